@@ -1,0 +1,48 @@
+# `make` alone lists what can be made. Everything runs in .venv, which is made when it is needed.
+
+PYTHON ?= python3
+JOBS   ?= 2
+
+VENV  := .venv
+RUN   := $(VENV)/bin/python
+PIP   := $(RUN) -m pip --disable-pip-version-check install -qq -c constraints.txt
+READY := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench clean
+
+help: ## list what can be made
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "  PYTHON=… chooses the Python that .venv is made with (after make clean), JOBS=… the test processes."
+
+demo: $(READY) ## train a small LSTM with and without zoneout, and compare them
+	@$(RUN) examples/demo.py
+
+test: $(READY) ## run every test, the examples in the documentation included
+	@$(RUN) -m pytest -q -n $(JOBS) --dist worksteal
+
+check: $(READY) ## ruff, mypy and the tests
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+	@$(RUN) -m mypy
+	@$(MAKE) --no-print-directory test
+
+bench: $(READY) ## run the benchmarks
+	@$(RUN) benchmarks/bench.py
+
+clean: ## remove .venv and all that was built or cached
+	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+# The stamp is written last and .venv is emptied first: an install that was cut short is begun again.
+# torch comes first, alone: what is installed after it takes the build that is there.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "zoneout needs Python 3.11 or newer, and '$(PYTHON)' is not: name one, as in  make test PYTHON=python3.12"; \
+	  exit 1; }
+	@echo "Making $(VENV) and installing into it: a minute or more, the first time."
+	@$(PYTHON) -m venv --clear $(VENV)
+	@$(PIP) torch
+	@$(PIP) hatchling
+	@$(PIP) --no-build-isolation -e '.[dev]'
+	@touch $@
