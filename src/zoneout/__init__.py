@@ -1,0 +1,46 @@
+"""zoneout: recurrent layers for PyTorch, regularised."""
+
+from . import init
+from .convert import convert, revert
+from .layers import GRU, LSTM, RNN
+from .noise import (
+    RecurrentDropout,
+    StateDropout,
+    VariationalDropout,
+    WeightDrop,
+    WeightNoise,
+    Zoneout,
+    masks,
+)
+from .norm import RecurrentBatchNorm, estimate_statistics
+from .penalties import norm_stabilizer
+from .philox import fold
+from .step_cells import GRUCell, LSTMCell, RNNCell
+from .wrap import ZoneoutCell, zoneout
+
+__all__ = [
+    "GRU",
+    "LSTM",
+    "RNN",
+    "GRUCell",
+    "LSTMCell",
+    "RNNCell",
+    "RecurrentBatchNorm",
+    "RecurrentDropout",
+    "StateDropout",
+    "VariationalDropout",
+    "WeightDrop",
+    "WeightNoise",
+    "Zoneout",
+    "ZoneoutCell",
+    "convert",
+    "estimate_statistics",
+    "fold",
+    "init",
+    "masks",
+    "norm_stabilizer",
+    "revert",
+    "zoneout",
+]
+
+__version__ = "0.1.0"

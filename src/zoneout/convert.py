@@ -1,0 +1,253 @@
+"""Put the noise into somebody's existing model, and take it out again.
+
+A replaced module hands everything it has to its twin: the very Parameter objects, so that optimizers, tied
+weights and DDP stay valid, its hooks and their handles, its mode and whatever else was set on it.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from .layers import GRU, LSTM, RNN
+from .noise import Noise, as_noises, restrict
+from .recurrent import Recurrent
+from .step_cells import GRUCell, LSTMCell, RNNCell
+
+TWINS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.LSTM: LSTM,
+    nn.GRU: GRU,
+    nn.RNN: RNN,
+    nn.LSTMCell: LSTMCell,
+    nn.GRUCell: GRUCell,
+    nn.RNNCell: RNNCell,
+}
+BACK = {ours: theirs for theirs, ours in TWINS.items()}
+NAMES = {theirs.__name__ for theirs in TWINS}
+
+Report = Callable[[str], None]
+
+
+class Plan(NamedTuple):
+    """What is to happen to a recurrent module."""
+
+    twin: nn.Module | None  # the module that takes its place; None leaves it alone
+    said: str
+    noise: Any = None  # the noise that the twin gets
+    whole: bool = True  # whether all that was asked for is done
+
+
+_log = logging.getLogger("zoneout")
+
+
+def convert(model: nn.Module, noise: Noise | Iterable[Noise] | None, *, report: Report | None = None) -> nn.Module:
+    """Replace every nn.LSTM, GRU, RNN and their Cells inside `model` by ours, in place, and return the model.
+
+    Weights, hooks, modes, dtypes and devices are kept, and a module registered twice stays one. Our own
+    layers inside the model get the new noise. What does not apply to a module (a cell rate to a GRU) is
+    dropped there. Subclasses and parametrized, pruned, scripted, quantized and patched modules are left
+    alone.
+
+    `report` is called with a sentence for each recurrent module: `report=print` shows them. Without it, what
+    was done is logged (logger "zoneout", level INFO) and what could not be done is warned about. An error
+    leaves the model as it was.
+
+    >>> import torch, zoneout as zo
+    >>> model = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.GRU(8, 16))
+    >>> model = zo.convert(model, zo.Zoneout(cell=0.1, hidden=0.1), report=print)
+    1: GRU replaced, with Zoneout(hidden=0.1); dropped Zoneout's cell (a GRU has no cell)
+    """
+    noises = as_noises(noise)
+
+    def plan(module: nn.Module) -> Plan | None:
+        if not _is_recurrent(module):
+            return None
+        if type(module) not in TWINS and type(module) not in BACK:
+            return Plan(None, _why_not(module))
+        if why := _patched(module):
+            return Plan(None, why)
+        cls: Any = TWINS.get(type(module), type(module))
+        fitting, dropped = restrict(noises, cls.kind, cls.one_step)
+        missing = f"; dropped {', '.join(dropped)}" if dropped else ""
+        if dropped and not fitting:
+            return Plan(None, f"left alone, nothing of the noise applies{missing}")
+        given = fitting[0] if len(fitting) == 1 else fitting or None
+        said = ", ".join(str(one) for one in fitting) or "no noise"
+        if isinstance(module, Recurrent):  # one of ours already
+            module.check_noise(given)
+            return Plan(module, f"was one of zoneout's already, now with {said}{missing}", given, not dropped)
+        twin = cls(**_arguments(module), device="meta", noise=given)
+        if name := _in_the_way(module, twin):
+            return Plan(None, f"left alone, its attribute {name!r} has a meaning of its own in our layers")
+        return Plan(twin, f"replaced, with {said}{missing}", given, not dropped)
+
+    return _replace(model, plan, report)
+
+
+def revert(model: nn.Module, *, report: Report | None = None) -> nn.Module:
+    """Put torch.nn's own modules back in the place of ours, weights and all; the noise is gone.
+
+    A layer with a norm or a learned initial state has no equal in torch.nn and is left alone.
+
+    >>> import torch, zoneout as zo
+    >>> zo.revert(zo.convert(torch.nn.GRU(8, 16), zo.Zoneout(hidden=0.1)))
+    GRU(8, 16)
+    """
+
+    def plan(module: nn.Module) -> Plan | None:
+        if not isinstance(module, Recurrent):
+            return None
+        if type(module) not in BACK:
+            return Plan(None, "left alone, it is a subclass")
+        if why := _patched(module):
+            return Plan(None, why)
+        if module.norm is not None or module.learn_initial_state:
+            return Plan(None, "left alone, torch.nn has no norms or learned initial states")
+        return Plan(BACK[type(module)](**_arguments(module), device="meta"), "replaced by torch.nn's")
+
+    return _replace(model, plan, report)
+
+
+# --- which modules ---------------------------------------------------------------------------------
+
+
+def _is_recurrent(module: nn.Module) -> bool:
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        return True
+    if isinstance(module, torch.jit.ScriptModule):
+        return module.original_name in NAMES
+    return type(module).__name__ in NAMES and type(module).__module__.startswith("torch.ao.nn")
+
+
+def _why_not(module: nn.Module) -> str:
+    if isinstance(module, torch.jit.ScriptModule):
+        return "left alone, it is scripted; convert the model before scripting it"
+    if type(module).__module__.startswith("torch.ao.nn"):
+        return "left alone, it is quantized"
+    if parametrize.is_parametrized(module):
+        return "left alone, it is parametrized; convert the model before parametrizing it"
+    return f"left alone, {type(module).__name__} is a subclass"
+
+
+def _patched(module: nn.Module) -> str | None:
+    """Why a module of the right type cannot be replaced all the same."""
+    names = getattr(module, "_flat_weights_names", None)
+    if names is None:
+        names = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if module.bias else [])]
+    if any(module._parameters.get(name) is None for name in names):
+        return "left alone, a weight is not a plain parameter (weight norm or pruning); convert before that"
+    if "forward" in module.__dict__:
+        return "left alone, its forward was replaced"
+    if module._compiled_call_impl is not None:
+        return _COMPILED
+    return None
+
+
+_COMPILED = "left alone, it is compiled; convert the model before compiling it"
+
+
+# --- twins -----------------------------------------------------------------------------------------
+
+
+def _arguments(module: Any) -> dict[str, Any]:
+    """The constructor arguments that made a module."""
+    names = ["input_size", "hidden_size", "bias"]
+    if isinstance(module, nn.RNNBase):
+        names += ["num_layers", "batch_first", "bidirectional"]
+        if module.mode == "LSTM":
+            names.append("proj_size")
+    if isinstance(module, (nn.RNN, nn.RNNCell, RNN, RNNCell)):
+        names.append("nonlinearity")
+    return {name: getattr(module, name) for name in names}
+
+
+def _own(module: nn.Module) -> set[str]:
+    """The names of what somebody has set on a module beyond what its class sets."""
+    fresh = type(module)(**_arguments(module), device="meta")
+    parts = ("_parameters", "_buffers", "_modules")
+    own = module.__dict__.keys() - fresh.__dict__.keys()
+    if isinstance(module, Recurrent):
+        own -= set(module._noise_names)
+    return own.union(*(getattr(module, part).keys() - getattr(fresh, part).keys() for part in parts))
+
+
+def _in_the_way(module: nn.Module, twin: nn.Module) -> str | None:
+    """An attribute that somebody has set and that our class uses itself."""
+    return next((name for name in sorted(_own(module)) if hasattr(twin, name)), None)
+
+
+def _take_over(twin: Any, module: nn.Module, noise: Any) -> None:
+    """Give the twin everything that the module has."""
+    own = _own(module)
+    for name, value in module.__dict__.items():
+        if "_hooks" in name or name in ("training", "dropout", "_is_full_backward_hook") or name in own:
+            twin.__dict__[name] = value  # hooks: the very dicts, so that the handles still remove them
+        if "_hooks" in name and isinstance(value, dict):
+            for hook in value.values():
+                if isinstance(getattr(hook, "module", None), weakref.ref):
+                    hook.module = weakref.ref(twin)  # some hooks are handed their module
+    ours = set(module._noise_names) if isinstance(module, Recurrent) else set()
+    twin._parameters.update(module._parameters)
+    twin._modules.update(module._modules)
+    twin._buffers.update({name: value for name, value in module._buffers.items() if name not in ours})
+    twin._non_persistent_buffers_set.update(module._non_persistent_buffers_set - ours)
+    if isinstance(twin, nn.RNNBase):
+        twin._init_flat_weights()
+    if isinstance(twin, Recurrent):
+        twin.noise = noise
+
+
+# --- the walk --------------------------------------------------------------------------------------
+
+
+def _replace(model: nn.Module, plan: Callable[[nn.Module], Plan | None], report: Report | None) -> nn.Module:
+    """Plan for every module first, so that an error changes nothing; then put the twins in their places."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    plans: dict[nn.Module, Plan] = {}
+    names: dict[nn.Module, str] = {}
+    compiled = {m._orig_mod for m in model.modules() if hasattr(m, "_orig_mod")}
+    for name, module in model.named_modules():
+        try:
+            planned = plan(module)
+        except ValueError as error:
+            where = f"in {name!r}" if name else "in the model"
+            raise ValueError(f"{error} ({where}, a {type(module).__name__}; nothing was replaced)") from None
+        if planned is not None:
+            plans[module] = Plan(None, _COMPILED) if module in compiled else planned
+            names[module] = name
+
+    said = [(f"{names[m] or 'the model'}: {_name_of(m)} {p.said}", p) for m, p in plans.items()]
+    for sentence, planned in said:  # warnings before anything is changed: they may be errors
+        if report is None and (planned.twin is None or not planned.whole):
+            warnings.warn(sentence, stacklevel=3)
+
+    twins: dict[nn.Module, nn.Module] = {}
+    for module, (twin, _, noise, _) in plans.items():
+        if isinstance(module, Recurrent) and twin is module:
+            module.noise = noise
+        elif twin is not None:
+            _take_over(twin, module, noise)
+            twins[module] = twin
+    for parent in [*model.modules(), *twins.values()]:
+        for key, child in parent._modules.items():
+            if child is not None and child in twins:
+                parent._modules[key] = twins[child]
+
+    for sentence, planned in said:
+        if report is not None:
+            report(sentence)
+        elif planned.twin is not None:
+            _log.info(sentence)
+    return twins.get(model, model)
+
+
+def _name_of(module: nn.Module) -> str:
+    return module.original_name if isinstance(module, torch.jit.ScriptModule) else type(module).__name__

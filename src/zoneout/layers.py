@@ -1,0 +1,420 @@
+"""LSTM, GRU and RNN as `torch.nn` has them, with noise and norms inside the step.
+
+Constructor, inputs, outputs and `state_dict` are those of `torch.nn`. The layers subclass `nn.RNNBase`,
+not `nn.LSTM`, which `torch.compile` refuses to trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from .noise import Draw, Noise, Rule, as_integers, as_seed, check_count, draw_masks, example_ids, plane
+from .norm import LayerNorm, RecurrentBatchNorm
+from .ops.reference import kept_scale
+from .philox import fresh_seed
+from .recurrent import Recurrent, autocast_on, check_device, working_dtype
+
+Noises: TypeAlias = "Noise | Iterable[Noise] | None"
+Norm: TypeAlias = "str | LayerNorm | RecurrentBatchNorm | None"
+State: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
+
+_BETWEEN_LAYERS = Rule("dropout", "scaled zero", "unit", "expectation")
+
+
+class Sequences(NamedTuple):
+    """An input in the one form that the layers work on, and the way back."""
+
+    x: Tensor  # [T, B, input]
+    lengths: Tensor | None  # [B]
+    resets: Tensor | None  # [T, B]
+    batched: bool
+    outputs: Callable[[Tensor], Any]  # [T, B, ·] -> the form in which the input came
+
+
+class RecurrentLayer(Recurrent, nn.RNNBase):
+    """The common part of `LSTM`, `GRU` and `RNN`."""
+
+    weight_ih_l0: Tensor
+
+    def suffixes(self) -> list[str]:
+        ends = ("", "_reverse") if self.bidirectional else ("",)
+        return [f"_l{layer}{end}" for layer in range(self.num_layers) for end in ends]
+
+    def input_sizes(self) -> list[int]:
+        inner = self.output_size * (2 if self.bidirectional else 1)
+        return [self.input_size] + [inner] * (self.num_layers - 1)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Weights and biases as torch.nn starts them; scales, shifts and initial states as they start."""
+        bound = self.hidden_size**-0.5
+        for name in self._flat_weights_names:
+            getattr(self, name).uniform_(-bound, bound)
+        if hasattr(self, "_norm"):
+            self._reset_parts()
+
+    def flatten_parameters(self) -> None:
+        """Nothing to do: the weights are used where they are."""
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + self._extra()
+
+    def forward(
+        self,
+        input: Tensor | PackedSequence,
+        hx: State | None = None,
+        *,
+        lengths: Tensor | Sequence[int] | None = None,
+        resets: Tensor | None = None,
+        seed: int | Tensor | None = None,
+        examples: int | Tensor | Sequence[int] | None = None,
+        first_step: int = 0,
+        return_cells: bool = False,
+    ) -> Any:
+        """Outputs and final state, as `torch.nn` gives them; with `return_cells` every c_t of the last layer.
+
+        `lengths` are the sequences' lengths in a padded batch: outputs past them are zero, and the final state is that
+        of each sequence's end. `resets`, a bool laid out as the input's steps and rows, cuts a sequence before a step:
+        there the state goes back to the initial one (zero or learned, not `hx`), and nothing crosses the cut in either
+        direction. `seed` fixes the draws; `examples`, an offset or one id a row, and `first_step` say which rows and
+        steps of a larger whole these are, so that they draw what they would draw there.
+        """
+        weight = self.weight_ih_l0
+        sequences = self._sequences(input, lengths, resets)
+        x = sequences.x
+        check_device("input", x, weight)
+        dtype = working_dtype(x, weight)
+        x = x.to(dtype)
+        if return_cells and self.kind != "lstm":
+            raise ValueError(f"return_cells: expected False, since a {self.kind.upper()} has no cell")
+        check_count("first_step", first_step, 2**32 - len(x))
+        initial = self._initial_states(x)
+        h0, c0 = self._given_states(hx, initial, sequences.batched)
+        rows = example_ids(examples, x.shape[1], x.device)
+        key = self._seed(seed, x)
+
+        h_n: list[Tensor] = []
+        c_n: list[Tensor] = []
+        cells: list[Tensor] = []
+        for layer in range(self.num_layers):
+            if layer > 0 and self.dropout > 0 and self.training:
+                assert key is not None
+                x = self._between_layers(layer - 1, x, key, rows, first_step)
+            outputs = []
+            for direction in range(2 if self.bidirectional else 1):
+                k = len(h_n)
+                last = return_cells and layer == self.num_layers - 1
+                y, h, c, every_c, _ = self._run(
+                    self._cell_name(),
+                    x,
+                    h0[k],
+                    None if c0 is None else c0[k],
+                    self.suffixes()[k],
+                    self._draws(layer, direction, key),
+                    rows,
+                    first_step,
+                    dtype,
+                    lengths=sequences.lengths,
+                    resets=sequences.resets,
+                    reset_h=None if sequences.resets is None else initial[0][k],
+                    reset_c=None if sequences.resets is None or initial[1] is None else initial[1][k],
+                    reverse=direction == 1,
+                    return_cells=last,
+                )
+                outputs.append(y)
+                h_n.append(h)
+                if c is not None:
+                    c_n.append(c)
+                if every_c is not None:
+                    cells.append(every_c)
+            x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+        ended = [torch.stack(states) for states in (h_n, c_n) if states]
+        if not sequences.batched:
+            ended = [state.squeeze(1) for state in ended]
+        state = tuple(ended) if self.kind == "lstm" else ended[0]
+        if not return_cells:
+            return sequences.outputs(x), state
+        return sequences.outputs(x), state, sequences.outputs(torch.cat(cells, dim=-1))
+
+    def _cell_name(self) -> str:
+        return self.mode.lower()
+
+    # --- what comes in ---
+
+    def _sequences(
+        self, input: Tensor | PackedSequence, lengths: Tensor | Sequence[int] | None, resets: Tensor | None
+    ) -> Sequences:
+        """Any input form as [T, B, input], in the caller's order of rows."""
+        if isinstance(input, PackedSequence):
+            if lengths is not None:
+                raise ValueError("lengths: expected None, since a packed input brings its own")
+            x, ends = pad_packed_sequence(input)
+            self._check_input(x, "input.data")
+            if resets is not None:
+                resets = _check_resets(resets, tuple(x.shape[:2]), "[T, B]", x.device)
+            return Sequences(x, ends.to(x.device), resets, True, lambda y: _pack(y, ends, input))
+        if not isinstance(input, Tensor):
+            raise TypeError(f"input: expected a tensor or a PackedSequence, got {type(input).__name__}")
+        if input.dim() not in (2, 3):
+            raise ValueError(f"input: expected 2 dimensions (unbatched) or 3 (batched), got {input.dim()}")
+        self._check_input(input, "input")
+        batched = input.dim() == 3
+        swap = batched and self.batch_first
+        x = input.transpose(0, 1) if swap else input if batched else input.unsqueeze(1)
+        steps, batch = x.shape[:2]
+        if steps == 0:
+            raise ValueError("input: expected at least one step, got a sequence of length 0")
+        if resets is not None:
+            shape = (batch, steps) if swap else (steps, batch) if batched else (steps,)
+            names = "[B, T]" if swap else "[T, B]" if batched else "[T]"
+            resets = _check_resets(resets, shape, names, x.device)
+            resets = resets.t() if swap else resets if batched else resets.unsqueeze(1)
+        if lengths is not None:
+            lengths = check_lengths(lengths, steps, batch, batched).to(x.device)
+
+        def outputs(y: Tensor) -> Tensor:
+            return y.transpose(0, 1) if swap else y if batched else y.squeeze(1)
+
+        return Sequences(x, lengths, resets, batched, outputs)
+
+    def _check_input(self, x: Tensor, name: str) -> None:
+        if x.shape[-1] != self.input_size:
+            raise ValueError(
+                f"{name}: expected {self.input_size} features in the last dimension (input_size), got {x.shape[-1]}"
+            )
+        if not x.is_floating_point():
+            raise ValueError(f"{name}: expected floating-point numbers, got {x.dtype}")
+
+    def _initial_states(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The states at the start of a sequence, learned or zero, as [layers · directions, B, ·]."""
+        batch, count = x.shape[1], len(self.suffixes())
+        if self.learn_initial_state:
+            learned = (self.h0, self.c0) if self.kind == "lstm" else (self.h0,)
+            states = [s.to(x.dtype)[:, None].expand(-1, batch, -1) for s in learned]
+        else:
+            sizes = (self.output_size, self.hidden_size) if self.kind == "lstm" else (self.output_size,)
+            states = [x.new_zeros(count, batch, size) for size in sizes]
+        return states[0], states[1] if self.kind == "lstm" else None
+
+    def _given_states(
+        self, hx: State | None, initial: tuple[Tensor, Tensor | None], batched: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The states to begin with: those given, or the initial ones."""
+        if hx is None:
+            return initial
+        lstm = self.kind == "lstm"
+        states = []
+        for name, state, like in zip(("hx[0]", "hx[1]") if lstm else ("hx",), as_states(hx, lstm), initial):
+            assert like is not None
+            shape = tuple(like.shape) if batched else (len(like), like.shape[2])
+            if tuple(state.shape) != shape:
+                raise ValueError(f"{name}: expected shape {shape}, got {tuple(state.shape)}")
+            check_device(name, state, like)
+            check_state_dtype(name, state, like)
+            states.append(state.to(like.dtype) if batched else state.to(like.dtype).unsqueeze(1))
+        return states[0], states[1] if lstm else None
+
+    def _seed(self, seed: int | Tensor | None, x: Tensor) -> Tensor | None:
+        """The seed of this call; nothing is drawn from torch's generator unless a mask needs it."""
+        if seed is not None:
+            return as_seed(seed, x.device)
+        between = self.training and self.dropout > 0 and self.num_layers > 1
+        if between or any(rule.mask != "static" for rule in self._drawn_rules()):
+            return fresh_seed(x)
+        return None
+
+    def _between_layers(self, layer: int, x: Tensor, key: Tensor, rows: Tensor, first_step: int) -> Tensor:
+        """torch's dropout on the outputs of a layer, its mask drawn by the same rule as every other."""
+        rate = torch.full((), self.dropout, dtype=self._rate_dtype(x), device=x.device)
+        steps = torch.arange(first_step, first_step + len(x), device=x.device)
+        parts = []
+        for direction, part in enumerate(x.split(self.output_size, dim=-1)):
+            draw = Draw(_BETWEEN_LAYERS, rate, key, plane("dropout", layer, direction))
+            (mask,) = draw_masks([draw], steps, rows, self.output_size)
+            parts.append(part * kept_scale(draw, mask, x.dtype))
+        return torch.cat(parts, dim=-1)
+
+    @staticmethod
+    def _rate_dtype(x: Tensor) -> torch.dtype:
+        return torch.float32 if x.device.type == "mps" else torch.float64
+
+
+class LSTM(RecurrentLayer):
+    """`nn.LSTM` with noise: the same arguments, inputs, outputs and `state_dict`.
+
+    Beyond torch's, all by keyword: `noise` (a noise, a list of them, or None), `norm` (`"layer"` or a
+    `RecurrentBatchNorm`), `learn_initial_state`, and `backend` (by default the input's device decides).
+
+    >>> import torch, zoneout as zo
+    >>> layer = zo.LSTM(50, 100, noise=zo.Zoneout(cell=0.5, hidden=0.05))
+    >>> y, (h, c) = layer(torch.randn(20, 8, 50))
+    >>> y.shape, h.shape, c.shape
+    (torch.Size([20, 8, 100]), torch.Size([1, 8, 100]), torch.Size([1, 8, 100]))
+    """
+
+    kind = "lstm"
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        proj_size: int = 0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        noise: Noises = None,
+        norm: Norm = None,
+        learn_initial_state: bool = False,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__(
+            "LSTM", input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional,
+            proj_size, device, dtype,
+        )  # fmt: skip
+        self._add_parts(noise, norm, backend, learn_initial_state)
+
+    get_expected_cell_size = nn.LSTM.get_expected_cell_size
+
+
+class GRU(RecurrentLayer):
+    """`nn.GRU` with noise: the same arguments, inputs, outputs and `state_dict`.
+
+    The hidden state is the only state. Beyond torch's arguments: see `LSTM`.
+
+    >>> import torch, zoneout as zo
+    >>> layer = zo.GRU(50, 100, noise=zo.Zoneout(hidden=0.1))
+    >>> y, h = layer(torch.randn(20, 8, 50))
+    """
+
+    kind = "gru"
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        noise: Noises = None,
+        norm: Norm = None,
+        learn_initial_state: bool = False,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__(
+            "GRU", input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional,
+            0, device, dtype,
+        )  # fmt: skip
+        self._add_parts(noise, norm, backend, learn_initial_state)
+
+
+class RNN(RecurrentLayer):
+    """`nn.RNN` with noise: the same arguments, inputs, outputs and `state_dict`.
+
+    The hidden state is the only state. Beyond torch's arguments: see `LSTM`.
+
+    >>> import torch, zoneout as zo
+    >>> layer = zo.RNN(50, 100, nonlinearity="relu", noise=zo.Zoneout(hidden=0.1))
+    >>> y, h = layer(torch.randn(20, 8, 50))
+    """
+
+    kind = "rnn"
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        nonlinearity: str = "tanh",
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        noise: Noises = None,
+        norm: Norm = None,
+        learn_initial_state: bool = False,
+        backend: str | None = None,
+    ) -> None:
+        if nonlinearity not in ("tanh", "relu"):
+            raise ValueError(f"nonlinearity: expected 'tanh' or 'relu', got {nonlinearity!r}")
+        self.nonlinearity = nonlinearity
+        super().__init__(
+            f"RNN_{nonlinearity.upper()}", input_size, hidden_size, num_layers, bias, batch_first, dropout,
+            bidirectional, 0, device, dtype,
+        )  # fmt: skip
+        self._add_parts(noise, norm, backend, learn_initial_state)
+
+
+# --- shapes ----------------------------------------------------------------------------------------
+
+
+def as_states(hx: Any, lstm: bool) -> tuple[Tensor, ...]:
+    if lstm:
+        if not isinstance(hx, (tuple, list)) or len(hx) != 2 or not all(isinstance(s, Tensor) for s in hx):
+            raise TypeError(f"hx: expected a pair of tensors (h, c), got {_describe(hx)}")
+        return tuple(hx)
+    if not isinstance(hx, Tensor):
+        raise TypeError(f"hx: expected a tensor, got {_describe(hx)}")
+    return (hx,)
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {', '.join(type(one).__name__ for one in value) or 'nothing'}"
+    return type(value).__name__
+
+
+def check_state_dtype(name: str, state: Tensor, x: Tensor) -> None:
+    if state.dtype != x.dtype and not autocast_on(x.device):
+        raise ValueError(f"{name}: expected {x.dtype} as the input has, got {state.dtype}")
+
+
+def _check_resets(resets: Tensor, shape: tuple[int, ...], names: str, device: torch.device) -> Tensor:
+    if not isinstance(resets, Tensor) or resets.dtype != torch.bool:
+        got = resets.dtype if isinstance(resets, Tensor) else type(resets).__name__
+        raise TypeError(f"resets: expected a bool tensor {names}, got {got}")
+    if tuple(resets.shape) != shape:
+        raise ValueError(f"resets: expected shape {names} = {shape}, got {tuple(resets.shape)}")
+    return resets.to(device)
+
+
+def check_lengths(lengths: Tensor | Sequence[int], steps: int, batch: int, batched: bool) -> Tensor:
+    ends = as_integers("lengths", lengths)
+    if not batched and ends.dim() == 0:
+        ends = ends[None]
+    if tuple(ends.shape) != (batch,):
+        raise ValueError(f"lengths: expected one for each of {batch} sequences, got shape {tuple(ends.shape)}")
+    on_host = ends.device.type == "cpu" and not torch.compiler.is_compiling()
+    if on_host and batch and (int(ends.min()) < 0 or int(ends.max()) > steps):
+        raise ValueError(
+            f"lengths: expected numbers from 0 to {steps}, the steps of the input, "
+            f"got {int(ends.min())} to {int(ends.max())}"
+        )
+    return ends.to(torch.int64).clamp(0, steps)  # on a device the values are not looked at: that would wait
+
+
+def _pack(y: Tensor, lengths: Tensor, like: PackedSequence) -> PackedSequence:
+    """[T, B, ·] in the caller's order, packed as `like` is."""
+    order = like.sorted_indices
+    if order is not None:
+        y, lengths = y.index_select(1, order), lengths[order.cpu()]
+    packed = pack_padded_sequence(y, lengths)
+    return PackedSequence(packed.data, like.batch_sizes, like.sorted_indices, like.unsorted_indices)

@@ -1,0 +1,46 @@
+"""Terms that are added to the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
+
+from .layers import check_lengths
+
+
+def norm_stabilizer(
+    outputs: Tensor | PackedSequence,
+    beta: float,
+    *,
+    batch_first: bool = False,
+    lengths: Tensor | Sequence[int] | None = None,
+) -> Tensor:
+    """β · mean over batch and steps of (‖h_t‖ − ‖h_{t−1}‖)², the initial state left out.
+
+    `outputs` are a layer's, [T, B, H] or [T, H] (with `batch_first` [B, T, H]) or packed. Steps past the
+    `lengths` of padded sequences do not count.
+
+    >>> import torch, zoneout as zo
+    >>> y = torch.tensor([3.0, 5.0, 4.0])[:, None, None] * torch.ones(3, 2, 1)
+    >>> zo.norm_stabilizer(y, beta=2.0).item()  # 2 · (2² + 1²) / 2
+    5.0
+    """
+    if isinstance(outputs, PackedSequence):
+        outputs, lengths = pad_packed_sequence(outputs)
+        batch_first = False
+    if outputs.dim() not in (2, 3):
+        raise ValueError(f"outputs: expected [T, B, H] or [T, H], got {outputs.dim()} dimensions")
+    if outputs.dim() == 2:
+        outputs = outputs[:, None]
+    elif batch_first:
+        outputs = outputs.transpose(0, 1)
+    norms = torch.linalg.vector_norm(outputs, dim=-1)  # [T, B]
+    changes = (norms[1:] - norms[:-1]).square()
+    if lengths is None:
+        return beta * changes.sum() / max(1, changes.numel())
+    ends = check_lengths(lengths, len(outputs), outputs.shape[1], True).to(outputs.device)
+    counts = torch.arange(1, len(norms), device=outputs.device)[:, None] < ends
+    return beta * torch.where(counts, changes, 0.0).sum() / counts.sum().clamp(min=1)

@@ -1,0 +1,89 @@
+"""Counter-based random bits: Philox 4×32-10, the same on every device.
+
+A draw is a pure function of a 64-bit seed and a 128-bit counter, so nothing random is ever stored:
+whoever knows the coordinates of a draw can make it again. This file is the generator alone; which
+coordinates a mask has is said in `noise.py`.
+
+The words are kept in int64 tensors. A product of two 32-bit words wraps around in 64 bits exactly as
+an unsigned one would, so its two halves come out right whatever its sign.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import Tensor
+
+WORD = 0xFFFFFFFF
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+
+_FOLD = 0x666F6C64  # "fold" in ASCII: a plane of the counter that no mask uses
+
+
+def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four 32-bit words for every counter (c0, c1, c2, c3), which broadcast; `seed` is the 64-bit key."""
+    k0, k1 = seed & WORD, (seed >> 32) & WORD
+    for _ in range(ROUNDS):
+        product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            ((product1 >> 32) & WORD) ^ c1 ^ k0,
+            product1 & WORD,
+            ((product0 >> 32) & WORD) ^ c3 ^ k1,
+            product0 & WORD,
+        )
+        k0, k1 = (k0 + WEYL[0]) & WORD, (k1 + WEYL[1]) & WORD
+    return c0, c1, c2, c3
+
+
+def fold(seed: int | Tensor, n: int) -> int | Tensor:
+    """A new seed from a seed and a number: give each of several modules its own.
+
+    >>> import zoneout as zo
+    >>> zo.fold(7, 0) != zo.fold(7, 1)
+    True
+    >>> int(zo.fold(torch.tensor(7), 1)) == zo.fold(7, 1)
+    True
+    """
+    key = as_seed(seed)
+    low, high = (torch.tensor(part, device=key.device) for part in (n & WORD, (n >> 32) & WORD))
+    zero = torch.zeros_like(low)
+    w0, w1, _, _ = philox(key, low, high, zero, zero + _FOLD)
+    folded = w0 | (w1 << 32)
+    return folded if isinstance(seed, Tensor) else int(folded)
+
+
+def as_seed(seed: int | Tensor, device: torch.device | str | None = None) -> Tensor:
+    """The seed as an int64 scalar on `device`; an int of up to 64 bits, signed or not, is taken."""
+    if isinstance(seed, Tensor):
+        if seed.numel() != 1 or seed.is_floating_point() or seed.is_complex() or seed.dtype == torch.bool:
+            raise ValueError(
+                f"seed: expected an int or an integer tensor with one element, got {seed.dtype} "
+                f"of shape {tuple(seed.shape)}"
+            )
+        return seed.reshape(()).to(device=device, dtype=torch.int64)
+    if isinstance(seed, bool) or not hasattr(seed, "__index__"):  # NumPy's integers are welcome
+        raise TypeError(f"seed: expected an int or an integer tensor, got {type(seed).__name__}")
+    seed = operator.index(seed)
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed: expected an integer of at most 64 bits, got {seed}")
+    return torch.tensor(seed - 2**64 if seed >= 2**63 else seed, dtype=torch.int64, device=device)
+
+
+def fresh_seed(like: Tensor) -> Tensor:
+    """A seed on the device of `like`, drawn from torch's generator of that device."""
+    return _fresh_seed(like)
+
+
+# An operator of its own, so that a compiled model draws from the same generator, in the same order, as
+# an eager one: inductor would otherwise put a generator of its own in the place of torch's.
+@torch.library.custom_op("zoneout::fresh_seed", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def _fresh_seed(like: Tensor) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device=like.device).random_()
+
+
+@_fresh_seed.register_fake
+def _(like: Tensor) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device=like.device)

@@ -1,0 +1,334 @@
+"""What layers and single-step cells share: noise, norm, initial state, and making a `Run` of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import ops
+from .noise import (
+    MASKS,
+    Draw,
+    Noise,
+    Rule,
+    as_noises,
+    as_seed,
+    check_fits,
+    draw_masks,
+    normals,
+    plane,
+    rate_of_layer,
+    stream_units,
+)
+from .norm import STATISTICS, LayerNorm, Moments, RecurrentBatchNorm, StepNorm, as_norm, record, rows
+from .ops.reference import kept_scale
+
+GATES = {"lstm": 4, "gru": 3, "rnn": 1}
+
+
+class Recurrent(nn.Module):
+    """Mixed into the layers and cells: everything about them that is not a matter of shapes."""
+
+    kind: str  # "lstm", "gru" or "rnn"
+    one_step = False  # whether a call is one step of a sequence
+    hidden_size: int
+    backend: str | None
+    recording: dict[str, Tensor] | None  # while statistics are estimated anew: batches seen at each step
+
+    # --- what a subclass says about itself ---
+
+    def suffixes(self) -> list[str]:
+        """The endings of parameter names, one for each layer and direction."""
+        raise NotImplementedError
+
+    def input_sizes(self) -> list[int]:
+        """The input size of each layer."""
+        raise NotImplementedError
+
+    @property
+    def output_size(self) -> int:
+        """The size of the hidden state: of the projection where there is one."""
+        return getattr(self, "proj_size", 0) or self.hidden_size
+
+    # --- construction ---
+
+    def _add_parts(
+        self,
+        noise: Noise | Iterable[Noise] | None,
+        norm: str | LayerNorm | RecurrentBatchNorm | None,
+        backend: str | None,
+        learn_initial_state: bool = False,
+    ) -> None:
+        ops.check_backend(backend)
+        self.backend = backend
+        self._norm = as_norm(norm)
+        self.recording = None
+        like = next(self.parameters())
+        wide, units = GATES[self.kind] * self.hidden_size, self.hidden_size
+        for suffix in self.suffixes() if self.norm is not None else ():
+            for name, size in self._norm_sizes(suffix, wide, units).items():
+                self.register_parameter(name, nn.Parameter(like.new_empty(size)))
+            if isinstance(self.norm, RecurrentBatchNorm):
+                for name in self._statistics(suffix):
+                    size = units if "_cell" in name else wide
+                    self.register_buffer(name, like.new_empty(self.norm.steps, size).detach())
+        self.learn_initial_state = learn_initial_state
+        if learn_initial_state:
+            count = len(self.suffixes())
+            self.h0 = nn.Parameter(like.new_empty(count, self.output_size))
+            if self.kind == "lstm":
+                self.c0 = nn.Parameter(like.new_empty(count, units))
+        self._reset_parts()
+        self._rules: tuple[Rule, ...] = ()
+        self._noise_names: tuple[str, ...] = ()
+        self.noise = noise
+
+    def _norm_sizes(self, suffix: str, wide: int, units: int) -> dict[str, int]:
+        sizes = {f"norm_ih{suffix}": wide, f"norm_hh{suffix}": wide}
+        if self.kind == "lstm":
+            sizes |= {f"norm_cell{suffix}": units, f"norm_cell_shift{suffix}": units}
+        return sizes
+
+    def _statistics(self, suffix: str) -> list[str]:
+        return [f"{name}{suffix}" for name in STATISTICS if self.kind == "lstm" or "_cell" not in name]
+
+    def statistics_names(self) -> list[str]:
+        """The names of the batch-norm statistics."""
+        return [name for suffix in self.suffixes() for name in self._statistics(suffix)]
+
+    @torch.no_grad()
+    def _reset_parts(self) -> None:
+        """Scales, shifts, statistics and initial states as they start."""
+        for name, parameter in self.named_parameters(recurse=False):
+            if (name in ("h0", "c0") and self.learn_initial_state) or name.startswith("norm_cell_shift"):
+                parameter.zero_()
+            elif name.startswith("norm_") and self.norm is not None:
+                parameter.fill_(self.norm.scale)
+        if isinstance(self.norm, RecurrentBatchNorm):
+            for name in self.statistics_names():
+                getattr(self, name).fill_(1.0 if name.startswith("var") else 0.0)
+
+    @property
+    def norm(self) -> LayerNorm | RecurrentBatchNorm | None:
+        """The norm; another of the same kind (`at_eval`, `momentum`) may take its place."""
+        return self._norm
+
+    @norm.setter
+    def norm(self, norm: str | LayerNorm | RecurrentBatchNorm | None) -> None:
+        new, old = as_norm(norm), self._norm
+        if type(new) is not type(old) or getattr(new, "steps", 0) != getattr(old, "steps", 0):
+            raise ValueError(f"norm: expected one like {old}, which this layer was made with, got {norm!r}")
+        self._norm = new
+
+    # --- noise ---
+
+    @property
+    def noise(self) -> Any:
+        """The noise, a tuple of them, or None; it may be replaced between steps, so that rates follow a schedule."""
+        return self._noise
+
+    @noise.setter
+    def noise(self, noise: Noise | Iterable[Noise] | None) -> None:
+        noises = self.check_noise(noise)
+        given = noise if noise is None or isinstance(noise, Noise) else noises
+        buffers = self._noise_buffers(noises)
+        self._noise = given
+        rules = tuple(rule for one in noises for rule in one.rules())
+        if rules != self._rules:  # the same tuple as long as only numbers change: nothing to recompile
+            self._rules = rules
+        self._set_buffers(buffers)
+
+    def check_noise(self, noise: Noise | Iterable[Noise] | None) -> tuple[Noise, ...]:
+        """The noise as a tuple, or an error where this module cannot have it."""
+        noises = as_noises(noise)
+        check_fits(noises, self.kind, self.one_step)
+        self._noise_buffers(noises)
+        return noises
+
+    def _noise_buffers(self, noises: tuple[Noise, ...]) -> dict[str, Tensor]:
+        """The numbers of the noises: a rate for each stream and layer, and the seeds of static masks."""
+        buffers = {}
+        sizes = self.input_sizes()
+        for one in noises:
+            for rule in one.rules():
+                field = next(f for f, stream in one.fields.items() if stream == rule.stream)
+                name = f"{type(one).__name__}({field}=…)"
+                for layer, input_size in enumerate(sizes):
+                    units = stream_units(self.hidden_size, getattr(self, "proj_size", 0), input_size)
+                    buffers[f"{rule.stream}_rate_l{layer}"] = rate_of_layer(
+                        getattr(one, field), layer, len(sizes), units.get(rule.stream), name
+                    )
+                if rule.mask == "static":
+                    buffers[f"{rule.stream}_seed"] = as_seed(one.seed)  # type: ignore[attr-defined]
+        return buffers
+
+    def _set_buffers(self, buffers: dict[str, Tensor]) -> None:
+        """Numbers are written where the old ones stood, so that captured graphs see them change."""
+        device = next(self.parameters()).device
+        for name in self._noise_names:
+            if name not in buffers:
+                delattr(self, name)
+        self._noise_names = tuple(buffers)
+        for name, value in buffers.items():
+            if value.is_floating_point() and device.type == "mps":
+                value = value.float()
+            old = self._buffers.get(name)
+            same = old is not None and (old.shape, old.dtype, old.device) == (value.shape, value.dtype, device)
+            if same and old is not None and not old.is_inference():
+                old.copy_(value)
+            else:
+                self.register_buffer(name, value.to(device, copy=True), persistent=False)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        out = super()._apply(fn, recurse)
+        if hasattr(self, "_rules"):  # rates move with the device but keep their precision
+            self._set_buffers(self._noise_buffers(as_noises(self._noise)))
+        return out
+
+    def _draws(self, layer: int, direction: int, seed: Tensor | None, at: int | None = None) -> list[Draw]:
+        """The streams that have something to say now. `at` is the layer coordinate if not `layer`."""
+        draws = []
+        for rule in self._rules:
+            mode = "sample" if self.training else rule.at_eval
+            if mode == "off" or (mode == "expectation" and rule.by in ("scaled zero", "sum")):
+                continue
+            # Copies, since the numbers may be replaced before the way back.
+            own = getattr(self, f"{rule.stream}_seed").clone() if rule.mask == "static" else seed
+            rate = getattr(self, f"{rule.stream}_rate_l{layer}").clone()
+            where = plane(rule.stream, layer if at is None else at, direction)
+            draws.append(Draw(rule, rate, own if mode == "sample" else None, where))
+        return draws
+
+    def _drawn_rules(self) -> list[Rule]:
+        """The rules that draw in the present mode."""
+        return [rule for rule in self._rules if self.training or rule.at_eval == "sample"]
+
+    # --- one run over time ---
+
+    def _run(
+        self,
+        cell: str,
+        x: Tensor,
+        h0: Tensor,
+        c0: Tensor | None,
+        suffix: str,
+        draws: list[Draw],
+        examples: Tensor,
+        first_step: int,
+        dtype: torch.dtype,
+        **options: Any,
+    ) -> ops.Result:
+        """Run one layer and direction, noise on its input and weights included."""
+        by_stream = {draw.rule.stream: draw for draw in draws}
+        weights = self._noisy_weights(suffix, by_stream, dtype)
+        if (draw := by_stream.get("input")) is not None:
+            (mask,) = draw_masks([draw], examples.new_zeros(1), examples, x.shape[-1])
+            x = x * kept_scale(draw, mask, x.dtype)
+        inside = tuple(d for d in draws if d.rule.stream not in ("input", "weight", "weight_noise"))
+        norm = self._step_norm(suffix, len(x), first_step, dtype)
+        what = ops.Run(cell, x, h0, c0, weights, inside, examples, first_step, norm, **options)
+        result = ops.run(what, self.backend)
+        if result.moments is not None and x.shape[1] > 0:
+            self._record(suffix, result.moments, first_step, options.get("lengths"))
+        return result
+
+    def _noisy_weights(self, suffix: str, draws: dict[str, Draw], dtype: torch.dtype) -> ops.Weights:
+        w_ih, w_hh, b_ih, b_hh, w_hr = (
+            None if (value := getattr(self, name + suffix, None)) is None else value.to(dtype)
+            for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
+        )
+        assert w_ih is not None and w_hh is not None
+        if (draw := draws.get("weight")) is not None:
+            one = torch.zeros(1, dtype=torch.int64, device=w_hh.device)
+            (mask,) = draw_masks([draw], one, one, w_hh.numel())
+            w_hh = w_hh * kept_scale(draw, mask, dtype).view_as(w_hh)
+        if (draw := draws.get("weight_noise")) is not None:
+            w_ih, w_hh = _add_noise(w_ih, 0, draw), _add_noise(w_hh, 1, draw)
+            w_hr = None if w_hr is None else _add_noise(w_hr, 2, draw)
+        return ops.Weights(w_ih, w_hh, b_ih, b_hh, w_hr)
+
+    def _step_norm(self, suffix: str, steps: int, first_step: int, dtype: torch.dtype) -> StepNorm | None:
+        if self.norm is None:
+            return None
+        scale_x, scale_h, scale_c, shift_c = (
+            None if (value := getattr(self, name + suffix, None)) is None else value.to(dtype)
+            for name in ("norm_ih", "norm_hh", "norm_cell", "norm_cell_shift")
+        )
+        assert scale_x is not None and scale_h is not None
+        given = None
+        if isinstance(self.norm, RecurrentBatchNorm) and not self.training and self.norm.at_eval == "running":
+            kept = (getattr(self, name) for name in self._statistics(suffix))
+            given = Moments(*(rows(value, first_step, steps).to(dtype) for value in kept))
+        over = "units" if isinstance(self.norm, LayerNorm) else "examples"
+        return StepNorm(over, self.norm.eps, scale_x, scale_h, scale_c, shift_c, given)
+
+    def _record(self, suffix: str, seen: Moments, first_step: int, lengths: Tensor | None) -> None:
+        """Move the running statistics, in training or while they are estimated anew."""
+        assert isinstance(self.norm, RecurrentBatchNorm)
+        if not self.training and self.recording is None:
+            return
+        steps = len(seen.mean_x)
+        alive = torch.ones_like(seen.mean_x[:, 0])
+        if lengths is not None:
+            alive = alive * (torch.arange(steps, device=lengths.device)[:, None] < lengths).any(1)
+        if self.recording is None:
+            weight = alive * self.norm.momentum
+        else:  # an average: each step counts the batches that have reached it
+            reached = self.recording.setdefault(suffix, alive.new_zeros(self.norm.steps))
+            part = reached[first_step : first_step + steps]
+            part += alive[: len(part)]
+            weight = alive[: len(part)] / part.clamp(min=1)
+        for name, value in zip(self._statistics(suffix), seen):
+            assert value is not None
+            record(getattr(self, name), value, first_step, weight)
+
+    def _extra(self) -> str:
+        """What a printed layer says beyond torch's."""
+        parts = []
+        if self._noise is not None:
+            parts.append(f"noise={list(self._noise) if isinstance(self._noise, tuple) else self._noise}")
+        if self.norm is not None:
+            parts.append("norm='layer'" if self.norm == LayerNorm() else f"norm={self.norm}")
+        if self.learn_initial_state:
+            parts.append("learn_initial_state=True")
+        if self.backend is not None:
+            parts.append(f"backend={self.backend!r}")
+        return "".join(f", {part}" for part in parts)
+
+
+def _add_noise(weight: Tensor, matrix: int, draw: Draw) -> Tensor:
+    """A weight matrix with Gaussian noise added; `matrix` tells the matrices of one layer apart."""
+    assert draw.seed is not None
+    noise = draw.rate * normals(draw.seed, weight.numel(), matrix, draw.plane)
+    return weight + noise.to(weight.dtype).view_as(weight)
+
+
+def working_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+    """The dtype to compute in: autocast's where it is on, else the weights'; an error where they differ."""
+    if not x.is_floating_point():
+        raise ValueError(f"input: expected floating-point numbers, got {x.dtype}")
+    if autocast_on(x.device) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(x.device.type)
+    if x.dtype != weight.dtype:
+        raise ValueError(
+            f"input: expected {weight.dtype} as the weights have, got {x.dtype}; convert the input with "
+            f"input.to({weight.dtype}) or the module with .to({x.dtype})"
+        )
+    return x.dtype
+
+
+def autocast_on(device: torch.device) -> bool:
+    """Whether autocast is on for a device; not every device knows of it."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
+def check_device(name: str, value: Tensor, weight: Tensor) -> None:
+    if value.device != weight.device:
+        raise ValueError(f"{name}: expected it on {weight.device} as the weights are, got {value.device}")
+
+
+def sees_step(rule: Rule) -> bool:
+    return MASKS[rule.mask].step

@@ -1,0 +1,162 @@
+"""Zoneout for what is not one of our layers: the bare rule, and a wrapper for any cell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .cells import zone
+from .noise import STREAMS, Draw, Rule, as_seed, check_count, check_rate, draw_masks, example_ids, plane, rate_of_layer
+from .philox import fresh_seed
+
+_MORE_STATES = 8  # a wrapped cell's third state and beyond draw from groups of their own, two states each
+
+
+def zoneout(
+    new: Tensor,
+    old: Tensor,
+    rate: float | Tensor,
+    training: bool = True,
+    *,
+    seed: int | Tensor | None = None,
+    step: int = 0,
+    examples: int | Tensor | Sequence[int] | None = None,
+) -> Tensor:
+    """The bare rule: `new`, with each unit at `old` with chance `rate`; at evaluation, the expectation.
+
+    The last dimension holds the units, the others are rows. Without a seed, torch's generator decides; with one,
+    `step` and `examples` say which draw of a larger whole this is.
+
+    >>> import torch, zoneout as zo
+    >>> new, old = torch.ones(4, 1000), torch.zeros(4, 1000)
+    >>> zo.zoneout(new, old, rate=0.25, training=False)[0, 0].item()
+    0.75
+    >>> zo.zoneout(new, old, rate=0.25, seed=7).mean().item() < 0.8
+    True
+    """
+    for name, value in (("new", new), ("old", old)):
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"{name}: expected a tensor of floating-point numbers, got {got}")
+    if new.dtype != old.dtype:
+        raise ValueError(f"old: expected {new.dtype} as new has, got {old.dtype}")
+    if new.shape != old.shape:
+        raise ValueError(f"old: expected shape {tuple(new.shape)} as new has, got {tuple(old.shape)}")
+    if new.dim() == 0:
+        raise ValueError("new: expected at least one dimension, the units, got a scalar")
+    value = _rate_on(rate_of_layer(check_rate(rate, "rate"), 0, 1, new.shape[-1], "rate"), new)
+    if not training:
+        return zone(new, old, value)
+    key = fresh_seed(new) if seed is None else as_seed(seed, new.device)
+    steps = torch.full((1,), check_count("step", step, 2**32), device=new.device)
+    rows = example_ids(examples, new.shape[:-1].numel(), new.device)
+    mask = _mask("hidden", 0, value, key, steps, rows, new.shape[-1])
+    return zone(new, old, mask.view(new.shape))
+
+
+class ZoneoutCell(nn.Module):
+    """Zoneout around any cell: a module (x, state) -> state, whose state is a tensor or a tuple of them.
+
+    `rates` is one rate for all states, or one for each in the order of the state tuple. States are [B, units]
+    or [units]. As in an `LSTMCell`, the first state is taken as hidden and the second as cell: around an
+    `nn.LSTMCell` the wrapper draws what our own `LSTMCell` draws. `seed`, `step` and `examples` are as there.
+
+    >>> import torch, zoneout as zo
+    >>> cell = zo.ZoneoutCell(torch.nn.GRUCell(10, 20), rates=0.1)
+    >>> h = torch.zeros(4, 20)
+    >>> for t, x in enumerate(torch.randn(5, 4, 10)):
+    ...     h = cell(x, h, seed=7, step=t)
+    """
+
+    def __init__(self, cell: nn.Module, rates: float | Tensor | Sequence[float | Tensor], *, layer: int = 0):
+        super().__init__()
+        self.cell = cell
+        self.layer = check_count("layer", layer, 2**15)
+        self.rates = rates
+
+    @property
+    def rates(self) -> Any:
+        """The rates as they were given; they may be replaced between steps."""
+        return self._rates
+
+    @rates.setter
+    def rates(self, rates: float | Tensor | Sequence[float | Tensor]) -> None:
+        self._checked = check_rate(rates, "rates")
+        self._rates = rates
+
+    def extra_repr(self) -> str:
+        return f"rates={self._rates}"
+
+    def forward(
+        self,
+        input: Any,
+        state: Any = None,
+        *,
+        seed: int | Tensor | None = None,
+        step: int | None = None,
+        examples: int | Tensor | Sequence[int] | None = None,
+    ) -> Any:
+        """The cell's next state, each unit of it at its previous value with the chance of its rate."""
+        new = self.cell(input, state)
+        new_states = _as_tuple(new, "the wrapped cell's result")
+        old_states = tuple(torch.zeros_like(s) for s in new_states) if state is None else _as_tuple(state, "state")
+        if len(old_states) != len(new_states):
+            raise ValueError(
+                f"state: expected {len(new_states)} tensors as the wrapped cell gives, got {len(old_states)}"
+            )
+        at = 0 if step is None else check_count("step", step, 2**32)
+        if self.training and seed is not None and step is None:
+            raise ValueError(
+                "step: expected the number of this step, since the masks are drawn from a fixed seed; "
+                "without it every step would replace the same units"
+            )
+        if self.training:
+            key = fresh_seed(new_states[0]) if seed is None else as_seed(seed, new_states[0].device)
+        out = []
+        for k, (fresh, old) in enumerate(zip(new_states, old_states, strict=True)):
+            if fresh.shape != old.shape:
+                raise ValueError(f"state: expected shape {tuple(fresh.shape)}, got {tuple(old.shape)}")
+            if isinstance(self._checked, tuple) and len(self._checked) != len(new_states):
+                raise ValueError(f"rates: expected one for each of {len(new_states)} states, got {len(self._checked)}")
+            units = fresh.shape[-1]
+            rate = _rate_on(rate_of_layer(self._checked, k, len(new_states), units, "rates"), fresh)
+            keep = rate
+            if self.training:
+                rows = example_ids(examples, fresh.shape[:-1].numel(), fresh.device)
+                steps = torch.full((1,), at, device=fresh.device)
+                keep = self._keep(k, rate, key, steps, rows, units).view(fresh.shape)
+            out.append(zone(fresh, old, keep))
+        if isinstance(new, Tensor):
+            return out[0]
+        return type(new)(*out) if hasattr(new, "_fields") else tuple(out)
+
+    def _keep(self, k: int, rate: Tensor, key: Tensor, steps: Tensor, rows: Tensor, units: int) -> Tensor:
+        stream = ("hidden", "cell")[k % 2]
+        more = 0 if k < 2 else 65536 * (_MORE_STATES + k // 2)
+        return _mask(stream, plane(stream, self.layer, 0) + more, rate, key, steps, rows, units)
+
+
+def _mask(stream: str, plane: int, rate: Tensor, key: Tensor, steps: Tensor, rows: Tensor, units: int) -> Tensor:
+    draw = Draw(Rule(stream, "previous", "unit", "expectation"), rate, key, plane)
+    return draw_masks([draw], steps, rows, units)[0][0]
+
+
+def _rate_on(rate: Tensor, like: Tensor) -> Tensor:
+    """The rate where `like` is. A number is filled in there rather than copied, as a graph capture needs."""
+    dtype = torch.float32 if like.device.type == "mps" else torch.float64
+    if rate.dim() == 0:
+        return torch.full((), rate.item(), dtype=dtype, device=like.device)
+    return rate.to(like.device, dtype)
+
+
+def _as_tuple(state: Any, name: str) -> tuple[Tensor, ...]:
+    states = (state,) if isinstance(state, Tensor) else state
+    if not isinstance(states, (tuple, list)) or not states or not all(isinstance(s, Tensor) for s in states):
+        raise TypeError(f"{name}: expected a tensor or a tuple of tensors, got {type(state).__name__}")
+    return tuple(states)
+
+
+assert max(stream.group for stream in STREAMS.values()) < _MORE_STATES

@@ -1,0 +1,23 @@
+"""What holds for every test: which of them can run here, and on how many threads."""
+
+import os
+
+import pytest
+import torch
+
+
+def pytest_configure() -> None:
+    """Give each of several test processes one thread: they share the cores already."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests marked `gpu` where there is no GPU."""
+    if torch.cuda.is_available():
+        return
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu:
+        config.hook.pytest_deselected(items=gpu)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]

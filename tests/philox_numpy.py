@@ -1,0 +1,65 @@
+"""An oracle for the random bits, in NumPy: Philox 4×32-10 as published, and the masks as designed.
+
+Written from the paper by Salmon and others ("Parallel random numbers: as easy as 1, 2, 3", 2011) and from the
+project's layout of counters alone; it shares no line with `zoneout`.
+"""
+
+import numpy as np
+
+GROUPS = {  # the design's streams: the group, and which half of the word
+    "cell": (0, "low"),
+    "hidden": (0, "high"),
+    "update": (1, "low"),
+    "dropout": (1, "high"),
+    "input": (2, "low"),
+    "variational_hidden": (2, "high"),
+}
+UNSEEN = {  # the coordinates that each kind of mask does not see
+    "unit": (),
+    "shared": ("stream",),
+    "step": ("unit",),
+    "sequence": ("step",),
+    "static": ("example",),
+}
+
+
+def philox(counter, key):
+    """The four output words [..., 4] of the counters [..., 4] under the key [2], all 32 bits wide."""
+    x0, x1, x2, x3 = np.moveaxis(np.asarray(counter, dtype=np.uint64), -1, 0)
+    k0, k1 = (int(word) for word in key)
+    for _ in range(10):
+        a, b = x0 * np.uint64(0xD2511F53), x2 * np.uint64(0xCD9E8D57)
+        low = np.uint64(0xFFFFFFFF)
+        x0, x1, x2, x3 = (
+            (b >> np.uint64(32)) ^ x1 ^ np.uint64(k0),
+            b & low,
+            (a >> np.uint64(32)) ^ x3 ^ np.uint64(k1),
+            a & low,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return np.stack([x0, x1, x2, x3], axis=-1).astype(np.uint32)
+
+
+def key_of(seed):
+    """The two words of a 64-bit seed, low one first; a negative seed is its two's complement."""
+    return seed % 2**32, seed // 2**32 % 2**32
+
+
+def mask(stream, kind, rate, seed, steps, examples, units, layer=0, direction=0):
+    """bool [steps, examples, units], True where the old value is kept; `rate` is a number or one a unit."""
+    group, half = GROUPS[stream]
+    unseen = UNSEEN[kind]
+    step, example, unit = np.meshgrid(
+        np.asarray(steps, dtype=np.int64),
+        np.asarray(examples, dtype=np.int64),
+        np.arange(units),
+        indexing="ij",
+    )
+    step, example, unit = (
+        0 * value if name in unseen else value for name, value in (("step", step), ("example", example), ("unit", unit))
+    )
+    last = np.full_like(step, 2 * layer + direction + 65536 * group)
+    four = philox(np.stack([unit // 4, example, step, last], axis=-1), key_of(seed))
+    word = np.take_along_axis(four, (unit % 4)[..., None], axis=-1)[..., 0]
+    bits = word >> 16 if half == "high" and "stream" not in unseen else word & 0xFFFF
+    return bits < np.round(np.asarray(rate, dtype=np.float64) * 65536)

@@ -1,0 +1,878 @@
+"""Noise put into somebody's model, taken out again, or put around somebody's own cell."""
+
+import copy
+import gc
+import logging
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+
+import zoneout as zo
+
+# torch's own word about its own layer, once a process
+pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+
+T, B, I, H = 4, 3, 5, 6
+NOISE = zo.Zoneout(hidden=0.5)
+
+MODULES: dict[str, Callable[..., Any]] = {
+    "LSTM": lambda **o: nn.LSTM(I, H, **o),
+    "LSTM-full": lambda **o: nn.LSTM(I, H, 2, False, True, 0.25, True, 2, **o),
+    "GRU": lambda **o: nn.GRU(I, H, **o),
+    "GRU-full": lambda **o: nn.GRU(I, H, 2, False, True, 0.25, True, **o),
+    "RNN": lambda **o: nn.RNN(I, H, **o),
+    "RNN-full": lambda **o: nn.RNN(I, H, 2, "relu", False, True, 0.25, True, **o),
+    "LSTMCell": lambda **o: nn.LSTMCell(I, H, **o),
+    "LSTMCell-no-bias": lambda **o: nn.LSTMCell(I, H, bias=False, **o),
+    "GRUCell": lambda **o: nn.GRUCell(I, H, **o),
+    "RNNCell": lambda **o: nn.RNNCell(I, H, **o),
+    "RNNCell-relu": lambda **o: nn.RNNCell(I, H, nonlinearity="relu", **o),
+}
+
+
+@pytest.fixture(autouse=True)
+def same_numbers():
+    """Every test starts from the same state of torch's generator."""
+    torch.manual_seed(20)
+
+
+def quietly(make: Callable[[], Any]) -> Any:
+    """What torch has to say about its own old functions is of no interest here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return make()
+
+
+def flat(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else [tensor for one in value for tensor in flat(one)]
+
+
+def run(module: Any, *state: Any, **options: Any) -> list[Tensor]:
+    """All that a layer or cell gives for a fixed input; outputs and states in one list."""
+    x = torch.linspace(-1, 1, T * B * I).view(T, B, I).to(next(module.parameters()))
+    return flat(module(x if isinstance(module, nn.RNNBase) else x[0], *state, **options))
+
+
+def assert_close(a: list[Tensor], b: list[Tensor]) -> None:
+    for one, other in zip(a, b, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+class Tagger(nn.Module):
+    """A model as somebody might have it: recurrent modules at several depths, one of them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, I)
+        self.encoder = nn.ModuleDict({"rnns": nn.ModuleList([nn.LSTM(I, H), nn.GRU(H, H)])})
+        self.shared = nn.RNN(H, H)
+        self.again = nn.Sequential(self.shared)
+        self.decoder = nn.LSTMCell(H, H)
+        self.head = nn.Linear(H, 9)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words)
+        for rnn in [*self.encoder["rnns"], self.shared, self.again]:  # type: ignore[misc]
+            x, _ = rnn(x)
+        h, _ = self.decoder(x[-1])
+        return self.head(h)
+
+
+WORDS = torch.arange(T * B).view(T, B) % 9
+
+
+def convert(model: Any, noise: Any = NOISE) -> tuple[Any, list[str]]:
+    """The converted model, and the sentences that were reported."""
+    said: list[str] = []
+    return zo.convert(model, noise, report=said.append), said
+
+
+# --- what is replaced --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_module_becomes_its_twin(name):
+    """A recurrent module of torch's would stay as it is, or its twin would have lost an option."""
+    before = MODULES[name]()
+    state = {key: value.clone() for key, value in before.state_dict().items()}
+    expected = run(before.eval())
+    parameters = dict(before.named_parameters())
+    after, said = convert(before)
+    assert type(after) is getattr(zo, type(before).__name__)
+    assert after.noise == NOISE
+    assert after.extra_repr() == f"{before.extra_repr()}, noise=Zoneout(hidden=0.5)"
+    assert said == [f"the model: {type(before).__name__} replaced, with Zoneout(hidden=0.5)"]
+    assert list(after.state_dict()) == list(state)
+    assert dict(after.named_parameters()).keys() == parameters.keys()
+    assert all(p is parameters[n] for n, p in after.named_parameters())
+    for attribute in ("mode", "batch_first", "dropout", "bidirectional", "num_layers", "proj_size", "bias"):
+        assert getattr(after, attribute, None) == getattr(before, attribute, None)
+    if isinstance(after, nn.RNNBase):
+        assert all(a is b for a, b in zip(after._flat_weights, after.parameters(), strict=True))
+    after.noise = None
+    assert_close(run(after), expected)
+
+
+def test_nested_models():
+    """A recurrent module somewhere inside a model would be missed, or another be touched."""
+    model = Tagger().eval()
+    expected = model(WORDS)
+    others = {name: m for name, m in model.named_modules() if not isinstance(m, (nn.RNNBase, nn.RNNCellBase))}
+    names = [name for name, _ in model.named_modules()]
+    keys, parameters = list(model.state_dict()), dict(model.named_parameters())
+    after, said = convert(model)
+    assert after is model
+    assert [name for name, _ in model.named_modules()] == names
+    assert all(model.get_submodule(name) is module for name, module in others.items())
+    kinds = [type(m) for m in model.modules() if isinstance(m, (nn.RNNBase, nn.RNNCellBase))]
+    assert kinds == [zo.LSTM, zo.GRU, zo.RNN, zo.LSTMCell]
+    assert list(model.state_dict()) == keys
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    assert [sentence.split(":")[0] for sentence in said] == [
+        "encoder.rnns.0",
+        "encoder.rnns.1",
+        "shared",
+        "decoder",
+    ]
+    torch.testing.assert_close(zo.revert(model)(WORDS), expected)
+
+
+def test_evaluation_with_noise_off_equals_before():
+    """A converted model with its noise off would not give what the model gave, gradients included."""
+    model = Tagger().eval()
+    expected = model(WORDS)
+    gradients = torch.autograd.grad(expected.sum(), list(model.parameters()))
+    zo.convert(model, zo.Zoneout(hidden=0.5, at_eval="off"))
+    got = model(WORDS)
+    torch.testing.assert_close(got, expected)
+    assert_close(list(torch.autograd.grad(got.sum(), list(model.parameters()))), list(gradients))
+    zo.convert(model, None)
+    torch.testing.assert_close(model.train()(WORDS), expected)
+
+
+def test_noise_acts_after_conversion():
+    """A converted model would train without noise."""
+    model = Tagger()
+    zo.convert(model, zo.Zoneout(hidden=0.5))
+    assert not torch.equal(model(WORDS), model(WORDS))
+    torch.manual_seed(1)
+    first = model(WORDS)
+    torch.manual_seed(1)
+    assert torch.equal(model(WORDS), first)
+
+
+def test_a_module_registered_twice_becomes_one():
+    """Two names of one module would become two modules, trained apart."""
+    model = Tagger()
+    before = model.shared
+    zo.convert(model, NOISE)
+    assert model.shared is model.again[0] and model.shared is not before
+    parent = nn.Module()
+    parent.a = parent.b = nn.GRU(I, H)  # twice in the same module
+    _, said = convert(parent)
+    assert parent.a is parent.b and isinstance(parent.a, zo.GRU)
+    assert len(said) == 1
+
+
+def test_the_model_itself_may_be_recurrent():
+    """A model that is one recurrent module would be returned as it was."""
+    before = nn.LSTM(I, H)
+    after = zo.convert(before, NOISE)
+    assert isinstance(after, zo.LSTM) and type(before) is nn.LSTM
+
+
+def test_a_recurrent_module_inside_a_recurrent_module():
+    """A recurrent module that somebody put into another would be missed."""
+    inside: Any = nn.Sequential(nn.GRU(I, H))
+    inside[0].more = nn.GRU(H, H)
+    zo.convert(inside, NOISE)
+    assert isinstance(inside[0].more, zo.GRU)
+    root: Any = nn.GRU(I, H)
+    root.more = nn.GRU(H, H)
+    root = zo.convert(root, NOISE)
+    assert isinstance(root, zo.GRU) and isinstance(root.more, zo.GRU)
+
+
+def test_a_model_without_recurrent_modules():
+    """A model in which there is nothing to do would be changed or refused."""
+    model = nn.Sequential(nn.Linear(2, 3))
+    after, said = convert(model)
+    assert after is model and said == []
+
+
+# --- what is kept --------------------------------------------------------------------------------------
+
+
+def test_optimizers_stay_valid():
+    """An optimizer made before would train weights that the model no longer has."""
+    model, twin = Tagger(), Tagger()
+    twin.load_state_dict(model.state_dict())
+    for one in (model, twin):
+        optimizer = torch.optim.Adam(one.parameters(), lr=0.1)
+        for step in range(3):
+            if step == 1 and one is model:
+                zo.convert(one, zo.Zoneout(hidden=0.0))
+            optimizer.zero_grad()
+            one(WORDS).square().sum().backward()
+            optimizer.step()
+    for (name, a), (_, b) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
+        torch.testing.assert_close(a, b, msg=name)
+
+
+def test_tied_weights_stay_tied():
+    """A weight shared between modules would come apart."""
+    model: Any = nn.Sequential(nn.GRU(H, H), nn.GRU(H, H), nn.Linear(H, H))
+    model[1].weight_hh_l0 = model[0].weight_hh_l0
+    model[2].weight = nn.Parameter(torch.zeros(H, H))
+    zo.convert(model, NOISE)
+    assert model[0].weight_hh_l0 is model[1].weight_hh_l0
+    assert model[1].all_weights[0][1] is model[0].weight_hh_l0
+    assert len(list(model.parameters())) == 4 + 3 + 2
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_mode_dtype_and_requires_grad_are_kept(name):
+    """A frozen, half-precision or evaluated module would be thawed, widened or set to train."""
+    before = MODULES[name](dtype=torch.float64).eval()
+    next(before.parameters()).requires_grad_(False)
+    wanted = {n: (p.dtype, p.requires_grad) for n, p in before.named_parameters()}
+    after, _ = convert(before)
+    assert not after.training
+    assert {n: (p.dtype, p.requires_grad) for n, p in after.named_parameters()} == wanted
+    assert all(b.dtype == torch.float64 for b in after.buffers())
+    assert run(after)[0].dtype == torch.float64
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_device_is_kept(name):
+    """A module on another device would come back to this one, or its rates would stay behind."""
+    after, _ = convert(MODULES[name](device="meta"))
+    assert all(v.device.type == "meta" for v in (*after.parameters(), *after.buffers()))
+
+
+HOOKS: dict[str, Callable[[Any, Callable[..., None]], Any]] = {
+    "forward pre": lambda m, f: m.register_forward_pre_hook(lambda *_: f()),
+    "forward pre with kwargs": lambda m, f: m.register_forward_pre_hook(lambda *_: f(), with_kwargs=True),
+    "forward": lambda m, f: m.register_forward_hook(lambda *_: f()),
+    "forward with kwargs": lambda m, f: m.register_forward_hook(lambda *_: f(), with_kwargs=True),
+    "forward always": lambda m, f: m.register_forward_hook(lambda *_: f(), always_call=True),
+    "full backward pre": lambda m, f: m.register_full_backward_pre_hook(lambda *_: f()),
+    "full backward": lambda m, f: m.register_full_backward_hook(lambda *_: f()),
+    "state_dict pre": lambda m, f: m.register_state_dict_pre_hook(lambda *_: f()),
+    "state_dict post": lambda m, f: m.register_state_dict_post_hook(lambda *_: f()),
+    "load_state_dict pre": lambda m, f: m.register_load_state_dict_pre_hook(lambda *_: f()),
+    "load_state_dict post": lambda m, f: m.register_load_state_dict_post_hook(lambda *_: f()),
+    "parameter": lambda m, f: next(m.parameters()).register_hook(lambda *_: f()),
+}
+
+
+def use(model: Any) -> None:
+    """Everything that fires a hook."""
+    x = torch.randn(T, B, I, requires_grad=True)
+    y, _ = model[0](x)
+    y.sum().backward()
+    model.load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize("way", ["convert", "revert"])
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks_still_fire_and_are_still_removed(kind, way):
+    """A hook registered before would be lost, fire for a module that is gone, or stay after its removal."""
+    model: Any = nn.Sequential(nn.GRU(I, H) if way == "convert" else zo.GRU(I, H, noise=NOISE))
+    fired: list[int] = []
+    handle = HOOKS[kind](model[0], lambda: fired.append(1))
+    use(model)
+    once = len(fired)
+    assert once > 0
+    model = convert(model)[0] if way == "convert" else zo.revert(model)
+    gc.collect()
+    fired.clear()
+    use(model)
+    assert len(fired) == once
+    handle.remove()
+    fired.clear()
+    use(model)
+    assert not fired
+
+
+def test_hooks_get_the_module_that_fires_them():
+    """A hook would be called with a module that is no longer in the model."""
+    model: Any = nn.Sequential(nn.GRU(I, H))
+    got: list[Any] = []
+    model[0].register_forward_hook(lambda module, *_: got.append(module))
+    model[0].register_load_state_dict_pre_hook(lambda module, *_: got.append(module))
+    zo.convert(model, NOISE)
+    gc.collect()
+    use(model)
+    assert got and all(module is model[0] for module in got)
+
+
+def test_hooks_registered_after_conversion_are_the_models():
+    """A hook put on the converted module would not fire."""
+    model: Any = zo.convert(nn.Sequential(nn.GRU(I, H)), NOISE)
+    fired: list[int] = []
+    model[0].register_forward_hook(lambda *_: fired.append(1))
+    use(model)
+    assert fired == [1]
+
+
+@pytest.mark.parametrize("attribute", ["tag", "layer", "norm", "backend", "noise_level", "recording", "kind"])
+def test_attributes_set_on_a_module_survive(attribute):
+    """What somebody keeps on a module, under whatever name, would be lost or disturb the layer.
+
+    Under a name that means something to our layers, leaving the module alone is as good.
+    """
+    module: Any = nn.GRU(I, H).eval()
+    expected = run(module)
+    setattr(module, attribute, "kept")
+    after, _ = convert(module, zo.Zoneout(hidden=0.5, at_eval="off"))
+    assert getattr(after, attribute) == "kept"
+    assert_close(run(after), expected)
+    assert getattr(zo.revert(after), attribute) == "kept"
+
+
+@pytest.mark.parametrize("name", ["counts", "data_seed", "my_rate_l0"])
+@pytest.mark.parametrize("persistent", [True, False])
+def test_buffers_set_on_a_module_survive(name, persistent):
+    """A buffer that somebody registered on a module, under whatever name, would be lost."""
+    module: Any = nn.GRU(I, H)
+    module.register_buffer(name, torch.arange(3), persistent=persistent)
+    buffer = getattr(module, name)
+    model: Any = zo.convert(nn.Sequential(module), NOISE)
+    after = model[0]
+    assert getattr(after, name) is buffer
+    assert (name in after.state_dict()) == persistent
+    after.noise = None
+    assert getattr(after, name) is buffer
+    zo.revert(model)
+    back = model[0]
+    assert type(back) is nn.GRU and getattr(back, name) is buffer and (name in back.state_dict()) == persistent
+
+
+@pytest.mark.parametrize("name", ["extra", "h0"])
+def test_parameters_and_modules_set_on_a_module_survive(name):
+    """A parameter that somebody put on a module would be lost, or be taken for a learned initial state.
+
+    Under a name that means something to our layers, leaving the module alone is as good.
+    """
+    module: Any = nn.GRU(I, H).eval()
+    module.register_parameter(name, nn.Parameter(torch.ones(1, H)))
+    module.child = nn.Linear(2, 2)
+    expected, parameters = run(module), dict(module.named_parameters())
+    after, _ = convert(module, zo.Zoneout(hidden=0.5, at_eval="off"))
+    assert dict(after.named_parameters()).keys() == parameters.keys()
+    assert all(p is parameters[n] for n, p in after.named_parameters())
+    assert after.child is module.child
+    assert_close(run(after), expected)
+    assert type(zo.revert(after)) is nn.GRU
+
+
+def test_train_and_cast_after_conversion():
+    """A converted model could no longer be set to train, cast or moved."""
+    model: Any = zo.convert(Tagger(), NOISE)
+    assert not model.eval().decoder.training and model.train().decoder.training
+    model.double()
+    assert model(WORDS).dtype == torch.float64
+    assert model.decoder.weight_hh is dict(model.named_parameters())["decoder.weight_hh"]
+
+
+# --- what is left alone ------------------------------------------------------------------------------
+
+
+class Subclass(nn.LSTM):
+    """Somebody's own LSTM."""
+
+
+def patched() -> nn.Module:
+    module = nn.GRU(I, H)
+    module.forward = lambda *args: args  # type: ignore[method-assign]
+    return module
+
+
+def compiled_in_place() -> nn.Module:
+    module = nn.GRU(I, H)
+    module.compile(backend="eager")
+    return module
+
+
+def with_pruned(module: nn.Module, name: str) -> nn.Module:
+    return prune.l1_unstructured(module, name, amount=0.5)
+
+
+LEFT: dict[str, tuple[Callable[[], Any], str]] = {
+    "a subclass": (lambda: Subclass(I, H), "subclass"),
+    "parametrized": (lambda: parametrizations.weight_norm(nn.GRU(I, H), "weight_hh_l0"), "parametrized"),
+    "parametrized cell": (
+        lambda: parametrizations.spectral_norm(nn.GRUCell(I, H), "weight_hh"),
+        "parametrized",
+    ),
+    "old weight norm": (lambda: nn.utils.weight_norm(nn.LSTM(I, H), "weight_hh_l0"), "weight norm"),
+    "old weight norm of a cell": (
+        lambda: nn.utils.weight_norm(nn.LSTMCell(I, H), "weight_ih"),
+        "weight norm",
+    ),
+    "pruned": (lambda: with_pruned(nn.LSTM(I, H), "weight_hh_l0"), "pruning"),
+    "pruned bias": (lambda: with_pruned(nn.LSTM(I, H), "bias_hh_l0"), "pruning"),
+    "pruned cell": (lambda: with_pruned(nn.GRUCell(I, H), "weight_hh"), "pruning"),
+    "pruned bias of a cell": (lambda: with_pruned(nn.GRUCell(I, H), "bias_ih"), "pruning"),
+    "scripted": (lambda: torch.jit.script(nn.LSTM(I, H)), "scripted"),
+    "scripted cell": (lambda: torch.jit.script(nn.GRUCell(I, H)), "scripted"),
+    "traced": (lambda: torch.jit.trace(nn.GRU(I, H), torch.randn(T, B, I)), "scripted"),
+    "patched forward": (patched, "forward"),
+    "compiled": (lambda: torch.compile(nn.GRU(I, H), backend="eager"), "compiled"),
+    "compiled in place": (compiled_in_place, "compiled"),
+}
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_left_alone_and_reported(case):
+    """A module that convert does not understand would be replaced all the same, or left without a word."""
+    make, why = LEFT[case]
+    module = quietly(make)
+    model: Any = nn.Sequential(nn.GRU(I, I), module)
+    before = {name: m for name, m in model.named_modules() if name != "0"}
+    _, said = convert(model)
+    assert isinstance(model[0], zo.GRU)
+    assert {name: m for name, m in model.named_modules() if name != "0"} == before
+    assert len(said) == 2 and "left alone" in said[1] and why in said[1]
+    root, said = convert(module)
+    assert root is module and "left alone" in said[0] and why in said[0]
+
+
+def test_quantized_modules_are_left_alone():
+    """A dynamically quantized model would be broken, or what is left alone in it not be reported."""
+    if torch.backends.quantized.engine == "none":
+        pytest.skip("this torch cannot quantize")
+    model = nn.Sequential(nn.LSTM(I, H), nn.GRU(H, H), nn.LSTMCell(H, H))
+    quantized = quietly(lambda: torch.ao.quantization.quantize_dynamic(model, {nn.LSTM, nn.GRU, nn.LSTMCell}))
+    before = list(quantized)
+    _, said = convert(quantized)
+    assert all(a is b for a, b in zip(quantized, before, strict=True))
+    assert [sentence.split(",")[0] for sentence in said] == [
+        "0: LSTM left alone", "1: GRU left alone", "2: LSTMCell left alone",
+    ]  # fmt: skip
+    assert all("quantized" in sentence for sentence in said)
+
+
+def test_what_is_left_alone_still_works():
+    """A model with a subclass or a pruned layer in it would no longer run after convert."""
+    model: Any = nn.Sequential(with_pruned(nn.GRU(I, H), "weight_hh_l0"), Subclass(H, H))
+    convert(model)
+    y, _ = model[1](model[0](torch.randn(T, B, I))[0])
+    assert y.shape == (T, B, H)
+
+
+# --- which noise ---------------------------------------------------------------------------------------
+
+
+def test_what_does_not_apply_is_dropped_and_reported():
+    """A cell rate would reach a GRU, or be dropped from it without a word."""
+    model: Any = nn.Sequential(nn.LSTM(I, H), nn.GRU(I, H), nn.RNN(I, H), nn.GRUCell(I, H))
+    _, said = convert(model, zo.Zoneout(cell=0.5, hidden=0.25))
+    assert model[0].noise == zo.Zoneout(cell=0.5, hidden=0.25)
+    assert all(m.noise == zo.Zoneout(hidden=0.25) for m in model[1:])
+    assert "dropped" not in said[0]
+    assert all("dropped Zoneout's cell" in sentence and "no cell" in sentence for sentence in said[1:])
+
+
+def test_recurrent_dropout_means_nothing_to_a_plain_rnn():
+    """Recurrent dropout would reach a plain RNN, or its held gate a GRU or a cell, without a word."""
+    model: Any = nn.Sequential(nn.LSTM(I, H), nn.GRU(I, H), nn.RNN(I, H), nn.RNNCell(I, H))
+    rnn = model[2]
+    noise = zo.RecurrentDropout(rate=0.5, hold_output_gate=True)
+    _, said = convert(model, noise)
+    assert model[0].noise == noise
+    assert model[1].noise == zo.RecurrentDropout(rate=0.5)
+    assert "hold_output_gate" in said[1] and "no output gate" in said[1]
+    assert model[2] is rnn and type(model[3]) is nn.RNNCell
+    assert all("left alone" in sentence and "RecurrentDropout's rate" in sentence for sentence in said[2:])
+    _, said = convert(model, [zo.RecurrentDropout(rate=0.5), zo.Zoneout(hidden=0.1)])
+    assert model[2].noise == zo.Zoneout(hidden=0.1) and "dropped RecurrentDropout's rate" in said[2]
+
+
+def test_held_output_gate_in_a_model_with_an_lstm_cell():
+    """One LSTMCell in a model would keep the LSTMs beside it from being converted."""
+    model: Any = nn.Sequential(nn.LSTM(I, H), nn.LSTMCell(I, H))
+    _, said = convert(model, zo.RecurrentDropout(rate=0.5, hold_output_gate=True))
+    assert model[0].noise.hold_output_gate and not model[1].noise.hold_output_gate
+    assert "hold_output_gate" in said[1]
+
+
+def test_our_own_layers_get_the_new_noise():
+    """Converting twice would wrap a layer in another, or leave it with the noise of the first time."""
+    model: Any = quietly(lambda: zo.convert(Tagger(), zo.Zoneout(cell=0.5, hidden=0.25)))
+    before = list(model.modules())
+    _, said = convert(model, zo.StateDropout(hidden=0.75))
+    assert all(a is b for a, b in zip(model.modules(), before, strict=True))
+    ours = [m for m in model.modules() if hasattr(m, "noise")]
+    assert len(ours) == 4 and all(m.noise == zo.StateDropout(hidden=0.75) for m in ours)
+    assert all("already" in sentence and "StateDropout(hidden=0.75)" in sentence for sentence in said)
+    zo.convert(model, None)
+    assert all(m.noise is None for m in ours)
+
+
+def test_norms_and_learned_states_of_our_own_layers_stay():
+    """New noise for a layer of ours would cost it its norm, its initial state or its backend."""
+    model: Any = nn.Sequential(zo.LSTM(I, H, norm="layer", learn_initial_state=True, backend="reference"))
+    layer = model[0]
+    zo.convert(model, NOISE)
+    assert model[0] is layer and layer.norm is not None and "h0" in dict(layer.named_parameters())
+    assert layer.backend == "reference" and layer.noise == NOISE
+
+
+def test_a_list_of_noises_and_rates_a_layer():
+    """A list of noises, or an iterator over them, would reach only some of the modules."""
+    noises = [zo.Zoneout(cell=[0.1, 0.2]), zo.WeightDrop(rate=0.5)]
+    for given in (noises, iter(noises), tuple(noises)):
+        model: Any = zo.convert(nn.Sequential(nn.LSTM(I, H, 2), nn.LSTM(I, H, 2)), given)
+        assert all(list(m.noise) == noises for m in model)
+    assert model[0].cell_rate_l1.item() == 0.2
+
+
+BROKEN: dict[str, tuple[Any, type[Exception]]] = {
+    "rates for other layers": (zo.Zoneout(hidden=[0.1, 0.2]), ValueError),
+    "rates for other units": (zo.Zoneout(hidden=torch.ones(H + 1)), ValueError),
+    "no noise": ("zoneout", TypeError),
+    "a noise twice": ([NOISE, NOISE], ValueError),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_an_error_changes_nothing(case):
+    """A noise that one module cannot have would leave the model half converted."""
+    noise, error = BROKEN[case]
+    last = nn.GRU(I, H) if case != "rates for other layers" else nn.GRU(I, H, 3)
+    first = nn.GRU(I, H + 1) if case == "rates for other units" else nn.GRU(I, H, 2)
+    model: Any = nn.Sequential(first, zo.GRU(I, H, 2, noise=zo.Zoneout(hidden=0.75)), last)
+    first.register_forward_hook(lambda *_: None)
+    before, keys = list(model), [set(vars(m)) for m in model]
+    with pytest.raises(error):
+        zo.convert(model, noise)
+    assert all(a is b for a, b in zip(model, before, strict=True))
+    assert model[1].noise == zo.Zoneout(hidden=0.75)
+    assert [set(vars(m)) for m in model] == keys
+    assert_close(run(first), run(first))
+
+
+# --- what is said ----------------------------------------------------------------------------------------
+
+
+def test_report_is_called_for_every_recurrent_module(caplog):
+    """`report` would miss a module, or what it got would be logged and warned about as well."""
+    model = nn.Sequential(nn.GRU(I, H), nn.Linear(2, 2), Subclass(I, H))
+    with caplog.at_level(logging.INFO, "zoneout"):
+        _, said = convert(model)  # a warning would be an error here
+    assert said == [
+        "0: GRU replaced, with Zoneout(hidden=0.5)",
+        "2: Subclass left alone, Subclass is a subclass",
+    ]
+    assert not caplog.records
+
+
+def test_without_report_it_logs_and_warns(caplog):
+    """Without `report` nobody would learn what was replaced, or what could not be."""
+    model = nn.Sequential(nn.GRU(I, H), Subclass(I, H))
+    with caplog.at_level(logging.INFO, "zoneout"), pytest.warns(UserWarning) as caught:
+        zo.convert(model, NOISE)
+    assert [record.getMessage() for record in caplog.records] == ["0: GRU replaced, with Zoneout(hidden=0.5)"]
+    assert [str(w.message) for w in caught] == ["1: Subclass left alone, Subclass is a subclass"]
+    assert caught[0].filename == __file__, "the warning does not point at the caller"
+
+
+def test_a_dropped_rate_is_warned_about():
+    """A rate that was asked for and dropped would only be seen by those who turn on logging."""
+    with pytest.warns(UserWarning, match="dropped Zoneout's cell"):
+        zo.convert(nn.Sequential(nn.GRU(I, H)), zo.Zoneout(cell=0.5, hidden=0.5))
+
+
+def test_nothing_is_said_when_all_is_well(recwarn):
+    """A plain conversion would warn, as torch does when a one-layer module with dropout is made again."""
+    module = quietly(lambda: nn.GRU(I, H, dropout=0.5))
+    zo.revert(zo.convert(nn.Sequential(module), NOISE))
+    assert not recwarn.list
+
+
+# --- back again ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_there_and_back(name):
+    """Reverting would not give torch's module back as it was: class, options, parameters, outputs."""
+    before = MODULES[name]().eval()
+    expected, parameters = run(before), dict(before.named_parameters())
+    converted, _ = convert(before)
+    said: list[str] = []
+    after = zo.revert(converted, report=said.append)
+    assert type(after) is type(before) and str(after) == str(before)
+    assert said == [f"the model: {type(before).__name__} replaced by torch.nn's"]
+    assert all(p is parameters[n] for n, p in after.named_parameters())
+    assert list(after.state_dict()) == list(before.state_dict())
+    assert not list(after.buffers())
+    assert set(vars(after)) == set(vars(before)), "something of ours stayed behind"
+    assert_close(run(after), expected)
+    run(after.train())[0].sum().backward()
+
+
+def test_revert_leaves_what_torch_cannot_do():
+    """A layer with a norm or a learned state would be reverted to one that computes something else."""
+
+    class Mine(zo.GRU):
+        pass
+
+    model: Any = nn.Sequential(
+        zo.LSTM(I, H, norm="layer"), zo.GRU(I, H, learn_initial_state=True), Mine(I, H), zo.RNN(I, H)
+    )
+    before = list(model)
+    said: list[str] = []
+    returned: Any = zo.revert(model, report=said.append)
+    assert returned is model
+    assert [a is b for a, b in zip(model, before, strict=True)] == [True, True, True, False]
+    assert ["left alone" in sentence for sentence in said] == [True, True, True, False]
+    assert type(model[3]) is nn.RNN
+    with pytest.warns(UserWarning, match="left alone"):
+        zo.revert(model)
+
+
+def test_revert_of_shared_modules_and_torchs_own():
+    """Reverting would split a shared module, or touch what was torch's already."""
+    model: Any = Tagger()
+    zo.convert(model, NOISE)
+    zo.revert(model)
+    assert model.shared is model.again[0] and type(model.shared) is nn.RNN
+    before = list(model.modules())
+    zo.revert(model)
+    assert all(a is b for a, b in zip(model.modules(), before, strict=True))
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+def test_a_converted_model_can_be_copied(how):
+    """A converted model would not survive a copy, or share its weights with it."""
+    model: Any = zo.convert(Tagger(), NOISE)
+    after = how(model)
+    assert str(after) == str(model) and after.shared is after.again[0]
+    assert torch.equal(after.eval()(WORDS), model.eval()(WORDS))
+    assert not {id(p) for p in after.parameters()} & {id(p) for p in model.parameters()}
+    zo.revert(after)
+    after(WORDS).sum().backward()
+
+
+def test_checkpoints_from_before_load_afterwards():
+    """A checkpoint of the model before would not load into the converted one, or the other way round."""
+    before, after = Tagger(), Tagger()
+    zo.convert(after, zo.Zoneout(hidden=0.5, at_eval="off"))
+    assert list(after.state_dict()) == list(before.state_dict())
+    after.load_state_dict(before.state_dict(), strict=True)
+    torch.testing.assert_close(after.eval()(WORDS), before.eval()(WORDS))
+    before.load_state_dict(after.state_dict(), strict=True)
+
+
+# --- a user's own cell -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_wrapped_lstm_cell_equals_ours(training):
+    """A ZoneoutCell around nn.LSTMCell would draw other masks than zo.LSTMCell, or mix h and c."""
+    inner = nn.LSTMCell(I, H)
+    wrapped = zo.ZoneoutCell(inner, rates=[0.2, 0.7], layer=3).train(training)
+    ours = zo.LSTMCell(I, H, noise=zo.Zoneout(hidden=0.2, cell=0.7), layer=3).train(training)
+    ours.load_state_dict(inner.state_dict())
+    state = other = (torch.randn(B, H), torch.randn(B, H))
+    for t in range(T):
+        x = torch.randn(B, I)
+        state = wrapped(x, state, seed=5, step=t, examples=9)
+        other = ours(x, other, seed=5, step=t, examples=9)
+        assert type(state) is tuple
+        assert_close(list(state), list(other))
+    grads, others = (
+        torch.autograd.grad(torch.stack(end).sum(), list(module.parameters()))
+        for end, module in ((state, inner), (other, ours))
+    )
+    assert_close(list(grads), list(others))
+
+
+@pytest.mark.parametrize("name", ["GRUCell", "RNNCell"])
+def test_wrapped_cells_with_one_state(name):
+    """A ZoneoutCell around a cell with one state would not draw what our own cell draws."""
+    inner = getattr(nn, name)(I, H)
+    wrapped, ours = zo.ZoneoutCell(inner, rates=0.5), getattr(zo, name)(I, H, noise=NOISE)
+    ours.load_state_dict(inner.state_dict())
+    x, h = torch.randn(B, I), torch.randn(B, H)
+    torch.testing.assert_close(wrapped(x, h, seed=1, step=4), ours(x, h, seed=1, step=4))
+    torch.testing.assert_close(wrapped(x[0], h[0], seed=1, step=4), ours(x[0], h[0], seed=1, step=4))
+    torch.testing.assert_close(wrapped(x, seed=1, step=4), ours(x, seed=1, step=4))
+    torch.manual_seed(1)
+    first = wrapped(x, h)
+    torch.manual_seed(1)
+    torch.testing.assert_close(first, ours(x, h))
+
+
+class Counter(nn.Module):
+    """A user's own cell with three states of different sizes: every unit of each goes up by one."""
+
+    sizes = (32, 48, 64)
+
+    def forward(self, x: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(s + 1 for s in state)
+
+
+def three(value: float = 0.0) -> tuple[Tensor, ...]:
+    return tuple(torch.full((20, size), value) for size in Counter.sizes)
+
+
+def test_a_cell_with_three_states_has_a_mask_for_each():
+    """The states of a user's own cell would share a mask, or a rate would go to another state."""
+    cell = zo.ZoneoutCell(Counter(), rates=[0.5, 0.5, 0.5])
+    kept = [s == 0 for s in cell(torch.zeros(20), three(), seed=1, step=0)]
+    for mask in kept:
+        assert 0.4 < mask.double().mean() < 0.6
+    assert not torch.equal(kept[0], kept[1][:, :32])
+    assert not torch.equal(kept[0], kept[2][:, :32])
+    assert not torch.equal(kept[1], kept[2][:, :48])
+    for k in range(3):
+        cell.rates = [1.0 if n == k else 0.0 for n in range(3)]
+        assert [bool((s == 0).all()) for s in cell(torch.zeros(20), three())] == [n == k for n in range(3)]
+
+
+def test_a_cell_with_many_states_has_independent_masks():
+    """Two of many states would draw from the same bits, or from those of another layer's."""
+    masks = {}
+    for layer in range(3):
+        cell = zo.ZoneoutCell(Counter(), rates=0.5, layer=layer)
+        state = tuple(torch.zeros(50, 64) for _ in range(7))
+        for k, s in enumerate(cell(torch.zeros(50), state, seed=1, step=0)):
+            masks[layer, k] = s == 0
+    for a in masks:
+        for b in masks:
+            if a != b:
+                agree = (masks[a] == masks[b]).double().mean().item()
+                assert abs(agree - 0.5) < 5 * 0.5 / 3200**0.5, (a, b)
+
+
+def test_rates_of_a_wrapped_cell():
+    """One rate for all, one a state and one a unit would not be told apart, or could not be replaced."""
+    cell = zo.ZoneoutCell(Counter(), rates=0.25).eval()
+    x = torch.zeros(20)
+    for s in cell(x, three()):
+        torch.testing.assert_close(s, torch.full_like(s, 0.75))
+    each = torch.linspace(0, 1, 48)
+    cell.rates = [0.5, each, 1.0]
+    a, b, c = cell(x, three())
+    assert (a == 0.5).all() and (c == 0).all()
+    torch.testing.assert_close(b[0], 1 - each)
+    assert "rates" in cell.extra_repr()
+
+
+class Named(NamedTuple):
+    """A state whose tensors have names."""
+
+    h: Tensor
+    c: Tensor
+
+
+class UsesNames(nn.Module):
+    """A user's own cell that asks its state for them."""
+
+    def forward(self, x: Tensor, state: Named) -> Named:
+        return Named(h=state.h + x, c=state.c - x)
+
+
+def test_a_state_with_names_keeps_them():
+    """A cell whose state is a named tuple would be given a plain one at its second step."""
+    cell, state = zo.ZoneoutCell(UsesNames(), 0.5), Named(torch.zeros(4), torch.zeros(4))
+    for t in range(2):
+        state = cell(torch.ones(4), state, seed=1, step=t)
+    assert isinstance(state, Named)
+
+
+def test_a_wrapped_cell_draws_by_its_coordinates():
+    """A wrapped cell would draw the same at every step, or other masks when its batch is split."""
+    cell = zo.ZoneoutCell(Counter(), rates=0.5)
+    x = torch.zeros(20)
+    first = cell(x, three(), seed=1, step=0)
+    assert_close(list(cell(x, three(), seed=1, step=0)), list(first))
+    assert not torch.equal(cell(x, three(), seed=1, step=1)[0], first[0])
+    part = cell(x, tuple(s[5:9] for s in three()), seed=1, step=0, examples=5)
+    assert_close(list(part), [s[5:9] for s in first])
+    assert not torch.equal(cell(x, three())[0], cell(x, three())[0])
+    before = torch.get_rng_state()
+    cell.eval()(x, three())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# --- the bare rule ---------------------------------------------------------------------------------------
+
+
+def test_zoneout_takes_new_or_old():
+    """The bare rule would mix values, scale them, or keep the old at another rate than given."""
+    new, old = torch.randn(200, 50), torch.randn(200, 50)
+    out = zo.zoneout(new, old, 0.25)
+    kept = out == old
+    assert torch.equal(out, torch.where(kept, old, new))
+    assert abs(kept.double().mean().item() - 0.25) < 5 * (0.25 * 0.75 / kept.numel()) ** 0.5
+    assert torch.equal(zo.zoneout(new, old, 0.0), new)
+    assert torch.equal(zo.zoneout(new, old, 1.0), old)
+
+
+def test_zoneout_draws_what_masks_says():
+    """The bare rule would not draw the mask that `masks` shows for its seed and step."""
+    new, old = torch.ones(20, 30), torch.zeros(20, 30)
+    (mask,) = (m[3] for n, m in zo.masks(NOISE, 7, 4, 20, 30).items() if n == "hidden")
+    assert torch.equal(zo.zoneout(new, old, 0.5, seed=7, step=3) == 0, mask)
+    assert torch.equal(zo.zoneout(new[0], old[0], 0.5, seed=7, step=3) == 0, mask[0])
+    nested = zo.zoneout(new.view(4, 5, 30), old.view(4, 5, 30), 0.5, seed=7, step=3)
+    assert torch.equal(nested.view(20, 30) == 0, mask)
+
+
+def test_zoneout_at_evaluation_is_the_expectation():
+    """At evaluation the bare rule would draw, or weigh new and old the wrong way round."""
+    new, old = torch.randn(20, 30, dtype=torch.float64), torch.randn(20, 30, dtype=torch.float64)
+    before = torch.get_rng_state()
+    out = zo.zoneout(new, old, 0.25, training=False)
+    torch.testing.assert_close(out, 0.75 * new + 0.25 * old)
+    each = torch.linspace(0, 1, 30, dtype=torch.float64)
+    torch.testing.assert_close(zo.zoneout(new, old, each, training=False), (1 - each) * new + each * old)
+    assert torch.equal(torch.get_rng_state(), before)
+    mean = torch.stack([zo.zoneout(new, old, 0.25, seed=k) for k in range(400)]).mean(0)
+    assert (mean - out).abs().max() < 0.2 * (new - old).abs().max()
+
+
+def test_zoneout_follows_generator_and_seed():
+    """The bare rule would not follow torch.manual_seed, or not its own seed."""
+    new, old = torch.ones(20, 30), torch.zeros(20, 30)
+    torch.manual_seed(1)
+    first = zo.zoneout(new, old, 0.5)
+    assert not torch.equal(zo.zoneout(new, old, 0.5), first)
+    torch.manual_seed(1)
+    assert torch.equal(zo.zoneout(new, old, 0.5), first)
+    assert torch.equal(zo.zoneout(new, old, 0.5, seed=3), zo.zoneout(new, old, 0.5, seed=torch.tensor(3)))
+    assert not torch.equal(zo.zoneout(new, old, 0.5, seed=3), zo.zoneout(new, old, 0.5, seed=3, step=1))
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_zoneout_gradients(training):
+    """Gradients would reach the value that was not taken, or be scaled."""
+    new, old = (torch.randn(6, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    out = zo.zoneout(new, old, 0.25, training, seed=3)
+    g_new, g_old = torch.autograd.grad(out.sum(), (new, old))
+    if training:
+        kept = out == old
+        assert kept.any() and not kept.all()
+        assert torch.equal(g_old, kept.double()) and torch.equal(g_new, (~kept).double())
+    else:
+        assert (g_old == 0.25).all() and (g_new == 0.75).all()
+    assert torch.autograd.gradcheck(lambda a, b: zo.zoneout(a, b, 0.25, training, seed=3), (new, old))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_zoneout_keeps_the_dtype(training, dtype):
+    """The bare rule would widen a state of a smaller dtype."""
+    new, old = torch.ones(3, 4, dtype=dtype), torch.zeros(3, 4, dtype=dtype)
+    assert zo.zoneout(new, old, 0.5, training).dtype == dtype
+    assert zo.zoneout(new, old, torch.full((4,), 0.5), training).dtype == dtype
