@@ -1,7 +1,8 @@
 """One operator, "run this cell over time", and its backends.
 
 `run` takes everything that one layer and direction needs for one pass over a sequence and gives it to a backend. The
-operator knows no modules, the modules know no kernels. `reference` is the truth that every other backend is held to.
+operator knows no modules, the modules know no kernels. `reference` is the truth that every other backend is held to;
+the others go through the operator `zoneout::run`, with a loop over time made for their device.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from contextlib import nullcontext
 
 import torch
 
-from . import reference
+from . import operator, reference
 from .interface import TOLERANCES, Result, Run, Weights
 
 __all__ = ["BACKENDS", "TOLERANCES", "Result", "Run", "Weights", "check_backend", "run"]
 
-BACKENDS: dict[str, Callable[[Run], Result]] = {"reference": reference.run}
+BACKENDS: dict[str, Callable[[Run], Result]] = {"reference": reference.run, "cpu": operator.run}
 
 
 def check_backend(backend: str | None) -> None:

@@ -1,0 +1,117 @@
+"""The loop over time on the CPU: in C where a compiler is found, else in torch calls."""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import native, plain
+from .loop import Backward, Loop, per_unit, sees
+
+CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+
+
+def forward(loop: Loop) -> None:
+    """Run the loop forwards: gates, states and what the way back needs are written into `loop`."""
+    library = native.load()
+    if library is None:
+        _say_once(native.why_not())
+        return plain.forward(loop)
+    _call(library, "forward", loop, None)
+
+
+def backward(loop: Loop, back: Backward) -> None:
+    """Run the loop backwards: the derivatives are written into `back`."""
+    library = native.load()
+    if library is None:
+        return plain.backward(loop, back)
+    _call(library, "backward", loop, back)
+
+
+@cache
+def _say_once(reason: str) -> None:
+    warnings.warn(
+        f"zoneout's compiled loop is not available: {reason}. The same loop runs in torch calls, more slowly.",
+        stacklevel=2,
+    )
+
+
+def _call(library: ctypes.CDLL, name: str, loop: Loop, back: Backward | None) -> None:
+    kind = "double" if loop.gates.dtype == torch.float64 else "float"
+    args, alive = _arguments(loop, back)
+    size = getattr(library, f"zoneout_work_size_{kind}")(ctypes.byref(args))
+    work = torch.empty(size + 64, dtype=torch.uint8)
+    args.work = (work.data_ptr() + 63) // 64 * 64
+    getattr(library, f"zoneout_{name}_{kind}")(ctypes.byref(args))
+    del alive, work
+
+
+def _arguments(loop: Loop, back: Backward | None) -> tuple[native.Loop, list[Tensor]]:
+    """The struct of loop.h, and the tensors that must live as long as it is used."""
+    alive: list[Tensor] = []
+
+    def pointer(value: Tensor | None) -> int | None:
+        if value is None:
+            return None
+        assert value.is_contiguous()
+        alive.append(value)
+        return value.data_ptr()
+
+    def stream(name: str, units: int) -> native.Stream:
+        draw = loop.draws.get(name)
+        if draw is None:
+            return native.Stream()
+        rate, threshold = per_unit(draw, units, loop.gates.dtype)
+        step, example, unit, high = sees(draw)
+        return native.Stream(
+            mode=2 if draw.seed is None else 1,
+            zero=draw.rule.by == "zero",
+            hold=draw.rule.holds_gate,
+            sees_step=step,
+            sees_example=example,
+            sees_unit=unit,
+            high=high,
+            plane=draw.plane,
+            seed=0 if draw.seed is None else int(draw.seed) & (2**64 - 1),
+            threshold=pointer(threshold),
+            rate=pointer(rate),
+        )
+
+    norm = loop.norm
+    args: dict[str, Any] = {
+        "cell": CELLS.index(loop.cell),
+        "steps": loop.steps,
+        "batch": loop.batch,
+        "hidden": loop.hidden,
+        "outputs": loop.outputs,
+        "threads": torch.get_num_threads(),
+        "first_step": loop.first_step,
+        "reverse": loop.reverse,
+        "counts": pointer(loop.counts),
+        "offsets": pointer(loop.offsets),
+        "lengths": pointer(loop.lengths),
+        "examples": pointer(loop.examples),
+        "resets": pointer(loop.resets),
+        "cell_noise": stream("cell", loop.hidden),
+        "hidden_noise": stream("hidden", loop.outputs),
+        "update_noise": stream("update", loop.hidden),
+        "norm": 0 if norm is None else 1 if norm.over == "units" else 2,
+        "norm_given": loop.given,
+        "eps": 0.0 if norm is None else norm.eps,
+    }
+    tensors = {name: getattr(loop, name) for name in ("scale_h", "w_hh", "b_h", "w_hr", "h0", "c0", "gates", "gh")}
+    tensors |= {
+        name: getattr(loop, name) for name in ("y", "c", "reset_h", "reset_c", "mean_h", "var_h", "mean_c", "var_c")
+    }
+    if norm is not None:
+        tensors |= {"norm_h": norm.scale_h, "norm_c": norm.scale_c, "norm_c_shift": norm.shift_c}
+    if back is not None:
+        names = ("dy", "dcells", "dh", "dc", "dreset_h", "dreset_c", "dgx", "dgh", "dsh", "du", "u", "dnc", "chat")
+        tensors |= {name: getattr(back, name) for name in names}
+    args |= {name: pointer(value) for name, value in tensors.items()}
+    return native.Loop(**args), alive

@@ -1,0 +1,104 @@
+"""The loop over time with everything around it taken away: what a device's code has to do.
+
+Rows are packed: step t has `counts[t]` rows, longest sequence first, so that the rows of a step are a prefix of the
+rows of the step before, and a sequence that has ended costs nothing. A reversed sequence has been turned around
+already. N is the number of all rows, G the gates times the hidden size H, P the size of h.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..noise import MASKS, STREAMS, Draw
+from ..norm import StepNorm
+
+GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+
+
+@dataclass
+class Loop:
+    """One pass over time. What the forward pass leaves for the backward one is marked with a star."""
+
+    cell: str
+    counts: Tensor  # [T] int64, on the CPU
+    h0: Tensor  # [B, P]
+    c0: Tensor | None  # [B, H]
+    w_hh: Tensor  # [G, P]
+    b_h: Tensor | None  # [G]: added to h·Wh where that is not simply added to x's part (GRU, norms)
+    w_hr: Tensor | None  # [P, H]
+    draws: dict[str, Draw]  # cell, hidden, update
+    scale_h: Tensor | None  # [B, P]: the variational mask on h where it enters the gates
+    norm: StepNorm | None
+    lengths: Tensor  # [B] int64
+    examples: Tensor  # [B] int64
+    first_step: int
+    reverse: bool
+    resets: Tensor | None  # [N] bool
+    reset_h: Tensor | None  # [B, P]: the state that a reset goes back to
+    reset_c: Tensor | None  # [B, H]
+    gates: Tensor  # * [N, G]: in: x's part; out: activated (plain RNN: the candidate h)
+    y: Tensor  # * [N, P]
+    c: Tensor | None  # * [N, H]
+    gh: Tensor | None  # * norm: [N, G], h·Wh normalised; GRU without: [N, H], the n part of h·Wh + b
+    mean_h: Tensor | None  # * [N] (layer norm) or [T, G]; given or written
+    var_h: Tensor | None  # *
+    mean_c: Tensor | None  # * [N] or [T, H]
+    var_c: Tensor | None  # *
+
+    @property
+    def steps(self) -> int:
+        return len(self.counts)
+
+    @property
+    def batch(self) -> int:
+        return len(self.h0)
+
+    @property
+    def hidden(self) -> int:
+        return len(self.w_hh) // GATES[self.cell]
+
+    @property
+    def outputs(self) -> int:
+        return self.h0.shape[1]
+
+    @property
+    def offsets(self) -> Tensor:
+        return self.counts.cumsum(0) - self.counts
+
+    @property
+    def given(self) -> bool:
+        return self.norm is not None and self.norm.given is not None
+
+
+@dataclass
+class Backward:
+    """The derivatives of one pass; `dh` and `dc` go in as those of the final states and out as of the initial."""
+
+    dy: Tensor  # [N, P]
+    dcells: Tensor | None  # [N, H]
+    dh: Tensor  # [B, P]
+    dc: Tensor | None  # [B, H]
+    dreset_h: Tensor | None  # [B, P]: of what resets go back to; begins at zero
+    dreset_c: Tensor | None  # [B, H]
+    dgx: Tensor  # [N, G]: of x's part
+    dgh: Tensor  # [N, G]: of h·Wh (may be dgx)
+    dsh: Tensor  # [N, G]: of h·Wh once normalised, scaled and shifted (may be dgh or dgx)
+    du: Tensor | None  # projection: [N, P] of the candidate h
+    u: Tensor | None  # projection: [N, H] what is projected
+    dnc: Tensor | None  # norm: [N, H] of c normalised, scaled and shifted
+    chat: Tensor | None  # norm: [N, H] c normalised
+
+
+def sees(draw: Draw) -> tuple[bool, bool, bool, bool]:
+    """Whether a draw sees step, example and unit, and whether it takes the high half of a word."""
+    kind = MASKS[draw.rule.mask]
+    return kind.step, kind.example, kind.unit, kind.stream and STREAMS[draw.rule.stream].half == 1
+
+
+def per_unit(draw: Draw, units: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rate and threshold of each unit."""
+    rate = draw.rate.expand(units)
+    return rate.to(dtype).contiguous(), draw.threshold.expand(units).to(torch.int32).contiguous()

@@ -1,0 +1,760 @@
+/* The loop over time for one type, REAL. Included by loop.c. In the order: products, noise, forward, backward. */
+
+#define LANES ((int64_t)(VECTOR_BYTES / sizeof(REAL)))
+#define TILE (LANES * TILE_VECTORS) /* columns of a packed panel */
+#define DEPTH 1024                  /* of a product at a time: a panel's part then stays in the cache */
+#define CHUNK 256                   /* units of a row at a time: what is held for them stays in the cache */
+
+typedef REAL NAME(vec) __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(REAL))));
+#define VEC NAME(vec)
+
+/* --- products ------------------------------------------------------------------------------------ */
+
+INLINE int64_t NAME(panel_size)(int64_t k, int64_t n) { return (n + TILE - 1) / TILE * TILE * k; }
+
+/* b[k][n] = w[k * sk + n * sn], cut into panels of TILE columns, each [k][TILE], the last filled with zeros. */
+static void NAME(pack)(REAL *packed, const REAL *w, int64_t k, int64_t n, int64_t sk, int64_t sn) {
+    int64_t from, to;
+    share((n + TILE - 1) / TILE, 1, &from, &to);
+    for (int64_t panel = from; panel < to; panel++) {
+        REAL *out = packed + panel * TILE * k;
+        int64_t cols = min64(TILE, n - panel * TILE);
+        const REAL *in = w + panel * TILE * sn;
+        for (int64_t i0 = 0; i0 < k; i0 += 16) {
+            int64_t i1 = min64(k, i0 + 16);
+            if (cols < TILE) memset(out + i0 * TILE, 0, sizeof(REAL) * TILE * (i1 - i0));
+            if (sn == 1)
+                for (int64_t i = i0; i < i1; i++) memcpy(out + i * TILE, in + i * sk, sizeof(REAL) * cols);
+            else
+                for (int64_t j = 0; j < cols; j++)
+                    for (int64_t i = i0; i < i1; i++) out[i * TILE + j] = in[i * sk + j * sn];
+        }
+    }
+}
+
+INLINE void NAME(tile)(int rows, int64_t k, const REAL *a, int64_t lda, const REAL *b, REAL *c, int64_t ldc, int add) {
+    VEC sum[TILE_ROWS][TILE_VECTORS];
+    for (int m = 0; m < rows; m++)
+        for (int v = 0; v < TILE_VECTORS; v++)
+            sum[m][v] = add ? *(const VEC *)(c + m * ldc + v * LANES) : (VEC){0};
+    for (int64_t i = 0; i < k; i++) {
+        VEC row[TILE_VECTORS];
+        for (int v = 0; v < TILE_VECTORS; v++) row[v] = *(const VEC *)(b + i * TILE + v * LANES);
+        for (int m = 0; m < rows; m++) {
+            VEC one = a[m * lda + i] - (VEC){0};
+            for (int v = 0; v < TILE_VECTORS; v++) sum[m][v] += one * row[v];
+        }
+    }
+    for (int m = 0; m < rows; m++)
+        for (int v = 0; v < TILE_VECTORS; v++) *(VEC *)(c + m * ldc + v * LANES) = sum[m][v];
+}
+
+static void NAME(tile_of)(int rows, int64_t k, const REAL *a, int64_t lda, const REAL *b, REAL *c, int64_t ldc,
+                          int add) {
+    switch (rows) {
+#if TILE_ROWS >= 8
+        case 8: NAME(tile)(8, k, a, lda, b, c, ldc, add); break;
+        case 7: NAME(tile)(7, k, a, lda, b, c, ldc, add); break;
+#endif
+        case 6: NAME(tile)(6, k, a, lda, b, c, ldc, add); break;
+        case 5: NAME(tile)(5, k, a, lda, b, c, ldc, add); break;
+        case 4: NAME(tile)(4, k, a, lda, b, c, ldc, add); break;
+        case 3: NAME(tile)(3, k, a, lda, b, c, ldc, add); break;
+        case 2: NAME(tile)(2, k, a, lda, b, c, ldc, add); break;
+        default: NAME(tile)(1, k, a, lda, b, c, ldc, add);
+    }
+}
+
+/* c[m][n] (+)= a[m][k] · b, b packed; each thread does its share of the tiles. */
+static void NAME(product)(int64_t m, int64_t k, int64_t n, const REAL *a, int64_t lda, const REAL *packed, REAL *c,
+                          int64_t ldc, int add) {
+    int64_t blocks = (m + TILE_ROWS - 1) / TILE_ROWS, panels = (n + TILE - 1) / TILE, from, to;
+    REAL edge[TILE_ROWS * TILE];
+    share(blocks * panels, 1, &from, &to);
+    for (int64_t task = from; task < to;) {
+        int64_t panel = task / blocks, first = task % blocks, last = min64(blocks, first + to - task);
+        int64_t cols = min64(TILE, n - panel * TILE);
+        for (int64_t k0 = 0; k0 < k; k0 += DEPTH) {
+            int64_t depth = min64(DEPTH, k - k0);
+            const REAL *b = packed + (panel * k + k0) * TILE;
+            int more = add || k0 > 0;
+            for (int64_t block = first; block < last; block++) {
+                int64_t row = block * TILE_ROWS, rows = min64(TILE_ROWS, m - row);
+                const REAL *left = a + row * lda + k0;
+                REAL *out = c + row * ldc + panel * TILE;
+                if (cols == TILE) {
+                    NAME(tile_of)((int)rows, depth, left, lda, b, out, ldc, more);
+                    continue;
+                }
+                for (int64_t r = 0; more && r < rows; r++) {
+                    memset(edge + r * TILE, 0, sizeof(REAL) * TILE);
+                    memcpy(edge + r * TILE, out + r * ldc, sizeof(REAL) * cols);
+                }
+                NAME(tile_of)((int)rows, depth, left, lda, b, edge, TILE, more);
+                for (int64_t r = 0; r < rows; r++) memcpy(out + r * ldc, edge + r * TILE, sizeof(REAL) * cols);
+            }
+        }
+        task += last - first;
+    }
+}
+
+/* --- noise --------------------------------------------------------------------------------------- */
+
+/* 1 where the old value (or zero) takes the place of the new one, its chance at evaluation. */
+typedef struct {
+    REAL cell[CHUNK], hidden[CHUNK], update[CHUNK];
+} NAME(Keep);
+#define KEEP NAME(Keep)
+
+static const REAL NAME(nothing)[CHUNK]; /* the keep of a stream that is off: loops stay free of branches */
+#define NOTHING NAME(nothing)
+
+static void NAME(keep_of)(const Stream *s, const uint32_t *words, REAL *keep, int64_t from, int64_t to) {
+    if (s->mode == EXPECTED) {
+        memcpy(keep, (const REAL *)s->rate + from, sizeof(REAL) * (to - from));
+    } else {
+        const int32_t *threshold = s->threshold + from;
+        int shift = s->high ? 16 : 0;
+#pragma omp simd
+        for (int64_t j = 0; j < to - from; j++)
+            keep[j] = (int32_t)((words[j] >> shift) & 0xFFFF) < threshold[j] ? (REAL)1 : (REAL)0;
+    }
+}
+
+/* The keeps of units [from, to) of one row, of the streams asked for; `from` is a multiple of 4. */
+static void NAME(keeps)(const Loop *l, KEEP *keep, int64_t t, int64_t row, int64_t from, int64_t to, int cell,
+                        int hidden) {
+    uint32_t words[CHUNK + 4];
+    const Stream *c = &l->cell_noise, *h = &l->hidden_noise, *u = &l->update_noise;
+    int64_t step = l->first_step + (l->reverse ? l->lengths[row] - 1 - t : t), example = l->examples[row];
+    int have = 0;
+    if (cell && c->mode) {
+        if (c->mode == DRAWN) stream_words(c, words, from, to, example, step), have = 1;
+        NAME(keep_of)(c, words, keep->cell, from, to);
+    }
+    if (hidden && h->mode) {
+        if (h->mode == DRAWN && !(have && same_words(c, h))) stream_words(h, words, from, to, example, step);
+        NAME(keep_of)(h, words, keep->hidden, from, to);
+    }
+    if (cell && u->mode) {
+        if (u->mode == DRAWN) stream_words(u, words, from, to, example, step);
+        NAME(keep_of)(u, words, keep->update, from, to);
+    }
+}
+
+INLINE REAL NAME(mix)(REAL new, REAL old, REAL keep) {
+    REAL between = new + keep * (old - new);
+    return keep <= 0 ? new : keep >= 1 ? old : between;
+}
+
+INLINE REAL NAME(less)(REAL value, REAL drop) { return drop >= 1 ? (REAL)0 : value * (1 - drop); }
+
+/* --- norms --------------------------------------------------------------------------------------- */
+
+INLINE REAL NAME(inverse)(REAL var, double eps) { return (REAL)(1 / sqrt((double)var + eps)); }
+
+static void NAME(row_moments)(const REAL *v, int64_t n, REAL *mean, REAL *var) {
+    double sum = 0, square = 0;
+    for (int64_t j = 0; j < n; j++) sum += v[j];
+    sum /= (double)n;
+    for (int64_t j = 0; j < n; j++) square += (v[j] - sum) * (v[j] - sum);
+    *mean = (REAL)sum;
+    *var = (REAL)(square / (double)n);
+}
+
+/* Moments over rows [0, n) of columns [from, to). */
+static void NAME(column_moments)(const REAL *v, int64_t stride, int64_t n, int64_t from, int64_t to, REAL *mean,
+                                 REAL *var) {
+    for (int64_t j = from; j < to; j++) mean[j] = var[j] = 0;
+    for (int64_t b = 0; b < n; b++)
+        for (int64_t j = from; j < to; j++) mean[j] += v[b * stride + j];
+    for (int64_t j = from; j < to; j++) mean[j] /= (REAL)n;
+    for (int64_t b = 0; b < n; b++)
+        for (int64_t j = from; j < to; j++) {
+            REAL d = v[b * stride + j] - mean[j];
+            var[j] += d * d;
+        }
+    for (int64_t j = from; j < to; j++) var[j] /= (REAL)n;
+}
+
+/* The derivative through a normalisation: of v from that of its normalised, scaled form, for one row. */
+static void NAME(row_back)(REAL *dv, const REAL *d, const REAL *hat, const REAL *scale, int64_t n, REAL rstd) {
+    double one = 0, two = 0;
+    for (int64_t j = 0; j < n; j++) {
+        one += d[j] * scale[j];
+        two += d[j] * scale[j] * hat[j];
+    }
+    REAL m1 = (REAL)(one / (double)n), m2 = (REAL)(two / (double)n);
+    for (int64_t j = 0; j < n; j++) dv[j] = rstd * (d[j] * scale[j] - m1 - hat[j] * m2);
+}
+
+/* The same for columns [from, to) over rows [0, n); with `given` moments they are constants. */
+static void NAME(column_back)(REAL *dv, const REAL *d, const REAL *hat, int64_t stride, const REAL *scale,
+                              const REAL *var, double eps, int64_t n, int64_t from, int64_t to, int given) {
+    for (int64_t j = from; j < to; j++) {
+        REAL one = 0, two = 0, rstd = NAME(inverse)(var[j], eps) * scale[j];
+        for (int64_t b = 0; !given && b < n; b++) {
+            one += d[b * stride + j];
+            two += d[b * stride + j] * hat[b * stride + j];
+        }
+        one /= (REAL)n;
+        two /= (REAL)n;
+        for (int64_t b = 0; b < n; b++)
+            dv[b * stride + j] = rstd * (d[b * stride + j] - one - hat[b * stride + j] * two);
+    }
+}
+
+/* --- where things are ---------------------------------------------------------------------------- */
+
+typedef struct { /* scratch, shared by the threads */
+    REAL *w_hh, *w_hr; /* packed */
+    REAL *product;     /* [B, G] */
+    REAL *h_in;        /* [B, P] */
+    REAL *raw;         /* [B, H]: the candidate c; backwards: of u */
+    REAL *shown;       /* [B, H]: u = o tanh(c) */
+    REAL *gate;        /* [B, H]: backwards: what the held output gate owes to the step before */
+} NAME(Work);
+#define WORK NAME(Work)
+
+static int64_t NAME(layout)(const Loop *l, WORK *w) {
+    static const int64_t gates_of[] = {4, 3, 1, 1};
+    int64_t b = l->batch, h = l->hidden, p = l->outputs, g = gates_of[l->cell] * h, at = 0;
+    char *base = (char *)l->work;
+#define PLACE(name, count) (w->name = (REAL *)(base + at), at += ((count) * (int64_t)sizeof(REAL) + 63) / 64 * 64)
+    PLACE(w_hh, max64(NAME(panel_size)(p, g), NAME(panel_size)(g, p)));
+    PLACE(w_hr, l->w_hr ? max64(NAME(panel_size)(h, p), NAME(panel_size)(p, h)) : 0);
+    PLACE(product, b * g);
+    PLACE(h_in, b * p);
+    PLACE(raw, b * h);
+    PLACE(shown, b * h);
+    PLACE(gate, b * h);
+#undef PLACE
+    return at;
+}
+
+int64_t NAME(zoneout_work_size)(const Loop *l) {
+    WORK w;
+    return NAME(layout)(l, &w);
+}
+
+/* Which rows and units of a step are this thread's. */
+INLINE void NAME(region)(const Loop *l, int64_t rows, int64_t units, int64_t *b0, int64_t *b1, int64_t *j0,
+                         int64_t *j1) {
+    *b0 = *j0 = 0, *b1 = rows, *j1 = units;
+    if (l->norm == NORM_UNITS || (l->norm == NORM_NONE && rows >= 2 * thread_count()))
+        share(rows, 1, b0, b1);
+    else
+        share(units, 16, j0, j1);
+}
+
+/* The h and the c that a row had before a step: of the step before, the initial one, or what a reset goes back to. */
+INLINE const REAL *NAME(before)(const Loop *l, const void *states, const void *initial, const void *reset, int64_t t,
+                                int64_t row, int64_t size) {
+    if (l->resets && l->resets[l->offsets[t] + row]) return (const REAL *)reset + row * size;
+    if (t == 0) return (const REAL *)initial + row * size;
+    return (const REAL *)states + (l->offsets[t - 1] + row) * size;
+}
+INLINE const REAL *NAME(old_h)(const Loop *l, int64_t t, int64_t row) {
+    return NAME(before)(l, l->y, l->h0, l->reset_h, t, row, l->outputs);
+}
+INLINE const REAL *NAME(old_c)(const Loop *l, int64_t t, int64_t row) {
+    return NAME(before)(l, l->c, l->c0, l->reset_c, t, row, l->hidden);
+}
+
+/* The output gate that may be held: the step before's, or its own where there is none. */
+INLINE const REAL *NAME(held)(const Loop *l, int64_t t, int64_t row) {
+    int cut = t == 0 || (l->resets && l->resets[l->offsets[t] + row]);
+    return (const REAL *)l->gates + ((cut ? l->offsets[t] : l->offsets[t - 1]) + row) * 4 * l->hidden + 3 * l->hidden;
+}
+
+/* --- forwards ------------------------------------------------------------------------------------ */
+
+/* h·Wh normalised, scaled and shifted, in place of the product; rows [b0, b1) or units [j0, j1) of every gate. */
+static void NAME(normalise_h)(const Loop *l, WORK *w, int64_t t, int64_t gates, int64_t b0, int64_t b1, int64_t j0,
+                              int64_t j1) {
+    int64_t h = l->hidden, g = gates * h, off = l->offsets[t], n = l->counts[t];
+    const REAL *scale = l->norm_h, *bias = l->b_h;
+    REAL *hat = (REAL *)l->gh + off * g, *mean = l->mean_h, *var = l->var_h;
+    for (int64_t q = 0; l->norm == NORM_EXAMPLES && !l->norm_given && q < gates; q++)
+        NAME(column_moments)(w->product, g, n, q * h + j0, q * h + j1, mean + t * g, var + t * g);
+    for (int64_t b = b0; b < b1; b++) {
+        REAL *v = w->product + b * g, m = 0, rstd = 0;
+        if (l->norm == NORM_UNITS) {
+            NAME(row_moments)(v, g, mean + off + b, var + off + b);
+            m = mean[off + b], rstd = NAME(inverse)(var[off + b], l->eps);
+        }
+        for (int64_t q = 0; q < gates; q++)
+            for (int64_t j = q * h + j0; j < q * h + j1; j++) {
+                if (l->norm == NORM_EXAMPLES) m = mean[t * g + j], rstd = NAME(inverse)(var[t * g + j], l->eps);
+                hat[b * g + j] = (v[j] - m) * rstd;
+                v[j] = hat[b * g + j] * scale[j] + (bias ? bias[j] : 0);
+            }
+    }
+}
+
+/* c normalised (`hat`), and scaled and shifted as it feeds h. */
+static void NAME(normalise_c)(const Loop *l, const REAL *c, REAL *hat, REAL *out, int64_t t, int64_t row, int64_t from,
+                              int64_t to) {
+    int64_t h = l->hidden, at = l->offsets[t] + row;
+    const REAL *scale = l->norm_c, *shift = l->norm_c_shift, *mean = l->mean_c, *var = l->var_c;
+    for (int64_t j = from; j < to; j++) {
+        int64_t k = l->norm == NORM_UNITS ? at : t * h + j;
+        hat[j] = (c[j] - mean[k]) * NAME(inverse)(var[k], l->eps);
+        out[j] = hat[j] * scale[j] + shift[j];
+    }
+}
+
+/* The keeps of what the cell's noise does: sets c to zero, keeps c, drops the update, holds the output gate. */
+INLINE const REAL *NAME(zeroes)(const Loop *l, const KEEP *keep) {
+    return l->cell_noise.mode != OFF && l->cell_noise.zero ? keep->cell : NOTHING;
+}
+INLINE const REAL *NAME(zones)(const Loop *l, const KEEP *keep) {
+    return l->cell_noise.mode != OFF && !l->cell_noise.zero ? keep->cell : NOTHING;
+}
+INLINE const REAL *NAME(drops)(const Loop *l, const KEEP *keep) {
+    return l->update_noise.mode != OFF ? keep->update : NOTHING;
+}
+INLINE const REAL *NAME(holds)(const Loop *l, const KEEP *keep) {
+    return l->update_noise.mode != OFF && l->update_noise.hold ? keep->update : NOTHING;
+}
+
+/* Gates, and the candidate c. */
+static void NAME(lstm_gates)(const Loop *l, WORK *w, const KEEP *keep, int64_t t, int64_t row, int64_t from,
+                             int64_t to) {
+    int64_t h = l->hidden;
+    REAL *restrict i = (REAL *)l->gates + (l->offsets[t] + row) * 4 * h, *restrict f = i + h, *restrict g = f + h,
+         *restrict o = g + h, *restrict raw = w->raw + row * h;
+    const REAL *restrict old = NAME(old_c)(l, t, row);
+    const REAL *restrict ku = NAME(drops)(l, keep) - from, *restrict kz = NAME(zeroes)(l, keep) - from;
+    if (l->norm) {
+        const REAL *restrict v = w->product + row * 4 * h;
+        for (int64_t j = from; j < to; j++) i[j] += v[j], f[j] += v[h + j], g[j] += v[2 * h + j], o[j] += v[3 * h + j];
+    }
+#pragma omp simd
+    for (int64_t j = from; j < to; j++) {
+        i[j] = SIGMOID(i[j]), f[j] = SIGMOID(f[j]), g[j] = TANH(g[j]), o[j] = SIGMOID(o[j]);
+        raw[j] = NAME(less)(f[j] * old[j] + NAME(less)(i[j] * g[j], ku[j]), kz[j]);
+    }
+}
+
+/* What the cell shows, u = o tanh(c), and the c that is carried. */
+static void NAME(lstm_shows)(const Loop *l, WORK *w, const KEEP *keep, int64_t t, int64_t row, int64_t from,
+                             int64_t to) {
+    int64_t h = l->hidden, at = l->offsets[t] + row;
+    const REAL *restrict o = (REAL *)l->gates + at * 4 * h + 3 * h, *restrict raw = w->raw + row * h;
+    const REAL *restrict old = NAME(old_c)(l, t, row), *restrict held = NAME(held)(l, t, row);
+    const REAL *restrict kh = NAME(holds)(l, keep) - from, *restrict kc = NAME(zones)(l, keep) - from;
+    REAL *restrict c = (REAL *)l->c + at * h, *restrict u = w->shown + row * h;
+    REAL hat[CHUNK];
+    if (l->norm) NAME(normalise_c)(l, raw, hat - from, u, t, row, from, to);
+    const REAL *restrict seen = l->norm ? u : raw;
+#pragma omp simd
+    for (int64_t j = from; j < to; j++) {
+        c[j] = NAME(mix)(raw[j], old[j], kc[j]);
+        u[j] = NAME(mix)(o[j], held[j], kh[j]) * TANH(seen[j]);
+    }
+}
+
+/* The h that is carried, from the candidate. */
+INLINE void NAME(carry_h)(const Loop *l, const KEEP *keep, const REAL *new, int64_t t, int64_t row, int64_t from,
+                          int64_t to) {
+    int64_t p = l->outputs;
+    REAL *restrict y = (REAL *)l->y + (l->offsets[t] + row) * p;
+    const REAL *restrict old = NAME(old_h)(l, t, row), *restrict k = keep->hidden - from;
+    if (l->hidden_noise.mode == OFF) {
+        memcpy(y + from, new + from, sizeof(REAL) * (to - from));
+    } else if (l->hidden_noise.zero) {
+#pragma omp simd
+        for (int64_t j = from; j < to; j++) y[j] = NAME(less)(new[j], k[j]);
+    } else {
+#pragma omp simd
+        for (int64_t j = from; j < to; j++) y[j] = NAME(mix)(new[j], old[j], k[j]);
+    }
+}
+
+static void NAME(lstm_forward)(const Loop *l, WORK *w, int64_t t) {
+    int64_t h = l->hidden, off = l->offsets[t], n = l->counts[t], b0, b1, j0, j1;
+    int project = l->w_hr != NULL;
+    KEEP keep;
+    NAME(region)(l, n, h, &b0, &b1, &j0, &j1);
+    if (l->norm) NAME(normalise_h)(l, w, t, 4, b0, b1, j0, j1);
+    for (int64_t b = b0; b < b1; b++)
+        for (int64_t from = j0; from < j1; from += CHUNK) {
+            int64_t to = min64(j1, from + CHUNK);
+            NAME(keeps)(l, &keep, t, b, from, to, 1, !project);
+            NAME(lstm_gates)(l, w, &keep, t, b, from, to);
+            if (l->norm) continue;
+            NAME(lstm_shows)(l, w, &keep, t, b, from, to);
+            if (!project) NAME(carry_h)(l, &keep, w->shown + b * h, t, b, from, to);
+        }
+    if (l->norm == NORM_EXAMPLES && !l->norm_given)
+        NAME(column_moments)(w->raw, h, n, j0, j1, (REAL *)l->mean_c + t * h, (REAL *)l->var_c + t * h);
+    for (int64_t b = b0; l->norm && b < b1; b++) {
+        if (l->norm == NORM_UNITS)
+            NAME(row_moments)(w->raw + b * h, h, (REAL *)l->mean_c + off + b, (REAL *)l->var_c + off + b);
+        for (int64_t from = j0; from < j1; from += CHUNK) {
+            int64_t to = min64(j1, from + CHUNK);
+            NAME(keeps)(l, &keep, t, b, from, to, 1, !project);
+            NAME(lstm_shows)(l, w, &keep, t, b, from, to);
+            if (!project) NAME(carry_h)(l, &keep, w->shown + b * h, t, b, from, to);
+        }
+    }
+    if (!project) return;
+    int64_t p = l->outputs;
+    barrier();
+    NAME(product)(n, h, p, w->shown, h, w->w_hr, w->product, p, 0);
+    barrier();
+    share(n, 1, &b0, &b1);
+    for (int64_t b = b0; b < b1; b++)
+        for (int64_t from = 0; from < p; from += CHUNK) {
+            int64_t to = min64(p, from + CHUNK);
+            NAME(keeps)(l, &keep, t, b, from, to, 0, 1);
+            NAME(carry_h)(l, &keep, w->product + b * p, t, b, from, to);
+        }
+}
+
+static void NAME(gru_forward)(const Loop *l, WORK *w, int64_t t) {
+    int64_t h = l->hidden, off = l->offsets[t], n = l->counts[t], b0, b1, j0, j1;
+    const REAL *bias = l->b_h;
+    REAL new[CHUNK];
+    KEEP keep;
+    NAME(region)(l, n, h, &b0, &b1, &j0, &j1);
+    if (l->norm) NAME(normalise_h)(l, w, t, 3, b0, b1, j0, j1);
+    for (int64_t b = b0; b < b1; b++)
+        for (int64_t from = j0; from < j1; from += CHUNK) {
+            int64_t to = min64(j1, from + CHUNK);
+            REAL *restrict r = (REAL *)l->gates + (off + b) * 3 * h, *restrict z = r + h, *restrict c = z + h;
+            REAL *restrict v = w->product + b * 3 * h;
+            const REAL *restrict old = NAME(old_h)(l, t, b);
+            const REAL *restrict ku = NAME(drops)(l, &keep) - from;
+            if (!l->norm) {
+                if (bias)
+                    for (int q = 0; q < 3; q++)
+                        for (int64_t j = q * h + from; j < q * h + to; j++) v[j] += bias[j];
+                memcpy((REAL *)l->gh + (off + b) * h + from, v + 2 * h + from, sizeof(REAL) * (to - from));
+            }
+            NAME(keeps)(l, &keep, t, b, from, to, 1, 1);
+#pragma omp simd
+            for (int64_t j = from; j < to; j++) {
+                r[j] = SIGMOID(r[j] + v[j]), z[j] = SIGMOID(z[j] + v[h + j]);
+                c[j] = TANH(c[j] + r[j] * v[2 * h + j]);
+                new[j - from] = z[j] * old[j] + NAME(less)((1 - z[j]) * c[j], ku[j]);
+            }
+            NAME(carry_h)(l, &keep, new - from, t, b, from, to);
+        }
+}
+
+static void NAME(rnn_forward)(const Loop *l, WORK *w, int64_t t) {
+    int64_t h = l->hidden, off = l->offsets[t], n = l->counts[t], b0, b1, j0, j1;
+    int relu = l->cell == RNN_RELU;
+    KEEP keep;
+    NAME(region)(l, n, h, &b0, &b1, &j0, &j1);
+    if (l->norm) NAME(normalise_h)(l, w, t, 1, b0, b1, j0, j1);
+    for (int64_t b = b0; b < b1; b++)
+        for (int64_t from = j0; from < j1; from += CHUNK) {
+            int64_t to = min64(j1, from + CHUNK);
+            REAL *restrict v = (REAL *)l->gates + (off + b) * h;
+            const REAL *restrict more = w->product + b * h;
+            if (l->norm)
+                for (int64_t j = from; j < to; j++) v[j] += more[j];
+            if (relu) {
+#pragma omp simd
+                for (int64_t j = from; j < to; j++) v[j] = v[j] < 0 ? 0 : v[j];
+            } else {
+#pragma omp simd
+                for (int64_t j = from; j < to; j++) v[j] = TANH(v[j]);
+            }
+            NAME(keeps)(l, &keep, t, b, from, to, 0, 1);
+            NAME(carry_h)(l, &keep, v, t, b, from, to);
+        }
+}
+
+/* What the product takes of the states before a step: as they are, or with resets and the variational mask. */
+static const REAL *NAME(left_side)(const Loop *l, WORK *w, int64_t t) {
+    int64_t p = l->outputs, b0, b1;
+    if (!l->resets && !l->scale_h) return t ? (REAL *)l->y + l->offsets[t - 1] * p : (const REAL *)l->h0;
+    share(l->counts[t], 1, &b0, &b1);
+    for (int64_t b = b0; b < b1; b++) {
+        const REAL *h = NAME(old_h)(l, t, b), *scale = (const REAL *)l->scale_h + b * p;
+        for (int64_t j = 0; j < p; j++) w->h_in[b * p + j] = l->scale_h ? h[j] * scale[j] : h[j];
+    }
+    barrier();
+    return w->h_in;
+}
+
+void NAME(zoneout_forward)(const Loop *l) {
+    static const int64_t gates_of[] = {4, 3, 1, 1};
+    int64_t h = l->hidden, p = l->outputs, g = gates_of[l->cell] * h;
+    int apart = l->norm || l->cell == GRU; /* h·Wh is not simply added to x's part */
+    WORK shared, *w = &shared;
+    NAME(layout)(l, w);
+#pragma omp parallel num_threads((int)l->threads)
+    {
+        NAME(pack)(w->w_hh, l->w_hh, p, g, 1, p);
+        if (l->w_hr) NAME(pack)(w->w_hr, l->w_hr, h, p, 1, h);
+        barrier();
+        for (int64_t t = 0; t < l->steps && l->counts[t] > 0; t++) {
+            const REAL *left = NAME(left_side)(l, w, t);
+            REAL *out = apart ? w->product : (REAL *)l->gates + l->offsets[t] * g;
+            NAME(product)(l->counts[t], p, g, left, p, w->w_hh, out, g, !apart);
+            barrier();
+            if (l->cell == LSTM)
+                NAME(lstm_forward)(l, w, t);
+            else if (l->cell == GRU)
+                NAME(gru_forward)(l, w, t);
+            else
+                NAME(rnn_forward)(l, w, t);
+            barrier();
+        }
+    }
+}
+
+/* --- backwards ----------------------------------------------------------------------------------- */
+
+/* Of the candidate h, and into dh what goes straight to the h before. */
+INLINE void NAME(carry_back)(const Loop *l, const KEEP *keep, REAL *d, int64_t t, int64_t row, int64_t from,
+                             int64_t to) {
+    int64_t p = l->outputs;
+    REAL *restrict dh = (REAL *)l->dh + row * p;
+    const REAL *restrict dy = (const REAL *)l->dy + (l->offsets[t] + row) * p;
+    const REAL *restrict k = (l->hidden_noise.mode != OFF ? keep->hidden : NOTHING) - from;
+    REAL straight = l->hidden_noise.zero ? 0 : 1;
+#pragma omp simd
+    for (int64_t j = from; j < to; j++) {
+        REAL all = dh[j] + dy[j];
+        d[j] = all * (1 - k[j]);
+        dh[j] = all * k[j] * straight;
+    }
+}
+
+/* The candidate c once more, and of u = o tanh(norm(c)): of c (or of its normalised form), and of the gate. */
+static void NAME(lstm_back_shows)(const Loop *l, WORK *w, const KEEP *keep, const REAL *du, int64_t t, int64_t row,
+                                  int64_t from, int64_t to) {
+    int64_t h = l->hidden, at = l->offsets[t] + row;
+    const REAL *restrict i = (REAL *)l->gates + at * 4 * h, *restrict f = i + h, *restrict g = f + h,
+               *restrict o = g + h;
+    const REAL *restrict old = NAME(old_c)(l, t, row), *restrict held = NAME(held)(l, t, row);
+    const REAL *restrict ku = NAME(drops)(l, keep) - from, *restrict kz = NAME(zeroes)(l, keep) - from;
+    const REAL *restrict kh = NAME(holds)(l, keep) - from;
+    REAL *restrict dc = (l->norm ? (REAL *)l->dnc + at * h : w->raw + row * h);
+    REAL *restrict dgo = (REAL *)l->dgx + at * 4 * h + 3 * h;
+    REAL c[CHUNK], shows[CHUNK];
+#pragma omp simd
+    for (int64_t j = from; j < to; j++)
+        c[j - from] = NAME(less)(f[j] * old[j] + NAME(less)(i[j] * g[j], ku[j]), kz[j]);
+    if (l->norm) NAME(normalise_c)(l, c - from, (REAL *)l->chat + at * h, c - from, t, row, from, to);
+#pragma omp simd
+    for (int64_t j = from; j < to; j++) {
+        REAL tc = TANH(c[j - from]);
+        dgo[j] = du[j] * tc;
+        dc[j] = du[j] * NAME(mix)(o[j], held[j], kh[j]) * (1 - tc * tc);
+        shows[j - from] = tc;
+    }
+    if (l->u) {
+        REAL *restrict u = (REAL *)l->u + at * h;
+        for (int64_t j = from; j < to; j++) u[j] = NAME(mix)(o[j], held[j], kh[j]) * shows[j - from];
+    }
+    if (kh != NOTHING - from) {
+        REAL *restrict owed = w->gate + row * h, own = held == o ? 0 : 1;
+        for (int64_t j = from; j < to; j++) {
+            REAL all = dgo[j], kept = kh[j] * own;
+            dgo[j] = all * (1 - kept) + owed[j];
+            owed[j] = all * kept;
+        }
+    }
+#pragma omp simd
+    for (int64_t j = from; j < to; j++) dgo[j] *= o[j] * (1 - o[j]);
+}
+
+/* Of the gates and of the c before, from that of the candidate c. */
+static void NAME(lstm_back_gates)(const Loop *l, WORK *w, const KEEP *keep, int64_t t, int64_t row, int64_t from,
+                                  int64_t to) {
+    int64_t h = l->hidden, at = l->offsets[t] + row;
+    const REAL *restrict i = (REAL *)l->gates + at * 4 * h, *restrict f = i + h, *restrict g = f + h;
+    const REAL *restrict old = NAME(old_c)(l, t, row);
+    const REAL *restrict ku = NAME(drops)(l, keep) - from, *restrict kz = NAME(zeroes)(l, keep) - from;
+    const REAL *restrict kc = NAME(zones)(l, keep) - from;
+    const REAL *restrict draw = w->raw + row * h;
+    REAL *restrict di = (REAL *)l->dgx + at * 4 * h, *restrict df = di + h, *restrict dg = df + h;
+    REAL *restrict dc = (REAL *)l->dc + row * h;
+    if (l->dcells) {
+        const REAL *restrict more = (const REAL *)l->dcells + at * h;
+        for (int64_t j = from; j < to; j++) dc[j] += more[j];
+    }
+#pragma omp simd
+    for (int64_t j = from; j < to; j++) {
+        REAL d = (draw[j] + dc[j] * (1 - kc[j])) * (1 - kz[j]), du = d * (1 - ku[j]);
+        di[j] = du * g[j] * i[j] * (1 - i[j]);
+        df[j] = d * old[j] * f[j] * (1 - f[j]);
+        dg[j] = du * i[j] * (1 - g[j] * g[j]);
+        dc[j] = dc[j] * kc[j] + d * f[j];
+    }
+}
+
+/* Of h·Wh, from that of its normalised form. */
+static void NAME(normalise_h_back)(const Loop *l, int64_t t, int64_t gates, int64_t b0, int64_t b1, int64_t j0,
+                                   int64_t j1) {
+    int64_t h = l->hidden, g = gates * h, off = l->offsets[t];
+    const REAL *d = (const REAL *)l->dsh + off * g, *hat = (const REAL *)l->gh + off * g, *var = l->var_h;
+    REAL *dv = (REAL *)l->dgh + off * g;
+    if (l->norm == NORM_UNITS)
+        for (int64_t b = b0; b < b1; b++)
+            NAME(row_back)(dv + b * g, d + b * g, hat + b * g, l->norm_h, g, NAME(inverse)(var[off + b], l->eps));
+    else
+        for (int64_t q = 0; q < gates; q++)
+            NAME(column_back)(dv, d, hat, g, l->norm_h, var + t * g, l->eps, l->counts[t], q * h + j0, q * h + j1,
+                              (int)l->norm_given);
+}
+
+static void NAME(lstm_backward)(const Loop *l, WORK *w, int64_t t) {
+    int64_t h = l->hidden, p = l->outputs, off = l->offsets[t], n = l->counts[t], b0, b1, j0, j1;
+    int project = l->w_hr != NULL;
+    KEEP keep;
+    if (project) {
+        share(n, 1, &b0, &b1);
+        for (int64_t b = b0; b < b1; b++)
+            for (int64_t from = 0; from < p; from += CHUNK) {
+                int64_t to = min64(p, from + CHUNK);
+                NAME(keeps)(l, &keep, t, b, from, to, 0, 1);
+                NAME(carry_back)(l, &keep, (REAL *)l->du + (off + b) * p, t, b, from, to);
+            }
+        barrier();
+        NAME(product)(n, p, h, (const REAL *)l->du + off * p, p, w->w_hr, w->shown, h, 0);
+        barrier();
+    }
+    NAME(region)(l, n, h, &b0, &b1, &j0, &j1);
+    for (int64_t b = b0; b < b1; b++)
+        for (int64_t from = j0; from < j1; from += CHUNK) {
+            int64_t to = min64(j1, from + CHUNK);
+            NAME(keeps)(l, &keep, t, b, from, to, 1, !project);
+            if (!project) NAME(carry_back)(l, &keep, w->shown + b * h, t, b, from, to);
+            NAME(lstm_back_shows)(l, w, &keep, w->shown + b * h, t, b, from, to);
+            if (!l->norm) NAME(lstm_back_gates)(l, w, &keep, t, b, from, to);
+        }
+    if (!l->norm) return;
+    const REAL *dnc = (const REAL *)l->dnc + off * h, *chat = (const REAL *)l->chat + off * h, *var = l->var_c;
+    if (l->norm == NORM_EXAMPLES)
+        NAME(column_back)(w->raw, dnc, chat, h, l->norm_c, var + t * h, l->eps, n, j0, j1, (int)l->norm_given);
+    for (int64_t b = b0; b < b1; b++) {
+        if (l->norm == NORM_UNITS)
+            NAME(row_back)(w->raw + b * h, dnc + b * h, chat + b * h, l->norm_c, h, NAME(inverse)(var[off + b], l->eps));
+        for (int64_t from = j0; from < j1; from += CHUNK) {
+            int64_t to = min64(j1, from + CHUNK);
+            NAME(keeps)(l, &keep, t, b, from, to, 1, 0);
+            NAME(lstm_back_gates)(l, w, &keep, t, b, from, to);
+        }
+    }
+    NAME(normalise_h_back)(l, t, 4, b0, b1, j0, j1);
+}
+
+static void NAME(gru_backward)(const Loop *l, WORK *w, int64_t t) {
+    int64_t h = l->hidden, off = l->offsets[t], n = l->counts[t], b0, b1, j0, j1;
+    REAL d[CHUNK], product[CHUNK];
+    KEEP keep;
+    (void)w;
+    NAME(region)(l, n, h, &b0, &b1, &j0, &j1);
+    for (int64_t b = b0; b < b1; b++)
+        for (int64_t from = j0; from < j1; from += CHUNK) {
+            int64_t to = min64(j1, from + CHUNK), at = off + b;
+            const REAL *restrict r = (REAL *)l->gates + at * 3 * h, *restrict z = r + h, *restrict c = z + h;
+            const REAL *restrict old = NAME(old_h)(l, t, b);
+            const REAL *restrict ku = NAME(drops)(l, &keep) - from;
+            const REAL *restrict v = l->norm ? (REAL *)l->gh + at * 3 * h + 2 * h : (REAL *)l->gh + at * h;
+            const REAL *restrict scale = (const REAL *)l->norm_h + 2 * h, *restrict bias = (const REAL *)l->b_h + 2 * h;
+            REAL *restrict dr = (REAL *)l->dgx + at * 3 * h, *restrict dz = dr + h, *restrict dn = dz + h;
+            REAL *restrict er = (REAL *)l->dsh + at * 3 * h, *restrict ez = er + h, *restrict en = ez + h;
+            REAL *restrict dh = (REAL *)l->dh + b * h;
+            for (int64_t j = from; j < to; j++)
+                product[j - from] = l->norm ? v[j] * scale[j] + (l->b_h ? bias[j] : 0) : v[j];
+            NAME(keeps)(l, &keep, t, b, from, to, 1, 1);
+            NAME(carry_back)(l, &keep, d - from, t, b, from, to);
+#pragma omp simd
+            for (int64_t j = from; j < to; j++) {
+                REAL one = d[j - from], du = one * (1 - ku[j]);
+                REAL back = du * (1 - z[j]) * (1 - c[j] * c[j]);
+                er[j] = dr[j] = back * product[j - from] * r[j] * (1 - r[j]);
+                ez[j] = dz[j] = (one * old[j] - du * c[j]) * z[j] * (1 - z[j]);
+                dn[j] = back;
+                en[j] = back * r[j];
+                dh[j] += one * z[j];
+            }
+        }
+    if (l->norm) NAME(normalise_h_back)(l, t, 3, b0, b1, j0, j1);
+}
+
+static void NAME(rnn_backward)(const Loop *l, WORK *w, int64_t t) {
+    int64_t h = l->hidden, off = l->offsets[t], n = l->counts[t], b0, b1, j0, j1;
+    int relu = l->cell == RNN_RELU;
+    KEEP keep;
+    (void)w;
+    NAME(region)(l, n, h, &b0, &b1, &j0, &j1);
+    for (int64_t b = b0; b < b1; b++)
+        for (int64_t from = j0; from < j1; from += CHUNK) {
+            int64_t to = min64(j1, from + CHUNK);
+            const REAL *restrict v = (REAL *)l->gates + (off + b) * h;
+            REAL *restrict d = (REAL *)l->dgx + (off + b) * h;
+            NAME(keeps)(l, &keep, t, b, from, to, 0, 1);
+            NAME(carry_back)(l, &keep, d, t, b, from, to);
+#pragma omp simd
+            for (int64_t j = from; j < to; j++) d[j] *= relu ? (v[j] > 0 ? (REAL)1 : (REAL)0) : 1 - v[j] * v[j];
+        }
+    if (l->norm) NAME(normalise_h_back)(l, t, 1, b0, b1, j0, j1);
+}
+
+/* What goes back to the state after a reset, and no further. */
+static void NAME(cut_back)(const Loop *l, int64_t t) {
+    int64_t h = l->hidden, p = l->outputs, b0, b1;
+    share(l->counts[t], 1, &b0, &b1);
+    for (int64_t b = b0; b < b1; b++) {
+        if (!l->resets[l->offsets[t] + b]) continue;
+        REAL *dh = (REAL *)l->dh + b * p, *dc = (REAL *)l->dc + b * h;
+        REAL *back_h = (REAL *)l->dreset_h + b * p, *back_c = (REAL *)l->dreset_c + b * h;
+        for (int64_t j = 0; j < p; j++) back_h[j] += dh[j], dh[j] = 0;
+        for (int64_t j = 0; l->cell == LSTM && j < h; j++) back_c[j] += dc[j], dc[j] = 0;
+    }
+    barrier();
+}
+
+void NAME(zoneout_backward)(const Loop *l) {
+    static const int64_t gates_of[] = {4, 3, 1, 1};
+    int64_t h = l->hidden, p = l->outputs, g = gates_of[l->cell] * h, b = l->batch;
+    WORK shared, *w = &shared;
+    NAME(layout)(l, w);
+    memset(w->gate, 0, sizeof(REAL) * b * h);
+#pragma omp parallel num_threads((int)l->threads)
+    {
+        NAME(pack)(w->w_hh, l->w_hh, g, p, p, 1);
+        if (l->w_hr) NAME(pack)(w->w_hr, l->w_hr, p, h, h, 1);
+        barrier();
+        for (int64_t t = l->steps - 1; t >= 0; t--) {
+            int64_t n = l->counts[t], from, to;
+            if (n == 0) continue;
+            if (l->cell == LSTM)
+                NAME(lstm_backward)(l, w, t);
+            else if (l->cell == GRU)
+                NAME(gru_backward)(l, w, t);
+            else
+                NAME(rnn_backward)(l, w, t);
+            barrier();
+            const REAL *left = (const REAL *)l->dgh + l->offsets[t] * g;
+            NAME(product)(n, g, p, left, g, w->w_hh, l->scale_h ? w->h_in : (REAL *)l->dh, p, !l->scale_h);
+            barrier();
+            if (l->scale_h) {
+                share(n, 1, &from, &to);
+                for (int64_t j = from * p; j < to * p; j++)
+                    ((REAL *)l->dh)[j] += w->h_in[j] * ((const REAL *)l->scale_h)[j];
+                barrier();
+            }
+            if (l->resets) NAME(cut_back)(l, t);
+        }
+    }
+}
+
+#undef LANES
+#undef TILE
+#undef DEPTH
+#undef CHUNK
+#undef VEC
+#undef KEEP
+#undef NOTHING
+#undef WORK

@@ -1,0 +1,162 @@
+/* The recurrent loop over time, forwards and backwards: products, gates, noise, norms, in one call.
+ *
+ * Plain C with OpenMP and no headers but the C library's, so that any compiler builds it in a second. The same
+ * code is compiled for float and for double through `body.h`.
+ */
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#include "loop.h"
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* --- threads ------------------------------------------------------------------------------------ */
+
+INLINE int thread_id(void) {
+#ifdef _OPENMP
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
+
+INLINE int thread_count(void) {
+#ifdef _OPENMP
+    return omp_get_num_threads();
+#else
+    return 1;
+#endif
+}
+
+INLINE void barrier(void) {
+#ifdef _OPENMP
+#pragma omp barrier
+#endif
+}
+
+/* The part of [0, n) that is this thread's, cut at multiples of `grain`. */
+INLINE void share(int64_t n, int64_t grain, int64_t *from, int64_t *to) {
+    int64_t blocks = (n + grain - 1) / grain, count = thread_count(), id = thread_id();
+    *from = min64(n, blocks * id / count * grain);
+    *to = min64(n, blocks * (id + 1) / count * grain);
+}
+
+/* --- Philox 4x32-10 ----------------------------------------------------------------------------- */
+
+/* The words of the counters (unit / 4, example, step, plane) for units [from, to), `from` a multiple of 4. */
+static void philox_words(uint32_t *words, int64_t from, int64_t to, uint64_t seed, uint32_t example, uint32_t step,
+                         uint32_t plane) {
+    int64_t first = from / 4, count = (to - from + 3) / 4;
+#pragma omp simd
+    for (int64_t q = 0; q < count; q++) {
+        uint32_t c0 = (uint32_t)(first + q), c1 = example, c2 = step, c3 = plane;
+        uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+        for (int round = 0; round < 10; round++) {
+            uint64_t p0 = (uint64_t)c0 * 0xD2511F53u, p1 = (uint64_t)c2 * 0xCD9E8D57u;
+            c0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0;
+            c1 = (uint32_t)p1;
+            c2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
+            c3 = (uint32_t)p0;
+            k0 += 0x9E3779B9u;
+            k1 += 0xBB67AE85u;
+        }
+        words[4 * q] = c0;
+        words[4 * q + 1] = c1;
+        words[4 * q + 2] = c2;
+        words[4 * q + 3] = c3;
+    }
+}
+
+/* The random words of a stream for units [from, to) of one row at one step. */
+static void stream_words(const Stream *s, uint32_t *words, int64_t from, int64_t to, int64_t example, int64_t step) {
+    uint32_t e = s->sees_example ? (uint32_t)example : 0, t = s->sees_step ? (uint32_t)step : 0;
+    if (s->sees_unit) {
+        philox_words(words, from, to, s->seed, e, t, (uint32_t)s->plane);
+    } else {
+        uint32_t one[4];
+        philox_words(one, 0, 1, s->seed, e, t, (uint32_t)s->plane);
+        for (int64_t j = 0; j < to - from; j++) words[j] = one[0];
+    }
+}
+
+INLINE int same_words(const Stream *a, const Stream *b) {
+    return a->seed == b->seed && a->plane == b->plane && a->sees_step == b->sees_step &&
+           a->sees_example == b->sees_example && a->sees_unit == b->sees_unit;
+}
+
+/* --- exp and tanh, in a form that compilers vectorise -------------------------------------------- */
+
+/* Saturated gates are exact: exp is 0 below the normal numbers, and infinite above the largest. */
+INLINE float exp_float(float arg) {
+    float x = arg < -87.3f ? -87.3f : arg;
+    x = x > 88.3f ? 88.3f : x;
+    float n = rintf(x * 1.44269504f);
+    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    union { int32_t i; float f; } two = {((int32_t)n + 127) << 23};
+    float e = p * two.f;
+    e = arg < -87.3f ? 0.0f : e;
+    return arg > 88.7f ? INFINITY : e;
+}
+
+INLINE float sigmoid_float(float x) { return 1.0f / (1.0f + exp_float(-x)); }
+
+INLINE float tanh_float(float x) {
+    float a = fabsf(x), z = x * x;
+    float far = 1.0f - 2.0f / (exp_float(2.0f * a) + 1.0f);
+    float p = -5.70498872745e-3f;
+    p = p * z + 2.06390887954e-2f;
+    p = p * z - 5.37397155531e-2f;
+    p = p * z + 1.33314422036e-1f;
+    p = p * z - 3.33332819422e-1f;
+    float near = a + a * z * p;
+    float t = a < 0.625f ? near : far;
+    return copysignf(t, x);
+}
+
+INLINE double sigmoid_double(double x) { return 1.0 / (1.0 + exp(-x)); }
+
+/* --- the same code for both types --------------------------------------------------------------- */
+
+#if defined(__AVX512F__)
+#define VECTOR_BYTES 64
+#define TILE_ROWS 8
+#define TILE_VECTORS 3
+#elif defined(__AVX__)
+#define VECTOR_BYTES 32
+#define TILE_ROWS 6
+#define TILE_VECTORS 2
+#else
+#define VECTOR_BYTES 16
+#define TILE_ROWS 6
+#define TILE_VECTORS 2
+#endif
+
+#define REAL float
+#define NAME(x) x##_float
+#define SIGMOID sigmoid_float
+#define TANH tanh_float
+#include "body.h"
+#undef REAL
+#undef NAME
+#undef SIGMOID
+#undef TANH
+
+#define REAL double
+#define NAME(x) x##_double
+#define SIGMOID sigmoid_double
+#define TANH tanh
+#include "body.h"

@@ -1,0 +1,324 @@
+"""Every fused backend against the reference: outputs, final states, every gradient and batch norm's statistics.
+
+The CPU's loop is run both ways, compiled and in torch calls. Memory that is handed out unwritten is filled with NaN.
+"""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zoneout as zo
+from zoneout.ops import TOLERANCES, native, reference
+from zoneout.ops.loop import Loop
+
+STEPS, BATCH, INPUT = 7, 5, 3
+LAYERS: dict[str, Any] = {
+    "lstm": zo.LSTM,
+    "gru": zo.GRU,
+    "rnn": zo.RNN,
+    "relu": lambda *a, **k: zo.RNN(*a, nonlinearity="relu", **k),
+}
+STATES = {
+    "lstm": dict(cell=0.5, hidden=0.2),
+    "gru": dict(hidden=0.3),
+    "rnn": dict(hidden=0.3),
+    "relu": dict(hidden=0.3),
+}
+NOISES: dict[str, Any] = {
+    "none": lambda states: None,
+    **{
+        f"zoneout-{mask}": lambda states, mask=mask: zo.Zoneout(
+            **states, mask=mask, seed=3 if mask == "static" else None
+        )
+        for mask in ("unit", "shared", "step", "sequence", "static")
+    },
+    "zoneout-units": lambda states: zo.Zoneout(hidden=torch.linspace(0, 1, 37)),
+    "state-dropout": lambda states: zo.StateDropout(**states),
+    "divided": lambda states: [zo.Zoneout(hidden=0.3), zo.StateDropout(cell=0.4)],
+    "recurrent-dropout": lambda states: zo.RecurrentDropout(0.4),
+    "held-gate": lambda states: zo.RecurrentDropout(0.4, hold_output_gate=True),
+    "variational": lambda states: zo.VariationalDropout(0.3, 0.4),
+    "together": lambda states: [zo.Zoneout(**states), zo.VariationalDropout(0.1, 0.3), zo.WeightDrop(0.2)],
+}
+NOT_IN = {"gru": ("held-gate", "divided"), "rnn": ("held-gate", "recurrent-dropout", "divided")}
+CASES = [
+    pytest.param(layer, noise, id=f"{layer}-{noise}")
+    for layer in LAYERS
+    for noise in NOISES
+    if noise not in NOT_IN.get({"relu": "rnn"}.get(layer, layer), ())
+]
+NORMS = {"plain": None, "layer-norm": "layer", "batch-norm": zo.RecurrentBatchNorm(5)}
+CALLS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "lengths": dict(lengths=[3, 7, 1, 0, 5]),
+    "resets": dict(resets=torch.rand(STEPS, BATCH, generator=torch.Generator().manual_seed(1)) < 0.3),
+}
+CALLS["all"] = CALLS["lengths"] | CALLS["resets"] | dict(first_step=4, examples=[9, 3, 5, 1, 100])
+
+
+@pytest.fixture(params=["compiled", "torch calls"])
+def loop(request, monkeypatch):
+    """The CPU's loop in both forms; a machine without a compiler has one of them."""
+    if request.param == "torch calls":
+        monkeypatch.setattr(native, "load", lambda: None)
+        monkeypatch.setattr("zoneout.ops.cpu._say_once", lambda reason: None)
+    elif native.load() is None:
+        pytest.skip(f"no compiled loop here: {native.why_not()}")
+    return request.param
+
+
+@pytest.fixture
+def poisoned():
+    """Fill what torch.empty hands out with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def everything(layer: Any, x: Tensor, hx: Any, call: dict[str, Any]) -> dict[str, Tensor]:
+    """All that a call and its way back give, by name."""
+    x = x.clone().requires_grad_()
+    states = [s.clone().requires_grad_() for s in (hx if isinstance(hx, tuple) else (hx,))]
+    more = {"return_cells": True} if layer.kind == "lstm" else {}
+    y, ended, *cells = layer(x, tuple(states) if layer.kind == "lstm" else states[0], seed=5, **more, **call)
+    out = {"y": y, **{f"end {k}": s for k, s in enumerate(ended if layer.kind == "lstm" else [ended])}}
+    out |= {"cells": cells[0]} if cells else {}
+    weights = torch.Generator().manual_seed(1)
+    loss = sum(
+        (v * torch.randn(v.shape, generator=weights, dtype=torch.float64).to(v.dtype)).sum() for v in out.values()
+    )
+    layer.zero_grad()
+    loss.backward()
+    grads: dict[str, Any] = {"x": x.grad} | {f"hx {k}": s.grad for k, s in enumerate(states)}
+    grads |= {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+    out |= {f"of {name}": grad for name, grad in grads.items()}
+    return out | {name: b.clone() for name, b in layer.named_buffers() if b.is_floating_point()}
+
+
+def compare(name: str, make: Any, call: dict[str, Any], training: bool, dtype: torch.dtype, **options: Any) -> None:
+    """One layer in the fused backend and in the reference, same weights, same seed."""
+    torch.manual_seed(0)
+    hidden = 37
+    ours = LAYERS[name](INPUT, hidden, noise=make(STATES[name]), dtype=dtype, backend="cpu", **options)
+    theirs = LAYERS[name](INPUT, hidden, noise=make(STATES[name]), dtype=dtype, backend="reference", **options)
+    theirs.load_state_dict(ours.state_dict())
+    ours.train(training), theirs.train(training)
+    x = torch.randn(STEPS, BATCH, INPUT, dtype=dtype)
+    count = len(ours.suffixes())
+    h = torch.randn(count, BATCH, ours.output_size, dtype=dtype)
+    hx = (h, torch.randn(count, BATCH, hidden, dtype=dtype)) if name == "lstm" else h
+    want, got = everything(theirs, x, hx, call), everything(ours, x, hx, call)
+    assert want.keys() == got.keys()
+    for key, value in want.items():
+        error = (got[key] - value).norm() / value.norm().clamp(min=1e-30)
+        assert error <= TOLERANCES[dtype], f"{key}: {error:.1e} from the reference"
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(("name", "noise"), CASES)
+def test_equals_the_reference(loop, poisoned, name, noise, norm, call):
+    """A fused path computes something else than the cells of the paper, or reads what nobody wrote."""
+    for training in (True, False):
+        compare(name, NOISES[noise], CALLS[call], training, torch.float64, norm=NORMS[norm])
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_float32(loop, name, call):
+    """Single precision, where the compiled loop has its own exp and tanh, is off by more than rounding."""
+    for noise in ("zoneout-unit", "variational"):
+        compare(name, NOISES[noise], CALLS[call], True, torch.float32)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_directions_and_layers(loop, poisoned, name, norm, call):
+    """A reversed direction, a second layer, a missing bias or a learned state goes wrong."""
+    rich: dict[str, Any] = dict(num_layers=2, bidirectional=True, dropout=0.3, norm=NORMS[norm])
+    for options in (rich, dict(bias=False, norm=NORMS[norm]), dict(learn_initial_state=True, bidirectional=True)):
+        compare(name, NOISES["zoneout-unit"], CALLS[call], True, torch.float64, **options)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("noise", ["zoneout-unit", "together", "held-gate", "state-dropout"])
+def test_projections(loop, poisoned, noise, norm, call):
+    """With `proj_size` a gradient misses the projection, or a mask its size."""
+    make = NOISES[noise]
+    if noise == "zoneout-units":
+        pytest.skip("one rate a unit of another size")
+    compare("lstm", make, CALLS[call], True, torch.float64, norm=NORMS[norm], proj_size=5)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 1, 3, 50), (3, 9, 1, 300), (1, 33, 2, 16), (4, 2, 5, 513)])
+@pytest.mark.parametrize("name", LAYERS)
+def test_odd_sizes(loop, name, sizes):
+    """A size that is no multiple of a vector, a tile or a chunk is computed wrongly at its edge."""
+    steps, batch, input, hidden = sizes
+    torch.manual_seed(0)
+    noise = zo.Zoneout(**STATES[name])
+    layer = LAYERS[name](input, hidden, noise=noise, backend="cpu", dtype=torch.float64)
+    x = torch.randn(steps, batch, input, dtype=torch.float64)
+    h = torch.randn(1, batch, hidden, dtype=torch.float64)
+    hx = (h, h.clone()) if name == "lstm" else h
+    got = everything(layer, x, hx, {})
+    layer.backend = "reference"
+    for key, value in everything(layer, x, hx, {}).items():
+        assert (got[key] - value).norm() <= 1e-10 * value.norm().clamp(min=1e-30), key
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", LAYERS)
+def test_half_types(loop, name, dtype):
+    """In half precision a backend keeps its states in too few bits: it is held to the reference in float32."""
+    torch.manual_seed(0)
+    layer = LAYERS[name](INPUT, 37, noise=zo.Zoneout(**STATES[name])).to(dtype)
+    x = torch.randn(40, BATCH, INPUT).to(dtype)
+    layer.backend = "cpu"
+    y = layer(x, seed=1)[0]
+    assert y.dtype == dtype
+    y.float().square().sum().backward()
+    got = {name: p.grad.float() for name, p in layer.named_parameters()}
+    layer = layer.float()
+    layer.backend = "reference"
+    layer.zero_grad()
+    want = layer(x.float(), seed=1)[0]
+    want.square().sum().backward()
+    assert (y.float() - want).norm() <= TOLERANCES[dtype] * want.norm()
+    for key, p in layer.named_parameters():
+        assert (got[key] - p.grad).norm() <= TOLERANCES[dtype] * p.grad.norm(), key
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_same_bits_twice(name, threads):
+    """The same seed gives other numbers the second time, or on another number of threads another mask."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        torch.manual_seed(0)
+        layer = LAYERS[name](INPUT, 100, noise=zo.Zoneout(**STATES[name]), norm="layer")
+        x = torch.randn(20, 6, INPUT)
+        h = torch.randn(1, 6, 100)
+        hx = (h, h.clone()) if name == "lstm" else h
+        first, second = everything(layer, x, hx, {}), everything(layer, x, hx, {})
+        assert all(torch.equal(first[key], second[key]) for key in first)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_saturated_gates_are_exact(name):
+    """A shut gate lets a little through: a unit that was to keep its value would drift."""
+    layer = LAYERS[name](1, 16, backend="cpu")
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.zero_()
+        layer.bias_ih_l0.fill_(-1000.0)
+    y, _ = layer(torch.zeros(3, 2, 1))
+    layer.backend = "reference"
+    assert torch.equal(y, layer(torch.zeros(3, 2, 1))[0])
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_opcheck(name, norm):
+    """The operator tells torch.compile other shapes than it returns, changes an input, or hides one in an output."""
+    seen: list[Any] = []
+    run = torch.ops.zoneout.run.default
+    layer = LAYERS[name](INPUT, 8, noise=zo.Zoneout(**STATES[name]), norm=NORMS[norm], backend="cpu")
+
+    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is run:
+                seen.append(args)
+            return function(*args, **(kwargs or {}))
+
+    with Spy(), torch.no_grad():
+        layer(torch.randn(4, 3, INPUT), seed=1, lengths=[4, 2, 1])
+    (args,) = seen
+    fresh = tuple(
+        v.detach().clone().requires_grad_(1 <= k <= 14) if isinstance(v, Tensor) else v for k, v in enumerate(args)
+    )
+    torch.library.opcheck(run, fresh)
+
+
+def test_second_derivative_is_refused_with_a_sentence():
+    """A second derivative through the fused loop would be silently wrong."""
+    layer, x = zo.LSTM(2, 3), torch.randn(4, 1, 2, requires_grad=True)
+    (grad,) = torch.autograd.grad(layer(x)[0].sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="backend='reference'"):
+        grad.sum().backward()
+
+
+def test_a_backend_for_another_device_is_refused():
+    """backend="cpu" would quietly run something else on a tensor that is not there."""
+    layer = zo.LSTM(2, 3, device="meta", backend="cpu")
+    with pytest.raises(ValueError, match="backend"):
+        layer(torch.empty(4, 1, 2, device="meta"))
+
+
+def test_fused_backend_never_falls_back(monkeypatch):
+    """backend="cpu" would run the slow reference without saying so."""
+    monkeypatch.setattr(reference, "run", lambda r: pytest.fail("the reference was run"))
+    for name, make in LAYERS.items():
+        make(INPUT, 8, noise=zo.Zoneout(**STATES[name]), norm="layer", backend="cpu")(torch.randn(3, 2, INPUT))
+
+
+def test_without_a_compiler_it_says_so_once():
+    """Somebody without a compiler would wonder why it is slow, or be told at every call."""
+    code = (
+        "import warnings, torch, zoneout as zo\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    for _ in range(3): zo.LSTM(2, 3)(torch.randn(4, 1, 2))[0].sum().backward()\n"
+        "print([str(w.message) for w in caught])"
+    )
+    for wrong, reason in (
+        (dict(ZONEOUT_NATIVE="0"), "ZONEOUT_NATIVE=0"),
+        (dict(CC="no-such-compiler"), "no C compiler"),
+    ):
+        done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **wrong}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("compiled loop is not available") == 1 and reason in done.stdout
+
+
+def test_the_library_is_built_where_it_is_told_and_kept(tmp_path):
+    """It would be compiled anew in every process, or a half-written one would be taken for finished."""
+    if native.load() is None:
+        pytest.skip(f"no compiled loop here: {native.why_not()}")
+    code = "from zoneout.ops import native; assert native.load() is not None; print(native.cache_folder())"
+    for _ in range(2):
+        env = {**os.environ, "ZONEOUT_CACHE": str(tmp_path / "kept")}
+        assert subprocess.run([sys.executable, "-c", code], env=env, capture_output=True).returncode == 0
+    (kept,) = (tmp_path / "kept").iterdir()
+    stamp = kept.stat().st_mtime_ns
+    kept.write_bytes(b"not a library")
+    subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True)
+    assert kept.stat().st_mtime_ns != stamp and kept.read_bytes()[:4] == b"\x7fELF"
+
+
+def test_the_struct_is_the_one_of_the_header():
+    """The two descriptions of what the compiled loop is given have drifted apart."""
+    import re
+
+    header = (native.HERE / "loop.h").read_text()
+    text = re.sub(r"/\*.*?\*/", "", header, flags=re.S)
+    for struct, cls in (("Stream", native.Stream), ("Loop", native.Loop)):
+        body = re.search(r"typedef struct \{((?:(?!typedef struct).)*?)\} " + struct + ";", text, re.S)
+        assert body is not None
+        names = [
+            name.strip(" *\n")
+            for declaration in body[1].split(";")
+            for name in re.sub(r"^\s*(const )?(\w+)\s", "", declaration.strip() + " ").split(",")
+            if name.strip(" *\n")
+        ]
+        assert names == [field[0] for field in cls._fields_], struct
+    assert {"gates", "y", "w_hh"} <= set(Loop.__dataclass_fields__)
