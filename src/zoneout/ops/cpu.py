@@ -33,6 +33,17 @@ def backward(loop: Loop, back: Backward) -> None:
     _call(library, "backward", loop, back)
 
 
+def prepare(*buffers: Tensor | None) -> None:
+    """Make ready buffers that were just allocated and will be written whole."""
+    library = native.load()
+    for buffer in buffers:
+        if library is not None and buffer is not None and buffer.nbytes >= _LARGE:
+            library.zoneout_large_pages(buffer.data_ptr(), buffer.nbytes)
+
+
+_LARGE = 2**22
+
+
 @cache
 def _say_once(reason: str) -> None:
     warnings.warn(
@@ -104,14 +115,15 @@ def _arguments(loop: Loop, back: Backward | None) -> tuple[native.Loop, list[Ten
         "norm_given": loop.given,
         "eps": 0.0 if norm is None else norm.eps,
     }
-    tensors = {name: getattr(loop, name) for name in ("scale_h", "w_hh", "b_h", "w_hr", "h0", "c0", "gates", "gh")}
+    names = ("scale_h", "w_hh", "b_x", "b_h", "w_hr", "h0", "c0", "gates", "gh")
+    tensors = {name: getattr(loop, name) for name in names}
     tensors |= {
         name: getattr(loop, name) for name in ("y", "c", "reset_h", "reset_c", "mean_h", "var_h", "mean_c", "var_c")
     }
     if norm is not None:
         tensors |= {"norm_h": norm.scale_h, "norm_c": norm.scale_c, "norm_c_shift": norm.shift_c}
     if back is not None:
-        names = ("dy", "dcells", "dh", "dc", "dreset_h", "dreset_c", "dgx", "dgh", "dsh", "du", "u", "dnc", "chat")
-        tensors |= {name: getattr(back, name) for name in names}
+        more = ("dy", "dcells", "dh", "dc", "dreset_h", "dreset_c", "dgx", "dgh", "dsh", "du", "u", "dnc", "chat")
+        tensors |= {name: getattr(back, name) for name in more}
     args |= {name: pointer(value) for name, value in tensors.items()}
     return native.Loop(**args), alive

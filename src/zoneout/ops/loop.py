@@ -27,6 +27,7 @@ class Loop:
     h0: Tensor  # [B, P]
     c0: Tensor | None  # [B, H]
     w_hh: Tensor  # [G, P]
+    b_x: Tensor  # [G]: added to x's part
     b_h: Tensor | None  # [G]: added to h·Wh where that is not simply added to x's part (GRU, norms)
     w_hr: Tensor | None  # [P, H]
     draws: dict[str, Draw]  # cell, hidden, update

@@ -39,7 +39,7 @@ def run(r: Run) -> Result:
     codes, rates, seeds = _encode(r.draws, r.x)
     norm, w = r.norm, r.weights
     given = [] if norm is None or norm.given is None else [v for v in norm.given if v is not None]
-    y, h, c, cells, _, _, *seen = torch.ops.zoneout.run(
+    y, h, c, cells, _, _, *seen = (_Fused.apply if _plain_eager() else torch.ops.zoneout.run)(
         r.cell, r.x, r.h0, r.c0, r.reset_h, r.reset_c, w.w_ih, w.w_hh, w.b_ih, w.b_hh, w.w_hr,
         None if norm is None else norm.scale_x,
         None if norm is None else norm.scale_h,
@@ -146,6 +146,9 @@ def _loop(
         scale = torch.where(draw.rate < 1, 1 / (1 - draw.rate), 0.0)
         scale_h = torch.where(mask[0], 0.0, scale).to(h0.dtype).contiguous()
     mean_h, var_h, mean_c, var_c = moments
+    apart = norm is not None or cell == "gru"  # whether h·Wh has a bias of its own
+    bias = h0.new_zeros(len(w.w_hh)) if w.b_ih is None else w.b_ih
+    bias = bias if w.b_hh is None or apart else bias + w.b_hh
 
     def sort(v: Tensor | None) -> Tensor | None:
         return None if v is None else rows.sort(v)
@@ -156,7 +159,8 @@ def _loop(
         h0=rows.sort(h0),
         c0=sort(c0),
         w_hh=w.w_hh.contiguous(),
-        b_h=w.b_hh if norm is not None or cell == "gru" else None,
+        b_x=bias,
+        b_h=w.b_hh if apart else None,
         w_hr=None if w.w_hr is None else w.w_hr.contiguous(),
         draws=draws,
         scale_h=scale_h,
@@ -216,6 +220,8 @@ def _run(
     norm = _step_norm(over, eps, _wide(scale_x, scale_h, scale_c, shift_c), given)
     outputs = _empty_outputs(cell, x_, h0_, w, norm)
     y, c, gates, gh, *moments = outputs
+    device = LOOPS[x.device.type]
+    device.prepare(*outputs)
     steps, batch, _ = x.shape
     rows = Rows(lengths, steps, batch, reverse)
     packed = rows.pack(x_)
@@ -225,16 +231,11 @@ def _run(
     if norm is not None:
         hat, mean, var, _, _ = _normalise_x(packed @ w.w_ih.t(), rows, norm)
         torch.mul(rows.gather(hat), norm.scale_x, out=gx)
-        if w.b_ih is not None:
-            gx += w.b_ih
         if norm.over == "examples" and norm.given is None:
             moments[0].copy_(mean.squeeze(1))
             moments[1].copy_(var.squeeze(1))
-    elif w.b_ih is None:
-        torch.mm(packed, w.w_ih.t(), out=gx)
     else:
-        bias = w.b_ih if cell == "gru" or w.b_hh is None else w.b_ih + w.b_hh
-        torch.addmm(bias, packed, w.w_ih.t(), out=gx)
+        torch.mm(packed, w.w_ih.t(), out=gx)
 
     for kept in (gates, gh):
         kept[n:].zero_()  # rows of sequences that have ended: nobody looks, but nothing is left to chance
@@ -248,7 +249,7 @@ def _run(
         cell, rows, h0_, c0_, reset_h_, reset_c_, w, _decode(codes, rates, seeds), norm, examples, first_step, resets,
         gates, ys, cs, gh if gh.numel() else None, stats,
     )  # fmt: skip
-    LOOPS[x.device.type].forward(loop)
+    device.forward(loop)
 
     h_n = rows.final(ys, loop.h0)
     c_n = rows.final(cs, loop.c0) if cs is not None and loop.c0 is not None else x_.new_empty(0)
@@ -379,7 +380,9 @@ def _run_backward(
         dnc=None if norm is None or not lstm else ys.new_empty(n, hidden),
         chat=None if norm is None or not lstm else ys.new_empty(n, hidden),
     )
-    LOOPS[x.device.type].backward(loop, back)
+    device = LOOPS[x.device.type]
+    device.prepare(dgx, dgh, dsh, back.du, back.u, back.dnc, back.chat)
+    device.backward(loop, back)
 
     found: dict[str, Tensor] = {"h0": rows.unsort(back.dh)}
     states = {"c0": back.dc, "reset_h": back.dreset_h, "reset_c": back.dreset_c}
@@ -387,7 +390,7 @@ def _run_backward(
     if b_ih is not None:
         found["b_ih"] = dgx.sum(0)
     if b_hh is not None:
-        found["b_hh"] = dsh.sum(0)
+        found["b_hh"] = dsh.sum(0) if dsh is not dgx or b_ih is None else found["b_ih"].clone()
     packed = rows.pack(x_)
     if norm is not None:
         assert loop.gh is not None
@@ -438,6 +441,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.sizes = len(given), len(rates)
     ctx.rest = cell, over, eps, codes, first_step, reverse
     ctx.present = [value is not None for value in tensors]
+    ctx.straight = False
     saved = (y, cells, gates, gh, *moments)
     ctx.save_for_backward(*tensors, examples, lengths, resets, *given, *rates, *seeds, *saved)
 
@@ -449,7 +453,9 @@ def _backward(ctx: Any, dy: Tensor, dh: Tensor, dc: Tensor, dcells: Tensor, *_: 
     given, more = more[:n_given], more[n_given:]
     rates, seeds, saved = more[:n_draws], more[n_draws : 2 * n_draws], more[2 * n_draws :]
     cell, over, eps, codes, first_step, reverse = ctx.rest
-    grads = torch.ops.zoneout.run_backward(
+    # A second derivative goes through the operator, which refuses it; without one, straight to its work.
+    derive = _run_backward._init_fn if ctx.straight and not torch.is_grad_enabled() else torch.ops.zoneout.run_backward
+    grads = derive(
         dy, dh, dc, dcells, list(saved), cell, *differentiable, over, eps, list(given), codes, list(rates),
         list(seeds), examples, first_step, lengths, resets, reverse, ctx.needs_input_grad[1],
     )  # fmt: skip
@@ -473,6 +479,34 @@ def _no_second(ctx: Any, *_: Any) -> None:
 torch.library.register_autograd("zoneout::run_backward", _no_second)
 
 
+# --- plain eager mode ------------------------------------------------------------------------------
+
+
+class _Fused(torch.autograd.Function):
+    """The same node without the dispatcher, which costs a small layer as much as its work."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        output = _run._init_fn(*args)
+        _setup(ctx, args, output)
+        ctx.straight = True
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        first, *rest = _backward(ctx, *grads)
+        return first, *(None if isinstance(grad, list) else grad for grad in rest)
+
+
+def _plain_eager() -> bool:
+    """Whether nobody is looking on: no compiler, no transform, no dispatch mode."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+    )
+
+
 # --- vmap ------------------------------------------------------------------------------------------
 
 
@@ -489,7 +523,8 @@ def _vmap(op: Callable[..., Any]) -> Callable[..., Any]:
         results = [op(*(pick(v, d, k) for v, d in zip(args, in_dims))) for k in range(info.batch_size)]
         stacked = [torch.stack(parts) for parts in zip(*results)]
         out = stacked if isinstance(results[0], list) else tuple(stacked)
-        return out, type(out)([0] * len(stacked))
+        dims = [0] * len(stacked)
+        return out, dims if isinstance(out, list) else tuple(dims)
 
     return rule
 

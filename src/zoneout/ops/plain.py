@@ -25,6 +25,7 @@ class Keeps(NamedTuple):
 def forward(loop: Loop) -> None:
     """Run the loop forwards."""
     keeps = _keeps(loop)
+    loop.gates[: int(loop.counts.sum())] += loop.b_x
     for t, (begin, count) in enumerate(_spans(loop)):
         at = slice(begin, begin + count)
         old_h, cut = _before(loop, loop.y, loop.h0, loop.reset_h, t, begin, count)

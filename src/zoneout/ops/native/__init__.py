@@ -50,7 +50,7 @@ class Loop(ctypes.Structure):
         ("norm", ctypes.c_int64),
         ("norm_given", ctypes.c_int64),
         ("eps", ctypes.c_double),
-        *((name, ctypes.c_void_p) for name in ("w_hh", "b_h", "w_hr", "norm_h", "norm_c", "norm_c_shift")),
+        *((name, ctypes.c_void_p) for name in ("w_hh", "b_x", "b_h", "w_hr", "norm_h", "norm_c", "norm_c_shift")),
         *((name, ctypes.c_void_p) for name in ("h0", "c0", "reset_h", "reset_c", "gates", "gh")),
         *((name, ctypes.c_void_p) for name in ("y", "c", "mean_h", "var_h", "mean_c", "var_c", "dy", "dcells")),
         *((name, ctypes.c_void_p) for name in ("dh", "dc", "dreset_h", "dreset_c", "dgx", "dgh", "dsh", "du", "u")),
@@ -149,6 +149,8 @@ def _build(compiler: list[str]) -> ctypes.CDLL | None:
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    library.zoneout_large_pages.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    library.zoneout_large_pages.restype = None
     for kind in ("float", "double"):
         work: Any = getattr(library, f"zoneout_work_size_{kind}")
         work.argtypes, work.restype = [ctypes.POINTER(Loop)], ctypes.c_int64

@@ -10,59 +10,80 @@ typedef REAL NAME(vec) __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(
 
 /* --- products ------------------------------------------------------------------------------------ */
 
-INLINE int64_t NAME(panel_size)(int64_t k, int64_t n) { return (n + TILE - 1) / TILE * TILE * k; }
+/* Panels have TILE columns but for the last, which has as many vectors as it needs. */
+INLINE int64_t NAME(panel_size)(int64_t k, int64_t n) { return (n + LANES - 1) / LANES * LANES * k; }
+INLINE int64_t NAME(panel_width)(int64_t n, int64_t panel) {
+    return min64(TILE, (n - panel * TILE + LANES - 1) / LANES * LANES);
+}
 
-/* b[k][n] = w[k * sk + n * sn], cut into panels of TILE columns, each [k][TILE], the last filled with zeros. */
+/* b[k][n] = w[k * sk + n * sn], cut into panels, each [k][width], the last filled up with zeros. */
 static void NAME(pack)(REAL *packed, const REAL *w, int64_t k, int64_t n, int64_t sk, int64_t sn) {
     int64_t from, to;
     share((n + TILE - 1) / TILE, 1, &from, &to);
     for (int64_t panel = from; panel < to; panel++) {
         REAL *out = packed + panel * TILE * k;
-        int64_t cols = min64(TILE, n - panel * TILE);
+        int64_t width = NAME(panel_width)(n, panel), cols = min64(TILE, n - panel * TILE);
         const REAL *in = w + panel * TILE * sn;
         for (int64_t i0 = 0; i0 < k; i0 += 16) {
             int64_t i1 = min64(k, i0 + 16);
-            if (cols < TILE) memset(out + i0 * TILE, 0, sizeof(REAL) * TILE * (i1 - i0));
+            if (cols < width) memset(out + i0 * width, 0, sizeof(REAL) * width * (i1 - i0));
             if (sn == 1)
-                for (int64_t i = i0; i < i1; i++) memcpy(out + i * TILE, in + i * sk, sizeof(REAL) * cols);
+                for (int64_t i = i0; i < i1; i++) memcpy(out + i * width, in + i * sk, sizeof(REAL) * cols);
             else
                 for (int64_t j = 0; j < cols; j++)
-                    for (int64_t i = i0; i < i1; i++) out[i * TILE + j] = in[i * sk + j * sn];
+                    for (int64_t i = i0; i < i1; i++) out[i * width + j] = in[i * sk + j * sn];
         }
     }
 }
 
-INLINE void NAME(tile)(int rows, int64_t k, const REAL *a, int64_t lda, const REAL *b, REAL *c, int64_t ldc, int add) {
+INLINE void NAME(tile)(int rows, int vectors, int64_t k, const REAL *a, int64_t lda, const REAL *b, REAL *c,
+                       int64_t ldc, int add) {
     VEC sum[TILE_ROWS][TILE_VECTORS];
     for (int m = 0; m < rows; m++)
-        for (int v = 0; v < TILE_VECTORS; v++)
-            sum[m][v] = add ? *(const VEC *)(c + m * ldc + v * LANES) : (VEC){0};
+        for (int v = 0; v < vectors; v++) sum[m][v] = add ? *(const VEC *)(c + m * ldc + v * LANES) : (VEC){0};
     for (int64_t i = 0; i < k; i++) {
         VEC row[TILE_VECTORS];
-        for (int v = 0; v < TILE_VECTORS; v++) row[v] = *(const VEC *)(b + i * TILE + v * LANES);
+        for (int v = 0; v < vectors; v++) row[v] = *(const VEC *)(b + (i * vectors + v) * LANES);
         for (int m = 0; m < rows; m++) {
             VEC one = a[m * lda + i] - (VEC){0};
-            for (int v = 0; v < TILE_VECTORS; v++) sum[m][v] += one * row[v];
+            for (int v = 0; v < vectors; v++) sum[m][v] += one * row[v];
         }
     }
     for (int m = 0; m < rows; m++)
-        for (int v = 0; v < TILE_VECTORS; v++) *(VEC *)(c + m * ldc + v * LANES) = sum[m][v];
+        for (int v = 0; v < vectors; v++) *(VEC *)(c + m * ldc + v * LANES) = sum[m][v];
 }
 
-static void NAME(tile_of)(int rows, int64_t k, const REAL *a, int64_t lda, const REAL *b, REAL *c, int64_t ldc,
-                          int add) {
-    switch (rows) {
-#if TILE_ROWS >= 8
-        case 8: NAME(tile)(8, k, a, lda, b, c, ldc, add); break;
-        case 7: NAME(tile)(7, k, a, lda, b, c, ldc, add); break;
-#endif
-        case 6: NAME(tile)(6, k, a, lda, b, c, ldc, add); break;
-        case 5: NAME(tile)(5, k, a, lda, b, c, ldc, add); break;
-        case 4: NAME(tile)(4, k, a, lda, b, c, ldc, add); break;
-        case 3: NAME(tile)(3, k, a, lda, b, c, ldc, add); break;
-        case 2: NAME(tile)(2, k, a, lda, b, c, ldc, add); break;
-        default: NAME(tile)(1, k, a, lda, b, c, ldc, add);
+#define TILE_OF(vectors)                                                                                             \
+    static void NAME(tile_##vectors)(int64_t rows, int64_t k, const REAL *a, int64_t lda, const REAL *b, REAL *c,     \
+                                     int64_t ldc, int add) {                                                         \
+        for (; rows >= TILE_ROWS; rows -= TILE_ROWS, a += TILE_ROWS * lda, c += TILE_ROWS * ldc)                     \
+            NAME(tile)(TILE_ROWS, vectors, k, a, lda, b, c, ldc, add);                                               \
+        if (rows >= 4) {                                                                                             \
+            NAME(tile)(4, vectors, k, a, lda, b, c, ldc, add);                                                       \
+            rows -= 4, a += 4 * lda, c += 4 * ldc;                                                                   \
+        }                                                                                                            \
+        if (rows >= 2) {                                                                                             \
+            NAME(tile)(2, vectors, k, a, lda, b, c, ldc, add);                                                       \
+            rows -= 2, a += 2 * lda, c += 2 * ldc;                                                                   \
+        }                                                                                                            \
+        if (rows) NAME(tile)(1, vectors, k, a, lda, b, c, ldc, add);                                                 \
     }
+TILE_OF(1)
+TILE_OF(2)
+#if TILE_VECTORS == 3
+TILE_OF(3)
+#endif
+
+static void NAME(tiles)(int64_t width, int64_t rows, int64_t k, const REAL *a, int64_t lda, const REAL *b, REAL *c,
+                        int64_t ldc, int add) {
+    if (width == LANES)
+        NAME(tile_1)(rows, k, a, lda, b, c, ldc, add);
+    else if (width == 2 * LANES)
+        NAME(tile_2)(rows, k, a, lda, b, c, ldc, add);
+#if TILE_VECTORS == 3
+    else
+        NAME(tile_3)(rows, k, a, lda, b, c, ldc, add);
+#endif
 }
 
 /* c[m][n] (+)= a[m][k] · b, b packed; each thread does its share of the tiles. */
@@ -73,25 +94,26 @@ static void NAME(product)(int64_t m, int64_t k, int64_t n, const REAL *a, int64_
     share(blocks * panels, 1, &from, &to);
     for (int64_t task = from; task < to;) {
         int64_t panel = task / blocks, first = task % blocks, last = min64(blocks, first + to - task);
-        int64_t cols = min64(TILE, n - panel * TILE);
+        int64_t width = NAME(panel_width)(n, panel), cols = min64(TILE, n - panel * TILE);
+        int64_t row = first * TILE_ROWS, rows = min64(last * TILE_ROWS, m) - row;
         for (int64_t k0 = 0; k0 < k; k0 += DEPTH) {
             int64_t depth = min64(DEPTH, k - k0);
-            const REAL *b = packed + (panel * k + k0) * TILE;
+            const REAL *b = packed + panel * TILE * k + k0 * width, *left = a + row * lda + k0;
+            REAL *out = c + row * ldc + panel * TILE;
             int more = add || k0 > 0;
-            for (int64_t block = first; block < last; block++) {
-                int64_t row = block * TILE_ROWS, rows = min64(TILE_ROWS, m - row);
-                const REAL *left = a + row * lda + k0;
-                REAL *out = c + row * ldc + panel * TILE;
-                if (cols == TILE) {
-                    NAME(tile_of)((int)rows, depth, left, lda, b, out, ldc, more);
-                    continue;
+            if (cols == width) {
+                NAME(tiles)(width, rows, depth, left, lda, b, out, ldc, more);
+                continue;
+            }
+            for (int64_t done = 0; done < rows; done += TILE_ROWS) { /* a vector that would reach past the row */
+                int64_t some = min64(TILE_ROWS, rows - done);
+                for (int64_t r = 0; more && r < some; r++) {
+                    memset(edge + r * width, 0, sizeof(REAL) * width);
+                    memcpy(edge + r * width, out + (done + r) * ldc, sizeof(REAL) * cols);
                 }
-                for (int64_t r = 0; more && r < rows; r++) {
-                    memset(edge + r * TILE, 0, sizeof(REAL) * TILE);
-                    memcpy(edge + r * TILE, out + r * ldc, sizeof(REAL) * cols);
-                }
-                NAME(tile_of)((int)rows, depth, left, lda, b, edge, TILE, more);
-                for (int64_t r = 0; r < rows; r++) memcpy(out + r * ldc, edge + r * TILE, sizeof(REAL) * cols);
+                NAME(tiles)(width, some, depth, left + done * lda, lda, b, edge, width, more);
+                for (int64_t r = 0; r < some; r++)
+                    memcpy(out + (done + r) * ldc, edge + r * width, sizeof(REAL) * cols);
             }
         }
         task += last - first;
@@ -124,7 +146,7 @@ static void NAME(keep_of)(const Stream *s, const uint32_t *words, REAL *keep, in
 /* The keeps of units [from, to) of one row, of the streams asked for; `from` is a multiple of 4. */
 static void NAME(keeps)(const Loop *l, KEEP *keep, int64_t t, int64_t row, int64_t from, int64_t to, int cell,
                         int hidden) {
-    uint32_t words[CHUNK + 4];
+    uint32_t words[CHUNK + 4] __attribute__((aligned(64)));
     const Stream *c = &l->cell_noise, *h = &l->hidden_noise, *u = &l->update_noise;
     int64_t step = l->first_step + (l->reverse ? l->lengths[row] - 1 - t : t), example = l->examples[row];
     int have = 0;
@@ -330,9 +352,11 @@ static void NAME(lstm_gates)(const Loop *l, WORK *w, const KEEP *keep, int64_t t
         const REAL *restrict v = w->product + row * 4 * h;
         for (int64_t j = from; j < to; j++) i[j] += v[j], f[j] += v[h + j], g[j] += v[2 * h + j], o[j] += v[3 * h + j];
     }
+    const REAL *restrict bi = l->b_x, *restrict bf = bi + h, *restrict bg = bf + h, *restrict bo = bg + h;
 #pragma omp simd
     for (int64_t j = from; j < to; j++) {
-        i[j] = SIGMOID(i[j]), f[j] = SIGMOID(f[j]), g[j] = TANH(g[j]), o[j] = SIGMOID(o[j]);
+        i[j] = SIGMOID(i[j] + bi[j]), f[j] = SIGMOID(f[j] + bf[j]);
+        g[j] = TANH(g[j] + bg[j]), o[j] = SIGMOID(o[j] + bo[j]);
         raw[j] = NAME(less)(f[j] * old[j] + NAME(less)(i[j] * g[j], ku[j]), kz[j]);
     }
 }
@@ -426,7 +450,7 @@ static void NAME(gru_forward)(const Loop *l, WORK *w, int64_t t) {
             REAL *restrict r = (REAL *)l->gates + (off + b) * 3 * h, *restrict z = r + h, *restrict c = z + h;
             REAL *restrict v = w->product + b * 3 * h;
             const REAL *restrict old = NAME(old_h)(l, t, b);
-            const REAL *restrict ku = NAME(drops)(l, &keep) - from;
+            const REAL *restrict ku = NAME(drops)(l, &keep) - from, *restrict bx = l->b_x;
             if (!l->norm) {
                 if (bias)
                     for (int q = 0; q < 3; q++)
@@ -436,8 +460,8 @@ static void NAME(gru_forward)(const Loop *l, WORK *w, int64_t t) {
             NAME(keeps)(l, &keep, t, b, from, to, 1, 1);
 #pragma omp simd
             for (int64_t j = from; j < to; j++) {
-                r[j] = SIGMOID(r[j] + v[j]), z[j] = SIGMOID(z[j] + v[h + j]);
-                c[j] = TANH(c[j] + r[j] * v[2 * h + j]);
+                r[j] = SIGMOID(r[j] + bx[j] + v[j]), z[j] = SIGMOID(z[j] + bx[h + j] + v[h + j]);
+                c[j] = TANH(c[j] + bx[2 * h + j] + r[j] * v[2 * h + j]);
                 new[j - from] = z[j] * old[j] + NAME(less)((1 - z[j]) * c[j], ku[j]);
             }
             NAME(carry_h)(l, &keep, new - from, t, b, from, to);
@@ -454,15 +478,15 @@ static void NAME(rnn_forward)(const Loop *l, WORK *w, int64_t t) {
         for (int64_t from = j0; from < j1; from += CHUNK) {
             int64_t to = min64(j1, from + CHUNK);
             REAL *restrict v = (REAL *)l->gates + (off + b) * h;
-            const REAL *restrict more = w->product + b * h;
+            const REAL *restrict more = w->product + b * h, *restrict bx = l->b_x;
             if (l->norm)
                 for (int64_t j = from; j < to; j++) v[j] += more[j];
             if (relu) {
 #pragma omp simd
-                for (int64_t j = from; j < to; j++) v[j] = v[j] < 0 ? 0 : v[j];
+                for (int64_t j = from; j < to; j++) v[j] = v[j] + bx[j] < 0 ? 0 : v[j] + bx[j];
             } else {
 #pragma omp simd
-                for (int64_t j = from; j < to; j++) v[j] = TANH(v[j]);
+                for (int64_t j = from; j < to; j++) v[j] = TANH(v[j] + bx[j]);
             }
             NAME(keeps)(l, &keep, t, b, from, to, 0, 1);
             NAME(carry_h)(l, &keep, v, t, b, from, to);
@@ -750,6 +774,7 @@ void NAME(zoneout_backward)(const Loop *l) {
     }
 }
 
+#undef TILE_OF
 #undef LANES
 #undef TILE
 #undef DEPTH

@@ -7,6 +7,9 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -16,6 +19,20 @@
 
 INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* --- memory ------------------------------------------------------------------------------------- */
+
+/* Ask for large pages under a buffer that has not been written yet: the first touch of every small page costs
+ * microseconds, and a training step touches tens of thousands of them. */
+void zoneout_large_pages(void *start, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    uintptr_t page = 1 << 21, from = ((uintptr_t)start + page - 1) & ~(page - 1);
+    uintptr_t to = ((uintptr_t)start + (uintptr_t)bytes) & ~(page - 1);
+    if (to > from) madvise((void *)from, to - from, MADV_HUGEPAGE);
+#else
+    (void)start, (void)bytes;
+#endif
+}
 
 /* --- threads ------------------------------------------------------------------------------------ */
 
@@ -50,27 +67,31 @@ INLINE void share(int64_t n, int64_t grain, int64_t *from, int64_t *to) {
 
 /* --- Philox 4x32-10 ----------------------------------------------------------------------------- */
 
-/* The words of the counters (unit / 4, example, step, plane) for units [from, to), `from` a multiple of 4. */
+typedef uint64_t __attribute__((may_alias)) Pair; /* two words, the first in the low half */
+
+/* The words of the counters (unit / 4, example, step, plane) for units [from, to), `from` a multiple of 4. Each counter
+ * has 64-bit lanes to itself: the halves of a product are then a shift away, and what is left above 32 bits is cut off
+ * where it would matter. */
 static void philox_words(uint32_t *words, int64_t from, int64_t to, uint64_t seed, uint32_t example, uint32_t step,
                          uint32_t plane) {
+    const uint64_t low = 0xFFFFFFFFu;
     int64_t first = from / 4, count = (to - from + 3) / 4;
+    Pair *out = (Pair *)words;
 #pragma omp simd
     for (int64_t q = 0; q < count; q++) {
-        uint32_t c0 = (uint32_t)(first + q), c1 = example, c2 = step, c3 = plane;
+        uint64_t c0 = (uint64_t)(first + q), c1 = example, c2 = step, c3 = plane;
         uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
         for (int round = 0; round < 10; round++) {
-            uint64_t p0 = (uint64_t)c0 * 0xD2511F53u, p1 = (uint64_t)c2 * 0xCD9E8D57u;
-            c0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0;
-            c1 = (uint32_t)p1;
-            c2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
-            c3 = (uint32_t)p0;
+            uint64_t p0 = (c0 & low) * 0xD2511F53u, p1 = (c2 & low) * 0xCD9E8D57u;
+            c0 = (p1 >> 32) ^ c1 ^ k0;
+            c1 = p1;
+            c2 = (p0 >> 32) ^ c3 ^ k1;
+            c3 = p0;
             k0 += 0x9E3779B9u;
             k1 += 0xBB67AE85u;
         }
-        words[4 * q] = c0;
-        words[4 * q + 1] = c1;
-        words[4 * q + 2] = c2;
-        words[4 * q + 3] = c3;
+        out[2 * q] = (c0 & low) | (c1 << 32);
+        out[2 * q + 1] = (c2 & low) | (c3 << 32);
     }
 }
 
@@ -80,7 +101,7 @@ static void stream_words(const Stream *s, uint32_t *words, int64_t from, int64_t
     if (s->sees_unit) {
         philox_words(words, from, to, s->seed, e, t, (uint32_t)s->plane);
     } else {
-        uint32_t one[4];
+        uint32_t one[4] __attribute__((aligned(8)));
         philox_words(one, 0, 1, s->seed, e, t, (uint32_t)s->plane);
         for (int64_t j = 0; j < to - from; j++) words[j] = one[0];
     }

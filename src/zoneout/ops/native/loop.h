@@ -34,7 +34,7 @@ typedef struct {
     const void *scale_h; /* [B, P]: variational mask on h where it enters the gates, or NULL */
     int64_t norm, norm_given;
     double eps;
-    const void *w_hh, *b_h, *w_hr;            /* [G, P]; [G] or NULL; [P, H] or NULL */
+    const void *w_hh, *b_x, *b_h, *w_hr;      /* [G, P]; [G]; [G] or NULL; [P, H] or NULL */
     const void *norm_h, *norm_c, *norm_c_shift; /* [G], [H], [H] */
     const void *h0, *c0;                      /* [B, P], [B, H] */
     const void *reset_h, *reset_c;            /* [B, P], [B, H]: the state that a reset goes back to */
