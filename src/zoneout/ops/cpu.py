@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import warnings
+from dataclasses import fields
 from functools import cache
 from typing import Any
 
@@ -14,6 +15,9 @@ from . import native, plain
 from .loop import Backward, Loop, per_unit, sees
 
 CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+
+
+PARTS = torch.get_num_threads  # how many partial sums the way back makes
 
 
 def forward(loop: Loop) -> None:
@@ -118,12 +122,14 @@ def _arguments(loop: Loop, back: Backward | None) -> tuple[native.Loop, list[Ten
     names = ("scale_h", "w_hh", "b_x", "b_h", "w_hr", "h0", "c0", "gates", "gh")
     tensors = {name: getattr(loop, name) for name in names}
     tensors |= {
-        name: getattr(loop, name) for name in ("y", "c", "reset_h", "reset_c", "mean_h", "var_h", "mean_c", "var_c")
+        name: getattr(loop, name)
+        for name in ("y", "c", "reset_h", "reset_c", "mean_x", "var_x", "mean_h", "var_h", "mean_c", "var_c")
     }
     if norm is not None:
-        tensors |= {"norm_h": norm.scale_h, "norm_c": norm.scale_c, "norm_c_shift": norm.shift_c}
+        tensors |= {"norm_x": norm.scale_x, "norm_h": norm.scale_h}
+        tensors |= {"norm_c": norm.scale_c, "norm_c_shift": norm.shift_c}
     if back is not None:
-        more = ("dy", "dcells", "dh", "dc", "dreset_h", "dreset_c", "dgx", "dgh", "dsh", "du", "u", "dnc", "chat")
+        more = [field.name for field in fields(back)]
         tensors |= {name: getattr(back, name) for name in more}
     args |= {name: pointer(value) for name, value in tensors.items()}
     return native.Loop(**args), alive

@@ -40,11 +40,13 @@ class Loop:
     resets: Tensor | None  # [N] bool
     reset_h: Tensor | None  # [B, P]: the state that a reset goes back to
     reset_c: Tensor | None  # [B, H]
-    gates: Tensor  # * [N, G]: in: x's part; out: activated (plain RNN: the candidate h)
+    gates: Tensor  # * [N, G]: in: x·Wx; out: activated (plain RNN: the candidate h)
     y: Tensor  # * [N, P]
     c: Tensor | None  # * [N, H]
     gh: Tensor | None  # * norm: [N, G], h·Wh normalised; GRU without: [N, H], the n part of h·Wh + b
-    mean_h: Tensor | None  # * [N] (layer norm) or [T, G]; given or written
+    mean_x: Tensor | None  # * [N] (layer norm) or [T, G]; given or written
+    var_x: Tensor | None  # *
+    mean_h: Tensor | None  # * as those of x
     var_h: Tensor | None  # *
     mean_c: Tensor | None  # * [N] or [T, H]
     var_c: Tensor | None  # *
@@ -84,13 +86,18 @@ class Backward:
     dc: Tensor | None  # [B, H]
     dreset_h: Tensor | None  # [B, P]: of what resets go back to; begins at zero
     dreset_c: Tensor | None  # [B, H]
-    dgx: Tensor  # [N, G]: of x's part
+    dgx: Tensor  # [N, G]: of x's part as it meets the gates
     dgh: Tensor  # [N, G]: of h·Wh (may be dgx)
     dsh: Tensor  # [N, G]: of h·Wh once normalised, scaled and shifted (may be dgh or dgx)
     du: Tensor | None  # projection: [N, P] of the candidate h
     u: Tensor | None  # projection: [N, H] what is projected
     dnc: Tensor | None  # norm: [N, H] of c normalised, scaled and shifted
     chat: Tensor | None  # norm: [N, H] c normalised
+    dx: Tensor | None  # norm: [N, G] in: x·Wx; out: its derivative
+    dscale_x: Tensor | None  # norm: [parts, G], begun at zero; their sum is the derivative
+    dscale_h: Tensor | None  # norm: [parts, G]
+    dscale_c: Tensor | None  # norm: [parts, H]
+    dshift_c: Tensor | None  # norm: [parts, H]
 
 
 def sees(draw: Draw) -> tuple[bool, bool, bool, bool]:

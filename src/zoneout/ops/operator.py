@@ -39,7 +39,7 @@ def run(r: Run) -> Result:
     codes, rates, seeds = _encode(r.draws, r.x)
     norm, w = r.norm, r.weights
     given = [] if norm is None or norm.given is None else [v for v in norm.given if v is not None]
-    y, h, c, cells, _, _, *seen = (_Fused.apply if _plain_eager() else torch.ops.zoneout.run)(
+    y, h, c, cells, _, _, *seen = _call(
         r.cell, r.x, r.h0, r.c0, r.reset_h, r.reset_c, w.w_ih, w.w_hh, w.b_ih, w.b_hh, w.w_hr,
         None if norm is None else norm.scale_x,
         None if norm is None else norm.scale_h,
@@ -76,30 +76,6 @@ def _decode(codes: Sequence[int], rates: Sequence[Tensor], seeds: Sequence[Tenso
         rule = Rule(_STREAMS[stream], _BY[by], _MASKS[mask], "", bool(holds))
         draws[rule.stream] = Draw(rule, rate, seed if drawn else None, plane)
     return draws
-
-
-# --- the norm of x's part --------------------------------------------------------------------------
-
-
-def _mean(v: Tensor, over: str, alive: Tensor | None) -> Tensor:
-    """The mean of [T, B, ·] over the units or over the examples alive."""
-    if over == "units":
-        return v.mean(-1, keepdim=True)
-    if alive is None:
-        return v.mean(-2, keepdim=True)
-    return (v * alive).sum(-2, keepdim=True) / alive.sum(-2, keepdim=True).clamp(min=1)
-
-
-def _normalise_x(raw: Tensor, rows: Rows, norm: StepNorm) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """[T, B, G] normalised, the moments, 1 / deviation, and which rows are alive."""
-    v, alive = rows.spread(raw)
-    if norm.given is not None:
-        mean, var = norm.given.mean_x[:, None], norm.given.var_x[:, None]
-    else:
-        mean = _mean(v, norm.over, alive)
-        var = _mean((v - mean).square(), norm.over, alive)
-    rstd = torch.rsqrt(var + norm.eps)
-    return (v - mean) * rstd, mean, var, rstd, alive
 
 
 # --- forwards --------------------------------------------------------------------------------------
@@ -145,7 +121,7 @@ def _loop(
         (mask,) = draw_masks([draw], examples.new_zeros(1), examples, h0.shape[1])
         scale = torch.where(draw.rate < 1, 1 / (1 - draw.rate), 0.0)
         scale_h = torch.where(mask[0], 0.0, scale).to(h0.dtype).contiguous()
-    mean_h, var_h, mean_c, var_c = moments
+    mean_x, var_x, mean_h, var_h, mean_c, var_c = moments
     apart = norm is not None or cell == "gru"  # whether h·Wh has a bias of its own
     bias = h0.new_zeros(len(w.w_hh)) if w.b_ih is None else w.b_ih
     bias = bias if w.b_hh is None or apart else bias + w.b_hh
@@ -176,6 +152,8 @@ def _loop(
         y=y,
         c=c,
         gh=gh,
+        mean_x=mean_x,
+        var_x=var_x,
         mean_h=mean_h,
         var_h=var_h,
         mean_c=mean_c,
@@ -228,15 +206,7 @@ def _run(
     n, wide = len(packed), len(w.w_hh)
 
     gx = gates.view(steps * batch, wide)[:n]
-    if norm is not None:
-        hat, mean, var, _, _ = _normalise_x(packed @ w.w_ih.t(), rows, norm)
-        torch.mul(rows.gather(hat), norm.scale_x, out=gx)
-        if norm.over == "examples" and norm.given is None:
-            moments[0].copy_(mean.squeeze(1))
-            moments[1].copy_(var.squeeze(1))
-    else:
-        torch.mm(packed, w.w_ih.t(), out=gx)
-
+    torch.mm(packed, w.w_ih.t(), out=gx)
     for kept in (gates, gh):
         kept[n:].zero_()  # rows of sequences that have ended: nobody looks, but nothing is left to chance
 
@@ -271,7 +241,8 @@ def _empty_outputs(cell: str, x: Tensor, h0: Tensor, w: Weights, norm: StepNorm 
     gh = (rows, wide) if norm is not None else (rows, hidden) if cell == "gru" else none
     moments: list[tuple[int, ...]] = [none] * 6
     if norm is not None and norm.over == "units":
-        moments = [none, none, (rows,), (rows,), (rows,) if lstm else none, (rows,) if lstm else none]
+        every: tuple[int, ...] = (rows,)
+        moments = [every] * 4 + [every if lstm else none] * 2
     elif norm is not None and norm.given is None:
         moments = [(steps, wide)] * 4 + [(steps, hidden) if lstm else none] * 2
     shapes = [(steps, batch, h0.shape[1]), (steps, batch, hidden) if lstm else none, (rows, wide), gh]
@@ -279,13 +250,12 @@ def _empty_outputs(cell: str, x: Tensor, h0: Tensor, w: Weights, norm: StepNorm 
 
 
 def _step_moments(norm: StepNorm | None, moments: Sequence[Tensor], lstm: bool) -> list[Tensor | None]:
-    """The moments of h·Wh and of c: given, to be written, or none."""
+    """The moments of x·Wx, h·Wh and c: given, to be written, or none."""
     if norm is None:
-        return [None] * 4
+        return [None] * 6
     if norm.given is not None:
-        kept = [norm.given.mean_h, norm.given.var_h, norm.given.mean_c, norm.given.var_c]
-        return [None if v is None else v.contiguous() for v in kept]
-    return list(moments[2:]) if lstm else [*moments[2:4], None, None]
+        return [None if v is None else v.contiguous() for v in norm.given]
+    return list(moments) if lstm else [*moments[:4], None, None]
 
 
 @_run.register_fake
@@ -362,6 +332,7 @@ def _run_backward(
     def over_time(d: Tensor | None, like: Tensor) -> Tensor:
         return torch.zeros_like(like) if d is None else rows.pack(d.to(like.dtype))
 
+    device = LOOPS[x.device.type]
     dgx = ys.new_empty(n, wide)
     dsh = torch.empty_like(dgx) if cell == "gru" else dgx
     dgh = dsh if norm is None else torch.empty_like(dgx)
@@ -379,9 +350,16 @@ def _run_backward(
         u=None if w_hr is None else ys.new_empty(n, hidden),
         dnc=None if norm is None or not lstm else ys.new_empty(n, hidden),
         chat=None if norm is None or not lstm else ys.new_empty(n, hidden),
+        dx=None if norm is None else torch.empty_like(dgx),
+        dscale_x=None if norm is None else ys.new_zeros(device.PARTS(), wide),
+        dscale_h=None if norm is None else ys.new_zeros(device.PARTS(), wide),
+        dscale_c=None if norm is None or not lstm else ys.new_zeros(device.PARTS(), hidden),
+        dshift_c=None if norm is None or not lstm else ys.new_zeros(device.PARTS(), hidden),
     )
-    device = LOOPS[x.device.type]
-    device.prepare(dgx, dgh, dsh, back.du, back.u, back.dnc, back.chat)
+    device.prepare(dgx, dgh, dsh, back.du, back.u, back.dnc, back.chat, back.dx)
+    packed = rows.pack(x_)
+    if back.dx is not None:
+        torch.mm(packed, w.w_ih.t(), out=back.dx)
     device.backward(loop, back)
 
     found: dict[str, Tensor] = {"h0": rows.unsort(back.dh)}
@@ -391,18 +369,10 @@ def _run_backward(
         found["b_ih"] = dgx.sum(0)
     if b_hh is not None:
         found["b_hh"] = dsh.sum(0) if dsh is not dgx or b_ih is None else found["b_ih"].clone()
-    packed = rows.pack(x_)
-    if norm is not None:
-        assert loop.gh is not None
-        found["scale_h"] = (dsh * loop.gh[:n]).sum(0)
-        hat, _, _, rstd, alive = _normalise_x(packed @ w.w_ih.t(), rows, norm)
-        found["scale_x"] = (dgx * rows.gather(hat)).sum(0)
-        d, _ = rows.spread(dgx * norm.scale_x)
-        if norm.given is None:
-            d = d - _mean(d, norm.over, alive) - hat * _mean(d * hat, norm.over, alive)
-        dgx = rows.gather(d * rstd)
-        if back.dnc is not None and back.chat is not None:
-            found["scale_c"], found["shift_c"] = (back.dnc * back.chat).sum(0), back.dnc.sum(0)
+    if back.dx is not None:
+        dgx = back.dx
+        sums = {"scale_x": back.dscale_x, "scale_h": back.dscale_h, "scale_c": back.dscale_c, "shift_c": back.dshift_c}
+        found |= {name: parts.sum(0) for name, parts in sums.items() if parts is not None}
     found["w_ih"] = dgx.t() @ packed
     if rows.whole and loop.resets is None and loop.scale_h is None:
         found["w_hh"] = dgh[:batch].t() @ loop.h0
@@ -454,8 +424,7 @@ def _backward(ctx: Any, dy: Tensor, dh: Tensor, dc: Tensor, dcells: Tensor, *_: 
     rates, seeds, saved = more[:n_draws], more[n_draws : 2 * n_draws], more[2 * n_draws :]
     cell, over, eps, codes, first_step, reverse = ctx.rest
     # A second derivative goes through the operator, which refuses it; without one, straight to its work.
-    derive = _run_backward._init_fn if ctx.straight and not torch.is_grad_enabled() else torch.ops.zoneout.run_backward
-    grads = derive(
+    grads = (_run_backward._init_fn if ctx.straight and not torch.is_grad_enabled() else _call_backward)(
         dy, dh, dc, dcells, list(saved), cell, *differentiable, over, eps, list(given), codes, list(rates),
         list(seeds), examples, first_step, lengths, resets, reverse, ctx.needs_input_grad[1],
     )  # fmt: skip
@@ -470,9 +439,15 @@ def _backward(ctx: Any, dy: Tensor, dh: Tensor, dc: Tensor, dcells: Tensor, *_: 
 torch.library.register_autograd("zoneout::run", _backward, setup_context=_setup)
 
 
-def _no_second(ctx: Any, *_: Any) -> None:
+def _no_second(ctx: Any, *_: Any) -> Any:
     raise RuntimeError(
         "a second derivative through zoneout's fused layers is not there; make the layer with backend='reference'"
+    )
+
+
+def _no_forward_mode(ctx: Any, *_: Any) -> Any:
+    raise NotImplementedError(
+        "forward-mode derivatives of zoneout's fused layers are not there; make the layer with backend='reference'"
     )
 
 
@@ -494,20 +469,38 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        first, *rest = _backward(ctx, *grads)
-        return first, *(None if isinstance(grad, list) else grad for grad in rest)
+        return tuple(None if isinstance(grad, list) else grad for grad in _backward(ctx, *grads))
+
+    jvp = staticmethod(_no_forward_mode)
 
 
 def _plain_eager() -> bool:
-    """Whether nobody is looking on: no compiler, no transform, no dispatch mode."""
+    """Whether nobody is looking on: no compiler, no tracer, no transform, no dispatch mode."""
     return not (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack()
+        or torch._C._is_tracing()
     )
 
 
-# --- vmap ------------------------------------------------------------------------------------------
+# --- torch.func ------------------------------------------------------------------------------------
+# Its transforms cannot see through the node that torch.library makes of a derivative (pytorch issue 168393), and
+# forward mode takes such a node for a constant. So they get nodes of our own.
+
+
+def _transformed() -> bool:
+    return torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
+
+
+def _call(*args: Any) -> tuple[Tensor, ...]:
+    if _plain_eager():
+        return _Fused.apply(*args)
+    return (_Transformed.apply if _transformed() else torch.ops.zoneout.run)(*args)
+
+
+def _call_backward(*args: Any) -> Sequence[Tensor]:
+    return (_TransformedBackward.apply if _transformed() else torch.ops.zoneout.run_backward)(*args)
 
 
 def _vmap(op: Callable[..., Any]) -> Callable[..., Any]:
@@ -529,5 +522,34 @@ def _vmap(op: Callable[..., Any]) -> Callable[..., Any]:
     return rule
 
 
-torch.library.register_vmap("zoneout::run", _vmap(torch.ops.zoneout.run))
+class _Transformed(torch.autograd.Function):
+    """`zoneout::run` under a transform."""
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        return torch.ops.zoneout.run(*args)
+
+    setup_context = staticmethod(_setup)
+    backward = staticmethod(_Fused.backward)
+    jvp = staticmethod(_no_forward_mode)
+    vmap = staticmethod(_vmap(_call))
+
+
+class _TransformedBackward(torch.autograd.Function):
+    """`zoneout::run_backward` under a transform."""
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        return tuple(torch.ops.zoneout.run_backward(*args))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    backward = staticmethod(_no_second)
+    jvp = staticmethod(_no_forward_mode)
+    vmap = staticmethod(_vmap(_call_backward))
+
+
+torch.library.register_vmap("zoneout::run", _vmap(_call))
 torch.library.register_vmap("zoneout::run_backward", _vmap(torch.ops.zoneout.run_backward))

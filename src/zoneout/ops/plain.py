@@ -25,13 +25,18 @@ class Keeps(NamedTuple):
 def forward(loop: Loop) -> None:
     """Run the loop forwards."""
     keeps = _keeps(loop)
-    loop.gates[: int(loop.counts.sum())] += loop.b_x
+    if loop.norm is None:
+        loop.gates[: int(loop.counts.sum())] += loop.b_x
     for t, (begin, count) in enumerate(_spans(loop)):
         at = slice(begin, begin + count)
         old_h, cut = _before(loop, loop.y, loop.h0, loop.reset_h, t, begin, count)
         h_in = old_h if loop.scale_h is None else old_h * loop.scale_h[:count]
         keep = _of_step(keeps, at)
         gates = loop.gates[at]
+        if loop.norm is not None:
+            assert loop.mean_x is not None and loop.var_x is not None
+            _take_moments(loop, loop.mean_x, loop.var_x, t, at, gates)
+            gates.copy_(_hat(loop, loop.mean_x, loop.var_x, t, at, gates) * loop.norm.scale_x + loop.b_x)
         if loop.cell == "gru" or loop.norm is not None:
             product = _with_norm(loop, t, at, torch.mm(h_in, loop.w_hh.t()))
         else:
@@ -109,9 +114,7 @@ def backward(loop: Loop, back: Backward) -> None:
         else:
             back.dgx[at] = d * (1 - loop.gates[at].square())
         if loop.norm is not None:
-            assert loop.gh is not None and loop.mean_h is not None and loop.var_h is not None
-            _, var = _moments(loop, loop.mean_h, loop.var_h, t, at)
-            back.dgh[at] = _norm_back(loop, back.dsh[at] * loop.norm.scale_h, loop.gh[at], var)
+            _products_back(loop, back, t, at)
         if loop.scale_h is None:
             dh.addmm_(back.dgh[at], loop.w_hh)
         else:
@@ -121,6 +124,20 @@ def backward(loop: Loop, back: Backward) -> None:
                 if d_state is not None and kept is not None:
                     kept[:count] += torch.where(cut, d_state[:count], 0.0)
                     d_state[:count].masked_fill_(cut, 0.0)
+
+
+def _products_back(loop: Loop, back: Backward, t: int, at: slice) -> None:
+    """Of x·Wx and h·Wh, from those of their normalised forms."""
+    assert loop.norm is not None and loop.gh is not None and back.dx is not None
+    assert back.dscale_x is not None and back.dscale_h is not None
+    assert loop.mean_x is not None and loop.var_x is not None and loop.mean_h is not None and loop.var_h is not None
+    xhat = _hat(loop, loop.mean_x, loop.var_x, t, at, back.dx[at])
+    back.dscale_x[0] += (back.dgx[at] * xhat).sum(0)
+    back.dscale_h[0] += (back.dsh[at] * loop.gh[at]).sum(0)
+    _, var_x = _moments(loop, loop.mean_x, loop.var_x, t, at)
+    _, var_h = _moments(loop, loop.mean_h, loop.var_h, t, at)
+    back.dx[at] = _norm_back(loop, back.dgx[at] * loop.norm.scale_x, xhat, var_x)
+    back.dgh[at] = _norm_back(loop, back.dsh[at] * loop.norm.scale_h, loop.gh[at], var_h)
 
 
 def _lstm_backward(
@@ -144,9 +161,12 @@ def _lstm_backward(
     if loop.norm is not None:
         assert back.dnc is not None and back.chat is not None
         assert loop.norm.scale_c is not None and loop.mean_c is not None and loop.var_c is not None
-        mean, var = _moments(loop, loop.mean_c, loop.var_c, t, at)
+        _, var = _moments(loop, loop.mean_c, loop.var_c, t, at)
         back.dnc[at] = dc
-        back.chat[at] = (raw - mean) * torch.rsqrt(var + loop.norm.eps)
+        back.chat[at] = _hat(loop, loop.mean_c, loop.var_c, t, at, raw)
+        assert back.dscale_c is not None and back.dshift_c is not None
+        back.dscale_c[0] += (dc * back.chat[at]).sum(0)
+        back.dshift_c[0] += dc.sum(0)
         dc = _norm_back(loop, dc * loop.norm.scale_c, back.chat[at], var)
     if "update" in loop.draws and loop.draws["update"].rule.holds_gate:
         assert keep.update is not None
@@ -271,8 +291,7 @@ def _exposed(loop: Loop, t: int, at: slice, c: Tensor) -> Tensor:
         return c.clone()
     assert loop.mean_c is not None and loop.var_c is not None
     assert norm.scale_c is not None and norm.shift_c is not None
-    mean, var = _moments(loop, loop.mean_c, loop.var_c, t, at)
-    return (c - mean) * torch.rsqrt(var + norm.eps) * norm.scale_c + norm.shift_c
+    return _hat(loop, loop.mean_c, loop.var_c, t, at, c) * norm.scale_c + norm.shift_c
 
 
 def _with_norm(loop: Loop, t: int, at: slice, product: Tensor) -> Tensor:
@@ -281,8 +300,7 @@ def _with_norm(loop: Loop, t: int, at: slice, product: Tensor) -> Tensor:
     if norm is not None:
         assert loop.mean_h is not None and loop.var_h is not None and loop.gh is not None
         _take_moments(loop, loop.mean_h, loop.var_h, t, at, product)
-        mean, var = _moments(loop, loop.mean_h, loop.var_h, t, at)
-        loop.gh[at] = (product - mean) * torch.rsqrt(var + norm.eps)
+        loop.gh[at] = _hat(loop, loop.mean_h, loop.var_h, t, at, product)
         product = loop.gh[at] * norm.scale_h
     return product if loop.b_h is None else product.add_(loop.b_h)
 
@@ -300,6 +318,13 @@ def _moments(loop: Loop, mean: Tensor, var: Tensor, t: int, at: slice) -> tuple[
     """The moments of one step, in the shape in which they meet its rows."""
     assert loop.norm is not None
     return (mean[at][:, None], var[at][:, None]) if loop.norm.over == "units" else (mean[t], var[t])
+
+
+def _hat(loop: Loop, mean: Tensor, var: Tensor, t: int, at: slice, v: Tensor) -> Tensor:
+    """v of one step, normalised."""
+    assert loop.norm is not None
+    mean, var = _moments(loop, mean, var, t, at)
+    return (v - mean) * torch.rsqrt(var + loop.norm.eps)
 
 
 def _norm_back(loop: Loop, d: Tensor, hat: Tensor, var: Tensor) -> Tensor:

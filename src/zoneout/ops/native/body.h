@@ -173,56 +173,95 @@ INLINE REAL NAME(less)(REAL value, REAL drop) { return drop >= 1 ? (REAL)0 : val
 
 /* --- norms --------------------------------------------------------------------------------------- */
 
-INLINE REAL NAME(inverse)(REAL var, double eps) { return (REAL)(1 / sqrt((double)var + eps)); }
+INLINE REAL NAME(inverse)(REAL var, double eps) { return 1 / SQRT(var + (REAL)eps); }
 
 static void NAME(row_moments)(const REAL *v, int64_t n, REAL *mean, REAL *var) {
     double sum = 0, square = 0;
+#pragma omp simd reduction(+ : sum)
     for (int64_t j = 0; j < n; j++) sum += v[j];
     sum /= (double)n;
+#pragma omp simd reduction(+ : square)
     for (int64_t j = 0; j < n; j++) square += (v[j] - sum) * (v[j] - sum);
     *mean = (REAL)sum;
     *var = (REAL)(square / (double)n);
 }
 
 /* Moments over rows [0, n) of columns [from, to). */
-static void NAME(column_moments)(const REAL *v, int64_t stride, int64_t n, int64_t from, int64_t to, REAL *mean,
-                                 REAL *var) {
+static void NAME(column_moments)(const REAL *v, int64_t stride, int64_t n, int64_t from, int64_t to,
+                                 REAL *restrict mean, REAL *restrict var) {
     for (int64_t j = from; j < to; j++) mean[j] = var[j] = 0;
-    for (int64_t b = 0; b < n; b++)
-        for (int64_t j = from; j < to; j++) mean[j] += v[b * stride + j];
+    for (int64_t b = 0; b < n; b++) {
+        const REAL *restrict row = v + b * stride;
+#pragma omp simd
+        for (int64_t j = from; j < to; j++) mean[j] += row[j];
+    }
     for (int64_t j = from; j < to; j++) mean[j] /= (REAL)n;
-    for (int64_t b = 0; b < n; b++)
-        for (int64_t j = from; j < to; j++) {
-            REAL d = v[b * stride + j] - mean[j];
-            var[j] += d * d;
-        }
+    for (int64_t b = 0; b < n; b++) {
+        const REAL *restrict row = v + b * stride;
+#pragma omp simd
+        for (int64_t j = from; j < to; j++) var[j] += (row[j] - mean[j]) * (row[j] - mean[j]);
+    }
     for (int64_t j = from; j < to; j++) var[j] /= (REAL)n;
 }
 
-/* The derivative through a normalisation: of v from that of its normalised, scaled form, for one row. */
-static void NAME(row_back)(REAL *dv, const REAL *d, const REAL *hat, const REAL *scale, int64_t n, REAL rstd) {
-    double one = 0, two = 0;
-    for (int64_t j = 0; j < n; j++) {
-        one += d[j] * scale[j];
-        two += d[j] * scale[j] * hat[j];
+/* Columns [from, to) of one row normalised: over the row (its own two moments) or over each column. */
+static void NAME(hat_of_row)(const Loop *l, REAL *hat, const REAL *v, const REAL *mean, const REAL *var,
+                             const REAL *rstd, int64_t from, int64_t to) {
+    if (l->norm == NORM_UNITS) {
+        REAL m = *mean, r = NAME(inverse)(*var, l->eps);
+#pragma omp simd
+        for (int64_t j = from; j < to; j++) hat[j] = (v[j] - m) * r;
+    } else {
+#pragma omp simd
+        for (int64_t j = from; j < to; j++) hat[j] = (v[j] - mean[j]) * rstd[j];
     }
+}
+
+/* The derivative through a normalisation: of v from that of its normalised, scaled form, for one row; and those of
+ * scale and shift, added to what is there. `dv` may be `hat`. */
+static void NAME(row_back)(REAL *dv, const REAL *d, const REAL *hat, const REAL *scale, int64_t n, REAL rstd,
+                           REAL *restrict dscale, REAL *restrict dshift) {
+    double one = 0, two = 0;
+#pragma omp simd reduction(+ : one, two)
+    for (int64_t j = 0; j < n; j++) {
+        REAL part = d[j] * hat[j];
+        dscale[j] += part;
+        one += d[j] * scale[j];
+        two += part * scale[j];
+    }
+    for (int64_t j = 0; dshift && j < n; j++) dshift[j] += d[j];
     REAL m1 = (REAL)(one / (double)n), m2 = (REAL)(two / (double)n);
+#pragma omp simd
     for (int64_t j = 0; j < n; j++) dv[j] = rstd * (d[j] * scale[j] - m1 - hat[j] * m2);
 }
 
-/* The same for columns [from, to) over rows [0, n); with `given` moments they are constants. */
+/* The same for columns [from, to) over rows [0, n); `given` moments are constants. */
 static void NAME(column_back)(REAL *dv, const REAL *d, const REAL *hat, int64_t stride, const REAL *scale,
-                              const REAL *var, double eps, int64_t n, int64_t from, int64_t to, int given) {
-    for (int64_t j = from; j < to; j++) {
-        REAL one = 0, two = 0, rstd = NAME(inverse)(var[j], eps) * scale[j];
-        for (int64_t b = 0; !given && b < n; b++) {
-            one += d[b * stride + j];
-            two += d[b * stride + j] * hat[b * stride + j];
+                              const REAL *var, double eps, int64_t n, int64_t from, int64_t to, int given,
+                              REAL *restrict dscale, REAL *restrict dshift) {
+    REAL one[CHUNK], two[CHUNK], by[CHUNK], share_of = given ? 0 : (REAL)1 / (REAL)n;
+    for (int64_t j0 = from; j0 < to; j0 += CHUNK) {
+        int64_t count = min64(CHUNK, to - j0);
+        for (int64_t j = 0; j < count; j++) {
+            one[j] = two[j] = 0;
+            by[j] = NAME(inverse)(var[j0 + j], eps) * scale[j0 + j];
         }
-        one /= (REAL)n;
-        two /= (REAL)n;
-        for (int64_t b = 0; b < n; b++)
-            dv[b * stride + j] = rstd * (d[b * stride + j] - one - hat[b * stride + j] * two);
+        for (int64_t b = 0; b < n; b++) {
+            const REAL *restrict row = d + b * stride + j0, *restrict of = hat + b * stride + j0;
+#pragma omp simd
+            for (int64_t j = 0; j < count; j++) one[j] += row[j], two[j] += row[j] * of[j];
+        }
+        for (int64_t j = 0; j < count; j++) {
+            dscale[j0 + j] += two[j];
+            if (dshift) dshift[j0 + j] += one[j];
+            one[j] *= share_of, two[j] *= share_of;
+        }
+        for (int64_t b = 0; b < n; b++) {
+            const REAL *row = d + b * stride + j0, *of = hat + b * stride + j0;
+            REAL *out = dv + b * stride + j0;
+#pragma omp simd
+            for (int64_t j = 0; j < count; j++) out[j] = by[j] * (row[j] - one[j] - of[j] * two[j]);
+        }
     }
 }
 
@@ -235,6 +274,7 @@ typedef struct { /* scratch, shared by the threads */
     REAL *raw;         /* [B, H]: the candidate c; backwards: of u */
     REAL *shown;       /* [B, H]: u = o tanh(c) */
     REAL *gate;        /* [B, H]: backwards: what the held output gate owes to the step before */
+    REAL *rstd_x, *rstd_h, *rstd_c; /* [G], [G], [H]: batch norm: 1 / deviation at this step */
 } NAME(Work);
 #define WORK NAME(Work)
 
@@ -250,6 +290,9 @@ static int64_t NAME(layout)(const Loop *l, WORK *w) {
     PLACE(raw, b * h);
     PLACE(shown, b * h);
     PLACE(gate, b * h);
+    PLACE(rstd_x, g);
+    PLACE(rstd_h, g);
+    PLACE(rstd_c, h);
 #undef PLACE
     return at;
 }
@@ -263,7 +306,7 @@ int64_t NAME(zoneout_work_size)(const Loop *l) {
 INLINE void NAME(region)(const Loop *l, int64_t rows, int64_t units, int64_t *b0, int64_t *b1, int64_t *j0,
                          int64_t *j1) {
     *b0 = *j0 = 0, *b1 = rows, *j1 = units;
-    if (l->norm == NORM_UNITS || (l->norm == NORM_NONE && rows >= 2 * thread_count()))
+    if (l->norm != NORM_NONE || rows >= 2 * thread_count())
         share(rows, 1, b0, b1);
     else
         share(units, 16, j0, j1);
@@ -291,39 +334,54 @@ INLINE const REAL *NAME(held)(const Loop *l, int64_t t, int64_t row) {
 
 /* --- forwards ------------------------------------------------------------------------------------ */
 
-/* h·Wh normalised, scaled and shifted, in place of the product; rows [b0, b1) or units [j0, j1) of every gate. */
-static void NAME(normalise_h)(const Loop *l, WORK *w, int64_t t, int64_t gates, int64_t b0, int64_t b1, int64_t j0,
-                              int64_t j1) {
-    int64_t h = l->hidden, g = gates * h, off = l->offsets[t], n = l->counts[t];
-    const REAL *scale = l->norm_h, *bias = l->b_h;
-    REAL *hat = (REAL *)l->gh + off * g, *mean = l->mean_h, *var = l->var_h;
-    for (int64_t q = 0; l->norm == NORM_EXAMPLES && !l->norm_given && q < gates; q++)
-        NAME(column_moments)(w->product, g, n, q * h + j0, q * h + j1, mean + t * g, var + t * g);
+/* Batch norm: the moments of some columns at a step, taken or given, and 1 / deviation. Each thread has its columns; all
+ * of them must be done before any is used. */
+static void NAME(columns)(const Loop *l, const REAL *v, int64_t size, void *means, void *vars, REAL *rstd, int64_t t) {
+    REAL *mean = (REAL *)means + t * size, *var = (REAL *)vars + t * size;
+    int64_t from, to;
+    share(size, 16, &from, &to);
+    if (v && !l->norm_given) NAME(column_moments)(v, size, l->counts[t], from, to, mean, var);
+#pragma omp simd
+    for (int64_t j = from; j < to; j++) rstd[j] = NAME(inverse)(var[j], l->eps);
+}
+
+/* Rows [b0, b1) of x·Wx or h·Wh of a step normalised, scaled and shifted in place. */
+static void NAME(normalise)(const Loop *l, REAL *v, REAL *hat, void *means, void *vars, const REAL *rstd,
+                            const REAL *restrict scale, const REAL *restrict bias, int64_t t, int64_t g, int64_t b0,
+                            int64_t b1) {
+    int rows = l->norm == NORM_UNITS;
+    REAL *mean = (REAL *)means + (rows ? l->offsets[t] : t * g), *var = (REAL *)vars + (rows ? l->offsets[t] : t * g);
     for (int64_t b = b0; b < b1; b++) {
-        REAL *v = w->product + b * g, m = 0, rstd = 0;
-        if (l->norm == NORM_UNITS) {
-            NAME(row_moments)(v, g, mean + off + b, var + off + b);
-            m = mean[off + b], rstd = NAME(inverse)(var[off + b], l->eps);
-        }
-        for (int64_t q = 0; q < gates; q++)
-            for (int64_t j = q * h + j0; j < q * h + j1; j++) {
-                if (l->norm == NORM_EXAMPLES) m = mean[t * g + j], rstd = NAME(inverse)(var[t * g + j], l->eps);
-                hat[b * g + j] = (v[j] - m) * rstd;
-                v[j] = hat[b * g + j] * scale[j] + (bias ? bias[j] : 0);
-            }
+        REAL *row = v + b * g, *of = hat ? hat + b * g : row;
+        if (rows) NAME(row_moments)(row, g, mean + b, var + b);
+        NAME(hat_of_row)(l, of, row, rows ? mean + b : mean, rows ? var + b : var, rstd, 0, g);
+#pragma omp simd
+        for (int64_t j = 0; j < g; j++) row[j] = of[j] * scale[j];
+        if (bias)
+            for (int64_t j = 0; j < g; j++) row[j] += bias[j];
     }
 }
 
-/* c normalised (`hat`), and scaled and shifted as it feeds h. */
-static void NAME(normalise_c)(const Loop *l, const REAL *c, REAL *hat, REAL *out, int64_t t, int64_t row, int64_t from,
-                              int64_t to) {
-    int64_t h = l->hidden, at = l->offsets[t] + row;
-    const REAL *scale = l->norm_c, *shift = l->norm_c_shift, *mean = l->mean_c, *var = l->var_c;
-    for (int64_t j = from; j < to; j++) {
-        int64_t k = l->norm == NORM_UNITS ? at : t * h + j;
-        hat[j] = (c[j] - mean[k]) * NAME(inverse)(var[k], l->eps);
-        out[j] = hat[j] * scale[j] + shift[j];
+/* Both products of a step. */
+static void NAME(normalise_both)(const Loop *l, WORK *w, int64_t t, int64_t g, int64_t b0, int64_t b1) {
+    REAL *x = (REAL *)l->gates + l->offsets[t] * g, *hat = (REAL *)l->gh + l->offsets[t] * g;
+    if (l->norm == NORM_EXAMPLES) {
+        NAME(columns)(l, x, g, l->mean_x, l->var_x, w->rstd_x, t);
+        NAME(columns)(l, w->product, g, l->mean_h, l->var_h, w->rstd_h, t);
+        barrier();
     }
+    NAME(normalise)(l, x, NULL, l->mean_x, l->var_x, w->rstd_x, l->norm_x, NULL, t, g, b0, b1);
+    NAME(normalise)(l, w->product, hat, l->mean_h, l->var_h, w->rstd_h, l->norm_h, l->b_h, t, g, b0, b1);
+}
+
+/* c normalised (`hat`), and scaled and shifted as it feeds h. */
+static void NAME(normalise_c)(const Loop *l, WORK *w, const REAL *c, REAL *hat, REAL *out, int64_t t, int64_t row,
+                              int64_t from, int64_t to) {
+    int64_t at = l->norm == NORM_UNITS ? l->offsets[t] + row : t * l->hidden;
+    const REAL *restrict scale = l->norm_c, *restrict shift = l->norm_c_shift;
+    NAME(hat_of_row)(l, hat, c, (REAL *)l->mean_c + at, (REAL *)l->var_c + at, w->rstd_c, from, to);
+#pragma omp simd
+    for (int64_t j = from; j < to; j++) out[j] = hat[j] * scale[j] + shift[j];
 }
 
 /* The keeps of what the cell's noise does: sets c to zero, keeps c, drops the update, holds the output gate. */
@@ -370,7 +428,7 @@ static void NAME(lstm_shows)(const Loop *l, WORK *w, const KEEP *keep, int64_t t
     const REAL *restrict kh = NAME(holds)(l, keep) - from, *restrict kc = NAME(zones)(l, keep) - from;
     REAL *restrict c = (REAL *)l->c + at * h, *restrict u = w->shown + row * h;
     REAL hat[CHUNK];
-    if (l->norm) NAME(normalise_c)(l, raw, hat - from, u, t, row, from, to);
+    if (l->norm) NAME(normalise_c)(l, w, raw, hat - from, u, t, row, from, to);
     const REAL *restrict seen = l->norm ? u : raw;
 #pragma omp simd
     for (int64_t j = from; j < to; j++) {
@@ -401,7 +459,7 @@ static void NAME(lstm_forward)(const Loop *l, WORK *w, int64_t t) {
     int project = l->w_hr != NULL;
     KEEP keep;
     NAME(region)(l, n, h, &b0, &b1, &j0, &j1);
-    if (l->norm) NAME(normalise_h)(l, w, t, 4, b0, b1, j0, j1);
+    if (l->norm) NAME(normalise_both)(l, w, t, 4 * h, b0, b1);
     for (int64_t b = b0; b < b1; b++)
         for (int64_t from = j0; from < j1; from += CHUNK) {
             int64_t to = min64(j1, from + CHUNK);
@@ -411,8 +469,11 @@ static void NAME(lstm_forward)(const Loop *l, WORK *w, int64_t t) {
             NAME(lstm_shows)(l, w, &keep, t, b, from, to);
             if (!project) NAME(carry_h)(l, &keep, w->shown + b * h, t, b, from, to);
         }
-    if (l->norm == NORM_EXAMPLES && !l->norm_given)
-        NAME(column_moments)(w->raw, h, n, j0, j1, (REAL *)l->mean_c + t * h, (REAL *)l->var_c + t * h);
+    if (l->norm == NORM_EXAMPLES) {
+        barrier();
+        NAME(columns)(l, w->raw, h, l->mean_c, l->var_c, w->rstd_c, t);
+        barrier();
+    }
     for (int64_t b = b0; l->norm && b < b1; b++) {
         if (l->norm == NORM_UNITS)
             NAME(row_moments)(w->raw + b * h, h, (REAL *)l->mean_c + off + b, (REAL *)l->var_c + off + b);
@@ -443,7 +504,7 @@ static void NAME(gru_forward)(const Loop *l, WORK *w, int64_t t) {
     REAL new[CHUNK];
     KEEP keep;
     NAME(region)(l, n, h, &b0, &b1, &j0, &j1);
-    if (l->norm) NAME(normalise_h)(l, w, t, 3, b0, b1, j0, j1);
+    if (l->norm) NAME(normalise_both)(l, w, t, 3 * h, b0, b1);
     for (int64_t b = b0; b < b1; b++)
         for (int64_t from = j0; from < j1; from += CHUNK) {
             int64_t to = min64(j1, from + CHUNK);
@@ -473,7 +534,7 @@ static void NAME(rnn_forward)(const Loop *l, WORK *w, int64_t t) {
     int relu = l->cell == RNN_RELU;
     KEEP keep;
     NAME(region)(l, n, h, &b0, &b1, &j0, &j1);
-    if (l->norm) NAME(normalise_h)(l, w, t, 1, b0, b1, j0, j1);
+    if (l->norm) NAME(normalise_both)(l, w, t, h, b0, b1);
     for (int64_t b = b0; b < b1; b++)
         for (int64_t from = j0; from < j1; from += CHUNK) {
             int64_t to = min64(j1, from + CHUNK);
@@ -566,7 +627,7 @@ static void NAME(lstm_back_shows)(const Loop *l, WORK *w, const KEEP *keep, cons
 #pragma omp simd
     for (int64_t j = from; j < to; j++)
         c[j - from] = NAME(less)(f[j] * old[j] + NAME(less)(i[j] * g[j], ku[j]), kz[j]);
-    if (l->norm) NAME(normalise_c)(l, c - from, (REAL *)l->chat + at * h, c - from, t, row, from, to);
+    if (l->norm) NAME(normalise_c)(l, w, c - from, (REAL *)l->chat + at * h, c - from, t, row, from, to);
 #pragma omp simd
     for (int64_t j = from; j < to; j++) {
         REAL tc = TANH(c[j - from]);
@@ -615,19 +676,42 @@ static void NAME(lstm_back_gates)(const Loop *l, WORK *w, const KEEP *keep, int6
     }
 }
 
-/* Of h·Wh, from that of its normalised form. */
-static void NAME(normalise_h_back)(const Loop *l, int64_t t, int64_t gates, int64_t b0, int64_t b1, int64_t j0,
-                                   int64_t j1) {
-    int64_t h = l->hidden, g = gates * h, off = l->offsets[t];
-    const REAL *d = (const REAL *)l->dsh + off * g, *hat = (const REAL *)l->gh + off * g, *var = l->var_h;
-    REAL *dv = (REAL *)l->dgh + off * g;
-    if (l->norm == NORM_UNITS)
-        for (int64_t b = b0; b < b1; b++)
-            NAME(row_back)(dv + b * g, d + b * g, hat + b * g, l->norm_h, g, NAME(inverse)(var[off + b], l->eps));
-    else
-        for (int64_t q = 0; q < gates; q++)
-            NAME(column_back)(dv, d, hat, g, l->norm_h, var + t * g, l->eps, l->counts[t], q * h + j0, q * h + j1,
-                              (int)l->norm_given);
+/* Through a normalisation, from the derivative of its result: rows [b0, b1), or this thread's columns. */
+static void NAME(normalise_back)(const Loop *l, REAL *dv, const REAL *d, const REAL *hat, const void *vars,
+                                 const REAL *scale, void *dscales, void *dshifts, int64_t t, int64_t size, int64_t b0,
+                                 int64_t b1) {
+    const REAL *var = vars;
+    REAL *dscale = (REAL *)dscales + thread_id() * size, *dshift = dshifts ? (REAL *)dshifts + thread_id() * size : NULL;
+    if (l->norm == NORM_UNITS) {
+        for (int64_t b = b0; b < b1; b++) {
+            REAL rstd = NAME(inverse)(var[l->offsets[t] + b], l->eps);
+            NAME(row_back)(dv + b * size, d + b * size, hat + b * size, scale, size, rstd, dscale, dshift);
+        }
+    } else {
+        int64_t from, to;
+        share(size, 16, &from, &to);
+        NAME(column_back)(dv, d, hat, size, scale, var + t * size, l->eps, l->counts[t], from, to, (int)l->norm_given,
+                          dscale, dshift);
+    }
+}
+
+/* Of both products of a step, the gates of all rows being done; x·Wx is normalised once more. */
+static void NAME(normalise_both_back)(const Loop *l, WORK *w, int64_t t, int64_t g, int64_t b0, int64_t b1) {
+    int64_t at = l->offsets[t] * g;
+    int rows = l->norm == NORM_UNITS;
+    REAL *x = (REAL *)l->dx + at;
+    const REAL *mean = (const REAL *)l->mean_x + (rows ? l->offsets[t] : t * g);
+    const REAL *var = (const REAL *)l->var_x + (rows ? l->offsets[t] : t * g);
+    if (!rows) {
+        NAME(columns)(l, NULL, g, l->mean_x, l->var_x, w->rstd_x, t);
+        barrier();
+    }
+    for (int64_t b = b0; b < b1; b++)
+        NAME(hat_of_row)(l, x + b * g, x + b * g, rows ? mean + b : mean, rows ? var + b : var, w->rstd_x, 0, g);
+    if (!rows) barrier();
+    NAME(normalise_back)(l, x, (const REAL *)l->dgx + at, x, l->var_x, l->norm_x, l->dscale_x, NULL, t, g, b0, b1);
+    NAME(normalise_back)(l, (REAL *)l->dgh + at, (const REAL *)l->dsh + at, (const REAL *)l->gh + at, l->var_h,
+                         l->norm_h, l->dscale_h, NULL, t, g, b0, b1);
 }
 
 static void NAME(lstm_backward)(const Loop *l, WORK *w, int64_t t) {
@@ -647,6 +731,10 @@ static void NAME(lstm_backward)(const Loop *l, WORK *w, int64_t t) {
         barrier();
     }
     NAME(region)(l, n, h, &b0, &b1, &j0, &j1);
+    if (l->norm == NORM_EXAMPLES) {
+        NAME(columns)(l, NULL, h, l->mean_c, l->var_c, w->rstd_c, t);
+        barrier();
+    }
     for (int64_t b = b0; b < b1; b++)
         for (int64_t from = j0; from < j1; from += CHUNK) {
             int64_t to = min64(j1, from + CHUNK);
@@ -656,26 +744,23 @@ static void NAME(lstm_backward)(const Loop *l, WORK *w, int64_t t) {
             if (!l->norm) NAME(lstm_back_gates)(l, w, &keep, t, b, from, to);
         }
     if (!l->norm) return;
-    const REAL *dnc = (const REAL *)l->dnc + off * h, *chat = (const REAL *)l->chat + off * h, *var = l->var_c;
-    if (l->norm == NORM_EXAMPLES)
-        NAME(column_back)(w->raw, dnc, chat, h, l->norm_c, var + t * h, l->eps, n, j0, j1, (int)l->norm_given);
-    for (int64_t b = b0; b < b1; b++) {
-        if (l->norm == NORM_UNITS)
-            NAME(row_back)(w->raw + b * h, dnc + b * h, chat + b * h, l->norm_c, h, NAME(inverse)(var[off + b], l->eps));
+    if (l->norm == NORM_EXAMPLES) barrier();
+    NAME(normalise_back)(l, w->raw, (const REAL *)l->dnc + off * h, (const REAL *)l->chat + off * h, l->var_c, l->norm_c,
+                         l->dscale_c, l->dshift_c, t, h, b0, b1);
+    if (l->norm == NORM_EXAMPLES) barrier();
+    for (int64_t b = b0; b < b1; b++)
         for (int64_t from = j0; from < j1; from += CHUNK) {
             int64_t to = min64(j1, from + CHUNK);
             NAME(keeps)(l, &keep, t, b, from, to, 1, 0);
             NAME(lstm_back_gates)(l, w, &keep, t, b, from, to);
         }
-    }
-    NAME(normalise_h_back)(l, t, 4, b0, b1, j0, j1);
+    NAME(normalise_both_back)(l, w, t, 4 * h, b0, b1);
 }
 
 static void NAME(gru_backward)(const Loop *l, WORK *w, int64_t t) {
     int64_t h = l->hidden, off = l->offsets[t], n = l->counts[t], b0, b1, j0, j1;
     REAL d[CHUNK], product[CHUNK];
     KEEP keep;
-    (void)w;
     NAME(region)(l, n, h, &b0, &b1, &j0, &j1);
     for (int64_t b = b0; b < b1; b++)
         for (int64_t from = j0; from < j1; from += CHUNK) {
@@ -703,14 +788,13 @@ static void NAME(gru_backward)(const Loop *l, WORK *w, int64_t t) {
                 dh[j] += one * z[j];
             }
         }
-    if (l->norm) NAME(normalise_h_back)(l, t, 3, b0, b1, j0, j1);
+    if (l->norm) NAME(normalise_both_back)(l, w, t, 3 * h, b0, b1);
 }
 
 static void NAME(rnn_backward)(const Loop *l, WORK *w, int64_t t) {
     int64_t h = l->hidden, off = l->offsets[t], n = l->counts[t], b0, b1, j0, j1;
     int relu = l->cell == RNN_RELU;
     KEEP keep;
-    (void)w;
     NAME(region)(l, n, h, &b0, &b1, &j0, &j1);
     for (int64_t b = b0; b < b1; b++)
         for (int64_t from = j0; from < j1; from += CHUNK) {
@@ -722,7 +806,7 @@ static void NAME(rnn_backward)(const Loop *l, WORK *w, int64_t t) {
 #pragma omp simd
             for (int64_t j = from; j < to; j++) d[j] *= relu ? (v[j] > 0 ? (REAL)1 : (REAL)0) : 1 - v[j] * v[j];
         }
-    if (l->norm) NAME(normalise_h_back)(l, t, 1, b0, b1, j0, j1);
+    if (l->norm) NAME(normalise_both_back)(l, w, t, h, b0, b1);
 }
 
 /* What goes back to the state after a reset, and no further. */

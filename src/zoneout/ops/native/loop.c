@@ -170,14 +170,17 @@ INLINE double sigmoid_double(double x) { return 1.0 / (1.0 + exp(-x)); }
 #define NAME(x) x##_float
 #define SIGMOID sigmoid_float
 #define TANH tanh_float
+#define SQRT sqrtf
 #include "body.h"
 #undef REAL
 #undef NAME
 #undef SIGMOID
 #undef TANH
+#undef SQRT
 
 #define REAL double
 #define NAME(x) x##_double
 #define SIGMOID sigmoid_double
 #define TANH tanh
+#define SQRT sqrt
 #include "body.h"

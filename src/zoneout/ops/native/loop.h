@@ -35,22 +35,25 @@ typedef struct {
     int64_t norm, norm_given;
     double eps;
     const void *w_hh, *b_x, *b_h, *w_hr;      /* [G, P]; [G]; [G] or NULL; [P, H] or NULL */
-    const void *norm_h, *norm_c, *norm_c_shift; /* [G], [H], [H] */
+    const void *norm_x, *norm_h, *norm_c, *norm_c_shift; /* [G], [G], [H], [H] */
     const void *h0, *c0;                      /* [B, P], [B, H] */
     const void *reset_h, *reset_c;            /* [B, P], [B, H]: the state that a reset goes back to */
     /* the forward pass writes these, the backward pass reads them */
-    void *gates;   /* [N, G]: in: x's part; out: activated gates (plain RNN: the candidate h) */
+    void *gates;   /* [N, G]: in: x·Wx; out: activated gates (plain RNN: the candidate h) */
     void *gh;      /* [N, G]: norm: h·Wh normalised; GRU without norm: [N, H], the n part of h·Wh + b */
     void *y, *c;   /* [N, P], [N, H] */
+    void *mean_x, *var_x; /* as those of h */
     void *mean_h, *var_h; /* [N] (layer norm) or [T, G]; read where `norm_given` */
     void *mean_c, *var_c; /* [N] or [T, H] */
     /* the backward pass */
     const void *dy, *dcells; /* [N, P]; [N, H] or NULL */
     void *dh, *dc;           /* [B, P], [B, H]: in: of the final states; out: of the initial ones */
     void *dreset_h, *dreset_c; /* [B, P], [B, H]: of what resets go back to, begun at zero */
-    void *dgx, *dgh, *dsh;   /* [N, G]: of x's part; of h·Wh; of h·Wh once normalised (may all be one) */
+    void *dgx, *dgh, *dsh;   /* [N, G]: of x's part as it meets the gates; of h·Wh; of h·Wh once normalised (may be one) */
     void *du, *u;            /* projection: [N, P] and [N, H] */
     void *dnc, *chat;        /* norm: [N, H]: of the normalised c, and c normalised */
+    void *dx;                /* norm: [N, G]: in: x·Wx; out: of x·Wx */
+    void *dscale_x, *dscale_h, *dscale_c, *dshift_c; /* norm: [threads, G or H], begun at zero; to be summed */
     void *work;              /* scratch, zoneout_work_size() bytes, 64-byte aligned */
 } Loop;
 #endif
