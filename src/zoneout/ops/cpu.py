@@ -17,6 +17,11 @@ from .loop import Backward, Loop, per_unit, sees
 CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
+def takes_x(w_ih: Tensor) -> bool:
+    """Whether x·Wx is better taken inside the loop: where the weights stay in the cache beside those of h."""
+    return native.load() is not None and w_ih.nbytes <= 2**19
+
+
 PARTS = torch.get_num_threads  # how many partial sums the way back makes
 
 
@@ -104,6 +109,7 @@ def _arguments(loop: Loop, back: Backward | None) -> tuple[native.Loop, list[Ten
         "batch": loop.batch,
         "hidden": loop.hidden,
         "outputs": loop.outputs,
+        "inputs": 0 if loop.x is None else loop.x.shape[1],
         "threads": torch.get_num_threads(),
         "first_step": loop.first_step,
         "reverse": loop.reverse,
@@ -119,7 +125,7 @@ def _arguments(loop: Loop, back: Backward | None) -> tuple[native.Loop, list[Ten
         "norm_given": loop.given,
         "eps": 0.0 if norm is None else norm.eps,
     }
-    names = ("scale_h", "w_hh", "b_x", "b_h", "w_hr", "h0", "c0", "gates", "gh")
+    names = ("scale_h", "x", "w_ih", "w_hh", "b_x", "b_h", "w_hr", "h0", "c0", "gates", "gh")
     tensors = {name: getattr(loop, name) for name in names}
     tensors |= {
         name: getattr(loop, name)

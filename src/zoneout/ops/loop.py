@@ -26,6 +26,8 @@ class Loop:
     counts: Tensor  # [T] int64, on the CPU
     h0: Tensor  # [B, P]
     c0: Tensor | None  # [B, H]
+    x: Tensor | None  # [N, input]: where the loop is to take x·Wx itself, step by step
+    w_ih: Tensor | None  # [G, input]
     w_hh: Tensor  # [G, P]
     b_x: Tensor  # [G]: added to x's part
     b_h: Tensor | None  # [G]: added to h·Wh where that is not simply added to x's part (GRU, norms)
@@ -40,7 +42,7 @@ class Loop:
     resets: Tensor | None  # [N] bool
     reset_h: Tensor | None  # [B, P]: the state that a reset goes back to
     reset_c: Tensor | None  # [B, H]
-    gates: Tensor  # * [N, G]: in: x·Wx; out: activated (plain RNN: the candidate h)
+    gates: Tensor  # * [N, G]: in: x·Wx (or nothing); out: activated (plain RNN: the candidate h)
     y: Tensor  # * [N, P]
     c: Tensor | None  # * [N, H]
     gh: Tensor | None  # * norm: [N, G], h·Wh normalised; GRU without: [N, H], the n part of h·Wh + b

@@ -113,6 +113,7 @@ def _loop(
     c: Tensor | None,
     gh: Tensor | None,
     moments: Sequence[Tensor | None],
+    x: Tensor | None = None,
 ) -> Loop:
     """The loop as a device gets it."""
     examples = rows.sort(examples)
@@ -134,6 +135,8 @@ def _loop(
         counts=rows.counts,
         h0=rows.sort(h0),
         c0=sort(c0),
+        x=x,
+        w_ih=None if x is None else w.w_ih.contiguous(),
         w_hh=w.w_hh.contiguous(),
         b_x=bias,
         b_h=w.b_hh if apart else None,
@@ -203,10 +206,10 @@ def _run(
     steps, batch, _ = x.shape
     rows = Rows(lengths, steps, batch, reverse)
     packed = rows.pack(x_)
-    n, wide = len(packed), len(w.w_hh)
-
-    gx = gates.view(steps * batch, wide)[:n]
-    torch.mm(packed, w.w_ih.t(), out=gx)
+    n = len(packed)
+    inside = device.takes_x(w.w_ih)
+    if not inside:
+        torch.mm(packed, w.w_ih.t(), out=gates[:n])
     for kept in (gates, gh):
         kept[n:].zero_()  # rows of sequences that have ended: nobody looks, but nothing is left to chance
 
@@ -217,7 +220,7 @@ def _run(
     stats = _step_moments(norm, moments, lstm)
     loop = _loop(
         cell, rows, h0_, c0_, reset_h_, reset_c_, w, _decode(codes, rates, seeds), norm, examples, first_step, resets,
-        gates, ys, cs, gh if gh.numel() else None, stats,
+        gates, ys, cs, gh if gh.numel() else None, stats, packed if inside else None,
     )  # fmt: skip
     device.forward(loop)
 

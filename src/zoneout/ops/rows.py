@@ -102,20 +102,3 @@ class Rows:
             return torch.cat((initial, states)).index_select(0, index)
         index = torch.where(cuts, len(states) + self.batch + row, index)
         return torch.cat((initial, states, reset)).index_select(0, index)
-
-    def spread(self, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[N, ·] as [T, B, ·] in the order of processing, and which of it is there, [T, B, 1]."""
-        if self.lengths is None:
-            return v.view(self.steps, self.batch, v.shape[-1]), None
-        t, row = self.grid
-        out = v.new_zeros(self.steps * self.batch, v.shape[-1]).index_copy_(0, t * self.batch + row, v)
-        alive = torch.arange(self.steps)[:, None] < self.sorted_lengths
-        return out.view(self.steps, self.batch, v.shape[-1]), alive[..., None]
-
-    def gather(self, v: Tensor) -> Tensor:
-        """The inverse of `spread`."""
-        flat = v.reshape(self.steps * self.batch, v.shape[-1])
-        if self.lengths is None:
-            return flat
-        t, row = self.grid
-        return flat.index_select(0, t * self.batch + row)

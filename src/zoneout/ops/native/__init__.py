@@ -50,18 +50,13 @@ class Loop(ctypes.Structure):
         ("norm", ctypes.c_int64),
         ("norm_given", ctypes.c_int64),
         ("eps", ctypes.c_double),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("w_hh", "b_x", "b_h", "w_hr", "norm_x", "norm_h", "norm_c", "norm_c_shift")
-        ),
-        *((name, ctypes.c_void_p) for name in ("h0", "c0", "reset_h", "reset_c", "gates", "gh")),
-        *((name, ctypes.c_void_p) for name in ("y", "c", "mean_x", "var_x", "mean_h", "var_h", "mean_c", "var_c")),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("dy", "dcells", "dh", "dc", "dreset_h", "dreset_c", "dgx", "dgh", "dsh")
-        ),
-        *((name, ctypes.c_void_p) for name in ("du", "u", "dnc", "chat", "dx", "dscale_x", "dscale_h", "dscale_c")),
-        *((name, ctypes.c_void_p) for name in ("dshift_c", "work")),
+        ("inputs", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("x", "w_ih", "w_hh", "b_x", "b_h", "w_hr", "norm_x", "norm_h")),
+        *((name, ctypes.c_void_p) for name in ("norm_c", "norm_c_shift", "h0", "c0", "reset_h", "reset_c")),
+        *((name, ctypes.c_void_p) for name in ("gates", "gh", "y", "c", "mean_x", "var_x", "mean_h", "var_h")),
+        *((name, ctypes.c_void_p) for name in ("mean_c", "var_c", "dy", "dcells", "dh", "dc", "dreset_h", "dreset_c")),
+        *((name, ctypes.c_void_p) for name in ("dgx", "dgh", "dsh", "du", "u", "dnc", "chat", "dx")),
+        *((name, ctypes.c_void_p) for name in ("dscale_x", "dscale_h", "dscale_c", "dshift_c", "work")),
     ]
 
 

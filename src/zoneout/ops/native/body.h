@@ -268,7 +268,7 @@ static void NAME(column_back)(REAL *dv, const REAL *d, const REAL *hat, int64_t 
 /* --- where things are ---------------------------------------------------------------------------- */
 
 typedef struct { /* scratch, shared by the threads */
-    REAL *w_hh, *w_hr; /* packed */
+    REAL *w_ih, *w_hh, *w_hr; /* packed */
     REAL *product;     /* [B, G] */
     REAL *h_in;        /* [B, P] */
     REAL *raw;         /* [B, H]: the candidate c; backwards: of u */
@@ -283,6 +283,7 @@ static int64_t NAME(layout)(const Loop *l, WORK *w) {
     int64_t b = l->batch, h = l->hidden, p = l->outputs, g = gates_of[l->cell] * h, at = 0;
     char *base = (char *)l->work;
 #define PLACE(name, count) (w->name = (REAL *)(base + at), at += ((count) * (int64_t)sizeof(REAL) + 63) / 64 * 64)
+    PLACE(w_ih, l->x ? NAME(panel_size)(l->inputs, g) : 0);
     PLACE(w_hh, max64(NAME(panel_size)(p, g), NAME(panel_size)(g, p)));
     PLACE(w_hr, l->w_hr ? max64(NAME(panel_size)(h, p), NAME(panel_size)(p, h)) : 0);
     PLACE(product, b * g);
@@ -576,12 +577,17 @@ void NAME(zoneout_forward)(const Loop *l) {
 #pragma omp parallel num_threads((int)l->threads)
     {
         NAME(pack)(w->w_hh, l->w_hh, p, g, 1, p);
+        if (l->x) NAME(pack)(w->w_ih, l->w_ih, l->inputs, g, 1, l->inputs);
         if (l->w_hr) NAME(pack)(w->w_hr, l->w_hr, h, p, 1, h);
         barrier();
         for (int64_t t = 0; t < l->steps && l->counts[t] > 0; t++) {
             const REAL *left = NAME(left_side)(l, w, t);
-            REAL *out = apart ? w->product : (REAL *)l->gates + l->offsets[t] * g;
-            NAME(product)(l->counts[t], p, g, left, p, w->w_hh, out, g, !apart);
+            REAL *gates = (REAL *)l->gates + l->offsets[t] * g;
+            if (l->x) { /* the same tiles are this thread's in both products */
+                const REAL *x = (const REAL *)l->x + l->offsets[t] * l->inputs;
+                NAME(product)(l->counts[t], l->inputs, g, x, l->inputs, w->w_ih, gates, g, 0);
+            }
+            NAME(product)(l->counts[t], p, g, left, p, w->w_hh, apart ? w->product : gates, g, !apart);
             barrier();
             if (l->cell == LSTM)
                 NAME(lstm_forward)(l, w, t);

@@ -34,6 +34,8 @@ typedef struct {
     const void *scale_h; /* [B, P]: variational mask on h where it enters the gates, or NULL */
     int64_t norm, norm_given;
     double eps;
+    int64_t inputs;
+    const void *x, *w_ih; /* [N, inputs], [G, inputs]: where x·Wx is taken step by step; NULL: it is in `gates` */
     const void *w_hh, *b_x, *b_h, *w_hr;      /* [G, P]; [G]; [G] or NULL; [P, H] or NULL */
     const void *norm_x, *norm_h, *norm_c, *norm_c_shift; /* [G], [G], [H], [H] */
     const void *h0, *c0;                      /* [B, P], [B, H] */
