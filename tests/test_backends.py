@@ -3,6 +3,7 @@
 The CPU's loop is run both ways, compiled and in torch calls. Memory that is handed out unwritten is filled with NaN.
 """
 
+import copy
 import os
 import subprocess
 import sys
@@ -210,6 +211,34 @@ def test_the_same_bits_twice(name, threads):
         hx = (h, h.clone()) if name == "lstm" else h
         first, second = everything(layer, x, hx, {}), everything(layer, x, hx, {})
         assert all(torch.equal(first[key], second[key]) for key in first)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("name", LAYERS)
+def test_threads(name, threads, norm):
+    """Threads that share the steps, or that have rows of their own, get in each other's way."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for batch, call in (
+            (13, {}),
+            (13, {"resets": torch.rand(6, 13) < 0.3}),
+            (13, {"lengths": [6] * 5 + [3] * 8}),
+            (2, {}),
+        ):
+            torch.manual_seed(0)
+            noise = [zo.Zoneout(**STATES[name]), zo.VariationalDropout(hidden=0.2)]
+            layer = LAYERS[name](INPUT, 70, noise=noise, norm=NORMS[norm], dtype=torch.float64, backend="cpu")
+            exact = copy.deepcopy(layer)
+            exact.backend = "reference"
+            x, h = torch.randn(6, batch, INPUT, dtype=torch.float64), torch.randn(1, batch, 70, dtype=torch.float64)
+            hx = (h, h.clone()) if name == "lstm" else h
+            want, got = everything(exact, x, hx, call), everything(layer, x, hx, call)
+            for key, value in want.items():
+                assert (got[key] - value).norm() <= 1e-10 * value.norm().clamp(min=1e-30), (key, batch, call.keys())
     finally:
         torch.set_num_threads(before)
 

@@ -2,16 +2,9 @@
 
 from . import init
 from .convert import convert, revert
+from .draws import masks
 from .layers import GRU, LSTM, RNN
-from .noise import (
-    RecurrentDropout,
-    StateDropout,
-    VariationalDropout,
-    WeightDrop,
-    WeightNoise,
-    Zoneout,
-    masks,
-)
+from .noise import RecurrentDropout, StateDropout, VariationalDropout, WeightDrop, WeightNoise, Zoneout
 from .norm import RecurrentBatchNorm, estimate_statistics
 from .penalties import norm_stabilizer
 from .philox import fold

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from .noise import Draw, Noise, Rule, as_integers, as_seed, check_count, draw_masks, example_ids, plane
+from .draws import Draw, as_integers, check_count, draw_masks, example_ids
+from .noise import Noise, Rule, plane
 from .norm import LayerNorm, RecurrentBatchNorm
 from .ops.reference import kept_scale
-from .philox import fresh_seed
+from .philox import as_seed, fresh_seed
 from .recurrent import Recurrent, autocast_on, check_device, working_dtype
 
 Noises: TypeAlias = "Noise | Iterable[Noise] | None"

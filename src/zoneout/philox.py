@@ -25,6 +25,12 @@ _FOLD = 0x666F6C64  # "fold" in ASCII: a plane of the counter that no mask uses
 
 def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four 32-bit words for every counter (c0, c1, c2, c3), which broadcast; `seed` is the 64-bit key."""
+    if torch.compiler.is_compiling():
+        return torch.ops.zoneout.philox(seed, c0, c1, c2, c3).unbind(0)
+    return _philox(seed, c0, c1, c2, c3)
+
+
+def _philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     k0, k1 = seed & WORD, (seed >> 32) & WORD
     for _ in range(ROUNDS):
         product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
@@ -36,6 +42,19 @@ def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tupl
         )
         k0, k1 = (k0 + WEYL[0]) & WORD, (k1 + WEYL[1]) & WORD
     return c0, c1, c2, c3
+
+
+# An operator of its own for compiled models: inductor (torch 2.13) gets the bits wrong where two planes are drawn in
+# one graph, and would take seconds over the ten rounds.
+@torch.library.custom_op("zoneout::philox", mutates_args=())
+def _philox_operator(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> Tensor:
+    return torch.stack(torch.broadcast_tensors(*_philox(seed, c0, c1, c2, c3)))
+
+
+@_philox_operator.register_fake
+def _(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> Tensor:
+    shape = torch.broadcast_shapes(*(c.shape for c in (seed, c0, c1, c2, c3)))
+    return torch.empty((4, *shape), dtype=torch.int64, device=seed.device)
 
 
 def fold(seed: int | Tensor, n: int) -> int | Tensor:
@@ -64,6 +83,9 @@ def as_seed(seed: int | Tensor, device: torch.device | str | None = None) -> Ten
                 f"of shape {tuple(seed.shape)}"
             )
         return seed.reshape(()).to(device=device, dtype=torch.int64)
+    number = isinstance(seed, int) and not isinstance(seed, bool)
+    if torch.compiler.is_compiling() and number and -(2**63) <= seed < 2**63:
+        return torch.full((), seed, dtype=torch.int64, device=device)  # a symbol: other seeds compile nothing anew
     if isinstance(seed, bool) or not hasattr(seed, "__index__"):  # NumPy's integers are welcome
         raise TypeError(f"seed: expected an int or an integer tensor, got {type(seed).__name__}")
     seed = operator.index(seed)

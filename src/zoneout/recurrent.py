@@ -9,22 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from . import ops
-from .noise import (
-    MASKS,
-    Draw,
-    Noise,
-    Rule,
-    as_noises,
-    as_seed,
-    check_fits,
-    draw_masks,
-    normals,
-    plane,
-    rate_of_layer,
-    stream_units,
-)
+from .draws import Draw, draw_masks, normals, stream_units
+from .noise import MASKS, Noise, Rule, as_noises, check_fits, plane, rate_of_layer
 from .norm import STATISTICS, LayerNorm, Moments, RecurrentBatchNorm, StepNorm, as_norm, record, rows
 from .ops.reference import kept_scale
+from .philox import as_seed
 
 GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 
@@ -228,7 +217,7 @@ class Recurrent(nn.Module):
             (mask,) = draw_masks([draw], examples.new_zeros(1), examples, x.shape[-1])
             x = x * kept_scale(draw, mask, x.dtype)
         inside = tuple(d for d in draws if d.rule.stream not in ("input", "weight", "weight_noise"))
-        norm = self._step_norm(suffix, len(x), first_step, dtype)
+        norm = self._step_norm(suffix, x.shape[0], first_step, dtype)
         what = ops.Run(cell, x, h0, c0, weights, inside, examples, first_step, norm, **options)
         result = ops.run(what, self.backend)
         if result.moments is not None and x.shape[1] > 0:

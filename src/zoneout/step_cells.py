@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .draws import check_count, example_ids
 from .layers import Noises, Norm, State, as_states, check_state_dtype
-from .noise import as_seed, check_count, example_ids
 from .norm import RecurrentBatchNorm
-from .philox import fresh_seed
+from .philox import as_seed, fresh_seed
 from .recurrent import GATES, Recurrent, check_device, sees_step, working_dtype
 
 
@@ -94,7 +94,7 @@ class RecurrentCell(Recurrent, nn.RNNCellBase):
             c,
             "",
             self._draws(0, 0, self._seed(seed, x), self.layer),
-            example_ids(examples, len(x), x.device),
+            example_ids(examples, x.shape[0], x.device),
             at,
             dtype,
         )
@@ -105,7 +105,7 @@ class RecurrentCell(Recurrent, nn.RNNCellBase):
         return self.kind
 
     def _state(self, hx: State | None, x: Tensor, batched: bool) -> tuple[Tensor, Tensor | None]:
-        lstm, shape = self.kind == "lstm", (len(x), self.hidden_size)
+        lstm, shape = self.kind == "lstm", (x.shape[0], self.hidden_size)
         if hx is None:
             zero = x.new_zeros(shape)
             return zero, zero if lstm else None

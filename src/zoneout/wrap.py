@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from .cells import zone
-from .noise import STREAMS, Draw, Rule, as_seed, check_count, check_rate, draw_masks, example_ids, plane, rate_of_layer
-from .philox import fresh_seed
+from .draws import Draw, check_count, draw_masks, example_ids
+from .noise import STREAMS, Rule, check_rate, plane, rate_of_layer
+from .philox import as_seed, fresh_seed
 
 _MORE_STATES = 8  # a wrapped cell's third state and beyond draw from groups of their own, two states each
 

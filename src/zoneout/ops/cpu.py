@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import warnings
 from dataclasses import fields
 from functools import cache
@@ -15,6 +16,33 @@ from . import native, plain
 from .loop import Backward, Loop, per_unit, sees
 
 CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+
+
+def scratch(like: Tensor, *shape: int) -> Tensor:
+    """Unwritten memory for the length of one call: what an earlier call gave back, or new."""
+    count = math.prod(shape)
+    for k, kept in enumerate(_kept):
+        if kept.numel() == count and kept.dtype == like.dtype and not torch.are_deterministic_algorithms_enabled():
+            try:
+                return _kept.pop(k).view(shape) if kept is _kept[k] else like.new_empty(shape)
+            except IndexError:  # another thread was first
+                break
+    new = like.new_empty(shape)
+    prepare(new)
+    return new
+
+
+def give_back(*buffers: Tensor | None) -> None:
+    """Keep scratch memory for the next call: its pages have been touched, which is half of what a small call costs."""
+    for buffer in {id(b): b for b in buffers if b is not None}.values():
+        if buffer.nbytes <= _MOST:
+            _kept.append(buffer.view(-1))
+    while sum(b.nbytes for b in _kept) > _MOST:
+        del _kept[0]
+
+
+_kept: list[Tensor] = []
+_MOST = 2**26
 
 
 def takes_x(w_ih: Tensor) -> bool:
@@ -65,10 +93,11 @@ def _call(library: ctypes.CDLL, name: str, loop: Loop, back: Backward | None) ->
     kind = "double" if loop.gates.dtype == torch.float64 else "float"
     args, alive = _arguments(loop, back)
     size = getattr(library, f"zoneout_work_size_{kind}")(ctypes.byref(args))
-    work = torch.empty(size + 64, dtype=torch.uint8)
+    work = scratch(torch.empty(0, dtype=torch.uint8), size + 64)
     args.work = (work.data_ptr() + 63) // 64 * 64
     getattr(library, f"zoneout_{name}_{kind}")(ctypes.byref(args))
-    del alive, work
+    give_back(work)
+    del alive
 
 
 def _arguments(loop: Loop, back: Backward | None) -> tuple[native.Loop, list[Tensor]]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..noise import Draw
+from ..draws import Draw
 from ..norm import Moments, StepNorm
 
 # How far a backend may be from the reference, ‖a − b‖ / ‖b‖, on outputs, states and every gradient.

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..noise import MASKS, STREAMS, Draw
+from ..draws import Draw
+from ..noise import MASKS, STREAMS
 from ..norm import StepNorm
 
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}

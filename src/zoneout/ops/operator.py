@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..noise import MASKS, STREAMS, Draw, Rule, draw_masks
+from ..draws import Draw, draw_masks
+from ..noise import MASKS, STREAMS, Rule
 from ..norm import Moments, StepNorm
 from . import cpu
 from .interface import Result, Run, Weights
@@ -263,6 +264,8 @@ def _step_moments(norm: StepNorm | None, moments: Sequence[Tensor], lstm: bool) 
 
 @_run.register_fake
 def _(cell: str, x: Tensor, h0: Tensor, c0: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    if torch.autograd.forward_ad._current_level >= 0:  # a compiler would take the layer for a constant
+        _no_forward_mode(None)
     weights, scales, (over, eps, given) = rest[2:7], rest[7:11], rest[11:14]
     wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
     y, c, *kept = _empty_outputs(cell, wide, h0, Weights(*weights), _step_norm(over, eps, scales, given))
@@ -336,9 +339,9 @@ def _run_backward(
         return torch.zeros_like(like) if d is None else rows.pack(d.to(like.dtype))
 
     device = LOOPS[x.device.type]
-    dgx = ys.new_empty(n, wide)
-    dsh = torch.empty_like(dgx) if cell == "gru" else dgx
-    dgh = dsh if norm is None else torch.empty_like(dgx)
+    dgx = device.scratch(ys, n, wide)
+    dsh = device.scratch(ys, n, wide) if cell == "gru" else dgx
+    dgh = dsh if norm is None else device.scratch(ys, n, wide)
     back = Backward(
         dy=over_time(dy, ys),
         dcells=None if cs is None or dcells is None else rows.pack(dcells),
@@ -349,17 +352,16 @@ def _run_backward(
         dgx=dgx,
         dgh=dgh,
         dsh=dsh,
-        du=None if w_hr is None else torch.empty_like(ys),
-        u=None if w_hr is None else ys.new_empty(n, hidden),
-        dnc=None if norm is None or not lstm else ys.new_empty(n, hidden),
-        chat=None if norm is None or not lstm else ys.new_empty(n, hidden),
-        dx=None if norm is None else torch.empty_like(dgx),
+        du=None if w_hr is None else device.scratch(ys, n, ys.shape[1]),
+        u=None if w_hr is None else device.scratch(ys, n, hidden),
+        dnc=None if norm is None or not lstm else device.scratch(ys, n, hidden),
+        chat=None if norm is None or not lstm else device.scratch(ys, n, hidden),
+        dx=None if norm is None else device.scratch(ys, n, wide),
         dscale_x=None if norm is None else ys.new_zeros(device.PARTS(), wide),
         dscale_h=None if norm is None else ys.new_zeros(device.PARTS(), wide),
         dscale_c=None if norm is None or not lstm else ys.new_zeros(device.PARTS(), hidden),
         dshift_c=None if norm is None or not lstm else ys.new_zeros(device.PARTS(), hidden),
     )
-    device.prepare(dgx, dgh, dsh, back.du, back.u, back.dnc, back.chat, back.dx)
     packed = rows.pack(x_)
     if back.dx is not None:
         torch.mm(packed, w.w_ih.t(), out=back.dx)
@@ -376,21 +378,38 @@ def _run_backward(
         dgx = back.dx
         sums = {"scale_x": back.dscale_x, "scale_h": back.dscale_h, "scale_c": back.dscale_c, "shift_c": back.dshift_c}
         found |= {name: parts.sum(0) for name, parts in sums.items() if parts is not None}
-    found["w_ih"] = dgx.t() @ packed
-    if rows.whole and loop.resets is None and loop.scale_h is None:
-        found["w_hh"] = dgh[:batch].t() @ loop.h0
-        if steps > 1:
-            found["w_hh"].addmm_(dgh[batch:].t(), ys[: n - batch])
+    width = (ys.shape[1], packed.shape[1])
+    if dgh is dgx and n * sum(width) <= _SHORT:  # one product for both matrices
+        h_and_x = device.scratch(ys, n, sum(width))
+        torch.cat((_entered(loop, rows), packed), dim=1, out=h_and_x)
+        found["w_hh"], found["w_ih"] = (part.contiguous() for part in (dgx.t() @ h_and_x).split(width, dim=1))
+        device.give_back(h_and_x)
     else:
-        h_in = rows.before(ys, loop.h0, loop.reset_h, loop.resets)
-        if loop.scale_h is not None:
-            h_in = h_in * loop.scale_h[rows.grid[1]]
-        found["w_hh"] = dgh.t() @ h_in
+        found["w_ih"] = dgx.t() @ packed
+        if rows.whole and loop.resets is None and loop.scale_h is None:
+            found["w_hh"] = dgh[:batch].t() @ loop.h0
+            if steps > 1:
+                found["w_hh"].addmm_(dgh[batch:].t(), ys[: n - batch])
+        else:
+            found["w_hh"] = dgh.t() @ _entered(loop, rows)
     if back.du is not None and back.u is not None:
         found["w_hr"] = back.du.t() @ back.u
     if needs_x:
         found["x"] = rows.unpack(dgx @ w.w_ih)
+    device.give_back(back.dgx, dgh, dsh, back.du, back.u, back.dnc, back.chat, back.dx)
     return [found[name].to(x.dtype) if name in found else x.new_empty(0) for name in _DIFFERENTIABLE]
+
+
+_SHORT = 2**20
+
+
+def _entered(loop: Loop, rows: Rows) -> Tensor:
+    """[N, P]: h as it entered the gates at every row."""
+    if rows.whole and loop.resets is None:
+        h_in = torch.cat((loop.h0, loop.y[: len(loop.y) - rows.batch]))
+    else:
+        h_in = rows.before(loop.y, loop.h0, loop.reset_h, loop.resets)
+    return h_in if loop.scale_h is None else h_in * loop.scale_h[rows.grid[1]]
 
 
 @_run_backward.register_fake

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..cells import drop, zone
-from ..noise import draw_all, stream_units
+from ..draws import draw_all, stream_units
 from .loop import Backward, Loop
 
 Keep = Tensor | None  # where the old value (or zero) takes the place of the new one: a mask, a rate, or None

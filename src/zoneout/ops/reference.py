@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import cells
-from ..noise import Draw, draw_all, stream_units
+from ..draws import Draw, draw_all, stream_units
 from ..norm import Moments, StepNorm, moments, normalise
 from .interface import Result, Run
 

@@ -30,6 +30,8 @@ class Rows:
 
     @cached_property
     def counts(self) -> Tensor:
+        if self.lengths is None:
+            return torch.full((self.steps,), self.batch)
         at = torch.arange(self.steps)
         return (self.sorted_lengths.cpu() > at[:, None]).sum(1)
 

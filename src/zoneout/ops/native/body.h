@@ -298,9 +298,56 @@ static int64_t NAME(layout)(const Loop *l, WORK *w) {
     return at;
 }
 
+/* Whether each thread is better off with rows of its own for all steps: no barrier at all, but every thread reads all
+ * of the weights, so they must fit its cache. Batch norm needs all rows at every step. */
+static int NAME(rows_apart)(const Loop *l) {
+    int64_t bytes = l->outputs + (l->x ? l->inputs : 0);
+    bytes *= (l->cell == LSTM ? 4 : l->cell == GRU ? 3 : 1) * l->hidden * (int64_t)sizeof(REAL);
+    return l->threads > 1 && l->norm != NORM_EXAMPLES && l->batch >= 4 * l->threads && bytes <= 1 << 20 &&
+           l->counts[l->steps - 1] == l->batch;
+}
+
+/* Room for the offsets and counts of a thread's own rows. */
+INLINE int64_t NAME(spans_size)(const Loop *l) { return (2 * l->steps * (int64_t)sizeof(int64_t) + 63) / 64 * 64; }
+
 int64_t NAME(zoneout_work_size)(const Loop *l) {
     WORK w;
-    return NAME(layout)(l, &w);
+    int64_t size = NAME(layout)(l, &w);
+    return NAME(rows_apart)(l) ? (size + NAME(spans_size)(l)) * l->threads : size;
+}
+
+/* The loop of this thread's rows alone. */
+static Loop NAME(own_rows)(const Loop *l) {
+    static const int64_t gates_of[] = {4, 3, 1, 1};
+    Loop own = *l;
+    WORK w;
+    int64_t from, to, h = l->hidden, p = l->outputs, g = gates_of[l->cell] * h, id = real_thread_id();
+    int64_t size = NAME(layout)(l, &w) + NAME(spans_size)(l);
+    int64_t *spans = (int64_t *)((char *)l->work + size * id);
+    share(l->batch, 1, &from, &to);
+    for (int64_t t = 0; t < l->steps; t++) {
+        spans[t] = to - from;
+        spans[l->steps + t] = l->offsets[t] + from;
+    }
+    own.batch = to - from, own.counts = spans, own.offsets = spans + l->steps;
+    own.work = (char *)spans + NAME(spans_size)(l);
+    own.lengths += from, own.examples += from;
+#define MOVE(name, count) own.name = l->name ? (void *)((REAL *)l->name + (count)) : NULL
+    MOVE(scale_h, from * p);
+    MOVE(h0, from * p);
+    MOVE(c0, from * h);
+    MOVE(reset_h, from * p);
+    MOVE(reset_c, from * h);
+    MOVE(dh, from * p);
+    MOVE(dc, from * h);
+    MOVE(dreset_h, from * p);
+    MOVE(dreset_c, from * h);
+    MOVE(dscale_x, id * g);
+    MOVE(dscale_h, id * g);
+    MOVE(dscale_c, id * h);
+    MOVE(dshift_c, id * h);
+#undef MOVE
+    return own;
 }
 
 /* Which rows and units of a step are this thread's. */
@@ -568,37 +615,53 @@ static const REAL *NAME(left_side)(const Loop *l, WORK *w, int64_t t) {
     return w->h_in;
 }
 
-void NAME(zoneout_forward)(const Loop *l) {
+/* All steps, by the threads that are here. */
+static void NAME(run_forward)(const Loop *l, WORK *w) {
     static const int64_t gates_of[] = {4, 3, 1, 1};
     int64_t h = l->hidden, p = l->outputs, g = gates_of[l->cell] * h;
     int apart = l->norm || l->cell == GRU; /* h·Wh is not simply added to x's part */
-    WORK shared, *w = &shared;
-    NAME(layout)(l, w);
-#pragma omp parallel num_threads((int)l->threads)
-    {
-        NAME(pack)(w->w_hh, l->w_hh, p, g, 1, p);
-        if (l->x) NAME(pack)(w->w_ih, l->w_ih, l->inputs, g, 1, l->inputs);
-        if (l->w_hr) NAME(pack)(w->w_hr, l->w_hr, h, p, 1, h);
-        barrier();
-        for (int64_t t = 0; t < l->steps && l->counts[t] > 0; t++) {
-            const REAL *left = NAME(left_side)(l, w, t);
-            REAL *gates = (REAL *)l->gates + l->offsets[t] * g;
-            if (l->x) { /* the same tiles are this thread's in both products */
-                const REAL *x = (const REAL *)l->x + l->offsets[t] * l->inputs;
-                NAME(product)(l->counts[t], l->inputs, g, x, l->inputs, w->w_ih, gates, g, 0);
-            }
-            NAME(product)(l->counts[t], p, g, left, p, w->w_hh, apart ? w->product : gates, g, !apart);
-            barrier();
-            if (l->cell == LSTM)
-                NAME(lstm_forward)(l, w, t);
-            else if (l->cell == GRU)
-                NAME(gru_forward)(l, w, t);
-            else
-                NAME(rnn_forward)(l, w, t);
-            barrier();
+    NAME(pack)(w->w_hh, l->w_hh, p, g, 1, p);
+    if (l->x) NAME(pack)(w->w_ih, l->w_ih, l->inputs, g, 1, l->inputs);
+    if (l->w_hr) NAME(pack)(w->w_hr, l->w_hr, h, p, 1, h);
+    barrier();
+    for (int64_t t = 0; t < l->steps && l->counts[t] > 0; t++) {
+        const REAL *left = NAME(left_side)(l, w, t);
+        REAL *gates = (REAL *)l->gates + l->offsets[t] * g;
+        if (l->x) { /* the same tiles are this thread's in both products */
+            const REAL *x = (const REAL *)l->x + l->offsets[t] * l->inputs;
+            NAME(product)(l->counts[t], l->inputs, g, x, l->inputs, w->w_ih, gates, g, 0);
         }
+        NAME(product)(l->counts[t], p, g, left, p, w->w_hh, apart ? w->product : gates, g, !apart);
+        barrier();
+        if (l->cell == LSTM)
+            NAME(lstm_forward)(l, w, t);
+        else if (l->cell == GRU)
+            NAME(gru_forward)(l, w, t);
+        else
+            NAME(rnn_forward)(l, w, t);
+        barrier();
     }
 }
+
+/* Run a pass with threads that share every step, or that have rows of their own. */
+#define TEAM(pass)                                                                                                    \
+    WORK shared;                                                                                                      \
+    int apart = NAME(rows_apart)(l);                                                                                  \
+    if (!apart) NAME(layout)(l, &shared);                                                                             \
+    _Pragma("omp parallel num_threads((int)l->threads)") {                                                            \
+        if (apart) {                                                                                                  \
+            Loop own = NAME(own_rows)(l);                                                                             \
+            WORK mine;                                                                                                \
+            NAME(layout)(&own, &mine);                                                                                \
+            alone = 1;                                                                                                \
+            pass(&own, &mine);                                                                                        \
+            alone = 0;                                                                                                \
+        } else {                                                                                                      \
+            pass(l, &shared);                                                                                         \
+        }                                                                                                             \
+    }
+
+void NAME(zoneout_forward)(const Loop *l) { TEAM(NAME(run_forward)) }
 
 /* --- backwards ----------------------------------------------------------------------------------- */
 
@@ -829,41 +892,40 @@ static void NAME(cut_back)(const Loop *l, int64_t t) {
     barrier();
 }
 
-void NAME(zoneout_backward)(const Loop *l) {
+static void NAME(run_backward)(const Loop *l, WORK *w) {
     static const int64_t gates_of[] = {4, 3, 1, 1};
-    int64_t h = l->hidden, p = l->outputs, g = gates_of[l->cell] * h, b = l->batch;
-    WORK shared, *w = &shared;
-    NAME(layout)(l, w);
-    memset(w->gate, 0, sizeof(REAL) * b * h);
-#pragma omp parallel num_threads((int)l->threads)
-    {
-        NAME(pack)(w->w_hh, l->w_hh, g, p, p, 1);
-        if (l->w_hr) NAME(pack)(w->w_hr, l->w_hr, p, h, h, 1);
+    int64_t h = l->hidden, p = l->outputs, g = gates_of[l->cell] * h, from, to;
+    share(l->batch, 1, &from, &to);
+    memset(w->gate + from * h, 0, sizeof(REAL) * (to - from) * h);
+    NAME(pack)(w->w_hh, l->w_hh, g, p, p, 1);
+    if (l->w_hr) NAME(pack)(w->w_hr, l->w_hr, p, h, h, 1);
+    barrier();
+    for (int64_t t = l->steps - 1; t >= 0; t--) {
+        int64_t n = l->counts[t];
+        if (n == 0) continue;
+        if (l->cell == LSTM)
+            NAME(lstm_backward)(l, w, t);
+        else if (l->cell == GRU)
+            NAME(gru_backward)(l, w, t);
+        else
+            NAME(rnn_backward)(l, w, t);
         barrier();
-        for (int64_t t = l->steps - 1; t >= 0; t--) {
-            int64_t n = l->counts[t], from, to;
-            if (n == 0) continue;
-            if (l->cell == LSTM)
-                NAME(lstm_backward)(l, w, t);
-            else if (l->cell == GRU)
-                NAME(gru_backward)(l, w, t);
-            else
-                NAME(rnn_backward)(l, w, t);
+        const REAL *left = (const REAL *)l->dgh + l->offsets[t] * g;
+        NAME(product)(n, g, p, left, g, w->w_hh, l->scale_h ? w->h_in : (REAL *)l->dh, p, !l->scale_h);
+        barrier();
+        if (l->scale_h) {
+            share(n, 1, &from, &to);
+            for (int64_t j = from * p; j < to * p; j++)
+                ((REAL *)l->dh)[j] += w->h_in[j] * ((const REAL *)l->scale_h)[j];
             barrier();
-            const REAL *left = (const REAL *)l->dgh + l->offsets[t] * g;
-            NAME(product)(n, g, p, left, g, w->w_hh, l->scale_h ? w->h_in : (REAL *)l->dh, p, !l->scale_h);
-            barrier();
-            if (l->scale_h) {
-                share(n, 1, &from, &to);
-                for (int64_t j = from * p; j < to * p; j++)
-                    ((REAL *)l->dh)[j] += w->h_in[j] * ((const REAL *)l->scale_h)[j];
-                barrier();
-            }
-            if (l->resets) NAME(cut_back)(l, t);
         }
+        if (l->resets) NAME(cut_back)(l, t);
     }
 }
 
+void NAME(zoneout_backward)(const Loop *l) { TEAM(NAME(run_backward)) }
+
+#undef TEAM
 #undef TILE_OF
 #undef LANES
 #undef TILE

@@ -36,7 +36,9 @@ void zoneout_large_pages(void *start, int64_t bytes) {
 
 /* --- threads ------------------------------------------------------------------------------------ */
 
-INLINE int thread_id(void) {
+static _Thread_local int alone; /* this thread works on rows of its own and waits for nobody */
+
+INLINE int real_thread_id(void) {
 #ifdef _OPENMP
     return omp_get_thread_num();
 #else
@@ -44,9 +46,11 @@ INLINE int thread_id(void) {
 #endif
 }
 
+INLINE int thread_id(void) { return alone ? 0 : real_thread_id(); }
+
 INLINE int thread_count(void) {
 #ifdef _OPENMP
-    return omp_get_num_threads();
+    return alone ? 1 : omp_get_num_threads();
 #else
     return 1;
 #endif
@@ -54,7 +58,9 @@ INLINE int thread_count(void) {
 
 INLINE void barrier(void) {
 #ifdef _OPENMP
+    if (!alone) {
 #pragma omp barrier
+    }
 #endif
 }
 

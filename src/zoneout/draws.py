@@ -1,0 +1,189 @@
+"""Drawing: a mask is a function of its coordinates.
+
+Every Bernoulli draw is a pure function of the seed and of (layer, direction, step, example, unit, stream), so that
+nothing random is stored: whoever needs a mask, on whatever device, draws it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .noise import MASKS, STREAMS, Noise, Rule, as_noises, is_zero, plane, rate_of_layer
+from .philox import as_seed, philox
+
+
+class Draw(NamedTuple):
+    """One stream of one run over time, ready for a backend: its rule, its numbers, where its bits are."""
+
+    rule: Rule
+    rate: Tensor  # float64, a scalar or one a unit
+    seed: Tensor | None  # None: nothing is drawn, the expectation stands in the mask's place
+    plane: int
+
+    @property
+    def threshold(self) -> Tensor:
+        """The old value is kept where 16 random bits are below this."""
+        return (self.rate * 65536).round().to(torch.int64)
+
+
+def words(seed: Tensor, steps: Tensor, examples: Tensor, units: int, plane: int) -> Tensor:
+    """32 random bits for each coordinate, [steps, examples, units]."""
+    c0 = torch.arange((units + 3) // 4, device=seed.device)
+    c3 = torch.full((), plane, device=seed.device)
+    four = philox(seed, c0, examples[:, None], steps[:, None, None], c3)
+    return torch.stack(torch.broadcast_tensors(*four), dim=-1).flatten(-2)[..., :units]
+
+
+_BLOCK = 2**15  # counters at a time: the ten rounds then stay in the cache, and memory stays small
+
+
+def draw_masks(draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: int) -> list[Tensor]:
+    """The masks of streams that share their group and mask kind, True where the old value is kept.
+
+    Each is a bool tensor [steps, examples, units], of size 1 wherever the draw does not see.
+    """
+    seed, plane = draws[0].seed, draws[0].plane
+    sees = MASKS[draws[0].rule.mask]
+    assert seed is not None and all(d.plane == plane for d in draws)
+    steps = steps if sees.step else steps.new_zeros(1)
+    examples = examples if sees.example else examples.new_zeros(1)
+    units = units if sees.unit else 1
+    block = max(1, 4 * _BLOCK // max(1, units * len(examples)))
+    parts = []
+    for some in steps.split(block):
+        bits = words(seed, some, examples, units, plane)
+        low, high = bits & 0xFFFF, bits >> 16
+        halves = (high if sees.stream and STREAMS[d.rule.stream].half else low for d in draws)
+        parts.append([half < d.threshold for half, d in zip(halves, draws)])
+    return [torch.cat(part) if len(part) > 1 else part[0] for part in zip(*parts, strict=True)]
+
+
+def draw_all(draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: dict[str, int]) -> dict[str, Tensor]:
+    """The mask of every stream that is drawn, by name; streams that share their bits draw them once."""
+    groups: dict[tuple[Any, ...], list[Draw]] = {}
+    for draw in draws:
+        if draw.seed is not None:
+            key = (draw.plane, draw.rule.mask, draw.rule.by, units[draw.rule.stream])
+            groups.setdefault(key, []).append(draw)
+    masks = {}
+    for (_, _, _, count), group in groups.items():
+        for draw, mask in zip(group, draw_masks(group, steps, examples, count), strict=True):
+            masks[draw.rule.stream] = mask
+    return masks
+
+
+def normals(seed: Tensor, count: int, matrix: int, plane: int) -> Tensor:
+    """Standard normal numbers, one for each element of a weight matrix (Box and Muller's method)."""
+    wide = torch.float32 if seed.device.type == "mps" else torch.float64
+    index = torch.arange((count + 3) // 4, device=seed.device)
+    zero = torch.zeros((), dtype=torch.int64, device=seed.device)
+    w = [(word.to(wide) + 0.5) / 2**32 for word in philox(seed, index, zero + matrix, zero, zero + plane)]
+    pairs = [
+        ((-2 * a.log()).sqrt() * turn(2 * math.pi * b))
+        for a, b in ((w[0], w[1]), (w[2], w[3]))
+        for turn in (torch.cos, torch.sin)
+    ]
+    return torch.stack(pairs, dim=-1).flatten()[:count]
+
+
+def masks(
+    noise: Noise | Iterable[Noise],
+    seed: int | Tensor,
+    steps: int,
+    batch: int,
+    hidden: int,
+    *,
+    proj_size: int = 0,
+    input_size: int | None = None,
+    layer: int = 0,
+    direction: int = 0,
+    examples: int | Tensor | Sequence[int] | None = None,
+    first_step: int = 0,
+) -> dict[str, Tensor]:
+    """The very masks that a layer draws from a seed: bool [steps, batch, units], True keeps the old value.
+
+    One entry a stream of the noise: cell, hidden, update, input, variational_hidden. The input's mask has
+    `input_size` units (`hidden` when not given): what the layer asked about has as its input.
+
+    >>> import zoneout as zo
+    >>> m = zo.masks(zo.Zoneout(cell=0.5, hidden=0.05), seed=7, steps=100, batch=32, hidden=1000)
+    >>> {stream: (tuple(mask.shape), round(mask.float().mean().item(), 2)) for stream, mask in m.items()}
+    {'cell': ((100, 32, 1000), 0.5), 'hidden': ((100, 32, 1000), 0.05)}
+    """
+    units = stream_units(hidden, proj_size, hidden if input_size is None else input_size)
+    where = plane("cell", check_count("layer", layer, 2**15), check_count("direction", direction, 2))
+    check_count("first_step", first_step, 2**32 - steps)
+    at = torch.arange(first_step, first_step + steps)
+    rows = example_ids(examples, batch, torch.device("cpu"))
+    out: dict[str, Tensor] = {}
+    for one in as_noises(noise):
+        for field, stream in one.fields.items():
+            rates = getattr(one, field)
+            if stream not in units or (stream in out and is_zero(rates)):
+                continue  # a weight has no step and no example; another method has the stream
+            name = f"{type(one).__name__}({field}=…)"
+            if isinstance(rates, tuple) and layer >= len(rates):
+                raise ValueError(
+                    f"layer: expected one of the {len(rates)} layers that {name} has rates for, got {layer}"
+                )
+            count = len(rates) if isinstance(rates, tuple) else 1
+            rate = rate_of_layer(rates, layer, count, units[stream], name)
+            own = getattr(one, "seed", None)
+            key = as_seed(seed if own is None else own, "cpu")
+            draw = Draw(one.rule(field), rate, key, where + plane(stream, 0, 0))
+            (mask,) = draw_masks([draw], at, rows, units[stream])
+            out[stream] = mask.expand(steps, batch, units[stream]).contiguous()
+    return out
+
+
+def as_integers(name: str, values: Any, expected: str = "integers") -> Tensor:
+    """A tensor of the values (an empty list has no dtype of its own), or an error."""
+    empty = isinstance(values, (list, tuple)) and not values
+    try:
+        integers = torch.as_tensor(values, dtype=torch.int64 if empty else None)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name}: expected {expected}, got {values!r}") from None
+    if integers.dtype == torch.bool or integers.is_floating_point() or integers.is_complex():
+        raise TypeError(f"{name}: expected {expected}, got {integers.dtype}")
+    return integers
+
+
+def check_count(name: str, value: int, limit: int) -> int:
+    """A whole number from 0 to below `limit`, or an error."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < limit:
+        which = "0 or 1" if limit == 2 else f"a whole number, 0 or more and below {limit}"
+        raise ValueError(f"{name}: expected {which}, got {value!r}")
+    return value
+
+
+def stream_units(hidden: int, proj_size: int, input_size: int) -> dict[str, int]:
+    """How many units the state or input behind each stream has."""
+    outputs = proj_size or hidden
+    return {
+        "cell": hidden,
+        "hidden": outputs,
+        "update": hidden,
+        "input": input_size,
+        "variational_hidden": outputs,
+    }
+
+
+def example_ids(examples: int | Tensor | Sequence[int] | None, batch: int, device: torch.device) -> Tensor:
+    """The example coordinate of each row of the batch: an offset, or one id a row."""
+    if examples is None:
+        return torch.arange(batch, device=device)
+    if isinstance(examples, int) and not isinstance(examples, bool):
+        if not 0 <= examples <= 2**32 - max(batch, 1):
+            raise ValueError(f"examples: expected an offset between 0 and 2³² − batch, got {examples}")
+        return torch.arange(examples, examples + batch, device=device)
+    ids = as_integers("examples", examples, "an offset or integer ids")
+    if ids.dim() == 0:
+        return (torch.arange(batch, device=device) + ids.to(device)) & 0xFFFFFFFF
+    if ids.shape != (batch,):
+        raise ValueError(f"examples: expected one id for each of {batch} rows, got shape {tuple(ids.shape)}")
+    return ids.to(device=device, dtype=torch.int64) & 0xFFFFFFFF

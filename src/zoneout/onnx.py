@@ -1,0 +1,318 @@
+"""Export of a model in evaluation mode to ONNX.
+
+ONNX's own LSTM, GRU and RNN have no place for a noise's expectation, nor for norms and resets inside the step. So the
+operator `zoneout::run` becomes a Scan over time, whose body is the step of `cells.py` once more, in ONNX's words. It
+needs the packages of the extra: `pip install zoneout[onnx]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+
+from .ops.loop import GATES
+from .ops.operator import _decode
+from .ops.reference import KEEPS
+from .recurrent import Recurrent
+
+__all__ = ["export", "translations"]
+
+
+def export(model: nn.Module, args: tuple[Any, ...] = (), path: Any = None, **options: Any) -> Any:
+    """`torch.onnx.export` of a model that holds zoneout's layers, in evaluation mode.
+
+    `args` are what the model is called with; `options` are those of `torch.onnx.export`, such as `kwargs`,
+    `input_names` or `dynamic_shapes`. Batch and time may both be dynamic.
+    """
+    _packages()
+    _check(model)
+    if options.setdefault("dynamo", True) is not True:
+        raise ValueError("dynamo: expected True, since the older exporter cannot hold a loop over time")
+    table = translations() | (options.pop("custom_translation_table", None) or {})
+    return torch.onnx.export(model, args, path, custom_translation_table=table, **options)
+
+
+def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """The `custom_translation_table` for those who call `torch.onnx.export(…, dynamo=True)` themselves."""
+    _packages()
+    return {torch.ops.zoneout.run.default: _run, torch.ops.zoneout.fresh_seed.default: _fresh_seed}
+
+
+def _packages() -> None:
+    try:
+        import onnx
+        import onnxscript  # noqa: F401
+    except ImportError as missing:
+        raise ImportError(
+            f"export to ONNX needs the packages onnx and onnxscript, and {missing.name} is not there; "
+            "install them with  pip install 'zoneout[onnx]'"
+        ) from missing
+    del onnx
+
+
+def _check(model: nn.Module) -> None:
+    """An error where the model would draw: a graph in ONNX is a function of its inputs."""
+    for name, module in model.named_modules():
+        if not isinstance(module, Recurrent):
+            continue
+        where = f"model: {name or type(module).__name__}"
+        if module.training:
+            raise ValueError(f"{where} is in training mode, expected evaluation; call model.eval() first")
+        if drawn := module._drawn_rules():
+            raise ValueError(
+                f"{where} draws its {drawn[0].stream} noise in evaluation too (at_eval='sample'), which ONNX cannot; "
+                "expected at_eval='expectation' or 'off'"
+            )
+
+
+# --- ONNX's operators as Python's ------------------------------------------------------------------
+
+
+class _Graph:
+    """A list of nodes that grows: that of the model, or of the body of a Scan."""
+
+    names = count()
+
+    def __init__(self, nodes: list[Any], version: int, like: Any) -> None:
+        self.nodes, self.version, self.like = nodes, version, like
+
+    def __call__(self, kind: str, *inputs: Any, outputs: int = 1, **attributes: Any) -> Any:
+        import onnxscript.ir as ir
+
+        values = [v if v is None or isinstance(v, ir.Value) else self.constant(v) for v in inputs]
+        given = ir.convenience.convert_attributes(attributes)
+        node = ir.Node("", kind, values, given, num_outputs=outputs, version=self.version)
+        for value in node.outputs:
+            value.name = self.name()
+        self.nodes.append(node)
+        return node.outputs[0] if outputs == 1 else list(node.outputs)
+
+    def name(self) -> str:
+        return f"zoneout_{next(self.names)}"
+
+    def constant(self, value: float | int | list[int]) -> Any:
+        """A float is of the kind that the states are of, all else int64."""
+        import onnxscript.ir as ir
+
+        kind = self.like if isinstance(value, float) else ir.DataType.INT64
+        return self("Constant", value=ir.tensor(value, dtype=kind))
+
+    def linear(self, x: Any, weight: Any) -> Any:
+        return self("MatMul", x, self("Transpose", weight, perm=[1, 0]))
+
+    def column(self, v: Any) -> Any:
+        """[…] -> […, 1]."""
+        return self("Unsqueeze", v, [-1])
+
+    def zone(self, new: Any, old: Any, rate: Any) -> Any:
+        if rate is None:
+            return new
+        return self("Add", self.drop(new, rate), self("Mul", old, rate))
+
+    def drop(self, new: Any, rate: Any) -> Any:
+        return new if rate is None else self("Mul", new, self("Sub", 1.0, rate))
+
+    def mean(self, v: Any, over: str, alive: Any) -> Any:
+        """The mean of […, B, units] over the units or over the examples alive, […, B, 1]."""
+        if over == "units":
+            return self("ReduceMean", v, [-1], keepdims=1)
+        if alive is None:
+            return self("ReduceMean", v, [-2], keepdims=1)
+        share = self("Cast", alive, to=int(self.like))
+        total = self("ReduceSum", self("Where", alive, v, 0.0), [-2], keepdims=1)
+        return self("Div", total, self("Max", self("ReduceSum", share, [-2], keepdims=1), 1.0))
+
+    def normalise(self, v: Any, given: Sequence[Any] | None, over: str, eps: float, scale: Any, alive: Any) -> Any:
+        mean, var = given or (self.mean(v, over, alive), None)
+        apart = self("Sub", v, mean)
+        if var is None:
+            var = self.mean(self("Mul", apart, apart), over, alive)
+        deviation = self("Sqrt", self("Add", var, eps))
+        return self("Mul", self("Div", apart, deviation), scale)
+
+
+# --- the operator ----------------------------------------------------------------------------------
+
+
+def _run(  # type: ignore[no-untyped-def]
+    cell, x, h0, c0, reset_h, reset_c, w_ih, w_hh, b_ih, b_hh, w_hr, scale_x, scale_h, scale_c, shift_c, over, eps,
+    given, codes, rates, seeds, examples, first_step, lengths, resets, reverse,
+):  # fmt: skip
+    """`zoneout::run` as nodes of the graph that is being exported; see ops/reference.py for the same in torch."""
+    import onnxscript
+    import onnxscript.ir as ir
+
+    del examples, first_step  # coordinates of draws, and nothing is drawn
+    recorder = onnxscript.evaluator.default()
+    narrow = x.dtype
+    wide = ir.DataType.FLOAT if narrow in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) else narrow
+    op = _Graph(recorder.nodes, recorder.opset.version, wide)
+
+    def cast(v: Any) -> Any:
+        return v if v is None or v.dtype == wide else op("Cast", v, to=int(wide))
+
+    x, h, c, reset_h, reset_c = (cast(v) for v in (x, h0, c0, reset_h, reset_c))
+    w_ih, w_hh, b_ih, b_hh, w_hr = (cast(v) for v in (w_ih, w_hh, b_ih, b_hh, w_hr))
+    scale_x, scale_h, scale_c, shift_c = (cast(v) for v in (scale_x, scale_h, scale_c, shift_c))
+    given = [cast(v) for v in given]
+    keep, holds = _expectations(op, codes, rates, seeds)
+
+    steps = op("Squeeze", op("Shape", x, start=0, end=1), [0])
+    at = op("Range", 0, steps, 1)  # [T]: the number of each processed step
+
+    def turn(v: Any) -> Any:
+        """[T, B, ·] in the order of processing, and back."""
+        if not reverse:
+            return v
+        if lengths is not None:
+            return op("ReverseSequence", v, lengths, batch_axis=1, time_axis=0)
+        return op("Slice", v, [-1], [-(2**63)], [0], [-1])
+
+    alive = None if lengths is None else op("Less", op.column(at), lengths)  # [T, B]
+    cuts = resets
+    if resets is not None and reverse:  # the cut above a step, met on the way down
+        nothing = op("And", op("Slice", resets, [0], [1], [0]), op("Cast", 0, to=int(ir.DataType.BOOL)))
+        below = op("Concat", op("Slice", resets, [1], [2**63 - 1], [0]), nothing, axis=0)
+        cuts = op("And", turn(below), op.column(op("Greater", at, 0)))
+
+    gx = turn(op.linear(x, w_ih))  # [T, B, G]
+    if over:
+        moments = [op("Unsqueeze", v, [1]) for v in given[:2]] or None
+        gx = op.normalise(gx, moments, over, eps, scale_x, None if alive is None else op.column(alive))
+    apart = bool(over) or cell == "gru"  # whether h·Wh has a bias of its own
+    for bias in (b_ih,) if apart else (b_ih, b_hh):
+        gx = gx if bias is None else op("Add", gx, bias)
+
+    # What changes from step to step goes in as a scan; all else the body takes from around it.
+    lstm = cell == "lstm"
+    scans = {"gx": gx, "at": at, "alive": alive, "cuts": cuts}
+    scans |= dict(zip(("mean_h", "var_h", "mean_c", "var_c"), given[2:]))
+    scans = {name: value for name, value in scans.items() if value is not None}
+    states = {"h": h, "c": c, "o": op("Mul", c, 0.0) if holds else None}
+    states = {name: value for name, value in states.items() if value is not None}
+
+    body = _Graph([], recorder.opset.version, wide)
+    kinds = {"at": ir.DataType.INT64, "alive": ir.DataType.BOOL, "cuts": ir.DataType.BOOL}
+    inside = {
+        name: ir.Value(name=f"{body.name()}_{name}", type=ir.TensorType(kinds.get(name, wide)))
+        for name in (*states, *scans)
+    }
+    step = _Step(body, cell, w_hh, w_hr, b_hh if apart else None, keep, holds, over, eps, scale_h, scale_c, shift_c)
+    ends = step(inside, reset_h, reset_c)
+    every = [body("Identity", ends[name]) for name in (("h", "c") if lstm else ("h",))]
+    ended = [body("Identity", ends[name]) for name in states]
+    graph = ir.Graph(list(inside.values()), [*ended, *every], nodes=body.nodes, name=body.name())
+    results = op(
+        "Scan", *states.values(), *scans.values(), outputs=len(ended) + len(every), body=graph,
+        num_scan_inputs=len(scans),
+    )  # fmt: skip
+
+    def over_time(v: Any) -> Any:
+        return turn(v if alive is None else op("Where", op.column(alive), v, 0.0))
+
+    y, h_n = over_time(results[len(ended)]), results[0]
+    c_n, cells = (results[1], over_time(results[-1])) if lstm else (ir.Value(), ir.Value())
+    if narrow != wide:
+        y, h_n = (op("Cast", v, to=int(narrow)) for v in (y, h_n))
+        c_n = op("Cast", c_n, to=int(narrow)) if lstm else c_n
+    return [y, h_n, c_n, cells, *(ir.Value() for _ in range(8))]  # the rest is for the way back
+
+
+def _fresh_seed(x):  # type: ignore[no-untyped-def]
+    """`zoneout::fresh_seed` comes first wherever something is drawn."""
+    raise ValueError(
+        "the model draws noise, which ONNX cannot; call model.eval() before the export, and give noises "
+        "at_eval='expectation' or 'off'"
+    )
+
+
+def _expectations(op: _Graph, codes: Any, rates: Any, seeds: Any) -> tuple[dict[str, Any], bool]:
+    """The rate of each field of `cells.Keep`, and whether the output gate may be held."""
+    keep, holds = {}, False
+    for draw in _decode(codes, rates, seeds).values():
+        if draw.seed is not None:
+            _fresh_seed(None)
+        keep[KEEPS[draw.rule.stream, draw.rule.by]] = op("Cast", draw.rate, to=int(op.like))
+        holds = holds or draw.rule.holds_gate
+    return keep, holds
+
+
+class _Step:
+    """The body of the Scan: one step of a cell, from the states of the step before."""
+
+    def __init__(
+        self, op: _Graph, cell: str, w_hh: Any, w_hr: Any, b_h: Any, keep: dict[str, Any], holds: bool, over: str,
+        eps: float, scale_h: Any, scale_c: Any, shift_c: Any,
+    ) -> None:  # fmt: skip
+        self.op, self.cell, self.w_hh, self.w_hr, self.b_h = op, cell, w_hh, w_hr, b_h
+        self.keep, self.holds, self.over, self.eps = keep, holds, over, eps
+        self.scale_h, self.scale_c, self.shift_c = scale_h, scale_c, shift_c
+
+    def __call__(self, now: dict[str, Any], reset_h: Any, reset_c: Any) -> dict[str, Any]:
+        op, lstm = self.op, self.cell == "lstm"
+        alive, cut = (op.column(now[name]) if name in now else None for name in ("alive", "cuts"))
+        h, c = now["h"], now.get("c")
+        if cut is not None:
+            h = op("Where", cut, reset_h, h)
+            c = op("Where", cut, reset_c, c) if lstm else None
+        gh = op.linear(h, self.w_hh)
+        if self.over:
+            gh = self.normalise(gh, "h", now, self.scale_h, alive)
+        gh = gh if self.b_h is None else op("Add", gh, self.b_h)
+        if lstm:
+            held = (now["o"], op("Equal", now["at"], 0), cut) if self.holds else None
+            new = self.lstm(op("Add", now["gx"], gh), h, c, held, lambda v: self.expose(v, now, alive))
+        elif self.cell == "gru":
+            new = self.gru(now["gx"], gh, h)
+        else:
+            new = self.rnn(op("Add", now["gx"], gh), h)
+        if alive is not None:  # a sequence that has ended keeps the state it ended with
+            for name in ("h", "c") if lstm else ("h",):
+                new[name] = op("Where", alive, new[name], now[name])
+        return new
+
+    def normalise(self, v: Any, of: str, now: dict[str, Any], scale: Any, alive: Any) -> Any:
+        given = (now[f"mean_{of}"], now[f"var_{of}"]) if f"mean_{of}" in now else None
+        return self.op.normalise(v, given, self.over, self.eps, scale, alive)
+
+    def expose(self, c: Any, now: dict[str, Any], alive: Any) -> Any:
+        """c where it feeds h."""
+        return self.op("Add", self.normalise(c, "c", now, self.scale_c, alive), self.shift_c) if self.over else c
+
+    def split(self, gates: Any) -> Sequence[Any]:
+        parts = GATES[self.cell]
+        return self.op("Split", gates, outputs=parts, axis=-1, num_outputs=parts)
+
+    def lstm(self, gates: Any, h: Any, c: Any, held: Any, expose: Callable[[Any], Any]) -> dict[str, Any]:
+        op, keep = self.op, self.keep
+        i, f, g, o = self.split(gates)
+        i, f, g, o = op("Sigmoid", i), op("Sigmoid", f), op("Tanh", g), op("Sigmoid", o)
+        c_new = op("Add", op("Mul", f, c), op.drop(op("Mul", i, g), keep.get("update")))
+        c_new = op.drop(c_new, keep.get("zero_cell"))
+        shown = o
+        if held is not None:
+            before, first, cut = held
+            own = first if cut is None else op("Or", first, cut)
+            shown = op.zone(o, op("Where", own, o, before), keep["update"])
+        h_new = op("Mul", shown, op("Tanh", expose(c_new)))
+        h_new = h_new if self.w_hr is None else op.linear(h_new, self.w_hr)
+        h_new = op.drop(h_new, keep.get("zero_hidden"))
+        return {"h": op.zone(h_new, h, keep.get("hidden")), "c": op.zone(c_new, c, keep.get("cell")), "o": o}
+
+    def gru(self, gx: Any, gh: Any, h: Any) -> dict[str, Any]:
+        op, keep = self.op, self.keep
+        (rx, zx, nx), (rh, zh, nh) = self.split(gx), self.split(gh)
+        r, z = op("Sigmoid", op("Add", rx, rh)), op("Sigmoid", op("Add", zx, zh))
+        n = op("Tanh", op("Add", nx, op("Mul", r, nh)))
+        update = op.drop(op("Mul", op("Sub", 1.0, z), n), keep.get("update"))
+        h_new = op.drop(op("Add", op("Mul", z, h), update), keep.get("zero_hidden"))
+        return {"h": op.zone(h_new, h, keep.get("hidden"))}
+
+    def rnn(self, gates: Any, h: Any) -> dict[str, Any]:
+        op, keep = self.op, self.keep
+        h_new = op("Relu" if self.cell == "rnn_relu" else "Tanh", gates)
+        return {"h": op.zone(op.drop(h_new, keep.get("zero_hidden")), h, keep.get("hidden"))}
