@@ -17,7 +17,6 @@ import csv
 import datetime
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -75,7 +74,7 @@ class Row:
 def main() -> None:
     groups: dict[str, Callable[[int], Iterator[Row]]] = {
         "train": train, "eval": evaluate, "packed": packed, "combinations": combinations,
-        "torch-calls": torch_calls, "memory": memory, "bf16": half,
+        "memory": memory, "torch-calls": torch_calls, "bf16": half,
     }  # fmt: skip
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(groups)}; all by default")
@@ -89,13 +88,13 @@ def main() -> None:
         parser.error(f"expected groups of {', '.join(groups)}; got {', '.join(sorted(unknown))}")
     if load() is None:
         print("No compiled loop here: the ratios are those of torch calls.")
-    rows = []
+    rows: list[Row] = []
     for name in args.groups or groups:
         for row in groups[name](args.pairs):
             rows.append(row)
             print(line(row), flush=True)
-    if not args.dry_run:
-        write(rows)
+        if not args.dry_run:
+            write(rows)
     missed = [row for row in rows if not row.ratio <= row.goal]
     print(f"\n{len(rows)} ratios, {len(rows) - len(missed)} within their goal.")
     for row in missed:
@@ -329,10 +328,17 @@ def peak_memory(who: str, name: str, shape: str) -> float:
 
     step(make(4, 8), torch.randn(3, 2, 4), {}, True, False)
     layer, x = make(size, hidden), torch.randn(steps, batch, size)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew, at what is in use now
+    before = resident("VmRSS")
     for _ in range(3):
         step(layer, x, {}, True, False)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return resident("VmHWM") - before
+
+
+def resident(what: str) -> float:
+    """MiB in use now (VmRSS) or at most (VmHWM)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(float(text.split()[1]) for text in lines if text.startswith(what)) / 1024
 
 
 # --- rows ------------------------------------------------------------------------------------------
