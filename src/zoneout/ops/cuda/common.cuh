@@ -1,0 +1,240 @@
+/* What all kernels share: arguments, number types, noise, and one step of each cell for one unit of one row.
+ *
+ * Compiled at run time with CELL (0 lstm, 1 gru, 2 rnn tanh, 3 rnn relu), TYPE (0 float, 1 bfloat16, 2 half) and FAST
+ * (0: the libraries' exp and tanh). No headers are needed. `arguments.py` fills the same structs; keep the two together.
+ */
+typedef unsigned long long u64;
+typedef long long i64;
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned char u8;
+
+#define LSTM (CELL == 0)
+#define GRU (CELL == 1)
+#define RELU (CELL == 3)
+#define G (LSTM ? 4 : GRU ? 3 : 1)
+enum { OFF, DRAWN, EXPECTED };
+
+struct Stream { /* one stream of noise */
+    int mode, zero, hold, sees_step, sees_example, sees_unit, high;
+    u32 plane;
+    const i64 *seed;
+    const double *rate;
+    i64 stride; /* of the rates: 0 where one serves all units */
+};
+
+struct Loop { /* rows are packed: step t has counts[t] rows from offsets[t] on, or the whole batch where these are NULL */
+    i64 steps, batch, hidden, outputs, first_step, reverse;
+    const i64 *counts, *offsets, *lengths, *examples;
+    const u8 *resets;
+    Stream cell, hidden_state, update;
+    const void *scale_h, *w_hh, *b_h, *h0, *reset_h;
+    const float *c0, *reset_c;
+    void *gates, *y;
+    float *c, *gh;
+    /* backwards */
+    const void *dy;
+    const float *dcells;
+    float *dh, *dc, *dreset_h, *dreset_c;
+    void *dgx, *dsh;
+};
+
+/* --- numbers ------------------------------------------------------------------------------------ */
+
+#if TYPE == 0
+typedef float narrow;
+__device__ __forceinline__ float widen(narrow v) { return v; }
+__device__ __forceinline__ narrow narrowed(float v) { return v; }
+#elif TYPE == 1
+typedef u16 narrow;
+__device__ __forceinline__ float widen(narrow v) { return __uint_as_float((u32)v << 16); }
+__device__ __forceinline__ narrow narrowed(float v) {
+    narrow out;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(v));
+    return out;
+}
+#else
+typedef u16 narrow;
+__device__ __forceinline__ float widen(narrow v) {
+    float out;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(v));
+    return out;
+}
+__device__ __forceinline__ narrow narrowed(float v) {
+    narrow out;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out) : "f"(v));
+    return out;
+}
+#endif
+
+#if FAST
+__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+__device__ __forceinline__ float tanh_of(float x) {
+    x = fminf(fmaxf(x, -15.0f), 15.0f);
+    return 1.0f - __fdividef(2.0f, 1.0f + __expf(2.0f * x));
+}
+#else
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+__device__ __forceinline__ float tanh_of(float x) { return tanhf(x); }
+#endif
+
+__device__ __forceinline__ float mix(float value, float old, float keep) {
+    return keep <= 0 ? value : keep >= 1 ? old : value + keep * (old - value);
+}
+__device__ __forceinline__ float less(float value, float drop) { return drop >= 1 ? 0.0f : value * (1 - drop); }
+
+/* --- rows --------------------------------------------------------------------------------------- */
+
+__device__ __forceinline__ i64 count_of(const Loop &l, i64 t) { return l.counts ? l.counts[t] : l.batch; }
+__device__ __forceinline__ i64 offset_of(const Loop &l, i64 t) { return l.offsets ? l.offsets[t] : t * l.batch; }
+__device__ __forceinline__ u32 step_of(const Loop &l, i64 t, i64 row) {
+    if (l.reverse) t = (l.lengths ? l.lengths[row] : l.steps) - 1 - t;
+    return (u32)(l.first_step + t);
+}
+
+/* A state before the first step, or where a row is cut off from the step before. */
+__device__ __forceinline__ float start_h(const Loop &l, bool cut, i64 at) {
+    return widen(((const narrow *)(cut ? l.reset_h : l.h0))[at]);
+}
+__device__ __forceinline__ float start_c(const Loop &l, bool cut, i64 at) { return (cut ? l.reset_c : l.c0)[at]; }
+
+/* --- noise -------------------------------------------------------------------------------------- */
+
+struct Noise { /* a stream as one unit sees it */
+    u32 threshold;
+    float rate;
+    u64 seed;
+};
+
+__device__ __forceinline__ Noise noise_of(const Stream &s, i64 unit) {
+    Noise n = {0, 0.0f, 0};
+    if (s.mode == OFF) return n;
+    double rate = s.rate[unit * s.stride];
+    n.threshold = (u32)rint(rate * 65536.0);
+    n.rate = (float)rate;
+    if (s.mode == DRAWN) n.seed = (u64)*s.seed;
+    return n;
+}
+
+/* Philox 4x32-10: the word of one unit. */
+__device__ __forceinline__ u32 word_of(const Stream &s, u64 seed, u32 unit, u32 example, u32 step) {
+    unit = s.sees_unit ? unit : 0;
+    u32 c0 = unit >> 2, c1 = s.sees_example ? example : 0, c2 = s.sees_step ? step : 0, c3 = s.plane;
+    u32 k0 = (u32)seed, k1 = (u32)(seed >> 32);
+#pragma unroll
+    for (int round = 0; round < 10; round++) {
+        u64 p0 = (u64)c0 * 0xD2511F53u, p1 = (u64)c2 * 0xCD9E8D57u;
+        c0 = (u32)(p1 >> 32) ^ c1 ^ k0;
+        c1 = (u32)p1;
+        c2 = (u32)(p0 >> 32) ^ c3 ^ k1;
+        c3 = (u32)p0;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    u32 low = unit & 1 ? c1 : c0, high = unit & 1 ? c3 : c2;
+    return unit & 2 ? high : low;
+}
+
+__device__ __forceinline__ float keep_of(const Stream &s, const Noise &n, u32 word) {
+    if (s.mode == EXPECTED) return n.rate;
+    return ((word >> (s.high ? 16 : 0)) & 0xFFFF) < n.threshold ? 1.0f : 0.0f;
+}
+
+__device__ __forceinline__ bool same_words(const Stream &a, const Noise &na, const Stream &b, const Noise &nb) {
+    return a.plane == b.plane && a.sees_step == b.sees_step && a.sees_example == b.sees_example &&
+           a.sees_unit == b.sees_unit && na.seed == nb.seed;
+}
+
+struct Noises {
+    Noise cell, hidden, update;
+};
+struct Keep { /* 1 where the old value (or zero) takes the place of the new one, its chance at evaluation */
+    float cell, hidden, update;
+};
+
+__device__ __forceinline__ Noises noises_of(const Loop &l, i64 unit) {
+    return {noise_of(l.cell, unit), noise_of(l.hidden_state, unit), noise_of(l.update, unit)};
+}
+
+__device__ __forceinline__ Keep keeps_of(const Loop &l, const Noises &n, u32 unit, u32 example, u32 step) {
+    Keep k = {0.0f, 0.0f, 0.0f};
+    u32 word = 0;
+    bool have = false;
+    if (l.cell.mode) {
+        if (l.cell.mode == DRAWN) word = word_of(l.cell, n.cell.seed, unit, example, step), have = true;
+        k.cell = keep_of(l.cell, n.cell, word);
+    }
+    if (l.hidden_state.mode) {
+        if (l.hidden_state.mode == DRAWN && !(have && same_words(l.cell, n.cell, l.hidden_state, n.hidden)))
+            word = word_of(l.hidden_state, n.hidden.seed, unit, example, step);
+        k.hidden = keep_of(l.hidden_state, n.hidden, word);
+    }
+    if (l.update.mode) {
+        if (l.update.mode == DRAWN) word = word_of(l.update, n.update.seed, unit, example, step);
+        k.update = keep_of(l.update, n.update, word);
+    }
+    return k;
+}
+
+/* --- one step of one unit, forwards ------------------------------------------------------------- */
+
+__device__ __forceinline__ float carried_h(const Loop &l, float value, float old, const Keep &k) {
+    if (!l.hidden_state.mode) return value;
+    return l.hidden_state.zero ? less(value, k.hidden) : mix(value, old, k.hidden);
+}
+
+__device__ __forceinline__ float lstm_candidate(const Loop &l, float i, float f, float g, float old, const Keep &k) {
+    float c = f * old + (l.update.mode ? less(i * g, k.update) : i * g);
+    return l.cell.mode && l.cell.zero ? less(c, k.cell) : c;
+}
+
+__device__ __forceinline__ float carried_c(const Loop &l, float value, float old, const Keep &k) {
+    return l.cell.mode && !l.cell.zero ? mix(value, old, k.cell) : value;
+}
+
+/* --- one step of one unit, backwards ------------------------------------------------------------ */
+
+/* Of the candidate h; `dh` becomes what goes straight to the h before. */
+__device__ __forceinline__ float carried_h_back(const Loop &l, float &dh, const Keep &k) {
+    float all = dh, kept = l.hidden_state.mode ? k.hidden : 0.0f;
+    dh = l.hidden_state.mode && !l.hidden_state.zero ? all * kept : 0.0f;
+    return all * (1 - kept);
+}
+
+/* Of the gates i, f and g, from that of the candidate c; `dc` becomes that of the c before. */
+__device__ __forceinline__ void lstm_gates_back(const Loop &l, float *d, float i, float f, float g, float old, float of_c,
+                                                float &dc, const Keep &k) {
+    float kept = l.cell.mode ? k.cell : 0.0f, straight = 0.0f;
+    if (l.cell.zero) {
+        of_c = (of_c + dc) * (1 - kept);
+    } else {
+        of_c += dc * (1 - kept);
+        straight = dc * kept;
+    }
+    float du = l.update.mode ? of_c * (1 - k.update) : of_c;
+    d[0] = du * g * i * (1 - i);
+    d[1] = of_c * old * f * (1 - f);
+    d[2] = du * i * (1 - g * g);
+    dc = straight + of_c * f;
+}
+
+/* Of the output gate, and with it what a held gate owes to the step before. */
+__device__ __forceinline__ float lstm_output_back(const Loop &l, float dgate, float o, bool own, float &owed, const Keep &k) {
+    if (l.update.mode && l.update.hold) {
+        float kept = own ? 0.0f : k.update, mine = dgate * (1 - kept) + owed;
+        owed = dgate * kept;
+        dgate = mine;
+    }
+    return dgate * o * (1 - o);
+}
+
+/* `v` is the n part of h·Wh + b. */
+__device__ __forceinline__ void gru_back(const Loop &l, float *dx, float *ds, float r, float z, float n, float v, float old,
+                                         float d, float &dh, const Keep &k) {
+    float du = l.update.mode ? d * (1 - k.update) : d, back = du * (1 - z) * (1 - n * n);
+    ds[0] = dx[0] = back * v * r * (1 - r);
+    ds[1] = dx[1] = (d * old - du * n) * z * (1 - z);
+    dx[2] = back;
+    ds[2] = back * r;
+    dh += d * z;
+}

@@ -1,0 +1,190 @@
+"""CUDA C++ compiled when it is first needed, with the compiler library that torch brings, and kept on disk.
+
+Nothing is compiled at install and no toolkit has to be there. A compiled kernel is kept under a name made of its
+source, its options and the compiler's version, so that a change of any of these builds anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..native import cache_folder
+
+HERE = Path(__file__).parent
+
+_MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+class Kernel:
+    """One function of a compiled module."""
+
+    def __init__(self, handle: ctypes.c_void_p) -> None:
+        self.handle = handle
+
+    def allow_shared(self, size: int) -> None:
+        """Let the kernel have this much shared memory a block."""
+        _check(driver().cuFuncSetAttribute(self.handle, _MAX_SHARED, size))
+
+    def resident_blocks(self, threads: int, shared: int) -> int:
+        """How many blocks fit on the whole device at once."""
+        each = ctypes.c_int()
+        _check(
+            driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                ctypes.byref(each), self.handle, threads, ctypes.c_size_t(shared)
+            )
+        )
+        return each.value * torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+    def launch(
+        self,
+        blocks: int | tuple[int, int],
+        threads: int | tuple[int, int],
+        arguments: Any,
+        shared: int = 0,
+        cooperative: bool = False,
+    ) -> None:
+        """Launch on torch's current stream; `arguments` is what `pack` made."""
+        x, y = threads if isinstance(threads, tuple) else (threads, 1)
+        across, down = blocks if isinstance(blocks, tuple) else (blocks, 1)
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        if cooperative:
+            _check(driver().cuLaunchCooperativeKernel(self.handle, across, down, 1, x, y, 1, shared, stream, arguments))
+        else:
+            _check(driver().cuLaunchKernel(self.handle, across, down, 1, x, y, 1, shared, stream, arguments, None))
+
+
+def pack(values: Sequence[Any]) -> Any:
+    """The arguments of a launch, from ctypes values that must outlive it."""
+    return (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+
+
+@cache
+def load(device: int, source: str, names: tuple[str, ...], defines: tuple[tuple[str, int], ...]) -> tuple[Kernel, ...]:
+    """The kernels called `names` of a source file, compiled for a device."""
+    image = machine_code(torch.cuda.get_device_capability(device), source, defines)
+    module = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()
+        _check(driver().cuModuleLoadData(ctypes.byref(module), image))
+        found = []
+        for name in names:
+            function = ctypes.c_void_p()
+            _check(driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
+            found.append(Kernel(function))
+    return tuple(found)
+
+
+def machine_code(capability: tuple[int, int], source: str, defines: Sequence[tuple[str, int]]) -> bytes:
+    """A source file compiled for a compute capability, from the disk where it is there."""
+    text = "".join((HERE / name).read_text() for name in ("common.cuh", source))
+    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
+    options += [f"--define-macro={name}={value}" for name, value in defines]
+    return _kept(text, options)
+
+
+def _kept(text: str, options: Sequence[str]) -> bytes:
+    """The compiled image, from the disk where it is there."""
+    said = "\n".join((text, *options, *map(str, _version())))
+    name = f"cuda-{hashlib.sha256(said.encode()).hexdigest()[:24]}.cubin"
+    target = cache_folder() / name
+    try:
+        return target.read_bytes()
+    except OSError:
+        pass
+    image = compiled(text, options)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as part:
+            part.write(image)
+        os.replace(part.name, target)
+    except OSError:
+        pass  # a read-only home: compiled for this process alone
+    return image
+
+
+def compiled(text: str, options: Sequence[str]) -> bytes:
+    """The machine code of a source, or an error with what the compiler said."""
+    nvrtc = compiler()
+    program = ctypes.c_void_p()
+    _check_nvrtc(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"zoneout.cu", 0, None, None))
+    given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    if nvrtc.nvrtcCompileProgram(program, len(options), given) != 0:
+        size = ctypes.c_size_t()
+        nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise RuntimeError(f"a kernel did not compile with {list(options)}:\n{log.value.decode()}")
+    size = ctypes.c_size_t()
+    _check_nvrtc(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+    image = ctypes.create_string_buffer(size.value)
+    _check_nvrtc(nvrtc.nvrtcGetCUBIN(program, image))
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return image.raw
+
+
+# --- the libraries ---------------------------------------------------------------------------------
+
+
+@cache
+def driver() -> ctypes.CDLL:
+    """The driver's library."""
+    for name in ("libcuda.so.1", "nvcuda.dll"):
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise RuntimeError("the CUDA driver's library was not found (looked for libcuda.so.1)")
+
+
+@cache
+def compiler() -> ctypes.CDLL:
+    """The run-time compiler's library, of the CUDA that torch was built for."""
+    major = (torch.version.cuda or "12").split(".")[0]
+    names = [f"libnvrtc.so.{major}", "libnvrtc.so"]
+    for path in _wheels(names):
+        for part in sorted(path.parent.glob("libnvrtc-builtins.so*")):  # it looks for this one by its bare name
+            ctypes.CDLL(str(part), mode=ctypes.RTLD_GLOBAL)
+        return ctypes.CDLL(str(path))
+    for name in names:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise RuntimeError(f"CUDA's run-time compiler was not found (looked for {', '.join(names)})")
+
+
+def _wheels(names: Sequence[str]) -> list[Path]:
+    """Where the wheels that torch depends on put their libraries."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = [] if spec is None else [Path(where) for where in spec.submodule_search_locations or []]
+    folders.append(Path(torch.__file__).parent / "lib")
+    return [path for folder in folders for name in names for path in sorted(folder.rglob(name))]
+
+
+@cache
+def _version() -> tuple[int, int]:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _check_nvrtc(compiler().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+    return major.value, minor.value
+
+
+def _check(status: int) -> None:
+    if status != 0:
+        text = ctypes.c_char_p()
+        driver().cuGetErrorString(status, ctypes.byref(text))
+        raise RuntimeError(f"CUDA: {(text.value or b'unknown error').decode()} ({status})")
+
+
+def _check_nvrtc(status: int) -> None:
+    if status != 0:
+        raise RuntimeError(f"CUDA's run-time compiler: error {status}")

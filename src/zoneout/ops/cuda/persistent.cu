@@ -1,0 +1,623 @@
+/* All steps in one launch: every block keeps its part of W_h in registers and owns U units of R rows over all time.
+ *
+ * Compiled with BACK (0 forwards, 1 backwards), U (units a block, a multiple of 4), UP (U rounded up to 8 or 16), KS
+ * (k-steps of a warp, even), BB (pairs of k-steps of a batch), D (batches in flight), MT (16 rows each), DIRECT (read
+ * straight into registers, not through shared memory) and PLAIN (nothing but zoneout, all rows to the end). Each of 8 warps has its own part of the depth of the product; the eight sums are added in a fixed order. Forwards h goes around,
+ * backwards the derivatives of h·Wh, [unit][gate].
+ *
+ * There are no flags and no fences: the lowest bit of every 8 bytes that go around tells whether they are of this turn. Two
+ * buffers take turns, and the bit is turned over each time one is used again. A block that has read all of step t - 1
+ * knows that everybody has read step t - 2, so it may write step t in its place. Whoever reads too early reads again.
+ */
+#define WARPS 8
+#define THREADS (32 * WARPS)
+#define R (16 * MT)
+#define KE (TYPE ? 16 : 8) /* numbers of a k-step: always 32 bytes */
+#define KW (KS * KE)
+#define GE (BACK ? (G == 3 ? 4 : G) : 1) /* numbers of a unit in what goes around */
+#define COLUMNS (BACK ? U : U * G)
+#define NT ((COLUMNS + 7) / 8)
+#define NP (NT * 8 + (NT % 2 ? 0 : 8)) /* a stride that keeps the writes of the sums free of conflicts */
+#define ROWS_AT_ONCE (THREADS / UP)
+#define ITEMS ((R + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE)
+#define SETS (MT * NT < 4 ? 2 : 1) /* of sums, so that one product need not wait for the one before */
+#define BATCHES ((KS / 2 + BB - 1) / BB)
+#define PIECES (BB * MT * 2) /* of 16 bytes that a thread reads of a batch */
+#define EACH (TYPE ? 8 : 4)  /* numbers of a piece */
+
+struct Exchange {
+    char *buffer; /* [2][groups][pairs of k-steps][R / 8][8 rows][4 pieces][16 bytes], zero */
+    i64 blocks;   /* of a group */
+};
+
+__device__ __forceinline__ u32 bits(float v) {
+    u32 out;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(out) : "f"(v));
+    return out;
+}
+
+__device__ __forceinline__ void multiply(float *sum, const u32 *a, const u32 *b) {
+#if TYPE == 0
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#elif TYPE == 1
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#endif
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+/* --- weights -------------------------------------------------------------------------------------- */
+
+/* The weight between number k of what goes around and column n of the block. */
+__device__ __forceinline__ narrow weight(const Loop &l, i64 unit0, i64 k, int n) {
+    const narrow *w = (const narrow *)l.w_hh;
+    i64 H = l.hidden, unit = BACK ? unit0 + n : unit0 + n / G;
+    if (n >= COLUMNS || unit >= H || k >= H * GE || (BACK && k % GE >= G)) return 0;
+    return BACK ? w[((k % GE) * H + k / GE) * H + unit] : w[((n % G) * H + unit) * H + k];
+}
+
+/* Word `word` of a 16-byte piece. */
+__device__ __forceinline__ u32 weights_of(const Loop &l, i64 unit0, i64 piece, int word, int n) {
+#if TYPE
+    i64 k = piece * 8 + word * 2;
+    return (u32)weight(l, unit0, k, n) | (u32)weight(l, unit0, k + 1, n) << 16;
+#else
+    return bits(weight(l, unit0, piece * 4 + word, n));
+#endif
+}
+
+/* A thread reads whole pieces, so the depth of each pair of k-steps is taken in the order in which they lie there. */
+__device__ __forceinline__ void load_weights(const Loop &l, u32 (&w)[KS][NT][2], i64 unit0, int warp, int lane) {
+#pragma unroll
+    for (int s = 0; s < KS; s++)
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                w[s][n][half] = weights_of(l, unit0, (i64)warp * (KS * 2) + s / 2 * 4 + lane % 4, s % 2 * 2 + half,
+                                           n * 8 + lane / 4);
+}
+
+/* --- the product ---------------------------------------------------------------------------------- */
+
+__device__ __forceinline__ void copy16(u32 to, const char *from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT>
+__device__ __forceinline__ void wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+
+/* What a thread reads: rows r and r + 8 of every tile, of each pair of k-steps one piece in four. It alone reads what it
+ * has copied. */
+struct Reads {
+    u32 stage;        /* its places in shared memory: [D · PIECES][32 lanes][16 bytes] */
+    const char *from; /* in the first buffer */
+    int rows;         /* of the group, from its first row on */
+    i64 left;         /* numbers from its first piece to the end of the depth */
+    const char *hint; /* a word of one of the blocks that make what the warp reads, in the first buffer, or NULL */
+};
+
+__device__ __forceinline__ bool wanted(const Reads &x, int batch, int b, int m, int half) {
+    return batch * BB + b < KS / 2 && m * 16 + half * 8 < x.rows && (batch * BB + b) * 4 * EACH < x.left;
+}
+
+__device__ __forceinline__ void copy_piece(const Reads &x, const char *from, int batch, int b, int m, int half) {
+    copy16(x.stage + ((batch % D) * PIECES + (b * MT + m) * 2 + half) * 512,
+           from + ((batch * BB + b) * (R / 8) + m * 2 + half) * 512);
+}
+
+#define EACH_PIECE                                   \
+    _Pragma("unroll") for (int b = 0; b < BB; b++)   \
+        _Pragma("unroll") for (int m = 0; m < MT; m++) _Pragma("unroll") for (int half = 0; half < 2; half++)
+
+__device__ __forceinline__ void copy_batch(const Reads &x, const char *from, int batch) {
+    EACH_PIECE if (wanted(x, batch, b, m, half)) copy_piece(x, from, batch, b, m, half);
+    commit();
+}
+
+/* A batch out of shared memory; what was not there is copied again until it is. */
+__device__ __forceinline__ void take_batch(u32 (&v)[BB][MT][2][4], const Reads &x, const char *from, int batch, u32 tag) {
+    for (;;) {
+        bool late = false;
+        EACH_PIECE {
+            u32 *one = v[b][m][half];
+            asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                         : "=r"(one[0]), "=r"(one[1]), "=r"(one[2]), "=r"(one[3])
+                         : "r"(x.stage + ((batch % D) * PIECES + (b * MT + m) * 2 + half) * 512)
+                         : "memory");
+            if (wanted(x, batch, b, m, half)) {
+                u32 wrong = one[0] ^ tag;
+                if ((batch * BB + b) * 4 * EACH + EACH / 2 < x.left) wrong |= one[2] ^ tag;
+                if (wrong & 1) {
+                    copy_piece(x, from, batch, b, m, half);
+                    late = true;
+                }
+            }
+        }
+        if (!__any_sync(~0u, late)) break;
+        commit();
+        wait<0>();
+    }
+}
+
+/* Wait until every block that makes what the warp reads has sent something of this turn: then most of it is there, and
+ * it is read only once. Reading all of it again and again would keep the last ones from writing. */
+__device__ __forceinline__ void await(const Reads &x, i64 buffer, u32 tag) {
+    u32 v = tag;
+    do {
+        if (x.hint) asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(x.hint + buffer) : "memory");
+    } while (__any_sync(~0u, (v ^ tag) & 1));
+}
+
+#if DIRECT
+__device__ __forceinline__ void read16(u32 *v, const char *from) {
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "l"(from)
+                 : "memory");
+}
+__device__ __forceinline__ void read_batch(u32 (&v)[BB][MT][2][4], const Reads &x, const char *from, int batch) {
+    EACH_PIECE {
+        u32 *one = v[b][m][half];
+        one[0] = one[1] = one[2] = one[3] = 0;
+        if (wanted(x, batch, b, m, half)) read16(one, from + ((batch * BB + b) * (R / 8) + m * 2 + half) * 512);
+    }
+}
+__device__ __forceinline__ void settle_batch(u32 (&v)[BB][MT][2][4], const Reads &x, const char *from, int batch, u32 tag) {
+    bool late;
+    do {
+        late = false;
+        EACH_PIECE if (wanted(x, batch, b, m, half)) {
+            u32 *one = v[b][m][half], wrong = one[0] ^ tag;
+            if ((batch * BB + b) * 4 * EACH + EACH / 2 < x.left) wrong |= one[2] ^ tag;
+            if (wrong & 1) read16(one, from + ((batch * BB + b) * (R / 8) + m * 2 + half) * 512), late = true;
+        }
+    } while (__any_sync(~0u, late));
+}
+#endif
+
+/* What has gone around, times the block's weights: each warp's sums over its part of the depth go to `part`. */
+__device__ __forceinline__ void product(const u32 (&w)[KS][NT][2], float *part, const Reads &x, i64 buffer, u32 tag,
+                                        int warp, int lane) {
+    float sum[SETS][MT][NT][4] = {};
+    const char *from = x.from + buffer;
+    await(x, buffer, tag);
+#if DIRECT
+    u32 both[2][BB][MT][2][4];
+    read_batch(both[0], x, from, 0);
+    if (BATCHES > 1) read_batch(both[1], x, from, 1);
+#else
+#pragma unroll
+    for (int i = 0; i < D; i++) copy_batch(x, from, i);
+#endif
+#pragma unroll
+    for (int i = 0; i < BATCHES; i++) {
+#if DIRECT
+        auto &v = both[i % 2];
+        settle_batch(v, x, from, i, tag);
+#else
+        u32 v[BB][MT][2][4];
+        wait<D - 1>();
+        take_batch(v, x, from, i, tag);
+        if (i + D < BATCHES)
+            copy_batch(x, from, i + D);
+        else
+            commit();
+#endif
+#pragma unroll
+        for (int b = 0; b < BB; b++)
+#pragma unroll
+            for (int s = 0; s < 2; s++)
+#pragma unroll
+                for (int m = 0; m < MT; m++)
+                    if (i * BB + b < KS / 2) {
+                        u32 *low = v[b][m][0] + s * 2, *high = v[b][m][1] + s * 2;
+                        u32 tile[4] = {low[0], high[0], low[1], high[1]};
+#pragma unroll
+                        for (int n = 0; n < NT; n++) multiply(sum[s % SETS][m][n], tile, w[(i * BB + b) * 2 + s][n]);
+                    }
+#if DIRECT
+        if (i + 2 < BATCHES) read_batch(v, x, from, i + 2);
+#endif
+    }
+    part += warp * (R * NP) + (lane / 4) * NP + (lane % 4) * 2;
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            float *v = sum[0][m][n];
+#pragma unroll
+            for (int i = 0; SETS > 1 && i < 4; i++) v[i] += sum[SETS - 1][m][n][i];
+            *(float2 *)(part + m * 16 * NP + n * 8) = make_float2(v[0], v[1]);
+            *(float2 *)(part + (m * 16 + 8) * NP + n * 8) = make_float2(v[2], v[3]);
+        }
+}
+
+/* The eight sums of COUNT neighbouring columns. */
+template <int COUNT>
+__device__ __forceinline__ void total(float *v, const float *part) {
+#pragma unroll
+    for (int q = 0; q < COUNT; q++) v[q] = 0.0f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+        if (COUNT == 4) {
+            float4 one = *(const float4 *)(part + w * (R * NP));
+            v[0] += one.x, v[1 % COUNT] += one.y, v[2 % COUNT] += one.z, v[3 % COUNT] += one.w;
+        } else {
+#pragma unroll
+            for (int q = 0; q < COUNT; q++) v[q] += part[w * (R * NP) + q];
+        }
+    }
+}
+
+/* --- what goes around ----------------------------------------------------------------------------- */
+
+struct Mine { /* what a thread has to do */
+    int warp, lane, u;
+    i64 unit0, unit, row0, H, other; /* other: bytes from one buffer to the other */
+    bool in;
+    float *part;
+    Reads reads;
+    char *to; /* where its unit begins */
+};
+
+/* Where number k and row r are: so that a warp reads 512 bytes at a time, each thread the numbers of its own tile. */
+__device__ __forceinline__ i64 place_of(i64 k) {
+    return (k / (4 * EACH) * (R / 8) * 32 + k / EACH % 4) * 16 + k % EACH * (16 / EACH);
+}
+__device__ __forceinline__ int row_at(int r) { return (r / 8 * 32 + r % 8 * 4) * 16; }
+
+/* Turn `turn` of what goes around: which buffer, and the bit that says so. */
+__device__ __forceinline__ i64 buffer_of(const Mine &m, i64 turn) { return (turn & 1) * m.other; }
+__device__ __forceinline__ u32 tag_of(i64 turn) { return (u32)(turn >> 1 & 1) ^ 1; }
+
+/* The nearest number whose lowest bit is `tag`. */
+__device__ __forceinline__ u32 tagged(float v, u32 tag) {
+#if TYPE
+    u32 x = narrowed(v);
+    if ((x ^ tag) & 1) x += fabsf(v) > fabsf(widen((narrow)x)) || !(x & 0x7FFF) ? 1 : -1;
+    return x;
+#else
+    return (bits(v) & ~1u) | tag; /* far below what enters the product */
+#endif
+}
+
+__device__ __forceinline__ void write8(char *to, u32 low, u32 high) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"((u64)high << 32 | low) : "memory");
+}
+
+/* Send the numbers of one unit of one row, [GE]; all lanes of a warp must come here. Where units have one number each,
+ * four (two of 32 bits) share 8 bytes, and the first of them sends. */
+__device__ __forceinline__ void send(const Mine &m, i64 turn, int r, bool in, const float *v) {
+    char *to = m.to + buffer_of(m, turn) + row_at(r);
+    u32 tag = tag_of(turn);
+    float first = in ? v[0] : 0.0f;
+#if TYPE
+    if (GE == 1) {
+        u32 one = m.u % 4 ? (u32)narrowed(first) : tagged(first, tag);
+        u32 two = one | __shfl_down_sync(~0u, one, 1) << 16, more = __shfl_down_sync(~0u, two, 2);
+        if (in && m.u % 4 == 0) write8(to, two, more);
+    } else if (in) {
+        write8(to, tagged(v[0], tag) | (u32)narrowed(v[1 % GE]) << 16, (u32)narrowed(v[2 % GE]) | (u32)narrowed(v[3 % GE]) << 16);
+    }
+#else
+    if (GE == 1) {
+        u32 beside = __shfl_down_sync(~0u, bits(first), 1);
+        if (in && m.u % 2 == 0) write8(to, tagged(first, tag), beside);
+    } else if (in) {
+        write8(to, tagged(v[0], tag), bits(v[1 % GE]));
+        write8(to + 8, tagged(v[2 % GE], tag), bits(v[3 % GE]));
+    }
+#endif
+}
+
+__device__ __forceinline__ Mine mine(const Loop &l, const Exchange &x) {
+    extern __shared__ __align__(16) char shared[];
+    Mine m;
+    int groups = gridDim.x / (int)x.blocks, group = blockIdx.x / (int)x.blocks, block = blockIdx.x % (int)x.blocks;
+    m.warp = threadIdx.x / 32, m.lane = threadIdx.x % 32, m.u = threadIdx.x % UP;
+    m.H = l.hidden, m.unit0 = (i64)block * U, m.unit = m.unit0 + m.u, m.row0 = (i64)group * R;
+    m.in = m.u < U && m.unit < m.H;
+    m.part = (float *)shared;
+    char *stages = shared + 2 * WARPS * R * NP * 4;
+    for (int i = threadIdx.x; i < WARPS * D * PIECES * 128; i += THREADS) ((u32 *)stages)[i] = 0;
+    m.reads.stage = (u32)__cvta_generic_to_shared(stages) + m.warp * (D * PIECES * 512) + m.lane * 16;
+    const i64 size = (i64)(WARPS * KS * 2) * R * 16;
+    m.other = groups * size;
+    char *own = x.buffer + group * size;
+    i64 first = m.warp * KS * 2 + m.lane % 4;
+    m.reads.from = own + (m.warp * (KS / 2) * (R / 8) * 32 + m.lane) * 16;
+    m.reads.left = m.H * GE - first * EACH;
+    m.reads.rows = (int)(l.batch - m.row0 < R ? l.batch - m.row0 : R) - m.lane / 4;
+    i64 maker = m.warp * KW / GE / U + m.lane, at = maker * U * GE; /* one of the blocks that it waits for */
+    int last = m.reads.rows + m.lane / 4 - 1;
+    m.reads.hint = maker < x.blocks && at < (i64)(m.warp + 1) * KW
+                       ? own + place_of(at) + row_at(last) : nullptr;
+    i64 k = m.unit * GE;
+    m.to = own + place_of(k);
+    __syncthreads();
+    return m;
+}
+
+/* A number that is needed only a step later. It comes into a register of its own: the compiler would otherwise pack two
+ * into one, and wait for them to do so. */
+struct Late {
+    u32 bits;
+};
+__device__ __forceinline__ Late late(const narrow *from) {
+    Late out;
+#if TYPE
+    asm volatile("ld.global.u16 %0, [%1];" : "=r"(out.bits) : "l"(from));
+#else
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(out.bits) : "l"(from));
+#endif
+    return out;
+}
+__device__ __forceinline__ float widen(Late v) {
+#if TYPE
+    return widen((narrow)v.bits);
+#else
+    return __uint_as_float(v.bits);
+#endif
+}
+
+#define EACH_ITEM                                                                        \
+    _Pragma("unroll") for (int i = 0; i < ITEMS; i++)                                    \
+        if (i64 r = threadIdx.x / UP + i * ROWS_AT_ONCE, row = m.row0 + r; m.in && r < R)
+#define PART(t) (m.part + ((t) & 1) * (WARPS * R * NP))
+
+/* Without noise but zoneout, lengths and resets: let the compiler know. */
+__device__ __forceinline__ void simplify(Loop &l) {
+#if PLAIN
+    l.counts = l.offsets = l.lengths = nullptr;
+    l.resets = nullptr;
+    l.scale_h = nullptr;
+    l.dcells = nullptr;
+    l.reverse = 0;
+    l.update.mode = OFF;
+    l.update.hold = l.cell.zero = l.hidden_state.zero = 0;
+#endif
+}
+
+/* --- forwards ------------------------------------------------------------------------------------- */
+#if !BACK
+extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(Loop l, Exchange x) {
+    simplify(l);
+    Mine m = mine(l, x);
+    const i64 H = m.H;
+    const narrow *scale = (const narrow *)l.scale_h;
+    narrow *gates = (narrow *)l.gates;
+    u32 w[KS][NT][2];
+    load_weights(l, w, m.unit0, m.warp, m.lane);
+    Noises noises = {};
+    float bias[G] = {};
+    if (m.in) {
+        noises = noises_of(l, m.unit);
+        for (int q = 0; l.b_h && q < G; q++) bias[q] = widen(((const narrow *)l.b_h)[q * H + m.unit]);
+    }
+    float h[ITEMS], c[ITEMS], o[ITEMS];
+    u32 example[ITEMS];
+    Late pre[ITEMS][G], later[ITEMS][G]; /* x's part of this step and of the next */
+    bool cut[ITEMS];
+
+#define FETCH(t, count)                                                                                    \
+    {                                                                                                      \
+        i64 off = offset_of(l, t);                                                                         \
+        EACH_ITEM if (row < (count)) {                                                                     \
+            for (int q = 0; q < G; q++) later[i][q] = late(gates + ((off + row) * G + q) * H + m.unit);        \
+        }                                                                                                  \
+    }
+    i64 count = count_of(l, 0);
+    EACH_ITEM {
+        h[i] = c[i] = o[i] = 0.0f, cut[i] = false;
+        if (row < l.batch) {
+            cut[i] = l.resets && row < count && l.resets[row];
+            h[i] = start_h(l, cut[i], row * H + m.unit);
+            if (LSTM) c[i] = start_c(l, cut[i], row * H + m.unit);
+        }
+        example[i] = row < l.batch ? (u32)l.examples[row] : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++) {
+        i64 r = threadIdx.x / UP + i * ROWS_AT_ONCE, row = m.row0 + r;
+        bool there = m.in && r < R && row < l.batch;
+        float out = there && scale ? h[i] * widen(scale[row * H + m.unit]) : h[i];
+        send(m, 0, (int)r, there, &out);
+    }
+    FETCH(0, count);
+    for (i64 t = 0; t < l.steps && count > 0; t++) {
+        i64 off = offset_of(l, t), more = t + 1 < l.steps ? count_of(l, t + 1) : 0;
+        i64 next = more ? offset_of(l, t + 1) : 0;
+        EACH_ITEM {
+            for (int q = 0; q < G; q++) pre[i][q] = later[i][q];
+        }
+        if (more) FETCH(t + 1, more);
+        Keep keep[ITEMS];
+        bool cut_next[ITEMS];
+        EACH_ITEM if (row < count) {
+            keep[i] = keeps_of(l, noises, (u32)m.unit, example[i], step_of(l, t, row));
+            cut_next[i] = l.resets && row < more && l.resets[next + row];
+        }
+        product(w, PART(t), m.reads, buffer_of(m, t), tag_of(t), m.warp, m.lane);
+        __syncthreads();
+        float a[ITEMS][G], extra[ITEMS];
+        EACH_ITEM if (row < count) {
+            float v[G];
+            total<G>(v, PART(t) + r * NP + m.u * G);
+            if (cut[i]) {
+                h[i] = start_h(l, true, row * H + m.unit);
+                if (LSTM) c[i] = start_c(l, true, row * H + m.unit);
+            }
+#if LSTM
+            for (int q = 0; q < G; q++) {
+                a[i][q] = widen(pre[i][q]) + v[q];
+                a[i][q] = q == 2 ? tanh_of(a[i][q]) : sigmoid(a[i][q]);
+            }
+            float raw = lstm_candidate(l, a[i][0], a[i][1], a[i][2], c[i], keep[i]), gate = a[i][3];
+            if (l.update.mode && l.update.hold && t && !cut[i]) gate = mix(gate, o[i], keep[i].update);
+            c[i] = carried_c(l, raw, c[i], keep[i]);
+            o[i] = a[i][3];
+            h[i] = carried_h(l, gate * tanh_of(raw), h[i], keep[i]);
+#elif GRU
+            for (int q = 0; q < G; q++) v[q] += bias[q];
+            extra[i] = v[2];
+            float reset = sigmoid(widen(pre[i][0]) + v[0]), z = sigmoid(widen(pre[i][1]) + v[1]);
+            float n = tanh_of(widen(pre[i][2]) + reset * v[2]), update = (1 - z) * n;
+            a[i][0] = reset, a[i][1] = z, a[i][2] = n;
+            if (l.update.mode) update = less(update, keep[i].update);
+            h[i] = carried_h(l, z * h[i] + update, h[i], keep[i]);
+#else
+            a[i][0] = widen(pre[i][0]) + v[0];
+            a[i][0] = RELU ? fmaxf(a[i][0], 0.0f) : tanh_of(a[i][0]);
+            h[i] = carried_h(l, a[i][0], h[i], keep[i]);
+#endif
+            cut[i] = cut_next[i];
+        }
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            i64 r = threadIdx.x / UP + i * ROWS_AT_ONCE, row = m.row0 + r;
+            bool there = m.in && r < R && row < l.batch;
+            float out = h[i];
+            if (l.resets && there && cut[i]) out = start_h(l, true, row * H + m.unit);
+            if (scale && there) out *= widen(scale[row * H + m.unit]);
+            send(m, t + 1, (int)r, there, &out);
+        }
+        EACH_ITEM if (row < count) {
+            i64 at = off + row;
+            ((narrow *)l.y)[at * H + m.unit] = narrowed(h[i]);
+            if (LSTM) l.c[at * H + m.unit] = c[i];
+            if (GRU) l.gh[at * H + m.unit] = extra[i];
+            for (int q = 0; q < G; q++) gates[(at * G + q) * H + m.unit] = narrowed(a[i][q]);
+        }
+        count = more;
+    }
+}
+#endif
+
+/* --- backwards ------------------------------------------------------------------------------------ */
+#if BACK
+struct Fetched { /* what a step needs that was there before */
+    Late gates[G], dy, held;
+    float old_c, old_h, dcells, gh;
+    bool first;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(Loop l, Exchange x) {
+    simplify(l);
+    Mine m = mine(l, x);
+    const i64 H = m.H;
+    const narrow *gates = (const narrow *)l.gates, *scale = (const narrow *)l.scale_h;
+    const bool holds = l.update.mode && l.update.hold;
+    u32 w[KS][NT][2];
+    load_weights(l, w, m.unit0, m.warp, m.lane);
+    Noises noises = {};
+    if (m.in) noises = noises_of(l, m.unit);
+    float dh[ITEMS], dc[ITEMS], back_h[ITEMS], back_c[ITEMS], owed[ITEMS];
+    Fetched f[ITEMS], later[ITEMS]; /* of this step and of the next one back */
+    u32 example[ITEMS];
+    i64 t = l.steps - 1, count = 0, after = 0;
+    while (t >= 0 && (count = count_of(l, t)) == 0) t--;
+
+    auto fetch = [&](i64 t, i64 count) {
+        i64 off = offset_of(l, t), before = t ? offset_of(l, t - 1) : 0;
+        EACH_ITEM if (row < count) {
+            i64 at = off + row, old = before + row;
+            bool cut = l.resets && l.resets[at];
+            later[i].first = t == 0 || cut;
+            for (int q = 0; q < G; q++) later[i].gates[q] = late(gates + (at * G + q) * H + m.unit);
+            later[i].dy = late((const narrow *)l.dy + at * H + m.unit);
+            if (LSTM) {
+                later[i].old_c = later[i].first ? start_c(l, cut, row * H + m.unit) : l.c[old * H + m.unit];
+                later[i].dcells = l.dcells ? l.dcells[at * H + m.unit] : 0.0f;
+                if (holds && !later[i].first) later[i].held = late(gates + (old * G + G - 1) * H + m.unit);
+            }
+            if (GRU) {
+                later[i].gh = l.gh[at * H + m.unit];
+                later[i].old_h = later[i].first ? start_h(l, cut, row * H + m.unit) : widen(((const narrow *)l.y)[old * H + m.unit]);
+            }
+        }
+    };
+    EACH_ITEM {
+        dh[i] = dc[i] = back_h[i] = back_c[i] = owed[i] = 0.0f;
+        example[i] = row < l.batch ? (u32)l.examples[row] : 0;
+        if (row < l.batch) {
+            dh[i] = l.dh[row * H + m.unit];
+            if (LSTM) dc[i] = l.dc[row * H + m.unit];
+        }
+    }
+    if (t >= 0) fetch(t, count);
+    for (u32 done = 0; t >= -1; t--, done++) {
+        i64 more = t > 0 ? count_of(l, t - 1) : 0;
+        EACH_ITEM f[i] = later[i];
+        if (t > 0) fetch(t - 1, more);
+        Keep keep[ITEMS];
+        bool cut[ITEMS]; /* whether the step after was cut off from this one */
+        EACH_ITEM {
+            cut[i] = done && row < after && l.resets && l.resets[offset_of(l, t + 1) + row];
+            if (row < count) keep[i] = keeps_of(l, noises, (u32)m.unit, example[i], step_of(l, t, row));
+        }
+        if (done) {
+                product(w, PART(done), m.reads, buffer_of(m, done - 1), tag_of(done - 1), m.warp, m.lane);
+            __syncthreads();
+            EACH_ITEM if (row < after) {
+                float rec;
+                total<1>(&rec, PART(done) + r * NP + m.u);
+                dh[i] += scale ? rec * widen(scale[row * H + m.unit]) : rec;
+                if (cut[i]) back_h[i] += dh[i], back_c[i] += dc[i], dh[i] = dc[i] = 0.0f;
+            }
+        }
+        if (t < 0) break;
+        i64 off = offset_of(l, t);
+        narrow dx[ITEMS][G], ds[ITEMS][G];
+        float out[ITEMS][GE] = {};
+        EACH_ITEM if (row < count) {
+            float d[G], e[G];
+            dh[i] += widen(f[i].dy);
+            float du = carried_h_back(l, dh[i], keep[i]);
+#if LSTM
+            float gi = widen(f[i].gates[0]), gf = widen(f[i].gates[1]), gg = widen(f[i].gates[2]), go = widen(f[i].gates[3]);
+            float tc = tanh_of(lstm_candidate(l, gi, gf, gg, f[i].old_c, keep[i])), gate = go;
+            if (holds && !f[i].first) gate = mix(go, widen(f[i].held), keep[i].update);
+            d[3] = lstm_output_back(l, du * tc, go, f[i].first, owed[i], keep[i]);
+            dc[i] += f[i].dcells;
+            lstm_gates_back(l, d, gi, gf, gg, f[i].old_c, du * gate * (1 - tc * tc), dc[i], keep[i]);
+#elif GRU
+            gru_back(l, d, e, widen(f[i].gates[0]), widen(f[i].gates[1]), widen(f[i].gates[2]), f[i].gh, f[i].old_h,
+                     du, dh[i], keep[i]);
+#else
+            float v = widen(f[i].gates[0]);
+            d[0] = RELU ? (v > 0 ? du : 0.0f) : du * (1 - v * v);
+#endif
+            for (int q = 0; q < G; q++) {
+                dx[i][q] = narrowed(d[q]), ds[i][q] = GRU ? narrowed(e[q]) : dx[i][q];
+                out[i][q % GE] = GRU ? e[q] : d[q];
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            i64 r = threadIdx.x / UP + i * ROWS_AT_ONCE;
+            send(m, done, (int)r, m.in && r < R && m.row0 + r < l.batch, out[i]);
+        }
+        EACH_ITEM if (row < count) {
+            for (int q = 0; q < G; q++) {
+                ((narrow *)l.dgx)[((off + row) * G + q) * H + m.unit] = dx[i][q];
+                if (GRU) ((narrow *)l.dsh)[((off + row) * G + q) * H + m.unit] = ds[i][q];
+            }
+        }
+        after = count;
+        count = more;
+    }
+    EACH_ITEM if (row < l.batch) {
+        l.dh[row * H + m.unit] = dh[i];
+        if (LSTM) l.dc[row * H + m.unit] = dc[i];
+        if (l.resets) {
+            l.dreset_h[row * H + m.unit] = back_h[i];
+            if (LSTM) l.dreset_c[row * H + m.unit] = back_c[i];
+        }
+    }
+}
+#endif

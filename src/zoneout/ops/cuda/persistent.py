@@ -1,0 +1,144 @@
+"""All steps in one launch, the recurrent weights in registers: where they fit, and which tiles they take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from ..loop import GATES, Backward, Loop
+from .arguments import CELLS, TYPES, Arguments, Exchange, loop_arguments, whole
+from .compiler import Kernel, load, pack
+
+WARPS = 8
+THREADS = 32 * WARPS
+UNITS = (8, 12, 16)  # that a block may have
+REGISTERS, MOST_REGISTERS = 200, 244  # of a thread for weights and sums: without and with some spilled
+STAGES = 128 * 1024  # bytes in flight; the rest of the chip's memory caches what is spilled
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The tiles of a launch: see persistent.cu."""
+
+    blocks: int  # that share the units
+    groups: int  # that share the rows
+    units: int  # of a block
+    tiles: int  # of 16 rows each
+    k_steps: int  # of a warp
+    pairs: int  # of k-steps of a batch
+    in_flight: int  # batches
+    shared: int  # bytes
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.tiles
+
+    @property
+    def padded_units(self) -> int:
+        return 8 if self.units <= 8 else 16
+
+
+def _direct(tiles: int, k_steps: int) -> bool:
+    """Whether there is so little to read that it may come straight into registers."""
+    return tiles == 1 and k_steps <= 16
+
+
+@cache
+def plan(cell: str, size: int, hidden: int, batch: int, back: bool, processors: int, shared: int) -> Plan | None:
+    """Tiles for a shape and device, or None where the weights do not fit; `size` is that of a number in bytes."""
+    gates = GATES[cell]
+    depth = hidden * (1 if not back else 4 if gates == 3 else gates)
+    best: tuple[tuple[bool, int], Plan] | None = None
+    for units in UNITS:
+        blocks = -(-hidden // units)
+        if blocks > processors:
+            continue
+        groups = min(processors // blocks, -(-batch // 16))
+        tiles = -(-batch // (16 * groups))
+        tiles = tiles if tiles <= 2 else 4
+        groups = -(-batch // (16 * tiles))
+        if groups * blocks > processors:
+            continue
+        columns = -(-(units if back else units * gates) // 8)
+        pitch = columns * 8 + (0 if columns % 2 else 8)
+        k_steps = -(-depth // (WARPS * 64 // size)) * 2
+        pairs = min(4 if _direct(tiles, k_steps) else max(1, 2 // tiles), k_steps // 2)
+        batches = -(-k_steps // (2 * pairs))
+        sums, stage = 2 * WARPS * 16 * tiles * pitch * 4, WARPS * pairs * tiles * 2 * 512
+        in_flight = min((shared - sums) // stage, max(2, STAGES // stage), batches)
+        registers = 2 * k_steps * columns + 4 * tiles * columns + 8 * pairs * tiles
+        if registers > MOST_REGISTERS or in_flight < min(2, batches):
+            continue
+        made = Plan(blocks, groups, units, tiles, k_steps, pairs, in_flight, sums + in_flight * stage)
+        rank = registers > REGISTERS, tiles  # nothing spilled; then few rows, since a block reads all of its rows
+        if best is None or rank < best[0]:
+            best = rank, made
+    return None if best is None else best[1]
+
+
+def plan_for(loop: Loop, back: bool) -> Plan | None:
+    """The plan of a loop, or None where it has to go step by step."""
+    if loop.norm is not None or loop.w_hr is not None:
+        return None
+    if loop.gates.dtype == torch.float32 and not torch.backends.cudnn.allow_tf32:  # as nn.LSTM does
+        return None
+    of = torch.cuda.get_device_properties(loop.gates.device)
+    if of.major < 8:
+        return None
+    return plan(
+        loop.cell, loop.gates.element_size(), loop.hidden, loop.batch, back,
+        of.multi_processor_count, getattr(of, "shared_memory_per_block_optin", 48 * 1024),
+    )  # fmt: skip
+
+
+def is_plain(loop: Loop, back: Backward | None) -> bool:
+    """Whether there is nothing but zoneout, forwards in time: such loops have a kernel of their own."""
+    usual = all(name in ("cell", "hidden") and draw.rule.by == "previous" for name, draw in loop.draws.items())
+    extra = (loop.resets, loop.scale_h, None if back is None else back.dcells)
+    return usual and whole(loop) and not loop.reverse and all(value is None for value in extra)
+
+
+def run(loop: Loop, back: Backward | None) -> bool:
+    """Run the loop in one launch; False where it does not fit, with nothing done."""
+    tiles = plan_for(loop, back is not None)
+    if tiles is None:
+        return False
+    device = loop.gates.device
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    kernel = _kernel(index, loop.cell, loop.gates.dtype, back is not None, tiles, is_plain(loop, back))
+    if kernel is None:
+        return False
+    arguments, exchange = loop_arguments(loop, back), Arguments(Exchange)
+    size = 2 * tiles.groups * tiles.rows * WARPS * tiles.k_steps * 32
+    memory = torch.zeros(size, dtype=torch.uint8, device=device)
+    exchange.struct.buffer = memory.data_ptr()
+    exchange.struct.blocks = tiles.blocks
+    values = (arguments.struct, exchange.struct)
+    kernel.launch(tiles.groups * tiles.blocks, THREADS, pack(values), tiles.shared, cooperative=True)
+    del memory
+    return True
+
+
+def defines_of(cell: str, dtype: torch.dtype, back: bool, tiles: Plan, plain: bool) -> tuple[tuple[str, int], ...]:
+    """What the kernel is compiled with."""
+    return (
+        ("CELL", CELLS.index(cell)), ("TYPE", TYPES[dtype]), ("FAST", 1), ("BACK", int(back)),
+        ("U", tiles.units), ("UP", tiles.padded_units), ("KS", tiles.k_steps), ("BB", tiles.pairs),
+        ("D", tiles.in_flight), ("MT", tiles.tiles), ("PLAIN", int(plain)),
+        ("DIRECT", int(_direct(tiles.tiles, tiles.k_steps))),
+    )  # fmt: skip
+
+
+@cache
+def _kernel(device: int, cell: str, dtype: torch.dtype, back: bool, tiles: Plan, plain: bool) -> Kernel | None:
+    """The compiled kernel, or None where its blocks do not all fit on the device at once."""
+    (kernel,) = load(
+        device, "persistent.cu", ("backward" if back else "forward",), defines_of(cell, dtype, back, tiles, plain)
+    )
+    with torch.cuda.device(device):
+        kernel.allow_shared(tiles.shared)
+        if kernel.resident_blocks(THREADS, tiles.shared) < tiles.groups * tiles.blocks:
+            return None
+    return kernel
