@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from backends import EVERY, Backend
 
 
 def pytest_configure() -> None:
@@ -21,3 +22,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if gpu:
         config.hook.pytest_deselected(items=gpu)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+@pytest.fixture(params=EVERY)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """Each backend, and the device it runs on."""
+    return request.param

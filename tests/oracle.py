@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+from philox_numpy import GROUPS
 
 Array = Any  # an ndarray of floats, or of complex numbers for a derivative
 
@@ -288,17 +289,6 @@ def stack(
 
 
 # --- random bits, by the design's layout -----------------------------------------------------------
-
-GROUPS = {  # stream: its plane of counters, and which 16 bits of a word are its own
-    "cell": (0, "low"),
-    "hidden": (0, "high"),
-    "update": (1, "low"),
-    "dropout": (1, "high"),
-    "input": (2, "low"),
-    "variational_hidden": (2, "high"),
-    "weight": (3, "low"),
-    "weight_noise": (4, "low"),
-}
 
 
 def philox(seed: int, c0: int, c1: int, c2: int, c3: int) -> list[int]:

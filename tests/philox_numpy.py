@@ -13,6 +13,8 @@ GROUPS = {  # the design's streams: the group, and which half of the word
     "dropout": (1, "high"),
     "input": (2, "low"),
     "variational_hidden": (2, "high"),
+    "weight": (3, "low"),
+    "weight_noise": (4, "low"),
 }
 UNSEEN = {  # the coordinates that each kind of mask does not see
     "unit": (),

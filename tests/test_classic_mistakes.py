@@ -4,14 +4,12 @@ The oracle is torch's own cell in a plain loop, with `torch.where` and the masks
 each mistake the mistaken loop is built too, and must lie far from the right one: it would be noticed.
 """
 
-from typing import NamedTuple
-
 import pytest
 import torch
+from backends import Backend
 from torch import nn
 
 import zoneout as zo
-from zoneout.ops import BACKENDS
 
 SEED, STEPS, BATCH, UNITS = 11, 6, 5, 8
 LAYERS = {"lstm": zo.LSTM, "gru": zo.GRU, "rnn": zo.RNN}
@@ -24,23 +22,6 @@ NOISE = {
 }
 WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 both_ways = pytest.mark.parametrize("direction", [0, 1], ids=["forwards", "backwards"])
-
-
-class Backend(NamedTuple):
-    name: str
-    device: str
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(Backend(name, device), id=name, marks=[pytest.mark.gpu] if device == "cuda" else [])
-        for name in BACKENDS
-        for device in ["cuda" if name.startswith("cuda") else "cpu"]
-    ]
-)
-def backend(request):
-    """Each backend, and the device it runs on; the ones to come join by being in `BACKENDS`."""
-    return request.param
 
 
 @pytest.fixture(params=LAYERS)

@@ -9,16 +9,16 @@ passes on both: what is 0 stays 0, and nothing else becomes 0.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
+from backends import Backend
 from philox_numpy import mask as numpy_mask
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import zoneout as zo
-from zoneout.ops import BACKENDS
 
 SEED = 2**40 + 7
 STEPS, BATCH, UNITS = 6, 5, 7
@@ -67,23 +67,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "packed": dict(examples=3),
     "packed_sorted": dict(first_step=5),
 }
-
-
-class Backend(NamedTuple):
-    name: str
-    device: str
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(Backend(name, device), id=name, marks=[pytest.mark.gpu] if device == "cuda" else [])
-        for name in BACKENDS
-        for device in ["cuda" if name.startswith("cuda") else "cpu"]
-    ]
-)
-def backend(request):
-    """Each backend, and the device it runs on; the ones to come join by being in `BACKENDS`."""
-    return request.param
 
 
 REFERENCE = Backend("reference", "cpu")

@@ -146,7 +146,23 @@ class Noise:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Zoneout(Noise):
+class StateNoise(Noise):
+    """The common part of the methods that replace units of the states."""
+
+    cell: Rate = 0.0
+    hidden: Rate = 0.0
+    mask: str = "unit"
+    at_eval: str = "expectation"
+    seed: int | None = None
+
+    fields: ClassVar[dict[str, str]] = {"cell": "cell", "hidden": "hidden"}
+    by: ClassVar[str]
+
+    def rule(self, field: str) -> Rule:
+        return Rule(field, self.by, self.mask, self.at_eval)
+
+
+class Zoneout(StateNoise):
     """Units of the states keep their previous value.
 
     `cell` and `hidden` are the chances of that. `mask` says what the draws see: `"unit"` is the paper's
@@ -157,35 +173,16 @@ class Zoneout(Noise):
     Zoneout(cell=0.5, hidden=0.05)
     """
 
-    cell: Rate = 0.0
-    hidden: Rate = 0.0
-    mask: str = "unit"
-    at_eval: str = "expectation"
-    seed: int | None = None
-
-    fields: ClassVar[dict[str, str]] = {"cell": "cell", "hidden": "hidden"}
-
-    def rule(self, field: str) -> Rule:
-        return Rule(field, "previous", self.mask, self.at_eval)
+    by = "previous"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class StateDropout(Noise):
+class StateDropout(StateNoise):
     """Units of the states are set to zero: dropout on the recurrent connections.
 
     h is computed from the masked c. With `mask="sequence"` and a cell rate it is rnnDrop.
     """
 
-    cell: Rate = 0.0
-    hidden: Rate = 0.0
-    mask: str = "unit"
-    at_eval: str = "expectation"
-    seed: int | None = None
-
-    fields: ClassVar[dict[str, str]] = {"cell": "cell", "hidden": "hidden"}
-
-    def rule(self, field: str) -> Rule:
-        return Rule(field, "zero", self.mask, self.at_eval)
+    by = "zero"
 
 
 @dataclass(frozen=True, eq=False, repr=False)

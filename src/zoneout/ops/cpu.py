@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import warnings
+from contextlib import suppress
 from dataclasses import fields
 from functools import cache
 from typing import Any
@@ -20,13 +21,10 @@ CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 def scratch(like: Tensor, *shape: int) -> Tensor:
     """Unwritten memory for the length of one call: what an earlier call gave back, or new."""
-    count = math.prod(shape)
-    for k, kept in enumerate(_kept):
-        if kept.numel() == count and kept.dtype == like.dtype and not torch.are_deterministic_algorithms_enabled():
-            try:
-                return _kept.pop(k).view(shape) if kept is _kept[k] else like.new_empty(shape)
-            except IndexError:  # another thread was first
-                break
+    kept = _kept.get((like.dtype, math.prod(shape)))
+    if kept and not torch.are_deterministic_algorithms_enabled():  # those fill new memory with NaN, to find mistakes
+        with suppress(IndexError):  # another thread was first
+            return kept.pop().view(shape)
     new = like.new_empty(shape)
     prepare(new)
     return new
@@ -35,13 +33,12 @@ def scratch(like: Tensor, *shape: int) -> Tensor:
 def give_back(*buffers: Tensor | None) -> None:
     """Keep scratch memory for the next call: its pages have been touched, which is half of what a small call costs."""
     for buffer in {id(b): b for b in buffers if b is not None}.values():
-        if buffer.nbytes <= _MOST:
-            _kept.append(buffer.view(-1))
-    while sum(b.nbytes for b in _kept) > _MOST:
-        del _kept[0]
+        _kept.setdefault((buffer.dtype, buffer.numel()), []).append(buffer.view(-1))
+    if sum(b.nbytes for same in _kept.values() for b in same) > _MOST:
+        _kept.clear()
 
 
-_kept: list[Tensor] = []
+_kept: dict[tuple[torch.dtype, int], list[Tensor]] = {}
 _MOST = 2**26
 
 

@@ -382,7 +382,7 @@ def _run_backward(
     if dgh is dgx and n * sum(width) <= _SHORT:  # one product for both matrices
         h_and_x = device.scratch(ys, n, sum(width))
         torch.cat((_entered(loop, rows), packed), dim=1, out=h_and_x)
-        found["w_hh"], found["w_ih"] = (part.contiguous() for part in (dgx.t() @ h_and_x).split(width, dim=1))
+        found["w_hh"], found["w_ih"] = (part.clone() for part in (dgx.t() @ h_and_x).split(width, dim=1))
         device.give_back(h_and_x)
     else:
         found["w_ih"] = dgx.t() @ packed
