@@ -143,11 +143,11 @@ def _run(  # type: ignore[no-untyped-def]
     given, codes, rates, seeds, examples, first_step, lengths, resets, reverse,
 ):  # fmt: skip
     """`zoneout::run` as nodes of the graph that is being exported; see ops/reference.py for the same in torch."""
-    import onnxscript
     import onnxscript.ir as ir
+    from onnxscript import evaluator
 
     del examples, first_step  # coordinates of draws, and nothing is drawn
-    recorder = onnxscript.evaluator.default()
+    recorder: Any = evaluator.default()
     narrow = x.dtype
     wide = ir.DataType.FLOAT if narrow in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) else narrow
     op = _Graph(recorder.nodes, recorder.opset.version, wide)
