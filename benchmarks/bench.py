@@ -365,12 +365,11 @@ def processor() -> str:
 
 
 def line(row: Row) -> str:
-    unit = "MiB" if row.group == "memory" else "ms"
+    unit = "MiB" if row.group.endswith("memory") else "ms"
     mark = "" if row.ratio <= row.goal else "  over its goal"
-    return (
-        f"{row.group:12} {row.layer:5} {row.shape:9} {row.what:32} {row.ours:9.1f} {unit:3} against {row.against:17}"
-        f" {row.theirs:9.1f} {unit:3}  ratio {row.ratio:5.2f} [{row.low:.2f}, {row.high:.2f}]  goal {row.goal}{mark}"
-    )
+    what = f"{row.group:12} {row.layer:5} {row.shape:9} {row.dtype:8} {row.what:28}"
+    times = f"{row.ours:9.4g} {unit:3} against {row.against:17} {row.theirs:9.4g} {unit:3}"
+    return f"{what} {times}  ratio {row.ratio:5.2f} [{row.low:.2f}, {row.high:.2f}]  goal {row.goal:.3g}{mark}"
 
 
 def write(rows: list[Row]) -> None:

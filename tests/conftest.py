@@ -12,6 +12,8 @@ def pytest_configure() -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
+    if torch.cuda.is_available():  # float32 means float32, unless a test says otherwise
+        torch.backends.cudnn.rnn.fp32_precision = "ieee"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -89,9 +89,7 @@ def everything(layer: Any, x: Tensor, hx: Any, call: dict[str, Any]) -> dict[str
     out = {"y": y, **{f"end {k}": s for k, s in enumerate(ended if layer.kind == "lstm" else [ended])}}
     out |= {"cells": cells[0]} if cells else {}
     weights = torch.Generator().manual_seed(1)
-    loss = sum(
-        (v * torch.randn(v.shape, generator=weights, dtype=torch.float64).to(v.dtype)).sum() for v in out.values()
-    )
+    loss = sum((v * torch.randn(v.shape, generator=weights, dtype=torch.float64).to(v)).sum() for v in out.values())
     layer.zero_grad()
     loss.backward()
     grads: dict[str, Any] = {"x": x.grad} | {f"hx {k}": s.grad for k, s in enumerate(states)}

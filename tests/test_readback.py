@@ -110,7 +110,7 @@ def build(kind, backend, layers=1, **more):
 
 def start_from(layer, h0, c0):
     """Let every sequence, and every step after a reset, begin with these states."""
-    layer._initial_states = lambda x: (h0, c0 if layer.kind == "lstm" else None)
+    layer._initial_states = lambda batch, dtype: (h0, c0 if layer.kind == "lstm" else None)
 
 
 def run(layer, x, h0, form):

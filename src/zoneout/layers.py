@@ -84,22 +84,23 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
     ) -> Any:
         """Outputs and final state, as `torch.nn` gives them; with `return_cells` every c_t of the last layer.
 
-        `lengths` are the sequences' lengths in a padded batch: outputs past them are zero, and the final state is that
-        of each sequence's end. `resets`, a bool laid out as the input's steps and rows, cuts a sequence before a step:
-        there the state goes back to the initial one (zero or learned, not `hx`), and nothing crosses the cut in either
-        direction. `seed` fixes the draws; `examples`, an offset or one id a row, and `first_step` say which rows and
-        steps of a larger whole these are, so that they draw what they would draw there.
+        An int64 input, without the dimension of features, is one-hot rows given by their numbers: a look-up takes the
+        place of the product. `lengths` are the sequences' lengths in a padded batch: outputs past them are zero, and
+        the final state is that of each sequence's end. `resets`, a bool laid out as the input's steps and rows, cuts a
+        sequence before a step: there the state goes back to the initial one (zero or learned, not `hx`), and nothing
+        crosses the cut in either direction. `seed` fixes the draws; `examples`, an offset or one id a row, and
+        `first_step` say which rows and steps of a larger whole these are, so that they draw what they would draw there.
         """
         weight = self.weight_ih_l0
         sequences = self._sequences(input, lengths, resets)
         x = sequences.x
         check_device("input", x, weight)
         dtype = working_dtype(x, weight)
-        x = x.to(dtype)
+        x = x.to(dtype) if x.is_floating_point() else x
         if return_cells and self.kind != "lstm":
             raise ValueError(f"return_cells: expected False, since a {self.kind.upper()} has no cell")
         check_count("first_step", first_step, 2**32 - x.shape[0])
-        initial = self._initial_states(x)
+        initial = self._initial_states(x.shape[1], dtype)
         h0, c0 = self._given_states(hx, initial, sequences.batched)
         rows = example_ids(examples, x.shape[1], x.device)
         key = self._seed(seed, x)
@@ -140,7 +141,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
                     cells.append(every_c)
             x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
-        ended = [torch.stack(states) for states in (h_n, c_n) if states]
+        ended = [torch.stack(states) if len(states) > 1 else states[0][None] for states in (h_n, c_n) if states]
         if not sequences.batched:
             ended = [state.squeeze(1) for state in ended]
         state = tuple(ended) if self.kind == "lstm" else ended[0]
@@ -158,15 +159,20 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
     ) -> Sequences:
         """Any input form as [T, B, input], in the caller's order of rows."""
         if isinstance(input, PackedSequence):
+            packed = input
             if lengths is not None:
                 raise ValueError("lengths: expected None, since a packed input brings its own")
             x, ends = pad_packed_sequence(input)
+            if not x.is_floating_point():
+                x = self._check_numbers(x)
             self._check_input(x, "input.data")
             if resets is not None:
                 resets = _check_resets(resets, tuple(x.shape[:2]), "[T, B]", x.device)
-            return Sequences(x, ends.to(x.device), resets, True, lambda y: _pack(y, ends, input))
+            return Sequences(x, ends.to(x.device), resets, True, lambda y: _pack(y, ends, packed))
         if not isinstance(input, Tensor):
             raise TypeError(f"input: expected a tensor or a PackedSequence, got {type(input).__name__}")
+        if not input.is_floating_point():
+            input = self._check_numbers(input)
         if input.dim() not in (2, 3):
             raise ValueError(f"input: expected 2 dimensions (unbatched) or 3 (batched), got {input.dim()}")
         self._check_input(input, "input")
@@ -189,7 +195,25 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
 
         return Sequences(x, lengths, resets, batched, outputs)
 
+    def _check_numbers(self, x: Tensor) -> Tensor:
+        """Numbers of features that are 1 where all others are 0, with a last dimension of 1 in their place."""
+        if x.dtype != torch.int64 or x.dim() > 2:
+            raise ValueError(
+                "input: expected floating-point numbers, or int64 [T, B] for one-hot rows by their numbers, "
+                f"got {x.dtype} with {x.dim()} dimensions"
+            )
+        if x.device.type == "cpu" and not torch.compiler.is_compiling() and x.numel():
+            low, high = (int(v) for v in torch.aminmax(x))
+            if low < 0 or high >= self.input_size:
+                raise ValueError(
+                    f"input: expected one-hot rows as numbers from 0 to {self.input_size - 1} (input_size − 1), "
+                    f"got {low} to {high}"
+                )
+        return x.unsqueeze(-1)
+
     def _check_input(self, x: Tensor, name: str) -> None:
+        if not x.is_floating_point() and x.dtype == torch.int64 and x.shape[-1] == 1:
+            return
         if x.shape[-1] != self.input_size:
             raise ValueError(
                 f"{name}: expected {self.input_size} features in the last dimension (input_size), got {x.shape[-1]}"
@@ -197,15 +221,15 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         if not x.is_floating_point():
             raise ValueError(f"{name}: expected floating-point numbers, got {x.dtype}")
 
-    def _initial_states(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _initial_states(self, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """The states at the start of a sequence, learned or zero, as [layers · directions, B, ·]."""
-        batch, count = x.shape[1], len(self.suffixes())
+        weight, count = self.weight_ih_l0, len(self.suffixes())
         if self.learn_initial_state:
             learned = (self.h0, self.c0) if self.kind == "lstm" else (self.h0,)
-            states = [s.to(x.dtype)[:, None].expand(-1, batch, -1) for s in learned]
+            states = [s.to(dtype)[:, None].expand(-1, batch, -1) for s in learned]
         else:
-            sizes = (self.output_size, self.hidden_size) if self.kind == "lstm" else (self.output_size,)
-            states = [x.new_zeros(count, batch, size) for size in sizes]
+            zero = weight.new_zeros(count, batch, self.output_size, dtype=dtype)
+            states = [zero, zero if not self.proj_size else zero.new_zeros(count, batch, self.hidden_size)]
         return states[0], states[1] if self.kind == "lstm" else None
 
     def _given_states(

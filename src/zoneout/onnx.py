@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .ops.loop import GATES
-from .ops.operator import _decode
+from .ops.operator import decode
 from .ops.reference import KEEPS
 from .recurrent import Recurrent
 
@@ -233,7 +233,7 @@ def _fresh_seed(x):  # type: ignore[no-untyped-def]
 def _expectations(op: _Graph, codes: Any, rates: Any, seeds: Any) -> tuple[dict[str, Any], bool]:
     """The rate of each field of `cells.Keep`, and whether the output gate may be held."""
     keep, holds = {}, False
-    for draw in _decode(codes, rates, seeds).values():
+    for draw in decode(codes, rates, seeds):
         if draw.seed is not None:
             _fresh_seed(None)
         keep[KEEPS[draw.rule.stream, draw.rule.by]] = op("Cast", draw.rate, to=int(op.like))

@@ -96,7 +96,9 @@ def as_seed(seed: int | Tensor, device: torch.device | str | None = None) -> Ten
 
 def fresh_seed(like: Tensor) -> Tensor:
     """A seed on the device of `like`, drawn from torch's generator of that device."""
-    return _fresh_seed(like)
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return _fresh_seed(like)
+    return torch.empty((), dtype=torch.int64, device=like.device).random_()
 
 
 # An operator of its own, so that a compiled model draws from the same generator, in the same order, as

@@ -214,6 +214,7 @@ class Recurrent(nn.Module):
         by_stream = {draw.rule.stream: draw for draw in draws}
         weights = self._noisy_weights(suffix, by_stream, dtype)
         if (draw := by_stream.get("input")) is not None:
+            x = ops.dense(x, weights.w_ih)
             (mask,) = draw_masks([draw], examples.new_zeros(1), examples, x.shape[-1])
             x = x * kept_scale(draw, mask, x.dtype)
         inside = tuple(d for d in draws if d.rule.stream not in ("input", "weight", "weight_noise"))
@@ -226,7 +227,7 @@ class Recurrent(nn.Module):
 
     def _noisy_weights(self, suffix: str, draws: dict[str, Draw], dtype: torch.dtype) -> ops.Weights:
         w_ih, w_hh, b_ih, b_hh, w_hr = (
-            None if (value := getattr(self, name + suffix, None)) is None else value.to(dtype)
+            value if (value := getattr(self, name + suffix, None)) is None or value.dtype == dtype else value.to(dtype)
             for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
         )
         assert w_ih is not None and w_hh is not None
@@ -297,6 +298,8 @@ def _add_noise(weight: Tensor, matrix: int, draw: Draw) -> Tensor:
 
 def working_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
     """The dtype to compute in: autocast's where it is on, else the weights'; an error where they differ."""
+    if x.dtype == torch.int64:  # one-hot rows by their numbers
+        return torch.get_autocast_dtype(x.device.type) if autocast_on(x.device) else weight.dtype
     if not x.is_floating_point():
         raise ValueError(f"input: expected floating-point numbers, got {x.dtype}")
     if autocast_on(x.device) and x.dtype != torch.float64:

@@ -81,6 +81,8 @@ class RecurrentCell(Recurrent, nn.RNNCellBase):
             raise ValueError(
                 f"input: expected {self.input_size} features in the last dimension (input_size), got {input.shape[-1]}"
             )
+        if not input.is_floating_point():
+            raise ValueError(f"input: expected floating-point numbers, got {input.dtype}")
         check_device("input", input, weight)
         dtype = working_dtype(input, weight)
         batched = input.dim() == 2

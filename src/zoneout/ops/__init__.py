@@ -9,15 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from . import operator, reference
+from . import cuda, operator, reference
 from .interface import TOLERANCES, Result, Run, Weights
 
-__all__ = ["BACKENDS", "TOLERANCES", "Result", "Run", "Weights", "check_backend", "run"]
+__all__ = ["BACKENDS", "TOLERANCES", "Result", "Run", "Weights", "check_backend", "dense", "run"]
 
-BACKENDS: dict[str, Callable[[Run], Result]] = {"reference": reference.run, "cpu": operator.run}
+BACKENDS: dict[str, Callable[[Run], Result]] = {
+    "reference": reference.run,
+    "cpu": operator.run,
+    "cuda": operator.run,
+}
 
 
 def check_backend(backend: str | None) -> None:
@@ -26,11 +33,23 @@ def check_backend(backend: str | None) -> None:
         raise ValueError(f"backend: expected one of {', '.join(BACKENDS)} or None, got {backend!r}")
 
 
+def dense(x: Tensor, w_ih: Tensor) -> Tensor:
+    """An input as its features: one-hot rows that were given by their numbers, written out."""
+    return x if x.is_floating_point() else F.one_hot(x.squeeze(-1), w_ih.shape[1]).to(w_ih.dtype)
+
+
 def run(what: Run, backend: str | None = None) -> Result:
     """Run a cell over time, with the backend asked for or, where the input's device has none, the reference."""
     kind = what.x.device.type
     if backend is None:
-        backend = kind if kind in BACKENDS else "reference"
+        fused = kind in BACKENDS and (kind != "cuda" or cuda.takes(what))
+        backend = kind if fused else "reference"
+    elif backend != "reference" and backend != kind:
+        raise ValueError(
+            f"backend: {backend!r} takes input on a {backend} device, got {what.x.device}; backend=None would do"
+        )
+    if not what.x.is_floating_point() and (backend == "reference" or torch.onnx.is_in_onnx_export()):
+        what = replace(what, x=dense(what.x, what.weights.w_ih))
     known = torch.amp.is_autocast_available(kind)
     with torch.autocast(kind, enabled=False) if known and torch.is_autocast_enabled(kind) else nullcontext():
         return BACKENDS[backend](what)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import warnings
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import fields
 from functools import cache
 from typing import Any
@@ -14,18 +14,31 @@ import torch
 from torch import Tensor
 
 from . import native, plain
-from .loop import Backward, Loop, per_unit, sees
+from .interface import Run
+from .loop import Backward, Loop, sees
+from .rows import Packed
 
 CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
-def scratch(like: Tensor, *shape: int) -> Tensor:
+ROWS = Packed
+WIDE = True  # half types are worked on in float32
+
+
+def check(r: Run) -> None:
+    """Everything runs here."""
+
+
+products = nullcontext  # the precision of float32 products is not ours to choose
+
+
+def scratch(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
     """Unwritten memory for the length of one call: what an earlier call gave back, or new."""
-    kept = _kept.get((like.dtype, math.prod(shape)))
+    kept = _kept.get((dtype, math.prod(shape)))
     if kept and not torch.are_deterministic_algorithms_enabled():  # those fill new memory with NaN, to find mistakes
         with suppress(IndexError):  # another thread was first
             return kept.pop().view(shape)
-    new = like.new_empty(shape)
+    new = like.new_empty(shape, dtype=dtype)
     prepare(new)
     return new
 
@@ -90,7 +103,7 @@ def _call(library: ctypes.CDLL, name: str, loop: Loop, back: Backward | None) ->
     kind = "double" if loop.gates.dtype == torch.float64 else "float"
     args, alive = _arguments(loop, back)
     size = getattr(library, f"zoneout_work_size_{kind}")(ctypes.byref(args))
-    work = scratch(torch.empty(0, dtype=torch.uint8), size + 64)
+    work = scratch(loop.gates, size + 64, dtype=torch.uint8)
     args.work = (work.data_ptr() + 63) // 64 * 64
     getattr(library, f"zoneout_{name}_{kind}")(ctypes.byref(args))
     give_back(work)
@@ -108,11 +121,10 @@ def _arguments(loop: Loop, back: Backward | None) -> tuple[native.Loop, list[Ten
         alive.append(value)
         return value.data_ptr()
 
-    def stream(name: str, units: int) -> native.Stream:
+    def stream(name: str) -> native.Stream:
         draw = loop.draws.get(name)
         if draw is None:
             return native.Stream()
-        rate, threshold = per_unit(draw, units, loop.gates.dtype)
         step, example, unit, high = sees(draw)
         return native.Stream(
             mode=2 if draw.seed is None else 1,
@@ -124,8 +136,8 @@ def _arguments(loop: Loop, back: Backward | None) -> tuple[native.Loop, list[Ten
             high=high,
             plane=draw.plane,
             seed=0 if draw.seed is None else int(draw.seed) & (2**64 - 1),
-            threshold=pointer(threshold),
-            rate=pointer(rate),
+            rate=pointer(draw.rate),
+            stride=int(draw.rate.dim() > 0),
         )
 
     norm = loop.norm
@@ -144,9 +156,9 @@ def _arguments(loop: Loop, back: Backward | None) -> tuple[native.Loop, list[Ten
         "lengths": pointer(loop.lengths),
         "examples": pointer(loop.examples),
         "resets": pointer(loop.resets),
-        "cell_noise": stream("cell", loop.hidden),
-        "hidden_noise": stream("hidden", loop.outputs),
-        "update_noise": stream("update", loop.hidden),
+        "cell_noise": stream("cell"),
+        "hidden_noise": stream("hidden"),
+        "update_noise": stream("update"),
         "norm": 0 if norm is None else 1 if norm.over == "units" else 2,
         "norm_given": loop.given,
         "eps": 0.0 if norm is None else norm.eps,

@@ -30,7 +30,7 @@ class Run:
     """One pass of one layer and direction over a sequence."""
 
     cell: str  # "lstm", "gru", "rnn_tanh", "rnn_relu"
-    x: Tensor  # [T, B, input]
+    x: Tensor  # [T, B, input]; or int64 [T, B, 1]: one-hot rows by their numbers
     h0: Tensor  # [B, outputs]
     c0: Tensor | None  # [B, H]
     weights: Weights

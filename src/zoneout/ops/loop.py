@@ -1,15 +1,16 @@
 """The loop over time with everything around it taken away: what a device's code has to do.
 
-Rows are packed: step t has `counts[t]` rows, longest sequence first, so that the rows of a step are a prefix of the
-rows of the step before, and a sequence that has ended costs nothing. A reversed sequence has been turned around
-already. N is the number of all rows, G the gates times the hidden size H, P the size of h.
+Rows lie as the device wants them (`rows.py`). Packed: step t has `counts[t]` rows, longest sequence first, so that the
+rows of a step are a prefix of the rows of the step before, and a sequence that has ended costs nothing; a reversed
+sequence has been turned around already. Padded (`counts` is None): as the caller has them, N = T · B, lengths and
+direction looked at by the loop; outputs past a row's end have to be left zero. N is the number of all rows, G the gates
+times the hidden size H, P the size of h.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ..draws import Draw
@@ -24,7 +25,8 @@ class Loop:
     """One pass over time. What the forward pass leaves for the backward one is marked with a star."""
 
     cell: str
-    counts: Tensor  # [T] int64, on the CPU
+    steps: int
+    counts: Tensor | None  # packed: [T] int64, on the CPU
     h0: Tensor  # [B, P]
     c0: Tensor | None  # [B, H]
     x: Tensor | None  # [N, input]: where the loop is to take x·Wx itself, step by step
@@ -36,7 +38,7 @@ class Loop:
     draws: dict[str, Draw]  # cell, hidden, update
     scale_h: Tensor | None  # [B, P]: the variational mask on h where it enters the gates
     norm: StepNorm | None
-    lengths: Tensor  # [B] int64
+    lengths: Tensor | None  # [B] int64; padded: None where no sequence ends before the last step
     examples: Tensor  # [B] int64
     first_step: int
     reverse: bool
@@ -55,16 +57,12 @@ class Loop:
     var_c: Tensor | None  # *
 
     @property
-    def steps(self) -> int:
-        return len(self.counts)
-
-    @property
     def batch(self) -> int:
-        return len(self.h0)
+        return self.h0.shape[0]
 
     @property
     def hidden(self) -> int:
-        return len(self.w_hh) // GATES[self.cell]
+        return self.w_hh.shape[0] // GATES[self.cell]
 
     @property
     def outputs(self) -> int:
@@ -72,6 +70,7 @@ class Loop:
 
     @property
     def offsets(self) -> Tensor:
+        assert self.counts is not None
         return self.counts.cumsum(0) - self.counts
 
     @property
@@ -107,9 +106,3 @@ def sees(draw: Draw) -> tuple[bool, bool, bool, bool]:
     """Whether a draw sees step, example and unit, and whether it takes the high half of a word."""
     kind = MASKS[draw.rule.mask]
     return kind.step, kind.example, kind.unit, kind.stream and STREAMS[draw.rule.stream].half == 1
-
-
-def per_unit(draw: Draw, units: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rate and threshold of each unit."""
-    rate = draw.rate.expand(units)
-    return rate.to(dtype).contiguous(), draw.threshold.expand(units).to(torch.int32).contiguous()

@@ -1,7 +1,7 @@
 """The operator `zoneout::run`: a whole pass over time as one node of the graph, and its derivative.
 
-Everything that is the same on every device is here: packing the rows, the large products before and after the loop,
-the norm of x's part, and what autograd and `torch.compile` need to know. The loop itself is a device's own.
+What a pass does is in `passes.py`; here is what autograd, `torch.compile` and `torch.func` need to know of it. An
+operator takes and gives tensors and plain numbers only, so a `Run` is laid out flat for it.
 """
 
 from __future__ import annotations
@@ -12,157 +12,85 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..draws import Draw, draw_masks
+from ..draws import Draw
 from ..noise import MASKS, STREAMS, Rule
 from ..norm import Moments, StepNorm
-from . import cpu
+from . import passes
 from .interface import Result, Run, Weights
-from .loop import GATES, Backward, Loop
-from .rows import Rows
-
-LOOPS = {"cpu": cpu}
-
-# The operator's arguments after the first that have a derivative.
-_DIFFERENTIABLE = (
-    "x", "h0", "c0", "reset_h", "reset_c", "w_ih", "w_hh", "b_ih", "b_hh", "w_hr",
-    "scale_x", "scale_h", "scale_c", "shift_c",
-)  # fmt: skip
+from .passes import DIFFERENTIABLE, LOOPS, Kept
 
 _STREAMS, _MASKS, _BY = tuple(STREAMS), tuple(MASKS), ("previous", "zero", "scaled zero")
+_COUNT = len(DIFFERENTIABLE)
 
 
 def run(r: Run) -> Result:
     """One pass through the operator."""
-    if r.x.device.type not in LOOPS:
-        raise ValueError(
-            f"backend: expected the input on one of {', '.join(LOOPS)}, got {r.x.device}; backend=None would do"
-        )
-    codes, rates, seeds = _encode(r.draws, r.x)
-    norm, w = r.norm, r.weights
-    given = [] if norm is None or norm.given is None else [v for v in norm.given if v is not None]
-    y, h, c, cells, _, _, *seen = _call(
-        r.cell, r.x, r.h0, r.c0, r.reset_h, r.reset_c, w.w_ih, w.w_hh, w.b_ih, w.b_hh, w.w_hr,
-        None if norm is None else norm.scale_x,
-        None if norm is None else norm.scale_h,
-        None if norm is None else norm.scale_c,
-        None if norm is None else norm.shift_c,
-        "" if norm is None else norm.over, 0.0 if norm is None else norm.eps, given,
-        codes, rates, seeds, r.examples, r.first_step, r.lengths, r.resets, r.reverse,
-    )  # fmt: skip
+    LOOPS[r.x.device.type].check(r)
+    if _plain_eager():
+        return _Eager.run(r)
+    y, h, c, cells, _, _, *seen = _call(*flatten(r))
     lstm = r.cell == "lstm"
-    moments = None
-    if norm is not None and norm.over == "examples" and norm.given is None:
-        moments = Moments(*(seen if lstm else seen[:4]))
+    moments = Moments(*(seen if lstm else seen[:4])) if _gives_moments(r) else None
     return Result(y, h, c if lstm else None, cells if r.return_cells else None, moments)
 
 
-# --- noise as an operator can take it --------------------------------------------------------------
+def _gives_moments(r: Run) -> bool:
+    """Whether somebody wants to know what a batch norm has seen."""
+    return r.norm is not None and r.norm.over == "examples" and r.norm.given is None
 
 
-def _encode(draws: Sequence[Draw], x: Tensor) -> tuple[list[int], list[Tensor], list[Tensor]]:
+# --- a run laid out flat ---------------------------------------------------------------------------
+
+
+def differentiable(r: Run) -> tuple[Tensor | None, ...]:
+    """What has a derivative, as `DIFFERENTIABLE` names it."""
+    norm = (None,) * 4 if r.norm is None else (r.norm.scale_x, r.norm.scale_h, r.norm.scale_c, r.norm.shift_c)
+    return (r.x, r.h0, r.c0, r.reset_h, r.reset_c, *r.weights, *norm)
+
+
+def flatten(r: Run) -> tuple[Any, ...]:
+    """The operator's arguments."""
+    norm = r.norm
+    given = [] if norm is None or norm.given is None else [v for v in norm.given if v is not None]
     codes: list[int] = []
-    for draw in draws:
+    for draw in r.draws:
         rule = draw.rule
         codes += [_STREAMS.index(rule.stream), _BY.index(rule.by), _MASKS.index(rule.mask)]
         codes += [int(rule.holds_gate), int(draw.seed is not None), draw.plane]
-    nothing = torch.zeros((), dtype=torch.int64, device=x.device) if any(d.seed is None for d in draws) else None
-    seeds = [nothing if d.seed is None else d.seed for d in draws]
-    return codes, [d.rate for d in draws], seeds  # type: ignore[return-value]
+    expected = any(draw.seed is None for draw in r.draws)
+    nothing: Any = torch.zeros((), dtype=torch.int64, device=r.x.device) if expected else None
+    seeds = [nothing if draw.seed is None else draw.seed for draw in r.draws]
+    over, eps = ("", 0.0) if norm is None else (norm.over, norm.eps)
+    rates = [draw.rate for draw in r.draws]
+    return (
+        r.cell, *differentiable(r), over, eps, given, codes, rates, seeds,
+        r.examples, r.first_step, r.lengths, r.resets, r.reverse,
+    )  # fmt: skip
 
 
-def _decode(codes: Sequence[int], rates: Sequence[Tensor], seeds: Sequence[Tensor]) -> dict[str, Draw]:
-    draws = {}
+def unflatten(cell: str, *args: Any) -> Run:
+    """The run that was laid out flat."""
+    (x, h0, c0, reset_h, reset_c, *weights), scales, args = args[:10], args[10:_COUNT], args[_COUNT:]
+    over, eps, given, codes, rates, seeds, examples, first_step, lengths, resets, reverse = args
+    norm = StepNorm(over, eps, *scales)._replace(given=Moments(*given) if given else None) if over else None
+    draws = tuple(decode(codes, rates, seeds))
+    return Run(
+        cell, x, h0, c0, Weights(*weights), draws, examples, first_step, norm, lengths, resets, reset_h, reset_c,
+        reverse, return_cells=cell == "lstm",
+    )  # fmt: skip
+
+
+def decode(codes: Sequence[int], rates: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Draw]:
+    """The draws, from numbers and tensors."""
+    draws = []
     for k, (rate, seed) in enumerate(zip(rates, seeds)):
         stream, by, mask, holds, drawn, plane = codes[6 * k : 6 * k + 6]
         rule = Rule(_STREAMS[stream], _BY[by], _MASKS[mask], "", bool(holds))
-        draws[rule.stream] = Draw(rule, rate, seed if drawn else None, plane)
+        draws.append(Draw(rule, rate, seed if drawn else None, plane))
     return draws
 
 
-# --- forwards --------------------------------------------------------------------------------------
-
-
-def _wide(*values: Tensor | None) -> list[Tensor | None]:
-    """The values in the precision that states are kept in: float32 for the half types."""
-    return [v if v is None or v.dtype in (torch.float32, torch.float64) else v.float() for v in values]
-
-
-def _step_norm(over: str, eps: float, scales: Sequence[Tensor | None], given: Sequence[Tensor]) -> StepNorm | None:
-    if not over:
-        return None
-    scale_x, scale_h, scale_c, shift_c = scales
-    assert scale_x is not None and scale_h is not None
-    moments = Moments(*_wide(*given)) if given else None  # type: ignore[arg-type]
-    return StepNorm(over, eps, scale_x, scale_h, scale_c, shift_c, moments)
-
-
-def _loop(
-    cell: str,
-    rows: Rows,
-    h0: Tensor,
-    c0: Tensor | None,
-    reset_h: Tensor | None,
-    reset_c: Tensor | None,
-    w: Weights,
-    draws: dict[str, Draw],
-    norm: StepNorm | None,
-    examples: Tensor,
-    first_step: int,
-    resets: Tensor | None,
-    gates: Tensor,
-    y: Tensor,
-    c: Tensor | None,
-    gh: Tensor | None,
-    moments: Sequence[Tensor | None],
-    x: Tensor | None = None,
-) -> Loop:
-    """The loop as a device gets it."""
-    examples = rows.sort(examples)
-    scale_h = None
-    if (draw := draws.get("variational_hidden")) is not None:
-        (mask,) = draw_masks([draw], examples.new_zeros(1), examples, h0.shape[1])
-        scale = torch.where(draw.rate < 1, 1 / (1 - draw.rate), 0.0)
-        scale_h = torch.where(mask[0], 0.0, scale).to(h0.dtype).contiguous()
-    mean_x, var_x, mean_h, var_h, mean_c, var_c = moments
-    apart = norm is not None or cell == "gru"  # whether h·Wh has a bias of its own
-    bias = h0.new_zeros(len(w.w_hh)) if w.b_ih is None else w.b_ih
-    bias = bias if w.b_hh is None or apart else bias + w.b_hh
-
-    def sort(v: Tensor | None) -> Tensor | None:
-        return None if v is None else rows.sort(v)
-
-    return Loop(
-        cell=cell,
-        counts=rows.counts,
-        h0=rows.sort(h0),
-        c0=sort(c0),
-        x=x,
-        w_ih=None if x is None else w.w_ih.contiguous(),
-        w_hh=w.w_hh.contiguous(),
-        b_x=bias,
-        b_h=w.b_hh if apart else None,
-        w_hr=None if w.w_hr is None else w.w_hr.contiguous(),
-        draws=draws,
-        scale_h=scale_h,
-        norm=norm,
-        lengths=rows.sorted_lengths,
-        examples=examples,
-        first_step=first_step,
-        reverse=rows.reverse,
-        resets=rows.cuts(resets),
-        reset_h=sort(reset_h),
-        reset_c=sort(reset_c),
-        gates=gates,
-        y=y,
-        c=c,
-        gh=gh,
-        mean_x=mean_x,
-        var_x=var_x,
-        mean_h=mean_h,
-        var_h=var_h,
-        mean_c=mean_c,
-        var_c=var_c,
-    )
+# --- the operator and its derivative ---------------------------------------------------------------
 
 
 @torch.library.custom_op("zoneout::run", mutates_args=())
@@ -195,85 +123,30 @@ def _run(
     reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y, h, c, cells; then for the way back gates and gh; then the moments of x·Wx, h·Wh and c."""
-    narrow = x.dtype
-    x_, h0_, c0_, reset_h_, reset_c_, *w_ = _wide(x, h0, c0, reset_h, reset_c, w_ih, w_hh, b_ih, b_hh, w_hr)
-    assert x_ is not None and h0_ is not None and w_[0] is not None and w_[1] is not None
-    w = Weights(w_[0], w_[1], *w_[2:])
-    norm = _step_norm(over, eps, _wide(scale_x, scale_h, scale_c, shift_c), given)
-    outputs = _empty_outputs(cell, x_, h0_, w, norm)
-    y, c, gates, gh, *moments = outputs
-    device = LOOPS[x.device.type]
-    device.prepare(*outputs)
-    steps, batch, _ = x.shape
-    rows = Rows(lengths, steps, batch, reverse)
-    packed = rows.pack(x_)
-    n = len(packed)
-    inside = device.takes_x(w.w_ih)
-    if not inside:
-        torch.mm(packed, w.w_ih.t(), out=gates[:n])
-    for kept in (gates, gh):
-        kept[n:].zero_()  # rows of sequences that have ended: nobody looks, but nothing is left to chance
-
-    lstm = cell == "lstm"
-    whole = rows.whole
-    ys = y.view(steps * batch, y.shape[-1]) if whole else y.new_empty(n, y.shape[-1])
-    cs = None if not lstm else c.view(steps * batch, c.shape[-1]) if whole else c.new_empty(n, c.shape[-1])
-    stats = _step_moments(norm, moments, lstm)
-    loop = _loop(
-        cell, rows, h0_, c0_, reset_h_, reset_c_, w, _decode(codes, rates, seeds), norm, examples, first_step, resets,
-        gates, ys, cs, gh if gh.numel() else None, stats, packed if inside else None,
+    r = unflatten(
+        cell, x, h0, c0, reset_h, reset_c, w_ih, w_hh, b_ih, b_hh, w_hr, scale_x, scale_h, scale_c, shift_c,
+        over, eps, given, codes, rates, seeds, examples, first_step, lengths, resets, reverse,
     )  # fmt: skip
-    device.forward(loop)
-
-    h_n = rows.final(ys, loop.h0)
-    c_n = rows.final(cs, loop.c0) if cs is not None and loop.c0 is not None else x_.new_empty(0)
-    if not whole:
-        y = rows.unpack(ys)
-        c = c if cs is None else rows.unpack(cs)
-    if narrow != x_.dtype:
-        y, h_n, c_n = y.to(narrow), h_n.to(narrow), c_n.to(narrow)
-    mean_x, var_x, mean_h, var_h, mean_c, var_c = moments
-    return y, h_n, c_n, c, gates, gh, mean_x, var_x, mean_h, var_h, mean_c, var_c
+    return _outputs(passes.forward(r), h0)  # type: ignore[return-value]
 
 
-def _empty_outputs(cell: str, x: Tensor, h0: Tensor, w: Weights, norm: StepNorm | None) -> list[Tensor]:
-    """y, c, gates, gh and six moments, unwritten; empty where the cell or the norm has none."""
-    steps, batch, _ = x.shape
-    wide, hidden = len(w.w_hh), len(w.w_hh) // GATES[cell]
-    lstm, rows = cell == "lstm", steps * batch
-    none = (0,)
-    gh = (rows, wide) if norm is not None else (rows, hidden) if cell == "gru" else none
-    moments: list[tuple[int, ...]] = [none] * 6
-    if norm is not None and norm.over == "units":
-        every: tuple[int, ...] = (rows,)
-        moments = [every] * 4 + [every if lstm else none] * 2
-    elif norm is not None and norm.given is None:
-        moments = [(steps, wide)] * 4 + [(steps, hidden) if lstm else none] * 2
-    shapes = [(steps, batch, h0.shape[1]), (steps, batch, hidden) if lstm else none, (rows, wide), gh]
-    return [x.new_empty(shape) for shape in shapes] + [x.new_zeros(shape) for shape in moments]
-
-
-def _step_moments(norm: StepNorm | None, moments: Sequence[Tensor], lstm: bool) -> list[Tensor | None]:
-    """The moments of x·Wx, h·Wh and c: given, to be written, or none."""
-    if norm is None:
-        return [None] * 6
-    if norm.given is not None:
-        return [None if v is None else v.contiguous() for v in norm.given]
-    return list(moments) if lstm else [*moments[:4], None, None]
+def _outputs(kept: Kept, like: Tensor) -> tuple[Tensor, ...]:
+    """As an operator gives them: an empty tensor where there is none."""
+    *parts, moments = kept
+    return tuple(like.new_empty(0) if v is None else v for v in (*parts, *moments))
 
 
 @_run.register_fake
-def _(cell: str, x: Tensor, h0: Tensor, c0: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+def _(cell: str, *args: Any) -> tuple[Tensor, ...]:
     if torch.autograd.forward_ad._current_level >= 0:  # a compiler would take the layer for a constant
         _no_forward_mode(None)
-    weights, scales, (over, eps, given) = rest[2:7], rest[7:11], rest[11:14]
-    wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-    y, c, *kept = _empty_outputs(cell, wide, h0, Weights(*weights), _step_norm(over, eps, scales, given))
-    c_n = x.new_empty(0) if c0 is None else torch.empty_like(c0, memory_format=torch.contiguous_format)
-    return y.to(x.dtype), torch.empty_like(h0, memory_format=torch.contiguous_format), c_n, c, *kept
-
-
-# --- backwards -------------------------------------------------------------------------------------
+    r = unflatten(cell, *args)
+    h0, c0 = r.h0, r.c0
+    dtype = passes.state_type(h0.dtype) if LOOPS[h0.device.type].WIDE else h0.dtype
+    y, cells, gates, gh, moments = passes.empty_outputs(r, dtype)
+    h = torch.empty_like(h0, memory_format=torch.contiguous_format)
+    c = None if c0 is None else torch.empty_like(c0, memory_format=torch.contiguous_format)
+    return _outputs(Kept(y.to(h0.dtype), h, c, cells, gates, gh, tuple(moments)), h0)
 
 
 @torch.library.custom_op("zoneout::run_backward", mutates_args=())
@@ -283,6 +156,7 @@ def _run_backward(
     dc: Tensor | None,
     dcells: Tensor | None,
     saved: Sequence[Tensor],
+    needs: Sequence[bool],
     cell: str,
     x: Tensor,
     h0: Tensor,
@@ -309,153 +183,69 @@ def _run_backward(
     lengths: Tensor | None,
     resets: Tensor | None,
     reverse: bool,
-    needs_x: bool,
 ) -> list[Tensor]:
-    """The derivatives of x, h0, c0, the five weights and the four of the norm; empty where there is none."""
-    x_, h0_, c0_, reset_h_, reset_c_, *w_ = _wide(x, h0, c0, reset_h, reset_c, w_ih, w_hh, b_ih, b_hh, w_hr)
-    assert x_ is not None and h0_ is not None and w_[0] is not None and w_[1] is not None
-    w = Weights(w_[0], w_[1], *w_[2:])
-    norm = _step_norm(over, eps, _wide(scale_x, scale_h, scale_c, shift_c), given)
-    y, c, gates, gh, *moments = saved
-    steps, batch, _ = x.shape
-    rows = Rows(lengths, steps, batch, reverse)
-    lstm = cell == "lstm"
-    (y_,) = _wide(y)
-    assert y_ is not None
-    ys, cs = rows.pack(y_), rows.pack(c) if lstm else None
-    n, wide, hidden = len(ys), len(w.w_hh), len(w.w_hh) // GATES[cell]
-    loop = _loop(
-        cell, rows, h0_, c0_, reset_h_, reset_c_, w, _decode(codes, rates, seeds), norm, examples, first_step, resets,
-        gates, ys, cs, gh if gh.numel() else None, _step_moments(norm, moments, lstm),
+    """The derivatives of all that has one; empty where there is none or nobody needs it."""
+    r = unflatten(
+        cell, x, h0, c0, reset_h, reset_c, w_ih, w_hh, b_ih, b_hh, w_hr, scale_x, scale_h, scale_c, shift_c,
+        over, eps, given, codes, rates, seeds, examples, first_step, lengths, resets, reverse,
     )  # fmt: skip
-
-    def start(d: Tensor | None, like: Tensor) -> Tensor:
-        """What has come back for the final states, longest first, in a tensor that may be written to."""
-        if d is None:
-            return torch.zeros_like(like)
-        return rows.sort(d.to(like.dtype)).clone(memory_format=torch.contiguous_format)
-
-    def over_time(d: Tensor | None, like: Tensor) -> Tensor:
-        return torch.zeros_like(like) if d is None else rows.pack(d.to(like.dtype))
-
-    device = LOOPS[x.device.type]
-    dgx = device.scratch(ys, n, wide)
-    dsh = device.scratch(ys, n, wide) if cell == "gru" else dgx
-    dgh = dsh if norm is None else device.scratch(ys, n, wide)
-    back = Backward(
-        dy=over_time(dy, ys),
-        dcells=None if cs is None or dcells is None else rows.pack(dcells),
-        dh=start(dh, loop.h0),
-        dc=None if loop.c0 is None else start(dc, loop.c0),
-        dreset_h=None if loop.reset_h is None else torch.zeros_like(loop.reset_h),
-        dreset_c=None if loop.reset_c is None else torch.zeros_like(loop.reset_c),
-        dgx=dgx,
-        dgh=dgh,
-        dsh=dsh,
-        du=None if w_hr is None else device.scratch(ys, n, ys.shape[1]),
-        u=None if w_hr is None else device.scratch(ys, n, hidden),
-        dnc=None if norm is None or not lstm else device.scratch(ys, n, hidden),
-        chat=None if norm is None or not lstm else device.scratch(ys, n, hidden),
-        dx=None if norm is None else device.scratch(ys, n, wide),
-        dscale_x=None if norm is None else ys.new_zeros(device.PARTS(), wide),
-        dscale_h=None if norm is None else ys.new_zeros(device.PARTS(), wide),
-        dscale_c=None if norm is None or not lstm else ys.new_zeros(device.PARTS(), hidden),
-        dshift_c=None if norm is None or not lstm else ys.new_zeros(device.PARTS(), hidden),
-    )
-    packed = rows.pack(x_)
-    if back.dx is not None:
-        torch.mm(packed, w.w_ih.t(), out=back.dx)
-    device.backward(loop, back)
-
-    found: dict[str, Tensor] = {"h0": rows.unsort(back.dh)}
-    states = {"c0": back.dc, "reset_h": back.dreset_h, "reset_c": back.dreset_c}
-    found |= {name: rows.unsort(value) for name, value in states.items() if value is not None}
-    if b_ih is not None:
-        found["b_ih"] = dgx.sum(0)
-    if b_hh is not None:
-        found["b_hh"] = dsh.sum(0) if dsh is not dgx or b_ih is None else found["b_ih"].clone()
-    if back.dx is not None:
-        dgx = back.dx
-        sums = {"scale_x": back.dscale_x, "scale_h": back.dscale_h, "scale_c": back.dscale_c, "shift_c": back.dshift_c}
-        found |= {name: parts.sum(0) for name, parts in sums.items() if parts is not None}
-    width = (ys.shape[1], packed.shape[1])
-    if dgh is dgx and n * sum(width) <= _SHORT:  # one product for both matrices
-        h_and_x = device.scratch(ys, n, sum(width))
-        torch.cat((_entered(loop, rows), packed), dim=1, out=h_and_x)
-        found["w_hh"], found["w_ih"] = (part.clone() for part in (dgx.t() @ h_and_x).split(width, dim=1))
-        device.give_back(h_and_x)
-    else:
-        found["w_ih"] = dgx.t() @ packed
-        if rows.whole and loop.resets is None and loop.scale_h is None:
-            found["w_hh"] = dgh[:batch].t() @ loop.h0
-            if steps > 1:
-                found["w_hh"].addmm_(dgh[batch:].t(), ys[: n - batch])
-        else:
-            found["w_hh"] = dgh.t() @ _entered(loop, rows)
-    if back.du is not None and back.u is not None:
-        found["w_hr"] = back.du.t() @ back.u
-    if needs_x:
-        found["x"] = rows.unpack(dgx @ w.w_ih)
-    device.give_back(back.dgx, dgh, dsh, back.du, back.u, back.dnc, back.chat, back.dx)
-    return [found[name].to(x.dtype) if name in found else x.new_empty(0) for name in _DIFFERENTIABLE]
+    found = passes.backward(r, _kept(r, saved), (dy, dh, dc, dcells), needs)
+    return [h0.new_empty(0) if grad is None else grad for grad in found]
 
 
-_SHORT = 2**20
-
-
-def _entered(loop: Loop, rows: Rows) -> Tensor:
-    """[N, P]: h as it entered the gates at every row."""
-    if rows.whole and loop.resets is None:
-        h_in = torch.cat((loop.h0, loop.y[: len(loop.y) - rows.batch]))
-    else:
-        h_in = rows.before(loop.y, loop.h0, loop.reset_h, loop.resets)
-    return h_in if loop.scale_h is None else h_in * loop.scale_h[rows.grid[1]]
+def _kept(r: Run, saved: Sequence[Tensor]) -> Kept:
+    """What the way back needs, from what an operator has given."""
+    y, cells, gates, gh, *moments = saved
+    lstm, seen = r.cell == "lstm", r.norm is not None and r.norm.given is None
+    there = [seen] * 4 + [seen and lstm] * 2
+    return Kept(
+        y, r.h0, None, cells if lstm else None, gates,
+        gh if r.norm is not None or r.cell == "gru" else None,
+        tuple(v if is_there else None for v, is_there in zip(moments, there)),
+    )  # fmt: skip
 
 
 @_run_backward.register_fake
-def _(
-    dy: Tensor, dh: Tensor, dc: Tensor, dcells: Tensor, saved: list[Tensor], cell: str, x: Tensor, *rest: Any
-) -> list[Tensor]:
-    like = (x if rest[-1] else None, *rest[: len(_DIFFERENTIABLE) - 1])
-    return [x.new_empty(0) if v is None else torch.empty_like(v, memory_format=torch.contiguous_format) for v in like]
-
-
-# --- autograd --------------------------------------------------------------------------------------
+def _(dy: Tensor, dh: Tensor, dc: Tensor, dcells: Tensor, saved: list[Tensor], needs: list[bool], *args: Any) -> Any:
+    inputs, like = args[1 : 1 + _COUNT], args[2]
+    return [
+        like.new_empty(0) if v is None or not needed else torch.empty_like(v, memory_format=torch.contiguous_format)
+        for v, needed in zip(inputs, needs)
+    ]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     y, _, _, cells, gates, gh, *moments = output
-    cell, (*tensors, over, eps, given, codes, rates, seeds, examples, first_step, lengths, resets, reverse) = (
-        inputs[0],
-        inputs[1:],
-    )
+    cell, tensors, rest = inputs[0], inputs[1 : 1 + _COUNT], inputs[1 + _COUNT :]
+    over, eps, given, codes, rates, seeds, examples, first_step, lengths, resets, reverse = rest
     ctx.set_materialize_grads(False)
     ctx.sizes = len(given), len(rates)
     ctx.rest = cell, over, eps, codes, first_step, reverse
     ctx.present = [value is not None for value in tensors]
-    ctx.straight = False
-    saved = (y, cells, gates, gh, *moments)
-    ctx.save_for_backward(*tensors, examples, lengths, resets, *given, *rates, *seeds, *saved)
+    ctx.save_for_backward(
+        *tensors, examples, lengths, resets, *given, *rates, *seeds, y, cells, gates, gh, *moments
+    )  # fmt: skip
 
 
 def _backward(ctx: Any, dy: Tensor, dh: Tensor, dc: Tensor, dcells: Tensor, *_: Tensor) -> tuple[Any, ...]:
-    count, (n_given, n_draws) = len(_DIFFERENTIABLE), ctx.sizes
-    values = list(ctx.saved_tensors)
-    differentiable, (examples, lengths, resets), more = values[:count], values[count : count + 3], values[count + 3 :]
-    given, more = more[:n_given], more[n_given:]
-    rates, seeds, saved = more[:n_draws], more[n_draws : 2 * n_draws], more[2 * n_draws :]
+    n_given, n_draws = ctx.sizes
+    values = iter(ctx.saved_tensors)
+
+    def take(count: int) -> list[Any]:
+        return [next(values) for _ in range(count)]
+
+    tensors, (examples, lengths, resets), given = take(_COUNT), take(3), take(n_given)
+    rates, seeds, saved = take(n_draws), take(n_draws), list(values)
     cell, over, eps, codes, first_step, reverse = ctx.rest
-    # A second derivative goes through the operator, which refuses it; without one, straight to its work.
-    grads = (_run_backward._init_fn if ctx.straight and not torch.is_grad_enabled() else _call_backward)(
-        dy, dh, dc, dcells, list(saved), cell, *differentiable, over, eps, list(given), codes, list(rates),
-        list(seeds), examples, first_step, lengths, resets, reverse, ctx.needs_input_grad[1],
+    needs = [bool(there and needed) for there, needed in zip(ctx.present, ctx.needs_input_grad[1 : 1 + _COUNT])]
+    grads = _call_backward(
+        dy, dh, dc, dcells, saved, needs, cell, *tensors, over, eps, given, codes, rates, seeds,
+        examples, first_step, lengths, resets, reverse,
     )  # fmt: skip
-    present = [grad if there else None for grad, there in zip(grads, ctx.present)]
-    if not ctx.needs_input_grad[1]:
-        present[0] = None
+    found = [grad if needed else None for grad, needed in zip(grads, needs)]
     no_codes: list[None] | None = None if codes else []  # torch takes an empty list for one of tensors
     no_draws = [None] * n_draws
-    return None, *present, None, None, [None] * n_given, no_codes, no_draws, list(no_draws), *[None] * 5
+    return None, *found, None, None, [None] * n_given, no_codes, no_draws, list(no_draws), *[None] * 5
 
 
 torch.library.register_autograd("zoneout::run", _backward, setup_context=_setup)
@@ -479,21 +269,70 @@ torch.library.register_autograd("zoneout::run_backward", _no_second)
 # --- plain eager mode ------------------------------------------------------------------------------
 
 
-class _Fused(torch.autograd.Function):
+class _Eager(torch.autograd.Function):
     """The same node without the dispatcher, which costs a small layer as much as its work."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        output = _run._init_fn(*args)
-        _setup(ctx, args, output)
-        ctx.straight = True
-        return output
+    def run(r: Run) -> Result:
+        y, h, c, cells, *moments = _Eager.apply(r, *differentiable(r))
+        return Result(y, h, c, cells, Moments(*moments) if moments else None)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        return tuple(None if isinstance(grad, list) else grad for grad in _backward(ctx, *grads))
+    def forward(ctx: Any, r: Run, *tensors: Tensor | None) -> tuple[Any, ...]:
+        kept = passes.forward(r)
+        ctx.set_materialize_grads(False)
+        seen = [v for v in kept.moments if v is not None] if _gives_moments(r) else []
+        ctx.mark_non_differentiable(*seen)
+        if any(ctx.needs_input_grad):
+            norm = () if r.norm is None or r.norm.given is None else r.norm.given
+            drawn = [value for draw in r.draws for value in (draw.rate, draw.seed)]
+            ctx.run = _without_tensors(r)
+            saved = (kept.y, kept.cells, kept.gates, kept.gh, *kept.moments)
+            ctx.save_for_backward(*tensors, r.examples, r.lengths, r.resets, *saved, *drawn, *norm)
+        return (kept.y, kept.h, kept.c, kept.cells if r.return_cells else None, *seen)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any, dh: Any, dc: Any, dcells: Any, *_: Any) -> tuple[Any, ...]:
+        values = ctx.saved_tensors
+        tensors, (examples, lengths, resets), rest = values[:_COUNT], values[_COUNT : _COUNT + 3], values[_COUNT + 3 :]
+        (y, cells, gates, gh), moments, rest = rest[:4], rest[4:10], rest[10:]
+        r = _with_tensors(ctx.run, tensors, examples, lengths, resets, rest)
+        needs = ctx.needs_input_grad[1:]
+        d = (dy, dh, dc, dcells)
+        if not torch.is_grad_enabled():
+            kept = Kept(y, r.h0, None, cells, gates, gh, moments)
+            return (None, *passes.backward(r, kept, d, needs))
+        # A second derivative is asked for: it goes through the operator, which refuses it with a sentence.
+        there = [v is not None and bool(needed) for v, needed in zip(tensors, needs)]
+        saved = [r.h0.new_empty(0) if v is None else v for v in (y, cells, gates, gh, *moments)]
+        grads = _call_backward(*d, saved, there, *flatten(r))
+        return (None, *(grad if needed else None for grad, needed in zip(grads, there)))
 
     jvp = staticmethod(_no_forward_mode)
+
+
+def _without_tensors(r: Run) -> Run:
+    """What of a run a node may hold itself; tensors are torch's to keep, which sees when somebody changes them."""
+    nothing: Any = None
+    norm = None if r.norm is None else StepNorm(r.norm.over, r.norm.eps, nothing, nothing)
+    draws = tuple(draw._replace(rate=nothing, seed=nothing) for draw in r.draws)
+    return Run(
+        r.cell, nothing, nothing, None, Weights(*[nothing] * 5), draws, nothing, r.first_step, norm, reverse=r.reverse
+    )
+
+
+def _with_tensors(r: Run, tensors: Sequence[Any], examples: Any, lengths: Any, resets: Any, rest: Sequence[Any]) -> Run:
+    x, h0, c0, reset_h, reset_c, *more = tensors
+    n = len(r.draws)
+    drawn, given = rest[: 2 * n], rest[2 * n :]
+    draws = tuple(Draw(d.rule, rate, seed, d.plane) for d, rate, seed in zip(r.draws, drawn[::2], drawn[1::2]))
+    norm = r.norm
+    if norm is not None:
+        norm = StepNorm(norm.over, norm.eps, *more[5:])._replace(given=Moments(*given) if given else None)
+    return Run(
+        r.cell, x, h0, c0, Weights(*more[:5]), draws, examples, r.first_step, norm, lengths, resets, reset_h, reset_c,
+        r.reverse,
+    )  # fmt: skip
 
 
 def _plain_eager() -> bool:
@@ -516,8 +355,6 @@ def _transformed() -> bool:
 
 
 def _call(*args: Any) -> tuple[Tensor, ...]:
-    if _plain_eager():
-        return _Fused.apply(*args)
     return (_Transformed.apply if _transformed() else torch.ops.zoneout.run)(*args)
 
 
@@ -552,7 +389,11 @@ class _Transformed(torch.autograd.Function):
         return torch.ops.zoneout.run(*args)
 
     setup_context = staticmethod(_setup)
-    backward = staticmethod(_Fused.backward)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        return tuple(None if isinstance(grad, list) else grad for grad in _backward(ctx, *grads))
+
     jvp = staticmethod(_no_forward_mode)
     vmap = staticmethod(_vmap(_call))
 

@@ -26,7 +26,7 @@ def forward(loop: Loop) -> None:
     """Run the loop forwards."""
     keeps = _keeps(loop)
     if loop.norm is None:
-        loop.gates[: int(loop.counts.sum())] += loop.b_x
+        loop.gates[: len(loop.y)] += loop.b_x
     for t, (begin, count) in enumerate(_spans(loop)):
         at = slice(begin, begin + count)
         old_h, cut = _before(loop, loop.y, loop.h0, loop.reset_h, t, begin, count)
@@ -219,6 +219,7 @@ def _gru_backward(loop: Loop, back: Backward, at: slice, d: Tensor, old_h: Tenso
 
 def _spans(loop: Loop) -> list[tuple[int, int]]:
     """Where the rows of each step begin and how many there are."""
+    assert loop.counts is not None
     return [(b, n) for b, n in zip(loop.offsets.tolist(), loop.counts.tolist()) if n > 0]
 
 
@@ -235,6 +236,7 @@ def _before(
 
 def _keeps(loop: Loop) -> Keeps:
     """What is replaced in every row, [N, ·] or a rate."""
+    assert loop.counts is not None and loop.lengths is not None
     units = stream_units(loop.hidden, 0 if loop.w_hr is None else loop.outputs, 0)
     steps = torch.arange(loop.first_step, loop.first_step + loop.steps)
     inside = [draw for name, draw in loop.draws.items() if name in Keeps._fields]

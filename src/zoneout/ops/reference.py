@@ -27,9 +27,9 @@ def run(r: Run) -> Result:
     """One pass over time. The loop always runs forwards: a reversed sequence is turned around first."""
     steps = len(r.x)
     w = r.weights
-    turn = _turn_around(r.lengths, steps, r.reverse)
+    turn = turn_around(r.lengths, steps, r.reverse)
     x, resets = turn(r.x), _cuts(r.resets, turn, r.reverse)
-    alive = None if r.lengths is None else _alive(r.lengths, steps)
+    alive = None if r.lengths is None else alive_rows(r.lengths, steps)
     if alive is not None:
         x = torch.where(alive, x, 0.0)  # whatever stands in the padding
     masks = {stream: turn(mask) for stream, mask in _masks(r).items()}
@@ -88,7 +88,7 @@ def run(r: Run) -> Result:
 # --- time: reversal, lengths, resets ---------------------------------------------------------------
 
 
-def _turn_around(lengths: Tensor | None, steps: int, reverse: bool) -> Callable[[Tensor], Tensor]:
+def turn_around(lengths: Tensor | None, steps: int, reverse: bool) -> Callable[[Tensor], Tensor]:
     """The function that turns [T, B, ·] into the order of processing, and back: it is its own inverse."""
     if not reverse:
         return cells.same
@@ -106,7 +106,7 @@ def _turn_around(lengths: Tensor | None, steps: int, reverse: bool) -> Callable[
     return turn
 
 
-def _alive(lengths: Tensor, steps: int) -> Tensor:
+def alive_rows(lengths: Tensor, steps: int) -> Tensor:
     """[T, B, 1]: whether a sequence has not ended, the same in the order of processing of both directions."""
     return (torch.arange(steps, device=lengths.device)[:, None] < lengths)[..., None]
 

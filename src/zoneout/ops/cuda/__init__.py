@@ -1,16 +1,48 @@
 """The loop over time on NVIDIA GPUs: all steps in one launch where the weights fit on the chip, else step by step.
 
 The weights, biases, h0, `gates`, `y` and the derivatives of the gates are in the input's type; sums, c, `gh`, moments,
-dh and dc are in float32. Norms are not there yet.
+dh and dc are in float32. Rows lie as the caller has them, so that nothing here waits for the GPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
 import torch
 from torch import Tensor
 
+from ..interface import Run
 from ..loop import Backward, Loop
-from . import persistent, steps
+from ..rows import Padded
+from . import norms, persistent, steps
+from .arguments import TYPES
+from .compiler import tf32
+
+PATHS = (persistent, steps)  # the first that can take a loop runs it
+ROWS = Padded
+WIDE = False  # half types enter the products as they are
+
+
+def check(r: Run) -> None:
+    """An error where the kernels cannot take a run."""
+    if r.x.dtype not in TYPES:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in TYPES)
+        raise ValueError(f"backend: 'cuda' takes {known}, got {r.x.dtype}; backend='reference' takes every type")
+
+
+def takes(r: Run) -> bool:
+    """Whether the kernels can take a run: an NVIDIA GPU and a type they know."""
+    return r.x.dtype in TYPES and torch.version.cuda is not None
+
+
+def scratch(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
+    """Unwritten memory for the length of one call."""
+    return like.new_empty(shape, dtype=dtype)
+
+
+def give_back(*buffers: Tensor | None) -> None:
+    """Nothing to do: torch keeps a GPU's memory itself."""
 
 
 def PARTS() -> int:
@@ -27,27 +59,53 @@ def takes_x(w_ih: Tensor) -> bool:
     return False
 
 
+@contextmanager
+def products(like: Tensor) -> Iterator[None]:
+    """While products of float32 are taken as nn.LSTM takes them: in TF32, unless that is switched off for RNNs."""
+    flags = torch.backends.cuda.matmul
+    before, wanted = flags.fp32_precision, "tf32" if tf32() else "ieee"
+    if like.dtype != torch.float32 or before == wanted:
+        yield
+        return
+    flags.fp32_precision = wanted
+    try:
+        yield
+    finally:
+        flags.fp32_precision = before
+
+
 def forward(loop: Loop) -> None:
     """Run the loop forwards: gates, states and what the way back needs are written into `loop`."""
-    _check(loop)
+    if loop.lengths is not None:
+        _clear(loop.y, loop.c, loop.gh)
     if loop.steps == 0 or loop.batch == 0:
         return
-    with torch.cuda.device(loop.gates.device):
-        loop.gates[: len(loop.y)] += loop.b_x
-        if not persistent.run(loop, None):
-            steps.forward(loop)
+    if loop.norm is not None:
+        norms.forward(loop)
+    _run(loop, None)
 
 
 def backward(loop: Loop, back: Backward) -> None:
     """Run the loop backwards: the derivatives are written into `back`."""
-    _check(loop)
+    if loop.lengths is not None:
+        _clear(back.dgx, back.dgh, back.dsh, back.du, back.u, back.dnc, back.chat)
     if loop.steps == 0 or loop.batch == 0:
         return
-    with torch.cuda.device(loop.gates.device):
-        if not persistent.run(loop, back):
-            steps.backward(loop, back)
-
-
-def _check(loop: Loop) -> None:
+    _run(loop, back)
     if loop.norm is not None:
-        raise NotImplementedError("backend: norms do not run on a GPU's kernels yet; backend='reference' would do")
+        norms.backward(loop, back)
+
+
+def _run(loop: Loop, back: Backward | None) -> None:
+    device = loop.gates.get_device()
+    elsewhere = device != torch.cuda.current_device()
+    with torch.cuda.device(device) if elsewhere else nullcontext():
+        if not any(path.run(loop, back) for path in PATHS):
+            raise RuntimeError("backend: no kernel of 'cuda' takes this loop")
+
+
+def _clear(*tensors: Tensor | None) -> None:
+    """Zero past the ends of sequences, which no kernel touches."""
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.zero_()

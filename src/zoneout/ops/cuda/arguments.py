@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...draws import Draw
 from ..loop import Backward, Loop, sees
 
 CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -33,9 +34,9 @@ class LoopArguments(ctypes.Structure):
 
     _fields_ = [
         *((name, _i64) for name in ("steps", "batch", "hidden", "outputs", "first_step", "reverse")),
-        *((name, _p) for name in ("counts", "offsets", "lengths", "examples", "resets")),
+        *((name, _p) for name in ("lengths", "examples", "resets")),
         *((name, Stream) for name in ("cell", "hidden_state", "update")),
-        *((name, _p) for name in ("scale_h", "w_hh", "b_h", "h0", "reset_h", "c0", "reset_c")),
+        *((name, _p) for name in ("scale_h", "w_hh", "b_x", "b_h", "h0", "reset_h", "c0", "reset_c")),
         *((name, _p) for name in ("gates", "y", "c", "gh")),
         *((name, _p) for name in ("dy", "dcells", "dh", "dc", "dreset_h", "dreset_c", "dgx", "dsh")),
     ]
@@ -51,6 +52,34 @@ class Scratch(ctypes.Structure):
         ("eps", ctypes.c_double),
         *((name, _p) for name in ("norm_h", "norm_c", "norm_c_shift")),
         *((name, _p) for name in ("mean_h", "var_h", "mean_c", "var_c")),
+    ]
+
+
+class Normed(ctypes.Structure):
+    """`Normed` of steps.cu."""
+
+    _fields_ = [
+        *((name, _p) for name in ("v", "hat", "scale", "bias", "mean", "var", "dv", "d")),
+        *((name, _i64) for name in ("width", "given", "by_row")),
+        ("eps", ctypes.c_double),
+    ]
+
+
+class LaunchAttribute(ctypes.Structure):
+    """`CUlaunchAttribute` of the driver, for attributes that are one number."""
+
+    _fields_ = [("id", _i64), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15)]
+
+
+class Launch(ctypes.Structure):
+    """`CUlaunchConfig` of the driver."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("blocks_x", "blocks_y", "blocks_z")),
+        *((name, ctypes.c_uint) for name in ("threads_x", "threads_y", "threads_z", "shared")),
+        ("stream", _p),
+        ("attributes", ctypes.POINTER(LaunchAttribute)),
+        ("count", ctypes.c_uint),
     ]
 
 
@@ -71,57 +100,56 @@ class Arguments:
         """Set a pointer; the tensor must be contiguous and of `dtype`."""
         if value is None:
             return None
-        assert value.is_contiguous() and value.is_cuda and (dtype is None or value.dtype == dtype), name
+        assert value.is_contiguous() and (dtype is None or value.dtype == dtype), name
         self.alive.append(value)
         setattr(self.struct, name, value.data_ptr())
         return value
 
 
-def whole(loop: Loop) -> bool:
-    """Whether no sequence ends before the last step."""
-    return loop.steps == 0 or int(loop.counts[-1]) == loop.batch
+_NARROW = ("scale_h", "w_hh", "b_x", "b_h", "h0", "reset_h", "gates", "y")
+_WIDE = ("c0", "reset_c", "c", "gh")
+_NARROW_BACK = ("dy", "dgx", "dsh")
+_WIDE_BACK = ("dcells", "dh", "dc", "dreset_h", "dreset_c")
 
 
 def loop_arguments(loop: Loop, back: Backward | None) -> Arguments:
-    """Everything that all kernels of a loop take."""
+    """Everything that all kernels of a loop take. The loop itself keeps what is pointed to alive."""
     made = Arguments(LoopArguments)
-    s, device = made.struct, loop.gates.device
-    narrow, wide = loop.gates.dtype, torch.float32
+    s = made.struct
     s.steps, s.batch, s.hidden, s.outputs = loop.steps, loop.batch, loop.hidden, loop.outputs
     s.first_step, s.reverse = loop.first_step, loop.reverse
-    if not whole(loop):
-        spans = torch.stack((loop.counts, loop.offsets)).to(device)
-        made.put("counts", spans[0])
-        made.put("offsets", spans[1])
-        made.put("lengths", loop.lengths.to(device))
-    made.put("examples", loop.examples, torch.int64)
-    made.put("resets", loop.resets, torch.bool)
-    for field, stream in (("cell", "cell"), ("hidden_state", "hidden"), ("update", "update")):
-        _fill_stream(made, getattr(s, field), loop, stream)
-    for name in ("scale_h", "w_hh", "b_h", "h0", "reset_h", "gates", "y"):
-        made.put(name, getattr(loop, name), narrow)
-    for name in ("c0", "reset_c", "c", "gh"):
-        made.put(name, getattr(loop, name), wide)
+    _point(s, loop, ("lengths", "examples"), torch.int64)
+    _point(s, loop, ("resets",), torch.bool)
+    _point(s, loop, _NARROW, loop.gates.dtype)
+    _point(s, loop, _WIDE, torch.float32)
     if back is not None:
-        for name in ("dy", "dgx", "dsh"):
-            made.put(name, getattr(back, name), narrow)
-        for name in ("dcells", "dh", "dc", "dreset_h", "dreset_c"):
-            made.put(name, getattr(back, name), wide)
+        _point(s, back, _NARROW_BACK, loop.gates.dtype)
+        _point(s, back, _WIDE_BACK, torch.float32)
+    for name, draw in loop.draws.items():
+        field = _STREAMS.get(name)
+        if field is not None:
+            _fill_stream(getattr(s, field), draw)
     return made
 
 
-def _fill_stream(made: Arguments, to: Stream, loop: Loop, name: str) -> None:
-    draw = loop.draws.get(name)
-    if draw is None:
-        return
+_STREAMS = {"cell": "cell", "hidden": "hidden_state", "update": "update"}
+
+
+def _point(struct: Any, values: Any, names: tuple[str, ...], dtype: torch.dtype) -> None:
+    for name in names:
+        value = getattr(values, name)
+        if value is not None:
+            assert value.dtype == dtype and value.is_contiguous(), name
+            setattr(struct, name, value.data_ptr())
+
+
+def _fill_stream(to: Stream, draw: Draw) -> None:
     to.mode = 2 if draw.seed is None else 1
     to.zero, to.hold = draw.rule.by == "zero", draw.rule.holds_gate
     to.sees_step, to.sees_example, to.sees_unit, to.high = sees(draw)
     to.plane = draw.plane
-    assert draw.rate.is_cuda and draw.rate.dtype == torch.float64 and draw.rate.is_contiguous()
-    made.alive.append(draw.rate)
+    assert draw.rate.dtype == torch.float64 and draw.rate.is_contiguous()
     to.rate, to.stride = draw.rate.data_ptr(), int(draw.rate.dim() > 0)
     if draw.seed is not None:
         assert draw.seed.is_cuda and draw.seed.dtype == torch.int64
-        made.alive.append(draw.seed)
         to.seed = draw.seed.data_ptr()

@@ -23,12 +23,12 @@ struct Stream { /* one stream of noise */
     i64 stride; /* of the rates: 0 where one serves all units */
 };
 
-struct Loop { /* rows are packed: step t has counts[t] rows from offsets[t] on, or the whole batch where these are NULL */
+struct Loop { /* rows lie as the caller has them: [time][batch]; a row takes part in its first `lengths` steps, or in all */
     i64 steps, batch, hidden, outputs, first_step, reverse;
-    const i64 *counts, *offsets, *lengths, *examples;
+    const i64 *lengths, *examples;
     const u8 *resets;
     Stream cell, hidden_state, update;
-    const void *scale_h, *w_hh, *b_h, *h0, *reset_h;
+    const void *scale_h, *w_hh, *b_x, *b_h, *h0, *reset_h;
     const float *c0, *reset_c;
     void *gates, *y;
     float *c, *gh;
@@ -85,11 +85,21 @@ __device__ __forceinline__ float less(float value, float drop) { return drop >= 
 
 /* --- rows --------------------------------------------------------------------------------------- */
 
-__device__ __forceinline__ i64 count_of(const Loop &l, i64 t) { return l.counts ? l.counts[t] : l.batch; }
-__device__ __forceinline__ i64 offset_of(const Loop &l, i64 t) { return l.offsets ? l.offsets[t] : t * l.batch; }
-__device__ __forceinline__ u32 step_of(const Loop &l, i64 t, i64 row) {
-    if (l.reverse) t = (l.lengths ? l.lengths[row] : l.steps) - 1 - t;
-    return (u32)(l.first_step + t);
+/* `t` counts the steps as they are processed, `length` is that of the row. A reversed row begins at its last position. */
+__device__ __forceinline__ i64 length_of(const Loop &l, i64 row) { return l.lengths ? l.lengths[row] : l.steps; }
+__device__ __forceinline__ i64 position(const Loop &l, i64 t, i64 length) { return l.reverse ? length - 1 - t : t; }
+__device__ __forceinline__ i64 at_of(const Loop &l, i64 t, i64 row, i64 length) {
+    return position(l, t, length) * l.batch + row;
+}
+
+__device__ __forceinline__ u32 step_of(const Loop &l, i64 t, i64 length) {
+    return (u32)(l.first_step + position(l, t, length));
+}
+
+/* Whether a row is cut off from the step before: resets lie before positions, so a reversed row meets them from above. */
+__device__ __forceinline__ bool cut_at(const Loop &l, i64 t, i64 row, i64 length) {
+    if (!l.resets || (l.reverse && t == 0)) return false;
+    return l.resets[(position(l, t, length) + (l.reverse ? 1 : 0)) * l.batch + row];
 }
 
 /* A state before the first step, or where a row is cut off from the step before. */

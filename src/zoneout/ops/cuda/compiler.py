@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,26 @@ from ..native import cache_folder
 HERE = Path(__file__).parent
 
 _MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+def tf32() -> bool:
+    """Whether float32 products of recurrent layers may be taken in TF32: torch's setting for nn.LSTM."""
+    return torch.backends.cudnn.rnn.fp32_precision == "tf32"  # type: ignore[attr-defined]
+
+
+class Chip(NamedTuple):
+    """What a plan has to know of a GPU."""
+
+    processors: int
+    shared: int  # bytes of shared memory that a block may have
+    major: int
+
+
+@cache
+def chip(device: int) -> Chip:
+    """The GPU with this number."""
+    of = torch.cuda.get_device_properties(device)
+    return Chip(of.multi_processor_count, getattr(of, "shared_memory_per_block_optin", 48 * 1024), of.major)
 
 
 class Kernel:
@@ -56,7 +76,7 @@ class Kernel:
         """Launch on torch's current stream; `arguments` is what `pack` made."""
         x, y = threads if isinstance(threads, tuple) else (threads, 1)
         across, down = blocks if isinstance(blocks, tuple) else (blocks, 1)
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
         if cooperative:
             _check(driver().cuLaunchCooperativeKernel(self.handle, across, down, 1, x, y, 1, shared, stream, arguments))
         else:

@@ -368,12 +368,17 @@ __device__ __forceinline__ float widen(Late v) {
 #define EACH_ITEM                                                                        \
     _Pragma("unroll") for (int i = 0; i < ITEMS; i++)                                    \
         if (i64 r = threadIdx.x / UP + i * ROWS_AT_ONCE, row = m.row0 + r; m.in && r < R)
+#define LENGTHS(length)                             \
+    _Pragma("unroll") for (int i = 0; i < ITEMS; i++) { \
+        i64 row = m.row0 + threadIdx.x / UP + i * ROWS_AT_ONCE; \
+        length[i] = row < l.batch ? (int)length_of(l, row) : 0; \
+    }
 #define PART(t) (m.part + ((t) & 1) * (WARPS * R * NP))
 
 /* Without noise but zoneout, lengths and resets: let the compiler know. */
 __device__ __forceinline__ void simplify(Loop &l) {
 #if PLAIN
-    l.counts = l.offsets = l.lengths = nullptr;
+    l.lengths = nullptr;
     l.resets = nullptr;
     l.scale_h = nullptr;
     l.dcells = nullptr;
@@ -394,28 +399,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(Loop l, Exchang
     u32 w[KS][NT][2];
     load_weights(l, w, m.unit0, m.warp, m.lane);
     Noises noises = {};
-    float bias[G] = {};
+    float bias[G] = {}, bias_x[G] = {};
     if (m.in) {
         noises = noises_of(l, m.unit);
-        for (int q = 0; l.b_h && q < G; q++) bias[q] = widen(((const narrow *)l.b_h)[q * H + m.unit]);
+        for (int q = 0; q < G; q++) {
+            bias_x[q] = widen(((const narrow *)l.b_x)[q * H + m.unit]);
+            if (l.b_h) bias[q] = widen(((const narrow *)l.b_h)[q * H + m.unit]);
+        }
     }
+    int length[ITEMS];
+    LENGTHS(length);
     float h[ITEMS], c[ITEMS], o[ITEMS];
     u32 example[ITEMS];
     Late pre[ITEMS][G], later[ITEMS][G]; /* x's part of this step and of the next */
     bool cut[ITEMS];
 
-#define FETCH(t, count)                                                                                    \
-    {                                                                                                      \
-        i64 off = offset_of(l, t);                                                                         \
-        EACH_ITEM if (row < (count)) {                                                                     \
-            for (int q = 0; q < G; q++) later[i][q] = late(gates + ((off + row) * G + q) * H + m.unit);        \
-        }                                                                                                  \
+#define FETCH(t)                                                                                                   \
+    EACH_ITEM if ((t) < length[i]) {                                                                               \
+        i64 at = at_of(l, t, row, length[i]);                                                                      \
+        for (int q = 0; q < G; q++) later[i][q] = late(gates + (at * G + q) * H + m.unit);                         \
     }
-    i64 count = count_of(l, 0);
     EACH_ITEM {
         h[i] = c[i] = o[i] = 0.0f, cut[i] = false;
         if (row < l.batch) {
-            cut[i] = l.resets && row < count && l.resets[row];
+            cut[i] = length[i] > 0 && cut_at(l, 0, row, length[i]);
             h[i] = start_h(l, cut[i], row * H + m.unit);
             if (LSTM) c[i] = start_c(l, cut[i], row * H + m.unit);
         }
@@ -428,24 +435,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(Loop l, Exchang
         float out = there && scale ? h[i] * widen(scale[row * H + m.unit]) : h[i];
         send(m, 0, (int)r, there, &out);
     }
-    FETCH(0, count);
-    for (i64 t = 0; t < l.steps && count > 0; t++) {
-        i64 off = offset_of(l, t), more = t + 1 < l.steps ? count_of(l, t + 1) : 0;
-        i64 next = more ? offset_of(l, t + 1) : 0;
+    FETCH(0);
+    for (i64 t = 0; t < l.steps; t++) {
         EACH_ITEM {
             for (int q = 0; q < G; q++) pre[i][q] = later[i][q];
         }
-        if (more) FETCH(t + 1, more);
+        FETCH(t + 1);
         Keep keep[ITEMS];
         bool cut_next[ITEMS];
-        EACH_ITEM if (row < count) {
-            keep[i] = keeps_of(l, noises, (u32)m.unit, example[i], step_of(l, t, row));
-            cut_next[i] = l.resets && row < more && l.resets[next + row];
+        EACH_ITEM if (t < length[i]) {
+            keep[i] = keeps_of(l, noises, (u32)m.unit, example[i], step_of(l, t, length[i]));
+            cut_next[i] = t + 1 < length[i] && cut_at(l, t + 1, row, length[i]);
         }
         product(w, PART(t), m.reads, buffer_of(m, t), tag_of(t), m.warp, m.lane);
         __syncthreads();
         float a[ITEMS][G], extra[ITEMS];
-        EACH_ITEM if (row < count) {
+        EACH_ITEM if (t < length[i]) {
             float v[G];
             total<G>(v, PART(t) + r * NP + m.u * G);
             if (cut[i]) {
@@ -454,7 +459,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(Loop l, Exchang
             }
 #if LSTM
             for (int q = 0; q < G; q++) {
-                a[i][q] = widen(pre[i][q]) + v[q];
+                a[i][q] = widen(pre[i][q]) + bias_x[q] + v[q];
                 a[i][q] = q == 2 ? tanh_of(a[i][q]) : sigmoid(a[i][q]);
             }
             float raw = lstm_candidate(l, a[i][0], a[i][1], a[i][2], c[i], keep[i]), gate = a[i][3];
@@ -465,13 +470,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(Loop l, Exchang
 #elif GRU
             for (int q = 0; q < G; q++) v[q] += bias[q];
             extra[i] = v[2];
-            float reset = sigmoid(widen(pre[i][0]) + v[0]), z = sigmoid(widen(pre[i][1]) + v[1]);
-            float n = tanh_of(widen(pre[i][2]) + reset * v[2]), update = (1 - z) * n;
+            float reset = sigmoid(widen(pre[i][0]) + bias_x[0] + v[0]), z = sigmoid(widen(pre[i][1]) + bias_x[1] + v[1]);
+            float n = tanh_of(widen(pre[i][2]) + bias_x[2] + reset * v[2]), update = (1 - z) * n;
             a[i][0] = reset, a[i][1] = z, a[i][2] = n;
             if (l.update.mode) update = less(update, keep[i].update);
             h[i] = carried_h(l, z * h[i] + update, h[i], keep[i]);
 #else
-            a[i][0] = widen(pre[i][0]) + v[0];
+            a[i][0] = widen(pre[i][0]) + bias_x[0] + v[0];
             a[i][0] = RELU ? fmaxf(a[i][0], 0.0f) : tanh_of(a[i][0]);
             h[i] = carried_h(l, a[i][0], h[i], keep[i]);
 #endif
@@ -486,14 +491,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(Loop l, Exchang
             if (scale && there) out *= widen(scale[row * H + m.unit]);
             send(m, t + 1, (int)r, there, &out);
         }
-        EACH_ITEM if (row < count) {
-            i64 at = off + row;
+        EACH_ITEM if (t < length[i]) {
+            i64 at = at_of(l, t, row, length[i]);
             ((narrow *)l.y)[at * H + m.unit] = narrowed(h[i]);
             if (LSTM) l.c[at * H + m.unit] = c[i];
             if (GRU) l.gh[at * H + m.unit] = extra[i];
             for (int q = 0; q < G; q++) gates[(at * G + q) * H + m.unit] = narrowed(a[i][q]);
         }
-        count = more;
     }
 }
 #endif
@@ -519,14 +523,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(Loop l, Exchan
     float dh[ITEMS], dc[ITEMS], back_h[ITEMS], back_c[ITEMS], owed[ITEMS];
     Fetched f[ITEMS], later[ITEMS]; /* of this step and of the next one back */
     u32 example[ITEMS];
-    i64 t = l.steps - 1, count = 0, after = 0;
-    while (t >= 0 && (count = count_of(l, t)) == 0) t--;
+    int length[ITEMS];
+    LENGTHS(length);
 
-    auto fetch = [&](i64 t, i64 count) {
-        i64 off = offset_of(l, t), before = t ? offset_of(l, t - 1) : 0;
-        EACH_ITEM if (row < count) {
-            i64 at = off + row, old = before + row;
-            bool cut = l.resets && l.resets[at];
+    auto fetch = [&](i64 t) {
+        EACH_ITEM if (t < length[i]) {
+            i64 at = at_of(l, t, row, length[i]), old = at_of(l, t - 1, row, length[i]);
+            bool cut = cut_at(l, t, row, length[i]);
             later[i].first = t == 0 || cut;
             for (int q = 0; q < G; q++) later[i].gates[q] = late(gates + (at * G + q) * H + m.unit);
             later[i].dy = late((const narrow *)l.dy + at * H + m.unit);
@@ -549,21 +552,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(Loop l, Exchan
             if (LSTM) dc[i] = l.dc[row * H + m.unit];
         }
     }
-    if (t >= 0) fetch(t, count);
+    fetch(l.steps - 1);
+    i64 t = l.steps - 1;
     for (u32 done = 0; t >= -1; t--, done++) {
-        i64 more = t > 0 ? count_of(l, t - 1) : 0;
         EACH_ITEM f[i] = later[i];
-        if (t > 0) fetch(t - 1, more);
+        if (t > 0) fetch(t - 1);
         Keep keep[ITEMS];
         bool cut[ITEMS]; /* whether the step after was cut off from this one */
         EACH_ITEM {
-            cut[i] = done && row < after && l.resets && l.resets[offset_of(l, t + 1) + row];
-            if (row < count) keep[i] = keeps_of(l, noises, (u32)m.unit, example[i], step_of(l, t, row));
+            cut[i] = t + 1 < length[i] && cut_at(l, t + 1, row, length[i]);
+            if (t >= 0 && t < length[i]) keep[i] = keeps_of(l, noises, (u32)m.unit, example[i], step_of(l, t, length[i]));
         }
         if (done) {
-                product(w, PART(done), m.reads, buffer_of(m, done - 1), tag_of(done - 1), m.warp, m.lane);
+            product(w, PART(done), m.reads, buffer_of(m, done - 1), tag_of(done - 1), m.warp, m.lane);
             __syncthreads();
-            EACH_ITEM if (row < after) {
+            EACH_ITEM if (t + 1 < length[i]) {
                 float rec;
                 total<1>(&rec, PART(done) + r * NP + m.u);
                 dh[i] += scale ? rec * widen(scale[row * H + m.unit]) : rec;
@@ -571,10 +574,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(Loop l, Exchan
             }
         }
         if (t < 0) break;
-        i64 off = offset_of(l, t);
         narrow dx[ITEMS][G], ds[ITEMS][G];
         float out[ITEMS][GE] = {};
-        EACH_ITEM if (row < count) {
+        EACH_ITEM if (t < length[i]) {
             float d[G], e[G];
             dh[i] += widen(f[i].dy);
             float du = carried_h_back(l, dh[i], keep[i]);
@@ -602,14 +604,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(Loop l, Exchan
             i64 r = threadIdx.x / UP + i * ROWS_AT_ONCE;
             send(m, done, (int)r, m.in && r < R && m.row0 + r < l.batch, out[i]);
         }
-        EACH_ITEM if (row < count) {
+        EACH_ITEM if (t < length[i]) {
+            i64 at = at_of(l, t, row, length[i]);
             for (int q = 0; q < G; q++) {
-                ((narrow *)l.dgx)[((off + row) * G + q) * H + m.unit] = dx[i][q];
-                if (GRU) ((narrow *)l.dsh)[((off + row) * G + q) * H + m.unit] = ds[i][q];
+                ((narrow *)l.dgx)[(at * G + q) * H + m.unit] = dx[i][q];
+                if (GRU) ((narrow *)l.dsh)[(at * G + q) * H + m.unit] = ds[i][q];
             }
         }
-        after = count;
-        count = more;
     }
     EACH_ITEM if (row < l.batch) {
         l.dh[row * H + m.unit] = dh[i];

@@ -8,8 +8,8 @@ from functools import cache
 import torch
 
 from ..loop import GATES, Backward, Loop
-from .arguments import CELLS, TYPES, Arguments, Exchange, loop_arguments, whole
-from .compiler import Kernel, load, pack
+from .arguments import CELLS, TYPES, Arguments, Exchange, loop_arguments
+from .compiler import Kernel, chip, load, pack, tf32
 
 WARPS = 8
 THREADS = 32 * WARPS
@@ -82,22 +82,19 @@ def plan_for(loop: Loop, back: bool) -> Plan | None:
     """The plan of a loop, or None where it has to go step by step."""
     if loop.norm is not None or loop.w_hr is not None:
         return None
-    if loop.gates.dtype == torch.float32 and not torch.backends.cudnn.allow_tf32:  # as nn.LSTM does
+    if loop.gates.dtype == torch.float32 and not tf32():
         return None
-    of = torch.cuda.get_device_properties(loop.gates.device)
+    of = chip(loop.gates.get_device())
     if of.major < 8:
         return None
-    return plan(
-        loop.cell, loop.gates.element_size(), loop.hidden, loop.batch, back,
-        of.multi_processor_count, getattr(of, "shared_memory_per_block_optin", 48 * 1024),
-    )  # fmt: skip
+    return plan(loop.cell, loop.gates.element_size(), loop.hidden, loop.batch, back, of.processors, of.shared)
 
 
 def is_plain(loop: Loop, back: Backward | None) -> bool:
     """Whether there is nothing but zoneout, forwards in time: such loops have a kernel of their own."""
     usual = all(name in ("cell", "hidden") and draw.rule.by == "previous" for name, draw in loop.draws.items())
     extra = (loop.resets, loop.scale_h, None if back is None else back.dcells)
-    return usual and whole(loop) and not loop.reverse and all(value is None for value in extra)
+    return usual and loop.lengths is None and not loop.reverse and all(value is None for value in extra)
 
 
 def run(loop: Loop, back: Backward | None) -> bool:
@@ -106,8 +103,9 @@ def run(loop: Loop, back: Backward | None) -> bool:
     if tiles is None:
         return False
     device = loop.gates.device
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    kernel = _kernel(index, loop.cell, loop.gates.dtype, back is not None, tiles, is_plain(loop, back))
+    kernel = _kernel(
+        loop.gates.get_device(), loop.cell, loop.gates.dtype, back is not None, tiles, is_plain(loop, back)
+    )
     if kernel is None:
         return False
     arguments, exchange = loop_arguments(loop, back), Arguments(Exchange)

@@ -19,23 +19,24 @@ struct Scratch {
 enum { GATES = 1, SHOWS = 2, CARRY = 4 };
 
 struct Place { /* one unit of one row at one step */
-    i64 row, j, at, before;
+    i64 row, j, length, at, before;
     bool in, cut, first; /* first: no step before is seen */
 };
 
 __device__ __forceinline__ Place place(const Loop &l, i64 t, i64 units) {
     Place p;
     p.row = blockIdx.x, p.j = (i64)blockIdx.y * blockDim.x + threadIdx.x;
-    p.in = p.j < units;
-    p.at = offset_of(l, t) + p.row;
-    p.before = t ? offset_of(l, t - 1) + p.row : 0;
-    p.cut = p.in && l.resets && l.resets[p.at];
+    p.length = length_of(l, p.row);
+    p.in = p.j < units && t < p.length;
+    p.at = at_of(l, t, p.row, p.length);
+    p.before = at_of(l, t - 1, p.row, p.length);
+    p.cut = p.in && cut_at(l, t, p.row, p.length);
     p.first = t == 0 || p.cut;
     return p;
 }
 
 __device__ __forceinline__ Keep keeps_at(const Loop &l, const Place &p, i64 t) {
-    return keeps_of(l, noises_of(l, p.j), (u32)p.j, (u32)l.examples[p.row], step_of(l, t, p.row));
+    return keeps_of(l, noises_of(l, p.j), (u32)p.j, (u32)l.examples[p.row], step_of(l, t, p.length));
 }
 
 __device__ __forceinline__ float old_h(const Loop &l, const Scratch &s, const Place &p) {
@@ -72,6 +73,11 @@ extern "C" __global__ void carry(Loop l, Scratch s, int t) {
     if (p.in) carry_h(l, s, p, s.product[p.row * l.outputs + p.j], keeps_at(l, p, t));
 }
 
+/* What is added to x's part; with a norm it has been added already. */
+__device__ __forceinline__ float bias_of(const Loop &l, const Scratch &s, i64 gate) {
+    return s.norm ? 0.0f : widen(((const narrow *)l.b_x)[gate]);
+}
+
 __device__ __forceinline__ void lstm(const Loop &l, const Scratch &s, const Place &p, int t, int parts, const Keep &k) {
     i64 H = l.hidden;
     narrow *gates = (narrow *)l.gates + p.at * 4 * H + p.j;
@@ -79,7 +85,7 @@ __device__ __forceinline__ void lstm(const Loop &l, const Scratch &s, const Plac
     for (int q = 0; q < 4; q++) a[q] = widen(gates[q * H]);
     if (parts & GATES) {
         for (int q = 0; q < 4; q++) {
-            a[q] += s.product[p.row * 4 * H + q * H + p.j];
+            a[q] += bias_of(l, s, q * H + p.j) + s.product[p.row * 4 * H + q * H + p.j];
             a[q] = q == 2 ? tanh_of(a[q]) : sigmoid(a[q]);
             gates[q * H] = narrowed(a[q]);
         }
@@ -116,8 +122,10 @@ __device__ __forceinline__ void gru(const Loop &l, const Scratch &s, const Place
         if (bias && !s.norm) v[q] += widen(bias[q * H + p.j]);
     }
     if (!s.norm) l.gh[p.at * H + p.j] = v[2];
-    float r = sigmoid(widen(gates[0]) + v[0]), z = sigmoid(widen(gates[H]) + v[1]);
-    float n = tanh_of(widen(gates[2 * H]) + r * v[2]), update = (1 - z) * n;
+    float x[3];
+    for (int q = 0; q < 3; q++) x[q] = widen(gates[q * H]) + bias_of(l, s, q * H + p.j);
+    float r = sigmoid(x[0] + v[0]), z = sigmoid(x[1] + v[1]);
+    float n = tanh_of(x[2] + r * v[2]), update = (1 - z) * n;
     gates[0] = narrowed(r), gates[H] = narrowed(z), gates[2 * H] = narrowed(n);
     if (l.update.mode) update = less(update, k.update);
     carry_h(l, s, p, z * old_h(l, s, p) + update, k);
@@ -125,7 +133,7 @@ __device__ __forceinline__ void gru(const Loop &l, const Scratch &s, const Place
 
 __device__ __forceinline__ void rnn(const Loop &l, const Scratch &s, const Place &p, const Keep &k) {
     narrow *gate = (narrow *)l.gates + p.at * l.hidden + p.j;
-    float v = widen(*gate) + s.product[p.row * l.hidden + p.j];
+    float v = widen(*gate) + bias_of(l, s, p.j) + s.product[p.row * l.hidden + p.j];
     v = RELU ? fmaxf(v, 0.0f) : tanh_of(v);
     *gate = narrowed(v);
     carry_h(l, s, p, v, k);
@@ -160,22 +168,34 @@ __device__ float2 sums(float one, float two) {
     return all;
 }
 
+struct Normed { /* one thing that is normalised, `width` numbers wide */
+    float *v;          /* [B, width]: of this step */
+    float *hat;        /* [N, width]: normalised, or NULL where only the moments are wanted */
+    const float *scale;
+    const narrow *bias;
+    float *mean, *var; /* [N] or [T, width] */
+    void *dv;          /* backwards */
+    const void *d;     /* [N, width]: of the scaled and shifted */
+    i64 width, given, by_row; /* by_row: dv is [B, width], of this step */
+    double eps;
+};
+
 /* Moments of each row, one block a row; where `hat` is given also the normalised, and scaled and shifted in place. */
-extern "C" __global__ void norm_rows(float *v, float *hat, const float *scale, const narrow *bias, float *mean, float *var,
-                                     i64 width, double eps) {
-    i64 row = blockIdx.x;
-    v += row * width;
-    float sum = 0, square = 0;
+extern "C" __global__ void norm_rows(Loop l, Normed n, int t) {
+    i64 row = blockIdx.x, length = length_of(l, row), width = n.width;
+    if (t >= length) return;
+    i64 at = at_of(l, t, row, length);
+    float *v = n.v + row * width, sum = 0, square = 0;
     for (i64 j = threadIdx.x; j < width; j += blockDim.x) sum += v[j];
     float m = sums(sum, 0).x / width;
     for (i64 j = threadIdx.x; j < width; j += blockDim.x) square += (v[j] - m) * (v[j] - m);
-    float variance = sums(square, 0).x / width, rstd = inverse(variance, eps);
-    if (threadIdx.x == 0) mean[row] = m, var[row] = variance;
-    if (!hat) return;
+    float variance = sums(square, 0).x / width, rstd = inverse(variance, n.eps);
+    if (threadIdx.x == 0) n.mean[at] = m, n.var[at] = variance;
+    if (!n.hat) return;
     for (i64 j = threadIdx.x; j < width; j += blockDim.x) {
         float one = (v[j] - m) * rstd;
-        hat[row * width + j] = one;
-        v[j] = one * scale[j] + (bias ? widen(bias[j]) : 0.0f);
+        n.hat[at * width + j] = one;
+        v[j] = one * n.scale[j] + (n.bias ? widen(n.bias[j]) : 0.0f);
     }
 }
 
@@ -190,27 +210,32 @@ __device__ float2 column_sums(float one, float two) {
     return all;
 }
 
-/* The same for columns over `rows` rows: a block of 32 × 8 threads has 32 columns. */
-extern "C" __global__ void norm_columns(float *v, float *hat, const float *scale, const narrow *bias, float *mean,
-                                        float *var, i64 rows, i64 width, double eps, int given) {
-    i64 j = (i64)blockIdx.x * 32 + threadIdx.x;
+/* The same for columns, over the rows that have not ended: a block of 32 × 8 threads has 32 columns. */
+extern "C" __global__ void norm_columns(Loop l, Normed n, int t) {
+    i64 j = (i64)blockIdx.x * 32 + threadIdx.x, width = n.width;
     bool in = j < width;
     float m, variance;
-    if (given) {
-        m = in ? mean[j] : 0.0f, variance = in ? var[j] : 1.0f;
+    if (n.given) {
+        m = in ? n.mean[t * width + j] : 0.0f, variance = in ? n.var[t * width + j] : 1.0f;
     } else {
-        float sum = 0, square = 0;
-        for (i64 b = threadIdx.y; in && b < rows; b += 8) sum += v[b * width + j];
-        m = column_sums(sum, 0).x / rows;
-        for (i64 b = threadIdx.y; in && b < rows; b += 8) square += (v[b * width + j] - m) * (v[b * width + j] - m);
+        float sum = 0, square = 0, alive = 0;
+        for (i64 b = threadIdx.y; in && b < l.batch; b += 8)
+            if (t < length_of(l, b)) sum += n.v[b * width + j], alive += 1;
+        float2 all = column_sums(sum, alive);
+        float rows = fmaxf(all.y, 1.0f);
+        m = all.x / rows;
+        for (i64 b = threadIdx.y; in && b < l.batch; b += 8)
+            if (t < length_of(l, b)) square += (n.v[b * width + j] - m) * (n.v[b * width + j] - m);
         variance = column_sums(square, 0).x / rows;
-        if (in && threadIdx.y == 0) mean[j] = m, var[j] = variance;
+        if (in && threadIdx.y == 0) n.mean[t * width + j] = m, n.var[t * width + j] = variance;
     }
-    float rstd = inverse(variance, eps);
-    for (i64 b = threadIdx.y; hat && in && b < rows; b += 8) {
-        float one = (v[b * width + j] - m) * rstd;
-        hat[b * width + j] = one;
-        v[b * width + j] = one * scale[j] + (bias ? widen(bias[j]) : 0.0f);
+    float rstd = inverse(variance, n.eps);
+    for (i64 b = threadIdx.y; n.hat && in && b < l.batch; b += 8) {
+        i64 length = length_of(l, b);
+        if (t >= length) continue;
+        float one = (n.v[b * width + j] - m) * rstd;
+        n.hat[at_of(l, t, b, length) * width + j] = one;
+        n.v[b * width + j] = one * n.scale[j] + (n.bias ? widen(n.bias[j]) : 0.0f);
     }
 }
 
@@ -222,52 +247,50 @@ __device__ __forceinline__ void put(narrow *to, float v) { *to = narrowed(v); }
 __device__ __forceinline__ void put(float *to, float v) { *to = v; }
 
 template <typename T>
-__device__ void rows_back(T *dv, const T *d, const float *hat, const float *scale, const float *var, i64 width, double eps) {
-    i64 row = blockIdx.x;
-    dv += row * width, d += row * width, hat += row * width;
+__device__ void rows_back(const Loop &l, const Normed &n, int t) {
+    i64 row = blockIdx.x, length = length_of(l, row), width = n.width;
+    if (t >= length) return;
+    i64 at = at_of(l, t, row, length);
+    T *dv = (T *)n.dv + (n.by_row ? row : at) * width;
+    const T *d = (const T *)n.d + at * width;
+    const float *hat = n.hat + at * width;
     float one = 0, two = 0;
     for (i64 j = threadIdx.x; j < width; j += blockDim.x) {
-        one += wide(d[j]) * scale[j];
-        two += wide(d[j]) * scale[j] * hat[j];
+        one += wide(d[j]) * n.scale[j];
+        two += wide(d[j]) * n.scale[j] * hat[j];
     }
     float2 all = sums(one, two);
-    float rstd = inverse(var[row], eps), m1 = all.x / width, m2 = all.y / width;
-    for (i64 j = threadIdx.x; j < width; j += blockDim.x) put(dv + j, rstd * (wide(d[j]) * scale[j] - m1 - hat[j] * m2));
+    float rstd = inverse(n.var[at], n.eps), m1 = all.x / width, m2 = all.y / width;
+    for (i64 j = threadIdx.x; j < width; j += blockDim.x) put(dv + j, rstd * (wide(d[j]) * n.scale[j] - m1 - hat[j] * m2));
 }
 
 template <typename T>
-__device__ void columns_back(T *dv, const T *d, const float *hat, const float *scale, const float *var, i64 rows, i64 width,
-                             double eps, int given) {
-    i64 j = (i64)blockIdx.x * 32 + threadIdx.x;
+__device__ void columns_back(const Loop &l, const Normed &n, int t) {
+    i64 j = (i64)blockIdx.x * 32 + threadIdx.x, width = n.width;
     bool in = j < width;
-    float one = 0, two = 0;
-    for (i64 b = threadIdx.y; in && !given && b < rows; b += 8) {
-        one += wide(d[b * width + j]);
-        two += wide(d[b * width + j]) * hat[b * width + j];
+    float one = 0, two = 0, alive = 0;
+    for (i64 b = threadIdx.y; in && !n.given && b < l.batch; b += 8) {
+        i64 length = length_of(l, b);
+        if (t >= length) continue;
+        i64 at = at_of(l, t, b, length) * width + j;
+        one += wide(((const T *)n.d)[at]), two += wide(((const T *)n.d)[at]) * n.hat[at], alive += 1;
     }
     float2 all = column_sums(one, two);
+    float rows = fmaxf(column_sums(alive, 0).x, 1.0f);
     if (!in) return;
-    float rstd = inverse(var[j], eps) * scale[j], m1 = all.x / rows, m2 = all.y / rows;
-    for (i64 b = threadIdx.y; b < rows; b += 8)
-        put(dv + b * width + j, rstd * (wide(d[b * width + j]) - m1 - hat[b * width + j] * m2));
+    float rstd = inverse(n.var[t * width + j], n.eps) * n.scale[j], m1 = all.x / rows, m2 = all.y / rows;
+    for (i64 b = threadIdx.y; b < l.batch; b += 8) {
+        i64 length = length_of(l, b);
+        if (t >= length) continue;
+        i64 at = at_of(l, t, b, length) * width + j;
+        put((T *)n.dv + (n.by_row ? b * width + j : at), rstd * (wide(((const T *)n.d)[at]) - m1 - n.hat[at] * m2));
+    }
 }
 
-extern "C" __global__ void norm_rows_back(float *dv, const float *d, const float *hat, const float *scale,
-                                          const float *var, i64 width, double eps) {
-    rows_back(dv, d, hat, scale, var, width, eps);
-}
-extern "C" __global__ void norm_gates_back(narrow *dv, const narrow *d, const float *hat, const float *scale,
-                                           const float *var, i64 width, double eps) {
-    rows_back(dv, d, hat, scale, var, width, eps);
-}
-extern "C" __global__ void norm_columns_back(float *dv, const float *d, const float *hat, const float *scale,
-                                             const float *var, i64 rows, i64 width, double eps, int given) {
-    columns_back(dv, d, hat, scale, var, rows, width, eps, given);
-}
-extern "C" __global__ void norm_gate_columns_back(narrow *dv, const narrow *d, const float *hat, const float *scale,
-                                                  const float *var, i64 rows, i64 width, double eps, int given) {
-    columns_back(dv, d, hat, scale, var, rows, width, eps, given);
-}
+extern "C" __global__ void norm_rows_back(Loop l, Normed n, int t) { rows_back<float>(l, n, t); }
+extern "C" __global__ void norm_gates_back(Loop l, Normed n, int t) { rows_back<narrow>(l, n, t); }
+extern "C" __global__ void norm_columns_back(Loop l, Normed n, int t) { columns_back<float>(l, n, t); }
+extern "C" __global__ void norm_gate_columns_back(Loop l, Normed n, int t) { columns_back<narrow>(l, n, t); }
 
 /* --- backwards ----------------------------------------------------------------------------------- */
 
@@ -373,4 +396,10 @@ extern "C" __global__ void settle(Loop l, Scratch s, int t) {
         l.dreset_c[at] += l.dc[at];
         l.dc[at] = 0.0f;
     }
+}
+
+/* The rows of one step side by side, where they lie apart; zero for those that have ended. */
+extern "C" __global__ void gather(Loop l, const narrow *from, narrow *to, i64 width, int t) {
+    i64 row = blockIdx.x, j = (i64)blockIdx.y * blockDim.x + threadIdx.x, length = length_of(l, row);
+    if (j < width) to[row * width + j] = t < length ? from[at_of(l, t, row, length) * width + j] : narrowed(0.0f);
 }

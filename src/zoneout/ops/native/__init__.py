@@ -33,8 +33,8 @@ class Stream(ctypes.Structure):
         ("high", ctypes.c_int64),
         ("plane", ctypes.c_int64),
         ("seed", ctypes.c_uint64),
-        ("threshold", ctypes.c_void_p),
         ("rate", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
     ]
 
 

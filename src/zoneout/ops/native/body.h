@@ -132,14 +132,19 @@ static const REAL NAME(nothing)[CHUNK]; /* the keep of a stream that is off: loo
 #define NOTHING NAME(nothing)
 
 static void NAME(keep_of)(const Stream *s, const uint32_t *words, REAL *keep, int64_t from, int64_t to) {
+    const double *rate = s->rate + from * s->stride;
+    int shift = s->high ? 16 : 0;
     if (s->mode == EXPECTED) {
-        memcpy(keep, (const REAL *)s->rate + from, sizeof(REAL) * (to - from));
-    } else {
-        const int32_t *threshold = s->threshold + from;
-        int shift = s->high ? 16 : 0;
+        for (int64_t j = 0; j < to - from; j++) keep[j] = (REAL)rate[j * s->stride];
+    } else if (!s->stride) {
+        int32_t threshold = (int32_t)rint(*rate * 65536);
 #pragma omp simd
         for (int64_t j = 0; j < to - from; j++)
-            keep[j] = (int32_t)((words[j] >> shift) & 0xFFFF) < threshold[j] ? (REAL)1 : (REAL)0;
+            keep[j] = (int32_t)((words[j] >> shift) & 0xFFFF) < threshold ? (REAL)1 : (REAL)0;
+    } else {
+#pragma omp simd
+        for (int64_t j = 0; j < to - from; j++)
+            keep[j] = (int32_t)((words[j] >> shift) & 0xFFFF) < (int32_t)rint(rate[j] * 65536) ? (REAL)1 : (REAL)0;
     }
 }
 

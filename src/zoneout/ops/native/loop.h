@@ -12,15 +12,15 @@ enum { NORM_NONE, NORM_UNITS, NORM_EXAMPLES };
 enum { OFF, DRAWN, EXPECTED };
 
 typedef struct { /* one stream of noise */
-    int64_t mode; /* OFF, DRAWN: 16 random bits against `threshold`, EXPECTED: `rate` in the mask's place */
+    int64_t mode; /* OFF, DRAWN: 16 random bits against the rate, EXPECTED: the rate in the mask's place */
     int64_t zero; /* the value is replaced by zero, not by the previous one */
     int64_t hold; /* update: the output gate too keeps its previous value */
     int64_t sees_step, sees_example, sees_unit;
     int64_t high; /* which half of a word */
     int64_t plane;
     uint64_t seed;
-    const int32_t *threshold; /* [units] */
-    const void *rate;         /* [units] */
+    const double *rate; /* one, or [units] */
+    int64_t stride;     /* of the rates: 0 where one serves all units */
 } Stream;
 
 typedef struct {

@@ -1,0 +1,331 @@
+"""One pass over time and its way back: the large products, and between them the loop of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..draws import Draw, draw_masks
+from ..norm import Moments, StepNorm
+from . import cpu, cuda
+from .interface import Run, Weights
+from .loop import GATES, Backward, Loop
+from .rows import Packed, Padded
+
+LOOPS: dict[str, Any] = {"cpu": cpu, "cuda": cuda}
+
+# What has a derivative, in the order of the operator's arguments.
+DIFFERENTIABLE = (
+    "x", "h0", "c0", "reset_h", "reset_c", "w_ih", "w_hh", "b_ih", "b_hh", "w_hr",
+    "scale_x", "scale_h", "scale_c", "shift_c",
+)  # fmt: skip
+
+
+class Kept(NamedTuple):
+    """What a pass gives, and what its way back needs of it."""
+
+    y: Tensor  # [T, B, outputs]
+    h: Tensor  # [B, outputs]
+    c: Tensor | None  # [B, H]
+    cells: Tensor | None  # [T, B, H], as the states are kept
+    gates: Tensor  # [T · B, G]
+    gh: Tensor | None
+    moments: tuple[Tensor | None, ...]  # mean and variance of x·Wx, h·Wh and c
+
+
+def forward(r: Run) -> Kept:
+    """Run over time."""
+    device = LOOPS[r.x.device.type]
+    with device.products(r.h0):
+        return _forward(device, r)
+
+
+def backward(r: Run, kept: Kept, d: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
+    """The derivatives of `DIFFERENTIABLE`, from those of y, h, c and cells; None where `needs` says no."""
+    kind = r.x.device.type
+    device = LOOPS[kind]
+    # Somebody may ask for derivatives inside of autocast, which would round products that are ours to round.
+    mixed = torch.is_autocast_enabled(kind)
+    with torch.autocast(kind, enabled=False) if mixed else nullcontext(), device.products(r.h0):
+        found = _backward(device, r, kept, d, dict(zip(DIFFERENTIABLE, needs)))
+    dtype = r.h0.dtype
+    grads = (found.get(name) for name in DIFFERENTIABLE)
+    return [grad if grad is None or grad.dtype == dtype else grad.to(dtype) for grad in grads]
+
+
+# --- what both need --------------------------------------------------------------------------------
+
+
+def wide(value: Tensor | None) -> Tensor | None:
+    """A value in the precision that states are kept in: float32 for the half types."""
+    return value if value is None or value.dtype in (torch.float32, torch.float64) else value.float()
+
+
+def state_type(dtype: torch.dtype) -> torch.dtype:
+    """The precision that states are kept in."""
+    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+class _Ready(NamedTuple):
+    """A run with its numbers in the device's precision."""
+
+    x: Tensor
+    h0: Tensor
+    c0: Tensor | None
+    reset_h: Tensor | None
+    reset_c: Tensor | None
+    w: Weights
+    norm: StepNorm | None
+    rows: Packed | Padded
+
+
+def _ready(device: Any, r: Run) -> _Ready:
+    steps, batch = r.x.shape[:2]
+    rows = device.ROWS(r.lengths, steps, batch, r.reverse)
+    norm = r.norm
+    if norm is not None:
+        given = None if norm.given is None else Moments(*map(wide, norm.given))  # type: ignore[arg-type]
+        scales = {name: wide(getattr(norm, name)) for name in ("scale_x", "scale_h", "scale_c", "shift_c")}
+        norm = norm._replace(given=given, **scales)  # type: ignore[arg-type]
+    x, h0, reset_h, w = r.x, r.h0, r.reset_h, r.weights
+    if device.WIDE and h0.dtype != state_type(h0.dtype):
+        x, h0, reset_h, w = x.float() if x.is_floating_point() else x, h0.float(), wide(reset_h), Weights(*map(wide, w))  # type: ignore[arg-type]
+    return _Ready(x, h0, wide(r.c0), reset_h, wide(r.reset_c), w, norm, rows)
+
+
+def empty_outputs(
+    r: Run, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, list[Tensor | None]]:
+    """y, c, gates, gh and the moments, unwritten; None where the cell or the norm has none."""
+    steps, batch = r.x.shape[:2]
+    lstm, rows, wide_, w_hh = r.cell == "lstm", steps * batch, state_type(dtype), r.weights.w_hh
+    gates, hidden = w_hh.shape[0], w_hh.shape[0] // GATES[r.cell]
+    norm, like = r.norm, r.h0
+    moments: list[Tensor | None] = [None] * 6
+    if norm is not None and norm.given is None:
+        sizes = [(rows,)] * 3 if norm.over == "units" else [(steps, gates), (steps, gates), (steps, hidden)]
+        for k, size in enumerate(sizes if lstm else sizes[:2]):
+            moments[2 * k : 2 * k + 2] = [like.new_zeros(size, dtype=wide_) for _ in range(2)]
+    extra = gates if norm is not None else hidden if r.cell == "gru" else 0
+    return (
+        like.new_empty(steps, batch, like.shape[1], dtype=dtype),
+        like.new_empty(steps, batch, hidden, dtype=wide_) if lstm else None,
+        like.new_empty(rows, gates, dtype=dtype),
+        like.new_empty(rows, extra, dtype=wide_) if extra else None,
+        moments,
+    )
+
+
+def _loop(
+    r: Run,
+    ready: _Ready,
+    gates: Tensor,
+    y: Tensor,
+    c: Tensor | None,
+    gh: Tensor | None,
+    moments: Sequence[Tensor | None],
+    x: Tensor | None = None,
+) -> Loop:
+    """The loop as a device gets it."""
+    h0, w, norm, rows = ready.h0, ready.w, ready.norm, ready.rows
+    draws: dict[str, Draw] = {draw.rule.stream: draw for draw in r.draws}
+    examples = rows.sort(r.examples)
+    scale_h = None
+    if (draw := draws.get("variational_hidden")) is not None:
+        (mask,) = draw_masks([draw], examples.new_zeros(1), examples, h0.shape[1])
+        scale = torch.where(draw.rate < 1, 1 / (1 - draw.rate), 0.0)
+        scale_h = torch.where(mask[0], 0.0, scale).to(h0.dtype).contiguous()
+    if norm is not None and norm.given is not None:
+        moments = [None if v is None else v.contiguous() for v in norm.given]
+    mean_x, var_x, mean_h, var_h, mean_c, var_c = moments
+    apart = norm is not None or r.cell == "gru"  # whether h·Wh has a bias of its own
+    bias = h0.new_zeros(w.w_hh.shape[0]) if w.b_ih is None else w.b_ih
+    bias = bias if w.b_hh is None or apart else bias + w.b_hh
+
+    def sort(v: Tensor | None) -> Tensor | None:
+        return None if v is None else rows.sort(v)
+
+    return Loop(
+        cell=r.cell,
+        steps=rows.steps,
+        counts=rows.counts,
+        h0=rows.sort(h0),
+        c0=sort(ready.c0),
+        x=x,
+        w_ih=None if x is None else w.w_ih.contiguous(),
+        w_hh=w.w_hh.contiguous(),
+        b_x=bias,
+        b_h=w.b_hh if apart else None,
+        w_hr=None if w.w_hr is None else w.w_hr.contiguous(),
+        draws=draws,
+        scale_h=scale_h,
+        norm=norm,
+        lengths=rows.sorted_lengths,
+        examples=examples,
+        first_step=r.first_step,
+        reverse=rows.reverse,
+        resets=rows.cuts(r.resets),
+        reset_h=sort(ready.reset_h),
+        reset_c=sort(ready.reset_c),
+        gates=gates,
+        y=y,
+        c=c,
+        gh=gh,
+        mean_x=mean_x,
+        var_x=var_x,
+        mean_h=mean_h,
+        var_h=var_h,
+        mean_c=mean_c,
+        var_c=var_c,
+    )
+
+
+# --- forwards --------------------------------------------------------------------------------------
+
+
+def _forward(device: Any, r: Run) -> Kept:
+    narrow = r.h0.dtype
+    ready = _ready(device, r)
+    rows, w = ready.rows, ready.w
+    y, c, gates, gh, moments = empty_outputs(r, ready.h0.dtype)
+    device.prepare(y, c, gates, gh)
+    x = rows.inputs(ready.x)
+    n, whole, every = x.shape[0], rows.whole, gates.shape[0]
+    inside = x.is_floating_point() and device.takes_x(w.w_ih)
+    if not inside:
+        _input_product(x, w.w_ih, gates[:n] if n < every else gates)
+    if n < every:
+        for kept in (gates, gh):
+            if kept is not None:
+                kept[n:].zero_()  # rows of sequences that have ended: nobody looks, but nothing is left to chance
+    ys = y.view(-1, y.shape[-1]) if whole else y.new_empty(n, y.shape[-1])
+    cs = None if c is None else c.view(-1, c.shape[-1]) if whole else c.new_empty(n, c.shape[-1])
+    loop = _loop(r, ready, gates, ys, cs, gh, moments, x if inside else None)
+    device.forward(loop)
+
+    h_n, c_n = rows.final(ys, loop.h0).to(narrow, copy=True), None
+    if cs is not None:
+        assert loop.c0 is not None
+        c_n = rows.final(cs, loop.c0).to(narrow, copy=True)
+    if not whole:
+        y = rows.unpack(ys)
+        c = None if cs is None else rows.unpack(cs)
+    y = y if y.dtype == narrow else y.to(narrow)
+    return Kept(y, h_n, c_n, c, gates, gh, tuple(moments))
+
+
+def _input_product(x: Tensor, w_ih: Tensor, out: Tensor) -> None:
+    """x·Wx; of a one-hot x, given by its numbers, the rows of a table."""
+    if x.is_floating_point():
+        torch.mm(x, w_ih.t(), out=out)
+    else:
+        torch.index_select(w_ih.t().contiguous(), 0, x.view(-1), out=out)
+
+
+# --- backwards -------------------------------------------------------------------------------------
+
+_SHORT = 2**20  # numbers of h and x side by side that one product for both matrices is worth copying
+
+
+def _backward(
+    device: Any, r: Run, kept: Kept, given: Sequence[Tensor | None], needs: dict[str, bool]
+) -> dict[str, Tensor]:
+    ready = _ready(device, r)
+    rows, w, norm = ready.rows, ready.w, ready.norm
+    dy, dh, dc, dcells = given
+    lstm = r.cell == "lstm"
+    ys = rows.pack(kept.y if kept.y.dtype == ready.h0.dtype else kept.y.to(ready.h0.dtype))
+    cs = None if kept.cells is None else rows.pack(kept.cells)
+    n, wide_ = ys.shape[0], w.w_hh.shape[0]
+    hidden = wide_ // GATES[r.cell]
+    loop = _loop(r, ready, kept.gates, ys, cs, kept.gh, kept.moments)
+    states = state_type(ys.dtype)
+
+    def start(d: Tensor | None, like: Tensor) -> Tensor:
+        """What has come back for the final states, longest first, in a tensor that may be written to."""
+        if d is None:
+            return torch.zeros_like(like, dtype=states)
+        return rows.sort(d.to(states)).clone(memory_format=torch.contiguous_format)
+
+    def none(like: Tensor | None) -> Tensor | None:
+        return None if like is None else torch.zeros_like(like, dtype=states)
+
+    def scratch(width: int, dtype: torch.dtype = ys.dtype, there: bool = True) -> Any:
+        return device.scratch(ys, n, width, dtype=dtype) if there else None
+
+    def parts(width: int, there: bool) -> Tensor | None:
+        return ys.new_zeros(device.PARTS(), width, dtype=states) if there else None
+
+    normed, normed_c, projected = norm is not None, norm is not None and lstm, w.w_hr is not None
+    dgx = scratch(wide_)
+    dsh = scratch(wide_) if r.cell == "gru" else dgx
+    dgh = scratch(wide_) if normed else dsh
+    back = Backward(
+        dy=torch.zeros_like(ys) if dy is None else rows.pack(dy if dy.dtype == ys.dtype else dy.to(ys.dtype)),
+        dcells=None if cs is None or dcells is None else rows.pack(dcells),
+        dh=start(dh, loop.h0),
+        dc=None if loop.c0 is None else start(dc, loop.c0),
+        dreset_h=none(loop.reset_h),
+        dreset_c=none(loop.reset_c),
+        dgx=dgx,
+        dgh=dgh,
+        dsh=dsh,
+        du=scratch(ys.shape[1], there=projected),
+        u=scratch(hidden, there=projected),
+        dnc=scratch(hidden, states, normed_c),
+        chat=scratch(hidden, states, normed_c),
+        dx=scratch(wide_, there=normed),
+        dscale_x=parts(wide_, normed),
+        dscale_h=parts(wide_, normed),
+        dscale_c=parts(hidden, normed_c),
+        dshift_c=parts(hidden, normed_c),
+    )
+    x = rows.inputs(ready.x)
+    if back.dx is not None:
+        _input_product(x, w.w_ih, back.dx)
+    device.backward(loop, back)
+
+    found: dict[str, Tensor] = {"h0": rows.unsort(back.dh)}
+    for name, value in (("c0", back.dc), ("reset_h", back.dreset_h), ("reset_c", back.dreset_c)):
+        if value is not None:
+            found[name] = rows.unsort(value)
+    if w.b_ih is not None and needs["b_ih"]:
+        found["b_ih"] = dgx.sum(0)
+    if w.b_hh is not None and needs["b_hh"]:
+        found["b_hh"] = dsh.sum(0) if dsh is not dgx or "b_ih" not in found else found["b_ih"].clone()
+    if back.dx is not None:
+        dgx = back.dx
+        sums = {"scale_x": back.dscale_x, "scale_h": back.dscale_h, "scale_c": back.dscale_c, "shift_c": back.dshift_c}
+        found |= {name: total.sum(0) for name, total in sums.items() if total is not None}
+    both = needs["w_ih"] and needs["w_hh"] and x.is_floating_point() and dgh is dgx
+    width = (ys.shape[1], x.shape[-1])
+    if both and n * sum(width) <= _SHORT:  # one product for both matrices
+        h_and_x = device.scratch(ys, n, sum(width), dtype=ys.dtype)
+        torch.cat((rows.entered(loop), x), dim=1, out=h_and_x)
+        found["w_hh"], found["w_ih"] = (part.clone() for part in (dgx.t() @ h_and_x).split(width, dim=1))
+        device.give_back(h_and_x)
+    else:
+        if needs["w_ih"]:
+            found["w_ih"] = _input_gradient(dgx, x, w.w_ih)
+        if needs["w_hh"]:
+            found["w_hh"] = rows.times_entered(dgh, loop)
+    if back.du is not None and back.u is not None and needs["w_hr"]:
+        found["w_hr"] = back.du.t() @ back.u
+    if needs["x"]:
+        found["x"] = rows.unpack(dgx @ w.w_ih)
+    device.give_back(back.dgx, dgh, dsh, back.du, back.u, back.dnc, back.chat, back.dx)
+    return found
+
+
+def _input_gradient(d: Tensor, x: Tensor, w_ih: Tensor) -> Tensor:
+    """[G, input]: the derivative of the weights of x, from that of the product."""
+    if x.is_floating_point():
+        return d.t() @ x
+    numbers, count = x.view(-1), w_ih.shape[1]
+    if count <= 256:  # a product with a matrix of so few columns costs less than adding rows in order
+        return d.t() @ d.new_zeros(len(d), count).scatter_(1, x, 1.0)
+    return torch.ops.aten.embedding_dense_backward(d, numbers, count, -1, False).t()

@@ -1,0 +1,379 @@
+"""The kernels of a GPU against the reference in float64, each way of running them; and how they live in torch.
+
+The errors allowed are relative: 1e-5 in float32 with TF32 off, 1e-3 with it on, 1e-2 in half types.
+"""
+
+import copy
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from test_backends import CALLS, CASES, INPUT, LAYERS, NOISES, NORMS, STATES, everything
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import zoneout as zo
+from zoneout.ops import cuda, reference
+
+pytestmark = pytest.mark.gpu
+
+PRECISIONS = {
+    "exact": (torch.float32, "ieee", 1e-5),
+    "tf32": (torch.float32, "tf32", 1e-3),
+    "bf16": (torch.bfloat16, "ieee", 1e-2),
+    "fp16": (torch.float16, "ieee", 1e-2),
+}
+PATHS = {path.__name__.rsplit(".", 1)[1]: path for path in cuda.PATHS}
+
+
+@pytest.fixture(params=PATHS)
+def path(request, monkeypatch):
+    """One way of running the loop at a time; what it cannot take goes step by step."""
+    monkeypatch.setattr(cuda, "PATHS", (PATHS[request.param], PATHS["steps"]))
+    return request.param
+
+
+@pytest.fixture
+def poisoned():
+    """Fill what torch.empty hands out with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def precision(request, monkeypatch):
+    """A type, torch's setting for its products, and how far off it may be."""
+    dtype, setting, tolerance = PRECISIONS[request.param]
+    before = torch.backends.cudnn.rnn.fp32_precision
+    torch.backends.cudnn.rnn.fp32_precision = setting
+    yield dtype, tolerance
+    torch.backends.cudnn.rnn.fp32_precision = before
+
+
+every_precision = pytest.mark.parametrize("precision", PRECISIONS, indirect=True)
+exact_and_half = pytest.mark.parametrize("precision", ["exact", "bf16"], indirect=True)
+
+
+def to_gpu(value: Any) -> Any:
+    return value.cuda() if isinstance(value, torch.Tensor) else value
+
+
+def compare(name, make, call, training, precision, sizes=(7, 5, INPUT, 37), **options):
+    """One layer on the GPU and its twin in the reference, the same numbers in float64, same seed."""
+    dtype, tolerance = precision
+    steps, batch, input, hidden = sizes
+    torch.manual_seed(0)
+    ours = LAYERS[name](input, hidden, noise=make(STATES[name]), dtype=dtype, backend="cuda", **options)
+    theirs = LAYERS[name](input, hidden, noise=make(STATES[name]), dtype=torch.float64, backend="reference", **options)
+    theirs.load_state_dict({key: value.double() for key, value in ours.state_dict().items()})
+    ours.train(training), theirs.train(training)
+    count = len(ours.suffixes())
+    x, h = torch.randn(steps, batch, input).to(dtype), torch.randn(count, batch, ours.output_size).to(dtype)
+    if name == "relu" and tolerance > 1e-5:
+        # A number that rounding takes over zero opens or shuts its whole way back: stay away from the corner. In exact
+        # float32 the same cases are run on both sides of it.
+        x, h = x.abs(), h.abs()
+        with torch.no_grad():
+            for key, p in ours.named_parameters():
+                p.abs_().div_(hidden**0.5 if key.startswith("weight_hh") else 1)
+        theirs.load_state_dict({key: value.double() for key, value in ours.state_dict().items()})
+    c = torch.randn(count, batch, hidden).to(dtype)
+    ours = ours.cuda()
+    want = everything(theirs, x.double(), (h.double(), c.double()) if name == "lstm" else h.double(), call)
+    call = {key: to_gpu(value) for key, value in call.items()}
+    there = x.cuda(), (h.cuda(), c.cuda()) if name == "lstm" else h.cuda()
+    got = everything(ours, *there, call)
+    assert want.keys() == got.keys()
+    errors = {key: far(got[key], value) for key, value in want.items()}
+    if any(not error <= tolerance for error in errors.values()):
+        # Where rounding is magnified (a norm over few examples) torch's own calls in the same type are as far off:
+        # twice that has to do.
+        ours.backend = "reference"
+        with torch_in(precision):
+            theirs_in_type = everything(ours, *there, call)
+        for key, value in want.items():
+            allowed = max(tolerance, 2 * far(theirs_in_type[key], value))
+            assert errors[key] <= allowed, f"{key}: {errors[key]:.1e} from the reference, allowed {allowed:.1e}"
+
+
+@contextmanager
+def torch_in(precision):
+    """While torch's own products are taken in this precision."""
+    before, flags = torch.backends.cuda.matmul.fp32_precision, torch.backends.cuda.matmul
+    flags.fp32_precision = "tf32" if precision[1] == PRECISIONS["tf32"][2] else before
+    yield
+    flags.fp32_precision = before
+
+
+def far(value, want):
+    """How far from the truth, relative to it."""
+    return float((value.double().cpu() - want).norm() / want.norm().clamp(min=1e-30))
+
+
+@exact_and_half
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(("name", "noise"), CASES)
+def test_equals_the_reference(path, poisoned, name, noise, call, precision):
+    """A kernel computes something else than the cells of the paper, or reads what nobody wrote."""
+    for training in (True, False):
+        compare(name, NOISES[noise], CALLS[call], training, precision)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "fp16"], indirect=True)
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_other_types(path, name, call, precision):
+    """TF32 or half precision has a mistake of its own."""
+    for noise in ("zoneout-unit", "variational", "state-dropout"):
+        compare(name, NOISES[noise], CALLS[call], True, precision)
+
+
+@pytest.mark.parametrize("precision", ["exact", "tf32", "bf16"], indirect=True)
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("norm", ["layer-norm", "batch-norm"])
+@pytest.mark.parametrize("noise", ["none", "zoneout-unit", "zoneout-step", "held-gate", "together"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_norms(path, poisoned, name, noise, norm, call, precision):
+    """A norm takes its moments over the wrong numbers, or its way back misses a term."""
+    if noise == "held-gate" and name != "lstm":
+        pytest.skip("only an LSTM has an output gate")
+    for training in (True, False):
+        compare(name, NOISES[noise], CALLS[call], training, precision, norm=NORMS[norm])
+
+
+@exact_and_half
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_directions_and_layers(path, poisoned, name, call, precision):
+    """A reversed direction, a second layer, a missing bias or a learned state goes wrong."""
+    rich: dict[str, Any] = dict(num_layers=2, bidirectional=True, dropout=0.3)
+    for options in (rich, dict(bias=False), dict(learn_initial_state=True, bidirectional=True)):
+        compare(name, NOISES["zoneout-unit"], CALLS[call], True, precision, **options)
+
+
+@exact_and_half
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("noise", ["zoneout-unit", "together", "held-gate", "state-dropout"])
+def test_projections(poisoned, noise, norm, call, precision):
+    """With `proj_size` a gradient misses the projection, or a mask its size."""
+    options: dict[str, Any] = dict(norm=NORMS[norm], proj_size=5, bidirectional=True)
+    compare("lstm", NOISES[noise], CALLS[call], True, precision, **options)
+
+
+SIZES = [(1, 1, 1, 1), (2, 1, 3, 50), (3, 9, 1, 300), (1, 33, 2, 16), (4, 2, 5, 513), (9, 100, 1, 100), (5, 70, 7, 129)]
+
+
+@every_precision
+@pytest.mark.parametrize("sizes", [*SIZES, (3, 32, 50, 1000), (3, 130, 3, 260), (2, 20, 4, 1500)])
+@pytest.mark.parametrize("name", LAYERS)
+def test_sizes(path, name, sizes, precision):
+    """A size that is no multiple of a tile is computed wrongly at its edge."""
+    compare(name, NOISES["zoneout-unit"], {}, True, precision, sizes=sizes)
+
+
+@every_precision
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_same_bits_twice(path, name, precision):
+    """The same seed gives other numbers the second time: sums are taken in no fixed order."""
+    torch.manual_seed(0)
+    layer = LAYERS[name](INPUT, 100, noise=zo.Zoneout(**STATES[name])).to("cuda", precision[0])
+    x, h = (torch.randn(*shape, device="cuda", dtype=precision[0]) for shape in ((20, 40, INPUT), (1, 40, 100)))
+    hx = (h, h.clone()) if name == "lstm" else h
+    first, second = everything(layer, x, hx, {}), everything(layer, x, hx, {})
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.parametrize("mask", ["unit", "shared", "step", "sequence", "static"])
+@pytest.mark.parametrize("name", ["lstm", "gru", "rnn"])
+def test_masks_are_those_of_the_cpu(path, name, mask):
+    """A kernel draws other bits than `zo.masks` shows: read back with a candidate of 1 and an old value of 0."""
+    own = dict(seed=3) if mask == "static" else {}
+    noise = zo.Zoneout(hidden=0.4, mask=mask, **own)
+    layer = LAYERS[name](1, 101, noise=noise, device="cuda")
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.zero_()
+        layer.bias_ih_l0.fill_(40.0)  # every gate and candidate is 1
+        if name == "gru":
+            layer.bias_ih_l0[101:202] = -40.0  # but the gate that keeps the old value
+    x = torch.zeros(6, 9, 1, device="cuda")
+    first = layer(x, seed=11, examples=5)[0][0] < 0.5
+    want = zo.masks(noise, seed=11, steps=6, batch=9, hidden=101, examples=5)["hidden"]
+    assert torch.equal(first.cpu(), want[0])
+    steps = torch.cat([layer(x[t : t + 1], seed=11, examples=5, first_step=t)[0] < 0.5 for t in range(6)])
+    assert torch.equal(steps.cpu(), want)
+
+
+def test_a_side_stream():
+    """The kernels run on another stream than the one they are called on, and read what is not there yet."""
+    layer = zo.LSTM(50, 300, noise=zo.Zoneout(0.5, 0.05), device="cuda")
+    x = torch.randn(50, 16, 50, device="cuda")
+    want = layer(x, seed=1)[0]
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        late = x * 0
+        for _ in range(200):
+            late = late + x / 200
+        got = layer(late, seed=1)[0]
+    stream.synchronize()
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru", "rnn"])
+@pytest.mark.parametrize("hidden", [100, 500])
+def test_cuda_graph_draws_afresh(name, hidden):
+    """A replayed graph repeats its first masks, or differs from eager mode."""
+    layer = LAYERS[name](8, hidden, noise=zo.Zoneout(**STATES[name]), device="cuda")
+    x = torch.randn(30, 16, 8, device="cuda", requires_grad=True)
+
+    def step():
+        y = layer(x)[0]
+        return (y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()]))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    seen = []
+    for _ in range(3):
+        graph.replay()
+        seen.append([v.clone() for v in out])
+    assert not torch.equal(seen[0][0], seen[1][0]) and not torch.equal(seen[1][0], seen[2][0])
+
+    seed = torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def seeded():
+        y = layer(x, seed=seed)[0]
+        return (y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()]))
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = seeded()
+    for value in (3, 4):
+        seed.fill_(value)
+        graph.replay()
+        got = [v.clone() for v in out]
+        assert all(torch.equal(a, b) for a, b in zip(got, seeded()))
+
+
+def test_lengths_and_packed_input_do_not_wait(path):
+    """Lengths on the GPU are read by the host, which then waits for all that was asked of it before."""
+    layer = zo.LSTM(5, 64, bidirectional=True, noise=zo.Zoneout(0.5, 0.05), device="cuda")
+    x, lengths = torch.randn(9, 4, 5, device="cuda"), torch.tensor([9, 3, 7, 1], device="cuda")
+    layer(x, lengths=lengths)[0].sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(x, lengths=lengths)[0].sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    packed = pack_padded_sequence(x, lengths.cpu(), enforce_sorted=False)
+    y, (h, c) = layer(packed, seed=3)
+    want, (h_want, c_want) = layer(x, seed=3, lengths=lengths)
+    for a, b in ((pad_packed_sequence(y)[0], want), (h, h_want), (c, c_want)):
+        torch.testing.assert_close(a, b)
+
+
+def test_compiled_equals_eager():
+    """torch.compile breaks the graph, or draws other masks."""
+    model = nn.Sequential(nn.Linear(8, 8), zo.LSTM(8, 128, 2, noise=zo.Zoneout(0.5, 0.05))).cuda()
+
+    def run(x, seed):
+        return model[1](model[0](x), seed=seed)[0].square().mean()
+
+    x, seed = torch.randn(12, 6, 8, device="cuda"), torch.tensor(5, device="cuda")
+    run(x, seed).backward()
+    want = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    torch.compile(run, fullgraph=True)(x, seed).backward()
+    for p, grad in zip(model.parameters(), want):
+        torch.testing.assert_close(p.grad, grad, rtol=1e-3, atol=1e-5)
+
+
+def test_autocast():
+    """Autocast runs the layer in float32 as if it were not there."""
+    layer, x = zo.LSTM(8, 64, device="cuda"), torch.randn(5, 3, 8, device="cuda")
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        y = layer(x)[0]
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert layer.weight_hh_l0.grad.dtype == torch.float32
+    torch.testing.assert_close(y.float(), layer(x)[0], rtol=2e-2, atol=2e-2)
+
+
+def test_float64_goes_to_the_reference(monkeypatch):
+    """Double precision is rounded by a kernel that does not have it."""
+    layer = zo.LSTM(3, 4, device="cuda", dtype=torch.float64)
+    x = torch.randn(5, 2, 3, device="cuda", dtype=torch.float64)
+    torch.testing.assert_close(layer(x)[0], copy.deepcopy(layer).cpu()(x.cpu())[0].cuda())
+    layer.backend = "cuda"
+    with pytest.raises(ValueError, match="backend='reference' takes every type"):
+        layer(x)
+
+
+def test_never_falls_back(monkeypatch):
+    """backend="cuda" would run the slow reference without saying so."""
+    monkeypatch.setattr(reference, "run", lambda r: pytest.fail("the reference was run"))
+    for name, make in LAYERS.items():
+        layer = make(INPUT, 8, noise=zo.Zoneout(**STATES[name]), norm="layer", backend="cuda", device="cuda")
+        layer(torch.randn(3, 2, INPUT, device="cuda"))
+    with pytest.raises(ValueError, match="'cuda' takes input on a cuda device"):
+        zo.LSTM(2, 3, backend="cuda")(torch.randn(4, 1, 2))
+
+
+def test_a_grid_that_does_not_fit_goes_step_by_step(monkeypatch):
+    """A grid that is not wholly on the GPU waits for blocks that never come."""
+    from zoneout.ops.cuda import persistent
+    from zoneout.ops.cuda.compiler import Kernel
+
+    monkeypatch.setattr(Kernel, "resident_blocks", lambda *_: 1)
+    persistent._kernel.cache_clear()
+    try:
+        compare("lstm", NOISES["zoneout-unit"], {}, True, (torch.bfloat16, 1e-2), sizes=(3, 40, 4, 600))
+    finally:
+        persistent._kernel.cache_clear()
+
+
+def test_more_than_two_to_the_31_numbers():
+    """An offset of 32 bits overflows: the last steps land on the first."""
+    if torch.cuda.get_device_properties(0).total_memory < 100 * 2**30:
+        pytest.skip("needs 100 GiB of GPU memory")
+    steps, batch, hidden = 1100, 512, 1024  # times 4 gates: 2.3e9
+    layer = zo.LSTM(4, hidden, noise=zo.Zoneout(0.5, 0.05), device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(steps, batch, 4, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    y, state = layer(x, seed=3)
+    (dx,) = torch.autograd.grad(y[-20:].float().sum(), x)
+    cut = steps - 40
+    with torch.no_grad():
+        middle = layer(x[:cut], seed=3)[1]
+    tail = x[cut:].detach().requires_grad_()
+    y_tail, state_tail = layer(tail, middle, seed=3, first_step=cut)
+    (d_tail,) = torch.autograd.grad(y_tail[-20:].float().sum(), tail)
+    assert torch.equal(y[cut:], y_tail) or (y[cut:].float() - y_tail.float()).norm() < 1e-2 * y_tail.float().norm()
+    assert (dx[cut:].float() - d_tail.float()).norm() < 1e-2 * d_tail.float().norm()
+    assert (state[1].float() - state_tail[1].float()).norm() < 1e-2 * state_tail[1].float().norm()
+
+
+@exact_and_half
+@pytest.mark.parametrize("features", [50, 400])
+def test_one_hot_rows_by_number(precision, features):
+    """A look-up gives other numbers than the product with one-hot rows, or its way back forgets a row."""
+    dtype, tolerance = precision
+    layer = zo.LSTM(features, 70, noise=zo.Zoneout(0.5, 0.05), device="cuda", dtype=dtype)
+    numbers = torch.randint(0, features, (9, 6), device="cuda")
+    found = []
+    for x in (numbers, nn.functional.one_hot(numbers, features).to(dtype)):
+        layer.zero_grad()
+        y = layer(x, seed=1, lengths=[9, 9, 4, 1, 7, 2])[0]
+        y.square().sum().backward()
+        found.append([y, *(p.grad for p in layer.parameters())])
+    for a, b in zip(*found):
+        assert far(a, b.double().cpu()) <= tolerance
