@@ -15,8 +15,8 @@ help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  PYTHON=… chooses the Python that .venv is made with (after make clean), JOBS=… the test processes."
 
-demo: $(READY) ## train a small LSTM with and without zoneout, and compare them
-	@$(RUN) examples/demo.py
+demo: $(READY) ## train a small LSTM with and without zoneout, and compare them (runs/demo)
+	@$(RUN) -m zoneout demo
 
 test: $(READY) ## run every test, the examples in the documentation included
 	@$(RUN) -m pytest -q -n $(JOBS) --dist worksteal

@@ -13,18 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from .draws import Draw, as_integers, check_count, draw_masks, example_ids
-from .noise import Noise, Rule, plane
+from .draws import as_integers, check_count, example_ids
+from .noise import Noise, plane
 from .norm import LayerNorm, RecurrentBatchNorm
-from .ops.reference import kept_scale
+from .ops.dropout import dropout
 from .philox import as_seed, fresh_seed
 from .recurrent import Recurrent, autocast_on, check_device, working_dtype
 
 Noises: TypeAlias = "Noise | Iterable[Noise] | None"
 Norm: TypeAlias = "str | LayerNorm | RecurrentBatchNorm | None"
 State: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
-
-_BETWEEN_LAYERS = Rule("dropout", "scaled zero", "unit", "expectation")
 
 
 class Sequences(NamedTuple):
@@ -261,18 +259,11 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
 
     def _between_layers(self, layer: int, x: Tensor, key: Tensor, rows: Tensor, first_step: int) -> Tensor:
         """torch's dropout on the outputs of a layer, its mask drawn by the same rule as every other."""
-        rate = torch.full((), self.dropout, dtype=self._rate_dtype(x), device=x.device)
-        steps = torch.arange(first_step, first_step + x.shape[0], device=x.device)
-        parts = []
-        for direction, part in enumerate(x.split(self.output_size, dim=-1)):
-            draw = Draw(_BETWEEN_LAYERS, rate, key, plane("dropout", layer, direction))
-            (mask,) = draw_masks([draw], steps, rows, self.output_size)
-            parts.append(part * kept_scale(draw, mask, x.dtype))
-        return torch.cat(parts, dim=-1)
-
-    @staticmethod
-    def _rate_dtype(x: Tensor) -> torch.dtype:
-        return torch.float32 if x.device.type == "mps" else torch.float64
+        parts = [
+            dropout(part, self.dropout, key, plane("dropout", layer, direction), rows, first_step)
+            for direction, part in enumerate(x.split(self.output_size, dim=-1))
+        ]
+        return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
 
 
 class LSTM(RecurrentLayer):

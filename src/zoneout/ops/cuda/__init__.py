@@ -15,25 +15,30 @@ from torch import Tensor
 from ..interface import Run
 from ..loop import Backward, Loop
 from ..rows import Padded
-from . import norms, persistent, steps
+from . import norms, persistent, small, steps
 from .arguments import TYPES
 from .compiler import tf32
 
-PATHS = (persistent, steps)  # the first that can take a loop runs it
+PATHS = (small, persistent, steps)  # the first that can take a loop runs it
 ROWS = Padded
 WIDE = False  # half types enter the products as they are
 
 
 def check(r: Run) -> None:
     """An error where the kernels cannot take a run."""
-    if r.x.dtype not in TYPES:
+    if r.h0.dtype not in TYPES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in TYPES)
-        raise ValueError(f"backend: 'cuda' takes {known}, got {r.x.dtype}; backend='reference' takes every type")
+        raise ValueError(f"backend: 'cuda' takes {known}, got {r.h0.dtype}; backend='reference' takes every type")
+
+
+def there() -> bool:
+    """Whether this is NVIDIA's, and not another maker's under its name."""
+    return torch.version.cuda is not None
 
 
 def takes(r: Run) -> bool:
     """Whether the kernels can take a run: an NVIDIA GPU and a type they know."""
-    return r.x.dtype in TYPES and torch.version.cuda is not None
+    return r.h0.dtype in TYPES and there()
 
 
 def scratch(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:

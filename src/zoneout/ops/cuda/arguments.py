@@ -46,9 +46,9 @@ class Scratch(ctypes.Structure):
     """`Scratch` of steps.cu."""
 
     _fields_ = [
-        *((name, _p) for name in ("product", "h_in", "h", "raw", "u", "shown", "rec", "owed")),
+        *((name, _p) for name in ("product", "h_in", "next", "h", "raw", "u", "shown", "rec", "owed")),
         *((name, _p) for name in ("du", "dgh", "dnc", "chat")),
-        *((name, _i64) for name in ("norm", "given", "project")),
+        *((name, _i64) for name in ("norm", "given", "project", "pitch", "sums", "settled")),
         ("eps", ctypes.c_double),
         *((name, _p) for name in ("norm_h", "norm_c", "norm_c_shift")),
         *((name, _p) for name in ("mean_h", "var_h", "mean_c", "var_c")),
@@ -128,7 +128,7 @@ def loop_arguments(loop: Loop, back: Backward | None) -> Arguments:
     for name, draw in loop.draws.items():
         field = _STREAMS.get(name)
         if field is not None:
-            _fill_stream(getattr(s, field), draw)
+            fill_stream(getattr(s, field), draw)
     return made
 
 
@@ -143,7 +143,8 @@ def _point(struct: Any, values: Any, names: tuple[str, ...], dtype: torch.dtype)
             setattr(struct, name, value.data_ptr())
 
 
-def _fill_stream(to: Stream, draw: Draw) -> None:
+def fill_stream(to: Stream, draw: Draw) -> None:
+    """A stream of noise as the kernels know it."""
     to.mode = 2 if draw.seed is None else 1
     to.zero, to.hold = draw.rule.by == "zero", draw.rule.holds_gate
     to.sees_step, to.sees_example, to.sees_unit, to.high = sees(draw)

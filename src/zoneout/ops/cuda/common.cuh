@@ -126,10 +126,8 @@ __device__ __forceinline__ Noise noise_of(const Stream &s, i64 unit) {
     return n;
 }
 
-/* Philox 4x32-10: the word of one unit. */
-__device__ __forceinline__ u32 word_of(const Stream &s, u64 seed, u32 unit, u32 example, u32 step) {
-    unit = s.sees_unit ? unit : 0;
-    u32 c0 = unit >> 2, c1 = s.sees_example ? example : 0, c2 = s.sees_step ? step : 0, c3 = s.plane;
+/* Philox 4x32-10: the words of four units. */
+__device__ __forceinline__ void philox(u32 *word, u64 seed, u32 c0, u32 c1, u32 c2, u32 c3) {
     u32 k0 = (u32)seed, k1 = (u32)(seed >> 32);
 #pragma unroll
     for (int round = 0; round < 10; round++) {
@@ -141,7 +139,15 @@ __device__ __forceinline__ u32 word_of(const Stream &s, u64 seed, u32 unit, u32 
         k0 += 0x9E3779B9u;
         k1 += 0xBB67AE85u;
     }
-    u32 low = unit & 1 ? c1 : c0, high = unit & 1 ? c3 : c2;
+    word[0] = c0, word[1] = c1, word[2] = c2, word[3] = c3;
+}
+
+/* The word of one unit. */
+__device__ __forceinline__ u32 word_of(const Stream &s, u64 seed, u32 unit, u32 example, u32 step) {
+    u32 word[4];
+    unit = s.sees_unit ? unit : 0;
+    philox(word, seed, unit >> 2, s.sees_example ? example : 0, s.sees_step ? step : 0, s.plane);
+    u32 low = unit & 1 ? word[1] : word[0], high = unit & 1 ? word[3] : word[2];
     return unit & 2 ? high : low;
 }
 

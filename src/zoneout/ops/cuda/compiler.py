@@ -106,10 +106,14 @@ def load(device: int, source: str, names: tuple[str, ...], defines: tuple[tuple[
 
 def machine_code(capability: tuple[int, int], source: str, defines: Sequence[tuple[str, int]]) -> bytes:
     """A source file compiled for a compute capability, from the disk where it is there."""
+    return _kept(*program(capability, source, defines))
+
+
+def program(capability: tuple[int, int], source: str, defines: Sequence[tuple[str, int]]) -> tuple[str, list[str]]:
+    """What the compiler is given for a source file: its text and options."""
     text = "".join((HERE / name).read_text() for name in ("common.cuh", source))
     options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
-    options += [f"--define-macro={name}={value}" for name, value in defines]
-    return _kept(text, options)
+    return text, options + [f"--define-macro={name}={value}" for name, value in defines]
 
 
 def _kept(text: str, options: Sequence[str]) -> bytes:
@@ -121,7 +125,7 @@ def _kept(text: str, options: Sequence[str]) -> bytes:
         return target.read_bytes()
     except OSError:
         pass
-    image = compiled(text, options)
+    image, _ = compiled(text, options)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as part:
@@ -132,24 +136,25 @@ def _kept(text: str, options: Sequence[str]) -> bytes:
     return image
 
 
-def compiled(text: str, options: Sequence[str]) -> bytes:
-    """The machine code of a source, or an error with what the compiler said."""
+def compiled(text: str, options: Sequence[str]) -> tuple[bytes, str]:
+    """The machine code of a source and what the compiler said, or an error with that."""
     nvrtc = compiler()
     program = ctypes.c_void_p()
     _check_nvrtc(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"zoneout.cu", 0, None, None))
     given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-    if nvrtc.nvrtcCompileProgram(program, len(options), given) != 0:
-        size = ctypes.c_size_t()
-        nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-        log = ctypes.create_string_buffer(size.value)
-        nvrtc.nvrtcGetProgramLog(program, log)
-        raise RuntimeError(f"a kernel did not compile with {list(options)}:\n{log.value.decode()}")
+    status = nvrtc.nvrtcCompileProgram(program, len(options), given)
     size = ctypes.c_size_t()
+    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetProgramLog(program, log)
+    said = log.value.decode()
+    if status != 0:
+        raise RuntimeError(f"a kernel did not compile with {list(options)}:\n{said}")
     _check_nvrtc(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
     image = ctypes.create_string_buffer(size.value)
     _check_nvrtc(nvrtc.nvrtcGetCUBIN(program, image))
     nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    return image.raw
+    return image.raw, said
 
 
 # --- the libraries ---------------------------------------------------------------------------------
@@ -169,7 +174,7 @@ def driver() -> ctypes.CDLL:
 @cache
 def compiler() -> ctypes.CDLL:
     """The run-time compiler's library, of the CUDA that torch was built for."""
-    major = (torch.version.cuda or "12").split(".")[0]
+    major = torch.version.cuda.split(".")[0] if torch.version.cuda else "*"
     names = [f"libnvrtc.so.{major}", "libnvrtc.so"]
     for path in _wheels(names):
         for part in sorted(path.parent.glob("libnvrtc-builtins.so*")):  # it looks for this one by its bare name

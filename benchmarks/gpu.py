@@ -1,0 +1,298 @@
+"""Measure the layers against cuDNN on an NVIDIA GPU: `python benchmarks/gpu.py`.
+
+A training step (forward and backward with all gradients) with zoneout on, against torch.nn without, in the same type
+and the same run: captured in a CUDA graph, and eager. Before a ratio is taken the layer that is timed is held to the
+reference in double precision over its first steps. Rows go to benchmarks/results.csv.
+
+    python benchmarks/gpu.py                    # everything, about five minutes
+    python benchmarks/gpu.py headline memory    # only these groups
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import bench
+import torch
+from bench import LAYERS, ZONEOUT, Row, mixed_lengths
+
+import zoneout as zo
+
+SHAPES = {  # T, B, input, H, layers
+    "char-PTB": (100, 32, 50, 1000, 1),
+    "text8": (180, 128, 27, 2000, 1),
+    "word-PTB": (35, 20, 1500, 1500, 2),
+    "pMNIST": (784, 100, 1, 100, 1),
+    "speech decoder": (800, 64, 1024, 1024, 1),
+    "1024": (100, 32, 1024, 1024, 1),
+    "512": (100, 64, 512, 512, 1),
+}
+TYPES = {"bf16": torch.bfloat16, "tf32": torch.float32}
+TOLERANCES = {"bf16": 1e-2, "tf32": 1e-3}
+LIMITS = {  # milliseconds in a graph that a layer has to stay within
+    ("LSTM", "char-PTB"): (1.2, 1.8), ("LSTM", "text8"): (6.4, 14.5), ("LSTM", "word-PTB"): (1.6, 2.0),
+    ("LSTM", "pMNIST"): (2.4, 2.4), ("LSTM", "speech decoder"): (11, 18), ("LSTM", "1024"): (1.2, 1.9),
+    ("LSTM", "512"): (1.1, 1.6), ("GRU", "char-PTB"): (1.2, None), ("RNN", "char-PTB"): (1.2, None),
+    ("GRU", "pMNIST"): (2.4, 2.4), ("RNN", "pMNIST"): (1.5, 1.5),
+}  # fmt: skip
+GRID = [(h, b) for h in (64, 128, 256, 512, 768, 1024, 1536, 2048) for b in (1, 8, 32, 64, 128, 256)]
+NOISE = 1.05  # what two runs of the same thing may differ by
+
+
+def main() -> None:
+    groups: dict[str, Callable[[int], Iterator[Row]]] = {
+        "headline": headline, "grid": grid, "combinations": combinations, "host": host, "memory": memory,
+    }  # fmt: skip
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(groups)}; all by default")
+    parser.add_argument("--pairs", type=int, default=15, help="paired runs a ratio (default 15)")
+    args = parser.parse_args()
+    if unknown := set(args.groups) - set(groups):
+        parser.error(f"expected groups of {', '.join(groups)}; got {', '.join(sorted(unknown))}")
+    if not torch.cuda.is_available():
+        raise SystemExit("No NVIDIA GPU here; `make bench` measures the CPU.")
+    rows: list[Row] = []
+    for name in args.groups or groups:
+        for row in groups[name](args.pairs):
+            rows.append(row)
+            print(bench.line(row), flush=True)
+        bench.write(rows)
+    missed = [row for row in rows if not row.ratio <= row.goal]
+    print(f"\n{len(rows)} ratios, {len(rows) - len(missed)} within their goal.")
+
+
+# --- what is measured ------------------------------------------------------------------------------
+
+
+def headline(pairs: int) -> Iterator[Row]:
+    """The paper's shapes and others that people train."""
+    for layer, shape in LIMITS:
+        for number, dtype in enumerate(TYPES):
+            limit = LIMITS[layer, shape][number]
+            yield from compare("gpu", layer, shape, SHAPES[shape], dtype, pairs, limit=limit)
+
+
+def grid(pairs: int) -> Iterator[Row]:
+    """Any size: no slower than cuDNN."""
+    for hidden, batch in GRID:
+        for dtype in TYPES:
+            sizes = (100, batch, hidden, hidden, 1)
+            yield from compare("gpu grid", "LSTM", f"H {hidden}, B {batch}", sizes, dtype, min(pairs, 7))
+
+
+def combinations(pairs: int) -> Iterator[Row]:
+    """Everything else that runs fused, against plain zoneout, in a graph."""
+    steps, batch = SHAPES["char-PTB"][:2]
+    plain = ZONEOUT["LSTM"]
+    options: dict[str, dict[str, Any]] = {
+        "no noise": {"noise": None},
+        "zoneout, mask=shared": {"noise": zo.Zoneout(0.5, 0.05, mask="shared")},
+        "zoneout, mask=step": {"noise": zo.Zoneout(0.5, 0.05, mask="step")},
+        "zoneout, mask=sequence": {"noise": zo.Zoneout(0.5, 0.05, mask="sequence")},
+        "zoneout, mask=static": {"noise": zo.Zoneout(0.5, 0.05, mask="static", seed=3)},
+        "state dropout": {"noise": zo.StateDropout(0.5, 0.05)},
+        "recurrent dropout": {"noise": zo.RecurrentDropout(0.25)},
+        "recurrent dropout, held gate": {"noise": zo.RecurrentDropout(0.25, hold_output_gate=True)},
+        "variational dropout": {"noise": zo.VariationalDropout(hidden=0.2)},
+        "weight drop": {"noise": zo.WeightDrop(0.2)},
+        "zoneout, lengths": {"noise": plain, "lengths": mixed_lengths(steps, batch).cuda()},
+        "zoneout, resets": {"noise": plain, "resets": torch.rand(steps, batch, device="cuda") < 0.05},
+        "zoneout, cells returned": {"noise": plain, "return_cells": True},
+    }
+    for what, how in options.items():
+        for dtype in TYPES:
+            yield from variant("gpu combination", what, "char-PTB", dtype, pairs, how, 1.5)
+    steps = SHAPES["pMNIST"][0]
+    for what, norm in (("zoneout, layer norm", "layer"), ("zoneout, batch norm", zo.RecurrentBatchNorm(steps))):
+        for dtype in TYPES:
+            yield from variant("gpu norm", what, "pMNIST", dtype, pairs, {"noise": plain, "norm": norm}, 2.0)
+
+
+def host(pairs: int) -> Iterator[Row]:
+    """What the host needs for a forward pass and for a training step, before the GPU has done anything."""
+    for dtype in TYPES:
+        layer, other, x, dy = layers("LSTM", SHAPES["char-PTB"], dtype)
+        for what, make in (("forward, host", forward), ("training step, host", training)):
+            ours, theirs = make(layer, x, dy), make(other, x, dy)
+            both = [(on_host(ours), on_host(theirs)) for _ in range(3 * pairs)]
+            goal = 0.15 / (1e3 * statistics.median(b for _, b in both))
+            yield row("gpu host", "LSTM", what, "torch.nn", "char-PTB", dtype, both, goal, 0.0)
+
+
+def memory(pairs: int) -> Iterator[Row]:
+    """Peak memory of a training step beyond the layer and its input."""
+    for shape, sizes in SHAPES.items():
+        for dtype in TYPES:
+            layer, other, x, dy = layers("LSTM", sizes, dtype)
+            ours, theirs = (peak(training(one, x, dy)) for one in (layer, other))
+            values = ("gpu memory", "LSTM", "zoneout, peak MiB", "torch.nn", shape, dtype)
+            ratio = ours / theirs
+            yield Row(*values, ours, theirs, ratio, ratio, ratio, 1.0, 0.0, **here())
+
+
+# --- how it is measured ----------------------------------------------------------------------------
+
+
+def layers(name: str, sizes: tuple[int, ...], dtype: str, **options: Any) -> tuple[Any, Any, Any, Any]:
+    """Ours and theirs, an input, and the derivative of the output."""
+    torch.manual_seed(0)
+    steps, batch, size, hidden, count = sizes
+    ours, theirs = LAYERS[name]
+    layer = ours(size, hidden, count, **{"noise": ZONEOUT[name], **options}).to("cuda", TYPES[dtype])
+    other = theirs(size, hidden, count).to("cuda", TYPES[dtype])
+    other.flatten_parameters()
+    x = torch.randn(steps, batch, size, device="cuda", dtype=TYPES[dtype], requires_grad=True)
+    return layer, other, x, torch.randn(steps, batch, hidden, device="cuda", dtype=TYPES[dtype])
+
+
+def training(layer: Any, x: Any, dy: Any, **call: Any) -> Callable[[], Any]:
+    wanted = [x, *layer.parameters()]
+    return lambda: torch.autograd.grad(layer(x, **call)[0], wanted, dy, allow_unused=True)
+
+
+def forward(layer: Any, x: Any, dy: Any) -> Callable[[], Any]:
+    return lambda: layer(x)
+
+
+def compare(
+    group: str, name: str, shape: str, sizes: tuple[int, ...], dtype: str, pairs: int, limit: float | None = None
+) -> Iterator[Row]:
+    """A layer against torch.nn's: in a graph and eager."""
+    layer, other, x, dy = layers(name, sizes, dtype)
+    error = parity(layer, x, {})
+    ours, theirs = training(layer, x, dy), training(other, x, dy)
+    for mode in ("graph", "eager"):
+        if not error <= TOLERANCES[dtype]:
+            print(f"no ratio for {name} at {shape} in {dtype}: error {error:.1e} against the reference")
+            return
+        pair = (captured(ours), captured(theirs)) if mode == "graph" else (ours, theirs)
+        both = timed(*pair, pairs)
+        goal = NOISE
+        if limit is not None and mode == "graph":
+            goal = limit / (1e3 * statistics.median(b for _, b in both))
+        yield row(f"{group} {mode}", name, "zoneout", "torch.nn", shape, dtype, both, goal, error)
+
+
+def variant(
+    group: str, what: str, shape: str, dtype: str, pairs: int, how: dict[str, Any], goal: float
+) -> Iterator[Row]:
+    """A layer against one with plain zoneout, in a graph."""
+    how = dict(how)
+    call = {name: how.pop(name) for name in ("lengths", "resets", "return_cells") if name in how}
+    layer, _, x, dy = layers("LSTM", SHAPES[shape], dtype, **how)
+    plain = layers("LSTM", SHAPES[shape], dtype)[0]
+    error = parity(layer, x, call)
+    allowed = TOLERANCES[dtype]
+    if not error <= allowed:  # a norm magnifies rounding: twice what torch's own calls in that type are off by
+        same = copy.deepcopy(layer)
+        same.backend = "reference"
+        with torch_in(dtype):
+            allowed = max(allowed, 2 * parity(same, x, call))
+    if not error <= allowed:
+        print(f"no ratio for {what} in {dtype}: error {error:.1e} against the reference, allowed {allowed:.1e}")
+        return
+    both = timed(captured(training(layer, x, dy, **call)), captured(training(plain, x, dy)), pairs)
+    yield row(group, "LSTM", what, "ours, zoneout", shape, dtype, both, goal, error)
+
+
+@contextmanager
+def torch_in(dtype: str) -> Iterator[None]:
+    """While torch's own products of float32 are taken in TF32, as the layers' are."""
+    flags, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
+    flags.fp32_precision = "tf32" if dtype == "tf32" else before
+    yield
+    flags.fp32_precision = before
+
+
+def captured(run: Callable[[], Any]) -> Callable[[], Any]:
+    """A run as a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def timed(ours: Callable[[], Any], theirs: Callable[[], Any], pairs: int) -> list[tuple[float, float]]:
+    """Seconds of both, in turn."""
+    for run in (ours, theirs, ours, theirs):
+        run()
+    return [(clock(ours), clock(theirs)) for _ in range(pairs)]
+
+
+def clock(run: Callable[[], Any]) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    begin.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def on_host(run: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def peak(run: Callable[[], Any]) -> float:
+    run()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def parity(layer: Any, x: Any, call: dict[str, Any], steps: int = 12) -> float:
+    """The largest relative error over the first steps, against the reference in double precision."""
+    x = x.detach()[:steps]
+    call = dict(call)
+    if "resets" in call:
+        call["resets"] = call["resets"][:steps]
+    if "lengths" in call:
+        call["lengths"] = call["lengths"].clamp(max=steps)
+    exact = copy.deepcopy(layer).double()
+    exact.backend = "reference"
+    results = []
+    for one in (layer, exact):
+        given = x.to(one.weight_hh_l0.dtype).requires_grad_()
+        y, state, *_ = one(given, seed=7, **call)
+        states = state if isinstance(state, tuple) else (state,)
+        weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        wanted = [given, *one.parameters()]
+        grads = torch.autograd.grad((y * weights.to(y)).sum(), wanted, allow_unused=True)
+        results.append([v.detach().double() for v in (y, *states, *grads) if v is not None])
+    return max(float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in zip(*results))
+
+
+def row(
+    group: str, layer: str, what: str, against: str, shape: str, dtype: str, times: Any, goal: float, error: float
+) -> Row:
+    ratios = sorted(a / b for a, b in times)
+    quarter = len(ratios) // 4
+    ours, theirs = (1e3 * statistics.median(side) for side in zip(*times))
+    spread = statistics.median(ratios), ratios[quarter], ratios[-1 - quarter]
+    return Row(group, layer, what, against, shape, dtype, ours, theirs, *spread, goal, error, **here())
+
+
+def here() -> dict[str, Any]:
+    return bench.here() | {"backend": "cuda", "device": torch.cuda.get_device_name(), "threads": 0}
+
+
+if __name__ == "__main__":
+    main()

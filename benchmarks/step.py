@@ -1,0 +1,191 @@
+"""Measure what a training step costs beyond its recurrent layers: `python benchmarks/step.py [NAME …] [--device cuda]`.
+
+Three things in turn, the median over rounds: the whole step of `zoneout.paper.train` (gather, forward, backward,
+clipping, optimizer), the recurrent layers alone forward and backward, and these with the softmax and the loss. The data
+are random symbols of the right number. On a GPU each is one CUDA graph, so that kernels are compared with kernels.
+
+The goals: on a GPU a step of at most 1.4 times the layers (word-PTB, with 10,000 words in its softmax: 1.8), on a CPU
+at most 1.15 times layers and softmax.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from zoneout.paper.config import Batches, Config, Data, Model, Optimizer, Zoneout
+from zoneout.paper.data import Corpus, Images, Vocabulary
+from zoneout.paper.feeds import make_feed
+from zoneout.paper.models import build, loss_of, parameters_of
+from zoneout.paper.processes import Processes, device_of, products_in
+from zoneout.paper.step import Step
+
+PAPER = Model(hidden=1000, init="torch", one_bias=True, learn_initial_state=True)
+CONFIGS = {
+    "char-PTB": (
+        50,
+        Config(
+            batches=Batches(size=32, length=100),
+            model=PAPER,
+            zoneout=Zoneout(cell=0.5, hidden=0.05),
+            optimizer=Optimizer("adam", paper=True, clip_update=1.0),
+        ),
+    ),
+    "word-PTB": (
+        10_000,
+        Config(
+            batches=Batches("streams", size=20, length=35),
+            model=Model(hidden=1500, layers=2, embedding=1500, dropout=0.65),
+            zoneout=Zoneout(cell=0.25, hidden=0.025),
+            optimizer=Optimizer("sgd", lr=1.0, clip_gradient=10.0),
+            loss="sum",
+        ),
+    ),
+    "text8": (
+        27,
+        Config(
+            batches=Batches(size=128, length=180),
+            model=replace(PAPER, hidden=2000),
+            zoneout=Zoneout(cell=0.5, hidden=0.05),
+            optimizer=Optimizer("adam", paper=True, lr=0.001, clip_gradient=1.0),
+        ),
+    ),
+    "pMNIST": (
+        0,
+        Config(
+            data=Data("mnist"),
+            batches=Batches(size=100),
+            model=replace(PAPER, hidden=100),
+            zoneout=Zoneout(cell=0.15, hidden=0.15, mask="shared"),
+            optimizer=Optimizer("rmsprop", paper=True, lr=0.001, decay=0.5, clip_gradient=1.0),
+        ),
+    ),
+    "demo": (80, Config(batches=Batches(size=32, length=100), model=Model(hidden=256), zoneout=Zoneout(0.5, 0.05))),
+}
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds."""
+
+    step: float
+    layers: float
+    with_softmax: float
+
+
+def measure(symbols: int, config: Config, device: torch.device, rounds: int) -> Times:
+    """The three times of one config."""
+    generator = np.random.default_rng(0)
+    data: Corpus | Images
+    if symbols:
+        many = 30 * config.batches.size * config.batches.length
+        text = generator.integers(0, symbols, many).astype(np.int32)
+        data = Corpus("random", "char", Vocabulary("char", ("a",)), text, text, text, digest="")
+    else:
+        pixels = generator.integers(0, 256, (20 * config.batches.size, 784), dtype=np.uint8)
+        part = pixels, generator.integers(0, 10, len(pixels), dtype=np.uint8)
+        data = Images("rows", part, part, part, digest="")
+    model = build(config, symbols).to(device)
+    feed = make_feed(config, data, device)
+    step = Step(model, feed, config, Processes(device))
+    updates = step.begin(0, 0, 0)
+    step.capture()
+    done = 0
+
+    def whole() -> None:
+        nonlocal done
+        if done == updates:
+            step.begin(0, 0, 0)
+            done = 0
+        step()
+        done += 1
+
+    inputs, targets = feed.batch(feed.order(0)[0].to(device))
+    seed = torch.tensor(1, device=device)
+    layer_weights = [p for p in model.recurrent.parameters() if p.requires_grad]
+    seen: dict[str, torch.Tensor] = {}
+    hook = model.recurrent.register_forward_pre_hook(lambda module, args: seen.update(x=args[0]))
+    model(inputs, seed=seed)
+    hook.remove()
+    x = seen["x"].detach()
+    x.requires_grad_(model.embedding is not None)  # what lies below the layers needs its gradient
+    wanted = [*layer_weights, x] if x.requires_grad else layer_weights
+    with torch.no_grad():
+        down = torch.randn_like(model.recurrent(x, seed=seed)[0])
+
+    def layers() -> None:
+        with products_in(config.precision, device):
+            y, _ = model.recurrent(x, seed=seed)
+            torch.autograd.grad(y, wanted, down)
+
+    def with_softmax() -> None:
+        with products_in(config.precision, device):
+            loss, _ = loss_of(model(inputs, seed=seed), targets, config)
+            torch.autograd.grad(loss, list(parameters_of(model).values()))
+
+    contenders = [whole, captured(layers, device), captured(with_softmax, device)]
+    times: list[list[float]] = [[], [], []]
+    for _ in range(rounds + 2):
+        for found, call in zip(times, contenders):
+            found.append(timed(call, device))
+    return Times(*(1000 * statistics.median(found[2:]) for found in times))
+
+
+def captured(call: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """On a GPU the call as a CUDA graph."""
+    if device.type != "cuda":
+        return call
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph: Any = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    replay: Callable[[], None] = graph.replay
+    return replay
+
+
+def timed(call: Callable[[], None], device: torch.device) -> float:
+    """Seconds of one call."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("names", nargs="*", default=[], help=f"of {', '.join(CONFIGS)}; by default all")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--precision", default="fp32", choices=("fp32", "tf32", "bf16"))
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    unknown = [name for name in options.names if name not in CONFIGS]
+    if unknown:
+        parser.error(f"expected names of {', '.join(CONFIGS)}, got {', '.join(unknown)}")
+    device = device_of(options.device)
+    print(f"device {device}, {options.precision}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    print("| config | step ms | layers ms | layers and softmax ms | step / layers | step / layers and softmax |")
+    print("|---|---|---|---|---|---|")
+    for name in options.names or CONFIGS:
+        symbols, config = CONFIGS[name]
+        t = measure(symbols, replace(config, precision=options.precision), device, options.rounds)
+        ratios = f"{t.step / t.layers:.2f} | {t.step / t.with_softmax:.2f}"
+        print(f"| {name} | {t.step:.3g} | {t.layers:.3g} | {t.with_softmax:.3g} | {ratios} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

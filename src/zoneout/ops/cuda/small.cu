@@ -1,0 +1,1035 @@
+/* All steps in one launch for small H: a block keeps all of W_h in registers and has R rows to itself, so that nothing goes
+ * from block to block.
+ *
+ * Compiled with BACK (0 forwards, 1 backwards), HIDDEN, WARPS (one for every 16 units), KS (k-steps), KR (the first of them,
+ * whose weights are in registers; the others lie in shared memory), NC (rows of a thread: a block has twice as many), NORM
+ * (0 none, 1 over the units, 2 over the examples), CLUSTER (the blocks that add up a batch's moments; 0: they are given) and
+ * PLAIN (nothing but zoneout with a mask for each unit, all rows to the end; CELL_MODE and HIDDEN_MODE are then those of the
+ * two streams).
+ *
+ * The product is taken the other way around: weights as the left factor, which stays, and rows as the right one, which comes
+ * through shared memory. A tile of the left factor is one gate of 16 units forwards, 16 units backwards. Of the 8 columns
+ * of the right factor many are the same row: so every thread finds all gates of one unit of NC rows among its sums, the
+ * same ones over all time. What a step costs is mostly instructions, so rows are spread thin over the processors.
+ */
+#define THREADS (32 * WARPS)
+#define R (2 * NC)
+#define NT ((NC + 1) / 2)                /* tiles of 8 columns */
+#define KE (TYPE ? 16 : 8)               /* numbers of a k-step: always 8 words */
+#define GE (BACK ? (G == 3 ? 4 : G) : 1) /* numbers of a unit in what enters the product */
+#define TILES (BACK ? 1 : G)             /* of 16 rows of the left factor */
+#define CHAINS (TILES > 2 ? 1 : 4)       /* of sums, so that one product need not wait for the one before */
+#define WORDS (KS * 8)
+#define PITCH ((WORDS + 15) / 32 * 32 + 16) /* words of a row in shared memory: neighbours lie in other banks */
+#define AHEAD 6                             /* steps, for what is brought into the L2 */
+/* Steps in the loop's body: what is done every fourth step is then known, and nothing has to be moved along. */
+constexpr int at_once = PLAIN && (NC == 1 || !NORM) ? 4 : 1;
+
+struct Norm {
+    double eps;
+    const float *scale_h, *scale_c, *shift_c;
+    float *mean_h, *var_h, *mean_c, *var_c;
+    /* backwards */
+    void *dgh;
+    float *dnc, *chat;
+};
+
+/* --- numbers ---------------------------------------------------------------------------------------- */
+
+#if TYPE
+/* One instruction instead of four; its error is that of rounding to half precision. */
+__device__ __forceinline__ float tanh_at(float x) {
+    float out;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(out) : "f"(x));
+    return out;
+}
+__device__ __forceinline__ float sigmoid_at(float x) { return fmaf(tanh_at(0.5f * x), 0.5f, 0.5f); }
+#else
+/* 1 / (1 + 2^x): right at both ends as well. */
+__device__ __forceinline__ float logistic(float x) {
+    float out;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(out + 1.0f));
+    return out;
+}
+__device__ __forceinline__ float sigmoid_at(float x) { return logistic(x * -1.4426950408889634f); }
+__device__ __forceinline__ float tanh_at(float x) { return fmaf(logistic(x * 2.8853900817779268f), -2.0f, 1.0f); }
+#endif
+
+__device__ __forceinline__ u32 bits(float v) {
+    u32 out;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(out) : "f"(v));
+    return out;
+}
+
+__device__ __forceinline__ void multiply(float *sum, const u32 *a, u32 b0, u32 b1) {
+#if TYPE == 0
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#elif TYPE == 1
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#endif
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/* A number that is needed only a step later. It comes into a register of its own: the compiler would otherwise pack two
+ * into one, and wait for them to do so. */
+struct Late {
+    u32 bits;
+};
+__device__ __forceinline__ Late late(const narrow *from) {
+    Late out;
+#if TYPE
+    asm volatile("ld.global.u16 %0, [%1];" : "=r"(out.bits) : "l"(from));
+#else
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(out.bits) : "l"(from));
+#endif
+    return out;
+}
+__device__ __forceinline__ float widen(Late v) {
+#if TYPE
+    return widen((narrow)v.bits);
+#else
+    return __uint_as_float(v.bits);
+#endif
+}
+
+/* --- what a thread has to do ------------------------------------------------------------------------ */
+
+struct Mine { /* one unit of NC rows */
+    int warp, lane, unit;
+    bool in;                 /* whether there is such a unit */
+    int row[NC], length[NC]; /* a row that is not there has no steps */
+    u32 example[NC];
+    int longest; /* of the rows of the block */
+};
+
+#define EACH_ROW _Pragma("unroll") for (int c = 0; c < NC; c++)
+#define EACH_GATE _Pragma("unroll") for (int q = 0; q < G; q++)
+#define ALIVE(t) (m.in && (PLAIN ? m.length[c] > 0 : (t) < m.length[c]))
+
+/* A thread of column pair q (the lane's lowest two bits) has one of two rows for each c, of the first or last 8 units. */
+__device__ __forceinline__ int local_row(int lane, int c) { return lane % 2 + c * 2; }
+__device__ __forceinline__ int upper(int lane) { return lane / 2 % 2; }
+/* The row that column j of tile n is, so that column 2q + c % 2 is row c of a thread of pair q. */
+__device__ __forceinline__ int row_of_column(int n, int j) {
+    return NC == 1 ? j / 2 % 2 : j / 2 % 2 + (n * 2 + j % 2) * 2;
+}
+
+__device__ __forceinline__ Mine mine(const Loop &l) {
+    Mine m;
+    m.warp = threadIdx.x / 32, m.lane = threadIdx.x % 32;
+    m.unit = m.warp * 16 + upper(m.lane) * 8 + m.lane / 4, m.in = m.unit < HIDDEN;
+    EACH_ROW {
+        m.row[c] = blockIdx.x * R + local_row(m.lane, c);
+        bool there = m.row[c] < l.batch;
+        m.length[c] = there ? (int)length_of(l, m.row[c]) : 0;
+        m.example[c] = there ? (u32)l.examples[m.row[c]] : 0;
+    }
+    m.longest = PLAIN || NORM == 2 ? (int)l.steps : 0; /* all blocks of a batch norm take the same steps */
+    for (int r = 0; !PLAIN && r < R; r++) {
+        int row = blockIdx.x * R + r, length = row < l.batch ? (int)length_of(l, row) : 0;
+        m.longest = length > m.longest ? length : m.longest;
+    }
+    return m;
+}
+
+/* Without noise but zoneout, lengths and resets: let the compiler know. */
+__device__ __forceinline__ void simplify(Loop &l) {
+#if PLAIN
+    l.lengths = nullptr;
+    l.resets = nullptr;
+    l.scale_h = nullptr;
+    l.dcells = nullptr;
+    l.reverse = 0;
+    l.update.mode = OFF;
+    l.update.hold = l.cell.zero = l.hidden_state.zero = 0;
+    l.cell.mode = CELL_MODE, l.hidden_state.mode = HIDDEN_MODE;
+    l.cell.sees_step = l.cell.sees_example = l.cell.sees_unit = 1;
+    l.hidden_state.sees_step = l.hidden_state.sees_example = l.hidden_state.sees_unit = 1;
+    l.cell.high = 0, l.hidden_state.high = 1;
+#endif
+}
+
+/* --- the product ------------------------------------------------------------------------------------ */
+
+/* Where the two words of k-step s that a thread of column q reads lie: two k-steps are 16 neighbouring bytes. */
+__device__ __forceinline__ int word_of_step(int s, int q) {
+    return KS % 2 && s == KS - 1 ? s * 8 + q * 2 : s / 2 * 16 + q * 4 + s % 2 * 2;
+}
+
+/* Word `word` of the depth and row `row` of a tile of a warp's part of the left factor. */
+__device__ __forceinline__ u32 weights_at(const Loop &l, int warp, int tile, int row, int word) {
+    const narrow *w = (const narrow *)l.w_hh;
+    u32 out = 0;
+#pragma unroll
+    for (int half = 0; half < (TYPE ? 2 : 1); half++) {
+        int k = TYPE ? word * 2 + half : word;
+        narrow one = 0;
+        int unit = warp * 16 + row, from = k / GE, gate = BACK ? k % GE : tile;
+        if (unit < HIDDEN && from < HIDDEN && gate < G)
+            one = w[BACK ? (gate * HIDDEN + from) * HIDDEN + unit : (gate * HIDDEN + unit) * HIDDEN + from];
+#if TYPE
+        out |= (u32)one << half * 16;
+#else
+        out = bits(one);
+#endif
+    }
+    return out;
+}
+
+struct Weights {
+    u32 own[KR][TILES][4];
+    const uint4 *rest; /* [KS - KR][TILES][32 lanes] of the warp */
+};
+
+__device__ __forceinline__ void load_weights(const Loop &l, Weights &w, int warp, int lane) {
+    extern __shared__ __align__(16) uint4 rest[];
+    uint4 *to = rest + warp * (KS - KR) * TILES * 32 + lane;
+    w.rest = to;
+#pragma unroll
+    for (int s = 0; s < KS; s++)
+#pragma unroll
+        for (int i = 0; i < TILES; i++) {
+            u32 one[4];
+#pragma unroll
+            for (int part = 0; part < 4; part++)
+                one[part] = weights_at(l, warp, i, part % 2 * 8 + lane / 4, word_of_step(s, lane % 4) + part / 2);
+            if (s < KR) {
+#pragma unroll
+                for (int part = 0; part < 4; part++) w.own[s < KR ? s : 0][i][part] = one[part];
+            } else {
+                to[((s - KR) * TILES + i) * 32] = make_uint4(one[0], one[1], one[2], one[3]);
+            }
+        }
+}
+
+/* One k-step of one tile; those in shared memory are read again each time. */
+__device__ __forceinline__ void add_step(float *sum, const Weights &w, int s, int i, u32 b0, u32 b1) {
+    if (s < KR) {
+        multiply(sum, w.own[s < KR ? s : 0][i], b0, b1);
+    } else {
+        uint4 v = w.rest[((s - KR) * TILES + i) * 32];
+        u32 one[4] = {v.x, v.y, v.z, v.w};
+        multiply(sum, one, b0, b1);
+    }
+}
+
+typedef float Sums[CHAINS][NT][TILES][4];
+
+/* Added to the sums, which are not waited for. */
+__device__ __forceinline__ void product(Sums &sums, const Weights &w, const u32 *entering, int lane) {
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+        const u32 *from = entering + row_of_column(n, lane / 4) * PITCH;
+#pragma unroll
+        for (int s = 0; s + 1 < KS; s += 2) {
+            uint4 v = *(const uint4 *)(from + word_of_step(s, lane % 4));
+#pragma unroll
+            for (int i = 0; i < TILES; i++) add_step(sums[s % CHAINS][n][i], w, s, i, v.x, v.y);
+#pragma unroll
+            for (int i = 0; i < TILES; i++) add_step(sums[(s + 1) % CHAINS][n][i], w, s + 1, i, v.z, v.w);
+        }
+        if (KS % 2) {
+            uint2 v = *(const uint2 *)(from + word_of_step(KS - 1, lane % 4));
+#pragma unroll
+            for (int i = 0; i < TILES; i++) add_step(sums[(KS - 1) % CHAINS][n][i], w, KS - 1, i, v.x, v.y);
+        }
+    }
+}
+
+/* What a thread has of a tile: its unit and row c. */
+__device__ __forceinline__ float total(const Sums &sums, int tile, int c, bool up) {
+    float low = 0.0f, high = 0.0f;
+#pragma unroll
+    for (int k = 0; k < CHAINS; k++) low += sums[k][c / 2][tile][c % 2], high += sums[k][c / 2][tile][2 + c % 2];
+    return up ? high : low;
+}
+
+/* A unit's numbers of one row, for the next product. */
+__device__ __forceinline__ void enter(u32 *entering, int row, int unit, const float *v) {
+#if TYPE
+    if (GE == 1)
+        ((narrow *)(entering + row * PITCH))[unit] = narrowed(v[0]);
+    else
+        *(uint2 *)(entering + row * PITCH + unit * 2) =
+            make_uint2((u32)narrowed(v[0]) | (u32)narrowed(v[1 % GE]) << 16,
+                       (u32)narrowed(v[2 % GE]) | (u32)narrowed(v[3 % GE]) << 16);
+#else
+    if (GE == 1)
+        entering[row * PITCH + unit] = bits(v[0]);
+    else
+        *(uint4 *)(entering + row * PITCH + unit * 4) =
+            make_uint4(bits(v[0]), bits(v[1 % GE]), bits(v[2 % GE]), bits(v[3 % GE]));
+#endif
+}
+
+/* --- memory ----------------------------------------------------------------------------------------- */
+
+/* A row of at most 4 KB that is needed in a few steps, into the L2: a warp has one row of one kind. */
+struct Brings {
+    const char *from; /* the lane's line of it at step 0 */
+    int length;       /* of the row, in steps */
+    i64 forth;        /* bytes from one step to the next */
+};
+
+__device__ __forceinline__ Brings brings(const Loop &l, const Mine &m, int kind, const void *from, int bytes) {
+    int row = blockIdx.x * R + m.warp % R, off = m.lane * 128;
+    Brings b = {};
+    if (m.warp / R != kind || row >= l.batch || off >= bytes + 127) return b;
+    b.length = (int)length_of(l, row), b.forth = bytes * (l.reverse ? -l.batch : l.batch);
+    b.from = (const char *)from + at_of(l, 0, row, b.length) * bytes + (off < bytes ? off : bytes - 1);
+    return b;
+}
+
+__device__ __forceinline__ void bring(const Brings &b, int t) {
+    if (t >= 0 && t < b.length) asm volatile("prefetch.global.L2 [%0];" ::"l"(b.from + t * b.forth));
+}
+
+/* --- noise ------------------------------------------------------------------------------------------ */
+
+/* Four units and four steps are drawn at a time: one word for each unit comes from one draw, and of four lanes with
+ * neighbouring units each draws for another step. */
+struct Kept {
+    u32 states, update; /* bits [step][unit][cell, hidden] and [step][unit][update, none] */
+};
+struct Chances { /* of a thread's unit */
+    float cell, hidden, update;
+};
+struct Seeds {
+    u64 cell, hidden, update;
+    bool same; /* one word serves cell and hidden state */
+};
+
+/* The step that is the n-th to be worked on. */
+__device__ __forceinline__ int step_at(const Mine &m, int n) { return BACK ? m.longest - 1 - n : n; }
+
+/* Philox 4x32-10 in pieces. */
+__device__ __forceinline__ void begin_words(u32 (&w)[4], const Stream &s, u32 four, u32 example, u32 step) {
+    w[0] = s.sees_unit ? four : 0, w[1] = s.sees_example ? example : 0, w[2] = s.sees_step ? step : 0, w[3] = s.plane;
+}
+template <int COUNT>
+__device__ __forceinline__ void rounds(u32 (&w)[4], u64 seed, int first) {
+    u32 k0 = (u32)seed + first * 0x9E3779B9u, k1 = (u32)(seed >> 32) + first * 0xBB67AE85u;
+#pragma unroll
+    for (int round = 0; round < COUNT; round++) {
+        u64 p0 = (u64)w[0] * 0xD2511F53u, p1 = (u64)w[2] * 0xCD9E8D57u;
+        w[0] = (u32)(p1 >> 32) ^ w[1] ^ k0;
+        w[1] = (u32)p1;
+        w[2] = (u32)(p0 >> 32) ^ w[3] ^ k1;
+        w[3] = (u32)p0;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+}
+
+/* Every second bit: whether a unit keeps its old value. A draw that does not see the unit is that of the first. */
+__device__ __forceinline__ u32 below(const u32 (&w)[4], const Stream &s, const u32 *limits) {
+    uint4 limit = *(const uint4 *)limits;
+    int low = s.high ? 16 : 0;
+    u32 v[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) v[i] = (s.sees_unit ? w[i] : w[0]) >> low & 0xFFFF;
+    return (u32)(v[0] < limit.x) | (u32)(v[1] < limit.y) << 2 | (u32)(v[2] < limit.z) << 4 | (u32)(v[3] < limit.w) << 6;
+}
+
+__device__ __forceinline__ u32 gather(u32 own, int which) {
+    own <<= 8 * which;
+    own |= __shfl_xor_sync(~0u, own, 4);
+    return own | __shfl_xor_sync(~0u, own, 8);
+}
+
+#define FOUR (m.unit / 4)
+#define WHICH (m.lane / 4 % 4) /* of the four steps */
+
+/* The bits of four steps from the n-th on; all lanes of a warp must come here. */
+__device__ __forceinline__ Kept draw(const Loop &l, const Mine &m, const Seeds &seeds, const u32 (*limits)[WARPS * 16], int c,
+                                     int n) {
+    Kept k = {0, 0};
+    u32 step = step_of(l, step_at(m, n + WHICH), m.length[c]), w[4];
+    if (l.cell.mode == DRAWN) {
+        begin_words(w, l.cell, FOUR, m.example[c], step);
+        rounds<10>(w, seeds.cell, 0);
+        k.states = below(w, l.cell, limits[0] + FOUR * 4);
+    }
+    if (l.hidden_state.mode == DRAWN) {
+        if (!seeds.same) {
+            begin_words(w, l.hidden_state, FOUR, m.example[c], step);
+            rounds<10>(w, seeds.hidden, 0);
+        }
+        k.states |= below(w, l.hidden_state, limits[1] + FOUR * 4) << 1;
+    }
+    k.states = gather(k.states, WHICH);
+    if (l.update.mode == DRAWN) {
+        begin_words(w, l.update, FOUR, m.example[c], step);
+        rounds<10>(w, seeds.update, 0);
+        k.update = gather(below(w, l.update, limits[2] + FOUR * 4), WHICH);
+    }
+    return k;
+}
+
+/* What is drawn ahead: with nothing but zoneout the ten rounds are spread over the four steps before. */
+struct Drawn {
+    Kept now[NC], next[NC];
+    u32 w[NC][4];
+};
+
+__device__ __forceinline__ bool draws(const Loop &l) {
+    return l.cell.mode == DRAWN || l.hidden_state.mode == DRAWN || l.update.mode == DRAWN;
+}
+
+__device__ __forceinline__ void draw_ahead(Drawn &d, const Loop &l, const Mine &m, const Seeds &seeds,
+                                           const u32 (*limits)[WARPS * 16], int n) {
+    if (!draws(l)) return;
+    int phase = n & 3;
+#if PLAIN
+    const Stream &s = l.cell.mode == DRAWN ? l.cell : l.hidden_state;
+    u64 seed = l.cell.mode == DRAWN ? seeds.cell : seeds.hidden;
+    EACH_ROW {
+        if (phase == 0) {
+            u32 step = step_of(l, step_at(m, n + 4 + WHICH), m.length[c]);
+            begin_words(d.w[c], s, FOUR, m.example[c], step);
+        }
+        if (phase < 2) {
+            rounds<3>(d.w[c], seed, phase * 3);
+        } else {
+            rounds<2>(d.w[c], seed, phase * 2 + 2);
+        }
+        if (phase == 3) {
+            u32 bits = l.cell.mode == DRAWN ? below(d.w[c], l.cell, limits[0] + FOUR * 4) : 0;
+            if (l.hidden_state.mode == DRAWN) bits |= below(d.w[c], l.hidden_state, limits[1] + FOUR * 4) << 1;
+            d.next[c].states = gather(bits, WHICH);
+        }
+    }
+#else
+    if (phase == 3) {
+        EACH_ROW d.next[c] = draw(l, m, seeds, limits, c, n + 1);
+    }
+#endif
+}
+
+__device__ __forceinline__ Keep keep_at(const Loop &l, const Kept &k, const Chances &chances, int unit, int n) {
+    int at = (n & 3) * 8 + unit % 4 * 2;
+    return {l.cell.mode == EXPECTED ? chances.cell : k.states >> at & 1 ? 1.0f : 0.0f,
+            l.hidden_state.mode == EXPECTED ? chances.hidden : k.states >> (at + 1) & 1 ? 1.0f : 0.0f,
+            l.update.mode == EXPECTED ? chances.update : k.update >> at & 1 ? 1.0f : 0.0f};
+}
+
+/* The new value or the old: with bits a choice and no more. */
+__device__ __forceinline__ float choose(const Stream &s, float value, float old, float keep) {
+    return s.mode == DRAWN ? (keep > 0.0f ? old : value) : mix(value, old, keep);
+}
+
+/* Chances of a thread's unit, and the limits of all units in shared memory. */
+__device__ __forceinline__ Chances chances_of(const Loop &l, const Mine &m, Seeds &seeds, u32 (*limits)[WARPS * 16]) {
+    Noises n = {};
+    if (m.in) n = noises_of(l, m.unit);
+    if (m.lane % 2 == 0) {
+        limits[0][m.unit] = n.cell.threshold;
+        limits[1][m.unit] = n.hidden.threshold;
+        limits[2][m.unit] = n.update.threshold;
+    }
+    seeds.cell = l.cell.mode == DRAWN ? (u64)*l.cell.seed : 0;
+    seeds.hidden = l.hidden_state.mode == DRAWN ? (u64)*l.hidden_state.seed : 0;
+    seeds.update = l.update.mode == DRAWN ? (u64)*l.update.seed : 0;
+    Noise one = {0, 0.0f, seeds.cell}, two = {0, 0.0f, seeds.hidden};
+    seeds.same = l.cell.mode == DRAWN && same_words(l.cell, one, l.hidden_state, two);
+    return {n.cell.rate, n.hidden.rate, n.update.rate};
+}
+
+/* --- norms ------------------------------------------------------------------------------------------ */
+#if NORM
+#define GIVEN (NORM == 2 && CLUSTER == 0)
+#define PAIRS(K) (NORM == 1 ? NC : (K)) /* moments that a thread has: of each row, or of each number of its unit */
+#define PAIR (NORM == 1 ? c : q)
+#define EACH_PAIR(K) _Pragma("unroll") for (int p = 0; p < PAIRS(K); p++)
+#define EACH_OF(K) _Pragma("unroll") for (int q = 0; q < (K); q++)
+/* Numbers in shared memory for the sums of h·Wh and of c. Where only one of them is taken a step, two sets take turns. */
+#define PARTS(K) (NORM == 1 ? R * WARPS * 2 : CLUSTER * WARPS * 16 * 2 * (K))
+#define SETS (LSTM ? 1 : 2)
+
+__device__ __forceinline__ float inverse(float var, double eps) { return rsqrtf(var + (float)eps); }
+
+__device__ __forceinline__ float *parts_of_norm() {
+    extern __shared__ __align__(16) uint4 rest[];
+    return (float *)(rest + WARPS * (KS - KR) * TILES * 32);
+}
+
+__device__ __forceinline__ void cluster_sync() {
+#if NORM == 2 && CLUSTER > 1
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+/* The sums over all that share a moment; all threads must come here. */
+#if NORM == 1
+template <int K>
+__device__ __forceinline__ void sum_up(float (&one)[PAIRS(K)], float (&two)[PAIRS(K)], float *parts, const Loop &l,
+                                       const Mine &m) {
+    float2 *part = (float2 *)parts; /* [R][WARPS] */
+    EACH_ROW {
+#pragma unroll
+        for (int far = 2; far < 32; far *= 2) {
+            one[c] += __shfl_xor_sync(~0u, one[c], far);
+            two[c] += __shfl_xor_sync(~0u, two[c], far);
+        }
+        if (m.lane < 2) part[local_row(m.lane, c) * WARPS + m.warp] = make_float2(one[c], two[c]);
+    }
+    __syncthreads();
+    EACH_ROW {
+        one[c] = two[c] = 0.0f;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            float2 v = part[local_row(m.lane, c) * WARPS + w];
+            one[c] += v.x, two[c] += v.y;
+        }
+    }
+}
+#else
+/* Both lanes that have a unit get the sum over their rows. */
+template <int K>
+__device__ __forceinline__ void over_lanes(float (&v)[K]) {
+    EACH_PAIR(K) v[p] += __shfl_xor_sync(~0u, v[p], 1);
+}
+
+/* Every block sends its pair to all; of the two lanes of a unit each has half of the blocks. */
+template <int K>
+__device__ __forceinline__ void send(const float (&one)[K], const float (&two)[K], float *parts, int blocks, const Mine &m) {
+#if CLUSTER > 1
+    u32 own = (u32)__cvta_generic_to_shared((float2 *)parts + blockIdx.x * K * (WARPS * 16) + m.unit);
+    for (int to = m.lane % 2; to < blocks; to += 2) {
+        u32 there;
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(own), "r"(to));
+        EACH_PAIR(K)
+        asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(there + p * (WARPS * 16 * 8)), "f"(one[p]), "f"(two[p])
+                     : "memory");
+    }
+    cluster_sync();
+#endif
+}
+#define SENT(from) ((const float2 *)parts)[((from) * K + p) * (WARPS * 16) + m.unit] /* [block][number][unit] */
+
+template <int K>
+__device__ __forceinline__ void sum_up(float (&one)[K], float (&two)[K], float *parts, const Loop &l, const Mine &m) {
+    over_lanes<K>(one);
+    over_lanes<K>(two);
+    if (CLUSTER < 2) return;
+    const int blocks = (int)((l.batch + R - 1) / R);
+    send<K>(one, two, parts, blocks, m);
+    EACH_PAIR(K) one[p] = two[p] = 0.0f;
+    for (int from = m.lane % 2; from < blocks; from += 2) {
+        EACH_PAIR(K) one[p] += SENT(from).x, two[p] += SENT(from).y;
+    }
+    over_lanes<K>(one);
+    over_lanes<K>(two);
+}
+
+/* How many rows of a block take part in a step; all lanes of a warp must come here. */
+__device__ __forceinline__ int rows_at(const Loop &l, int block, int t, int lane) {
+    int row = block * R + lane, left = (int)l.batch - block * R;
+    if (PLAIN || !l.lengths) return left < 0 ? 0 : left < R ? left : R;
+    return __popc(__ballot_sync(~0u, lane < R && row < l.batch && l.lengths[row] > t));
+}
+#endif
+
+/* One over how many numbers the moments go. */
+template <int K>
+__device__ __forceinline__ float share_of(const Loop &l, int t, int lane) {
+    if (NORM == 1) return 1.0f / (K * HIDDEN);
+    int count = (int)l.batch;
+    if (!PLAIN && l.lengths) {
+        count = 0;
+        for (int row = 0; row < l.batch; row += 32)
+            count += __popc(__ballot_sync(~0u, row + lane < l.batch && l.lengths[row + lane] > t));
+    }
+    return count ? 1.0f / count : 0.0f;
+}
+
+/* Where the moments of a step lie. */
+template <int K>
+__device__ __forceinline__ int moment_at(const Mine &m, int t, int row, int q) {
+    return NORM == 1 ? row : (t * K + q) * HIDDEN + m.unit;
+}
+
+#if NORM == 1
+/* Mean and variance; what `mean` was the step before is taken off first, so that little is lost. */
+template <int K>
+__device__ __forceinline__ void moments(float (&mean)[NC], float (&var)[NC], const float (&v)[NC][K], const bool (&alive)[NC],
+                                        float share, float *parts, const Loop &l, const Mine &m, int t) {
+    float one[NC] = {}, two[NC] = {};
+    EACH_ROW EACH_OF(K) if (alive[c]) {
+        float d = v[c][q] - mean[c];
+        one[c] += d, two[c] += d * d;
+    }
+    sum_up<K>(one, two, parts, l, m);
+    EACH_ROW {
+        float d = one[c] * share;
+        var[c] = fmaxf(two[c] * share - d * d, 0.0f);
+        mean[c] += d;
+    }
+}
+#else
+/* Mean and variance; each block takes the squares from its own mean, since few rows may be close together. */
+template <int K>
+__device__ __forceinline__ void moments(float (&mean)[K], float (&var)[K], const float (&v)[NC][K], const bool (&alive)[NC],
+                                        float share, float *parts, const Loop &l, const Mine &m, int t) {
+    const int blocks = CLUSTER > 1 ? (int)((l.batch + R - 1) / R) : 1, own = rows_at(l, blockIdx.x, t, m.lane);
+    float one[K] = {}, two[K] = {};
+    EACH_ROW EACH_OF(K) if (alive[c]) one[q] += v[c][q];
+    over_lanes<K>(one);
+    EACH_PAIR(K) one[p] *= own ? 1.0f / own : 0.0f;
+    EACH_ROW EACH_OF(K) if (alive[c]) two[q] += (v[c][q] - one[q]) * (v[c][q] - one[q]);
+    over_lanes<K>(two);
+    if (CLUSTER < 2) {
+        EACH_PAIR(K) mean[p] = one[p], var[p] = two[p] * share;
+        return;
+    }
+    send<K>(one, two, parts, blocks, m);
+    EACH_PAIR(K) mean[p] = var[p] = 0.0f;
+    for (int from = 0; from < blocks; from++) {
+        float weight = (float)rows_at(l, from, t, m.lane) * share;
+        EACH_PAIR(K) mean[p] += weight * SENT(from).x;
+    }
+    for (int from = 0; from < blocks; from++) {
+        float weight = (float)rows_at(l, from, t, m.lane) * share;
+        EACH_PAIR(K) {
+            float d = SENT(from).x - mean[p];
+            var[p] += SENT(from).y * share + weight * d * d;
+        }
+    }
+}
+#endif
+
+/* From the derivatives of what was normalised and scaled, times the scale, to those of what it was before. */
+template <int K>
+__device__ __forceinline__ void moments_back(float (&d)[NC][K], const float (&hat)[NC][K], const float (&var)[PAIRS(K)],
+                                             const bool (&alive)[NC], float share, float *parts, double eps, const Loop &l,
+                                             const Mine &m) {
+    float one[PAIRS(K)] = {}, two[PAIRS(K)] = {};
+    if (!GIVEN) {
+        EACH_ROW EACH_OF(K) if (alive[c]) one[PAIR] += d[c][q], two[PAIR] += d[c][q] * hat[c][q];
+        sum_up<K>(one, two, parts, l, m);
+    }
+    EACH_ROW EACH_OF(K)
+        d[c][q] = inverse(var[PAIR], eps) * (d[c][q] - one[PAIR] * share - hat[c][q] * (two[PAIR] * share));
+}
+
+#if NORM == 2 && CLUSTER > 1
+#define IN_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define IN_CLUSTER
+#endif
+#else
+#define IN_CLUSTER
+#endif
+
+/* --- forwards --------------------------------------------------------------------------------------- */
+#if !BACK
+extern "C" __global__ void IN_CLUSTER __launch_bounds__(THREADS, 1) forward(const Loop given, const Norm n) {
+    __shared__ __align__(16) u32 entering[2][R * PITCH];
+    __shared__ __align__(16) u32 limits[3][WARPS * 16];
+    Loop l = given;
+    simplify(l);
+    Mine m = mine(l);
+    narrow *gates = (narrow *)l.gates;
+    const narrow *scale = (const narrow *)l.scale_h;
+    Weights w;
+    load_weights(l, w, m.warp, m.lane);
+    Seeds seeds;
+    Chances chances = chances_of(l, m, seeds, limits);
+    float bias_x[G] = {}, bias_h[G] = {}; /* with a norm x's part comes with its bias */
+    EACH_GATE {
+        if (m.in && l.b_x && !NORM) bias_x[q] = widen(((const narrow *)l.b_x)[q * HIDDEN + m.unit]);
+        if (m.in && l.b_h) bias_h[q] = widen(((const narrow *)l.b_h)[q * HIDDEN + m.unit]);
+    }
+#if NORM
+    float *parts_h = parts_of_norm(), *parts_c = parts_h + SETS * PARTS(G);
+    float scale_h[G] = {}, scale_c = 0.0f, shift_c = 0.0f;
+    float mean_h[PAIRS(G)] = {}, var_h[PAIRS(G)], mean_c[PAIRS(1)] = {}, var_c[PAIRS(1)];
+    cluster_sync(); /* nobody writes to a block that is not there yet */
+    EACH_GATE if (m.in) scale_h[q] = n.scale_h[q * HIDDEN + m.unit];
+    if (LSTM && m.in) scale_c = n.scale_c[m.unit], shift_c = n.shift_c[m.unit];
+#endif
+    for (int i = threadIdx.x; i < 2 * R * PITCH; i += THREADS) entering[0][i] = 0;
+    __syncthreads();
+
+    float h[NC], state[NC], o[NC];
+    float a[NC][G], gh[NC];
+    Late pre[NC][G], later[NC][G]; /* x's part of this step and of the next */
+    bool cut[NC];
+    int at[NC]; /* row of this step; at · G · H stays below 2³¹ */
+    const int forth = l.reverse ? -(int)l.batch : (int)l.batch;
+    EACH_ROW {
+        h[c] = state[c] = o[c] = 0.0f, cut[c] = false;
+        at[c] = (int)at_of(l, 0, m.row[c], m.length[c]);
+        if (ALIVE(0)) {
+            i64 start = (i64)m.row[c] * HIDDEN + m.unit;
+            cut[c] = cut_at(l, 0, m.row[c], m.length[c]);
+            h[c] = start_h(l, cut[c], start);
+            if (LSTM) state[c] = start_c(l, cut[c], start);
+            float out = scale ? h[c] * widen(scale[start]) : h[c];
+            enter(entering[0], local_row(m.lane, c), m.unit, &out);
+        }
+    }
+    auto fetch = [&](int t, int further) {
+        EACH_ROW if (ALIVE(t)) {
+            int gate = (at[c] + further) * (G * HIDDEN) + m.unit;
+            EACH_GATE later[c][q] = late(gates + gate + q * HIDDEN);
+        }
+    };
+    auto store = [&](int t, int further) { /* the results of step t, while the next product is under way */
+        EACH_ROW if (ALIVE(t)) {
+            int unit = (at[c] + further) * HIDDEN + m.unit, gate = (at[c] + further) * (G * HIDDEN) + m.unit;
+            ((narrow *)l.y)[unit] = narrowed(h[c]);
+            if (LSTM) l.c[unit] = state[c];
+            if (GRU && !NORM) l.gh[unit] = gh[c];
+            EACH_GATE gates[gate + q * HIDDEN] = narrowed(a[c][q]);
+        }
+    };
+    const Brings ahead = brings(l, m, 0, gates, G * HIDDEN * sizeof(narrow));
+    Drawn drawn = {};
+    if (draws(l)) {
+        EACH_ROW drawn.next[c] = draw(l, m, seeds, limits, c, 0);
+    }
+    fetch(0, 0);
+
+#pragma unroll at_once
+    for (int t = 0; t < m.longest; t++) {
+        __syncthreads();
+        Sums sums = {};
+        product(sums, w, entering[t & 1], m.lane);
+        /* Until the sums are there: masks, x's part and stores. */
+        if ((t & 3) == 0) {
+            EACH_ROW drawn.now[c] = drawn.next[c];
+        }
+        draw_ahead(drawn, l, m, seeds, limits, t);
+        EACH_ROW EACH_GATE pre[c][q] = later[c][q];
+        if (t + 1 < m.longest) fetch(t + 1, forth);
+        if (t) store(t - 1, -forth);
+        bring(ahead, t + AHEAD);
+        float v[NC][G];
+        EACH_ROW EACH_GATE v[c][q] = total(sums, q, c, upper(m.lane)) + (NORM ? 0.0f : GRU ? bias_h[q] : bias_x[q]);
+
+#if NORM
+        bool alive[NC];
+        EACH_ROW alive[c] = ALIVE(t);
+        const bool writes = !GIVEN && m.in && (NORM == 1 ? m.unit == 0 : blockIdx.x == 0 && m.lane % 2 == 0);
+        {
+            const float share = share_of<G>(l, t, m.lane);
+            if (GIVEN) {
+                EACH_PAIR(G) {
+                    int from = moment_at<G>(m, t, 0, p);
+                    mean_h[p] = m.in ? n.mean_h[from] : 0.0f, var_h[p] = m.in ? n.var_h[from] : 0.0f;
+                }
+            } else {
+                moments<G>(mean_h, var_h, v, alive, share, parts_h + t % SETS * PARTS(G), l, m, t);
+            }
+            EACH_ROW EACH_GATE {
+                float hat = (v[c][q] - mean_h[PAIR]) * inverse(var_h[PAIR], n.eps);
+                v[c][q] = hat * scale_h[q] + bias_h[q];
+                if (alive[c]) l.gh[(at[c] * G + q) * HIDDEN + m.unit] = hat;
+                if (writes && (NORM == 1 ? alive[c] && q == 0 : c == 0)) {
+                    int to = moment_at<G>(m, t, at[c], q);
+                    n.mean_h[to] = mean_h[PAIR], n.var_h[to] = var_h[PAIR];
+                }
+            }
+        }
+#endif
+        float shows[NC][1];
+        Keep keep[NC];
+        EACH_ROW {
+            i64 start = (i64)m.row[c] * HIDDEN + m.unit;
+            keep[c] = keep_at(l, drawn.now[c], chances, m.unit, t);
+            if (cut[c]) {
+                h[c] = start_h(l, true, start);
+                if (LSTM) state[c] = start_c(l, true, start);
+            }
+#if LSTM
+            EACH_GATE {
+                a[c][q] = widen(pre[c][q]) + v[c][q];
+                a[c][q] = q == 2 ? tanh_at(a[c][q]) : sigmoid_at(a[c][q]);
+            }
+            shows[c][0] = lstm_candidate(l, a[c][0], a[c][1], a[c][2], state[c], keep[c]);
+            state[c] = PLAIN && l.cell.mode ? choose(l.cell, shows[c][0], state[c], keep[c].cell)
+                                           : carried_c(l, shows[c][0], state[c], keep[c]);
+#endif
+        }
+#if NORM && LSTM
+        {
+            const float share = share_of<1>(l, t, m.lane);
+            if (GIVEN) {
+                int from = moment_at<1>(m, t, 0, 0);
+                mean_c[0] = m.in ? n.mean_c[from] : 0.0f, var_c[0] = m.in ? n.var_c[from] : 0.0f;
+            } else {
+                moments<1>(mean_c, var_c, shows, alive, share, parts_c, l, m, t);
+            }
+            EACH_ROW EACH_OF(1) {
+                shows[c][0] = (shows[c][0] - mean_c[PAIR]) * inverse(var_c[PAIR], n.eps) * scale_c + shift_c;
+                if (writes && (NORM == 1 ? alive[c] : c == 0)) {
+                    int to = moment_at<1>(m, t, at[c], 0);
+                    n.mean_c[to] = mean_c[PAIR], n.var_c[to] = var_c[PAIR];
+                }
+            }
+        }
+#endif
+        EACH_ROW {
+#if LSTM
+            float gate = a[c][3];
+            if (l.update.mode && l.update.hold && t && !cut[c]) gate = mix(gate, o[c], keep[c].update);
+            o[c] = a[c][3];
+            float candidate = gate * tanh_at(shows[c][0]);
+#elif GRU
+            float reset = sigmoid_at(widen(pre[c][0]) + bias_x[0] + v[c][0]);
+            float z = sigmoid_at(widen(pre[c][1]) + bias_x[1] + v[c][1]);
+            float new_h = tanh_at(widen(pre[c][2]) + bias_x[2] + reset * v[c][2]), update = (1 - z) * new_h;
+            a[c][0] = reset, a[c][1] = z, a[c][2] = new_h, gh[c] = v[c][2];
+            if (l.update.mode) update = less(update, keep[c].update);
+            float candidate = z * h[c] + update;
+#else
+            a[c][0] = widen(pre[c][0]) + v[c][0];
+            a[c][0] = RELU ? fmaxf(a[c][0], 0.0f) : tanh_at(a[c][0]);
+            float candidate = a[c][0];
+#endif
+            h[c] = PLAIN && l.hidden_state.mode ? choose(l.hidden_state, candidate, h[c], keep[c].hidden)
+                                                : carried_h(l, candidate, h[c], keep[c]);
+            if (ALIVE(t)) {
+                i64 start = (i64)m.row[c] * HIDDEN + m.unit;
+                float out = h[c];
+                cut[c] = t + 1 < m.length[c] && cut_at(l, t + 1, m.row[c], m.length[c]);
+                if (cut[c]) out = start_h(l, true, start);
+                if (scale) out *= widen(scale[start]);
+                enter(entering[(t + 1) & 1], local_row(m.lane, c), m.unit, &out);
+            }
+            at[c] += forth;
+        }
+    }
+    if (m.longest) store(m.longest - 1, -forth);
+#if NORM
+    cluster_sync(); /* nobody goes while others may still write to it */
+#endif
+}
+#endif
+
+/* --- backwards -------------------------------------------------------------------------------------- */
+#if BACK
+struct Fetched { /* what a step needs that was there before */
+    Late gates[G], dy, held;
+    float old_c, old_h, dcells, gh[NORM ? G : 1];
+    bool first;
+};
+#if NORM
+struct Moments {
+    float var_h[PAIRS(G)], mean_c[PAIRS(1)], var_c[PAIRS(1)];
+};
+#endif
+
+extern "C" __global__ void IN_CLUSTER __launch_bounds__(THREADS, 1) backward(const Loop given, const Norm n) {
+    __shared__ __align__(16) u32 entering[2][R * PITCH];
+    __shared__ __align__(16) u32 limits[3][WARPS * 16];
+    Loop l = given;
+    simplify(l);
+    Mine m = mine(l);
+    const narrow *gates = (const narrow *)l.gates, *scale = (const narrow *)l.scale_h;
+    const bool holds = l.update.mode && l.update.hold;
+    Weights w;
+    load_weights(l, w, m.warp, m.lane);
+    Seeds seeds;
+    Chances chances = chances_of(l, m, seeds, limits);
+#if NORM
+    float *parts_h = parts_of_norm(), *parts_c = parts_h + SETS * PARTS(G);
+    float scale_h[G] = {}, scale_c = 0.0f, shift_c = 0.0f, bias = 0.0f;
+    Moments of_step = {}, of_later = {};
+    cluster_sync(); /* nobody writes to a block that is not there yet */
+    EACH_GATE if (m.in) scale_h[q] = n.scale_h[q * HIDDEN + m.unit];
+    if (LSTM && m.in) scale_c = n.scale_c[m.unit], shift_c = n.shift_c[m.unit];
+    if (GRU && m.in && l.b_h) bias = widen(((const narrow *)l.b_h)[2 * HIDDEN + m.unit]);
+#endif
+    for (int i = threadIdx.x; i < 2 * R * PITCH; i += THREADS) entering[0][i] = 0;
+    __syncthreads();
+
+    float dh[NC], dc[NC], back_h[NC], back_c[NC], owed[NC];
+    float d[NC][4] = {}, e[NC][4] = {}, out[NC][4] = {}; /* of x's part, of h·Wh with norm and bias, and of h·Wh */
+    Fetched f[NC], later[NC]; /* of this step and of the next one back */
+    int at[NC]; /* row of this step; at · G · H stays below 2³¹ */
+    const int forth = l.reverse ? -(int)l.batch : (int)l.batch;
+    auto fetch = [&](int t, int further) {
+        EACH_ROW if (ALIVE(t)) {
+            int row = at[c] + further, unit = row * HIDDEN + m.unit, gate = row * (G * HIDDEN) + m.unit;
+            int old = unit - forth * HIDDEN;
+            i64 start = (i64)m.row[c] * HIDDEN + m.unit;
+            bool cut = cut_at(l, t, m.row[c], m.length[c]);
+            later[c].first = t == 0 || cut;
+            EACH_GATE later[c].gates[q] = late(gates + gate + q * HIDDEN);
+            later[c].dy = late((const narrow *)l.dy + unit);
+            if (LSTM) {
+                later[c].old_c = *(later[c].first ? (cut ? l.reset_c : l.c0) + start : l.c + old);
+                later[c].dcells = l.dcells ? l.dcells[unit] : 0.0f;
+                if (holds && !later[c].first) later[c].held = late(gates + gate + (G - 1) * HIDDEN - forth * (G * HIDDEN));
+            }
+            if (GRU) {
+                later[c].old_h = later[c].first ? start_h(l, cut, start) : widen(((const narrow *)l.y)[old]);
+                if (!NORM) later[c].gh[0] = l.gh[unit];
+            }
+#if NORM
+            EACH_GATE {
+                later[c].gh[q] = l.gh[gate + q * HIDDEN];
+                of_later.var_h[PAIR] = n.var_h[moment_at<G>(m, t, row, q)];
+            }
+            EACH_OF(1) if (LSTM) {
+                int from = moment_at<1>(m, t, row, q);
+                of_later.mean_c[PAIR] = n.mean_c[from], of_later.var_c[PAIR] = n.var_c[from];
+            }
+#endif
+        }
+    };
+    auto store = [&](int t, int further) { /* the results of step t, while the next product is under way */
+        EACH_ROW if (ALIVE(t)) {
+            int gate = (at[c] + further) * (G * HIDDEN) + m.unit;
+            EACH_GATE {
+                ((narrow *)l.dgx)[gate + q * HIDDEN] = narrowed(d[c][q]);
+                if (GRU) ((narrow *)l.dsh)[gate + q * HIDDEN] = narrowed(e[c][q]);
+                if (NORM) ((narrow *)n.dgh)[gate + q * HIDDEN] = narrowed(out[c][q]);
+            }
+        }
+    };
+    EACH_ROW {
+        dh[c] = dc[c] = back_h[c] = back_c[c] = owed[c] = 0.0f;
+        at[c] = (int)at_of(l, m.longest - 1, m.row[c], m.length[c]);
+        if (m.in && m.row[c] < l.batch) {
+            dh[c] = l.dh[(i64)m.row[c] * HIDDEN + m.unit];
+            if (LSTM) dc[c] = l.dc[(i64)m.row[c] * HIDDEN + m.unit];
+        }
+    }
+
+    Brings ahead = brings(l, m, 0, gates, G * HIDDEN * sizeof(narrow));
+    if (m.warp / R == 1) ahead = brings(l, m, 1, l.dy, HIDDEN * sizeof(narrow));
+    if (LSTM && m.warp / R == 2) ahead = brings(l, m, 2, l.c, HIDDEN * sizeof(float));
+    if (GRU && m.warp / R == 2) ahead = brings(l, m, 2, l.y, HIDDEN * sizeof(narrow));
+    if ((NORM || GRU) && m.warp / R == 3) ahead = brings(l, m, 3, l.gh, (NORM ? G : 1) * HIDDEN * sizeof(float));
+    Drawn drawn = {};
+    if (draws(l)) {
+        EACH_ROW drawn.next[c] = draw(l, m, seeds, limits, c, 0);
+    }
+    if (m.longest) fetch(m.longest - 1, 0);
+
+    /* What has come back through the product to step t: to the last step nothing. */
+    auto receive = [&](int t, int done) {
+        __syncthreads();
+        Sums sums = {};
+        product(sums, w, entering[done & 1], m.lane);
+        /* Until the sums are there: masks, what the next step needs, and stores. */
+        if ((done & 3) == 0) {
+            EACH_ROW drawn.now[c] = drawn.next[c];
+        }
+        draw_ahead(drawn, l, m, seeds, limits, done);
+        EACH_ROW f[c] = later[c];
+#if NORM
+        of_step = of_later;
+#endif
+        if (t > 0) fetch(t - 1, -forth);
+        if (done) store(t + 1, forth);
+        bring(ahead, t - AHEAD);
+        EACH_ROW if (ALIVE(t + 1)) {
+            float rec = total(sums, 0, c, upper(m.lane));
+            dh[c] += scale ? rec * widen(scale[(i64)m.row[c] * HIDDEN + m.unit]) : rec;
+            if (!PLAIN && done && cut_at(l, t + 1, m.row[c], m.length[c]))
+                back_h[c] += dh[c], back_c[c] += dc[c], dh[c] = dc[c] = 0.0f;
+        }
+    };
+
+#pragma unroll at_once
+    for (int done = 0; done < m.longest; done++) {
+        const int t = m.longest - 1 - done;
+        receive(t, done);
+        float of_c[NC][1], du[NC];
+        Keep keep[NC];
+        bool alive[NC];
+        EACH_ROW {
+            alive[c] = ALIVE(t);
+            keep[c] = keep_at(l, drawn.now[c], chances, m.unit, done);
+            of_c[c][0] = du[c] = 0.0f;
+            if (alive[c]) {
+                dh[c] += widen(f[c].dy);
+                du[c] = carried_h_back(l, dh[c], keep[c]);
+            }
+        }
+#if LSTM
+#if NORM
+        float hat[NC][1] = {};
+#endif
+        EACH_ROW if (alive[c]) {
+            float go = widen(f[c].gates[3]), gate = go;
+            float shows = lstm_candidate(l, widen(f[c].gates[0]), widen(f[c].gates[1]), widen(f[c].gates[2]), f[c].old_c,
+                                         keep[c]);
+#if NORM
+            EACH_OF(1) hat[c][0] = (shows - of_step.mean_c[PAIR]) * inverse(of_step.var_c[PAIR], n.eps);
+            shows = hat[c][0] * scale_c + shift_c;
+#endif
+            float tc = tanh_at(shows);
+            if (holds && !f[c].first) gate = mix(go, widen(f[c].held), keep[c].update);
+            d[c][3] = lstm_output_back(l, du[c] * tc, go, f[c].first, owed[c], keep[c]);
+            of_c[c][0] = du[c] * gate * (1 - tc * tc);
+        }
+#if NORM
+        EACH_ROW {
+            if (alive[c]) {
+                int unit = at[c] * HIDDEN + m.unit;
+                n.dnc[unit] = of_c[c][0], n.chat[unit] = hat[c][0];
+            }
+            of_c[c][0] *= scale_c;
+        }
+        moments_back<1>(of_c, hat, of_step.var_c, alive, share_of<1>(l, t, m.lane), parts_c, n.eps, l, m);
+#endif
+        EACH_ROW if (alive[c]) {
+            dc[c] += f[c].dcells;
+            lstm_gates_back(l, d[c], widen(f[c].gates[0]), widen(f[c].gates[1]), widen(f[c].gates[2]), f[c].old_c, of_c[c][0],
+                            dc[c], keep[c]);
+        }
+#elif GRU
+        EACH_ROW if (alive[c]) {
+#if NORM
+            float v = f[c].gh[2] * scale_h[2] + bias;
+#else
+            float v = f[c].gh[0];
+#endif
+            gru_back(l, d[c], e[c], widen(f[c].gates[0]), widen(f[c].gates[1]), widen(f[c].gates[2]), v, f[c].old_h, du[c],
+                     dh[c], keep[c]);
+        }
+#else
+        EACH_ROW if (alive[c]) {
+            float v = widen(f[c].gates[0]);
+            d[c][0] = RELU ? (v > 0 ? du[c] : 0.0f) : du[c] * (1 - v * v);
+        }
+#endif
+        EACH_ROW EACH_GATE out[c][q] = GRU ? e[c][q] : d[c][q];
+#if NORM
+        {
+            float of_h[NC][G], hat_h[NC][G];
+            EACH_ROW EACH_GATE of_h[c][q] = out[c][q] * scale_h[q], hat_h[c][q] = f[c].gh[q];
+            moments_back<G>(of_h, hat_h, of_step.var_h, alive, share_of<G>(l, t, m.lane), parts_h + t % SETS * PARTS(G),
+                            n.eps, l, m);
+            EACH_ROW EACH_GATE out[c][q] = of_h[c][q];
+        }
+#endif
+        EACH_ROW {
+            if (alive[c]) enter(entering[(done + 1) & 1], local_row(m.lane, c), m.unit, out[c]);
+            at[c] -= forth;
+        }
+    }
+    if (m.longest) receive(-1, m.longest);
+#if NORM
+    cluster_sync(); /* nobody goes while others may still write to it */
+#endif
+    EACH_ROW if (m.in && m.row[c] < l.batch) {
+        i64 at = (i64)m.row[c] * HIDDEN + m.unit;
+        l.dh[at] = dh[c];
+        if (LSTM) l.dc[at] = dc[c];
+        if (l.resets) {
+            l.dreset_h[at] = back_h[c];
+            if (LSTM) l.dreset_c[at] = back_c[c];
+        }
+    }
+}
+#endif

@@ -1,0 +1,172 @@
+"""All steps in one launch for small hidden sizes: a block has all of W_h, and the batch is split over blocks."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from ..loop import GATES, Backward, Loop
+from .arguments import CELLS, TYPES, Arguments, loop_arguments
+from .compiler import Kernel, chip, driver, load, pack, tf32
+
+REGISTERS = 16384 // 32  # of one of the four parts of a processor, for each lane
+OWN, OWN_NORM, OWN_ROW = 76, 32, 20  # registers of a thread beside weights: with one row, for a norm, for each more row
+MOST_SHARED = 160 * 1024  # bytes of weights: beyond, reading them each step takes longer than an exchange of blocks
+MOST_NUMBERS = 2**31  # of the gates: offsets are 32 bits wide
+MOST_BLOCKS = 16  # of a cluster
+COSTS = {1: 1.0, 2: 1.7}  # of a step, by the rows of a thread
+CLUSTERS = True  # whether batch norm runs here in training, its moments added up through distributed shared memory
+_LARGE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+
+
+class Norm(ctypes.Structure):
+    """`Norm` of small.cu."""
+
+    _fields_ = [
+        ("eps", ctypes.c_double),
+        *((name, ctypes.c_void_p) for name in ("scale_h", "scale_c", "shift_c", "mean_h", "var_h", "mean_c", "var_c")),
+        *((name, ctypes.c_void_p) for name in ("dgh", "dnc", "chat")),
+    ]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The tiles of a launch: see small.cu."""
+
+    hidden: int
+    blocks: int
+    warps: int
+    k_steps: int  # of a warp
+    resident: int  # those of them whose weights are in registers
+    rows: int  # of a thread; a block has twice as many
+    norm: int  # 0 none, 1 over the units, 2 over the examples
+    cluster: int  # blocks that add up the moments of a batch; 0 where those are given
+    shared: int  # bytes
+
+
+@cache
+def plan(
+    cell: str,
+    size: int,
+    hidden: int,
+    batch: int,
+    back: bool,
+    processors: int,
+    most: int,
+    norm: int = 0,
+    given: bool = False,
+) -> Plan | None:
+    """Tiles for a shape and device, or None; `size` is that of a number, `most` that of shared memory, in bytes."""
+    gates, each = GATES[cell], 32 // size
+    warps, tiles = -(-hidden // 16), 1 if back else gates
+    depth = hidden * (1 if not back else 4 if gates == 3 else gates)
+    k_steps = -(-depth // each)
+    rows = min(COSTS, key=lambda rows: -(-batch // (2 * rows * processors)) * COSTS[rows])
+    cluster = 0
+    if norm == 2 and not given:
+        rows = 1 if batch <= 2 * MOST_BLOCKS else 2 if batch <= 4 * MOST_BLOCKS else 4
+        cluster = 1 << (-(-batch // (2 * rows)) - 1).bit_length()
+        if cluster > MOST_BLOCKS or not CLUSTERS:
+            return None
+    registers = min(REGISTERS // -(-warps // 4) // 8 * 8, 255) - OWN - OWN_ROW * (rows - 1) - OWN_NORM * (norm > 0)
+    resident = min(k_steps, max(0, registers) // (4 * tiles))
+    shared = (k_steps - resident) * tiles * warps * 512
+    if warps > 16 or resident == 0 or shared > MOST_SHARED:
+        return None
+    if norm == 1:
+        shared += 2 * (2 * rows) * warps * 8
+    elif norm == 2:  # where there is one exchange a step, two sets of sums take turns
+        shared += cluster * warps * 16 * 8 * (gates + 1 if cell == "lstm" else 2 * gates)
+    entering = 2 * (2 * rows) * (8 * k_steps + 32) * 4
+    if shared + entering + 256 * warps > most:
+        return None
+    blocks = max(cluster, -(-batch // (2 * rows)))
+    return Plan(hidden, blocks, warps, k_steps, resident, rows, norm, cluster, shared)
+
+
+def plan_for(loop: Loop, back: bool) -> Plan | None:
+    """The plan of a loop, or None where this kernel does not take it."""
+    if loop.w_hr is not None:
+        return None
+    if loop.gates.dtype == torch.float32 and not tf32():
+        return None
+    of = chip(loop.gates.get_device())
+    if of.major < 8 or loop.gates.numel() >= MOST_NUMBERS:
+        return None
+    norm = 0 if loop.norm is None else 1 if loop.norm.over == "units" else 2
+    made = plan(
+        loop.cell, loop.gates.element_size(), loop.hidden, loop.batch, back, of.processors, of.shared, norm, loop.given
+    )
+    return None if made is not None and made.cluster > 1 and of.major < 9 else made
+
+
+def modes_of(loop: Loop, back: Backward | None) -> tuple[int, int] | None:
+    """The modes of both states' streams where there is nothing but zoneout by unit, forwards in time; else None."""
+    extra = (loop.lengths, loop.resets, loop.scale_h, None if back is None else back.dcells)
+    if loop.reverse or any(value is not None for value in extra):
+        return None
+    modes = {"cell": 0, "hidden": 0}
+    for name, draw in loop.draws.items():
+        if name not in modes or draw.rule.by != "previous" or draw.rule.mask != "unit":
+            return None
+        modes[name] = 2 if draw.seed is None else 1
+    seeds = {draw.seed.data_ptr() for draw in loop.draws.values() if draw.seed is not None}
+    return (modes["cell"], modes["hidden"]) if len(seeds) < 2 else None  # one draw serves both
+
+
+def run(loop: Loop, back: Backward | None) -> bool:
+    """Run the loop in one launch; False where it does not fit, with nothing done."""
+    tiles = plan_for(loop, back is not None)
+    if tiles is None:
+        return False
+    kernel = _kernel(
+        loop.gates.get_device(), loop.cell, loop.gates.dtype, back is not None, tiles, modes_of(loop, back)
+    )
+    arguments, norm = loop_arguments(loop, back), _norm(loop, back)
+    kernel.launch(tiles.blocks, 32 * tiles.warps, pack((arguments.struct, norm.struct)), tiles.shared)
+    return True
+
+
+def _norm(loop: Loop, back: Backward | None) -> Arguments:
+    made = Arguments(Norm)
+    if loop.norm is None:
+        return made
+    made.struct.eps = loop.norm.eps
+    for name in ("scale_h", "scale_c", "shift_c"):
+        made.put(name, getattr(loop.norm, name), torch.float32)
+    for name in ("mean_h", "var_h", "mean_c", "var_c"):
+        made.put(name, getattr(loop, name), torch.float32)
+    if back is not None:
+        made.put("dgh", back.dgh, loop.gates.dtype)
+        for name in ("dnc", "chat"):
+            made.put(name, getattr(back, name), torch.float32)
+    return made
+
+
+def defines_of(
+    cell: str, dtype: torch.dtype, back: bool, tiles: Plan, modes: tuple[int, int] | None
+) -> tuple[tuple[str, int], ...]:
+    """What the kernel is compiled with."""
+    cell_mode, hidden_mode = modes or (0, 0)
+    return (
+        ("CELL", CELLS.index(cell)), ("TYPE", TYPES[dtype]), ("FAST", 1), ("BACK", int(back)),
+        ("HIDDEN", tiles.hidden), ("WARPS", tiles.warps), ("KS", tiles.k_steps), ("KR", tiles.resident),
+        ("NC", tiles.rows), ("NORM", tiles.norm), ("CLUSTER", tiles.cluster), ("PLAIN", int(modes is not None)),
+        ("CELL_MODE", cell_mode), ("HIDDEN_MODE", hidden_mode),
+    )  # fmt: skip
+
+
+@cache
+def _kernel(
+    device: int, cell: str, dtype: torch.dtype, back: bool, tiles: Plan, modes: tuple[int, int] | None
+) -> Kernel:
+    defines = defines_of(cell, dtype, back, tiles, modes)
+    (kernel,) = load(device, "small.cu", ("backward" if back else "forward",), defines)
+    with torch.cuda.device(device):
+        kernel.allow_shared(tiles.shared)
+        if tiles.cluster > 8:
+            driver().cuFuncSetAttribute(kernel.handle, _LARGE_CLUSTERS, 1)
+    return kernel

@@ -1,0 +1,51 @@
+"""Dropout whose mask is a function of its coordinates: of a sequence, between layers or around them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..draws import Draw, draw_masks
+from ..noise import Rule
+from . import cuda
+from .cuda.arguments import TYPES
+from .cuda.dropout import dropout as fused
+from .reference import kept_scale
+
+_RULE = Rule("dropout", "scaled zero", "unit", "expectation")
+
+
+def dropout(x: Tensor, rate: float, seed: Tensor, plane: int, examples: Tensor, first_step: int = 0) -> Tensor:
+    """[T, B, units] with units dropped at a rate and the others scaled up; `plane` says whose mask it is."""
+    wide = torch.float32 if x.device.type == "mps" else torch.float64
+    draw = Draw(_RULE, torch.full((), rate, dtype=wide, device=x.device), seed, plane)
+    if x.is_cuda and x.dtype in TYPES and cuda.there() and not torch._C._are_functorch_transforms_active():
+        return torch.ops.zoneout.dropout(x, draw.rate, seed, plane, examples, first_step)
+    steps = torch.arange(first_step, first_step + x.shape[0], device=x.device)
+    (mask,) = draw_masks([draw], steps, examples, x.shape[-1])
+    return x * kept_scale(draw, mask, x.dtype)
+
+
+@torch.library.custom_op("zoneout::dropout", mutates_args=(), device_types="cuda")
+def _dropout(x: Tensor, rate: Tensor, seed: Tensor, plane: int, examples: Tensor, first_step: int) -> Tensor:
+    return fused(x, Draw(_RULE, rate, seed, plane), examples, first_step)
+
+
+@_dropout.register_fake
+def _(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, rate, seed, ctx.plane, examples, ctx.first_step = inputs
+    ctx.save_for_backward(rate, seed, examples)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    rate, seed, examples = ctx.saved_tensors
+    return torch.ops.zoneout.dropout(dy, rate, seed, ctx.plane, examples, ctx.first_step), *[None] * 5
+
+
+torch.library.register_autograd("zoneout::dropout", _backward, setup_context=_setup)

@@ -1,0 +1,246 @@
+"""Corpora: the paper's texts and images, and any text of the user's, as arrays of small integers.
+
+`load` and `load_images` find the files (see `files`), check them, encode them once and keep the result in the cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from . import cache, files
+from .cache import Array
+from .files import DATASETS, DataError, File, PathLike
+from .text import PARTS, Unit, Vocabulary, cut, encode_characters, encode_words, number_words
+
+Order: TypeAlias = Literal["paper", "permuted", "rows"]
+
+_FORMAT = 1  # of what is kept in the cache: another number, and everything is encoded anew
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text, encoded: three parts of numbers (1-D, memory-mapped) and what they stand for."""
+
+    name: str
+    unit: Unit
+    vocabulary: Vocabulary
+    train: Array
+    valid: Array
+    test: Array
+    digest: str
+    """Of the source and of how it was prepared: equal digests, equal numbers."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """MNIST as sequences: for each part the pixels uint8 [N, 784], in the order named, and the labels uint8 [N]."""
+
+    order: Order
+    train: tuple[Array, Array]
+    valid: tuple[Array, Array]
+    test: tuple[Array, Array]
+    digest: str
+
+
+def load(
+    name: PathLike = "python",
+    *,
+    folder: PathLike | None = None,
+    by: Unit = "char",
+    preparation: Literal["paper", "stripped"] = "paper",
+    valid: PathLike | None = None,
+    test: PathLike | None = None,
+    limit: int | None = None,
+    words: int | None = None,
+) -> Corpus:
+    """A text by its name (`zoneout data list`) or the path of a UTF-8 file, in characters or words.
+
+    Texts in one piece are split 90 / 5 / 5 (text8-prefix: the last two 5,000,000 each); a file of the user's may have
+    its validation and test parts in files of their own. `preparation` is of char-ptb: the paper's files, which kept one
+    of the two spaces around each line, or "stripped" of both. `limit` uses about so many symbols in all: the first of a
+    text, or of each part in proportion. `words` keeps only the most frequent words; the others become `<unk>`.
+
+    >>> corpus = load("python", limit=40_000)
+    >>> len(corpus.train), len(corpus.valid), len(corpus.test), corpus.train.dtype
+    (36000, 2000, 2000, dtype('uint8'))
+    """
+    name = os.fspath(name)
+    _one_of("by", by, ("char", "word"))
+    _one_of("preparation", preparation, ("paper", "stripped"))
+    for argument, value in (("limit", limit), ("words", words)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{argument}: expected a whole number above 0, or None, got {value!r}")
+    if name in DATASETS and (valid or test):
+        raise ValueError(f"valid, test: {name} has parts of its own; these are for a text file of yours")
+    unit: Unit = "char" if name == "char-ptb" else "word" if name == "word-ptb" else by
+    if words is not None and unit == "char":
+        raise ValueError("words: a text in characters has no words to choose from; use by='word'")
+    sources = _sources(name, folder, valid, test)
+    prepared = preparation if name == "char-ptb" else None
+    tail = 5_000_000 if name == "text8-prefix" and limit is None else None
+    how = [_FORMAT, unit, limit, words, prepared, tail, [source.part for source in sources]]
+
+    def make(contents: Sequence[bytes]) -> tuple[dict[str, Array], Any]:
+        texts = {source.part: _decode(data, source) for source, data in zip(sources, contents)}
+        if prepared:
+            texts = {part: _ptb_characters(text, prepared) for part, text in texts.items()}
+        if unit == "char":
+            vocabulary, arrays = encode_characters(cut(texts, limit=limit, tail=tail, name=name))
+        else:
+            numbers, spelled = number_words(texts)
+            vocabulary, arrays = encode_words(cut(numbers, limit=limit, tail=tail, name=name), spelled, words)
+        return dict(zip(PARTS, arrays)), vocabulary.to_json()
+
+    arrays, notes, digest = _cached(how, sources, make)
+    label = name if name in DATASETS else Path(name).name
+    vocabulary = Vocabulary.from_json(notes)
+    return Corpus(label, unit, vocabulary, arrays["train"], arrays["valid"], arrays["test"], digest)
+
+
+def load_images(order: Order = "paper", *, folder: PathLike | None = None) -> Images:
+    """MNIST, one pixel a step: the first 50,000 training images, the last 10,000 as validation, and the test images."""
+    _one_of("order", order, ("paper", "permuted", "rows"))
+    sources = [Source("", *files.locate(file, folder), file) for file in DATASETS["mnist"].files]
+
+    def make(contents: Sequence[bytes]) -> tuple[dict[str, Array], Any]:
+        images, labels, test_images, test_labels = map(_idx, contents)
+        images, test_images = (np.take(a.reshape(-1, 784), pixel_order(order), axis=1) for a in (images, test_images))
+        arrays = {"train": images[:50_000], "train-labels": labels[:50_000]}
+        arrays |= {"valid": images[50_000:], "valid-labels": labels[50_000:]}
+        return arrays | {"test": test_images, "test-labels": test_labels}, None
+
+    arrays, _, digest = _cached([_FORMAT, order], sources, make)
+    train, valid, test = ((arrays[part], arrays[f"{part}-labels"]) for part in PARTS)
+    return Images(order, train, valid, test, digest)
+
+
+def pixel_order(order: Order) -> Array:
+    """Which of the 784 pixels each step sees.
+
+    "paper" is the authors' draw **with** replacement, which their rows need: 501 different pixels, some seen again.
+    "permuted" is a true permutation, "rows" the plain order.
+
+    >>> pixel_order("paper")[:5], len(set(pixel_order("paper"))), len(set(pixel_order("permuted")))
+    (array([ 37, 235,  72, 767, 715]), 501, 784)
+    """
+    legacy = np.random.RandomState(1)  # the authors' generator, whose numbers NumPy keeps for ever
+    if order == "paper":
+        return legacy.randint(0, 784, 784)
+    return legacy.permutation(784) if order == "permuted" else np.arange(784)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A part of a corpus ("" where a text is in one piece) and the file it comes from."""
+
+    part: str
+    path: Path | None = None  # None: Python's own text
+    there: File | None = None  # what the table says of the file
+    file: File | None = None  # what is wanted of it: the file itself, or its beginning
+
+    def known_digest(self) -> str | None:
+        """The digest of the contents, where it can be told without reading them."""
+        known = cache.recall(self.path) if self.path else None
+        if self.file is None or self.there is None:
+            return known
+        return self.file.digest if known == self.there.digest else None
+
+    def read(self) -> tuple[bytes, str]:
+        """The contents, unpacked and checked, and their digest."""
+        if self.path is None:
+            data = _python_text().encode()
+            return data, hashlib.sha256(data).hexdigest()
+        data = files.read(self.path, self.there)
+        if self.file is None or self.there is None:
+            digest = hashlib.sha256(data).hexdigest()
+            cache.remember(self.path, digest)
+            return data, digest
+        cache.remember(self.path, self.there.digest)
+        return data[: self.file.size], self.file.digest
+
+
+def _sources(name: str, folder: PathLike | None, valid: PathLike | None, test: PathLike | None) -> list[Source]:
+    if name == "mnist":
+        raise ValueError("name: mnist is not a text; load_images loads it")
+    if name == "python":
+        return [Source("")]
+    if name in DATASETS:
+        wanted = DATASETS[name].files
+        parts = PARTS if len(wanted) == 3 else ("",)
+        return [Source(part, *files.locate(file, folder), file) for part, file in zip(parts, wanted)]
+    given = {"train" if valid or test else "": name, "valid": valid, "test": test}
+    return [Source(part, _text_file(path)) for part, path in given.items() if path]
+
+
+def _text_file(path: PathLike) -> Path:
+    found = Path(path).expanduser()
+    if found.is_file():
+        return found
+    if found.is_dir():
+        raise DataError(f"{found} is a folder; expected a text file, or one of {', '.join(DATASETS)}")
+    hint = files.nearest(os.fspath(path))
+    raise files.MissingError(f"{path}: there is no such file, nor a corpus of this name; {hint}")
+
+
+def _cached(
+    how: Sequence[Any], sources: Sequence[Source], make: Callable[[Sequence[bytes]], tuple[dict[str, Array], Any]]
+) -> tuple[dict[str, Array], Any, str]:
+    """What `make` makes of the sources' contents, and its digest; made once, then from the cache."""
+    known = [source.known_digest() for source in sources]
+    if None not in known and (kept := cache.load(key := cache.key_of(how, known))):
+        return *kept, key
+    contents, digests = zip(*(source.read() for source in sources))
+    key = cache.key_of(how, digests)
+    if kept := cache.load(key):
+        return *kept, key
+    arrays, notes = make(contents)
+    cache.save(key, arrays, notes)
+    return *(cache.load(key) or (arrays, notes)), key
+
+
+def _python_text() -> str:
+    """The help texts of the language, which every Python carries; they differ a little from version to version."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise DataError("this Python comes without pydoc_data; give a text file of your own instead") from None
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def _decode(data: bytes, source: Source) -> str:
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        guess = "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "ISO-8859-1"
+        raise DataError(
+            f"{source.path}: byte {error.start:,} (0x{data[error.start]:02x}, line {line:,}) is not UTF-8. Expected a "
+            f"text in UTF-8; if this one is {guess}, say, `iconv -f {guess} -t UTF-8` converts it."
+        ) from None
+    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
+
+
+def _ptb_characters(text: str, preparation: str) -> str:
+    # Every line of the files is " words \n". The paper's had one space less; which of the two makes no odds, since
+    # newline and space then always come together.
+    return re.sub("^ | $" if preparation == "stripped" else "^ ", "", text, flags=re.MULTILINE)
+
+
+def _idx(data: bytes) -> Array:
+    """An array of bytes in the format of the MNIST files: two zeros, a type, the number of sizes, the sizes."""
+    dimensions = data[3]
+    shape = np.frombuffer(data, ">i4", dimensions, offset=4)
+    return np.frombuffer(data, np.uint8, offset=4 + 4 * dimensions).reshape(shape).copy()
+
+
+def _one_of(argument: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ValueError(f"{argument}: expected {' or '.join(known)}, got {value!r}")

@@ -1,0 +1,327 @@
+"""The demo: one small text, two models that differ in zoneout alone, trained side by side and compared.
+
+Both are ordinary runs (see `runs`), each trained by a process of its own; what they tell is shown live. At the end a
+folder holds both runs, the text, the learning curves as a picture and a page that shows it all.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import random
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from html import escape
+from pathlib import Path
+from textwrap import fill
+from typing import Annotated, Any
+
+import torch
+import tyro
+
+from . import data, plots, runs
+from .config import Batches, Config, Data, Evaluation, Model, Optimizer, Protocol, Zoneout
+from .progress import duration, watch
+from .runs import RunError
+from .sample import sample
+from .train import train
+
+PLAIN, ZONED = "unregularised", "zoneout"
+HELD_OUT = 10_000  # characters to validate on, and as many to test on
+PROMPT = "The "
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Train an LSTM without and with zoneout, side by side on a small text, and compare them.
+
+    $ zoneout demo
+    $ zoneout demo --characters 250000 --out runs/more-text
+    """
+
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """The folder for both runs, the curves and the page; by default a new one in runs/."""
+    characters: int = 37_000
+    """How much of the text that comes with Python to train on."""
+    updates: int = 1500
+    """Updates of each model."""
+    hidden: int = 256
+    """Units of each model."""
+    seed: int = 1
+    """Of the weights, the order of the batches and the masks, for both."""
+
+    def __call__(self) -> int:
+        for name in ("characters", "updates", "hidden"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name}: expected a number above 0, got {getattr(self, name)}")
+        folder = self.out or free_folder(Path("runs") / "demo")
+        if folder.exists() and any(folder.iterdir()):
+            raise RunError(f"{folder} is not empty; choose another folder with --out. Nothing was overwritten.")
+        text = write_text(folder / "text", self.characters)
+        streams = Protocol("streams", size=20, length=500)  # almost as one sequence, and twenty times as fast
+        plain = Config(
+            data=text,
+            batches=Batches(length=50),
+            model=Model(hidden=self.hidden),
+            optimizer=Optimizer(lr=0.006, clip_gradient=1.0),
+            evaluation=Evaluation(valid=streams, test=streams, every=max(1, self.updates // 30)),
+            epochs=self.updates,  # more than there will be: the updates are what is limited
+            updates=self.updates,
+            log_every=max(1, self.updates // 30),
+            seed=self.seed,
+            device="cpu",
+        )
+        configs = {PLAIN: plain, ZONED: replace(plain, zoneout=Zoneout(cell=0.5, hidden=0.05))}
+        print(fill(introduction(self, folder), columns()) + "\n", file=sys.stderr, flush=True)
+        statuses = side_by_side(configs, folder)
+        if "interrupted" in statuses.values():
+            again = "\n".join(f"  zoneout train --resume --out {shlex.quote(str(folder / name))}" for name in configs)
+            print(f"\nInterrupted; both runs are kept. Each can be continued:\n{again}", file=sys.stderr)
+            return 130
+        report(self, folder)
+        return 0
+
+
+def free_folder(base: Path) -> Path:
+    """The folder itself, or with the first number after its name that makes it new."""
+    number, folder = 1, base
+    while folder.exists():
+        number += 1
+        folder = base.with_name(f"{base.name}-{number}")
+    return folder
+
+
+def write_text(folder: Path, characters: int) -> Data:
+    """Cut training, validation and test text from what comes with Python, and write them to files.
+
+    Its paragraphs, each once, in a random order: then the three are about the same things, and have none in common.
+    Without tables, underlined headings and the longest: one of them would be a good part of a text this small.
+    """
+    corpus = data.load("python")
+    whole = "".join(corpus.vocabulary.decode(part) for part in (corpus.train, corpus.valid, corpus.test))
+    ruled = re.compile(r"([^\w\s])\1{3}")
+    paragraphs = sorted({p for p in whole.split("\n\n") if 80 < len(p) < 1000 and not ruled.search(p)})
+    random.Random(0).shuffle(paragraphs)
+    text = "\n\n".join(paragraphs)
+    if characters > len(text) - 2 * HELD_OUT:
+        raise ValueError(f"--characters: expected at most {len(text) - 2 * HELD_OUT:,} (there is no more text)")
+    valid, test, train_ = text[:HELD_OUT], text[HELD_OUT : 2 * HELD_OUT], text[2 * HELD_OUT :][:characters]
+    with runs.explained(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, part in (("train", train_), ("valid", valid), ("test", test)):
+            (folder / f"{name}.txt").write_text(part, encoding="utf-8")
+    train_file, valid_file, test_file = (str((folder / f"{n}.txt").absolute()) for n in ("train", "valid", "test"))
+    return Data(name=train_file, valid=valid_file, test=test_file)
+
+
+def introduction(demo: Demo, folder: Path) -> str:
+    """What is going to happen."""
+    return (
+        f"Two LSTMs of {demo.hidden} units learn to predict the next character of Python's own manual, one as it is, "
+        f"one with zoneout. Each gets {demo.updates:,} updates on the same {demo.characters:,} characters, from the "
+        f"same weights and in the same order, and is judged on {HELD_OUT:,} others. Everything goes to {folder}."
+    )
+
+
+# --- training both ---------------------------------------------------------------------------------
+
+
+def side_by_side(configs: dict[str, Config], folder: Path) -> dict[str, str]:
+    """Train all at once, a process each, and show them live; how each ended."""
+    # A process each, and not a thread: each has torch's threads and signals to itself.
+    context = multiprocessing.get_context("spawn")
+    events: Any = context.Queue()
+    threads = max(1, cores() // len(configs))
+    workers = {
+        name: context.Process(target=work, args=(name, config, str(folder / name), threads, events), name=name)
+        for name, config in configs.items()
+    }
+    ended: dict[str, str] = {}
+    for worker in workers.values():
+        worker.start()
+    try:
+        with watch(list(configs)) as shown:
+            tell = {name: shown.listener(name) for name in configs}
+            while len(ended) < len(workers):
+                try:
+                    name, event = events.get(timeout=1.0)
+                except queue.Empty:
+                    check_alive(workers, ended)
+                    continue
+                if isinstance(event, Exception):
+                    raise event
+                tell[name](event)
+                if event["kind"] == "end":
+                    ended[name] = event["status"]
+    except KeyboardInterrupt:  # the same keys have told the workers, which save and end
+        ended = dict.fromkeys(configs, "interrupted")
+    finally:
+        for worker in workers.values():
+            if worker.is_alive() and len(ended) < len(workers):
+                worker.terminate()  # politely: it writes a checkpoint first
+            worker.join()
+    return ended
+
+
+def work(name: str, config: Config, folder: str, threads: int, events: Any) -> None:
+    """Train one, in a process of its own."""
+    torch.set_num_threads(threads)
+    try:
+        train(config, folder, progress=lambda event: events.put((name, event)))
+    except KeyboardInterrupt:
+        pass
+    except Exception as error:
+        events.put((name, error))
+
+
+def check_alive(workers: dict[str, Any], ended: dict[str, str]) -> None:
+    """An error if a process has gone without a word (for want of memory, say)."""
+    for name, worker in workers.items():
+        if name not in ended and worker.exitcode is not None:
+            raise RunError(f"the process that trained the {name} model ended early, with code {worker.exitcode}")
+
+
+def cores() -> int:
+    """The processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# --- what came out ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one of the models did."""
+
+    name: str
+    best: float
+    at: int
+    test: float
+    train: float
+    seconds: float
+
+
+def result(folder: Path, name: str) -> Result:
+    """What a run's files say of it."""
+    rows, ended = runs.read_metrics(folder / name), runs.read_json(folder / name / "summary.json")
+    trained = [plots.in_measure(row["nats"], "bits") for row in rows if row["kind"] == "train"]
+    best, test = ended["best"], ended["test"]
+    return Result(name, best["bits"], best["update"], test["bits"], trained[-1], ended["seconds"])
+
+
+ROWS: list[tuple[str, Callable[[Result], str]]] = [
+    ("best validation", lambda r: f"{r.best:.3f}"),
+    ("… at update", lambda r: f"{r.at:,}"),
+    ("test, with those weights", lambda r: f"{r.test:.3f}"),
+    ("training loss at the end", lambda r: f"{r.train:.3f}"),
+    ("time", lambda r: duration(r.seconds)),
+]
+
+
+def report(demo: Demo, folder: Path) -> None:
+    """Print the table and a sample, and write the picture and the page."""
+    results = [result(folder, name) for name in (PLAIN, ZONED)]
+    better = min(results, key=lambda r: r.best)
+    curves = [plots.read_curve(folder / name) for name in (PLAIN, ZONED)]
+    fig = plots.figure(curves, "Bits per character on text that the models have not seen; dashed: on their own")
+    for suffix in ("png", "svg"):
+        plots.save(fig, folder / f"curves.{suffix}")
+    written = PROMPT + "".join(sample(runs.load(folder / better.name), PROMPT, length=400, temperature=0.6, seed=1))
+    html = page(demo, results, better, plots.svg(fig), written, folder)
+    (folder / "index.html").write_text(html, encoding="utf-8")
+
+    print(f"\n{'bits per character':26}{PLAIN:>14}{ZONED:>14}")
+    for label, value in ROWS:
+        print(f"{label:26}{value(results[0]):>14}{value(results[1]):>14}")
+    width = columns()
+    print(f"\n{plots.ascii_curves(curves, min(width, 80), 12)}\n\n{fill(verdict(results), width)}")
+    print(f"\nWhat the {better.name} model writes after {PROMPT!r}:\n")
+    print("\n".join(fill(line, width, initial_indent="  ", subsequent_indent="  ") for line in written.splitlines()))
+    print("\nTo try next:")
+    for command, why in suggestions(folder, better):
+        print(f"  {command}\n      {why}")
+    print(f"\nThe curves are in {folder / 'curves.png'}, everything on one page in {folder / 'index.html'}")
+
+
+def columns() -> int:
+    """How wide a paragraph is printed."""
+    return min(shutil.get_terminal_size((100, 24)).columns, 100)
+
+
+def verdict(results: list[Result]) -> str:
+    """What the numbers say, whichever way they came out."""
+    plain, zoned = results
+    gap = plain.best - zoned.best
+    if gap > 0.01:
+        return (
+            f"At its best the zoneout model needs {gap:.2f} bits less for a character that it has not seen. The other "
+            "soon knows so small a text by heart, and then gets worse on everything else; zoneout keeps it from that. "
+            "On several times the text the unregularised model still wins in as many updates: it has no time to learn "
+            "it by heart, and zoneout learns more slowly."
+        )
+    found = "Here the two are as good as each other."
+    if gap < -0.01:
+        found = f"Here the unregularised model is better, by {-gap:.2f} bits a character."
+    return found + (
+        " Zoneout learns more slowly, and pays off where training goes on until a model knows its text by heart: with "
+        "more updates than these, or less text."
+    )
+
+
+def suggestions(folder: Path, better: Result) -> list[tuple[str, str]]:
+    """Commands to go on with, and what each is for."""
+    run = shlex.quote(str(folder / better.name))
+    return [
+        (f'zoneout sample {run} --prompt "If " --temperature 0.5', "lets it write more"),
+        ("zoneout demo --characters 250000", "the same with more text: zoneout does not win there"),
+        ("zoneout train --data my.txt --zoneout.cell 0.5 --zoneout.hidden 0.05", "trains on a text of yours"),
+        ("zoneout train --help", "says all that can be changed"),
+    ]
+
+
+def page(demo: Demo, results: list[Result], better: Result, picture: str, written: str, folder: Path) -> str:
+    """Everything on one page that needs nothing else; whatever comes from outside is escaped."""
+    head = "".join(f"<th>{escape(r.name)}</th>" for r in results)
+    body = "\n".join(
+        f"<tr><th>{escape(label)}</th>{''.join(f'<td>{escape(value(r))}</td>' for r in results)}</tr>"
+        for label, value in ROWS
+    )
+    tries = "\n".join(
+        f"<li><code>{escape(command)}</code><br>{escape(why)}</li>" for command, why in suggestions(folder, better)
+    )
+    return f"""<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>An LSTM without and with zoneout</title>
+<style>
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 46rem; margin: 2rem auto; padding: 0 1rem; color: #222; }}
+h1 {{ font-size: 1.5rem; }} h2 {{ font-size: 1.1rem; margin-top: 2rem; }}
+table {{ border-collapse: collapse; }} th, td {{ padding: .25rem 1rem .25rem 0; text-align: right; }}
+th:first-child {{ text-align: left; font-weight: normal; }} tr + tr {{ border-top: 1px solid #ddd; }}
+svg {{ width: 100%; height: auto; }}
+pre {{ background: #f6f6f4; padding: 1rem; white-space: pre-wrap; overflow-wrap: anywhere; }}
+code {{ background: #f6f6f4; overflow-wrap: anywhere; }} li {{ margin-bottom: .5rem; }}
+</style>
+<h1>An LSTM without and with zoneout</h1>
+<p>{escape(introduction(demo, folder))}</p>
+<h2>Bits per character</h2>
+<table>
+<tr><th></th>{head}</tr>
+{body}
+</table>
+{picture}
+<p>{escape(verdict(results))}</p>
+<h2>What the {escape(better.name)} model writes after “{escape(PROMPT)}”</h2>
+<pre>{escape(written)}</pre>
+<h2>To try next</h2>
+<ul>
+{tries}
+</ul>
+</html>
+"""

@@ -1,0 +1,187 @@
+"""Evaluation: how well a model predicts, by a protocol, with every prediction counted.
+
+Chunks each start from the initial state; streams and the whole text are run in pieces with the state carried, so that
+memory does not grow with the text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zoneout as zo
+
+from . import batches
+from .config import Config, Protocol
+from .data import Corpus, Images
+from .feeds import Feed, as_sequences, on_device
+from .models import at_least_float32
+from .processes import products_in
+
+
+@dataclass(frozen=True)
+class Score:
+    """What came out: nats a prediction, how many predictions, and of images the share that is wrong.
+
+    >>> score = Score(nats=math.log(2), predictions=99)
+    >>> round(score.bits, 6), round(score.perplexity, 6)
+    (1.0, 2.0)
+    """
+
+    nats: float
+    predictions: int
+    error: float | None = None
+
+    @property
+    def bits(self) -> float:
+        """Bits a prediction."""
+        return self.nats / math.log(2)
+
+    @property
+    def perplexity(self) -> float:
+        """e to the nats; a number for every finite loss, however bad."""
+        return math.exp(min(self.nats, 700.0))
+
+
+def nothing() -> None:
+    """Called between batches where nobody listens."""
+
+
+@torch.no_grad()
+def evaluate_text(
+    model: Any, tokens: Tensor, protocol: Protocol, *, seed: int = 0, tick: Callable[[], None] = nothing
+) -> Score:
+    """How well a language model predicts a text, by a protocol.
+
+    The model should be in evaluation mode. `seed` is for noises with at_eval="sample"; `tick` is called between
+    batches, and may raise to stop.
+    """
+    predictions(len(tokens), protocol)  # whether it can make any
+    total = torch.zeros((), dtype=torch.float64, device=tokens.device)
+    count = 0
+    state, step, first_row = None, 0, 0
+    for inputs, targets in _pieces(tokens, protocol):
+        output = model(inputs, state, seed=seed, examples=first_row, first_step=step)
+        total += nats(output.logits.flatten(0, 1), targets.flatten())
+        count += targets.numel()
+        if protocol.kind == "chunks":
+            first_row += inputs.shape[1]
+        else:
+            state, step = output.state, step + len(inputs)
+        tick()
+    return Score(total.item() / count, count)
+
+
+def predictions(size: int, protocol: Protocol) -> int:
+    """How many predictions a protocol makes on a text of so many symbols; an error where it cannot make any.
+
+    >>> predictions(396_412, Protocol("chunks", length=100)), predictions(446_184, Protocol("whole"))
+    (392436, 446183)
+    """
+    if size < 2:
+        raise ValueError(f"tokens: expected a text of at least 2 symbols, got {size}")
+    if protocol.kind == "chunks":
+        length = min(protocol.length, size)
+        return size // length * (length - 1)
+    streams = 1 if protocol.kind == "whole" else protocol.size
+    if size < 2 * streams:
+        raise ValueError(f"size: {streams} streams need a text of at least {2 * streams} symbols, got {size}")
+    return (size // streams - 1) * streams
+
+
+def _pieces(tokens: Tensor, protocol: Protocol) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of inputs and targets [T, B]."""
+    if protocol.kind == "chunks":
+        length = min(protocol.length, len(tokens))
+        starts = batches.chunk_starts(len(tokens), length, offset=False, shuffle=False)
+        for some in starts.split(protocol.size):
+            chunk = batches.chunks(tokens, some, length)
+            yield chunk[:-1], chunk[1:]
+        return
+    rows = batches.streams(tokens, 1 if protocol.kind == "whole" else protocol.size)
+    for inputs, targets in batches.pieces(rows, protocol.length):
+        yield inputs.to(torch.int64), targets.to(torch.int64)
+
+
+@torch.no_grad()
+def evaluate_images(
+    model: Any, pixels: Tensor, labels: Tensor, size: int, *, seed: int = 0, tick: Callable[[], None] = nothing
+) -> Score:
+    """How well a classifier does on images [N, 784]."""
+    total = torch.zeros(2, dtype=torch.float64, device=pixels.device)
+    for first in range(0, len(pixels), size):
+        truth = labels[first : first + size].to(torch.int64)
+        logits = model(as_sequences(pixels[first : first + size]), seed=seed, examples=first).logits
+        total[0] += nats(logits, truth)
+        total[1] += (logits.argmax(-1) != truth).sum()
+        tick()
+    mean, wrong = (total / len(pixels)).tolist()
+    return Score(mean, len(pixels), wrong)
+
+
+def nats(logits: Tensor, targets: Tensor) -> Tensor:
+    """The sum of all negative log-likelihoods, added up in double precision."""
+    return F.cross_entropy(at_least_float32(logits), targets, reduction="none").sum(dtype=torch.float64)
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module, *, batch_statistics: bool = False) -> Iterator[None]:
+    """The model in evaluation mode; batch norm, if asked, with each batch's own statistics."""
+    layers = [m for m in model.modules() if isinstance(getattr(m, "norm", None), zo.RecurrentBatchNorm)]
+    norms, mode = [layer.norm for layer in layers], model.training
+    model.eval()
+    try:
+        for layer in layers if batch_statistics else ():
+            layer.norm = replace(layer.norm, at_eval="batch")  # type: ignore[type-var]
+        yield
+    finally:
+        for layer, norm in zip(layers, norms):
+            layer.norm = norm
+        model.train(mode)
+
+
+def evaluate(
+    model: nn.Module,
+    data: Corpus | Images,
+    part: str,
+    config: Config,
+    *,
+    protocol: Protocol | None = None,
+    batch_statistics: bool = False,
+    precision: str = "fp32",
+    tick: Callable[[], None] = nothing,
+) -> Score:
+    """Evaluate on a part of the data ("train", "valid" or "test"), by the config's protocol for it or another.
+
+    A part without a protocol of its own is evaluated as the validation part is.
+    """
+    if part not in ("train", "valid", "test"):
+        raise ValueError(f"part: expected 'train', 'valid' or 'test', got {part!r}")
+    chosen = protocol or (config.evaluation.test if part == "test" else config.evaluation.valid)
+    device = next(model.parameters()).device
+    with evaluation_mode(model, batch_statistics=batch_statistics), products_in(precision, device):
+        values = getattr(data, part)
+        if isinstance(data, Images):
+            pixels, labels = (on_device(array[: config.data.limit], device) for array in values)
+            return evaluate_images(model, pixels, labels, chosen.size, seed=config.seed, tick=tick)
+        return evaluate_text(model, on_device(values, device), chosen, seed=config.seed, tick=tick)
+
+
+def estimate_statistics(model: nn.Module, feed: Feed, count: int = 0, tick: Callable[[], None] = nothing) -> int:
+    """Estimate batch norm's statistics anew on `count` training batches, or a whole epoch; how many it took."""
+    device = next(model.parameters()).device
+    order = feed.order(0)
+
+    def inputs() -> Iterator[tuple[Tensor]]:
+        for row in order[: count or None]:
+            yield (feed.batch(row.to(device))[0],)
+            tick()
+
+    return zo.estimate_statistics(model, inputs())

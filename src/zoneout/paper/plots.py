@@ -1,0 +1,158 @@
+"""Learning curves: as a picture, and as characters for a terminal."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .runs import read_metrics
+
+UNITS = {"bits": "bits per character", "perplexity": "perplexity", "error": "error"}
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # told apart by the colour-blind too
+MARKS = "ox+*#@"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What was measured as a run went on: points (update, value), in the run's measure."""
+
+    name: str
+    measure: str
+    train: tuple[tuple[float, float], ...]
+    valid: tuple[tuple[float, float], ...]
+
+    @property
+    def best(self) -> tuple[float, float]:
+        """Where the validation was best."""
+        return min(self.valid, key=lambda point: point[1])
+
+
+def measure_in(row: dict[str, Any]) -> str | None:
+    """What a line of the metrics is judged by."""
+    return next((name for name in UNITS if name in row), None)
+
+
+def in_measure(nats: float, measure: str) -> float:
+    """A training loss in nats, in the unit that the validation is shown in; of images it stays in nats."""
+    if measure == "bits":
+        return nats / math.log(2)
+    return math.exp(min(nats, 700.0)) if measure == "perplexity" else nats
+
+
+def read_curve(folder: Path | str, name: str | None = None) -> Curve:
+    """The curve of a run."""
+    rows = read_metrics(folder)
+    valid = [row for row in rows if row["kind"] == "valid"]
+    measure = next((found for row in valid if (found := measure_in(row))), "bits")
+    train = [(row["update"], in_measure(row["nats"], measure)) for row in rows if row["kind"] == "train"]
+    points = tuple((row["update"], row[measure]) for row in valid)
+    return Curve(name or Path(folder).name, measure, tuple(train) if measure != "error" else (), points)
+
+
+def figure(curves: Sequence[Curve], title: str = "") -> Any:
+    """The curves as a matplotlib figure: validation drawn full, training thin, the best of each marked."""
+    from matplotlib.figure import Figure  # its own canvas: no window, no global state
+
+    fig = Figure(figsize=(7.2, 4.0), layout="constrained")
+    axes = fig.add_subplot()
+    for curve, colour in zip(curves, COLOURS * len(curves)):
+        if curve.train:
+            axes.plot(*zip(*curve.train), color=colour, lw=1, ls=(0, (4, 2)), alpha=0.6)
+        if not curve.valid:
+            continue
+        axes.plot(*zip(*curve.valid), color=colour, lw=2, label=curve.name)
+        at, value = curve.best
+        axes.plot([at], [value], "o", color=colour, ms=6, mec="white", mew=1, zorder=3)
+        axes.annotate(
+            f"{value:.4g}", (at, value), xytext=(0, -12), textcoords="offset points", ha="center", color=colour
+        )
+    unit = UNITS[curves[0].measure] if curves else ""
+    axes.set(xlabel="update", ylabel=unit)
+    # What comes before the first validation is far above everything of interest.
+    seen = [value for curve in curves for _, value in curve.valid]
+    low = [value for curve in curves for _, value in (*curve.valid, *curve.train)]
+    if seen:
+        margin = 0.08 * (max(seen) - min(low)) or 0.1
+        axes.set_ylim(min(low) - margin, max(seen) + margin)
+    if any(curve.train for curve in curves):
+        axes.plot([], [], color="0.4", lw=1, ls=(0, (4, 2)), label="on the training text")
+    if any(curve.valid for curve in curves):
+        axes.legend(frameon=False)
+    if title:
+        axes.set_title(title, loc="left", fontsize="medium")
+    axes.grid(axis="y", color="0.9", lw=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(length=0)
+    return fig
+
+
+def save(fig: Any, path: Path) -> None:
+    """Write a figure to a file; its name says as what (.png, .svg or .pdf)."""
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"{path}: expected a name that ends in .png, .svg or .pdf")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".svg":
+        path.write_text(_svg(fig), encoding="utf-8")
+    else:
+        fig.savefig(path, dpi=150)
+
+
+def svg(fig: Any) -> str:
+    """A figure as an svg element, to be put into a page."""
+    text = _svg(fig)
+    return text[text.index("<svg") :]
+
+
+def _svg(fig: Any) -> str:
+    import matplotlib
+
+    buffer = io.StringIO()
+    # Without dates and random names: the same numbers give the same file.
+    with matplotlib.rc_context({"svg.hashsalt": "zoneout"}):
+        fig.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()
+
+
+def ascii_curves(curves: Sequence[Curve], width: int = 72, height: int = 14) -> str:
+    """The validation curves in characters.
+
+    >>> falling = Curve("a", "bits", (), ((100, 3.0), (200, 2.0), (300, 1.5), (400, 1.25), (500, 1.2)))
+    >>> print(ascii_curves([falling], width=40, height=5))
+          3 |o
+       2.55 |
+        2.1 |       o
+       1.65 |               o
+        1.2 |                      o       o
+            +-------------------------------
+             100                         500
+                                    o a
+    """
+    points = [point for curve in curves for point in curve.valid if math.isfinite(point[1])]
+    if not points:
+        return "(no validation yet)"
+    columns, rows = max(width - 9, 10), max(height, 2)
+    left, right = min(x for x, _ in points), max(x for x, _ in points)
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    across, up = (right - left) or 1.0, (high - low) or 1.0
+    grid = [[" "] * columns for _ in range(rows)]
+    for curve, mark in zip(curves, MARKS * len(curves)):
+        for x, y in curve.valid:
+            if math.isfinite(y):
+                row, column = round((high - y) / up * (rows - 1)), round((x - left) / across * (columns - 1))
+                grid[row][column] = mark
+    lines = []
+    for number, row_of_marks in enumerate(grid):
+        label = f"{high - up * number / (rows - 1):7.4g}"
+        lines.append(f"{label} |{''.join(row_of_marks)}".rstrip())
+    ends = f"{left:,.0f}", f"{right:,.0f}"
+    legend = "   ".join(f"{mark} {curve.name}" for curve, mark in zip(curves, MARKS * len(curves)))
+    lines.append(f"{'':7} +{'-' * columns}")
+    lines.append(f"{'':9}{ends[0]}{ends[1]:>{columns - len(ends[0])}}")
+    lines.append(f"{'':9}{legend:^{columns}}".rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,126 @@
+"""Where a run is computed: on which device, in which precision, and in how many processes.
+
+Of several processes each has its rows of every batch, and all have the same weights.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Which of how many processes this is; alone, nothing here does anything."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that writes files."""
+        return self.rank == 0
+
+    def mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The mean of every tensor over the processes."""
+        if self.size == 1:
+            return list(tensors)
+        flat = torch.cat([t.reshape(-1) for t in tensors])
+        dist.all_reduce(flat)
+        parts = flat.div_(self.size).split([t.numel() for t in tensors])
+        return [part.view_as(t) for part, t in zip(parts, tensors)]
+
+    def share(self, value: T) -> T:
+        """What the first process has, in all of them."""
+        if self.size == 1:
+            return value
+        box: list[Any] = [value]
+        dist.broadcast_object_list(box, device=self.device)
+        shared: T = box[0]
+        return shared
+
+    def share_(self, tensors: Sequence[Tensor]) -> None:
+        """Overwrite tensors with those of the first process."""
+        for tensor in tensors if self.size > 1 else ():
+            dist.broadcast(tensor.detach(), 0)
+
+    def gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """The parts of all processes, one after another."""
+        if self.size == 1:
+            return tensor
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(parts, tensor.contiguous())
+        return torch.cat(parts, dim)
+
+    def own(self, tensor: Tensor, dim: int) -> Tensor:
+        """This process's part of what `gather` gave."""
+        return tensor.chunk(self.size, dim)[self.rank]
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is up in any process."""
+        if self.size == 1:
+            return flag
+        count = torch.tensor(float(flag), device=self.device)
+        dist.all_reduce(count)
+        return count.item() > 0
+
+
+@contextmanager
+def join(device: str) -> Iterator[Processes]:
+    """The processes that torchrun started, or this one alone; `device` as the config has it."""
+    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    where = device_of(device, int(os.environ.get("LOCAL_RANK", "0")) if size > 1 else None)
+    if size == 1:
+        yield Processes(where)
+        return
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    begun = not dist.is_initialized()
+    if begun:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo")
+    try:
+        yield Processes(where, rank, size)
+    finally:
+        if begun:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def products_in(precision: str, device: torch.device) -> Iterator[None]:
+    """Matrix products in fp32, tf32 (on a GPU) or bf16."""
+    before = torch.get_float32_matmul_precision()
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    try:
+        # Without the cache of cast weights, which would outlive a captured graph.
+        with torch.autocast(device.type, torch.bfloat16, precision == "bf16", cache_enabled=False):
+            yield
+    finally:
+        if device.type == "cuda":
+            torch.set_float32_matmul_precision(before)
+
+
+def device_of(name: str, number: int | None = None) -> torch.device:
+    """The device that a config names; `number` is this process's GPU where several share a machine."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}") from None
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device: {name} is not there (torch sees no GPU); use --device cpu")
+        if ":" not in name:
+            device = torch.device("cuda", torch.cuda.current_device() if number is None else number)
+    return device

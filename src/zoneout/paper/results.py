@@ -1,0 +1,307 @@
+"""Results: a small record of every finished run, and the tables that are made of the records.
+
+A record is a file `results/RECIPE/seed-N.json`. It holds the config, the scores by every protocol, a learning curve, and
+what the run was made with; all that `docs/results.md` says is computed from these files and from the paper's numbers in
+`recipes`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, TypeAlias
+
+import torch
+
+import zoneout as zo
+
+from . import config as configs
+from . import runs
+from .config import Config, Protocol
+from .evaluate import Score, evaluate
+from .processes import device_of
+from .recipes import MEASURES, QUOTED, RECIPES, Recipe
+from .runs import RunError
+from .train import load_data, values_of
+
+Record: TypeAlias = dict[str, Any]
+
+FORMAT = 1
+FREE = ("seed", "precision", "device", "backend", "log_every", "save_every")  # what a recipe leaves to whoever runs it
+POINTS = 200  # of a learning curve, at most
+PAGE = """# Results
+
+Made by `python -m zoneout.paper.reproduce --write` from the records in `results/`; [how to reproduce
+them](reproducing.md). Lower is better. Ours is the mean over seeds ± their standard deviation, of the weights with the best
+validation. *Reached* means that the mean is at or below the paper's number plus one standard deviation over our seeds;
+with one seed, plus 0.004 bits, 1 % of the perplexity or 0.005 of error. Minutes are those of one run.
+"""
+
+
+# --- making a record -------------------------------------------------------------------------------
+
+
+def make_record(
+    folder: Path, recipe: str, *, data: Path | str | None = None, device: str = "auto", at_once: int = 1
+) -> Record:
+    """The record of the finished run in a folder; `at_once` is how many runs shared the device."""
+    config, summary = runs.read_config(folder), runs.read_json(folder / "summary.json")
+    where, measure = device_of(device), summary["measure"]
+    return {
+        "format": FORMAT,
+        "recipe": recipe,
+        "seed": config.seed,
+        "measure": measure,
+        "valid": summary["best"][measure],  # each by the protocol that the config has for it
+        "test": summary["test"][measure],
+        "best_epoch": summary["best"]["epoch"],
+        "epochs": summary["epoch"],
+        "updates": summary["update"],
+        "status": summary["status"],
+        "parameters": summary["parameters"],
+        "seconds": round(summary["seconds"], 1),
+        "at_once": at_once,
+        "precision": config.precision,
+        "device": torch.cuda.get_device_name(where) if where.type == "cuda" else f"CPU ({platform.machine()})",
+        "versions": {
+            "zoneout": zo.__version__,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "python": platform.python_version(),
+        },
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "command": command_of(recipe, config),
+        "scores": scores(folder, config, data, where),
+        "curve": curve(runs.read_metrics(folder), measure),
+        "config": configs.to_json(config),
+    }
+
+
+def command_of(recipe: str, config: Config) -> str:
+    """The command that makes the run again."""
+    changed = "".join(f" --set {name}={json.dumps(ours)}" for name, ours, _ in changes(config, RECIPES[recipe].make()))
+    return f"zoneout reproduce {recipe} --first-seed {config.seed} --precision {config.precision}{changed}"
+
+
+def changes(config: Config, other: Config) -> list[tuple[str, Any, Any]]:
+    """The fields in which two configs differ, but for those that a recipe leaves open: name, here, there."""
+    ours, theirs = configs.to_json(config), configs.to_json(other)
+    pairs = ((name, _at(ours, name), _at(theirs, name)) for name in configs.names() if name not in FREE)
+    return [(name, here, there) for name, here, there in pairs if here != there]
+
+
+def protocols(config: Config) -> list[Protocol | None]:
+    """The protocols that a run is judged by: its own for both parts, and the whole text as one sequence.
+
+    >>> [p.kind for p in protocols(RECIPES["word_ptb_zoneout"].make())]
+    ['streams', 'whole']
+    """
+    if config.task == "images":
+        return [None]
+    own = {p.kind: p for p in (config.evaluation.valid, config.evaluation.test, Protocol("whole", length=1000))}
+    return list(own.values())
+
+
+def scores(folder: Path, config: Config, data: Path | str | None, device: torch.device) -> list[Record]:
+    """The best weights judged on both parts by every protocol; static masks also as the other thing they can be."""
+    corpus = load_data(config, data)
+    found: list[Record] = []
+    ways = ("sample", "expectation") if config.zoneout.mask == "static" else (config.evaluation.at_eval,)
+    for at_eval in ways:
+        loaded = runs.load(folder, device=device, changes={"evaluation.at_eval": at_eval, "device": str(device)})
+        for protocol in protocols(config):
+            for part in ("valid", "test"):
+                score: Score = evaluate(loaded.model, corpus, part, loaded.config, protocol=protocol)
+                measure = MEASURES_OF_TASK[config.task] or ("bits" if corpus.unit == "char" else "perplexity")  # type: ignore[union-attr]
+                how = {"part": part, "protocol": named(protocol), "at_eval": at_eval}
+                found.append(how | values_of(score, measure))
+    return found
+
+
+MEASURES_OF_TASK = {"images": "error", "language": ""}
+
+
+def named(protocol: Protocol | None) -> str:
+    """A protocol in words."""
+    if protocol is None:
+        return "images"
+    words = {"chunks": f"chunks of {protocol.length}", "streams": f"{protocol.size} streams", "whole": "one sequence"}
+    return words[protocol.kind]
+
+
+def curve(rows: Sequence[Record], measure: str) -> Record:
+    """The learning curve of a run: validations, and the mean training loss before each, thinned to some hundreds."""
+    valid = [row for row in rows if row["kind"] == "valid"]
+    points, before = [], 0
+    for number, row in enumerate(valid):
+        lines = [r["nats"] for r in rows if r["kind"] == "train" and before < r["update"] <= row["update"]]
+        before = row["update"]
+        if (number + 1) % math.ceil(len(valid) / POINTS) == 0 or row["best"] or number == len(valid) - 1:
+            points.append((row["epoch"], round(row[measure], 5), round(fmean(lines), 5) if lines else None))
+    epochs, values, nats = zip(*points) if points else ((), (), ())
+    return {"epoch": list(epochs), "valid": list(values), "train_nats": list(nats)}
+
+
+def write_record(path: Path, record: Record) -> None:
+    """Write a record: a line for every part of it, so that changes to it can be read."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in record.items()]
+    runs.write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def read_record(path: Path) -> Record:
+    """A record, or a sentence that says why not."""
+    try:
+        record = runs.read_json(path)
+        if record["format"] != FORMAT:
+            raise ValueError(f"it has format {record['format']!r}, expected {FORMAT}")
+        configs.from_json(record["config"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{path} is not a record that can be read: {error}") from None
+    return record
+
+
+def read_records(results: Path, recipe: str) -> list[Record]:
+    """The records of a recipe, by seed."""
+    return sorted(map(read_record, (results / recipe).glob("seed-*.json")), key=lambda record: int(record["seed"]))
+
+
+# --- what they say ---------------------------------------------------------------------------------
+
+
+def reached(values: Sequence[float], paper: float, measure: str) -> bool:
+    """Whether the mean over seeds is at or below the paper's number, give or take what single runs scatter by.
+
+    >>> reached([1.3655], 1.362, "bits"), reached([1.361, 1.3635, 1.366], 1.362, "bits"), reached([82.3], 81.4, "perplexity")
+    (True, True, False)
+    """
+    if len(values) > 1:
+        return fmean(values) <= paper + stdev(values)
+    return values[0] <= paper + (0.01 * paper if measure == "perplexity" else {"bits": 0.004, "error": 0.005}[measure])
+
+
+def table(results: Path | str, recipes: Sequence[Recipe] | None = None) -> str:
+    """The records as a table for every task, in Markdown."""
+    results = Path(results)
+    chosen = list(RECIPES.values()) if recipes is None else list(recipes)
+    parts = []
+    for task in MEASURES:
+        rows = [r for r in chosen if r.task == task]
+        if rows:
+            parts.append(f"## {task}\n\n{_main_table(rows, results)}")
+            parts += _other_tables(rows, results)
+    return "\n\n".join(parts)
+
+
+def document(results: Path | str) -> str:
+    """The page docs/results.md."""
+    return f"{PAGE}\n{table(results)}\n"
+
+
+def fitting(recipe: Recipe, results: Path) -> tuple[list[Record], list[Record]]:
+    """A recipe's records: those of runs of this very recipe, and those with other settings."""
+    found = read_records(results, recipe.name)
+    own = [r for r in found if not changes(configs.from_json(r["config"]), recipe.make())]
+    return own, [r for r in found if r not in own]
+
+
+def _main_table(recipes: Sequence[Recipe], results: Path) -> str:
+    measure = recipes[0].measure
+    unit = {"bits": "bits per character", "perplexity": "perplexity", "error": "share that is wrong"}[measure]
+    lines = _head(
+        f"{unit}", "paper: valid, test", "ours: valid", "ours: test", "difference", "reached", "seeds", "epochs", "minutes"
+    )
+    notes = []
+    for recipe in recipes:
+        own, other = fitting(recipe, results)
+        name = f"{recipe.row}<br>`{recipe.name}`"
+        paper = f"{_figure(recipe.valid, measure)}, {_figure(recipe.test, measure)}"
+        if recipe.valid is None and recipe.test is None:
+            paper = "–"
+        if not own:
+            lines.append(_row(name, paper, "no run yet", "", "", "", "", "", ""))
+        else:
+            lines.append(_row(name, paper, *_ours(recipe, own)))
+        for record in other:
+            wrong = configs.from_json(record["config"])
+            shown = ", ".join(f"{n} is {here}, not {there}" for n, here, there in changes(wrong, recipe.make()))
+            notes.append(f"Left out: `{recipe.name}`, seed {record['seed']}, had other settings ({shown}).")
+    for task, row, valid, test in QUOTED if any(r.in_table for r in recipes) else ():
+        if task == recipes[0].task:
+            paper = f"{_figure(valid, measure)}, {_figure(test, measure)}"
+            lines.append(_row(row, paper, "not built here", "", "", "", "", "", ""))
+    return "\n".join([*lines, *([""] if notes else []), *notes])
+
+
+def _ours(recipe: Recipe, records: Sequence[Record]) -> list[str]:
+    differences, verdicts, cells = [], [], []
+    for part, paper in (("valid", recipe.valid), ("test", recipe.test)):
+        values = [record[part] for record in records]
+        cells.append(_spread(values, recipe.measure))
+        differences.append("–" if paper is None else _figure(fmean(values) - paper, recipe.measure, "+"))
+        verdict = paper is not None and reached(values, paper, recipe.measure)
+        verdicts.append("–" if paper is None or not recipe.held else "yes" if verdict else "no")
+    several = max(record["at_once"] for record in records)
+    minutes = f"{fmean(record['seconds'] for record in records) / 60:.1f}" + (f" ({several} at once)" if several > 1 else "")
+    epochs = f"{fmean(record['epochs'] for record in records):.4g} (best {fmean(r['best_epoch'] for r in records):.4g})"
+    seeds = ", ".join(str(record["seed"]) for record in records)
+    none = recipe.valid is None and recipe.test is None
+    return [*cells, *(["–"] * 2 if none else [", ".join(differences), ", ".join(verdicts)]), seeds, epochs, minutes]
+
+
+def _other_tables(recipes: Sequence[Recipe], results: Path) -> list[str]:
+    """Every protocol on both parts, and every run; nothing where there are no records."""
+    found = [(recipe, own) for recipe in recipes if (own := fitting(recipe, results)[0])]
+    if not found:
+        return []
+    measure = recipes[0].measure
+    ways = list(dict.fromkeys(_way(score) for _, own in found for record in own for score in record["scores"]))
+    by_protocol = _head("by protocol", *ways)
+    runs_of = _head("run", "valid", "test", "best epoch", "minutes", "precision", "device", "torch", "date", "command")
+    for recipe, own in found:
+        cells = []
+        for way in ways:
+            values = [s[measure] for record in own for s in record["scores"] if _way(s) == way]
+            cells.append(_spread(values, measure) if values else "")
+        by_protocol.append(_row(f"`{recipe.name}`", *cells))
+        for r in own:
+            figures = (_figure(r["valid"], measure), _figure(r["test"], measure), f"{r['best_epoch']:.4g}")
+            made = (r["precision"], r["device"], r["versions"]["torch"], r["date"], f"`{r['command']}`")
+            name = f"{recipe.row}, seed {r['seed']}"
+            runs_of.append(_row(name, *figures, f"{r['seconds'] / 60:.1f}", *made))
+    return ["\n".join(by_protocol), "\n".join(runs_of)]
+
+
+def _way(score: Record) -> str:
+    mask = ", with the training mask" if score["at_eval"] == "sample" else ""
+    return f"{score['part']}, {score['protocol']}{mask}"
+
+
+def _head(*cells: str) -> list[str]:
+    return [_row(*cells), "|" + "---|" * len(cells)]
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _figure(value: float | None, measure: str, sign: str = "") -> str:
+    if value is None:
+        return "–"
+    return format(value, f"{sign}.1f" if measure == "perplexity" else f"{sign}.3f")
+
+
+def _spread(values: Sequence[float], measure: str) -> str:
+    mean = _figure(fmean(values), measure)
+    return mean if len(values) < 2 else f"{mean} ± {format(stdev(values), '.1f' if measure == 'perplexity' else '.4f')}"
+
+
+def _at(values: Any, name: str) -> Any:
+    for part in name.split("."):
+        values = values[part]
+    return values

@@ -1,0 +1,444 @@
+"""A run is a folder.
+
+    config.json         what the run is
+    vocabulary.json     of a text, the symbols in the order of their numbers
+    metrics.jsonl       the truth: one line for every training loss, validation and test
+    best.safetensors    the weights with the best validation
+    last/NNNNNNNN/      the two latest checkpoints: weights, optimizer and everything else needed to continue
+    summary.json        written when the run is finished
+
+Files are written to the side, brought to the disk and renamed, so that at any moment, whatever happens, what is under
+its own name is whole. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from . import config as configs
+from .config import Config
+from .data import Vocabulary
+from .models import build
+
+try:
+    import fcntl
+except ImportError:  # not a Unix: there, nothing keeps two processes out of one folder
+    fcntl = None  # type: ignore[assignment]
+
+FORMAT = 1
+KEEP = 2  # checkpoints
+MAY_CHANGE = ("epochs", "updates", "patience", "device", "log_every", "save_every")  # when a run is continued
+
+
+class RunError(Exception):
+    """Something about a run that its user should know, as a sentence."""
+
+
+class Run:
+    """The folder of a run, held by one process at a time."""
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        self.metrics = self.folder / "metrics.jsonl"
+        self.last = self.folder / "last"
+        self._lock: Any = None
+
+    # --- opening ---
+
+    def check_free(self) -> None:
+        """An error if the folder holds anything already."""
+        with explained(self.folder):
+            there = {p.name for p in self.folder.iterdir()} if self.folder.exists() else set()
+        if (self.folder / "config.json").exists():
+            raise RunError(
+                f"{self.folder} holds a run already; continue it with --resume, or choose another folder. "
+                "Nothing was overwritten."
+            )
+        # A run that was killed while it was created has its lock and perhaps one of these, but no config yet.
+        begun = {"lock", "metrics.jsonl", "vocabulary.json", ".vocabulary.json", ".config.json"}
+        strangers = there - begun if "lock" in there else there
+        if strangers:
+            raise RunError(
+                f"{self.folder} is not empty and not a run (it holds {', '.join(sorted(strangers)[:3])}"
+                f"{', …' if len(strangers) > 3 else ''}); choose another folder. Nothing was overwritten."
+            )
+
+    def create(self, config: Config, vocabulary: Vocabulary | None) -> None:
+        """Begin a run in a folder that is not there yet, or is empty."""
+        self.check_free()
+        with explained(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        self.lock()
+        with explained(self.folder):
+            if vocabulary is not None:
+                write_text(self.folder / "vocabulary.json", vocabulary.to_json() + "\n")
+            self.metrics.touch()
+            # Last: a folder with a config is a run.
+            write_json(self.folder / "config.json", {"format": FORMAT, **configs.to_json(config)})
+
+    def open(self, config: Config | None = None) -> Config:
+        """Continue a run; `config` may differ from its own only in how long and where it runs."""
+        own = read_config(self.folder)
+        config = config or own
+        ours, theirs = configs.to_json(own), configs.to_json(config)
+        may = set(MAY_CHANGE)
+        if own.schedule.kind == "cosine":  # whose learning rates depend on how long the run is
+            may -= {"epochs", "updates"}
+        different = [n for n in configs.names() if _at(ours, n) != _at(theirs, n) and n not in may]
+        if different:
+            shown = "; ".join(f"{n} is {_at(ours, n)!r} there and {_at(theirs, n)!r} here" for n in different[:3])
+            raise RunError(
+                f"{self.folder} holds another run: {shown}. Continue it without these options, or choose another "
+                "folder. Nothing was overwritten."
+            )
+        self.lock()
+        with explained(self.folder):
+            (self.folder / "summary.json").unlink(missing_ok=True)
+            if config != own:
+                write_json(self.folder / "config.json", {"format": FORMAT, **theirs})
+        return config
+
+    def lock(self) -> None:
+        """Keep other processes out until `close`; the system lets go when the process ends, however it ends."""
+        with explained(self.folder):
+            handle = open(self.folder / "lock", "a")  # noqa: SIM115
+        try:
+            if fcntl is not None:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            handle.close()
+            raise RunError(
+                f"{self.folder} is in use by another process; wait for it, stop it, or choose another folder"
+            ) from None
+        self._lock = handle
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    # --- metrics ---
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Add a line to the metrics."""
+        with explained(self.folder), open(self.metrics, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row, allow_nan=False) + "\n")
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Say that the run is finished."""
+        with explained(self.folder):
+            write_json(self.folder / "summary.json", summary)
+
+    # --- weights and checkpoints ---
+
+    def save_best(self, model: nn.Module, info: dict[str, Any]) -> None:
+        """Keep the weights as the best so far; `info` goes into the file."""
+        with explained(self.folder):
+            write_tensors(self.folder / "best.safetensors", weights_of(model), info)
+
+    def save(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """Write a checkpoint, which stands for the metrics as they are now, and drop all but the latest two."""
+        with explained(self.folder):
+            self.last.mkdir(exist_ok=True)
+            with open(self.metrics, "ab") as file:
+                os.fsync(file.fileno())
+                length = file.tell()
+            side, target = self.last / f".{state['update']:08d}", self.last / f"{state['update']:08d}"
+            shutil.rmtree(side, ignore_errors=True)
+            side.mkdir()
+            write_tensors(side / "tensors.safetensors", tensors)
+            page = {
+                "format": FORMAT,
+                "state": state,
+                "metrics_bytes": length,
+                "metrics_sha256": _digest(self.metrics, length),
+                "tensors_sha256": _digest(side / "tensors.safetensors"),
+            }
+            write_json(side / "state.json", page | {"sha256": _page_digest(page)})
+            _sync(side)
+            if target.exists():  # of an earlier try, damaged or from before a longer run
+                shutil.rmtree(target)
+            side.rename(target)
+            _sync(self.last)
+            for old in self.checkpoints()[KEEP:]:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def checkpoints(self) -> list[Path]:
+        """The checkpoints that are there, the latest first."""
+        found = self.last.iterdir() if self.last.is_dir() else ()
+        return sorted((p for p in found if p.name.isdigit()), key=lambda p: int(p.name), reverse=True)
+
+    def restore(self, device: torch.device | str) -> tuple[Checkpoint | None, list[str]]:
+        """The latest whole checkpoint, the metrics cut back to it; and a sentence for each damaged one.
+
+        None where there is no checkpoint yet: the run begins again from the start, which gives the same.
+        """
+        problems = []
+        found = None
+        for folder in self.checkpoints():
+            try:
+                found = read_checkpoint(folder, self.metrics, device)
+                break
+            except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+                problems.append(f"the checkpoint {folder} is damaged ({error}) and was passed over")
+        if found is None and problems:
+            raise RunError(
+                f"{self.folder} cannot be continued: {'; '.join(problems)}. Begin it anew in another folder; "
+                "best.safetensors can still be used."
+            )
+        with explained(self.folder), open(self.metrics, "ab") as file:
+            file.truncate(0 if found is None else found.metrics_bytes)
+        for folder in self.checkpoints():  # those after it would pass for later ones
+            if found is None or int(folder.name) > int(found.folder.name):
+                shutil.rmtree(folder, ignore_errors=True)
+        return found, problems
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a run continues from."""
+
+    folder: Path
+    tensors: dict[str, Tensor]
+    state: dict[str, Any]
+    metrics_bytes: int
+
+
+def read_checkpoint(folder: Path, metrics: Path, device: torch.device | str = "cpu") -> Checkpoint:
+    """A checkpoint, after every checksum has been compared; an error says what is wrong."""
+    page = read_json(folder / "state.json")
+    if page.get("format") != FORMAT:
+        raise ValueError(f"state.json has format {page.get('format')!r}, expected {FORMAT}")
+    if page.pop("sha256", None) != _page_digest(page):
+        raise ValueError("state.json has been altered")
+    if _digest(folder / "tensors.safetensors") != page["tensors_sha256"]:
+        raise ValueError("tensors.safetensors does not have the checksum that was written down")
+    if metrics.stat().st_size < page["metrics_bytes"]:
+        raise ValueError("metrics.jsonl is shorter than it was then")
+    if _digest(metrics, page["metrics_bytes"]) != page["metrics_sha256"]:
+        raise ValueError("metrics.jsonl has been altered since")
+    tensors = load_file(folder / "tensors.safetensors", device=str(device))
+    return Checkpoint(folder, tensors, page["state"], page["metrics_bytes"])
+
+
+# --- what others read ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A trained model and what belongs to it."""
+
+    config: Config
+    vocabulary: Vocabulary | None
+    model: Any
+    info: dict[str, Any]  # of the weights: update, epoch, valid
+
+
+def load(
+    folder: Path | str,
+    *,
+    weights: str = "best",
+    device: torch.device | str = "cpu",
+    changes: dict[str, Any] | None = None,
+) -> Loaded:
+    """The model of a run in evaluation mode, with its best or its last weights.
+
+    `changes` to the config, by dotted name, say what is to be otherwise than in training: evaluation.at_eval, backend.
+    """
+    folder = Path(folder)
+    config = configs.change(read_config(folder), changes or {})
+    vocabulary = read_vocabulary(folder)
+    model = build(config, 0 if vocabulary is None else len(vocabulary))
+    if weights == "best":
+        tensors, info = read_tensors(folder / "best.safetensors")
+    elif weights == "last":
+        run = Run(folder)
+        latest = next(iter(run.checkpoints()), None)
+        if latest is None:
+            raise RunError(f"{folder} has no checkpoint yet")
+        try:
+            checkpoint = read_checkpoint(latest, run.metrics)
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise RunError(f"{latest} is damaged: {error}") from None
+        tensors = {n.removeprefix("model."): t for n, t in checkpoint.tensors.items() if n.startswith("model.")}
+        info = {"update": checkpoint.state["update"], "epoch": checkpoint.state["epoch"]}
+    else:
+        raise ValueError(f"weights: expected 'best' or 'last', got {weights!r}")
+    load_weights(model, tensors, folder)
+    return Loaded(config, vocabulary, model.to(device).eval(), info)
+
+
+def read_config(folder: Path | str) -> Config:
+    """The config of a run."""
+    path = Path(folder) / "config.json"
+    if not path.exists():
+        raise RunError(f"{folder} is not a run: there is no config.json in it")
+    try:
+        values = read_json(path)
+        if values.pop("format", FORMAT) != FORMAT:
+            raise ValueError(f"it was written by another version of zoneout (expected format {FORMAT})")
+        return configs.from_json(values)
+    except (ValueError, TypeError) as error:
+        raise RunError(f"{path} cannot be read: {error}") from None
+
+
+def read_vocabulary(folder: Path | str) -> Vocabulary | None:
+    """The symbols of a run's text; None for images."""
+    path = Path(folder) / "vocabulary.json"
+    try:
+        return Vocabulary.from_json(path.read_text(encoding="utf-8")) if path.exists() else None
+    except ValueError as error:
+        raise RunError(f"{path} cannot be read: {error}") from None
+
+
+def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
+    """The lines of a run's metrics; one that was cut off by a crash is left out."""
+    path = Path(folder) / "metrics.jsonl"
+    if not path.exists():
+        raise RunError(f"{folder} is not a run: there is no metrics.jsonl in it")
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            raise RunError(f"{path} is damaged: line {number} is not JSON") from None
+    return rows
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights and what was written beside them."""
+    if not path.exists():
+        raise RunError(f"{path} is not there: the run has no best weights yet")
+    try:
+        from safetensors import safe_open
+
+        with safe_open(path, "pt") as file:
+            info = json.loads((file.metadata() or {}).get("info", "{}"))
+        return load_file(path), info
+    except (SafetensorError, ValueError) as error:
+        raise RunError(f"{path} is damaged: {error}") from None
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and statistics by name, each tensor once (a tied softmax shares the embedding's)."""
+    seen: dict[int, str] = {}
+    return {
+        name: value
+        for name, value in model.state_dict().items()
+        if seen.setdefault(value.data_ptr() if value.numel() else id(value), name) == name
+    }
+
+
+def load_weights(model: nn.Module, tensors: dict[str, Tensor], where: Path) -> None:
+    """Put weights into a model, or say what does not fit."""
+    own = weights_of(model)
+    if own.keys() != tensors.keys() or any(own[n].shape != t.shape for n, t in tensors.items()):
+        missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
+        wrong = [n for n in own.keys() & tensors.keys() if own[n].shape != tensors[n].shape]
+        raise RunError(
+            f"the weights in {where} do not fit its config (missing: {missing}, not known: {extra}, other shape: "
+            f"{sorted(wrong)})"
+        )
+    with torch.no_grad():
+        for name, value in tensors.items():
+            own[name].copy_(value)
+
+
+# --- files -----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def explained(folder: Path) -> Iterator[None]:
+    """Turn what the system says about a file into a sentence."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        number = error.errno if isinstance(error, OSError) else None
+        text = str(error)
+        if number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in text:
+            why = "the disk is full; free some space and continue with --resume"
+        elif number in (errno.EACCES, errno.EPERM, errno.EROFS):
+            why = "it may not be written to; choose another folder or change its permissions"
+        elif number in (errno.ENOTDIR, errno.EEXIST):
+            why = "it is not a folder; choose another name"
+        else:
+            why = text
+        raise RunError(f"{folder}: {why}. What was written before is whole.") from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text to the side and rename it."""
+    side = path.with_name(f".{path.name}")
+    with open(side, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    side.replace(path)
+    _sync(path.parent)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    value = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(value, dict):
+        raise ValueError(f"expected named fields in braces, got {type(value).__name__}")
+    return value
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], info: dict[str, Any] | None = None) -> None:
+    """Write tensors to the side and rename them."""
+    side = path.with_name(f".{path.name}")
+    plain = {name: value.detach().contiguous() for name, value in tensors.items()}
+    save_file(plain, side, {"info": json.dumps(info or {}, allow_nan=False)})
+    side.chmod(0o644)  # safetensors lets nobody else read them
+    with open(side, "rb+") as file:
+        os.fsync(file.fileno())
+    side.replace(path)
+    _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    """Bring a folder's names to the disk, so that a rename is not lost."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _digest(path: Path, length: float = math.inf) -> str:
+    """The SHA-256 of a file's first `length` bytes."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while length > 0 and (block := file.read(int(min(length, 2**20)))):
+            digest.update(block)
+            length -= len(block)
+    return digest.hexdigest()
+
+
+def _page_digest(page: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(page, sort_keys=True).encode()).hexdigest()
+
+
+def _at(values: dict[str, Any], name: str) -> Any:
+    for part in name.split("."):
+        values = values[part]
+    return values

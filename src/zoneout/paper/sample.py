@@ -1,0 +1,51 @@
+"""Sampling: let a trained language model write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from .runs import Loaded
+
+
+@torch.no_grad()
+def sample(
+    loaded: Loaded, prompt: str = "", *, length: int = 500, temperature: float = 0.8, seed: int = 0
+) -> Iterator[str]:
+    """The model's continuation of `prompt`, piece by piece, `length` symbols in all.
+
+    A temperature of 1 draws from what the model predicts, a lower one prefers what is likely, 0 always takes the
+    likeliest. The same seed gives the same text.
+    """
+    model, vocabulary = loaded.model, loaded.vocabulary
+    if vocabulary is None:
+        raise ValueError("run: this one classifies images, and writes nothing; sample from a run on text")
+    if length < 0:
+        raise ValueError(f"length: expected 0 or more symbols, got {length}")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature: expected a finite number, 0 or more, got {temperature}")
+    numbers: list[int] = vocabulary.encode(prompt).tolist() if prompt else []
+    # Without a prompt the text begins as a line does: after the end of another.
+    start = next((vocabulary.number[s] for s in ("\n", "<eos>", " ") if s in vocabulary.number), 0)
+    fed = numbers or [start]
+    draw = torch.Generator().manual_seed(seed)
+    device = next(model.parameters()).device
+    state, step = None, 0
+    for _ in range(length):
+        x = torch.tensor(fed, device=device)[:, None]  # [T, 1]
+        output = model(x, state, seed=seed, first_step=step)
+        state, step = output.state, step + len(fed)
+        logits = output.logits[-1, 0].double().cpu()
+        if vocabulary.unit == "char" and vocabulary.unknown is not None:
+            logits[vocabulary.unknown] = -torch.inf  # it stands for characters that training never showed
+        if temperature == 0:
+            number = int(logits.argmax())
+        else:
+            # Shifted before it is divided: a very low temperature must not overflow.
+            chances = ((logits - logits.max()) / temperature).softmax(-1)
+            number = int(torch.multinomial(chances, 1, generator=draw))
+        before = numbers[-1:]
+        numbers, fed = [*before, number], [number]
+        # A word is written with what parts it from the one before it.
+        yield vocabulary.decode(numbers)[len(vocabulary.decode(before)) :]

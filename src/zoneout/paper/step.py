@@ -1,0 +1,190 @@
+"""One update: gather the batch, forward, backward, clipping, optimizer.
+
+What the updates of an epoch need is laid out on the device beforehand: which examples, which seed, which learning rate.
+An update then takes nothing from the host and gives nothing back unless it is asked, so that on a GPU all of it is one
+CUDA graph. The same function runs eagerly elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..philox import WORD, as_seed, philox
+from .config import Config
+from .feeds import Feed
+from .models import loss_of, parameters_of
+from .optimizers import Optimizer
+from .processes import Processes, products_in
+from .runs import weights_of
+
+_UPDATES = 0x75706474  # a plane of the generator that no mask uses: the seeds of updates
+
+
+def update_seeds(seed: int, first: int, count: int) -> Tensor:
+    """The seeds of updates `first` to `first + count`: int64 [count], each a function of (seed, update)."""
+    number = torch.arange(first, first + count)
+    zero = torch.zeros((), dtype=torch.int64)
+    low, high, _, _ = philox(as_seed(seed), number & WORD, number >> 32, zero, zero + _UPDATES)
+    return low | high << 32
+
+
+def learning_rates(config: Config, epoch: int, first: int, count: int) -> Tensor:
+    """The learning rates of an epoch whose first update is number `first`: float64 [count].
+
+    >>> from .config import Optimizer, Schedule
+    >>> config = Config(optimizer=Optimizer(lr=1.0), schedule=Schedule("divide", after=2, by=2.0))
+    >>> [learning_rates(config, epoch, 0, 1).item() for epoch in range(4)]
+    [1.0, 1.0, 0.5, 0.25]
+    """
+    lr, schedule = config.optimizer.lr, config.schedule
+    within = torch.arange(count, dtype=torch.float64)
+    if schedule.kind == "divide":
+        lr /= schedule.by ** max(0, epoch + 1 - schedule.after)
+    if schedule.kind == "cosine":
+        done = (first + within) / config.updates if config.updates else (epoch + within / count) / config.epochs
+        return lr * (1 + torch.cos(math.pi * done.clamp(max=1))) / 2
+    return torch.full((count,), lr, dtype=torch.float64)
+
+
+class Step:
+    """The update of a run, and every tensor that it changes."""
+
+    def __init__(self, model: Any, feed: Feed, config: Config, processes: Processes) -> None:
+        self.model, self.feed, self.config, self.processes = model.train(), feed, config, processes
+        parameters = parameters_of(model)
+        self.parameters = list(parameters.values())
+        self.optimizer = Optimizer(parameters, config.optimizer)
+        self.graph: Any = None
+        device, rows = self.parameters[0].device, feed.updates()
+        wide = torch.float32 if device.type == "mps" else torch.float64
+
+        # The epoch's table, and where in it the next update is.
+        self.order = torch.zeros(rows, feed.order(0).shape[1], dtype=torch.int64, device=device)
+        self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.rates = torch.zeros(rows, dtype=wide, device=device)
+        self.position = torch.zeros(1, dtype=torch.int64, device=device)
+        # What is reported: nats of the latest update, their sum and number since it was last read, and the first
+        # position at which the loss was not finite.
+        self.nats = torch.zeros((), device=device)
+        self.total = torch.zeros((), dtype=wide, device=device)
+        self.count = torch.zeros((), dtype=torch.int64, device=device)
+        self.bad = torch.full((1,), -1, dtype=torch.int64, device=device)
+        # The state that streams carry from update to update.
+        self.carried: list[Tensor] = []
+        if feed.carried:
+            self.carried = [s.detach().clone() for s in as_tuple(model.initial_state(feed.rows))]
+
+    # --- the epoch ---
+
+    def begin(self, epoch: int, done: int, update: int) -> int:
+        """Lay out an epoch of which `done` updates are done; the next is number `update`. How many updates it has."""
+        order = self.feed.order(epoch)
+        first, count = update - done, len(order)
+        self.order[:count].copy_(order)
+        self.seeds[:count].copy_(update_seeds(self.config.seed, first, count))
+        self.rates[:count].copy_(learning_rates(self.config, epoch, first, count))
+        self.position.fill_(done)
+        return count
+
+    # --- the update ---
+
+    def __call__(self) -> None:
+        """One update."""
+        if self.graph is None:
+            self._update()
+        else:
+            self.graph.replay()
+
+    def _update(self) -> None:
+        row, seed, lr = (table.index_select(0, self.position)[0] for table in (self.order, self.seeds, self.rates))
+        inputs, targets = self.feed.batch(row)
+        with products_in(self.config.precision, inputs.device):
+            output = self.model(inputs, self._start(), seed=seed, examples=self.feed.first)
+            loss, nats = loss_of(output, targets, self.config)
+            own = torch.autograd.grad(loss, self.parameters)
+        *gradients, nats = self.processes.mean([*own, nats])
+        self.optimizer.step(gradients, lr)
+        for carried, state in zip(self.carried, as_tuple(output.state)):
+            carried.copy_(state.detach())
+        self.nats.copy_(nats)
+        self.total += nats
+        self.count += 1
+        good = nats.isfinite() | (self.bad >= 0)
+        self.bad.copy_(torch.where(good, self.bad, self.position))
+        self.position += 1
+
+    def _start(self) -> Any:
+        """The state that this update starts from; None is the initial one."""
+        if not self.carried:
+            return None
+        initial = as_tuple(self.model.initial_state(self.feed.rows))
+        states = [torch.where(self.position == 0, new, old) for new, old in zip(initial, self.carried)]
+        return tuple(states) if len(states) > 1 else states[0]
+
+    def capture(self) -> None:
+        """On a GPU, make the update one CUDA graph; elsewhere nothing. An epoch has to be laid out already."""
+        if self.parameters[0].device.type != "cuda":
+            return
+        changed = [*weights_of(self.model).values(), *self._own().values(), self.position, self.nats]
+        before = [t.detach().clone() for t in changed]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):  # kernels are loaded and memory is found; what this changes is put back
+                self.position.zero_()
+                self._update()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.no_grad():
+            for tensor, value in zip(changed, before):
+                tensor.copy_(value)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._update()
+        self.graph = graph
+
+    # --- what is read ---
+
+    def mean_loss(self) -> float:
+        """Mean nats since this was last asked."""
+        mean = self.total.item() / max(1, int(self.count))
+        self.total.zero_()
+        self.count.zero_()
+        return mean
+
+    def not_finite(self) -> int | None:
+        """The position in the epoch of the first update whose loss was not finite, if there is one."""
+        bad = int(self.bad)
+        return None if bad < 0 else bad
+
+    # --- checkpoints ---
+
+    def _own(self) -> dict[str, Tensor]:
+        own = {f"optimizer.{name}": value for name, value in self.optimizer.tensors().items()}
+        own |= {"loop.total": self.total, "loop.count": self.count, "loop.bad": self.bad}
+        return own | {f"carried.{number}": value for number, value in enumerate(self.carried)}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything needed to continue; of what streams carry, the rows of all processes."""
+        tensors = {f"model.{name}": value for name, value in weights_of(self.model).items()} | self._own()
+        return {n: self.processes.gather(t, 1) if n.startswith("carried.") else t for n, t in tensors.items()}
+
+    @torch.no_grad()
+    def load(self, tensors: dict[str, Tensor] | None) -> None:
+        """What `tensors` gave; only the first of several processes needs to have it."""
+        own = {f"model.{name}": value for name, value in weights_of(self.model).items()} | self._own()
+        whole = self.tensors()  # the shapes of the carried rows of all processes
+        if tensors is not None:
+            if whole.keys() != tensors.keys() or any(whole[n].shape != t.shape for n, t in tensors.items()):
+                raise ValueError("the checkpoint does not fit the run's config")
+            whole = {name: tensors[name].to(value.device) for name, value in whole.items()}
+        self.processes.share_(list(whole.values()))
+        for name, value in own.items():
+            value.copy_(self.processes.own(whole[name], 1) if name.startswith("carried.") else whole[name])
+
+
+def as_tuple(state: Any) -> tuple[Tensor, ...]:
+    return state if isinstance(state, tuple) else (state,)

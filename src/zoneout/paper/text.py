@@ -1,0 +1,181 @@
+"""From a text to numbers: vocabularies, the cut into three parts, and encoding.
+
+The vocabulary is that of the training part. A word that is not in it becomes `<unk>`; characters that only the
+validation or test part has become one symbol, U+FFFD, that training never shows: they count as the failures they are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from .cache import Array
+from .files import DataError
+
+Unit: TypeAlias = Literal["char", "word"]
+
+UNKNOWN = {"char": "\ufffd", "word": "<unk>"}
+EOS = "<eos>"  # the end of a line, where a text is cut into words
+PARTS = ("train", "valid", "test")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The symbols of a corpus: characters, or words; a symbol's number is its place.
+
+    >>> v = Vocabulary("word", ("<eos>", "<unk>", "a", "rose", "is"))
+    >>> v.encode("a rose is\\nred"), v.decode([2, 3, 0, 4])
+    (array([2, 3, 4, 0, 1], dtype=uint8), 'a rose\\nis')
+    """
+
+    unit: Unit
+    symbols: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.symbols)
+
+    @cached_property
+    def number(self) -> dict[str, int]:
+        """The number of each symbol."""
+        return {symbol: number for number, symbol in enumerate(self.symbols)}
+
+    @property
+    def unknown(self) -> int | None:
+        """The number that stands for everything that is not in the vocabulary, if there is one."""
+        return self.number.get(UNKNOWN[self.unit])
+
+    @property
+    def dtype(self) -> type[np.uint8] | type[np.uint16] | type[np.int32]:
+        """The smallest integers that hold all numbers."""
+        return np.uint8 if len(self) <= 2**8 else np.uint16 if len(self) <= 2**16 else np.int32
+
+    def encode(self, text: str) -> Array:
+        """The numbers of a text. What the vocabulary has not is the unknown symbol, or an error where there is none."""
+        symbols = text if self.unit == "char" else split_words(text)
+        numbers = [self.number.get(symbol, self.unknown) for symbol in symbols]
+        if None in numbers:
+            strange = sorted({symbol for symbol in symbols if symbol not in self.number})
+            known = "".join(self.symbols) if self.unit == "char" else f"{len(self)} words"
+            raise ValueError(f"the text has symbols that the vocabulary has not: {strange[:10]}; it knows {known!r}")
+        return np.array(numbers, dtype=self.dtype)
+
+    def decode(self, numbers: Iterable[int]) -> str:
+        """The text of numbers; words are joined by spaces, and `<eos>` is a new line."""
+        symbols = [self.symbols[int(number)] for number in numbers]
+        return "".join(symbols) if self.unit == "char" else re.sub(f" ?{EOS} ?", "\n", " ".join(symbols))
+
+    def to_json(self) -> str:
+        """Plain JSON, for a model to keep beside its weights."""
+        return json.dumps({"unit": self.unit, "symbols": self.symbols}, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Vocabulary:
+        """What `to_json` wrote."""
+        try:
+            page = json.loads(text)
+            unit, symbols = page["unit"], page["symbols"]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError('vocabulary: expected JSON with "unit" and "symbols"') from None
+        good = isinstance(symbols, list) and all(isinstance(symbol, str) for symbol in symbols)
+        if unit not in UNKNOWN or not good or len(set(symbols)) != len(symbols) or not symbols:
+            raise ValueError(
+                'vocabulary: expected "unit" to be char or word and "symbols" to be a list of different strings'
+            )
+        return cls(unit, tuple(symbols))
+
+
+def split_words(text: str) -> list[str]:
+    """The words of a text, cut at white space; each new line is a word of its own, `<eos>`."""
+    return text.replace("\n", f" {EOS} ").split()
+
+
+def cut(
+    parts: Mapping[str, Any], *, limit: int | None = None, tail: int | None = None, name: str = "text"
+) -> list[Any]:
+    """Training, validation and test part of anything with a length: of one piece (""), or of the parts that are given.
+
+    A part that is not given is cut from the end: 5 in 100, or `tail` symbols. `limit` keeps about so many symbols in
+    all, the first of each piece.
+
+    >>> cut({"": "x" * 90 + "v" * 5 + "t" * 5}, limit=None)[1:]
+    ['vvvvv', 'ttttt']
+    """
+    total = sum(len(symbols) for symbols in parts.values())
+    if limit is not None and limit < total:
+        parts = {part: symbols[: len(symbols) * limit // total] for part, symbols in parts.items()}
+    rest: Any = parts["" if "" in parts else "train"]
+    share = len(rest) * 5 // 100 if tail is None else tail
+    found: dict[str, Any] = {}
+    for part in ("test", "valid"):  # from the end
+        if part in parts:
+            found[part] = parts[part]
+        else:
+            rest, found[part] = rest[: len(rest) - share], rest[len(rest) - share :]
+    found["train"] = rest
+    for part in PARTS:
+        if len(found[part]) < 2:
+            raise DataError(
+                f"{name}: its {part} part has {len(found[part])} symbols, and at least 2 are needed (a text in one "
+                f"piece needs 40: it is split 90 / 5 / 5). Use a longer text{' or a larger limit' if limit else ''}."
+            )
+    return [found[part] for part in PARTS]
+
+
+def encode_characters(texts: Sequence[str]) -> tuple[Vocabulary, list[Array]]:
+    """The vocabulary of the first text, in the order of code points, and all texts in its numbers."""
+    seen = [np.unique(np.concatenate([np.unique(codes) for codes in _codes(text)])) for text in texts]
+    symbols = [chr(code) for code in seen[0]]
+    strange = not np.isin(np.concatenate(seen), seen[0]).all()
+    if strange and UNKNOWN["char"] not in symbols:
+        symbols.append(UNKNOWN["char"])
+    vocabulary = Vocabulary("char", tuple(symbols))
+    table = np.full(max(int(codes[-1]) for codes in seen) + 1, vocabulary.unknown or 0, dtype=vocabulary.dtype)
+    table[seen[0]] = np.arange(len(seen[0]))
+    return vocabulary, [np.concatenate([table[codes] for codes in _codes(text)]) for text in texts]
+
+
+def _codes(text: str) -> Iterator[Array]:
+    """The code points of a text, some millions at a time."""
+    for start in range(0, len(text), 2**22):
+        yield np.frombuffer(text[start : start + 2**22].encode("utf-32-le"), dtype="<u4")
+
+
+def number_words(texts: Mapping[str, str]) -> tuple[dict[str, Array], list[str]]:
+    """Each text as numbers of its words, and the words, in the order of their first appearance."""
+    number: dict[str, int] = {}
+    out = {part: np.concatenate([np.zeros(0, np.int32), *_numbers(text, number)]) for part, text in texts.items()}
+    return out, list(number)
+
+
+def _numbers(text: str, number: dict[str, int]) -> Iterator[Array]:
+    # A million characters at a time: a list of all the words would take many times the room of the text.
+    space, start = re.compile(r"\s"), 0
+    while start < len(text):
+        found = space.search(text, start + 2**20)
+        stop = found.start() if found else len(text)
+        words = split_words(text[start:stop])
+        yield np.array([number.setdefault(word, len(number)) for word in words], dtype=np.int32)
+        start = stop
+
+
+def encode_words(numbers: Sequence[Array], spelled: Sequence[str], most: int | None) -> tuple[Vocabulary, list[Array]]:
+    """The vocabulary of the first text, at most so many words, the frequent first, and all texts in its numbers.
+
+    `<unk>` is always one of them, so that texts to come can be read.
+    """
+    counts = np.bincount(numbers[0], minlength=len(spelled))
+    common = sorted(np.flatnonzero(counts).tolist(), key=lambda word: (-counts[word], spelled[word]))[:most]
+    unknown = UNKNOWN["word"]
+    if unknown not in (symbols := [spelled[word] for word in common]):
+        common = common[: None if most is None else most - 1]
+        symbols = [*symbols[: len(common)], unknown]
+    vocabulary = Vocabulary("word", tuple(symbols))
+    table = np.full(len(spelled), vocabulary.number[unknown], dtype=vocabulary.dtype)
+    table[common] = np.arange(len(common))
+    return vocabulary, [table[text] for text in numbers]

@@ -1,0 +1,391 @@
+"""Training: one loop.
+
+Everything random is a function of the run's seed and of where it is used: weights of the seed, the order of the data of
+(seed, epoch), masks of (seed, update) and the row of the whole batch. So a run that is continued, or that several
+processes share, computes what it would have computed; no generator has a state to be saved.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import data as corpora
+from . import runs
+from .config import Config
+from .data import Corpus, Images
+from .evaluate import Score, estimate_statistics, evaluate, predictions
+from .feeds import make_feed
+from .models import build, parameters_of
+from .processes import Processes, join
+from .runs import Run, RunError
+from .step import Step
+
+Progress = Callable[[dict[str, Any]], None]
+
+
+class Diverged(RunError):
+    """The loss was no longer a finite number."""
+
+
+class Stopped(Exception):
+    """Somebody asked the run to stop."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended."""
+
+    folder: str
+    status: str  # "finished", "patience" (no new best for too long) or "interrupted"
+    measure: str  # "bits", "perplexity" or "error"
+    update: int
+    epoch: float
+    best: dict[str, Any] | None  # the line of the metrics with the best validation
+    test: dict[str, Any] | None  # the line of the test with these weights
+    parameters: int
+    seconds: float
+
+
+@dataclass
+class State:
+    """Where a run is: all that is not a tensor. Saved with every checkpoint."""
+
+    digest: str  # of the data
+    update: int = 0
+    epoch: int = 0  # epochs that are complete
+    done: int = 0  # updates of the epoch that is not
+    validated: int = 0  # the update of the latest validation
+    stale: int = 0  # validations since the best
+    best: dict[str, Any] | None = None
+    seconds: float = 0.0
+
+
+def train(
+    config: Config | None,
+    folder: Path | str,
+    *,
+    resume: bool = False,
+    progress: Progress | None = None,
+    data: Path | str | None = None,
+    deadline: float = math.inf,
+) -> Summary:
+    """Train a model in a folder of its own, or continue (`resume`) the run that is there; `config` may then be None.
+
+    `data` is a folder to look for corpora in. At `deadline` (as `time.monotonic` counts) the run stops as if it had been
+    interrupted: with a checkpoint, to be continued. `progress` is called with a dict for everything that happens, whose
+    "kind" is "start" (update, updates, epochs, parameters, device, measure, folder), "step" (update, epoch, and on a
+    CPU nats), "train", "valid" or "test" (the lines of the metrics), "save" (update), "note" (text) or "end" (the
+    summary). Of several processes only the first calls it.
+    """
+    if config is None and not resume:
+        raise ValueError("config: expected a Config; None is only for continuing a run, with resume=True")
+    run = Run(folder)
+    with join((config or runs.read_config(folder)).device) as processes:
+        try:
+            if resume and processes.first:
+                config = run.open(config)
+            config = processes.share(config)
+            assert config is not None
+            tell = progress if progress is not None and processes.first else lambda event: None
+            return Training(config, run, resume, tell, data, processes, deadline)()
+        finally:
+            run.close()
+
+
+class Training:
+    """A run in progress."""
+
+    def __init__(
+        self,
+        config: Config,
+        run: Run,
+        resume: bool,
+        progress: Progress,
+        data: Path | str | None,
+        processes: Processes,
+        deadline: float,
+    ) -> None:
+        self.deadline = deadline
+        self.began = time.monotonic()
+        self.config, self.run, self.tell, self.processes = config, run, progress, processes
+        device = processes.device
+        if config.precision == "tf32" and device.type != "cuda":
+            raise ValueError("precision: tf32 is there on NVIDIA GPUs only; use fp32 or bf16 on this device")
+
+        if not resume and processes.first:
+            run.check_free()  # before anything takes time
+        self.data = load_data(config, data)
+        check_protocols(config, self.data)
+        vocabulary = self.data.vocabulary if isinstance(self.data, Corpus) else None
+        self.measure = measure_of(self.data)
+        self.model = build(config, len(vocabulary) if vocabulary else 0).to(device)
+        self.feed = make_feed(config, self.data, device, processes.rank, processes.size)
+        self.step = Step(self.model, self.feed, config, processes)
+        self.parameters = sum(p.numel() for p in parameters_of(self.model).values())
+        self.state = State(self.data.digest)
+        if resume:
+            self.restore()
+        elif processes.first:
+            self.run.create(config, vocabulary)
+        self.earlier = self.state.seconds
+        self.updates = self.step.begin(self.state.epoch, self.state.done, self.state.update)  # of this epoch
+        self.step.capture()
+
+    def __call__(self) -> Summary:
+        """Train, validate as often as is asked, and test."""
+        state, config = self.state, self.config
+        total = config.epochs * self.feed.updates()
+        self.tell(
+            {
+                "kind": "start",
+                "update": state.update,
+                "updates": min(total, config.updates or total),
+                "epochs": config.epochs,
+                "parameters": self.parameters,
+                "device": str(self.processes.device),
+                "measure": self.measure,
+                "folder": str(self.run.folder),
+            }
+        )
+        with stop_requests() as interrupted:
+            self.asked = lambda: interrupted() or time.monotonic() >= self.deadline
+            try:
+                self.loop()
+            except Stopped:
+                self.save()
+                return self.summary("interrupted")
+            try:
+                test = self.test()
+            except Stopped:
+                return self.summary("interrupted")
+        summary = self.summary("finished" if self.complete() else "patience", test)
+        if self.processes.first:
+            self.run.finish(asdict(summary))
+        return summary
+
+    def loop(self) -> None:
+        """The training loop."""
+        state, config = self.state, self.config
+        if self.due():  # the run was stopped before it could
+            self.validate()
+        while not self.complete() and not (config.patience and state.stale >= config.patience):
+            self.step()
+            lr_at = state.done
+            state.update += 1
+            state.done += 1
+            if logging := state.update % config.log_every == 0:
+                self.check_finite()
+                self.line("train", nats=self.step.mean_loss(), lr=self.step.rates[lr_at].item())
+            nats = self.step.nats.item() if self.processes.device.type == "cpu" else None
+            self.tell({"kind": "step", "update": state.update, "epoch": self.epoch(), "nats": nats})
+            if state.done == self.updates:
+                self.check_finite()
+                state.epoch, state.done = state.epoch + 1, 0
+                self.updates = self.step.begin(state.epoch, 0, state.update)
+            if self.due():
+                self.validate()
+            elif config.save_every and state.update % config.save_every == 0:
+                self.save()
+            if self.processes.size == 1:
+                self.tick()
+            elif logging and self.processes.any(self.asked()):  # all have to stop at the same update
+                raise Stopped
+
+    # --- where the run is ---
+
+    def complete(self) -> bool:
+        """Whether there is nothing left to train."""
+        return self.state.epoch >= self.config.epochs or 0 < self.config.updates <= self.state.update
+
+    def due(self) -> bool:
+        """Whether a validation is due."""
+        every = self.config.evaluation.every
+        now = self.state.update % every == 0 if every else self.state.done == 0
+        return self.state.validated != self.state.update and (now or self.complete())
+
+    def epoch(self) -> float:
+        """How many epochs have been trained."""
+        return round(self.state.epoch + self.state.done / self.updates, 6)
+
+    def tick(self) -> None:
+        """Stop here if that is asked for; several processes stop at their next line of training loss instead."""
+        if self.processes.size == 1 and self.asked():
+            raise Stopped
+
+    # --- what is done now and then ---
+
+    def validate(self) -> None:
+        """Validate, keep the weights if they are the best, and save."""
+        self.check_finite()
+        score = evaluate(self.model, self.data, "valid", self.config, batch_statistics=True, tick=self.tick)
+        score = self.processes.share(score)
+        if not math.isfinite(score.nats):
+            raise self.diverged(f"the validation loss was {score.nats} after update {self.state.update}")
+        state, judged = self.state, "error" if self.measure == "error" else "nats"
+        best = state.best is None or getattr(score, judged) < state.best[judged]
+        state.validated, state.stale = state.update, 0 if best else state.stale + 1
+        line = self.line("valid", **values_of(score, self.measure), best=best)
+        if best:
+            state.best = line
+            if self.processes.first:
+                self.run.save_best(self.model, line)
+        self.save()
+
+    def test(self) -> dict[str, Any] | None:
+        """Evaluate the best weights on the test part, if there is one."""
+        if self.processes.first:
+            path = self.run.folder / "best.safetensors"
+            runs.load_weights(self.model, runs.read_tensors(path)[0], path)
+        self.processes.share_(list(runs.weights_of(self.model).values()))
+        if self.config.model.norm == "batch":
+            # They are kept with the best weights, for whoever uses these later.
+            estimate_statistics(self.model, self.feed, self.config.evaluation.statistics, self.tick)
+            if self.processes.first and self.state.best is not None:
+                self.run.save_best(self.model, self.state.best)
+        if len(self.data.test[1] if isinstance(self.data, Images) else self.data.test) < 2:
+            return None
+        score = self.processes.share(evaluate(self.model, self.data, "test", self.config, tick=self.tick))
+        return self.line("test", **values_of(score, self.measure))
+
+    def line(self, kind: str, **values: Any) -> dict[str, Any]:
+        """Add a line to the metrics."""
+        line = {"kind": kind, "update": self.state.update, "epoch": self.epoch(), **values}
+        if self.processes.first:
+            self.run.append(line)
+        self.tell(line)
+        return line
+
+    def save(self) -> None:
+        """Write a checkpoint, unless there is something in it that no run should continue from."""
+        self.check_finite()
+        self.state.seconds = self.seconds()
+        tensors = self.step.tensors()
+        floats = [t for t in tensors.values() if t.is_floating_point()]
+        if not torch.stack([t.isfinite().all() for t in floats]).all():
+            raise self.diverged(f"a weight was not finite after update {self.state.update}")
+        if self.processes.first:
+            self.run.save(tensors, asdict(self.state))
+        self.tell({"kind": "save", "update": self.state.update})
+
+    def restore(self) -> None:
+        """Go on from the latest whole checkpoint."""
+        found, problems = self.run.restore("cpu") if self.processes.first else (None, [])
+        for problem in problems:
+            self.tell({"kind": "note", "text": problem})
+        saved = self.processes.share(None if found is None else found.state)
+        if saved is None:  # stopped before the first checkpoint: the same begins again
+            return
+        if saved["digest"] != self.state.digest:
+            raise RunError(
+                f"{self.run.folder} was trained on other data: the corpus {self.config.data.name} has changed since"
+            )
+        self.state = State(**saved)
+        try:
+            self.step.load(None if found is None else found.tensors)
+        except ValueError as error:
+            raise RunError(f"{self.run.folder}: {error}") from None
+
+    def summary(self, status: str, test: dict[str, Any] | None = None) -> Summary:
+        """How the run ended."""
+        summary = Summary(
+            folder=str(self.run.folder),
+            status=status,
+            measure=self.measure,
+            update=self.state.update,
+            epoch=self.epoch(),
+            best=self.state.best,
+            test=test,
+            parameters=self.parameters,
+            seconds=round(self.seconds(), 3),
+        )
+        self.tell({"kind": "end", **asdict(summary)})
+        return summary
+
+    def seconds(self) -> float:
+        """Time spent on the run, before it was continued included."""
+        return self.earlier + time.monotonic() - self.began
+
+    # --- when it goes wrong ---
+
+    def check_finite(self) -> None:
+        """An error if the loss of any update so far was not finite."""
+        bad = self.step.not_finite()
+        if bad is not None:
+            raise self.diverged(f"the loss was not finite at update {self.state.update - self.state.done + bad + 1}")
+
+    def diverged(self, what: str) -> Diverged:
+        kept = self.run.checkpoints()
+        where = f"the last good checkpoint, of update {int(kept[0].name)}, is kept" if kept else "there is none to keep"
+        return Diverged(
+            f"{what}: training has diverged; {where}. Try again in another folder, with a smaller --optimizer.lr, with "
+            "--optimizer.clip-gradient 1, or with --precision fp32."
+        )
+
+
+def load_data(config: Config, folder: Path | str | None = None) -> Corpus | Images:
+    """The data of a config."""
+    wanted = config.data
+    if config.task == "images":
+        return corpora.load_images(wanted.order, folder=folder)
+    return corpora.load(
+        wanted.name,
+        folder=folder,
+        by=wanted.by,
+        preparation=wanted.preparation,
+        valid=wanted.valid,
+        test=wanted.test,
+        limit=wanted.limit,
+        words=wanted.words,
+    )
+
+
+def check_protocols(config: Config, data: Corpus | Images) -> None:
+    """An error where a part is too small to be evaluated, before hours have gone into training."""
+    if isinstance(data, Corpus):
+        parts = [("valid", data.valid, config.evaluation.valid), ("test", data.test, config.evaluation.test)]
+        for name, part, protocol in parts if len(data.test) > 1 else parts[:1]:
+            try:
+                predictions(len(part), protocol)
+            except ValueError as error:
+                raise ValueError(f"evaluation.{name}: {error}") from None
+
+
+def measure_of(data: Corpus | Images) -> str:
+    """What the data are judged by."""
+    return "error" if isinstance(data, Images) else "bits" if data.unit == "char" else "perplexity"
+
+
+def values_of(score: Score, measure: str) -> dict[str, Any]:
+    """A score as a line of the metrics has it."""
+    return {measure: getattr(score, measure), "nats": score.nats, "predictions": score.predictions}
+
+
+@contextmanager
+def stop_requests() -> Iterator[Callable[[], bool]]:
+    """Tells whether Ctrl-C (or a polite kill) has asked the run to stop; a second one stops at once."""
+    asked: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+        yield lambda: False
+        return
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,483 @@
+"""The command line, as a user would run it: good input and bad."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zoneout.paper import cli, config, files, runs
+from zoneout.paper.cli import BAD_DATA, DIVERGED, FAILED, INTERRUPTED, OK, WRONG_USE, main
+
+SRC = Path(cli.__file__).parents[2]
+TEXT = "".join(f"{n} green bottles, hanging on the wall; and if {n % 7} should fall,\n" for n in range(300))
+SMALL = ["--model.hidden", "16", "--batches.length", "20", "--batches.size", "8", "--log-every", "10"]
+SMALL += ["--evaluation.every", "10", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A folder of one's own to work in, with a text in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ZONEOUT_DATA", raising=False)
+    monkeypatch.setenv("COLUMNS", "200")  # so that no sentence is broken
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    Path("my.txt").write_text(TEXT, encoding="utf-8")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small gain nothing from a second thread, and wait for it where the machine is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that is finished."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "my.txt").write_text(TEXT, encoding="utf-8")
+    arguments = ["train", "--data", str(folder / "my.txt"), "--out", str(folder / "run"), "--updates", "30", *SMALL]
+    assert main([*arguments, "--zoneout.cell", "0.5", "--optimizer.lr", "0.01"]) == OK
+    return folder / "run"
+
+
+@pytest.fixture
+def zoneout(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run a command: its exit code, its output and what it said on standard error."""
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        capfd.readouterr()
+        code = main([str(argument) for argument in arguments])
+        out, err = capfd.readouterr()
+        assert "Traceback" not in err, err
+        return code, out, err
+
+    return run
+
+
+def process(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The same in a process of its own."""
+    command = [sys.executable, "-m", "zoneout", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, encoding="utf-8", env=environment(), **options)
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(SRC), os.environ.get("PYTHONPATH")]))
+    return os.environ | {"PYTHONPATH": path, "PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+
+
+# --- finding one's way -----------------------------------------------------------------------------
+
+
+def test_help_names_every_command_and_exit_code(zoneout) -> None:
+    """A command is there that nobody can find, or a code that nobody can look up."""
+    code, out, _ = zoneout("--help")
+    assert code == OK
+    for name in cli.COMMANDS:
+        assert f"\n  {name} " in out
+    for number in (OK, FAILED, WRONG_USE, BAD_DATA, DIVERGED, INTERRUPTED):
+        assert f"\n  {number} " in out
+    assert zoneout()[0] == WRONG_USE
+
+
+@pytest.mark.parametrize("name", ["demo", "train", "eval", "sample", "show", "data"])
+def test_every_command_has_help_with_an_example(name, zoneout) -> None:
+    """The examples are missing, or run into one line."""
+    code, out, _ = zoneout(name, "--help")
+    assert code == OK
+    assert f"\n$ zoneout {name} " in out or f"\n$ zoneout {name}\n" in out
+
+
+def test_version(zoneout) -> None:
+    """A report of a bug cannot say of which version."""
+    import zoneout as package
+
+    assert zoneout("--version") == (OK, f"zoneout {package.__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["trian"], WRONG_USE, "there is no command 'trian'; did you mean train"),
+        (["xyzzy"], WRONG_USE, "the commands are demo, train"),
+        (["train", "--zoneout.cel", "0.5"], WRONG_USE, "--zoneout.cell"),
+        (["train", "--hidden", "10"], WRONG_USE, "--model.hidden"),
+        (["train", "--model.cell", "lstn"], WRONG_USE, "lstm"),
+        (["train", "--epochs", "many"], WRONG_USE, "many"),
+        (["train", "--zoneout.cell", "1.5"], WRONG_USE, "zoneout.cell: expected a rate between 0 and 1, got 1.5"),
+        (["train", "--data", "char-bpt"], BAD_DATA, "did you mean char-ptb"),
+        (["train", "--data", "no-such.txt"], BAD_DATA, "no-such.txt: there is no such file"),
+        (["train", "--data", "shakespeare"], BAD_DATA, "zoneout data fetch shakespeare"),
+        (["train", "--data", "my.txt", "--data.name", "python2"], WRONG_USE, "--data: my.txt is not what --data.name"),
+        (["train", "--data", "my.txt", "--batches.length", "99999"], WRONG_USE, "does not fit into a text"),
+        (["train", "--data", "my.txt", "--device", "gpu"], WRONG_USE, "device: expected auto, cpu, cuda"),
+        (["train", "--resume"], WRONG_USE, "--resume: say which run"),
+        (["train", "--resume", "--out", "nowhere"], FAILED, "nowhere is not a run"),
+        (["eval"], WRONG_USE, "RUN"),
+        (["eval", "nowhere"], FAILED, "nowhere is not a run"),
+        (["sample", "nowhere"], FAILED, "nowhere is not a run"),
+        (["show", "nowhere"], FAILED, "nowhere is not a run"),
+        (["show"], WRONG_USE, "folder of a run"),
+        (["data"], WRONG_USE, "list"),
+        (["data", "lst"], WRONG_USE, "list"),
+        (["data", "fetch"], WRONG_USE, "expected the name of a corpus"),
+        (["data", "fetch", "char-pbt"], WRONG_USE, "did you mean char-ptb"),
+        (["demo", "--updates", "0"], WRONG_USE, "--updates: expected a number above 0"),
+        (["demo", "--characters", "99999999"], WRONG_USE, "--characters: expected at most"),
+    ],
+)
+def test_wrong_use_gets_a_sentence_and_a_code(arguments, code, says, zoneout, monkeypatch, tmp_path) -> None:
+    """A mistake ends in a traceback, in a code that scripts cannot tell apart, or leaves a folder behind."""
+    monkeypatch.setattr(files, "places", lambda folder=None: [tmp_path / "nothing"])
+    found, out, err = zoneout(*arguments)
+    assert found == code, err
+    assert says in err
+    assert not out
+    assert {path.name for path in Path.cwd().iterdir()} <= {"my.txt", "nothing"}
+
+
+def test_a_missing_package_is_named(tmp_path) -> None:
+    """Somebody who installed the layers alone gets a traceback from the command."""
+    hide = "import sys; sys.modules['tyro'] = None; from zoneout.__main__ import main; sys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True, env=environment())
+    assert done.returncode == 1
+    assert "pip install 'zoneout[tool]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# --- train -----------------------------------------------------------------------------------------
+
+
+def test_train_says_how_it_went(trained, zoneout) -> None:
+    """The shortest command does not work, or its run is not the one that was asked for."""
+    code, out, err = zoneout("train", "--data", "my.txt", "--updates", "20", *SMALL, "--zoneout.cell", "0.5")
+    assert code == OK
+    assert "Finished after 20 updates" in out and "best valid" in out and "zoneout sample runs/my" in out
+    assert "update      20  valid" in err
+    made = runs.read_config("runs/my")
+    assert made.zoneout.cell == 0.5 and made.model.hidden == 16
+    assert made.data.name == str(Path("my.txt").absolute())  # from another folder the text is still found
+    assert zoneout("train", "--data", "my.txt", "--updates", "1", *SMALL)[0] == OK
+    assert runs.read_config("runs/my-2").updates == 1  # a second one takes a name of its own
+
+
+def test_train_ends_in_json(zoneout) -> None:
+    """A script that reads the result has to read it out of sentences."""
+    code, out, _ = zoneout("train", "--data", "my.txt", "--out", "run", "--updates", "10", *SMALL, "--json")
+    summary = json.loads(out)
+    assert code == OK
+    assert summary["status"] == "finished" and summary["update"] == 10 and summary["best"]["bits"] > 0
+
+
+def test_train_looks_for_a_corpus_in_a_folder(zoneout, monkeypatch) -> None:
+    """--data DIR is taken for a text."""
+    Path("there").mkdir()
+    shutil.copy("my.txt", "there/bottles.txt")
+    file = files.File("bottles.txt", len(TEXT), __import__("hashlib").sha256(TEXT.encode()).hexdigest())
+    monkeypatch.setitem(files.DATASETS, "bottles", files.Dataset("bottles", "a song", (file,)))
+    code, _, err = zoneout("train", "--data", "there", "--data.name", "bottles", "--updates", "1", *SMALL)
+    assert code == OK, err
+    assert runs.read_config("runs/bottles").data.name == "bottles"
+
+
+def test_a_folder_in_use_is_not_touched(trained, zoneout) -> None:
+    """A run is overwritten by the next."""
+    before = {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
+    code, out, err = zoneout("train", "--data", "my.txt", "--out", trained, *SMALL)
+    assert code == FAILED
+    assert "--resume" in err and not out
+    assert {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()} == before
+
+
+def test_divergence_has_a_code_of_its_own(zoneout) -> None:
+    """A script cannot tell a run that diverged from one that failed."""
+    wild = ["--optimizer.rule", "sgd", "--optimizer.lr", "1e39"]
+    code, _, err = zoneout("train", "--data", "my.txt", "--out", "run", "--updates", "50", *SMALL, *wild)
+    assert code == DIVERGED
+    assert "diverged" in err and "--optimizer.lr" in err
+
+
+def test_resume_goes_on_with_the_options_of_the_run(trained, tmp_path, zoneout) -> None:
+    """A run that is continued falls back to the defaults, or starts anew, or ignores what may be changed."""
+    shutil.copytree(trained, "run")
+    code, out, err = zoneout("train", "--resume", "--out", "run", "--updates", "40")
+    assert code == OK, err
+    assert "continued after update 30" in err and "Finished after 40 updates" in out
+    lines = runs.read_metrics("run")
+    assert [line["update"] for line in lines if line["kind"] == "valid"] == [10, 20, 30, 40]
+
+    # As if it had never stopped:
+    arguments = ["--updates", "40", *SMALL, "--zoneout.cell", "0.5", "--optimizer.lr", "0.01"]
+    assert zoneout("train", "--data", trained.parent / "my.txt", "--out", "whole", *arguments)[0] == OK
+    ours, theirs = (runs.read_tensors(Path(run) / "best.safetensors")[0] for run in ("run", "whole"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+    code, _, err = zoneout("train", "--resume", "--out", "run", "--model.hidden", "32")
+    assert code == FAILED
+    assert "model.hidden is 16 there and 32 here" in err
+
+
+def test_interrupting_keeps_the_run(tmp_path) -> None:
+    """Ctrl-C loses what was trained, prints a traceback, or does not say how to go on."""
+    arguments = ["train", "--data", "my.txt", "--out", "run", "--updates", "1000000", "--epochs", "1000000", *SMALL]
+    command = [sys.executable, "-m", "zoneout", *arguments]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    ) as running:
+        assert running.stderr is not None and running.stdout is not None
+        for line in running.stderr:
+            if "valid" in line:
+                break
+        running.send_signal(signal.SIGINT)
+        out, err = running.communicate(timeout=60)
+    assert running.returncode == INTERRUPTED, err
+    assert "zoneout train --resume --out run" in out
+    assert "Traceback" not in err
+    reached = max(int(path.name) for path in Path("run/last").iterdir())
+    done = process("train", "--resume", "--out", "run", "--updates", str(reached + 1), "--json")
+    assert done.returncode == OK, done.stderr
+    assert json.loads(done.stdout)["update"] == reached + 1
+
+
+def test_torchrun_starts_it(tmp_path) -> None:
+    """`torchrun … -m zoneout train` does not find the command, or every process writes the same folder."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = ["-m", "zoneout", "train", "--data", "my.txt", "--out", "run", "--updates", "10", *SMALL, "--json"]
+    done = subprocess.run([*start, *arguments], capture_output=True, encoding="utf-8", env=environment())
+    assert done.returncode == 0, done.stderr
+    (said,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert json.loads(said)["update"] == 10
+
+
+def test_several_processes_have_to_be_told_the_folder(zoneout, monkeypatch) -> None:
+    """Each of several processes makes up a folder of its own."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, _, err = zoneout("train", "--data", "my.txt", *SMALL)
+    assert code == WRONG_USE and "--out" in err
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TensorBoard's own imports
+def test_tensorboard_is_written(zoneout) -> None:
+    """--tensorboard does nothing."""
+    pytest.importorskip("tensorboard")
+    arguments = ["train", "--data", "my.txt", "--out", "run", "--updates", "10", *SMALL, "--tensorboard"]
+    code, _, err = zoneout(*arguments)
+    assert code == OK, err
+    assert list(Path("run/tensorboard").glob("events.*"))
+
+
+# --- eval, sample, show ----------------------------------------------------------------------------
+
+
+def test_eval_gives_what_training_gave(trained, zoneout) -> None:
+    """The same weights on the same part are worth something else afterwards."""
+    rows = runs.read_metrics(trained)
+    best = next(row for row in reversed(rows) if row["kind"] == "valid" and row["best"])
+    test = next(row for row in rows if row["kind"] == "test")
+    for part, row in (("valid", best), ("test", test)):
+        code, out, _ = zoneout("eval", trained, "--part", part, "--json", "--device", "cpu")
+        result = json.loads(out)
+        assert code == OK
+        assert result["bits"] == pytest.approx(row["bits"], rel=1e-6)
+        assert result["predictions"] == row["predictions"]
+
+
+def test_eval_counts_every_prediction(trained, zoneout) -> None:
+    """A protocol skips symbols, or counts them twice."""
+    size = len(TEXT) * 5 // 100
+    for arguments, count, how in (
+        (["--protocol", "whole"], size - 1, "one sequence"),
+        (["--protocol", "chunks", "--length", "10"], size // 10 * 9, "chunks of 10"),
+        (["--protocol", "streams", "--size", "4"], (size // 4 - 1) * 4, "4 streams"),
+    ):
+        code, out, _ = zoneout("eval", trained, *arguments, "--device", "cpu")
+        assert code == OK
+        assert f"{count:,} predictions" in out and how in out
+
+
+def test_eval_reads_another_text(trained, zoneout) -> None:
+    """--text evaluates the run's own data, or encodes the text with other numbers."""
+    Path("same.txt").write_text(TEXT[-len(TEXT) * 5 // 100 :], encoding="utf-8")
+    own = json.loads(zoneout("eval", trained, "--json")[1])
+    other = json.loads(zoneout("eval", trained, "--text", "same.txt", "--json")[1])
+    assert other["predictions"] == pytest.approx(own["predictions"], abs=1)
+    assert other["bits"] == pytest.approx(own["bits"], abs=0.05)
+    Path("strange.txt").write_text("Ξ" * 50, encoding="utf-8")
+    code, _, err = zoneout("eval", trained, "--text", "strange.txt")
+    assert code == WRONG_USE and "symbols that the vocabulary has not" in err
+    Path("latin.txt").write_bytes(b"caf\xe9 " * 20)
+    code, _, err = zoneout("eval", trained, "--text", "latin.txt")
+    assert code == BAD_DATA and "byte 3 is not UTF-8" in err
+    assert zoneout("eval", trained, "--text", "none.txt")[0] == BAD_DATA
+
+
+def test_eval_notices_that_the_text_has_changed(trained, tmp_path, zoneout) -> None:
+    """A model is evaluated on numbers that stand for other symbols."""
+    shutil.copytree(trained, "run")
+    page = json.loads(Path("run/config.json").read_text())
+    Path("run/config.json").write_text(json.dumps(page | {"data": {"name": str(tmp_path / "my.txt")}}))
+    Path("my.txt").write_text("ABC" + TEXT, encoding="utf-8")
+    code, _, err = zoneout("eval", "run")
+    assert code == BAD_DATA and "its symbols are others" in err
+    Path("my.txt").unlink()
+    assert zoneout("eval", "run")[0] == BAD_DATA
+
+
+def test_weights_best_and_last(trained, zoneout) -> None:
+    """--weights last is the best, or cannot be read."""
+    found = [json.loads(zoneout("eval", trained, "--weights", w, "--json")[1])["bits"] for w in ("best", "last")]
+    assert all(bits > 0 for bits in found)
+    shutil.copytree(trained, "run")
+    (Path("run") / "best.safetensors").write_bytes(b"not weights")
+    code, _, err = zoneout("eval", "run")
+    assert code == FAILED and "damaged" in err
+
+
+def test_sample_writes(trained, zoneout) -> None:
+    """Nothing is written, or something else with the same seed."""
+    arguments = ["sample", trained, "--prompt", "9 green ", "--length", "40"]
+    code, out, _ = zoneout(*arguments)
+    assert code == OK
+    assert out.startswith("9 green ") and len(out) == len("9 green ") + 40 + 1
+    result = json.loads(zoneout(*arguments, "--json")[1])
+    assert result["prompt"] + result["text"] + "\n" == out
+    code, _, err = zoneout("sample", trained, "--prompt", "Ξ")
+    assert code == WRONG_USE and "Ξ" in err
+
+
+def test_show_describes_a_run(trained, zoneout) -> None:
+    """What a run was trained with cannot be seen any more."""
+    code, out, _ = zoneout("show", trained)
+    assert code == OK
+    for part in ("finished, 30 updates", "LSTM, one layer of 16 units", "best valid", "test", "--zoneout.cell 0.5"):
+        assert part in out
+    assert "--zoneout.hidden" not in out  # it is at its default
+    assert "o valid" in out
+    page = json.loads(zoneout("show", trained, "--json")[1])
+    assert page["status"] == "finished" and page["changed"]["zoneout.cell"] == 0.5
+    assert config.from_json(page["config"]) == runs.read_config(trained)
+
+
+def test_show_repeats_the_command(trained, zoneout) -> None:
+    """The options that show prints do not make the run that they describe."""
+    shown = zoneout("show", trained)[1]
+    (options,) = [line.split() for line in shown.splitlines() if line.startswith("  --")]
+    command = cli.parse("train", options)
+    assert command.config == runs.read_config(trained)
+
+
+def test_show_compares_and_draws(trained, zoneout) -> None:
+    """Two runs cannot be seen in one picture."""
+    shutil.copytree(trained, "other")
+    code, out, err = zoneout("show", trained, "other", "--picture", "pictures/curves.png")
+    assert code == OK
+    assert f"o {trained}" in out and "x other" in out
+    assert Path("pictures/curves.png").read_bytes().startswith(b"\x89PNG")
+    assert zoneout("show", trained, "--picture", "curves.svg")[0] == OK
+    assert "<svg" in Path("curves.svg").read_text(encoding="utf-8")
+    code, _, err = zoneout("show", trained, "--picture", "curves.bmp")
+    assert code == WRONG_USE and ".png" in err
+
+
+def test_show_of_a_run_that_has_just_begun(trained, zoneout) -> None:
+    """A run without a validation breaks the picture of it."""
+    Path("new").mkdir()
+    shutil.copy(trained / "config.json", "new")
+    Path("new/metrics.jsonl").touch()
+    code, out, _ = zoneout("show", "new", "--picture", "new.png")
+    assert code == OK
+    assert "not finished, 0 updates" in out and "no validation yet" in out
+
+
+# --- data and bench --------------------------------------------------------------------------------
+
+
+def test_data_list_and_verify(zoneout, monkeypatch, tmp_path) -> None:
+    """A damaged file is called good, or a good one missing."""
+    sha256 = __import__("hashlib").sha256(TEXT.encode()).hexdigest()
+    file = files.File("songs/bottles.txt", len(TEXT), sha256)
+    monkeypatch.setattr(files, "DATASETS", {"bottles": files.Dataset("bottles", "a song", (file,))})
+    monkeypatch.setattr(cli, "DATASETS", files.DATASETS)
+    monkeypatch.setenv("ZONEOUT_CACHE", str(tmp_path / "cache"))
+    assert "bottles       not here  a song" in zoneout("data", "list")[1]
+    assert zoneout("data", "verify")[0] == OK  # nothing is there, so nothing is wrong
+    code, out, err = zoneout("data", "verify", "bottles")
+    assert code == BAD_DATA and "missing" in out and "songs/bottles.txt was not found" in err
+    Path("folder/songs").mkdir(parents=True)
+    shutil.copy("my.txt", "folder/songs/bottles.txt")
+    assert "bottles       here      a song" in zoneout("data", "list", "--data", "folder")[1]
+    code, out, _ = zoneout("data", "verify", "--data", "folder")
+    assert code == OK and "good" in out
+    Path("folder/songs/bottles.txt").write_text(TEXT[:-1])
+    code, out, err = zoneout("data", "verify", "--data", "folder")
+    assert code == BAD_DATA and "damaged" in out and sha256 in err
+    code, out, _ = zoneout("data", "verify", "bottles", "--data", "folder", "--json")
+    assert code == BAD_DATA and json.loads(out)[0]["state"] == "damaged"
+
+
+def test_data_fetch(zoneout, monkeypatch) -> None:
+    """fetch downloads what is there already, or says nothing of where it is."""
+    asked = []
+    monkeypatch.setattr(
+        cli.fetch,
+        "fetch",
+        lambda name, folder, progress: asked.append((name, folder)) or [(Path("cache/thing"), True)],
+    )
+    code, out, _ = zoneout("data", "fetch", "char-ptb", "--data", "folder")
+    assert code == OK and asked == [("char-ptb", Path("folder"))]
+    assert "char-ptb      fetched   cache/thing" in out
+    result = json.loads(zoneout("data", "fetch", "char-ptb", "--json")[1])
+    assert result == [{"dataset": "char-ptb", "path": "cache/thing", "fetched": True}]
+
+
+def test_data_fetch_of_what_is_built_in(zoneout) -> None:
+    """The text that needs no download is an error."""
+    code, out, _ = zoneout("data", "fetch", "python")
+    assert code == OK and "built in" in out
+
+
+def test_bench_runs_that_of_the_clone(zoneout, monkeypatch, tmp_path) -> None:
+    """`zoneout bench` starts something else, or swallows its options."""
+    monkeypatch.setattr(cli.zoneout, "__file__", str(tmp_path / "src" / "zoneout" / "__init__.py"))
+    code, _, err = zoneout("bench")
+    assert code == FAILED and "make bench" in err
+    Path("benchmarks").mkdir()
+    Path("benchmarks/bench.py").write_text("import sys; print(sys.argv[1:]); sys.exit(7)")
+    code, out, _ = zoneout("bench", "--quick", "LSTM")
+    assert code == 7 and out == "['--quick', 'LSTM']\n"
+
+
+# --- as a process ----------------------------------------------------------------------------------
+
+
+def test_a_process_of_its_own(trained) -> None:
+    """What holds inside Python does not hold in a shell."""
+    done = process("train", "--data", "my.txt", "--out", "run", "--updates", "10", *SMALL)
+    assert done.returncode == OK, done.stderr
+    assert "\x1b" not in done.stdout + done.stderr  # nothing live where there is no terminal
+    done = process("traine")
+    assert done.returncode == WRONG_USE and "did you mean train" in done.stderr
+
+
+def test_a_reader_that_has_enough(trained) -> None:
+    """`zoneout sample … | head` ends in a traceback."""
+    command = [sys.executable, "-m", "zoneout", "sample", str(trained), "--length", "3000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as writer:
+        assert writer.stdout is not None and writer.stderr is not None
+        writer.stdout.read(10)
+        writer.stdout.close()
+        assert writer.wait(timeout=60) == OK
+        assert not writer.stderr.read()

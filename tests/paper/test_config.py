@@ -1,0 +1,152 @@
+"""The config: to and from JSON, and a sentence for everything that is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zoneout.paper import config as configs
+from zoneout.paper.config import (
+    Batches,
+    Config,
+    Data,
+    Evaluation,
+    Model,
+    Optimizer,
+    Protocol,
+    Schedule,
+    Zoneout,
+    change,
+    from_json,
+    names,
+    to_json,
+)
+
+WORD_PTB = Config(
+    data=Data("word-ptb", by="word"),
+    batches=Batches("streams", size=20, length=35),
+    model=Model(hidden=1500, layers=2, embedding=1500, dropout=0.65, init="uniform", forget_bias=0.0),
+    zoneout=Zoneout(cell=0.25, hidden=0.025),
+    optimizer=Optimizer("sgd", lr=1.0, clip_gradient=10.0),
+    schedule=Schedule("divide", after=14, by=1.15),
+    evaluation=Evaluation(Protocol("streams", size=20, length=35), Protocol("whole", length=1000)),
+    loss="sum",
+    epochs=55,
+)
+PMNIST = Config(
+    data=Data("mnist", order="paper"),
+    batches=Batches(size=100),
+    model=Model(hidden=100, norm="batch", init="identity", one_bias=True, learn_initial_state=True),
+    zoneout=Zoneout(cell=0.15, hidden=0.15, mask="shared"),
+    optimizer=Optimizer("rmsprop", paper=True, lr=0.001, decay=0.5, clip_gradient=1.0),
+    epochs=150,
+)
+
+
+@pytest.mark.parametrize("config", [Config(), WORD_PTB, PMNIST], ids=["default", "word-ptb", "pmnist"])
+def test_json_there_and_back_loses_nothing(config: Config) -> None:
+    assert from_json(json.loads(json.dumps(to_json(config)))) == config
+
+
+@given(
+    st.fixed_dictionaries(
+        {
+            "zoneout.cell": st.floats(0, 1),
+            "model.hidden": st.integers(1, 2**40),
+            "data.name": st.text(min_size=1),
+            "data.limit": st.none() | st.integers(1, 2**70),
+            "optimizer.betas": st.tuples(st.floats(0, 0.99), st.floats(0, 0.99)),
+            "optimizer.eps": st.none() | st.floats(1e-300, 1e300),
+            "seed": st.integers(-(2**63), 2**64 - 1),
+            "batches.offset": st.booleans(),
+            "backend": st.none() | st.text(),
+        }
+    )
+)
+def test_any_values_there_and_back(values: dict[str, Any]) -> None:
+    config = change(Config(), {n: v for n, v in values.items() if not isinstance(v, str)})
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, name=values["data.name"]))
+    assert from_json(json.loads(json.dumps(to_json(config)))) == config
+
+
+def test_a_field_that_is_left_out_has_its_default() -> None:
+    assert from_json({"zoneout": {"cell": 0.5}}) == Config(zoneout=Zoneout(cell=0.5))
+
+
+@pytest.mark.parametrize(
+    "values, sentence",
+    [
+        ({"zonout": {}}, r"zonout: there is no such field; the nearest are zoneout"),
+        ({"model": {"hiden": 3}}, r"model\.hiden: there is no such field; the nearest are hidden"),
+        ({"model": {"hidden": "3"}}, r"model\.hidden: expected a whole number, got '3'"),
+        ({"model": {"hidden": 2.5}}, r"model\.hidden: expected a whole number, got 2\.5"),
+        ({"model": {"hidden": True}}, r"model\.hidden: expected a whole number, got True"),
+        ({"model": {"hidden": 0}}, r"model\.hidden: expected a number above 0, got 0"),
+        ({"model": {"cell": "lstn"}}, r"model\.cell: expected one of lstm, gru, rnn, rnn-relu, got 'lstn'"),
+        ({"model": {"tied": 1}}, r"model\.tied: expected true or false, got 1"),
+        ({"model": {"tied": True}}, r"model\.tied: .* try --model\.embedding 256"),
+        ({"model": 3}, r"model: expected named fields in braces, got 3"),
+        ({"data": {"limit": "all"}}, r"data\.limit: expected a whole number or null, got 'all'"),
+        ({"data": {"limit": 0}}, r"data\.limit: expected a number above 0, or none, got 0"),
+        ({"zoneout": {"cell": 1.5}}, r"zoneout\.cell: expected a rate between 0 and 1, got 1\.5"),
+        ({"zoneout": {"cell": float("nan")}}, r"zoneout\.cell: expected a rate between 0 and 1, got nan"),
+        ({"optimizer": {"betas": [0.9]}}, r"optimizer\.betas: expected 2 numbers, got \[0\.9\]"),
+        ({"optimizer": {"betas": [0.9, 1.0]}}, r"optimizer\.betas: expected a number from 0 to below 1, got 1\.0"),
+        ({"optimizer": {"lr": float("inf")}}, r"optimizer\.lr: expected a finite number, 0 or more, got inf"),
+        ({"optimizer": {"momentum": 0.9}}, r"optimizer\.momentum: expected 0 with rule adam"),
+        ({"data": {"name": "mnist"}, "model": {"embedding": 8}}, r"model\.embedding: expected 0, since a pixel"),
+        ({"evaluation": {"valid": {"length": 1}}}, r"length: expected at least 2 for chunks"),
+        ({"seed": 2**64}, r"seed: expected an integer of at most 64 bits"),
+        ([], r"config: expected named fields in braces, got \[\]"),
+    ],
+)
+def test_what_is_wrong_gets_a_sentence(values: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        from_json(values)
+
+
+def test_change_reads_strings_as_the_fields_type() -> None:
+    """A sweep names fields and values on the command line."""
+    changed = change(
+        Config(),
+        {"zoneout.cell": "0.5", "data.limit": "none", "data.name": "123", "batches.offset": "false", "seed": "7"},
+    )
+    assert changed.zoneout.cell == 0.5 and changed.data.limit is None and changed.data.name == "123"
+    assert changed.batches.offset is False and changed.seed == 7
+    with pytest.raises(ValueError, match=r"zoneout\.cel: there is no such field; the nearest are zoneout\.cell"):
+        change(Config(), {"zoneout.cel": 1})
+    with pytest.raises(ValueError, match=r"zoneout\.cell: expected a number, got 'half'"):
+        change(Config(), {"zoneout.cell": "half"})
+
+
+def test_every_field_has_help() -> None:
+    """The command line shows the string below a field; one without it would have an empty help."""
+    import ast
+    import inspect
+
+    tree = ast.parse(inspect.getsource(configs))
+    bare = []
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            for one, after in zip(node.body, [*node.body[1:], None]):
+                group = isinstance(one, ast.AnnAssign) and ast.unparse(one.annotation) in vars(configs)
+                helped = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                if isinstance(one, ast.AnnAssign) and not helped and not group:
+                    bare.append(f"{node.name}.{ast.unparse(one.target)}")
+    assert not bare
+
+
+def test_the_command_line_reads_it() -> None:
+    tyro = pytest.importorskip("tyro")
+    words = "--zoneout.cell 0.5 --model.hidden 1000 --optimizer.betas 0.5 0.9 --data.name char-ptb"
+    config = tyro.cli(Config, args=[*words.split(), "--evaluation.test.kind", "whole"])
+    assert config == change(
+        Config(),
+        {"zoneout.cell": 0.5, "model.hidden": 1000, "optimizer.betas": [0.5, 0.9], "data.name": "char-ptb"},
+    )
+    assert {"zoneout.cell", "evaluation.valid.length", "seed"} <= names().keys()

@@ -1,0 +1,141 @@
+"""The demo, at a tiny size: both models, the table, the picture and the page."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from zoneout.paper import demo, runs
+from zoneout.paper.cli import FAILED, OK, main
+from zoneout.paper.config import Config, Zoneout
+from zoneout.paper.demo import PLAIN, ZONED, Demo, Result, page, verdict
+
+TINY = ["--updates", "6", "--hidden", "8", "--characters", "4000"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a demo leaves."""
+    folder = tmp_path_factory.mktemp("demo") / "<b>demo"
+    assert main(["demo", "--out", str(folder), *TINY]) == OK
+    return folder
+
+
+class Page(html.parser.HTMLParser):
+    """The tags of a page, and whether every one of them is closed."""
+
+    VOID = {"meta", "br"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def read(text: str) -> Page:
+    parsed = Page()
+    parsed.feed(text)
+    assert not parsed.open
+    return parsed
+
+
+def test_both_are_runs_that_differ_in_zoneout_alone(folder) -> None:
+    """The comparison is not fair: another budget, seed, text or size."""
+    plain, zoned = (runs.read_config(folder / name) for name in (PLAIN, ZONED))
+    assert plain.zoneout == Zoneout() and zoned.zoneout == Zoneout(cell=0.5, hidden=0.05)
+    assert plain == Config(**{**vars(zoned), "zoneout": Zoneout()})
+    ends = [json.loads((folder / name / "summary.json").read_text()) for name in (PLAIN, ZONED)]
+    assert [end["update"] for end in ends] == [6, 6]
+
+
+def test_the_three_texts_have_nothing_in_common(folder) -> None:
+    """A model is judged on what it was trained on."""
+    train, valid, test = (
+        {p for p in (folder / "text" / f"{name}.txt").read_text(encoding="utf-8").split("\n\n") if len(p) > 80}
+        for name in ("train", "valid", "test")
+    )
+    assert len((folder / "text" / "train.txt").read_text(encoding="utf-8")) == 4000
+    assert valid and not train & valid and not train & test and not valid & test
+
+
+def test_the_picture_is_there(folder) -> None:
+    """There is nothing to look at."""
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (folder / "curves.svg").read_text(encoding="utf-8")
+
+
+def test_the_page_needs_nothing_else_and_is_whole(folder) -> None:
+    """The page is broken, or looks for something on another machine."""
+    text = (folder / "index.html").read_text(encoding="utf-8")
+    parsed = read(text)
+    assert "<b>demo" in parsed.text and "b" not in {tag for tag, _ in parsed.tags}
+    for _, attributes in parsed.tags:
+        for name, value in attributes.items():
+            if name in ("src", "href", "xlink:href"):
+                assert value is not None and value.startswith("#")
+    assert not re.search(r"url\((?!#)", text)
+    for name in (PLAIN, ZONED):
+        best = json.loads((folder / name / "summary.json").read_text())["best"]["bits"]
+        assert f"{best:.3f}" in parsed.text
+
+
+def test_what_a_model_writes_is_escaped() -> None:
+    """A model that writes markup changes the page."""
+    results = [Result(PLAIN, 2.0, 1, 2.0, 1.0, 1.0), Result(ZONED, 1.5, 1, 1.5, 1.0, 1.0)]
+    text = page(Demo(), results, results[1], "<svg></svg>", "</pre><script>alert(1)</script>&amp;", Path("runs/demo"))
+    parsed = read(text)
+    assert "script" not in {tag for tag, _ in parsed.tags}
+    assert "</pre><script>alert(1)</script>&amp;" in parsed.text
+
+
+def test_the_verdict_goes_by_the_numbers() -> None:
+    """Whatever came out, zoneout is said to have won."""
+
+    def of(plain: float, zoned: float) -> str:
+        return verdict([Result(PLAIN, plain, 1, plain, 1.0, 1.0), Result(ZONED, zoned, 1, zoned, 1.0, 1.0)])
+
+    assert "0.30 bits less" in of(1.9, 1.6)
+    assert "unregularised model is better, by 0.30" in of(1.6, 1.9)
+    assert "as good as each other" in of(1.6, 1.601)
+
+
+def test_a_folder_that_is_not_empty_is_left_alone(folder, capsys) -> None:
+    """A second demo overwrites the first."""
+    before = sorted(folder.rglob("*"))
+    assert main(["demo", "--out", str(folder), *TINY]) == FAILED
+    assert "not empty" in capsys.readouterr().err
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_each_demo_gets_a_folder(tmp_path) -> None:
+    """A second `make demo` fails because of the first."""
+    base = tmp_path / "demo"
+    assert demo.free_folder(base) == base
+    base.mkdir()
+    assert demo.free_folder(base) == tmp_path / "demo-2"
+
+
+def test_an_error_in_a_worker_reaches_the_user(tmp_path, capfd) -> None:
+    """A model that cannot be trained leaves the demo waiting for ever."""
+    config = Config(data=demo.write_text(tmp_path / "text", 4000), device="nothing")
+    with pytest.raises(ValueError, match="device: expected auto"):
+        demo.side_by_side({"only": config}, tmp_path / "runs")

@@ -1,0 +1,199 @@
+"""Evaluation: each protocol against a slow obvious version, and every prediction counted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from zoneout.paper.config import Config, Data, Evaluation, Model, Protocol, Zoneout
+from zoneout.paper.data import Corpus, Images, Vocabulary
+from zoneout.paper.evaluate import (
+    Score,
+    estimate_statistics,
+    evaluate,
+    evaluate_images,
+    evaluate_text,
+    evaluation_mode,
+    predictions,
+)
+from zoneout.paper.feeds import ImageFeed, make_feed
+from zoneout.paper.models import build
+
+SYMBOLS = 7
+TEXT = torch.randint(0, SYMBOLS, (107,), generator=torch.Generator().manual_seed(0))
+CONFIG = Config(model=Model(hidden=8, learn_initial_state=True), zoneout=Zoneout(cell=0.5, hidden=0.05))
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    model = build(CONFIG, SYMBOLS).double().eval()
+    with torch.no_grad():  # a start that is not zero, so that a reset is seen
+        model.recurrent.h0.normal_(generator=torch.Generator().manual_seed(1))
+        model.recurrent.c0.normal_(generator=torch.Generator().manual_seed(2))
+    return model
+
+
+def nats_of(model: Any, sequence: Tensor) -> list[float]:
+    """The nats of every symbol of a sequence after its first, one step at a time from the initial state."""
+    state, found = None, []
+    with torch.no_grad():
+        for now, following in pairwise(sequence):
+            output = model(now.view(1, 1), state)
+            found.append(-output.logits[0, 0].log_softmax(-1)[following].item())
+            state = output.state
+    return found
+
+
+def slow(model: Any, text: Tensor, protocol: Protocol) -> tuple[float, int]:
+    """The protocol in plain words."""
+    n, found = len(text), []
+    if protocol.kind == "whole":
+        found = nats_of(model, text)
+    elif protocol.kind == "chunks":
+        for start in range(0, n - protocol.length + 1, protocol.length):
+            found += nats_of(model, text[start : start + protocol.length])
+    else:
+        part = n // protocol.size
+        for number in range(protocol.size):
+            found += nats_of(model, text[number * part : (number + 1) * part])
+    return float(np.mean(found)), len(found)
+
+
+@pytest.mark.parametrize(
+    "protocol, expected",
+    [
+        (Protocol("whole", length=10), 106),
+        (Protocol("whole", length=1000), 106),
+        (Protocol("whole", length=1), 106),
+        (Protocol("chunks", length=10, size=3), 10 * 9),
+        (Protocol("chunks", length=107, size=3), 106),
+        (Protocol("chunks", length=2, size=100), 53),
+        (Protocol("streams", length=10, size=5), 5 * 20),
+        (Protocol("streams", length=3, size=1), 106),
+    ],
+)
+def test_protocols(model: Any, protocol: Protocol, expected: int) -> None:
+    """If this fails, a figure stands for another protocol, or for another number of predictions, than it says."""
+    score = evaluate_text(model, TEXT, protocol)
+    nats, count = slow(model, TEXT, protocol)
+    assert score.predictions == count == expected == predictions(len(TEXT), protocol)
+    assert score.nats == pytest.approx(nats, rel=1e-12)
+
+
+def test_chunks_start_anew_and_the_whole_text_goes_on(model: Any) -> None:
+    """The paper's gap between valid and test comes from this difference alone."""
+    chunks = evaluate_text(model, TEXT[:100], Protocol("chunks", length=10))
+    whole = evaluate_text(model, TEXT[:100], Protocol("whole"))
+    assert chunks.nats != whole.nats
+
+
+def test_a_text_shorter_than_a_chunk_is_one_chunk(model: Any) -> None:
+    assert evaluate_text(model, TEXT[:30], Protocol("chunks", length=100)).predictions == 29
+
+
+def test_too_little_text_is_an_error(model: Any) -> None:
+    with pytest.raises(ValueError, match=r"tokens: expected a text of at least 2 symbols, got 1"):
+        evaluate_text(model, TEXT[:1], Protocol("whole"))
+    with pytest.raises(ValueError, match=r"size: 5 streams need a text of at least 10 symbols, got 9"):
+        evaluate_text(model, TEXT[:9], Protocol("streams", size=5))
+
+
+def test_bits_and_perplexity() -> None:
+    score = Score(nats=float(np.log(8)), predictions=1)
+    assert score.bits == pytest.approx(3) and score.perplexity == pytest.approx(8)
+    assert np.isfinite(Score(nats=1e9, predictions=1).perplexity)
+
+
+def test_somebody_may_stop_it(model: Any) -> None:
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_text(model, TEXT, Protocol("whole", length=10), tick=stop)
+
+
+def corpus(**parts: Tensor) -> Corpus:
+    arrays = {part: parts.get(part, TEXT).numpy().astype(np.uint8) for part in ("train", "valid", "test")}
+    return Corpus("test", "char", Vocabulary("char", tuple("abcdefg")), **arrays, digest="")
+
+
+def test_evaluate_uses_the_protocol_of_the_part_and_leaves_the_model_as_it_was() -> None:
+    model = build(CONFIG, SYMBOLS).train()
+    data = corpus(valid=TEXT[:50])
+    assert evaluate(model, data, "valid", replace(CONFIG, evaluation=Evaluation(Protocol(length=10)))).predictions == 45
+    assert evaluate(model, data, "test", CONFIG).predictions == 106
+    assert evaluate(model, data, "test", CONFIG, protocol=Protocol("streams", size=2)).predictions == 104
+    assert model.training
+    with pytest.raises(ValueError, match=r"part: expected 'train', 'valid' or 'test', got 'tset'"):
+        evaluate(model, data, "tset", CONFIG)
+
+
+def test_a_static_mask_can_be_evaluated_as_it_was_trained() -> None:
+    """FACTS: the authors' curve used another static mask than training; ours must be able to use the same."""
+    config = Config(model=Model(hidden=8), zoneout=Zoneout(cell=0.5, hidden=0.5, mask="static"))
+    sampled = build(replace(config, evaluation=Evaluation(at_eval="sample")), SYMBOLS)
+    chunk = TEXT[:100].view(10, 10).T.contiguous()
+    trained = sampled.train()(chunk, seed=5).logits
+    assert torch.equal(sampled.eval()(chunk).logits, trained)
+    expected = build(config, SYMBOLS).eval()
+    assert not torch.allclose(expected(chunk).logits, trained)
+
+
+# --- images and batch norm -------------------------------------------------------------------------
+
+
+def test_images_are_counted_one_by_one() -> None:
+    model = build(Config(data=Data("mnist"), model=Model(hidden=8))).eval()
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (10, 784), generator=generator, dtype=torch.uint8)
+    labels = torch.randint(0, 10, (10,), generator=generator, dtype=torch.uint8)
+    with torch.no_grad():
+        logits = torch.stack([model(p.float().view(-1, 1, 1) / 255).logits[0] for p in pixels])
+    wrong = sum(int(row.argmax()) != int(label) for row, label in zip(logits, labels))
+    score = evaluate_images(model, pixels, labels, size=3)
+    assert score.error == wrong / 10 and score.predictions == 10
+    assert score.nats == pytest.approx(-logits.log_softmax(-1)[range(10), labels.long()].mean().item(), rel=1e-5)
+
+
+def test_batch_norm_validates_with_the_batchs_own_statistics() -> None:
+    config = Config(model=Model(hidden=8, norm="batch"))
+    model = build(config, SYMBOLS)
+    with torch.no_grad():
+        model.recurrent.mean_hh_l0.fill_(100.0)  # running averages that are of no use
+    plain = evaluate(model, corpus(), "valid", config, protocol=Protocol(length=10))
+    own = evaluate(model, corpus(), "valid", config, protocol=Protocol(length=10), batch_statistics=True)
+    assert own.nats != plain.nats
+    assert model.recurrent.norm.at_eval == "running", "the mode was not put back"
+    with torch.no_grad():
+        model.recurrent.mean_hh_l0.zero_()
+    assert own == evaluate(model, corpus(), "valid", config, protocol=Protocol(length=10), batch_statistics=True)
+
+
+def test_statistics_are_estimated_on_the_training_part() -> None:
+    data = Images("rows", *[(np.zeros((6, 784), np.uint8), np.zeros(6, np.uint8))] * 3, digest="")
+    generator = np.random.default_rng(0)
+    data = replace(data, train=(generator.integers(0, 256, (6, 784), dtype=np.uint8), np.zeros(6, np.uint8)))
+    config = Config(data=Data("mnist"), model=Model(hidden=4, norm="batch", init="orthogonal"))
+    config = replace(config, batches=replace(config.batches, size=2))
+    model = build(config)
+    feed = make_feed(config, data, torch.device("cpu"))
+    assert isinstance(feed, ImageFeed)
+    assert estimate_statistics(model, feed, 2) == 2
+    assert estimate_statistics(model, feed) == 3
+    # The mean of x·Wx over all images, whatever the batches: the product is linear.
+    x = torch.from_numpy(data.train[0].copy()).float().T[..., None] / 255  # [784, 6, 1]
+    expected = (x @ model.recurrent.weight_ih_l0.T).mean(1)
+    torch.testing.assert_close(model.recurrent.mean_ih_l0, expected.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_evaluation_mode_is_left_after_an_error() -> None:
+    model = build(Config(model=Model(hidden=8, norm="batch")), SYMBOLS).train()
+    with pytest.raises(RuntimeError), evaluation_mode(model, batch_statistics=True):
+        raise RuntimeError
+    assert model.training and model.recurrent.norm.at_eval == "running"

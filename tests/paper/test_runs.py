@@ -1,0 +1,286 @@
+"""The folder of a run: whole at every moment, held by one process, never another run's."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zoneout.paper import runs
+from zoneout.paper.config import Config, Data, Model, Schedule
+from zoneout.paper.data import Vocabulary
+from zoneout.paper.models import build
+from zoneout.paper.runs import Run, RunError, load, read_metrics
+
+VOCABULARY = Vocabulary("char", tuple("abcü\n"))
+CONFIG = Config(model=Model(hidden=4, embedding=4, tied=True))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Any:
+    run = Run(tmp_path / "run")
+    run.create(CONFIG, VOCABULARY)
+    yield run
+    run.close()
+
+
+def checkpoint(run: Run, update: int) -> dict[str, torch.Tensor]:
+    """A line of metrics and a checkpoint after it."""
+    run.append({"kind": "train", "update": update})
+    tensors = {"model.a": torch.full((3,), float(update)), "loop.count": torch.tensor(update)}
+    run.save(tensors, {"update": update, "epoch": 0})
+    return tensors
+
+
+def test_a_run_is_created_and_read(run: Run) -> None:
+    assert runs.read_config(run.folder) == CONFIG
+    assert runs.read_vocabulary(run.folder) == VOCABULARY
+    assert read_metrics(run.folder) == []
+
+
+def test_a_run_is_never_overwritten(run: Run) -> None:
+    run.close()
+    before = {p.name: p.read_bytes() for p in run.folder.iterdir()}
+    with pytest.raises(RunError, match=r"holds a run already; continue it with --resume, or choose another folder"):
+        Run(run.folder).create(CONFIG, VOCABULARY)
+    other = replace(CONFIG, seed=9, epochs=3)
+    with pytest.raises(RunError, match=r"holds another run: seed is 1 there and 9 here"):
+        Run(run.folder).open(other)
+    assert {p.name: p.read_bytes() for p in run.folder.iterdir()} == before
+
+
+def test_a_run_may_be_made_longer(run: Run) -> None:
+    run.close()
+    longer = replace(CONFIG, epochs=99)
+    assert run.open(longer) == longer
+    assert runs.read_config(run.folder) == longer
+
+
+def test_a_run_whose_schedule_knows_its_length_keeps_it(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    config = replace(CONFIG, schedule=Schedule("cosine"))
+    run.create(config, VOCABULARY)
+    run.close()
+    with pytest.raises(RunError, match=r"epochs is 20 there and 99 here"):
+        run.open(replace(config, epochs=99))
+
+
+def test_a_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(RunError, match=r"is not empty and not a run \(it holds thesis\.tex\)"):
+        Run(tmp_path).create(CONFIG, None)
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+    with pytest.raises(RunError, match=r"is not a run: there is no config\.json"):
+        Run(tmp_path).open()
+
+
+def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("x")
+    with pytest.raises(RunError, match=r"it is not a folder; choose another name"):
+        Run(tmp_path / "run").create(CONFIG, None)
+
+
+def test_a_folder_is_held_by_one_process(run: Run) -> None:
+    with pytest.raises(RunError, match=r"is in use by another process"):
+        Run(run.folder).open()
+    run.close()
+    run.open()
+
+
+def test_a_run_killed_while_it_was_created_can_be_created(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.create(CONFIG, VOCABULARY)
+    run.close()
+    (tmp_path / "config.json").rename(tmp_path / ".config.json")
+    run.create(CONFIG, VOCABULARY)
+    run.close()
+    (tmp_path / "lock").unlink()
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(RunError, match=r"is not empty and not a run"):  # somebody else's vocabulary.json, perhaps
+        run.create(CONFIG, VOCABULARY)
+
+
+def test_a_folder_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(RunError, match=r"it may not be written to; choose another folder or change its permissions"):
+        Run(tmp_path / "run").create(CONFIG, None)
+
+
+# --- checkpoints -----------------------------------------------------------------------------------
+
+
+def test_the_latest_two_checkpoints_are_kept(run: Run) -> None:
+    for update in (5, 10, 100, 1000):
+        tensors = checkpoint(run, update)
+    assert [p.name for p in run.checkpoints()] == ["00001000", "00000100"]
+    found, problems = run.restore("cpu")
+    assert found is not None and not problems and found.state["update"] == 1000
+    assert found.tensors.keys() == tensors.keys() and all(torch.equal(found.tensors[n], t) for n, t in tensors.items())
+
+
+def test_metrics_are_cut_back_to_the_checkpoint(run: Run) -> None:
+    """Lines after it come again when the run goes on, and half a line is what a crash leaves."""
+    checkpoint(run, 1)
+    run.append({"kind": "train", "update": 2})
+    with open(run.metrics, "a") as file:
+        file.write('{"kind": "tr')
+    assert [row["update"] for row in read_metrics(run.folder)] == [1, 2]
+    run.restore("cpu")
+    assert run.metrics.read_text() == '{"kind": "train", "update": 1}\n'
+
+
+def test_without_a_checkpoint_a_run_begins_again(run: Run) -> None:
+    run.append({"kind": "train", "update": 1})
+    assert run.restore("cpu") == (None, [])
+    assert read_metrics(run.folder) == []
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1
+    path.write_bytes(content)
+
+
+def nonsense(path: Path) -> None:
+    path.write_text("[1, 2]")
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, nonsense, Path.unlink])
+@pytest.mark.parametrize("name", ["state.json", "tensors.safetensors"])
+def test_a_damaged_checkpoint_is_passed_over(run: Run, damage: Any, name: str) -> None:
+    checkpoint(run, 1)
+    checkpoint(run, 2)
+    damage(run.last / "00000002" / name)
+    found, problems = run.restore("cpu")
+    assert found is not None and found.state["update"] == 1
+    assert len(problems) == 1 and "00000002 is damaged" in problems[0]
+    assert [row["update"] for row in read_metrics(run.folder)] == [1]
+    assert [p.name for p in run.checkpoints()] == ["00000001"], "a later one would pass for the latest next time"
+
+
+def test_a_number_changed_in_the_state_is_seen(run: Run) -> None:
+    checkpoint(run, 1)
+    path = run.last / "00000001" / "state.json"
+    path.write_text(path.read_text().replace('"epoch": 0', '"epoch": 7'))
+    with pytest.raises(
+        RunError, match=r"cannot be continued: the checkpoint .* is damaged \(state\.json has been altered\)"
+    ):
+        run.restore("cpu")
+
+
+def test_metrics_that_were_altered_are_seen(run: Run) -> None:
+    """The metrics are the truth: a run does not go on from others than it wrote."""
+    checkpoint(run, 1)
+    run.metrics.write_text(run.metrics.read_text().replace("train", "tRain"))
+    with pytest.raises(RunError, match=r"metrics\.jsonl has been altered since"):
+        run.restore("cpu")
+
+
+@pytest.mark.parametrize("call", range(1, 9))
+def test_a_full_disk_leaves_the_checkpoint_before(run: Run, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+    """At whichever write the disk is full, what stood before is whole."""
+    tensors = checkpoint(run, 1)
+    calls = 0
+    fsync = os.fsync
+
+    def full(handle: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls >= call:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    try:
+        run.save({name: value + 1 for name, value in tensors.items()}, {"update": 2, "epoch": 0})
+    except RunError as error:
+        assert "the disk is full; free some space and continue with --resume" in str(error)
+    else:
+        assert calls < call, "an error was swallowed"
+    monkeypatch.undo()
+    found, problems = run.restore("cpu")
+    assert found is not None and not problems
+    value = float(found.state["update"])
+    assert found.tensors["model.a"].tolist() == [value] * 3
+
+
+def test_a_full_disk_while_metrics_are_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "metrics", Path("/dev/full"))
+    if not run.metrics.exists():
+        pytest.skip("there is no /dev/full here to write to")
+    with pytest.raises(RunError, match=r"the disk is full"):
+        run.append({"kind": "train"})
+
+
+# --- what others read ------------------------------------------------------------------------------
+
+
+def test_best_weights_come_back_as_a_model(run: Run) -> None:
+    model = build(replace(CONFIG, seed=5), len(VOCABULARY))
+    run.save_best(model, {"update": 3, "bits": 1.5})
+    found = load(run.folder)
+    assert found.config == CONFIG and found.vocabulary == VOCABULARY and found.info == {"update": 3, "bits": 1.5}
+    assert not found.model.training
+    assert all(torch.equal(a, b) for a, b in zip(found.model.parameters(), model.parameters()))
+    assert found.model.softmax.weight is found.model.embedding.weight
+
+
+def test_last_weights_come_back_as_a_model(run: Run) -> None:
+    model = build(replace(CONFIG, seed=5), len(VOCABULARY))
+    run.save({f"model.{n}": t for n, t in runs.weights_of(model).items()}, {"update": 3, "epoch": 1})
+    found = load(run.folder, weights="last")
+    assert all(torch.equal(a, b) for a, b in zip(found.model.parameters(), model.parameters()))
+    truncate(run.last / "00000003" / "tensors.safetensors")
+    with pytest.raises(RunError, match=r"00000003 is damaged"):
+        load(run.folder, weights="last")
+
+
+def test_weights_that_are_missing_damaged_or_anothers(run: Run) -> None:
+    with pytest.raises(RunError, match=r"the run has no best weights yet"):
+        load(run.folder)
+    with pytest.raises(RunError, match=r"has no checkpoint yet"):
+        load(run.folder, weights="last")
+    run.save_best(build(replace(CONFIG, model=Model(hidden=5)), len(VOCABULARY)), {})
+    with pytest.raises(RunError, match=r"do not fit its config \(missing: \['embedding\.weight'\]"):
+        load(run.folder)
+    truncate(run.folder / "best.safetensors")
+    with pytest.raises(RunError, match=r"best\.safetensors is damaged"):
+        load(run.folder)
+    with pytest.raises(ValueError, match=r"weights: expected 'best' or 'last', got 'first'"):
+        load(run.folder, weights="first")
+
+
+def test_a_config_of_somebody_elses_hand(run: Run) -> None:
+    path = run.folder / "config.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(values | {"sead": 3}))
+    with pytest.raises(
+        RunError, match=r"config\.json cannot be read: sead: there is no such field; the nearest are seed"
+    ):
+        runs.read_config(run.folder)
+    path.write_text(json.dumps(values | {"format": 99}))
+    with pytest.raises(RunError, match=r"written by another version of zoneout"):
+        runs.read_config(run.folder)
+    path.write_text("{")
+    with pytest.raises(RunError, match=r"config\.json cannot be read"):
+        runs.read_config(run.folder)
+
+
+def test_images_have_no_vocabulary(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.create(Config(data=Data("mnist")), None)
+    assert runs.read_vocabulary(tmp_path) is None
+    run.close()

@@ -1,0 +1,569 @@
+"""The training loop: golden curves, exact resume, and what happens when something goes wrong.
+
+The golden curves are written anew with `python tests/paper/test_train.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zoneout.paper import runs
+from zoneout.paper.config import (
+    Batches,
+    Config,
+    Data,
+    Evaluation,
+    Model,
+    Optimizer,
+    Protocol,
+    RecurrentDropout,
+    Schedule,
+    Zoneout,
+    change,
+    to_json,
+)
+from zoneout.paper.runs import RunError, read_metrics
+from zoneout.paper.step import learning_rates, update_seeds
+from zoneout.paper.train import Diverged, Summary, train
+
+HERE = Path(__file__).parent
+GOLDEN = HERE / "golden"
+TEXT = Data(str(GOLDEN / "text.txt"))
+
+CHARS = Config(
+    data=TEXT,
+    batches=Batches("chunks", size=16, length=25),
+    model=Model(hidden=24, init="block-orthogonal", one_bias=True, learn_initial_state=True),
+    zoneout=Zoneout(cell=0.5, hidden=0.05),
+    optimizer=Optimizer("adam", paper=True, lr=0.01, clip_update=1.0),
+    evaluation=Evaluation(Protocol("chunks", length=25), Protocol("whole", length=100)),
+    epochs=2,
+    log_every=4,
+    device="cpu",
+)
+WORDS = Config(
+    data=replace(TEXT, by="word"),
+    batches=Batches("streams", size=4, length=10),
+    model=Model(hidden=16, layers=2, embedding=16, dropout=0.2, init="uniform", init_bound=0.1, forget_bias=0.0),
+    zoneout=Zoneout(cell=0.25, hidden=0.025),
+    optimizer=Optimizer("sgd", lr=1.0, clip_gradient=5.0),
+    schedule=Schedule("divide", after=1, by=1.15),
+    evaluation=Evaluation(Protocol("streams", length=10, size=4), Protocol("whole", length=50)),
+    loss="sum",
+    epochs=2,
+    log_every=9,
+    device="cpu",
+)
+CURVES = {
+    "char-lstm-zoneout": CHARS,
+    "word-lstm-streams": WORDS,
+    "char-gru-layer-norm": replace(
+        CHARS,
+        model=Model("gru", hidden=24, norm="layer", init="orthogonal"),
+        zoneout=Zoneout(hidden=0.1),
+        optimizer=Optimizer("rmsprop", paper=True, lr=0.005, decay=0.5, clip_gradient=1.0),
+        norm_stabilizer=1.0,
+    ),
+    "char-lstm-batch-norm": replace(
+        CHARS,
+        model=Model(hidden=12, norm="batch", norm_momentum=0.05, init="identity"),
+        zoneout=Zoneout(cell=0.15, hidden=0.15, mask="shared"),
+        weight_noise=0.01,
+        schedule=Schedule("cosine"),
+        epochs=1,
+    ),
+    "char-rnn-tied": replace(
+        CHARS,
+        model=Model("rnn", hidden=16, embedding=16, tied=True),
+        zoneout=Zoneout(hidden=0.05, mask="step"),
+        optimizer=Optimizer("adam", lr=0.005, weight_decay=0.01),
+    ),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Models this small gain nothing from a second one, and lose much where other tests run beside them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def curve(folder: Path) -> list[tuple[str, int, float]]:
+    return [(row["kind"], row["update"], row["nats"]) for row in read_metrics(folder)]
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_golden_curves(name: str, tmp_path: Path) -> None:
+    """If this fails, the same config no longer trains as it did: data order, weights, masks or a rule have changed.
+
+    Kernels and compilers round differently, which some tens of updates do not make larger than this.
+    """
+    train(CURVES[name], tmp_path / "run")
+    lines = (GOLDEN / f"{name}.txt").read_text().splitlines()
+    expected = [(kind, int(update), float(nats)) for kind, update, nats in map(str.split, lines)]
+    found = curve(tmp_path / "run")
+    assert [line[:2] for line in found] == [line[:2] for line in expected]
+    assert [line[2] for line in found] == pytest.approx([line[2] for line in expected], rel=1e-4)
+
+
+# --- what a run is ---------------------------------------------------------------------------------
+
+
+def test_a_run_from_beginning_to_end(tmp_path: Path) -> None:
+    events: list[dict[str, Any]] = []
+    summary = train(CHARS, tmp_path / "run", progress=events.append)
+    rows = read_metrics(tmp_path / "run")
+    steps = [e["update"] for e in events if e["kind"] == "step"]
+    assert steps == list(range(1, summary.update + 1))
+    assert [e for e in events if e["kind"] in ("train", "valid", "test")] == rows
+    assert events[0]["kind"] == "start" and events[0]["updates"] == summary.update and events[-1]["kind"] == "end"
+    assert summary.status == "finished" and summary.epoch == 2 and summary.measure == "bits"
+    assert rows[0]["nats"] > summary.best["nats"] > 0, "nothing was learned"  # type: ignore[index]
+    assert summary.best == min((r for r in rows if r["kind"] == "valid"), key=lambda r: r["nats"])
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["test"] == rows[-1] == summary.test
+    found = runs.load(tmp_path / "run")
+    assert (
+        found.info == summary.best
+        and sum(p.numel() for p in found.model.parameters() if p.requires_grad) == summary.parameters
+    )
+
+
+def test_the_best_weights_are_kept_and_tested(tmp_path: Path) -> None:
+    """With a learning rate so high that the loss goes up and down the last weights are not the best."""
+    config = replace(
+        CHARS, epochs=3, optimizer=Optimizer("adam", lr=3.0), evaluation=replace(CHARS.evaluation, every=2)
+    )
+    summary = train(config, tmp_path / "run")
+    rows = [r for r in read_metrics(tmp_path / "run") if r["kind"] == "valid"]
+    assert summary.best is not None and summary.best["update"] < rows[-1]["update"] and not rows[-1]["best"]
+    from zoneout.paper.evaluate import evaluate
+    from zoneout.paper.train import load_data
+
+    found = runs.load(tmp_path / "run")
+    score = evaluate(found.model, load_data(config), "test", config)
+    assert summary.test is not None and score.nats == summary.test["nats"]
+
+
+def test_batch_norms_statistics_are_estimated_anew_and_kept(tmp_path: Path) -> None:
+    """Whoever loads the best weights gets what the test had; running averages of a short run are of little use."""
+    from zoneout.paper.evaluate import evaluate
+    from zoneout.paper.train import load_data
+
+    config = CURVES["char-lstm-batch-norm"]
+    summary = train(config, tmp_path / "run")
+    found = runs.load(tmp_path / "run")
+    assert summary.test is not None
+    assert evaluate(found.model, load_data(config), "test", config).nats == summary.test["nats"]
+    last = runs.load(tmp_path / "run", weights="last")  # the same weights here, with the averages of training
+    assert torch.equal(found.model.softmax.weight, last.model.softmax.weight)
+    assert not torch.allclose(found.model.recurrent.mean_hh_l0, last.model.recurrent.mean_hh_l0)
+
+
+def test_patience(tmp_path: Path) -> None:
+    config = replace(CHARS, epochs=50, patience=2, optimizer=Optimizer("adam", lr=3.0))
+    summary = train(config, tmp_path / "run")
+    flags = [r["best"] for r in read_metrics(tmp_path / "run") if r["kind"] == "valid"]
+    assert summary.status == "patience" and flags[-3:] == [True, False, False] and len(flags) < 50
+    assert all(a or b for a, b in pairwise(flags[:-1])), "it went on after two that were no better"
+
+
+def test_updates_end_a_run_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    summary = train(replace(CHARS, updates=7), tmp_path / "run")
+    assert summary.update == 7 and summary.status == "finished" and 0 < summary.epoch < 1
+    assert [r["update"] for r in read_metrics(tmp_path / "run") if r["kind"] in ("valid", "test")] == [7, 7]
+
+
+def test_schedules() -> None:
+    divide = replace(CHARS, optimizer=Optimizer(lr=1.0), schedule=Schedule("divide", after=14, by=1.15), epochs=55)
+    rates = [learning_rates(divide, epoch, 0, 3).tolist() for epoch in range(17)]
+    assert rates[0] == rates[13] == [1.0] * 3
+    assert rates[14] == pytest.approx([1 / 1.15] * 3) and rates[16] == pytest.approx([1.15**-3] * 3)
+    cosine = replace(CHARS, optimizer=Optimizer(lr=2.0), schedule=Schedule("cosine"), epochs=2)
+    both = torch.cat([learning_rates(cosine, 0, 0, 4), learning_rates(cosine, 1, 4, 4)])
+    assert both[0] == 2 and both[4] == pytest.approx(1) and (both.diff() < 0).all()
+    by_updates = learning_rates(replace(cosine, updates=8), 0, 0, 8)
+    torch.testing.assert_close(by_updates, both)
+
+
+def test_the_seed_of_an_update_is_its_own() -> None:
+    seeds = update_seeds(7, 0, 1000)
+    assert len(seeds.unique()) == 1000
+    assert torch.equal(update_seeds(7, 400, 5), seeds[400:405])
+    assert not torch.equal(update_seeds(8, 0, 1000), seeds)
+
+
+def test_two_runs_of_one_config_are_one_run_and_another_seed_is_another(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    train(CHARS, tmp_path / "a")
+    torch.manual_seed(2)  # torch's generator has no say
+    train(CHARS, tmp_path / "b")
+    train(replace(CHARS, seed=2), tmp_path / "c")
+    assert outcome(tmp_path / "a") == outcome(tmp_path / "b") != outcome(tmp_path / "c")
+
+
+def test_streams_carry_their_state_and_begin_each_epoch_anew(tmp_path: Path) -> None:
+    """An update by hand: the second starts from where the first ended, the first of an epoch from the initial state."""
+    from zoneout.paper.feeds import make_feed
+    from zoneout.paper.models import build
+    from zoneout.paper.processes import Processes
+    from zoneout.paper.step import Step
+    from zoneout.paper.train import load_data
+
+    config = replace(WORDS, model=replace(WORDS.model, learn_initial_state=True), optimizer=Optimizer("sgd", lr=0.0))
+    corpus = load_data(config)
+    model = build(config, len(corpus.vocabulary))
+    cpu = torch.device("cpu")
+    feed = make_feed(config, corpus, cpu)
+    step = Step(model, feed, config, Processes(cpu))
+    with torch.no_grad():
+        model.recurrent.h0.fill_(0.5)
+    for epoch in range(2):
+        count = step.begin(epoch, 0, epoch * feed.updates())
+        seeds = update_seeds(config.seed, epoch * feed.updates(), count)
+        state = None
+        for number, row in enumerate(feed.order(epoch)[:3]):
+            step()
+            inputs, targets = feed.batch(row)
+            with torch.no_grad():
+                output = model.train()(inputs, state, seed=seeds[number])
+            state = output.state
+            nats = torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
+            torch.testing.assert_close(step.nats, nats)
+    assert config.batches.length == len(inputs)
+
+
+def test_every_row_of_streams_is_trained_once() -> None:
+    from zoneout.paper.feeds import make_feed
+    from zoneout.paper.train import load_data
+
+    corpus = load_data(WORDS)
+    feed = make_feed(WORDS, corpus, torch.device("cpu"))
+    pieces = [feed.batch(row) for row in feed.order(0)]
+    inputs = torch.cat([x for x, _ in pieces]).T.flatten()
+    targets = torch.cat([y for _, y in pieces]).T.flatten()
+    rows = len(corpus.train) // 4
+    taken = (rows - 1) // 10 * 10
+    expected = torch.from_numpy(corpus.train[: 4 * rows].astype("int64")).view(4, rows)
+    assert torch.equal(inputs.view(4, -1), expected[:, :taken]) and torch.equal(
+        targets.view(4, -1), expected[:, 1 : taken + 1]
+    )
+
+
+# --- resume ----------------------------------------------------------------------------------------
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """All that a run computes: metrics and weights, byte for byte."""
+    last = runs.Run(folder).checkpoints()[0]
+    return {
+        "metrics": (folder / "metrics.jsonl").read_bytes(),
+        "best": (folder / "best.safetensors").read_bytes(),
+        "update": last.name,
+        "last": (last / "tensors.safetensors").read_bytes(),
+    }
+
+
+def interrupted_at(update: int) -> Any:
+    def tell(event: dict[str, Any]) -> None:
+        if event["kind"] == "step" and event["update"] == update:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    return tell
+
+
+@pytest.mark.parametrize(
+    "config", [CHARS, WORDS, CURVES["char-lstm-batch-norm"]], ids=["chunks", "streams", "batch norm"]
+)
+def test_a_run_interrupted_with_ctrl_c_goes_on_as_if_it_had_not_been(config: Config, tmp_path: Path) -> None:
+    whole = train(config, tmp_path / "whole")
+    handler = signal.getsignal(signal.SIGINT)
+    folder, resume = tmp_path / "run", False
+    for update in (1, 5, whole.update - 1, whole.update):  # the last one: while it validates
+        summary = train(config if not resume else None, folder, resume=resume, progress=interrupted_at(update))
+        assert summary.status == "interrupted" and summary.update == update
+        assert not (folder / "summary.json").exists()
+        resume = True
+    assert signal.getsignal(signal.SIGINT) is handler
+    summary = train(None, folder, resume=True)
+    assert summary.status == "finished" and summary.test == whole.test
+    assert outcome(folder) == outcome(tmp_path / "whole")
+
+
+def test_a_finished_run_can_be_made_longer(tmp_path: Path) -> None:
+    train(CHARS, tmp_path / "run")
+    train(replace(CHARS, epochs=3), tmp_path / "run", resume=True)
+    train(replace(CHARS, epochs=3), tmp_path / "whole")
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks processes to kill them")
+@pytest.mark.parametrize("name, config, seed", [("chunks", CHARS, 1), ("chunks", CHARS, 2), ("streams", WORDS, 3)])
+def test_kill_9_at_random_moments(name: str, config: Config, seed: int, tmp_path: Path) -> None:
+    """Metrics and weights are those of a run that was never killed, bit for bit."""
+    config = replace(config, save_every=4, evaluation=replace(config.evaluation, every=6))
+    config = replace(config, updates=30, epochs=9)
+    train(config, tmp_path / "whole")
+    (tmp_path / "config.json").write_text(json.dumps(to_json(config)))
+    arguments = [sys.executable, str(HERE / "kills.py"), str(tmp_path / "config.json"), str(tmp_path / "run")]
+    done = subprocess.run([*arguments, str(seed), "8"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "exit -9" in done.stdout and "finished" in done.stdout, done.stdout
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole"), done.stdout
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_the_run_is_the_same(tmp_path: Path) -> None:
+    config = replace(CHARS, save_every=3)
+    train(config, tmp_path / "whole")
+    train(config, tmp_path / "run", progress=interrupted_at(8))
+    latest = runs.Run(tmp_path / "run").checkpoints()[0]
+    (latest / "tensors.safetensors").write_bytes(b"")
+    notes: list[str] = []
+    train(
+        None, tmp_path / "run", resume=True, progress=lambda e: notes.append(e["text"]) if e["kind"] == "note" else None
+    )
+    assert len(notes) == 1 and "00000008 is damaged" in notes[0]
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+
+
+# --- when something goes wrong ---------------------------------------------------------------------
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
+    """The message has the very update, though the loss is only read now and then."""
+    config = replace(CHARS, log_every=5, save_every=5, epochs=9)
+    train(replace(config, updates=5), tmp_path / "run")
+
+    from zoneout.paper import step
+
+    original, calls = step.loss_of, 0
+
+    def spoiled(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        loss, nats = original(*args)
+        return loss, nats * float("inf") if calls == 3 else nats
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step, "loss_of", spoiled)
+        with pytest.raises(
+            Diverged, match=r"not finite at update 8.* last good checkpoint, of update 5, is kept.* Try"
+        ):
+            train(config, tmp_path / "run", resume=True)
+    assert [p.name for p in runs.Run(tmp_path / "run").checkpoints()] == ["00000005"]
+    assert train(config, tmp_path / "run", resume=True).status == "finished"  # it can be gone on from
+
+
+def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
+    config = replace(CHARS, optimizer=Optimizer("sgd", lr=1e38), save_every=1)
+    with pytest.raises(Diverged, match=r"training has diverged; there is none to keep|not finite"):
+        train(config, tmp_path / "run")
+    for kept in runs.Run(tmp_path / "run").checkpoints():
+        tensors = runs.read_checkpoint(kept, tmp_path / "run" / "metrics.jsonl").tensors
+        assert all(t.isfinite().all() for t in tensors.values() if t.is_floating_point())
+
+
+def test_folders_of_other_runs_are_not_touched(tmp_path: Path) -> None:
+    train(replace(CHARS, updates=2), tmp_path / "run")
+    before = outcome(tmp_path / "run")
+    with pytest.raises(RunError, match=r"holds a run already"):
+        train(CHARS, tmp_path / "run")
+    with pytest.raises(RunError, match=r"holds another run: model\.hidden is 24 there and 25 here"):
+        train(change(CHARS, {"model.hidden": 25}), tmp_path / "run", resume=True)
+    with pytest.raises(RunError, match=r"is not a run"):
+        train(CHARS, tmp_path / "nothing", resume=True)
+    assert outcome(tmp_path / "run") == before
+
+
+def test_a_text_that_has_changed_is_seen(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text((GOLDEN / "text.txt").read_text())
+    config = replace(CHARS, data=Data(str(text)), updates=2)
+    train(config, tmp_path / "run")
+    text.write_text((GOLDEN / "text.txt").read_text().replace("heron", "stork"))
+    with pytest.raises(RunError, match=r"was trained on other data"):
+        train(None, tmp_path / "run", resume=True)
+
+
+def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"config: expected a Config"):
+        train(None, tmp_path / "run")
+    with pytest.raises(ValueError, match=r"precision: tf32 is there on NVIDIA GPUs only"):
+        train(replace(CHARS, precision="tf32"), tmp_path / "run")
+    with pytest.raises(ValueError, match=r"device: expected auto, cpu, cuda or cuda:N, got 'gpu'"):
+        train(replace(CHARS, device="gpu"), tmp_path / "run")
+    with pytest.raises(ValueError, match=r"a plain RNN has no gated update"):
+        train(
+            replace(CHARS, model=Model("rnn"), zoneout=Zoneout(), recurrent_dropout=RecurrentDropout(0.5)),
+            tmp_path / "run",
+        )
+    with pytest.raises(ValueError, match=r"evaluation\.valid: size: 999 streams need a text of at least 1998 symbols"):
+        train(replace(CHARS, evaluation=Evaluation(Protocol("streams", size=999))), tmp_path / "run")
+    assert not (tmp_path / "run").exists(), "a folder was made for a run that cannot be"
+
+
+@pytest.mark.parametrize("config", [CHARS, WORDS], ids=["one-hot", "embedding"])
+def test_bf16(config: Config, tmp_path: Path) -> None:
+    """Products in bf16; weights, losses and evaluation in float32, near enough to what float32 learns."""
+    config = replace(config, precision="bf16", epochs=1)
+    rough, fine = train(config, tmp_path / "a"), train(replace(config, precision="fp32"), tmp_path / "b")
+    assert rough.best is not None and fine.best is not None and rough.best["nats"] != fine.best["nats"]
+    assert rough.best["nats"] == pytest.approx(fine.best["nats"], rel=0.02)
+    assert all(p.dtype == torch.float32 for p in runs.load(tmp_path / "a").model.parameters())
+
+
+# --- several processes -----------------------------------------------------------------------------
+
+TWO = """
+import json, sys, torch
+from zoneout.paper.config import from_json
+from zoneout.paper.train import train
+torch.set_num_threads(1)
+config = from_json(json.load(open(sys.argv[1])))
+train(config, sys.argv[2])
+longer = from_json(json.load(open(sys.argv[1])) | {"updates": 0})
+train(longer, sys.argv[2], resume=True)
+"""
+
+
+@pytest.mark.parametrize("config", [CHARS, WORDS], ids=["chunks", "streams"])
+def test_two_processes_train_what_one_does(config: Config, tmp_path: Path) -> None:
+    """Order and masks are those of the whole batch, and a run that two share can be continued by them."""
+    config = replace(config, epochs=1, updates=5)
+    (tmp_path / "config.json").write_text(json.dumps(to_json(config)))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO, str(tmp_path / "config.json"), str(tmp_path / "two")],
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [process.communicate()[1] for process in started]
+    assert all(process.returncode == 0 for process in started), "\n".join(errors)
+    train(config, tmp_path / "one")
+    train(replace(config, updates=0), tmp_path / "one", resume=True)
+    one, two = curve(tmp_path / "one"), curve(tmp_path / "two")
+    assert [line[:2] for line in one] == [line[:2] for line in two]
+    assert [line[2] for line in two] == pytest.approx([line[2] for line in one], rel=1e-5)
+    for a, b in zip(runs.load(tmp_path / "one").model.parameters(), runs.load(tmp_path / "two").model.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_a_batch_that_cannot_be_shared_is_an_error() -> None:
+    from zoneout.paper.feeds import make_feed
+    from zoneout.paper.train import load_data
+
+    with pytest.raises(ValueError, match=r"batches\.size: expected a multiple of the 3 processes"):
+        make_feed(CHARS, load_data(CHARS), torch.device("cpu"), rank=0, processes=3)
+
+
+# --- on a GPU --------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CURVES)
+def test_a_gpu_trains_what_a_cpu_does(name: str, tmp_path: Path) -> None:
+    """The captured step draws the same masks in the same order; only rounding differs."""
+    train(replace(CURVES[name], device="cuda"), tmp_path / "run")
+    lines = (GOLDEN / f"{name}.txt").read_text().splitlines()
+    found = curve(tmp_path / "run")
+    assert [line[2] for line in found] == pytest.approx([float(line.split()[2]) for line in lines], rel=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["char-lstm-zoneout", "word-lstm-streams"])
+def test_a_gpu_goes_on_exactly(name: str, tmp_path: Path) -> None:
+    config = replace(CURVES[name], device="cuda")
+    train(config, tmp_path / "whole")
+    assert train(config, tmp_path / "run", progress=interrupted_at(7)).status == "interrupted"
+    train(None, tmp_path / "run", resume=True)
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+
+
+@pytest.mark.gpu
+def test_the_captured_step_is_the_eager_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, something in the step is decided when it is captured and should be decided at every update."""
+    from zoneout.paper.step import Step
+
+    for name in ("char-lstm-zoneout", "word-lstm-streams"):
+        config = replace(CURVES[name], device="cuda")
+        train(config, tmp_path / f"captured {name}")
+        with monkeypatch.context() as patch:
+            patch.setattr(Step, "capture", lambda self: None)
+            train(config, tmp_path / f"eager {name}")
+        a, b = curve(tmp_path / f"captured {name}"), curve(tmp_path / f"eager {name}")
+        assert [line[2] for line in a] == pytest.approx([line[2] for line in b], rel=1e-5)
+
+
+# --- the real thing, small -------------------------------------------------------------------------
+
+
+@pytest.mark.skipif("ZONEOUT_DATA" not in os.environ, reason="ZONEOUT_DATA does not say where the paper's data are")
+def test_char_ptb_trains_at_reduced_size(tmp_path: Path) -> None:
+    config = Config(
+        data=Data("char-ptb", limit=200_000),
+        batches=Batches("chunks", size=32, length=50),
+        model=Model(hidden=64, init="block-orthogonal", one_bias=True, learn_initial_state=True),
+        zoneout=Zoneout(cell=0.25, hidden=0.05),
+        optimizer=Optimizer("adam", paper=True, lr=0.01, clip_update=1.0),
+        evaluation=Evaluation(Protocol("chunks", length=50), Protocol("whole", length=500)),
+        epochs=1,
+        device="cpu",
+    )
+    summary: Summary = train(config, tmp_path / "run")
+    assert summary.best is not None and summary.best["bits"] < 3.6, "char-PTB's letter frequencies alone give about 4.2"
+    assert summary.test is not None and summary.test["bits"] < 3.6
+
+
+@pytest.mark.skipif("ZONEOUT_DATA" not in os.environ, reason="ZONEOUT_DATA does not say where the paper's data are")
+def test_permuted_mnist_trains_with_batch_norm_and_zoneout(tmp_path: Path) -> None:
+    config = Config(
+        data=Data("mnist", limit=40),
+        batches=Batches(size=20),
+        model=Model(hidden=8, norm="batch", init="identity", one_bias=True, learn_initial_state=True),
+        zoneout=Zoneout(cell=0.15, hidden=0.15, mask="shared"),
+        optimizer=Optimizer("rmsprop", paper=True, lr=0.001, decay=0.5, clip_gradient=1.0),
+        epochs=1,
+        device="cpu",
+    )
+    summary = train(config, tmp_path / "run")
+    assert summary.measure == "error" and summary.test is not None and summary.test["predictions"] == 40
+    assert 0 <= summary.test["error"] <= 1 and summary.update == 2
+
+
+def test_dropping_in_another_backend_changes_nothing_but_rounding(tmp_path: Path) -> None:
+    config = replace(CHARS, epochs=1)
+    for backend in ("reference", "cpu"):
+        train(replace(config, backend=backend), tmp_path / backend)
+    a, b = curve(tmp_path / "reference"), curve(tmp_path / "cpu")
+    assert [line[2] for line in a] == pytest.approx([line[2] for line in b], rel=1e-4)
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    for name, config in CURVES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            train(config, Path(folder) / "run")
+            lines = [f"{kind} {update} {nats:.6f}\n" for kind, update, nats in curve(Path(folder) / "run")]
+            (GOLDEN / f"{name}.txt").write_text("".join(lines))
