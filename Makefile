@@ -9,10 +9,10 @@ PIP   := $(RUN) -m pip --disable-pip-version-check install -qq -c constraints.tx
 READY := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean
+.PHONY: help demo test test-browser check bench clean
 
 help: ## list what can be made
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  PYTHON=… chooses the Python that .venv is made with (after make clean), JOBS=… the test processes."
 
 demo: $(READY) ## train a small LSTM with and without zoneout, and compare them (runs/demo)
@@ -20,6 +20,11 @@ demo: $(READY) ## train a small LSTM with and without zoneout, and compare them 
 
 test: $(READY) ## run every test, the examples in the documentation included
 	@$(RUN) -m pytest -q -n $(JOBS) --dist worksteal
+
+test-browser: $(READY) ## install Chromium (Debian's package) and playwright, and open the report in it
+	@command -v chromium >/dev/null || { apt-get update && apt-get install -y --no-install-recommends chromium fonts-dejavu-core; }
+	@$(PIP) playwright
+	@$(RUN) -m pytest -q -rs tests/paper/test_browser.py
 
 check: $(READY) ## ruff, mypy and the tests
 	@$(RUN) -m ruff check .
@@ -45,4 +50,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PIP) torch
 	@$(PIP) hatchling
 	@$(PIP) --no-build-isolation -e '.[dev]'
+	@# A CUDA build of torch brings its run-time compiler; beside a CPU build it compiles the GPU's kernels in the tests.
+	@if $(RUN) -c 'import platform, torch; exit(platform.system() != "Linux" or torch.version.cuda is not None)'; then \
+	  $(PIP) nvidia-cuda-nvrtc==13.0.88; fi
 	@touch $@

@@ -1,4 +1,4 @@
-"""The README's speed table, made from benchmarks/results.csv: printed, or with `--write` put into the README."""
+"""The README's speed tables, made from benchmarks/results.csv: printed, or with `--write` put into the README."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
-BEGIN, END = "<!-- speed on the CPU: made by benchmarks/table.py -->", "<!-- end -->"
+BEGIN, END = "<!-- speed on the {}: made by benchmarks/table.py -->", "<!-- end -->"
 SHAPES = {"char-PTB": "(100, 32, 50, 1000)", "pMNIST": "(784, 100, 1, 100)", "medium": "(100, 32, 256, 256)"}
 SHAPES["small"] = "(100, 32, 64, 128)"
 
@@ -61,17 +61,70 @@ def cpu_table(results: list[dict[str, str]]) -> str:
     return "\n".join(lines)
 
 
-def in_readme() -> str:
-    return README.read_text().split(BEGIN)[1].split(END)[0].strip()
+GPU_SHAPES = {
+    "char-PTB": "char-PTB (100, 32, 50, 1000)",
+    "text8": "text8 (180, 128, 27, 2000)",
+    "word-PTB": "word-PTB (35, 20, 1500, 2 × 1500)",
+    "pMNIST": "pMNIST (784, 100, 1, 100)",
+    "speech decoder": "speech decoder (800, 64, 1024, 1024)",
+    "1024": "(100, 32, 1024, 1024)",
+    "512": "(100, 64, 512, 512)",
+}
+
+
+def gpu_table(results: list[dict[str, str]]) -> str:
+    """One row a shape and layer; milliseconds in a CUDA graph, ours / cuDNN, and the ratio in eager mode."""
+    found = {(r["group"], r["layer"], r["shape"], r["dtype"]): r for r in results if r["backend"] == "cuda"}
+    lines = [
+        "| T, B, input, H | layer | bf16: ours / cuDNN ms | **ratio** | eager | TF32: ours / cuDNN ms "
+        "| **ratio** | eager |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for layer in ("LSTM", "GRU", "RNN"):
+        for shape, sizes in GPU_SHAPES.items():
+            cells = [sizes, layer]
+            for dtype in ("bf16", "tf32"):
+                graph = found.get(("gpu graph", layer, shape, dtype))
+                eager = found.get(("gpu eager", layer, shape, dtype))
+                if graph is None or eager is None:
+                    cells += ["", "", ""]
+                    continue
+                ratio, goal, theirs = (float(graph[name]) for name in ("ratio", "goal", "theirs"))
+                mark = "" if ratio <= goal else f" (missed: {goal * theirs:.3g} ms)"
+                cells.append(f"{float(graph['ours']):.3g} / {theirs:.3g}{mark}")
+                cells += [f"**{ratio:.2f}**", f"{float(eager['ratio']):.2f}"]
+            if any(cells[2:]):
+                lines.append("| " + " | ".join(cells) + " |")
+    grid = [r for r in results if r["group"].startswith("gpu grid")]
+    one = next(r for r in results if r["backend"] == "cuda")
+    lines += ["", f"{one['device']}, torch {one['torch']}, {one['date']}."]
+    if grid:
+        slower = {mode: [r for r in grid if r["group"].endswith(mode)] for mode in ("graph", "eager")}
+        parts = [
+            f"{sum(float(r['ratio']) <= float(r['goal']) for r in rows)} of {len(rows)} {mode}"
+            for mode, rows in slower.items()
+        ]
+        lines[-1] += (
+            f" On a grid of sizes (H 64 to 2048, B 1 to 256, T 100) no slower than cuDNN at {', '.join(parts)}."
+        )
+    return "\n".join(lines)
+
+
+TABLES = {"CPU": cpu_table, "GPU": gpu_table}
+
+
+def in_readme(where: str) -> str:
+    return README.read_text().split(BEGIN.format(where))[1].split(END)[0].strip()
 
 
 def main() -> None:
-    table = cpu_table(rows())
-    if "--write" in sys.argv[1:]:
-        before, _, rest = README.read_text().partition(BEGIN)
-        README.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}")
-    else:
-        print(table)
+    for where, make in TABLES.items():
+        table, begin = make(rows()), BEGIN.format(where)
+        if "--write" in sys.argv[1:]:
+            before, _, rest = README.read_text().partition(begin)
+            README.write_text(f"{before}{begin}\n\n{table}\n\n{END}{rest.partition(END)[2]}")
+        else:
+            print(f"{where}\n\n{table}\n")
 
 
 if __name__ == "__main__":

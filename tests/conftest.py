@@ -13,7 +13,7 @@ def pytest_configure() -> None:
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
     if torch.cuda.is_available():  # float32 means float32, unless a test says otherwise
-        torch.backends.cudnn.rnn.fp32_precision = "ieee"
+        torch.backends.cudnn.allow_tf32 = False
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -80,14 +80,14 @@ def poisoned():
     torch.use_deterministic_algorithms(False)
 
 
-def everything(layer: Any, x: Tensor, hx: Any, call: dict[str, Any]) -> dict[str, Tensor]:
-    """All that a call and its way back give, by name."""
+def everything(layer: Any, x: Tensor, hx: Any, call: dict[str, Any], cells: bool = True) -> dict[str, Tensor]:
+    """All that a call and its way back give, by name; of an LSTM also every c, unless that is not wanted."""
     x = x.clone().requires_grad_()
     states = [s.clone().requires_grad_() for s in (hx if isinstance(hx, tuple) else (hx,))]
-    more = {"return_cells": True} if layer.kind == "lstm" else {}
-    y, ended, *cells = layer(x, tuple(states) if layer.kind == "lstm" else states[0], seed=5, **more, **call)
+    more = {"return_cells": True} if layer.kind == "lstm" and cells else {}
+    y, ended, *every_c = layer(x, tuple(states) if layer.kind == "lstm" else states[0], seed=5, **more, **call)
     out = {"y": y, **{f"end {k}": s for k, s in enumerate(ended if layer.kind == "lstm" else [ended])}}
-    out |= {"cells": cells[0]} if cells else {}
+    out |= {"cells": every_c[0]} if every_c else {}
     weights = torch.Generator().manual_seed(1)
     loss = sum((v * torch.randn(v.shape, generator=weights, dtype=torch.float64).to(v)).sum() for v in out.values())
     layer.zero_grad()

@@ -314,7 +314,7 @@ def working_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
 
 def autocast_on(device: torch.device) -> bool:
     """Whether autocast is on for a device; not every device knows of it."""
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return ops.autocast_on(device.type)
 
 
 def check_device(name: str, value: Tensor, weight: Tensor) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from . import cuda, operator, reference
 from .interface import TOLERANCES, Result, Run, Weights
 
-__all__ = ["BACKENDS", "TOLERANCES", "Result", "Run", "Weights", "check_backend", "dense", "run"]
+__all__ = ["BACKENDS", "TOLERANCES", "Result", "Run", "Weights", "autocast_on", "check_backend", "dense", "run"]
 
 BACKENDS: dict[str, Callable[[Run], Result]] = {
     "reference": reference.run,
@@ -31,6 +31,15 @@ def check_backend(backend: str | None) -> None:
     """An error where the name is not that of a backend."""
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {', '.join(BACKENDS)} or None, got {backend!r}")
+
+
+# Asked once: a compiler need not be able to ask.
+_AUTOCAST = {kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind)}
+
+
+def autocast_on(kind: str) -> bool:
+    """Whether autocast is on for a kind of device; not every one knows of it."""
+    return kind in _AUTOCAST and torch.is_autocast_enabled(kind)
 
 
 def dense(x: Tensor, w_ih: Tensor) -> Tensor:
@@ -50,6 +59,5 @@ def run(what: Run, backend: str | None = None) -> Result:
         )
     if not what.x.is_floating_point() and (backend == "reference" or torch.onnx.is_in_onnx_export()):
         what = replace(what, x=dense(what.x, what.weights.w_ih))
-    known = torch.amp.is_autocast_available(kind)
-    with torch.autocast(kind, enabled=False) if known and torch.is_autocast_enabled(kind) else nullcontext():
+    with torch.autocast(kind, enabled=False) if autocast_on(kind) else nullcontext():
         return BACKENDS[backend](what)

@@ -132,8 +132,8 @@ def _run(
 
 def _outputs(kept: Kept, like: Tensor) -> tuple[Tensor, ...]:
     """As an operator gives them: an empty tensor where there is none."""
-    *parts, moments = kept
-    return tuple(like.new_empty(0) if v is None else v for v in (*parts, *moments))
+    parts = (kept.y, kept.h, kept.c, kept.cells, kept.gates, kept.gh, *kept.moments)
+    return tuple(like.new_empty(0) if v is None else v for v in parts)
 
 
 @_run.register_fake
@@ -286,7 +286,7 @@ class _Eager(torch.autograd.Function):
         if any(ctx.needs_input_grad):
             norm = () if r.norm is None or r.norm.given is None else r.norm.given
             drawn = [value for draw in r.draws for value in (draw.rate, draw.seed)]
-            ctx.run = _without_tensors(r)
+            ctx.run, ctx.rows = _without_tensors(r), kept.rows
             saved = (kept.y, kept.cells, kept.gates, kept.gh, *kept.moments)
             ctx.save_for_backward(*tensors, r.examples, r.lengths, r.resets, *saved, *drawn, *norm)
         return (kept.y, kept.h, kept.c, kept.cells if r.return_cells else None, *seen)
@@ -300,7 +300,7 @@ class _Eager(torch.autograd.Function):
         needs = ctx.needs_input_grad[1:]
         d = (dy, dh, dc, dcells)
         if not torch.is_grad_enabled():
-            kept = Kept(y, r.h0, None, cells, gates, gh, moments)
+            kept = Kept(y, r.h0, None, cells, gates, gh, moments, ctx.rows)
             return (None, *passes.backward(r, kept, d, needs))
         # A second derivative is asked for: it goes through the operator, which refuses it with a sentence.
         there = [v is not None and bool(needed) for v, needed in zip(tensors, needs)]

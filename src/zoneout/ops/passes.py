@@ -35,6 +35,7 @@ class Kept(NamedTuple):
     gates: Tensor  # [T · B, G]
     gh: Tensor | None
     moments: tuple[Tensor | None, ...]  # mean and variance of x·Wx, h·Wh and c
+    rows: Packed | Padded | None = None  # how they lay; None: to be found out again
 
 
 def forward(r: Run) -> Kept:
@@ -83,9 +84,9 @@ class _Ready(NamedTuple):
     rows: Packed | Padded
 
 
-def _ready(device: Any, r: Run) -> _Ready:
+def _ready(device: Any, r: Run, rows: Packed | Padded | None = None) -> _Ready:
     steps, batch = r.x.shape[:2]
-    rows = device.ROWS(r.lengths, steps, batch, r.reverse)
+    rows = rows or device.ROWS(r.lengths, steps, batch, r.reverse)
     norm = r.norm
     if norm is not None:
         given = None if norm.given is None else Moments(*map(wide, norm.given))  # type: ignore[arg-type]
@@ -215,7 +216,7 @@ def _forward(device: Any, r: Run) -> Kept:
         y = rows.unpack(ys)
         c = None if cs is None else rows.unpack(cs)
     y = y if y.dtype == narrow else y.to(narrow)
-    return Kept(y, h_n, c_n, c, gates, gh, tuple(moments))
+    return Kept(y, h_n, c_n, c, gates, gh, tuple(moments), rows)
 
 
 def _input_product(x: Tensor, w_ih: Tensor, out: Tensor) -> None:
@@ -234,7 +235,7 @@ _SHORT = 2**20  # numbers of h and x side by side that one product for both matr
 def _backward(
     device: Any, r: Run, kept: Kept, given: Sequence[Tensor | None], needs: dict[str, bool]
 ) -> dict[str, Tensor]:
-    ready = _ready(device, r)
+    ready = _ready(device, r, kept.rows)
     rows, w, norm = ready.rows, ready.w, ready.norm
     dy, dh, dc, dcells = given
     lstm = r.cell == "lstm"
@@ -328,4 +329,9 @@ def _input_gradient(d: Tensor, x: Tensor, w_ih: Tensor) -> Tensor:
     numbers, count = x.view(-1), w_ih.shape[1]
     if count <= 256:  # a product with a matrix of so few columns costs less than adding rows in order
         return d.t() @ d.new_zeros(len(d), count).scatter_(1, x, 1.0)
-    return torch.ops.aten.embedding_dense_backward(d, numbers, count, -1, False).t()
+    return sum_rows(d, numbers, count).t()
+
+
+def sum_rows(d: Tensor, numbers: Tensor, count: int) -> Tensor:
+    """[count, ·]: the rows of `d` that have each number added up, in a fixed order and without waiting for a GPU."""
+    return d.new_zeros(count, d.shape[1]).index_put_((numbers,), d, accumulate=True)

@@ -123,7 +123,9 @@ class LanguageModel(RecurrentModel):
         rows = example_ids(examples, tokens.shape[1], tokens.device)
         x = tokens  # which the layer takes for one-hot rows
         if self.embedding is not None:
-            x = F.embedding(tokens, self.noisy(self.embedding.weight, _INPUT, key))
+            table = self.noisy(self.embedding.weight, _INPUT, key)
+            # On a GPU the way back of F.embedding waits for the host, which a captured graph must not.
+            x = table[tokens] if table.is_cuda else F.embedding(tokens, table)
             x = self.drop(x, _INPUT, key, rows, first_step)
         hidden, state = self.recurrent(x, state, seed=key, examples=rows, first_step=first_step)
         return Output(self.logits(hidden, key, rows, first_step), hidden, state)

@@ -81,7 +81,10 @@ class Optimizer:
         # m̂ / (√v̂ + eps), with both corrections in one factor: eps is then √(1 − β₂ᵗ) times itself, which the paper's
         # rule leaves out.
         roots = torch._foreach_sqrt(square)
-        torch._foreach_add_(roots, eps if self.settings.paper else (eps * bias2).to(roots[0].dtype))
+        if self.settings.paper:
+            torch._foreach_add_(roots, eps)
+        else:  # as a list, since a single tensor would be read by the host
+            torch._foreach_add_(roots, [(eps * bias2).to(roots[0].dtype)] * len(roots))
         return self._scaled(list(torch._foreach_div(mean, roots)), lr * bias2 / bias1)
 
     def _sgd(self, grads: Tensors, lr: Tensor) -> Tensors:

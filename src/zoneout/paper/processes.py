@@ -97,17 +97,18 @@ def join(device: str) -> Iterator[Processes]:
 
 @contextmanager
 def products_in(precision: str, device: torch.device) -> Iterator[None]:
-    """Matrix products in fp32, tf32 (on a GPU) or bf16."""
-    before = torch.get_float32_matmul_precision()
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    """Matrix products in fp32, tf32 (on a GPU) or bf16, those of recurrent layers and all others."""
+    flags: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn.rnn] if device.type == "cuda" else []
+    before = [flag.fp32_precision for flag in flags]
+    for flag in flags:
+        flag.fp32_precision = "tf32" if precision == "tf32" else "ieee"
     try:
         # Without the cache of cast weights, which would outlive a captured graph.
         with torch.autocast(device.type, torch.bfloat16, precision == "bf16", cache_enabled=False):
             yield
     finally:
-        if device.type == "cuda":
-            torch.set_float32_matmul_precision(before)
+        for flag, value in zip(flags, before):
+            flag.fp32_precision = value
 
 
 def device_of(name: str, number: int | None = None) -> torch.device:

@@ -275,19 +275,20 @@ __device__ __forceinline__ int row_at(int r) { return (r / 8 * 32 + r % 8 * 4) *
 __device__ __forceinline__ i64 buffer_of(const Mine &m, i64 turn) { return (turn & 1) * m.other; }
 __device__ __forceinline__ u32 tag_of(i64 turn) { return (u32)(turn >> 1 & 1) ^ 1; }
 
-/* The nearest number whose lowest bit is `tag`. */
-__device__ __forceinline__ u32 tagged(float v, u32 tag) {
 #if TYPE
-    u32 x = narrowed(v);
-    if ((x ^ tag) & 1) x += fabsf(v) > fabsf(widen((narrow)x)) || !(x & 0x7FFF) ? 1 : -1;
-    return x;
-#else
-    return (bits(v) & ~1u) | tag; /* far below what enters the product */
-#endif
+/* Two numbers side by side, the first of them being the nearest one whose lowest bit is `tag`. */
+__device__ __forceinline__ u32 tagged_pair(float low, float high, u32 tag) {
+    u32 both = pair(low, high), x = both & 0xFFFF;
+    if ((x ^ tag) & 1) x += fabsf(low) > fabsf(widen((narrow)x)) || !(x & 0x7FFF) ? 1 : -1;
+    return (both & 0xFFFF0000) | (x & 0xFFFF);
 }
+#else
+__device__ __forceinline__ u32 tagged(float v, u32 tag) { return (bits(v) & ~1u) | tag; } /* far below what enters */
+#endif
 
 __device__ __forceinline__ void write8(char *to, u32 low, u32 high) {
-    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"((u64)high << 32 | low) : "memory");
+    asm volatile("{ .reg .b64 both; mov.b64 both, {%1, %2}; st.relaxed.gpu.global.u64 [%0], both; }"
+                 ::"l"(to), "r"(low), "r"(high) : "memory");
 }
 
 /* Send the numbers of one unit of one row, [GE]; all lanes of a warp must come here. Where units have one number each,
@@ -298,11 +299,11 @@ __device__ __forceinline__ void send(const Mine &m, i64 turn, int r, bool in, co
     float first = in ? v[0] : 0.0f;
 #if TYPE
     if (GE == 1) {
-        u32 one = m.u % 4 ? (u32)narrowed(first) : tagged(first, tag);
+        u32 one = m.u % 4 ? pair(first, 0.0f) : tagged_pair(first, 0.0f, tag);
         u32 two = one | __shfl_down_sync(~0u, one, 1) << 16, more = __shfl_down_sync(~0u, two, 2);
         if (in && m.u % 4 == 0) write8(to, two, more);
     } else if (in) {
-        write8(to, tagged(v[0], tag) | (u32)narrowed(v[1 % GE]) << 16, (u32)narrowed(v[2 % GE]) | (u32)narrowed(v[3 % GE]) << 16);
+        write8(to, tagged_pair(v[0], v[1 % GE], tag), pair(v[2 % GE], v[3 % GE]));
     }
 #else
     if (GE == 1) {

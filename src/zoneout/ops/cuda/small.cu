@@ -255,8 +255,7 @@ __device__ __forceinline__ void enter(u32 *entering, int row, int unit, const fl
         ((narrow *)(entering + row * PITCH))[unit] = narrowed(v[0]);
     else
         *(uint2 *)(entering + row * PITCH + unit * 2) =
-            make_uint2((u32)narrowed(v[0]) | (u32)narrowed(v[1 % GE]) << 16,
-                       (u32)narrowed(v[2 % GE]) | (u32)narrowed(v[3 % GE]) << 16);
+            make_uint2(pair(v[0], v[1 % GE]), pair(v[2 % GE], v[3 % GE]));
 #else
     if (GE == 1)
         entering[row * PITCH + unit] = bits(v[0]);

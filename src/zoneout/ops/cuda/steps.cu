@@ -1,33 +1,124 @@
-/* One step at a time: what stands between the products. One thread for each unit, one block row for each row. */
+/* One step at a time: what stands between the products.
+ *
+ * Compiled with V (units of a thread: 4 where sizes and addresses allow it, else 1) and PLAIN (nothing but zoneout, no
+ * norm, no projection, all rows to the end: forward and backward alone, which may be started before the product that
+ * they follow has ended).
+ */
 
 struct Scratch {
-    float *product;          /* [B, G·H]: h·Wh; projection: [B, P] */
-    narrow *h_in;            /* [B, P]: h as it enters the product */
-    float *h;                /* [B, P]: the carried h, not rounded */
+    const float *product;    /* [B, G·H]: h·Wh, or NULL where it has been added to x's part already */
+    narrow *h_in;            /* [B, pitch]: h as it enters the product */
+    narrow *next;            /* the same where y cannot enter it as it lies, or NULL */
+    float *h;                /* [B, P]: the carried h, not rounded; NULL where y is as good */
     float *raw;              /* [B, H]: the candidate c; backwards: of the candidate c */
     narrow *u;               /* projection: [B, H] what is projected; backwards: [N, H] */
-    float *shown;            /* projection, backwards: [B, H] of what is projected */
-    const float *rec;        /* backwards: [B, P] what came through the product of the step after, or NULL */
+    const float *shown;      /* projection: [B, P] the projected; backwards: [B, H] of what is projected */
+    const float *rec;        /* backwards: [sums, B, pitch]: what came through the product, in parts */
     float *owed;             /* [B, H]: what a held output gate owes to the step before */
     narrow *du, *dgh;
     float *dnc, *chat;
     i64 norm, given, project; /* norm: 0 none, 1 over the units, 2 over the examples */
+    i64 pitch, sums, settled; /* settled: rec has been added to dh */
     double eps;
     const float *norm_h, *norm_c, *norm_c_shift;
     float *mean_h, *var_h, *mean_c, *var_c;
 };
 enum { GATES = 1, SHOWS = 2, CARRY = 4 };
 
-struct Place { /* one unit of one row at one step */
+/* Nothing but zoneout: let the compiler know. */
+__device__ __forceinline__ void simplify(Loop &l, Scratch &s, int &parts) {
+#if PLAIN
+    l.lengths = nullptr;
+    l.resets = nullptr;
+    l.scale_h = nullptr;
+    l.dcells = nullptr;
+    l.reverse = 0;
+    l.update.mode = OFF;
+    l.update.hold = l.cell.zero = l.hidden_state.zero = 0;
+    s.norm = s.project = s.settled = 0;
+    s.owed = nullptr;
+    parts = GATES | SHOWS | CARRY;
+#endif
+}
+
+/* Until the product before has ended. Everything is read after it, and then, while it is on its way, noise is drawn. */
+__device__ __forceinline__ void wait() {
+#if PLAIN && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/* --- neighbouring units -------------------------------------------------------------------------- */
+
+#define EACH _Pragma("unroll") for (int e = 0; e < V; e++)
+
+struct Units { /* one number of each of V neighbours */
+    float v[V];
+    __device__ __forceinline__ float &operator[](int e) { return v[e]; }
+    __device__ __forceinline__ float operator[](int e) const { return v[e]; }
+};
+
+__device__ __forceinline__ Units get(const float *from) {
+    Units u;
+#if V == 4
+    float4 w = *(const float4 *)from;
+    u[0] = w.x, u[1] = w.y, u[2] = w.z, u[3] = w.w;
+#else
+    u[0] = *from;
+#endif
+    return u;
+}
+
+__device__ __forceinline__ void put(float *to, const Units &u) {
+#if V == 4
+    *(float4 *)to = make_float4(u[0], u[1], u[2], u[3]);
+#else
+    *to = u[0];
+#endif
+}
+
+#if TYPE
+__device__ __forceinline__ Units get(const narrow *from) {
+    Units u;
+#if V == 4
+    uint2 w = *(const uint2 *)from;
+    u[0] = widen((narrow)w.x), u[1] = widen((narrow)(w.x >> 16));
+    u[2] = widen((narrow)w.y), u[3] = widen((narrow)(w.y >> 16));
+#else
+    u[0] = widen(*from);
+#endif
+    return u;
+}
+
+__device__ __forceinline__ void put(narrow *to, const Units &u) {
+#if V == 4
+    u32 low = pair(u[0], u[1]), high = pair(u[2], u[3]);
+    *(uint2 *)to = make_uint2(low, high);
+#else
+    *to = narrowed(u[0]);
+#endif
+}
+#endif
+
+__device__ __forceinline__ Units all_of(float value) {
+    Units u;
+    EACH u[e] = value;
+    return u;
+}
+
+struct Place { /* V units of one row at one step */
     i64 row, j, length, at, before;
     bool in, cut, first; /* first: no step before is seen */
 };
 
 __device__ __forceinline__ Place place(const Loop &l, i64 t, i64 units) {
     Place p;
-    p.row = blockIdx.x, p.j = (i64)blockIdx.y * blockDim.x + threadIdx.x;
+    u32 across = (u32)units / V, index = blockIdx.x * blockDim.x + threadIdx.x, row = index / across;
+    p.in = row < (u32)l.batch;
+    p.row = p.in ? row : 0;
+    p.j = (i64)(index - row * across) * V;
     p.length = length_of(l, p.row);
-    p.in = p.j < units && t < p.length;
+    p.in = p.in && t < p.length;
     p.at = at_of(l, t, p.row, p.length);
     p.before = at_of(l, t - 1, p.row, p.length);
     p.cut = p.in && cut_at(l, t, p.row, p.length);
@@ -35,120 +126,388 @@ __device__ __forceinline__ Place place(const Loop &l, i64 t, i64 units) {
     return p;
 }
 
-__device__ __forceinline__ Keep keeps_at(const Loop &l, const Place &p, i64 t) {
-    return keeps_of(l, noises_of(l, p.j), (u32)p.j, (u32)l.examples[p.row], step_of(l, t, p.length));
+struct Words {
+    u32 v[V];
+};
+
+/* As `word_of`: one draw has the words of four neighbours. */
+__device__ __forceinline__ Words words_of(const Stream &s, u64 seed, u32 unit, u32 example, u32 step) {
+    u32 word[4];
+    unit = s.sees_unit ? unit : 0;
+    philox(word, seed, unit >> 2, s.sees_example ? example : 0, s.sees_step ? step : 0, s.plane);
+#if V == 4
+    return {word[0], s.sees_unit ? word[1] : word[0], s.sees_unit ? word[2] : word[0], s.sees_unit ? word[3] : word[0]};
+#else
+    return {unit & 2 ? (unit & 1 ? word[3] : word[2]) : (unit & 1 ? word[1] : word[0])};
+#endif
 }
 
-__device__ __forceinline__ float old_h(const Loop &l, const Scratch &s, const Place &p) {
+__device__ __forceinline__ void keep(Keep *k, float Keep::*of, const Stream &s, const Noise &first, i64 j, const Words &w) {
+    EACH k[e].*of = keep_of(s, e && s.stride ? noise_of(s, j + e) : first, w.v[e]);
+}
+
+/* As `keeps_of`, for V units. */
+__device__ __forceinline__ void keeps_at(Keep *k, const Loop &l, const Place &p, i64 t) {
+    u32 example = (u32)l.examples[p.row], step = step_of(l, t, p.length);
+    Noises n = noises_of(l, p.j);
+    Words w = {};
+    EACH k[e] = {0.0f, 0.0f, 0.0f};
+    if (l.cell.mode) {
+        if (l.cell.mode == DRAWN) w = words_of(l.cell, n.cell.seed, (u32)p.j, example, step);
+        keep(k, &Keep::cell, l.cell, n.cell, p.j, w);
+    }
+    if (l.hidden_state.mode) {
+        bool have = l.cell.mode == DRAWN && same_words(l.cell, n.cell, l.hidden_state, n.hidden);
+        if (l.hidden_state.mode == DRAWN && !have) w = words_of(l.hidden_state, n.hidden.seed, (u32)p.j, example, step);
+        keep(k, &Keep::hidden, l.hidden_state, n.hidden, p.j, w);
+    }
+    if (l.update.mode) {
+        if (l.update.mode == DRAWN) w = words_of(l.update, n.update.seed, (u32)p.j, example, step);
+        keep(k, &Keep::update, l.update, n.update, p.j, w);
+    }
+}
+
+__device__ __forceinline__ Units old_h(const Loop &l, const Scratch &s, const Place &p) {
     i64 at = p.row * l.outputs + p.j;
-    return p.first ? start_h(l, p.cut, at) : s.h[at];
+    if (p.first) return get((const narrow *)(p.cut ? l.reset_h : l.h0) + at);
+    return s.h ? get(s.h + at) : get((const narrow *)l.y + p.before * l.outputs + p.j);
 }
 
-__device__ __forceinline__ float old_c(const Loop &l, const Place &p) {
-    return p.first ? start_c(l, p.cut, p.row * l.hidden + p.j) : l.c[p.before * l.hidden + p.j];
+__device__ __forceinline__ Units old_c(const Loop &l, const Place &p) {
+    i64 at = p.row * l.hidden + p.j;
+    return get(p.first ? (p.cut ? l.reset_c : l.c0) + at : l.c + p.before * l.hidden + p.j);
+}
+
+/* What is added to x's part; with a norm it has been added already. */
+__device__ __forceinline__ Units bias_of(const Loop &l, const Scratch &s, i64 gate) {
+    return s.norm ? all_of(0.0f) : get((const narrow *)l.b_x + gate);
 }
 
 __device__ __forceinline__ float inverse(float var, double eps) { return 1.0f / sqrtf(var + (float)eps); }
 
+/* A moment of c, over the units or over the examples. */
+__device__ __forceinline__ Units moment(const Loop &l, const Scratch &s, const Place &p, i64 t, const float *of) {
+    return s.norm == 1 ? all_of(of[p.at]) : get(of + t * l.hidden + p.j);
+}
+
 /* --- forwards ------------------------------------------------------------------------------------ */
 
-/* h as it enters the product: with resets and the variational mask. */
-extern "C" __global__ void enter(Loop l, Scratch s, int t) {
-    Place p = place(l, t, l.outputs);
-    if (!p.in) return;
-    i64 at = p.row * l.outputs + p.j;
-    float h = old_h(l, s, p);
-    s.h_in[at] = narrowed(l.scale_h ? h * widen(((const narrow *)l.scale_h)[at]) : h);
+/* The h before, where it is needed: to be read early, long before it is used. */
+__device__ __forceinline__ Units held_h(const Loop &l, const Scratch &s, const Place &p) {
+    return GRU || (l.hidden_state.mode && !l.hidden_state.zero) ? old_h(l, s, p) : all_of(0.0f);
 }
 
-__device__ __forceinline__ void carry_h(const Loop &l, const Scratch &s, const Place &p, float value, const Keep &k) {
-    float h = carried_h(l, value, old_h(l, s, p), k);
-    s.h[p.row * l.outputs + p.j] = h;
-    ((narrow *)l.y)[p.at * l.outputs + p.j] = narrowed(h);
+__device__ __forceinline__ void carry_h(const Loop &l, const Scratch &s, const Place &p, const Units &value,
+                                        const Units &old, const Keep *k) {
+    Units h;
+    EACH h[e] = carried_h(l, value[e], old[e], k[e]);
+    if (s.h) put(s.h + p.row * l.outputs + p.j, h);
+    if (s.next) put(s.next + p.row * s.pitch + p.j, h);
+    put((narrow *)l.y + p.at * l.outputs + p.j, h);
 }
 
-/* Projection: the h that is carried, from what W_hr made. */
-extern "C" __global__ void carry(Loop l, Scratch s, int t) {
-    Place p = place(l, t, l.outputs);
-    if (p.in) carry_h(l, s, p, s.product[p.row * l.outputs + p.j], keeps_at(l, p, t));
-}
-
-/* What is added to x's part; with a norm it has been added already. */
-__device__ __forceinline__ float bias_of(const Loop &l, const Scratch &s, i64 gate) {
-    return s.norm ? 0.0f : widen(((const narrow *)l.b_x)[gate]);
-}
-
-__device__ __forceinline__ void lstm(const Loop &l, const Scratch &s, const Place &p, int t, int parts, const Keep &k) {
-    i64 H = l.hidden;
+__device__ __forceinline__ void lstm(const Loop &l, const Scratch &s, const Place &p, int t, int parts) {
+    i64 H = l.hidden, here = p.row * H + p.j;
     narrow *gates = (narrow *)l.gates + p.at * 4 * H + p.j;
-    float a[4], c, old = old_c(l, p);
-    for (int q = 0; q < 4; q++) a[q] = widen(gates[q * H]);
+    Units a[4], b[4], c, u;
+    for (int q = 0; q < 4; q++) a[q] = get(gates + q * H);
+    Units old = old_c(l, p), held = parts & CARRY ? held_h(l, s, p) : all_of(0.0f);
+    if (parts & GATES)
+        for (int q = 0; q < 4; q++) b[q] = bias_of(l, s, q * H + p.j);
+    Keep k[V];
+    keeps_at(k, l, p, t);
     if (parts & GATES) {
         for (int q = 0; q < 4; q++) {
-            a[q] += bias_of(l, s, q * H + p.j) + s.product[p.row * 4 * H + q * H + p.j];
-            a[q] = q == 2 ? tanh_of(a[q]) : sigmoid(a[q]);
-            gates[q * H] = narrowed(a[q]);
+            Units v = s.product ? get(s.product + p.row * 4 * H + q * H + p.j) : all_of(0.0f);
+            EACH v[e] += a[q][e] + b[q][e];
+            EACH a[q][e] = q == 2 ? tanh_of(v[e]) : sigmoid(v[e]);
+            put(gates + q * H, a[q]);
         }
-        c = lstm_candidate(l, a[0], a[1], a[2], old, k);
+        EACH c[e] = lstm_candidate(l, a[0][e], a[1][e], a[2][e], old[e], k[e]);
     } else {
-        c = s.raw[p.row * H + p.j];
+        c = get(s.raw + here);
     }
     if (!(parts & SHOWS)) {
-        s.raw[p.row * H + p.j] = c;
+        put(s.raw + here, c);
         return;
     }
-    float shows = c, gate = a[3];
+    Units shows = c, gate = a[3];
     if (s.norm) {
-        i64 which = s.norm == 1 ? p.at : t * H + p.j;
-        shows = (c - s.mean_c[which]) * inverse(s.var_c[which], s.eps) * s.norm_c[p.j] + s.norm_c_shift[p.j];
+        Units mean = moment(l, s, p, t, s.mean_c), var = moment(l, s, p, t, s.var_c);
+        Units scale = get(s.norm_c + p.j), shift = get(s.norm_c_shift + p.j);
+        EACH shows[e] = (c[e] - mean[e]) * inverse(var[e], s.eps) * scale[e] + shift[e];
     }
-    if (l.update.mode && l.update.hold && !p.first)
-        gate = mix(gate, widen(((narrow *)l.gates)[p.before * 4 * H + 3 * H + p.j]), k.update);
-    float u = gate * tanh_of(shows);
-    l.c[p.at * H + p.j] = carried_c(l, c, old, k);
+    if (l.update.mode && l.update.hold && !p.first) {
+        Units before = get((const narrow *)l.gates + p.before * 4 * H + 3 * H + p.j);
+        EACH gate[e] = mix(gate[e], before[e], k[e].update);
+    }
+    EACH u[e] = gate[e] * tanh_of(shows[e]);
+    EACH c[e] = carried_c(l, c[e], old[e], k[e]);
+    put(l.c + p.at * H + p.j, c);
     if (parts & CARRY)
-        carry_h(l, s, p, u, k);
+        carry_h(l, s, p, u, held, k);
     else
-        s.u[p.row * H + p.j] = narrowed(u);
+        put(s.u + here, u);
 }
 
-__device__ __forceinline__ void gru(const Loop &l, const Scratch &s, const Place &p, const Keep &k) {
+__device__ __forceinline__ void gru(const Loop &l, const Scratch &s, const Place &p, int t) {
     i64 H = l.hidden;
     narrow *gates = (narrow *)l.gates + p.at * 3 * H + p.j;
     const narrow *bias = (const narrow *)l.b_h;
-    float v[3];
+    Units v[3], x[3], h;
     for (int q = 0; q < 3; q++) {
-        v[q] = s.product[p.row * 3 * H + q * H + p.j];
-        if (bias && !s.norm) v[q] += widen(bias[q * H + p.j]);
+        Units b = bias_of(l, s, q * H + p.j);
+        x[q] = get(gates + q * H);
+        v[q] = bias && !s.norm ? get(bias + q * H + p.j) : all_of(0.0f);
+        EACH x[q][e] += b[e];
     }
-    if (!s.norm) l.gh[p.at * H + p.j] = v[2];
-    float x[3];
-    for (int q = 0; q < 3; q++) x[q] = widen(gates[q * H]) + bias_of(l, s, q * H + p.j);
-    float r = sigmoid(x[0] + v[0]), z = sigmoid(x[1] + v[1]);
-    float n = tanh_of(x[2] + r * v[2]), update = (1 - z) * n;
-    gates[0] = narrowed(r), gates[H] = narrowed(z), gates[2 * H] = narrowed(n);
-    if (l.update.mode) update = less(update, k.update);
-    carry_h(l, s, p, z * old_h(l, s, p) + update, k);
+    Units old = held_h(l, s, p);
+    for (int q = 0; q < 3; q++) {
+        Units product = get(s.product + p.row * 3 * H + q * H + p.j);
+        EACH v[q][e] += product[e];
+    }
+    Keep k[V];
+    keeps_at(k, l, p, t);
+    if (!s.norm) put(l.gh + p.at * H + p.j, v[2]);
+    EACH {
+        float r = sigmoid(x[0][e] + v[0][e]), z = sigmoid(x[1][e] + v[1][e]);
+        float n = tanh_of(x[2][e] + r * v[2][e]), update = (1 - z) * n;
+        x[0][e] = r, x[1][e] = z, x[2][e] = n;
+        if (l.update.mode) update = less(update, k[e].update);
+        h[e] = z * old[e] + update;
+    }
+    for (int q = 0; q < 3; q++) put(gates + q * H, x[q]);
+    carry_h(l, s, p, h, old, k);
 }
 
-__device__ __forceinline__ void rnn(const Loop &l, const Scratch &s, const Place &p, const Keep &k) {
+__device__ __forceinline__ void rnn(const Loop &l, const Scratch &s, const Place &p, int t) {
     narrow *gate = (narrow *)l.gates + p.at * l.hidden + p.j;
-    float v = widen(*gate) + bias_of(l, s, p.j) + s.product[p.row * l.hidden + p.j];
-    v = RELU ? fmaxf(v, 0.0f) : tanh_of(v);
-    *gate = narrowed(v);
-    carry_h(l, s, p, v, k);
+    Units old = held_h(l, s, p), v = get(gate), b = bias_of(l, s, p.j);
+    Units product = s.product ? get(s.product + p.row * l.hidden + p.j) : all_of(0.0f);
+    Keep k[V];
+    keeps_at(k, l, p, t);
+    EACH v[e] += b[e] + product[e];
+    EACH v[e] = RELU ? fmaxf(v[e], 0.0f) : tanh_of(v[e]);
+    put(gate, v);
+    carry_h(l, s, p, v, old, k);
 }
 
 extern "C" __global__ void forward(Loop l, Scratch s, int t, int parts) {
+    simplify(l, s, parts);
     Place p = place(l, t, l.hidden);
     if (!p.in) return;
-    Keep k = keeps_at(l, p, t);
+    wait();
     if (LSTM)
-        lstm(l, s, p, t, parts, k);
+        lstm(l, s, p, t, parts);
     else if (GRU)
-        gru(l, s, p, k);
+        gru(l, s, p, t);
     else
-        rnn(l, s, p, k);
+        rnn(l, s, p, t);
+}
+
+#if !PLAIN
+/* h as it enters the product: with resets and the variational mask. */
+extern "C" __global__ void enter(Loop l, Scratch s, int t, int) {
+    Place p = place(l, t, l.outputs);
+    if (!p.in) return;
+    i64 at = p.row * l.outputs + p.j;
+    Units h = old_h(l, s, p), scale = l.scale_h ? get((const narrow *)l.scale_h + at) : all_of(1.0f);
+    EACH h[e] *= scale[e];
+    put(s.h_in + p.row * s.pitch + p.j, h);
+}
+
+/* Projection: the h that is carried, from what W_hr made. */
+extern "C" __global__ void carry(Loop l, Scratch s, int t, int) {
+    Place p = place(l, t, l.outputs);
+    if (!p.in) return;
+    Keep k[V];
+    keeps_at(k, l, p, t);
+    carry_h(l, s, p, get(s.shown + p.row * l.outputs + p.j), held_h(l, s, p), k);
+}
+#endif
+
+/* --- backwards ----------------------------------------------------------------------------------- */
+
+struct Incoming { /* of the carried h */
+    Units d;    /* of the candidate */
+    Units rest; /* what goes straight to the h before */
+};
+
+/* What came through the product of the step after. */
+__device__ __forceinline__ Units through(const Loop &l, const Scratch &s, const Place &p) {
+    const float *from = s.rec + p.row * s.pitch + p.j;
+    Units sum = all_of(0.0f);
+#pragma unroll 4
+    for (int part = 0; part < (int)s.sums; part++) {
+        Units one = get(from + part * l.batch * s.pitch);
+        EACH sum[e] += one[e];
+    }
+    return sum;
+}
+
+/* All that has come back for the carried h. */
+__device__ __forceinline__ Units whole_dh(const Loop &l, const Scratch &s, const Place &p, i64 t) {
+    Units dh = get(l.dh + p.row * l.outputs + p.j), dy = get((const narrow *)l.dy + p.at * l.outputs + p.j);
+    Units more = s.settled || t == l.steps - 1 ? all_of(0.0f) : through(l, s, p);
+    EACH dh[e] += dy[e] + more[e];
+    return dh;
+}
+
+__device__ __forceinline__ Incoming take_dh(const Loop &l, const Units &dh, const Keep *k) {
+    Incoming in = {dh, dh};
+    EACH in.d[e] = carried_h_back(l, in.rest[e], k[e]);
+    return in;
+}
+
+__device__ __forceinline__ void lstm_back(const Loop &l, const Scratch &s, const Place &p, int t, int parts) {
+    i64 H = l.hidden, here = p.row * H + p.j;
+    const narrow *gates = (const narrow *)l.gates + p.at * 4 * H + p.j;
+    narrow *out = (narrow *)l.dgx + p.at * 4 * H + p.j;
+    Units i = get(gates), f = get(gates + H), g = get(gates + 2 * H), o = get(gates + 3 * H);
+    Units old = old_c(l, p), dc = get(l.dc + here), of_c;
+    Units dh = s.project || !(parts & SHOWS) ? all_of(0.0f) : whole_dh(l, s, p, t);
+    Keep k[V];
+    keeps_at(k, l, p, t);
+    if (parts & SHOWS) {
+        Units c, gate = o, owed = s.owed ? get(s.owed + here) : all_of(0.0f), d, u;
+        EACH c[e] = lstm_candidate(l, i[e], f[e], g[e], old[e], k[e]);
+        if (s.norm) {
+            Units mean = moment(l, s, p, t, s.mean_c), var = moment(l, s, p, t, s.var_c);
+            Units scale = get(s.norm_c + p.j), shift = get(s.norm_c_shift + p.j);
+            EACH c[e] = (c[e] - mean[e]) * inverse(var[e], s.eps);
+            put(s.chat + p.at * H + p.j, c);
+            EACH c[e] = c[e] * scale[e] + shift[e];
+        }
+        if (l.update.mode && l.update.hold && !p.first) {
+            Units before = get((const narrow *)l.gates + p.before * 4 * H + 3 * H + p.j);
+            EACH gate[e] = mix(gate[e], before[e], k[e].update);
+        }
+        EACH c[e] = tanh_of(c[e]);
+        if (s.project) {
+            d = get(s.shown + here);
+            EACH u[e] = gate[e] * c[e];
+            put(s.u + p.at * H + p.j, u);
+        } else {
+            Incoming in = take_dh(l, dh, k);
+            d = in.d;
+            put(l.dh + here, in.rest);
+        }
+        EACH of_c[e] = d[e] * gate[e] * (1 - c[e] * c[e]);
+        EACH d[e] = lstm_output_back(l, d[e] * c[e], o[e], p.first, owed[e], k[e]);
+        put(out + 3 * H, d);
+        if (s.owed) put(s.owed + here, owed);
+        if (s.norm) put(s.dnc + p.at * H + p.j, of_c);
+    } else {
+        of_c = get(s.raw + here);
+    }
+    if (!(parts & GATES)) return;
+    Units di, df, dg;
+    if (l.dcells) {
+        Units more = get(l.dcells + p.at * H + p.j);
+        EACH dc[e] += more[e];
+    }
+    EACH {
+        float d[3];
+        lstm_gates_back(l, d, i[e], f[e], g[e], old[e], of_c[e], dc[e], k[e]);
+        di[e] = d[0], df[e] = d[1], dg[e] = d[2];
+    }
+    put(out, di), put(out + H, df), put(out + 2 * H, dg), put(l.dc + here, dc);
+}
+
+__device__ __forceinline__ void gru_back_at(const Loop &l, const Scratch &s, const Place &p, int t) {
+    i64 H = l.hidden, first = p.at * 3 * H + p.j;
+    const narrow *gates = (const narrow *)l.gates + first;
+    Units r = get(gates), z = get(gates + H), n = get(gates + 2 * H), v, dx[3], ds[3];
+    if (s.norm) {
+        Units scale = get(s.norm_h + 2 * H + p.j);
+        Units bias = l.b_h ? get((const narrow *)l.b_h + 2 * H + p.j) : all_of(0.0f);
+        v = get(l.gh + first + 2 * H);
+        EACH v[e] = v[e] * scale[e] + bias[e];
+    } else {
+        v = get(l.gh + p.at * H + p.j);
+    }
+    Units old = old_h(l, s, p), dh = whole_dh(l, s, p, t);
+    Keep k[V];
+    keeps_at(k, l, p, t);
+    Incoming in = take_dh(l, dh, k);
+    EACH {
+        float of_x[3], of_s[3];
+        gru_back(l, of_x, of_s, r[e], z[e], n[e], v[e], old[e], in.d[e], in.rest[e], k[e]);
+        for (int q = 0; q < 3; q++) dx[q][e] = of_x[q], ds[q][e] = of_s[q];
+    }
+    put(l.dh + p.row * H + p.j, in.rest);
+    for (int q = 0; q < 3; q++) {
+        put((narrow *)l.dgx + first + q * H, dx[q]);
+        put((narrow *)l.dsh + first + q * H, ds[q]);
+    }
+}
+
+__device__ __forceinline__ void rnn_back(const Loop &l, const Scratch &s, const Place &p, int t) {
+    i64 at = p.at * l.hidden + p.j;
+    Units v = get((const narrow *)l.gates + at), dh = whole_dh(l, s, p, t);
+    Keep k[V];
+    keeps_at(k, l, p, t);
+    Incoming in = take_dh(l, dh, k);
+    EACH v[e] = RELU ? (v[e] > 0 ? in.d[e] : 0.0f) : in.d[e] * (1 - v[e] * v[e]);
+    put(l.dh + p.row * l.hidden + p.j, in.rest);
+    put((narrow *)l.dgx + at, v);
+}
+
+extern "C" __global__ void backward(Loop l, Scratch s, int t, int parts) {
+    simplify(l, s, parts);
+    Place p = place(l, t, l.hidden);
+    if (!p.in) return;
+    wait();
+    if (LSTM)
+        lstm_back(l, s, p, t, parts);
+    else if (GRU)
+        gru_back_at(l, s, p, t);
+    else
+        rnn_back(l, s, p, t);
+}
+
+#if !PLAIN
+/* Projection: of what W_hr made. */
+extern "C" __global__ void carry_back(Loop l, Scratch s, int t, int) {
+    Place p = place(l, t, l.outputs);
+    if (!p.in) return;
+    Keep k[V];
+    keeps_at(k, l, p, t);
+    Incoming in = take_dh(l, whole_dh(l, s, p, t), k);
+    put(l.dh + p.row * l.outputs + p.j, in.rest);
+    put(s.du + p.at * l.outputs + p.j, in.d);
+}
+
+/* What came through the product, with the variational mask; at a reset it goes to the state after it and no further. */
+extern "C" __global__ void settle(Loop l, Scratch s, int t, int) {
+    i64 P = l.outputs, H = l.hidden;
+    Place p = place(l, t, P > H ? P : H);
+    if (!p.in) return;
+    if (p.j < P) {
+        i64 at = p.row * P + p.j;
+        Units dh = get(l.dh + at), rec = through(l, s, p);
+        Units scale = l.scale_h ? get((const narrow *)l.scale_h + at) : all_of(1.0f);
+        EACH dh[e] += rec[e] * scale[e];
+        if (p.cut) {
+            Units sum = get(l.dreset_h + at);
+            EACH sum[e] += dh[e];
+            put(l.dreset_h + at, sum);
+        }
+        put(l.dh + at, p.cut ? all_of(0.0f) : dh);
+    }
+    if (LSTM && p.cut && p.j < H) {
+        i64 at = p.row * H + p.j;
+        Units dc = get(l.dc + at), sum = get(l.dreset_c + at);
+        EACH sum[e] += dc[e];
+        put(l.dreset_c + at, sum);
+        put(l.dc + at, all_of(0.0f));
+    }
+}
+
+/* The rows of one step side by side, where they lie apart; zero for those that have ended. */
+extern "C" __global__ void gather(Loop l, const narrow *from, narrow *to, i64 width, int t) {
+    i64 row = blockIdx.x, j = (i64)blockIdx.y * blockDim.x + threadIdx.x, length = length_of(l, row);
+    if (j < width) to[row * width + j] = t < length ? from[at_of(l, t, row, length) * width + j] : narrowed(0.0f);
 }
 
 /* --- norms --------------------------------------------------------------------------------------- */
@@ -291,115 +650,4 @@ extern "C" __global__ void norm_rows_back(Loop l, Normed n, int t) { rows_back<f
 extern "C" __global__ void norm_gates_back(Loop l, Normed n, int t) { rows_back<narrow>(l, n, t); }
 extern "C" __global__ void norm_columns_back(Loop l, Normed n, int t) { columns_back<float>(l, n, t); }
 extern "C" __global__ void norm_gate_columns_back(Loop l, Normed n, int t) { columns_back<narrow>(l, n, t); }
-
-/* --- backwards ----------------------------------------------------------------------------------- */
-
-/* Of the candidate h; what goes straight to the h before is left in dh. */
-__device__ __forceinline__ float take_dh(const Loop &l, const Scratch &s, const Place &p, const Keep &k) {
-    i64 at = p.row * l.outputs + p.j;
-    float dh = l.dh[at] + widen(((const narrow *)l.dy)[p.at * l.outputs + p.j]) + (s.rec ? s.rec[at] : 0.0f);
-    float d = carried_h_back(l, dh, k);
-    if (!GRU) l.dh[at] = dh;
-    return d;
-}
-
-extern "C" __global__ void carry_back(Loop l, Scratch s, int t) {
-    Place p = place(l, t, l.outputs);
-    if (p.in) s.du[p.at * l.outputs + p.j] = narrowed(take_dh(l, s, p, keeps_at(l, p, t)));
-}
-
-__device__ __forceinline__ void lstm_back(const Loop &l, const Scratch &s, const Place &p, int t, int parts, const Keep &k) {
-    i64 H = l.hidden, here = p.row * H + p.j;
-    const narrow *gates = (const narrow *)l.gates + p.at * 4 * H + p.j;
-    narrow *out = (narrow *)l.dgx + p.at * 4 * H + p.j;
-    float i = widen(gates[0]), f = widen(gates[H]), g = widen(gates[2 * H]), o = widen(gates[3 * H]);
-    float old = old_c(l, p), of_c;
-    if (parts & SHOWS) {
-        float d = s.project ? s.shown[here] : take_dh(l, s, p, k);
-        float c = lstm_candidate(l, i, f, g, old, k), gate = o, owed = s.owed ? s.owed[here] : 0.0f;
-        if (s.norm) {
-            i64 which = s.norm == 1 ? p.at : t * H + p.j;
-            float hat = (c - s.mean_c[which]) * inverse(s.var_c[which], s.eps);
-            s.chat[p.at * H + p.j] = hat;
-            c = hat * s.norm_c[p.j] + s.norm_c_shift[p.j];
-        }
-        if (l.update.mode && l.update.hold && !p.first)
-            gate = mix(gate, widen(((narrow *)l.gates)[p.before * 4 * H + 3 * H + p.j]), k.update);
-        float tc = tanh_of(c);
-        of_c = d * gate * (1 - tc * tc);
-        if (s.project) s.u[p.at * H + p.j] = narrowed(gate * tc);
-        out[3 * H] = narrowed(lstm_output_back(l, d * tc, o, p.first, owed, k));
-        if (s.owed) s.owed[here] = owed;
-        if (s.norm) s.dnc[p.at * H + p.j] = of_c;
-    } else {
-        of_c = s.raw[here];
-    }
-    if (!(parts & GATES)) return;
-    float d[3], dc = l.dc[here] + (l.dcells ? l.dcells[p.at * H + p.j] : 0.0f);
-    lstm_gates_back(l, d, i, f, g, old, of_c, dc, k);
-    for (int q = 0; q < 3; q++) out[q * H] = narrowed(d[q]);
-    l.dc[here] = dc;
-}
-
-__device__ __forceinline__ void gru_back_at(const Loop &l, const Scratch &s, const Place &p, const Keep &k) {
-    i64 H = l.hidden, at = p.row * H + p.j;
-    const narrow *gates = (const narrow *)l.gates + p.at * 3 * H + p.j;
-    float v, dx[3], ds[3];
-    if (s.norm) {
-        v = l.gh[p.at * 3 * H + 2 * H + p.j] * s.norm_h[2 * H + p.j];
-        if (l.b_h) v += widen(((const narrow *)l.b_h)[2 * H + p.j]);
-    } else {
-        v = l.gh[p.at * H + p.j];
-    }
-    float old = p.first ? start_h(l, p.cut, at) : widen(((const narrow *)l.y)[p.before * H + p.j]);
-    float dh = l.dh[at] + widen(((const narrow *)l.dy)[p.at * H + p.j]) + (s.rec ? s.rec[at] : 0.0f);
-    float d = carried_h_back(l, dh, k);
-    gru_back(l, dx, ds, widen(gates[0]), widen(gates[H]), widen(gates[2 * H]), v, old, d, dh, k);
-    l.dh[at] = dh;
-    for (int q = 0; q < 3; q++) {
-        ((narrow *)l.dgx)[p.at * 3 * H + q * H + p.j] = narrowed(dx[q]);
-        ((narrow *)l.dsh)[p.at * 3 * H + q * H + p.j] = narrowed(ds[q]);
-    }
-}
-
-__device__ __forceinline__ void rnn_back(const Loop &l, const Scratch &s, const Place &p, const Keep &k) {
-    i64 at = p.at * l.hidden + p.j;
-    float v = widen(((const narrow *)l.gates)[at]), d = take_dh(l, s, p, k);
-    ((narrow *)l.dgx)[at] = narrowed(RELU ? (v > 0 ? d : 0.0f) : d * (1 - v * v));
-}
-
-extern "C" __global__ void backward(Loop l, Scratch s, int t, int parts) {
-    Place p = place(l, t, l.hidden);
-    if (!p.in) return;
-    Keep k = keeps_at(l, p, t);
-    if (LSTM)
-        lstm_back(l, s, p, t, parts, k);
-    else if (GRU)
-        gru_back_at(l, s, p, k);
-    else
-        rnn_back(l, s, p, k);
-}
-
-/* What came through the product, with the variational mask; at a reset it goes to the state after it and no further. */
-extern "C" __global__ void settle(Loop l, Scratch s, int t) {
-    i64 P = l.outputs, H = l.hidden;
-    Place p = place(l, t, P > H ? P : H);
-    if (!p.in) return;
-    if (p.j < P) {
-        i64 at = p.row * P + p.j;
-        float dh = l.dh[at] + s.rec[at] * (l.scale_h ? widen(((const narrow *)l.scale_h)[at]) : 1.0f);
-        if (p.cut) l.dreset_h[at] += dh;
-        l.dh[at] = p.cut ? 0.0f : dh;
-    }
-    if (LSTM && p.cut && p.j < H) {
-        i64 at = p.row * H + p.j;
-        l.dreset_c[at] += l.dc[at];
-        l.dc[at] = 0.0f;
-    }
-}
-
-/* The rows of one step side by side, where they lie apart; zero for those that have ended. */
-extern "C" __global__ void gather(Loop l, const narrow *from, narrow *to, i64 width, int t) {
-    i64 row = blockIdx.x, j = (i64)blockIdx.y * blockDim.x + threadIdx.x, length = length_of(l, row);
-    if (j < width) to[row * width + j] = t < length ? from[at_of(l, t, row, length) * width + j] : narrowed(0.0f);
-}
+#endif

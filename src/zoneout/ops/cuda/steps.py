@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..loop import Backward, Loop
-from .arguments import CELLS, TYPES, Arguments, Normed, Scratch, loop_arguments
-from .compiler import Kernel, load, pack
+from .arguments import CELLS, TYPES, Arguments, Launch, LaunchAttribute, Normed, Scratch, loop_arguments
+from .blas import padded, product
+from .compiler import Kernel, chip, driver, load, pack, tf32
+from .persistent import is_plain
 
-THREADS = 256
+THREADS = 64  # of a block
 GATES, SHOWS, CARRY = 1, 2, 4
+_PLAIN_NAMES = ("forward", "backward")
 _NAMES = (
-    "enter", "forward", "carry", "norm_rows", "norm_columns", "backward", "carry_back", "settle",
+    *_PLAIN_NAMES, "enter", "carry", "norm_rows", "norm_columns", "carry_back", "settle",
     "norm_rows_back", "norm_gates_back", "norm_columns_back", "norm_gate_columns_back", "gather",
 )  # fmt: skip
+_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+Step = Callable[[int], None]  # does one thing for step t
 
 
 def run(loop: Loop, back: Backward | None) -> bool:
@@ -32,103 +39,136 @@ def run(loop: Loop, back: Backward | None) -> bool:
 def forward(loop: Loop) -> None:
     """Run the loop forwards."""
     pass_ = _Pass(loop, None)
-    lstm, norm, project = loop.cell == "lstm", loop.norm, loop.w_hr is not None
-    product = pass_.product
-    size = loop.outputs
-    h_in = pass_.scratch("h_in", (loop.batch, size), loop.gates.dtype)
-    pass_.scratch("h", (loop.batch, size))
-    raw = pass_.scratch("raw", (loop.batch, loop.hidden)) if lstm and norm is not None else None
-    u = pass_.scratch("u", (loop.batch, loop.hidden), loop.gates.dtype) if project else None
-    projected = pass_.scratch("shown", (loop.batch, size)) if project else None
+    lstm, norm, w_hr = loop.cell == "lstm", loop.norm, loop.w_hr
+    dtype, batch, size = loop.gates.dtype, loop.batch, loop.outputs
+    # The carried h needs its own memory only where y is rounded and h is not just replaced or kept.
+    draw = loop.draws.get("hidden")
+    if dtype != torch.float32 and (loop.cell == "gru" or (draw is not None and draw.seed is None)):
+        pass_.scratch("h", (batch, size))
     enters = loop.resets is not None or loop.scale_h is not None or pass_.apart
-    w = loop.w_hh.t()
+    left, w = [loop.h0.data_ptr(), *pass_.addresses(loop.y)[:-1]], padded(loop.w_hh)
+    if enters or w.shape[1] != size:
+        h_in = pass_.scratch("h_in", (batch, w.shape[1]), dtype)
+        left, pass_.own.struct.pitch = [h_in.data_ptr()] * loop.steps, w.shape[1]
+        h_in.copy_(padded(loop.h0))
+        pass_.own.struct.next = None if enters else h_in.data_ptr()
+    added = norm is None and loop.cell != "gru" and not pass_.apart  # the product goes straight to x's part
+    right, into = pass_.addresses(loop.gates), dtype
+    if not added:
+        h_w = pass_.scratch("product", (batch, loop.gates.shape[1]))
+        right, into = [h_w.data_ptr()] * loop.steps, torch.float32
+    multiply = product(w, batch, into, transposed=True, add=added)
+
+    after: list[Step] = []
+    end = SHOWS | CARRY if w_hr is None else SHOWS
+    if norm is not None:
+        assert loop.gh is not None
+        after.append(pass_.normalise(h_w, loop.gh, norm.scale_h, loop.b_h, loop.mean_h, loop.var_h))
+    if lstm and norm is not None:
+        raw = pass_.scratch("raw", (batch, loop.hidden))
+        after.append(pass_.step("forward", loop.hidden, GATES))
+        if not loop.given:
+            after.append(pass_.normalise(raw, None, None, None, loop.mean_c, loop.var_c))
+        after.append(pass_.step("forward", loop.hidden, end))
+    else:
+        after.append(pass_.step("forward", loop.hidden, GATES | end))
+    if w_hr is not None:
+        u, projected = pass_.scratch("u", (batch, loop.hidden), dtype), pass_.scratch("shown", (batch, size))
+        project = product(w_hr, batch, torch.float32, transposed=True)
+        after.append(lambda t: project(u.data_ptr(), projected.data_ptr()))
+        after.append(pass_.step("carry", size))
+    before: list[Step] = [pass_.step("enter", size)] if enters else []
     for t in range(loop.steps):
-        left = loop.h0 if t == 0 else loop.y[pass_.at(t - 1)]
-        if enters:
-            pass_.run("enter", t, size)
-            left = h_in
-        multiply(left, w, product)
-        if norm is not None:
-            assert loop.gh is not None
-            pass_.normalise(t, product, loop.gh, norm.scale_h, loop.b_h, loop.mean_h, loop.var_h)
-        end = SHOWS if project else SHOWS | CARRY
-        if lstm and norm is not None:
-            assert raw is not None
-            pass_.run("forward", t, loop.hidden, GATES)
-            pass_.normalise(t, raw, None, None, None, loop.mean_c, loop.var_c)
-            pass_.run("forward", t, loop.hidden, end)
-        else:
-            pass_.run("forward", t, loop.hidden, GATES | end)
-        if project:
-            assert u is not None and projected is not None and loop.w_hr is not None
-            multiply(u, loop.w_hr.t(), projected)
-            pass_.point("product", projected)
-            pass_.run("carry", t, size)
-            pass_.point("product", product)
+        for do in before:
+            do(t)
+        multiply(left[t], right[t])
+        for do in after:
+            do(t)
 
 
 def backward(loop: Loop, back: Backward) -> None:
     """Run the loop backwards."""
     pass_ = _Pass(loop, back)
-    lstm, norm, project = loop.cell == "lstm", loop.norm, loop.w_hr is not None
-    narrow, size = loop.gates.dtype, loop.outputs
-    raw = pass_.scratch("raw", (loop.batch, loop.hidden)) if lstm and norm is not None else None
-    shown = pass_.scratch("shown", (loop.batch, loop.hidden)) if project else None
+    lstm, norm, w_hr = loop.cell == "lstm", loop.norm, loop.w_hr
+    narrow, batch, size = loop.gates.dtype, loop.batch, loop.outputs
     if (draw := loop.draws.get("update")) is not None and draw.rule.holds_gate:
-        pass_.scratch("owed", (loop.batch, loop.hidden)).zero_()
-    settles = loop.resets is not None or loop.scale_h is not None
+        pass_.scratch("owed", (batch, loop.hidden)).zero_()
     for name in ("du", "dgh", "u"):
         pass_.own.put(name, getattr(back, name), narrow)
     for name in ("dnc", "chat"):
         pass_.own.put(name, getattr(back, name), torch.float32)
-    rec = torch.zeros_like(back.dh)
-    for t in reversed(range(loop.steps)):
-        if project:
-            assert shown is not None and back.du is not None and loop.w_hr is not None
-            pass_.run("carry_back", t, size)
-            multiply(pass_.rows(t, back.du), loop.w_hr, shown)
-        if lstm and norm is not None:
-            assert raw is not None and back.dnc is not None and back.chat is not None
-            pass_.run("backward", t, loop.hidden, SHOWS)
-            pass_.normalise_back(t, raw, back.dnc, back.chat, norm.scale_c, loop.var_c)
-            pass_.run("backward", t, loop.hidden, GATES)
-        else:
-            pass_.run("backward", t, loop.hidden, GATES | SHOWS)
-        if norm is not None:
-            assert loop.gh is not None
-            pass_.normalise_back(t, back.dgh, back.dsh, loop.gh, norm.scale_h, loop.var_h)
-        multiply(pass_.rows(t, back.dgh), loop.w_hh, rec)
-        pass_.point("rec", rec)
-        if settles:
-            pass_.run("settle", t, max(size, loop.hidden))
-            pass_.point("rec", None)
-    if not settles:
-        back.dh += rec
 
-
-def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """A product with sums in float32, whatever the type of its factors."""
-    if a.dtype == torch.float32:
-        torch.mm(a, b, out=out)
+    before: list[Step] = []
+    if w_hr is not None:
+        assert back.du is not None
+        shown, rows = pass_.scratch("shown", (batch, loop.hidden)), pass_.rows(back.du)
+        unproject = product(w_hr, batch, torch.float32, transposed=False)
+        before.append(pass_.step("carry_back", size))
+        before.append(lambda t: unproject(rows(t), shown.data_ptr()))
+    if lstm and norm is not None:
+        assert back.dnc is not None and back.chat is not None
+        raw = pass_.scratch("raw", (batch, loop.hidden))
+        before.append(pass_.step("backward", loop.hidden, SHOWS))
+        before.append(pass_.normalise_back(raw, back.dnc, back.chat, norm.scale_c, loop.var_c))
+        before.append(pass_.step("backward", loop.hidden, GATES))
     else:
-        torch.mm(a, b, out_dtype=torch.float32, out=out)
+        before.append(pass_.step("backward", loop.hidden, GATES | SHOWS))
+    if norm is not None:
+        assert loop.gh is not None
+        before.append(pass_.normalise_back(back.dgh, back.dsh, loop.gh, norm.scale_h, loop.var_h))
+
+    settles = loop.resets is not None or loop.scale_h is not None
+    w, transposed = _for_the_way_back(loop.w_hh)
+    depth, pitch = loop.w_hh.shape[0], w.shape[0] if transposed else w.shape[1]
+    parts = parts_of(depth, pitch, batch, narrow.itemsize, chip(pass_.index).processors)
+    rec, d = pass_.scratch("rec", (parts, batch, pitch)), pass_.rows(back.dgh)
+    pass_.own.struct.pitch, pass_.own.struct.sums, pass_.own.struct.settled = pitch, parts, settles
+    multiply, to = product(w, batch, torch.float32, transposed, parts=parts), rec.data_ptr()
+    after: list[Step] = [pass_.step("settle", max(size, loop.hidden))] if settles else []
+    for t in reversed(range(loop.steps)):
+        for do in before:
+            do(t)
+        multiply(d(t), to)
+        for do in after:
+            do(t)
+    if not settles:
+        back.dh += rec.sum(0)[:, :size]
+
+
+def parts_of(depth: int, columns: int, rows: int, size: int, processors: int) -> int:
+    """In how many parts the product of the way back is left: it has few columns, and its depth can keep a chip busy.
+
+    The kernel of the step before adds the parts, which costs less than a kernel that does nothing else.
+    """
+    tiles = -(-columns // 64) * -(-rows // 128)
+    blocks = processors if size == 2 or rows > 64 else processors * 6 // 10  # as measured, cuBLAS 13.0 on an H200
+    most = max(1, min(blocks // tiles, depth // 128))
+    return max(n for n in range(1, most + 1) if depth % n == 0 and (n == 1 or depth // n * size % 16 == 0))
+
+
+def _for_the_way_back(w: Tensor) -> tuple[Tensor, bool]:
+    """W, and whether it is transposed: the matrix units take TF32 only if both factors lie along the sum."""
+    if w.dtype == torch.float32 and tf32():
+        return w.t().contiguous(), True
+    return padded(w), False
 
 
 class _Pass:
     """The kernels of one pass, and what is the same in all their launches."""
 
     def __init__(self, loop: Loop, back: Backward | None) -> None:
-        narrow = loop.gates.dtype
         self.loop, self.device = loop, loop.gates.device
         self.arguments, self.own = loop_arguments(loop, back), Arguments(Scratch)
-        defines = (("CELL", CELLS.index(loop.cell)), ("TYPE", TYPES[narrow]), ("FAST", int(narrow != torch.float32)))
-        index = self.device.index if self.device.index is not None else torch.cuda.current_device()
-        self.kernels: dict[str, Kernel] = dict(zip(_NAMES, load(index, "steps.cu", _NAMES, defines), strict=True))
+        self.given: list[Any] = []  # what launches point to
+        self.index = loop.gates.get_device()
         self.apart = loop.reverse and loop.lengths is not None  # whether the rows of a step lie apart
-        self.t, self.parts = ctypes.c_int(), ctypes.c_int()
-        self.packed = pack((self.arguments.struct, self.own.struct, self.t, self.parts))
-        self.product = self.scratch("product", (loop.batch, loop.gates.shape[1]))
+        self.plain = loop.norm is None and loop.w_hr is None and is_plain(loop, back)
+        self.stream = torch._C._cuda_getCurrentRawStream(self.index)
         self._norm()
+        self.vector = 4 if self._aligned() else 1
+        names = _PLAIN_NAMES if self.plain else _NAMES
+        defines = defines_of(loop.cell, loop.gates.dtype, self.vector, self.plain)
+        self.kernels: dict[str, Kernel] = dict(zip(names, load(self.index, "steps.cu", names, defines), strict=True))
 
     def _norm(self) -> None:
         loop, s = self.loop, self.own.struct
@@ -141,77 +181,126 @@ class _Pass:
         for name, value in tensors.items():
             self.own.put(name, value, torch.float32)
 
+    def _aligned(self) -> bool:
+        """Whether four neighbours can be read at once, wherever they lie."""
+        if self.loop.hidden % 4 or self.loop.outputs % 4:
+            return False
+        numbers = (self.loop.gates.dtype, torch.float32)
+        given = [value for value in (*self.arguments.alive, *self.own.alive) if value.dtype in numbers]
+        return all(value.data_ptr() % (4 * value.element_size()) == 0 for value in given)
+
     def scratch(self, name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """Memory for this pass, known to the kernels under `name`."""
         value = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         self.own.put(name, value)
         return value
 
-    def point(self, name: str, value: Tensor | None) -> None:
-        setattr(self.own.struct, name, None if value is None else value.data_ptr())
+    def addresses(self, values: Tensor) -> list[int]:
+        """Where the rows of each processed step of [N, ·] begin, if they lie together."""
+        start, size = values.data_ptr(), self.loop.batch * values.shape[1] * values.element_size()
+        found = [start + t * size for t in range(self.loop.steps)]
+        return found[::-1] if self.loop.reverse else found
 
-    def at(self, t: int) -> slice:
-        """Where the rows of a processed step lie, if they lie together."""
-        begin = (self.loop.steps - 1 - t if self.loop.reverse else t) * self.loop.batch
-        return slice(begin, begin + self.loop.batch)
-
-    def rows(self, t: int, values: Tensor) -> Tensor:
-        """The rows of a processed step of [N, ·]."""
+    def rows(self, values: Tensor) -> Callable[[int], int]:
+        """Gives the address of the rows of a processed step of [N, ·], gathered where they lie apart."""
         if not self.apart:
-            return values[self.at(t)]
-        to = values.new_empty(self.loop.batch, values.shape[1])
+            return self.addresses(values).__getitem__
         width = values.shape[1]
-        arguments = (self.arguments.struct, _pointer(values), _pointer(to), ctypes.c_int64(width), ctypes.c_int(t))
-        self.kernels["gather"].launch((self.loop.batch, -(-width // THREADS)), THREADS, pack(arguments))
-        return to
+        to = values.new_empty(self.loop.batch, width)
+        self.own.alive.append(to)
+        step = ctypes.c_int()
+        given = (self.arguments.struct, ctypes.c_void_p(values.data_ptr()), ctypes.c_void_p(to.data_ptr()))
+        launch = self._launch("gather", (self.loop.batch, -(-width // THREADS)), (*given, ctypes.c_int64(width), step))
 
-    def run(self, name: str, t: int, units: int, parts: int = 0) -> None:
-        """One thread for each unit of each row of a step."""
-        self.t.value, self.parts.value = t, parts
-        self.kernels[name].launch((self.loop.batch, -(-units // THREADS)), THREADS, self.packed)
+        def gathered(t: int) -> int:
+            step.value = t
+            launch()
+            return to.data_ptr()
+
+        return gathered
+
+    def step(self, name: str, units: int, parts: int = 0) -> Step:
+        """A kernel with one thread for each unit, or four of them, of each row of a step."""
+        step, threads = ctypes.c_int(), self.loop.batch * units // self.vector
+        given = (self.arguments.struct, self.own.struct, step, ctypes.c_int(parts))
+        blocks = (-(-threads // THREADS), 1)
+        # It may begin before the product has ended; in half types that makes things slower.
+        early = self.plain and self.loop.gates.dtype == torch.float32 and chip(self.index).major >= 9
+        launch = self._launch(name, blocks, given, early=early)
+
+        def do(t: int) -> None:
+            step.value = t
+            launch()
+
+        return do
+
+    def _launch(
+        self,
+        name: str,
+        blocks: tuple[int, int],
+        given: tuple[Any, ...],
+        threads: tuple[int, int] = (THREADS, 1),
+        early: bool = False,
+    ) -> Callable[[], None]:
+        """A launch that is only waiting to be called: its arguments may change, their places not."""
+        attribute, config = LaunchAttribute(_EARLY, 1), Launch(*blocks, 1, *threads, 1, 0, self.stream)
+        if early:
+            config.attributes, config.count = ctypes.pointer(attribute), 1
+        self.given.append(given)
+        call, at = driver().cuLaunchKernelEx, ctypes.byref(config)
+        handle, packed = self.kernels[name].handle, pack(given)
+
+        def launch() -> None:
+            if status := call(at, handle, packed, None):
+                raise RuntimeError(f"CUDA: error {status} at the launch of {name}")
+
+        return launch
 
     def normalise(
         self,
-        t: int,
         v: Tensor,
         hat: Tensor | None,
         scale: Tensor | None,
         bias: Tensor | None,
         mean: Tensor | None,
         var: Tensor | None,
-    ) -> None:
+    ) -> Step:
         """Moments of a step, and where `hat` is given also the normalised and, in place, the scaled and shifted."""
-        assert self.loop.norm is not None
-        if hat is None and self.loop.given:
-            return
         tensors = {"v": v, "hat": hat, "scale": scale, "bias": bias, "mean": mean, "var": var}
-        self._launch_norm("norm_rows", "norm_columns", t, v.shape[1], **tensors)
+        return self._norm_step("norm_rows", "norm_columns", v.shape[1], **tensors)
 
-    def normalise_back(
-        self, t: int, dv: Tensor, d: Tensor, hat: Tensor, scale: Tensor | None, var: Tensor | None
-    ) -> None:
+    def normalise_back(self, dv: Tensor, d: Tensor, hat: Tensor, scale: Tensor | None, var: Tensor | None) -> Step:
         """Through a normalisation, from the derivative of its scaled result."""
         wide = d.dtype == torch.float32
         rows, columns = (
             ("norm_rows_back", "norm_columns_back") if wide else ("norm_gates_back", "norm_gate_columns_back")
         )
-        self._launch_norm(rows, columns, t, dv.shape[1], dv=dv, d=d, hat=hat, scale=scale, var=var)
+        return self._norm_step(rows, columns, dv.shape[1], dv=dv, d=d, hat=hat, scale=scale, var=var)
 
-    def _launch_norm(self, rows: str, columns: str, t: int, width: int, **tensors: Tensor | None) -> None:
-        loop, own = self.loop, Arguments(Normed)
+    def _norm_step(self, rows: str, columns: str, width: int, **tensors: Tensor | None) -> Step:
+        loop, own, step = self.loop, Arguments(Normed), ctypes.c_int()
         assert loop.norm is not None
         for name, value in tensors.items():
             own.put(name, value)
         dv = tensors.get("dv")
         own.struct.width, own.struct.given, own.struct.eps = width, loop.given, loop.norm.eps
         own.struct.by_row = dv is not None and len(dv) != len(loop.gates)
-        self.t.value = t
-        packed = pack((self.arguments.struct, own.struct, self.t))
+        given = (self.arguments.struct, own.struct, step)
         if loop.norm.over == "units":
-            self.kernels[rows].launch(loop.batch, THREADS, packed)
+            launch = self._launch(rows, (loop.batch, 1), given, (256, 1))
         else:
-            self.kernels[columns].launch((width + 31) // 32, (32, 8), packed)
+            launch = self._launch(columns, ((width + 31) // 32, 1), given, (32, 8))
+
+        def do(t: int) -> None:
+            step.value = t
+            launch()
+
+        return do
 
 
-def _pointer(value: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(value.data_ptr())
+def defines_of(cell: str, dtype: torch.dtype, vector: int, plain: bool) -> tuple[tuple[str, int], ...]:
+    """What the kernels are compiled with."""
+    return (
+        ("CELL", CELLS.index(cell)), ("TYPE", TYPES[dtype]), ("FAST", int(dtype != torch.float32 or tf32())),
+        ("V", vector), ("PLAIN", int(plain)),
+    )  # fmt: skip

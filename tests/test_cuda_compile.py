@@ -1,0 +1,87 @@
+"""Every kernel is compiled for the H200 at the paper's shapes, with no GPU: it compiles, and fits on the chip."""
+
+import re
+
+import pytest
+import torch
+
+from zoneout.ops.cuda import compiler, persistent, small, steps
+from zoneout.ops.cuda.arguments import CELLS, TYPES
+
+HOPPER, PROCESSORS, SHARED = (9, 0), 132, 232448
+SHAPES = {"char-PTB": (32, 1000), "word-PTB": (20, 1500), "pMNIST": (100, 100), "speech": (64, 1024), "512": (64, 512)}
+
+
+def setup_module() -> None:
+    try:
+        compiler.compiler()
+    except RuntimeError as error:
+        pytest.skip(f"{error}; pip install nvidia-cuda-nvrtc brings it")
+
+
+def build(source, defines):
+    """What the assembler says of a source's kernels: registers, bytes spilled, bytes of shared memory."""
+    text, options = compiler.program(HOPPER, source, defines)
+    image, said = compiler.compiled(text, [*options, "--ptxas-options=-v"])
+    assert image[:4] == b"\x7fELF"
+    spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", said)]
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", said)]
+    assert registers and len(registers) == len(spilled)
+    return registers, spilled
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "everything"])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("cell", CELLS)
+def test_steps(cell, dtype, plain):
+    """A kernel of the path step by step does not compile, or needs more registers than a thread has."""
+    vector = 4 if dtype == torch.bfloat16 else 1  # units of a thread, where they are aligned and where not
+    _, spilled = build("steps.cu", steps.defines_of(cell, dtype, vector, plain))
+    assert max(spilled) == 0
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("norm", [0, 1, 2], ids=["plain", "layer norm", "batch norm"])
+def test_small(norm, dtype, back):
+    """The paper's pMNIST model no longer fits in one block, or spills what it reads at every step."""
+    tiles = small.plan("lstm", 2 if dtype == torch.bfloat16 else 4, 100, 100, back, PROCESSORS, SHARED, norm)
+    assert tiles is not None and tiles.shared <= SHARED
+    _, spilled = build("small.cu", small.defines_of("lstm", dtype, back, tiles, (1, 1)))
+    assert max(spilled) <= SPILLED[norm]
+
+
+SPILLED = [256, 256, 1024]  # bytes: TF32 has twice the weights, batch norm keeps four rows a thread
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_dropout(dtype):
+    """Dropout between layers does not compile."""
+    build("dropout.cu", (("CELL", 0), ("TYPE", TYPES[dtype]), ("FAST", 1)))
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_persistent(shape, dtype, back):
+    """The weights of a paper's shape no longer fit: what is spilled is read from memory at every step."""
+    batch, hidden = SHAPES[shape]
+    tiles = persistent.plan("lstm", 2 if dtype == torch.bfloat16 else 4, hidden, batch, back, PROCESSORS, SHARED)
+    if tiles is None:
+        assert (shape, dtype) in ALONE
+        return
+    assert tiles.blocks * tiles.groups <= PROCESSORS and tiles.shared <= SHARED
+    _, spilled = build("persistent.cu", persistent.defines_of("lstm", dtype, back, tiles, True))
+    assert max(spilled) <= 512
+
+
+ALONE = {("word-PTB", torch.float32)}  # these go step by step, their weights are too large for the chip
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("cell", CELLS)
+def test_persistent_with_everything(cell, back):
+    """The kernel for every noise, lengths, resets and directions does not compile for some cell."""
+    tiles = persistent.plan(cell, 2, 500, 20, back, PROCESSORS, SHARED)
+    assert tiles is not None
+    build("persistent.cu", persistent.defines_of(cell, torch.float16, back, tiles, False))
