@@ -9,7 +9,7 @@ PIP   := $(RUN) -m pip --disable-pip-version-check install -qq -c constraints.tx
 READY := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-browser check bench clean
+.PHONY: help demo test test-browser test-cluster check bench clean
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +25,10 @@ test-browser: $(READY) ## install Chromium (Debian's package) and playwright, an
 	@command -v chromium >/dev/null || { apt-get update && apt-get install -y --no-install-recommends chromium fonts-dejavu-core; }
 	@$(PIP) playwright
 	@$(RUN) -m pytest -q -rs tests/paper/test_browser.py
+
+test-cluster: $(READY) ## install Ray, and run a sweep on a local cluster of two nodes
+	@$(PIP) 'ray[tune]' optuna
+	@$(RUN) -m pytest -q -rs tests/paper/test_cluster.py
 
 check: $(READY) ## ruff, mypy and the tests
 	@$(RUN) -m ruff check .

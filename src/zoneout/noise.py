@@ -202,6 +202,11 @@ class RecurrentDropout(Noise):
     fields: ClassVar[dict[str, str]] = {"rate": "update"}
     masks: ClassVar[tuple[str, ...]] = ("unit", "step", "sequence", "static")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.hold_output_gate, bool):
+            raise TypeError(f"RecurrentDropout(hold_output_gate=…): expected a bool, got {self.hold_output_gate!r}")
+
     def rule(self, field: str) -> Rule:
         return Rule("update", "zero", self.mask, self.at_eval, self.hold_output_gate)
 

@@ -99,13 +99,13 @@ class StepNorm(NamedTuple):
 
 def moments(v: Tensor, over: str, alive: Tensor | None) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of [..., B, units], over the units or the examples alive ([..., B, 1])."""
+    if v.numel() == 0:  # of nothing, which torch would warn of
+        zero = v.sum(dim=-1 if over == "units" else -2, keepdim=True)
+        return zero, zero
     if over == "units":
         var, mean = torch.var_mean(v, dim=-1, correction=0, keepdim=True)
         return mean, var
     if alive is None:
-        if v.shape[-2] == 0:
-            zero = v.sum(dim=-2, keepdim=True)
-            return zero, zero
         var, mean = torch.var_mean(v, dim=-2, correction=0, keepdim=True)
         return mean, var
     share = alive.to(v.dtype) / alive.sum(dim=-2, keepdim=True).clamp(min=1)

@@ -284,3 +284,55 @@ def test_images_have_no_vocabulary(tmp_path: Path) -> None:
     run.create(Config(data=Data("mnist")), None)
     assert runs.read_vocabulary(tmp_path) is None
     run.close()
+
+
+# --- damage that would not show --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", [0.2, 0.5, -2])
+def test_a_flipped_bit_in_the_best_weights_is_seen(run: Run, place: float) -> None:
+    """In the notes or in a number: safetensors alone would give back other weights, and the test another result."""
+    run.save_best(build(CONFIG, len(VOCABULARY)), {"update": 3, "bits": 1.5})
+    path = run.folder / "best.safetensors"
+    content = bytearray(path.read_bytes())
+    content[int(len(content) * place) if place > 0 else int(place)] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(RunError, match=r"best\.safetensors is damaged: .*only a new run, in another folder"):
+        load(run.folder)
+
+
+def test_best_weights_without_a_checksum_are_read(run: Run) -> None:
+    """As they were written before there was one."""
+    model = build(CONFIG, len(VOCABULARY))
+    runs.write_tensors(run.folder / "best.safetensors", runs.weights_of(model), {"update": 3})
+    assert load(run.folder).info == {"update": 3}
+
+
+def test_a_config_that_was_altered_is_not_gone_on_with(run: Run) -> None:
+    """A digit that changed in config.json would otherwise train the rest of the run with another learning rate."""
+    checkpoint(run, 1)
+    path = run.folder / "config.json"
+    path.write_text(path.read_text().replace('"lr": 0.002', '"lr": 0.003'))
+    with pytest.raises(RunError, match=r"cannot be continued: .* is damaged \(config\.json has been altered since\)"):
+        run.restore("cpu")
+    path.write_text(path.read_text().replace('"lr": 0.003', '"lr": 0.002').replace('"epochs": 20', '"epochs": 30'))
+    found, problems = run.restore("cpu")
+    assert found is not None and not problems, "how long a run is may change"
+
+
+def test_a_folder_taken_between_two_looks_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process creates, and even finishes, a run there just before this one has the lock."""
+    run, lock = Run(tmp_path), Run.lock
+
+    def late(self: Run) -> None:
+        monkeypatch.undo()
+        other = Run(tmp_path)
+        other.create(CONFIG, VOCABULARY)
+        other.close()
+        lock(self)
+
+    monkeypatch.setattr(Run, "lock", late)
+    with pytest.raises(RunError, match=r"holds a run already"):
+        run.create(replace(CONFIG, seed=9), VOCABULARY)
+    run.close()
+    assert runs.read_config(tmp_path) == CONFIG

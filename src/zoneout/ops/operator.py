@@ -31,7 +31,12 @@ def run(r: Run) -> Result:
     y, h, c, cells, _, _, *seen = _call(*flatten(r))
     lstm = r.cell == "lstm"
     moments = Moments(*(seen if lstm else seen[:4])) if _gives_moments(r) else None
-    return Result(y, h, c if lstm else None, cells if r.return_cells else None, moments)
+    return Result(y, h, c if lstm else None, _as_outputs(cells, y) if r.return_cells else None, moments)
+
+
+def _as_outputs(cells: Tensor | None, y: Tensor) -> Tensor | None:
+    """The cells, which are kept as the states are, in the type of the outputs."""
+    return cells if cells is None or cells.dtype == y.dtype else cells.to(y.dtype)
 
 
 def _gives_moments(r: Run) -> bool:
@@ -275,7 +280,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def run(r: Run) -> Result:
         y, h, c, cells, *moments = _Eager.apply(r, *differentiable(r))
-        return Result(y, h, c, cells, Moments(*moments) if moments else None)
+        return Result(y, h, c, _as_outputs(cells, y), Moments(*moments) if moments else None)
 
     @staticmethod
     def forward(ctx: Any, r: Run, *tensors: Tensor | None) -> tuple[Any, ...]:

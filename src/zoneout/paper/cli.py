@@ -26,7 +26,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 import zoneout
 
 from . import config as configs
-from . import fetch, files, plots, runs
+from . import fetch, files, gradients, plots, reproduce, runs, sweep, sweep_report
 from .config import Config
 from .data import Corpus
 from .demo import Demo, free_folder
@@ -35,6 +35,7 @@ from .feeds import on_device
 from .files import DATASETS, DataError
 from .processes import device_of
 from .progress import TensorBoard, duration, figure_of, together, watch, worth
+from .recipes import RECIPES
 from .runs import RunError
 from .sample import sample
 from .train import Diverged, Summary, load_data, measure_of, train
@@ -303,6 +304,133 @@ class Data:
 
 
 @dataclass(frozen=True)
+class Sweep:
+    """Train a grid of settings and seeds, on this machine or on a Ray cluster; the same command goes on with it.
+
+    $ zoneout sweep --data my.txt --grid zoneout.cell=0,0.25,0.5 --grid zoneout.hidden=0,0.05 --seeds 3 --epochs 5
+    $ zoneout sweep char_ptb_zoneout --grid zoneout.cell=0.25,0.5 --engine ray --address auto --gpus 0.25
+    $ zoneout sweep --grid optimizer.lr=0.0001..0.01,log --search optuna --trials 50 --scheduler asha
+    """
+
+    recipe: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RECIPE]")] = None
+    """One of the paper's (zoneout reproduce); what the options below leave open is as it has it."""
+    grid: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=A,B,…")] = ()
+    """A field and its values; every combination is run. For a search also a range: NAME=LOW..HIGH or …,log."""
+    seeds: int = 1
+    """How many seeds, from --seed on, for each combination."""
+    out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs/sweep")
+    """The folder for the runs, the table and the page; what is there already is not run again."""
+    engine: Literal["local", "ray"] | None = None
+    """Plain processes, or Ray; by default Ray where one of the next three asks for it."""
+    address: Annotated[str | None, tyro.conf.arg(metavar="local|auto|HOST:PORT")] = None
+    """Start a Ray here, use the one that this machine belongs to, or another."""
+    search: Literal["optuna"] | None = None
+    """Let Optuna choose from the values and ranges of --grid, instead of running every combination."""
+    scheduler: Literal["asha"] | None = None
+    """Stop runs that fall behind the others."""
+    trials: int = 50
+    """How many runs a search makes."""
+    parallel: int = 0
+    """Runs at a time; by default one a core, or one a GPU."""
+    cpus: float = 1.0
+    """Of each run, with Ray."""
+    gpus: float | None = None
+    """Of each run, with Ray: 0.25 lets four share one."""
+    part: Annotated[str | None, tyro.conf.arg(metavar="K/N")] = None
+    """Run only the K-th of N shares, for N machines that each take one."""
+    data: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE|DIR")] = None
+    """A corpus, a text file, or a folder in which to look for the corpus of --data.name."""
+    json: Flag = False
+    """Print the result of every run as JSON."""
+    config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+    def __call__(self) -> int:
+        config, data = with_data(self.config, self.data)
+        options = {name: getattr(self, name) for name in ("engine", "address", "search", "scheduler", "part")}
+        options |= {name: getattr(self, name) for name in ("trials", "parallel", "cpus", "gpus")}
+        rows = sweep.sweep(config, self.grid, self.seeds, self.out, data=data, say=_say, **options)
+        title = f"{self.recipe or config.data.name}: {', '.join(self.grid) or 'no grid'}, {self.seeds} seeds"
+        sweep_report.write(rows, self.out, title)
+        print(json.dumps([asdict(row) for row in rows]) if self.json else sweep_report.table(rows), flush=True)
+        if any(row.why == "interrupted" for row in rows):
+            return _complain("sweep", "interrupted; the same command goes on", INTERRUPTED)
+        return FAILED if any(row.state == "failed" for row in rows) else OK
+
+
+@dataclass(frozen=True)
+class Reproduce:
+    """Run the rows of the paper's tables that are missing, and show them beside its numbers.
+
+    $ zoneout reproduce --help
+    """
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Measure how much of the gradient of runs, or of the paper's arms, reaches every step.
+
+    $ zoneout gradients --help
+    """
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Draw the paper's figures from the records that reproduce has made.
+
+    $ zoneout figures
+    $ zoneout figures rates gradient-flow --format pdf --out paper/figures
+    """
+
+    names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME …]")] = ()
+    """Which; all by default."""
+    results: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("results")
+    """Where the records are."""
+    out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("figures")
+    """The folder for the figures."""
+    format: Literal["svg", "pdf", "png"] = "svg"
+    """Vector graphics for screens and pages, for print, or pixels."""
+    json: Flag = False
+    """Print what was drawn, and what is missing, as JSON."""
+
+    def __call__(self) -> int:
+        from . import figures  # which needs matplotlib, and a second for it
+
+        made = figures.save_all(self.results, self.out, self.format, self.names)
+        if self.json:
+            print(json.dumps([{"file": str(path), "text": d.text, "missing": d.missing} for path, d in made]))
+            return OK
+        for path, drawn in made:
+            print(path, f"(no results yet: {', '.join(drawn.missing)})" if drawn.missing else "")
+        return OK
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write one page with the paper's tables and figures beside ours; of runs, one that compares them.
+
+    $ zoneout report --out report.html
+    $ zoneout report runs/plain runs/zoneout --out compared.html
+    """
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[RUN …]")] = ()
+    """Folders of runs to compare with each other; without any, the page is about the paper."""
+    out: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("report.html")
+    """The page, which needs no other file."""
+    results: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("results")
+    """Where the records of the paper's rows are."""
+    benchmarks: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("benchmarks/results.csv")
+    """The measurements of speed."""
+
+    def __call__(self) -> int:
+        from . import report  # which needs matplotlib, and this module
+
+        page = report.runs_page(self.runs) if self.runs else report.paper_page(self.results, self.benchmarks)
+        report.write(self.out, page)
+        print(f"The page is in {self.out}")
+        return OK
+
+
+@dataclass(frozen=True)
 class Bench:
     """Measure the speed of the layers against torch.nn's, with benchmarks/bench.py of a clone of the repository.
 
@@ -317,6 +445,11 @@ COMMANDS: dict[str, Any] = {
     "sample": Sample,
     "show": Show,
     "data": Data,
+    "sweep": Sweep,
+    "reproduce": Reproduce,
+    "gradients": Gradients,
+    "figures": Figures,
+    "report": Report,
     "bench": Bench,
 }
 
@@ -338,6 +471,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _complain("", f"there is no command {name!r}; {hint}", WRONG_USE)
         if name == "bench":
             return bench(args[1:])
+        if name == "reproduce":  # which has a parser of its own, to run where there is only torch
+            return reproduce.main(args[1:], "zoneout reproduce")
+        if name == "gradients":  # and so has this
+            return gradients.main(args[1:], "zoneout gradients")
         code: int = parse(name, args[1:])()
         return code
     except SystemExit as error:  # tyro has said what is wrong, or helped
@@ -361,6 +498,11 @@ def parse(name: str, args: Sequence[str]) -> Any:
     """The command with its options. Those of a run that is continued are, where nothing else is said, its own."""
     prog = f"zoneout {name}"
     command = tyro.cli(COMMANDS[name], prog=prog, args=args)
+    if isinstance(command, Sweep) and command.recipe is not None:
+        if command.recipe not in RECIPES:
+            near = ", ".join(difflib.get_close_matches(command.recipe, RECIPES, n=3, cutoff=0.3))
+            raise ValueError(f"there is no recipe {command.recipe!r}; the nearest are {near or ', '.join(RECIPES)}")
+        return tyro.cli(Sweep, prog=prog, args=args, default=Sweep(config=RECIPES[command.recipe].make()))
     if not isinstance(command, Train):
         return command
     if command.resume and command.out is None:
@@ -374,8 +516,8 @@ def parse(name: str, args: Sequence[str]) -> Any:
 
 def overview() -> str:
     """What `zoneout --help` says."""
-    lines = [f"  {name:7} {(kind.__doc__ or '').splitlines()[0]}" for name, kind in COMMANDS.items()]
-    codes = [f"  {code:<7} {meaning}" for code, meaning in CODES.items()]
+    lines = [f"  {name:9} {(kind.__doc__ or '').splitlines()[0]}" for name, kind in COMMANDS.items()]
+    codes = [f"  {code:<9} {meaning}" for code, meaning in CODES.items()]
     return "\n".join(
         [
             "usage: zoneout COMMAND [OPTIONS]",
@@ -510,6 +652,10 @@ def at(values: Any, name: str) -> Any:
 def spelled(value: Any) -> str:
     """A value as the command line takes it."""
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _complain(name: str, what: object, code: int) -> int:

@@ -1,19 +1,40 @@
-"""Learning curves: as a picture, and as characters for a terminal."""
+"""Learning curves: as a picture, and as characters for a terminal; and how every picture here looks.
+
+A picture has the colours of light paper written into it, which any program shows. An SVG also has a style sheet by
+which a browser in dark mode shows it in colours for that; its texts are texts, to be searched, selected and read aloud.
+"""
 
 from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from .runs import read_metrics
 
 UNITS = {"bits": "bits per character", "perplexity": "perplexity", "error": "error"}
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # told apart by the colour-blind too
 MARKS = "ox+*#@"
+DARK = {  # every colour that is drawn, and what a dark page has in its place
+    "#0072b2": "#5cb8f0",
+    "#c04d00": "#ff9459",
+    "#00785a": "#3ccba0",
+    "#a8427a": "#ee9cc8",
+    "#7a5c00": "#e6bb45",
+    "#5b5b66": "#b9b9c6",
+    "#222222": "#e8e6e3",
+    "#666666": "#a9a7a2",
+    "#e4e4e2": "#3b3b39",
+    "#ffffff": "#1b1b1a",
+}
+*_COLOURS, INK, SOFT, GRID, PAPER = DARK
+COLOURS = tuple(_COLOURS)  # of curves, told apart by the colour-blind too
+MARKERS = "osD^vP"  # for print without colours
+DASHED: Any = (0, (4, 2))
 
 
 @dataclass(frozen=True)
@@ -53,20 +74,43 @@ def read_curve(folder: Path | str, name: str | None = None) -> Curve:
     return Curve(name or Path(folder).name, measure, tuple(train) if measure != "error" else (), points)
 
 
-def figure(curves: Sequence[Curve], title: str = "") -> Any:
-    """The curves as a matplotlib figure: validation drawn full, training thin, the best of each marked."""
+def canvas(panels: int = 1, height: float = 3.7) -> tuple[Any, list[Any]]:
+    """A figure and its axes, one below another: as wide as a phone shows at the size it is drawn."""
+    import matplotlib
     from matplotlib.figure import Figure  # its own canvas: no window, no global state
 
-    fig = Figure(figsize=(7.2, 4.0), layout="constrained")
-    axes = fig.add_subplot()
+    coloured = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor")
+    style: Any = dict.fromkeys(coloured, INK) | {"font.size": 10}
+    with matplotlib.rc_context(style):
+        fig = Figure(figsize=(5.6, height), layout="constrained", facecolor=PAPER)
+        found = list(fig.subplots(panels, 1, squeeze=False)[:, 0])
+        for axes in found:
+            axes.set_facecolor(PAPER)
+            axes.grid(axis="y", color=GRID, lw=0.8)
+            axes.set_axisbelow(True)
+            for side in ("top", "right", "left"):
+                axes.spines[side].set_visible(False)
+            axes.tick_params(length=0, which="both")
+    return fig, found
+
+
+def legend(axes: Any, below: bool = False, **options: Any) -> None:
+    """A legend without a frame; below the axes where it would hide what is drawn."""
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.17), "ncols": 2} if below else {}
+    axes.legend(**({"frameon": False, "labelcolor": INK, "fontsize": 9} | place | options))
+
+
+def figure(curves: Sequence[Curve], title: str = "") -> Any:
+    """The curves as a matplotlib figure: validation drawn full, training thin, the best of each marked."""
+    fig, (axes,) = canvas()
     for curve, colour in zip(curves, COLOURS * len(curves)):
         if curve.train:
-            axes.plot(*zip(*curve.train), color=colour, lw=1, ls=(0, (4, 2)), alpha=0.6)
+            axes.plot(*zip(*curve.train), color=colour, lw=1, ls=DASHED, alpha=0.7)
         if not curve.valid:
             continue
         axes.plot(*zip(*curve.valid), color=colour, lw=2, label=curve.name)
         at, value = curve.best
-        axes.plot([at], [value], "o", color=colour, ms=6, mec="white", mew=1, zorder=3)
+        axes.plot([at], [value], "o", color=colour, ms=6, mec=PAPER, mew=1, zorder=3)
         axes.annotate(
             f"{value:.4g}", (at, value), xytext=(0, -12), textcoords="offset points", ha="center", color=colour
         )
@@ -79,43 +123,60 @@ def figure(curves: Sequence[Curve], title: str = "") -> Any:
         margin = 0.08 * (max(seen) - min(low)) or 0.1
         axes.set_ylim(min(low) - margin, max(seen) + margin)
     if any(curve.train for curve in curves):
-        axes.plot([], [], color="0.4", lw=1, ls=(0, (4, 2)), label="on the training text")
+        axes.plot([], [], color=SOFT, lw=1, ls=DASHED, label="on the training text")
     if any(curve.valid for curve in curves):
-        axes.legend(frameon=False)
+        legend(axes)
     if title:
-        axes.set_title(title, loc="left", fontsize="medium")
-    axes.grid(axis="y", color="0.9", lw=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.tick_params(length=0)
+        axes.set_title(title, loc="left", fontsize="medium", color=INK, wrap=True)
     return fig
 
 
-def save(fig: Any, path: Path) -> None:
+def save(fig: Any, path: Path, title: str = "") -> None:
     """Write a figure to a file; its name says as what (.png, .svg or .pdf)."""
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"{path}: expected a name that ends in .png, .svg or .pdf")
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".svg":
-        path.write_text(_svg(fig), encoding="utf-8")
+        text = _svg(fig, title)
+        at = text.index(">", text.index("<svg")) + 1
+        path.write_text(f"{text[:at]}\n <style>\n{dark_style()}</style>{text[at:]}", encoding="utf-8")
     else:
-        fig.savefig(path, dpi=150)
+        fig.savefig(path, dpi=150, metadata={"CreationDate": None} if path.suffix == ".pdf" else None)
 
 
-def svg(fig: Any) -> str:
-    """A figure as an svg element, to be put into a page."""
-    text = _svg(fig)
-    return text[text.index("<svg") :]
+def svg(fig: Any, name: str = "", title: str = "", description: str = "") -> str:
+    """A figure as an svg element, to be put into a page; `name` keeps its ids apart from those of other figures.
+
+    In a page with `dark_style` it follows the page into the dark.
+    """
+    text = _svg(fig, title)
+    text = text[text.index("<svg") :]
+    if description:
+        at = text.index("</title>") + len("</title>") if title else text.index(">") + 1
+        text = f"{text[:at]}\n <desc>{escape(description)}</desc>{text[at:]}"
+    if name:
+        text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
+    return text.replace("<svg ", '<svg role="img" ', 1) if title else text
 
 
-def _svg(fig: Any) -> str:
+def dark_style() -> str:
+    """The style sheet by which figures are shown in the dark."""
+    rules = [
+        f'[style*="{what}: {light}"] {{ {what}: {dark} !important }}'
+        for light, dark in DARK.items()
+        for what in ("fill", "stroke")
+    ]
+    return "@media (prefers-color-scheme: dark) {\n" + "\n".join(rules) + "\n}\n"
+
+
+def _svg(fig: Any, title: str = "") -> str:
     import matplotlib
 
     buffer = io.StringIO()
     # Without dates and random names: the same numbers give the same file.
-    with matplotlib.rc_context({"svg.hashsalt": "zoneout"}):
-        fig.savefig(buffer, format="svg", metadata={"Date": None})
+    metadata = dict.fromkeys(("Date", "Creator", "Format", "Type")) | ({"Title": title} if title else {})
+    with matplotlib.rc_context({"svg.hashsalt": "zoneout", "svg.fonttype": "none"}):
+        fig.savefig(buffer, format="svg", metadata=metadata)
     return buffer.getvalue()
 
 

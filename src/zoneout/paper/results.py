@@ -1,8 +1,8 @@
 """Results: a small record of every finished run, and the tables that are made of the records.
 
-A record is a file `results/RECIPE/seed-N.json`. It holds the config, the scores by every protocol, a learning curve, and
-what the run was made with; all that `docs/results.md` says is computed from these files and from the paper's numbers in
-`recipes`.
+A record is a file `results/RECIPE/seed-N.json`. It holds the config, the scores by every protocol, a learning curve,
+and what the run was made with; all that `docs/results.md` says is computed from these files and from the paper's
+numbers in `recipes`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import math
 import platform
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, TypeAlias
@@ -23,23 +23,24 @@ import zoneout as zo
 from . import config as configs
 from . import runs
 from .config import Config, Protocol
-from .evaluate import Score, evaluate
+from .evaluate import evaluate
 from .processes import device_of
 from .recipes import MEASURES, QUOTED, RECIPES, Recipe
 from .runs import RunError
-from .train import load_data, values_of
+from .train import load_data, measure_of, values_of
 
 Record: TypeAlias = dict[str, Any]
 
 FORMAT = 1
 FREE = ("seed", "precision", "device", "backend", "log_every", "save_every")  # what a recipe leaves to whoever runs it
+COLUMNS = ("paper: valid, test", "ours: valid", "ours: test", "difference", "reached", "seeds", "epochs", "minutes")
 POINTS = 200  # of a learning curve, at most
 PAGE = """# Results
 
-Made by `python -m zoneout.paper.reproduce --write` from the records in `results/`; [how to reproduce
-them](reproducing.md). Lower is better. Ours is the mean over seeds ± their standard deviation, of the weights with the best
-validation. *Reached* means that the mean is at or below the paper's number plus one standard deviation over our seeds;
-with one seed, plus 0.004 bits, 1 % of the perplexity or 0.005 of error. Minutes are those of one run.
+Made by `zoneout reproduce --write` from the records in `results/`; [how those are made](reproducing.md). Lower is
+better. Ours is the mean over seeds ± their standard deviation, of the weights with the best validation. *Reached* means
+that the mean is at or below the paper's number plus one standard deviation over our seeds; with one seed, plus 0.004
+bits, 1 % of the perplexity or 0.005 of error. Minutes are those of one run.
 """
 
 
@@ -74,7 +75,7 @@ def make_record(
             "cuda": torch.version.cuda,
             "python": platform.python_version(),
         },
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": command_of(recipe, config),
         "scores": scores(folder, config, data, where),
         "curve": curve(runs.read_metrics(folder), measure),
@@ -116,14 +117,10 @@ def scores(folder: Path, config: Config, data: Path | str | None, device: torch.
         loaded = runs.load(folder, device=device, changes={"evaluation.at_eval": at_eval, "device": str(device)})
         for protocol in protocols(config):
             for part in ("valid", "test"):
-                score: Score = evaluate(loaded.model, corpus, part, loaded.config, protocol=protocol)
-                measure = MEASURES_OF_TASK[config.task] or ("bits" if corpus.unit == "char" else "perplexity")  # type: ignore[union-attr]
+                score = evaluate(loaded.model, corpus, part, loaded.config, protocol=protocol)
                 how = {"part": part, "protocol": named(protocol), "at_eval": at_eval}
-                found.append(how | values_of(score, measure))
+                found.append(how | values_of(score, measure_of(corpus)))
     return found
-
-
-MEASURES_OF_TASK = {"images": "error", "language": ""}
 
 
 def named(protocol: Protocol | None) -> str:
@@ -177,24 +174,31 @@ def read_records(results: Path, recipe: str) -> list[Record]:
 def reached(values: Sequence[float], paper: float, measure: str) -> bool:
     """Whether the mean over seeds is at or below the paper's number, give or take what single runs scatter by.
 
-    >>> reached([1.3655], 1.362, "bits"), reached([1.361, 1.3635, 1.366], 1.362, "bits"), reached([82.3], 81.4, "perplexity")
-    (True, True, False)
+    >>> reached([1.3655], 1.362, "bits"), reached([1.367], 1.362, "bits"), reached([1.361, 1.367], 1.362, "bits")
+    (True, False, True)
     """
     if len(values) > 1:
         return fmean(values) <= paper + stdev(values)
     return values[0] <= paper + (0.01 * paper if measure == "perplexity" else {"bits": 0.004, "error": 0.005}[measure])
 
 
-def table(results: Path | str, recipes: Sequence[Recipe] | None = None) -> str:
-    """The records as a table for every task, in Markdown."""
+def table(results: Path | str, recipes: Sequence[Recipe] | None = None, *, details: bool = True) -> str:
+    """The records as a table for every task, in Markdown; with `details`, also every protocol and every run."""
     results = Path(results)
     chosen = list(RECIPES.values()) if recipes is None else list(recipes)
     parts = []
     for task in MEASURES:
         rows = [r for r in chosen if r.task == task]
-        if rows:
-            parts.append(f"## {task}\n\n{_main_table(rows, results)}")
-            parts += _other_tables(rows, results)
+        if not rows:
+            continue
+        own = rows[0].make().evaluation
+        cut = "" if rows[0].measure == "error" else f"\n\nValid: {named(own.valid)}. Test: {named(own.test)}."
+        parts.append(f"## {task}{cut}")
+        if in_table := [r for r in rows if r.in_table]:
+            parts.append(_main_table(in_table, results, quoted=recipes is None))
+        if others := [r for r in rows if not r.in_table]:
+            parts += ["In the paper's figures and text:", _main_table(others, results)]
+        parts += _other_tables(rows, results) if details else []
     return "\n\n".join(parts)
 
 
@@ -210,31 +214,21 @@ def fitting(recipe: Recipe, results: Path) -> tuple[list[Record], list[Record]]:
     return own, [r for r in found if r not in own]
 
 
-def _main_table(recipes: Sequence[Recipe], results: Path) -> str:
+def _main_table(recipes: Sequence[Recipe], results: Path, quoted: bool = False) -> str:
     measure = recipes[0].measure
     unit = {"bits": "bits per character", "perplexity": "perplexity", "error": "share that is wrong"}[measure]
-    lines = _head(
-        f"{unit}", "paper: valid, test", "ours: valid", "ours: test", "difference", "reached", "seeds", "epochs", "minutes"
-    )
-    notes = []
+    lines, notes = _head(unit, *COLUMNS), []
     for recipe in recipes:
         own, other = fitting(recipe, results)
-        name = f"{recipe.row}<br>`{recipe.name}`"
-        paper = f"{_figure(recipe.valid, measure)}, {_figure(recipe.test, measure)}"
-        if recipe.valid is None and recipe.test is None:
-            paper = "–"
-        if not own:
-            lines.append(_row(name, paper, "no run yet", "", "", "", "", "", ""))
-        else:
-            lines.append(_row(name, paper, *_ours(recipe, own)))
+        name, paper = f"{recipe.row} `{recipe.name}`", _paper(recipe.valid, recipe.test)
+        lines.append(_row(name, paper, *(_ours(recipe, own) if own else _blank("no run yet"))))
         for record in other:
             wrong = configs.from_json(record["config"])
             shown = ", ".join(f"{n} is {here}, not {there}" for n, here, there in changes(wrong, recipe.make()))
-            notes.append(f"Left out: `{recipe.name}`, seed {record['seed']}, had other settings ({shown}).")
-    for task, row, valid, test in QUOTED if any(r.in_table for r in recipes) else ():
+            notes.append(f"* Left out: `{recipe.name}`, seed {record['seed']}, had other settings ({shown}).")
+    for task, row, valid, test in QUOTED if quoted else ():
         if task == recipes[0].task:
-            paper = f"{_figure(valid, measure)}, {_figure(test, measure)}"
-            lines.append(_row(row, paper, "not built here", "", "", "", "", "", ""))
+            lines.append(_row(row, _paper(valid, test), *_blank("not built here")))
     return "\n".join([*lines, *([""] if notes else []), *notes])
 
 
@@ -246,12 +240,25 @@ def _ours(recipe: Recipe, records: Sequence[Record]) -> list[str]:
         differences.append("–" if paper is None else _figure(fmean(values) - paper, recipe.measure, "+"))
         verdict = paper is not None and reached(values, paper, recipe.measure)
         verdicts.append("–" if paper is None or not recipe.held else "yes" if verdict else "no")
-    several = max(record["at_once"] for record in records)
-    minutes = f"{fmean(record['seconds'] for record in records) / 60:.1f}" + (f" ({several} at once)" if several > 1 else "")
-    epochs = f"{fmean(record['epochs'] for record in records):.4g} (best {fmean(r['best_epoch'] for r in records):.4g})"
-    seeds = ", ".join(str(record["seed"]) for record in records)
-    none = recipe.valid is None and recipe.test is None
-    return [*cells, *(["–"] * 2 if none else [", ".join(differences), ", ".join(verdicts)]), seeds, epochs, minutes]
+    if recipe.valid is None and recipe.test is None:
+        differences, verdicts = ["–"], ["–"]
+
+    def mean(field: str) -> float:
+        return fmean(record[field] for record in records)
+
+    shared = max(record["at_once"] for record in records)
+    return [
+        *cells,
+        ", ".join(differences),
+        ", ".join(verdicts),
+        ", ".join(str(record["seed"]) for record in records),
+        f"{mean('epochs'):.4g} (best {mean('best_epoch'):.4g})",
+        f"{mean('seconds') / 60:.1f}" + (f" ({shared} at once)" if shared > 1 else ""),
+    ]
+
+
+def _blank(why: str) -> list[str]:
+    return [why, *[""] * (len(COLUMNS) - 2)]
 
 
 def _other_tables(recipes: Sequence[Recipe], results: Path) -> list[str]:
@@ -288,6 +295,11 @@ def _head(*cells: str) -> list[str]:
 
 def _row(*cells: str) -> str:
     return "| " + " | ".join(cells) + " |"
+
+
+def _paper(valid: float | None, test: float | None) -> str:
+    """The paper's numbers, as it has them."""
+    return "–" if valid is None and test is None else ", ".join("–" if v is None else str(v) for v in (valid, test))
 
 
 def _figure(value: float | None, measure: str, sign: str = "") -> str:

@@ -49,6 +49,10 @@ class RunError(Exception):
     """Something about a run that its user should know, as a sentence."""
 
 
+class InUse(RunError):
+    """Another process holds the folder."""
+
+
 class Run:
     """The folder of a run, held by one process at a time."""
 
@@ -84,6 +88,7 @@ class Run:
         with explained(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         self.lock()
+        self.check_free()  # another process may have been here between the two
         with explained(self.folder):
             if vocabulary is not None:
                 write_text(self.folder / "vocabulary.json", vocabulary.to_json() + "\n")
@@ -122,7 +127,7 @@ class Run:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             handle.close()
-            raise RunError(
+            raise InUse(
                 f"{self.folder} is in use by another process; wait for it, stop it, or choose another folder"
             ) from None
         self._lock = handle
@@ -149,7 +154,9 @@ class Run:
     def save_best(self, model: nn.Module, info: dict[str, Any]) -> None:
         """Keep the weights as the best so far; `info` goes into the file."""
         with explained(self.folder):
-            write_tensors(self.folder / "best.safetensors", weights_of(model), info)
+            weights = {name: value.detach().cpu().contiguous() for name, value in weights_of(model).items()}
+            sealed = {**info, "sha256": _tensor_digest(weights, info)}
+            write_tensors(self.folder / "best.safetensors", weights, sealed)
 
     def save(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Write a checkpoint, which stands for the metrics as they are now, and drop all but the latest two."""
@@ -165,6 +172,7 @@ class Run:
             page = {
                 "format": FORMAT,
                 "state": state,
+                "config_sha256": self.config_digest(),
                 "metrics_bytes": length,
                 "metrics_sha256": _digest(self.metrics, length),
                 "tensors_sha256": _digest(side / "tensors.safetensors"),
@@ -177,6 +185,11 @@ class Run:
             _sync(self.last)
             for old in self.checkpoints()[KEEP:]:
                 shutil.rmtree(old, ignore_errors=True)
+
+    def config_digest(self) -> str:
+        """Of the config as it is in the folder, but for what may change: a checkpoint belongs to it."""
+        plain = configs.to_json(read_config(self.folder))
+        return _page_digest({name: _at(plain, name) for name in configs.names() if name not in MAY_CHANGE})
 
     def checkpoints(self) -> list[Path]:
         """The checkpoints that are there, the latest first."""
@@ -192,7 +205,7 @@ class Run:
         found = None
         for folder in self.checkpoints():
             try:
-                found = read_checkpoint(folder, self.metrics, device)
+                found = read_checkpoint(folder, self.metrics, device, self.config_digest())
                 break
             except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
                 problems.append(f"the checkpoint {folder} is damaged ({error}) and was passed over")
@@ -219,13 +232,17 @@ class Checkpoint:
     metrics_bytes: int
 
 
-def read_checkpoint(folder: Path, metrics: Path, device: torch.device | str = "cpu") -> Checkpoint:
+def read_checkpoint(
+    folder: Path, metrics: Path, device: torch.device | str = "cpu", config: str | None = None
+) -> Checkpoint:
     """A checkpoint, after every checksum has been compared; an error says what is wrong."""
     page = read_json(folder / "state.json")
     if page.get("format") != FORMAT:
         raise ValueError(f"state.json has format {page.get('format')!r}, expected {FORMAT}")
     if page.pop("sha256", None) != _page_digest(page):
         raise ValueError("state.json has been altered")
+    if config is not None and page.get("config_sha256", config) != config:
+        raise ValueError("config.json has been altered since")
     if _digest(folder / "tensors.safetensors") != page["tensors_sha256"]:
         raise ValueError("tensors.safetensors does not have the checksum that was written down")
     if metrics.stat().st_size < page["metrics_bytes"]:
@@ -302,7 +319,7 @@ def read_vocabulary(folder: Path | str) -> Vocabulary | None:
     path = Path(folder) / "vocabulary.json"
     try:
         return Vocabulary.from_json(path.read_text(encoding="utf-8")) if path.exists() else None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RunError(f"{path} cannot be read: {error}") from None
 
 
@@ -312,11 +329,11 @@ def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
     if not path.exists():
         raise RunError(f"{folder} is not a run: there is no metrics.jsonl in it")
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], 1):
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
-            rows.append(json.loads(line))
+            rows.append(_fields(line.decode()))
         except ValueError:
-            raise RunError(f"{path} is damaged: line {number} is not JSON") from None
+            raise RunError(f"{path} is damaged: line {number} is not JSON with named fields") from None
     return rows
 
 
@@ -329,9 +346,14 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
         with safe_open(path, "pt") as file:
             info = json.loads((file.metadata() or {}).get("info", "{}"))
-        return load_file(path), info
-    except (SafetensorError, ValueError) as error:
-        raise RunError(f"{path} is damaged: {error}") from None
+        tensors, sealed = load_file(path), info.pop("sha256", None)
+        if sealed is not None and sealed != _tensor_digest(tensors, info):
+            raise ValueError("it does not have the checksum that was written down")
+        return tensors, info
+    except (SafetensorError, ValueError, TypeError) as error:
+        raise RunError(
+            f"{path} is damaged: {error}; only a new run, in another folder, can give these weights"
+        ) from None
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
@@ -397,7 +419,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    value = json.loads(path.read_text(encoding="utf-8"))
+    return _fields(path.read_text(encoding="utf-8"))
+
+
+def _fields(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("expected named fields in braces, got brackets without end") from None
     if not isinstance(value, dict):
         raise ValueError(f"expected named fields in braces, got {type(value).__name__}")
     return value
@@ -431,6 +460,15 @@ def _digest(path: Path, length: float = math.inf) -> str:
         while length > 0 and (block := file.read(int(min(length, 2**20)))):
             digest.update(block)
             length -= len(block)
+    return digest.hexdigest()
+
+
+def _tensor_digest(tensors: dict[str, Tensor], info: dict[str, Any]) -> str:
+    """The SHA-256 of tensors and what is noted beside them: safetensors has none of its own."""
+    digest = hashlib.sha256(json.dumps(info, sort_keys=True).encode())
+    for name, value in sorted(tensors.items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -81,7 +81,7 @@ def train(
 ) -> Summary:
     """Train a model in a folder of its own, or continue (`resume`) the run that is there; `config` may then be None.
 
-    `data` is a folder to look for corpora in. At `deadline` (as `time.monotonic` counts) the run stops as if it had been
+    `data` is a folder to look for corpora in. At `deadline` (by `time.monotonic`) the run stops as if it had been
     interrupted: with a checkpoint, to be continued. `progress` is called with a dict for everything that happens, whose
     "kind" is "start" (update, updates, epochs, parameters, device, measure, folder), "step" (update, epoch, and on a
     CPU nats), "train", "valid" or "test" (the lines of the metrics), "save" (update), "note" (text) or "end" (the
@@ -143,7 +143,7 @@ class Training:
 
     def __call__(self) -> Summary:
         """Train, validate as often as is asked, and test."""
-        state, config = self.state, self.config
+        state, config, deadline = self.state, self.config, self.deadline
         total = config.epochs * self.feed.updates()
         self.tell(
             {
@@ -158,7 +158,7 @@ class Training:
             }
         )
         with stop_requests() as interrupted:
-            self.asked = lambda: interrupted() or time.monotonic() >= self.deadline
+            self.asked = lambda: interrupted() or time.monotonic() >= deadline
             try:
                 self.loop()
             except Stopped:

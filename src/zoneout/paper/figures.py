@@ -1,0 +1,365 @@
+"""The paper's figures, drawn from the records in `results/`.
+
+A figure is drawn of what is there; the recipes that have no record yet are named under it. Curves of several seeds have
+one colour. The records of gradient flow are those of `gradients`, all others those of `results`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from textwrap import fill
+from typing import Any, TypeAlias
+
+from . import gradients, plots
+from .plots import COLOURS, DASHED, INK, MARKERS, PAPER, SOFT
+from .recipes import RECIPES, Recipe
+from .results import Record, fitting, named
+from .runs import RunError
+
+Records: TypeAlias = dict[str, list[Record]]  # by recipe; those without any are left out
+UNITS = plots.UNITS | {"error": "share that is wrong"}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure, and in words what it shows and what it lacks."""
+
+    name: str
+    title: str
+    where: str  # in the paper
+    figure: Any  # of matplotlib
+    text: str
+    missing: tuple[str, ...]  # recipes
+    recipes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a figure is to be: its arms are recipes."""
+
+    title: str
+    where: str
+    arms: tuple[str, ...]
+    draw: Callable[[Records], tuple[Any, str]]
+    read: Callable[[Recipe, Path], list[Record]]
+
+
+def own_records(recipe: Recipe, results: Path) -> list[Record]:
+    """The records of a recipe with its own settings."""
+    return fitting(recipe, results)[0]
+
+
+def flow_records(recipe: Recipe, results: Path) -> list[Record]:
+    """The gradient flows of a recipe, by seed."""
+    found = map(gradients.read_record, (results / recipe.name).glob("gradients-seed-*.json"))
+    return sorted(found, key=lambda record: int(record["seed"]))
+
+
+def draw(name: str, results: Path | str) -> Drawn:
+    """A figure by its name."""
+    if name not in FIGURES:
+        raise ValueError(f"figure: expected one of {', '.join(FIGURES)}, got {name!r}")
+    plan, results = FIGURES[name], Path(results)
+    found = {arm: plan.read(RECIPES[arm], results) for arm in plan.arms}
+    records = {arm: each for arm, each in found.items() if each}
+    missing = tuple(arm for arm in plan.arms if arm not in records)
+    figure, text = plan.draw(records) if records else (_nothing(), "Nothing to draw yet.")
+    if missing:
+        note = fill(f"No results yet: {', '.join(missing)}", 78, break_on_hyphens=False)
+        figure.supxlabel(note, fontsize=7.5, color=SOFT, x=0.02, ha="left")
+    return Drawn(name, plan.title, plan.where, figure, text, missing, plan.arms)
+
+
+def save_all(results: Path | str, out: Path, kind: str = "svg", names: Sequence[str] = ()) -> list[tuple[Path, Drawn]]:
+    """Write figures to a folder, as svg, pdf or png; all of them by default."""
+    made = []
+    for name in names or FIGURES:
+        drawn = draw(name, results)
+        path = out / f"{name}.{kind}"
+        try:
+            plots.save(drawn.figure, path, drawn.title)
+        except OSError as error:
+            raise RunError(f"{path} cannot be written: {error.strerror or error}") from None
+        made.append((path, drawn))
+    return made
+
+
+def _nothing() -> Any:
+    fig, (axes,) = plots.canvas(height=1.6)
+    axes.set_axis_off()
+    axes.text(0.5, 0.5, "Nothing to draw yet.", ha="center", va="center", color=INK)
+    return fig
+
+
+# --- learning curves -------------------------------------------------------------------------------
+
+
+def curves(records: Records, *, train: bool = True, marks: bool = True) -> tuple[Any, str]:
+    """Validation drawn full and, if asked, training dashed, over epochs; that of images on axes of its own."""
+    measure = RECIPES[next(iter(records))].measure
+    apart = train and measure == "error"  # the loss of images is in nats
+    fig, panels = plots.canvas(2 if apart else 1, (6.6 if apart else 3.9) + 0.1 * len(records))
+    for number, (arm, runs) in enumerate(records.items()):
+        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+        for which, record in enumerate(runs):
+            epochs, valid = record["curve"]["epoch"], record["curve"]["valid"]
+            label = {"label": labelled(arm, runs)} if which == 0 else {}
+            style = {"color": colour, "lw": 1.8 if which == 0 else 1.0, "alpha": 1.0 if which == 0 else 0.7}
+            every = (0.02 + 0.02 * number, 0.12)  # of the length of the curve: marks of several do not meet
+            marked = {"marker": marker, "ms": 5, "mec": PAPER, "mew": 0.7, "markevery": every} if which == 0 else {}
+            panels[0].plot(epochs, valid, **style, **label, **(marked if marks else {}))
+            if train:
+                nats = [(e, n) for e, n in zip(epochs, record["curve"]["train_nats"]) if n is not None]
+                values = [n if apart else plots.in_measure(n, measure) for _, n in nats]
+                panels[-1].plot([e for e, _ in nats], values, **(style | {"ls": DASHED, "lw": 1.1}))
+    panels[0].set(xlabel="epoch", ylabel=f"{UNITS[measure]}, validation" if apart else UNITS[measure])
+    panels[0].set_ylim(*limits(records, measure, train=train and not apart))
+    if apart:
+        panels[1].set(xlabel="epoch", ylabel="training loss, nats", xlim=panels[0].get_xlim())
+    elif train:
+        panels[0].plot([], [], color=SOFT, lw=1.1, ls=DASHED, label="on the training text")
+    handles, labels = panels[0].get_legend_handles_labels()
+    plots.legend(panels[-1], below=True, handles=handles, labels=labels)
+    return fig, "Best validation: " + "; ".join(best_of(arm, runs) for arm, runs in records.items()) + "."
+
+
+def limits(records: Records, measure: str, *, train: bool) -> tuple[float, float]:
+    """The part of the scale that matters: from the lowest value to well above every arm's best."""
+    best = [min(record["curve"]["valid"]) for runs in records.values() for record in runs]
+    low, worst = min(best), max(best)
+    every = [low]
+    for record in (record for runs in records.values() for record in runs) if train else ():
+        every += [plots.in_measure(nats, measure) for nats in record["curve"]["train_nats"] if nats is not None]
+    top = worst + max(worst - low, 0.15 * low)
+    return min(every) - 0.04 * (top - min(every)), top
+
+
+def labelled(arm: str, runs: Sequence[Record]) -> str:
+    return RECIPES[arm].row + (f" ({len(runs)} seeds)" if len(runs) > 1 else "")
+
+
+def best_of(arm: str, runs: Sequence[Record]) -> str:
+    """An arm's best validation in words."""
+    recipe = RECIPES[arm]
+    value = fmean(record["valid"] for record in runs)
+    digits = ".1f" if recipe.measure == "perplexity" else ".3f"
+    return f"{labelled(arm, runs)} {value:{digits}} at epoch {fmean(record['best_epoch'] for record in runs):.4g}"
+
+
+def validation_curves(records: Records) -> tuple[Any, str]:
+    return curves(records, train=False)
+
+
+def static_curves(records: Records) -> tuple[Any, str]:
+    """Learning curves, and what the static masks give when the expectation takes their place."""
+    fig, text = curves(records)
+    for arm, runs in records.items():
+        if runs[0]["config"]["zoneout"]["mask"] != "static":
+            continue
+        way = named(RECIPES[arm].make().evaluation.valid)
+        found = [
+            score[record["measure"]]
+            for record in runs
+            for score in record["scores"]
+            if (score["part"], score["protocol"], score["at_eval"]) == ("valid", way, "expectation")
+        ]
+        if found:
+            value, axes = fmean(found), fig.axes[0]
+            axes.axhline(value, color=INK, lw=1, ls=":", label=f"static, by expectation: {value:.3f}")
+            low, high = axes.get_ylim()
+            axes.set_ylim(low, max(high, value + 0.04 * (high - low)))
+            plots.legend(axes, below=True)
+            text += f" The static masks' model evaluated with the expectation instead of its masks: {value:.3f}."
+    return fig, text
+
+
+# --- rates -----------------------------------------------------------------------------------------
+
+_PLAIN = "char_ptb_unregularised"
+SERIES = {  # lines of the figure of the rates: recipes in the order of the rate
+    "zoneout on cells": (
+        _PLAIN, "char_ptb_zoneout_cells_005", "char_ptb_zoneout_cells_025", "char_ptb_zoneout_cells_050",
+    ),
+    "zoneout on states": (
+        _PLAIN, "char_ptb_zoneout_states_005", "char_ptb_zoneout_states_025", "char_ptb_zoneout_states_050",
+    ),
+    "zoneout on cells, states 0.05": (
+        "char_ptb_zoneout_states_005", "char_ptb_zoneout_both_005_005", "char_ptb_zoneout_both_025_005",
+        "char_ptb_zoneout",
+    ),
+    "zoneout on both alike": (_PLAIN, "char_ptb_zoneout_both_005_005", "char_ptb_zoneout_both_050_050"),
+    "recurrent dropout": (
+        _PLAIN, "char_ptb_recurrent_dropout_005", "char_ptb_recurrent_dropout_020", "char_ptb_recurrent_dropout",
+        "char_ptb_recurrent_dropout_050", "char_ptb_recurrent_dropout_070",
+    ),
+}  # fmt: skip
+RATES = tuple(dict.fromkeys(arm for arms in SERIES.values() for arm in arms))
+
+
+def rate_of(series: str, arm: str) -> float:
+    """The rate that a line of the figure has on its axis.
+
+    >>> rate_of("zoneout on states", "char_ptb_zoneout_states_025"), rate_of("recurrent dropout", _PLAIN)
+    (0.25, 0.0)
+    """
+    config = RECIPES[arm].make()
+    if series == "recurrent dropout":
+        return config.recurrent_dropout.rate
+    return config.zoneout.hidden if series == "zoneout on states" else config.zoneout.cell
+
+
+def rates(records: Records) -> tuple[Any, str]:
+    """The best validation over the rate; of several seeds the mean, and a bar from the least to the most."""
+    fig, (axes,) = plots.canvas(height=4.2)
+    words = []
+    for number, (series, arms) in enumerate(SERIES.items()):
+        points = [(rate_of(series, arm), [r["valid"] for r in records[arm]]) for arm in arms if arm in records]
+        if not points:
+            continue
+        colour, marker = COLOURS[number], MARKERS[number]
+        means = [fmean(values) for _, values in points]
+        spread = [
+            [mean - min(values) for mean, (_, values) in zip(means, points)],
+            [max(values) - mean for mean, (_, values) in zip(means, points)],
+        ]
+        axes.errorbar(
+            [rate for rate, _ in points], means, spread, color=colour, marker=marker, ms=6, mec=PAPER, lw=1.6,
+            capsize=2, label=series,
+        )  # fmt: skip
+        rate, value = min(((rate, mean) for (rate, _), mean in zip(points, means)), key=lambda pair: pair[1])
+        words.append(f"{series} {value:.3f} at {rate:g}")
+    axes.set(xlabel="rate", ylabel="bits per character, best validation")
+    plots.legend(axes, below=True)
+    return fig, f"The best of each line: {'; '.join(words)}."
+
+
+# --- gradient flow ---------------------------------------------------------------------------------
+
+SHOWN = 1e-7  # of the largest share: what is below is nothing
+STATES = {"cell": "share of ‖dL/dcₜ‖", "hidden": "share of ‖dL/dhₜ‖"}
+
+
+def flow_figure(flows: dict[str, list[Record]]) -> Any:
+    """Gradient flow over time of the last layer, one colour an arm: above the cells, below the states."""
+    found = {name: [_last_layer(record) for record in runs] for name, runs in flows.items()}
+    states = [state for state in STATES if any(state in layer for runs in found.values() for layer in runs)]
+    fig, panels = plots.canvas(len(states), 2.9 * len(states) + 0.6)
+    for axes, state in zip(panels, states):
+        for number, (name, runs) in enumerate(found.items()):
+            colour = COLOURS[number % len(COLOURS)]
+            for which, layer in enumerate(layer for layer in runs if state in layer):
+                share = [value if value > 0 else math.nan for value in layer[state]["share"]]
+                apart = max(1, len(share) // 9)
+                marked = {"marker": MARKERS[number % len(MARKERS)], "ms": 5, "mec": PAPER, "mew": 0.7}
+                marked |= {"markevery": (apart * number // len(found), apart), "label": name, "lw": 1.6}
+                line = marked if which == 0 else {"lw": 0.9, "alpha": 0.7}
+                axes.plot(range(1, len(share) + 1), share, color=colour, **line)
+        axes.set(xlabel="step t", ylabel=STATES[state], yscale="log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.minorticks_off()
+        bottom, top = axes.get_ylim()
+        axes.set_ylim(max(bottom, top * SHOWN), top)
+    plots.legend(panels[-1], below=True)
+    return fig
+
+
+def flows(records: Records) -> tuple[Any, str]:
+    words = []
+    for arm, runs in records.items():
+        layers = [_last_layer(record) for record in runs]
+        parts = []
+        for state in (state for state in STATES if all(state in layer for layer in layers)):
+            steps = fmean(gradients.half_in_last(layer[state]["share"]) for layer in layers)
+            parts.append(f"of dL/d{state[0]} in the last {steps:.0f}")
+        words.append(f"{labelled(arm, runs)}, {', '.join(parts)}")
+    every = len(next(iter(_last_layer(next(iter(records.values()))[0]).values()))["share"])
+    text = f"Half of the norm lies in so many of the {every} steps: {'; '.join(words)}."
+    return flow_figure({labelled(arm, runs): runs for arm, runs in records.items()}), text
+
+
+def _last_layer(record: Record) -> dict[str, Any]:
+    layers: dict[str, Any] = record["layers"]
+    return list(layers.values())[-1]
+
+
+# --- which there are -------------------------------------------------------------------------------
+
+
+def _arms(task: str, *rows: str) -> tuple[str, ...]:
+    return tuple(f"{task}_{row}" for row in rows)
+
+
+_COMPARED = ("unregularised", "zoneout", "recurrent_dropout", "stochastic_depth", "norm_stabiliser", "weight_noise")
+_TEXT8 = ("unregularised", "zoneout", "recurrent_dropout")
+_PMNIST = ("unregularised", "zoneout", "recurrent_dropout", "batch_norm", "batch_norm_zoneout")
+
+FIGURES = {
+    "rates": Plan(
+        "Validation on character-level Penn Treebank over the rates of zoneout",
+        "Figure 3, left: the paper draws a curve for each rate, here each is a point",
+        RATES,
+        rates,
+        own_records,
+    ),
+    "methods": Plan(
+        "Validation on character-level Penn Treebank, method by method",
+        "Figure 3, right",
+        _arms("char_ptb", *_COMPARED),
+        validation_curves,
+        own_records,
+    ),
+    "char-ptb": Plan(
+        "Training and validation on character-level Penn Treebank",
+        "Figure 4, left",
+        _arms("char_ptb", "unregularised", "zoneout", "recurrent_dropout"),
+        curves,
+        own_records,
+    ),
+    "text8": Plan("Training and validation on text8", "Figure 4, right", _arms("text8", *_TEXT8), curves, own_records),
+    "text8-prefix": Plan(
+        "Training and validation on the first 74 million characters of text8",
+        "as Figure 4, right, on less text",
+        _arms("text8_prefix", *_TEXT8),
+        curves,
+        own_records,
+    ),
+    "word-ptb": Plan(
+        "Training and validation on word-level Penn Treebank",
+        "not a figure of the paper",
+        _arms("word_ptb", "unregularised", "zoneout", "recurrent_dropout", "nr_dropout"),
+        curves,
+        own_records,
+    ),
+    "pmnist": Plan(
+        "Validation error and training loss on permuted sequential MNIST, in the paper's order",
+        "Figure 5",
+        _arms("pmnist", *_PMNIST),
+        curves,
+        own_records,
+    ),
+    "pmnist-permuted": Plan(
+        "Validation error and training loss on sequential MNIST, truly permuted",
+        "as Figure 5, in another order",
+        _arms("pmnist_permuted", *_PMNIST),
+        curves,
+        own_records,
+    ),
+    "gradient-flow": Plan(
+        "Gradient flow on permuted sequential MNIST after one epoch",
+        "Figure 6",
+        _arms("gradient_flow", "unregularised", "zoneout", "dropout"),
+        flows,
+        flow_records,
+    ),
+    "static": Plan(
+        "Static identity connections on character-level Penn Treebank",
+        "Figure 7, in the appendix",
+        _arms("char_ptb", "unregularised", "zoneout", "static"),
+        static_curves,
+        own_records,
+    ),
+}

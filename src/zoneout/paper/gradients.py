@@ -1,0 +1,360 @@
+"""Gradient flow: how much of a loss's gradient reaches the state at every step.
+
+dL/dh_t and dL/dc_t are total derivatives: of the loss as a function of the state that step t hands on, through all that
+is computed from it afterwards. h_t is also what the layer gives at t, so a loss that reads it there counts. The way
+from the cell to h_t inside step t does not: with zoneout there is none (h_t is made of the candidate cell), and
+otherwise the methods would be measured at different places. So dL/dc of the last step of a classifier is zero.
+
+    python -m zoneout.paper.gradients gradient-flow
+
+`zoneout gradients` is the same. For a model of your own: `watched` and `gradients_of`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+import zoneout as zo
+
+from ..ops import Result
+from ..recurrent import Recurrent
+from . import runs
+from .config import Config
+from .data import Corpus, Images
+from .feeds import make_feed
+from .files import DataError
+from .models import loss_of
+from .processes import device_of
+from .recipes import MEASURES, RECIPES, select
+from .runs import RunError
+from .step import as_tuple, update_seeds
+from .train import load_data
+
+Record: TypeAlias = dict[str, Any]
+
+FORMAT = 1
+NAMES = {"h": "hidden", "c": "cell"}
+
+
+# --- any model -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def watched(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+    """Our recurrent layers in a model run a step at a time, and every state that they hand on is kept, by layer.
+
+    What they compute is what they always do: a step is a function of where it is, not of the call that it is part of.
+    Layers of `torch.nn` are passed over: `zoneout.convert` makes them ours.
+
+    >>> layer = zo.LSTM(5, 8, noise=zo.Zoneout(cell=0.5))
+    >>> with watched(layer) as states:
+    ...     y, _ = layer(torch.randn(20, 3, 5))
+    ...     loss = y[-1].square().sum()
+    >>> {name: tuple(gradient.shape) for name, gradient in gradients_of(loss, states).items()}
+    {'l0.h': (20, 3, 8), 'l0.c': (20, 3, 8)}
+    """
+    seen: dict[str, list[Tensor]] = {}
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, Recurrent) and not m.one_step}
+    if not layers:
+        raise ValueError(
+            "model: expected one with a recurrent layer of zoneout in it; zoneout.convert puts them in the place of "
+            "torch.nn's"
+        )
+    for name, layer in layers.items():
+        layer._run = _stepping(layer, f"{name}.".lstrip("."), seen)  # type: ignore[method-assign]
+    try:
+        with torch.enable_grad():
+            yield seen
+    finally:
+        for layer in layers.values():
+            del layer._run
+
+
+def gradients_of(loss: Tensor, states: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+    """The derivative of a loss with respect to every state that was watched, each as [T, B, units]."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise ValueError("loss: expected one number with a gradient, computed while the model was watched")
+    every = [state for each in states.values() for state in each]
+    found = iter(torch.autograd.grad(loss, every, allow_unused=True, materialize_grads=True))
+    return {name: torch.stack([next(found) for _ in each]) for name, each in states.items()}
+
+
+def mean_norms(gradient: Tensor) -> Tensor:
+    """The L2 norm over units, averaged over the batch: [T] of [T, B, units]."""
+    return gradient.double().norm(dim=-1).mean(dim=-1)
+
+
+def _stepping(layer: Recurrent, prefix: str, seen: dict[str, list[Tensor]]) -> Callable[..., Result]:
+    """A pass of one layer and direction over time, in as many calls as there are steps."""
+    whole = layer._run  # bound to the class's own, which is hidden only while the layer is watched
+
+    def run(
+        cell: str,
+        x: Tensor,
+        h: Tensor,
+        c: Tensor | None,
+        suffix: str,
+        draws: Any,
+        examples: Tensor,
+        first_step: int,
+        dtype: torch.dtype,
+        *,
+        lengths: Tensor | None = None,
+        resets: Tensor | None = None,
+        reverse: bool = False,
+        **options: Any,
+    ) -> Result:
+        if any(draw.rule.holds_gate for draw in draws):
+            raise ValueError(
+                "model: its recurrent dropout holds the output gate, which is not a state that can be watched"
+            )
+        if reverse and (lengths is not None or resets is not None or isinstance(layer.norm, zo.RecurrentBatchNorm)):
+            raise ValueError("model: expected no lengths, resets or batch norm together with a bidirectional layer")
+        if not h.requires_grad:  # there is a gradient of the states even where all weights are frozen
+            h = h.detach().requires_grad_()
+        states: dict[str, dict[int, Tensor]] = {"h": {}} if c is None else {"h": {}, "c": {}}
+        shown: dict[str, dict[int, Tensor]] = {"h": {}, "c": {}}
+        for t in range(len(x))[:: -1 if reverse else 1]:
+            here = slice(t, t + 1)
+            alive = None if lengths is None else (lengths - t).clamp(0, 1)
+            cut = None if resets is None else resets[here]
+            place = (suffix, draws, examples, first_step + t, dtype)
+            step = whole(cell, x[here], h, c, *place, lengths=alive, resets=cut, **options)
+            # Tensors of their own, so that what leads from one to the other inside the step is not counted.
+            h, c = step.h.view_as(step.h), None if step.c is None else step.c.view_as(step.c)
+            for name, state in (("h", h), ("c", c)):
+                if state is not None:
+                    states[name][t] = state
+                    shown[name][t] = state if alive is None else torch.where(alive[:, None] > 0, state, 0.0)
+        for name, each in states.items():
+            in_time = [each[t] for t in range(len(x))]
+            seen.setdefault(f"{prefix}{suffix.removeprefix('_')}.{name}", []).extend(in_time)
+        y, cells = (torch.stack([each[t] for t in range(len(x))]) if each else None for each in shown.values())
+        assert y is not None
+        return Result(y, h, c, cells if options.get("return_cells") else None, None)
+
+    return run
+
+
+# --- runs ------------------------------------------------------------------------------------------
+
+
+def measure(model: Any, config: Config, data: Corpus | Images, *, batches: int = 10) -> dict[str, Tensor]:
+    """The mean norms of a trained model in training mode, masks drawn, on batches that its training would take next.
+
+    By layer and state, each [T]; the average over all sequences of these batches.
+    """
+    if batches < 1:
+        raise ValueError(f"batches: expected 1 or more, got {batches}")
+    device = next(model.parameters()).device
+    feed = make_feed(config, data, device)
+    order = feed.order(config.epochs)[:batches]
+    seeds = update_seeds(config.seed, config.epochs * feed.updates(), len(order)).to(device)
+    model.train()
+    norms: dict[str, Tensor] = {}
+    state: Any = None
+    for row, seed in zip(order, seeds):
+        inputs, targets = feed.batch(row.to(device))
+        with watched(model) as watching:
+            output = model(inputs, state, seed=seed, examples=feed.first)
+            loss, _ = loss_of(output, targets, config)
+        for name, gradient in gradients_of(loss, watching).items():
+            norms[name] = norms.get(name, 0.0) + mean_norms(gradient).cpu() / len(order)
+        if feed.carried:
+            states = tuple(s.detach() for s in as_tuple(output.state))
+            state = states if len(states) > 1 else states[0]
+    return norms
+
+
+def make_record(
+    folder: Path,
+    *,
+    recipe: str | None = None,
+    weights: str = "best",
+    batches: int = 10,
+    data: Path | None = None,
+    device: str = "auto",
+) -> Record:
+    """The gradient flow of the run in a folder: for every layer and state the sum over steps, and each step's share."""
+    where = device_of(device)
+    loaded = runs.load(folder, weights=weights, device=where, changes={"device": str(where), "precision": "fp32"})
+    config = loaded.config
+    loaded.model.requires_grad_(False)  # saves the gradients of the weights
+    norms = measure(loaded.model, config, load_data(config, data), batches=batches)
+    made: dict[str, dict[str, Any]] = {}
+    for name, each in norms.items():
+        layer, _, state = name.removeprefix("recurrent.").rpartition(".")
+        made.setdefault(layer, {})[NAMES[state]] = flow(each)
+    of_recipe = f"{recipe} --seed {config.seed}" if recipe else str(folder)
+    return {
+        "format": FORMAT,
+        "recipe": recipe,
+        "seed": config.seed,
+        "weights": weights,
+        "update": loaded.info.get("update"),
+        "epoch": loaded.info.get("epoch"),
+        "batches": batches,
+        "rows": config.batches.size,
+        "command": f"zoneout gradients {of_recipe} --weights {weights} --batches {batches}",
+        "layers": made,
+    }
+
+
+def flow(norms: Tensor) -> dict[str, Any]:
+    """The norms of all steps as their sum and the share of each, to six digits.
+
+    >>> flow(torch.tensor([1.0, 1.0, 2.0]))
+    {'sum': 4.0, 'share': [0.25, 0.25, 0.5]}
+    """
+    total = norms.sum().item()
+    if not math.isfinite(total):
+        raise RunError("the gradients are not finite numbers: the run's weights cannot be good")
+    shares = norms / total if total > 0 else norms
+    return {"sum": float(f"{total:.6g}"), "share": [float(f"{share:.6g}") for share in shares.tolist()]}
+
+
+def half_in_last(share: Sequence[float]) -> int:
+    """In how many of the last steps half of the norm lies: few where gradients vanish.
+
+    >>> half_in_last([0.25, 0.25, 0.25, 0.25]), half_in_last([0.0, 0.0, 0.1, 0.9])
+    (2, 1)
+    """
+    seen, steps = 0.0, 0
+    while steps < len(share) and seen < 0.5 * sum(share):
+        steps += 1
+        seen += share[-steps]
+    return steps
+
+
+def read_record(path: Path) -> Record:
+    """The record of a gradient flow, or a sentence that says why not."""
+    try:
+        record = runs.read_json(path)
+        if record["format"] != FORMAT:
+            raise ValueError(f"it has format {record['format']!r}, expected {FORMAT}")
+        for layer in record["layers"].values():
+            for state in layer.values():
+                if not all(isinstance(share, (int, float)) for share in state["share"]):
+                    raise ValueError("a share is not a number")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(f"{path} is not a gradient flow that can be read: {error}") from None
+    return record
+
+
+# --- from the command line -------------------------------------------------------------------------
+
+
+def places(what: Sequence[str], seed: int, out: Path, results: Path) -> list[tuple[Path, Path, str | None]]:
+    """For every run that is meant its folder, where its record belongs, and its recipe if it is of one."""
+    found: list[tuple[Path, Path, str | None]] = []
+    for name in what:
+        if (Path(name) / "config.json").exists():
+            found.append((Path(name), Path(name) / "gradients.json", None))
+        elif name in MEASURES or name in RECIPES:
+            for recipe in select(name):
+                folder = out / recipe.name / f"seed-{seed}"
+                if not (folder / "config.json").exists():
+                    raise RunError(
+                        f"{recipe.name} has not been run: {folder} is not there. "
+                        f"`zoneout reproduce {recipe.name} --first-seed {seed} --out {out}` makes it."
+                    )
+                found.append((folder, results / recipe.name / f"gradients-seed-{seed}.json", recipe.name))
+        else:
+            raise ValueError(
+                f"expected the folder of a run, a recipe or a task, got {name!r}; the tasks are {', '.join(MEASURES)}"
+            )
+    return found
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
+    """The options, without any package that torch does not bring."""
+    found = argparse.ArgumentParser(
+        prog=prog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Measure how much of a run's gradient reaches every step: the average over the batch of the norms "
+        "of dL/dc_t and dL/dh_t, divided by their sum over t.",
+        epilog=f"""examples:
+
+$ {prog} gradient-flow                             # the arms of the paper's figure, after `zoneout reproduce`
+$ {prog} runs/plain runs/zoned --picture flow.svg
+
+The numbers go to RUN/gradients.json, those of a recipe to RESULTS/RECIPE/gradients-seed-N.json.""",
+    )
+    add = found.add_argument
+    add("what", metavar="RUN|RECIPE|TASK", nargs="+", help="folders of runs, or what was reproduced")
+    add("--batches", metavar="N", type=int, default=10, help="how many training batches to average over (10)")
+    add("--weights", choices=("best", "last"), default="best", help="which weights of the run (best)")
+    add("--seed", metavar="N", type=int, default=1, help="of a recipe, which run (1)")
+    add("--out", metavar="DIR", type=Path, default=Path("runs/reproduce"), help="where recipes ran (runs/reproduce)")
+    add("--results", metavar="DIR", type=Path, default=Path("results"), help="where records of recipes go (results)")
+    add("--data", metavar="DIR", type=Path, help="a folder to look for the data in; by default ZONEOUT_DATA")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add("--picture", metavar="FILE", type=Path, help="draw it to this file: .svg, .pdf or .png")
+    add("--json", action="store_true", help="print the records as JSON")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = "python -m zoneout.paper.gradients") -> int:
+    """Run the command; its exit code."""
+    options = parser(prog).parse_args(arguments)
+    flows: dict[str, Record] = {}
+    for folder, path, recipe in places(options.what, options.seed, options.out, options.results):
+        record = make_record(
+            folder,
+            recipe=recipe,
+            weights=options.weights,
+            batches=options.batches,
+            data=options.data,
+            device=options.device,
+        )
+        with runs.explained(path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            runs.write_text(path, as_text(record))
+        name = RECIPES[recipe].row if recipe else str(folder)
+        flows[name] = record
+        if not options.json:
+            print(described(name, record, path), flush=True)
+    if options.json:
+        print(json.dumps(list(flows.values())))
+    if options.picture is not None:
+        from .figures import flow_figure
+        from .plots import save
+
+        save(flow_figure({name: [record] for name, record in flows.items()}), options.picture)
+        print(f"The picture is in {options.picture}", file=sys.stderr)
+    return 0
+
+
+def described(name: str, record: Record, path: Path) -> str:
+    """A record in a few lines."""
+    lines = [f"{name}: weights of epoch {record['epoch']:.4g}, {record['batches']} batches; in {path}"]
+    for layer, states in record["layers"].items():
+        for state, found in states.items():
+            steps = len(found["share"])
+            half = half_in_last(found["share"])
+            lines.append(f"  {layer} {state:7} half of the norm lies in the last {half:,} of {steps:,} steps")
+    return "\n".join(lines)
+
+
+def as_text(record: Record) -> str:
+    """A record as JSON, a line for every part of it."""
+    lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in record.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (RunError, OSError, ValueError, DataError) as error:
+        print(f"gradients: {error}", file=sys.stderr)
+        sys.exit(3 if isinstance(error, DataError) else 2 if isinstance(error, ValueError) else 1)

@@ -1,0 +1,328 @@
+"""Run the paper's rows: what is missing, from where it was interrupted, one after another or several at once.
+
+    python -m zoneout.paper.reproduce char-ptb zoneout unregularised --seeds 3 --precision bf16
+
+`zoneout reproduce` is the same. A run's folder is OUT/RECIPE/seed-N; its record, once it is finished, is
+RESULTS/RECIPE/seed-N.json (see `results`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from . import config as configs
+from . import runs
+from .config import Config
+from .files import DataError
+from .recipes import MEASURES, RECIPES, Recipe, select
+from .results import changes, document, make_record, read_record, table, write_record
+from .runs import RunError
+from .train import Diverged, Progress, train
+
+State = Literal["finished", "interrupted", "diverged", "failed"]
+CODES: dict[State, int] = {"finished": 0, "failed": 1, "diverged": 4, "interrupted": 130}  # as the command line's
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a recipe, and where it belongs."""
+
+    recipe: str
+    seed: int
+    out: Path
+    results: Path
+    data: Path | None = None
+    precision: str = "fp32"
+    device: str = "auto"
+    settings: dict[str, Any] = field(default_factory=dict)  # what is to be otherwise than in the recipe
+    until: float = math.inf  # time.time() at which to stop
+    at_once: int = 1
+
+    @property
+    def folder(self) -> Path:
+        return self.out / self.recipe / f"seed-{self.seed}"
+
+    @property
+    def record(self) -> Path:
+        return self.results / self.recipe / f"seed-{self.seed}.json"
+
+    @property
+    def config(self) -> Config:
+        own = {"seed": self.seed, "precision": self.precision, "device": self.device}
+        return configs.change(RECIPES[self.recipe].make(), self.settings | own)
+
+    def missing(self) -> bool:
+        """Whether there is no record yet; an error if there is one of something else."""
+        if not self.record.exists():
+            return True
+        there = configs.from_json(read_record(self.record)["config"])
+        for name, ours, theirs in changes(self.config, there):
+            raise RunError(
+                f"{self.record} is of other settings: {name} is {theirs} there and {ours} here. Move it away, or "
+                "choose another folder with --results."
+            )
+        return False
+
+    def __call__(self, progress: Progress | None = None) -> State:
+        """Train, or go on, and write the record."""
+        config, folder = self.config, self.folder
+        begun = (folder / "config.json").exists()
+        if not (begun and (folder / "summary.json").exists() and runs.read_config(folder) == config):
+            deadline = time.monotonic() + self.until - time.time()
+            summary = train(config, folder, resume=begun, progress=progress, data=self.data, deadline=deadline)
+            if summary.status == "interrupted":
+                return "interrupted"
+        record = make_record(folder, self.recipe, data=self.data, device=self.device, at_once=self.at_once)
+        write_record(self.record, record)
+        return "finished"
+
+
+def reproduce(
+    task: str,
+    rows: Sequence[str] = (),
+    seeds: Iterable[int] = (1,),
+    *,
+    out: Path | str = "runs/reproduce",
+    results: Path | str = "results",
+    data: Path | str | None = None,
+    precision: str = "fp32",
+    device: str = "auto",
+    minutes: float = math.inf,
+    parallel: int = 1,
+    settings: dict[str, Any] | None = None,
+    say: Callable[[str], None] = print,
+) -> State:
+    """Run the rows of a task (see `recipes.select`) that have no record yet, and say the table after each.
+
+    After `minutes` the runs that are under way stop with a checkpoint; the next call goes on. `parallel` runs share the
+    device, each in a process of its own. A run that diverges does not keep the others from running; how the worst of
+    them ended is returned.
+    """
+    if parallel < 1:
+        raise ValueError(f"parallel: expected 1 or more, got {parallel}")
+    recipes = select(task, rows)
+    until = time.time() + 60 * minutes
+    jobs = [
+        Job(
+            recipe.name,
+            seed,
+            Path(out),
+            Path(results),
+            None if data is None else Path(data),
+            precision,
+            device,
+            settings or {},
+            until,
+            parallel,
+        )
+        for seed in seeds
+        for recipe in sorted(recipes, key=_urgency)
+    ]
+    missing = [job for job in jobs if job.missing()]
+    say(table(results, recipes, details=False))
+    states: list[State] = []
+    for job, state in (one_by_one if parallel == 1 else several)(missing):
+        states.append(state)
+        say(f"{job.recipe}, seed {job.seed}: {state}")
+        if state == "finished":
+            say(table(results, recipes, details=False))
+    if len(states) < len(missing):  # there was no time to begin them
+        states.append("interrupted")
+    return max(states, key=lambda state: CODES[state], default="finished")
+
+
+def _urgency(recipe: Recipe) -> int:
+    """The zoneout and the unregularised row of a task come before the others."""
+    return 0 if recipe.short in ("zoneout", "unregularised") else 1
+
+
+def one_by_one(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:
+    """Each job and how it ended, in this process; none is begun after one that was interrupted, or too late."""
+    for job in jobs:
+        if time.time() >= job.until:
+            return
+        state = attempt(job)
+        yield job, state
+        if state == "interrupted":
+            return
+
+
+def attempt(job: Job) -> State:
+    """Do a job; what went wrong with the run is said, and is not an error."""
+    try:
+        return job(lines(job))
+    except Diverged as error:
+        print(f"{job.recipe}, seed {job.seed}: {error}", file=sys.stderr, flush=True)
+        return "diverged"
+    except RunError as error:
+        print(f"{job.recipe}, seed {job.seed}: {error}", file=sys.stderr, flush=True)
+        return "failed"
+
+
+def several(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:
+    """Each job and how it ended, as many at a time as they say, each in a process that is its own from the start."""
+    waiting = list(jobs)
+    running: dict[Any, Job] = {}
+    fresh = multiprocessing.get_context("spawn")  # what CUDA needs
+    with passing_on(running) as stopping:
+        while running or waiting:
+            begin = waiting and not stopping and time.time() < waiting[0].until
+            if begin and len(running) < waiting[0].at_once:
+                job = waiting.pop(0)
+                process = fresh.Process(target=_in_process, args=(job,))
+                process.start()
+                running[process] = job
+                continue
+            if not running:
+                return
+            ended = wait([process.sentinel for process in running])
+            for process in [p for p in running if p.sentinel in ended]:
+                process.join()
+                job = running.pop(process)
+                states: dict[int | None, State] = {code: state for state, code in CODES.items()}
+                # What a process that was asked to stop before it had begun to train says is not worth much.
+                yield job, "interrupted" if stopping else states.get(process.exitcode, "failed")
+
+
+def _in_process(job: Job) -> None:
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // job.at_once))
+    try:
+        sys.exit(CODES[attempt(job)])
+    except (DataError, ValueError) as error:
+        print(f"{job.recipe}, seed {job.seed}: {error}", file=sys.stderr, flush=True)
+        sys.exit(CODES["failed"])
+
+
+@contextmanager
+def passing_on(running: dict[Any, Job]) -> Iterator[list[int]]:
+    """A list that is no longer empty once somebody has asked to stop; a polite kill is passed on to the processes.
+
+    Ctrl-C reaches them by itself, since they share the terminal; each then stops with a checkpoint.
+    """
+    stopping: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        if stopping:
+            raise KeyboardInterrupt
+        stopping.append(number)
+        for process in list(running) if number == signal.SIGTERM else ():
+            process.terminate()
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stopping
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def lines(job: Job) -> Progress:
+    """A line on standard error for every validation."""
+    began = time.monotonic()
+    name = f"{job.recipe}, seed {job.seed}"
+
+    def tell(event: dict[str, Any]) -> None:
+        kind, text = event["kind"], ""
+        if kind == "start":
+            again = f", continued after {event['update']:,}" if event["update"] else ""
+            text = f"{event['updates']:,} updates on {event['device']}{again}"
+        elif kind in ("valid", "test"):
+            measure = RECIPES[job.recipe].measure
+            best = ", the best so far" if event.get("best") else ""
+            minutes = (time.monotonic() - began) / 60
+            text = f"epoch {event['epoch']:g}, {minutes:.1f} min, {kind} {event[measure]:.4f}{best}"
+        elif kind == "note":
+            text = event["text"]
+        if text:
+            print(f"{name}: {text}", file=sys.stderr, flush=True)
+
+    return tell
+
+
+# --- from the command line -------------------------------------------------------------------------
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
+    """The options, without any package that torch does not bring."""
+    found = argparse.ArgumentParser(
+        prog=prog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Run the paper's rows that have no record yet, and show the table as it fills.",
+        epilog=f"""examples:
+
+$ {prog} char-ptb                                  # the rows of Table 1
+$ {prog} char-ptb zoneout unregularised --seeds 3 --precision bf16
+$ {prog} pmnist all --parallel 3                   # figures and text too, three runs at a time
+$ {prog} char_ptb_zoneout --minutes 8              # stops after 8 minutes; the same command goes on
+$ {prog}                                           # only the tables of what there is
+$ {prog} --write                                   # put them into docs/results.md
+
+tasks: {", ".join(MEASURES)}""",
+    )
+    add = found.add_argument
+    add("task", metavar="TASK", nargs="?", help="a task, or a recipe by its name")
+    add("rows", metavar="ROW", nargs="*", help="rows of it; by default those of the paper's tables, `all` is all")
+    add("--seeds", metavar="N", type=int, default=1, help="how many seeds (1)")
+    add("--first-seed", metavar="N", type=int, default=1, help="the first of them (1)")
+    add("--out", metavar="DIR", type=Path, default=Path("runs/reproduce"), help="where the runs go (runs/reproduce)")
+    add("--results", metavar="DIR", type=Path, default=Path("results"), help="where the records go (results)")
+    add("--precision", choices=("fp32", "tf32", "bf16"), default="fp32", help="of the products in training (fp32)")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add("--data", metavar="DIR", type=Path, help="a folder to look for the data in; by default ZONEOUT_DATA")
+    add("--minutes", metavar="M", type=float, default=math.inf, help="stop after so long, to be continued")
+    add("--parallel", metavar="N", type=int, default=1, help="so many runs at once on the device (1)")
+    add("--set", metavar="NAME=VALUE", action="append", default=[], help="a setting that is to be otherwise")
+    add("--write", metavar="FILE", nargs="?", const=Path("docs/results.md"), type=Path, help="write docs/results.md")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = "python -m zoneout.paper.reproduce") -> int:
+    """Run the command; its exit code."""
+    options = parser(prog).parse_args(arguments)
+    pairs = [setting.partition("=") for setting in options.set]
+    for name, equals, _ in pairs:
+        if not equals:
+            raise ValueError(f"--set: expected a name and a value, as in epochs=1, got {name!r}")
+    state: State = "finished"
+    if options.task is not None:
+        state = reproduce(
+            options.task,
+            options.rows,
+            range(options.first_seed, options.first_seed + options.seeds),
+            out=options.out,
+            results=options.results,
+            data=options.data,
+            precision=options.precision,
+            device=options.device,
+            minutes=options.minutes,
+            parallel=options.parallel,
+            settings={name: value for name, _, value in pairs},
+            say=lambda text: print(text, flush=True),
+        )
+    elif options.write is None:
+        print(table(options.results))
+    if options.write is not None:
+        runs.write_text(options.write, document(options.results))
+    return CODES[state]
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (RunError, OSError, ValueError, DataError) as error:
+        print(f"reproduce: {error}", file=sys.stderr)
+        sys.exit(3 if isinstance(error, DataError) else 2 if isinstance(error, ValueError) else 1)

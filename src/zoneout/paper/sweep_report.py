@@ -1,0 +1,118 @@
+"""What came out of a sweep: one table, and one page."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from html import escape
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from . import plots, runs
+from .progress import figure_of
+from .sweep import Row, spelled
+
+
+@dataclass(frozen=True)
+class Point:
+    """The trials of one point of the grid, which differ in their seeds alone."""
+
+    settings: dict[str, Any]
+    rows: list[Row]
+
+    @property
+    def ended(self) -> list[Row]:
+        """Those to be averaged."""
+        return [row for row in self.rows if row.state == "finished"]
+
+    def mean(self, part: str) -> float | None:
+        values = [v for row in self.ended if (v := getattr(row, part)) is not None]
+        return fmean(values) if values else None
+
+    def shown(self, part: str) -> str:
+        """The mean and standard deviation over seeds; of a run that was stopped, its best so far."""
+        values = [v for row in self.ended if (v := getattr(row, part)) is not None]
+        if not values:
+            stopped = [row.valid for row in self.rows if row.state == "stopped" and row.valid is not None]
+            return f"({figure_of(min(stopped), self.rows[0].measure)})" if stopped and part == "valid" else ""
+        spread = f" ± {stdev(values):.2g}" if len(values) > 1 else ""
+        return figure_of(fmean(values), self.ended[0].measure) + spread
+
+    def states(self) -> str:
+        """How its trials ended, where not all are finished."""
+        counts = Counter(row.state for row in self.rows)
+        return (
+            str(counts["finished"]) if set(counts) == {"finished"} else ", ".join(f"{n} {s}" for s, n in counts.items())
+        )
+
+
+def points_of(rows: Sequence[Row]) -> list[Point]:
+    """The points of the grid, the best validation first, those without any last."""
+    grouped: dict[str, Point] = {}
+    for row in rows:
+        settings = {name: value for name, value in row.settings.items() if name != "seed"}
+        grouped.setdefault(json.dumps(settings), Point(settings, [])).rows.append(row)
+    none = math.inf
+    return sorted(grouped.values(), key=lambda p: none if (value := p.mean("valid")) is None else value)
+
+
+def cells_of(rows: Sequence[Row]) -> list[list[str]]:
+    """The table: a line of headings, and a line for every point of the grid."""
+    points = points_of(rows)
+    names = list(points[0].settings) if points else []
+    body = [[*map(spelled, p.settings.values()), p.shown("valid"), p.shown("test"), p.states()] for p in points]
+    return [[*names, "valid", "test", "runs"], *body]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The table in Markdown, laid out to be read as it is."""
+    lines = cells_of(rows)
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    head, *body = ("| " + " | ".join(f"{cell:{w}}" for cell, w in zip(line, widths)) + " |" for line in lines)
+    notes = [f"{row.name}: {row.why}" for row in rows if row.why]
+    return "\n".join(
+        [head, "|" + "|".join("-" * (w + 2) for w in widths) + "|", *body, *([""] if notes else []), *notes]
+    )
+
+
+def write(rows: Sequence[Row], out: Path, title: str) -> None:
+    """Write results.json and the page index.html."""
+    with runs.explained(out):
+        out.mkdir(parents=True, exist_ok=True)
+        runs.write_json(out / "results.json", [asdict(row) for row in rows])
+        runs.write_text(out / "index.html", page(rows, title))
+
+
+def page(rows: Sequence[Row], title: str) -> str:
+    """The table and the learning curves of the best on one page that needs nothing else; every string is escaped."""
+    head, *body = cells_of(rows)
+    lines = [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>" for line in body]
+    notes = [f"<li>{escape(row.name)}: {escape(row.why)}</li>" for row in rows if row.why]
+    best = [p.ended[0] for p in points_of(rows) if p.ended][: len(plots.COLOURS)]
+    # Between dollars matplotlib would read formulas.
+    curves = [plots.read_curve(row.folder, row.name.rpartition("-")[0].replace("$", r"\$")) for row in best]
+    picture = plots.svg(plots.figure(curves)) if curves else ""
+    return f"""<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>{escape(title)}</title>
+<style>
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }}
+table {{ border-collapse: collapse; }} th, td {{ padding: .25rem 1rem .25rem 0; text-align: left; }}
+tr + tr {{ border-top: 1px solid #ddd; }} svg {{ width: 100%; height: auto; }} li {{ overflow-wrap: anywhere; }}
+</style>
+<h1>{escape(title)}</h1>
+<p>The best validation first; the mean over runs that differ in their seeds alone ± the standard deviation.</p>
+<table>
+<tr>{"".join(f"<th>{escape(cell)}</th>" for cell in head)}</tr>
+{chr(10).join(lines)}
+</table>
+<ul>{"".join(notes)}</ul>
+{picture}
+</html>
+"""

@@ -1,0 +1,173 @@
+"""The report in a real browser, at the width of a desktop and of a phone, in light and in dark.
+
+Chromium is looked for where Debian's package puts it, or where ZONEOUT_CHROMIUM says. `make test-browser` installs it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fabricated
+import pytest
+
+from zoneout.paper import gradients
+from zoneout.paper.figures import FIGURES
+from zoneout.paper.report import paper_page, runs_page
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "results.csv"
+SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
+
+
+def chromium() -> str | None:
+    names = (os.environ.get("ZONEOUT_CHROMIUM"), "chromium", "chromium-browser", "google-chrome")
+    return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test-browser")
+    path = chromium()
+    if path is None:
+        pytest.skip("there is no Chromium here: make test-browser installs one, ZONEOUT_CHROMIUM names another")
+    with sync_api.sync_playwright() as playwright:
+        # Without its sandbox, which does not work for root or in a container; the pages are ours.
+        started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A page of the paper with invented results, one without any, and one of runs."""
+    folder = tmp_path_factory.mktemp("pages")
+    fabricated.everything(folder / "results")
+    plain = fabricated.run_folder(folder, "plain", best=1.9)
+    zoned = fabricated.run_folder(folder, "zoned", best=1.7, **{"zoneout.cell": 0.5})
+    (plain / "gradients.json").write_text(gradients.as_text(fabricated.flow("x")))
+    texts = {
+        "paper": paper_page(folder / "results", BENCHMARKS),
+        "nothing": paper_page(folder / "none", BENCHMARKS),
+        "runs": runs_page([plain, zoned]),
+    }
+    for name, text in texts.items():
+        (folder / f"{name}.html").write_text(text, encoding="utf-8")
+    return {name: folder / f"{name}.html" for name in texts}
+
+
+class Visit:
+    """A page opened at a size, and all that it asked for or complained about."""
+
+    def __init__(self, browser: Any, path: Path, size: str, scheme: str = "light") -> None:
+        width, height = SIZES[size]
+        self.context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+        self.page = self.context.new_page()
+        self.trouble: list[str] = []
+        self.asked: list[str] = []
+        self.page.on("console", lambda message: self.trouble.append(message.text))
+        self.page.on("pageerror", lambda error: self.trouble.append(str(error)))
+        self.page.on("requestfailed", lambda request: self.trouble.append(request.url))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.goto(path.as_uri())
+
+
+@pytest.fixture
+def visit(browser: Any, pages: dict[str, Path]) -> Iterator[Any]:
+    opened: list[Visit] = []
+
+    def go(name: str, size: str, scheme: str = "light") -> Visit:
+        opened.append(Visit(browser, pages[name], size, scheme))
+        return opened[-1]
+
+    yield go
+    for one in opened:
+        one.context.close()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", ["paper", "nothing", "runs"])
+def test_everything_is_there_and_nothing_fails(name: str, size: str, visit: Any, pages: dict[str, Path]) -> None:
+    """A table or a figure is empty in a browser, something is fetched, or the browser complains."""
+    seen = visit(name, size)
+    page = seen.page
+    assert not seen.trouble and seen.asked == [pages[name].as_uri()]
+    tables, figures = page.locator("main table"), page.locator("figure svg")
+    expected = {"paper": len(FIGURES), "nothing": len(FIGURES), "runs": 2}[name]
+    assert figures.count() == expected and tables.count() >= 2
+    for number in range(expected):
+        box = figures.nth(number).bounding_box()
+        assert box["width"] > 250 and box["height"] > 60
+        assert figures.nth(number).locator("text").count() > 0
+    page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+    for number in range(tables.count()):
+        assert tables.nth(number).is_visible() and tables.nth(number).locator("tbody tr").count() > 0
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_page_fits_the_screen(size: str, visit: Any) -> None:
+    """On a phone the whole page has to be pushed from side to side, or a text is too small to read."""
+    page = visit("paper", size).page
+    page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+    assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
+    smallest = page.evaluate(
+        """() => Math.min(...[...document.querySelectorAll('main *')]
+             .filter(e => e.children.length === 0 && e.textContent.trim() && e.closest('svg') === null)
+             .map(e => parseFloat(getComputedStyle(e).fontSize)))"""
+    )
+    assert smallest >= 12
+    ticks = page.evaluate(
+        """() => Math.min(...[...document.querySelectorAll('figure svg text')]
+             .map(e => e.getBoundingClientRect().height).filter(h => h > 0))"""
+    )
+    assert ticks >= 7
+
+
+def test_a_narrow_table_scrolls_by_keyboard_with_its_headings_in_sight(visit: Any) -> None:
+    """On a phone the last columns cannot be reached without a finger, or nobody knows of which row they are."""
+    page = visit("paper", "phone").page
+    region = page.locator(".scroll").first
+    region.focus()
+    assert region.evaluate("e => e.scrollWidth > e.clientWidth")
+    heading = region.locator("tbody th").first
+    left = heading.bounding_box()["x"]
+    region.evaluate("e => e.scrollLeft = 200")
+    assert region.evaluate("e => e.scrollLeft") > 0 and abs(heading.bounding_box()["x"] - left) < 1
+
+
+def test_the_first_key_leads_past_the_contents(visit: Any) -> None:
+    """Somebody with a keyboard walks through all links before the results."""
+    page = visit("paper", "desktop").page
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    assert page.locator(".skip").bounding_box()["x"] >= 0
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "main"
+
+
+def test_a_number_leads_to_its_command(visit: Any) -> None:
+    """The link of a number is not one."""
+    page = visit("paper", "desktop").page
+    page.locator('a[href="#make-char_ptb_zoneout"]').first.click()
+    page.wait_for_function("location.hash === '#make-char_ptb_zoneout'")
+    assert page.locator("#make-char_ptb_zoneout").evaluate("e => e.getBoundingClientRect().top < innerHeight")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_is_dark_in_the_dark(scheme: str, visit: Any) -> None:
+    """The page or a figure is a white field at night, or its letters vanish."""
+    page = visit("paper", "desktop", scheme).page
+    look = page.evaluate(
+        """() => {
+          const grey = c => { const [r, g, b] = c.match(/[\\d.]+/g).map(Number); return (r + g + b) / 3 };
+          const svg = document.querySelector('figure svg');
+          return { page: grey(getComputedStyle(document.body).backgroundColor),
+                   ink: grey(getComputedStyle(document.body).color),
+                   picture: grey(getComputedStyle(svg.querySelector('#fig-rates-patch_1 path')).fill),
+                   letters: [...svg.querySelectorAll('text')].map(t => grey(getComputedStyle(t).fill)) } }"""
+    )
+    grounds, inks = (look["page"], look["picture"]), (look["ink"], *look["letters"])
+    assert all(g < 60 for g in grounds) if scheme == "dark" else all(g > 240 for g in grounds)
+    assert all(abs(ink - look["page"]) > 100 for ink in inks)

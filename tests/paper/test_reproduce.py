@@ -1,0 +1,357 @@
+"""Reproducing: what is missing is run once, what was interrupted goes on, and the tables say what the records say."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zoneout.paper import reproduce as module
+from zoneout.paper import results as pages
+from zoneout.paper.config import Batches, Config, Data, Evaluation, Model, Optimizer, Protocol, Zoneout, change, to_json
+from zoneout.paper.recipes import RECIPES, Recipe
+from zoneout.paper.reproduce import main, reproduce
+from zoneout.paper.results import FORMAT, document, reached, read_record, table, write_record
+from zoneout.paper.runs import Run, RunError, read_metrics
+from zoneout.paper.train import train
+
+ROOT = Path(__file__).parents[2]
+TEXT = str(Path(__file__).parent / "golden" / "text.txt")
+TINY = Config(
+    data=Data(TEXT),
+    batches=Batches(size=16, length=25),
+    model=Model(hidden=8, one_bias=True, learn_initial_state=True),
+    zoneout=Zoneout(cell=0.5, hidden=0.05),
+    optimizer=Optimizer("adam", lr=0.01),
+    evaluation=Evaluation(Protocol("chunks", length=25), Protocol("whole", length=100)),
+    epochs=2,
+    log_every=4,
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A row of char-ptb that takes no time, and one that cannot end well."""
+    monkeypatch.chdir(tmp_path)
+    add("char_ptb_tiny", TINY, valid=9.0, test=1.0)
+    add("char_ptb_bad", change(TINY, {"optimizer.rule": "sgd", "optimizer.lr": 1e38}))
+    yield
+    for name in ("char_ptb_tiny", "char_ptb_bad"):
+        del RECIPES[name]
+
+
+def add(name: str, config: Config, **numbers: Any) -> None:
+    paper = {"valid": None, "test": None, "where": "here", "held": True}
+    RECIPES[name] = Recipe(name, "char-ptb", "Tiny", lambda: config, **(paper | numbers))
+
+
+def quiet(text: str) -> None:
+    pass
+
+
+def run(*rows: str, **options: Any) -> str:
+    return reproduce("char-ptb", rows, **({"out": "out", "results": "res", "device": "cpu", "say": quiet} | options))
+
+
+# --- running ---------------------------------------------------------------------------------------
+
+
+def test_what_is_missing_is_run_and_what_is_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finished run would be trained again, or a missing one passed over."""
+    said: list[str] = []
+    assert run("tiny", seeds=(1, 2), say=said.append) == "finished"
+    assert "no run yet" in said[0] and "no run yet" not in said[-1] and "| 1, 2 |" in said[-1]
+    before = {p: p.read_bytes() for p in Path("res").rglob("*.json")}
+    assert sorted(p.as_posix() for p in before) == [f"res/char_ptb_tiny/seed-{n}.json" for n in (1, 2)]
+    trained: list[Path] = []
+    monkeypatch.setattr(module, "train", lambda *args, **kw: trained.append(args[1]) or train(*args, **kw))
+    assert run("tiny", seeds=(1, 2, 3)) == "finished"
+    assert trained == [Path("out/char_ptb_tiny/seed-3")]
+    assert all(path.read_bytes() == content for path, content in before.items())
+
+
+def test_a_record_says_what_the_run_found(tmp_path: Path) -> None:
+    run("tiny")
+    record = read_record(Path("res/char_ptb_tiny/seed-1.json"))
+    rows = read_metrics("out/char_ptb_tiny/seed-1")
+    valid = [r for r in rows if r["kind"] == "valid"]
+    assert record["valid"] == min(r["bits"] for r in valid) and record["test"] == rows[-1]["bits"]
+    found = {(s["part"], s["protocol"]): s for s in record["scores"]}
+    assert set(found) == {(part, how) for part in ("valid", "test") for how in ("chunks of 25", "one sequence")}
+    # The weights are judged again from their file, with the same result.
+    assert found["valid", "chunks of 25"]["bits"] == pytest.approx(record["valid"], rel=1e-6)
+    assert found["test", "one sequence"]["bits"] == pytest.approx(record["test"], rel=1e-6)
+    assert record["curve"]["valid"] == [round(r["bits"], 5) for r in valid]
+    assert all(nats > 0 for nats in record["curve"]["train_nats"])
+    assert record["config"] == to_json(change(TINY, {"device": "cpu"}))
+    assert record["command"] == "zoneout reproduce char_ptb_tiny --first-seed 1 --precision fp32"
+    assert str(tmp_path) not in json.dumps(record), "a folder of this machine's"
+    assert record["epochs"] == 2 and record["seconds"] > 0 and record["versions"]["torch"] == torch.__version__
+
+
+def interrupted_at(update: int) -> Any:
+    def listener(job: Any) -> Any:
+        def tell(event: dict[str, Any]) -> None:
+            if event["kind"] == "step" and event["update"] == update:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        return tell
+
+    return listener
+
+
+def test_an_interrupted_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C would lose a run, or the next call would begin it anew."""
+    assert run("tiny", out="whole", results="whole-res") == "finished"
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "lines", interrupted_at(7))
+        assert run("tiny", seeds=(1, 2)) == "interrupted"
+    assert not Path("res").exists() and not Path("out/char_ptb_tiny/seed-2").exists(), "it went on to the next run"
+    assert Run("out/char_ptb_tiny/seed-1").checkpoints()[0].name == "00000007"
+    assert run("tiny") == "finished"
+    ours, theirs = (read_record(Path(f"{f}/char_ptb_tiny/seed-1.json")) for f in ("res", "whole-res"))
+    same = ("valid", "test", "scores", "curve", "updates")
+    assert [ours[name] for name in same] == [theirs[name] for name in same]
+
+
+def test_the_time_that_is_given_is_kept_to(tmp_path: Path) -> None:
+    """A call would run past its end; or what it had done by then would be lost."""
+    assert run("tiny", minutes=0) == "interrupted" and not Path("out").exists()
+    config = change(TINY, {"device": "cpu"})
+    summary = train(config, "stopped", deadline=time.monotonic())
+    assert summary.status == "interrupted" and summary.update == 1
+    assert train(None, "stopped", resume=True, deadline=time.monotonic() + 999).status == "finished"
+    train(config, "whole")
+    assert Path("stopped/metrics.jsonl").read_bytes() == Path("whole/metrics.jsonl").read_bytes()
+
+
+def test_a_finished_run_without_a_record_is_only_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine went away between the training and the record: the training would be done again."""
+    run("tiny")
+    before = Path("res/char_ptb_tiny/seed-1.json").read_text()
+    Path("res/char_ptb_tiny/seed-1.json").unlink()
+    monkeypatch.setattr(module, "train", None)
+    assert run("tiny") == "finished"
+    assert Path("res/char_ptb_tiny/seed-1.json").read_text() == before
+
+
+def test_a_run_that_diverges_does_not_stop_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("bad", "tiny") == "diverged"
+    assert "char_ptb_bad, seed 1:" in (err := capsys.readouterr().err) and "training has diverged" in err
+    assert Path("res/char_ptb_tiny/seed-1.json").exists() and not Path("res/char_ptb_bad").exists()
+
+
+def test_zoneout_and_unregularised_come_first_and_seeds_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    began: list[tuple[str, int]] = []
+    monkeypatch.setattr(module, "attempt", lambda job: began.append((RECIPES[job.recipe].short, job.seed)) or "failed")
+    assert run("weight_noise", "zoneout", "gru_zoneout", "unregularised", seeds=(1, 2)) == "failed"
+    first = [("zoneout", 1), ("unregularised", 1), ("weight_noise", 1), ("gru_zoneout", 1)]
+    assert began == first + [(row, 2) for row, _ in first]
+
+
+SMALL = {
+    "data.name": TEXT,
+    "model.hidden": 8,
+    "batches.length": 25,
+    "epochs": 1,
+    "evaluation.valid.length": 25,
+    "evaluation.test.length": 100,
+}
+
+
+def test_several_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    """Runs in processes of their own find what they would have found alone."""
+    assert run("zoneout", seeds=(1, 2), parallel=2, settings=SMALL) == "finished"
+    assert "char_ptb_zoneout, seed 2: epoch 1" in capfd.readouterr().err
+    run("zoneout", seeds=(2,), settings=SMALL, out="alone", results="alone-res")
+    ours, theirs = (read_record(Path(f"{f}/char_ptb_zoneout/seed-2.json")) for f in ("res", "alone-res"))
+    assert ours["at_once"] == 2 and ours["valid"] == theirs["valid"] and ours["scores"] == theirs["scores"]
+
+
+def test_settings_of_ones_own_do_not_pass_for_the_recipe() -> None:
+    """A short trial would stand in the table as the paper's row, or would be gone on with as if it were."""
+    run("tiny", settings={"epochs": 1})
+    record = read_record(Path("res/char_ptb_tiny/seed-1.json"))
+    assert record["command"].endswith(" --set epochs=1")
+    shown = table("res", [RECIPES["char_ptb_tiny"]])
+    assert (
+        "no run yet" in shown and "Left out: `char_ptb_tiny`, seed 1, had other settings (epochs is 1, not 2)" in shown
+    )
+    with pytest.raises(RunError, match=r"seed-1\.json is of other settings: epochs is 1 there and 2 here"):
+        run("tiny")
+    with pytest.raises(ValueError, match=r"epoch: there is no such field"):
+        run("tiny", settings={"epoch": 1}, results="other")
+    with pytest.raises(ValueError, match=r"parallel: expected 1 or more, got 0"):
+        run("tiny", parallel=0)
+
+
+# --- the tables ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "paper", "measure", "yes"),
+    [
+        ([1.3659], 1.362, "bits", True),
+        ([1.3661], 1.362, "bits", False),
+        ([82.2], 81.4, "perplexity", True),
+        ([82.3], 81.4, "perplexity", False),
+        ([0.0739], 0.069, "error", True),
+        ([0.0741], 0.069, "error", False),
+        ([1.360, 1.370], 1.362, "bits", True),  # mean 1.365, standard deviation 0.0071
+        ([1.364, 1.366], 1.362, "bits", False),  # mean 1.365, standard deviation 0.0014: one seed more, no slack more
+    ],
+)
+def test_what_reached_means(values: list[float], paper: float, measure: str, yes: bool) -> None:
+    assert reached(values, paper, measure) == yes
+
+
+def made_up(name: str, seed: int, valid: float, test: float, **other: Any) -> None:
+    recipe = RECIPES[name]
+    score = {"at_eval": "expectation", "nats": 1.0, "predictions": 9}
+    record = {
+        "format": FORMAT,
+        "recipe": name,
+        "seed": seed,
+        "measure": recipe.measure,
+        "valid": valid,
+        "test": test,
+        "best_epoch": 100.0,
+        "epochs": 110.0,
+        "seconds": 300.0,
+        "at_once": 1,
+        "precision": "bf16",
+        "device": "a GPU",
+        "versions": {"torch": "2.13.0"},
+        "date": "2026-11-15",
+        "command": f"zoneout reproduce {name} --first-seed {seed} --precision bf16",
+        "scores": [
+            {"part": "valid", "protocol": "chunks of 100", recipe.measure: valid, **score},
+            {"part": "test", "protocol": "one sequence", recipe.measure: test, **score},
+        ],
+        "config": to_json(change(recipe.make(), {"seed": seed, "precision": "bf16", "device": "cuda"})),
+    }
+    write_record(Path("res") / name / f"seed-{seed}.json", record | other)
+
+
+def row_of(text: str, start: str) -> str:
+    (line,) = [line for line in text.splitlines() if line.startswith(f"| {start}")]
+    return line
+
+
+def test_the_table_of_records() -> None:
+    made_up("char_ptb_zoneout", 1, 1.360, 1.250)
+    made_up("char_ptb_zoneout", 2, 1.364, 1.262)
+    made_up("char_ptb_zoneout", 10, 1.362, 1.262, seconds=600.0)
+    made_up("char_ptb_unregularised", 1, 1.471, 1.350, at_once=3)
+    made_up("char_ptb_batch_norm", 1, 1.400, 1.330)
+    made_up("word_ptb_variational", 1, 80.0, 76.04)
+    shown = table("res")
+    assert row_of(shown, "Zoneout 0.5, 0.05 `char_ptb") == (
+        "| Zoneout 0.5, 0.05 `char_ptb_zoneout` | 1.362, 1.252 | 1.362 ± 0.0020 | 1.258 ± 0.0069 | +0.000, +0.006 "
+        "| yes, yes | 1, 2, 10 | 110 (best 100) | 6.7 |"
+    )
+    assert row_of(shown, "Unregularised LSTM `char_ptb") == (
+        "| Unregularised LSTM `char_ptb_unregularised` | 1.466, 1.356 | 1.471 | 1.350 | +0.005, -0.006 | no, yes | 1 "
+        "| 110 (best 100) | 5.0 (3 at once) |"
+    )
+    assert "| –, 1.32 | 1.400 | 1.330 | –, +0.010 | –, no |" in row_of(shown, "Recurrent batch norm `char_ptb")
+    assert "| –, 73.4 | 80.0 | 76.0 | –, +2.6 | –, – |" in row_of(shown, "Variational dropout 0.5, 0.3 `"), (
+        "it is only to be shown"
+    )
+    assert "no run yet" in row_of(shown, "Weight noise 0.075 `char_ptb")
+    assert row_of(shown, "`char_ptb_zoneout`") == "| `char_ptb_zoneout` | 1.362 ± 0.0020 | 1.258 ± 0.0069 |"
+    assert "| 2026-11-15 | `zoneout reproduce char_ptb_zoneout --first-seed 10 --precision bf16` |" in row_of(
+        shown, "Zoneout 0.5, 0.05, seed 10"
+    )
+
+
+def test_without_records_every_row_says_so() -> None:
+    """A row would be missing from the page until somebody ran it."""
+    shown = document("nothing")
+    assert shown.count("no run yet") == len(RECIPES) and all(f"`{name}`" in shown for name in RECIPES)
+
+
+def test_a_record_that_cannot_be_read_is_named() -> None:
+    path = Path("res/char_ptb_tiny/seed-1.json")
+    path.parent.mkdir(parents=True)
+    for text in ("{", "[]", '{"format": 99}', '{"format": 1}', '{"format": 1, "config": {"hiden": 1}}'):
+        path.write_text(text)
+        with pytest.raises(RunError, match=r"seed-1\.json is not a record that can be read"):
+            table("res", [RECIPES["char_ptb_tiny"]])
+
+
+def test_long_curves_are_thinned_and_keep_the_best_and_the_last() -> None:
+    rows: list[dict[str, Any]] = []
+    for n in range(1, 1001):
+        rows.append({"kind": "train", "update": n, "epoch": n / 10, "nats": float(n)})
+        rows.append({"kind": "valid", "update": n, "epoch": n / 10, "bits": abs(n - 501.0), "best": n == 501})
+    found = pages.curve(rows, "bits")
+    assert len(found["epoch"]) == 201 and found["epoch"][-1] == 100.0 and 0.0 in found["valid"]
+    assert found["train_nats"][0] == 5.0
+
+
+def test_the_page_is_what_the_records_say() -> None:
+    """docs/results.md is not what `zoneout reproduce --write` makes of results/."""
+    own = {name: RECIPES.pop(name) for name in ("char_ptb_tiny", "char_ptb_bad")}
+    try:
+        assert (ROOT / "docs" / "results.md").read_text(encoding="utf-8") == document(ROOT / "results")
+    finally:
+        RECIPES.update(own)
+
+
+# --- from the command line -------------------------------------------------------------------------
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["char_ptb_tiny", "--seeds", "2", "--first-seed", "4", "--out", "out", "--results", "res"]
+    assert main([*arguments, "--device", "cpu", "--precision", "bf16", "--set", "epochs=1", "--minutes", "9"]) == 0
+    assert sorted(p.name for p in Path("res/char_ptb_tiny").iterdir()) == ["seed-4.json", "seed-5.json"]
+    assert read_record(Path("res/char_ptb_tiny/seed-4.json"))["config"]["precision"] == "bf16"
+    assert main([*arguments, "--minutes", "0", "--set", "epochs=1", "--first-seed", "6"]) == 130
+    assert main(["--results", "res"]) == 0 and "char_ptb_tiny" in capsys.readouterr().out
+    assert main(["--results", "res", "--write", "page.md"]) == 0
+    assert Path("page.md").read_text(encoding="utf-8") == document("res")
+    with pytest.raises(ValueError, match=r"--set: expected a name and a value, as in epochs=1, got 'epochs'"):
+        main([*arguments, "--set", "epochs"])
+
+
+def test_it_runs_where_the_command_lines_packages_are_not() -> None:
+    """A machine with torch and safetensors alone could not reproduce anything."""
+    code = (
+        "import sys\n"
+        "for name in ('tyro', 'rich', 'matplotlib'): sys.modules[name] = None\n"
+        "from zoneout.paper.reproduce import main\n"
+        "sys.exit(main(['--results', 'nothing']))"
+    )
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and "`char_ptb_zoneout`" in done.stdout, done.stderr
+
+
+def test_zoneout_reproduce_is_the_same_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """`zoneout reproduce` is not there, or its errors are not sentences with a code."""
+    from zoneout.paper import cli
+
+    assert cli.main(["reproduce", "--help"]) == cli.OK and "\n$ zoneout reproduce char-ptb" in capsys.readouterr().out
+    assert cli.main(["reproduce", "pmnist", "zonout"]) == cli.WRONG_USE
+    assert "zoneout reproduce: row: there is no 'zonout' of pmnist" in capsys.readouterr().err
+    assert cli.main(["reproduce", "char-ptb", "zoneout", "--data", "nowhere", "--device", "cpu"]) == cli.BAD_DATA

@@ -1,0 +1,302 @@
+"""Sweeps: every run once, whatever happens in between, and the same table."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sweeps import BASE, GRID, jobs, rows
+
+from zoneout.paper import cli, cluster, runs, sweep, sweep_report
+from zoneout.paper.config import Config, change, names
+from zoneout.paper.runs import RunError
+from zoneout.paper.sweep import Row, axes_of, grid_of, part_of, run_local, trial_of
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sweep as it should come out, in this very process."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    out = tmp_path_factory.mktemp("sweep")
+    for job in jobs(out, fragile=0):
+        assert job() == ""
+    torch.set_num_threads(threads)
+    return out
+
+
+# --- what there is to run --------------------------------------------------------------------------
+
+
+def test_a_grid_is_every_combination_with_every_seed() -> None:
+    trials = grid_of(BASE, axes_of(["zoneout.cell=0,0.5", "model.cell=lstm,gru"]), 3)
+    found = [(t.config.model.cell, t.config.zoneout.cell, t.config.seed) for t in trials]
+    assert found == [(cell, rate, seed) for rate in (0.0, 0.5) for cell in ("lstm", "gru") for seed in (1, 2, 3)]
+    assert len({t.name for t in trials}) == 12
+    assert grid_of(BASE, axes_of(["zoneout.cell=0,0.0,0"]), 1)[0].settings == {"zoneout.cell": 0.0, "seed": 1}
+    assert len(grid_of(BASE, axes_of(["zoneout.cell=0,0.0,0"]), 1)) == 1, "the same run is there twice"
+    betas = grid_of(BASE, axes_of(["optimizer.betas=[0.9,0.99],[0.5,0.9]"]))
+    assert [t.config.optimizer.betas for t in betas] == [(0.9, 0.99), (0.5, 0.9)]
+
+
+def test_a_name_is_of_the_run_and_not_of_the_sweep() -> None:
+    """A run that another grid had already is found, and one that differs in anything is another."""
+    small, large = grid_of(BASE, axes_of(GRID)), grid_of(BASE, axes_of([*GRID, "model.hidden=8,9"]))
+    assert small[0].digest == large[0].digest != large[1].digest
+    other = change(BASE, {"optimizer.lr": 0.5})
+    assert not {t.name for t in grid_of(other, axes_of(GRID))} & {t.name for t in small}
+    longer = change(BASE, {"epochs": 99, "device": "auto", "log_every": 3})
+    assert [t.name for t in grid_of(longer, axes_of(GRID))] == [t.name for t in small]
+    epochs = grid_of(BASE, axes_of(["epochs=1,2"]))
+    assert epochs[0].name != epochs[1].name, "runs of two lengths share a folder"
+
+
+@given(st.text(min_size=1, max_size=300).filter(lambda text: "\0" not in text))
+@settings(max_examples=50, deadline=None, derandomize=True, database=None)
+def test_any_string_makes_a_name_for_a_folder(text: str) -> None:
+    """A corpus called ../../etc, or a name as long as a book, does not lead out of the sweep's folder."""
+    name = trial_of(BASE, {"data.name": json.dumps(text)}).name
+    assert "/" not in name and "\\" not in name and name not in (".", "..") and len(name) < 200 and name.isascii()
+
+
+@pytest.mark.parametrize(
+    ("grid", "seeds", "says"),
+    [
+        (
+            ["zoneout.cell"],
+            1,
+            "--grid: expected a field and its values, as in zoneout.cell=0,0.1,0.5, got 'zoneout.cell'",
+        ),
+        (["zoneout.cel=0"], 1, "zoneout.cel: there is no such field; the nearest are zoneout.cell"),
+        (["zoneout.cell=0,2"], 1, "zoneout.cell: expected a rate between 0 and 1, got 2"),
+        (["zoneout.cell=0", "zoneout.cell=1"], 1, "--grid: zoneout.cell is there twice"),
+        (["seed=1,2"], 1, "--grid: seeds are not part of the grid; --seeds"),
+        (["zoneout.cell=0..0.5"], 1, "zoneout.cell is a range, which only a search can draw from; add --search optuna"),
+        (["zoneout.cell=0.5..0"], 1, "--grid: expected a range from low to high"),
+        (["optimizer.lr=0..1,log"], 1, "--grid: expected a range from low to high, above 0"),
+        (["zoneout.cell=0"], 0, "--seeds: expected 1 or more, got 0"),
+    ],
+)
+def test_what_cannot_be_gets_a_sentence(grid: list[str], seeds: int, says: str) -> None:
+    with pytest.raises(ValueError) as error:
+        grid_of(BASE, axes_of(grid), seeds)
+    assert says in str(error.value)
+
+
+def test_parts_are_all_there_is_and_nothing_twice() -> None:
+    trials = grid_of(BASE, {}, 10)
+    parts = [part_of(trials, f"{k}/3") for k in (1, 2, 3)]
+    assert sorted((t for part in parts for t in part), key=lambda t: t.config.seed) == trials
+    for wrong in ("0/3", "4/3", "3", "a/b", "-1/3"):
+        with pytest.raises(ValueError, match="--part: expected K/N"):
+            part_of(trials, wrong)
+
+
+# --- running it ------------------------------------------------------------------------------------
+
+
+def test_a_killed_worker_changes_nothing(undisturbed: Path, tmp_path: Path) -> None:
+    """A process is killed with SIGKILL in the middle of a run: the run is lost, or comes out otherwise."""
+    said: list[str] = []
+    assert run_local(jobs(tmp_path), parallel=2, say=said.append) == {}
+    assert sum("its process died (exit code -9); another goes on with it" in line for line in said) == 1
+    assert rows(tmp_path) == rows(undisturbed)
+    assert sweep_report.table(rows(tmp_path)) == sweep_report.table(rows(undisturbed))
+    for job in jobs(tmp_path):
+        assert (job.folder / "metrics.jsonl").read_bytes() == (
+            undisturbed / job.folder.name / "metrics.jsonl"
+        ).read_bytes()
+    assert (tmp_path / "starts").read_text().splitlines() == [f"{jobs(tmp_path)[0].folder.name} {n}" for n in (0, 10)]
+
+
+def test_a_job_that_always_dies_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of the sweep going round for ever."""
+
+    class Dead:
+        exitcode = -9
+
+        def join(self) -> None:
+            pass
+
+    def start(*args: Any) -> Any:
+        pipe, other = multiprocessing.Pipe()
+        other.close()
+        return pipe, Dead()
+
+    monkeypatch.setattr(sweep, "_start", start)
+    said: list[str] = []
+    first, second, *_ = jobs(tmp_path)
+    problems = run_local([first, second], parallel=2, say=said.append, retries=3)
+    assert problems == dict.fromkeys(
+        [first.trial.name, second.trial.name], "its process died 4 times, the last with exit code -9"
+    )
+    assert len(said) == 8
+
+
+def test_nothing_is_run_twice(undisturbed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    """The same command again trains nothing, and shows the same."""
+    monkeypatch.setattr(sweep, "run_local", lambda jobs, **options: {"": "something was run"} if jobs else {})
+    before = {p: p.stat().st_mtime_ns for p in undisturbed.glob("*/*")}
+    found = sweep.sweep(BASE, GRID, 2, undisturbed, say=lambda line: None)
+    assert [dataclasses.replace(row, folder="", seconds=None) for row in found] == rows(undisturbed)
+    assert {p: p.stat().st_mtime_ns for p in undisturbed.glob("*/*")} == before
+    # Of a larger grid, only what is new.
+    asked: list[Any] = []
+    monkeypatch.setattr(sweep, "run_local", lambda jobs, **options: asked.extend(jobs) or {})
+    found = sweep.sweep(BASE, ["zoneout.cell=0,0.25,0.5"], 2, undisturbed, say=lambda line: None)
+    assert [job.trial.settings["zoneout.cell"] for job in asked] == [0.25, 0.25]
+    assert [row.state for row in found] == ["finished"] * 2 + ["missing"] * 2 + ["finished"] * 2
+    asked.clear()
+    sweep.sweep(change(BASE, {"epochs": 3}), GRID, 2, undisturbed, say=lambda line: None)
+    assert len(asked) == 4, "a longer run is a run to be continued"
+
+
+def test_divergence_is_written_down_and_not_tried_again(tmp_path: Path) -> None:
+    config = change(BASE, {"optimizer.lr": 1e38, "optimizer.rule": "sgd"})
+    (trial,) = grid_of(config, {})
+    job = sweep.Job(trial, tmp_path / trial.name)
+    assert "training has diverged" in job()
+    row = sweep.row_of(trial, job.folder)
+    assert row.state == "diverged" and "training has diverged" in row.why
+    said: list[str] = []
+    assert [r.state for r in sweep.sweep(config, [], 1, tmp_path, say=said.append)] == ["diverged"]
+    assert said == ["1 of 1 runs are there already"]
+
+
+def test_what_goes_wrong_with_one_run_is_told(tmp_path: Path) -> None:
+    missing = change(BASE, {"data.name": str(tmp_path / "gone.txt")})
+    (trial,) = grid_of(missing, {})
+    assert "there is no such file" in sweep.Job(trial, tmp_path / trial.name)()
+    row = sweep.row_of(trial, tmp_path / trial.name, "there is no such file")
+    assert row.state == "failed" and "there is no such file" in sweep_report.table([row])
+
+
+def test_a_folder_that_is_held_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep begun again a moment after its process was killed finds folders that are still held."""
+    job = jobs(tmp_path, fragile=0)[0]
+    held = runs.Run(job.folder)
+    held.create(job.trial.config, None)
+    monkeypatch.setattr(sweep, "WAIT", -1.0)
+    assert "is in use by another process" in job()
+    monkeypatch.setattr(sweep, "WAIT", 60.0)
+    monkeypatch.setattr(sweep.time, "sleep", lambda seconds: held.close())
+    assert job() == ""
+
+
+def test_another_run_under_the_name_is_left_alone(tmp_path: Path) -> None:
+    job = jobs(tmp_path, fragile=0)[0]
+    run = runs.Run(job.folder)
+    run.create(change(BASE, {"model.hidden": 9}), None)
+    run.close()
+    with pytest.raises(RunError, match=r"holds another run \(model\.hidden differs\)"):
+        sweep.sweep(BASE, GRID, 2, tmp_path, say=lambda line: None)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ctrl-C in the middle ends with a checkpoint, and the same command then gives what it would have given."""
+    options = [f"--{n.replace('_', '-')}={v}" for n, v in _changed(BASE).items()]
+    command = [sys.executable, "-m", "zoneout", "sweep", *options, "--grid", GRID[0], "--seeds", "2", "--json"]
+    environment = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*command, "--out", str(tmp_path / "a"), "--parallel", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        env=environment,
+        start_new_session=True,
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith("1/4 "), "nothing was told"
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate()
+    assert process.returncode == 130 and "interrupted; the same command goes on" in err
+    states = [row["state"] for row in json.loads(out)]
+    assert states[0] == "finished" and states[-1] != "finished"
+    assert cli.main([*command[3:], "--out", str(tmp_path / "a"), "--parallel", "2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["state"] for row in found] == ["finished"] * 4
+    assert json.loads((tmp_path / "a" / "results.json").read_text()) == found
+    assert cli.main(["sweep", "char_ptb_zonout", "--out", str(tmp_path)]) == 2
+    assert "there is no recipe 'char_ptb_zonout'; the nearest are char_ptb_zoneout" in capsys.readouterr().err
+
+
+def _changed(config: Config) -> dict[str, Any]:
+    own, default = sweep.configs.to_json(config), sweep.configs.to_json(Config())
+    return {n: cli.at(own, n) for n in names() if cli.at(own, n) != cli.at(default, n)}
+
+
+def test_the_recipe_is_what_the_options_leave_open() -> None:
+    command = cli.parse("sweep", ["char_ptb_zoneout", "--grid", "zoneout.cell=0.25,0.5", "--epochs", "3"])
+    assert command.config.model.hidden == 1000 and command.config.zoneout.hidden == 0.05
+    assert command.config.epochs == 3 and command.grid == ("zoneout.cell=0.25,0.5",)
+
+
+def test_options_that_do_not_go_together(tmp_path: Path) -> None:
+    for options, says in (
+        ({"engine": "local", "search": "optuna"}, "--search: plain processes have no such thing; use --engine ray"),
+        ({"engine": "local", "gpus": 0.5}, "--gpus: plain processes have no such thing"),
+        ({"search": "optuna"}, "--search: expected a --grid to choose from"),
+        ({"parallel": -1}, "--parallel, --trials: expected 0 or more"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            sweep.sweep(BASE, [], 1, tmp_path, **options)  # type: ignore[arg-type]
+
+
+def test_without_ray_there_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(
+        ValueError, match=r"ray is not installed; pip install 'zoneout\[cluster\]', or use --engine local"
+    ):
+        sweep.sweep(BASE, GRID, 1, tmp_path, engine="ray")
+    with pytest.raises(ValueError, match=r"--search: the package optuna is not installed; pip install optuna"):
+        cluster.search_ray(BASE, axes_of(GRID), tmp_path, 3, cluster.Cluster(), print)
+
+
+# --- what came out ---------------------------------------------------------------------------------
+
+
+def row(cell: float, seed: int, valid: float | None, state: Any = "finished", why: str = "") -> Row:
+    settings = {"zoneout.cell": cell, "seed": seed}
+    return Row("name", "", settings, state, "bits" if valid else "", valid, valid and valid + 1, why=why)
+
+
+def test_the_table_has_the_best_first_and_the_spread_over_seeds() -> None:
+    found = [row(0.0, 1, 2.0), row(0.0, 2, 4.0), row(0.5, 1, 1.0), row(0.5, 2, None, "missing")]
+    found += [row(0.9, 1, None, "failed", "no disk"), row(0.7, 1, 9.0, "stopped")]
+    assert (
+        sweep_report.table(found)
+        == """\
+| zoneout.cell | valid            | test             | runs                  |
+|--------------|------------------|------------------|-----------------------|
+| 0.5          | 1.000 bits       | 2.000 bits       | 1 finished, 1 missing |
+| 0.0          | 3.000 bits ± 1.4 | 4.000 bits ± 1.4 | 2                     |
+| 0.9          |                  |                  | 1 failed              |
+| 0.7          | (9.000 bits)     |                  | 1 stopped             |
+
+name: no disk"""
+    )
+
+
+def test_the_page_escapes_every_string(undisturbed: Path) -> None:
+    """What somebody calls a corpus, or an error says, becomes markup in the reader's browser."""
+    evil = "<script>alert(1)</script>"
+    folder = next(p for p in undisturbed.iterdir() if p.is_dir())
+    rows = [
+        dataclasses.replace(row(0.0, 1, 2.0, why=evil), folder=str(folder), name=f"$x^{evil}$-1"),
+        Row(evil, evil, {evil: evil, "seed": 1}, "failed", why=evil),
+    ]
+    for order in (rows, rows[::-1]):
+        page = sweep_report.page(order, f"{evil} & more")
+        assert "<script" not in page and "&lt;script&gt;" in page and "&amp; more" in page
