@@ -242,10 +242,18 @@ def report(demo: Demo, folder: Path) -> None:
     print(f"\n{plots.ascii_curves(curves, min(width, 80), 12)}\n\n{fill(verdict(results), width)}")
     print(f"\nWhat the {better.name} model writes after {PROMPT!r}:\n")
     print("\n".join(fill(line, width, initial_indent="  ", subsequent_indent="  ") for line in written.splitlines()))
-    print("\nTo try next:")
+    print(f"\nTo try next{where_it_is()}:")
     for command, why in suggestions(folder, better):
         print(f"  {command}\n      {why}")
     print(f"\nThe curves are in {folder / 'curves.png'}, everything on one page in {folder / 'index.html'}")
+
+
+def where_it_is() -> str:
+    """Where the command is, for whoever has not got it on the path: `make demo` runs it from a folder of its own."""
+    script = Path(sys.executable).parent / "zoneout"
+    if shutil.which("zoneout") or not script.exists():
+        return ""
+    return f" (zoneout is {script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script})"
 
 
 def columns() -> int:
