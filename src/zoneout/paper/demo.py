@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from textwrap import fill
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
@@ -54,6 +54,8 @@ class Demo:
     """Units of each model."""
     seed: int = 1
     """Of the weights, the order of the batches and the masks, for both."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Of the products in training."""
 
     def __call__(self) -> int:
         for name in ("characters", "updates", "hidden"):
@@ -74,6 +76,7 @@ class Demo:
             updates=self.updates,
             log_every=max(1, self.updates // 30),
             seed=self.seed,
+            precision=self.precision,
             device="cpu",
         )
         configs = {PLAIN: plain, ZONED: replace(plain, zoneout=Zoneout(cell=0.5, hidden=0.05))}
