@@ -15,7 +15,6 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import bench
@@ -23,6 +22,7 @@ import torch
 from bench import LAYERS, ZONEOUT, Row, mixed_lengths
 
 import zoneout as zo
+from zoneout.paper.processes import products_in
 
 SHAPES = {  # T, B, input, H, layers
     "char-PTB": (100, 32, 50, 1000, 1),
@@ -192,22 +192,13 @@ def variant(
     if not error <= allowed:  # a norm magnifies rounding: twice what torch's own calls in that type are off by
         same = copy.deepcopy(layer)
         same.backend = "reference"
-        with torch_in(dtype):
+        with products_in("tf32" if dtype == "tf32" else "fp32", x.device):
             allowed = max(allowed, 2 * parity(same, x, call))
     if not error <= allowed:
         print(f"no ratio for {what} in {dtype}: error {error:.1e} against the reference, allowed {allowed:.1e}")
         return
     both = timed(captured(training(layer, x, dy, **call)), captured(training(plain, x, dy)), pairs)
     yield row(group, "LSTM", what, "ours, zoneout", shape, dtype, both, goal, error)
-
-
-@contextmanager
-def torch_in(dtype: str) -> Iterator[None]:
-    """While torch's own products of float32 are taken in TF32, as the layers' are."""
-    flags, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
-    flags.fp32_precision = "tf32" if dtype == "tf32" else before
-    yield
-    flags.fp32_precision = before
 
 
 def captured(run: Callable[[], Any]) -> Callable[[], Any]:

@@ -15,10 +15,10 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
+from gpu import captured
 
 from zoneout.paper.config import Batches, Config, Data, Model, Optimizer, Zoneout
 from zoneout.paper.data import Corpus, Images, Vocabulary
@@ -130,29 +130,14 @@ def measure(symbols: int, config: Config, device: torch.device, rounds: int) -> 
             loss, _ = loss_of(model(inputs, seed=seed), targets, config)
             torch.autograd.grad(loss, list(parameters_of(model).values()))
 
-    contenders = [whole, captured(layers, device), captured(with_softmax, device)]
+    contenders = [whole, layers, with_softmax]
+    if device.type == "cuda":
+        contenders[1:] = captured(layers), captured(with_softmax)
     times: list[list[float]] = [[], [], []]
     for _ in range(rounds + 2):
         for found, call in zip(times, contenders):
             found.append(timed(call, device))
     return Times(*(1000 * statistics.median(found[2:]) for found in times))
-
-
-def captured(call: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """On a GPU the call as a CUDA graph."""
-    if device.type != "cuda":
-        return call
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph: Any = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    replay: Callable[[], None] = graph.replay
-    return replay
 
 
 def timed(call: Callable[[], None], device: torch.device) -> float:

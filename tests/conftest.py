@@ -1,6 +1,7 @@
 """What holds for every test: which of them can run here, and on how many threads."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -24,6 +25,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if gpu:
         config.hook.pytest_deselected(items=gpu)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Fill what torch.empty hands out with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(params=EVERY)

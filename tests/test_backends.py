@@ -72,14 +72,6 @@ def loop(request, monkeypatch):
     return request.param
 
 
-@pytest.fixture
-def poisoned():
-    """Fill what torch.empty hands out with NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def everything(layer: Any, x: Tensor, hx: Any, call: dict[str, Any], cells: bool = True) -> dict[str, Tensor]:
     """All that a call and its way back give, by name; of an LSTM also every c, unless that is not wanted."""
     x = x.clone().requires_grad_()

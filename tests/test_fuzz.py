@@ -7,12 +7,12 @@ times as many cases, each time others; `benchmarks/fuzz.py` goes on for as long 
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from fuzzing import some
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence
@@ -21,17 +21,6 @@ import zoneout
 from zoneout.ops import TOLERANCES
 
 zo: Any = zoneout  # what is given here has wrong types on purpose
-TIMES = int(os.environ.get("ZONEOUT_FUZZ", "1"))
-
-
-def some(cases: int) -> Any:
-    return settings(
-        deadline=None,
-        derandomize=TIMES == 1,
-        database=None,
-        max_examples=cases * TIMES,
-        suppress_health_check=list(HealthCheck),
-    )
 
 
 # Things that no argument of a layer is; most arguments refuse most of them.

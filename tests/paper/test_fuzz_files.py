@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from fuzzing import some
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from zoneout.paper import cache, files, runs
@@ -30,19 +31,8 @@ from zoneout.paper.files import DATASETS, DataError
 from zoneout.paper.models import build
 from zoneout.paper.runs import Run, RunError
 
-TIMES = int(os.environ.get("ZONEOUT_FUZZ", "1"))
 VOCABULARY = Vocabulary("char", tuple("abcü\n"))
 CONFIG = Config(model=Model(hidden=4))
-
-
-def some(cases: int) -> Any:
-    return settings(
-        deadline=None,
-        derandomize=TIMES == 1,
-        database=None,
-        max_examples=cases * TIMES,
-        suppress_health_check=list(HealthCheck),
-    )
 
 
 def sentence(error: Exception) -> bool:

@@ -30,15 +30,16 @@ from . import fetch, files, gradients, plots, reproduce, runs, sweep, sweep_repo
 from .config import Config
 from .data import Corpus
 from .demo import Demo, free_folder
+from .describe import describe, described, ending
 from .evaluate import evaluate, evaluate_text
 from .feeds import on_device
 from .files import DATASETS, DataError
 from .processes import device_of
-from .progress import TensorBoard, duration, figure_of, together, watch, worth
+from .progress import TensorBoard, figure_of, together, watch
 from .recipes import RECIPES
 from .runs import RunError
 from .sample import sample
-from .train import Diverged, Summary, load_data, measure_of, train
+from .train import Diverged, load_data, measure_of, train
 
 OK, FAILED, WRONG_USE, BAD_DATA, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 CODES = {
@@ -422,7 +423,7 @@ class Report:
     """The measurements of speed."""
 
     def __call__(self) -> int:
-        from . import report  # which needs matplotlib, and this module
+        from . import report  # which needs matplotlib, and a second for it
 
         page = report.runs_page(self.runs) if self.runs else report.paper_page(self.results, self.benchmarks)
         report.write(self.out, page)
@@ -583,75 +584,6 @@ def read_text(path: Path) -> str:
         raise DataError(f"{path}: byte {error.start:,} is not UTF-8; expected a text in UTF-8") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
-
-
-def ending(summary: Summary) -> str:
-    """What is said when training ends."""
-    folder = summary.folder
-    lines = []
-    if summary.status == "interrupted":
-        lines.append(f"Interrupted at update {summary.update:,}; everything is kept. To continue:")
-        lines.append(f"  zoneout train --resume --out {folder}")
-        return "\n".join(lines)
-    why = "" if summary.status == "finished" else ", since the validation had not improved for long enough"
-    lines.append(f"Finished after {summary.update:,} updates in {duration(summary.seconds)}{why}.")
-    if summary.best is not None:
-        lines.append(f"  best valid  {worth(summary.best)} (update {summary.best['update']:,})")
-    if summary.test is not None:
-        lines.append(f"  test        {worth(summary.test)}")
-    also = "" if summary.measure == "error" else f"; zoneout sample {folder} writes"
-    lines.append(f"zoneout show {folder} draws the learning curve{also}.")
-    return "\n".join(lines)
-
-
-def describe(folder: Path) -> dict[str, Any]:
-    """What a run is and how it went."""
-    config, rows = runs.read_config(folder), runs.read_metrics(folder)
-    valid = [row for row in rows if row["kind"] == "valid"]
-    ended = runs.read_json(folder / "summary.json") if (folder / "summary.json").exists() else None
-    default, own = configs.to_json(Config()), configs.to_json(config)
-    return {
-        "run": str(folder),
-        "status": ended["status"] if ended else "not finished",
-        "update": rows[-1]["update"] if rows else 0,
-        "epoch": rows[-1]["epoch"] if rows else 0,
-        "best": next((row for row in reversed(valid) if row["best"]), None),
-        "test": next((row for row in reversed(rows) if row["kind"] == "test"), None),
-        "parameters": ended and ended["parameters"],
-        "seconds": ended and ended["seconds"],
-        "changed": {n: at(own, n) for n in configs.names() if at(own, n) != at(default, n)},
-        "config": own,
-    }
-
-
-def described(page: dict[str, Any]) -> str:
-    """A page of `describe`, to be read."""
-    model = page["config"]["model"]
-    size = f", {page['parameters']:,} parameters" if page["parameters"] else ""
-    layers = f"{model['layers']} layers" if model["layers"] > 1 else "one layer"
-    took = f" in {duration(page['seconds'])}" if page["seconds"] else ""
-    lines = [
-        f"{page['run']}: {page['status']}, {page['update']:,} updates ({page['epoch']:.4g} epochs){took}",
-        f"  {model['cell'].upper()}, {layers} of {model['hidden']:,} units{size}, on {page['config']['data']['name']}",
-    ]
-    if page["best"]:
-        lines.append(f"  best valid  {worth(page['best'])} (update {page['best']['update']:,})")
-    if page["test"]:
-        lines.append(f"  test        {worth(page['test'])} ({page['test']['predictions']:,} predictions)")
-    if page["changed"]:
-        lines.append("  " + " ".join(f"--{n.replace('_', '-')} {spelled(v)}" for n, v in page["changed"].items()))
-    return "\n".join(lines)
-
-
-def at(values: Any, name: str) -> Any:
-    for part in name.split("."):
-        values = values[part]
-    return values
-
-
-def spelled(value: Any) -> str:
-    """A value as the command line takes it."""
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _say(line: str) -> None:

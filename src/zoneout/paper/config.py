@@ -355,6 +355,17 @@ def names(kind: type = Config, prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def at(values: Any, name: str) -> Any:
+    """What a config as JSON has under a dotted name.
+
+    >>> at(to_json(Config()), "model.cell")
+    'lstm'
+    """
+    for part in name.split("."):
+        values = values[part]
+    return values
+
+
 def change(config: Config, values: dict[str, Any]) -> Config:
     """The config with some fields replaced, by dotted name; a string is read as the field's type.
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from . import config as configs
 from . import figures, gradients, plots, runs
-from .cli import at, describe, spelled
+from .config import at
+from .describe import describe, spelled
 from .page import Html, code, document, element, figure, join, link, section, table
 from .progress import duration
 from .recipes import MEASURES, QUOTED, RECIPES, Recipe

@@ -92,7 +92,7 @@ def command_of(recipe: str, config: Config) -> str:
 def changes(config: Config, other: Config) -> list[tuple[str, Any, Any]]:
     """The fields in which two configs differ, but for those that a recipe leaves open: name, here, there."""
     ours, theirs = configs.to_json(config), configs.to_json(other)
-    pairs = ((name, _at(ours, name), _at(theirs, name)) for name in configs.names() if name not in FREE)
+    pairs = ((name, configs.at(ours, name), configs.at(theirs, name)) for name in configs.names() if name not in FREE)
     return [(name, here, there) for name, here, there in pairs if here != there]
 
 
@@ -311,9 +311,3 @@ def _figure(value: float | None, measure: str, sign: str = "") -> str:
 def _spread(values: Sequence[float], measure: str) -> str:
     mean = _figure(fmean(values), measure)
     return mean if len(values) < 2 else f"{mean} ± {format(stdev(values), '.1f' if measure == 'perplexity' else '.4f')}"
-
-
-def _at(values: Any, name: str) -> Any:
-    for part in name.split("."):
-        values = values[part]
-    return values

@@ -104,9 +104,11 @@ class Run:
         may = set(MAY_CHANGE)
         if own.schedule.kind == "cosine":  # whose learning rates depend on how long the run is
             may -= {"epochs", "updates"}
-        different = [n for n in configs.names() if _at(ours, n) != _at(theirs, n) and n not in may]
+        different = [n for n in configs.names() if configs.at(ours, n) != configs.at(theirs, n) and n not in may]
         if different:
-            shown = "; ".join(f"{n} is {_at(ours, n)!r} there and {_at(theirs, n)!r} here" for n in different[:3])
+            shown = "; ".join(
+                f"{n} is {configs.at(ours, n)!r} there and {configs.at(theirs, n)!r} here" for n in different[:3]
+            )
             raise RunError(
                 f"{self.folder} holds another run: {shown}. Continue it without these options, or choose another "
                 "folder. Nothing was overwritten."
@@ -189,7 +191,7 @@ class Run:
     def config_digest(self) -> str:
         """Of the config as it is in the folder, but for what may change: a checkpoint belongs to it."""
         plain = configs.to_json(read_config(self.folder))
-        return _page_digest({name: _at(plain, name) for name in configs.names() if name not in MAY_CHANGE})
+        return _page_digest({name: configs.at(plain, name) for name in configs.names() if name not in MAY_CHANGE})
 
     def checkpoints(self) -> list[Path]:
         """The checkpoints that are there, the latest first."""
@@ -474,9 +476,3 @@ def _tensor_digest(tensors: dict[str, Tensor], info: dict[str, Any]) -> str:
 
 def _page_digest(page: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(page, sort_keys=True).encode()).hexdigest()
-
-
-def _at(values: dict[str, Any], name: str) -> Any:
-    for part in name.split("."):
-        values = values[part]
-    return values

@@ -75,15 +75,15 @@ class Trial:
     def settings(self) -> dict[str, Any]:
         """The values of those settings, by name."""
         plain = configs.to_json(self.config)
-        return {name: _at(plain, name) for name in self.fields}
+        return {name: configs.at(plain, name) for name in self.fields}
 
     @cached_property
     def digest(self) -> str:
         """Of all that makes the run what it is: equal digests, equal runs, though one may be longer."""
         ours, default = configs.to_json(self.config), DEFAULT
         length = () if self.config.schedule.kind == "cosine" else tuple(n for n in LENGTH if n not in self.fields)
-        names = [n for n in NAMES if n not in (*ANYHOW, *length) and _at(ours, n) != _at(default, n)]
-        page = json.dumps({name: _at(ours, name) for name in names}, sort_keys=True)
+        names = [n for n in NAMES if n not in (*ANYHOW, *length) and configs.at(ours, n) != configs.at(default, n)]
+        page = json.dumps({name: configs.at(ours, name) for name in names}, sort_keys=True)
         return hashlib.sha256(page.encode()).hexdigest()[:8]
 
     @cached_property
@@ -188,7 +188,7 @@ def state_of(trial: Trial, folder: Path, *, scheduled: bool = False) -> State:
     if not (folder / "config.json").exists():
         return "missing"
     ours, theirs = configs.to_json(trial.config), configs.to_json(runs.read_config(folder))
-    other = [n for n in NAMES if n not in ANYHOW and _at(ours, n) != _at(theirs, n)]
+    other = [n for n in NAMES if n not in ANYHOW and configs.at(ours, n) != configs.at(theirs, n)]
     if other:
         if set(other) <= set(LENGTH):
             return "begun"  # it is to be longer, or shorter
@@ -207,7 +207,7 @@ def known_trials(base: Config, fields: Sequence[str], out: Path) -> list[Trial]:
     for folder in sorted(out.iterdir()) if out.is_dir() else ():
         if (folder / "config.json").exists():
             theirs = configs.to_json(runs.read_config(folder))
-            trial = trial_of(base, {name: _at(theirs, name) for name in (*fields, "seed")})
+            trial = trial_of(base, {name: configs.at(theirs, name) for name in (*fields, "seed")})
             if folder.name.endswith(f"-{trial.digest}"):
                 found.append(trial)
     return found
@@ -459,9 +459,3 @@ def room_here(config: Config) -> int:
 def spelled(value: Any) -> str:
     """A value as --grid takes it."""
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _at(values: Any, name: str) -> Any:
-    for part in name.split("."):
-        values = values[part]
-    return values

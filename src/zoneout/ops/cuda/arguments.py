@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -96,14 +97,17 @@ class Arguments:
         self.struct: Any = struct()
         self.alive: list[Tensor] = []
 
-    def put(self, name: str, value: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
+    def put(self, name: str, value: Tensor | None, dtype: torch.dtype | None = None) -> None:
         """Set a pointer; the tensor must be contiguous and of `dtype`."""
-        if value is None:
-            return None
-        assert value.is_contiguous() and (dtype is None or value.dtype == dtype), name
-        self.alive.append(value)
-        setattr(self.struct, name, value.data_ptr())
-        return value
+        if value is not None:
+            assert value.is_contiguous() and (dtype is None or value.dtype == dtype), name
+            self.alive.append(value)
+            setattr(self.struct, name, value.data_ptr())
+
+    def put_all(self, values: Any, names: Sequence[str], dtype: torch.dtype) -> None:
+        """Set the pointers of these names to what `values` has under them."""
+        for name in names:
+            self.put(name, getattr(values, name), dtype)
 
 
 _NARROW = ("scale_h", "w_hh", "b_x", "b_h", "h0", "reset_h", "gates", "y")
@@ -113,18 +117,18 @@ _WIDE_BACK = ("dcells", "dh", "dc", "dreset_h", "dreset_c")
 
 
 def loop_arguments(loop: Loop, back: Backward | None) -> Arguments:
-    """Everything that all kernels of a loop take. The loop itself keeps what is pointed to alive."""
+    """Everything that all kernels of a loop take."""
     made = Arguments(LoopArguments)
     s = made.struct
     s.steps, s.batch, s.hidden, s.outputs = loop.steps, loop.batch, loop.hidden, loop.outputs
     s.first_step, s.reverse = loop.first_step, loop.reverse
-    _point(s, loop, ("lengths", "examples"), torch.int64)
-    _point(s, loop, ("resets",), torch.bool)
-    _point(s, loop, _NARROW, loop.gates.dtype)
-    _point(s, loop, _WIDE, torch.float32)
+    made.put_all(loop, ("lengths", "examples"), torch.int64)
+    made.put_all(loop, ("resets",), torch.bool)
+    made.put_all(loop, _NARROW, loop.gates.dtype)
+    made.put_all(loop, _WIDE, torch.float32)
     if back is not None:
-        _point(s, back, _NARROW_BACK, loop.gates.dtype)
-        _point(s, back, _WIDE_BACK, torch.float32)
+        made.put_all(back, _NARROW_BACK, loop.gates.dtype)
+        made.put_all(back, _WIDE_BACK, torch.float32)
     for name, draw in loop.draws.items():
         field = _STREAMS.get(name)
         if field is not None:
@@ -133,14 +137,6 @@ def loop_arguments(loop: Loop, back: Backward | None) -> Arguments:
 
 
 _STREAMS = {"cell": "cell", "hidden": "hidden_state", "update": "update"}
-
-
-def _point(struct: Any, values: Any, names: tuple[str, ...], dtype: torch.dtype) -> None:
-    for name in names:
-        value = getattr(values, name)
-        if value is not None:
-            assert value.dtype == dtype and value.is_contiguous(), name
-            setattr(struct, name, value.data_ptr())
 
 
 def fill_stream(to: Stream, draw: Draw) -> None:

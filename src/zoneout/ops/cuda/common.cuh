@@ -101,6 +101,48 @@ __device__ __forceinline__ float mix(float value, float old, float keep) {
 }
 __device__ __forceinline__ float less(float value, float drop) { return drop >= 1 ? 0.0f : value * (1 - drop); }
 
+/* A number that is needed only a step later. It comes into a register of its own: the compiler would otherwise pack two
+ * into one, and wait for them to do so. */
+struct Late {
+    u32 bits;
+};
+__device__ __forceinline__ Late late(const narrow *from) {
+    Late out;
+#if TYPE
+    asm volatile("ld.global.u16 %0, [%1];" : "=r"(out.bits) : "l"(from));
+#else
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(out.bits) : "l"(from));
+#endif
+    return out;
+}
+__device__ __forceinline__ float widen(Late v) {
+#if TYPE
+    return widen((narrow)v.bits);
+#else
+    return __uint_as_float(v.bits);
+#endif
+}
+
+/* --- products ----------------------------------------------------------------------------------- */
+
+__device__ __forceinline__ u32 bits(float v) {
+    u32 out;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(out) : "f"(v));
+    return out;
+}
+
+__device__ __forceinline__ void multiply(float *sum, const u32 *a, u32 b0, u32 b1) {
+#if TYPE == 0
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#elif TYPE == 1
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#endif
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 /* --- rows --------------------------------------------------------------------------------------- */
 
 /* `t` counts the steps as they are processed, `length` is that of the row. A reversed row begins at its last position. */
@@ -207,6 +249,19 @@ __device__ __forceinline__ Keep keeps_of(const Loop &l, const Noises &n, u32 uni
         k.update = keep_of(l.update, n.update, word);
     }
     return k;
+}
+
+/* Kernels that are compiled with PLAIN have no noise but zoneout, no lengths and no resets: let the compiler know. */
+__device__ __forceinline__ void simplify(Loop &l) {
+#if PLAIN
+    l.lengths = nullptr;
+    l.resets = nullptr;
+    l.scale_h = nullptr;
+    l.dcells = nullptr;
+    l.reverse = 0;
+    l.update.mode = OFF;
+    l.update.hold = l.cell.zero = l.hidden_state.zero = 0;
+#endif
 }
 
 /* --- one step of one unit, forwards ------------------------------------------------------------- */

@@ -30,24 +30,6 @@ struct Exchange {
     i64 blocks;   /* of a group */
 };
 
-__device__ __forceinline__ u32 bits(float v) {
-    u32 out;
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(out) : "f"(v));
-    return out;
-}
-
-__device__ __forceinline__ void multiply(float *sum, const u32 *a, const u32 *b) {
-#if TYPE == 0
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#elif TYPE == 1
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#endif
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
 /* --- weights -------------------------------------------------------------------------------------- */
 
 /* The weight between number k of what goes around and column n of the block. */
@@ -218,7 +200,10 @@ __device__ __forceinline__ void product(const u32 (&w)[KS][NT][2], float *part, 
                         u32 *low = v[b][m][0] + s * 2, *high = v[b][m][1] + s * 2;
                         u32 tile[4] = {low[0], high[0], low[1], high[1]};
 #pragma unroll
-                        for (int n = 0; n < NT; n++) multiply(sum[s % SETS][m][n], tile, w[(i * BB + b) * 2 + s][n]);
+                        for (int n = 0; n < NT; n++) {
+                            const u32 *one = w[(i * BB + b) * 2 + s][n];
+                            multiply(sum[s % SETS][m][n], tile, one[0], one[1]);
+                        }
                     }
 #if DIRECT
         if (i + 2 < BATCHES) read_batch(v, x, from, i + 2);
@@ -344,28 +329,6 @@ __device__ __forceinline__ Mine mine(const Loop &l, const Exchange &x) {
     return m;
 }
 
-/* A number that is needed only a step later. It comes into a register of its own: the compiler would otherwise pack two
- * into one, and wait for them to do so. */
-struct Late {
-    u32 bits;
-};
-__device__ __forceinline__ Late late(const narrow *from) {
-    Late out;
-#if TYPE
-    asm volatile("ld.global.u16 %0, [%1];" : "=r"(out.bits) : "l"(from));
-#else
-    asm volatile("ld.global.u32 %0, [%1];" : "=r"(out.bits) : "l"(from));
-#endif
-    return out;
-}
-__device__ __forceinline__ float widen(Late v) {
-#if TYPE
-    return widen((narrow)v.bits);
-#else
-    return __uint_as_float(v.bits);
-#endif
-}
-
 #define EACH_ITEM                                                                        \
     _Pragma("unroll") for (int i = 0; i < ITEMS; i++)                                    \
         if (i64 r = threadIdx.x / UP + i * ROWS_AT_ONCE, row = m.row0 + r; m.in && r < R)
@@ -375,19 +338,6 @@ __device__ __forceinline__ float widen(Late v) {
         length[i] = row < l.batch ? (int)length_of(l, row) : 0; \
     }
 #define PART(t) (m.part + ((t) & 1) * (WARPS * R * NP))
-
-/* Without noise but zoneout, lengths and resets: let the compiler know. */
-__device__ __forceinline__ void simplify(Loop &l) {
-#if PLAIN
-    l.lengths = nullptr;
-    l.resets = nullptr;
-    l.scale_h = nullptr;
-    l.dcells = nullptr;
-    l.reverse = 0;
-    l.update.mode = OFF;
-    l.update.hold = l.cell.zero = l.hidden_state.zero = 0;
-#endif
-}
 
 /* --- forwards ------------------------------------------------------------------------------------- */
 #if !BACK

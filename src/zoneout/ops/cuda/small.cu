@@ -56,46 +56,6 @@ __device__ __forceinline__ float sigmoid_at(float x) { return logistic(x * -1.44
 __device__ __forceinline__ float tanh_at(float x) { return fmaf(logistic(x * 2.8853900817779268f), -2.0f, 1.0f); }
 #endif
 
-__device__ __forceinline__ u32 bits(float v) {
-    u32 out;
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(out) : "f"(v));
-    return out;
-}
-
-__device__ __forceinline__ void multiply(float *sum, const u32 *a, u32 b0, u32 b1) {
-#if TYPE == 0
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#elif TYPE == 1
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#endif
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-/* A number that is needed only a step later. It comes into a register of its own: the compiler would otherwise pack two
- * into one, and wait for them to do so. */
-struct Late {
-    u32 bits;
-};
-__device__ __forceinline__ Late late(const narrow *from) {
-    Late out;
-#if TYPE
-    asm volatile("ld.global.u16 %0, [%1];" : "=r"(out.bits) : "l"(from));
-#else
-    asm volatile("ld.global.u32 %0, [%1];" : "=r"(out.bits) : "l"(from));
-#endif
-    return out;
-}
-__device__ __forceinline__ float widen(Late v) {
-#if TYPE
-    return widen((narrow)v.bits);
-#else
-    return __uint_as_float(v.bits);
-#endif
-}
-
 /* --- what a thread has to do ------------------------------------------------------------------------ */
 
 struct Mine { /* one unit of NC rows */
@@ -136,16 +96,10 @@ __device__ __forceinline__ Mine mine(const Loop &l) {
     return m;
 }
 
-/* Without noise but zoneout, lengths and resets: let the compiler know. */
-__device__ __forceinline__ void simplify(Loop &l) {
+/* Here it is also known which streams there are, and that they see everything. */
+__device__ __forceinline__ void simplify_here(Loop &l) {
+    simplify(l);
 #if PLAIN
-    l.lengths = nullptr;
-    l.resets = nullptr;
-    l.scale_h = nullptr;
-    l.dcells = nullptr;
-    l.reverse = 0;
-    l.update.mode = OFF;
-    l.update.hold = l.cell.zero = l.hidden_state.zero = 0;
     l.cell.mode = CELL_MODE, l.hidden_state.mode = HIDDEN_MODE;
     l.cell.sees_step = l.cell.sees_example = l.cell.sees_unit = 1;
     l.hidden_state.sees_step = l.hidden_state.sees_example = l.hidden_state.sees_unit = 1;
@@ -630,7 +584,7 @@ extern "C" __global__ void IN_CLUSTER __launch_bounds__(THREADS, 1) forward(cons
     __shared__ __align__(16) u32 entering[2][R * PITCH];
     __shared__ __align__(16) u32 limits[3][WARPS * 16];
     Loop l = given;
-    simplify(l);
+    simplify_here(l);
     Mine m = mine(l);
     narrow *gates = (narrow *)l.gates;
     const narrow *scale = (const narrow *)l.scale_h;
@@ -828,7 +782,7 @@ extern "C" __global__ void IN_CLUSTER __launch_bounds__(THREADS, 1) backward(con
     __shared__ __align__(16) u32 entering[2][R * PITCH];
     __shared__ __align__(16) u32 limits[3][WARPS * 16];
     Loop l = given;
-    simplify(l);
+    simplify_here(l);
     Mine m = mine(l);
     const narrow *gates = (const narrow *)l.gates, *scale = (const narrow *)l.scale_h;
     const bool holds = l.update.mode && l.update.hold;

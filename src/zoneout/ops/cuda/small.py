@@ -18,7 +18,6 @@ MOST_SHARED = 160 * 1024  # bytes of weights: beyond, reading them each step tak
 MOST_NUMBERS = 2**31  # of the gates: offsets are 32 bits wide
 MOST_BLOCKS = 16  # of a cluster
 COSTS = {1: 1.0, 2: 1.7}  # of a step, by the rows of a thread
-CLUSTERS = True  # whether batch norm runs here in training, its moments added up through distributed shared memory
 _LARGE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 
 
@@ -69,7 +68,7 @@ def plan(
     if norm == 2 and not given:
         rows = 1 if batch <= 2 * MOST_BLOCKS else 2 if batch <= 4 * MOST_BLOCKS else 4
         cluster = 1 << (-(-batch // (2 * rows)) - 1).bit_length()
-        if cluster > MOST_BLOCKS or not CLUSTERS:
+        if cluster > MOST_BLOCKS:
             return None
     registers = min(REGISTERS // -(-warps // 4) // 8 * 8, 255) - OWN - OWN_ROW * (rows - 1) - OWN_NORM * (norm > 0)
     resident = min(k_steps, max(0, registers) // (4 * tiles))
@@ -135,14 +134,11 @@ def _norm(loop: Loop, back: Backward | None) -> Arguments:
     if loop.norm is None:
         return made
     made.struct.eps = loop.norm.eps
-    for name in ("scale_h", "scale_c", "shift_c"):
-        made.put(name, getattr(loop.norm, name), torch.float32)
-    for name in ("mean_h", "var_h", "mean_c", "var_c"):
-        made.put(name, getattr(loop, name), torch.float32)
+    made.put_all(loop.norm, ("scale_h", "scale_c", "shift_c"), torch.float32)
+    made.put_all(loop, ("mean_h", "var_h", "mean_c", "var_c"), torch.float32)
     if back is not None:
         made.put("dgh", back.dgh, loop.gates.dtype)
-        for name in ("dnc", "chat"):
-            made.put(name, getattr(back, name), torch.float32)
+        made.put_all(back, ("dnc", "chat"), torch.float32)
     return made
 
 

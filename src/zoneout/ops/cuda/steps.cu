@@ -27,14 +27,8 @@ enum { GATES = 1, SHOWS = 2, CARRY = 4 };
 
 /* Nothing but zoneout: let the compiler know. */
 __device__ __forceinline__ void simplify(Loop &l, Scratch &s, int &parts) {
+    simplify(l);
 #if PLAIN
-    l.lengths = nullptr;
-    l.resets = nullptr;
-    l.scale_h = nullptr;
-    l.dcells = nullptr;
-    l.reverse = 0;
-    l.update.mode = OFF;
-    l.update.hold = l.cell.zero = l.hidden_state.zero = 0;
     s.norm = s.project = s.settled = 0;
     s.owed = nullptr;
     parts = GATES | SHOWS | CARRY;

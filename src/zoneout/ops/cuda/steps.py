@@ -93,10 +93,8 @@ def backward(loop: Loop, back: Backward) -> None:
     narrow, batch, size = loop.gates.dtype, loop.batch, loop.outputs
     if (draw := loop.draws.get("update")) is not None and draw.rule.holds_gate:
         pass_.scratch("owed", (batch, loop.hidden)).zero_()
-    for name in ("du", "dgh", "u"):
-        pass_.own.put(name, getattr(back, name), narrow)
-    for name in ("dnc", "chat"):
-        pass_.own.put(name, getattr(back, name), torch.float32)
+    pass_.own.put_all(back, ("du", "dgh", "u"), narrow)
+    pass_.own.put_all(back, ("dnc", "chat"), torch.float32)
 
     before: list[Step] = []
     if w_hr is not None:
