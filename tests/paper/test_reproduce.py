@@ -307,11 +307,13 @@ def test_long_curves_are_thinned_and_keep_the_best_and_the_last() -> None:
     assert found["train_nats"][0] == 5.0
 
 
-def test_the_page_is_what_the_records_say() -> None:
-    """docs/results.md is not what `zoneout reproduce --write` makes of results/."""
+def test_the_pages_are_what_the_records_say() -> None:
+    """docs/results.md and the README are not what `zoneout reproduce --write` makes of results/."""
     own = {name: RECIPES.pop(name) for name in ("char_ptb_tiny", "char_ptb_bad")}
     try:
         assert (ROOT / "docs" / "results.md").read_text(encoding="utf-8") == document(ROOT / "results")
+        readme = (ROOT / "README.md").read_text(encoding="utf-8")
+        assert pages.BEGIN in readme and readme == pages.put_summary(readme, ROOT / "results")
     finally:
         RECIPES.update(own)
 
@@ -326,8 +328,15 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert read_record(Path("res/char_ptb_tiny/seed-4.json"))["config"]["precision"] == "bf16"
     assert main([*arguments, "--minutes", "0", "--set", "epochs=1", "--first-seed", "6"]) == 130
     assert main(["--results", "res"]) == 0 and "char_ptb_tiny" in capsys.readouterr().out
+    Path("README.md").write_text(f"mine\n{pages.BEGIN}\nold\n{pages.END}\nmine too\n", encoding="utf-8")
     assert main(["--results", "res", "--write", "page.md"]) == 0
     assert Path("page.md").read_text(encoding="utf-8") == document("res")
+    assert "old" in Path("README.md").read_text(encoding="utf-8")
+    Path("docs").mkdir()
+    assert main(["--results", "res", "--write"]) == 0
+    text = Path("README.md").read_text(encoding="utf-8")
+    assert "old" not in text and text.startswith("mine\n") and text.endswith("mine too\n")
+    assert Path("docs/results.md").read_text(encoding="utf-8") == document("res")
     with pytest.raises(ValueError, match=r"--set: expected a name and a value, as in epochs=1, got 'epochs'"):
         main([*arguments, "--set", "epochs"])
 

@@ -29,11 +29,12 @@ from . import runs
 from .config import Config
 from .files import DataError
 from .recipes import MEASURES, RECIPES, Recipe, select
-from .results import changes, document, make_record, read_record, table, write_record
+from .results import BEGIN, changes, document, make_record, put_summary, read_record, table, write_record
 from .runs import RunError
 from .train import Diverged, Progress, train
 
 State = Literal["finished", "interrupted", "diverged", "failed"]
+PAGE, README = Path("docs/results.md"), Path("README.md")  # where the tables stand
 CODES: dict[State, int] = {"finished": 0, "failed": 1, "diverged": 4, "interrupted": 130}  # as the command line's
 
 
@@ -269,7 +270,7 @@ $ {prog} char-ptb zoneout unregularised --seeds 3 --precision bf16
 $ {prog} pmnist all --parallel 3                   # figures and text too, three runs at a time
 $ {prog} char_ptb_zoneout --minutes 8              # stops after 8 minutes; the same command goes on
 $ {prog}                                           # only the tables of what there is
-$ {prog} --write                                   # put them into docs/results.md
+$ {prog} --write                                   # put them into docs/results.md and README.md
 
 tasks: {", ".join(MEASURES)}""",
     )
@@ -286,7 +287,7 @@ tasks: {", ".join(MEASURES)}""",
     add("--minutes", metavar="M", type=float, default=math.inf, help="stop after so long, to be continued")
     add("--parallel", metavar="N", type=int, default=1, help="so many runs at once on the device (1)")
     add("--set", metavar="NAME=VALUE", action="append", default=[], help="a setting that is to be otherwise")
-    add("--write", metavar="FILE", nargs="?", const=Path("docs/results.md"), type=Path, help="write docs/results.md")
+    add("--write", metavar="FILE", nargs="?", const=PAGE, type=Path, help=f"write {PAGE} and the table of {README}")
     return found
 
 
@@ -317,6 +318,9 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m zoneout.
         print(table(options.results))
     if options.write is not None:
         runs.write_text(options.write, document(options.results))
+        text = README.read_text(encoding="utf-8") if README.exists() else ""
+        if BEGIN in text and options.write == PAGE:
+            runs.write_text(README, put_summary(text, options.results))
     return CODES[state]
 
 

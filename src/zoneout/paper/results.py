@@ -42,6 +42,7 @@ better. Ours is the mean over seeds ± their standard deviation, of the weights 
 that the mean is at or below the paper's number plus one standard deviation over our seeds; with one seed, plus 0.004
 bits, 1 % of the perplexity or 0.005 of error. Minutes are those of one run.
 """
+BEGIN, END = "<!-- results: made by zoneout reproduce --write -->", "<!-- end -->"
 
 
 # --- making a record -------------------------------------------------------------------------------
@@ -205,6 +206,26 @@ def table(results: Path | str, recipes: Sequence[Recipe] | None = None, *, detai
 def document(results: Path | str) -> str:
     """The page docs/results.md."""
     return f"{PAGE}\n{table(results)}\n"
+
+
+def summary(results: Path | str) -> str:
+    """The rows of the paper's tables that have been run, in one table, for the README."""
+    lines = _head("", "", "paper: valid, test", "ours: valid, test", "seeds", "minutes", "precision")
+    for recipe in RECIPES.values():
+        own, _ = fitting(recipe, Path(results))
+        if recipe.in_table and own:
+            valid, test, _, verdicts, seeds, _, minutes = _ours(recipe, own)
+            missed = " (missed)" if recipe.held and "no" in verdicts else ""
+            paper, precisions = _paper(recipe.valid, recipe.test), sorted({record["precision"] for record in own})
+            ours = (f"{valid}, {test}{missed}", seeds, minutes, ", ".join(precisions))
+            lines.append(_row(f"{recipe.task}, {recipe.measure}", recipe.row, paper, *ours))
+    return "\n".join(lines)
+
+
+def put_summary(text: str, results: Path | str) -> str:
+    """A text with the summary between its two marks."""
+    before, mark, after = text.partition(BEGIN)
+    return f"{before}{mark}\n\n{summary(results)}\n\n{END}{after.partition(END)[2]}"
 
 
 def fitting(recipe: Recipe, results: Path) -> tuple[list[Record], list[Record]]:
