@@ -1,7 +1,8 @@
 """Measure what long sequences and large sizes take on this machine: `python benchmarks/extremes.py [NAME …]`.
 
 Every measurement is a process of its own, so that its memory is its own: the most that it had at any time, less what it
-had before. Each also checks that what came out is right; a wrong result is an error. The table goes to standard output.
+had before; with `--device cuda` that of torch's tensors on the GPU. Each also checks that what came out is right; a
+wrong result is an error. The table goes to standard output.
 """
 
 from __future__ import annotations
@@ -26,15 +27,21 @@ from zoneout.paper.data import Corpus, Vocabulary
 from zoneout.paper.evaluate import evaluate_text
 from zoneout.paper.feeds import make_feed
 from zoneout.paper.models import build
-from zoneout.paper.processes import Processes
+from zoneout.paper.processes import Processes, products_in
 from zoneout.paper.step import Step
 
 MiB = 2**20
 NOISE = zo.Zoneout(cell=0.5, hidden=0.05)
 
 
-def resident() -> float:
-    """Memory that this process has now, in MiB."""
+DEVICE = torch.device("cpu")  # where it is measured; set in every process
+
+
+def used() -> float:
+    """Memory that is in use on the device, whoever has it, in MiB: on the CPU of this process."""
+    if DEVICE.type == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        return (total - free) / MiB
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / MiB
 
 
@@ -43,13 +50,23 @@ class Peak:
 
     def __enter__(self) -> Peak:
         gc.collect()
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self.before, self.began = torch.cuda.memory_allocated() / MiB, time.perf_counter()
+            return self
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
-        self.before, self.began = resident(), time.perf_counter()
+        self.before, self.began = used(), time.perf_counter()
         return self
 
     def __exit__(self, *error: object) -> None:
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
         self.seconds = time.perf_counter() - self.began
+        if DEVICE.type == "cuda":
+            self.memory = torch.cuda.max_memory_allocated() / MiB - self.before
+            return
         status = Path("/proc/self/status").read_text()
         highest = int(status.split("VmHWM:")[1].split()[0]) / 1024
         self.memory = highest - self.before
@@ -63,8 +80,8 @@ Result = tuple[float, float, str]  # seconds, MiB, a note
 
 def streaming(symbols: int) -> Result:
     """Evaluate a text as one sequence, a thousand steps at a time, the state carried."""
-    model = build(Config(model=Model(hidden=512), zoneout=Zoneout(0.5, 0.05)), 50).eval()
-    tokens = torch.randint(0, 50, (symbols,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    model = build(Config(model=Model(hidden=512), zoneout=Zoneout(0.5, 0.05)), 50).eval().to(DEVICE)
+    tokens = torch.randint(0, 50, (symbols,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     evaluate_text(model, tokens[:2000], Protocol("whole", length=1000))  # scratch memory is there from here on
     with Peak() as peak:
         score = evaluate_text(model, tokens, Protocol("whole", length=1000))
@@ -76,7 +93,7 @@ def streaming(symbols: int) -> Result:
 
 
 def growth(steps: int) -> Result:
-    """Train a small model for many updates; what is resident after all of them, less that after the first thousand."""
+    """Train a small model for many updates; what is in use after all of them, less that after the first thousand."""
     config = Config(
         data=Data("random"),
         batches=Batches(size=8, length=20),
@@ -86,10 +103,9 @@ def growth(steps: int) -> Result:
     )
     tokens = torch.randint(0, 50, (8 * 20 * 100,), generator=torch.Generator().manual_seed(1)).numpy().astype("uint8")
     corpus = Corpus("random", "char", Vocabulary("char", tuple(map(chr, range(50)))), tokens, tokens, tokens, "")
-    device = torch.device("cpu")
-    model = build(config, 50)
-    feed = make_feed(config, corpus, device)
-    step = Step(model, feed, config, Processes(device))
+    model = build(config, 50).to(DEVICE)
+    feed = make_feed(config, corpus, DEVICE)
+    step = Step(model, feed, config, Processes(DEVICE))
     epoch = left = 0
     marks = []
     began = time.perf_counter()
@@ -97,13 +113,15 @@ def growth(steps: int) -> Result:
         if left == 0:
             left = step.begin(epoch, 0, number)
             epoch += 1
+            if number == 0:
+                step.capture()
         step()
         left -= 1
         if number + 1 in (1000, steps):
+            assert step.not_finite() is None
             gc.collect()
-            marks.append(resident())
-    assert step.not_finite() is None
-    return time.perf_counter() - began, marks[-1] - marks[0], f"{marks[-1]:.0f} MiB resident at the end"
+            marks.append(used())
+    return time.perf_counter() - began, marks[-1] - marks[0], f"{marks[-1]:.0f} MiB in use at the end"
 
 
 # --- large -----------------------------------------------------------------------------------------
@@ -112,9 +130,9 @@ def growth(steps: int) -> Result:
 def layer(steps: int, batch: int, inputs: int, hidden: int, *, train: bool = True, lengths: bool = False) -> Result:
     """One call and its way back; the first of its rows is held to the reference backend."""
     torch.manual_seed(0)
-    ours = zo.LSTM(inputs, hidden, noise=NOISE)
-    x = torch.randn(steps, batch, inputs)
-    ends = torch.ones(batch, dtype=torch.int64) if lengths else None
+    ours = zo.LSTM(inputs, hidden, noise=NOISE, device=DEVICE)
+    x = torch.randn(steps, batch, inputs).to(DEVICE)
+    ends = torch.ones(batch, dtype=torch.int64, device=DEVICE) if lengths else None
 
     def call() -> torch.Tensor:
         y, _ = ours(x, seed=1, lengths=ends)
@@ -128,7 +146,7 @@ def layer(steps: int, batch: int, inputs: int, hidden: int, *, train: bool = Tru
         call()
         with Peak() as peak:
             y = call()
-    reference = zo.LSTM(inputs, hidden, noise=NOISE, backend="reference")
+    reference = zo.LSTM(inputs, hidden, noise=NOISE, backend="reference", device=DEVICE)
     reference.load_state_dict(ours.state_dict())
     some = ends[:2] if ends is not None else None
     with torch.no_grad():
@@ -156,6 +174,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(MEASUREMENTS)}; all by default")
     parser.add_argument("--threads", type=int, default=0, help="torch's threads; by default as many as it likes")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to measure (cpu)")
     options = parser.parse_args()
     if not sys.platform.startswith("linux"):
         parser.error("memory is read from /proc, which only Linux has")
@@ -163,20 +182,28 @@ def main() -> int:
         if name not in MEASUREMENTS:
             parser.error(f"there is no {name!r}; expected some of {', '.join(MEASUREMENTS)}")
     threads = options.threads or torch.get_num_threads()
-    print(f"torch {torch.__version__}, {threads} threads, {platform.machine()}\n")
+    where = torch.cuda.get_device_name() if options.device == "cuda" else f"{threads} threads, {platform.machine()}"
+    print(f"torch {torch.__version__}, {where}\n")
     print("| | seconds | MiB | |\n|---|---|---|---|")
     # Memory that is given back goes back to the system at once, so that what is measured is not what malloc keeps.
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
     fresh: Any = multiprocessing.get_context("spawn")
     for name in options.names or MEASUREMENTS:
-        with fresh.Pool(1, torch.set_num_threads, (threads,)) as pool:
+        with fresh.Pool(1, prepare, (threads, options.device)) as pool:
             seconds, memory, note = pool.apply(measure, (name,))
         print(f"| {MEASUREMENTS[name][0]} | {seconds:.3g} | {memory:.1f} | {note} |", flush=True)
     return 0
 
 
+def prepare(threads: int, device: str) -> None:
+    global DEVICE
+    torch.set_num_threads(threads)
+    DEVICE = torch.device(device)
+
+
 def measure(name: str) -> Result:
-    return MEASUREMENTS[name][1]()
+    with products_in("fp32", DEVICE):
+        return MEASUREMENTS[name][1]()
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", default=[], help=f"of {', '.join(CONFIGS)}; by default all")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--precision", default="fp32", choices=("fp32", "tf32", "bf16"))
+    parser.add_argument("--precision", default="fp32", choices=("fp32", "tf32", "bf16", "fp16"))
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     unknown = [name for name in options.names if name not in CONFIGS]

@@ -417,9 +417,10 @@ def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", [CHARS, WORDS], ids=["one-hot", "embedding"])
-def test_bf16(config: Config, tmp_path: Path) -> None:
-    """Products in bf16; weights, losses and evaluation in float32, near enough to what float32 learns."""
-    config = replace(config, precision="bf16", epochs=1)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision(config: Config, precision: Any, tmp_path: Path) -> None:
+    """Products in 16 bits; weights, losses and evaluation in float32, near enough to what float32 learns."""
+    config = replace(config, precision=precision, epochs=1)
     rough, fine = train(config, tmp_path / "a"), train(replace(config, precision="fp32"), tmp_path / "b")
     assert rough.best is not None and fine.best is not None and rough.best["nats"] != fine.best["nats"]
     assert rough.best["nats"] == pytest.approx(fine.best["nats"], rel=0.02)

@@ -295,7 +295,7 @@ class Config:
     """Stop after so many validations without a new best; 0 never does."""
     seed: int = 1
     """Of weights, order and masks: all that is random is a function of it."""
-    precision: Literal["fp32", "tf32", "bf16"] = "fp32"
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
     """Of the products in training; evaluation is in fp32, or on a GPU after training in less in tf32."""
     device: str = "auto"
     """auto (a GPU where there is one), cpu, cuda or cuda:1."""

@@ -54,7 +54,7 @@ class Demo:
     """Units of each model."""
     seed: int = 1
     """Of the weights, the order of the batches and the masks, for both."""
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Of the products in training."""
 
     def __call__(self) -> int:

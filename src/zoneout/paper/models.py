@@ -239,6 +239,17 @@ def loss_of(output: Output, targets: Tensor, config: Config) -> tuple[Tensor, Te
     return loss, nats.detach()
 
 
+def loss_scale(targets: Tensor, config: Config) -> float:
+    """What the loss is multiplied by on the way back, for derivatives that would be too small for fp16.
+
+    Whatever the loss is a mean of, a prediction's own derivative is then at most a quarter: far from both ends of fp16,
+    also where a few thousand of them are added up.
+    """
+    if config.precision != "fp16":
+        return 1.0
+    return targets.numel() / (4 * len(targets) if config.loss == "sum" and config.task == "language" else 4)
+
+
 def at_least_float32(x: Tensor) -> Tensor:
     """Half precision widened: losses are not computed in it."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

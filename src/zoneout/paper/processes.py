@@ -95,16 +95,19 @@ def join(device: str) -> Iterator[Processes]:
             dist.destroy_process_group()
 
 
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
 @contextmanager
 def products_in(precision: str, device: torch.device) -> Iterator[None]:
-    """Matrix products in fp32, tf32 (on a GPU) or bf16, those of recurrent layers and all others."""
+    """Matrix products in fp32, tf32 (on a GPU), bf16 or fp16, those of recurrent layers and all others."""
     flags: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn.rnn] if device.type == "cuda" else []
     before = [flag.fp32_precision for flag in flags]
     for flag in flags:
         flag.fp32_precision = "tf32" if precision == "tf32" else "ieee"
     try:
         # Without the cache of cast weights, which would outlive a captured graph.
-        with torch.autocast(device.type, torch.bfloat16, precision == "bf16", cache_enabled=False):
+        with torch.autocast(device.type, HALF.get(precision), precision in HALF, cache_enabled=False):
             yield
     finally:
         for flag, value in zip(flags, before):

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..philox import WORD, as_seed, philox
 from .config import Config
 from .feeds import Feed
-from .models import loss_of, parameters_of
+from .models import loss_of, loss_scale, parameters_of
 from .optimizers import Optimizer
 from .processes import Processes, products_in
 from .runs import weights_of
@@ -105,7 +105,10 @@ class Step:
         with products_in(self.config.precision, inputs.device):
             output = self.model(inputs, self._start(), seed=seed, examples=self.feed.first)
             loss, nats = loss_of(output, targets, self.config)
-            own = torch.autograd.grad(loss, self.parameters)
+            scale = loss_scale(targets, self.config)
+            own = torch.autograd.grad(loss * scale, self.parameters)
+        if scale != 1:
+            own = torch._foreach_div(own, scale)
         *gradients, nats = self.processes.mean([*own, nats])
         self.optimizer.step(gradients, lr)
         for carried, state in zip(self.carried, as_tuple(output.state)):

@@ -120,7 +120,7 @@ class Training:
         self.config, self.run, self.tell, self.processes = config, run, progress, processes
         device = processes.device
         if config.precision == "tf32" and device.type != "cuda":
-            raise ValueError("precision: tf32 is there on NVIDIA GPUs only; use fp32 or bf16 on this device")
+            raise ValueError("precision: tf32 is there on NVIDIA GPUs only; use fp32, bf16 or fp16 on this device")
 
         if not resume and processes.first:
             run.check_free()  # before anything takes time
