@@ -120,11 +120,11 @@ def test_a_killed_worker_changes_nothing(undisturbed: Path, tmp_path: Path) -> N
     assert (tmp_path / "starts").read_text().splitlines() == [f"{jobs(tmp_path)[0].folder.name} {n}" for n in (0, 10)]
 
 
-def test_a_job_that_always_dies_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Instead of the sweep going round for ever."""
+def dead(code: int) -> Any:
+    """A process that has ended with a code before it was given anything."""
 
     class Dead:
-        exitcode = -9
+        exitcode = code
 
         def join(self) -> None:
             pass
@@ -134,7 +134,12 @@ def test_a_job_that_always_dies_is_given_up(tmp_path: Path, monkeypatch: pytest.
         other.close()
         return pipe, Dead()
 
-    monkeypatch.setattr(sweep, "_start", start)
+    return start
+
+
+def test_a_job_that_always_dies_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of the sweep going round for ever."""
+    monkeypatch.setattr(sweep, "_start", dead(-9))
     said: list[str] = []
     first, second, *_ = jobs(tmp_path)
     problems = run_local([first, second], parallel=2, say=said.append, retries=3)
@@ -142,6 +147,30 @@ def test_a_job_that_always_dies_is_given_up(tmp_path: Path, monkeypatch: pytest.
         [first.trial.name, second.trial.name], "its process died 4 times, the last with exit code -9"
     )
     assert len(said) == 8
+
+
+def test_a_process_that_was_asked_to_stop_has_not_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch system signals all processes at once: a worker that obeys before the sweep does counts as a failure."""
+    monkeypatch.setattr(sweep, "_start", dead(0))
+    first, *_ = jobs(tmp_path)
+    assert run_local([first], parallel=1, say=lambda text: None) == {first.trial.name: "interrupted"}
+
+
+def test_two_parts_that_end_at_once_both_write_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One part renames the file that the other is still writing, which then fails."""
+    others: list[str] = []
+    sync = os.fsync
+
+    def meanwhile(file: int) -> None:
+        sync(file)
+        if len(others) < 2:
+            others.append("another part")
+            sweep_report.write([], tmp_path, others[-1])
+
+    monkeypatch.setattr(os, "fsync", meanwhile)
+    sweep_report.write([], tmp_path, "one part")
+    assert others and "one part" in (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["index.html", "results.json"]
 
 
 def test_nothing_is_run_twice(undisturbed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:

@@ -19,6 +19,7 @@ import hashlib
 import json
 import math
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -405,13 +406,13 @@ def explained(folder: Path) -> Iterator[None]:
         raise RunError(f"{folder}: {why}. What was written before is whole.") from error
 
 
-def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
+def write_json(path: Path, value: Any, shared: bool = False) -> None:
+    write_text(path, json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False) + "\n", shared)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a text to the side and rename it."""
-    side = path.with_name(f".{path.name}")
+def write_text(path: Path, text: str, shared: bool = False) -> None:
+    """Write a text to the side and rename it; what is `shared` several processes may write at once."""
+    side = path.with_name(f".{path.name}" + (f".{secrets.token_hex(4)}" if shared else ""))
     with open(side, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

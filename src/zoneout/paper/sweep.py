@@ -342,11 +342,13 @@ def run_local(jobs: Sequence[Job], *, parallel: int, say: Say, retries: int = RE
                     process.join()
                     del processes[process]
                     deaths[name] += 1
-                    if not stopping and deaths[name] <= retries:
+                    obeyed = stopping or process.exitcode == 0  # a batch system asks all processes to stop at once
+                    if not obeyed and deaths[name] <= retries:
                         say(f"{name}: its process died (exit code {process.exitcode}); another goes on with it")
                         waiting.appendleft(job)
                         continue
-                    problem = f"its process died {deaths[name]} times, the last with exit code {process.exitcode}"
+                    died = f"its process died {deaths[name]} times, the last with exit code {process.exitcode}"
+                    problem = INTERRUPTED if obeyed else died
                 done += 1
                 if problem:
                     problems[name] = problem

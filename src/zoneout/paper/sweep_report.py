@@ -80,11 +80,11 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def write(rows: Sequence[Row], out: Path, title: str) -> None:
-    """Write results.json and the page index.html."""
+    """Write results.json and the page index.html; the parts of a sweep may end at the same time."""
     with runs.explained(out):
         out.mkdir(parents=True, exist_ok=True)
-        runs.write_json(out / "results.json", [asdict(row) for row in rows])
-        runs.write_text(out / "index.html", page(rows, title))
+        runs.write_json(out / "results.json", [asdict(row) for row in rows], shared=True)
+        runs.write_text(out / "index.html", page(rows, title), shared=True)
 
 
 def page(rows: Sequence[Row], title: str) -> str:
