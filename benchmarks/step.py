@@ -112,7 +112,8 @@ def measure(symbols: int, config: Config, device: torch.device, rounds: int) -> 
     layer_weights = [p for p in model.recurrent.parameters() if p.requires_grad]
     seen: dict[str, torch.Tensor] = {}
     hook = model.recurrent.register_forward_pre_hook(lambda module, args: seen.update(x=args[0]))
-    model(inputs, seed=seed)
+    with torch.no_grad():  # nothing of a graph that is captured may hang on one that was not
+        model(inputs, seed=seed)
     hook.remove()
     x = seen["x"].detach()
     x.requires_grad_(model.embedding is not None)  # what lies below the layers needs its gradient

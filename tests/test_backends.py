@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import zoneout as zo
-from zoneout.ops import TOLERANCES, native, reference
+from zoneout.ops import TOLERANCES, cpu, native, reference
 
 STEPS, BATCH, INPUT = 7, 5, 3
 LAYERS: dict[str, Any] = {
@@ -58,7 +59,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "lengths": dict(lengths=[3, 7, 1, 0, 5]),
     "resets": dict(resets=torch.rand(STEPS, BATCH, generator=torch.Generator().manual_seed(1)) < 0.3),
 }
-CALLS["all"] = CALLS["lengths"] | CALLS["resets"] | dict(first_step=4, examples=[9, 3, 5, 1, 100])
+PLACES = dict(first_step=4, examples=[9, 3, 5, 1, 100])
+CALLS["all"] = CALLS["lengths"] | CALLS["resets"] | PLACES
+CALLS["packed"] = dict(packed=[3, 7, 1, 2, 5]) | CALLS["resets"] | PLACES
 
 
 @pytest.fixture(params=["compiled", "torch calls"])
@@ -75,11 +78,15 @@ def loop(request, monkeypatch):
 def everything(layer: Any, x: Tensor, hx: Any, call: dict[str, Any], cells: bool = True) -> dict[str, Tensor]:
     """All that a call and its way back give, by name; of an LSTM also every c, unless that is not wanted."""
     x = x.clone().requires_grad_()
+    call = dict(call)
+    lengths = call.pop("packed", None)  # the lengths of what is to be packed
+    given = x if lengths is None else pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=False)
     states = [s.clone().requires_grad_() for s in (hx if isinstance(hx, tuple) else (hx,))]
     more = {"return_cells": True} if layer.kind == "lstm" and cells else {}
-    y, ended, *every_c = layer(x, tuple(states) if layer.kind == "lstm" else states[0], seed=5, **more, **call)
+    y, ended, *every_c = layer(given, tuple(states) if layer.kind == "lstm" else states[0], seed=5, **more, **call)
     out = {"y": y, **{f"end {k}": s for k, s in enumerate(ended if layer.kind == "lstm" else [ended])}}
     out |= {"cells": every_c[0]} if every_c else {}
+    out = {name: v.data if isinstance(v, PackedSequence) else v for name, v in out.items()}
     weights = torch.Generator().manual_seed(1)
     loss = sum((v * torch.randn(v.shape, generator=weights, dtype=torch.float64).to(v)).sum() for v in out.values())
     layer.zero_grad()
@@ -144,6 +151,24 @@ def test_projections(loop, poisoned, noise, norm, call):
     compare("lstm", NOISES[noise], CALLS[call], True, torch.float64, norm=NORMS[norm], proj_size=5)
 
 
+@pytest.mark.parametrize("lengths", [[7, 5, 3, 2, 1], [7] * 5, [1] * 5, [1, 1, 7, 1, 1]])
+@pytest.mark.parametrize("name", LAYERS)
+def test_packed_lengths(loop, poisoned, name, lengths):
+    """Packed rows of equal, ordered or single steps are taken for others, or without resets for a whole batch."""
+    for options in (dict(), dict(num_layers=2, bidirectional=True, dropout=0.3)):
+        compare(name, NOISES["together"], dict(packed=lengths), True, torch.float64, **options)
+
+
+def test_packed_rows_are_not_padded(monkeypatch):
+    """On the CPU a packed batch would be copied into a padded one and back, with outputs and gradients."""
+    monkeypatch.setattr("zoneout.layers.pad_packed_sequence", lambda *_: pytest.fail("it was padded"))
+    monkeypatch.setattr("zoneout.layers.pack_padded_sequence", lambda *_: pytest.fail("it was padded"))
+    packed = pack_padded_sequence(torch.randn(STEPS, BATCH, INPUT), torch.tensor([1, 7, 1, 1, 1]), enforce_sorted=False)
+    for make in LAYERS.values():
+        y = make(INPUT, 8, 2, bidirectional=True, dropout=0.5, norm="layer")(packed)[0]
+        assert y.data.shape == (11, 16) and torch.equal(y.batch_sizes, packed.batch_sizes)
+
+
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 1, 3, 50), (3, 9, 1, 300), (1, 33, 2, 16), (4, 2, 5, 513)])
 @pytest.mark.parametrize("name", LAYERS)
 def test_odd_sizes(loop, name, sizes):
@@ -183,6 +208,27 @@ def test_half_types(loop, name, dtype):
         assert (got[key] - p.grad).norm() <= TOLERANCES[dtype] * p.grad.norm(), key
 
 
+@pytest.mark.parametrize("call", ["whole", "all", "packed"])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_bfloat16_products(monkeypatch, name, norm, call):
+    """Products of the way back, taken in bfloat16, miss a mask, a reset or a row, or add up their rounding."""
+    torch.manual_seed(0)
+    options = dict(proj_size=5) if name == "lstm" else {}
+    noise = [zo.Zoneout(**STATES[name]), zo.VariationalDropout(0.1, 0.3)]
+    layer = LAYERS[name](INPUT, 37, bidirectional=True, noise=noise, norm=NORMS[norm], **options).bfloat16()
+    x, h = torch.randn(STEPS, BATCH, INPUT).bfloat16(), torch.randn(2, BATCH, layer.output_size).bfloat16()
+    hx = (h, torch.randn(2, BATCH, 37).bfloat16()) if name == "lstm" else h
+    found = []
+    for narrow in (True, False):
+        monkeypatch.setattr(cpu, "narrow_products", lambda dtype, narrow=narrow: narrow)
+        found.append(everything(copy.deepcopy(layer), x, hx, CALLS[call]))
+    got, want = found
+    for key, value in want.items():
+        error = (got[key] - value).float().norm() / value.float().norm().clamp(min=1e-30)
+        assert error <= TOLERANCES[torch.bfloat16], f"{key}: {error:.1e} from the product in float32"
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_same_bits_twice(name, threads):
@@ -213,6 +259,7 @@ def test_threads(name, threads, norm):
             (13, {}),
             (13, {"resets": torch.rand(6, 13) < 0.3}),
             (13, {"lengths": [6] * 5 + [3] * 8}),
+            (13, {"packed": [6] * 5 + [3] * 8}),
             (2, {}),
         ):
             torch.manual_seed(0)
@@ -242,9 +289,10 @@ def test_saturated_gates_are_exact(name):
     assert torch.equal(y, layer(torch.zeros(3, 2, 1))[0])
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("name", LAYERS)
-def test_opcheck(name, norm):
+def test_opcheck(name, norm, packed):
     """The operator tells torch.compile other shapes than it returns, changes an input, or hides one in an output."""
     seen: list[Any] = []
     run = torch.ops.zoneout.run.default
@@ -256,8 +304,9 @@ def test_opcheck(name, norm):
                 seen.append(args)
             return function(*args, **(kwargs or {}))
 
+    x, lengths = torch.randn(4, 3, INPUT), torch.tensor([4, 2, 1])
     with Spy(), torch.no_grad():
-        layer(torch.randn(4, 3, INPUT), seed=1, lengths=[4, 2, 1])
+        layer(pack_padded_sequence(x, lengths), seed=1) if packed else layer(x, seed=1, lengths=lengths)
     (args,) = seen
     fresh = tuple(
         v.detach().clone().requires_grad_(1 <= k <= 14) if isinstance(v, Tensor) else v for k, v in enumerate(args)

@@ -24,13 +24,13 @@ PRECISIONS = {
     "bf16": (torch.bfloat16, "ieee", 1e-2),
     "fp16": (torch.float16, "ieee", 1e-2),
 }
-PATHS = {path.__name__.rsplit(".", 1)[1]: path for path in cuda.PATHS}
+PATHS = {"small": (cuda.batch, cuda.small), "persistent": (cuda.persistent,), "steps": ()}
 
 
 @pytest.fixture(params=PATHS)
 def path(request, monkeypatch):
     """One way of running the loop at a time; what it cannot take goes step by step."""
-    monkeypatch.setattr(cuda, "PATHS", (PATHS[request.param], PATHS["steps"]))
+    monkeypatch.setattr(cuda, "PATHS", (*PATHS[request.param], cuda.steps))
     return request.param
 
 
@@ -137,9 +137,9 @@ def test_norms(path, poisoned, name, noise, norm, call, precision):
 def given_with(norm, call):
     """What a layer is called with, such that a norm has something to take moments of."""
     given = dict(CALLS[call])
-    if norm == "batch-norm" and "lengths" in given:
-        given["lengths"] = [7, 6, 7, 0, 7]  # the spread of one or two examples is mostly rounding
-    return given
+    # The spread of one or two examples is mostly rounding.
+    long = {"lengths": [7, 6, 7, 0, 7], "packed": [7, 6, 7, 6, 7]} if norm == "batch-norm" else {}
+    return given | {name: lengths for name, lengths in long.items() if name in given}
 
 
 @exact_and_half
@@ -179,15 +179,25 @@ def test_sizes(path, name, sizes, precision):
     compare(name, NOISES["zoneout-unit"], {}, True, precision, sizes=sizes, cells=False)
 
 
+@pytest.mark.parametrize("precision", ["tf32", "bf16"], indirect=True)
+@pytest.mark.parametrize("sizes", [(3, 21, 2, 8), (5, 100, 1, 100), (3, 128, 2, 128), (3, 33, 2, 129), (3, 64, 2, 256)])
+@pytest.mark.parametrize("name", ["lstm", "gru", "rnn"])
+def test_sizes_with_batch_norm(name, sizes, precision):
+    """A block, a band of rows or the second part of a block's units is forgotten where the blocks exchange."""
+    compare(name, NOISES["zoneout-unit"], {}, True, precision, sizes=sizes, cells=False, norm=NORMS["batch-norm"])
+
+
 @every_precision
+@pytest.mark.parametrize("norm", ["plain", "batch-norm"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_the_same_bits_twice(path, name, precision):
+def test_the_same_bits_twice(path, name, norm, precision):
     """The same seed gives other numbers the second time: sums are taken in no fixed order."""
     torch.manual_seed(0)
-    layer = LAYERS[name](INPUT, 100, noise=zo.Zoneout(**STATES[name])).to("cuda", precision[0])
+    noise = zo.Zoneout(**STATES[name])
+    layer = LAYERS[name](INPUT, 100, noise=noise, norm=NORMS[norm]).to("cuda", precision[0])
     x, h = (torch.randn(*shape, device="cuda", dtype=precision[0]) for shape in ((20, 40, INPUT), (1, 40, 100)))
     hx = (h, h.clone()) if name == "lstm" else h
-    first, second = everything(layer, x, hx, {}), everything(layer, x, hx, {})
+    first, second = (everything(copy.deepcopy(layer), x, hx, {}) for _ in range(2))
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
@@ -289,6 +299,7 @@ def test_lengths_and_packed_input_do_not_wait(path):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # the compiler's own
 def test_compiled_equals_eager():
     """torch.compile breaks the graph, or draws other masks."""
     model = nn.Sequential(nn.Linear(8, 8), zo.LSTM(8, 128, 2, noise=zo.Zoneout(0.5, 0.05))).cuda()

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, stack_module_state, vmap
+from torch.nn.utils.rnn import pack_padded_sequence
 
 import zoneout as zo
 from zoneout import ops
@@ -126,6 +127,19 @@ def test_compiled_lengths_and_resets(both_ways):
         call = dict(seed=torch.tensor(3), lengths=torch.tensor(lengths), resets=torch.rand(STEPS, BATCH) < 0.3)
         close(forward_backward(layer, compiled, x, **call), forward_backward(layer, run, x, **call))
     assert graphs() == 1, "other lengths have recompiled the model"
+
+
+def test_compiled_packed_input():
+    """A packed batch breaks the graph, or is run in another order in it."""
+    layer = zo.LSTM(INPUT, HIDDEN, 2, bidirectional=True, dropout=0.2, noise=[BOTH, zo.VariationalDropout(0.1, 0.2)])
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    packed = pack_padded_sequence(x_of(), torch.tensor([3, 6, 1, 2]), enforce_sorted=False)
+    call = dict(seed=torch.tensor(3), resets=torch.rand(STEPS, BATCH) < 0.3)
+    results = [
+        forward_backward(layer, lambda *args, run=run, **call: run(*args, **call)[0].data, packed, **call)
+        for run in (compiled, layer)
+    ]
+    close(*results)
 
 
 def test_compiled_for_any_batch(both_ways):

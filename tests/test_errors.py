@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import zoneout
 
@@ -287,6 +287,27 @@ INPUTS: dict[str, Bad] = {
         f"{I} features",
     ),
     "packed dtype": Bad(call(PACKED.to(torch.float64)), ValueError, "input", "float64", "float32"),
+    "packed numbers": Bad(
+        call(PackedSequence(torch.ones(3, 2, dtype=torch.int64), torch.tensor([2, 1]))),
+        ValueError,
+        r"input\.data",
+        "got 3",
+        "int64 numbers",
+    ),
+    "packed too few rows": Bad(
+        call(PackedSequence(torch.randn(6, I), PACKED.batch_sizes)),
+        ValueError,
+        r"input\.batch_sizes",
+        r"\[3, 2, 1, 1\]",
+        "add up to 6",
+    ),
+    "packed shortest first": Bad(
+        call(PackedSequence(PACKED.data, torch.tensor([1, 3, 3]))),
+        ValueError,
+        r"input\.batch_sizes",
+        r"\[1, 3, 3\]",
+        "go down",
+    ),
     "cell no tensor": Bad(cell([1.0]), TypeError, "input", "list", "a tensor"),
     "cell dimensions": Bad(cell(X), ValueError, "input", "got 3", "2"),
     "cell features": Bad(cell(torch.randn(B, I + 1)), ValueError, "input", f"got {I + 1}", f"{I} features"),

@@ -32,10 +32,10 @@ class Draw(NamedTuple):
 
 
 def words(seed: Tensor, steps: Tensor, examples: Tensor, units: int, plane: int) -> Tensor:
-    """32 random bits for each coordinate, [steps, examples, units]."""
+    """32 random bits for each coordinate, [steps, examples, units]; a step may have examples of its own."""
     c0 = torch.arange((units + 3) // 4, device=seed.device)
     c3 = torch.full((), plane, device=seed.device)
-    four = philox(seed, c0, examples[:, None], steps[:, None, None], c3)
+    four = philox(seed, c0, examples[..., None], steps[:, None, None], c3)
     return torch.stack(torch.broadcast_tensors(*four), dim=-1).flatten(-2)[..., :units]
 
 
@@ -45,7 +45,8 @@ _BLOCK = 2**15  # counters at a time: the ten rounds then stay in the cache, and
 def draw_masks(draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: int) -> list[Tensor]:
     """The masks of streams that share their group and mask kind, True where the old value is kept.
 
-    Each is a bool tensor [steps, examples, units], of size 1 wherever the draw does not see.
+    Each is a bool tensor [steps, examples, units], of size 1 wherever the draw does not see. `examples` are the same
+    at every step, or [steps, examples].
     """
     seed, plane = draws[0].seed, draws[0].plane
     sees = MASKS[draws[0].rule.mask]
@@ -53,10 +54,11 @@ def draw_masks(draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: in
     steps = steps if sees.step else steps.new_zeros(1)
     examples = examples if sees.example else examples.new_zeros(1)
     units = units if sees.unit else 1
-    block = max(1, 4 * _BLOCK // max(1, units * len(examples)))
+    block = max(1, 4 * _BLOCK // max(1, units * examples.shape[-1]))
     parts = []
-    for some in steps.split(block):
-        bits = words(seed, some, examples, units, plane)
+    for k, some in enumerate(steps.split(block)):
+        theirs = examples if examples.dim() == 1 else examples[k * block : (k + 1) * block]
+        bits = words(seed, some, theirs, units, plane)
         low, high = bits & 0xFFFF, bits >> 16
         halves = (high if sees.stream and STREAMS[d.rule.stream].half else low for d in draws)
         parts.append([half < d.threshold for half, d in zip(halves, draws)])

@@ -17,6 +17,7 @@ from .draws import as_integers, check_count, example_ids
 from .noise import Noise, plane
 from .norm import LayerNorm, RecurrentBatchNorm
 from .ops.dropout import dropout
+from .ops.rows import places
 from .philox import as_seed, fresh_seed
 from .recurrent import Recurrent, autocast_on, check_device, working_dtype
 
@@ -28,11 +29,23 @@ State: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 class Sequences(NamedTuple):
     """An input in the one form that the layers work on, and the way back."""
 
-    x: Tensor  # [T, B, input]
+    x: Tensor  # [T, B, input]; packed: [N, input], longest first
+    steps: int
+    batch: int
     lengths: Tensor | None  # [B]
-    resets: Tensor | None  # [T, B]
+    resets: Tensor | None  # [T, B]; packed: [N]
     batched: bool
     outputs: Callable[[Tensor], Any]  # [T, B, ·] -> the form in which the input came
+    counts: Tensor | None = None  # packed: [T], how many rows each step has
+    order: Tensor | None = None  # [B]: the caller's rows, longest first
+    back: Tensor | None = None  # [B]: and the way back from there
+
+    def sort(self, v: Tensor, dim: int = 0) -> Tensor:
+        """What has one entry a row, in the order of the rows of `x`."""
+        return v if self.order is None else v.index_select(dim, self.order)
+
+    def sort_states(self, h: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return self.sort(h, 1), None if c is None else self.sort(c, 1)
 
 
 class RecurrentLayer(Recurrent, nn.RNNBase):
@@ -97,10 +110,10 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         x = x.to(dtype) if x.is_floating_point() else x
         if return_cells and self.kind != "lstm":
             raise ValueError(f"return_cells: expected False, since a {self.kind.upper()} has no cell")
-        check_count("first_step", first_step, 2**32 - x.shape[0])
-        initial = self._initial_states(x.shape[1], dtype)
-        h0, c0 = self._given_states(hx, initial, sequences.batched)
-        rows = example_ids(examples, x.shape[1], x.device)
+        check_count("first_step", first_step, 2**32 - sequences.steps)
+        initial = sequences.sort_states(*self._initial_states(sequences.batch, dtype))
+        h0, c0 = self._given_states(hx, initial, sequences)
+        rows = sequences.sort(example_ids(examples, sequences.batch, x.device))
         key = self._seed(seed, x)
 
         h_n: list[Tensor] = []
@@ -109,7 +122,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         for layer in range(self.num_layers):
             if layer > 0 and self.dropout > 0 and self.training:
                 assert key is not None
-                x = self._between_layers(layer - 1, x, key, rows, first_step)
+                x = self._between_layers(layer - 1, x, key, rows, first_step, sequences.counts)
             outputs = []
             for direction in range(2 if self.bidirectional else 1):
                 k = len(h_n)
@@ -130,6 +143,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
                     reset_c=None if sequences.resets is None or initial[1] is None else initial[1][k],
                     reverse=direction == 1,
                     return_cells=last,
+                    counts=sequences.counts,
                 )
                 outputs.append(y)
                 h_n.append(h)
@@ -142,6 +156,8 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         ended = [torch.stack(states) if len(states) > 1 else states[0][None] for states in (h_n, c_n) if states]
         if not sequences.batched:
             ended = [state.squeeze(1) for state in ended]
+        elif sequences.back is not None:
+            ended = [state.index_select(1, sequences.back) for state in ended]
         state = tuple(ended) if self.kind == "lstm" else ended[0]
         if not return_cells:
             return sequences.outputs(x), state
@@ -155,18 +171,11 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
     def _sequences(
         self, input: Tensor | PackedSequence, lengths: Tensor | Sequence[int] | None, resets: Tensor | None
     ) -> Sequences:
-        """Any input form as [T, B, input], in the caller's order of rows."""
+        """Any input form as [T, B, input], in the caller's order of rows, or packed."""
         if isinstance(input, PackedSequence):
-            packed = input
             if lengths is not None:
                 raise ValueError("lengths: expected None, since a packed input brings its own")
-            x, ends = pad_packed_sequence(input)
-            if not x.is_floating_point():
-                x = self._check_numbers(x)
-            self._check_input(x, "input.data")
-            if resets is not None:
-                resets = _check_resets(resets, tuple(x.shape[:2]), "[T, B]", x.device)
-            return Sequences(x, ends.to(x.device), resets, True, lambda y: _pack(y, ends, packed))
+            return self._packed(input, resets) if self._packs(input.data) else self._padded(input, resets)
         if not isinstance(input, Tensor):
             raise TypeError(f"input: expected a tensor or a PackedSequence, got {type(input).__name__}")
         if not input.is_floating_point():
@@ -191,7 +200,35 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         def outputs(y: Tensor) -> Tensor:
             return y.transpose(0, 1) if swap else y if batched else y.squeeze(1)
 
-        return Sequences(x, lengths, resets, batched, outputs)
+        return Sequences(x, steps, batch, lengths, resets, batched, outputs)
+
+    def _packed(self, input: PackedSequence, resets: Tensor | None) -> Sequences:
+        """Packed rows as they are."""
+        x, counts, order, back = input
+        if not x.is_floating_point():
+            x = self._check_numbers(x)
+        if x.dim() != 2:
+            raise ValueError(f"input.data: expected rows of features, or int64 numbers, got {x.dim()} dimensions")
+        self._check_input(x, "input.data")
+        steps, batch = counts.shape[0], int(counts[0]) if order is None else order.shape[0]
+        if resets is not None:
+            resets = _check_resets(resets, (steps, batch), "[T, B]", x.device)
+            t, row = places(counts, x.shape[0])
+            resets = resets[t, row if order is None else order[row]]
+        return Sequences(
+            x, steps, batch, None, resets, True, lambda y: PackedSequence(y, counts, order, back), counts, order, back
+        )
+
+    def _padded(self, input: PackedSequence, resets: Tensor | None) -> Sequences:
+        """Packed rows as [T, B, input]."""
+        x, ends = pad_packed_sequence(input)
+        if not x.is_floating_point():
+            x = self._check_numbers(x)
+        self._check_input(x, "input.data")
+        steps, batch = x.shape[:2]
+        if resets is not None:
+            resets = _check_resets(resets, (steps, batch), "[T, B]", x.device)
+        return Sequences(x, steps, batch, ends.to(x.device), resets, True, lambda y: _pack(y, ends, input))
 
     def _check_numbers(self, x: Tensor) -> Tensor:
         """Numbers of features that are 1 where all others are 0, with a last dimension of 1 in their place."""
@@ -231,7 +268,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         return states[0], states[1] if self.kind == "lstm" else None
 
     def _given_states(
-        self, hx: State | None, initial: tuple[Tensor, Tensor | None], batched: bool
+        self, hx: State | None, initial: tuple[Tensor, Tensor | None], sequences: Sequences
     ) -> tuple[Tensor, Tensor | None]:
         """The states to begin with: those given, or the initial ones."""
         if hx is None:
@@ -240,12 +277,13 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         states = []
         for name, state, like in zip(("hx[0]", "hx[1]") if lstm else ("hx",), as_states(hx, lstm), initial):
             assert like is not None
-            shape = tuple(like.shape) if batched else (len(like), like.shape[2])
+            shape = tuple(like.shape) if sequences.batched else (len(like), like.shape[2])
             if tuple(state.shape) != shape:
                 raise ValueError(f"{name}: expected shape {shape}, got {tuple(state.shape)}")
             check_device(name, state, like)
             check_state_dtype(name, state, like)
-            states.append(state.to(like.dtype) if batched else state.to(like.dtype).unsqueeze(1))
+            state = state.to(like.dtype)
+            states.append(sequences.sort(state, 1) if sequences.batched else state.unsqueeze(1))
         return states[0], states[1] if lstm else None
 
     def _seed(self, seed: int | Tensor | None, x: Tensor) -> Tensor | None:
@@ -257,10 +295,12 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
             return fresh_seed(x)
         return None
 
-    def _between_layers(self, layer: int, x: Tensor, key: Tensor, rows: Tensor, first_step: int) -> Tensor:
+    def _between_layers(
+        self, layer: int, x: Tensor, key: Tensor, rows: Tensor, first_step: int, counts: Tensor | None
+    ) -> Tensor:
         """torch's dropout on the outputs of a layer, its mask drawn by the same rule as every other."""
         parts = [
-            dropout(part, self.dropout, key, plane("dropout", layer, direction), rows, first_step)
+            dropout(part, self.dropout, key, plane("dropout", layer, direction), rows, first_step, counts)
             for direction, part in enumerate(x.split(self.output_size, dim=-1))
         ]
         return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]

@@ -140,12 +140,14 @@ class _Graph:
 
 def _run(  # type: ignore[no-untyped-def]
     cell, x, h0, c0, reset_h, reset_c, w_ih, w_hh, b_ih, b_hh, w_hr, scale_x, scale_h, scale_c, shift_c, over, eps,
-    given, codes, rates, seeds, examples, first_step, lengths, resets, reverse,
+    given, codes, rates, seeds, examples, first_step, lengths, resets, reverse, counts,
 ):  # fmt: skip
     """`zoneout::run` as nodes of the graph that is being exported; see ops/reference.py for the same in torch."""
     import onnxscript.ir as ir
     from onnxscript import evaluator
 
+    if counts is not None:
+        raise ValueError("input: expected a padded batch and its `lengths`, which ONNX can hold; got a PackedSequence")
     del examples, first_step  # coordinates of draws, and nothing is drawn
     recorder: Any = evaluator.default()
     narrow = x.dtype

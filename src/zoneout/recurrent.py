@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from .draws import Draw, draw_masks, normals, stream_units
 from .noise import MASKS, Noise, Rule, as_noises, check_fits, plane, rate_of_layer
 from .norm import STATISTICS, LayerNorm, Moments, RecurrentBatchNorm, StepNorm, as_norm, record, rows
 from .ops.reference import kept_scale
+from .ops.rows import places
 from .philox import as_seed
 
 GATES = {"lstm": 4, "gru": 3, "rnn": 1}
@@ -197,6 +199,10 @@ class Recurrent(nn.Module):
 
     # --- one run over time ---
 
+    def _packs(self, x: Tensor) -> bool:
+        """Whether packed rows are run as they are; elsewhere they are padded first."""
+        return x.device.type == "cpu" and self.backend in (None, "cpu")
+
     def _run(
         self,
         cell: str,
@@ -216,12 +222,14 @@ class Recurrent(nn.Module):
         if (draw := by_stream.get("input")) is not None:
             x = ops.dense(x, weights.w_ih)
             (mask,) = draw_masks([draw], examples.new_zeros(1), examples, x.shape[-1])
-            x = x * kept_scale(draw, mask, x.dtype)
+            scale, counts = kept_scale(draw, mask, x.dtype), options.get("counts")
+            x = x * (scale if counts is None else scale[0, places(counts, x.shape[0])[1]])
         inside = tuple(d for d in draws if d.rule.stream not in ("input", "weight", "weight_noise"))
-        norm = self._step_norm(suffix, x.shape[0], first_step, dtype)
-        what = ops.Run(cell, x, h0, c0, weights, inside, examples, first_step, norm, **options)
+        what = ops.Run(cell, x, h0, c0, weights, inside, examples, first_step, **options)
+        if self.norm is not None:
+            what = replace(what, norm=self._step_norm(suffix, what.steps, first_step, dtype))
         result = ops.run(what, self.backend)
-        if result.moments is not None and x.shape[1] > 0:
+        if result.moments is not None and what.batch > 0:
             self._record(suffix, result.moments, first_step, options.get("lengths"))
         return result
 

@@ -8,14 +8,15 @@ import warnings
 from contextlib import nullcontext, suppress
 from dataclasses import fields
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..draws import Draw, draw_masks
 from . import native, plain
 from .interface import Run
 from .loop import Backward, Loop, sees
+from .reference import kept_scale
 from .rows import Packed
 
 CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -29,7 +30,25 @@ def check(r: Run) -> None:
     """Everything runs here."""
 
 
+@cache
+def narrow_products(dtype: torch.dtype) -> bool:
+    """Whether the large products of the way back are taken in the half type that was asked for: where it is faster."""
+    return dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 products = nullcontext  # the precision of float32 products is not ours to choose
+
+
+def scale_of(draw: Draw, examples: Tensor, units: int, dtype: torch.dtype) -> Tensor:
+    """[B, units]: what h is multiplied with before it enters the gates, one mask for all steps."""
+    library = native.load()
+    if library is None:
+        (mask,) = draw_masks([draw], examples.new_zeros(1), examples, units)
+        return kept_scale(draw, mask, dtype)[0].contiguous()
+    out = torch.empty(len(examples), units, dtype=torch.float64)
+    given = ctypes.byref(_stream(draw))
+    library.zoneout_scale(given, examples.contiguous().data_ptr(), len(examples), units, out.data_ptr())
+    return out.to(dtype)
 
 
 def scratch(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -101,79 +120,60 @@ def _say_once(reason: str) -> None:
 
 def _call(library: ctypes.CDLL, name: str, loop: Loop, back: Backward | None) -> None:
     kind = "double" if loop.gates.dtype == torch.float64 else "float"
-    args, alive = _arguments(loop, back)
+    offsets = loop.offsets
+    args = _arguments(loop, back, offsets)
     size = getattr(library, f"zoneout_work_size_{kind}")(ctypes.byref(args))
     work = scratch(loop.gates, size + 64, dtype=torch.uint8)
     args.work = (work.data_ptr() + 63) // 64 * 64
     getattr(library, f"zoneout_{name}_{kind}")(ctypes.byref(args))
     give_back(work)
-    del alive
 
 
-def _arguments(loop: Loop, back: Backward | None) -> tuple[native.Loop, list[Tensor]]:
-    """The struct of loop.h, and the tensors that must live as long as it is used."""
-    alive: list[Tensor] = []
+_TENSORS = (
+    "counts", "lengths", "examples", "resets", "scale_h", "x", "w_ih", "w_hh", "b_x", "b_h", "w_hr", "h0", "c0",
+    "reset_h", "reset_c", "gates", "gh", "y", "c", "mean_x", "var_x", "mean_h", "var_h", "mean_c", "var_c",
+)  # fmt: skip
+_BACKWARD = tuple(field.name for field in fields(Backward))
+_NORM = {"norm_x": "scale_x", "norm_h": "scale_h", "norm_c": "scale_c", "norm_c_shift": "shift_c"}
 
-    def pointer(value: Tensor | None) -> int | None:
-        if value is None:
-            return None
-        assert value.is_contiguous()
-        alive.append(value)
-        return value.data_ptr()
 
-    def stream(name: str) -> native.Stream:
-        draw = loop.draws.get(name)
-        if draw is None:
-            return native.Stream()
-        step, example, unit, high = sees(draw)
-        return native.Stream(
-            mode=2 if draw.seed is None else 1,
-            zero=draw.rule.by == "zero",
-            hold=draw.rule.holds_gate,
-            sees_step=step,
-            sees_example=example,
-            sees_unit=unit,
-            high=high,
-            plane=draw.plane,
-            seed=0 if draw.seed is None else int(draw.seed) & (2**64 - 1),
-            rate=pointer(draw.rate),
-            stride=int(draw.rate.dim() > 0),
-        )
-
-    norm = loop.norm
-    args: dict[str, Any] = {
-        "cell": CELLS.index(loop.cell),
-        "steps": loop.steps,
-        "batch": loop.batch,
-        "hidden": loop.hidden,
-        "outputs": loop.outputs,
-        "inputs": 0 if loop.x is None else loop.x.shape[1],
-        "threads": torch.get_num_threads(),
-        "first_step": loop.first_step,
-        "reverse": loop.reverse,
-        "counts": pointer(loop.counts),
-        "offsets": pointer(loop.offsets),
-        "lengths": pointer(loop.lengths),
-        "examples": pointer(loop.examples),
-        "resets": pointer(loop.resets),
-        "cell_noise": stream("cell"),
-        "hidden_noise": stream("hidden"),
-        "update_noise": stream("update"),
-        "norm": 0 if norm is None else 1 if norm.over == "units" else 2,
-        "norm_given": loop.given,
-        "eps": 0.0 if norm is None else norm.eps,
-    }
-    names = ("scale_h", "x", "w_ih", "w_hh", "b_x", "b_h", "w_hr", "h0", "c0", "gates", "gh")
-    tensors = {name: getattr(loop, name) for name in names}
-    tensors |= {
-        name: getattr(loop, name)
-        for name in ("y", "c", "reset_h", "reset_c", "mean_x", "var_x", "mean_h", "var_h", "mean_c", "var_c")
-    }
+def _arguments(loop: Loop, back: Backward | None, offsets: Tensor) -> native.Loop:
+    """The struct of loop.h, which holds only as long as the tensors do; what is not there is left zero."""
+    args, norm = native.Loop(), loop.norm
+    args.cell, args.steps, args.batch = CELLS.index(loop.cell), loop.steps, loop.batch
+    args.hidden, args.outputs, args.threads = loop.hidden, loop.outputs, torch.get_num_threads()
+    args.first_step, args.reverse = loop.first_step, loop.reverse
+    args.inputs = 0 if loop.x is None else loop.x.shape[1]
+    for name, draw in loop.draws.items():
+        if name in ("cell", "hidden", "update"):
+            setattr(args, f"{name}_noise", _stream(draw))
+    tensors = {name: getattr(loop, name) for name in _TENSORS}
+    tensors["offsets"] = offsets
     if norm is not None:
-        tensors |= {"norm_x": norm.scale_x, "norm_h": norm.scale_h}
-        tensors |= {"norm_c": norm.scale_c, "norm_c_shift": norm.shift_c}
+        args.norm, args.norm_given, args.eps = 1 if norm.over == "units" else 2, loop.given, norm.eps
+        tensors |= {name: getattr(norm, own) for name, own in _NORM.items()}
     if back is not None:
-        more = [field.name for field in fields(back)]
-        tensors |= {name: getattr(back, name) for name in more}
-    args |= {name: pointer(value) for name, value in tensors.items()}
-    return native.Loop(**args), alive
+        tensors |= {name: getattr(back, name) for name in _BACKWARD}
+    for name, value in tensors.items():
+        if value is not None:
+            assert value.is_contiguous(), name
+            setattr(args, name, value.data_ptr())
+    return args
+
+
+def _stream(draw: Draw) -> native.Stream:
+    """The struct of one stream of noise."""
+    step, example, unit, high = sees(draw)
+    return native.Stream(
+        mode=2 if draw.seed is None else 1,
+        zero=draw.rule.by == "zero",
+        hold=draw.rule.holds_gate,
+        sees_step=step,
+        sees_example=example,
+        sees_unit=unit,
+        high=high,
+        plane=draw.plane,
+        seed=0 if draw.seed is None else int(draw.seed) & (2**64 - 1),
+        rate=draw.rate.data_ptr(),
+        stride=int(draw.rate.dim() > 0),
+    )

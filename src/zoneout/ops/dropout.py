@@ -13,19 +13,35 @@ from . import cuda
 from .cuda.arguments import TYPES
 from .cuda.dropout import dropout as fused
 from .reference import kept_scale
+from .rows import places
 
 _RULE = Rule("dropout", "scaled zero", "unit", "expectation")
 
 
-def dropout(x: Tensor, rate: float, seed: Tensor, plane: int, examples: Tensor, first_step: int = 0) -> Tensor:
-    """[T, B, units] with units dropped at a rate and the others scaled up; `plane` says whose mask it is."""
+def dropout(
+    x: Tensor,
+    rate: float,
+    seed: Tensor,
+    plane: int,
+    examples: Tensor,
+    first_step: int = 0,
+    counts: Tensor | None = None,
+) -> Tensor:
+    """[T, B, units] with units dropped at a rate and the others scaled up; `plane` says whose mask it is.
+
+    Packed rows, [N, units], come with `counts`, how many of them each step has.
+    """
     wide = torch.float32 if x.device.type == "mps" else torch.float64
     draw = Draw(_RULE, torch.full((), rate, dtype=wide, device=x.device), seed, plane)
     if x.is_cuda and x.dtype in TYPES and cuda.there() and not torch._C._are_functorch_transforms_active():
         return torch.ops.zoneout.dropout(x, draw.rate, seed, plane, examples, first_step)
-    steps = torch.arange(first_step, first_step + x.shape[0], device=x.device)
+    if counts is None:
+        steps = torch.arange(first_step, first_step + x.shape[0], device=x.device)
+    else:
+        t, row = places(counts, x.shape[0])
+        steps, examples = first_step + t, examples[row, None]
     (mask,) = draw_masks([draw], steps, examples, x.shape[-1])
-    return x * kept_scale(draw, mask, x.dtype)
+    return x * kept_scale(draw, mask, x.dtype).view(x.shape)
 
 
 @torch.library.custom_op("zoneout::dropout", mutates_args=(), device_types="cuda")

@@ -30,7 +30,7 @@ class Run:
     """One pass of one layer and direction over a sequence."""
 
     cell: str  # "lstm", "gru", "rnn_tanh", "rnn_relu"
-    x: Tensor  # [T, B, input]; or int64 [T, B, 1]: one-hot rows by their numbers
+    x: Tensor  # [T, B, input]; or int64 [T, B, 1]: one-hot rows by their numbers; packed: [N, ·], longest first
     h0: Tensor  # [B, outputs]
     c0: Tensor | None  # [B, H]
     weights: Weights
@@ -39,18 +39,27 @@ class Run:
     first_step: int = 0  # the step coordinate of x[0]
     norm: StepNorm | None = None
     lengths: Tensor | None = None  # [B] int64
-    resets: Tensor | None = None  # [T, B] bool: nothing crosses the cut before that step
+    resets: Tensor | None = None  # [T, B] (packed: [N]) bool: nothing crosses the cut before that step
     reset_h: Tensor | None = None  # [B, outputs]: the state after a cut
     reset_c: Tensor | None = None  # [B, H]
     reverse: bool = False
     return_cells: bool = False
+    counts: Tensor | None = None  # packed: [T] int64 on the CPU, how many rows each step has
+
+    @property
+    def steps(self) -> int:
+        return (self.x if self.counts is None else self.counts).shape[0]
+
+    @property
+    def batch(self) -> int:
+        return self.h0.shape[0]
 
 
 class Result(NamedTuple):
-    """What a pass gives; positions past a row's length are zero in `y` and `cells`."""
+    """What a pass gives; positions past a row's length are zero in `y` and `cells`. Of a packed run, packed."""
 
-    y: Tensor  # [T, B, outputs]
+    y: Tensor  # [T, B, outputs]; packed: [N, outputs]
     h: Tensor  # [B, outputs]
     c: Tensor | None  # [B, H]
-    cells: Tensor | None  # [T, B, H]
+    cells: Tensor | None  # [T, B, H]; packed: [N, H]
     moments: Moments | None  # batch norm in training: what each processed step saw

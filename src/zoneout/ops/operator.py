@@ -69,19 +69,19 @@ def flatten(r: Run) -> tuple[Any, ...]:
     rates = [draw.rate for draw in r.draws]
     return (
         r.cell, *differentiable(r), over, eps, given, codes, rates, seeds,
-        r.examples, r.first_step, r.lengths, r.resets, r.reverse,
+        r.examples, r.first_step, r.lengths, r.resets, r.reverse, r.counts,
     )  # fmt: skip
 
 
 def unflatten(cell: str, *args: Any) -> Run:
     """The run that was laid out flat."""
     (x, h0, c0, reset_h, reset_c, *weights), scales, args = args[:10], args[10:_COUNT], args[_COUNT:]
-    over, eps, given, codes, rates, seeds, examples, first_step, lengths, resets, reverse = args
+    over, eps, given, codes, rates, seeds, examples, first_step, lengths, resets, reverse, counts = args
     norm = StepNorm(over, eps, *scales)._replace(given=Moments(*given) if given else None) if over else None
     draws = tuple(decode(codes, rates, seeds))
     return Run(
         cell, x, h0, c0, Weights(*weights), draws, examples, first_step, norm, lengths, resets, reset_h, reset_c,
-        reverse, return_cells=cell == "lstm",
+        reverse, cell == "lstm", counts,
     )  # fmt: skip
 
 
@@ -126,11 +126,12 @@ def _run(
     lengths: Tensor | None,
     resets: Tensor | None,
     reverse: bool,
+    counts: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y, h, c, cells; then for the way back gates and gh; then the moments of x·Wx, h·Wh and c."""
     r = unflatten(
         cell, x, h0, c0, reset_h, reset_c, w_ih, w_hh, b_ih, b_hh, w_hr, scale_x, scale_h, scale_c, shift_c,
-        over, eps, given, codes, rates, seeds, examples, first_step, lengths, resets, reverse,
+        over, eps, given, codes, rates, seeds, examples, first_step, lengths, resets, reverse, counts,
     )  # fmt: skip
     return _outputs(passes.forward(r), h0)  # type: ignore[return-value]
 
@@ -188,11 +189,12 @@ def _run_backward(
     lengths: Tensor | None,
     resets: Tensor | None,
     reverse: bool,
+    counts: Tensor | None,
 ) -> list[Tensor]:
     """The derivatives of all that has one; empty where there is none or nobody needs it."""
     r = unflatten(
         cell, x, h0, c0, reset_h, reset_c, w_ih, w_hh, b_ih, b_hh, w_hr, scale_x, scale_h, scale_c, shift_c,
-        over, eps, given, codes, rates, seeds, examples, first_step, lengths, resets, reverse,
+        over, eps, given, codes, rates, seeds, examples, first_step, lengths, resets, reverse, counts,
     )  # fmt: skip
     found = passes.backward(r, _kept(r, saved), (dy, dh, dc, dcells), needs)
     return [h0.new_empty(0) if grad is None else grad for grad in found]
@@ -222,13 +224,13 @@ def _(dy: Tensor, dh: Tensor, dc: Tensor, dcells: Tensor, saved: list[Tensor], n
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     y, _, _, cells, gates, gh, *moments = output
     cell, tensors, rest = inputs[0], inputs[1 : 1 + _COUNT], inputs[1 + _COUNT :]
-    over, eps, given, codes, rates, seeds, examples, first_step, lengths, resets, reverse = rest
+    over, eps, given, codes, rates, seeds, examples, first_step, lengths, resets, reverse, counts = rest
     ctx.set_materialize_grads(False)
     ctx.sizes = len(given), len(rates)
     ctx.rest = cell, over, eps, codes, first_step, reverse
     ctx.present = [value is not None for value in tensors]
     ctx.save_for_backward(
-        *tensors, examples, lengths, resets, *given, *rates, *seeds, y, cells, gates, gh, *moments
+        *tensors, examples, lengths, resets, counts, *given, *rates, *seeds, y, cells, gates, gh, *moments
     )  # fmt: skip
 
 
@@ -239,18 +241,18 @@ def _backward(ctx: Any, dy: Tensor, dh: Tensor, dc: Tensor, dcells: Tensor, *_: 
     def take(count: int) -> list[Any]:
         return [next(values) for _ in range(count)]
 
-    tensors, (examples, lengths, resets), given = take(_COUNT), take(3), take(n_given)
+    tensors, (examples, lengths, resets, counts), given = take(_COUNT), take(4), take(n_given)
     rates, seeds, saved = take(n_draws), take(n_draws), list(values)
     cell, over, eps, codes, first_step, reverse = ctx.rest
     needs = [bool(there and needed) for there, needed in zip(ctx.present, ctx.needs_input_grad[1 : 1 + _COUNT])]
     grads = _call_backward(
         dy, dh, dc, dcells, saved, needs, cell, *tensors, over, eps, given, codes, rates, seeds,
-        examples, first_step, lengths, resets, reverse,
+        examples, first_step, lengths, resets, reverse, counts,
     )  # fmt: skip
     found = [grad if needed else None for grad, needed in zip(grads, needs)]
     no_codes: list[None] | None = None if codes else []  # torch takes an empty list for one of tensors
     no_draws = [None] * n_draws
-    return None, *found, None, None, [None] * n_given, no_codes, no_draws, list(no_draws), *[None] * 5
+    return None, *found, None, None, [None] * n_given, no_codes, no_draws, list(no_draws), *[None] * 6
 
 
 torch.library.register_autograd("zoneout::run", _backward, setup_context=_setup)
@@ -293,15 +295,15 @@ class _Eager(torch.autograd.Function):
             drawn = [value for draw in r.draws for value in (draw.rate, draw.seed)]
             ctx.run, ctx.rows = _without_tensors(r), kept.rows
             saved = (kept.y, kept.cells, kept.gates, kept.gh, *kept.moments)
-            ctx.save_for_backward(*tensors, r.examples, r.lengths, r.resets, *saved, *drawn, *norm)
+            ctx.save_for_backward(*tensors, r.examples, r.lengths, r.resets, r.counts, *saved, *drawn, *norm)
         return (kept.y, kept.h, kept.c, kept.cells if r.return_cells else None, *seen)
 
     @staticmethod
     def backward(ctx: Any, dy: Any, dh: Any, dc: Any, dcells: Any, *_: Any) -> tuple[Any, ...]:
         values = ctx.saved_tensors
-        tensors, (examples, lengths, resets), rest = values[:_COUNT], values[_COUNT : _COUNT + 3], values[_COUNT + 3 :]
+        tensors, places, rest = values[:_COUNT], values[_COUNT : _COUNT + 4], values[_COUNT + 4 :]
         (y, cells, gates, gh), moments, rest = rest[:4], rest[4:10], rest[10:]
-        r = _with_tensors(ctx.run, tensors, examples, lengths, resets, rest)
+        r = _with_tensors(ctx.run, tensors, places, rest)
         needs = ctx.needs_input_grad[1:]
         d = (dy, dh, dc, dcells)
         if not torch.is_grad_enabled():
@@ -326,7 +328,8 @@ def _without_tensors(r: Run) -> Run:
     )
 
 
-def _with_tensors(r: Run, tensors: Sequence[Any], examples: Any, lengths: Any, resets: Any, rest: Sequence[Any]) -> Run:
+def _with_tensors(r: Run, tensors: Sequence[Any], places: Sequence[Any], rest: Sequence[Any]) -> Run:
+    examples, lengths, resets, counts = places
     x, h0, c0, reset_h, reset_c, *more = tensors
     n = len(r.draws)
     drawn, given = rest[: 2 * n], rest[2 * n :]
@@ -336,7 +339,7 @@ def _with_tensors(r: Run, tensors: Sequence[Any], examples: Any, lengths: Any, r
         norm = StepNorm(norm.over, norm.eps, *more[5:])._replace(given=Moments(*given) if given else None)
     return Run(
         r.cell, x, h0, c0, Weights(*more[:5]), draws, examples, r.first_step, norm, lengths, resets, reset_h, reset_c,
-        r.reverse,
+        r.reverse, counts=counts,
     )  # fmt: skip
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..draws import Draw, draw_masks
+from ..draws import Draw
 from ..norm import Moments, StepNorm
 from . import cpu, cuda
 from .interface import Run, Weights
 from .loop import GATES, Backward, Loop
-from .rows import Packed, Padded
+from .products import padded, times
+from .rows import Packed, Padded, as_packed
 
 LOOPS: dict[str, Any] = {"cpu": cpu, "cuda": cuda}
 
@@ -28,10 +31,10 @@ DIFFERENTIABLE = (
 class Kept(NamedTuple):
     """What a pass gives, and what its way back needs of it."""
 
-    y: Tensor  # [T, B, outputs]
+    y: Tensor  # [T, B, outputs], as the rows of x lie
     h: Tensor  # [B, outputs]
     c: Tensor | None  # [B, H]
-    cells: Tensor | None  # [T, B, H], as the states are kept
+    cells: Tensor | None  # [T, B, H], in the precision of the states
     gates: Tensor  # [T · B, G]
     gh: Tensor | None
     moments: tuple[Tensor | None, ...]  # mean and variance of x·Wx, h·Wh and c
@@ -85,8 +88,7 @@ class _Ready(NamedTuple):
 
 
 def _ready(device: Any, r: Run, rows: Packed | Padded | None = None) -> _Ready:
-    steps, batch = r.x.shape[:2]
-    rows = rows or device.ROWS(r.lengths, steps, batch, r.reverse)
+    rows = rows or (device.ROWS(r.lengths, r.steps, r.batch, r.reverse) if r.counts is None else as_packed(r))
     norm = r.norm
     if norm is not None:
         given = None if norm.given is None else Moments(*map(wide, norm.given))  # type: ignore[arg-type]
@@ -102,8 +104,8 @@ def empty_outputs(
     r: Run, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, list[Tensor | None]]:
     """y, c, gates, gh and the moments, unwritten; None where the cell or the norm has none."""
-    steps, batch = r.x.shape[:2]
-    lstm, rows, wide_, w_hh = r.cell == "lstm", steps * batch, state_type(dtype), r.weights.w_hh
+    at, steps = r.x.shape[:-1], r.steps
+    lstm, rows, wide_, w_hh = r.cell == "lstm", math.prod(at), state_type(dtype), r.weights.w_hh
     gates, hidden = w_hh.shape[0], w_hh.shape[0] // GATES[r.cell]
     norm, like = r.norm, r.h0
     moments: list[Tensor | None] = [None] * 6
@@ -113,8 +115,8 @@ def empty_outputs(
             moments[2 * k : 2 * k + 2] = [like.new_zeros(size, dtype=wide_) for _ in range(2)]
     extra = gates if norm is not None else hidden if r.cell == "gru" else 0
     return (
-        like.new_empty(steps, batch, like.shape[1], dtype=dtype),
-        like.new_empty(steps, batch, hidden, dtype=wide_) if lstm else None,
+        like.new_empty(*at, like.shape[1], dtype=dtype),
+        like.new_empty(*at, hidden, dtype=wide_) if lstm else None,
         like.new_empty(rows, gates, dtype=dtype),
         like.new_empty(rows, extra, dtype=wide_) if extra else None,
         moments,
@@ -137,9 +139,7 @@ def _loop(
     examples = rows.sort(r.examples)
     scale_h = None
     if (draw := draws.get("variational_hidden")) is not None:
-        (mask,) = draw_masks([draw], examples.new_zeros(1), examples, h0.shape[1])
-        scale = torch.where(draw.rate < 1, 1 / (1 - draw.rate), 0.0)
-        scale_h = torch.where(mask[0], 0.0, scale).to(h0.dtype).contiguous()
+        scale_h = LOOPS[h0.device.type].scale_of(draw, examples, h0.shape[1], h0.dtype)
     if norm is not None and norm.given is not None:
         moments = [None if v is None else v.contiguous() for v in norm.given]
     mean_x, var_x, mean_h, var_h, mean_c, var_c = moments
@@ -222,7 +222,7 @@ def _forward(device: Any, r: Run) -> Kept:
 def _input_product(x: Tensor, w_ih: Tensor, out: Tensor) -> None:
     """x·Wx; of a one-hot x, given by its numbers, the rows of a table."""
     if x.is_floating_point():
-        torch.mm(x, w_ih.t(), out=out)
+        torch.mm(padded(x), padded(w_ih).t(), out=out)
     else:
         torch.index_select(w_ih.t().contiguous(), 0, x.view(-1), out=out)
 
@@ -302,30 +302,41 @@ def _backward(
         dgx = back.dx
         sums = {"scale_x": back.dscale_x, "scale_h": back.dscale_h, "scale_c": back.dscale_c, "shift_c": back.dshift_c}
         found |= {name: total.sum(0) for name, total in sums.items() if total is not None}
-    both = needs["w_ih"] and needs["w_hh"] and x.is_floating_point() and dgh is dgx
+    w_ih, du, u, one_hot = w.w_ih, back.du, back.u, not x.is_floating_point()
+    if one_hot and needs["w_ih"]:
+        found["w_ih"] = _rows_of_numbers(dgx, x, w_ih)
+    narrow = r.h0.dtype
+    if ys.dtype != narrow and device.narrow_products(narrow):  # what is left are large products
+        x, w_ih = rows.inputs(r.x), r.weights.w_ih
+        together, dgx = dgh is dgx, dgx.to(narrow)
+        dgh = dgx if together else dgh.to(narrow)
+        du, u = (v if v is None else v.to(narrow) for v in (du, u))
+        entering: dict[str, Any] = {name: getattr(loop, name) for name in ("y", "h0", "reset_h", "scale_h")}
+        entering = {name: v if v is None else v.to(narrow) for name, v in entering.items()}
+        loop = replace(loop, **entering)
+    both = needs["w_ih"] and needs["w_hh"] and not one_hot and dgh is dgx
     width = (ys.shape[1], x.shape[-1])
-    if both and n * sum(width) <= _SHORT:  # one product for both matrices
-        h_and_x = device.scratch(ys, n, sum(width), dtype=ys.dtype)
-        torch.cat((rows.entered(loop), x), dim=1, out=h_and_x)
+    many = wide_ > sum(width) or ys.is_cuda  # whether the product gains more than the copy costs
+    if both and many and n * sum(width) <= _SHORT:  # one product for both matrices
+        h_and_x = device.scratch(ys, n, sum(width), dtype=dgx.dtype)
+        rows.beside(loop, x, h_and_x)
         found["w_hh"], found["w_ih"] = (part.clone() for part in (dgx.t() @ h_and_x).split(width, dim=1))
         device.give_back(h_and_x)
     else:
-        if needs["w_ih"]:
-            found["w_ih"] = _input_gradient(dgx, x, w.w_ih)
+        if needs["w_ih"] and not one_hot:
+            found["w_ih"] = times(dgx.t(), x)
         if needs["w_hh"]:
             found["w_hh"] = rows.times_entered(dgh, loop)
-    if back.du is not None and back.u is not None and needs["w_hr"]:
-        found["w_hr"] = back.du.t() @ back.u
+    if du is not None and u is not None and needs["w_hr"]:
+        found["w_hr"] = du.t() @ u
     if needs["x"]:
-        found["x"] = rows.unpack(dgx @ w.w_ih)
-    device.give_back(back.dgx, dgh, dsh, back.du, back.u, back.dnc, back.chat, back.dx)
+        found["x"] = rows.unpack(times(dgx, w_ih))
+    device.give_back(back.dgx, back.dgh, back.dsh, back.du, back.u, back.dnc, back.chat, back.dx)
     return found
 
 
-def _input_gradient(d: Tensor, x: Tensor, w_ih: Tensor) -> Tensor:
-    """[G, input]: the derivative of the weights of x, from that of the product."""
-    if x.is_floating_point():
-        return d.t() @ x
+def _rows_of_numbers(d: Tensor, x: Tensor, w_ih: Tensor) -> Tensor:
+    """[G, input]: the derivative of the weights of one-hot rows, from that of the product."""
     numbers, count = x.view(-1), w_ih.shape[1]
     if count <= 256:  # a product with a matrix of so few columns costs less than adding rows in order
         return d.t() @ d.new_zeros(len(d), count).scatter_(1, x, 1.0)

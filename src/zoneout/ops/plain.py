@@ -112,7 +112,7 @@ def backward(loop: Loop, back: Backward) -> None:
         elif loop.cell == "rnn_relu":
             back.dgx[at] = d * (loop.gates[at] > 0)
         else:
-            back.dgx[at] = d * (1 - loop.gates[at].square())
+            _through_tanh(d, loop.gates[at], out=back.dgx[at])
         if loop.norm is not None:
             _products_back(loop, back, t, at)
         if loop.scale_h is None:
@@ -157,7 +157,7 @@ def _lstm_backward(
         back.u[at] = gate * shows
         d = d @ loop.w_hr
     d_gate = d * shows
-    dc = d * gate * (1 - shows.square())
+    dc = torch.ops.aten.tanh_backward(d * gate, shows)
     if loop.norm is not None:
         assert back.dnc is not None and back.chat is not None
         assert loop.norm.scale_c is not None and loop.mean_c is not None and loop.var_c is not None
@@ -186,10 +186,10 @@ def _lstm_backward(
         dc = dc + through
     d_update = drop(dc, keep.update)
     out = back.dgx[at]
-    torch.mul(d_update * g, i * (1 - i), out=out[:, :size])
-    torch.mul(dc * old_c, f * (1 - f), out=out[:, size : 2 * size])
-    torch.mul(d_update * i, 1 - g.square(), out=out[:, 2 * size : 3 * size])
-    torch.mul(d_gate, o * (1 - o), out=out[:, 3 * size :])
+    _through_sigmoid(d_update * g, i, out=out[:, :size])
+    _through_sigmoid(dc * old_c, f, out=out[:, size : 2 * size])
+    _through_tanh(d_update * i, g, out=out[:, 2 * size : 3 * size])
+    _through_sigmoid(d_gate, o, out=out[:, 3 * size :])
     torch.mul(dc, f, out=back.dc[:count])
     if straight is not None:
         back.dc[:count] += straight
@@ -205,16 +205,25 @@ def _gru_backward(loop: Loop, back: Backward, at: slice, d: Tensor, old_h: Tenso
         product = loop.gh[at, 2 * size :] * loop.norm.scale_h[2 * size :]
         product = product if loop.b_h is None else product + loop.b_h[2 * size :]
     d_update = drop(d, keep.update)
-    dn = d_update * (1 - z) * (1 - n.square())
+    dn = torch.ops.aten.tanh_backward(d_update * (1 - z), n)
     out = back.dgx[at]
-    torch.mul(dn * product, r * (1 - r), out=out[:, :size])
-    torch.mul(d * old_h - d_update * n, z * (1 - z), out=out[:, size : 2 * size])
+    _through_sigmoid(dn * product, r, out=out[:, :size])
+    _through_sigmoid(d * old_h - d_update * n, z, out=out[:, size : 2 * size])
     out[:, 2 * size :] = dn
     back.dsh[at] = out
     torch.mul(dn, r, out=back.dsh[at, 2 * size :])
 
 
 # --- parts -----------------------------------------------------------------------------------------
+
+
+def _through_sigmoid(d: Tensor, value: Tensor, out: Tensor) -> None:
+    """The derivative through a sigmoid that gave `value`."""
+    torch.ops.aten.sigmoid_backward.grad_input(d, value, grad_input=out)
+
+
+def _through_tanh(d: Tensor, value: Tensor, out: Tensor) -> None:
+    torch.ops.aten.tanh_backward.grad_input(d, value, grad_input=out)
 
 
 def _spans(loop: Loop) -> list[tuple[int, int]]:

@@ -13,17 +13,20 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+from .interface import Run
 from .loop import Loop
+from .products import padded, times, trimmed
 
 
 @dataclass
 class Packed:
-    """The packing of [T, B, ·]; indices are on the device of the rows, `counts` on the CPU."""
+    """The packing of [T, B, ·], or of rows that came packed; all indices are on the CPU."""
 
     lengths: Tensor | None  # [B], as the caller has them
     steps: int
     batch: int
     reverse: bool
+    given: Tensor | None = None  # [T]: the rows came packed, [N, ·], and each step has so many
 
     @cached_property
     def order(self) -> Tensor | None:
@@ -31,23 +34,35 @@ class Packed:
 
     @cached_property
     def sorted_lengths(self) -> Tensor:
+        if self.given is not None:
+            return (self.given > torch.arange(self.batch)[:, None]).sum(1)
         if self.lengths is None or self.order is None:
             return _same(self.batch, self.steps)
         return self.lengths[self.order]
 
     @cached_property
     def counts(self) -> Tensor:
+        if self.given is not None:
+            return self.given
         if self.lengths is None:
             return _same(self.steps, self.batch)
-        at = torch.arange(self.steps)
-        return (self.sorted_lengths.cpu() > at[:, None]).sum(1)
+        return (self.sorted_lengths > torch.arange(self.steps)[:, None]).sum(1)
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """[T]: where the packed rows of each step begin."""
+        return self.counts.cumsum(0) - self.counts
 
     @cached_property
     def grid(self) -> tuple[Tensor, Tensor]:
         """Step and row of every packed row."""
-        t = torch.repeat_interleave(torch.arange(self.steps), self.counts)
-        start = self.counts.cumsum(0) - self.counts
-        return t, torch.arange(len(t)) - start[t]
+        return places(self.counts, int(self.counts.sum()))
+
+    @cached_property
+    def before(self) -> Tensor:
+        """[N]: where the packed row of the step before is; of no use for those of the first step."""
+        t, row = self.grid
+        return self.starts[(t - 1).clamp(min=0)] + row
 
     @property
     def whole(self) -> bool:
@@ -56,11 +71,13 @@ class Packed:
 
     @cached_property
     def take(self) -> Tensor:
-        """[N]: where in the caller's [T · B] rows each packed row is."""
+        """[N]: where in the caller's rows each packed row is."""
         t, row = self.grid
         if self.reverse:
-            t = self.sorted_lengths.cpu()[row] - 1 - t
-        return t * self.batch + (row if self.order is None else self.order.cpu()[row])
+            t = self.sorted_lengths[row] - 1 - t
+        if self.given is not None:
+            return self.starts[t] + row
+        return t * self.batch + (row if self.order is None else self.order[row])
 
     def inputs(self, x: Tensor) -> Tensor:
         """[T, B, ·] -> [N, ·], for the input."""
@@ -68,11 +85,13 @@ class Packed:
 
     def pack(self, v: Tensor) -> Tensor:
         """[T, B, ·] -> [N, ·]."""
-        flat = v.reshape(self.steps * self.batch, *v.shape[2:])
+        flat = v if self.given is not None else v.reshape(self.steps * self.batch, *v.shape[2:])
         return flat.contiguous() if self.whole else flat.index_select(0, self.take)
 
     def unpack(self, v: Tensor) -> Tensor:
         """[N, ·] -> [T, B, ·], zero where there is no row."""
+        if self.given is not None:
+            return v if self.whole else v.index_select(0, self.take)  # turned around twice
         if self.whole:
             return v.view(self.steps, self.batch, v.shape[-1])
         out = v.new_zeros(self.steps * self.batch, v.shape[-1])
@@ -87,10 +106,9 @@ class Packed:
 
     def final(self, v: Tensor, initial: Tensor) -> Tensor:
         """The last state of each sequence, in the caller's order; the initial one of a sequence of length 0."""
-        if self.order is None:
+        if self.lengths is None and self.given is None:
             return v[v.shape[0] - self.batch :]
-        ends = (self.sorted_lengths - 1).clamp(min=0)
-        last = (self.counts.cumsum(0) - self.counts)[ends] + torch.arange(self.batch)
+        last = self.starts[(self.sorted_lengths - 1).clamp(min=0)] + torch.arange(self.batch)
         if len(v) == 0:
             return self.unsort(initial)
         chosen = v.index_select(0, last.clamp(max=len(v) - 1))
@@ -100,36 +118,50 @@ class Packed:
         """[N]: whether the state goes back to the initial one before each packed row."""
         if resets is None:
             return None
-        if not self.reverse:
-            return self.pack(resets)
-        below = torch.cat((resets[1:], torch.zeros_like(resets[:1])))  # the cut above a step, met on the way down
-        t, _ = self.grid
-        return self.pack(below) & (t > 0)
+        cuts = self.pack(resets)
+        return cuts[self.before] & (self.grid[0] > 0) if self.reverse else cuts  # the cut above a step, on the way down
 
-    def entered(self, loop: Loop) -> Tensor:
-        """[N, P]: h as it entered the gates at every row."""
-        if self.whole and loop.resets is None:
-            h_in = torch.cat((loop.h0, loop.y[: loop.y.shape[0] - self.batch]))
+    def entered(self, loop: Loop, out: Tensor) -> Tensor:
+        """h as it entered the gates at every row, written to `out`, [N, P]."""
+        first = int(self.counts[0])
+        out[:first] = loop.h0[:first]
+        if self.whole and self.given is None:
+            out[first:] = loop.y[: len(out) - first]
         else:
-            h_in = self._before(loop.y, loop.h0, loop.reset_h, loop.resets)
-        return h_in if loop.scale_h is None else h_in * loop.scale_h[self.grid[1]]
+            torch.index_select(loop.y, 0, self.before[first:], out=out[first:])
+        if loop.resets is not None and loop.reset_h is not None:
+            out[loop.resets] = loop.reset_h[self.grid[1][loop.resets]]
+        return out if loop.scale_h is None else out.mul_(loop.scale_h[self.grid[1]])
+
+    def beside(self, loop: Loop, x: Tensor, out: Tensor) -> None:
+        """That and x, side by side."""
+        self.entered(loop, out[:, : loop.outputs])
+        out[:, loop.outputs :] = x
 
     def times_entered(self, d: Tensor, loop: Loop) -> Tensor:
         """[G, P]: the derivative of the weights of h, from that of the product."""
-        if not self.whole or loop.resets is not None or loop.scale_h is not None:
-            return d.t() @ self.entered(loop)
+        if not self.whole or self.given is not None or loop.resets is not None or loop.scale_h is not None:
+            return d.t() @ self.entered(loop, torch.empty_like(loop.y))
         found = d[: self.batch].t() @ loop.h0
         return found if self.steps == 1 else found.addmm_(d[self.batch :].t(), loop.y[: d.shape[0] - self.batch])
 
-    def _before(self, states: Tensor, initial: Tensor, reset: Tensor | None, cuts: Tensor | None) -> Tensor:
-        """[N, ·]: the state that each packed row had before."""
-        t, row = self.grid
-        start = self.counts.cumsum(0) - self.counts
-        index = torch.where(t > 0, self.batch + start[(t - 1).clamp(min=0)] + row, row)
-        if cuts is None or reset is None:
-            return torch.cat((initial, states)).index_select(0, index)
-        index = torch.where(cuts, len(states) + self.batch + row, index)
-        return torch.cat((initial, states, reset)).index_select(0, index)
+
+def as_packed(r: Run) -> Packed:
+    """The rows of a run that came packed; an error where they cannot be, since a loop would read what is not there."""
+    assert r.counts is not None
+    counts = r.counts.tolist()
+    if sum(counts) != len(r.x) or counts != sorted(counts, reverse=True) or counts[0] != r.batch or counts[-1] < 0:
+        raise ValueError(
+            f"input.batch_sizes: expected numbers that go down from {r.batch}, the batch, and add up to {len(r.x)}, "
+            f"the rows of input.data, got {counts}"
+        )
+    return Packed(None, r.steps, r.batch, r.reverse, r.counts)
+
+
+def places(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Step and row of every one of packed rows, of which each step has so many."""
+    t = torch.repeat_interleave(torch.arange(counts.shape[0]), counts, output_size=total)
+    return t, torch.arange(total) - (counts.cumsum(0) - counts)[t]
 
 
 @lru_cache(64)
@@ -205,16 +237,20 @@ class Padded:
             h_in = torch.where(cuts, loop.reset_h, h_in)
         return self.pack(h_in if loop.scale_h is None else h_in * loop.scale_h)
 
+    def beside(self, loop: Loop, x: Tensor, out: Tensor) -> None:
+        """That and x, side by side, written to `out`."""
+        torch.cat((self.entered(loop), x), dim=1, out=out)
+
     def times_entered(self, d: Tensor, loop: Loop) -> Tensor:
         """[G, P]: the derivative of the weights of h, from that of the product."""
         several = (self.reverse and self.lengths is not None, loop.resets is not None, loop.scale_h is not None)
         if any(several):
-            return d.t() @ self.entered(loop)
+            return times(d.t(), self.entered(loop))
         edge = d.shape[0] - self.batch
         first, later, earlier = (
             (d[edge:], d[:edge], loop.y[self.batch :])
             if self.reverse
             else (d[: self.batch], d[self.batch :], loop.y[:edge])
         )
-        found = first.t() @ loop.h0
-        return found if self.steps == 1 else found.addmm_(later.t(), earlier)
+        found = first.t() @ padded(loop.h0)
+        return trimmed(found if self.steps == 1 else found.addmm_(later.t(), padded(earlier)), loop.outputs)

@@ -72,12 +72,13 @@ def watched(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
         )
     for name, layer in layers.items():
         layer._run = _stepping(layer, f"{name}.".lstrip("."), seen)  # type: ignore[method-assign]
+        layer._packs = lambda x: False  # type: ignore[method-assign]
     try:
         with torch.enable_grad():
             yield seen
     finally:
         for layer in layers.values():
-            del layer._run
+            del layer._run, layer._packs
 
 
 def gradients_of(loss: Tensor, states: dict[str, list[Tensor]]) -> dict[str, Tensor]:

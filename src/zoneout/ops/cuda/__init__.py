@@ -12,14 +12,16 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from ...draws import Draw
 from ..interface import Run
 from ..loop import Backward, Loop
 from ..rows import Padded
-from . import norms, persistent, small, steps
+from . import batch, norms, persistent, small, steps
 from .arguments import TYPES
 from .compiler import tf32
+from .dropout import dropout
 
-PATHS = (small, persistent, steps)  # the first that can take a loop runs it
+PATHS = (batch, small, persistent, steps)  # the first that can take a loop runs it
 ROWS = Padded
 WIDE = False  # half types enter the products as they are
 
@@ -57,6 +59,16 @@ def PARTS() -> int:
 
 def prepare(*tensors: Tensor | None) -> None:
     """Nothing to do: a GPU's memory needs no first touch."""
+
+
+def scale_of(draw: Draw, examples: Tensor, units: int, dtype: torch.dtype) -> Tensor:
+    """[B, units]: what h is multiplied with before it enters the gates, one mask for all steps."""
+    return dropout(examples.new_ones(1, len(examples), units, dtype=dtype), draw, examples, 0)[0]
+
+
+def narrow_products(dtype: torch.dtype) -> bool:
+    """Whether products that were taken in float32 go on in a half type: here they never were."""
+    return False
 
 
 def takes_x(w_ih: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """The product of a step: the library that torch takes its products with, called straight.
 
-The same product is taken at every step, only its addresses change. Called so, nothing is made for a call but the call.
+The same product is taken at every step, only its addresses change. How it is best taken is asked once for a shape, and
+nothing is made for a call but the call.
 """
 
 from __future__ import annotations
@@ -8,18 +9,23 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from .compiler import _wheels, tf32
 
 _KINDS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # cudaDataType
+_FLOAT = 0
 _EXACT, _TF32 = 68, 77  # cublasComputeType_t
-_AS_IT_IS, _TRANSPOSED = 0, 1
-_BY_SHAPE = -1  # the library chooses how
+_TRANSPOSE_FIRST = 3  # of a product: CUBLASLT_MATMUL_DESC_TRANSA
+_COUNT, _DISTANCE = 5, 6  # of a layout: CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, …_STRIDED_BATCH_OFFSET
+# Of a preference: CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, …_REDUCTION_SCHEME_MASK, …_MIN_ALIGNMENT_A_BYTES to D.
+_WORKSPACE, _REDUCTION, _ALIGNMENT = 1, 3, (5, 6, 7, 8)
+_IN_ORDER = 2 | 4  # parts are added in a kernel of their own: not in place, where whoever comes first is first
+_MOST_WORKSPACE = 32 * 2**20  # bytes
+_ALIGNED = 16  # bytes: more than that is not asked for
 
 
 def product(
@@ -28,26 +34,40 @@ def product(
     """A function of the addresses of a and b that takes b = a·W, or b += a·W: [rows, ·], without gaps.
 
     `transposed`: W is kept as [columns of b, columns of a]. `parts`: the sum is left in so many parts, b is
-    [parts, rows, ·]. Good for the current stream and the length of one pass.
+    [parts, rows, ·]. Good for the current stream and the length of one pass, in which addresses are whole numbers of
+    such blocks apart.
     """
     columns, depth = w.shape if transposed else (w.shape[1], w.shape[0])
     assert w.is_contiguous() and depth % parts == 0
-    int_, long = ctypes.c_int, ctypes.c_longlong
-    kind, wide, each = int_(_KINDS[w.dtype]), int_(columns), depth // parts
-    how = _TF32 if w.dtype == torch.float32 and tf32() else _EXACT
     one, beta = ctypes.c_float(1.0), ctypes.c_float(float(add))
-    a, b, call = ctypes.c_void_p(), ctypes.c_void_p(), _library().cublasGemmStridedBatchedEx
-    # The library counts columns first, so it is asked for bᵀ = Wᵀ·aᵀ.
-    arguments: tuple[Any, ...] = (
-        ctypes.c_void_p(torch.cuda.current_blas_handle()),
-        int_(_TRANSPOSED if transposed else _AS_IT_IS), int_(_AS_IT_IS), wide, int_(rows), int_(each),
-        ctypes.byref(one),
-        ctypes.c_void_p(w.data_ptr()), kind, int_(w.shape[1]), long(each if transposed else each * columns),
-        a, kind, int_(depth), long(each), ctypes.byref(beta),
-        b, int_(_KINDS[out]), wide, long(rows * columns), int_(parts), int_(how), int_(_BY_SHAPE),
-    )  # fmt: skip
+    a, b, at = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p(w.data_ptr())
+    call = _library().cublasLtMatmul
+    arguments: list[Any] = []
+    alive: list[Tensor] = []
+    exact = not (w.dtype == torch.float32 and tf32())
+
+    def prepare(a_at: int, b_at: int) -> None:
+        aligned = (
+            _alignment(w.data_ptr()),
+            _alignment(a_at, rows * depth * w.element_size()),
+            _alignment(b_at, rows * columns * out.itemsize),
+        )
+        shape = (w.shape[1], columns, depth, rows, parts)
+        how = _plan(w.get_device(), w.dtype, out, shape, transposed, exact, aligned)
+        memory = torch.empty(max(1, how.workspace), dtype=torch.uint8, device=w.device)
+        alive.append(memory)
+        arguments.extend(
+            (
+                ctypes.c_void_p(torch.cuda.current_blas_handle()), how.product, ctypes.byref(one), at, how.w, a, how.a,
+                ctypes.byref(beta), b, how.b, b, how.b, ctypes.byref(how.algorithm),
+                ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(how.workspace),
+                ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(w.get_device())),
+            )
+        )  # fmt: skip
 
     def take(a_at: int, b_at: int) -> None:
+        if not arguments:
+            prepare(a_at, b_at)
         a.value, b.value = a_at, b_at
         if status := call(*arguments):
             raise RuntimeError(f"cuBLAS: error {status}")
@@ -55,16 +75,106 @@ def product(
     return take
 
 
-def padded(w: Tensor) -> Tensor:
-    """W with zeros to its right, up to a multiple of 16 bytes: the matrix units are not used to the full otherwise."""
-    return functional.pad(w, (0, -w.shape[1] % (16 // w.element_size()))).contiguous()
+def _alignment(*addresses: int) -> int:
+    """The largest power of two up to 16 that all are multiples of.
+
+    >>> _alignment(512, 24), _alignment(6)
+    (8, 2)
+    """
+    at = _ALIGNED
+    while any(address % at for address in addresses):
+        at //= 2
+    return at
+
+
+class _Algorithm(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t: an algorithm, and what it needs."""
+
+    _fields_ = [
+        ("algorithm", ctypes.c_uint64 * 8),
+        ("workspace", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    ]
+
+
+class _Plan(NamedTuple):
+    """How a product is taken."""
+
+    product: Any
+    w: Any
+    a: Any
+    b: Any
+    algorithm: _Algorithm
+    workspace: int
+
+
+@cache
+def _plan(
+    device: int,
+    kind: torch.dtype,
+    out: torch.dtype,
+    shape: tuple[int, int, int, int, int],
+    transposed: bool,
+    exact: bool,
+    aligned: tuple[int, int, int],
+) -> _Plan:
+    """Ask for the way to take a product of this shape: a row of W, columns, depth, rows and parts."""
+    pitch, columns, depth, rows, parts = shape
+    each = depth // parts
+    # The library counts columns first, so it is asked for bᵀ = Wᵀ·aᵀ.
+    product = _made("cublasLtMatmulDescCreate", ctypes.c_int(_EXACT if exact else _TF32), ctypes.c_int(_FLOAT))
+    _set("cublasLtMatmulDescSetAttribute", product, _TRANSPOSE_FIRST, ctypes.c_int(transposed))
+    of_w = (each, columns, pitch, each) if transposed else (columns, each, pitch, each * columns)
+    w = _layout(kind, *of_w, parts)
+    a, b = _layout(kind, each, rows, depth, each, parts), _layout(out, columns, rows, columns, rows * columns, parts)
+    wish = _made("cublasLtMatmulPreferenceCreate")
+    _set("cublasLtMatmulPreferenceSetAttribute", wish, _WORKSPACE, ctypes.c_size_t(_MOST_WORKSPACE))
+    _set("cublasLtMatmulPreferenceSetAttribute", wish, _REDUCTION, ctypes.c_uint32(_IN_ORDER))
+    for name, value in zip(_ALIGNMENT, (*aligned, aligned[-1])):
+        _set("cublasLtMatmulPreferenceSetAttribute", wish, name, ctypes.c_uint32(value))
+    best, count = _Algorithm(), ctypes.c_int()
+    with torch.cuda.device(device):
+        handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
+        given = (handle, product, w, a, b, b, wish, ctypes.c_int(1), ctypes.byref(best), ctypes.byref(count))
+        _check(_library().cublasLtMatmulAlgoGetHeuristic(*given))
+    if not count.value:
+        raise RuntimeError(f"cuBLAS knows no way to take a product of {rows} × {depth} by {depth} × {columns}")
+    return _Plan(product, w, a, b, best, best.workspace)
+
+
+def _layout(kind: torch.dtype, down: int, across: int, pitch: int, distance: int, count: int) -> Any:
+    """How a matrix lies, counted column by column; `count` of them, `distance` numbers from one to the next."""
+    sizes = (ctypes.c_uint64(down), ctypes.c_uint64(across), ctypes.c_int64(pitch))
+    made = _made("cublasLtMatrixLayoutCreate", ctypes.c_int(_KINDS[kind]), *sizes)
+    if count > 1:
+        _set("cublasLtMatrixLayoutSetAttribute", made, _COUNT, ctypes.c_int32(count))
+        _set("cublasLtMatrixLayoutSetAttribute", made, _DISTANCE, ctypes.c_int64(distance))
+    return made
+
+
+def _made(function: str, *arguments: Any) -> Any:
+    made = ctypes.c_void_p()
+    _check(getattr(_library(), function)(ctypes.byref(made), *arguments))
+    return made
+
+
+def _set(function: str, of: Any, name: int, value: Any) -> None:
+    size = ctypes.c_size_t(ctypes.sizeof(value))
+    _check(getattr(_library(), function)(of, ctypes.c_int(name), ctypes.byref(value), size))
+
+
+def _check(status: int) -> None:
+    if status:
+        raise RuntimeError(f"cuBLAS: error {status}")
 
 
 @cache
 def _library() -> ctypes.CDLL:
-    """cuBLAS, which torch has loaded already."""
+    """cuBLASLt, which torch has loaded already; a handle of cuBLAS is one of it."""
     major = (torch.version.cuda or "12").split(".")[0]
-    names = [f"libcublas.so.{major}", f"cublas64_{major}.dll"]
+    names = [f"libcublasLt.so.{major}", f"cublasLt64_{major}.dll"]
     for name in (*names, *map(str, _wheels(names))):
         try:
             return ctypes.CDLL(name)

@@ -12,7 +12,9 @@ extern "C" __global__ void dropout(Stream s, Dropped d) {
     if (at >= d.rows * fours) return;
     i64 row = at / fours, unit = at % fours * 4;
     u32 word[4];
-    philox(word, (u64)*s.seed, (u32)(unit / 4), (u32)d.examples[row % d.batch], (u32)(d.first_step + row / d.batch), s.plane);
+    u32 example = s.sees_example ? (u32)d.examples[row % d.batch] : 0;
+    u32 step = s.sees_step ? (u32)(d.first_step + row / d.batch) : 0;
+    philox(word, (u64)*s.seed, (u32)(unit / 4), example, step, s.plane);
     for (int q = 0; q < 4 && unit + q < d.units; q++) {
         double rate = s.rate[(unit + q) * s.stride];
         u32 threshold = (u32)rint(rate * 65536.0), bits = (word[q] >> (s.high ? 16 : 0)) & 0xFFFF;

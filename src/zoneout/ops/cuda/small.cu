@@ -3,9 +3,8 @@
  *
  * Compiled with BACK (0 forwards, 1 backwards), HIDDEN, WARPS (one for every 16 units), KS (k-steps), KR (the first of them,
  * whose weights are in registers; the others lie in shared memory), NC (rows of a thread: a block has twice as many), NORM
- * (0 none, 1 over the units, 2 over the examples), CLUSTER (the blocks that add up a batch's moments; 0: they are given) and
- * PLAIN (nothing but zoneout with a mask for each unit, all rows to the end; CELL_MODE and HIDDEN_MODE are then those of the
- * two streams).
+ * (0 none, 1 over the units, 2 over the examples, with moments that are given) and PLAIN (nothing but zoneout with a mask for
+ * each unit, all rows to the end; CELL_MODE and HIDDEN_MODE are then those of the two streams).
  *
  * The product is taken the other way around: weights as the left factor, which stays, and rows as the right one, which comes
  * through shared memory. A tile of the left factor is one gate of 16 units forwards, 16 units backwards. Of the 8 columns
@@ -24,37 +23,6 @@
 #define AHEAD 6                             /* steps, for what is brought into the L2 */
 /* Steps in the loop's body: what is done every fourth step is then known, and nothing has to be moved along. */
 constexpr int at_once = PLAIN && (NC == 1 || !NORM) ? 4 : 1;
-
-struct Norm {
-    double eps;
-    const float *scale_h, *scale_c, *shift_c;
-    float *mean_h, *var_h, *mean_c, *var_c;
-    /* backwards */
-    void *dgh;
-    float *dnc, *chat;
-};
-
-/* --- numbers ---------------------------------------------------------------------------------------- */
-
-#if TYPE
-/* One instruction instead of four; its error is that of rounding to half precision. */
-__device__ __forceinline__ float tanh_at(float x) {
-    float out;
-    asm("tanh.approx.f32 %0, %1;" : "=f"(out) : "f"(x));
-    return out;
-}
-__device__ __forceinline__ float sigmoid_at(float x) { return fmaf(tanh_at(0.5f * x), 0.5f, 0.5f); }
-#else
-/* 1 / (1 + 2^x): right at both ends as well. */
-__device__ __forceinline__ float logistic(float x) {
-    float out;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(out + 1.0f));
-    return out;
-}
-__device__ __forceinline__ float sigmoid_at(float x) { return logistic(x * -1.4426950408889634f); }
-__device__ __forceinline__ float tanh_at(float x) { return fmaf(logistic(x * 2.8853900817779268f), -2.0f, 1.0f); }
-#endif
 
 /* --- what a thread has to do ------------------------------------------------------------------------ */
 
@@ -88,23 +56,12 @@ __device__ __forceinline__ Mine mine(const Loop &l) {
         m.length[c] = there ? (int)length_of(l, m.row[c]) : 0;
         m.example[c] = there ? (u32)l.examples[m.row[c]] : 0;
     }
-    m.longest = PLAIN || NORM == 2 ? (int)l.steps : 0; /* all blocks of a batch norm take the same steps */
+    m.longest = PLAIN ? (int)l.steps : 0;
     for (int r = 0; !PLAIN && r < R; r++) {
         int row = blockIdx.x * R + r, length = row < l.batch ? (int)length_of(l, row) : 0;
         m.longest = length > m.longest ? length : m.longest;
     }
     return m;
-}
-
-/* Here it is also known which streams there are, and that they see everything. */
-__device__ __forceinline__ void simplify_here(Loop &l) {
-    simplify(l);
-#if PLAIN
-    l.cell.mode = CELL_MODE, l.hidden_state.mode = HIDDEN_MODE;
-    l.cell.sees_step = l.cell.sees_example = l.cell.sees_unit = 1;
-    l.hidden_state.sees_step = l.hidden_state.sees_example = l.hidden_state.sees_unit = 1;
-    l.cell.high = 0, l.hidden_state.high = 1;
-#endif
 }
 
 /* --- the product ------------------------------------------------------------------------------------ */
@@ -394,13 +351,13 @@ __device__ __forceinline__ Chances chances_of(const Loop &l, const Mine &m, Seed
 
 /* --- norms ------------------------------------------------------------------------------------------ */
 #if NORM
-#define GIVEN (NORM == 2 && CLUSTER == 0)
+#define GIVEN (NORM == 2)
 #define PAIRS(K) (NORM == 1 ? NC : (K)) /* moments that a thread has: of each row, or of each number of its unit */
 #define PAIR (NORM == 1 ? c : q)
 #define EACH_PAIR(K) _Pragma("unroll") for (int p = 0; p < PAIRS(K); p++)
 #define EACH_OF(K) _Pragma("unroll") for (int q = 0; q < (K); q++)
 /* Numbers in shared memory for the sums of h·Wh and of c. Where only one of them is taken a step, two sets take turns. */
-#define PARTS(K) (NORM == 1 ? R * WARPS * 2 : CLUSTER * WARPS * 16 * 2 * (K))
+#define SUMS (R * WARPS * 2)
 #define SETS (LSTM ? 1 : 2)
 
 __device__ __forceinline__ float inverse(float var, double eps) { return rsqrtf(var + (float)eps); }
@@ -410,17 +367,14 @@ __device__ __forceinline__ float *parts_of_norm() {
     return (float *)(rest + WARPS * (KS - KR) * TILES * 32);
 }
 
-__device__ __forceinline__ void cluster_sync() {
-#if NORM == 2 && CLUSTER > 1
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
+/* Where the moments of a step lie. */
+template <int K>
+__device__ __forceinline__ int moment_at(const Mine &m, int t, int row, int q) {
+    return NORM == 1 ? row : (t * K + q) * HIDDEN + m.unit;
 }
 
-/* The sums over all that share a moment; all threads must come here. */
-#if NORM == 1
-template <int K>
-__device__ __forceinline__ void sum_up(float (&one)[PAIRS(K)], float (&two)[PAIRS(K)], float *parts, const Loop &l,
-                                       const Mine &m) {
+/* The sums over all units of a row; all threads must come here. */
+__device__ __forceinline__ void sum_up(float (&one)[NC], float (&two)[NC], float *parts, const Mine &m) {
     float2 *part = (float2 *)parts; /* [R][WARPS] */
     EACH_ROW {
 #pragma unroll
@@ -440,151 +394,46 @@ __device__ __forceinline__ void sum_up(float (&one)[PAIRS(K)], float (&two)[PAIR
         }
     }
 }
-#else
-/* Both lanes that have a unit get the sum over their rows. */
-template <int K>
-__device__ __forceinline__ void over_lanes(float (&v)[K]) {
-    EACH_PAIR(K) v[p] += __shfl_xor_sync(~0u, v[p], 1);
-}
 
-/* Every block sends its pair to all; of the two lanes of a unit each has half of the blocks. */
-template <int K>
-__device__ __forceinline__ void send(const float (&one)[K], const float (&two)[K], float *parts, int blocks, const Mine &m) {
-#if CLUSTER > 1
-    u32 own = (u32)__cvta_generic_to_shared((float2 *)parts + blockIdx.x * K * (WARPS * 16) + m.unit);
-    for (int to = m.lane % 2; to < blocks; to += 2) {
-        u32 there;
-        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(own), "r"(to));
-        EACH_PAIR(K)
-        asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(there + p * (WARPS * 16 * 8)), "f"(one[p]), "f"(two[p])
-                     : "memory");
-    }
-    cluster_sync();
-#endif
-}
-#define SENT(from) ((const float2 *)parts)[((from) * K + p) * (WARPS * 16) + m.unit] /* [block][number][unit] */
-
-template <int K>
-__device__ __forceinline__ void sum_up(float (&one)[K], float (&two)[K], float *parts, const Loop &l, const Mine &m) {
-    over_lanes<K>(one);
-    over_lanes<K>(two);
-    if (CLUSTER < 2) return;
-    const int blocks = (int)((l.batch + R - 1) / R);
-    send<K>(one, two, parts, blocks, m);
-    EACH_PAIR(K) one[p] = two[p] = 0.0f;
-    for (int from = m.lane % 2; from < blocks; from += 2) {
-        EACH_PAIR(K) one[p] += SENT(from).x, two[p] += SENT(from).y;
-    }
-    over_lanes<K>(one);
-    over_lanes<K>(two);
-}
-
-/* How many rows of a block take part in a step; all lanes of a warp must come here. */
-__device__ __forceinline__ int rows_at(const Loop &l, int block, int t, int lane) {
-    int row = block * R + lane, left = (int)l.batch - block * R;
-    if (PLAIN || !l.lengths) return left < 0 ? 0 : left < R ? left : R;
-    return __popc(__ballot_sync(~0u, lane < R && row < l.batch && l.lengths[row] > t));
-}
-#endif
-
-/* One over how many numbers the moments go. */
-template <int K>
-__device__ __forceinline__ float share_of(const Loop &l, int t, int lane) {
-    if (NORM == 1) return 1.0f / (K * HIDDEN);
-    int count = (int)l.batch;
-    if (!PLAIN && l.lengths) {
-        count = 0;
-        for (int row = 0; row < l.batch; row += 32)
-            count += __popc(__ballot_sync(~0u, row + lane < l.batch && l.lengths[row + lane] > t));
-    }
-    return count ? 1.0f / count : 0.0f;
-}
-
-/* Where the moments of a step lie. */
-template <int K>
-__device__ __forceinline__ int moment_at(const Mine &m, int t, int row, int q) {
-    return NORM == 1 ? row : (t * K + q) * HIDDEN + m.unit;
-}
-
-#if NORM == 1
 /* Mean and variance; what `mean` was the step before is taken off first, so that little is lost. */
 template <int K>
 __device__ __forceinline__ void moments(float (&mean)[NC], float (&var)[NC], const float (&v)[NC][K], const bool (&alive)[NC],
-                                        float share, float *parts, const Loop &l, const Mine &m, int t) {
+                                        float *parts, const Mine &m) {
+    const float share = 1.0f / (K * HIDDEN);
     float one[NC] = {}, two[NC] = {};
     EACH_ROW EACH_OF(K) if (alive[c]) {
         float d = v[c][q] - mean[c];
         one[c] += d, two[c] += d * d;
     }
-    sum_up<K>(one, two, parts, l, m);
+    sum_up(one, two, parts, m);
     EACH_ROW {
         float d = one[c] * share;
         var[c] = fmaxf(two[c] * share - d * d, 0.0f);
         mean[c] += d;
     }
 }
-#else
-/* Mean and variance; each block takes the squares from its own mean, since few rows may be close together. */
-template <int K>
-__device__ __forceinline__ void moments(float (&mean)[K], float (&var)[K], const float (&v)[NC][K], const bool (&alive)[NC],
-                                        float share, float *parts, const Loop &l, const Mine &m, int t) {
-    const int blocks = CLUSTER > 1 ? (int)((l.batch + R - 1) / R) : 1, own = rows_at(l, blockIdx.x, t, m.lane);
-    float one[K] = {}, two[K] = {};
-    EACH_ROW EACH_OF(K) if (alive[c]) one[q] += v[c][q];
-    over_lanes<K>(one);
-    EACH_PAIR(K) one[p] *= own ? 1.0f / own : 0.0f;
-    EACH_ROW EACH_OF(K) if (alive[c]) two[q] += (v[c][q] - one[q]) * (v[c][q] - one[q]);
-    over_lanes<K>(two);
-    if (CLUSTER < 2) {
-        EACH_PAIR(K) mean[p] = one[p], var[p] = two[p] * share;
-        return;
-    }
-    send<K>(one, two, parts, blocks, m);
-    EACH_PAIR(K) mean[p] = var[p] = 0.0f;
-    for (int from = 0; from < blocks; from++) {
-        float weight = (float)rows_at(l, from, t, m.lane) * share;
-        EACH_PAIR(K) mean[p] += weight * SENT(from).x;
-    }
-    for (int from = 0; from < blocks; from++) {
-        float weight = (float)rows_at(l, from, t, m.lane) * share;
-        EACH_PAIR(K) {
-            float d = SENT(from).x - mean[p];
-            var[p] += SENT(from).y * share + weight * d * d;
-        }
-    }
-}
-#endif
 
 /* From the derivatives of what was normalised and scaled, times the scale, to those of what it was before. */
 template <int K>
 __device__ __forceinline__ void moments_back(float (&d)[NC][K], const float (&hat)[NC][K], const float (&var)[PAIRS(K)],
-                                             const bool (&alive)[NC], float share, float *parts, double eps, const Loop &l,
-                                             const Mine &m) {
-    float one[PAIRS(K)] = {}, two[PAIRS(K)] = {};
+                                             const bool (&alive)[NC], float *parts, double eps, const Mine &m) {
+    const float share = 1.0f / (K * HIDDEN);
+    float one[NC] = {}, two[NC] = {};
     if (!GIVEN) {
-        EACH_ROW EACH_OF(K) if (alive[c]) one[PAIR] += d[c][q], two[PAIR] += d[c][q] * hat[c][q];
-        sum_up<K>(one, two, parts, l, m);
+        EACH_ROW EACH_OF(K) if (alive[c]) one[c] += d[c][q], two[c] += d[c][q] * hat[c][q];
+        sum_up(one, two, parts, m);
     }
-    EACH_ROW EACH_OF(K)
-        d[c][q] = inverse(var[PAIR], eps) * (d[c][q] - one[PAIR] * share - hat[c][q] * (two[PAIR] * share));
+    EACH_ROW EACH_OF(K) d[c][q] = inverse(var[PAIR], eps) * (d[c][q] - one[c] * share - hat[c][q] * (two[c] * share));
 }
-
-#if NORM == 2 && CLUSTER > 1
-#define IN_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define IN_CLUSTER
-#endif
-#else
-#define IN_CLUSTER
 #endif
 
 /* --- forwards --------------------------------------------------------------------------------------- */
 #if !BACK
-extern "C" __global__ void IN_CLUSTER __launch_bounds__(THREADS, 1) forward(const Loop given, const Norm n) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop given, const Norm n) {
     __shared__ __align__(16) u32 entering[2][R * PITCH];
     __shared__ __align__(16) u32 limits[3][WARPS * 16];
     Loop l = given;
-    simplify_here(l);
+    simplify(l);
     Mine m = mine(l);
     narrow *gates = (narrow *)l.gates;
     const narrow *scale = (const narrow *)l.scale_h;
@@ -598,10 +447,9 @@ extern "C" __global__ void IN_CLUSTER __launch_bounds__(THREADS, 1) forward(cons
         if (m.in && l.b_h) bias_h[q] = widen(((const narrow *)l.b_h)[q * HIDDEN + m.unit]);
     }
 #if NORM
-    float *parts_h = parts_of_norm(), *parts_c = parts_h + SETS * PARTS(G);
+    float *parts_h = parts_of_norm(), *parts_c = parts_h + SETS * SUMS;
     float scale_h[G] = {}, scale_c = 0.0f, shift_c = 0.0f;
     float mean_h[PAIRS(G)] = {}, var_h[PAIRS(G)], mean_c[PAIRS(1)] = {}, var_c[PAIRS(1)];
-    cluster_sync(); /* nobody writes to a block that is not there yet */
     EACH_GATE if (m.in) scale_h[q] = n.scale_h[q * HIDDEN + m.unit];
     if (LSTM && m.in) scale_c = n.scale_c[m.unit], shift_c = n.shift_c[m.unit];
 #endif
@@ -668,26 +516,20 @@ extern "C" __global__ void IN_CLUSTER __launch_bounds__(THREADS, 1) forward(cons
 #if NORM
         bool alive[NC];
         EACH_ROW alive[c] = ALIVE(t);
-        const bool writes = !GIVEN && m.in && (NORM == 1 ? m.unit == 0 : blockIdx.x == 0 && m.lane % 2 == 0);
-        {
-            const float share = share_of<G>(l, t, m.lane);
-            if (GIVEN) {
-                EACH_PAIR(G) {
-                    int from = moment_at<G>(m, t, 0, p);
-                    mean_h[p] = m.in ? n.mean_h[from] : 0.0f, var_h[p] = m.in ? n.var_h[from] : 0.0f;
-                }
-            } else {
-                moments<G>(mean_h, var_h, v, alive, share, parts_h + t % SETS * PARTS(G), l, m, t);
-            }
-            EACH_ROW EACH_GATE {
-                float hat = (v[c][q] - mean_h[PAIR]) * inverse(var_h[PAIR], n.eps);
-                v[c][q] = hat * scale_h[q] + bias_h[q];
-                if (alive[c]) l.gh[(at[c] * G + q) * HIDDEN + m.unit] = hat;
-                if (writes && (NORM == 1 ? alive[c] && q == 0 : c == 0)) {
-                    int to = moment_at<G>(m, t, at[c], q);
-                    n.mean_h[to] = mean_h[PAIR], n.var_h[to] = var_h[PAIR];
-                }
-            }
+        const bool writes = !GIVEN && m.in && m.unit == 0;
+#if GIVEN
+        EACH_PAIR(G) {
+            int from = moment_at<G>(m, t, 0, p);
+            mean_h[p] = m.in ? n.mean_h[from] : 0.0f, var_h[p] = m.in ? n.var_h[from] : 0.0f;
+        }
+#else
+        moments<G>(mean_h, var_h, v, alive, parts_h + t % SETS * SUMS, m);
+#endif
+        EACH_ROW EACH_GATE {
+            float hat = (v[c][q] - mean_h[PAIR]) * inverse(var_h[PAIR], n.eps);
+            v[c][q] = hat * scale_h[q] + bias_h[q];
+            if (alive[c]) l.gh[(at[c] * G + q) * HIDDEN + m.unit] = hat;
+            if (writes && alive[c] && q == 0) n.mean_h[at[c]] = mean_h[PAIR], n.var_h[at[c]] = var_h[PAIR];
         }
 #endif
         float shows[NC][1];
@@ -710,21 +552,15 @@ extern "C" __global__ void IN_CLUSTER __launch_bounds__(THREADS, 1) forward(cons
 #endif
         }
 #if NORM && LSTM
-        {
-            const float share = share_of<1>(l, t, m.lane);
-            if (GIVEN) {
-                int from = moment_at<1>(m, t, 0, 0);
-                mean_c[0] = m.in ? n.mean_c[from] : 0.0f, var_c[0] = m.in ? n.var_c[from] : 0.0f;
-            } else {
-                moments<1>(mean_c, var_c, shows, alive, share, parts_c, l, m, t);
-            }
-            EACH_ROW EACH_OF(1) {
-                shows[c][0] = (shows[c][0] - mean_c[PAIR]) * inverse(var_c[PAIR], n.eps) * scale_c + shift_c;
-                if (writes && (NORM == 1 ? alive[c] : c == 0)) {
-                    int to = moment_at<1>(m, t, at[c], 0);
-                    n.mean_c[to] = mean_c[PAIR], n.var_c[to] = var_c[PAIR];
-                }
-            }
+#if GIVEN
+        int from = moment_at<1>(m, t, 0, 0);
+        mean_c[0] = m.in ? n.mean_c[from] : 0.0f, var_c[0] = m.in ? n.var_c[from] : 0.0f;
+#else
+        moments<1>(mean_c, var_c, shows, alive, parts_c, m);
+#endif
+        EACH_ROW EACH_OF(1) {
+            shows[c][0] = (shows[c][0] - mean_c[PAIR]) * inverse(var_c[PAIR], n.eps) * scale_c + shift_c;
+            if (writes && alive[c]) n.mean_c[at[c]] = mean_c[PAIR], n.var_c[at[c]] = var_c[PAIR];
         }
 #endif
         EACH_ROW {
@@ -759,9 +595,6 @@ extern "C" __global__ void IN_CLUSTER __launch_bounds__(THREADS, 1) forward(cons
         }
     }
     if (m.longest) store(m.longest - 1, -forth);
-#if NORM
-    cluster_sync(); /* nobody goes while others may still write to it */
-#endif
 }
 #endif
 
@@ -778,11 +611,11 @@ struct Moments {
 };
 #endif
 
-extern "C" __global__ void IN_CLUSTER __launch_bounds__(THREADS, 1) backward(const Loop given, const Norm n) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop given, const Norm n) {
     __shared__ __align__(16) u32 entering[2][R * PITCH];
     __shared__ __align__(16) u32 limits[3][WARPS * 16];
     Loop l = given;
-    simplify_here(l);
+    simplify(l);
     Mine m = mine(l);
     const narrow *gates = (const narrow *)l.gates, *scale = (const narrow *)l.scale_h;
     const bool holds = l.update.mode && l.update.hold;
@@ -791,10 +624,9 @@ extern "C" __global__ void IN_CLUSTER __launch_bounds__(THREADS, 1) backward(con
     Seeds seeds;
     Chances chances = chances_of(l, m, seeds, limits);
 #if NORM
-    float *parts_h = parts_of_norm(), *parts_c = parts_h + SETS * PARTS(G);
+    float *parts_h = parts_of_norm(), *parts_c = parts_h + SETS * SUMS;
     float scale_h[G] = {}, scale_c = 0.0f, shift_c = 0.0f, bias = 0.0f;
     Moments of_step = {}, of_later = {};
-    cluster_sync(); /* nobody writes to a block that is not there yet */
     EACH_GATE if (m.in) scale_h[q] = n.scale_h[q * HIDDEN + m.unit];
     if (LSTM && m.in) scale_c = n.scale_c[m.unit], shift_c = n.shift_c[m.unit];
     if (GRU && m.in && l.b_h) bias = widen(((const narrow *)l.b_h)[2 * HIDDEN + m.unit]);
@@ -933,7 +765,7 @@ extern "C" __global__ void IN_CLUSTER __launch_bounds__(THREADS, 1) backward(con
             }
             of_c[c][0] *= scale_c;
         }
-        moments_back<1>(of_c, hat, of_step.var_c, alive, share_of<1>(l, t, m.lane), parts_c, n.eps, l, m);
+        moments_back<1>(of_c, hat, of_step.var_c, alive, parts_c, n.eps, m);
 #endif
         EACH_ROW if (alive[c]) {
             dc[c] += f[c].dcells;
@@ -961,8 +793,7 @@ extern "C" __global__ void IN_CLUSTER __launch_bounds__(THREADS, 1) backward(con
         {
             float of_h[NC][G], hat_h[NC][G];
             EACH_ROW EACH_GATE of_h[c][q] = out[c][q] * scale_h[q], hat_h[c][q] = f[c].gh[q];
-            moments_back<G>(of_h, hat_h, of_step.var_h, alive, share_of<G>(l, t, m.lane), parts_h + t % SETS * PARTS(G),
-                            n.eps, l, m);
+            moments_back<G>(of_h, hat_h, of_step.var_h, alive, parts_h + t % SETS * SUMS, n.eps, m);
             EACH_ROW EACH_GATE out[c][q] = of_h[c][q];
         }
 #endif
@@ -972,9 +803,6 @@ extern "C" __global__ void IN_CLUSTER __launch_bounds__(THREADS, 1) backward(con
         }
     }
     if (m.longest) receive(-1, m.longest);
-#if NORM
-    cluster_sync(); /* nobody goes while others may still write to it */
-#endif
     EACH_ROW if (m.in && m.row[c] < l.batch) {
         i64 at = (i64)m.row[c] * HIDDEN + m.unit;
         l.dh[at] = dh[c];

@@ -10,19 +10,17 @@ import torch
 
 from ..loop import GATES, Backward, Loop
 from .arguments import CELLS, TYPES, Arguments, loop_arguments
-from .compiler import Kernel, chip, driver, load, pack, tf32
+from .compiler import Kernel, chip, load, pack, tf32
 
 REGISTERS = 16384 // 32  # of one of the four parts of a processor, for each lane
 OWN, OWN_NORM, OWN_ROW = 76, 32, 20  # registers of a thread beside weights: with one row, for a norm, for each more row
 MOST_SHARED = 160 * 1024  # bytes of weights: beyond, reading them each step takes longer than an exchange of blocks
 MOST_NUMBERS = 2**31  # of the gates: offsets are 32 bits wide
-MOST_BLOCKS = 16  # of a cluster
 COSTS = {1: 1.0, 2: 1.7}  # of a step, by the rows of a thread
-_LARGE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 
 
 class Norm(ctypes.Structure):
-    """`Norm` of small.cu."""
+    """`Norm` of small.cu and batch.cu."""
 
     _fields_ = [
         ("eps", ctypes.c_double),
@@ -41,8 +39,7 @@ class Plan:
     k_steps: int  # of a warp
     resident: int  # those of them whose weights are in registers
     rows: int  # of a thread; a block has twice as many
-    norm: int  # 0 none, 1 over the units, 2 over the examples
-    cluster: int  # blocks that add up the moments of a batch; 0 where those are given
+    norm: int  # 0 none, 1 over the units, 2 over the examples, given
     shared: int  # bytes
 
 
@@ -56,7 +53,6 @@ def plan(
     processors: int,
     most: int,
     norm: int = 0,
-    given: bool = False,
 ) -> Plan | None:
     """Tiles for a shape and device, or None; `size` is that of a number, `most` that of shared memory, in bytes."""
     gates, each = GATES[cell], 32 // size
@@ -64,12 +60,6 @@ def plan(
     depth = hidden * (1 if not back else 4 if gates == 3 else gates)
     k_steps = -(-depth // each)
     rows = min(COSTS, key=lambda rows: -(-batch // (2 * rows * processors)) * COSTS[rows])
-    cluster = 0
-    if norm == 2 and not given:
-        rows = 1 if batch <= 2 * MOST_BLOCKS else 2 if batch <= 4 * MOST_BLOCKS else 4
-        cluster = 1 << (-(-batch // (2 * rows)) - 1).bit_length()
-        if cluster > MOST_BLOCKS:
-            return None
     registers = min(REGISTERS // -(-warps // 4) // 8 * 8, 255) - OWN - OWN_ROW * (rows - 1) - OWN_NORM * (norm > 0)
     resident = min(k_steps, max(0, registers) // (4 * tiles))
     shared = (k_steps - resident) * tiles * warps * 512
@@ -77,18 +67,15 @@ def plan(
         return None
     if norm == 1:
         shared += 2 * (2 * rows) * warps * 8
-    elif norm == 2:  # where there is one exchange a step, two sets of sums take turns
-        shared += cluster * warps * 16 * 8 * (gates + 1 if cell == "lstm" else 2 * gates)
     entering = 2 * (2 * rows) * (8 * k_steps + 32) * 4
     if shared + entering + 256 * warps > most:
         return None
-    blocks = max(cluster, -(-batch // (2 * rows)))
-    return Plan(hidden, blocks, warps, k_steps, resident, rows, norm, cluster, shared)
+    return Plan(hidden, -(-batch // (2 * rows)), warps, k_steps, resident, rows, norm, shared)
 
 
 def plan_for(loop: Loop, back: bool) -> Plan | None:
     """The plan of a loop, or None where this kernel does not take it."""
-    if loop.w_hr is not None:
+    if loop.w_hr is not None or (loop.norm is not None and loop.norm.over == "examples" and not loop.given):
         return None
     if loop.gates.dtype == torch.float32 and not tf32():
         return None
@@ -96,10 +83,7 @@ def plan_for(loop: Loop, back: bool) -> Plan | None:
     if of.major < 8 or loop.gates.numel() >= MOST_NUMBERS:
         return None
     norm = 0 if loop.norm is None else 1 if loop.norm.over == "units" else 2
-    made = plan(
-        loop.cell, loop.gates.element_size(), loop.hidden, loop.batch, back, of.processors, of.shared, norm, loop.given
-    )
-    return None if made is not None and made.cluster > 1 and of.major < 9 else made
+    return plan(loop.cell, loop.gates.element_size(), loop.hidden, loop.batch, back, of.processors, of.shared, norm)
 
 
 def modes_of(loop: Loop, back: Backward | None) -> tuple[int, int] | None:
@@ -124,12 +108,13 @@ def run(loop: Loop, back: Backward | None) -> bool:
     kernel = _kernel(
         loop.gates.get_device(), loop.cell, loop.gates.dtype, back is not None, tiles, modes_of(loop, back)
     )
-    arguments, norm = loop_arguments(loop, back), _norm(loop, back)
+    arguments, norm = loop_arguments(loop, back), norm_arguments(loop, back)
     kernel.launch(tiles.blocks, 32 * tiles.warps, pack((arguments.struct, norm.struct)), tiles.shared)
     return True
 
 
-def _norm(loop: Loop, back: Backward | None) -> Arguments:
+def norm_arguments(loop: Loop, back: Backward | None) -> Arguments:
+    """The scales and moments of a loop's norm; empty where it has none."""
     made = Arguments(Norm)
     if loop.norm is None:
         return made
@@ -150,7 +135,7 @@ def defines_of(
     return (
         ("CELL", CELLS.index(cell)), ("TYPE", TYPES[dtype]), ("FAST", 1), ("BACK", int(back)),
         ("HIDDEN", tiles.hidden), ("WARPS", tiles.warps), ("KS", tiles.k_steps), ("KR", tiles.resident),
-        ("NC", tiles.rows), ("NORM", tiles.norm), ("CLUSTER", tiles.cluster), ("PLAIN", int(modes is not None)),
+        ("NC", tiles.rows), ("NORM", tiles.norm), ("PLAIN", int(modes is not None)),
         ("CELL_MODE", cell_mode), ("HIDDEN_MODE", hidden_mode),
     )  # fmt: skip
 
@@ -163,6 +148,4 @@ def _kernel(
     (kernel,) = load(device, "small.cu", ("backward" if back else "forward",), defines)
     with torch.cuda.device(device):
         kernel.allow_shared(tiles.shared)
-        if tiles.cluster > 8:
-            driver().cuFuncSetAttribute(kernel.handle, _LARGE_CLUSTERS, 1)
     return kernel

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..loop import Backward, Loop
+from ..products import padded
 from .arguments import CELLS, TYPES, Arguments, Launch, LaunchAttribute, Normed, Scratch, loop_arguments
-from .blas import padded, product
+from .blas import product
 from .compiler import Kernel, chip, driver, load, pack, tf32
 from .persistent import is_plain
 

@@ -240,21 +240,25 @@ static void NAME(row_back)(REAL *dv, const REAL *d, const REAL *hat, const REAL 
     for (int64_t j = 0; j < n; j++) dv[j] = rstd * (d[j] * scale[j] - m1 - hat[j] * m2);
 }
 
-/* The same for columns [from, to) over rows [0, n); `given` moments are constants. */
-static void NAME(column_back)(REAL *dv, const REAL *d, const REAL *hat, int64_t stride, const REAL *scale,
-                              const REAL *var, double eps, int64_t n, int64_t from, int64_t to, int given,
-                              REAL *restrict dscale, REAL *restrict dshift) {
-    REAL one[CHUNK], two[CHUNK], by[CHUNK], share_of = given ? 0 : (REAL)1 / (REAL)n;
+/* The same for columns [from, to) over rows [0, n); `given` moments are constants. With `mean`, `hat` is v, which is not
+ * normalised yet. */
+static void NAME(column_back)(REAL *dv, const REAL *d, const REAL *hat, const REAL *mean, int64_t stride,
+                              const REAL *scale, const REAL *var, double eps, int64_t n, int64_t from, int64_t to,
+                              int given, REAL *restrict dscale, REAL *restrict dshift) {
+    REAL one[CHUNK], two[CHUNK], by[CHUNK], less[CHUNK], rstd[CHUNK], share_of = given ? 0 : (REAL)1 / (REAL)n;
     for (int64_t j0 = from; j0 < to; j0 += CHUNK) {
         int64_t count = min64(CHUNK, to - j0);
+#pragma omp simd
         for (int64_t j = 0; j < count; j++) {
+            REAL r = NAME(inverse)(var[j0 + j], eps);
             one[j] = two[j] = 0;
-            by[j] = NAME(inverse)(var[j0 + j], eps) * scale[j0 + j];
+            by[j] = r * scale[j0 + j];
+            less[j] = mean ? mean[j0 + j] : 0, rstd[j] = mean ? r : 1;
         }
         for (int64_t b = 0; b < n; b++) {
             const REAL *restrict row = d + b * stride + j0, *restrict of = hat + b * stride + j0;
 #pragma omp simd
-            for (int64_t j = 0; j < count; j++) one[j] += row[j], two[j] += row[j] * of[j];
+            for (int64_t j = 0; j < count; j++) one[j] += row[j], two[j] += row[j] * ((of[j] - less[j]) * rstd[j]);
         }
         for (int64_t j = 0; j < count; j++) {
             dscale[j0 + j] += two[j];
@@ -265,7 +269,8 @@ static void NAME(column_back)(REAL *dv, const REAL *d, const REAL *hat, int64_t 
             const REAL *row = d + b * stride + j0, *of = hat + b * stride + j0;
             REAL *out = dv + b * stride + j0;
 #pragma omp simd
-            for (int64_t j = 0; j < count; j++) out[j] = by[j] * (row[j] - one[j] - of[j] * two[j]);
+            for (int64_t j = 0; j < count; j++)
+                out[j] = by[j] * (row[j] - one[j] - (of[j] - less[j]) * rstd[j] * two[j]);
         }
     }
 }
@@ -298,7 +303,7 @@ static int64_t NAME(layout)(const Loop *l, WORK *w) {
     PLACE(gate, b * h);
     PLACE(rstd_x, g);
     PLACE(rstd_h, g);
-    PLACE(rstd_c, h);
+    PLACE(rstd_c, h * l->threads);
 #undef PLACE
     return at;
 }
@@ -751,10 +756,10 @@ static void NAME(lstm_back_gates)(const Loop *l, WORK *w, const KEEP *keep, int6
 }
 
 /* Through a normalisation, from the derivative of its result: rows [b0, b1), or this thread's columns. */
-static void NAME(normalise_back)(const Loop *l, REAL *dv, const REAL *d, const REAL *hat, const void *vars,
-                                 const REAL *scale, void *dscales, void *dshifts, int64_t t, int64_t size, int64_t b0,
-                                 int64_t b1) {
-    const REAL *var = vars;
+static void NAME(normalise_back)(const Loop *l, REAL *dv, const REAL *d, const REAL *hat, const void *means,
+                                 const void *vars, const REAL *scale, void *dscales, void *dshifts, int64_t t,
+                                 int64_t size, int64_t b0, int64_t b1) {
+    const REAL *var = vars, *mean = means ? (const REAL *)means + t * size : NULL;
     REAL *dscale = (REAL *)dscales + thread_id() * size, *dshift = dshifts ? (REAL *)dshifts + thread_id() * size : NULL;
     if (l->norm == NORM_UNITS) {
         for (int64_t b = b0; b < b1; b++) {
@@ -764,27 +769,23 @@ static void NAME(normalise_back)(const Loop *l, REAL *dv, const REAL *d, const R
     } else {
         int64_t from, to;
         share(size, 16, &from, &to);
-        NAME(column_back)(dv, d, hat, size, scale, var + t * size, l->eps, l->counts[t], from, to, (int)l->norm_given,
-                          dscale, dshift);
+        NAME(column_back)(dv, d, hat, mean, size, scale, var + t * size, l->eps, l->counts[t], from, to,
+                          (int)l->norm_given, dscale, dshift);
     }
 }
 
 /* Of both products of a step, the gates of all rows being done; x·Wx is normalised once more. */
-static void NAME(normalise_both_back)(const Loop *l, WORK *w, int64_t t, int64_t g, int64_t b0, int64_t b1) {
+static void NAME(normalise_both_back)(const Loop *l, int64_t t, int64_t g, int64_t b0, int64_t b1) {
     int64_t at = l->offsets[t] * g;
-    int rows = l->norm == NORM_UNITS;
     REAL *x = (REAL *)l->dx + at;
-    const REAL *mean = (const REAL *)l->mean_x + (rows ? l->offsets[t] : t * g);
-    const REAL *var = (const REAL *)l->var_x + (rows ? l->offsets[t] : t * g);
-    if (!rows) {
-        NAME(columns)(l, NULL, g, l->mean_x, l->var_x, w->rstd_x, t);
-        barrier();
-    }
-    for (int64_t b = b0; b < b1; b++)
-        NAME(hat_of_row)(l, x + b * g, x + b * g, rows ? mean + b : mean, rows ? var + b : var, w->rstd_x, 0, g);
+    const REAL *mean = (const REAL *)l->mean_x + l->offsets[t], *var = (const REAL *)l->var_x + l->offsets[t];
+    int rows = l->norm == NORM_UNITS;
     if (!rows) barrier();
-    NAME(normalise_back)(l, x, (const REAL *)l->dgx + at, x, l->var_x, l->norm_x, l->dscale_x, NULL, t, g, b0, b1);
-    NAME(normalise_back)(l, (REAL *)l->dgh + at, (const REAL *)l->dsh + at, (const REAL *)l->gh + at, l->var_h,
+    for (int64_t b = b0; rows && b < b1; b++)
+        NAME(hat_of_row)(l, x + b * g, x + b * g, mean + b, var + b, NULL, 0, g);
+    NAME(normalise_back)(l, x, (const REAL *)l->dgx + at, x, rows ? NULL : l->mean_x, l->var_x, l->norm_x, l->dscale_x,
+                         NULL, t, g, b0, b1);
+    NAME(normalise_back)(l, (REAL *)l->dgh + at, (const REAL *)l->dsh + at, (const REAL *)l->gh + at, NULL, l->var_h,
                          l->norm_h, l->dscale_h, NULL, t, g, b0, b1);
 }
 
@@ -805,10 +806,14 @@ static void NAME(lstm_backward)(const Loop *l, WORK *w, int64_t t) {
         barrier();
     }
     NAME(region)(l, n, h, &b0, &b1, &j0, &j1);
+    WORK own = *w; /* 1 / deviation of c: each thread has its own, and waits for nobody */
     if (l->norm == NORM_EXAMPLES) {
-        NAME(columns)(l, NULL, h, l->mean_c, l->var_c, w->rstd_c, t);
-        barrier();
+        const REAL *restrict var = (const REAL *)l->var_c + t * h;
+        own.rstd_c = w->rstd_c + thread_id() * h;
+#pragma omp simd
+        for (int64_t j = 0; j < h; j++) own.rstd_c[j] = NAME(inverse)(var[j], l->eps);
     }
+    w = &own;
     for (int64_t b = b0; b < b1; b++)
         for (int64_t from = j0; from < j1; from += CHUNK) {
             int64_t to = min64(j1, from + CHUNK);
@@ -819,8 +824,8 @@ static void NAME(lstm_backward)(const Loop *l, WORK *w, int64_t t) {
         }
     if (!l->norm) return;
     if (l->norm == NORM_EXAMPLES) barrier();
-    NAME(normalise_back)(l, w->raw, (const REAL *)l->dnc + off * h, (const REAL *)l->chat + off * h, l->var_c, l->norm_c,
-                         l->dscale_c, l->dshift_c, t, h, b0, b1);
+    NAME(normalise_back)(l, w->raw, (const REAL *)l->dnc + off * h, (const REAL *)l->chat + off * h, NULL, l->var_c,
+                         l->norm_c, l->dscale_c, l->dshift_c, t, h, b0, b1);
     if (l->norm == NORM_EXAMPLES) barrier();
     for (int64_t b = b0; b < b1; b++)
         for (int64_t from = j0; from < j1; from += CHUNK) {
@@ -828,10 +833,10 @@ static void NAME(lstm_backward)(const Loop *l, WORK *w, int64_t t) {
             NAME(keeps)(l, &keep, t, b, from, to, 1, 0);
             NAME(lstm_back_gates)(l, w, &keep, t, b, from, to);
         }
-    NAME(normalise_both_back)(l, w, t, 4 * h, b0, b1);
+    NAME(normalise_both_back)(l, t, 4 * h, b0, b1);
 }
 
-static void NAME(gru_backward)(const Loop *l, WORK *w, int64_t t) {
+static void NAME(gru_backward)(const Loop *l, int64_t t) {
     int64_t h = l->hidden, off = l->offsets[t], n = l->counts[t], b0, b1, j0, j1;
     REAL d[CHUNK], product[CHUNK];
     KEEP keep;
@@ -862,10 +867,10 @@ static void NAME(gru_backward)(const Loop *l, WORK *w, int64_t t) {
                 dh[j] += one * z[j];
             }
         }
-    if (l->norm) NAME(normalise_both_back)(l, w, t, 3 * h, b0, b1);
+    if (l->norm) NAME(normalise_both_back)(l, t, 3 * h, b0, b1);
 }
 
-static void NAME(rnn_backward)(const Loop *l, WORK *w, int64_t t) {
+static void NAME(rnn_backward)(const Loop *l, int64_t t) {
     int64_t h = l->hidden, off = l->offsets[t], n = l->counts[t], b0, b1, j0, j1;
     int relu = l->cell == RNN_RELU;
     KEEP keep;
@@ -880,7 +885,7 @@ static void NAME(rnn_backward)(const Loop *l, WORK *w, int64_t t) {
 #pragma omp simd
             for (int64_t j = from; j < to; j++) d[j] *= relu ? (v[j] > 0 ? (REAL)1 : (REAL)0) : 1 - v[j] * v[j];
         }
-    if (l->norm) NAME(normalise_both_back)(l, w, t, h, b0, b1);
+    if (l->norm) NAME(normalise_both_back)(l, t, h, b0, b1);
 }
 
 /* What goes back to the state after a reset, and no further. */
@@ -911,9 +916,9 @@ static void NAME(run_backward)(const Loop *l, WORK *w) {
         if (l->cell == LSTM)
             NAME(lstm_backward)(l, w, t);
         else if (l->cell == GRU)
-            NAME(gru_backward)(l, w, t);
+            NAME(gru_backward)(l, t);
         else
-            NAME(rnn_backward)(l, w, t);
+            NAME(rnn_backward)(l, t);
         barrier();
         const REAL *left = (const REAL *)l->dgh + l->offsets[t] * g;
         NAME(product)(n, g, p, left, g, w->w_hh, l->scale_h ? w->h_in : (REAL *)l->dh, p, !l->scale_h);

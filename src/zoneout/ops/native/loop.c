@@ -113,6 +113,22 @@ static void stream_words(const Stream *s, uint32_t *words, int64_t from, int64_t
     }
 }
 
+/* [batch, units] at step 0: 0 where a stream drops a unit, 1 / (1 - rate) elsewhere. */
+void zoneout_scale(const Stream *s, const int64_t *examples, int64_t batch, int64_t units, double *out) {
+    enum { BLOCK = 1024 };
+    uint32_t words[BLOCK] __attribute__((aligned(64)));
+    for (int64_t row = 0; row < batch; row++)
+        for (int64_t from = 0; from < units; from += BLOCK) {
+            int64_t to = min64(units, from + BLOCK);
+            stream_words(s, words, from, to, examples[row], 0);
+            for (int64_t j = from; j < to; j++) {
+                double rate = s->rate[j * s->stride];
+                uint32_t bits = words[j - from] >> (s->high ? 16 : 0) & 0xFFFF;
+                out[row * units + j] = bits < rint(rate * 65536) ? 0.0 : 1 / (1 - rate);
+            }
+        }
+}
+
 INLINE int same_words(const Stream *a, const Stream *b) {
     return a->seed == b->seed && a->plane == b->plane && a->sees_step == b->sees_step &&
            a->sees_example == b->sees_example && a->sees_unit == b->sees_unit;

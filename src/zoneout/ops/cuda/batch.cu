@@ -1,0 +1,845 @@
+/* All steps in one launch with recurrent batch norm: a block owns a few units for the whole batch, so that the moments are
+ * taken inside of it, and the blocks of one cluster exchange what enters the product once a step.
+ *
+ * Compiled with BACK (0 forwards, 1 backwards), HIDDEN, BLOCKS (of the cluster), PARTS (of 8 units that a block has), BANDS
+ * (of 16 rows), OWN (pieces of the weights that are in registers; the others lie in shared memory), PAIRED (two neighbouring
+ * numbers may be read at once) and PLAIN (nothing but zoneout with a mask for each unit, all rows to the end; CELL_MODE and
+ * HIDDEN_MODE are then those of the two streams).
+ *
+ * A warp has a band of one part: a tile of sums for each gate, where a thread finds all gates of two units of two rows. The
+ * same thread of another block has other units of the same rows. So what a thread sends is what the same lane over there
+ * needs, and nothing has to be rearranged. Forwards each block sends its h to all, who take the product with their own
+ * columns of W_h. Backwards each takes the product of its derivatives with all of W_h's columns and sends every block the
+ * sums for its units: half as much to send as the derivatives themselves, a quarter in TF32.
+ *
+ * Two buffers take turns, so that one barrier a step is enough: whoever sends step t + 1 knows that all have read step t - 1.
+ */
+#define WARPS (BANDS * PARTS)
+#define THREADS (32 * WARPS)
+#define GE (BACK ? (G == 3 ? 4 : G) : 1)       /* numbers of a unit in what enters the product */
+#define EACH (TYPE ? 2 : 1)                    /* numbers of a word */
+#define OF_PART ((2 * GE + EACH - 1) / EACH)   /* words of two units of a row */
+#define KP ((OF_PART + 1) / 2)                 /* k-steps of a part, backwards; a k-step takes two words */
+#define KS (BACK ? PARTS * KP : (BLOCKS * PARTS * OF_PART + 1) / 2)
+#define TILES (BACK ? BLOCKS : G)              /* of 8 columns of the right factor */
+#define REST (KS * TILES - OWN)                /* pieces of weights in shared memory */
+#define CHAINS (G > 1 ? 1 : 4)                 /* of sums, so that one product need not wait for the one before */
+#define COLUMNS (G > 1 ? 8 : 2)                /* numbers of h·Wh of two units, a power of two */
+#define AHEAD 6                                /* steps, for what is brought into the L2 */
+
+#if BACK || !TYPE
+typedef uint4 Slot; /* what a thread sends to a block */
+#else
+typedef uint2 Slot;
+#endif
+
+struct Shared {
+    Slot sent[2][BLOCKS * THREADS];                     /* [turn][from][thread] */
+    uint4 lent[BACK && PARTS > 1 ? KP * THREADS : 1];   /* what enters the product, to the block's other part */
+    float2 sums_h[THREADS], sums_c[THREADS];
+    int lengths[BANDS * 16];
+};
+
+__device__ __forceinline__ Shared &here() {
+    extern __shared__ __align__(16) char shared[];
+    return *(Shared *)shared;
+}
+
+/* --- numbers ---------------------------------------------------------------------------------------- */
+
+/* Volatile, so that it is done where it stands: while others are waited for. */
+__device__ __forceinline__ float inverse(float var, double eps) {
+    float out;
+    asm volatile("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(var + (float)eps));
+    return out;
+}
+
+/* Two neighbouring units of a row; of the second it is said whether it is there. */
+struct LateTwo { /* see Late */
+    u32 bits[PAIRED && TYPE ? 1 : 2];
+};
+__device__ __forceinline__ LateTwo late_two(const narrow *from, bool second) {
+    LateTwo out;
+#if PAIRED && TYPE
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(out.bits[0]) : "l"(from));
+#elif PAIRED
+    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(out.bits[0]), "=r"(out.bits[1]) : "l"(from));
+#else
+    out.bits[0] = late(from).bits;
+    out.bits[1] = second ? late(from + 1).bits : 0;
+#endif
+    return out;
+}
+__device__ __forceinline__ float widen(const LateTwo &v, int u) {
+#if PAIRED && TYPE
+    return widen((narrow)(v.bits[0] >> 16 * u));
+#else
+    return widen(Late{v.bits[u]});
+#endif
+}
+__device__ __forceinline__ float2 two_at(const float *from, bool second) {
+    return PAIRED ? *(const float2 *)from : make_float2(from[0], second ? from[1] : 0.0f);
+}
+__device__ __forceinline__ float of_two(const float2 &v, int u) { return u ? v.y : v.x; }
+__device__ __forceinline__ void put_two(float *to, float low, float high, bool second) {
+    if (PAIRED) {
+        *(float2 *)to = make_float2(low, high);
+    } else {
+        to[0] = low;
+        if (second) to[1] = high;
+    }
+}
+__device__ __forceinline__ void put_two_narrow(narrow *to, float low, float high, bool second) {
+#if !TYPE
+    put_two(to, low, high, second);
+#else
+    if (PAIRED) {
+        *(u32 *)to = pair(low, high);
+    } else {
+        to[0] = narrowed(low);
+        if (second) to[1] = narrowed(high);
+    }
+#endif
+}
+
+/* --- what a thread has to do ------------------------------------------------------------------------ */
+
+struct Mine { /* two units of two rows */
+    int warp, lane, part, band, unit;
+    bool in[2];            /* whether there are such units */
+    int row[2], length[2]; /* a row that is not there has no steps */
+    u32 example[2];
+};
+
+#define EACH_ROW _Pragma("unroll") for (int r = 0; r < 2; r++)
+#define EACH_UNIT _Pragma("unroll") for (int u = 0; u < 2; u++)
+#define EACH_GATE _Pragma("unroll") for (int q = 0; q < G; q++)
+#define EACH_OF(K) _Pragma("unroll") for (int i = 0; i < (K); i++)
+#define ALIVE(t) (PLAIN ? m.length[r] > 0 : (t) < m.length[r])
+#define THERE(t) (m.in[0] && ALIVE(t))
+
+__device__ __forceinline__ Mine mine(const Loop &l) {
+    Mine m;
+    m.warp = threadIdx.x / 32, m.lane = threadIdx.x % 32, m.part = m.warp / BANDS, m.band = m.warp % BANDS;
+    m.unit = (blockIdx.x * PARTS + m.part) * 8 + m.lane % 4 * 2;
+    m.in[0] = m.unit < HIDDEN, m.in[1] = m.unit + 1 < HIDDEN;
+    EACH_ROW {
+        m.row[r] = m.band * 16 + r * 8 + m.lane / 4;
+        bool there = m.row[r] < l.batch;
+        m.length[r] = there ? (int)length_of(l, m.row[r]) : 0;
+        m.example[r] = there ? (u32)l.examples[m.row[r]] : 0;
+        if (m.part == 0 && m.lane % 4 == 0) here().lengths[m.row[r]] = m.length[r];
+    }
+    return m;
+}
+
+/* --- the cluster ------------------------------------------------------------------------------------ */
+
+__device__ __forceinline__ void arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void await() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+/* To the same place in another block. */
+__device__ __forceinline__ void send(const Slot *own, const Slot &v, int to) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"((u32)__cvta_generic_to_shared(own)), "r"(to));
+#if BACK || !TYPE
+    asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(there), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+#else
+    asm volatile("st.shared::cluster.v2.u32 [%0], {%1, %2};" ::"r"(there), "r"(v.x), "r"(v.y) : "memory");
+#endif
+}
+
+/* The i-th block to send to: at any time each is sent to by another. */
+__device__ __forceinline__ int block_at(int i) {
+    int to = blockIdx.x + i;
+    return to < BLOCKS ? to : to - BLOCKS;
+}
+
+/* --- the product ------------------------------------------------------------------------------------ */
+
+/* Word `word` of the depth and a column of a tile, as a thread of column pair `from` of the left factor has it. */
+__device__ __forceinline__ u32 weights_at(const Loop &l, int part, int tile, int column, int word, int from) {
+    auto number = [&](int n) { /* of the thread's */
+#if BACK
+        int p = word / (2 * KP) /* of the block */, gate = n % GE;
+        int source = (blockIdx.x * PARTS + p) * 8 + from * 2 + n / GE;
+        int unit = (block_at(tile) * PARTS + part) * 8 + column;
+        bool in = n < 2 * GE && gate < G;
+#else
+        int gate = tile, source = n / 2 * 8 + from * 2 + n % 2, unit = (blockIdx.x * PARTS + part) * 8 + column;
+        bool in = true;
+#endif
+        if (!in || source >= HIDDEN || unit >= HIDDEN) return 0.0f;
+        int row = gate * HIDDEN + (BACK ? source : unit), at = BACK ? unit : source;
+        return widen(((const narrow *)l.w_hh)[row * HIDDEN + at]);
+    };
+    const int n = (BACK ? word % (2 * KP) : word) * EACH;
+#if TYPE
+    return pair(number(n), number(n + 1));
+#else
+    return bits(number(n));
+#endif
+}
+
+struct Weights {
+    u32 own[OWN > 0 ? OWN : 1][2];
+    const uint2 *rest; /* [REST][32 lanes] of the part */
+};
+
+__device__ __forceinline__ void load_weights(const Loop &l, Weights &w, const Mine &m) {
+    uint2 *to = (uint2 *)(&here() + 1) + m.part * REST * 32 + m.lane;
+    w.rest = to;
+#pragma unroll
+    for (int s = 0; s < KS; s++)
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+            const int i = s * TILES + tile;
+            u32 low = weights_at(l, m.part, tile, m.lane / 4, s * 2, m.lane % 4);
+            u32 high = weights_at(l, m.part, tile, m.lane / 4, s * 2 + 1, m.lane % 4);
+            if (i < OWN) {
+                w.own[i < OWN ? i : 0][0] = low, w.own[i < OWN ? i : 0][1] = high;
+            } else if (m.band == 0) {
+                to[(i - OWN) * 32] = make_uint2(low, high);
+            }
+        }
+}
+
+/* One k-step of one tile; those in shared memory are read again each time. */
+__device__ __forceinline__ void add_step(float *sum, const u32 *a, const Weights &w, int s, int tile) {
+    const int i = s * TILES + tile;
+    if (i < OWN) {
+        const u32 *one = w.own[i < OWN ? i : 0];
+        multiply(sum, a, one[0], one[1]);
+    } else {
+        uint2 one = w.rest[(i - OWN) * 32];
+        multiply(sum, a, one.x, one.y);
+    }
+}
+
+/* --- memory ----------------------------------------------------------------------------------------- */
+
+/* What step t reads of an array, into the L2: all threads of the cluster bring a line each. Where rows are turned around
+ * within their lengths some of it is brought too early. */
+__device__ __forceinline__ void bring(const Loop &l, const void *from, int width, int t) {
+    if (t < 0 || t >= l.steps) return;
+    i64 size = l.batch * width;
+    const char *begin = (const char *)from + position(l, t, l.steps) * size;
+    for (int at = (blockIdx.x * THREADS + threadIdx.x) * 128; at < size; at += BLOCKS * THREADS * 128)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(begin + at));
+}
+
+/* --- noise ------------------------------------------------------------------------------------------ */
+
+struct Seeds {
+    u64 cell, hidden, update;
+    bool same; /* one word serves cell and hidden state */
+};
+
+__device__ __forceinline__ Seeds seeds_of(const Loop &l) {
+    Seeds s;
+    s.cell = l.cell.mode == DRAWN ? (u64)*l.cell.seed : 0;
+    s.hidden = l.hidden_state.mode == DRAWN ? (u64)*l.hidden_state.seed : 0;
+    s.update = l.update.mode == DRAWN ? (u64)*l.update.seed : 0;
+    Noise one = {0, 0.0f, s.cell}, two = {0, 0.0f, s.hidden};
+    s.same = l.cell.mode == DRAWN && (PLAIN || same_words(l.cell, one, l.hidden_state, two));
+    return s;
+}
+
+/* The words of both units of both rows. Four units share a draw, so of two lanes with the same four each draws for one of
+ * the rows; all lanes of a warp must come here. */
+__device__ __forceinline__ void draw_words(u32 (&word)[2][2], const Loop &l, const Mine &m, const Stream &s, u64 seed, int t) {
+    const bool odd = m.lane % 2;
+    u32 w[4], step = step_of(l, t, odd ? m.length[1] : m.length[0]), example = odd ? m.example[1] : m.example[0];
+    philox(w, seed, s.sees_unit ? m.unit / 4 : 0, s.sees_example ? example : 0, s.sees_step ? step : 0, s.plane);
+    if (!s.sees_unit) w[1] = w[2] = w[3] = w[0];
+    u32 low = __shfl_xor_sync(~0u, odd ? w[0] : w[2], 1), high = __shfl_xor_sync(~0u, odd ? w[1] : w[3], 1);
+    word[0][0] = odd ? low : w[0], word[0][1] = odd ? high : w[1];
+    word[1][0] = odd ? w[2] : low, word[1][1] = odd ? w[3] : high;
+}
+
+/* Bits [row][unit]: whether the old value is kept. */
+__device__ __forceinline__ u32 below(const u32 (&word)[2][2], const Stream &s, u32 limit0, u32 limit1) {
+    u32 out = 0;
+    EACH_ROW EACH_UNIT {
+        u32 v = word[r][u] >> (s.high ? 16 : 0) & 0xFFFF;
+        out |= (u32)(v < (u ? limit1 : limit0)) << (r * 2 + u);
+    }
+    return out;
+}
+
+/* Bits [stream][row][unit] of a step. */
+__device__ __forceinline__ u32 draw(const Loop &l, const Mine &m, const Seeds &seeds, const Noises (&n)[2], int t) {
+    u32 word[2][2] = {}, kept = 0;
+    if (l.cell.mode == DRAWN) {
+        draw_words(word, l, m, l.cell, seeds.cell, t);
+        kept = below(word, l.cell, n[0].cell.threshold, n[1].cell.threshold);
+    }
+    if (l.hidden_state.mode == DRAWN) {
+        if (!seeds.same) draw_words(word, l, m, l.hidden_state, seeds.hidden, t);
+        kept |= below(word, l.hidden_state, n[0].hidden.threshold, n[1].hidden.threshold) << 4;
+    }
+    if (l.update.mode == DRAWN) {
+        draw_words(word, l, m, l.update, seeds.update, t);
+        kept |= below(word, l.update, n[0].update.threshold, n[1].update.threshold) << 8;
+    }
+    return kept;
+}
+
+__device__ __forceinline__ Keep keep_at(const Loop &l, u32 kept, const Noises &n, int r, int u) {
+    const int at = r * 2 + u;
+    return {l.cell.mode == EXPECTED ? n.cell.rate : kept >> at & 1 ? 1.0f : 0.0f,
+            l.hidden_state.mode == EXPECTED ? n.hidden.rate : kept >> (at + 4) & 1 ? 1.0f : 0.0f,
+            l.update.mode == EXPECTED ? n.update.rate : kept >> (at + 8) & 1 ? 1.0f : 0.0f};
+}
+
+/* --- norms ------------------------------------------------------------------------------------------ */
+
+/* How many rows of a band take part in a step; all lanes of a warp must come here. */
+__device__ __forceinline__ int rows_at(const Loop &l, int band, int t, int lane) {
+    int left = (int)l.batch - band * 16;
+    if (PLAIN || !l.lengths) return left < 16 ? left : 16;
+    return __popc(__ballot_sync(~0u, lane < 16 && here().lengths[band * 16 + lane % 16] > t));
+}
+
+struct Counts {
+    float own, share, weight[BANDS]; /* one over the rows of the own band and of all, and the share of each band */
+};
+
+__device__ __forceinline__ Counts counts_at(const Loop &l, const Mine &m, int t) {
+    Counts c;
+    int total = 0, rows[BANDS], own = rows_at(l, m.band, t, m.lane);
+    EACH_OF(BANDS) rows[i] = rows_at(l, i, t, m.lane), total += rows[i];
+    c.own = own ? __fdividef(1.0f, own) : 0.0f, c.share = total ? __fdividef(1.0f, total) : 0.0f;
+    EACH_OF(BANDS) c.weight[i] = rows[i] * c.share;
+    return c;
+}
+
+/* The number of COUNT that a lane has after `over_rows`, and a lane with the same columns that has a number. */
+template <int COUNT>
+__device__ __forceinline__ int number_of(int lane) {
+    return lane / 4 * COUNT / 8;
+}
+template <int COUNT>
+__device__ __forceinline__ float from_number(float v, int number, int lane) {
+    return __shfl_sync(~0u, v, number * (32 / COUNT) + lane % 4);
+}
+
+/* `a` where the mask is all ones, `b` where it is zero: without a branch. */
+__device__ __forceinline__ float choose(u32 mask, float a, float b) {
+    return __uint_as_float((__float_as_uint(a) & mask) | (__float_as_uint(b) & ~mask));
+}
+
+/* Ones where a bit of the lane is set; the compiler may not know, or it would branch. */
+__device__ __forceinline__ u32 mask_of(int lane, int far) {
+    u32 mask = lane & far ? ~0u : 0;
+    asm("" : "+r"(mask));
+    return mask;
+}
+
+/* Sums over the eight lanes with the same columns; each is left with one of COUNT numbers. */
+template <int COUNT>
+__device__ __forceinline__ float over_rows(float (&v)[COUNT], int lane) {
+#pragma unroll
+    for (int far = 16; far >= 4; far /= 2) {
+        const int left = COUNT * far / 32;
+        if (left) {
+            const u32 mask = mask_of(lane, far);
+            EACH_OF(left) {
+                float give = choose(mask, v[i], v[i + left]), keep = choose(mask, v[i + left], v[i]);
+                v[i] = keep + __shfl_xor_sync(~0u, give, far);
+            }
+        } else {
+            v[0] += __shfl_xor_sync(~0u, v[0], far);
+        }
+    }
+    return v[0];
+}
+
+/* A lane's own number. */
+template <int COUNT>
+__device__ __forceinline__ float own_of(float (&v)[COUNT], int lane) {
+#pragma unroll
+    for (int far = 16; far >= 4; far /= 2) {
+        const int left = COUNT * far / 32;
+        EACH_OF(left) v[i] = choose(mask_of(lane, far), v[i + left], v[i]);
+    }
+    return v[0];
+}
+
+/* Mean and one over the deviation of COUNT columns. A band takes its sums from the first of its rows, since rows may be
+ * close together; returned are mean and variance of the lane's number. */
+template <int COUNT>
+__device__ __forceinline__ float2 moments(float (&mean)[COUNT], float (&rstd)[COUNT], const float (&v)[2][COUNT],
+                                          const bool (&alive)[2], const Counts &counts, float2 *sums, double eps,
+                                          const Mine &m) {
+    float first[COUNT], one[COUNT], two[COUNT];
+    u32 low = PLAIN ? 1 : __ballot_sync(~0u, alive[0]), high = PLAIN ? 0 : __ballot_sync(~0u, alive[1]);
+    const int from = (low ? __ffs(low) : high ? __ffs(high) : 1) - 1 + m.lane % 4; /* lanes of a row live and end together */
+    EACH_OF(COUNT) first[i] = __shfl_sync(~0u, low ? v[0][i] : v[1][i], from);
+    EACH_OF(COUNT) {
+        float d0 = alive[0] ? v[0][i] - first[i] : 0.0f, d1 = alive[1] ? v[1][i] - first[i] : 0.0f;
+        one[i] = d0 + d1, two[i] = d0 * d0 + d1 * d1;
+    }
+    float sum = over_rows<COUNT>(one, m.lane), squares = over_rows<COUNT>(two, m.lane), off = sum * counts.own;
+    float2 own = make_float2(own_of<COUNT>(first, m.lane) + off, fmaxf(squares - sum * off, 0.0f));
+    sums[threadIdx.x] = counts.own > 0.0f ? own : make_float2(0.0f, 0.0f);
+    __syncthreads();
+    float2 band[BANDS];
+    own = make_float2(0.0f, 0.0f);
+    EACH_OF(BANDS) {
+        band[i] = sums[(m.part * BANDS + i) * 32 + m.lane];
+        own.x += counts.weight[i] * band[i].x;
+    }
+    EACH_OF(BANDS) {
+        float d = band[i].x - own.x;
+        own.y += band[i].y * counts.share + counts.weight[i] * d * d;
+    }
+    float scale = inverse(own.y, eps);
+    EACH_OF(COUNT) mean[i] = from_number<COUNT>(own.x, i, m.lane), rstd[i] = from_number<COUNT>(scale, i, m.lane);
+    return own;
+}
+
+/* From the derivatives of what was normalised and scaled, times the scale, to those of what it was before. */
+template <int COUNT>
+__device__ __forceinline__ void moments_back(float (&d)[2][COUNT], const float (&hat)[2][COUNT], const float (&rstd)[COUNT],
+                                             const bool (&alive)[2], float share, float2 *sums, const Mine &m) {
+    float one[COUNT], two[COUNT];
+    EACH_OF(COUNT) {
+        float d0 = alive[0] ? d[0][i] : 0.0f, d1 = alive[1] ? d[1][i] : 0.0f;
+        one[i] = d0 + d1, two[i] = d0 * hat[0][i] + d1 * hat[1][i];
+    }
+    float sum = over_rows<COUNT>(one, m.lane), with_hat = over_rows<COUNT>(two, m.lane);
+    sums[threadIdx.x] = make_float2(sum, with_hat);
+    __syncthreads();
+    sum = with_hat = 0.0f;
+    EACH_OF(BANDS) {
+        float2 band = sums[(m.part * BANDS + i) * 32 + m.lane];
+        sum += band.x, with_hat += band.y;
+    }
+    sum *= share, with_hat *= share;
+    EACH_OF(COUNT) {
+        float mean = from_number<COUNT>(sum, i, m.lane), slope = from_number<COUNT>(with_hat, i, m.lane);
+        EACH_ROW d[r][i] = rstd[i] * (d[r][i] - mean - hat[r][i] * slope);
+    }
+}
+
+/* --- forwards --------------------------------------------------------------------------------------- */
+#if !BACK
+/* h times the block's columns: c[row][unit] of each gate. */
+__device__ __forceinline__ void product(float (&sum)[CHAINS][G][4], const Weights &w, const Slot *sent, const Mine &m) {
+    const Slot *from = sent + m.band * 32 + m.lane;
+#pragma unroll
+    for (int s = 0; s < KS; s++) {
+#if TYPE
+        uint2 low = from[s * 2 * BANDS * 32], high = make_uint2(0, 0);
+        if (s * 2 + 1 < BLOCKS * PARTS) high = from[(s * 2 + 1) * BANDS * 32];
+        u32 a[4] = {low.x, low.y, high.x, high.y};
+#else
+        uint4 v = from[s * BANDS * 32];
+        u32 a[4] = {v.x, v.y, v.z, v.w};
+#endif
+        EACH_GATE add_step(sum[s % CHAINS][q], a, w, s, q);
+    }
+}
+
+/* Both rows and units, as they enter the product of all blocks. */
+__device__ __forceinline__ void send_all(Slot *sent, const float (&v)[2][2]) {
+#if TYPE
+    Slot slot = make_uint2(pair(v[0][0], v[0][1]), pair(v[1][0], v[1][1]));
+#else
+    Slot slot = make_uint4(bits(v[0][0]), bits(v[1][0]), bits(v[0][1]), bits(v[1][1]));
+#endif
+#pragma unroll
+    for (int i = 0; i < BLOCKS; i++) send(sent + blockIdx.x * THREADS + threadIdx.x, slot, block_at(i));
+}
+
+extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1)
+    forward(const Loop given, const Norm n) {
+    Shared &shared = here();
+    Loop l = given;
+    simplify(l);
+    const Mine m = mine(l);
+    narrow *gates = (narrow *)l.gates;
+    Weights w;
+    load_weights(l, w, m);
+    const Seeds seeds = seeds_of(l);
+    Noises noises[2] = {};
+    float bias[2][G] = {}, scale_h[2][G] = {}, scale_c[2] = {}, shift_c[2] = {}; /* x's part comes with its own bias */
+    EACH_UNIT if (m.in[u]) {
+        noises[u] = noises_of(l, m.unit + u);
+        EACH_GATE {
+            if (l.b_h) bias[u][q] = widen(((const narrow *)l.b_h)[q * HIDDEN + m.unit + u]);
+            scale_h[u][q] = n.scale_h[q * HIDDEN + m.unit + u];
+        }
+        if (LSTM) scale_c[u] = n.scale_c[m.unit + u], shift_c[u] = n.shift_c[m.unit + u];
+    }
+
+    float h[2][2] = {}, state[2][2] = {}, o[2][2] = {}, enters[2][2] = {}; /* enters: what h is multiplied with */
+    float a[2][2][G] = {}, hat[2][COLUMNS] = {};
+    LateTwo pre[2][G] = {}; /* x's part */
+    bool cut[2] = {}, cut_next[2] = {};
+    int at[2]; /* row of this step; at · G · H stays below 2³¹ */
+    const int forth = l.reverse ? -(int)l.batch : (int)l.batch;
+    u32 kept = 0;
+    Counts counts = {};
+    /* What step t needs beside h. */
+    auto prepare = [&](int t) {
+        EACH_ROW if (THERE(t)) {
+            int gate = at[r] * (G * HIDDEN) + m.unit;
+            EACH_GATE pre[r][q] = late_two(gates + gate + q * HIDDEN, m.in[1]);
+            cut_next[r] = t + 1 < m.length[r] && cut_at(l, t + 1, m.row[r], m.length[r]);
+        }
+        bring(l, gates, G * HIDDEN * sizeof(narrow), t + AHEAD);
+        kept = draw(l, m, seeds, noises, t);
+        if (!PLAIN && l.lengths) counts = counts_at(l, m, t);
+    };
+    EACH_ROW {
+        at[r] = (int)at_of(l, 0, m.row[r], m.length[r]);
+        if (THERE(0)) cut[r] = cut_at(l, 0, m.row[r], m.length[r]);
+        EACH_UNIT if (ALIVE(0) && m.in[u]) {
+            i64 start = (i64)m.row[r] * HIDDEN + m.unit + u;
+            h[r][u] = start_h(l, cut[r], start);
+            if (LSTM) state[r][u] = start_c(l, cut[r], start);
+            enters[r][u] = l.scale_h ? widen(((const narrow *)l.scale_h)[start]) : 1.0f;
+        }
+    }
+    arrive(); /* nobody writes to a block that is not there yet */
+    await();
+    counts = counts_at(l, m, 0);
+    {
+        float out[2][2];
+        EACH_ROW EACH_UNIT out[r][u] = l.scale_h ? h[r][u] * enters[r][u] : h[r][u];
+        send_all(shared.sent[0], out);
+    }
+    arrive();
+    prepare(0);
+
+    for (int t = 0; t < l.steps; t++) {
+        await();
+        float sum[CHAINS][G][4] = {};
+        product(sum, w, shared.sent[t & 1], m);
+        bool alive[2];
+        float v[2][COLUMNS] = {}, mean[COLUMNS], rstd[COLUMNS];
+        EACH_ROW {
+            alive[r] = ALIVE(t);
+            EACH_GATE EACH_UNIT {
+                float &to = v[r][q * 2 + u] = sum[0][q][r * 2 + u];
+#pragma unroll
+                for (int i = 1; i < CHAINS; i++) to += sum[i][q][r * 2 + u];
+            }
+        }
+        float2 of_h = moments<COLUMNS>(mean, rstd, v, alive, counts, shared.sums_h, n.eps, m), of_c = make_float2(0.0f, 0.0f);
+        EACH_ROW EACH_GATE EACH_UNIT {
+            const int i = q * 2 + u;
+            hat[r][i] = (v[r][i] - mean[i]) * rstd[i];
+            v[r][i] = hat[r][i] * scale_h[u][q] + bias[u][q];
+        }
+        Keep keep[2][2];
+        float shows[2][2] = {};
+        EACH_ROW EACH_UNIT {
+            keep[r][u] = keep_at(l, kept, noises[u], r, u);
+            if (cut[r] && m.in[u]) {
+                i64 start = (i64)m.row[r] * HIDDEN + m.unit + u;
+                h[r][u] = start_h(l, true, start);
+                if (LSTM) state[r][u] = start_c(l, true, start);
+            }
+#if LSTM
+            EACH_GATE {
+                float sums = widen(pre[r][q], u) + v[r][q * 2 + u];
+                a[r][u][q] = q == 2 ? tanh_at(sums) : sigmoid_at(sums);
+            }
+            shows[r][u] = lstm_candidate(l, a[r][u][0], a[r][u][1], a[r][u][2], state[r][u], keep[r][u]);
+            state[r][u] = alive[r] ? carried_c(l, shows[r][u], state[r][u], keep[r][u]) : state[r][u];
+#endif
+        }
+#if LSTM
+        {
+            float mean_c[2], rstd_c[2];
+            of_c = moments<2>(mean_c, rstd_c, shows, alive, counts, shared.sums_c, n.eps, m);
+            EACH_ROW EACH_UNIT shows[r][u] = (shows[r][u] - mean_c[u]) * rstd_c[u] * scale_c[u] + shift_c[u];
+        }
+#endif
+        float out[2][2];
+        EACH_ROW EACH_UNIT {
+#if LSTM
+            float gate = a[r][u][3];
+            if (l.update.mode && l.update.hold && t && !cut[r]) gate = mix(gate, o[r][u], keep[r][u].update);
+            o[r][u] = a[r][u][3];
+            float candidate = gate * tanh_at(shows[r][u]);
+#elif GRU
+            float reset = sigmoid_at(widen(pre[r][0], u) + v[r][u]), z = sigmoid_at(widen(pre[r][1], u) + v[r][2 + u]);
+            float new_h = tanh_at(widen(pre[r][2], u) + reset * v[r][4 + u]), update = (1 - z) * new_h;
+            a[r][u][0] = reset, a[r][u][1] = z, a[r][u][2] = new_h;
+            if (l.update.mode) update = less(update, keep[r][u].update);
+            float candidate = z * h[r][u] + update;
+#else
+            float sums = widen(pre[r][0], u) + v[r][u], candidate = RELU ? fmaxf(sums, 0.0f) : tanh_at(sums);
+            a[r][u][0] = candidate;
+#endif
+            h[r][u] = alive[r] ? carried_h(l, candidate, h[r][u], keep[r][u]) : h[r][u];
+            out[r][u] = h[r][u];
+            if (cut_next[r] && m.in[u]) out[r][u] = start_h(l, true, (i64)m.row[r] * HIDDEN + m.unit + u);
+            if (l.scale_h) out[r][u] *= enters[r][u];
+        }
+        if (t + 1 < l.steps) {
+            send_all(shared.sent[(t + 1) & 1], out);
+            arrive();
+        }
+        /* Until all have sent: results, and what the next step needs. */
+        EACH_ROW {
+            if (THERE(t)) {
+                int unit = at[r] * HIDDEN + m.unit, gate = at[r] * (G * HIDDEN) + m.unit;
+                put_two_narrow((narrow *)l.y + unit, h[r][0], h[r][1], m.in[1]);
+                if (LSTM) put_two(l.c + unit, state[r][0], state[r][1], m.in[1]);
+                EACH_GATE {
+                    put_two_narrow(gates + gate + q * HIDDEN, a[r][0][q], a[r][1][q], m.in[1]);
+                    put_two(l.gh + gate + q * HIDDEN, hat[r][q * 2], hat[r][q * 2 + 1], m.in[1]);
+                }
+            }
+            at[r] += forth, cut[r] = cut_next[r];
+        }
+        if (m.band == 0) {
+            int number = number_of<COLUMNS>(m.lane), unit = m.unit + number % 2, to = (t * G + number / 2) * HIDDEN + unit;
+            if (number / 2 < G && unit < HIDDEN) n.mean_h[to] = of_h.x, n.var_h[to] = of_h.y;
+            number = number_of<2>(m.lane), unit = m.unit + number, to = t * HIDDEN + unit;
+            if (LSTM && unit < HIDDEN) n.mean_c[to] = of_c.x, n.var_c[to] = of_c.y;
+        }
+        if (t + 1 < l.steps) prepare(t + 1);
+    }
+}
+#endif
+
+/* --- backwards -------------------------------------------------------------------------------------- */
+#if BACK
+struct Fetched { /* what a step needs that was there before */
+    LateTwo gates[G], dy, held, old_h;
+    float2 old_c, dcells, hat[G];
+    bool first, cut;
+};
+struct Moments {
+    float2 var_h[G], mean_c, var_c;
+};
+
+/* The derivatives of a thread's units and rows times all of W_h, to the blocks that have the columns. */
+__device__ __forceinline__ void send_product(Shared &shared, int turn, const float (&d)[2][2][4], const Weights &w,
+                                             const Mine &m) {
+    u32 a[KS][4];
+#pragma unroll
+    for (int k = 0; k < KP; k++) {
+        EACH_OF(4) {
+            const int r = i % 2, n = (k * 2 + i / 2) * EACH; /* the first number of the word */
+            float low = n < 2 * GE ? d[r][n / GE % 2][n % GE] : 0.0f;
+            float high = n + 1 < 2 * GE ? d[r][(n + 1) / GE % 2][(n + 1) % GE] : 0.0f;
+#if TYPE
+            a[k][i] = pair(low, high);
+#else
+            a[k][i] = bits(low);
+#endif
+        }
+        if (PARTS > 1) shared.lent[k * THREADS + threadIdx.x] = make_uint4(a[k][0], a[k][1], a[k][2], a[k][3]);
+    }
+    if (PARTS > 1) {
+        __syncthreads();
+#pragma unroll
+        for (int s = 0; s < KS; s++) {
+            uint4 v = shared.lent[s % KP * THREADS + (s / KP * BANDS + m.band) * 32 + m.lane];
+            a[s][0] = v.x, a[s][1] = v.y, a[s][2] = v.z, a[s][3] = v.w;
+        }
+    }
+#pragma unroll
+    for (int tile = 0; tile < BLOCKS; tile++) {
+        float sum[4] = {};
+#pragma unroll
+        for (int s = 0; s < KS; s++) add_step(sum, a[s], w, s, tile);
+        Slot slot = make_uint4(__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]),
+                               __float_as_uint(sum[3]));
+        send(shared.sent[turn] + blockIdx.x * THREADS + threadIdx.x, slot, block_at(tile));
+    }
+}
+
+extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1)
+    backward(const Loop given, const Norm n) {
+    Shared &shared = here();
+    Loop l = given;
+    simplify(l);
+    const Mine m = mine(l);
+    const narrow *gates = (const narrow *)l.gates;
+    const bool holds = l.update.mode && l.update.hold;
+    Weights w;
+    load_weights(l, w, m);
+    const Seeds seeds = seeds_of(l);
+    Noises noises[2] = {};
+    float scale_h[2][G] = {}, scale_c[2] = {}, shift_c[2] = {}, bias[2] = {}; /* the bias: of the n part of a GRU */
+    EACH_UNIT if (m.in[u]) {
+        noises[u] = noises_of(l, m.unit + u);
+        EACH_GATE scale_h[u][q] = n.scale_h[q * HIDDEN + m.unit + u];
+        if (LSTM) scale_c[u] = n.scale_c[m.unit + u], shift_c[u] = n.shift_c[m.unit + u];
+        if (GRU && l.b_h) bias[u] = widen(((const narrow *)l.b_h)[2 * HIDDEN + m.unit + u]);
+    }
+
+    float dh[2][2] = {}, dc[2][2] = {}, back_h[2][2] = {}, back_c[2][2] = {}, owed[2][2] = {}, enters[2][2] = {};
+    Fetched f[2] = {};
+    Moments of = {};
+    bool cut[2] = {}; /* whether the step after was cut off from this one */
+    int at[2]; /* row of this step; at · G · H stays below 2³¹ */
+    const int forth = l.reverse ? -(int)l.batch : (int)l.batch;
+    u32 kept = 0;
+    float share = 0.0f;
+    /* What step t needs beside the sums. */
+    auto prepare = [&](int t) {
+        EACH_ROW if (THERE(t)) {
+            int unit = at[r] * HIDDEN + m.unit, gate = at[r] * (G * HIDDEN) + m.unit, old = unit - forth * HIDDEN;
+            i64 start = (i64)m.row[r] * HIDDEN + m.unit;
+            f[r].cut = cut_at(l, t, m.row[r], m.length[r]), f[r].first = t == 0 || f[r].cut;
+            EACH_GATE f[r].gates[q] = late_two(gates + gate + q * HIDDEN, m.in[1]);
+            f[r].dy = late_two((const narrow *)l.dy + unit, m.in[1]);
+            EACH_GATE f[r].hat[q] = two_at(l.gh + gate + q * HIDDEN, m.in[1]);
+            if (LSTM) {
+                f[r].old_c = two_at(f[r].first ? (f[r].cut ? l.reset_c : l.c0) + start : l.c + old, m.in[1]);
+                if (l.dcells) f[r].dcells = two_at(l.dcells + unit, m.in[1]);
+                if (holds && !f[r].first)
+                    f[r].held = late_two(gates + gate + (G - 1) * HIDDEN - forth * (G * HIDDEN), m.in[1]);
+            }
+            if (GRU) {
+                const void *from = f[r].first ? (f[r].cut ? l.reset_h : l.h0) : l.y;
+                f[r].old_h = late_two((const narrow *)from + (f[r].first ? start : old), m.in[1]);
+            }
+        }
+        if (m.in[0]) {
+            EACH_GATE of.var_h[q] = two_at(n.var_h + (t * G + q) * HIDDEN + m.unit, m.in[1]);
+            if (LSTM) {
+                of.mean_c = two_at(n.mean_c + t * HIDDEN + m.unit, m.in[1]);
+                of.var_c = two_at(n.var_c + t * HIDDEN + m.unit, m.in[1]);
+            }
+        }
+        bring(l, gates, G * HIDDEN * sizeof(narrow), t - AHEAD);
+        bring(l, l.gh, G * HIDDEN * sizeof(float), t - AHEAD);
+        bring(l, l.dy, HIDDEN * sizeof(narrow), t - AHEAD);
+        if (LSTM) bring(l, l.c, HIDDEN * sizeof(float), t - AHEAD);
+        if (GRU) bring(l, l.y, HIDDEN * sizeof(narrow), t - AHEAD);
+        kept = draw(l, m, seeds, noises, t);
+        if (!PLAIN && l.lengths) share = counts_at(l, m, t).share;
+    };
+    /* What has come back through the product to step t. */
+    auto receive = [&](int t, int turn) {
+        await();
+        float rec[2][2];
+        EACH_OF(BLOCKS) {
+            Slot v = shared.sent[turn][i * THREADS + threadIdx.x];
+            const u32 one[4] = {v.x, v.y, v.z, v.w};
+            EACH_ROW EACH_UNIT {
+                float part = __uint_as_float(one[r * 2 + u]);
+                rec[r][u] = i ? rec[r][u] + part : part;
+            }
+        }
+        EACH_ROW EACH_UNIT if (ALIVE(t + 1)) {
+            dh[r][u] += l.scale_h ? rec[r][u] * enters[r][u] : rec[r][u];
+            if (cut[r]) back_h[r][u] += dh[r][u], back_c[r][u] += dc[r][u], dh[r][u] = dc[r][u] = 0.0f;
+        }
+    };
+    EACH_ROW {
+        at[r] = (int)at_of(l, l.steps - 1, m.row[r], m.length[r]);
+        EACH_UNIT if (m.in[u] && m.row[r] < l.batch) {
+            i64 start = (i64)m.row[r] * HIDDEN + m.unit + u;
+            dh[r][u] = l.dh[start];
+            if (LSTM) dc[r][u] = l.dc[start];
+            if (l.scale_h) enters[r][u] = widen(((const narrow *)l.scale_h)[start]);
+        }
+    }
+    arrive(); /* nobody writes to a block that is not there yet */
+    await();
+    share = counts_at(l, m, 0).share;
+    prepare((int)l.steps - 1);
+
+    for (int t = (int)l.steps - 1, turn = 0; t >= 0; t--, turn ^= 1) {
+        bool alive[2];
+        float d[2][2][4] = {}, e[2][2][4] = {}, out[2][2][4] = {}; /* of x's part, of h·Wh with norm and bias, and of h·Wh */
+        float rstd[COLUMNS] = {}, du[2][2] = {}, shown[2][2] = {}, hat_c[2][2] = {}; /* shown: the derivative of c as shown */
+        Keep keep[2][2];
+        EACH_GATE EACH_UNIT rstd[q * 2 + u] = inverse(of_two(of.var_h[q], u), n.eps);
+        EACH_ROW EACH_UNIT alive[r] = ALIVE(t), keep[r][u] = keep_at(l, kept, noises[u], r, u);
+#if LSTM
+        /* Before the sums are there: c as it was shown, and how h follows it. */
+        float rstd_c[2], of_c[2][2], tc[2][2] = {}, slope[2][2] = {};
+        EACH_UNIT rstd_c[u] = inverse(of_two(of.var_c, u), n.eps);
+        EACH_ROW EACH_UNIT if (alive[r]) {
+            float gate = widen(f[r].gates[3], u);
+            float shows = lstm_candidate(l, widen(f[r].gates[0], u), widen(f[r].gates[1], u), widen(f[r].gates[2], u),
+                                         of_two(f[r].old_c, u), keep[r][u]);
+            hat_c[r][u] = (shows - of_two(of.mean_c, u)) * rstd_c[u];
+            tc[r][u] = tanh_at(hat_c[r][u] * scale_c[u] + shift_c[u]);
+            if (holds && !f[r].first) gate = mix(gate, widen(f[r].held, u), keep[r][u].update);
+            slope[r][u] = gate * (1 - tc[r][u] * tc[r][u]);
+        }
+#endif
+        if (t + 1 < l.steps) receive(t, turn ^ 1);
+        EACH_ROW EACH_UNIT if (alive[r]) {
+            dh[r][u] += widen(f[r].dy, u);
+            du[r][u] = carried_h_back(l, dh[r][u], keep[r][u]);
+        }
+#if LSTM
+        EACH_ROW EACH_UNIT if (alive[r]) {
+            d[r][u][3] = lstm_output_back(l, du[r][u] * tc[r][u], widen(f[r].gates[3], u), f[r].first, owed[r][u], keep[r][u]);
+            shown[r][u] = du[r][u] * slope[r][u];
+        }
+        EACH_ROW EACH_UNIT of_c[r][u] = shown[r][u] * scale_c[u];
+        moments_back<2>(of_c, hat_c, rstd_c, alive, share, shared.sums_c, m);
+        EACH_ROW EACH_UNIT if (alive[r]) {
+            dc[r][u] += of_two(f[r].dcells, u);
+            lstm_gates_back(l, d[r][u], widen(f[r].gates[0], u), widen(f[r].gates[1], u), widen(f[r].gates[2], u),
+                            of_two(f[r].old_c, u), of_c[r][u], dc[r][u], keep[r][u]);
+        }
+#elif GRU
+        EACH_ROW EACH_UNIT if (alive[r]) {
+            float v = of_two(f[r].hat[2], u) * scale_h[u][2] + bias[u];
+            gru_back(l, d[r][u], e[r][u], widen(f[r].gates[0], u), widen(f[r].gates[1], u), widen(f[r].gates[2], u), v,
+                     widen(f[r].old_h, u), du[r][u], dh[r][u], keep[r][u]);
+        }
+#else
+        EACH_ROW EACH_UNIT if (alive[r]) {
+            float v = widen(f[r].gates[0], u);
+            d[r][u][0] = RELU ? (v > 0 ? du[r][u] : 0.0f) : du[r][u] * (1 - v * v);
+        }
+#endif
+        {
+            float of_h[2][COLUMNS] = {}, hat[2][COLUMNS] = {};
+            EACH_ROW EACH_GATE EACH_UNIT {
+                of_h[r][q * 2 + u] = (GRU ? e[r][u][q] : d[r][u][q]) * scale_h[u][q];
+                hat[r][q * 2 + u] = of_two(f[r].hat[q], u);
+            }
+            moments_back<COLUMNS>(of_h, hat, rstd, alive, share, shared.sums_h, m);
+            EACH_ROW EACH_UNIT EACH_GATE out[r][u][q] = of_h[r][q * 2 + u]; /* a row that has ended stays alone */
+        }
+        send_product(shared, turn, out, w, m);
+        arrive();
+        /* Until all have sent: results, and what the next step needs. */
+        EACH_ROW {
+            if (THERE(t)) {
+                int unit = at[r] * HIDDEN + m.unit, gate = at[r] * (G * HIDDEN) + m.unit;
+                EACH_GATE {
+                    put_two_narrow((narrow *)l.dgx + gate + q * HIDDEN, d[r][0][q], d[r][1][q], m.in[1]);
+                    if (GRU) put_two_narrow((narrow *)l.dsh + gate + q * HIDDEN, e[r][0][q], e[r][1][q], m.in[1]);
+                    put_two_narrow((narrow *)n.dgh + gate + q * HIDDEN, out[r][0][q], out[r][1][q], m.in[1]);
+                }
+                if (LSTM) {
+                    put_two(n.dnc + unit, shown[r][0], shown[r][1], m.in[1]);
+                    put_two(n.chat + unit, hat_c[r][0], hat_c[r][1], m.in[1]);
+                }
+            }
+            at[r] -= forth, cut[r] = ALIVE(t) && f[r].cut;
+        }
+        if (t > 0) prepare(t - 1);
+    }
+    receive(-1, (int)(l.steps - 1) & 1);
+    EACH_ROW EACH_UNIT if (m.in[u] && m.row[r] < l.batch) {
+        i64 start = (i64)m.row[r] * HIDDEN + m.unit + u;
+        l.dh[start] = dh[r][u];
+        if (LSTM) l.dc[start] = dc[r][u];
+        if (l.resets) {
+            l.dreset_h[start] = back_h[r][u];
+            if (LSTM) l.dreset_c[start] = back_c[r][u];
+        }
+    }
+}
+#endif

@@ -1,0 +1,113 @@
+"""All steps in one launch with recurrent batch norm: a block has a few units of the whole batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ..loop import GATES, Backward, Loop
+from .arguments import CELLS, TYPES, loop_arguments
+from .compiler import Kernel, chip, driver, load, pack, tf32
+from .small import MOST_NUMBERS, modes_of, norm_arguments
+
+MOST_BLOCKS = 16  # of a cluster
+MOST_WARPS = 8  # of a block: with more, a thread has too few registers
+PIECES = {(False, True): 52, (False, False): 16, (True, True): 26, (True, False): 0}  # in registers: backwards, plain
+_LARGE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The tiles of a launch: see batch.cu."""
+
+    hidden: int
+    blocks: int  # of the one cluster
+    parts: int  # of 8 units that a block has
+    bands: int  # of 16 rows
+    resident: int  # pieces of weights in registers
+    shared: int  # bytes
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.parts * self.bands
+
+
+@cache
+def plan(cell: str, size: int, hidden: int, batch: int, back: bool, plain: bool, most: int) -> Plan | None:
+    """Tiles for a shape and device, or None; `size` is that of a number, `most` that of shared memory, in bytes."""
+    parts, bands = 1 if hidden <= 8 * MOST_BLOCKS else 2, -(-batch // 16)
+    if hidden > 16 * MOST_BLOCKS or parts * bands > MOST_WARPS:
+        return None
+    blocks, threads = -(-hidden // (8 * parts)), 32 * parts * bands
+    each, numbers = 4 // size, 1 if not back else 4 if cell == "gru" else GATES[cell]
+    words = -(-2 * numbers // each)  # of two units of a row
+    k_part = -(-words // 2)
+    k_steps = parts * k_part if back else -(-blocks * parts * words // 2)
+    pieces = k_steps * (blocks if back else GATES[cell])
+    resident = min(pieces, PIECES[back, plain])
+    shared = 2 * blocks * threads * (8 if size == 2 and not back else 16)  # what is sent
+    shared += 16 * (k_part * threads if back and parts > 1 else 1)
+    shared += 16 * threads + 64 * bands
+    shared += parts * (pieces - resident) * 256
+    return Plan(hidden, blocks, parts, bands, resident, shared) if shared <= most else None
+
+
+def plan_for(loop: Loop, back: bool, plain: bool) -> Plan | None:
+    """The plan of a loop, or None where this kernel does not take it."""
+    if loop.norm is None or loop.norm.over == "units" or loop.given or loop.w_hr is not None:
+        return None
+    if loop.gates.dtype == torch.float32 and not tf32():
+        return None
+    of = chip(loop.gates.get_device())
+    if of.major < 9 or loop.gates.numel() >= MOST_NUMBERS:
+        return None
+    return plan(loop.cell, loop.gates.element_size(), loop.hidden, loop.batch, back, plain, of.shared)
+
+
+def run(loop: Loop, back: Backward | None) -> bool:
+    """Run the loop in one launch; False where it does not fit, with nothing done."""
+    modes = modes_of(loop, back)
+    tiles = plan_for(loop, back is not None, modes is not None)
+    if tiles is None:
+        return False
+    arguments, norm = loop_arguments(loop, back), norm_arguments(loop, back)
+    paired = pairs_lie_even(loop, [*arguments.alive, *norm.alive])
+    kernel = _kernel(loop.gates.get_device(), loop.cell, loop.gates.dtype, back is not None, tiles, paired, modes)
+    kernel.launch(tiles.blocks, tiles.threads, pack((arguments.struct, norm.struct)), tiles.shared)
+    return True
+
+
+def pairs_lie_even(loop: Loop, given: list[Tensor]) -> bool:
+    """Whether two neighbours can be read at once, wherever they lie."""
+    numbers = (loop.gates.dtype, torch.float32)
+    each = (value for value in given if value.dtype in numbers)
+    return loop.hidden % 2 == 0 and all(value.data_ptr() % (2 * value.element_size()) == 0 for value in each)
+
+
+def defines_of(
+    cell: str, dtype: torch.dtype, back: bool, tiles: Plan, paired: bool, modes: tuple[int, int] | None
+) -> tuple[tuple[str, int], ...]:
+    """What the kernel is compiled with."""
+    cell_mode, hidden_mode = modes or (0, 0)
+    return (
+        ("CELL", CELLS.index(cell)), ("TYPE", TYPES[dtype]), ("FAST", 1), ("BACK", int(back)),
+        ("HIDDEN", tiles.hidden), ("BLOCKS", tiles.blocks), ("PARTS", tiles.parts), ("BANDS", tiles.bands),
+        ("OWN", tiles.resident), ("PAIRED", int(paired)), ("PLAIN", int(modes is not None)),
+        ("CELL_MODE", cell_mode), ("HIDDEN_MODE", hidden_mode),
+    )  # fmt: skip
+
+
+@cache
+def _kernel(
+    device: int, cell: str, dtype: torch.dtype, back: bool, tiles: Plan, paired: bool, modes: tuple[int, int] | None
+) -> Kernel:
+    defines = defines_of(cell, dtype, back, tiles, paired, modes)
+    (kernel,) = load(device, "batch.cu", ("backward" if back else "forward",), defines)
+    with torch.cuda.device(device):
+        kernel.allow_shared(tiles.shared)
+        if tiles.blocks > 8:
+            driver().cuFuncSetAttribute(kernel.handle, _LARGE_CLUSTERS, 1)
+    return kernel

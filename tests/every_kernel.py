@@ -1,0 +1,47 @@
+"""A small case of every kernel, for compute-sanitizer on a GPU:
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python tests/every_kernel.py
+    compute-sanitizer --tool racecheck --error-exitcode 1 python tests/every_kernel.py
+
+Without torch's cache of memory every tensor has an allocation of its own, so that a step over its end is seen.
+"""
+
+import torch
+
+import zoneout as zo
+from zoneout.ops import cuda
+
+PATHS = {"small": (cuda.batch, cuda.small), "persistent": (cuda.persistent,), "steps": ()}
+STEPS, BATCH, INPUT, HIDDEN = 4, 9, 5, 19
+
+
+def main() -> None:
+    """Run them all, forwards and backwards."""
+    torch.backends.cudnn.rnn.fp32_precision = "tf32"
+    for path, modules in PATHS.items():
+        cuda.PATHS = (*modules, cuda.steps)
+        for kind in (zo.LSTM, zo.GRU, zo.RNN):
+            for norm in (None,) if path == "persistent" else (None, "layer", zo.RecurrentBatchNorm(STEPS)):
+                for dtype in (torch.bfloat16, torch.float32):
+                    run(kind, dtype, norm, plain=True)
+                run(kind, torch.bfloat16, norm, plain=False)
+        print(path, flush=True)
+
+
+def run(kind, dtype, norm, plain):
+    """One training step; `plain` has nothing but zoneout, for which the kernels are built apart."""
+    noise = [zo.Zoneout(cell=0.5, hidden=0.1) if kind is zo.LSTM else zo.Zoneout(hidden=0.1)]
+    if not plain:
+        noise += [zo.VariationalDropout(hidden=0.2), *([] if kind is zo.RNN else [zo.RecurrentDropout(0.1)])]
+    options = {} if plain else {"num_layers": 2, "dropout": 0.2}
+    layer = kind(INPUT, HIDDEN, noise=noise, norm=norm, dtype=dtype, device="cuda", backend="cuda", **options)
+    x = torch.randn(STEPS, BATCH, INPUT, dtype=dtype, device="cuda", requires_grad=True)
+    lengths = None if plain else torch.arange(BATCH, device="cuda") % STEPS + 1
+    resets = None if plain else torch.rand(STEPS, BATCH, device="cuda") < 0.3
+    y, _ = layer(x, lengths=lengths, resets=resets)
+    y.float().square().sum().backward()
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
