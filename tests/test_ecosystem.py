@@ -227,6 +227,19 @@ def test_export(training, tmp_path):
     close(torch.export.load(tmp_path / "layer.pt2").module()(x, **call), layer(x, **call))
 
 
+def test_export_of_packed_input():
+    """A program is tied to the lengths, or the order of the rows, that it was exported with."""
+    layer = zo.LSTM(INPUT, HIDDEN, bidirectional=True, noise=BOTH).eval()
+    batches = [
+        pack_padded_sequence(x_of(), torch.tensor(lengths), enforce_sorted=False)
+        for lengths in ([3, 6, 1, 2], [2, 1, 6, 3])
+    ]
+    program = torch.export.export(layer, (batches[0],)).module()
+    for packed in batches:
+        (got, state), (want, ended) = program(packed), layer(packed)
+        close((got.data, state), (want.data, ended))
+
+
 def test_export_for_any_batch_and_time():
     """A program is tied to the number of steps or rows that it was exported with."""
     layer = zo.LSTM(INPUT, HIDDEN, noise=BOTH, norm=zo.RecurrentBatchNorm(4)).eval()
