@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from . import ops
-from .draws import Draw, draw_masks, normals, stream_units
+from .draws import Draw, normals, stream_units
 from .noise import MASKS, Noise, Rule, as_noises, check_fits, plane, rate_of_layer
 from .norm import STATISTICS, LayerNorm, Moments, RecurrentBatchNorm, StepNorm, as_norm, record, rows
-from .ops.reference import kept_scale
-from .ops.rows import places
+from .ops.dropout import drop_units
 from .philox import as_seed
 
 GATES = {"lstm": 4, "gru": 3, "rnn": 1}
@@ -220,10 +219,7 @@ class Recurrent(nn.Module):
         by_stream = {draw.rule.stream: draw for draw in draws}
         weights = self._noisy_weights(suffix, by_stream, dtype)
         if (draw := by_stream.get("input")) is not None:
-            x = ops.dense(x, weights.w_ih)
-            (mask,) = draw_masks([draw], examples.new_zeros(1), examples, x.shape[-1])
-            scale, counts = kept_scale(draw, mask, x.dtype), options.get("counts")
-            x = x * (scale if counts is None else scale[0, places(counts, x.shape[0])[1]])
+            x = drop_units(ops.dense(x, weights.w_ih), draw, examples, counts=options.get("counts"))
         inside = tuple(d for d in draws if d.rule.stream not in ("input", "weight", "weight_noise"))
         what = ops.Run(cell, x, h0, c0, weights, inside, examples, first_step, **options)
         if self.norm is not None:
@@ -241,8 +237,7 @@ class Recurrent(nn.Module):
         assert w_ih is not None and w_hh is not None
         if (draw := draws.get("weight")) is not None:
             one = torch.zeros(1, dtype=torch.int64, device=w_hh.device)
-            (mask,) = draw_masks([draw], one, one, w_hh.numel())
-            w_hh = w_hh * kept_scale(draw, mask, dtype).view_as(w_hh)
+            w_hh = drop_units(w_hh.reshape(1, 1, -1), draw, one).view_as(w_hh)
         if (draw := draws.get("weight_noise")) is not None:
             w_ih, w_hh = _add_noise(w_ih, 0, draw), _add_noise(w_hh, 1, draw)
             w_hr = None if w_hr is None else _add_noise(w_hr, 2, draw)

@@ -1,4 +1,4 @@
-"""Dropout whose mask is a function of its coordinates: of a sequence, between layers or around them."""
+"""Dropout whose mask is a function of its coordinates: of a sequence, between layers or around them, or of weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..draws import Draw, draw_masks
-from ..noise import Rule
+from ..noise import MASKS, Rule
 from . import cuda
 from .cuda.arguments import TYPES
 from .cuda.dropout import dropout as fused
@@ -33,20 +33,32 @@ def dropout(
     """
     wide = torch.float32 if x.device.type == "mps" else torch.float64
     draw = Draw(_RULE, torch.full((), rate, dtype=wide, device=x.device), seed, plane)
+    return drop_units(x, draw, examples, first_step, counts)
+
+
+def drop_units(x: Tensor, draw: Draw, examples: Tensor, first_step: int = 0, counts: Tensor | None = None) -> Tensor:
+    """The same with a draw of any method, which may see less than every coordinate."""
     if x.is_cuda and x.dtype in TYPES and cuda.there() and not torch._C._are_functorch_transforms_active():
-        return torch.ops.zoneout.dropout(x, draw.rate, seed, plane, examples, first_step)
+        rule, rate, seed, plane = draw
+        return torch.ops.zoneout.dropout(x, rule.stream, rule.mask, rate, seed, plane, examples, first_step)
     if counts is None:
         steps = torch.arange(first_step, first_step + x.shape[0], device=x.device)
     else:
         t, row = places(counts, x.shape[0])
+        if not MASKS[draw.rule.mask].step:  # one mask for all steps: drawn once, and looked up
+            (mask,) = draw_masks([draw], examples.new_zeros(1), examples, x.shape[-1])
+            return x * kept_scale(draw, mask, x.dtype)[0, row]
         steps, examples = first_step + t, examples[row, None]
     (mask,) = draw_masks([draw], steps, examples, x.shape[-1])
-    return x * kept_scale(draw, mask, x.dtype).view(x.shape)
+    scale = kept_scale(draw, mask, x.dtype)
+    return x * (scale if counts is None else scale.view(x.shape))
 
 
 @torch.library.custom_op("zoneout::dropout", mutates_args=(), device_types="cuda")
-def _dropout(x: Tensor, rate: Tensor, seed: Tensor, plane: int, examples: Tensor, first_step: int) -> Tensor:
-    return fused(x, Draw(_RULE, rate, seed, plane), examples, first_step)
+def _dropout(
+    x: Tensor, stream: str, mask: str, rate: Tensor, seed: Tensor, plane: int, examples: Tensor, first_step: int
+) -> Tensor:
+    return fused(x, Draw(_RULE._replace(stream=stream, mask=mask), rate, seed, plane), examples, first_step)
 
 
 @_dropout.register_fake
@@ -55,13 +67,14 @@ def _(x: Tensor, *_: Any) -> Tensor:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, rate, seed, ctx.plane, examples, ctx.first_step = inputs
+    _, ctx.stream, ctx.mask, rate, seed, ctx.plane, examples, ctx.first_step = inputs
     ctx.save_for_backward(rate, seed, examples)
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     rate, seed, examples = ctx.saved_tensors
-    return torch.ops.zoneout.dropout(dy, rate, seed, ctx.plane, examples, ctx.first_step), *[None] * 5
+    given = (dy, ctx.stream, ctx.mask, rate, seed, ctx.plane, examples, ctx.first_step)
+    return torch.ops.zoneout.dropout(*given), *[None] * 7
 
 
 torch.library.register_autograd("zoneout::dropout", _backward, setup_context=_setup)
