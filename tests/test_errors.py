@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import zoneout
+from zoneout.ops import cuda
 
 zo: Any = zoneout  # what is given here has wrong types on purpose
 
@@ -712,3 +713,14 @@ def test_any_mask_name(name):
     with pytest.raises(ValueError) as caught:
         zo.Zoneout(cell=0.5, mask=name)
     assert repr(name) in str(caught.value) and "unit, shared, step, sequence, static" in str(caught.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the libraries are there")
+def test_without_the_libraries_of_the_kernels_the_reference_runs(monkeypatch):
+    """Where torch knows a GPU but its driver or compiler is missing, every call is an error."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    cuda._complete.cache_clear()
+    with pytest.warns(UserWarning, match=r"was not found .*; the layers run in a loop of torch calls instead"):
+        assert not cuda.there()
+    assert not cuda.there(), "said twice"
+    cuda._complete.cache_clear()

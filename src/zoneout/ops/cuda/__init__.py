@@ -6,8 +6,10 @@ dh and dc are in float32. Rows lie as the caller has them, so that nothing here 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -16,10 +18,8 @@ from ...draws import Draw
 from ..interface import Run
 from ..loop import Backward, Loop
 from ..rows import Padded
-from . import batch, norms, persistent, small, steps
+from . import batch, blas, compiler, dropout, norms, persistent, small, steps
 from .arguments import TYPES
-from .compiler import tf32
-from .dropout import dropout
 
 PATHS = (batch, small, persistent, steps)  # the first that can take a loop runs it
 ROWS = Padded
@@ -34,8 +34,21 @@ def check(r: Run) -> None:
 
 
 def there() -> bool:
-    """Whether this is NVIDIA's, and not another maker's under its name."""
-    return torch.version.cuda is not None
+    """Whether this is NVIDIA's, and not another maker's under its name, with the libraries that the kernels need."""
+    return torch.version.cuda is not None and (torch.compiler.is_compiling() or _complete())
+
+
+@cache
+def _complete() -> bool:
+    """Whether the libraries are there; where one is not, it is said once."""
+    try:
+        compiler.driver(), compiler.compiler(), blas.library()
+    except RuntimeError as error:
+        warnings.warn(
+            f"{error}; the layers run in a loop of torch calls instead, which is many times slower", stacklevel=2
+        )
+        return False
+    return True
 
 
 def takes(r: Run) -> bool:
@@ -63,7 +76,7 @@ def prepare(*tensors: Tensor | None) -> None:
 
 def scale_of(draw: Draw, examples: Tensor, units: int, dtype: torch.dtype) -> Tensor:
     """[B, units]: what h is multiplied with before it enters the gates, one mask for all steps."""
-    return dropout(examples.new_ones(1, len(examples), units, dtype=dtype), draw, examples, 0)[0]
+    return dropout.dropout(examples.new_ones(1, len(examples), units, dtype=dtype), draw, examples, 0)[0]
 
 
 def narrow_products(dtype: torch.dtype) -> bool:
@@ -80,7 +93,7 @@ def takes_x(w_ih: Tensor) -> bool:
 def products(like: Tensor) -> Iterator[None]:
     """While products of float32 are taken as nn.LSTM takes them: in TF32, unless that is switched off for RNNs."""
     flags = torch.backends.cuda.matmul
-    before, wanted = flags.fp32_precision, "tf32" if tf32() else "ieee"
+    before, wanted = flags.fp32_precision, "tf32" if compiler.tf32() else "ieee"
     if like.dtype != torch.float32 or before == wanted:
         yield
         return

@@ -41,7 +41,7 @@ def product(
     assert w.is_contiguous() and depth % parts == 0
     one, beta = ctypes.c_float(1.0), ctypes.c_float(float(add))
     a, b, at = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p(w.data_ptr())
-    call = _library().cublasLtMatmul
+    call = library().cublasLtMatmul
     arguments: list[Any] = []
     alive: list[Tensor] = []
     exact = not (w.dtype == torch.float32 and tf32())
@@ -138,7 +138,7 @@ def _plan(
     with torch.cuda.device(device):
         handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
         given = (handle, product, w, a, b, b, wish, ctypes.c_int(1), ctypes.byref(best), ctypes.byref(count))
-        _check(_library().cublasLtMatmulAlgoGetHeuristic(*given))
+        _check(library().cublasLtMatmulAlgoGetHeuristic(*given))
     if not count.value:
         raise RuntimeError(f"cuBLAS knows no way to take a product of {rows} × {depth} by {depth} × {columns}")
     return _Plan(product, w, a, b, best, best.workspace)
@@ -156,13 +156,13 @@ def _layout(kind: torch.dtype, down: int, across: int, pitch: int, distance: int
 
 def _made(function: str, *arguments: Any) -> Any:
     made = ctypes.c_void_p()
-    _check(getattr(_library(), function)(ctypes.byref(made), *arguments))
+    _check(getattr(library(), function)(ctypes.byref(made), *arguments))
     return made
 
 
 def _set(function: str, of: Any, name: int, value: Any) -> None:
     size = ctypes.c_size_t(ctypes.sizeof(value))
-    _check(getattr(_library(), function)(of, ctypes.c_int(name), ctypes.byref(value), size))
+    _check(getattr(library(), function)(of, ctypes.c_int(name), ctypes.byref(value), size))
 
 
 def _check(status: int) -> None:
@@ -171,7 +171,7 @@ def _check(status: int) -> None:
 
 
 @cache
-def _library() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
     """cuBLASLt, which torch has loaded already; a handle of cuBLAS is one of it."""
     major = (torch.version.cuda or "12").split(".")[0]
     names = [f"libcublasLt.so.{major}", f"cublasLt64_{major}.dll"]

@@ -175,7 +175,7 @@ def driver() -> ctypes.CDLL:
 def compiler() -> ctypes.CDLL:
     """The run-time compiler's library, of the CUDA that torch was built for."""
     major = torch.version.cuda.split(".")[0] if torch.version.cuda else "*"
-    names = [f"libnvrtc.so.{major}", "libnvrtc.so"]
+    names = [f"libnvrtc.so.{major}", "libnvrtc.so", f"nvrtc64_{major}0_0.dll"]
     for path in _wheels(names):
         for part in sorted(path.parent.glob("libnvrtc-builtins.so*")):  # it looks for this one by its bare name
             ctypes.CDLL(str(part), mode=ctypes.RTLD_GLOBAL)
