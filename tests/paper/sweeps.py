@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zoneout.paper import sweep
 from zoneout.paper.config import Batches, Config, Data, Evaluation, Model, Protocol
 from zoneout.paper.sweep import Job
+from zoneout.paper.trials import Row, axes_of, folders, grid_of, known_trials, row_of
 
 BASE = Config(
     data=Data(str(Path(__file__).parent / "golden" / "text.txt")),
@@ -53,17 +53,17 @@ class Fragile(Job):
 
 def jobs(out: Path, fragile: int = 1) -> list[Job]:
     """Four runs, of which the first so many are fragile."""
-    trials = sweep.grid_of(BASE, sweep.axes_of(GRID), 2)
-    places = sweep.folders(trials, out)
+    trials = grid_of(BASE, axes_of(GRID), 2)
+    places = folders(trials, out)
     kinds = [Fragile] * fragile + [Job] * (len(trials) - fragile)
     return [kind(trial, places[trial.name]) for kind, trial in zip(kinds, trials)]
 
 
-def rows(out: Path) -> list[sweep.Row]:
+def rows(out: Path) -> list[Row]:
     """What is known of the four, without what may differ: where they are, and how long they took."""
-    trials = sweep.grid_of(BASE, sweep.axes_of(GRID), 2)
-    places = sweep.folders(trials, out)
-    return [replace(sweep.row_of(t, places[t.name]), folder="", seconds=None) for t in trials]
+    trials = grid_of(BASE, axes_of(GRID), 2)
+    places = folders(trials, out)
+    return [replace(row_of(t, places[t.name]), folder="", seconds=None) for t in trials]
 
 
 def main(out: Path) -> None:
@@ -82,11 +82,11 @@ def main(out: Path) -> None:
     found: dict[str, Any] = {"nodes": len([n for n in ray.nodes() if n["Alive"]]), "said": []}
 
     if importlib.util.find_spec("optuna"):
-        axes = sweep.axes_of(["optimizer.lr=0.0001..1,log", "model.cell=lstm,gru"])
+        axes = axes_of(["optimizer.lr=0.0001..1,log", "model.cell=lstm,gru"])
         scheduled = replace(room, asha=True)
         for trials in (3, 5):  # as if it had been interrupted in between
             search_ray(BASE, axes, out / "search", trials, scheduled, lambda line: None)
-            known = sweep.known_trials(BASE, list(axes), out / "search")
+            known = known_trials(BASE, list(axes), out / "search")
             found[f"search of {trials}"] = sorted(trial.name for trial in known)
 
     def say(line: str) -> None:

@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from sweeps import BASE, GRID, jobs, rows
 
 from zoneout.paper import cli, cluster, runs, sweep, sweep_report
-from zoneout.paper.config import Config, at, change, names
+from zoneout.paper.config import Config, at, change, names, to_json
 from zoneout.paper.runs import RunError
-from zoneout.paper.sweep import Row, axes_of, grid_of, part_of, run_local, trial_of
+from zoneout.paper.sweep import run_local
+from zoneout.paper.trials import Row, axes_of, grid_of, part_of, row_of, trial_of
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +197,7 @@ def test_divergence_is_written_down_and_not_tried_again(tmp_path: Path) -> None:
     (trial,) = grid_of(config, {})
     job = sweep.Job(trial, tmp_path / trial.name)
     assert "training has diverged" in job()
-    row = sweep.row_of(trial, job.folder)
+    row = row_of(trial, job.folder)
     assert row.state == "diverged" and "training has diverged" in row.why
     said: list[str] = []
     assert [r.state for r in sweep.sweep(config, [], 1, tmp_path, say=said.append)] == ["diverged"]
@@ -207,7 +208,7 @@ def test_what_goes_wrong_with_one_run_is_told(tmp_path: Path) -> None:
     missing = change(BASE, {"data.name": str(tmp_path / "gone.txt")})
     (trial,) = grid_of(missing, {})
     assert "there is no such file" in sweep.Job(trial, tmp_path / trial.name)()
-    row = sweep.row_of(trial, tmp_path / trial.name, "there is no such file")
+    row = row_of(trial, tmp_path / trial.name, "there is no such file")
     assert row.state == "failed" and "there is no such file" in sweep_report.table([row])
 
 
@@ -261,7 +262,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def _changed(config: Config) -> dict[str, Any]:
-    own, default = sweep.configs.to_json(config), sweep.configs.to_json(Config())
+    own, default = to_json(config), to_json(Config())
     return {n: at(own, n) for n in names() if at(own, n) != at(default, n)}
 
 

@@ -36,6 +36,11 @@ def narrow_products(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+def joins(gates: int, entering: int) -> bool:
+    """Whether one product for dW_h and dW_x gains more than laying h and x side by side costs."""
+    return gates > entering
+
+
 products = nullcontext  # the precision of float32 products is not ours to choose
 
 

@@ -316,8 +316,7 @@ def _backward(
         loop = replace(loop, **entering)
     both = needs["w_ih"] and needs["w_hh"] and not one_hot and dgh is dgx
     width = (ys.shape[1], x.shape[-1])
-    many = wide_ > sum(width) or ys.is_cuda  # whether the product gains more than the copy costs
-    if both and many and n * sum(width) <= _SHORT:  # one product for both matrices
+    if both and n * sum(width) <= _SHORT and device.joins(wide_, sum(width)):  # one product for both matrices
         h_and_x = device.scratch(ys, n, sum(width), dtype=dgx.dtype)
         rows.beside(loop, x, h_and_x)
         found["w_hh"], found["w_ih"] = (part.clone() for part in (dgx.t() @ h_and_x).split(width, dim=1))

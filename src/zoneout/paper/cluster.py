@@ -24,21 +24,8 @@ import torch
 from . import config as configs
 from . import plots
 from .config import Config
-from .sweep import (
-    RETRIES,
-    Job,
-    Range,
-    Say,
-    Trial,
-    folders,
-    known_trials,
-    mark,
-    row_of,
-    spelled,
-    state_of,
-    told,
-    trial_of,
-)
+from .sweep import RETRIES, Job, Say, mark
+from .trials import Range, Trial, folders, known_trials, row_of, spelled, state_of, told, trial_of
 
 SCRATCH = ".ray"  # in the sweep's folder, for as long as Tune works
 STOPPED = "stopped by the scheduler: others were better after as much training"

@@ -14,7 +14,7 @@ from typing import Any
 
 from . import plots, runs
 from .progress import figure_of
-from .sweep import Row, spelled
+from .trials import Row, spelled
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,252 @@
+"""The runs of a sweep: which there are, and how it stands with each, as its folder says."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from . import config as configs
+from . import plots, runs
+from .config import Config
+from .progress import figure_of
+from .runs import RunError
+
+State: TypeAlias = Literal["missing", "begun", "finished", "stopped", "diverged", "failed"]
+
+NAMES = tuple(configs.names())
+DEFAULT = configs.to_json(Config())
+ANYHOW = ("device", "log_every", "save_every")  # what a run may have otherwise and still be the same
+LENGTH = ("epochs", "updates", "patience")  # a run that differs in these alone is the same, to be made longer
+INTERRUPTED = "interrupted"
+
+
+# --- what there is to run --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers from `low` to `high`, for a search; `log` where their orders of magnitude are alike."""
+
+    low: float
+    high: float
+    log: bool = False
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run of a sweep: its config, and which settings of it the sweep is about."""
+
+    config: Config
+    fields: tuple[str, ...]
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The values of those settings, by name."""
+        plain = configs.to_json(self.config)
+        return {name: configs.at(plain, name) for name in self.fields}
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all that makes the run what it is: equal digests, equal runs, though one may be longer."""
+        ours, default = configs.to_json(self.config), DEFAULT
+        length = () if self.config.schedule.kind == "cosine" else tuple(n for n in LENGTH if n not in self.fields)
+        names = [n for n in NAMES if n not in (*ANYHOW, *length) and configs.at(ours, n) != configs.at(default, n)]
+        page = json.dumps({name: configs.at(ours, name) for name in names}, sort_keys=True)
+        return hashlib.sha256(page.encode()).hexdigest()[:8]
+
+    @cached_property
+    def name(self) -> str:
+        """The name of its folder.
+
+        >>> Trial(configs.change(Config(), {"zoneout.cell": 0.5}), ("zoneout.cell", "seed")).name
+        'zoneout.cell=0.5,seed=1-e5256b2e'
+        """
+        said = ",".join(f"{name}={spelled(value)}" for name, value in self.settings.items())
+        return f"{re.sub(r'[^A-Za-z0-9._=,+-]', '_', said)[:120]}-{self.digest}"
+
+
+def axes_of(grid: Sequence[str]) -> dict[str, list[Any] | Range]:
+    """What each --grid says: a field and its values, or for a search the range that they come from.
+
+    >>> axes_of(["zoneout.cell=0,0.5", "model.cell=lstm,gru", "optimizer.lr=0.0001..0.01,log"])
+    {'zoneout.cell': ['0', '0.5'], 'model.cell': ['lstm', 'gru'],
+     'optimizer.lr': Range(low=0.0001, high=0.01, log=True)}
+    """
+    axes: dict[str, list[Any] | Range] = {}
+    for text in grid:
+        name, equals, values = text.partition("=")
+        name = name.replace("-", "_")
+        if not equals or not values:
+            raise ValueError(f"--grid: expected a field and its values, as in zoneout.cell=0,0.1,0.5, got {text!r}")
+        if name in axes:
+            raise ValueError(f"--grid: {name} is there twice; give all of its values at once")
+        if name == "seed":
+            raise ValueError(
+                "--grid: seeds are not part of the grid; --seeds says how many there are for each point of it"
+            )
+        number = r"[-+0-9.eE]+?"
+        span = re.fullmatch(rf"({number})\.\.({number})(,log)?", values)
+        axes[name] = _range(text, *span.groups()) if span else _values(values)
+    return axes
+
+
+def _range(text: str, low: str, high: str, log: str | None) -> Range:
+    try:
+        span = Range(float(low), float(high), bool(log))
+    except ValueError:
+        raise ValueError(f"--grid: expected a range of two numbers, as in zoneout.cell=0..0.5, got {text!r}") from None
+    if not -math.inf < span.low < span.high < math.inf or (log and span.low <= 0):
+        raise ValueError(f"--grid: expected a range from low to high{', above 0' if log else ''}, got {text!r}")
+    return span
+
+
+def _values(text: str) -> list[Any]:
+    with contextlib.suppress(ValueError):  # lists among them: optimizer.betas=[0.9,0.99],[0.5,0.9]
+        return [v if isinstance(v, str) else json.dumps(v) for v in json.loads(f"[{text}]")]
+    return text.split(",")
+
+
+def trial_of(base: Config, settings: Mapping[str, Any]) -> Trial:
+    """The base with some settings otherwise; strings are read as their fields' types."""
+    config = configs.change(base, dict(settings))  # which says so where there is no such field
+    return Trial(config, tuple(sorted({*settings, "seed"}, key=NAMES.index)))
+
+
+def grid_of(base: Config, axes: Mapping[str, list[Any] | Range], seeds: int = 1) -> list[Trial]:
+    """Every combination of the values, with so many seeds each, from the base's on.
+
+    >>> [t.settings for t in grid_of(Config(), {"zoneout.cell": ["0", "0.5"]}, 2)][1:3]
+    [{'zoneout.cell': 0.0, 'seed': 2}, {'zoneout.cell': 0.5, 'seed': 1}]
+    """
+    if seeds < 1:
+        raise ValueError(f"--seeds: expected 1 or more, got {seeds}")
+    for name, values in axes.items():
+        if isinstance(values, Range):
+            raise ValueError(f"--grid: {name} is a range, which only a search can draw from; add --search optuna")
+    points = itertools.product(*axes.values())  # type: ignore[arg-type]
+    every = [dict(zip(axes, point)) for point in points]
+    trials = [trial_of(base, {**point, "seed": base.seed + k}) for point in every for k in range(seeds)]
+    return list({trial.name: trial for trial in trials}.values())  # a value that is there twice is one
+
+
+def part_of(trials: Sequence[Trial], part: str) -> list[Trial]:
+    """The share K/N of the trials, for N machines that each take theirs.
+
+    >>> len(part_of(grid_of(Config(), {}, 10), "2/3"))
+    3
+    """
+    found = re.fullmatch(r"(\d+)/(\d+)", part)
+    k, n = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= k <= n:
+        raise ValueError(f"--part: expected K/N with K from 1 to N, as in 3/10, got {part!r}")
+    return list(trials[k - 1 :: n])
+
+
+# --- what there is already -------------------------------------------------------------------------
+
+
+def folders(trials: Sequence[Trial], out: Path) -> dict[str, Path]:
+    """The folder of every trial, by name; one that another sweep made for the same run is used."""
+    there = {p.name.rpartition("-")[2]: p for p in sorted(out.iterdir()) if p.is_dir()} if out.is_dir() else {}
+    return {trial.name: there.get(trial.digest, out / trial.name) for trial in trials}
+
+
+def state_of(trial: Trial, folder: Path, *, scheduled: bool = False) -> State:
+    """How it stands with a trial. What a scheduler stopped is only ended where there is a scheduler."""
+    if not (folder / "config.json").exists():
+        return "missing"
+    ours, theirs = configs.to_json(trial.config), configs.to_json(runs.read_config(folder))
+    other = [n for n in NAMES if n not in ANYHOW and configs.at(ours, n) != configs.at(theirs, n)]
+    if other:
+        if set(other) <= set(LENGTH):
+            return "begun"  # it is to be longer, or shorter
+        raise RunError(f"{folder} holds another run ({other[0]} differs); choose another folder with --out")
+    if (folder / "summary.json").exists():
+        return "finished"
+    if (folder / "ended.json").exists():
+        state: State = runs.read_json(folder / "ended.json")["state"]
+        return state if state == "diverged" or scheduled else "begun"
+    return "begun"
+
+
+def known_trials(base: Config, fields: Sequence[str], out: Path) -> list[Trial]:
+    """The trials of earlier searches: runs in `out` that differ from the base in these fields (and the seed) alone."""
+    found = []
+    for folder in sorted(out.iterdir()) if out.is_dir() else ():
+        if (folder / "config.json").exists():
+            theirs = configs.to_json(runs.read_config(folder))
+            trial = trial_of(base, {name: configs.at(theirs, name) for name in (*fields, "seed")})
+            if folder.name.endswith(f"-{trial.digest}"):
+                found.append(trial)
+    return found
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is known of a trial."""
+
+    name: str
+    folder: str
+    settings: dict[str, Any]
+    state: State
+    measure: str = ""
+    valid: float | None = None  # the best so far
+    test: float | None = None
+    update: int = 0  # of the best
+    updates: int = 0
+    epoch: float = 0.0
+    seconds: float | None = None
+    why: str = ""
+
+
+def row_of(trial: Trial, folder: Path, why: str = "", *, scheduled: bool = False) -> Row:
+    """What a trial's folder says of it; `why` is what went wrong, if anything."""
+    state = state_of(trial, folder, scheduled=scheduled)
+    name, settings = trial.name, trial.settings
+    if why and why != INTERRUPTED and state in ("missing", "begun"):
+        state = "failed"
+    if state == "missing" or not (folder / "metrics.jsonl").exists():
+        return Row(name, str(folder), settings, state, why=why)
+    if (folder / "ended.json").exists() and state in ("stopped", "diverged"):
+        why = runs.read_json(folder / "ended.json")["why"]
+    lines = runs.read_metrics(folder)
+    best = next((line for line in reversed(lines) if line["kind"] == "valid" and line["best"]), None)
+    measure = plots.measure_in(best or {}) or ""
+    test = next((line for line in reversed(lines) if line["kind"] == "test"), None)
+    seconds = runs.read_json(folder / "summary.json")["seconds"] if state == "finished" else None
+    return Row(
+        name,
+        str(folder),
+        settings,
+        state,
+        measure,
+        best and best[measure],
+        test and test[measure],
+        best["update"] if best else 0,
+        lines[-1]["update"] if lines else 0,
+        lines[-1]["epoch"] if lines else 0.0,
+        seconds,
+        why,
+    )
+
+
+def told(row: Row) -> str:
+    """How a trial ended, in a few words."""
+    values = [
+        f"{kind} {figure_of(v, row.measure)}" for kind in ("valid", "test") if (v := getattr(row, kind)) is not None
+    ]
+    return ", ".join([row.state, *values])
+
+
+def spelled(value: Any) -> str:
+    """A value as --grid takes it."""
+    return value if isinstance(value, str) else json.dumps(value)
