@@ -4,6 +4,9 @@ Three things in turn, the median over rounds: the whole step of `zoneout.paper.t
 clipping, optimizer), the recurrent layers alone forward and backward, and these with the softmax and the loss. The data
 are random symbols of the right number. On a GPU each is one CUDA graph, so that kernels are compared with kernels.
 
+`--at-once N` measures instead how long an update takes when N runs share the device as those of `zoneout reproduce
+--parallel N` do: on a GPU each in a thread and a stream of its own.
+
 The goals: on a GPU a step of at most 1.4 times the layers (word-PTB, with 10,000 words in its softmax: 1.8), on a CPU
 at most 1.15 times layers and softmax.
 """
@@ -12,14 +15,18 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from gpu import captured
 
+from zoneout.ops.cuda.compiler import shared_by
 from zoneout.paper.config import Batches, Config, Data, Model, Optimizer, Zoneout
 from zoneout.paper.data import Corpus, Images, Vocabulary
 from zoneout.paper.feeds import make_feed
@@ -67,6 +74,16 @@ CONFIGS = {
             optimizer=Optimizer("rmsprop", paper=True, lr=0.001, decay=0.5, clip_gradient=1.0),
         ),
     ),
+    "pMNIST-norm": (
+        0,
+        Config(
+            data=Data("mnist"),
+            batches=Batches(size=100),
+            model=replace(PAPER, hidden=100, norm="batch", norm_momentum=0.01),
+            zoneout=Zoneout(cell=0.15, hidden=0.15, mask="shared"),
+            optimizer=Optimizer("rmsprop", paper=True, lr=0.001, decay=0.5, clip_gradient=1.0),
+        ),
+    ),
     "demo": (80, Config(batches=Batches(size=32, length=100), model=Model(hidden=256), zoneout=Zoneout(0.5, 0.05))),
 }
 
@@ -80,8 +97,8 @@ class Times:
     with_softmax: float
 
 
-def measure(symbols: int, config: Config, device: torch.device, rounds: int) -> Times:
-    """The three times of one config."""
+def begun(symbols: int, config: Config, device: torch.device) -> tuple[Step, Callable[[], None]]:
+    """A step on random data, captured where that is done, and a call that takes it, epoch after epoch."""
     generator = np.random.default_rng(0)
     data: Corpus | Images
     if symbols:
@@ -107,6 +124,13 @@ def measure(symbols: int, config: Config, device: torch.device, rounds: int) -> 
         step()
         done += 1
 
+    return step, whole
+
+
+def measure(symbols: int, config: Config, device: torch.device, rounds: int) -> Times:
+    """The three times of one config."""
+    step, whole = begun(symbols, config, device)
+    model, feed = step.model, step.feed
     inputs, targets = feed.batch(feed.order(0)[0].to(device))
     seed = torch.tensor(1, device=device)
     layer_weights = [p for p in model.recurrent.parameters() if p.requires_grad]
@@ -141,6 +165,33 @@ def measure(symbols: int, config: Config, device: torch.device, rounds: int) -> 
     return Times(*(1000 * statistics.median(found[2:]) for found in times))
 
 
+def at_once(symbols: int, config: Config, device: torch.device, runs: int, updates: int) -> list[float]:
+    """Milliseconds of an update of each of so many runs that share the device."""
+    streams: list[Any] = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(runs)]
+    ready = threading.Barrier(runs)
+
+    def work(whole: Callable[[], None], stream: Any) -> float:
+        def some(count: int) -> None:
+            for _ in range(count):
+                whole()
+            if stream is not None:
+                stream.synchronize()
+
+        with torch.cuda.stream(stream):
+            some(3)
+            ready.wait()
+            began = time.perf_counter()
+            some(updates)
+            return 1000 * (time.perf_counter() - began) / updates
+
+    with shared_by(runs), ThreadPoolExecutor(runs) as threads:
+        calls = []
+        for number, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                calls.append(begun(symbols, replace(config, seed=number), device)[1])
+        return list(threads.map(work, calls, streams))
+
+
 def timed(call: Callable[[], None], device: torch.device) -> float:
     """Seconds of one call."""
     if device.type == "cuda":
@@ -158,12 +209,23 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="fp32", choices=("fp32", "tf32", "bf16", "fp16"))
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--at-once", type=int, metavar="N", help="measure N runs that share the device")
     options = parser.parse_args()
     unknown = [name for name in options.names if name not in CONFIGS]
     if unknown:
         parser.error(f"expected names of {', '.join(CONFIGS)}, got {', '.join(unknown)}")
     device = device_of(options.device)
     print(f"device {device}, {options.precision}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    if options.at_once:
+        print("| config | runs | ms an update of each | ms an update of all |")
+        print("|---|---|---|---|")
+        for name in options.names or CONFIGS:
+            symbols, config = CONFIGS[name]
+            config = replace(config, precision=options.precision)
+            times = at_once(symbols, config, device, options.at_once, 20 * options.rounds)
+            each, every = f"{min(times):.3g} to {max(times):.3g}", 1 / sum(1 / t for t in times)
+            print(f"| {name} | {options.at_once} | {each} | {every:.3g} |", flush=True)
+        return
     print("| config | step ms | layers ms | layers and softmax ms | step / layers | step / layers and softmax |")
     print("|---|---|---|---|---|---|")
     for name in options.names or CONFIGS:

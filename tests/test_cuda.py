@@ -187,6 +187,15 @@ def test_sizes_with_batch_norm(name, sizes, precision):
     compare(name, NOISES["zoneout-unit"], {}, True, precision, sizes=sizes, cells=False, norm=NORMS["batch-norm"])
 
 
+@pytest.mark.parametrize("precision", ["tf32", "bf16"], indirect=True)
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("name", ["lstm", "gru", "rnn"])
+def test_one_mask_for_both_states(name, norm, precision):
+    """A kernel for plain zoneout gives the hidden state bits of its own where it should have the cell's."""
+    sizes = (5, 100, 1, 100)
+    compare(name, NOISES["zoneout-shared"], {}, True, precision, sizes=sizes, cells=False, norm=NORMS[norm])
+
+
 @every_precision
 @pytest.mark.parametrize("norm", ["plain", "batch-norm"])
 @pytest.mark.parametrize("name", LAYERS)
@@ -201,20 +210,21 @@ def test_the_same_bits_twice(path, name, norm, precision):
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
+@pytest.mark.parametrize("precision", ["exact", "tf32", "bf16"], indirect=True)
 @pytest.mark.parametrize("mask", ["unit", "shared", "step", "sequence", "static"])
 @pytest.mark.parametrize("name", ["lstm", "gru", "rnn"])
-def test_masks_are_those_of_the_cpu(path, name, mask):
+def test_masks_are_those_of_the_cpu(path, name, mask, precision):
     """A kernel draws other bits than `zo.masks` shows: read back with a candidate of 1 and an old value of 0."""
     own = dict(seed=3) if mask == "static" else {}
     noise = zo.Zoneout(hidden=0.4, mask=mask, **own)
-    layer = LAYERS[name](1, 101, noise=noise, device="cuda")
+    layer = LAYERS[name](1, 101, noise=noise, device="cuda", dtype=precision[0])
     with torch.no_grad():
         for p in layer.parameters():
             p.zero_()
         layer.bias_ih_l0.fill_(40.0)  # every gate and candidate is 1
         if name == "gru":
             layer.bias_ih_l0[101:202] = -40.0  # but the gate that keeps the old value
-    x = torch.zeros(6, 9, 1, device="cuda")
+    x = torch.zeros(6, 9, 1, device="cuda", dtype=precision[0])
     first = layer(x, seed=11, examples=5)[0][0] < 0.5
     want = zo.masks(noise, seed=11, steps=6, batch=9, hidden=101, examples=5)["hidden"]
     assert torch.equal(first.cpu(), want[0])
@@ -299,7 +309,8 @@ def test_lengths_and_packed_input_do_not_wait(path):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # the compiler's own
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # the compiler's own, both
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 def test_compiled_equals_eager():
     """torch.compile breaks the graph, or draws other masks."""
     model = nn.Sequential(nn.Linear(8, 8), zo.LSTM(8, 128, 2, noise=zo.Zoneout(0.5, 0.05))).cuda()

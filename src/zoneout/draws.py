@@ -39,7 +39,7 @@ def words(seed: Tensor, steps: Tensor, examples: Tensor, units: int, plane: int)
     return torch.stack(torch.broadcast_tensors(*four), dim=-1).flatten(-2)[..., :units]
 
 
-_BLOCK = 2**15  # counters at a time: the ten rounds then stay in the cache, and memory stays small
+_BLOCK = 2**17  # counters at a time: enough for several threads, few enough to stay in their caches
 
 
 def draw_masks(draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: int) -> list[Tensor]:

@@ -32,16 +32,24 @@ def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tupl
 
 def _philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     k0, k1 = seed & WORD, (seed >> 32) & WORD
-    for _ in range(ROUNDS):
+    for number in range(ROUNDS):
+        # Only what is multiplied next has to be a word: of the others the upper halves may be anything.
         product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            ((product1 >> 32) & WORD) ^ c1 ^ k0,
-            product1 & WORD,
-            ((product0 >> 32) & WORD) ^ c3 ^ k1,
-            product0 & WORD,
-        )
+        c0, c2 = _mixed(product1, c1, k0, number), _mixed(product0, c3, k1, number)
+        c1, c3 = product1, product0
         k0, k1 = (k0 + WEYL[0]) & WORD, (k1 + WEYL[1]) & WORD
-    return c0, c1, c2, c3
+    return c0, c1 & WORD, c2, c3 & WORD
+
+
+def _mixed(product: Tensor, word: Tensor, key: Tensor, number: int) -> Tensor:
+    """The upper half of a product, with a word and a key; in place once everything has the shape that it ends with."""
+    high = product >> 32
+    if number < _SPREAD or high.shape != word.shape:
+        return (high ^ word ^ key) & WORD
+    return high.bitwise_xor_(word).bitwise_xor_(key).bitwise_and_(WORD)
+
+
+_SPREAD = 4  # rounds until every word hangs on every part of counter and key
 
 
 # An operator of its own for compiled models: inductor (torch 2.13) gets the bits wrong where two planes are drawn in

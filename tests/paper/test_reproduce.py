@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from zoneout.paper.recipes import RECIPES, Recipe
 from zoneout.paper.reproduce import main, reproduce
 from zoneout.paper.results import FORMAT, document, reached, read_record, table, write_record
 from zoneout.paper.runs import Run, RunError, read_metrics
-from zoneout.paper.train import train
+from zoneout.paper.train import stop_requests, train
 
 ROOT = Path(__file__).parents[2]
 TEXT = str(Path(__file__).parent / "golden" / "text.txt")
@@ -177,6 +178,48 @@ def test_several_at_once(capfd: pytest.CaptureFixture[str]) -> None:
     run("zoneout", seeds=(2,), settings=SMALL, out="alone", results="alone-res")
     ours, theirs = (read_record(Path(f"{f}/char_ptb_zoneout/seed-2.json")) for f in ("res", "alone-res"))
     assert ours["at_once"] == 2 and ours["valid"] == theirs["valid"] and ours["scores"] == theirs["scores"]
+
+
+def in_threads(monkeypatch: pytest.MonkeyPatch, **options: str) -> tuple[Any, Any]:
+    """The record of seed 2 out of three runs at once in one process, and that of the same run alone."""
+    monkeypatch.setattr(module, "several", module.together)
+    assert run("zoneout", seeds=(1, 2, 3), parallel=2, settings=SMALL, **options) == "finished"
+    run("zoneout", seeds=(2,), settings=SMALL, out="alone", results="alone-res", **options)
+    ours, theirs = (read_record(Path(f"{f}/char_ptb_zoneout/seed-2.json")) for f in ("res", "alone-res"))
+    return ours, theirs
+
+
+def test_several_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, runs that share a process disturb each other: by torch's generator, its settings or their data."""
+    ours, theirs = in_threads(monkeypatch)
+    assert ours["at_once"] == 2 and ours["curve"] == theirs["curve"] and ours["scores"] == theirs["scores"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("hidden", "precision"), [(100, "tf32"), (1000, "bf16"), (1200, "tf32")])
+def test_several_on_one_gpu(monkeypatch: pytest.MonkeyPatch, hidden: int, precision: str) -> None:
+    """If this fails, a run finds other numbers when others share the GPU: a buffer is theirs too, or sums change order.
+
+    Each size takes another kernel.
+    """
+    monkeypatch.setitem(SMALL, "model.hidden", hidden)
+    ours, theirs = in_threads(monkeypatch, device="cuda", precision=precision)
+    assert ours["curve"] == theirs["curve"] and ours["scores"] == theirs["scores"]
+
+
+def test_ctrl_c_reaches_runs_in_threads() -> None:
+    """If this fails, Ctrl-C leaves runs that share a process without a checkpoint, or does not stop them."""
+    with stop_requests() as asked, ThreadPoolExecutor(1) as thread:
+
+        def listening() -> bool:
+            with stop_requests() as asked_there:
+                return asked_there()
+
+        assert not thread.submit(listening).result() and not asked()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert thread.submit(listening).result() and asked()
+    with stop_requests() as asked:
+        assert not asked()
 
 
 def test_settings_of_ones_own_do_not_pass_for_the_recipe() -> None:

@@ -11,6 +11,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -34,6 +36,7 @@ from zoneout.paper.config import (
     change,
     to_json,
 )
+from zoneout.paper.processes import products_in
 from zoneout.paper.runs import RunError, read_metrics
 from zoneout.paper.step import learning_rates, update_seeds
 from zoneout.paper.train import Diverged, Summary, train
@@ -469,6 +472,30 @@ def test_a_batch_that_cannot_be_shared_is_an_error() -> None:
 
     with pytest.raises(ValueError, match=r"batches\.size: expected a multiple of the 3 processes"):
         make_feed(CHARS, load_data(CHARS), torch.device("cpu"), rank=0, processes=3)
+
+
+def test_runs_in_one_process_take_turns_at_how_products_are_taken() -> None:
+    """If this fails, a run that shares its process has its products in the precision of another one."""
+    gpu, both = torch.device("cuda"), threading.Barrier(2)
+    other, seen = threading.Event(), []
+
+    def run(precision: str, meet: bool) -> None:
+        with products_in(precision, gpu):
+            if meet:
+                both.wait(10)  # who wants the same is let in
+                other.wait(0.2)
+            else:
+                other.set()
+            seen.append((precision, torch.backends.cuda.matmul.fp32_precision))
+
+    before = torch.backends.cuda.matmul.fp32_precision
+    with ThreadPoolExecutor(3) as threads:
+        first = [threads.submit(run, "tf32", True) for _ in range(2)]
+        last = threads.submit(run, "fp32", False)
+        for each in (*first, last):
+            each.result()
+    assert sorted(seen) == [("fp32", "ieee"), ("tf32", "tf32"), ("tf32", "tf32")]
+    assert torch.backends.cuda.matmul.fp32_precision == before
 
 
 # --- on a GPU --------------------------------------------------------------------------------------

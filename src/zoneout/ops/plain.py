@@ -1,217 +1,431 @@
-"""The loop over time in torch calls, for where there is no compiler: the same equations as in native/body.h."""
+"""The loop over time in torch calls, for where there is no compiler: the same equations as in native/body.h.
+
+A call of torch costs microseconds however little it does. So whatever does not hang on the step before is done for many
+steps at once, before or after the loop over them, and a step has about ten calls. For many, not all: so that what is
+made on the way stays in the cache.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..cells import drop, zone
-from ..draws import draw_all, stream_units
+from ..draws import Draw, draw_all, stream_units
 from .loop import Backward, Loop
+from .rows import places
 
 Keep = Tensor | None  # where the old value (or zero) takes the place of the new one: a mask, a rate, or None
+Advance = Callable[[int, Tensor | None, Tensor], Tensor]  # step, h·Wh where it stands apart, the h before: the new h
 
 
 class Keeps(NamedTuple):
-    """What is replaced, in all rows or in those of one step."""
+    """What is replaced, in every row."""
 
     cell: Keep = None
     hidden: Keep = None
     update: Keep = None
 
 
+class Rows:
+    """The rows of each step."""
+
+    def __init__(self, loop: Loop) -> None:
+        assert loop.counts is not None
+        self.all = loop.counts
+        self.counts = [count for count in loop.counts.tolist() if count > 0]
+        self.starts = list(accumulate(self.counts, initial=0))
+        self.total = self.starts[-1]
+
+    @cached_property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Step and row of the batch of every row."""
+        return places(self.all, self.total)
+
+    def cut(self, v: Tensor | None) -> Sequence[Any]:
+        """What a step has of `v`: its rows, or all of what has no rows."""
+        if v is None or v.dim() < 2:
+            return [v] * len(self.counts)
+        return v[: self.total].split(self.counts)
+
+    def before(self, loop: Loop, states: Tensor, initial: Tensor, reset: Tensor | None) -> Tensor:
+        """The state before every row."""
+        first = self.counts[0]
+        if self.counts[-1] == first:
+            later = states[: self.total - first]
+        else:
+            t, row = self.places
+            later = states[loop.offsets[t[first:] - 1] + row[first:]]
+        found = torch.cat((initial[:first], later))
+        if loop.resets is None or reset is None:
+            return found
+        return torch.where(loop.resets[:, None], reset[self.places[1]], found)
+
+
+@dataclass
+class Part:
+    """Some steps of a loop: a loop itself, that begins where the steps before it ended."""
+
+    loop: Loop
+    keeps: Keeps
+    at: slice  # its rows
+    gate: Tensor | None  # the output gates of the step before
+
+    @cached_property
+    def rows(self) -> Rows:
+        return Rows(self.loop)
+
+
+_NUMBERS = 2**17  # of a state, in the steps that are taken at once
+
+
+def _parts(loop: Loop, keeps: Keeps) -> list[Part]:
+    """The loop in parts, each with what is replaced in it."""
+    rows = Rows(loop)
+    steps = max(1, _NUMBERS // max(1, loop.batch * loop.hidden))
+    return [_part(loop, rows, keeps, t, min(t + steps, len(rows.counts))) for t in range(0, len(rows.counts), steps)]
+
+
+def _part(loop: Loop, rows: Rows, keeps: Keeps, t: int, end: int) -> Part:
+    at = slice(rows.starts[t], rows.starts[end])
+    before = slice(rows.starts[t - 1], rows.starts[t]) if t else None
+
+    def of_rows(v: Tensor | None) -> Tensor | None:
+        return None if v is None else v[at]
+
+    def of_moments(v: Tensor | None) -> Tensor | None:
+        return None if v is None or loop.norm is None else v[at] if loop.norm.over == "units" else v[t:end]
+
+    def start(states: Tensor | None, initial: Tensor | None) -> Any:
+        return initial if before is None or states is None else states[before]
+
+    def kept(keep: Keep) -> Keep:
+        # Between numbers one chooses faster by numbers than by bits.
+        return keep if keep is None or keep.dtype != torch.bool else keep[at].to(loop.gates.dtype)
+
+    assert loop.counts is not None
+    moments: dict[str, Any] = {name: of_moments(getattr(loop, name)) for name in _MOMENTS}
+    some = replace(
+        loop,
+        steps=end - t,
+        counts=loop.counts[t:end],
+        h0=start(loop.y, loop.h0),
+        c0=start(loop.c, loop.c0),
+        gates=loop.gates[at],
+        y=loop.y[at],
+        c=of_rows(loop.c),
+        gh=of_rows(loop.gh),
+        resets=of_rows(loop.resets),
+        **moments,
+    )
+    gate = loop.gates[before, 3 * loop.hidden :] if before is not None and _holds(loop) else None
+    return Part(some, Keeps(*map(kept, keeps)), at, gate)
+
+
+_MOMENTS = ("mean_x", "var_x", "mean_h", "var_h", "mean_c", "var_c")
+
+
+# --- forwards --------------------------------------------------------------------------------------
+
+
 def forward(loop: Loop) -> None:
     """Run the loop forwards."""
-    keeps = _keeps(loop)
+    for part in _parts(loop, _keeps(loop, again=False)):
+        _forward(part)
+
+
+def _forward(part: Part) -> None:
+    loop, rows = part.loop, part.rows
     if loop.norm is None:
-        loop.gates[: len(loop.y)] += loop.b_x
-    for t, (begin, count) in enumerate(_spans(loop)):
-        at = slice(begin, begin + count)
-        old_h, cut = _before(loop, loop.y, loop.h0, loop.reset_h, t, begin, count)
+        loop.gates += loop.b_x
+    gates, y, keep, cuts = rows.cut(loop.gates), rows.cut(loop.y), rows.cut(part.keeps.hidden), _cuts(loop, rows)
+    advance = {"lstm": _lstm, "gru": _gru}.get(loop.cell, _rnn)(part)
+    apart = loop.cell == "gru" or loop.norm is not None
+    w, zero, old_h = loop.w_hh.t(), _zeroes(loop, "hidden"), loop.h0
+    for t, count in enumerate(rows.counts):
+        old_h = _before(old_h, count, cuts[t], loop.reset_h)
         h_in = old_h if loop.scale_h is None else old_h * loop.scale_h[:count]
-        keep = _of_step(keeps, at)
-        gates = loop.gates[at]
         if loop.norm is not None:
             assert loop.mean_x is not None and loop.var_x is not None
-            _take_moments(loop, loop.mean_x, loop.var_x, t, at, gates)
-            gates.copy_(_hat(loop, loop.mean_x, loop.var_x, t, at, gates) * loop.norm.scale_x + loop.b_x)
-        if loop.cell == "gru" or loop.norm is not None:
-            product = _with_norm(loop, t, at, torch.mm(h_in, loop.w_hh.t()))
-        else:
-            gates.addmm_(h_in, loop.w_hh.t())
-            product = None
-        if loop.cell == "lstm":
-            new = _lstm_forward(loop, t, at, gates, product, keep, cut)
-        elif loop.cell == "gru":
-            assert product is not None
-            new = _gru_forward(loop, at, gates, product, old_h, keep)
-        else:
-            if product is not None:
-                gates += product
-            new = gates.relu_() if loop.cell == "rnn_relu" else gates.tanh_()
-        loop.y[at] = _replace(new, old_h, keep.hidden, _zeroes(loop, "hidden"))
+            hat = _take_hat(loop, rows, loop.mean_x, loop.var_x, t, gates[t])
+            gates[t].copy_(hat.mul_(loop.norm.scale_x).add_(loop.b_x))
+        product = _with_norm(loop, rows, t, torch.mm(h_in, w)) if apart else None
+        if product is None:
+            gates[t].addmm_(h_in, w)
+        _replace(advance(t, product, old_h), old_h, keep[t], zero, out=y[t])
+        old_h = y[t]
 
 
-def _lstm_forward(
-    loop: Loop, t: int, at: slice, gates: Tensor, product: Tensor | None, keep: Keeps, cut: Tensor | None
-) -> Tensor:
-    """The candidate h; c and the gates are written."""
+def _rnn(part: Part) -> Advance:
+    loop, rows = part.loop, part.rows
+    gates, relu = rows.cut(loop.gates), loop.cell == "rnn_relu"
+
+    def advance(t: int, product: Tensor | None, old_h: Tensor) -> Tensor:
+        if product is not None:
+            gates[t].add_(product)
+        return gates[t].relu_() if relu else gates[t].tanh_()
+
+    return advance
+
+
+def _gru(part: Part) -> Advance:
+    loop, rows, keeps = part.loop, part.rows, part.keeps
+    size = loop.hidden
+    both, n = rows.cut(loop.gates[:, : 2 * size]), rows.cut(loop.gates[:, 2 * size :])
+    r, z = rows.cut(loop.gates[:, :size]), rows.cut(loop.gates[:, size : 2 * size])
+    kept, update = rows.cut(loop.gh), rows.cut(keeps.update)
+
+    def advance(t: int, product: Tensor | None, old_h: Tensor) -> Tensor:
+        assert product is not None
+        if loop.norm is None and loop.gh is not None:
+            kept[t].copy_(product[:, 2 * size :])
+        both[t].add_(product[:, : 2 * size]).sigmoid_()
+        n[t].addcmul_(r[t], product[:, 2 * size :]).tanh_()
+        return torch.addcmul(drop((1 - z[t]).mul_(n[t]), update[t]), z[t], old_h)
+
+    return advance
+
+
+def _lstm(part: Part) -> Advance:
+    loop, rows, keeps = part.loop, part.rows, part.keeps
     assert loop.c is not None and loop.c0 is not None
-    size = loop.hidden
-    if product is not None:
-        gates += product
-    gates[:, : 2 * size].sigmoid_()
-    gates[:, 2 * size : 3 * size].tanh_()
-    gates[:, 3 * size :].sigmoid_()
-    old_c, _ = _before(loop, loop.c, loop.c0, loop.reset_c, t, at.start, at.stop - at.start)
-    c = _candidate(loop, gates, old_c, keep)
-    gate = _shown_gate(loop, t, at, gates, keep, cut)
-    if loop.mean_c is not None and loop.var_c is not None:
-        _take_moments(loop, loop.mean_c, loop.var_c, t, at, c)
-    shown = gate * _exposed(loop, t, at, c).tanh_()
-    loop.c[at] = c if _zeroes(loop, "cell") else zone(c, old_c, keep.cell)
-    return shown if loop.w_hr is None else shown @ loop.w_hr.t()
+    size, norm, holds = loop.hidden, loop.norm, _holds(loop)
+    gates, c = rows.cut(loop.gates), rows.cut(loop.c)
+    both = rows.cut(loop.gates[:, : 2 * size])
+    i, f, g, o = (rows.cut(part) for part in loop.gates.chunk(4, dim=-1))
+    cell, update, cuts = rows.cut(keeps.cell), rows.cut(keeps.update), _cuts(loop, rows)
+    zero, old_c, spare = _zeroes(loop, "cell"), loop.c0, torch.empty_like(loop.c0)
+
+    def advance(t: int, product: Tensor | None, old_h: Tensor) -> Tensor:
+        nonlocal old_c
+        if product is not None:
+            gates[t].add_(product)
+        both[t].sigmoid_()
+        g[t].tanh_()
+        o[t].sigmoid_()
+        count = rows.counts[t]
+        old = _before(old_c, count, cuts[t], loop.reset_c)
+        new = torch.mul(i[t], g[t], out=spare[:count])
+        if update[t] is not None:
+            new = drop(new, update[t])
+        new = new.addcmul_(f[t], old)
+        if zero:
+            new = drop(new, cell[t])
+        if norm is None:
+            shown = new.tanh()
+        else:
+            assert loop.mean_c is not None and loop.var_c is not None
+            assert norm.scale_c is not None and norm.shift_c is not None
+            hat = _take_hat(loop, rows, loop.mean_c, loop.var_c, t, new)
+            shown = hat.mul_(norm.scale_c).add_(norm.shift_c).tanh_()
+        _replace(new, old, None if zero else cell[t], False, out=c[t])
+        gate = o[t]
+        held = o[t - 1] if t > 0 else part.gate
+        if holds and held is not None:
+            held = held[:count]
+            gate = zone(gate, held if cuts[t] is None else torch.where(cuts[t], gate, held), update[t])
+        shown.mul_(gate)
+        old_c = c[t]
+        return shown if loop.w_hr is None else shown @ loop.w_hr.t()
+
+    return advance
 
 
-def _candidate(loop: Loop, gates: Tensor, old_c: Tensor, keep: Keeps) -> Tensor:
-    i, f, g, _ = gates.chunk(4, dim=-1)
-    c = torch.addcmul(drop(i * g, keep.update), f, old_c)
-    return drop(c, keep.cell) if _zeroes(loop, "cell") else c
+# --- backwards -------------------------------------------------------------------------------------
 
 
-def _gru_forward(loop: Loop, at: slice, gates: Tensor, product: Tensor, old_h: Tensor, keep: Keeps) -> Tensor:
-    size = loop.hidden
-    if loop.norm is None and loop.gh is not None:
-        loop.gh[at] = product[:, 2 * size :]
-    gates[:, : 2 * size].add_(product[:, : 2 * size]).sigmoid_()
-    r, z, n = gates.chunk(3, dim=-1)
-    n.addcmul_(r, product[:, 2 * size :]).tanh_()
-    return torch.addcmul(drop((1 - z) * n, keep.update), z, old_h)
+class Factors(NamedTuple):
+    """What comes back at a row, as multiples of the derivative of the h that was carried on.
+
+    Those of the gates lie where the gates' derivatives will be.
+    """
+
+    straight: Keep  # of the h before, past the gates; None is nothing
+    cell: Callable[[int, Tensor], None] | None = None  # an LSTM's way back through c, which adds up over the steps
 
 
 def backward(loop: Loop, back: Backward) -> None:
     """Run the loop backwards."""
-    keeps = _keeps(loop)
-    size, spans = loop.hidden, _spans(loop)
-    owed = back.dh.new_zeros(loop.batch, size)  # what a held output gate owes to the step before
-    for t in reversed(range(len(spans))):
-        begin, count = spans[t]
-        at, keep = slice(begin, begin + count), _of_step(keeps, slice(begin, begin + count))
-        old_h, cut = _before(loop, loop.y, loop.h0, loop.reset_h, t, begin, count)
-        dh = back.dh[:count]
-        dh += back.dy[at]
-        d, straight = _replace_back(dh, keep.hidden, _zeroes(loop, "hidden"))
-        dh.copy_(straight) if straight is not None else dh.zero_()
-        if loop.cell == "lstm":
-            _lstm_backward(loop, back, t, at, d, keep, cut, owed)
-        elif loop.cell == "gru":
-            dh.addcmul_(d, loop.gates[at, size : 2 * size])
-            _gru_backward(loop, back, at, d, old_h, keep)
-        elif loop.cell == "rnn_relu":
-            back.dgx[at] = d * (loop.gates[at] > 0)
+    owed = torch.zeros_like(loop.h0 if loop.c0 is None else loop.c0)
+    for part in reversed(_parts(loop, _keeps(loop, again=True))):
+        rows: dict[str, Any] = {name: getattr(back, name) for name in _OF_ROWS}
+        rows = {name: None if v is None else v[part.at] for name, v in rows.items()}
+        _backward(part, replace(back, **rows), back.dsh is not back.dgx, owed)
+
+
+_OF_ROWS = ("dy", "dcells", "dgx", "dgh", "dsh", "du", "u", "dnc", "chat", "dx")
+
+
+def _backward(part: Part, back: Backward, both: bool, owed: Tensor) -> None:
+    """`both`: the derivatives of x's part and of h's differ; `owed`: what a held gate owes to the step before."""
+    loop, rows = part.loop, part.rows
+    find = {"lstm": _lstm_back, "gru": _gru_back}.get(loop.cell, _rnn_back)
+    factors = find(part, back, owed)
+    dy, dgx, dsh, dgh, straight = map(rows.cut, (back.dy, back.dgx, back.dsh, back.dgh, factors.straight))
+    cuts, gates, hats = _cuts(loop, rows), len(loop.w_hh) // loop.hidden, rows.cut(loop.gh)
+    for t in reversed(range(len(rows.counts))):
+        count = rows.counts[t]
+        dh = back.dh[:count].add_(dy[t])
+        if factors.cell is not None:
+            factors.cell(t, dh)
         else:
-            _through_tanh(d, loop.gates[at], out=back.dgx[at])
+            for d in (dgx[t], dsh[t]) if both else (dgx[t],):
+                d.view(count, gates, loop.hidden).mul_(dh[:, None])
         if loop.norm is not None:
-            _products_back(loop, back, t, at)
-        if loop.scale_h is None:
-            dh.addmm_(back.dgh[at], loop.w_hh)
+            assert loop.var_h is not None and loop.gh is not None
+            dgh[t].copy_(_norm_back(loop, rows, t, dsh[t] * loop.norm.scale_h, hats[t], loop.var_h))
+        if straight[t] is None:
+            dh.zero_()
         else:
-            dh += (back.dgh[at] @ loop.w_hh) * loop.scale_h[:count]
-        if cut is not None:
+            dh.mul_(straight[t])
+        if loop.scale_h is None:
+            dh.addmm_(dgh[t], loop.w_hh)
+        else:
+            dh += (dgh[t] @ loop.w_hh).mul_(loop.scale_h[:count])
+        if cuts[t] is not None:
             for d_state, kept in ((back.dh, back.dreset_h), (back.dc, back.dreset_c)):
                 if d_state is not None and kept is not None:
-                    kept[:count] += torch.where(cut, d_state[:count], 0.0)
-                    d_state[:count].masked_fill_(cut, 0.0)
-
-
-def _products_back(loop: Loop, back: Backward, t: int, at: slice) -> None:
-    """Of x·Wx and h·Wh, from those of their normalised forms."""
-    assert loop.norm is not None and loop.gh is not None and back.dx is not None
-    assert back.dscale_x is not None and back.dscale_h is not None
-    assert loop.mean_x is not None and loop.var_x is not None and loop.mean_h is not None and loop.var_h is not None
-    xhat = _hat(loop, loop.mean_x, loop.var_x, t, at, back.dx[at])
-    back.dscale_x[0] += (back.dgx[at] * xhat).sum(0)
-    back.dscale_h[0] += (back.dsh[at] * loop.gh[at]).sum(0)
-    _, var_x = _moments(loop, loop.mean_x, loop.var_x, t, at)
-    _, var_h = _moments(loop, loop.mean_h, loop.var_h, t, at)
-    back.dx[at] = _norm_back(loop, back.dgx[at] * loop.norm.scale_x, xhat, var_x)
-    back.dgh[at] = _norm_back(loop, back.dsh[at] * loop.norm.scale_h, loop.gh[at], var_h)
-
-
-def _lstm_backward(
-    loop: Loop, back: Backward, t: int, at: slice, d: Tensor, keep: Keeps, cut: Tensor | None, owed: Tensor
-) -> None:
-    assert loop.c is not None and loop.c0 is not None and back.dc is not None
-    size, count = loop.hidden, at.stop - at.start
-    gates = loop.gates[at]
-    i, f, g, o = gates.chunk(4, dim=-1)
-    old_c, _ = _before(loop, loop.c, loop.c0, loop.reset_c, t, at.start, count)
-    raw = _candidate(loop, gates, old_c, keep)
-    shows = _exposed(loop, t, at, raw).tanh_()
-    gate = _shown_gate(loop, t, at, gates, keep, cut)
-    if loop.w_hr is not None:
-        assert back.du is not None and back.u is not None
-        back.du[at] = d
-        back.u[at] = gate * shows
-        d = d @ loop.w_hr
-    d_gate = d * shows
-    dc = torch.ops.aten.tanh_backward(d * gate, shows)
+                    kept[:count] += torch.where(cuts[t], d_state[:count], 0.0)
+                    d_state[:count].masked_fill_(cuts[t], 0.0)
     if loop.norm is not None:
-        assert back.dnc is not None and back.chat is not None
-        assert loop.norm.scale_c is not None and loop.mean_c is not None and loop.var_c is not None
-        _, var = _moments(loop, loop.mean_c, loop.var_c, t, at)
-        back.dnc[at] = dc
-        back.chat[at] = _hat(loop, loop.mean_c, loop.var_c, t, at, raw)
-        assert back.dscale_c is not None and back.dshift_c is not None
-        back.dscale_c[0] += (dc * back.chat[at]).sum(0)
-        back.dshift_c[0] += dc.sum(0)
-        dc = _norm_back(loop, dc * loop.norm.scale_c, back.chat[at], var)
-    if "update" in loop.draws and loop.draws["update"].rule.holds_gate:
-        assert keep.update is not None
-        held = keep.update.to(d.dtype).expand_as(d_gate)
-        if t == 0:
-            held = torch.zeros_like(d_gate)
-        elif cut is not None:
-            held = torch.where(cut, 0.0, held)
-        mine = d_gate * (1 - held) + owed[:count]
-        owed[:count] = d_gate * held
-        d_gate = mine
-    carried = back.dc[:count] if back.dcells is None else back.dc[:count] + back.dcells[at]
-    if _zeroes(loop, "cell"):
-        dc, straight = drop(dc + carried, keep.cell), None
+        _norms_after(loop, back, rows)
+
+
+def _rnn_back(part: Part, back: Backward, owed: Tensor) -> Factors:
+    loop, keeps = part.loop, part.keeps
+    value, d = loop.gates, back.dgx
+    through, straight = _shares(loop, "hidden", keeps.hidden)
+    if loop.cell == "rnn_relu":
+        torch.mul(value > 0, through, out=d)
     else:
-        through, straight = _replace_back(carried, keep.cell, False)
-        dc = dc + through
-    d_update = drop(dc, keep.update)
-    out = back.dgx[at]
-    _through_sigmoid(d_update * g, i, out=out[:, :size])
-    _through_sigmoid(dc * old_c, f, out=out[:, size : 2 * size])
-    _through_tanh(d_update * i, g, out=out[:, 2 * size : 3 * size])
-    _through_sigmoid(d_gate, o, out=out[:, 3 * size :])
-    torch.mul(dc, f, out=back.dc[:count])
-    if straight is not None:
-        back.dc[:count] += straight
+        _through_tanh(through, value, out=d)
+    return Factors(straight)
 
 
-def _gru_backward(loop: Loop, back: Backward, at: slice, d: Tensor, old_h: Tensor, keep: Keeps) -> None:
-    size = loop.hidden
-    r, z, n = loop.gates[at].chunk(3, dim=-1)
+def _gru_back(part: Part, back: Backward, owed: Tensor) -> Factors:
+    loop, rows, keeps = part.loop, part.rows, part.keeps
     assert loop.gh is not None
-    if loop.norm is None:
-        product = loop.gh[at]
-    else:
-        product = loop.gh[at, 2 * size :] * loop.norm.scale_h[2 * size :]
+    size = loop.hidden
+    r, z, n = loop.gates.chunk(3, dim=-1)
+    product = loop.gh[:, -size:]
+    if loop.norm is not None:
+        product = product * loop.norm.scale_h[2 * size :]
         product = product if loop.b_h is None else product + loop.b_h[2 * size :]
-    d_update = drop(d, keep.update)
-    dn = torch.ops.aten.tanh_backward(d_update * (1 - z), n)
-    out = back.dgx[at]
-    _through_sigmoid(dn * product, r, out=out[:, :size])
-    _through_sigmoid(d * old_h - d_update * n, z, out=out[:, size : 2 * size])
-    out[:, 2 * size :] = dn
-    back.dsh[at] = out
-    torch.mul(dn, r, out=back.dsh[at, 2 * size :])
+    through, straight = _shares(loop, "hidden", keeps.hidden)
+    d = back.dgx
+    dn = d[:, 2 * size :]
+    _through_tanh(drop((1 - z) * through, keeps.update), n, out=dn)
+    _through_sigmoid(dn * product, r, out=d[:, :size])
+    old_h = rows.before(loop, loop.y, loop.h0, loop.reset_h)
+    _through_sigmoid((old_h - drop(n, keeps.update)) * through, z, out=d[:, size : 2 * size])
+    back.dsh.copy_(d)
+    back.dsh[:, 2 * size :].mul_(r)
+    gate = z * through
+    return Factors(gate if straight is None else gate + straight)
+
+
+def _lstm_back(part: Part, back: Backward, owed: Tensor) -> Factors:
+    loop, rows, keeps = part.loop, part.rows, part.keeps
+    assert loop.c is not None and loop.c0 is not None and back.dc is not None
+    size, norm = loop.hidden, loop.norm
+    i, f, g, o = loop.gates.chunk(4, dim=-1)
+    old_c = rows.before(loop, loop.c, loop.c0, loop.reset_c)
+    c = drop(i * g, keeps.update).addcmul_(f, old_c)
+    if zero := _zeroes(loop, "cell"):
+        c = drop(c, keeps.cell)
+    if norm is not None:
+        assert back.chat is not None and loop.mean_c is not None and loop.var_c is not None
+        assert norm.scale_c is not None and norm.shift_c is not None
+        back.chat.copy_(_hat(loop, rows, loop.mean_c, loop.var_c, c))
+        c = back.chat * norm.scale_c + norm.shift_c
+    shown, gate, held = c.tanh_(), o, None
+    if _holds(loop):
+        assert keeps.update is not None
+        held = torch.zeros_like(o) + keeps.update
+        if part.gate is None:
+            held[: rows.counts[0]] = 0.0
+        if loop.resets is not None:
+            held.masked_fill_(loop.resets[:, None], 0.0)
+        gate = zone(o, rows.before(loop, o, o if part.gate is None else part.gate, None), held)
+    if back.u is not None:
+        torch.mul(gate, shown, out=back.u)
+
+    # Multiples of d, the derivative of the candidate h, and of that of the candidate c.
+    d = back.dgx
+    d_i, d_f, d_g, d_o = d.chunk(4, dim=-1)
+    _through_sigmoid(drop(g, keeps.update), i, out=d_i)
+    _through_sigmoid(old_c, f, out=d_f)
+    _through_tanh(drop(i, keeps.update), g, out=d_g)
+    through, straight = _shares(loop, "hidden", keeps.hidden)
+    to_c = torch.ops.aten.tanh_backward(gate, shown)
+    if loop.w_hr is None and keeps.hidden is not None:  # a projection lies between h and what is shown of c
+        shown, to_c = shown.mul_(through), to_c.mul_(through)
+    owes = slope = None
+    if held is not None:
+        owes, slope = shown * held, o * (1 - o)
+        shown = shown - owes
+    _through_sigmoid(shown, o, out=d_o)
+    through_c, past_c = _shares(loop, "cell", keeps.cell)
+
+    d_ifgs, d_os, to_cs, fs = map(rows.cut, (d[:, : 3 * size], d_o, to_c, f))
+    throughs, pasts, debts, slopes = map(rows.cut, (through_c, past_c, owes, slope))
+    dcells, dnc, chat, du, hidden = map(rows.cut, (back.dcells, back.dnc, back.chat, back.du, keeps.hidden))
+    keep = keeps.cell is not None
+
+    def cell(t: int, dh: Tensor) -> None:
+        assert back.dc is not None
+        count = rows.counts[t]
+        if loop.w_hr is not None:
+            dh = torch.mm(du[t].copy_(drop(dh, hidden[t])), loop.w_hr)
+        dc = back.dc[:count]
+        if dcells[t] is not None:
+            dc.add_(dcells[t])
+        new = dh * to_cs[t]
+        if norm is not None:
+            assert norm.scale_c is not None and loop.var_c is not None
+            dnc[t].copy_(new)
+            new = _norm_back(loop, rows, t, new.mul_(norm.scale_c), chat[t], loop.var_c)
+        if zero:
+            new.add_(dc).mul_(throughs[t])
+        elif keep:
+            new.addcmul_(dc, throughs[t])
+        else:
+            new.add_(dc)
+        d_ifgs[t].unflatten(1, (3, size)).mul_(new[:, None])
+        d_os[t].mul_(dh)
+        if debts[t] is not None:
+            d_os[t].addcmul_(owed[:count], slopes[t])
+            torch.mul(dh, debts[t], out=owed[:count])
+        if pasts[t] is None:
+            torch.mul(new, fs[t], out=dc)
+        else:
+            dc.mul_(pasts[t]).addcmul_(new, fs[t])
+
+    return Factors(straight, cell)
+
+
+def _norms_after(loop: Loop, back: Backward, rows: Rows) -> None:
+    """The derivatives of the scales and of x·Wx, of all rows at once as far as they go."""
+    norm = loop.norm
+    assert norm is not None and loop.gh is not None and back.dx is not None
+    assert back.dscale_x is not None and back.dscale_h is not None
+    assert loop.mean_x is not None and loop.var_x is not None
+    hat = _hat(loop, rows, loop.mean_x, loop.var_x, back.dx)
+    back.dscale_x[0] += (back.dgx * hat).sum(0)
+    back.dscale_h[0] += (back.dsh * loop.gh).sum(0)
+    if back.dnc is not None and back.chat is not None:
+        assert back.dscale_c is not None and back.dshift_c is not None
+        back.dscale_c[0] += (back.dnc * back.chat).sum(0)
+        back.dshift_c[0] += back.dnc.sum(0)
+    dx, d = rows.cut(back.dx), rows.cut(back.dgx * norm.scale_x)
+    for t, one in enumerate(rows.cut(hat)):
+        dx[t].copy_(_norm_back(loop, rows, t, d[t], one, loop.var_x))
 
 
 # --- parts -----------------------------------------------------------------------------------------
@@ -226,122 +440,130 @@ def _through_tanh(d: Tensor, value: Tensor, out: Tensor) -> None:
     torch.ops.aten.tanh_backward.grad_input(d, value, grad_input=out)
 
 
-def _spans(loop: Loop) -> list[tuple[int, int]]:
-    """Where the rows of each step begin and how many there are."""
-    assert loop.counts is not None
-    return [(b, n) for b, n in zip(loop.offsets.tolist(), loop.counts.tolist()) if n > 0]
+def _shares(loop: Loop, stream: str, keep: Keep) -> tuple[Tensor, Tensor | None]:
+    """How much of the derivative of a carried state is that of its new value, and of its old; None is nothing."""
+    if keep is None:
+        return loop.h0.new_ones(()), None
+    return 1 - keep, None if _zeroes(loop, stream) else keep
 
 
-def _before(
-    loop: Loop, states: Tensor, initial: Tensor, reset: Tensor | None, t: int, begin: int, count: int
-) -> tuple[Tensor, Tensor | None]:
-    """The state before a step, and where a reset has cut it off from the one before that."""
-    previous = initial[:count] if t == 0 else states[int(loop.offsets[t - 1]) :][:count]
-    if loop.resets is None or reset is None:
-        return previous, None
-    cut = loop.resets[begin : begin + count, None]
-    return torch.where(cut, reset[:count], previous), cut
+def _cuts(loop: Loop, rows: Rows) -> Sequence[Any]:
+    """Where a reset has cut the rows of each step off from the step before: [count, 1], or None."""
+    return rows.cut(None if loop.resets is None else loop.resets[:, None])
 
 
-def _keeps(loop: Loop) -> Keeps:
-    """What is replaced in every row, [N, ·] or a rate."""
+def _before(states: Tensor, count: int, cut: Tensor | None, reset: Tensor | None) -> Tensor:
+    """The state before a step, from that of the step before."""
+    states = states if len(states) == count else states[:count]
+    return states if cut is None or reset is None else torch.where(cut, reset[:count], states)
+
+
+def _keeps(loop: Loop, again: bool) -> Keeps:
+    """What is replaced in every row, [N, ·] or a rate; on the way back (`again`) as on the way there."""
+    assert loop.counts is not None and loop.lengths is not None
+    inside = [draw for name, draw in loop.draws.items() if name in Keeps._fields]
+    out = {draw.rule.stream: draw.rate.to(loop.gates.dtype) for draw in inside if draw.seed is None}
+    drawn = [draw for draw in inside if draw.seed is not None]
+    if not drawn:
+        return Keeps(**out)
+    numbers = [loop.counts, loop.lengths, loop.examples, *(v for d in drawn for v in (d.seed, d.rate) if v is not None)]
+    key = (
+        *((draw.rule, draw.plane) for draw in drawn),
+        *(v.numpy().tobytes() for v in numbers),
+        *(loop.first_step, loop.reverse, loop.hidden, loop.outputs),
+    )
+    masks = _drawn.pop(key, None) if again else None
+    if masks is None:
+        masks = _masks(loop, drawn)
+    if not again:
+        if sum(mask.nbytes for kept in _drawn.values() for mask in kept.values()) > _MOST:
+            _drawn.clear()
+        _drawn[key] = masks
+    return Keeps(**out, **masks)
+
+
+_drawn: dict[Any, dict[str, Tensor]] = {}  # masks whose way back has not come yet: drawing them takes longest of all
+_MOST = 2**26  # bytes
+
+
+def _masks(loop: Loop, draws: Sequence[Draw]) -> dict[str, Tensor]:
+    """The masks of every row, [N, ·]."""
     assert loop.counts is not None and loop.lengths is not None
     units = stream_units(loop.hidden, 0 if loop.w_hr is None else loop.outputs, 0)
     steps = torch.arange(loop.first_step, loop.first_step + loop.steps)
-    inside = [draw for name, draw in loop.draws.items() if name in Keeps._fields]
-    masks = draw_all(inside, steps, loop.examples, units)
+    masks = draw_all(draws, steps, loop.examples, units)
     whole = not loop.reverse and int(loop.counts[-1]) == loop.batch
-    out: dict[str, Tensor] = {}
-    for draw in inside:
-        name = draw.rule.stream
-        if draw.seed is None:
-            out[name] = draw.rate.to(loop.gates.dtype)
-            continue
-        mask = masks[name].expand(loop.steps, loop.batch, units[name]).reshape(-1, units[name])
+    for name, mask in masks.items():
+        mask = mask.expand(loop.steps, loop.batch, units[name]).reshape(-1, units[name])
         if not whole:
-            t = torch.repeat_interleave(torch.arange(loop.steps), loop.counts)
-            row = torch.arange(len(t)) - loop.offsets[t]
+            t, row = places(loop.counts, int(loop.counts.sum()))
             mask = mask[(loop.lengths[row] - 1 - t if loop.reverse else t) * loop.batch + row]
-        out[name] = mask
-    return Keeps(**out)
-
-
-def _of_step(keeps: Keeps, at: slice) -> Keeps:
-    return Keeps(*(keep if keep is None or keep.dtype != torch.bool else keep[at] for keep in keeps))
+        masks[name] = mask
+    return masks
 
 
 def _zeroes(loop: Loop, stream: str) -> bool:
     return stream in loop.draws and loop.draws[stream].rule.by == "zero"
 
 
-def _replace(new: Tensor, old: Tensor, keep: Keep, zero: bool) -> Tensor:
-    return drop(new, keep) if zero else zone(new, old, keep)
+def _holds(loop: Loop) -> bool:
+    return "update" in loop.draws and loop.draws["update"].rule.holds_gate
 
 
-def _replace_back(d: Tensor, keep: Keep, zero: bool) -> tuple[Tensor, Tensor | None]:
-    """Of the new value, and of the old one where there is any."""
+def _replace(new: Tensor, old: Tensor, keep: Keep, zero: bool, out: Tensor) -> None:
+    """The state that is carried on."""
     if keep is None:
-        return d.clone(), None
-    new = drop(d, keep)
-    return new, None if zero else d - new
+        out.copy_(new)
+    elif zero:
+        torch.addcmul(new, new, keep, value=-1, out=out)
+    else:  # exact where it is 0 or 1, and faster than torch.lerp and torch.where
+        torch.addcmul(new, new, keep, value=-1, out=out).addcmul_(old, keep)
 
 
-def _shown_gate(loop: Loop, t: int, at: slice, gates: Tensor, keep: Keeps, cut: Tensor | None) -> Tensor:
-    """The output gate, or the step before's where it is held."""
-    own = gates[:, 3 * loop.hidden :]
-    if t == 0 or "update" not in loop.draws or not loop.draws["update"].rule.holds_gate:
-        return own
-    held = loop.gates[int(loop.offsets[t - 1]) :][: at.stop - at.start, 3 * loop.hidden :]
-    return zone(own, held if cut is None else torch.where(cut, own, held), keep.update)
+# --- norms -----------------------------------------------------------------------------------------
 
 
-def _exposed(loop: Loop, t: int, at: slice, c: Tensor) -> Tensor:
-    """c where it feeds h: itself, or normalised."""
-    norm = loop.norm
-    if norm is None:
-        return c.clone()
-    assert loop.mean_c is not None and loop.var_c is not None
-    assert norm.scale_c is not None and norm.shift_c is not None
-    return _hat(loop, loop.mean_c, loop.var_c, t, at, c) * norm.scale_c + norm.shift_c
-
-
-def _with_norm(loop: Loop, t: int, at: slice, product: Tensor) -> Tensor:
+def _with_norm(loop: Loop, rows: Rows, t: int, product: Tensor) -> Tensor:
     """h·Wh normalised where there is a norm, and with its bias."""
     norm = loop.norm
     if norm is not None:
         assert loop.mean_h is not None and loop.var_h is not None and loop.gh is not None
-        _take_moments(loop, loop.mean_h, loop.var_h, t, at, product)
-        loop.gh[at] = _hat(loop, loop.mean_h, loop.var_h, t, at, product)
-        product = loop.gh[at] * norm.scale_h
+        hat = _take_hat(loop, rows, loop.mean_h, loop.var_h, t, product)
+        loop.gh[rows.starts[t] : rows.starts[t + 1]] = hat
+        product = hat.mul_(norm.scale_h)
     return product if loop.b_h is None else product.add_(loop.b_h)
 
 
-def _take_moments(loop: Loop, mean: Tensor, var: Tensor, t: int, at: slice, v: Tensor) -> None:
-    """Write down the moments of one step, where they are not given."""
+def _moments(loop: Loop, rows: Rows, t: int, *moments: Tensor) -> list[Tensor]:
+    """Moments of one step, in the shape in which they meet its rows."""
     assert loop.norm is not None
-    if loop.norm.over == "units":
-        var[at], mean[at] = torch.var_mean(v, dim=-1, correction=0)
-    elif not loop.given:
-        var[t], mean[t] = torch.var_mean(v, dim=0, correction=0)
+    at = slice(rows.starts[t], rows.starts[t + 1])
+    return [v[at, None] if loop.norm.over == "units" else v[t] for v in moments]
 
 
-def _moments(loop: Loop, mean: Tensor, var: Tensor, t: int, at: slice) -> tuple[Tensor, Tensor]:
-    """The moments of one step, in the shape in which they meet its rows."""
+def _take_hat(loop: Loop, rows: Rows, mean: Tensor, var: Tensor, t: int, v: Tensor) -> Tensor:
+    """v of one step, normalised; its moments are written down, where they are not given."""
     assert loop.norm is not None
-    return (mean[at][:, None], var[at][:, None]) if loop.norm.over == "units" else (mean[t], var[t])
+    own_mean, own_var = _moments(loop, rows, t, mean, var)
+    if loop.norm.over == "units" or not loop.given:
+        over = -1 if loop.norm.over == "units" else 0
+        found = torch.var_mean(v, dim=over, correction=0, keepdim=loop.norm.over == "units")
+        own_var.copy_(found[0]), own_mean.copy_(found[1])
+    return (v - own_mean) * torch.rsqrt(own_var + loop.norm.eps)
 
 
-def _hat(loop: Loop, mean: Tensor, var: Tensor, t: int, at: slice, v: Tensor) -> Tensor:
-    """v of one step, normalised."""
+def _hat(loop: Loop, rows: Rows, mean: Tensor, var: Tensor, v: Tensor) -> Tensor:
+    """v of all rows, normalised."""
     assert loop.norm is not None
-    mean, var = _moments(loop, mean, var, t, at)
+    mean, var = (m[:, None] if loop.norm.over == "units" else m[rows.places[0]] for m in (mean, var))
     return (v - mean) * torch.rsqrt(var + loop.norm.eps)
 
 
-def _norm_back(loop: Loop, d: Tensor, hat: Tensor, var: Tensor) -> Tensor:
-    """Through a normalisation, from the derivative of its result before scaling."""
+def _norm_back(loop: Loop, rows: Rows, t: int, d: Tensor, hat: Tensor, var: Tensor) -> Tensor:
+    """Through a normalisation of one step, from the derivative of its result before scaling."""
     assert loop.norm is not None
-    rstd = torch.rsqrt(var + loop.norm.eps)
+    (own_var,) = _moments(loop, rows, t, var)
+    rstd = torch.rsqrt(own_var + loop.norm.eps)
     if loop.given:
         return d * rstd
     over = -1 if loop.norm.over == "units" else 0

@@ -19,6 +19,7 @@ from ..noise import plane
 from ..ops.dropout import dropout
 from ..philox import as_seed
 from .config import Config
+from .processes import alone
 
 CLASSES, PIXELS = 10, 784  # of mnist
 
@@ -180,7 +181,7 @@ def noises(config: Config) -> list[Any]:
 def build(config: Config, symbols: int = 0) -> LanguageModel | Classifier:
     """The model of a config, its weights a function of `config.seed`; `symbols` is the size of a text's vocabulary."""
     # torch's own initialisers draw from the global generator: it is put back afterwards.
-    with torch.random.fork_rng(devices=[]):
+    with alone, torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(zo.fold(config.seed, _INPUT)) % 2**63)
         model = LanguageModel(config, symbols) if config.task == "language" else Classifier(config)
         initialise(model, config)

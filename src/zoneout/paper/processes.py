@@ -6,6 +6,7 @@ Of several processes each has its rows of every batch, and all have the same wei
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -97,21 +98,43 @@ def join(device: str) -> Iterator[Processes]:
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
+# Runs that share a process take turns at what all of it sees: torch's generator, a graph that is being captured.
+alone = threading.RLock()
+
+# Its settings for products are seen by all too; those who want the same ones are inside together.
+_turn = threading.Condition()
+_inside: list[str] = []
+_outside: list[str] = []  # the settings that are put back when the last one leaves
+
 
 @contextmanager
 def products_in(precision: str, device: torch.device) -> Iterator[None]:
     """Matrix products in fp32, tf32 (on a GPU), bf16 or fp16, those of recurrent layers and all others."""
-    flags: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn.rnn] if device.type == "cuda" else []
-    before = [flag.fp32_precision for flag in flags]
-    for flag in flags:
-        flag.fp32_precision = "tf32" if precision == "tf32" else "ieee"
+    # Without the cache of cast weights, which would outlive a captured graph.
+    autocast = torch.autocast(device.type, HALF.get(precision), precision in HALF, cache_enabled=False)
+    if device.type != "cuda":
+        with autocast:
+            yield
+        return
+    flags: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn.rnn]
+    wanted = "tf32" if precision == "tf32" else "ieee"
+    with _turn:
+        _turn.wait_for(lambda: not _inside or _inside[0] == wanted)
+        if not _inside:
+            _outside[:] = [flag.fp32_precision for flag in flags]
+            for flag in flags:
+                flag.fp32_precision = wanted
+        _inside.append(wanted)
     try:
-        # Without the cache of cast weights, which would outlive a captured graph.
-        with torch.autocast(device.type, HALF.get(precision), precision in HALF, cache_enabled=False):
+        with autocast:
             yield
     finally:
-        for flag, value in zip(flags, before):
-            flag.fp32_precision = value
+        with _turn:
+            _inside.pop()
+            if not _inside:
+                for flag, before in zip(flags, _outside):
+                    flag.fp32_precision = before
+                _turn.notify_all()
 
 
 def device_of(name: str, number: int | None = None) -> torch.device:

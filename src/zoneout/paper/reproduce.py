@@ -16,7 +16,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -24,14 +25,16 @@ from typing import Any, Literal
 
 import torch
 
+from ..ops.cuda.compiler import shared_by
 from . import config as configs
 from . import runs
 from .config import Config
 from .files import DataError
+from .processes import device_of
 from .recipes import MEASURES, RECIPES, Recipe, select
 from .results import BEGIN, changes, document, make_record, put_summary, read_record, table, write_record
 from .runs import RunError
-from .train import Diverged, Progress, train
+from .train import Diverged, Progress, stop_requests, train
 
 State = Literal["finished", "interrupted", "diverged", "failed"]
 PAGE, README = Path("docs/results.md"), Path("README.md")  # where the tables stand
@@ -110,8 +113,8 @@ def reproduce(
     """Run the rows of a task (see `recipes.select`) that have no record yet, and say the table after each.
 
     After `minutes` the runs that are under way stop with a checkpoint; the next call goes on. `parallel` runs share the
-    device, each in a process of its own. A run that diverges does not keep the others from running; how the worst of
-    them ended is returned.
+    device, each in a process of its own, or on a GPU in a thread. A run that diverges does not keep the others from
+    running; how the worst of them ended is returned.
     """
     if parallel < 1:
         raise ValueError(f"parallel: expected 1 or more, got {parallel}")
@@ -136,7 +139,8 @@ def reproduce(
     missing = [job for job in jobs if job.missing()]
     say(table(results, recipes, details=False))
     states: list[State] = []
-    for job, state in (one_by_one if parallel == 1 else several)(missing):
+    how = one_by_one if parallel == 1 else together if device_of(device).type == "cuda" else several
+    for job, state in how(missing):
         states.append(state)
         say(f"{job.recipe}, seed {job.seed}: {state}")
         if state == "finished":
@@ -172,6 +176,28 @@ def attempt(job: Job) -> State:
     except RunError as error:
         print(f"{job.recipe}, seed {job.seed}: {error}", file=sys.stderr, flush=True)
         return "failed"
+
+
+def together(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:
+    """Each job and how it ended, as many at a time as they say, each in a thread and a stream of the GPU of its own.
+
+    What a run asks of the host between two validations is to replay a graph, so that one process serves many; processes
+    of their own would take turns on the GPU, a thread's work runs beside that of the others.
+    """
+
+    def begin(job: Job) -> State | None:
+        if asked() or time.time() >= job.until:
+            return None
+        device = device_of(job.device)
+        with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
+            return attempt(job)
+
+    at_once = max((job.at_once for job in jobs), default=1)
+    with stop_requests() as asked, shared_by(at_once), ThreadPoolExecutor(at_once) as threads:
+        begun = {threads.submit(begin, job): job for job in jobs}
+        for ended in as_completed(begun):
+            if (state := ended.result()) is not None:
+                yield begun[ended], state
 
 
 def several(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:

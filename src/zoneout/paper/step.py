@@ -18,7 +18,7 @@ from .config import Config
 from .feeds import Feed
 from .models import loss_of, loss_scale, parameters_of
 from .optimizers import Optimizer
-from .processes import Processes, products_in
+from .processes import Processes, alone, products_in
 from .runs import weights_of
 
 _UPDATES = 0x75706474  # a plane of the generator that no mask uses: the seeds of updates
@@ -134,19 +134,20 @@ class Step:
             return
         changed = [*weights_of(self.model).values(), *self._own().values(), self.position, self.nats]
         before = [t.detach().clone() for t in changed]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):  # kernels are loaded and memory is found; what this changes is put back
-                self.position.zero_()
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with alone:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(3):  # kernels are loaded and memory is found; what this changes is put back
+                    self.position.zero_()
+                    self._update()
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.no_grad():
+                for tensor, value in zip(changed, before):
+                    tensor.copy_(value)
+            # Other threads may go on with their own streams meanwhile.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._update()
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.no_grad():
-            for tensor, value in zip(changed, before):
-                tensor.copy_(value)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._update()
         self.graph = graph
 
     # --- what is read ---

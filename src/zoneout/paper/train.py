@@ -370,22 +370,28 @@ def values_of(score: Score, measure: str) -> dict[str, Any]:
     return {measure: getattr(score, measure), "nats": score.nats, "predictions": score.predictions}
 
 
+_asked: list[int] = []  # the signals that have asked the runs of this process to stop
+
+
 @contextmanager
 def stop_requests() -> Iterator[Callable[[], bool]]:
-    """Tells whether Ctrl-C (or a polite kill) has asked the run to stop; a second one stops at once."""
-    asked: list[int] = []
+    """Tells whether Ctrl-C (or a polite kill) has asked to stop; a second one stops at once.
+
+    Signals are the main thread's: a run in another thread is told what that one is told, while it listens.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: bool(_asked)
+        return
 
     def note(number: int, frame: Any) -> None:
-        if asked:
+        if _asked:
             raise KeyboardInterrupt
-        asked.append(number)
+        _asked.append(number)
 
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
-        yield lambda: False
-        return
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: bool(asked)
+        yield lambda: bool(_asked)
     finally:
+        _asked.clear()
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -13,7 +13,7 @@ typedef unsigned char u8;
 #define GRU (CELL == 1)
 #define RELU (CELL == 3)
 #define G (LSTM ? 4 : GRU ? 3 : 1)
-enum { OFF, DRAWN, EXPECTED };
+enum { OFF, DRAWN, EXPECTED, SHARED }; /* … drawn, with the bits of the cell's mask */
 
 struct Stream { /* one stream of noise */
     int mode, zero, hold, sees_step, sees_example, sees_unit, high;
@@ -292,10 +292,10 @@ __device__ __forceinline__ void simplify(Loop &l) {
     l.update.mode = OFF;
     l.update.hold = l.cell.zero = l.hidden_state.zero = 0;
 #ifdef CELL_MODE /* … and it may be known which streams there are, and that they see everything */
-    l.cell.mode = CELL_MODE, l.hidden_state.mode = HIDDEN_MODE;
+    l.cell.mode = CELL_MODE, l.hidden_state.mode = HIDDEN_MODE == SHARED ? DRAWN : HIDDEN_MODE;
     l.cell.sees_step = l.cell.sees_example = l.cell.sees_unit = 1;
     l.hidden_state.sees_step = l.hidden_state.sees_example = l.hidden_state.sees_unit = 1;
-    l.cell.high = 0, l.hidden_state.high = 1;
+    l.cell.high = 0, l.hidden_state.high = HIDDEN_MODE != SHARED;
 #endif
 #endif
 }

@@ -11,7 +11,8 @@ import hashlib
 import importlib.util
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +44,25 @@ def chip(device: int) -> Chip:
     """The GPU with this number."""
     of = torch.cuda.get_device_properties(device)
     return Chip(of.multi_processor_count, getattr(of, "shared_memory_per_block_optin", 48 * 1024), of.major)
+
+
+_sharers = 1  # loops that run side by side on a GPU
+
+
+@contextmanager
+def shared_by(loops: int) -> Iterator[None]:
+    """While so many loops run side by side on a GPU, each in a stream of its own: each takes its part of the chip."""
+    global _sharers
+    before, _sharers = _sharers, loops
+    try:
+        yield
+    finally:
+        _sharers = before
+
+
+def processors(device: int) -> int:
+    """How many processors of the GPU with this number one loop may fill, if it can do with less than all."""
+    return max(1, chip(device).processors // _sharers)
 
 
 class Kernel:

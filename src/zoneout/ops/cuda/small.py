@@ -10,7 +10,7 @@ import torch
 
 from ..loop import GATES, Backward, Loop
 from .arguments import CELLS, TYPES, Arguments, loop_arguments
-from .compiler import Kernel, chip, load, pack, tf32
+from .compiler import Kernel, chip, load, pack, processors, tf32
 
 REGISTERS = 16384 // 32  # of one of the four parts of a processor, for each lane
 OWN, OWN_NORM, OWN_ROW = 76, 32, 20  # registers of a thread beside weights: with one row, for a norm, for each more row
@@ -79,11 +79,14 @@ def plan_for(loop: Loop, back: bool) -> Plan | None:
         return None
     if loop.gates.dtype == torch.float32 and not tf32():
         return None
-    of = chip(loop.gates.get_device())
+    device = loop.gates.get_device()
+    of = chip(device)
     if of.major < 8 or loop.gates.numel() >= MOST_NUMBERS:
         return None
     norm = 0 if loop.norm is None else 1 if loop.norm.over == "units" else 2
-    return plan(loop.cell, loop.gates.element_size(), loop.hidden, loop.batch, back, of.processors, of.shared, norm)
+    return plan(
+        loop.cell, loop.gates.element_size(), loop.hidden, loop.batch, back, processors(device), of.shared, norm
+    )
 
 
 def modes_of(loop: Loop, back: Backward | None) -> tuple[int, int] | None:
@@ -93,9 +96,10 @@ def modes_of(loop: Loop, back: Backward | None) -> tuple[int, int] | None:
         return None
     modes = {"cell": 0, "hidden": 0}
     for name, draw in loop.draws.items():
-        if name not in modes or draw.rule.by != "previous" or draw.rule.mask != "unit":
+        if name not in modes or draw.rule.by != "previous" or draw.rule.mask not in ("unit", "shared"):
             return None
-        modes[name] = 2 if draw.seed is None else 1
+        shared = name == "hidden" and draw.rule.mask == "shared"
+        modes[name] = 2 if draw.seed is None else 3 if shared else 1
     seeds = {draw.seed.data_ptr() for draw in loop.draws.values() if draw.seed is not None}
     return (modes["cell"], modes["hidden"]) if len(seeds) < 2 else None  # one draw serves both
 

@@ -151,8 +151,6 @@ def _build(compiler: list[str]) -> ctypes.CDLL | None:
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    library.zoneout_large_pages.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-    library.zoneout_large_pages.restype = None
     library.zoneout_scale.argtypes = [
         ctypes.POINTER(Stream), ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p,
     ]  # fmt: skip

@@ -7,9 +7,6 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -19,20 +16,6 @@
 
 INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
-
-/* --- memory ------------------------------------------------------------------------------------- */
-
-/* Ask for large pages under a buffer that has not been written yet: the first touch of every small page costs
- * microseconds, and a training step touches tens of thousands of them. */
-void zoneout_large_pages(void *start, int64_t bytes) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-    uintptr_t page = 1 << 21, from = ((uintptr_t)start + page - 1) & ~(page - 1);
-    uintptr_t to = ((uintptr_t)start + (uintptr_t)bytes) & ~(page - 1);
-    if (to > from) madvise((void *)from, to - from, MADV_HUGEPAGE);
-#else
-    (void)start, (void)bytes;
-#endif
-}
 
 /* --- threads ------------------------------------------------------------------------------------ */
 
