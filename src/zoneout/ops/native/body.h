@@ -403,33 +403,42 @@ static void NAME(columns)(const Loop *l, const REAL *v, int64_t size, void *mean
     for (int64_t j = from; j < to; j++) rstd[j] = NAME(inverse)(var[j], l->eps);
 }
 
-/* Rows [b0, b1) of x·Wx or h·Wh of a step normalised, scaled and shifted in place. */
-static void NAME(normalise)(const Loop *l, REAL *v, REAL *hat, void *means, void *vars, const REAL *rstd,
-                            const REAL *restrict scale, const REAL *restrict bias, int64_t t, int64_t g, int64_t b0,
-                            int64_t b1) {
-    int rows = l->norm == NORM_UNITS;
-    REAL *mean = (REAL *)means + (rows ? l->offsets[t] : t * g), *var = (REAL *)vars + (rows ? l->offsets[t] : t * g);
-    for (int64_t b = b0; b < b1; b++) {
-        REAL *row = v + b * g, *of = hat ? hat + b * g : row;
-        if (rows) NAME(row_moments)(row, g, mean + b, var + b);
-        NAME(hat_of_row)(l, of, row, rows ? mean + b : mean, rows ? var + b : var, rstd, 0, g);
-#pragma omp simd
-        for (int64_t j = 0; j < g; j++) row[j] = of[j] * scale[j];
-        if (bias)
-            for (int64_t j = 0; j < g; j++) row[j] += bias[j];
-    }
-}
-
-/* Both products of a step. */
+/* Both products of a step normalised, scaled and shifted, each where it is and h's also in `gh`; but for the GRU the sum
+ * takes the place of x's. Layer norm: rows [b0, b1). Batch norm: each thread has the columns that it took the moments of,
+ * so that little goes from one to another, and all must be done before any is used. */
 static void NAME(normalise_both)(const Loop *l, WORK *w, int64_t t, int64_t g, int64_t b0, int64_t b1) {
-    REAL *x = (REAL *)l->gates + l->offsets[t] * g, *hat = (REAL *)l->gh + l->offsets[t] * g;
-    if (l->norm == NORM_EXAMPLES) {
+    int rows = l->norm == NORM_UNITS, apart = l->cell == GRU;
+    int64_t off = l->offsets[t], moments = rows ? off : t * g, from = 0, to = g;
+    REAL *x = (REAL *)l->gates + off * g, *hats = (REAL *)l->gh + off * g;
+    REAL *mean_x = (REAL *)l->mean_x + moments, *var_x = (REAL *)l->var_x + moments;
+    REAL *mean_h = (REAL *)l->mean_h + moments, *var_h = (REAL *)l->var_h + moments;
+    const REAL *restrict scale_x = l->norm_x, *restrict scale_h = l->norm_h, *restrict bias = l->b_h;
+    if (!rows) {
         NAME(columns)(l, x, g, l->mean_x, l->var_x, w->rstd_x, t);
         NAME(columns)(l, w->product, g, l->mean_h, l->var_h, w->rstd_h, t);
-        barrier();
+        share(g, 16, &from, &to);
+        b0 = 0, b1 = l->counts[t];
     }
-    NAME(normalise)(l, x, NULL, l->mean_x, l->var_x, w->rstd_x, l->norm_x, NULL, t, g, b0, b1);
-    NAME(normalise)(l, w->product, hat, l->mean_h, l->var_h, w->rstd_h, l->norm_h, l->b_h, t, g, b0, b1);
+    for (int64_t b = b0; b < b1; b++) {
+        int64_t at = rows ? b : 0;
+        REAL *restrict row = x + b * g, *restrict product = w->product + b * g, *restrict hat = hats + b * g;
+        if (rows) {
+            NAME(row_moments)(row, g, mean_x + b, var_x + b);
+            NAME(row_moments)(product, g, mean_h + b, var_h + b);
+        }
+        NAME(hat_of_row)(l, row, row, mean_x + at, var_x + at, w->rstd_x, from, to);
+        NAME(hat_of_row)(l, hat, product, mean_h + at, var_h + at, w->rstd_h, from, to);
+        if (apart) {
+#pragma omp simd
+            for (int64_t j = from; j < to; j++) row[j] *= scale_x[j], product[j] = hat[j] * scale_h[j];
+        } else {
+#pragma omp simd
+            for (int64_t j = from; j < to; j++) row[j] = row[j] * scale_x[j] + hat[j] * scale_h[j];
+        }
+        REAL *shifted = apart ? product : row;
+        for (int64_t j = from; bias && j < to; j++) shifted[j] += bias[j];
+    }
+    if (!rows) barrier();
 }
 
 /* c normalised (`hat`), and scaled and shifted as it feeds h. */
@@ -464,10 +473,6 @@ static void NAME(lstm_gates)(const Loop *l, WORK *w, const KEEP *keep, int64_t t
          *restrict o = g + h, *restrict raw = w->raw + row * h;
     const REAL *restrict old = NAME(old_c)(l, t, row);
     const REAL *restrict ku = NAME(drops)(l, keep) - from, *restrict kz = NAME(zeroes)(l, keep) - from;
-    if (l->norm) {
-        const REAL *restrict v = w->product + row * 4 * h;
-        for (int64_t j = from; j < to; j++) i[j] += v[j], f[j] += v[h + j], g[j] += v[2 * h + j], o[j] += v[3 * h + j];
-    }
     const REAL *restrict bi = l->b_x, *restrict bf = bi + h, *restrict bg = bf + h, *restrict bo = bg + h;
 #pragma omp simd
     for (int64_t j = from; j < to; j++) {
@@ -597,9 +602,7 @@ static void NAME(rnn_forward)(const Loop *l, WORK *w, int64_t t) {
         for (int64_t from = j0; from < j1; from += CHUNK) {
             int64_t to = min64(j1, from + CHUNK);
             REAL *restrict v = (REAL *)l->gates + (off + b) * h;
-            const REAL *restrict more = w->product + b * h, *restrict bx = l->b_x;
-            if (l->norm)
-                for (int64_t j = from; j < to; j++) v[j] += more[j];
+            const REAL *restrict bx = l->b_x;
             if (relu) {
 #pragma omp simd
                 for (int64_t j = from; j < to; j++) v[j] = v[j] + bx[j] < 0 ? 0 : v[j] + bx[j];
