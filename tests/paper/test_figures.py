@@ -72,6 +72,19 @@ def test_every_arm_has_its_colour_and_its_place(full: Path) -> None:
     assert len(drawn.figure.axes[0].get_legend().get_texts()) == 6
 
 
+@pytest.mark.parametrize("name", FIGURES)
+def test_nothing_of_a_legend_is_cut_off(name: str, tmp_path: Path) -> None:
+    """The names of methods run out of the picture."""
+    fabricated.everything(tmp_path)
+    fabricated.write(tmp_path, *(fabricated.record(arm, seed) for arm in FIGURES[name].arms for seed in (2, 3)))
+    figure = draw(name, tmp_path).figure
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        if axes.get_legend() is not None:
+            box = axes.get_legend().get_window_extent()
+            assert min(box.x0, box.y0) >= 0 and box.x1 <= figure.bbox.width
+
+
 def test_the_scale_leaves_out_what_is_far_above() -> None:
     """One run that overfits beyond measure presses all others to the bottom."""
     wild = fabricated.record("word_ptb_unregularised")

@@ -95,9 +95,13 @@ def canvas(panels: int = 1, height: float = 3.7) -> tuple[Any, list[Any]]:
 
 
 def legend(axes: Any, below: bool = False, **options: Any) -> None:
-    """A legend without a frame; below the axes where it would hide what is drawn."""
-    place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.17), "ncols": 2} if below else {}
-    axes.legend(**({"frameon": False, "labelcolor": INK, "fontsize": 9} | place | options))
+    """A legend without a frame; below the axes where it would hide what is drawn, in two columns where they fit."""
+    look = {"frameon": False, "labelcolor": INK, "fontsize": 9} | options
+    if below:
+        look |= {"loc": "upper center", "bbox_to_anchor": (0.5, -0.17)}
+        wide = axes.legend(**look, ncols=2).get_window_extent().width
+        look["ncols"] = 2 if wide < axes.figure.bbox.width else 1
+    axes.legend(**look)
 
 
 def figure(curves: Sequence[Curve], title: str = "") -> Any:

@@ -137,7 +137,7 @@ def cells(recipe: Recipe, records: Sequence[Record]) -> list[Any]:
         verdict or NONE,
         ", ".join(str(record["seed"]) for record in records),
         f"{fmean(record['best_epoch'] for record in records):.4g}",
-        minutes + (f" ({at_once} at once)" if at_once > 1 else ""),
+        join([minutes, Html("<br>"), element("small", f"{at_once} at once")]) if at_once > 1 else minutes,
     ]
 
 
