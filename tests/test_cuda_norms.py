@@ -130,8 +130,8 @@ def case(
     norm = StepNorm(over, 1e-5, scale, scale_h, given=Moments(mean, var, mean, var) if given else None)
     h0, w_hh = torch.zeros(batch, hidden, device=device, dtype=dtype), torch.empty(width, hidden, device="meta")
     loop = Loop(
-        cell, steps, None, h0, None, None, None, w_hh, bias, None, None, {}, None, norm, ends, h0, 0, reverse, None,
-        None, None, v, h0, None, gh, mean, var, None, None, None, None,
+        cell, steps, None, None, h0, None, None, None, w_hh, bias, None, None, {}, None, norm, ends, h0, 0, reverse,
+        None, None, None, v, h0, None, gh, mean, var, None, None, None, None,
     )  # fmt: skip
     c = (dnc, chat) if cell == "lstm" else (None, None)
     sums = [torch.zeros(1, n, device=device) for n in (width, width, hidden, hidden)]

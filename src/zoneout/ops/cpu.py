@@ -6,6 +6,7 @@ import ctypes
 import math
 import mmap
 import warnings
+from collections.abc import Iterable
 from contextlib import nullcontext, suppress
 from dataclasses import fields
 from functools import cache
@@ -138,8 +139,7 @@ def _say_once(reason: str) -> None:
 
 def _call(library: ctypes.CDLL, name: str, loop: Loop, back: Backward | None) -> None:
     kind = "double" if loop.gates.dtype == torch.float64 else "float"
-    offsets = loop.offsets
-    args = _arguments(loop, back, offsets)
+    args = _arguments(loop, back)
     size = getattr(library, f"zoneout_work_size_{kind}")(ctypes.byref(args))
     work = scratch(loop.gates, size + 64, dtype=torch.uint8)
     args.work = (work.data_ptr() + 63) // 64 * 64
@@ -148,14 +148,14 @@ def _call(library: ctypes.CDLL, name: str, loop: Loop, back: Backward | None) ->
 
 
 _TENSORS = (
-    "counts", "lengths", "examples", "resets", "scale_h", "x", "w_ih", "w_hh", "b_x", "b_h", "w_hr", "h0", "c0",
-    "reset_h", "reset_c", "gates", "gh", "y", "c", "mean_x", "var_x", "mean_h", "var_h", "mean_c", "var_c",
+    "counts", "offsets", "lengths", "examples", "resets", "scale_h", "x", "w_ih", "w_hh", "b_x", "b_h", "w_hr", "h0",
+    "c0", "reset_h", "reset_c", "gates", "gh", "y", "c", "mean_x", "var_x", "mean_h", "var_h", "mean_c", "var_c",
 )  # fmt: skip
 _BACKWARD = tuple(field.name for field in fields(Backward))
 _NORM = {"norm_x": "scale_x", "norm_h": "scale_h", "norm_c": "scale_c", "norm_c_shift": "shift_c"}
 
 
-def _arguments(loop: Loop, back: Backward | None, offsets: Tensor) -> native.Loop:
+def _arguments(loop: Loop, back: Backward | None) -> native.Loop:
     """The struct of loop.h, which holds only as long as the tensors do; what is not there is left zero."""
     args, norm = native.Loop(), loop.norm
     args.cell, args.steps, args.batch = CELLS.index(loop.cell), loop.steps, loop.batch
@@ -165,18 +165,20 @@ def _arguments(loop: Loop, back: Backward | None, offsets: Tensor) -> native.Loo
     for name, draw in loop.draws.items():
         if name in ("cell", "hidden", "update"):
             setattr(args, f"{name}_noise", _stream(draw))
-    tensors = {name: getattr(loop, name) for name in _TENSORS}
-    tensors["offsets"] = offsets
+    _put(args, loop.__dict__, _TENSORS)
     if norm is not None:
         args.norm, args.norm_given, args.eps = 1 if norm.over == "units" else 2, loop.given, norm.eps
-        tensors |= {name: getattr(norm, own) for name, own in _NORM.items()}
+        _put(args, {name: getattr(norm, own) for name, own in _NORM.items()}, _NORM)
     if back is not None:
-        tensors |= {name: getattr(back, name) for name in _BACKWARD}
-    for name, value in tensors.items():
-        if value is not None:
+        _put(args, back.__dict__, _BACKWARD)
+    return args
+
+
+def _put(args: native.Loop, tensors: dict[str, Any], names: Iterable[str]) -> None:
+    for name in names:
+        if (value := tensors[name]) is not None:
             assert value.is_contiguous(), name
             setattr(args, name, value.data_ptr())
-    return args
 
 
 def _stream(draw: Draw) -> native.Stream:

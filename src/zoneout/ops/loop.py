@@ -27,6 +27,7 @@ class Loop:
     cell: str
     steps: int
     counts: Tensor | None  # packed: [T] int64, on the CPU
+    offsets: Tensor | None  # packed: [T] int64, where the rows of each step begin
     h0: Tensor  # [B, P]
     c0: Tensor | None  # [B, H]
     x: Tensor | None  # [N, input]: where the loop is to take x·Wx itself, step by step
@@ -67,11 +68,6 @@ class Loop:
     @property
     def outputs(self) -> int:
         return self.h0.shape[1]
-
-    @property
-    def offsets(self) -> Tensor:
-        assert self.counts is not None
-        return self.counts.cumsum(0) - self.counts
 
     @property
     def given(self) -> bool:

@@ -154,6 +154,7 @@ def _loop(
         cell=r.cell,
         steps=rows.steps,
         counts=rows.counts,
+        offsets=rows.starts,
         h0=rows.sort(h0),
         c0=sort(ready.c0),
         x=x,

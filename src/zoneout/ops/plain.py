@@ -61,7 +61,7 @@ class Rows:
             later = states[: self.total - first]
         else:
             t, row = self.places
-            later = states[loop.offsets[t[first:] - 1] + row[first:]]
+            later = states[torch.tensor(self.starts)[t[first:] - 1] + row[first:]]
         found = torch.cat((initial[:first], later))
         if loop.resets is None or reset is None:
             return found
@@ -115,6 +115,7 @@ def _part(loop: Loop, rows: Rows, keeps: Keeps, t: int, end: int) -> Part:
         loop,
         steps=end - t,
         counts=loop.counts[t:end],
+        offsets=None,
         h0=start(loop.y, loop.h0),
         c0=start(loop.c, loop.c0),
         gates=loop.gates[at],
