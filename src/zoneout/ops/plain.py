@@ -7,7 +7,7 @@ made on the way stays in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -85,11 +85,13 @@ class Part:
 _NUMBERS = 2**17  # of a state, in the steps that are taken at once
 
 
-def _parts(loop: Loop, keeps: Keeps) -> list[Part]:
-    """The loop in parts, each with what is replaced in it."""
+def _parts(loop: Loop, keeps: Keeps, back: bool = False) -> Iterator[Part]:
+    """The loop in parts, each with what is replaced in it; on the way back the last comes first."""
     rows = Rows(loop)
     steps = max(1, _NUMBERS // max(1, loop.batch * loop.hidden))
-    return [_part(loop, rows, keeps, t, min(t + steps, len(rows.counts))) for t in range(0, len(rows.counts), steps)]
+    starts = range(0, len(rows.counts), steps)
+    for t in reversed(starts) if back else starts:
+        yield _part(loop, rows, keeps, t, min(t + steps, len(rows.counts)))
 
 
 def _part(loop: Loop, rows: Rows, keeps: Keeps, t: int, end: int) -> Part:
@@ -255,7 +257,7 @@ class Factors(NamedTuple):
 def backward(loop: Loop, back: Backward) -> None:
     """Run the loop backwards."""
     owed = torch.zeros_like(loop.h0 if loop.c0 is None else loop.c0)
-    for part in reversed(_parts(loop, _keeps(loop, again=True))):
+    for part in _parts(loop, _keeps(loop, again=True), back=True):
         rows: dict[str, Any] = {name: getattr(back, name) for name in _OF_ROWS}
         rows = {name: None if v is None else v[part.at] for name, v in rows.items()}
         _backward(part, replace(back, **rows), back.dsh is not back.dgx, owed)
