@@ -450,6 +450,8 @@ def test_bench_runs_that_of_the_clone(zoneout, monkeypatch, tmp_path) -> None:
     assert code == FAILED and "make bench" in err
     Path("benchmarks").mkdir()
     Path("benchmarks/bench.py").write_text("import sys; print(sys.argv[1:]); sys.exit(7)")
+    Path("benchmarks/gpu.py").write_text("import sys; print('gpu', sys.argv[1:]); sys.exit(5)")
+    assert zoneout("bench", "gpu", "headline")[:2] == (5, "gpu ['headline']\n")
     code, out, _ = zoneout("bench", "--quick", "LSTM")
     assert code == 7 and out == "['--quick', 'LSTM']\n"
 

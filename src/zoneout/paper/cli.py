@@ -433,9 +433,12 @@ class Report:
 
 @dataclass(frozen=True)
 class Bench:
-    """Measure the speed of the layers against torch.nn's, with benchmarks/bench.py of a clone of the repository.
+    """Measure the speed of the layers against torch.nn's, with the benchmarks of a clone of the repository.
 
-    $ zoneout bench --help
+    $ zoneout bench                  # on this machine's processor
+    $ zoneout bench gpu              # on its NVIDIA GPU, against cuDNN
+    $ zoneout bench step             # a whole training step against its layers alone
+    $ zoneout bench gpu --help
     """
 
 
@@ -540,8 +543,9 @@ def overview() -> str:
 
 
 def bench(args: Sequence[str]) -> int:
-    """Run the benchmark of the clone that this package is used from."""
-    script = Path(zoneout.__file__).parents[2] / "benchmarks" / "bench.py"
+    """Run a benchmark of the clone that this package is used from."""
+    which, args = (args[0], args[1:]) if args and args[0] in ("gpu", "step") else ("bench", args)
+    script = Path(zoneout.__file__).parents[2] / "benchmarks" / f"{which}.py"
     if not script.is_file():
         raise RunError(
             "the benchmark is not part of the installed package: in a clone of the repository, `make bench` runs it"
