@@ -193,11 +193,19 @@ def together(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:
             return attempt(job)
 
     at_once = max((job.at_once for job in jobs), default=1)
-    with stop_requests() as asked, shared_by(at_once), ThreadPoolExecutor(at_once) as threads:
-        begun = {threads.submit(begin, job): job for job in jobs}
-        for ended in as_completed(begun):
-            if (state := ended.result()) is not None:
-                yield begun[ended], state
+    patience = sys.getswitchinterval()
+    sys.setswitchinterval(_GIVES_WAY)
+    try:
+        with stop_requests() as asked, shared_by(at_once), ThreadPoolExecutor(at_once) as threads:
+            begun = {threads.submit(begin, job): job for job in jobs}
+            for ended in as_completed(begun):
+                if (state := ended.result()) is not None:
+                    yield begun[ended], state
+    finally:
+        sys.setswitchinterval(patience)
+
+
+_GIVES_WAY = 1e-4  # seconds after which a run that validates lets the others ask for their next update
 
 
 def several(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:
