@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zoneout.paper.config import Optimizer as Settings
-from zoneout.paper.optimizers import Optimizer, clip_
+from zoneout.paper.optimizers import Optimizer, clipped_factor
 
 SHAPES = {"weight": (4, 3), "bias": (4,), "start": (2, 5)}
 
@@ -137,12 +137,11 @@ def test_weight_decay_is_adamws_on_matrices_alone() -> None:
 
 
 def test_clipping_leaves_small_and_zero_gradients_alone() -> None:
-    small = [torch.tensor([0.3, 0.4]), torch.tensor([0.0])]
-    clip_(small, 1.0)
-    assert small[0].tolist() == pytest.approx([0.3, 0.4]) and small[1].item() == 0
-    zero = [torch.zeros(3)]
-    clip_(zero, 1.0)
-    assert zero[0].tolist() == [0, 0, 0]
+    one = torch.tensor(1.0, dtype=torch.float64)
+    assert clipped_factor(one, [torch.tensor([0.3, 0.4]), torch.tensor([0.0])], 1.0).item() == 1
+    assert clipped_factor(one, [torch.zeros(3)], 1.0).item() == 1
+    assert clipped_factor(one, [torch.tensor([3.0, 4.0])], 1.0).item() == pytest.approx(0.2)
+    assert clipped_factor(0.1 * one, [torch.tensor([3.0, 4.0])], 1.0).item() == pytest.approx(0.1)  # a norm of 0.5 then
 
 
 @pytest.mark.parametrize("rule", ["adam", "sgd", "rmsprop"])

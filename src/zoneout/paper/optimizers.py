@@ -59,18 +59,24 @@ class Optimizer:
     def step(self, gradients: Sequence[Tensor], lr: Tensor) -> None:
         """One update. The gradients are used up: what they hold afterwards means nothing."""
         settings, grads = self.settings, list(gradients)
-        if settings.clip_gradient:
-            clip_(grads, settings.clip_gradient)
+        shrink = clipped_factor(lr.new_ones(()), grads, settings.clip_gradient) if settings.clip_gradient else None
+        if shrink is not None and (settings.rule != "sgd" or settings.momentum):  # those rules look at its size
+            torch._foreach_mul_(grads, shrink.to(grads[0].dtype))
+            shrink = None
         self.count += 1
-        updates = {"adam": self._adam, "sgd": self._sgd, "rmsprop": self._rmsprop}[settings.rule](grads, lr)
+        steps, by = {"adam": self._adam, "sgd": self._sgd, "rmsprop": self._rmsprop}[settings.rule](grads, lr)
+        by = by if shrink is None else by * shrink
         if settings.clip_update:
-            clip_(updates, settings.clip_update)
+            by = clipped_factor(by, steps, settings.clip_update)
         if settings.weight_decay:
             matrices = [p for p in self.parameters if p.dim() > 1]
             torch._foreach_mul_(matrices, (1 - settings.weight_decay * lr).to(matrices[0].dtype))
-        torch._foreach_sub_(self.parameters, updates)
+        torch._foreach_mul_(steps, by.to(steps[0].dtype))
+        torch._foreach_sub_(self.parameters, steps)
 
-    def _adam(self, grads: Tensors, lr: Tensor) -> Tensors:
+    # Each rule gives steps, which may be changed, and the number that they are multiplied by.
+
+    def _adam(self, grads: Tensors, lr: Tensor) -> tuple[Tensors, Tensor]:
         beta1, beta2 = self.settings.betas
         mean, square = self.slots["mean"], self.slots["square"]
         torch._foreach_lerp_(mean, grads, 1 - beta1)
@@ -85,12 +91,12 @@ class Optimizer:
             torch._foreach_add_(roots, eps)
         else:  # as a list, since a single tensor would be read by the host
             torch._foreach_add_(roots, [(eps * bias2).to(roots[0].dtype)] * len(roots))
-        return self._scaled(list(torch._foreach_div(mean, roots)), lr * bias2 / bias1)
+        return list(torch._foreach_div(mean, roots)), lr * bias2 / bias1
 
-    def _sgd(self, grads: Tensors, lr: Tensor) -> Tensors:
-        return self._scaled(self._with_momentum(grads), lr)
+    def _sgd(self, grads: Tensors, lr: Tensor) -> tuple[Tensors, Tensor]:
+        return self._with_momentum(grads), lr
 
-    def _rmsprop(self, grads: Tensors, lr: Tensor) -> Tensors:
+    def _rmsprop(self, grads: Tensors, lr: Tensor) -> tuple[Tensors, Tensor]:
         square, eps = self.slots["square"], eps_of(self.settings)
         torch._foreach_mul_(square, self.settings.decay)
         torch._foreach_addcmul_(square, grads, grads, 1 - self.settings.decay)
@@ -100,7 +106,7 @@ class Optimizer:
         else:
             torch._foreach_add_(rms, eps)
         torch._foreach_div_(grads, rms)
-        return self._scaled(self._with_momentum(grads), lr)
+        return self._with_momentum(grads), lr
 
     def _with_momentum(self, steps: Tensors) -> Tensors:
         if not self.settings.momentum:
@@ -110,13 +116,7 @@ class Optimizer:
         torch._foreach_add_(momentum, steps)
         return [m.clone() for m in momentum]
 
-    @staticmethod
-    def _scaled(steps: Tensors, by: Tensor) -> Tensors:
-        torch._foreach_mul_(steps, by.to(steps[0].dtype))
-        return steps
 
-
-def clip_(tensors: Tensors, limit: float) -> None:
-    """Scale all the tensors together so that their global norm is at most `limit`."""
-    norm = get_total_norm(tensors, foreach=True)
-    torch._foreach_mul_(tensors, (limit / norm).clamp(max=1))
+def clipped_factor(by: Tensor, tensors: Tensors, limit: float) -> Tensor:
+    """What to multiply the tensors by instead of `by`, so that their global norm is then at most `limit`."""
+    return torch.minimum(by, limit / get_total_norm(tensors, foreach=True))
