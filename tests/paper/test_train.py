@@ -495,6 +495,10 @@ def test_runs_in_one_process_take_turns_at_how_products_are_taken() -> None:
         for each in (*first, last):
             each.result()
     assert sorted(seen) == [("fp32", "ieee"), ("tf32", "tf32"), ("tf32", "tf32")]
+    with products_in("tf32", gpu):
+        with products_in("fp32", gpu):  # nobody waits for himself
+            assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
     assert torch.backends.cuda.matmul.fp32_precision == before
 
 

@@ -103,7 +103,7 @@ alone = threading.RLock()
 
 # Its settings for products are seen by all too; those who want the same ones are inside together.
 _turn = threading.Condition()
-_inside: list[str] = []
+_inside: list[tuple[int, str]] = []  # thread and setting
 _outside: list[str] = []  # the settings that are put back when the last one leaves
 
 
@@ -116,25 +116,30 @@ def products_in(precision: str, device: torch.device) -> Iterator[None]:
         with autocast:
             yield
         return
-    flags: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn.rnn]
-    wanted = "tf32" if precision == "tf32" else "ieee"
+    mine = threading.get_ident(), "tf32" if precision == "tf32" else "ieee"
     with _turn:
-        _turn.wait_for(lambda: not _inside or _inside[0] == wanted)
+        _turn.wait_for(lambda: all(thread == mine[0] or setting == mine[1] for thread, setting in _inside))
         if not _inside:
-            _outside[:] = [flag.fp32_precision for flag in flags]
-            for flag in flags:
-                flag.fp32_precision = wanted
-        _inside.append(wanted)
+            _outside[:] = [flag.fp32_precision for flag in _flags()]
+        _inside.append(mine)
+        _set(mine[1])
     try:
         with autocast:
             yield
     finally:
         with _turn:
-            _inside.pop()
-            if not _inside:
-                for flag, before in zip(flags, _outside):
-                    flag.fp32_precision = before
-                _turn.notify_all()
+            _inside.remove(mine)
+            _set(*([_inside[-1][1]] if _inside else _outside))
+            _turn.notify_all()
+
+
+def _flags() -> list[Any]:
+    return [torch.backends.cuda.matmul, torch.backends.cudnn.rnn]
+
+
+def _set(*settings: str) -> None:
+    for flag, setting in zip(_flags(), settings * 2):
+        flag.fp32_precision = setting
 
 
 def device_of(name: str, number: int | None = None) -> torch.device:
