@@ -70,7 +70,7 @@ def loop(request, monkeypatch):
     if request.param == "torch calls":
         monkeypatch.setattr(native, "load", lambda: None)
         monkeypatch.setattr("zoneout.ops.cpu._say_once", lambda reason: None)
-        monkeypatch.setattr("zoneout.ops.plain._NUMBERS", 2 * BATCH * 37)  # two steps at once
+        monkeypatch.setattr("zoneout.ops.parts._NUMBERS", 2 * BATCH * 37)  # two steps at once
     elif native.load() is None:
         pytest.skip(f"no compiled loop here: {native.why_not()}")
     return request.param

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
@@ -21,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-from zoneout.paper import runs
+from zoneout.paper import processes, runs
 from zoneout.paper.config import (
     Batches,
     Config,
@@ -474,25 +475,30 @@ def test_a_batch_that_cannot_be_shared_is_an_error() -> None:
         make_feed(CHARS, load_data(CHARS), torch.device("cpu"), rank=0, processes=3)
 
 
-def test_runs_in_one_process_take_turns_at_how_products_are_taken() -> None:
+def test_runs_in_one_process_take_turns_at_how_products_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, a run that shares its process has its products in the precision of another one."""
-    gpu, both = torch.device("cuda"), threading.Barrier(2)
-    other, seen = threading.Event(), []
+    gpu, both, kept_out = torch.device("cuda"), threading.Barrier(2), threading.Event()
+    wait_for, seen = processes._turn.wait_for, []
 
-    def run(precision: str, meet: bool) -> None:
+    def watched(welcome: Callable[[], bool]) -> bool:
+        if not welcome():
+            kept_out.set()
+        return wait_for(welcome)
+
+    def run(precision: str) -> None:
         with products_in(precision, gpu):
-            if meet:
+            if precision == "tf32":
                 both.wait(10)  # who wants the same is let in
-                other.wait(0.2)
-            else:
-                other.set()
+                assert kept_out.wait(10)  # who does not has to wait
             seen.append((precision, torch.backends.cuda.matmul.fp32_precision))
 
+    monkeypatch.setattr(processes._turn, "wait_for", watched)
     before = torch.backends.cuda.matmul.fp32_precision
     with ThreadPoolExecutor(3) as threads:
-        first = [threads.submit(run, "tf32", True) for _ in range(2)]
-        last = threads.submit(run, "fp32", False)
-        for each in (*first, last):
+        first = [threads.submit(run, "tf32") for _ in range(2)]
+        while len(processes._inside) < 2 and not any(each.done() for each in first):
+            pass
+        for each in (*first, threads.submit(run, "fp32")):
             each.result()
     assert sorted(seen) == [("fp32", "ieee"), ("tf32", "tf32"), ("tf32", "tf32")]
     with products_in("tf32", gpu):

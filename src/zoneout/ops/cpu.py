@@ -74,7 +74,7 @@ def give_back(*buffers: Tensor | None) -> None:
     """Keep scratch memory for the next call: its pages have been touched, which is half of what a small call costs."""
     for buffer in {id(b): b for b in buffers if b is not None}.values():
         _kept.setdefault((buffer.dtype, buffer.numel()), []).append(buffer.view(-1))
-    if sum(b.nbytes for same in _kept.values() for b in same) > _MOST:
+    if sum(b.nbytes for same in list(_kept.values()) for b in list(same)) > _MOST:
         _kept.clear()
 
 

@@ -7,131 +7,18 @@ made on the way stays in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import accumulate
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..cells import drop, zone
-from ..draws import Draw, draw_all, stream_units
 from .loop import Backward, Loop
-from .rows import places
+from .parts import Keep, Part, Rows, holds, parts_of, zeroes
 
-Keep = Tensor | None  # where the old value (or zero) takes the place of the new one: a mask, a rate, or None
 Advance = Callable[[int, Tensor | None, Tensor], Tensor]  # step, h·Wh where it stands apart, the h before: the new h
-
-
-class Keeps(NamedTuple):
-    """What is replaced, in every row."""
-
-    cell: Keep = None
-    hidden: Keep = None
-    update: Keep = None
-
-
-class Rows:
-    """The rows of each step."""
-
-    def __init__(self, loop: Loop) -> None:
-        assert loop.counts is not None
-        self.all = loop.counts
-        self.counts = [count for count in loop.counts.tolist() if count > 0]
-        self.starts = list(accumulate(self.counts, initial=0))
-        self.total = self.starts[-1]
-
-    @cached_property
-    def places(self) -> tuple[Tensor, Tensor]:
-        """Step and row of the batch of every row."""
-        return places(self.all, self.total)
-
-    def cut(self, v: Tensor | None) -> Sequence[Any]:
-        """What a step has of `v`: its rows, or all of what has no rows."""
-        if v is None or v.dim() < 2:
-            return [v] * len(self.counts)
-        return v[: self.total].split(self.counts)
-
-    def before(self, loop: Loop, states: Tensor, initial: Tensor, reset: Tensor | None) -> Tensor:
-        """The state before every row."""
-        first = self.counts[0]
-        if self.counts[-1] == first:
-            later = states[: self.total - first]
-        else:
-            t, row = self.places
-            later = states[torch.tensor(self.starts)[t[first:] - 1] + row[first:]]
-        found = torch.cat((initial[:first], later))
-        if loop.resets is None or reset is None:
-            return found
-        return torch.where(loop.resets[:, None], reset[self.places[1]], found)
-
-
-@dataclass
-class Part:
-    """Some steps of a loop: a loop itself, that begins where the steps before it ended."""
-
-    loop: Loop
-    keeps: Keeps
-    at: slice  # its rows
-    gate: Tensor | None  # the output gates of the step before
-
-    @cached_property
-    def rows(self) -> Rows:
-        return Rows(self.loop)
-
-
-_NUMBERS = 2**17  # of a state, in the steps that are taken at once
-
-
-def _parts(loop: Loop, keeps: Keeps, back: bool = False) -> Iterator[Part]:
-    """The loop in parts, each with what is replaced in it; on the way back the last comes first."""
-    rows = Rows(loop)
-    steps = max(1, _NUMBERS // max(1, loop.batch * loop.hidden))
-    starts = range(0, len(rows.counts), steps)
-    for t in reversed(starts) if back else starts:
-        yield _part(loop, rows, keeps, t, min(t + steps, len(rows.counts)))
-
-
-def _part(loop: Loop, rows: Rows, keeps: Keeps, t: int, end: int) -> Part:
-    at = slice(rows.starts[t], rows.starts[end])
-    before = slice(rows.starts[t - 1], rows.starts[t]) if t else None
-
-    def of_rows(v: Tensor | None) -> Tensor | None:
-        return None if v is None else v[at]
-
-    def of_moments(v: Tensor | None) -> Tensor | None:
-        return None if v is None or loop.norm is None else v[at] if loop.norm.over == "units" else v[t:end]
-
-    def start(states: Tensor | None, initial: Tensor | None) -> Any:
-        return initial if before is None or states is None else states[before]
-
-    def kept(keep: Keep) -> Keep:
-        # Between numbers one chooses faster by numbers than by bits.
-        return keep if keep is None or keep.dtype != torch.bool else keep[at].to(loop.gates.dtype)
-
-    assert loop.counts is not None
-    moments: dict[str, Any] = {name: of_moments(getattr(loop, name)) for name in _MOMENTS}
-    some = replace(
-        loop,
-        steps=end - t,
-        counts=loop.counts[t:end],
-        offsets=None,
-        h0=start(loop.y, loop.h0),
-        c0=start(loop.c, loop.c0),
-        gates=loop.gates[at],
-        y=loop.y[at],
-        c=of_rows(loop.c),
-        gh=of_rows(loop.gh),
-        resets=of_rows(loop.resets),
-        **moments,
-    )
-    gate = loop.gates[before, 3 * loop.hidden :] if before is not None and _holds(loop) else None
-    return Part(some, Keeps(*map(kept, keeps)), at, gate)
-
-
-_MOMENTS = ("mean_x", "var_x", "mean_h", "var_h", "mean_c", "var_c")
 
 
 # --- forwards --------------------------------------------------------------------------------------
@@ -139,7 +26,7 @@ _MOMENTS = ("mean_x", "var_x", "mean_h", "var_h", "mean_c", "var_c")
 
 def forward(loop: Loop) -> None:
     """Run the loop forwards."""
-    for part in _parts(loop, _keeps(loop, again=False)):
+    for part in parts_of(loop):
         _forward(part)
 
 
@@ -199,12 +86,12 @@ def _gru(part: Part) -> Advance:
 def _lstm(part: Part) -> Advance:
     loop, rows, keeps = part.loop, part.rows, part.keeps
     assert loop.c is not None and loop.c0 is not None
-    norm, holds = loop.norm, _holds(loop)
+    norm, holding = loop.norm, holds(loop)
     gates, c = rows.cut(loop.gates), rows.cut(loop.c)
     i, f, g, o = (rows.cut(part) for part in loop.gates.chunk(4, dim=-1))
     cell, update, cuts = rows.cut(keeps.cell), rows.cut(keeps.update), _cuts(loop, rows)
     through, straight = map(rows.cut, _shares(loop, "cell", keeps.cell))
-    zero, old_c, spare = _zeroes(loop, "cell"), loop.c0, torch.empty_like(loop.c0)
+    zero, old_c, spare = zeroes(loop, "cell"), loop.c0, torch.empty_like(loop.c0)
 
     def advance(t: int, product: Tensor | None, old_h: Tensor) -> Tensor:
         nonlocal old_c
@@ -232,7 +119,7 @@ def _lstm(part: Part) -> Advance:
         old_c = c[t].copy_(new) if zero else _carried(new, old, through[t], straight[t], out=c[t])
         gate = o[t]
         held = o[t - 1] if t > 0 else part.gate
-        if holds and held is not None:
+        if holding and held is not None:
             held = held[:count]
             gate = zone(gate, held if cuts[t] is None else torch.where(cuts[t], gate, held), update[t])
         shown.mul_(gate)
@@ -257,7 +144,7 @@ class Factors(NamedTuple):
 def backward(loop: Loop, back: Backward) -> None:
     """Run the loop backwards."""
     owed = torch.zeros_like(loop.h0 if loop.c0 is None else loop.c0)
-    for part in _parts(loop, _keeps(loop, again=True), back=True):
+    for part in parts_of(loop, back=True):
         rows: dict[str, Any] = {name: getattr(back, name) for name in _OF_ROWS}
         rows = {name: None if v is None else v[part.at] for name, v in rows.items()}
         _backward(part, replace(back, **rows), back.dsh is not back.dgx, owed)
@@ -341,7 +228,7 @@ def _lstm_back(part: Part, back: Backward, owed: Tensor) -> Factors:
     i, f, g, o = loop.gates.chunk(4, dim=-1)
     old_c = rows.before(loop, loop.c, loop.c0, loop.reset_c)
     c = drop(i * g, keeps.update).addcmul_(f, old_c)
-    if zero := _zeroes(loop, "cell"):
+    if zero := zeroes(loop, "cell"):
         c = drop(c, keeps.cell)
     if norm is not None:
         assert back.chat is not None and loop.mean_c is not None and loop.var_c is not None
@@ -349,7 +236,7 @@ def _lstm_back(part: Part, back: Backward, owed: Tensor) -> Factors:
         back.chat.copy_(_hat(loop, rows, loop.mean_c, loop.var_c, c))
         c = back.chat * norm.scale_c + norm.shift_c
     shown, gate, held = c.tanh_(), o, None
-    if _holds(loop):
+    if holds(loop):
         assert keeps.update is not None
         held = torch.zeros_like(o) + keeps.update
         if part.gate is None:
@@ -380,7 +267,6 @@ def _lstm_back(part: Part, back: Backward, owed: Tensor) -> Factors:
     d_ifgs, d_os, to_cs, fs = map(rows.cut, (d[:, : 3 * size], d_o, to_c, f))
     throughs, pasts, debts, slopes = map(rows.cut, (through_c, past_c, owes, slope))
     dcells, dnc, chat, du, hidden = map(rows.cut, (back.dcells, back.dnc, back.chat, back.du, keeps.hidden))
-    keep = keeps.cell is not None
 
     def cell(t: int, dh: Tensor) -> None:
         assert back.dc is not None
@@ -397,10 +283,8 @@ def _lstm_back(part: Part, back: Backward, owed: Tensor) -> Factors:
             new = _norm_back(loop, rows, t, new.mul_(norm.scale_c), chat[t], loop.var_c)
         if zero:
             new.add_(dc).mul_(throughs[t])
-        elif keep:
-            new.addcmul_(dc, throughs[t])
         else:
-            new.add_(dc)
+            new.addcmul_(dc, throughs[t])
         d_ifgs[t].unflatten(1, (3, size)).mul_(new[:, None])
         d_os[t].mul_(dh)
         if debts[t] is not None:
@@ -448,7 +332,7 @@ def _shares(loop: Loop, stream: str, keep: Keep) -> tuple[Tensor, Tensor | None]
     """How much of a state that is carried on is its new value and how much its old one; None is nothing."""
     if keep is None:
         return loop.h0.new_ones(()), None
-    return 1 - keep, None if _zeroes(loop, stream) else keep
+    return 1 - keep, None if zeroes(loop, stream) else keep
 
 
 def _cuts(loop: Loop, rows: Rows) -> Sequence[Any]:
@@ -460,58 +344,6 @@ def _before(states: Tensor, count: int, cut: Tensor | None, reset: Tensor | None
     """The state before a step, from that of the step before."""
     states = states if len(states) == count else states[:count]
     return states if cut is None or reset is None else torch.where(cut, reset[:count], states)
-
-
-def _keeps(loop: Loop, again: bool) -> Keeps:
-    """What is replaced in every row, [N, ·] or a rate; on the way back (`again`) as on the way there."""
-    assert loop.counts is not None and loop.lengths is not None
-    inside = [draw for name, draw in loop.draws.items() if name in Keeps._fields]
-    out = {draw.rule.stream: draw.rate.to(loop.gates.dtype) for draw in inside if draw.seed is None}
-    drawn = [draw for draw in inside if draw.seed is not None]
-    if not drawn:
-        return Keeps(**out)
-    numbers = [loop.counts, loop.lengths, loop.examples, *(v for d in drawn for v in (d.seed, d.rate) if v is not None)]
-    key = (
-        *((draw.rule, draw.plane) for draw in drawn),
-        *(v.numpy().tobytes() for v in numbers),
-        *(loop.first_step, loop.reverse, loop.hidden, loop.outputs),
-    )
-    masks = _drawn.pop(key, None) if again else None
-    if masks is None:
-        masks = _masks(loop, drawn)
-    if not again:
-        if sum(mask.nbytes for kept in _drawn.values() for mask in kept.values()) > _MOST:
-            _drawn.clear()
-        _drawn[key] = masks
-    return Keeps(**out, **masks)
-
-
-_drawn: dict[Any, dict[str, Tensor]] = {}  # masks whose way back has not come yet: drawing them takes longest of all
-_MOST = 2**26  # bytes
-
-
-def _masks(loop: Loop, draws: Sequence[Draw]) -> dict[str, Tensor]:
-    """The masks of every row, [N, ·]."""
-    assert loop.counts is not None and loop.lengths is not None
-    units = stream_units(loop.hidden, 0 if loop.w_hr is None else loop.outputs, 0)
-    steps = torch.arange(loop.first_step, loop.first_step + loop.steps)
-    masks = draw_all(draws, steps, loop.examples, units)
-    whole = not loop.reverse and int(loop.counts[-1]) == loop.batch
-    for name, mask in masks.items():
-        mask = mask.expand(loop.steps, loop.batch, units[name]).reshape(-1, units[name])
-        if not whole:
-            t, row = places(loop.counts, int(loop.counts.sum()))
-            mask = mask[(loop.lengths[row] - 1 - t if loop.reverse else t) * loop.batch + row]
-        masks[name] = mask
-    return masks
-
-
-def _zeroes(loop: Loop, stream: str) -> bool:
-    return stream in loop.draws and loop.draws[stream].rule.by == "zero"
-
-
-def _holds(loop: Loop) -> bool:
-    return "update" in loop.draws and loop.draws["update"].rule.holds_gate
 
 
 def _carried(new: Tensor, old: Tensor, through: Tensor, straight: Tensor | None, out: Tensor) -> Tensor:

@@ -59,13 +59,11 @@ class Optimizer:
     def step(self, gradients: Sequence[Tensor], lr: Tensor) -> None:
         """One update. The gradients are used up: what they hold afterwards means nothing."""
         settings, grads = self.settings, list(gradients)
-        shrink = clipped_factor(lr.new_ones(()), grads, settings.clip_gradient) if settings.clip_gradient else None
-        if shrink is not None and (settings.rule != "sgd" or settings.momentum):  # those rules look at its size
-            torch._foreach_mul_(grads, shrink.to(grads[0].dtype))
-            shrink = None
+        if settings.clip_gradient:
+            by = clipped_factor(lr.new_ones(()), grads, settings.clip_gradient)
+            torch._foreach_mul_(grads, by.to(grads[0].dtype))
         self.count += 1
         steps, by = {"adam": self._adam, "sgd": self._sgd, "rmsprop": self._rmsprop}[settings.rule](grads, lr)
-        by = by if shrink is None else by * shrink
         if settings.clip_update:
             by = clipped_factor(by, steps, settings.clip_update)
         if settings.weight_decay:

@@ -190,7 +190,7 @@ def together(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:
             return None
         device = device_of(job.device)
         with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
-            return attempt(job)
+            return attempt_beside_others(job)
 
     at_once = max((job.at_once for job in jobs), default=1)
     patience = sys.getswitchinterval()
@@ -235,11 +235,16 @@ def several(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:
 
 def _in_process(job: Job) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // job.at_once))
+    sys.exit(CODES[attempt_beside_others(job)])
+
+
+def attempt_beside_others(job: Job) -> State:
+    """Do a job; what is wrong with its data or settings, which alone would end everything, ends this one."""
     try:
-        sys.exit(CODES[attempt(job)])
+        return attempt(job)
     except (DataError, ValueError) as error:
         print(f"{job.recipe}, seed {job.seed}: {error}", file=sys.stderr, flush=True)
-        sys.exit(CODES["failed"])
+        return "failed"
 
 
 @contextmanager
