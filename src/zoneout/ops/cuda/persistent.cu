@@ -1,9 +1,11 @@
-/* All steps in one launch: every block keeps its part of W_h in registers and owns U units of R rows over all time.
+/* All steps in one launch: every block keeps its part of W_h on the chip and owns U units of R rows over all time.
  *
- * Compiled with BACK (0 forwards, 1 backwards), U (units a block, a multiple of 4), UP (U rounded up to 8 or 16), KS
- * (k-steps of a warp, even), BB (pairs of k-steps of a batch), D (batches in flight), MT (16 rows each), DIRECT (read
- * straight into registers, not through shared memory) and PLAIN (nothing but zoneout, all rows to the end). Each of 8 warps has its own part of the depth of the product; the eight sums are added in a fixed order. Forwards h goes around,
- * backwards the derivatives of h·Wh, [unit][gate].
+ * Compiled with BACK (0 forwards, 1 backwards), U (units a block, a multiple of 4), UP (U rounded up to 8, 16 or 32), KS
+ * (k-steps of a warp, even), KR (of which so many have their weights in registers, the others in shared memory), BB (pairs
+ * of k-steps of a batch), D (batches in flight on the way to shared memory; 0: straight into registers), MT (16 rows each),
+ * PARTS (sets of sums that take turns) and PLAIN (nothing but zoneout, all rows to the end). Each of 8 warps has its own
+ * part of the depth of the product; the eight sums are added in a fixed order. Forwards h goes around, backwards the
+ * derivatives of h·Wh, [unit][gate].
  *
  * There are no flags and no fences: the lowest bit of every 8 bytes that go around tells whether they are of this turn. Two
  * buffers take turns, and the bit is turned over each time one is used again. A block that has read all of step t - 1
@@ -12,6 +14,7 @@
 #define WARPS 8
 #define THREADS (32 * WARPS)
 #define R (16 * MT)
+#define DIRECT (D == 0)
 #define KE (TYPE ? 16 : 8) /* numbers of a k-step: always 32 bytes */
 #define KW (KS * KE)
 #define GE (BACK ? (G == 3 ? 4 : G) : 1) /* numbers of a unit in what goes around */
@@ -50,28 +53,38 @@ __device__ __forceinline__ u32 weights_of(const Loop &l, i64 unit0, i64 piece, i
 #endif
 }
 
+struct Weights { /* of a thread */
+    u32 own[KR][NT][2];
+    u32 rest; /* its place in shared memory: [KS - KR][NT][32 lanes][8 bytes] */
+};
+
 /* A thread reads whole pieces, so the depth of each pair of k-steps is taken in the order in which they lie there. */
-__device__ __forceinline__ void load_weights(const Loop &l, u32 (&w)[KS][NT][2], i64 unit0, int warp, int lane) {
+__device__ __forceinline__ void load_weights(const Loop &l, Weights &w, i64 unit0, int warp, int lane, uint2 *rest) {
+    i64 piece = (i64)warp * (KS * 2) + lane % 4;
 #pragma unroll
-    for (int s = 0; s < KS; s++)
+    for (int s = 0; s < KR; s++)
 #pragma unroll
         for (int n = 0; n < NT; n++)
 #pragma unroll
             for (int half = 0; half < 2; half++)
-                w[s][n][half] = weights_of(l, unit0, (i64)warp * (KS * 2) + s / 2 * 4 + lane % 4, s % 2 * 2 + half,
-                                           n * 8 + lane / 4);
+                w.own[s][n][half] = weights_of(l, unit0, piece + s / 2 * 4, s % 2 * 2 + half, n * 8 + lane / 4);
+    rest += warp * ((KS - KR) * NT * 32) + lane;
+    w.rest = (u32)__cvta_generic_to_shared(rest);
+    for (int s = KR; s < KS; s++)
+        for (int n = 0; n < NT; n++)
+            rest[((s - KR) * NT + n) * 32] =
+                make_uint2(weights_of(l, unit0, piece + s / 2 * 4, s % 2 * 2, n * 8 + lane / 4),
+                           weights_of(l, unit0, piece + s / 2 * 4, s % 2 * 2 + 1, n * 8 + lane / 4));
+}
+
+__device__ __forceinline__ uint2 weights_at(const Weights &w, int s, int n) {
+    if (s < KR) return make_uint2(w.own[s < KR ? s : 0][n][0], w.own[s < KR ? s : 0][n][1]);
+    uint2 out;
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(out.x), "=r"(out.y) : "r"(w.rest + ((s - KR) * NT + n) * 256));
+    return out;
 }
 
 /* --- the product ---------------------------------------------------------------------------------- */
-
-__device__ __forceinline__ void copy16(u32 to, const char *from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int LEFT>
-__device__ __forceinline__ void wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
-}
 
 /* What a thread reads: rows r and r + 8 of every tile, of each pair of k-steps one piece in four. It alone reads what it
  * has copied. */
@@ -87,44 +100,9 @@ __device__ __forceinline__ bool wanted(const Reads &x, int batch, int b, int m, 
     return batch * BB + b < KS / 2 && m * 16 + half * 8 < x.rows && (batch * BB + b) * 4 * EACH < x.left;
 }
 
-__device__ __forceinline__ void copy_piece(const Reads &x, const char *from, int batch, int b, int m, int half) {
-    copy16(x.stage + ((batch % D) * PIECES + (b * MT + m) * 2 + half) * 512,
-           from + ((batch * BB + b) * (R / 8) + m * 2 + half) * 512);
-}
-
 #define EACH_PIECE                                   \
     _Pragma("unroll") for (int b = 0; b < BB; b++)   \
         _Pragma("unroll") for (int m = 0; m < MT; m++) _Pragma("unroll") for (int half = 0; half < 2; half++)
-
-__device__ __forceinline__ void copy_batch(const Reads &x, const char *from, int batch) {
-    EACH_PIECE if (wanted(x, batch, b, m, half)) copy_piece(x, from, batch, b, m, half);
-    commit();
-}
-
-/* A batch out of shared memory; what was not there is copied again until it is. */
-__device__ __forceinline__ void take_batch(u32 (&v)[BB][MT][2][4], const Reads &x, const char *from, int batch, u32 tag) {
-    for (;;) {
-        bool late = false;
-        EACH_PIECE {
-            u32 *one = v[b][m][half];
-            asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                         : "=r"(one[0]), "=r"(one[1]), "=r"(one[2]), "=r"(one[3])
-                         : "r"(x.stage + ((batch % D) * PIECES + (b * MT + m) * 2 + half) * 512)
-                         : "memory");
-            if (wanted(x, batch, b, m, half)) {
-                u32 wrong = one[0] ^ tag;
-                if ((batch * BB + b) * 4 * EACH + EACH / 2 < x.left) wrong |= one[2] ^ tag;
-                if (wrong & 1) {
-                    copy_piece(x, from, batch, b, m, half);
-                    late = true;
-                }
-            }
-        }
-        if (!__any_sync(~0u, late)) break;
-        commit();
-        wait<0>();
-    }
-}
 
 /* Wait until every block that makes what the warp reads has sent something of this turn: then most of it is there, and
  * it is read only once. Reading all of it again and again would keep the last ones from writing. */
@@ -160,10 +138,54 @@ __device__ __forceinline__ void settle_batch(u32 (&v)[BB][MT][2][4], const Reads
         }
     } while (__any_sync(~0u, late));
 }
+#else
+__device__ __forceinline__ void copy16(u32 to, const char *from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT>
+__device__ __forceinline__ void wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+
+__device__ __forceinline__ void copy_piece(const Reads &x, const char *from, int batch, int b, int m, int half) {
+    copy16(x.stage + ((batch % D) * PIECES + (b * MT + m) * 2 + half) * 512,
+           from + ((batch * BB + b) * (R / 8) + m * 2 + half) * 512);
+}
+
+__device__ __forceinline__ void copy_batch(const Reads &x, const char *from, int batch) {
+    EACH_PIECE if (wanted(x, batch, b, m, half)) copy_piece(x, from, batch, b, m, half);
+    commit();
+}
+
+/* A batch out of shared memory; what was not there is copied again until it is. */
+__device__ __forceinline__ void take_batch(u32 (&v)[BB][MT][2][4], const Reads &x, const char *from, int batch, u32 tag) {
+    for (;;) {
+        bool late = false;
+        EACH_PIECE {
+            u32 *one = v[b][m][half];
+            asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                         : "=r"(one[0]), "=r"(one[1]), "=r"(one[2]), "=r"(one[3])
+                         : "r"(x.stage + ((batch % D) * PIECES + (b * MT + m) * 2 + half) * 512)
+                         : "memory");
+            if (wanted(x, batch, b, m, half)) {
+                u32 wrong = one[0] ^ tag;
+                if ((batch * BB + b) * 4 * EACH + EACH / 2 < x.left) wrong |= one[2] ^ tag;
+                if (wrong & 1) {
+                    copy_piece(x, from, batch, b, m, half);
+                    late = true;
+                }
+            }
+        }
+        if (!__any_sync(~0u, late)) break;
+        commit();
+        wait<0>();
+    }
+}
 #endif
 
 /* What has gone around, times the block's weights: each warp's sums over its part of the depth go to `part`. */
-__device__ __forceinline__ void product(const u32 (&w)[KS][NT][2], float *part, const Reads &x, i64 buffer, u32 tag,
+__device__ __forceinline__ void product(const Weights &w, float *part, const Reads &x, i64 buffer, u32 tag,
                                         int warp, int lane) {
     float sum[SETS][MT][NT][4] = {};
     const char *from = x.from + buffer;
@@ -201,14 +223,15 @@ __device__ __forceinline__ void product(const u32 (&w)[KS][NT][2], float *part, 
                         u32 tile[4] = {low[0], high[0], low[1], high[1]};
 #pragma unroll
                         for (int n = 0; n < NT; n++) {
-                            const u32 *one = w[(i * BB + b) * 2 + s][n];
-                            multiply(sum[s % SETS][m][n], tile, one[0], one[1]);
+                            uint2 one = weights_at(w, (i * BB + b) * 2 + s, n);
+                            multiply(sum[s % SETS][m][n], tile, one.x, one.y);
                         }
                     }
 #if DIRECT
         if (i + 2 < BATCHES) read_batch(v, x, from, i + 2);
 #endif
     }
+    if (PARTS == 1) __syncthreads(); /* all have read those of the step before */
     part += warp * (R * NP) + (lane / 4) * NP + (lane % 4) * 2;
 #pragma unroll
     for (int m = 0; m < MT; m++)
@@ -246,6 +269,7 @@ struct Mine { /* what a thread has to do */
     i64 unit0, unit, row0, H, other; /* other: bytes from one buffer to the other */
     bool in;
     float *part;
+    uint2 *weights; /* those of all warps that are not in registers */
     Reads reads;
     char *to; /* where its unit begins */
 };
@@ -309,7 +333,8 @@ __device__ __forceinline__ Mine mine(const Loop &l, const Exchange &x) {
     m.H = l.hidden, m.unit0 = (i64)block * U, m.unit = m.unit0 + m.u, m.row0 = (i64)group * R;
     m.in = m.u < U && m.unit < m.H;
     m.part = (float *)shared;
-    char *stages = shared + 2 * WARPS * R * NP * 4;
+    m.weights = (uint2 *)(shared + PARTS * WARPS * R * NP * 4);
+    char *stages = (char *)(m.weights + WARPS * (KS - KR) * NT * 32);
     for (int i = threadIdx.x; i < WARPS * D * PIECES * 128; i += THREADS) ((u32 *)stages)[i] = 0;
     m.reads.stage = (u32)__cvta_generic_to_shared(stages) + m.warp * (D * PIECES * 512) + m.lane * 16;
     const i64 size = (i64)(WARPS * KS * 2) * R * 16;
@@ -337,7 +362,7 @@ __device__ __forceinline__ Mine mine(const Loop &l, const Exchange &x) {
         i64 row = m.row0 + threadIdx.x / UP + i * ROWS_AT_ONCE; \
         length[i] = row < l.batch ? (int)length_of(l, row) : 0; \
     }
-#define PART(t) (m.part + ((t) & 1) * (WARPS * R * NP))
+#define PART(t) (m.part + ((t) & (PARTS - 1)) * (WARPS * R * NP))
 
 /* --- forwards ------------------------------------------------------------------------------------- */
 #if !BACK
@@ -347,8 +372,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(Loop l, Exchang
     const i64 H = m.H;
     const narrow *scale = (const narrow *)l.scale_h;
     narrow *gates = (narrow *)l.gates;
-    u32 w[KS][NT][2];
-    load_weights(l, w, m.unit0, m.warp, m.lane);
+    Weights w;
+    load_weights(l, w, m.unit0, m.warp, m.lane, m.weights);
     Noises noises = {};
     float bias[G] = {}, bias_x[G] = {};
     if (m.in) {
@@ -467,8 +492,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(Loop l, Exchan
     const i64 H = m.H;
     const narrow *gates = (const narrow *)l.gates, *scale = (const narrow *)l.scale_h;
     const bool holds = l.update.mode && l.update.hold;
-    u32 w[KS][NT][2];
-    load_weights(l, w, m.unit0, m.warp, m.lane);
+    Weights w;
+    load_weights(l, w, m.unit0, m.warp, m.lane, m.weights);
     Noises noises = {};
     if (m.in) noises = noises_of(l, m.unit);
     float dh[ITEMS], dc[ITEMS], back_h[ITEMS], back_c[ITEMS], owed[ITEMS];

@@ -1,9 +1,10 @@
-"""All steps in one launch, the recurrent weights in registers: where they fit, and which tiles they take."""
+"""All steps in one launch, the recurrent weights on the chip: where they fit, and which tiles they take."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -13,9 +14,9 @@ from .compiler import Kernel, chip, load, pack, tf32
 
 WARPS = 8
 THREADS = 32 * WARPS
-UNITS = (8, 12, 16)  # that a block may have
-REGISTERS, MOST_REGISTERS = 200, 244  # of a thread for weights and sums: without and with some spilled
-STAGES = 128 * 1024  # bytes in flight; the rest of the chip's memory caches what is spilled
+UNITS = (8, 12, 16, 24, 32)  # that a block may have
+ALL, SOME = 200, 144  # registers of a thread for weights, sums and what is read: with all of its weights or some
+STAGES = 128 * 1024  # bytes in flight, at most
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,10 @@ class Plan:
     units: int  # of a block
     tiles: int  # of 16 rows each
     k_steps: int  # of a warp
+    resident: int  # of them, with their weights in registers
     pairs: int  # of k-steps of a batch
-    in_flight: int  # batches
+    in_flight: int  # batches on the way to shared memory; 0: straight into registers
+    parts: int  # sets of sums that take turns
     shared: int  # bytes
 
     @property
@@ -37,12 +40,43 @@ class Plan:
 
     @property
     def padded_units(self) -> int:
-        return 8 if self.units <= 8 else 16
+        return 8 if self.units <= 8 else 16 if self.units <= 16 else 32
 
 
-def _direct(tiles: int, k_steps: int) -> bool:
-    """Whether there is so little to read that it may come straight into registers."""
-    return tiles == 1 and k_steps <= 16
+class Layout(NamedTuple):
+    """Where a block has its weights, and how it reads what goes around: see `Plan`."""
+
+    resident: int
+    pairs: int
+    in_flight: int
+    parts: int
+    shared: int
+
+
+def layout(columns: int, tiles: int, k_steps: int, back: bool, shared: int) -> Layout | None:
+    """Of a block with so many columns of weights in eights; None where it has not enough memory."""
+
+    def registers(pairs: int) -> int:
+        return 4 * tiles * columns + 8 * pairs * tiles
+
+    direct = tiles == 1 and k_steps <= 16  # there is so little to read that it may come straight into registers
+    pairs, resident = min(4 if direct else max(1, 2 // tiles), k_steps // 2), k_steps
+    if registers(pairs) + 2 * columns * k_steps > ALL:
+        direct, pairs = False, 2 if back and tiles == 1 else 1
+        resident = (SOME - registers(pairs)) // (2 * columns)
+    batches = -(-k_steps // (2 * pairs))
+    sums = WARPS * 16 * tiles * 4 * (columns * 8 + (0 if columns % 2 else 8))
+    rest, stage = WARPS * (k_steps - resident) * columns * 256, WARPS * pairs * tiles * 1024
+    if resident < 1:
+        return None
+    if direct:
+        return Layout(resident, pairs, 0, 2, 2 * sums) if 2 * sums <= shared else None
+    most = min(STAGES // stage, batches if batches < 3 else batches - 1)  # with all in flight, registers are spilled
+    for parts in (2, 1):
+        in_flight = min((shared - parts * sums - rest) // stage, most)
+        if in_flight >= min(2, most):
+            return Layout(resident, pairs, in_flight, parts, parts * sums + rest + in_flight * stage)
+    return None
 
 
 @cache
@@ -50,7 +84,8 @@ def plan(cell: str, size: int, hidden: int, batch: int, back: bool, processors: 
     """Tiles for a shape and device, or None where the weights do not fit; `size` is that of a number in bytes."""
     gates = GATES[cell]
     depth = hidden * (1 if not back else 4 if gates == 3 else gates)
-    best: tuple[tuple[bool, int], Plan] | None = None
+    k_steps = -(-depth // (WARPS * 64 // size)) * 2
+    best: Plan | None = None
     for units in UNITS:
         blocks = -(-hidden // units)
         if blocks > processors:
@@ -59,23 +94,14 @@ def plan(cell: str, size: int, hidden: int, batch: int, back: bool, processors: 
         tiles = -(-batch // (16 * groups))
         tiles = tiles if tiles <= 2 else 4
         groups = -(-batch // (16 * tiles))
-        if groups * blocks > processors:
+        laid = layout(-(-(units if back else units * gates) // 8), tiles, k_steps, back, shared)
+        if laid is None or groups * blocks > processors:
             continue
-        columns = -(-(units if back else units * gates) // 8)
-        pitch = columns * 8 + (0 if columns % 2 else 8)
-        k_steps = -(-depth // (WARPS * 64 // size)) * 2
-        pairs = min(4 if _direct(tiles, k_steps) else max(1, 2 // tiles), k_steps // 2)
-        batches = -(-k_steps // (2 * pairs))
-        sums, stage = 2 * WARPS * 16 * tiles * pitch * 4, WARPS * pairs * tiles * 2 * 512
-        in_flight = min((shared - sums) // stage, max(2, STAGES // stage), batches)
-        registers = 2 * k_steps * columns + 4 * tiles * columns + 8 * pairs * tiles
-        if registers > MOST_REGISTERS or in_flight < min(2, batches):
-            continue
-        made = Plan(blocks, groups, units, tiles, k_steps, pairs, in_flight, sums + in_flight * stage)
-        rank = registers > REGISTERS, tiles  # nothing spilled; then few rows, since a block reads all of its rows
-        if best is None or rank < best[0]:
-            best = rank, made
-    return None if best is None else best[1]
+        made = Plan(blocks, groups, units, tiles, k_steps, *laid)
+        # Few rows, since a block reads all of its rows; then most of its weights in registers.
+        if best is None or (made.tiles, -made.resident) < (best.tiles, -best.resident):
+            best = made
+    return best
 
 
 def plan_for(loop: Loop, back: bool) -> Plan | None:
@@ -95,11 +121,11 @@ def plan_for(loop: Loop, back: bool) -> Plan | None:
 def pays(made: Plan, size: int, back: bool) -> bool:
     """Whether a launch for all steps is faster than two for each.
 
-    A block reads all of its rows at every step; what it reads of a row is `k_steps`. Measured on an H200 at H from 512
-    to 1536 and batches from 8 to 256, against the products of cuBLAS 13.0.
+    A block reads all of its rows at every step; what it reads of a row is `k_steps`. Measured on an H200 at H from 256
+    to 2048 and batches from 8 to 256, against the products of cuBLAS 13.0.
     """
     reads = made.tiles * made.k_steps
-    return reads <= 32 * size and made.tiles < 4 if back else reads < 64
+    return made.tiles == 1 or reads <= 8 * size if back else reads <= 64
 
 
 def is_plain(loop: Loop, back: Backward | None) -> bool:
@@ -135,9 +161,9 @@ def defines_of(cell: str, dtype: torch.dtype, back: bool, tiles: Plan, plain: bo
     """What the kernel is compiled with."""
     return (
         ("CELL", CELLS.index(cell)), ("TYPE", TYPES[dtype]), ("FAST", 1), ("BACK", int(back)),
-        ("U", tiles.units), ("UP", tiles.padded_units), ("KS", tiles.k_steps), ("BB", tiles.pairs),
-        ("D", tiles.in_flight), ("MT", tiles.tiles), ("PLAIN", int(plain)),
-        ("DIRECT", int(_direct(tiles.tiles, tiles.k_steps))),
+        ("U", tiles.units), ("UP", tiles.padded_units), ("KS", tiles.k_steps), ("KR", tiles.resident),
+        ("BB", tiles.pairs), ("D", tiles.in_flight), ("MT", tiles.tiles), ("PARTS", tiles.parts),
+        ("PLAIN", int(plain)),
     )  # fmt: skip
 
 
