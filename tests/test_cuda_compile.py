@@ -94,22 +94,22 @@ def test_dropout(dtype):
 def test_persistent(shape, dtype, back):
     """The weights of a paper's shape no longer fit: what is spilled is read from memory at every step."""
     batch, hidden = SHAPES[shape]
-    tiles = persistent.plan("lstm", 2 if dtype == torch.bfloat16 else 4, hidden, batch, back, PROCESSORS, SHARED)
+    tiles = persistent.plan("lstm", dtype, hidden, batch, back, PROCESSORS, SHARED)
     if tiles is None:
-        assert (shape, dtype) in ALONE
+        assert (shape, dtype, back) in ALONE
         return
     assert tiles.blocks * tiles.groups <= PROCESSORS and tiles.shared <= SHARED
     _, spilled = build("persistent.cu", persistent.defines_of("lstm", dtype, back, tiles, True))
-    assert max(spilled) <= 64
+    assert max(spilled) <= 256
 
 
-ALONE = {("word-PTB", torch.float32)}  # these go step by step, their weights are too large for the chip
+ALONE = {("word-PTB", torch.float32, True)}  # this goes step by step, its weights are too large for the chip
 
 
 @pytest.mark.parametrize("back", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("cell", CELLS)
 def test_persistent_with_everything(cell, back):
     """The kernel for every noise, lengths, resets and directions does not compile for some cell."""
-    tiles = persistent.plan(cell, 2, 500, 20, back, PROCESSORS, SHARED)
+    tiles = persistent.plan(cell, torch.float16, 500, 20, back, PROCESSORS, SHARED)
     assert tiles is not None
     build("persistent.cu", persistent.defines_of(cell, torch.float16, back, tiles, False))

@@ -291,10 +291,8 @@ def _backward(
         _input_product(x, w.w_ih, back.dx)
     device.backward(loop, back)
 
-    found: dict[str, Tensor] = {"h0": rows.unsort(back.dh)}
-    for name, value in (("c0", back.dc), ("reset_h", back.dreset_h), ("reset_c", back.dreset_c)):
-        if value is not None:
-            found[name] = rows.unsort(value)
+    starts = {"h0": back.dh, "c0": back.dc, "reset_h": back.dreset_h, "reset_c": back.dreset_c}
+    found = {name: rows.unsort(value) for name, value in starts.items() if value is not None and needs[name]}
     if w.b_ih is not None and needs["b_ih"]:
         found["b_ih"] = dgx.sum(0)
     if w.b_hh is not None and needs["b_hh"]:

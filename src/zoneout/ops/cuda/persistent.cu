@@ -2,10 +2,11 @@
  *
  * Compiled with BACK (0 forwards, 1 backwards), U (units a block, a multiple of 4), UP (U rounded up to 8, 16 or 32), KS
  * (k-steps of a warp, even), KR (of which so many have their weights in registers, the others in shared memory), BB (pairs
- * of k-steps of a batch), D (batches in flight on the way to shared memory; 0: straight into registers), MT (16 rows each),
- * PARTS (sets of sums that take turns) and PLAIN (nothing but zoneout, all rows to the end). Each of 8 warps has its own
- * part of the depth of the product; the eight sums are added in a fixed order. Forwards h goes around, backwards the
- * derivatives of h·Wh, [unit][gate].
+ * of k-steps of a batch), D (batches in flight on the way to shared memory), MT (16 rows each), EIGHTS (of rows that are read),
+ * PARTS (sets of sums that take turns), HALF (what enters the product is float, with the ten bits of TF32, but fits half
+ * precision, which has as many) and PLAIN (nothing but zoneout, all rows to the end). Each of 8 warps has its own part of
+ * the depth of the product; the eight sums are added in a fixed order. Forwards h goes around, backwards the derivatives of
+ * h·Wh, [unit][gate].
  *
  * There are no flags and no fences: the lowest bit of every 8 bytes that go around tells whether they are of this turn. Two
  * buffers take turns, and the bit is turned over each time one is used again. A block that has read all of step t - 1
@@ -14,8 +15,8 @@
 #define WARPS 8
 #define THREADS (32 * WARPS)
 #define R (16 * MT)
-#define DIRECT (D == 0)
-#define KE (TYPE ? 16 : 8) /* numbers of a k-step: always 32 bytes */
+#define SENT (HALF ? 2 : TYPE) /* the type of what enters the product */
+#define KE (SENT ? 16 : 8) /* numbers of a k-step: always 32 bytes */
 #define KW (KS * KE)
 #define GE (BACK ? (G == 3 ? 4 : G) : 1) /* numbers of a unit in what goes around */
 #define COLUMNS (BACK ? U : U * G)
@@ -25,29 +26,61 @@
 #define ITEMS ((R + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE)
 #define SETS (MT * NT < 4 ? 2 : 1) /* of sums, so that one product need not wait for the one before */
 #define BATCHES ((KS / 2 + BB - 1) / BB)
-#define PIECES (BB * MT * 2) /* of 16 bytes that a thread reads of a batch */
-#define EACH (TYPE ? 8 : 4)  /* numbers of a piece */
+#define PIECES (BB * MT * 2) /* of 16 bytes that a thread copies of a batch, at most */
+#define EACH (SENT ? 8 : 4)  /* numbers of a piece */
 
 struct Exchange {
     char *buffer; /* [2][groups][pairs of k-steps][R / 8][8 rows][4 pieces][16 bytes], zero */
     i64 blocks;   /* of a group */
 };
 
+/* --- what enters the product ---------------------------------------------------------------------- */
+
+#if HALF
+/* The largest numbers become the largest of half precision; NaN stays. */
+__device__ __forceinline__ float within(float v) { return v > 65504.0f ? 65504.0f : v < -65504.0f ? -65504.0f : v; }
+__device__ __forceinline__ u32 pair_sent(float low, float high) {
+    u32 out;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(within(high)), "f"(within(low)));
+    return out;
+}
+__device__ __forceinline__ float widen_sent(u32 v) {
+    float out;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"((u16)v));
+    return out;
+}
+__device__ __forceinline__ void multiply_sent(float *sum, const u32 *a, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+#else
+#if TYPE
+__device__ __forceinline__ u32 pair_sent(float low, float high) { return pair(low, high); }
+__device__ __forceinline__ float widen_sent(u32 v) { return widen((narrow)v); }
+#endif
+__device__ __forceinline__ void multiply_sent(float *sum, const u32 *a, u32 b0, u32 b1) { multiply(sum, a, b0, b1); }
+#endif
+
 /* --- weights -------------------------------------------------------------------------------------- */
 
 /* The weight between number k of what goes around and column n of the block. */
-__device__ __forceinline__ narrow weight(const Loop &l, i64 unit0, i64 k, int n) {
-    const narrow *w = (const narrow *)l.w_hh;
-    i64 H = l.hidden, unit = BACK ? unit0 + n : unit0 + n / G;
-    if (n >= COLUMNS || unit >= H || k >= H * GE || (BACK && k % GE >= G)) return 0;
-    return BACK ? w[((k % GE) * H + k / GE) * H + unit] : w[((n % G) * H + unit) * H + k];
+__device__ __forceinline__ narrow weight(const Loop &l, u32 unit0, u32 k, u32 n) {
+    const u32 H = (u32)l.hidden, own = unit0 + (BACK ? n : n / G), other = BACK ? k / GE : k, gate = BACK ? k % GE : n % G;
+    if (n >= COLUMNS || own >= H || other >= H || gate >= G) return 0;
+    return ((const narrow *)l.w_hh)[((i64)gate * H + (BACK ? other : own)) * H + (BACK ? own : other)];
 }
 
 /* Word `word` of a 16-byte piece. */
-__device__ __forceinline__ u32 weights_of(const Loop &l, i64 unit0, i64 piece, int word, int n) {
-#if TYPE
-    i64 k = piece * 8 + word * 2;
-    return (u32)weight(l, unit0, k, n) | (u32)weight(l, unit0, k + 1, n) << 16;
+__device__ __forceinline__ u32 weights_of(const Loop &l, u32 unit0, u32 piece, u32 word, u32 n) {
+#if SENT
+    u32 k = piece * 8 + word * 2;
+    narrow low = weight(l, unit0, k, n), high = weight(l, unit0, k + 1, n);
+#if HALF
+    return pair_sent(low, high);
+#else
+    return (u32)low | (u32)high << 16;
+#endif
 #else
     return bits(weight(l, unit0, piece * 4 + word, n));
 #endif
@@ -58,23 +91,20 @@ struct Weights { /* of a thread */
     u32 rest; /* its place in shared memory: [KS - KR][NT][32 lanes][8 bytes] */
 };
 
-/* A thread reads whole pieces, so the depth of each pair of k-steps is taken in the order in which they lie there. */
-__device__ __forceinline__ void load_weights(const Loop &l, Weights &w, i64 unit0, int warp, int lane, uint2 *rest) {
-    i64 piece = (i64)warp * (KS * 2) + lane % 4;
+__device__ __forceinline__ void load_weights(const Loop &l, Weights &w, u32 unit0, u32 warp, u32 lane, uint2 *rest) {
+    auto at = [&](int s, int n, int half) { /* of k-step s and eight columns */
+        return weights_of(l, unit0, (warp * KS + s) * 2 + half, lane % 4, n * 8 + lane / 4);
+    };
 #pragma unroll
     for (int s = 0; s < KR; s++)
 #pragma unroll
         for (int n = 0; n < NT; n++)
 #pragma unroll
-            for (int half = 0; half < 2; half++)
-                w.own[s][n][half] = weights_of(l, unit0, piece + s / 2 * 4, s % 2 * 2 + half, n * 8 + lane / 4);
+            for (int half = 0; half < 2; half++) w.own[s][n][half] = at(s, n, half);
     rest += warp * ((KS - KR) * NT * 32) + lane;
     w.rest = (u32)__cvta_generic_to_shared(rest);
     for (int s = KR; s < KS; s++)
-        for (int n = 0; n < NT; n++)
-            rest[((s - KR) * NT + n) * 32] =
-                make_uint2(weights_of(l, unit0, piece + s / 2 * 4, s % 2 * 2, n * 8 + lane / 4),
-                           weights_of(l, unit0, piece + s / 2 * 4, s % 2 * 2 + 1, n * 8 + lane / 4));
+        for (int n = 0; n < NT; n++) rest[((s - KR) * NT + n) * 32] = make_uint2(at(s, n, 0), at(s, n, 1));
 }
 
 __device__ __forceinline__ uint2 weights_at(const Weights &w, int s, int n) {
@@ -86,23 +116,19 @@ __device__ __forceinline__ uint2 weights_at(const Weights &w, int s, int n) {
 
 /* --- the product ---------------------------------------------------------------------------------- */
 
-/* What a thread reads: rows r and r + 8 of every tile, of each pair of k-steps one piece in four. It alone reads what it
- * has copied. */
+/* What a warp reads, through shared memory: [D · PIECES][8 rows][4 pieces][16 bytes], of each pair of k-steps 512 bytes for
+ * eight rows. The pieces of a row are turned around so that no two of a tile lie in the same banks. Whatever there is a place
+ * for is sent, so that all of it can be read and none has to be left out. */
 struct Reads {
-    u32 stage;        /* its places in shared memory: [D · PIECES][32 lanes][16 bytes] */
+    u32 to, at[2];    /* where a thread copies to, and where it reads a row of a tile for the two k-steps of a pair */
+    u32 checks;       /* one where what it reads of a tile has the bits that tell the turn */
     const char *from; /* in the first buffer */
-    int rows;         /* of the group, from its first row on */
-    i64 left;         /* numbers from its first piece to the end of the depth */
     const char *hint; /* a word of one of the blocks that make what the warp reads, in the first buffer, or NULL */
 };
 
-__device__ __forceinline__ bool wanted(const Reads &x, int batch, int b, int m, int half) {
-    return batch * BB + b < KS / 2 && m * 16 + half * 8 < x.rows && (batch * BB + b) * 4 * EACH < x.left;
-}
-
-#define EACH_PIECE                                   \
-    _Pragma("unroll") for (int b = 0; b < BB; b++)   \
-        _Pragma("unroll") for (int m = 0; m < MT; m++) _Pragma("unroll") for (int half = 0; half < 2; half++)
+#define EACH_PAIR(batch) _Pragma("unroll") for (int b = 0; b < BB; b++) if ((batch) * BB + b < KS / 2)
+#define EACH_TILE _Pragma("unroll") for (int s = 0; s < 2; s++) _Pragma("unroll") for (int m = 0; m < MT; m++)
+#define STAGE(batch, eight) ((((batch) % D) * PIECES + b * MT * 2 + (eight)) * 512)
 
 /* Wait until every block that makes what the warp reads has sent something of this turn: then most of it is there, and
  * it is read only once. Reading all of it again and again would keep the last ones from writing. */
@@ -113,76 +139,49 @@ __device__ __forceinline__ void await(const Reads &x, i64 buffer, u32 tag) {
     } while (__any_sync(~0u, (v ^ tag) & 1));
 }
 
-#if DIRECT
-__device__ __forceinline__ void read16(u32 *v, const char *from) {
-    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
-                 : "l"(from)
-                 : "memory");
-}
-__device__ __forceinline__ void read_batch(u32 (&v)[BB][MT][2][4], const Reads &x, const char *from, int batch) {
-    EACH_PIECE {
-        u32 *one = v[b][m][half];
-        one[0] = one[1] = one[2] = one[3] = 0;
-        if (wanted(x, batch, b, m, half)) read16(one, from + ((batch * BB + b) * (R / 8) + m * 2 + half) * 512);
-    }
-}
-__device__ __forceinline__ void settle_batch(u32 (&v)[BB][MT][2][4], const Reads &x, const char *from, int batch, u32 tag) {
-    bool late;
-    do {
-        late = false;
-        EACH_PIECE if (wanted(x, batch, b, m, half)) {
-            u32 *one = v[b][m][half], wrong = one[0] ^ tag;
-            if ((batch * BB + b) * 4 * EACH + EACH / 2 < x.left) wrong |= one[2] ^ tag;
-            if (wrong & 1) read16(one, from + ((batch * BB + b) * (R / 8) + m * 2 + half) * 512), late = true;
-        }
-    } while (__any_sync(~0u, late));
-}
-#else
-__device__ __forceinline__ void copy16(u32 to, const char *from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+/* Until but LEFT of what was copied is there for all lanes. */
 template <int LEFT>
 __device__ __forceinline__ void wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
-}
-
-__device__ __forceinline__ void copy_piece(const Reads &x, const char *from, int batch, int b, int m, int half) {
-    copy16(x.stage + ((batch % D) * PIECES + (b * MT + m) * 2 + half) * 512,
-           from + ((batch * BB + b) * (R / 8) + m * 2 + half) * 512);
+    __syncwarp();
 }
 
 __device__ __forceinline__ void copy_batch(const Reads &x, const char *from, int batch) {
-    EACH_PIECE if (wanted(x, batch, b, m, half)) copy_piece(x, from, batch, b, m, half);
+    EACH_PAIR(batch)
+#pragma unroll
+    for (int eight = 0; eight < EIGHTS; eight++)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(x.to + STAGE(batch, eight)),
+                     "l"(from + ((batch * BB + b) * (R / 8) + eight) * 512) : "memory");
     commit();
 }
 
-/* A batch out of shared memory; what was not there is copied again until it is. */
-__device__ __forceinline__ void take_batch(u32 (&v)[BB][MT][2][4], const Reads &x, const char *from, int batch, u32 tag) {
+/* wrong |= v ^ tag, in one instruction: left alone, the compiler takes the bit that counts out of each and goes on with that. */
+__device__ __forceinline__ void differ(u32 &wrong, u32 v, u32 tag) {
+    asm("lop3.b32 %0, %0, %1, %2, 0xF6;" : "+r"(wrong) : "r"(v), "r"(tag));
+}
+
+/* The tiles of a batch; copied again until all of it is of this turn. */
+__device__ __forceinline__ void take_batch(u32 (&v)[BB][2][MT][4], const Reads &x, const char *from, int batch, u32 tag) {
     for (;;) {
-        bool late = false;
-        EACH_PIECE {
-            u32 *one = v[b][m][half];
-            asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+        u32 wrong = 0, also = 0;
+        EACH_PAIR(batch) EACH_TILE {
+            u32 *one = v[b][s][m];
+            asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                          : "=r"(one[0]), "=r"(one[1]), "=r"(one[2]), "=r"(one[3])
-                         : "r"(x.stage + ((batch % D) * PIECES + (b * MT + m) * 2 + half) * 512)
+                         : "r"(x.at[s] + STAGE(batch, m * 2))
                          : "memory");
-            if (wanted(x, batch, b, m, half)) {
-                u32 wrong = one[0] ^ tag;
-                if ((batch * BB + b) * 4 * EACH + EACH / 2 < x.left) wrong |= one[2] ^ tag;
-                if (wrong & 1) {
-                    copy_piece(x, from, batch, b, m, half);
-                    late = true;
-                }
-            }
         }
-        if (!__any_sync(~0u, late)) break;
-        commit();
+        EACH_PAIR(batch) EACH_TILE {
+            u32 *one = v[b][s][m];
+            if (m * 2 < EIGHTS) differ(wrong, one[0], tag), differ(also, one[2], tag);
+            if (m * 2 + 1 < EIGHTS) differ(wrong, one[1], tag), differ(also, one[3], tag);
+        }
+        if (!__any_sync(~0u, (wrong | also) & x.checks)) break;
+        copy_batch(x, from, batch);
         wait<0>();
     }
 }
-#endif
 
 /* What has gone around, times the block's weights: each warp's sums over its part of the depth go to `part`. */
 __device__ __forceinline__ void product(const Weights &w, float *part, const Reads &x, i64 buffer, u32 tag,
@@ -190,46 +189,24 @@ __device__ __forceinline__ void product(const Weights &w, float *part, const Rea
     float sum[SETS][MT][NT][4] = {};
     const char *from = x.from + buffer;
     await(x, buffer, tag);
-#if DIRECT
-    u32 both[2][BB][MT][2][4];
-    read_batch(both[0], x, from, 0);
-    if (BATCHES > 1) read_batch(both[1], x, from, 1);
-#else
 #pragma unroll
     for (int i = 0; i < D; i++) copy_batch(x, from, i);
-#endif
 #pragma unroll
     for (int i = 0; i < BATCHES; i++) {
-#if DIRECT
-        auto &v = both[i % 2];
-        settle_batch(v, x, from, i, tag);
-#else
-        u32 v[BB][MT][2][4];
+        u32 v[BB][2][MT][4];
         wait<D - 1>();
         take_batch(v, x, from, i, tag);
         if (i + D < BATCHES)
             copy_batch(x, from, i + D);
         else
             commit();
-#endif
+        EACH_PAIR(i) EACH_TILE {
 #pragma unroll
-        for (int b = 0; b < BB; b++)
-#pragma unroll
-            for (int s = 0; s < 2; s++)
-#pragma unroll
-                for (int m = 0; m < MT; m++)
-                    if (i * BB + b < KS / 2) {
-                        u32 *low = v[b][m][0] + s * 2, *high = v[b][m][1] + s * 2;
-                        u32 tile[4] = {low[0], high[0], low[1], high[1]};
-#pragma unroll
-                        for (int n = 0; n < NT; n++) {
-                            uint2 one = weights_at(w, (i * BB + b) * 2 + s, n);
-                            multiply(sum[s % SETS][m][n], tile, one.x, one.y);
-                        }
-                    }
-#if DIRECT
-        if (i + 2 < BATCHES) read_batch(v, x, from, i + 2);
-#endif
+            for (int n = 0; n < NT; n++) {
+                uint2 one = weights_at(w, (i * BB + b) * 2 + s, n);
+                multiply_sent(sum[s % SETS][m][n], v[b][s][m], one.x, one.y);
+            }
+        }
     }
     if (PARTS == 1) __syncthreads(); /* all have read those of the step before */
     part += warp * (R * NP) + (lane / 4) * NP + (lane % 4) * 2;
@@ -271,7 +248,9 @@ struct Mine { /* what a thread has to do */
     float *part;
     uint2 *weights; /* those of all warps that are not in registers */
     Reads reads;
-    char *to; /* where its unit begins */
+    char *own, *to; /* the first buffer of the group, and where its unit begins in it */
+    i64 end;        /* of the numbers that the blocks have */
+    int rest;       /* words of 8 bytes after it, in all rows, that the block has to send */
 };
 
 /* Where number k and row r are: so that a warp reads 512 bytes at a time, each thread the numbers of its own tile. */
@@ -284,11 +263,11 @@ __device__ __forceinline__ int row_at(int r) { return (r / 8 * 32 + r % 8 * 4) *
 __device__ __forceinline__ i64 buffer_of(const Mine &m, i64 turn) { return (turn & 1) * m.other; }
 __device__ __forceinline__ u32 tag_of(i64 turn) { return (u32)(turn >> 1 & 1) ^ 1; }
 
-#if TYPE
+#if SENT
 /* Two numbers side by side, the first of them being the nearest one whose lowest bit is `tag`. */
 __device__ __forceinline__ u32 tagged_pair(float low, float high, u32 tag) {
-    u32 both = pair(low, high), x = both & 0xFFFF;
-    if ((x ^ tag) & 1) x += fabsf(low) > fabsf(widen((narrow)x)) || !(x & 0x7FFF) ? 1 : -1;
+    u32 both = pair_sent(low, high), x = both & 0xFFFF;
+    if ((x ^ tag) & 1) x += fabsf(low) > fabsf(widen_sent(x)) || !(x & 0x7FFF) ? 1 : -1;
     return (both & 0xFFFF0000) | (x & 0xFFFF);
 }
 #else
@@ -300,29 +279,35 @@ __device__ __forceinline__ void write8(char *to, u32 low, u32 high) {
                  ::"l"(to), "r"(low), "r"(high) : "memory");
 }
 
-/* Send the numbers of one unit of one row, [GE]; all lanes of a warp must come here. Where units have one number each,
- * four (two of 32 bits) share 8 bytes, and the first of them sends. */
-__device__ __forceinline__ void send(const Mine &m, i64 turn, int r, bool in, const float *v) {
+/* Send the numbers of one unit of one row, [GE], zeros for what is not there; all lanes of a warp must come here. Where
+ * units have one number each, four (two of 32 bits) share 8 bytes, and the first of them sends. */
+__device__ __forceinline__ void send(const Mine &m, i64 turn, int r, const float *v) {
     char *to = m.to + buffer_of(m, turn) + row_at(r);
-    u32 tag = tag_of(turn);
-    float first = in ? v[0] : 0.0f;
-#if TYPE
+    const u32 tag = tag_of(turn);
+    const bool in = m.u < U && r < R;
+#if SENT
     if (GE == 1) {
-        u32 one = m.u % 4 ? pair(first, 0.0f) : tagged_pair(first, 0.0f, tag);
+        u32 one = m.u % 4 ? pair_sent(v[0], 0.0f) : tagged_pair(v[0], 0.0f, tag);
         u32 two = one | __shfl_down_sync(~0u, one, 1) << 16, more = __shfl_down_sync(~0u, two, 2);
         if (in && m.u % 4 == 0) write8(to, two, more);
     } else if (in) {
-        write8(to, tagged_pair(v[0], v[1 % GE], tag), pair(v[2 % GE], v[3 % GE]));
+        write8(to, tagged_pair(v[0], v[1 % GE], tag), pair_sent(v[2 % GE], v[3 % GE]));
     }
 #else
     if (GE == 1) {
-        u32 beside = __shfl_down_sync(~0u, bits(first), 1);
-        if (in && m.u % 2 == 0) write8(to, tagged(first, tag), beside);
+        u32 beside = __shfl_down_sync(~0u, bits(v[0]), 1);
+        if (in && m.u % 2 == 0) write8(to, tagged(v[0], tag), beside);
     } else if (in) {
         write8(to, tagged(v[0], tag), bits(v[1 % GE]));
         write8(to + 8, tagged(v[2 % GE], tag), bits(v[3 % GE]));
     }
 #endif
+}
+
+/* What comes after the last unit is read as well: the last block keeps it at zero, of this turn. */
+__device__ __forceinline__ void send_rest(const Mine &m, i64 turn) {
+    for (int i = threadIdx.x; i < m.rest; i += THREADS)
+        write8(m.own + buffer_of(m, turn) + place_of(m.end + i / R * (EACH / 2)) + row_at(i % R), tag_of(turn), 0);
 }
 
 __device__ __forceinline__ Mine mine(const Loop &l, const Exchange &x) {
@@ -336,20 +321,24 @@ __device__ __forceinline__ Mine mine(const Loop &l, const Exchange &x) {
     m.weights = (uint2 *)(shared + PARTS * WARPS * R * NP * 4);
     char *stages = (char *)(m.weights + WARPS * (KS - KR) * NT * 32);
     for (int i = threadIdx.x; i < WARPS * D * PIECES * 128; i += THREADS) ((u32 *)stages)[i] = 0;
-    m.reads.stage = (u32)__cvta_generic_to_shared(stages) + m.warp * (D * PIECES * 512) + m.lane * 16;
+    u32 stage = (u32)__cvta_generic_to_shared(stages) + m.warp * (D * PIECES * 512);
+    auto piece = [](int row, int k) { return (row * 4 + (k ^ (row >> 1 & 3))) * 16; };
+    m.reads.to = stage + piece(m.lane / 4, m.lane % 4);
+    for (int s = 0; s < 2; s++) m.reads.at[s] = stage + m.lane / 8 % 2 * 512 + piece(m.lane % 8, s * 2 + m.lane / 16);
+    m.reads.checks = ~m.lane & 1;
     const i64 size = (i64)(WARPS * KS * 2) * R * 16;
     m.other = groups * size;
-    char *own = x.buffer + group * size;
-    i64 first = m.warp * KS * 2 + m.lane % 4;
+    char *own = m.own = x.buffer + group * size;
+    m.end = x.blocks * U * GE;
+    m.rest = block + 1 < x.blocks ? 0 : (int)(WARPS * KW - m.end) / (EACH / 2) * R;
     m.reads.from = own + (m.warp * (KS / 2) * (R / 8) * 32 + m.lane) * 16;
-    m.reads.left = m.H * GE - first * EACH;
-    m.reads.rows = (int)(l.batch - m.row0 < R ? l.batch - m.row0 : R) - m.lane / 4;
     i64 maker = m.warp * KW / GE / U + m.lane, at = maker * U * GE; /* one of the blocks that it waits for */
-    int last = m.reads.rows + m.lane / 4 - 1;
     m.reads.hint = maker < x.blocks && at < (i64)(m.warp + 1) * KW
-                       ? own + place_of(at) + row_at(last) : nullptr;
+                       ? own + place_of(at) + row_at(R - 1) : nullptr;
     i64 k = m.unit * GE;
     m.to = own + place_of(k);
+    /* The compiler may not know where these come from, or it would find them out again for every piece. */
+    asm volatile("" : "+r"(m.reads.to), "+r"(m.reads.at[0]), "+r"(m.reads.at[1]), "+l"(m.reads.from), "+l"(m.to));
     __syncthreads();
     return m;
 }
@@ -373,7 +362,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(Loop l, Exchang
     const narrow *scale = (const narrow *)l.scale_h;
     narrow *gates = (narrow *)l.gates;
     Weights w;
-    load_weights(l, w, m.unit0, m.warp, m.lane, m.weights);
+    load_weights(l, w, (u32)m.unit0, m.warp, m.lane, m.weights);
     Noises noises = {};
     float bias[G] = {}, bias_x[G] = {};
     if (m.in) {
@@ -408,9 +397,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(Loop l, Exchang
     for (int i = 0; i < ITEMS; i++) {
         i64 r = threadIdx.x / UP + i * ROWS_AT_ONCE, row = m.row0 + r;
         bool there = m.in && r < R && row < l.batch;
-        float out = there && scale ? h[i] * widen(scale[row * H + m.unit]) : h[i];
-        send(m, 0, (int)r, there, &out);
+        float out = there ? h[i] : 0.0f;
+        if (scale && there) out *= widen(scale[row * H + m.unit]);
+        send(m, 0, (int)r, &out);
     }
+    send_rest(m, 0);
     FETCH(0);
     for (i64 t = 0; t < l.steps; t++) {
         EACH_ITEM {
@@ -436,24 +427,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(Loop l, Exchang
 #if LSTM
             for (int q = 0; q < G; q++) {
                 a[i][q] = widen(pre[i][q]) + bias_x[q] + v[q];
-                a[i][q] = q == 2 ? tanh_of(a[i][q]) : sigmoid(a[i][q]);
+                a[i][q] = q == 2 ? tanh_at(a[i][q]) : sigmoid_at(a[i][q]);
             }
             float raw = lstm_candidate(l, a[i][0], a[i][1], a[i][2], c[i], keep[i]), gate = a[i][3];
             if (l.update.mode && l.update.hold && t && !cut[i]) gate = mix(gate, o[i], keep[i].update);
             c[i] = carried_c(l, raw, c[i], keep[i]);
             o[i] = a[i][3];
-            h[i] = carried_h(l, gate * tanh_of(raw), h[i], keep[i]);
+            h[i] = carried_h(l, gate * tanh_at(raw), h[i], keep[i]);
 #elif GRU
             for (int q = 0; q < G; q++) v[q] += bias[q];
             extra[i] = v[2];
-            float reset = sigmoid(widen(pre[i][0]) + bias_x[0] + v[0]), z = sigmoid(widen(pre[i][1]) + bias_x[1] + v[1]);
-            float n = tanh_of(widen(pre[i][2]) + bias_x[2] + reset * v[2]), update = (1 - z) * n;
+            float reset = sigmoid_at(widen(pre[i][0]) + bias_x[0] + v[0]), z = sigmoid_at(widen(pre[i][1]) + bias_x[1] + v[1]);
+            float n = tanh_at(widen(pre[i][2]) + bias_x[2] + reset * v[2]), update = (1 - z) * n;
             a[i][0] = reset, a[i][1] = z, a[i][2] = n;
             if (l.update.mode) update = less(update, keep[i].update);
             h[i] = carried_h(l, z * h[i] + update, h[i], keep[i]);
 #else
             a[i][0] = widen(pre[i][0]) + bias_x[0] + v[0];
-            a[i][0] = RELU ? fmaxf(a[i][0], 0.0f) : tanh_of(a[i][0]);
+            a[i][0] = RELU ? fmaxf(a[i][0], 0.0f) : tanh_at(a[i][0]);
             h[i] = carried_h(l, a[i][0], h[i], keep[i]);
 #endif
             cut[i] = cut_next[i];
@@ -462,11 +453,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(Loop l, Exchang
         for (int i = 0; i < ITEMS; i++) {
             i64 r = threadIdx.x / UP + i * ROWS_AT_ONCE, row = m.row0 + r;
             bool there = m.in && r < R && row < l.batch;
-            float out = h[i];
+            float out = there ? h[i] : 0.0f;
             if (l.resets && there && cut[i]) out = start_h(l, true, row * H + m.unit);
             if (scale && there) out *= widen(scale[row * H + m.unit]);
-            send(m, t + 1, (int)r, there, &out);
+            send(m, t + 1, (int)r, &out);
         }
+        send_rest(m, t + 1);
         EACH_ITEM if (t < length[i]) {
             i64 at = at_of(l, t, row, length[i]);
             ((narrow *)l.y)[at * H + m.unit] = narrowed(h[i]);
@@ -493,7 +485,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(Loop l, Exchan
     const narrow *gates = (const narrow *)l.gates, *scale = (const narrow *)l.scale_h;
     const bool holds = l.update.mode && l.update.hold;
     Weights w;
-    load_weights(l, w, m.unit0, m.warp, m.lane, m.weights);
+    load_weights(l, w, (u32)m.unit0, m.warp, m.lane, m.weights);
     Noises noises = {};
     if (m.in) noises = noises_of(l, m.unit);
     float dh[ITEMS], dc[ITEMS], back_h[ITEMS], back_c[ITEMS], owed[ITEMS];
@@ -558,7 +550,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(Loop l, Exchan
             float du = carried_h_back(l, dh[i], keep[i]);
 #if LSTM
             float gi = widen(f[i].gates[0]), gf = widen(f[i].gates[1]), gg = widen(f[i].gates[2]), go = widen(f[i].gates[3]);
-            float tc = tanh_of(lstm_candidate(l, gi, gf, gg, f[i].old_c, keep[i])), gate = go;
+            float tc = tanh_at(lstm_candidate(l, gi, gf, gg, f[i].old_c, keep[i])), gate = go;
             if (holds && !f[i].first) gate = mix(go, widen(f[i].held), keep[i].update);
             d[3] = lstm_output_back(l, du * tc, go, f[i].first, owed[i], keep[i]);
             dc[i] += f[i].dcells;
@@ -576,10 +568,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(Loop l, Exchan
             }
         }
 #pragma unroll
-        for (int i = 0; i < ITEMS; i++) {
-            i64 r = threadIdx.x / UP + i * ROWS_AT_ONCE;
-            send(m, done, (int)r, m.in && r < R && m.row0 + r < l.batch, out[i]);
-        }
+        for (int i = 0; i < ITEMS; i++) send(m, done, threadIdx.x / UP + i * ROWS_AT_ONCE, out[i]);
+        send_rest(m, done);
         EACH_ITEM if (t < length[i]) {
             i64 at = at_of(l, t, row, length[i]);
             for (int q = 0; q < G; q++) {

@@ -15,7 +15,7 @@ from .compiler import Kernel, chip, load, pack, tf32
 WARPS = 8
 THREADS = 32 * WARPS
 UNITS = (8, 12, 16, 24, 32)  # that a block may have
-ALL, SOME = 200, 144  # registers of a thread for weights, sums and what is read: with all of its weights or some
+ALL, SOME, MOST = 176, 144, 200  # registers of a thread for weights, sums and what is read: see `layout`
 STAGES = 128 * 1024  # bytes in flight, at most
 
 
@@ -23,14 +23,16 @@ STAGES = 128 * 1024  # bytes in flight, at most
 class Plan:
     """The tiles of a launch: see persistent.cu."""
 
+    half: bool  # what enters the product goes in half precision though it is of float32
     blocks: int  # that share the units
     groups: int  # that share the rows
     units: int  # of a block
     tiles: int  # of 16 rows each
+    eights: int  # of rows that are read
     k_steps: int  # of a warp
     resident: int  # of them, with their weights in registers
     pairs: int  # of k-steps of a batch
-    in_flight: int  # batches on the way to shared memory; 0: straight into registers
+    in_flight: int  # batches on the way to shared memory
     parts: int  # sets of sums that take turns
     shared: int  # bytes
 
@@ -41,6 +43,16 @@ class Plan:
     @property
     def padded_units(self) -> int:
         return 8 if self.units <= 8 else 16 if self.units <= 16 else 32
+
+
+def in_half(cell: str, dtype: torch.dtype, hidden: int, back: bool) -> bool:
+    """Whether what enters a product in TF32 may go in half precision, which has the same ten bits of mantissa.
+
+    h may, being between -1 and 1 wherever it is not given from outside; the h of a ReLU and derivatives may be of any
+    size. What is too small for half precision is lost, at most 3e-8 of a number that is added to others near one. One
+    number in four has its last bit taken, which a sum of a few would notice.
+    """
+    return dtype == torch.float32 and not back and cell != "rnn_relu" and hidden >= 32
 
 
 class Layout(NamedTuple):
@@ -54,37 +66,37 @@ class Layout(NamedTuple):
 
 
 def layout(columns: int, tiles: int, k_steps: int, back: bool, shared: int) -> Layout | None:
-    """Of a block with so many columns of weights in eights; None where it has not enough memory."""
+    """Of a block with so many columns of weights in eights; None where it has not enough memory.
 
-    def registers(pairs: int) -> int:
-        return 4 * tiles * columns + 8 * pairs * tiles
-
-    direct = tiles == 1 and k_steps <= 16  # there is so little to read that it may come straight into registers
-    pairs, resident = min(4 if direct else max(1, 2 // tiles), k_steps // 2), k_steps
-    if registers(pairs) + 2 * columns * k_steps > ALL:
-        direct, pairs = False, 2 if back and tiles == 1 else 1
-        resident = (SOME - registers(pairs)) // (2 * columns)
-    batches = -(-k_steps // (2 * pairs))
+    With many weights in registers the rest of the loop has too few. So more than ALL are not taken if some of them
+    can lie in shared memory, and then SOME leave more to it than they have to.
+    """
+    pairs = min(2 if back and tiles == 1 else 1, k_steps // 2)
+    others = 4 * tiles * columns + 8 * pairs * tiles
+    batches, stage = -(-k_steps // (2 * pairs)), WARPS * pairs * tiles * 1024
+    most = min(STAGES // stage, batches if batches < 3 else batches - 1)
     sums = WARPS * 16 * tiles * 4 * (columns * 8 + (0 if columns % 2 else 8))
-    rest, stage = WARPS * (k_steps - resident) * columns * 256, WARPS * pairs * tiles * 1024
-    if resident < 1:
-        return None
-    if direct:
-        return Layout(resident, pairs, 0, 2, 2 * sums) if 2 * sums <= shared else None
-    most = min(STAGES // stage, batches if batches < 3 else batches - 1)  # with all in flight, registers are spilled
-    for parts in (2, 1):
-        in_flight = min((shared - parts * sums - rest) // stage, most)
-        if in_flight >= min(2, most):
-            return Layout(resident, pairs, in_flight, parts, parts * sums + rest + in_flight * stage)
+    for registers in (ALL, SOME, MOST):
+        resident = min(k_steps, (registers - others) // (2 * columns))
+        if resident < (1 if registers == SOME else k_steps):
+            continue
+        rest = WARPS * (k_steps - resident) * columns * 256
+        for parts in (2, 1):
+            in_flight = min((shared - parts * sums - rest) // stage, most)
+            if in_flight >= min(2, most):
+                return Layout(resident, pairs, in_flight, parts, parts * sums + rest + in_flight * stage)
     return None
 
 
 @cache
-def plan(cell: str, size: int, hidden: int, batch: int, back: bool, processors: int, shared: int) -> Plan | None:
-    """Tiles for a shape and device, or None where the weights do not fit; `size` is that of a number in bytes."""
+def plan(
+    cell: str, dtype: torch.dtype, hidden: int, batch: int, back: bool, processors: int, shared: int
+) -> Plan | None:
+    """Tiles for a shape and device, or None where the weights do not fit."""
     gates = GATES[cell]
     depth = hidden * (1 if not back else 4 if gates == 3 else gates)
-    k_steps = -(-depth // (WARPS * 64 // size)) * 2
+    half = in_half(cell, dtype, hidden, back)
+    k_steps = -(-depth // (WARPS * 64 // (2 if half else dtype.itemsize))) * 2
     best: Plan | None = None
     for units in UNITS:
         blocks = -(-hidden // units)
@@ -97,7 +109,8 @@ def plan(cell: str, size: int, hidden: int, batch: int, back: bool, processors: 
         laid = layout(-(-(units if back else units * gates) // 8), tiles, k_steps, back, shared)
         if laid is None or groups * blocks > processors:
             continue
-        made = Plan(blocks, groups, units, tiles, k_steps, *laid)
+        eights = 2 * tiles if groups > 1 else -(-batch // 8)
+        made = Plan(half, blocks, groups, units, tiles, eights, k_steps, *laid)
         # Few rows, since a block reads all of its rows; then most of its weights in registers.
         if best is None or (made.tiles, -made.resident) < (best.tiles, -best.resident):
             best = made
@@ -113,19 +126,19 @@ def plan_for(loop: Loop, back: bool) -> Plan | None:
     of = chip(loop.gates.get_device())
     if of.major < 8:
         return None
-    size = loop.gates.element_size()
-    made = plan(loop.cell, size, loop.hidden, loop.batch, back, of.processors, of.shared)
-    return made if made is not None and pays(made, size, back) else None
+    made = plan(loop.cell, loop.gates.dtype, loop.hidden, loop.batch, back, of.processors, of.shared)
+    return made if made is not None and pays(made, loop.gates.dtype, back) else None
 
 
-def pays(made: Plan, size: int, back: bool) -> bool:
+def pays(made: Plan, dtype: torch.dtype, back: bool) -> bool:
     """Whether a launch for all steps is faster than two for each.
 
     A block reads all of its rows at every step; what it reads of a row is `k_steps`. Measured on an H200 at H from 256
     to 2048 and batches from 8 to 256, against the products of cuBLAS 13.0.
     """
     reads = made.tiles * made.k_steps
-    return made.tiles == 1 or reads <= 8 * size if back else reads <= 64
+    few = made.tiles == 1 or (made.tiles == 2 and (dtype == torch.float32 or reads <= 16))
+    return few if back else reads <= 64
 
 
 def is_plain(loop: Loop, back: Backward | None) -> bool:
@@ -162,8 +175,8 @@ def defines_of(cell: str, dtype: torch.dtype, back: bool, tiles: Plan, plain: bo
     return (
         ("CELL", CELLS.index(cell)), ("TYPE", TYPES[dtype]), ("FAST", 1), ("BACK", int(back)),
         ("U", tiles.units), ("UP", tiles.padded_units), ("KS", tiles.k_steps), ("KR", tiles.resident),
-        ("BB", tiles.pairs), ("D", tiles.in_flight), ("MT", tiles.tiles), ("PARTS", tiles.parts),
-        ("PLAIN", int(plain)),
+        ("BB", tiles.pairs), ("D", tiles.in_flight), ("MT", tiles.tiles), ("EIGHTS", tiles.eights),
+        ("PARTS", tiles.parts), ("HALF", int(tiles.half)), ("PLAIN", int(plain)),
     )  # fmt: skip
 
 
