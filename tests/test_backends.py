@@ -277,6 +277,33 @@ def test_threads(name, threads, norm):
         torch.set_num_threads(before)
 
 
+def of_rows_that_begin_alike(backend: str, device: str, dtype: torch.dtype, lengths: Any) -> dict[str, Tensor]:
+    """Derivatives of a layer with batch norm and learned states, for rows that differ from their third step on."""
+    torch.manual_seed(0)
+    layer = zo.LSTM(1, 32, norm=zo.RecurrentBatchNorm(12), learn_initial_state=True, backend=backend)
+    assert isinstance(layer.h0, Tensor) and isinstance(layer.c0, Tensor)
+    with torch.no_grad():
+        layer.h0.normal_(), layer.c0.normal_()
+    x, dy = torch.rand(12, 64, 1), torch.randn(64, 32)
+    x[:2] = 0.0
+    layer = layer.to(device, dtype)
+    _, (h, _) = layer(x.to(device, dtype), lengths=lengths)
+    names = ("weight_hh_l0", "weight_ih_l0", "norm_hh_l0", "h0")
+    found = torch.autograd.grad(h[0], [getattr(layer, name) for name in names], dy.to(device, dtype))
+    return {name: value.double().cpu() for name, value in zip(names, found)}
+
+
+@pytest.mark.parametrize("lengths", [None, [12] * 40 + [7] * 24], ids=["whole", "ragged"])
+def test_batch_norm_of_rows_that_begin_alike(loop, lengths):
+    """The norm makes their derivatives huge, and the weights' is what rounding leaves of sums that should cancel."""
+    want = of_rows_that_begin_alike("reference", "cpu", torch.float64, lengths)
+    got = of_rows_that_begin_alike("cpu", "cpu", torch.float32, lengths)
+    for name in ("weight_hh_l0", "weight_ih_l0", "norm_hh_l0"):
+        assert (got[name] - want[name]).norm() <= 1e-3 * want[name].norm(), name
+    rough = of_rows_that_begin_alike("reference", "cpu", torch.float32, lengths)
+    assert (rough["weight_hh_l0"] - want["weight_hh_l0"]).norm() > 0.1 * want["weight_hh_l0"].norm(), "it was no trial"
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_saturated_gates_are_exact(name):
     """A shut gate lets a little through: a unit that was to keep its value would drift."""

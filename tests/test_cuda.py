@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from test_backends import CALLS, CASES, INPUT, LAYERS, NOISES, NORMS, STATES, everything
+from test_backends import (
+    CALLS,
+    CASES,
+    INPUT,
+    LAYERS,
+    NOISES,
+    NORMS,
+    STATES,
+    everything,
+    of_rows_that_begin_alike,
+)
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -162,6 +172,17 @@ def test_directions_and_layers(path, poisoned, name, call, precision):
     rich: dict[str, Any] = dict(num_layers=2, bidirectional=True, dropout=0.3)
     for options in (rich, dict(bias=False), dict(learn_initial_state=True, bidirectional=True)):
         compare(name, NOISES["zoneout-unit"], CALLS[call], True, precision, **options)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "exact"], indirect=True)
+@pytest.mark.parametrize("lengths", [None, [12] * 40 + [7] * 24], ids=["whole", "ragged"])
+def test_batch_norm_of_rows_that_begin_alike(path, lengths, precision):
+    """W_h's derivative or a learned state's is what rounding leaves of sums over rows that should cancel."""
+    want = of_rows_that_begin_alike("reference", "cpu", torch.float64, lengths)
+    got = of_rows_that_begin_alike("cuda", "cuda", precision[0], lengths)
+    for name in ("weight_hh_l0", "weight_ih_l0", "norm_hh_l0"):
+        assert (got[name] - want[name]).norm() <= 0.05 * want[name].norm(), name
+    assert got["h0"].norm() <= want["weight_hh_l0"].norm()  # truly zero; with the sum left in, a hundred times as much
 
 
 @exact_and_half

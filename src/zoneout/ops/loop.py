@@ -73,6 +73,17 @@ class Loop:
     def given(self) -> bool:
         return self.norm is not None and self.norm.given is not None
 
+    @property
+    def balanced(self) -> bool:
+        """Whether the derivatives of h·Wh add up to zero over the rows of every step, as behind a batch norm they do.
+
+        Where the rows are nearly alike the norm makes these derivatives very large, and only they would cancel: what
+        rounding leaves of their sums, in W_h's derivative and a learned h0's, would be more than all that is true. So
+        nothing is computed from the sums: W_h's derivative is taken from differences of h to one row of the step, and
+        what goes back to the initial h has its mean taken out.
+        """
+        return self.norm is not None and self.norm.over == "examples" and not self.given
+
 
 @dataclass
 class Backward:

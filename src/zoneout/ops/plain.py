@@ -176,7 +176,8 @@ def _backward(part: Part, back: Backward, both: bool, owed: Tensor) -> None:
         else:
             dh.mul_(straight[t])
         if loop.scale_h is None:
-            dh.addmm_(dgh[t], loop.w_hh)
+            received = dgh[t] @ loop.w_hh
+            dh += received - received.mean(0) if loop.balanced else received
         else:
             dh += (dgh[t] @ loop.w_hh).mul_(loop.scale_h[:count])
         if cuts[t] is not None:

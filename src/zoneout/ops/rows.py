@@ -124,7 +124,7 @@ class Packed:
         return cuts[self.before] & (self.grid[0] > 0) if self.reverse else cuts  # the cut above a step, on the way down
 
     def entered(self, loop: Loop, out: Tensor) -> Tensor:
-        """h as it entered the gates at every row, written to `out`, [N, P]."""
+        """h as it entered the gates at every row, written to `out`, [N, P]; `balanced`: less that of the first row."""
         first = int(self.counts[0])
         out[:first] = loop.h0[:first]
         if self.whole and self.given is None:
@@ -133,7 +133,9 @@ class Packed:
             torch.index_select(loop.y, 0, self.before[first:], out=out[first:])
         if loop.resets is not None and loop.reset_h is not None:
             out[loop.resets] = loop.reset_h[self.grid[1][loop.resets]]
-        return out if loop.scale_h is None else out.mul_(loop.scale_h[self.grid[1]])
+        if loop.scale_h is not None:
+            out.mul_(loop.scale_h[self.grid[1]])
+        return out.sub_(out[self.starts[self.grid[0]]]) if loop.balanced else out
 
     def beside(self, loop: Loop, x: Tensor, out: Tensor) -> None:
         """That and x, side by side."""
@@ -142,7 +144,8 @@ class Packed:
 
     def times_entered(self, d: Tensor, loop: Loop) -> Tensor:
         """[G, P]: the derivative of the weights of h, from that of the product."""
-        if not self.whole or self.given is not None or loop.resets is not None or loop.scale_h is not None:
+        several = (self.given is not None, loop.resets is not None, loop.scale_h is not None, loop.balanced)
+        if not self.whole or any(several):
             return d.t() @ self.entered(loop, torch.empty_like(loop.y))
         found = d[: self.batch].t() @ loop.h0
         return found if self.steps == 1 else found.addmm_(d[self.batch :].t(), loop.y[: d.shape[0] - self.batch])
@@ -231,7 +234,7 @@ class Padded:
         return None if resets is None else resets.contiguous()
 
     def entered(self, loop: Loop) -> Tensor:
-        """[T · B, P]: h as it entered the gates at every row."""
+        """[T · B, P]: h as it entered the gates at every row; `balanced`: less that of the first row of a step."""
         y, none = self.unpack(loop.y), loop.h0[None]
         h_in = torch.cat((y[1:], none) if self.reverse else (none, y[:-1]))
         first = None if self.lengths is None or not self.reverse else (self._at == self.lengths - 1)[..., None]
@@ -243,7 +246,8 @@ class Padded:
                 cuts = torch.cat((cuts[1:], torch.zeros_like(cuts[:1])))
                 cuts = cuts if first is None else cuts & ~first
             h_in = torch.where(cuts, loop.reset_h, h_in)
-        return self.pack(h_in if loop.scale_h is None else h_in * loop.scale_h)
+        h_in = h_in if loop.scale_h is None else h_in * loop.scale_h
+        return self.pack(h_in - h_in[:, :1] if loop.balanced else h_in)
 
     def beside(self, loop: Loop, x: Tensor, out: Tensor) -> None:
         """That and x, side by side, written to `out`."""
@@ -251,8 +255,8 @@ class Padded:
 
     def times_entered(self, d: Tensor, loop: Loop) -> Tensor:
         """[G, P]: the derivative of the weights of h, from that of the product."""
-        several = (self.reverse and self.lengths is not None, loop.resets is not None, loop.scale_h is not None)
-        if any(several):
+        turned = self.reverse and self.lengths is not None
+        if turned or loop.resets is not None or loop.scale_h is not None or loop.balanced:
             return times(d.t(), self.entered(loop))
         edge = d.shape[0] - self.batch
         first, later, earlier = (

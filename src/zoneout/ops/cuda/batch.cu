@@ -621,6 +621,20 @@ struct Moments {
     float2 var_h[G], mean_c, var_c;
 };
 
+/* Take the mean over all rows that are alive out of two columns. */
+__device__ __forceinline__ void centre(float (&v)[2][2], const bool (&alive)[2], float share, float2 *sums, const Mine &m) {
+    float both[2];
+    EACH_UNIT both[u] = (alive[0] ? v[0][u] : 0.0f) + (alive[1] ? v[1][u] : 0.0f);
+    sums[threadIdx.x].x = over_rows<2>(both, m.lane);
+    __syncthreads();
+    float mean = 0.0f;
+    EACH_OF(BANDS) mean += sums[(m.part * BANDS + i) * 32 + m.lane].x;
+    EACH_UNIT {
+        float own = from_number<2>(mean * share, u, m.lane);
+        EACH_ROW v[r][u] -= own;
+    }
+}
+
 /* The derivatives of a thread's units and rows times all of W_h, to the blocks that have the columns. */
 __device__ __forceinline__ void send_product(Shared &shared, int turn, const float (&d)[2][2][4], const Weights &w,
                                              const Mine &m) {
@@ -721,7 +735,8 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
         kept = draw(l, m, seeds, noises, t);
         if (!PLAIN && l.lengths) share = counts_at(l, m, t).share;
     };
-    /* What has come back through the product to step t. */
+    /* What has come back through the product to step t. Its sum over the rows is zero, which matters for the initial h
+     * alone: see Loop.balanced. */
     auto receive = [&](int t, int turn) {
         await();
         float rec[2][2];
@@ -732,6 +747,11 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
                 float part = __uint_as_float(one[r * 2 + u]);
                 rec[r][u] = i ? rec[r][u] + part : part;
             }
+        }
+        if (t < 0 && !l.scale_h) {
+            bool alive[2];
+            EACH_ROW alive[r] = ALIVE(0);
+            centre(rec, alive, share, shared.sums_c, m);
         }
         EACH_ROW EACH_UNIT if (ALIVE(t + 1)) {
             dh[r][u] += l.scale_h ? rec[r][u] * enters[r][u] : rec[r][u];

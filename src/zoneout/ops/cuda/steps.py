@@ -131,7 +131,11 @@ def backward(loop: Loop, back: Backward) -> None:
         for do in after:
             do(t)
     if not settles:
-        back.dh += rec.sum(0)[:, :size]
+        received = rec.sum(0)[:, :size]
+        if loop.balanced:
+            there = torch.ones_like(received[:, :1]) if loop.lengths is None else (loop.lengths > 0)[:, None]
+            received = received - received.sum(0) / there.sum().clamp(min=1) * there
+        back.dh += received
 
 
 def parts_of(depth: int, columns: int, rows: int, size: int, processors: int) -> int:

@@ -905,6 +905,12 @@ static void NAME(cut_back)(const Loop *l, int64_t t) {
     barrier();
 }
 
+static double NAME(column_sum)(const REAL *v, int64_t pitch, int64_t n) {
+    double sum = 0;
+    for (int64_t b = 0; b < n; b++) sum += v[b * pitch];
+    return sum;
+}
+
 static void NAME(run_backward)(const Loop *l, WORK *w) {
     static const int64_t gates_of[] = {4, 3, 1, 1};
     int64_t h = l->hidden, p = l->outputs, g = gates_of[l->cell] * h, from, to;
@@ -924,8 +930,19 @@ static void NAME(run_backward)(const Loop *l, WORK *w) {
             NAME(rnn_backward)(l, t);
         barrier();
         const REAL *left = (const REAL *)l->dgh + l->offsets[t] * g;
+        /* What goes back to the initial h adds up to zero behind a batch norm: its mean is rounding (Loop.balanced). */
+        int centred = t == 0 && l->norm == NORM_EXAMPLES && !l->norm_given && !l->scale_h;
+        share(p, 1, &from, &to);
+        double before[to - from + 1];
+        for (int64_t j = from; centred && j < to; j++) before[j - from] = NAME(column_sum)((REAL *)l->dh + j, p, n);
+        if (centred) barrier();
         NAME(product)(n, g, p, left, g, w->w_hh, l->scale_h ? w->h_in : (REAL *)l->dh, p, !l->scale_h);
         barrier();
+        for (int64_t j = from; centred && j < to; j++) {
+            REAL mean = (REAL)((NAME(column_sum)((REAL *)l->dh + j, p, n) - before[j - from]) / n);
+            for (int64_t b = 0; b < n; b++) ((REAL *)l->dh)[b * p + j] -= mean;
+        }
+        if (centred) barrier();
         if (l->scale_h) {
             share(n, 1, &from, &to);
             for (int64_t j = from * p; j < to * p; j++)
