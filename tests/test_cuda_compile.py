@@ -106,6 +106,32 @@ def test_persistent(shape, dtype, back):
 ALONE = {("word-PTB", torch.float32, True)}  # this goes step by step, its weights are too large for the chip
 
 
+@pytest.mark.parametrize("processors", [PROCESSORS, 66, 108])
+@pytest.mark.parametrize("cell", CELLS)
+def test_plans_fit(cell, processors):
+    """A plan leaves out units, rows or depth, or takes more of the chip than there is."""
+    found = 0
+    for dtype in TYPES:
+        for back in (False, True):
+            for hidden in (1, 31, 32, 100, 513, 1000, 1056, 1500, 2048, 3000):
+                for batch_size in (1, 8, 9, 16, 17, 64, 100, 128, 300):
+                    tiles = persistent.plan(cell, dtype, hidden, batch_size, back, processors, SHARED)
+                    if tiles is None:
+                        continue
+                    found += 1
+                    size, gates = 2 if tiles.half else dtype.itemsize, {"lstm": 4, "gru": 4 if back else 3}.get(cell, 1)
+                    assert tiles.blocks * tiles.units >= hidden and tiles.groups * tiles.rows >= batch_size
+                    assert tiles.groups == 1 or tiles.eights == 2 * tiles.tiles
+                    assert 8 * tiles.eights >= min(batch_size, tiles.rows) and tiles.eights <= 2 * tiles.tiles
+                    assert tiles.blocks * tiles.groups <= processors and tiles.shared <= SHARED
+                    assert tiles.k_steps * persistent.WARPS * 32 // size >= hidden * (gates if back else 1)
+                    assert 1 <= tiles.resident <= tiles.k_steps and tiles.in_flight >= 1 and tiles.k_steps % 2 == 0
+                    columns = -(-(tiles.units if back else tiles.units * gates) // 8)
+                    assert 2 * columns * tiles.resident <= persistent.MOST
+                    assert not tiles.half or (dtype == torch.float32 and not back)
+    assert found > 100
+
+
 @pytest.mark.parametrize("back", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("cell", CELLS)
 def test_persistent_with_everything(cell, back):
