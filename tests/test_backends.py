@@ -7,6 +7,7 @@ import copy
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import zoneout as zo
-from zoneout.ops import TOLERANCES, cpu, native, reference
+from zoneout.ops import TOLERANCES, cpu, native, reference, rows
 
 STEPS, BATCH, INPUT = 7, 5, 3
 LAYERS: dict[str, Any] = {
@@ -302,6 +303,33 @@ def test_batch_norm_of_rows_that_begin_alike(loop, lengths):
         assert (got[name] - want[name]).norm() <= 1e-3 * want[name].norm(), name
     rough = of_rows_that_begin_alike("reference", "cpu", torch.float32, lengths)
     assert (rough["weight_hh_l0"] - want["weight_hh_l0"]).norm() > 0.1 * want["weight_hh_l0"].norm(), "it was no trial"
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forwards", "reversed"])
+@pytest.mark.parametrize("lengths", [None, [3, 6, 0, 5, 6]], ids=["whole", "ragged"])
+@pytest.mark.parametrize("rows", [rows.Packed, rows.Padded])
+def test_differences_of_h_give_the_same_where_derivatives_cancel(rows, lengths, reverse):
+    """What is taken off is of another step than what it is taken from: a reversed row begins at its own end."""
+    steps, batch, units = 6, 5, 4
+    torch.manual_seed(0)
+    ends = None if lengths is None else torch.tensor(lengths)
+    lie = rows(ends, steps, batch, reverse)
+    d, y, h0 = (
+        torch.randn(*shape, dtype=torch.float64) for shape in ((steps, batch, 3), (steps, batch, units), (batch, units))
+    )
+    for row, end in enumerate(lengths or [steps] * batch):
+        d[end:, row] = y[end:, row] = 0.0
+    for step in range(steps):  # as they are processed
+        alive = [
+            (end - 1 - step if reverse else step, row)
+            for row, end in enumerate(lengths or [steps] * batch)
+            if step < end
+        ]
+        at, row = (torch.tensor(v) for v in zip(*alive))
+        d[at, row] -= d[at, row].mean(0)
+    given: dict[str, Any] = dict(y=lie.pack(y), h0=lie.sort(h0), resets=None, reset_h=None, scale_h=None, outputs=units)
+    plain, apart = (lie.times_entered(lie.pack(d), SimpleNamespace(**given, balanced=b)) for b in (False, True))
+    assert torch.allclose(plain, apart, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -124,7 +124,7 @@ class Packed:
         return cuts[self.before] & (self.grid[0] > 0) if self.reverse else cuts  # the cut above a step, on the way down
 
     def entered(self, loop: Loop, out: Tensor) -> Tensor:
-        """h as it entered the gates at every row, written to `out`, [N, P]; `balanced`: less that of the first row."""
+        """[N, P]: h as it entered the gates at every row, in `out`; `balanced`: less that of the first of its step."""
         first = int(self.counts[0])
         out[:first] = loop.h0[:first]
         if self.whole and self.given is None:
@@ -234,7 +234,7 @@ class Padded:
         return None if resets is None else resets.contiguous()
 
     def entered(self, loop: Loop) -> Tensor:
-        """[T · B, P]: h as it entered the gates at every row; `balanced`: less that of the first row of a step."""
+        """[T · B, P]: h as it entered the gates at every row; `balanced`: less that of one row of the same step."""
         y, none = self.unpack(loop.y), loop.h0[None]
         h_in = torch.cat((y[1:], none) if self.reverse else (none, y[:-1]))
         first = None if self.lengths is None or not self.reverse else (self._at == self.lengths - 1)[..., None]
@@ -247,7 +247,17 @@ class Padded:
                 cuts = cuts if first is None else cuts & ~first
             h_in = torch.where(cuts, loop.reset_h, h_in)
         h_in = h_in if loop.scale_h is None else h_in * loop.scale_h
-        return self.pack(h_in - h_in[:, :1] if loop.balanced else h_in)
+        return self.pack(h_in - self._of_one_row(h_in) if loop.balanced else h_in)
+
+    def _of_one_row(self, v: Tensor) -> Tensor:
+        """What a row that lasts as long as any has at the same step, as steps are processed, for every row."""
+        if self.lengths is None or self.batch == 0:
+            return v[:, :1]
+        of_longest = v.index_select(1, self.lengths.argmax()[None])
+        if not self.reverse:
+            return of_longest
+        at = self._at + (self.lengths.max() - self.lengths)  # rows begin at their ends
+        return of_longest[:, 0][at.clamp(max=self.steps - 1)]
 
     def beside(self, loop: Loop, x: Tensor, out: Tensor) -> None:
         """That and x, side by side, written to `out`."""
