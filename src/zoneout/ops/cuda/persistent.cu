@@ -2,7 +2,7 @@
  *
  * Compiled with BACK (0 forwards, 1 backwards), U (units a block, a multiple of 4), UP (U rounded up to 8, 16 or 32), KS
  * (k-steps of a warp, even), KR (of which so many have their weights in registers, the others in shared memory), BB (pairs
- * of k-steps of a batch), D (batches in flight on the way to shared memory), MT (16 rows each), EIGHTS (of rows that are read),
+ * of k-steps of a batch), D (batches in flight on the way to shared memory), MT (16 rows each), EIGHTS (of rows, read),
  * PARTS (sets of sums that take turns), HALF (what enters the product is float, with the ten bits of TF32, but fits half
  * precision, which has as many) and PLAIN (nothing but zoneout, all rows to the end). Each of 8 warps has its own part of
  * the depth of the product; the eight sums are added in a fixed order. Forwards h goes around, backwards the derivatives of
@@ -244,7 +244,7 @@ __device__ __forceinline__ void total(float *v, const float *part) {
 struct Mine { /* what a thread has to do */
     int warp, lane, u;
     i64 unit0, unit, row0, H, other; /* other: bytes from one buffer to the other */
-    bool in;
+    bool in, sends;                  /* whether its unit is one of the layer's, and whether there is a place for it */
     float *part;
     uint2 *weights; /* those of all warps that are not in registers */
     Reads reads;
@@ -266,6 +266,9 @@ __device__ __forceinline__ u32 tag_of(i64 turn) { return (u32)(turn >> 1 & 1) ^ 
 #if SENT
 /* Two numbers side by side, the first of them being the nearest one whose lowest bit is `tag`. */
 __device__ __forceinline__ u32 tagged_pair(float low, float high, u32 tag) {
+#if HALF
+    low = within(low);
+#endif
     u32 both = pair_sent(low, high), x = both & 0xFFFF;
     if ((x ^ tag) & 1) x += fabsf(low) > fabsf(widen_sent(x)) || !(x & 0x7FFF) ? 1 : -1;
     return (both & 0xFFFF0000) | (x & 0xFFFF);
@@ -284,7 +287,7 @@ __device__ __forceinline__ void write8(char *to, u32 low, u32 high) {
 __device__ __forceinline__ void send(const Mine &m, i64 turn, int r, const float *v) {
     char *to = m.to + buffer_of(m, turn) + row_at(r);
     const u32 tag = tag_of(turn);
-    const bool in = m.u < U && r < R;
+    const bool in = m.sends && r < R;
 #if SENT
     if (GE == 1) {
         u32 one = m.u % 4 ? pair_sent(v[0], 0.0f) : tagged_pair(v[0], 0.0f, tag);
@@ -316,7 +319,7 @@ __device__ __forceinline__ Mine mine(const Loop &l, const Exchange &x) {
     int groups = gridDim.x / (int)x.blocks, group = blockIdx.x / (int)x.blocks, block = blockIdx.x % (int)x.blocks;
     m.warp = threadIdx.x / 32, m.lane = threadIdx.x % 32, m.u = threadIdx.x % UP;
     m.H = l.hidden, m.unit0 = (i64)block * U, m.unit = m.unit0 + m.u, m.row0 = (i64)group * R;
-    m.in = m.u < U && m.unit < m.H;
+    m.in = m.u < U && m.unit < m.H, m.sends = m.u < U && m.unit * GE < WARPS * KW;
     m.part = (float *)shared;
     m.weights = (uint2 *)(shared + PARTS * WARPS * R * NP * 4);
     char *stages = (char *)(m.weights + WARPS * (KS - KR) * NT * 32);
