@@ -98,7 +98,7 @@ def test_persistent(shape, dtype, back):
     if tiles is None:
         assert (shape, dtype, back) in ALONE
         return
-    assert tiles.blocks * tiles.groups <= PROCESSORS and tiles.shared <= SHARED
+    assert tiles.blocks * tiles.groups <= PROCESSORS and tiles.layout.shared <= SHARED
     _, spilled = build("persistent.cu", persistent.defines_of("lstm", dtype, back, tiles, True))
     assert max(spilled) <= 256
 
@@ -123,11 +123,12 @@ def test_plans_fit(cell, processors):
                     assert tiles.blocks * tiles.units >= hidden and tiles.groups * tiles.rows >= batch_size
                     assert tiles.groups == 1 or tiles.eights == 2 * tiles.tiles
                     assert 8 * tiles.eights >= min(batch_size, tiles.rows) and tiles.eights <= 2 * tiles.tiles
-                    assert tiles.blocks * tiles.groups <= processors and tiles.shared <= SHARED
+                    assert tiles.blocks * tiles.groups <= processors and tiles.layout.shared <= SHARED
                     assert tiles.k_steps * persistent.WARPS * 32 // size >= hidden * (gates if back else 1)
-                    assert 1 <= tiles.resident <= tiles.k_steps and tiles.in_flight >= 1 and tiles.k_steps % 2 == 0
+                    assert 1 <= tiles.layout.resident <= tiles.k_steps and tiles.k_steps % 2 == 0
+                    assert tiles.layout.in_flight >= 1
                     columns = -(-(tiles.units if back else tiles.units * gates) // 8)
-                    assert 2 * columns * tiles.resident <= persistent.MOST
+                    assert 2 * columns * tiles.layout.resident <= persistent.MOST
                     assert not tiles.half or (dtype == torch.float32 and not back)
     assert found > 100
 

@@ -78,18 +78,21 @@ __device__ __forceinline__ narrow narrowed(float v) {
 
 /* Two numbers side by side in one word. By one instruction: where 16-bit registers were shifted together, two words at a
  * time, the assembler of CUDA 13.0 left a word out at some sizes. */
+template <int KIND> /* of TYPE's */
+__device__ __forceinline__ u32 pair_as(float low, float high) {
+    u32 out;
+    if (KIND == 1)
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+    else
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+    return out;
+}
 #if TYPE
 __device__ __forceinline__ u32 pair(float low, float high) {
 #if __CUDA_ARCH__ < 800
     return (u32)narrowed(low) | (u32)narrowed(high) << 16;
 #else
-    u32 out;
-#if TYPE == 1
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
-#else
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
-#endif
-    return out;
+    return pair_as<TYPE>(low, high);
 #endif
 }
 #endif
@@ -161,17 +164,21 @@ __device__ __forceinline__ u32 bits(float v) {
     return out;
 }
 
-__device__ __forceinline__ void multiply(float *sum, const u32 *a, u32 b0, u32 b1) {
-#if TYPE == 0
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#elif TYPE == 1
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#endif
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#define MULTIPLY(how)                                                                                              \
+    asm("mma.sync.aligned." how " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                           \
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])                                                   \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+
+template <int KIND> /* of TYPE's */
+__device__ __forceinline__ void multiply_as(float *sum, const u32 *a, u32 b0, u32 b1) {
+    if (KIND == 0)
+        MULTIPLY("m16n8k8.row.col.f32.tf32.tf32.f32");
+    else if (KIND == 1)
+        MULTIPLY("m16n8k16.row.col.f32.bf16.bf16.f32");
+    else
+        MULTIPLY("m16n8k16.row.col.f32.f16.f16.f32");
 }
+__device__ __forceinline__ void multiply(float *sum, const u32 *a, u32 b0, u32 b1) { multiply_as<TYPE>(sum, a, b0, b1); }
 
 /* --- rows --------------------------------------------------------------------------------------- */
 

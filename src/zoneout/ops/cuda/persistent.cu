@@ -36,30 +36,17 @@ struct Exchange {
 
 /* --- what enters the product ---------------------------------------------------------------------- */
 
-#if HALF
-/* The largest numbers become the largest of half precision; NaN stays. */
-__device__ __forceinline__ float within(float v) { return v > 65504.0f ? 65504.0f : v < -65504.0f ? -65504.0f : v; }
-__device__ __forceinline__ u32 pair_sent(float low, float high) {
-    u32 out;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(within(high)), "f"(within(low)));
-    return out;
+/* HALF: the largest numbers become the largest of half precision; NaN stays. */
+__device__ __forceinline__ float within(float v) {
+    return !HALF ? v : v > 65504.0f ? 65504.0f : v < -65504.0f ? -65504.0f : v;
 }
+#if SENT
+__device__ __forceinline__ u32 pair_sent(float low, float high) { return pair_as<SENT>(within(low), within(high)); }
 __device__ __forceinline__ float widen_sent(u32 v) {
     float out;
     asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"((u16)v));
-    return out;
+    return SENT == 1 ? __uint_as_float(v << 16) : out;
 }
-__device__ __forceinline__ void multiply_sent(float *sum, const u32 *a, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-#else
-#if TYPE
-__device__ __forceinline__ u32 pair_sent(float low, float high) { return pair(low, high); }
-__device__ __forceinline__ float widen_sent(u32 v) { return widen((narrow)v); }
-#endif
-__device__ __forceinline__ void multiply_sent(float *sum, const u32 *a, u32 b0, u32 b1) { multiply(sum, a, b0, b1); }
 #endif
 
 /* --- weights -------------------------------------------------------------------------------------- */
@@ -204,7 +191,7 @@ __device__ __forceinline__ void product(const Weights &w, float *part, const Rea
 #pragma unroll
             for (int n = 0; n < NT; n++) {
                 uint2 one = weights_at(w, (i * BB + b) * 2 + s, n);
-                multiply_sent(sum[s % SETS][m][n], v[b][s][m], one.x, one.y);
+                multiply_as<SENT>(sum[s % SETS][m][n], v[b][s][m], one.x, one.y);
             }
         }
     }
@@ -266,9 +253,7 @@ __device__ __forceinline__ u32 tag_of(i64 turn) { return (u32)(turn >> 1 & 1) ^ 
 #if SENT
 /* Two numbers side by side, the first of them being the nearest one whose lowest bit is `tag`. */
 __device__ __forceinline__ u32 tagged_pair(float low, float high, u32 tag) {
-#if HALF
     low = within(low);
-#endif
     u32 both = pair_sent(low, high), x = both & 0xFFFF;
     if ((x ^ tag) & 1) x += fabsf(low) > fabsf(widen_sent(x)) || !(x & 0x7FFF) ? 1 : -1;
     return (both & 0xFFFF0000) | (x & 0xFFFF);

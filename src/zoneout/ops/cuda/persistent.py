@@ -19,6 +19,16 @@ ALL, SOME, MOST = 176, 144, 200  # registers of a thread for weights, sums and w
 STAGES = 128 * 1024  # bytes in flight, at most
 
 
+class Layout(NamedTuple):
+    """Where a block has its weights, and how it reads what goes around."""
+
+    resident: int  # k-steps with their weights in registers
+    pairs: int  # of k-steps of a batch
+    in_flight: int  # batches on the way to shared memory
+    parts: int  # sets of sums that take turns
+    shared: int  # bytes
+
+
 @dataclass(frozen=True)
 class Plan:
     """The tiles of a launch: see persistent.cu."""
@@ -30,11 +40,7 @@ class Plan:
     tiles: int  # of 16 rows each
     eights: int  # of rows that are read
     k_steps: int  # of a warp
-    resident: int  # of them, with their weights in registers
-    pairs: int  # of k-steps of a batch
-    in_flight: int  # batches on the way to shared memory
-    parts: int  # sets of sums that take turns
-    shared: int  # bytes
+    layout: Layout
 
     @property
     def rows(self) -> int:
@@ -53,16 +59,6 @@ def in_half(cell: str, dtype: torch.dtype, hidden: int, back: bool) -> bool:
     number in four has its last bit taken, which a sum of a few would notice.
     """
     return dtype == torch.float32 and not back and cell != "rnn_relu" and hidden >= 32
-
-
-class Layout(NamedTuple):
-    """Where a block has its weights, and how it reads what goes around: see `Plan`."""
-
-    resident: int
-    pairs: int
-    in_flight: int
-    parts: int
-    shared: int
 
 
 def layout(columns: int, tiles: int, k_steps: int, back: bool, shared: int) -> Layout | None:
@@ -110,9 +106,9 @@ def plan(
         if laid is None or groups * blocks > processors:
             continue
         eights = 2 * tiles if groups > 1 else -(-batch // 8)
-        made = Plan(half, blocks, groups, units, tiles, eights, k_steps, *laid)
+        made = Plan(half, blocks, groups, units, tiles, eights, k_steps, laid)
         # Few rows, since a block reads all of its rows; then most of its weights in registers.
-        if best is None or (made.tiles, -made.resident) < (best.tiles, -best.resident):
+        if best is None or (made.tiles, -laid.resident) < (best.tiles, -best.layout.resident):
             best = made
     return best
 
@@ -165,7 +161,7 @@ def run(loop: Loop, back: Backward | None) -> bool:
     exchange.struct.buffer = memory.data_ptr()
     exchange.struct.blocks = tiles.blocks
     values = (arguments.struct, exchange.struct)
-    kernel.launch(tiles.groups * tiles.blocks, THREADS, pack(values), tiles.shared, cooperative=True)
+    kernel.launch(tiles.groups * tiles.blocks, THREADS, pack(values), tiles.layout.shared, cooperative=True)
     del memory
     return True
 
@@ -174,9 +170,9 @@ def defines_of(cell: str, dtype: torch.dtype, back: bool, tiles: Plan, plain: bo
     """What the kernel is compiled with."""
     return (
         ("CELL", CELLS.index(cell)), ("TYPE", TYPES[dtype]), ("FAST", 1), ("BACK", int(back)),
-        ("U", tiles.units), ("UP", tiles.padded_units), ("KS", tiles.k_steps), ("KR", tiles.resident),
-        ("BB", tiles.pairs), ("D", tiles.in_flight), ("MT", tiles.tiles), ("EIGHTS", tiles.eights),
-        ("PARTS", tiles.parts), ("HALF", int(tiles.half)), ("PLAIN", int(plain)),
+        ("U", tiles.units), ("UP", tiles.padded_units), ("KS", tiles.k_steps), ("KR", tiles.layout.resident),
+        ("BB", tiles.layout.pairs), ("D", tiles.layout.in_flight), ("MT", tiles.tiles), ("EIGHTS", tiles.eights),
+        ("PARTS", tiles.layout.parts), ("HALF", int(tiles.half)), ("PLAIN", int(plain)),
     )  # fmt: skip
 
 
@@ -187,7 +183,7 @@ def _kernel(device: int, cell: str, dtype: torch.dtype, back: bool, tiles: Plan,
         device, "persistent.cu", ("backward" if back else "forward",), defines_of(cell, dtype, back, tiles, plain)
     )
     with torch.cuda.device(device):
-        kernel.allow_shared(tiles.shared)
-        if kernel.resident_blocks(THREADS, tiles.shared) < tiles.groups * tiles.blocks:
+        kernel.allow_shared(tiles.layout.shared)
+        if kernel.resident_blocks(THREADS, tiles.layout.shared) < tiles.groups * tiles.blocks:
             return None
     return kernel

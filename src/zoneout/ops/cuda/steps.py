@@ -132,9 +132,10 @@ def backward(loop: Loop, back: Backward) -> None:
             do(t)
     if not settles:
         received = rec.sum(0)[:, :size]
-        if loop.balanced:
-            there = torch.ones_like(received[:, :1]) if loop.lengths is None else (loop.lengths > 0)[:, None]
-            received = received - received.sum(0) / there.sum().clamp(min=1) * there
+        if loop.balanced:  # with resets it is left as it is: what goes back is already shared out
+            there = 1.0 if loop.lengths is None else (loop.lengths > 0)[:, None].to(received.dtype)
+            count = loop.batch if loop.lengths is None else (loop.lengths > 0).sum().clamp(min=1)
+            received = received - there * (received.sum(0) / count)
         back.dh += received
 
 

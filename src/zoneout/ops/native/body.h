@@ -905,10 +905,15 @@ static void NAME(cut_back)(const Loop *l, int64_t t) {
     barrier();
 }
 
-static double NAME(column_sum)(const REAL *v, int64_t pitch, int64_t n) {
-    double sum = 0;
-    for (int64_t b = 0; b < n; b++) sum += v[b * pitch];
-    return sum;
+/* Add n rows without their mean. */
+static void NAME(add_centred)(REAL *restrict out, const REAL *restrict v, int64_t n, int64_t size) {
+    int64_t from, to;
+    share(size, 16, &from, &to);
+    for (int64_t j = from; j < to; j++) {
+        double sum = 0;
+        for (int64_t b = 0; b < n; b++) sum += v[b * size + j];
+        for (int64_t b = 0; b < n; b++) out[b * size + j] += v[b * size + j] - (REAL)(sum / n);
+    }
 }
 
 static void NAME(run_backward)(const Loop *l, WORK *w) {
@@ -931,18 +936,13 @@ static void NAME(run_backward)(const Loop *l, WORK *w) {
         barrier();
         const REAL *left = (const REAL *)l->dgh + l->offsets[t] * g;
         /* What goes back to the initial h adds up to zero behind a batch norm: its mean is rounding (Loop.balanced). */
-        int centred = t == 0 && l->norm == NORM_EXAMPLES && !l->norm_given && !l->scale_h;
-        share(p, 1, &from, &to);
-        double before[to - from + 1];
-        for (int64_t j = from; centred && j < to; j++) before[j - from] = NAME(column_sum)((REAL *)l->dh + j, p, n);
-        if (centred) barrier();
-        NAME(product)(n, g, p, left, g, w->w_hh, l->scale_h ? w->h_in : (REAL *)l->dh, p, !l->scale_h);
+        int centred = t == 0 && l->norm == NORM_EXAMPLES && !l->norm_given && !l->scale_h, apart = centred || l->scale_h;
+        NAME(product)(n, g, p, left, g, w->w_hh, apart ? w->h_in : (REAL *)l->dh, p, !apart);
         barrier();
-        for (int64_t j = from; centred && j < to; j++) {
-            REAL mean = (REAL)((NAME(column_sum)((REAL *)l->dh + j, p, n) - before[j - from]) / n);
-            for (int64_t b = 0; b < n; b++) ((REAL *)l->dh)[b * p + j] -= mean;
+        if (centred) {
+            NAME(add_centred)(l->dh, w->h_in, n, p);
+            barrier();
         }
-        if (centred) barrier();
         if (l->scale_h) {
             share(n, 1, &from, &to);
             for (int64_t j = from * p; j < to * p; j++)
