@@ -101,6 +101,7 @@ def combinations(pairs: int) -> Iterator[Row]:
         "recurrent dropout, held gate": {"noise": zo.RecurrentDropout(0.25, hold_output_gate=True)},
         "variational dropout": {"noise": zo.VariationalDropout(hidden=0.2)},
         "weight drop": {"noise": zo.WeightDrop(0.2)},
+        "weight noise": {"noise": zo.WeightNoise(0.05)},
         "zoneout, lengths": {"noise": plain, "lengths": mixed_lengths(steps, batch).cuda()},
         "zoneout, resets": {"noise": plain, "resets": torch.rand(steps, batch, device="cuda") < 0.05},
         "zoneout, cells returned": {"noise": plain, "return_cells": True},

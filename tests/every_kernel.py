@@ -3,8 +3,11 @@
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python tests/every_kernel.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/every_kernel.py
 
-Without torch's cache of memory every tensor has an allocation of its own, so that a step over its end is seen.
+Names of paths after it run those alone. Without torch's cache of memory every tensor has an allocation of its own, so
+that a step over its end is seen.
 """
+
+import sys
 
 import torch
 
@@ -18,24 +21,26 @@ STEPS, BATCH, INPUT, HIDDEN = 4, 9, 5, 19
 def main() -> None:
     """Run them all, forwards and backwards."""
     torch.backends.cudnn.rnn.fp32_precision = "tf32"
-    for path, modules in PATHS.items():
-        cuda.PATHS = (*modules, cuda.steps)
+    for path in sys.argv[1:] or PATHS:
+        cuda.PATHS = (*PATHS[path], cuda.steps)
         for kind in (zo.LSTM, zo.GRU, zo.RNN):
             for norm in (None,) if path == "persistent" else (None, "layer", zo.RecurrentBatchNorm(STEPS)):
                 for dtype in (torch.bfloat16, torch.float32):
                     run(kind, dtype, norm, plain=True)
                 run(kind, torch.bfloat16, norm, plain=False)
+            print(path, kind.__name__, flush=True)
         if path == "persistent":  # its last block has places past the depth, and h goes in half precision
             for dtype in (torch.bfloat16, torch.float32):
                 run(zo.LSTM, dtype, None, plain=True, batch=48, hidden=512)
-        print(path, flush=True)
+            print(path, "wide", flush=True)
 
 
 def run(kind, dtype, norm, plain, batch=BATCH, hidden=HIDDEN):
     """One training step; `plain` has nothing but zoneout, for which the kernels are built apart."""
     noise = [zo.Zoneout(cell=0.5, hidden=0.1) if kind is zo.LSTM else zo.Zoneout(hidden=0.1)]
     if not plain:
-        noise += [zo.VariationalDropout(hidden=0.2), *([] if kind is zo.RNN else [zo.RecurrentDropout(0.1)])]
+        noise += [zo.VariationalDropout(hidden=0.2), zo.WeightNoise(0.05)]
+        noise += [] if kind is zo.RNN else [zo.RecurrentDropout(0.1)]
     options = {} if plain else {"num_layers": 2, "dropout": 0.2}
     layer = kind(INPUT, hidden, noise=noise, norm=norm, dtype=dtype, device="cuda", backend="cuda", **options)
     x = torch.randn(STEPS, batch, INPUT, dtype=dtype, device="cuda", requires_grad=True)

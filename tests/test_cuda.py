@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import zoneout as zo
 from zoneout.ops import cuda, reference
+from zoneout.ops.weight_noise import weight_noise
 from zoneout.paper.processes import products_in
 
 pytestmark = pytest.mark.gpu
@@ -267,6 +268,18 @@ def test_masks_are_those_of_the_cpu(path, name, mask, precision):
     assert torch.equal(first.cpu(), want[0])
     steps = torch.cat([layer(x[t : t + 1], seed=11, examples=5, first_step=t)[0] < 0.5 for t in range(6)])
     assert torch.equal(steps.cpu(), want)
+
+
+@exact_and_half
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (400, 1000)], ids=str)
+def test_weight_noise_is_that_of_the_cpu(shape, precision):
+    """Noise on weights is drawn from other bits on a GPU, has another width, or does not let derivatives through."""
+    weight = torch.randn(shape, dtype=precision[0])
+    there = weight.cuda().requires_grad_()
+    want = weight_noise(weight, 0.075, torch.tensor(11), 5)
+    got = weight_noise(there, 0.075, torch.tensor(11, device="cuda"), 5)
+    torch.testing.assert_close(got.detach().cpu(), want, rtol=1e-2 if precision[0] == torch.bfloat16 else 0, atol=1e-6)
+    assert torch.equal(torch.autograd.grad(got.sum(), there)[0], torch.ones_like(there))
 
 
 def test_a_side_stream():

@@ -82,10 +82,11 @@ def test_batch_knows_its_limits():
             assert batch.plan("lstm", size, 128, 128, back, False, SHARED) is not None
 
 
+@pytest.mark.parametrize("source", ["dropout.cu", "weight_noise.cu"])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_dropout(dtype):
-    """Dropout between layers does not compile."""
-    build("dropout.cu", (("CELL", 0), ("TYPE", TYPES[dtype]), ("FAST", 1)))
+def test_dropout_and_weight_noise(dtype, source):
+    """What drops units and weights, or adds noise to weights, does not compile."""
+    build(source, (("CELL", 0), ("TYPE", TYPES[dtype]), ("FAST", 1)))
 
 
 @pytest.mark.parametrize("back", [False, True], ids=["forward", "backward"])

@@ -6,7 +6,6 @@ nothing random is stored: whoever needs a mask, on whatever device, draws it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -77,20 +76,6 @@ def draw_all(draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: dict
         for draw, mask in zip(group, draw_masks(group, steps, examples, count), strict=True):
             masks[draw.rule.stream] = mask
     return masks
-
-
-def normals(seed: Tensor, count: int, matrix: int, plane: int) -> Tensor:
-    """Standard normal numbers, one for each element of a weight matrix (Box and Muller's method)."""
-    wide = torch.float32 if seed.device.type == "mps" else torch.float64
-    index = torch.arange((count + 3) // 4, device=seed.device)
-    zero = torch.zeros((), dtype=torch.int64, device=seed.device)
-    w = [(word.to(wide) + 0.5) / 2**32 for word in philox(seed, index, zero + matrix, zero, zero + plane)]
-    pairs = [
-        ((-2 * a.log()).sqrt() * turn(2 * math.pi * b))
-        for a, b in ((w[0], w[1]), (w[2], w[3]))
-        for turn in (torch.cos, torch.sin)
-    ]
-    return torch.stack(pairs, dim=-1).flatten()[:count]
 
 
 def masks(

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from . import ops
-from .draws import Draw, normals, stream_units
+from .draws import Draw, stream_units
 from .noise import MASKS, Noise, Rule, as_noises, check_fits, plane, rate_of_layer
 from .norm import STATISTICS, LayerNorm, Moments, RecurrentBatchNorm, StepNorm, as_norm, record, rows
 from .ops.dropout import drop_units
+from .ops.weight_noise import add_noise
 from .philox import as_seed
 
 GATES = {"lstm": 4, "gru": 3, "rnn": 1}
@@ -239,8 +240,8 @@ class Recurrent(nn.Module):
             one = torch.zeros(1, dtype=torch.int64, device=w_hh.device)
             w_hh = drop_units(w_hh.reshape(1, 1, -1), draw, one).view_as(w_hh)
         if (draw := draws.get("weight_noise")) is not None:
-            w_ih, w_hh = _add_noise(w_ih, 0, draw), _add_noise(w_hh, 1, draw)
-            w_hr = None if w_hr is None else _add_noise(w_hr, 2, draw)
+            w_ih, w_hh = add_noise(w_ih, draw, 0), add_noise(w_hh, draw, 1)
+            w_hr = None if w_hr is None else add_noise(w_hr, draw, 2)
         return ops.Weights(w_ih, w_hh, b_ih, b_hh, w_hr)
 
     def _step_norm(self, suffix: str, steps: int, first_step: int, dtype: torch.dtype) -> StepNorm | None:
@@ -290,13 +291,6 @@ class Recurrent(nn.Module):
         if self.backend is not None:
             parts.append(f"backend={self.backend!r}")
         return "".join(f", {part}" for part in parts)
-
-
-def _add_noise(weight: Tensor, matrix: int, draw: Draw) -> Tensor:
-    """A weight matrix with Gaussian noise added; `matrix` tells the matrices of one layer apart."""
-    assert draw.seed is not None
-    noise = draw.rate * normals(draw.seed, weight.numel(), matrix, draw.plane)
-    return weight + noise.to(weight.dtype).view_as(weight)
 
 
 def working_dtype(x: Tensor, weight: Tensor) -> torch.dtype:

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 import zoneout as zo
 
-from ..draws import example_ids, normals
+from ..draws import example_ids
 from ..noise import plane
 from ..ops.dropout import dropout
+from ..ops.weight_noise import weight_noise
 from ..philox import as_seed
 from .config import Config
 from .processes import alone
@@ -90,8 +91,7 @@ class RecurrentModel(nn.Module):
         if not self.training or not self.weight_noise:
             return weight
         assert seed is not None
-        noise = self.weight_noise * normals(seed, weight.numel(), 0, plane("weight_noise", where, 0))
-        return weight + noise.to(weight.dtype).view_as(weight)
+        return weight_noise(weight, self.weight_noise, seed, plane("weight_noise", where, 0))
 
     def seed(self, seed: int | Tensor | None) -> Tensor | None:
         if seed is None and self.training:

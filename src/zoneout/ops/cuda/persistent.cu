@@ -143,6 +143,12 @@ __device__ __forceinline__ void copy_batch(const Reads &x, const char *from, int
     commit();
 }
 
+/* The same where a batch lay before: once every lane has read it. */
+__device__ __forceinline__ void copy_over(const Reads &x, const char *from, int batch) {
+    __syncwarp();
+    copy_batch(x, from, batch);
+}
+
 /* wrong |= v ^ tag, in one instruction: left alone, the compiler takes the bit that counts out of each and goes on with that. */
 __device__ __forceinline__ void differ(u32 &wrong, u32 v, u32 tag) {
     asm("lop3.b32 %0, %0, %1, %2, 0xF6;" : "+r"(wrong) : "r"(v), "r"(tag));
@@ -165,7 +171,7 @@ __device__ __forceinline__ void take_batch(u32 (&v)[BB][2][MT][4], const Reads &
             if (m * 2 + 1 < EIGHTS) differ(wrong, one[1], tag), differ(also, one[3], tag);
         }
         if (!__any_sync(~0u, (wrong | also) & x.checks)) break;
-        copy_batch(x, from, batch);
+        copy_over(x, from, batch);
         wait<0>();
     }
 }
@@ -184,7 +190,7 @@ __device__ __forceinline__ void product(const Weights &w, float *part, const Rea
         wait<D - 1>();
         take_batch(v, x, from, i, tag);
         if (i + D < BATCHES)
-            copy_batch(x, from, i + D);
+            copy_over(x, from, i + D);
         else
             commit();
         EACH_PAIR(i) EACH_TILE {

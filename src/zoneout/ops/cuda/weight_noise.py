@@ -1,0 +1,39 @@
+"""Gaussian noise on a matrix of weights in one kernel: reading and writing it once is all that it costs."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from .arguments import TYPES
+from .compiler import load, pack
+
+THREADS = 256
+
+
+class Noisy(ctypes.Structure):
+    """`Noisy` of weight_noise.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("w", "y")),
+        ("count", ctypes.c_int64),
+        *((name, ctypes.c_uint32) for name in ("matrix", "plane")),
+        *((name, ctypes.c_void_p) for name in ("seed", "std")),
+    ]
+
+
+def add_noise(weight: Tensor, std: Tensor, seed: Tensor, matrix: int, plane: int) -> Tensor:
+    """The weights plus numbers with a standard deviation of `std`."""
+    weight = weight.contiguous()
+    y = torch.empty_like(weight)
+    if weight.numel() == 0:
+        return y
+    pointers = (weight.data_ptr(), y.data_ptr(), weight.numel(), matrix, plane, seed.data_ptr(), std.data_ptr())
+    noisy = Noisy(*pointers)  # which has to live until the launch
+    defines = (("CELL", 0), ("TYPE", TYPES[weight.dtype]), ("FAST", 1))
+    with torch.cuda.device(weight.device):
+        (kernel,) = load(weight.get_device(), "weight_noise.cu", ("weight_noise",), defines)
+        kernel.launch(-(-weight.numel() // (4 * THREADS)), THREADS, pack((noisy,)))
+    return y

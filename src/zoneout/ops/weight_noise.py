@@ -1,0 +1,65 @@
+"""Gaussian noise on weights: a function of its coordinates, as masks are."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..draws import Draw
+from ..noise import Rule
+from ..philox import philox
+from . import cuda
+from .cuda.arguments import TYPES
+from .cuda.weight_noise import add_noise as fused
+
+_RULE = Rule("weight_noise", "sum", "sequence", "expectation")
+
+
+def weight_noise(weight: Tensor, std: float, seed: Tensor, plane: int) -> Tensor:
+    """A matrix with noise of a width added; `plane` says whose it is."""
+    wide = torch.float32 if weight.device.type == "mps" else torch.float64
+    return add_noise(weight, Draw(_RULE, torch.full((), std, dtype=wide, device=weight.device), seed, plane))
+
+
+def add_noise(weight: Tensor, draw: Draw, matrix: int = 0) -> Tensor:
+    """The same with the draw of a layer, of whose matrices it is one."""
+    _, std, seed, plane = draw
+    assert seed is not None
+    if weight.is_cuda and weight.dtype in TYPES and cuda.there() and not torch._C._are_functorch_transforms_active():
+        return torch.ops.zoneout.weight_noise(weight, std, seed, matrix, plane)
+    noise = std * normals(seed, weight.numel(), matrix, plane)
+    return weight + noise.to(weight.dtype).view_as(weight)
+
+
+def normals(seed: Tensor, count: int, matrix: int, plane: int) -> Tensor:
+    """Standard normal numbers, one for each element of a matrix (Box and Muller's method)."""
+    wide = torch.float32 if seed.device.type == "mps" else torch.float64
+    index = torch.arange((count + 3) // 4, device=seed.device)
+    zero = torch.zeros((), dtype=torch.int64, device=seed.device)
+    w = [(word.to(wide) + 0.5) / 2**32 for word in philox(seed, index, zero + matrix, zero, zero + plane)]
+    pairs = [
+        ((-2 * a.log()).sqrt() * turn(2 * math.pi * b))
+        for a, b in ((w[0], w[1]), (w[2], w[3]))
+        for turn in (torch.cos, torch.sin)
+    ]
+    return torch.stack(pairs, dim=-1).flatten()[:count]
+
+
+@torch.library.custom_op("zoneout::weight_noise", mutates_args=(), device_types="cuda")
+def _weight_noise(weight: Tensor, std: Tensor, seed: Tensor, matrix: int, plane: int) -> Tensor:
+    return fused(weight, std, seed, matrix, plane)
+
+
+@_weight_noise.register_fake
+def _(weight: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(weight, memory_format=torch.contiguous_format)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    return dy, *[None] * 4
+
+
+torch.library.register_autograd("zoneout::weight_noise", _backward)
