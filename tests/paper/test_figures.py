@@ -106,6 +106,10 @@ def test_the_figure_of_the_rates_has_rates_on_its_axis(tmp_path: Path) -> None:
     names = ("char_ptb_unregularised", "char_ptb_zoneout_cells_025", "char_ptb_zoneout_cells_050", "char_ptb_zoneout")
     fabricated.write(tmp_path, *(fabricated.record(name, shift=0.1 * n) for n, name in enumerate(names)))
     fabricated.write(tmp_path, fabricated.record("char_ptb_zoneout_cells_025", 2, shift=0.2))
+    long = fabricated.record("char_ptb_zoneout_cells_050", shift=0.2)
+    long["curve"] = {key: [*values, values[-1]] for key, values in long["curve"].items()}
+    long["curve"]["epoch"][-1], long["curve"]["valid"][-1] = 51.0, 1.0  # later than the others were trained for
+    fabricated.write(tmp_path, long)
     drawn = draw("rates", tmp_path)
     (axes,) = drawn.figure.axes
     found = {c.get_label(): c.lines[0] for c in axes.containers}

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from . import gradients, plots
 from .plots import COLOURS, DASHED, INK, MARKERS, PAPER, SOFT
-from .recipes import RECIPES, Recipe
+from .recipes import RATES_EPOCHS, RECIPES, Recipe
 from .results import Record, fitting, named
 from .runs import RunError
 
@@ -213,11 +213,11 @@ def rate_of(series: str, arm: str) -> float:
 
 
 def rates(records: Records) -> tuple[Any, str]:
-    """The best validation over the rate; of several seeds the mean, and a bar from the least to the most."""
+    """The best validation of the same number of epochs; of several seeds the mean, and a bar from least to most."""
     fig, (axes,) = plots.canvas(height=4.2)
     words = []
     for number, (series, arms) in enumerate(SERIES.items()):
-        points = [(rate_of(series, arm), [r["valid"] for r in records[arm]]) for arm in arms if arm in records]
+        points = [(rate_of(series, arm), [_best(r) for r in records[arm]]) for arm in arms if arm in records]
         if not points:
             continue
         colour, marker = COLOURS[number], MARKERS[number]
@@ -232,9 +232,14 @@ def rates(records: Records) -> tuple[Any, str]:
         )  # fmt: skip
         rate, value = min(((rate, mean) for (rate, _), mean in zip(points, means)), key=lambda pair: pair[1])
         words.append(f"{series} {value:.3f} at {rate:g}")
-    axes.set(xlabel="rate", ylabel="bits per character, best validation")
+    axes.set(xlabel="rate", ylabel=f"bits per character, best validation of {RATES_EPOCHS} epochs")
     plots.legend(axes, below=True)
     return fig, f"The best of each line: {'; '.join(words)}."
+
+
+def _best(record: Record) -> float:
+    curve = record["curve"]
+    return min(value for epoch, value in zip(curve["epoch"], curve["valid"]) if epoch <= RATES_EPOCHS)
 
 
 # --- gradient flow ---------------------------------------------------------------------------------
@@ -300,7 +305,7 @@ _PMNIST = ("unregularised", "zoneout", "recurrent_dropout", "batch_norm", "batch
 FIGURES = {
     "rates": Plan(
         "Validation on character-level Penn Treebank over the rates of zoneout",
-        "Figure 3, left: the paper draws a curve for each rate, here each is a point",
+        f"Figure 3, left: there each rate is a curve, here a point, the best of {RATES_EPOCHS} epochs",
         RATES,
         rates,
         own_records,

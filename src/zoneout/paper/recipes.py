@@ -50,7 +50,7 @@ class Recipe:
     make: Callable[[], Config]
     valid: float | None  # the paper's numbers, in the task's measure
     test: float | None
-    where: str  # in the paper
+    where: str  # in the paper, or "ours"
     held: bool  # whether ours is held to the paper's numbers, or only shown beside them
 
     @property
@@ -63,9 +63,9 @@ class Recipe:
         return self.name.removeprefix(self.task.replace("-", "_") + "_")
 
     @property
-    def in_table(self) -> bool:
-        """Whether it is a row of one of the paper's two tables; the rest is of its figures and its text."""
-        return self.where.startswith("Table")
+    def group(self) -> Literal["table", "ours", "more"]:
+        """Whether it is a row of one of the paper's two tables, goes past them, or is of its figures and its text."""
+        return "table" if self.where.startswith("Table") else "ours" if self.where == "ours" else "more"
 
 
 RECIPES: dict[str, Recipe] = {}
@@ -100,7 +100,7 @@ def select(task: str, rows: Sequence[str] = ()) -> list[Recipe]:
     """The recipes that are meant: a recipe by its name, or rows of a task.
 
     Rows are named with or without the task before them; without any, they are those of the paper's tables; "all" adds
-    its figures and its text.
+    its figures and its text, and what is ours.
 
     >>> [r.name for r in select("pmnist", ["zoneout", "pmnist_batch_norm"])]
     ['pmnist_zoneout', 'pmnist_batch_norm']
@@ -113,7 +113,7 @@ def select(task: str, rows: Sequence[str] = ()) -> list[Recipe]:
         raise ValueError(f"task: expected one of {', '.join(MEASURES)}, or the name of a recipe, got {task!r}")
     of_task = {r.name: r for r in RECIPES.values() if r.task == task}
     if not rows:
-        return [r for r in of_task.values() if r.in_table] or list(of_task.values())
+        return [r for r in of_task.values() if r.group == "table"] or list(of_task.values())
     short = {r.short: r for r in of_task.values()}
     found: dict[str, Recipe] = {}
     for row in rows:
@@ -197,16 +197,32 @@ def char_ptb_batch_norm() -> Config:
     """Recurrent batch norm alone; the paper quotes its number from those who proposed it.
 
     Validated with the statistics of batches as large as in training; the test has statistics estimated anew on the
-    training text, those of the last step standing for all after it.
+    training text, those of the last step standing for all after it. 25 epochs, as the other rows without noise.
     """
     chunks = Protocol("chunks", length=100, size=32)
     return _char_ptb(
+        epochs=25,
         model=replace(_CHAR_PTB.model, norm="batch", norm_momentum=0.05),
         evaluation=replace(_CHAR_PTB.evaluation, valid=chunks),
     )
 
 
+# --- the same, past the paper: found on the validation text alone; the paper's zoneout row stands beside them
+
+
+@recipe("char-ptb", "Zoneout 0.5, 0.05, rate falling to zero", valid=1.362, test=1.252, where="ours", held=False)
+def char_ptb_zoneout_cosine() -> Config:
+    """The headline, but its learning rate falls to zero over the run, along a cosine."""
+    return _char_ptb(zoneout=Zoneout(cell=0.5, hidden=0.05), schedule=Schedule("cosine"))
+
+
 # --- the same, in the paper's figures and text
+
+RATES_EPOCHS = 50  # of the arms in the figure of the rates, which shows the best of so many epochs of each
+
+
+def _arm(**changes: Any) -> Config:
+    return _char_ptb(epochs=RATES_EPOCHS, **changes)
 
 
 @recipe("char-ptb", "Unregularised, fixed chunks", valid=1.466, test=1.356, where="guess", held=False)
@@ -239,83 +255,84 @@ def char_ptb_recurrent_dropout_held() -> Config:
 @recipe("char-ptb", "Recurrent dropout 0.05", where="section 4.1")
 def char_ptb_recurrent_dropout_005() -> Config:
     """One of the rates that the paper searched."""
-    return _char_ptb(recurrent_dropout=RecurrentDropout(0.05))
+    return _arm(recurrent_dropout=RecurrentDropout(0.05))
 
 
 @recipe("char-ptb", "Recurrent dropout 0.2", where="section 4.1")
 def char_ptb_recurrent_dropout_020() -> Config:
     """One of the rates that the paper searched."""
-    return _char_ptb(recurrent_dropout=RecurrentDropout(0.2))
+    return _arm(recurrent_dropout=RecurrentDropout(0.2))
 
 
 @recipe("char-ptb", "Recurrent dropout 0.5", where="section 4.1")
 def char_ptb_recurrent_dropout_050() -> Config:
     """One of the rates that the paper searched."""
-    return _char_ptb(recurrent_dropout=RecurrentDropout(0.5))
+    return _arm(recurrent_dropout=RecurrentDropout(0.5))
 
 
 @recipe("char-ptb", "Recurrent dropout 0.7", where="section 4.1")
 def char_ptb_recurrent_dropout_070() -> Config:
     """One of the rates that the paper searched."""
-    return _char_ptb(recurrent_dropout=RecurrentDropout(0.7))
+    return _arm(recurrent_dropout=RecurrentDropout(0.7))
 
 
 # The two rates, alone and together (the first figure). The paper's text names 0.5 for cells and 0.05 for states as the
 # best; the other rates of its figure are not listed anywhere, and these are ours. Names have them in hundredths.
+# After `RATES_EPOCHS` the headline still gains 0.008 bits.
 
 
 @recipe("char-ptb", "Zoneout, cells 0.05", where="figure of the rates")
 def char_ptb_zoneout_cells_005() -> Config:
     """Cells only."""
-    return _char_ptb(zoneout=Zoneout(cell=0.05))
+    return _arm(zoneout=Zoneout(cell=0.05))
 
 
 @recipe("char-ptb", "Zoneout, cells 0.25", where="figure of the rates")
 def char_ptb_zoneout_cells_025() -> Config:
     """Cells only."""
-    return _char_ptb(zoneout=Zoneout(cell=0.25))
+    return _arm(zoneout=Zoneout(cell=0.25))
 
 
 @recipe("char-ptb", "Zoneout, cells 0.5", where="figure of the rates")
 def char_ptb_zoneout_cells_050() -> Config:
     """Cells only; by the text better than the best recurrent dropout."""
-    return _char_ptb(zoneout=Zoneout(cell=0.5))
+    return _arm(zoneout=Zoneout(cell=0.5))
 
 
 @recipe("char-ptb", "Zoneout, states 0.05", where="figure of the rates")
 def char_ptb_zoneout_states_005() -> Config:
     """States only; by the text better than the best recurrent dropout."""
-    return _char_ptb(zoneout=Zoneout(hidden=0.05))
+    return _arm(zoneout=Zoneout(hidden=0.05))
 
 
 @recipe("char-ptb", "Zoneout, states 0.25", where="figure of the rates")
 def char_ptb_zoneout_states_025() -> Config:
     """States only."""
-    return _char_ptb(zoneout=Zoneout(hidden=0.25))
+    return _arm(zoneout=Zoneout(hidden=0.25))
 
 
 @recipe("char-ptb", "Zoneout, states 0.5", where="figure of the rates")
 def char_ptb_zoneout_states_050() -> Config:
     """States only."""
-    return _char_ptb(zoneout=Zoneout(hidden=0.5))
+    return _arm(zoneout=Zoneout(hidden=0.5))
 
 
 @recipe("char-ptb", "Zoneout, both 0.05", where="figure of the rates")
 def char_ptb_zoneout_both_005_005() -> Config:
     """Cells and states alike."""
-    return _char_ptb(zoneout=Zoneout(cell=0.05, hidden=0.05))
+    return _arm(zoneout=Zoneout(cell=0.05, hidden=0.05))
 
 
 @recipe("char-ptb", "Zoneout, cells 0.25, states 0.05", where="figure of the rates")
 def char_ptb_zoneout_both_025_005() -> Config:
     """Between cells at 0.05 and the best."""
-    return _char_ptb(zoneout=Zoneout(cell=0.25, hidden=0.05))
+    return _arm(zoneout=Zoneout(cell=0.25, hidden=0.05))
 
 
 @recipe("char-ptb", "Zoneout, both 0.5", where="figure of the rates")
 def char_ptb_zoneout_both_050_050() -> Config:
     """Cells and states alike."""
-    return _char_ptb(zoneout=Zoneout(cell=0.5, hidden=0.5))
+    return _arm(zoneout=Zoneout(cell=0.5, hidden=0.5))
 
 
 @recipe("char-ptb", "Static identity connections 0.5, 0.05", where="appendix")

@@ -84,14 +84,16 @@ def paper_page(results: Path, benchmarks: Path) -> str:
 
 
 def task_section(task: str, own: dict[str, list[Record]]) -> Html:
-    """A task: the rows of the paper's table, then those of its figures and text."""
+    """A task: the rows of the paper's table, ours, then those of its figures and text."""
     title, where = TASKS[task]
     recipes = [recipe for recipe in RECIPES.values() if recipe.task == task]
     quoted = [row for row in QUOTED if row[0] == task]
     unit = UNITS[MEASURES[task]]
-    main = [recipe for recipe in recipes if recipe.in_table]
-    rest = [recipe for recipe in recipes if not recipe.in_table]
+    main, ours, rest = ([r for r in recipes if r.group == group] for group in ("table", "ours", "more"))
     parts = [results_table(f"{title}: {where}. In {unit}.", main, own, quoted, name=task)]
+    if ours:
+        caption = f"{title}: past the paper, whose zoneout row stands beside. In {unit}."
+        parts.append(results_table(caption, ours, own, name=f"{task}-ours"))
     if rest:
         caption = f"{title}: what else the paper has in its figures and its text. In {unit}."
         shown = results_table(caption, rest, own, name=f"{task}-more")

@@ -34,6 +34,11 @@ Record: TypeAlias = dict[str, Any]
 FORMAT = 1
 FREE = ("seed", "precision", "device", "backend", "log_every", "save_every")  # what a recipe leaves to whoever runs it
 COLUMNS = ("paper: valid, test", "ours: valid", "ours: test", "difference", "reached", "seeds", "epochs", "minutes")
+GROUPS = {  # of recipes, and what is written above their table
+    "table": "",
+    "ours": "Past the paper, whose zoneout row stands beside:",
+    "more": "In the paper's figures and text:",
+}
 POINTS = 200  # of a learning curve, at most
 PAGE = """# Results
 
@@ -195,10 +200,10 @@ def table(results: Path | str, recipes: Sequence[Recipe] | None = None, *, detai
         own = rows[0].make().evaluation
         cut = "" if rows[0].measure == "error" else f"\n\nValid: {named(own.valid)}. Test: {named(own.test)}."
         parts.append(f"## {task}{cut}")
-        if in_table := [r for r in rows if r.in_table]:
-            parts.append(_main_table(in_table, results, quoted=recipes is None))
-        if others := [r for r in rows if not r.in_table]:
-            parts += ["In the paper's figures and text:", _main_table(others, results)]
+        for group, words in GROUPS.items():
+            if of_group := [r for r in rows if r.group == group]:
+                parts += [words] if words else []
+                parts.append(_main_table(of_group, results, quoted=group == "table" and recipes is None))
         parts += _other_tables(rows, results) if details else []
     return "\n\n".join(parts)
 
@@ -209,16 +214,17 @@ def document(results: Path | str) -> str:
 
 
 def summary(results: Path | str) -> str:
-    """The rows of the paper's tables that have been run, in one table, for the README."""
+    """The rows of the paper's tables that have been run, and ours, in one table, for the README."""
     lines = _head("", "", "paper: valid, test", "ours: valid, test", "seeds", "minutes", "precision")
     for recipe in RECIPES.values():
         own, _ = fitting(recipe, Path(results))
-        if recipe.in_table and own:
+        if recipe.group != "more" and own:
             valid, test, _, verdicts, seeds, _, minutes = _ours(recipe, own)
             missed = " (missed)" if recipe.held and "no" in verdicts else ""
             paper, precisions = _paper(recipe.valid, recipe.test), sorted({record["precision"] for record in own})
             ours = (f"{valid}, {test}{missed}", seeds, minutes, ", ".join(precisions))
-            lines.append(_row(f"{recipe.task}, {recipe.measure}", recipe.row, paper, *ours))
+            row = f"ours: {recipe.row}" if recipe.group == "ours" else recipe.row
+            lines.append(_row(f"{recipe.task}, {recipe.measure}", row, paper, *ours))
     return "\n".join(lines)
 
 
