@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from zoneout.ops.cuda import batch, compiler, persistent, small, steps
+from zoneout.ops.cuda import batch, compiler, optimizer, persistent, small, steps
 from zoneout.ops.cuda.arguments import CELLS, TYPES
 
 HOPPER, PROCESSORS, SHARED = (9, 0), 132, 232448
@@ -87,6 +87,14 @@ def test_batch_knows_its_limits():
 def test_dropout_and_weight_noise(dtype, source):
     """What drops units and weights, or adds noise to weights, does not compile."""
     build(source, (("CELL", 0), ("TYPE", TYPES[dtype]), ("FAST", 1)))
+
+
+@pytest.mark.parametrize("paper", [False, True], ids=["ordinary", "paper"])
+@pytest.mark.parametrize("rule", range(len(optimizer.RULES)), ids=optimizer.RULES)
+def test_optimizers(rule, paper):
+    """A rule does not compile."""
+    _, spilled = build("optimizer.cu", optimizer.defines_of(rule, paper))
+    assert max(spilled) == 0
 
 
 @pytest.mark.parametrize("back", [False, True], ids=["forward", "backward"])

@@ -2,17 +2,19 @@
 
 torch's own cannot be used for the paper's: they change the weights at once, while the update of char-PTB is clipped
 before it is applied, and two of the rules differ from torch's in where eps stands. All numbers that change from update
-to update are tensors, so that a step can be captured in a CUDA graph.
+to update are tensors, so that a step can be captured in a CUDA graph. On a GPU a rule is one kernel for all parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from ..ops.cuda import optimizer as fused
 from .config import Optimizer as Settings
 
 Tensors = list[Tensor]
@@ -58,53 +60,68 @@ class Optimizer:
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], lr: Tensor) -> None:
         """One update. The gradients are used up: what they hold afterwards means nothing."""
-        settings, grads = self.settings, list(gradients)
-        if settings.clip_gradient:
-            by = clipped_factor(lr.new_ones(()), grads, settings.clip_gradient)
-            torch._foreach_mul_(grads, by.to(grads[0].dtype))
+        settings, steps = self.settings, apart(gradients)
+        factor = clipped_factor(lr.new_ones(()), steps, settings.clip_gradient) if settings.clip_gradient else None
         self.count += 1
-        steps, by = {"adam": self._adam, "sgd": self._sgd, "rmsprop": self._rmsprop}[settings.rule](grads, lr)
+        by, eps = lr, lr.new_full((), eps_of(settings))
+        if settings.rule == "adam":
+            # m̂ / (√v̂ + eps), with both corrections in one factor: eps is then √(1 − β₂ᵗ) times itself, which the
+            # paper's rule leaves out.
+            bias1, bias2 = 1 - settings.betas[0] ** self.count, (1 - settings.betas[1] ** self.count).sqrt()
+            by, eps = lr * bias2 / bias1, eps if settings.paper else eps * bias2
+        if self.slots:
+            steps = self._advance(steps, factor, eps)
+        elif factor is not None:  # steps are the gradients
+            by = by * factor
         if settings.clip_update:
             by = clipped_factor(by, steps, settings.clip_update)
-        if settings.weight_decay:
+        self._apply(steps, by, 1 - settings.weight_decay * lr if settings.weight_decay else None)
+
+    def _advance(self, grads: Tensors, factor: Tensor | None, eps: Tensor) -> Tensors:
+        """Steps from gradients, which are multiplied by `factor` first; what is remembered is moved."""
+        settings = self.settings
+        if fused.takes([*grads, *self.parameters]):
+            kept = settings.betas[1] if settings.rule == "adam" else settings.decay
+            numbers = (1 - settings.betas[0], kept, settings.momentum)
+            fused.advance(settings.rule, settings.paper, grads, list(self.slots.values()), numbers, factor, eps)
+            return grads
+        if factor is not None:
+            torch._foreach_mul_(grads, factor.to(grads[0].dtype))
+        if settings.rule == "adam":
+            return self._adam(grads, eps)
+        if settings.rule == "rmsprop":
+            self._over_rms(grads, eps)
+        return self._with_momentum(grads)
+
+    def _apply(self, steps: Tensors, by: Tensor, keep: Tensor | None) -> None:
+        """Take steps, times a number; matrices are multiplied by `keep` first, where weights decay."""
+        if fused.takes([*steps, *self.parameters]):
+            fused.apply(self.parameters, steps, by, keep)
+            return
+        if keep is not None:
             matrices = [p for p in self.parameters if p.dim() > 1]
-            torch._foreach_mul_(matrices, (1 - settings.weight_decay * lr).to(matrices[0].dtype))
+            torch._foreach_mul_(matrices, keep.to(matrices[0].dtype))
         torch._foreach_mul_(steps, by.to(steps[0].dtype))
         torch._foreach_sub_(self.parameters, steps)
 
-    # Each rule gives steps, which may be changed, and the number that they are multiplied by.
-
-    def _adam(self, grads: Tensors, lr: Tensor) -> tuple[Tensors, Tensor]:
+    def _adam(self, grads: Tensors, eps: Tensor) -> Tensors:
         beta1, beta2 = self.settings.betas
         mean, square = self.slots["mean"], self.slots["square"]
         torch._foreach_lerp_(mean, grads, 1 - beta1)
         torch._foreach_mul_(square, beta2)
         torch._foreach_addcmul_(square, grads, grads, 1 - beta2)
-        bias1, bias2 = 1 - beta1**self.count, (1 - beta2**self.count).sqrt()
-        eps = eps_of(self.settings)
-        # m̂ / (√v̂ + eps), with both corrections in one factor: eps is then √(1 − β₂ᵗ) times itself, which the paper's
-        # rule leaves out.
-        roots = torch._foreach_sqrt(square)
-        if self.settings.paper:
-            torch._foreach_add_(roots, eps)
-        else:  # as a list, since a single tensor would be read by the host
-            torch._foreach_add_(roots, [(eps * bias2).to(roots[0].dtype)] * len(roots))
-        return list(torch._foreach_div(mean, roots)), lr * bias2 / bias1
+        return list(torch._foreach_div(mean, added(torch._foreach_sqrt(square), eps)))
 
-    def _sgd(self, grads: Tensors, lr: Tensor) -> tuple[Tensors, Tensor]:
-        return self._with_momentum(grads), lr
-
-    def _rmsprop(self, grads: Tensors, lr: Tensor) -> tuple[Tensors, Tensor]:
-        square, eps = self.slots["square"], eps_of(self.settings)
+    def _over_rms(self, grads: Tensors, eps: Tensor) -> None:
+        square = self.slots["square"]
         torch._foreach_mul_(square, self.settings.decay)
         torch._foreach_addcmul_(square, grads, grads, 1 - self.settings.decay)
         rms = torch._foreach_sqrt(square)
         if self.settings.paper:
-            torch._foreach_clamp_min_(rms, eps)
+            torch._foreach_clamp_min_(rms, eps_of(self.settings))
         else:
-            torch._foreach_add_(rms, eps)
+            added(rms, eps)
         torch._foreach_div_(grads, rms)
-        return self._with_momentum(grads), lr
 
     def _with_momentum(self, steps: Tensors) -> Tensors:
         if not self.settings.momentum:
@@ -113,6 +130,22 @@ class Optimizer:
         torch._foreach_mul_(momentum, self.settings.momentum)
         torch._foreach_add_(momentum, steps)
         return [m.clone() for m in momentum]
+
+
+def apart(gradients: Sequence[Tensor]) -> Tensors:
+    """The same, each without gaps and in memory of its own: that of two biases may be one."""
+    taken: set[int] = set()
+    own = []
+    for gradient in map(Tensor.contiguous, gradients):
+        own.append(gradient.clone() if gradient.data_ptr() in taken else gradient)
+        taken.add(gradient.data_ptr())
+    return own
+
+
+def added(tensors: Any, number: Tensor) -> Any:
+    """A number added in place; in a list, since a single one would be read by the host."""
+    torch._foreach_add_(tensors, [number.to(tensors[0].dtype)] * len(tensors))
+    return tensors
 
 
 def clipped_factor(by: Tensor, tensors: Tensors, limit: float) -> Tensor:

@@ -1,0 +1,102 @@
+"""Optimizers' arithmetic in one kernel for all parameters: each number is read and written once."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .compiler import Kernel, load, pack
+
+MOST = 64  # tensors of a launch
+CHUNK, THREADS = 4096, 256  # numbers and threads of a block
+RULES = ("sgd", "adam", "rmsprop")
+
+
+class Tensors(ctypes.Structure):
+    """`Tensors` of optimizer.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p * MOST) for name in ("p", "g", "first", "second")),
+        *((name, ctypes.c_int64 * MOST) for name in ("size", "end")),
+        ("decays", ctypes.c_uint64),
+    ]
+
+
+class Rule(ctypes.Structure):
+    """`Rule` of optimizer.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_float) for name in ("mean_new", "square_kept", "square_new", "momentum")),
+        *((name, ctypes.c_void_p) for name in ("factor", "eps", "by", "keep")),
+    ]
+
+
+def takes(parameters: Sequence[Tensor]) -> bool:
+    """Whether the kernels take these."""
+    there = (p.is_cuda and p.dtype == torch.float32 and p.is_contiguous() and p.numel() > 0 for p in parameters)
+    return len(parameters) <= MOST and all(there)
+
+
+def advance(
+    rule: str,
+    paper: bool,
+    grads: Sequence[Tensor],
+    slots: Sequence[Sequence[Tensor]],
+    numbers: tuple[float, float, float],
+    factor: Tensor | None,
+    eps: Tensor,
+) -> None:
+    """Turn gradients into steps, in place, and move what the rule remembers.
+
+    `numbers` are the share of the gradient in Adam's mean, what is kept of a mean square, and the momentum.
+    """
+    given = _tensors(None, grads, slots)
+    new, kept, momentum = numbers
+    how = Rule(new, kept, 1 - kept, momentum, _at(factor), _at(eps), None, None)
+    _kernel(grads[0], "advance", RULES.index(rule), paper).launch(_blocks(given, grads), THREADS, pack((given, how)))
+
+
+def apply(parameters: Sequence[Tensor], steps: Sequence[Tensor], by: Tensor, keep: Tensor | None) -> None:
+    """Take steps, times `by`; matrices are multiplied by `keep` first."""
+    given = _tensors(parameters, steps, ())
+    given.decays = sum(1 << i for i, p in enumerate(parameters) if p.dim() > 1 and keep is not None)
+    how = Rule(0, 0, 0, 0, None, None, _at(by), _at(keep))
+    _kernel(steps[0], "apply", 0, False).launch(_blocks(given, steps), THREADS, pack((given, how)))
+
+
+def defines_of(rule: int, paper: bool) -> tuple[tuple[str, int], ...]:
+    """What the kernels are compiled with."""
+    return (("CELL", 0), ("TYPE", 0), ("FAST", 0), ("RULE", rule), ("PAPER", int(paper)))
+
+
+def _tensors(
+    parameters: Sequence[Tensor] | None, grads: Sequence[Tensor], slots: Sequence[Sequence[Tensor]]
+) -> Tensors:
+    given, end = Tensors(), 0
+    for i, grad in enumerate(grads):
+        end += -(-grad.numel() // CHUNK)
+        given.g[i], given.size[i], given.end[i] = grad.data_ptr(), grad.numel(), end
+        if parameters is not None:
+            given.p[i] = parameters[i].data_ptr()
+        for name, slot in zip(("first", "second"), slots):
+            getattr(given, name)[i] = slot[i].data_ptr()
+    return given
+
+
+def _blocks(given: Tensors, grads: Sequence[Tensor]) -> int:
+    return int(given.end[len(grads) - 1])
+
+
+def _at(value: Tensor | None) -> int | None:
+    assert value is None or value.dtype == torch.float64
+    return None if value is None else value.data_ptr()
+
+
+def _kernel(like: Tensor, name: str, rule: int, paper: bool) -> Kernel:
+    found = dict(
+        zip(names := ("advance", "apply"), load(like.get_device(), "optimizer.cu", names, defines_of(rule, paper)))
+    )
+    return found[name]
