@@ -190,6 +190,11 @@ def test_statistics_are_estimated_on_the_training_part() -> None:
     x = torch.from_numpy(data.train[0].copy()).float().T[..., None] / 255  # [784, 6, 1]
     expected = (x @ model.recurrent.weight_ih_l0.T).mean(1)
     torch.testing.assert_close(model.recurrent.mean_ih_l0, expected.detach(), rtol=1e-4, atol=1e-5)
+    # In larger batches: all six are one, of four and two the whole one counts, and of more than there are, all.
+    for size in (6, 4, 100):
+        assert estimate_statistics(model, feed, size=size) == 1
+    variance = (x @ model.recurrent.weight_ih_l0.T).var(1, correction=0)
+    torch.testing.assert_close(model.recurrent.var_ih_l0, variance.detach(), rtol=1e-4, atol=1e-6)
 
 
 def test_evaluation_mode_is_left_after_an_error() -> None:

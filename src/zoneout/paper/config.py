@@ -252,10 +252,14 @@ class Evaluation:
     """What stands in the place of masks."""
     statistics: int = 0
     """Training batches on which batch norm's statistics are estimated anew for the test; 0 is a whole epoch."""
+    statistics_size: int = 0
+    """Examples in each of these batches, where they are independent; 0 is as many as in training."""
 
     def __post_init__(self) -> None:
         _check("evaluation.every", self.every, self.every >= 0, "a number of updates, or 0")
         _check("evaluation.statistics", self.statistics, self.statistics >= 0, "a number of batches, or 0")
+        size = self.statistics_size
+        _check("evaluation.statistics_size", size, size == 0 or size >= 2, "a number of examples above 1, or 0")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ memory does not grow with the text.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -177,10 +177,19 @@ def evaluate(
         return evaluate_text(model, on_device(values, device), chosen, seed=config.seed, tick=tick)
 
 
-def estimate_statistics(model: nn.Module, feed: Feed, count: int = 0, tick: Callable[[], None] = nothing) -> int:
-    """Estimate batch norm's statistics anew on `count` training batches, or a whole epoch; how many it took."""
+def estimate_statistics(
+    model: nn.Module, feed: Feed, count: int = 0, size: int = 0, tick: Callable[[], None] = nothing
+) -> int:
+    """Estimate batch norm's statistics anew on `count` training batches, or a whole epoch; how many it took.
+
+    `size` is how many examples a batch has, if not as many as in training. Large batches are closer to what the
+    statistics are for: in small ones every step is normalised by what happens to be in the batch.
+    """
     device = next(model.parameters()).device
-    order = feed.order(0)
+    order: Sequence[Tensor] = list(feed.order(0))
+    if size and not feed.carried:
+        order = torch.cat(list(order)).split(size)
+        order = [row for row in order if len(row) == size] or order
 
     def inputs() -> Iterator[tuple[Tensor]]:
         for row in order[: count or None]:

@@ -249,7 +249,8 @@ class Training:
         self.processes.share_(list(runs.weights_of(self.model).values()))
         if self.config.model.norm == "batch":
             # They are kept with the best weights, for whoever uses these later.
-            estimate_statistics(self.model, self.feed, self.config.evaluation.statistics, self.tick)
+            how = self.config.evaluation
+            estimate_statistics(self.model, self.feed, how.statistics, how.statistics_size, self.tick)
             if self.processes.first and self.state.best is not None:
                 self.run.save_best(self.model, self.state.best)
         if len(self.data.test[1] if isinstance(self.data, Images) else self.data.test) < 2:
