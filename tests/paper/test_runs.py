@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from zoneout.paper import config as configs
 from zoneout.paper import runs
 from zoneout.paper.config import Config, Data, Model, Schedule
 from zoneout.paper.data import Vocabulary
@@ -318,6 +319,32 @@ def test_a_config_that_was_altered_is_not_gone_on_with(run: Run) -> None:
     path.write_text(path.read_text().replace('"lr": 0.003', '"lr": 0.002').replace('"epochs": 20', '"epochs": 30'))
     found, problems = run.restore("cpu")
     assert found is not None and not problems, "how long a run is may change"
+
+
+def test_a_run_of_a_version_with_fewer_settings_goes_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new setting, as it is by default, makes every run before it look altered."""
+    names = configs.names()
+    with monkeypatch.context() as before:
+        before.setattr(configs, "names", lambda: [name for name in names if name != "weight_drop"])
+        checkpoint(run, 1)
+    path = run.folder / "config.json"
+    page = json.loads(path.read_text())
+    del page["weight_drop"]
+    path.write_text(json.dumps(page))
+    found, problems = run.restore("cpu")
+    assert found is not None and not problems
+
+
+def test_what_comes_after_training_may_change(run: Run) -> None:
+    """A run has to be made again because its test was cut otherwise."""
+    checkpoint(run, 1)
+    run.close()
+    other = configs.change(CONFIG, {"evaluation.test.length": 50, "evaluation.statistics_size": 7})
+    again = Run(run.folder)
+    assert again.open(other) == other
+    found, problems = again.restore("cpu")
+    again.close()
+    assert found is not None and not problems
 
 
 def test_a_folder_taken_between_two_looks_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

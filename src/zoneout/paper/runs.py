@@ -43,7 +43,11 @@ except ImportError:  # not a Unix: there, nothing keeps two processes out of one
 
 FORMAT = 1
 KEEP = 2  # checkpoints
-MAY_CHANGE = ("epochs", "updates", "patience", "device", "log_every", "save_every")  # when a run is continued
+# When a run is continued: how long and where it runs, and what comes after training.
+MAY_CHANGE = (
+    "epochs", "updates", "patience", "device", "log_every", "save_every",
+    *(f"evaluation.{name}" for name in ("test.kind", "test.length", "test.size", "statistics", "statistics_size")),
+)  # fmt: skip
 
 
 class RunError(Exception):
@@ -98,7 +102,7 @@ class Run:
             write_json(self.folder / "config.json", {"format": FORMAT, **configs.to_json(config)})
 
     def open(self, config: Config | None = None) -> Config:
-        """Continue a run; `config` may differ from its own only in how long and where it runs."""
+        """Continue a run; `config` may differ from its own only in how long and where it runs, and in its test."""
         own = read_config(self.folder)
         config = config or own
         ours, theirs = configs.to_json(own), configs.to_json(config)
@@ -190,9 +194,13 @@ class Run:
                 shutil.rmtree(old, ignore_errors=True)
 
     def config_digest(self) -> str:
-        """Of the config as it is in the folder, but for what may change: a checkpoint belongs to it."""
-        plain = configs.to_json(read_config(self.folder))
-        return _page_digest({name: configs.at(plain, name) for name in configs.names() if name not in MAY_CHANGE})
+        """Of the config as it is in the folder, but for what may change: a checkpoint belongs to it.
+
+        Settings that are as they are by default do not count, so that a version with new ones can continue the run.
+        """
+        plain, usual = configs.to_json(read_config(self.folder)), configs.to_json(Config())
+        own = {name: configs.at(plain, name) for name in configs.names() if name not in MAY_CHANGE}
+        return _page_digest({name: value for name, value in own.items() if value != configs.at(usual, name)})
 
     def checkpoints(self) -> list[Path]:
         """The checkpoints that are there, the latest first."""
