@@ -302,6 +302,24 @@ def test_eval_counts_every_prediction(trained, zoneout) -> None:
         assert f"{count:,} predictions" in out and how in out
 
 
+def test_eval_estimates_statistics_anew(trained, zoneout) -> None:
+    """Statistics that were asked for are not estimated, or where there are none nobody says so."""
+    code, _, err = zoneout("eval", trained, "--statistics", "8", "--device", "cpu")
+    assert code != OK and "has no batch norm" in err
+    arguments = ["--data", "my.txt", "--out", "normalised", "--updates", "10", "--model.norm", "batch", *SMALL]
+    code, _, err = zoneout("train", *arguments)
+    assert code == OK, err
+    found = []
+    for more in ([], ["--statistics", "0"], ["--statistics", "16"]):
+        code, out, err = zoneout("eval", "normalised", *more, "--json", "--device", "cpu")
+        assert code == OK, err
+        found.append(json.loads(out)["bits"])
+    assert found[0] == pytest.approx(found[1], rel=1e-4)  # training ended with an estimate of its own
+    assert found[2] != pytest.approx(found[1], rel=1e-6)
+    code, _, err = zoneout("eval", "normalised", "--statistics", "1", "--device", "cpu")
+    assert code != OK and "above 1, got 1" in err
+
+
 def test_eval_reads_another_text(trained, zoneout) -> None:
     """--text evaluates the run's own data, or encodes the text with other numbers."""
     Path("same.txt").write_text(TEXT[-len(TEXT) * 5 // 100 :], encoding="utf-8")

@@ -31,8 +31,8 @@ from .config import Config
 from .data import Corpus
 from .demo import Demo, free_folder
 from .describe import describe, described, ending
-from .evaluate import evaluate, evaluate_text
-from .feeds import on_device
+from .evaluate import estimate_statistics, evaluate, evaluate_text
+from .feeds import make_feed, on_device
 from .files import DATASETS, DataError
 from .processes import device_of
 from .progress import TensorBoard, figure_of, together, watch
@@ -114,6 +114,8 @@ class Eval:
     """Chunks in a batch, or how many streams."""
     weights: Literal["best", "last"] = "best"
     """The best weights, or those of the latest checkpoint."""
+    statistics: int | None = None
+    """With batch norm: estimate its statistics anew before, so many training examples at a time (0: as in training)."""
     data: Folder = None
     """A folder in which to look for the run's corpus."""
     device: str = "auto"
@@ -123,6 +125,13 @@ class Eval:
 
     def __call__(self) -> int:
         loaded = runs.load(self.run, weights=self.weights, device=device_of(self.device))
+        if self.statistics is not None:
+            if self.statistics < 0 or self.statistics == 1:
+                raise ValueError(f"--statistics: expected 0, or a number of examples above 1, got {self.statistics}")
+            if loaded.config.model.norm != "batch":
+                raise ValueError(f"--statistics: {self.run} has no batch norm, whose statistics these are")
+            feed = make_feed(loaded.config, load_data(loaded.config, self.data), device_of(self.device))
+            estimate_statistics(loaded.model, feed, size=self.statistics)
         own = loaded.config.evaluation.test if self.part == "test" or self.text else loaded.config.evaluation.valid
         given = {"kind": self.protocol, "length": self.length, "size": self.size}
         protocol = replace(own, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
