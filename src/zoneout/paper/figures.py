@@ -232,7 +232,7 @@ def rates(records: Records) -> tuple[Any, str]:
         )  # fmt: skip
         rate, value = min(((rate, mean) for (rate, _), mean in zip(points, means)), key=lambda pair: pair[1])
         words.append(f"{series} {value:.3f} at {rate:g}")
-    axes.set(xlabel="rate", ylabel=f"bits per character, best validation of {RATES_EPOCHS} epochs")
+    axes.set(xlabel="rate", ylabel="bits per character, best validation")
     plots.legend(axes, below=True)
     return fig, f"The best of each line: {'; '.join(words)}."
 
