@@ -80,7 +80,7 @@ class Optimizer:
     def _advance(self, grads: Tensors, factor: Tensor | None, eps: Tensor) -> Tensors:
         """Steps from gradients, which are multiplied by `factor` first; what is remembered is moved."""
         settings = self.settings
-        if fused.takes([*grads, *self.parameters]):
+        if fused.takes(self.parameters, grads):
             kept = settings.betas[1] if settings.rule == "adam" else settings.decay
             numbers = (1 - settings.betas[0], kept, settings.momentum)
             fused.advance(settings.rule, settings.paper, grads, list(self.slots.values()), numbers, factor, eps)
@@ -95,7 +95,7 @@ class Optimizer:
 
     def _apply(self, steps: Tensors, by: Tensor, keep: Tensor | None) -> None:
         """Take steps, times a number; matrices are multiplied by `keep` first, where weights decay."""
-        if fused.takes([*steps, *self.parameters]):
+        if fused.takes(self.parameters, steps):
             fused.apply(self.parameters, steps, by, keep)
             return
         if keep is not None:

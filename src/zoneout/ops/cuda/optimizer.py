@@ -34,9 +34,10 @@ class Rule(ctypes.Structure):
     ]
 
 
-def takes(parameters: Sequence[Tensor]) -> bool:
-    """Whether the kernels take these."""
-    there = (p.is_cuda and p.dtype == torch.float32 and p.is_contiguous() and p.numel() > 0 for p in parameters)
+def takes(parameters: Sequence[Tensor], steps: Sequence[Tensor]) -> bool:
+    """Whether the kernels take parameters and what is to change them."""
+    each = (v for values in (parameters, steps) for v in values)
+    there = (v.is_cuda and v.dtype == torch.float32 and v.is_contiguous() and v.numel() > 0 for v in each)
     return len(parameters) <= MOST and all(there)
 
 
