@@ -174,35 +174,3 @@ def test_two_gradients_in_the_same_memory() -> None:
             optimizer.step(make(gradient), torch.tensor(0.01, dtype=torch.float64))
         found.append(list(parameters.values()) + list(optimizer.tensors().values()))
     assert all(torch.equal(a, b) for a, b in zip(*found))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "settings",
-    [
-        Settings("adam", paper=True, lr=0.002, clip_update=1.0),
-        Settings("adam", lr=0.01, clip_gradient=1.0, weight_decay=0.1),
-        Settings("sgd", lr=1.0, clip_gradient=10.0),
-        Settings("sgd", lr=0.1, momentum=0.9, clip_update=1.0, weight_decay=0.1),
-        Settings("rmsprop", paper=True, lr=0.001, decay=0.5, clip_gradient=1.0),
-        Settings("rmsprop", lr=0.01, decay=0.8, momentum=0.5),
-    ],
-    ids=lambda s: f"{s.rule}{'-paper' * s.paper}{'-momentum' * bool(s.momentum)}",
-)
-def test_the_kernels_take_the_same_steps(settings: Settings) -> None:
-    """A rule's kernel is another rule, or forgets numbers at the end of a block."""
-    shapes = [(400, 70), (4096,), (4097,), (1,), (3, 5, 7)]
-    generator = torch.Generator().manual_seed(0)
-    parameters = [torch.randn(shape, generator=generator) for shape in shapes]
-    both = [
-        Optimizer({str(n): p.to(device).clone() for n, p in enumerate(parameters)}, settings)
-        for device in ("cpu", "cuda")
-    ]
-    for _ in range(4):
-        grads = [torch.randn(shape, generator=generator) for shape in shapes]
-        for optimizer, device in zip(both, ("cpu", "cuda")):
-            lr = torch.tensor(settings.lr, dtype=torch.float64, device=device)
-            optimizer.step([g.to(device).clone() for g in grads], lr)
-    ours, theirs = ([*o.parameters, *o.tensors().values()] for o in both)
-    for a, b in zip(ours, theirs):
-        torch.testing.assert_close(a, b.cpu(), rtol=1e-5, atol=1e-6)

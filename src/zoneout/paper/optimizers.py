@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from ..ops import cuda
 from ..ops.cuda import optimizer as fused
 from .config import Optimizer as Settings
 
@@ -77,10 +78,13 @@ class Optimizer:
             by = clipped_factor(by, steps, settings.clip_update)
         self._apply(steps, by, 1 - settings.weight_decay * lr if settings.weight_decay else None)
 
+    def _fused(self, steps: Tensors) -> bool:
+        return self.parameters[0].is_cuda and cuda.there() and fused.takes(self.parameters, steps)
+
     def _advance(self, grads: Tensors, factor: Tensor | None, eps: Tensor) -> Tensors:
         """Steps from gradients, which are multiplied by `factor` first; what is remembered is moved."""
         settings = self.settings
-        if fused.takes(self.parameters, grads):
+        if self._fused(grads):
             kept = settings.betas[1] if settings.rule == "adam" else settings.decay
             numbers = (1 - settings.betas[0], kept, settings.momentum)
             fused.advance(settings.rule, settings.paper, grads, list(self.slots.values()), numbers, factor, eps)
@@ -95,7 +99,7 @@ class Optimizer:
 
     def _apply(self, steps: Tensors, by: Tensor, keep: Tensor | None) -> None:
         """Take steps, times a number; matrices are multiplied by `keep` first, where weights decay."""
-        if fused.takes(self.parameters, steps):
+        if self._fused(steps):
             fused.apply(self.parameters, steps, by, keep)
             return
         if keep is not None:

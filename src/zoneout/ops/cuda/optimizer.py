@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .compiler import Kernel, load, pack
+from .compiler import load, pack
 
 MOST = 64  # tensors of a launch
 CHUNK, THREADS = 4096, 256  # numbers and threads of a block
@@ -54,18 +54,16 @@ def advance(
 
     `numbers` are the share of the gradient in Adam's mean, what is kept of a mean square, and the momentum.
     """
-    given = _tensors(None, grads, slots)
     new, kept, momentum = numbers
-    how = Rule(new, kept, 1 - kept, momentum, _at(factor), _at(eps), None, None)
-    _kernel(grads[0], "advance", RULES.index(rule), paper).launch(_blocks(given, grads), THREADS, pack((given, how)))
+    how = Rule(mean_new=new, square_kept=kept, square_new=1 - kept, momentum=momentum)
+    _launch("advance", defines_of(RULES.index(rule), paper), _tensors(None, grads, slots), grads, how, factor, eps)
 
 
 def apply(parameters: Sequence[Tensor], steps: Sequence[Tensor], by: Tensor, keep: Tensor | None) -> None:
     """Take steps, times `by`; matrices are multiplied by `keep` first."""
     given = _tensors(parameters, steps, ())
     given.decays = sum(1 << i for i, p in enumerate(parameters) if p.dim() > 1 and keep is not None)
-    how = Rule(0, 0, 0, 0, None, None, _at(by), _at(keep))
-    _kernel(steps[0], "apply", 0, False).launch(_blocks(given, steps), THREADS, pack((given, how)))
+    _launch("apply", defines_of(0, False), given, steps, Rule(), None, None, by, keep)
 
 
 def defines_of(rule: int, paper: bool) -> tuple[tuple[str, int], ...]:
@@ -87,17 +85,17 @@ def _tensors(
     return given
 
 
-def _blocks(given: Tensors, grads: Sequence[Tensor]) -> int:
-    return int(given.end[len(grads) - 1])
-
-
-def _at(value: Tensor | None) -> int | None:
-    assert value is None or value.dtype == torch.float64
-    return None if value is None else value.data_ptr()
-
-
-def _kernel(like: Tensor, name: str, rule: int, paper: bool) -> Kernel:
-    found = dict(
-        zip(names := ("advance", "apply"), load(like.get_device(), "optimizer.cu", names, defines_of(rule, paper)))
-    )
-    return found[name]
+def _launch(
+    name: str,
+    defines: tuple[tuple[str, int], ...],
+    given: Tensors,
+    steps: Sequence[Tensor],
+    how: Rule,
+    *numbers: Tensor | None,
+) -> None:
+    wide = [None if number is None else number.double() for number in numbers]  # which have to live until the launch
+    for field, number in zip(("factor", "eps", "by", "keep"), wide):
+        setattr(how, field, None if number is None else number.data_ptr())
+    with torch.cuda.device(steps[0].device):
+        kernels = load(steps[0].get_device(), "optimizer.cu", ("advance", "apply"), defines)
+        kernels[name == "apply"].launch(given.end[len(steps) - 1], THREADS, pack((given, how)))
