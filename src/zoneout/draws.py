@@ -30,6 +30,16 @@ class Draw(NamedTuple):
         return (self.rate * 65536).round().to(torch.int64)
 
 
+def widest(device: torch.device) -> torch.dtype:
+    """The type of rates and of what is counted: float64, where a device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def constant(rule: Rule, rate: float, seed: Tensor, plane: int) -> Draw:
+    """A draw whose rate is one number."""
+    return Draw(rule, torch.full((), rate, dtype=widest(seed.device), device=seed.device), seed, plane)
+
+
 def words(seed: Tensor, steps: Tensor, examples: Tensor, units: int, plane: int) -> Tensor:
     """32 random bits for each coordinate, [steps, examples, units]; a step may have examples of its own."""
     c0 = torch.arange((units + 3) // 4, device=seed.device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .cells import zone
-from .draws import Draw, check_count, draw_masks, example_ids
+from .draws import Draw, check_count, draw_masks, example_ids, widest
 from .noise import STREAMS, Rule, check_rate, plane, rate_of_layer
 from .philox import as_seed, fresh_seed
 
@@ -147,7 +147,7 @@ def _mask(stream: str, plane: int, rate: Tensor, key: Tensor, steps: Tensor, row
 
 def _rate_on(rate: Tensor, like: Tensor) -> Tensor:
     """The rate where `like` is. A number is filled in there rather than copied, as a graph capture needs."""
-    dtype = torch.float32 if like.device.type == "mps" else torch.float64
+    dtype = widest(like.device)
     if rate.dim() == 0:
         return torch.full((), rate.item(), dtype=dtype, device=like.device)
     return rate.to(like.device, dtype)

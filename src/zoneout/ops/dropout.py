@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..draws import Draw, draw_masks
+from ..draws import Draw, constant, draw_masks
 from ..noise import MASKS, Rule
 from . import cuda
-from .cuda.arguments import TYPES
 from .cuda.dropout import dropout as fused
 from .reference import kept_scale
 from .rows import places
@@ -31,14 +30,12 @@ def dropout(
 
     Packed rows, [N, units], come with `counts`, how many of them each step has.
     """
-    wide = torch.float32 if x.device.type == "mps" else torch.float64
-    draw = Draw(_RULE, torch.full((), rate, dtype=wide, device=x.device), seed, plane)
-    return drop_units(x, draw, examples, first_step, counts)
+    return drop_units(x, constant(_RULE, rate, seed, plane), examples, first_step, counts)
 
 
 def drop_units(x: Tensor, draw: Draw, examples: Tensor, first_step: int = 0, counts: Tensor | None = None) -> Tensor:
     """The same with a draw of any method, which may see less than every coordinate."""
-    if x.is_cuda and x.dtype in TYPES and cuda.there() and not torch._C._are_functorch_transforms_active():
+    if cuda.has_kernel(x):
         rule, rate, seed, plane = draw
         return torch.ops.zoneout.dropout(x, rule.stream, rule.mask, rate, seed, plane, examples, first_step)
     if counts is None:

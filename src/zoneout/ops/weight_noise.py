@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..draws import Draw
+from ..draws import Draw, constant, widest
 from ..noise import Rule
 from ..philox import philox
 from . import cuda
-from .cuda.arguments import TYPES
 from .cuda.weight_noise import add_noise as fused
 
 _RULE = Rule("weight_noise", "sum", "sequence", "expectation")
@@ -20,15 +19,14 @@ _RULE = Rule("weight_noise", "sum", "sequence", "expectation")
 
 def weight_noise(weight: Tensor, std: float, seed: Tensor, plane: int) -> Tensor:
     """A matrix with noise of a width added; `plane` says whose it is."""
-    wide = torch.float32 if weight.device.type == "mps" else torch.float64
-    return add_noise(weight, Draw(_RULE, torch.full((), std, dtype=wide, device=weight.device), seed, plane))
+    return add_noise(weight, constant(_RULE, std, seed, plane))
 
 
 def add_noise(weight: Tensor, draw: Draw, matrix: int = 0) -> Tensor:
     """The same with the draw of a layer, of whose matrices it is one."""
     _, std, seed, plane = draw
     assert seed is not None
-    if weight.is_cuda and weight.dtype in TYPES and cuda.there() and not torch._C._are_functorch_transforms_active():
+    if cuda.has_kernel(weight):
         return torch.ops.zoneout.weight_noise(weight, std, seed, matrix, plane)
     noise = std * normals(seed, weight.numel(), matrix, plane)
     return weight + noise.to(weight.dtype).view_as(weight)
@@ -36,7 +34,7 @@ def add_noise(weight: Tensor, draw: Draw, matrix: int = 0) -> Tensor:
 
 def normals(seed: Tensor, count: int, matrix: int, plane: int) -> Tensor:
     """Standard normal numbers, one for each element of a matrix (Box and Muller's method)."""
-    wide = torch.float32 if seed.device.type == "mps" else torch.float64
+    wide = widest(seed.device)
     index = torch.arange((count + 3) // 4, device=seed.device)
     zero = torch.zeros((), dtype=torch.int64, device=seed.device)
     w = [(word.to(wide) + 0.5) / 2**32 for word in philox(seed, index, zero + matrix, zero, zero + plane)]

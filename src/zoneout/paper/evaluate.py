@@ -189,7 +189,7 @@ def estimate_statistics(
     order: Sequence[Tensor] = list(feed.order(0))
     if size and not feed.carried:
         order = torch.cat(list(order)).split(size)
-        order = [row for row in order if len(row) == size] or order
+        order = [row for row in order if len(row) == size] or order  # what is left over would count as a whole batch
 
     def inputs() -> Iterator[tuple[Tensor]]:
         for row in order[: count or None]:

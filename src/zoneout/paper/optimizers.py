@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from ..draws import widest
 from ..ops import cuda
 from ..ops.cuda import optimizer as fused
 from .config import Optimizer as Settings
@@ -49,7 +50,7 @@ class Optimizer:
             if slot != "momentum" or settings.momentum
         }
         device = self.parameters[0].device
-        self.count = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        self.count = torch.zeros((), dtype=widest(device), device=device)
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that the optimizer remembers, by name: saved and loaded with a checkpoint."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..draws import widest
 from ..philox import WORD, as_seed, philox
 from .config import Config
 from .feeds import Feed
@@ -60,7 +61,7 @@ class Step:
         self.optimizer = Optimizer(parameters, config.optimizer)
         self.graph: Any = None
         device, rows = self.parameters[0].device, feed.updates()
-        wide = torch.float32 if device.type == "mps" else torch.float64
+        wide = widest(device)
 
         # The epoch's table, and where in it the next update is.
         self.order = torch.zeros(rows, feed.order(0).shape[1], dtype=torch.int64, device=device)

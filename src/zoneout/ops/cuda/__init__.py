@@ -56,6 +56,11 @@ def takes(r: Run) -> bool:
     return r.h0.dtype in TYPES and there()
 
 
+def has_kernel(x: Tensor) -> bool:
+    """Whether dropout of this tensor, or noise on it, is one kernel."""
+    return x.is_cuda and x.dtype in TYPES and there() and not torch._C._are_functorch_transforms_active()
+
+
 def scratch(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
     """Unwritten memory for the length of one call."""
     return like.new_empty(shape, dtype=dtype)
