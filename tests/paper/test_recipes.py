@@ -105,7 +105,7 @@ def test_select() -> None:
     assert [r.name for r in select("char_ptb_zoneout", ["gru"])] == ["char_ptb_zoneout", "char_ptb_gru"]
     assert [r.name for r in select("char-ptb", ["recurrent-dropout"])] == ["char_ptb_recurrent_dropout"]
     assert select("text8", ["all"]) == select("text8")
-    assert len(select("char-ptb", ["zoneout", "all"])) == 32
+    assert len(select("char-ptb", ["zoneout", "all"])) == 34
     with pytest.raises(ValueError, match=r"row: there is no 'zonout' of pmnist; expected all, or some of unreg"):
         select("pmnist", ["zonout"])
     with pytest.raises(ValueError, match=r"task: expected one of char-ptb, .* got 'ptb'"):

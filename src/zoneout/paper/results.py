@@ -45,7 +45,8 @@ PAGE = """# Results
 Made by `zoneout reproduce --write` from the records in `results/`; [how those are made](reproducing.md). Lower is
 better. Ours is the mean over seeds ± their standard deviation, of the weights with the best validation. *Reached* means
 that the mean is at or below the paper's number plus one standard deviation over our seeds; with one seed, plus 0.004
-bits, 1 % of the perplexity or 0.005 of error. Minutes are those of one run.
+bits, 1 % of the perplexity or 0.005 of error. Minutes are those of one run. A run with batch norm is validated with the
+statistics of its batches, as the paper's were; the tables by protocol have what the test's give on both parts.
 """
 BEGIN, END = "<!-- results: made by zoneout reproduce --write -->", "<!-- end -->"
 
@@ -279,7 +280,7 @@ def _ours(recipe: Recipe, records: Sequence[Record]) -> list[str]:
         ", ".join(differences),
         ", ".join(verdicts),
         ", ".join(str(record["seed"]) for record in records),
-        f"{mean('epochs'):.4g} (best {mean('best_epoch'):.4g})",
+        f"{mean('epochs'):.4g} (best {round(mean('best_epoch'), 1):g})",
         f"{mean('seconds') / 60:.1f}" + (f" ({shared} at once)" if shared > 1 else ""),
     ]
 
