@@ -6,12 +6,18 @@ from torch import Tensor
 from torch.nn import functional
 
 FEW = 16  # columns: with fewer the product is not taken by the matrix units anyway
+MUCH = 1 << 26  # multiplications: with fewer a product is done before its padding
+
+
+def missing(columns: int, v: Tensor) -> int:
+    """How many columns are wanted beside so many of numbers like `v`."""
+    return -columns % (16 // v.element_size()) if v.is_cuda and columns >= FEW else 0
 
 
 def padded(v: Tensor) -> Tensor:
     """A matrix without gaps, on a GPU with zeros to its right up to a multiple of 16 bytes."""
-    missing = -v.shape[1] % (16 // v.element_size()) if v.is_cuda and v.shape[1] >= FEW else 0
-    return functional.pad(v, (0, missing)) if missing else v.contiguous()
+    extra = missing(v.shape[1], v)
+    return functional.pad(v, (0, extra)) if extra else v.contiguous()
 
 
 def trimmed(v: Tensor, width: int) -> Tensor:
@@ -22,3 +28,18 @@ def trimmed(v: Tensor, width: int) -> Tensor:
 def times(a: Tensor, b: Tensor) -> Tensor:
     """a·b."""
     return trimmed(a @ padded(b), b.shape[1])
+
+
+def linear(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """x·Wᵀ + b, as `torch.nn.functional.linear` has it, in the type of x; differentiable."""
+    outputs, inputs = w.shape
+    much = x.numel() * outputs >= MUCH
+    across, down = (missing(inputs, x), missing(outputs, x)) if much else (0, 0)
+    return padded_linear(x, w, b, across, down) if across or down else functional.linear(x, w, b)
+
+
+def padded_linear(x: Tensor, w: Tensor, b: Tensor, across: int, down: int) -> Tensor:
+    """The same with so many zeros beside every row of x and W, and so many rows of zeros below W."""
+    outputs = len(w)
+    w, b = functional.pad(w.to(x.dtype), (0, across, 0, down)), functional.pad(b.to(x.dtype), (0, down))
+    return functional.linear(functional.pad(x, (0, across)), w, b)[..., :outputs]

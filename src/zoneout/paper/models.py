@@ -17,6 +17,7 @@ import zoneout as zo
 from ..draws import example_ids
 from ..noise import plane
 from ..ops.dropout import dropout
+from ..ops.products import linear
 from ..ops.weight_noise import weight_noise
 from ..philox import as_seed
 from .config import Config
@@ -77,7 +78,7 @@ class RecurrentModel(nn.Module):
     def logits(self, hidden: Tensor, seed: Tensor | None, rows: Tensor, first_step: int) -> Tensor:
         """The softmax's input, [T, B, outputs]."""
         hidden = self.drop(hidden, _OUTPUT, seed, rows, first_step)
-        return F.linear(hidden, self.noisy(self.softmax.weight, _OUTPUT, seed), self.softmax.bias)
+        return linear(hidden, self.noisy(self.softmax.weight, _OUTPUT, seed), self.softmax.bias)
 
     def drop(self, x: Tensor, where: int, seed: Tensor | None, rows: Tensor, first_step: int) -> Tensor:
         """Dropout, while training."""
