@@ -63,12 +63,12 @@ def to_gpu(value: Any) -> Any:
     return value.cuda() if isinstance(value, torch.Tensor) else value
 
 
-def compare(name, make, call, training, precision, sizes=(7, 5, INPUT, 37), cells=True, **options):
+def compare(name, make, call, training, precision, sizes=(7, 5, INPUT, 37), cells=True, device="cuda", **options):
     """One layer on the GPU and its twin in the reference, the same numbers in float64, same seed."""
     dtype, tolerance = precision
     steps, batch, input, hidden = sizes
     torch.manual_seed(0)
-    ours = LAYERS[name](input, hidden, noise=make(STATES[name]), dtype=dtype, backend="cuda", **options)
+    ours = LAYERS[name](input, hidden, noise=make(STATES[name]), dtype=dtype, backend=device, **options)
     theirs = LAYERS[name](input, hidden, noise=make(STATES[name]), dtype=torch.float64, backend="reference", **options)
     theirs.load_state_dict({key: value.double() for key, value in ours.state_dict().items()})
     ours.train(training), theirs.train(training)
@@ -83,10 +83,10 @@ def compare(name, make, call, training, precision, sizes=(7, 5, INPUT, 37), cell
                 p.abs_().div_(hidden**0.5 if key.startswith("weight_hh") else 1)
         theirs.load_state_dict({key: value.double() for key, value in ours.state_dict().items()})
     c = torch.randn(count, batch, hidden).to(dtype)
-    ours = ours.cuda()
+    ours = ours.to(device)
     want = everything(theirs, x.double(), (h.double(), c.double()) if name == "lstm" else h.double(), call, cells)
-    call = {key: to_gpu(value) for key, value in call.items()}
-    there = x.cuda(), (h.cuda(), c.cuda()) if name == "lstm" else h.cuda()
+    call = {key: to_gpu(value) if device == "cuda" else value for key, value in call.items()}
+    there = x.to(device), (h.to(device), c.to(device)) if name == "lstm" else h.to(device)
     got = everything(ours, *there, call, cells)
     assert want.keys() == got.keys()
     errors = {key: far(got[key], value) for key, value in want.items()}
@@ -94,7 +94,7 @@ def compare(name, make, call, training, precision, sizes=(7, 5, INPUT, 37), cell
         # Where rounding is magnified (a norm over few examples) torch's own calls in the same type are as far off:
         # twice that has to do.
         ours.backend = "reference"
-        with products_in("tf32" if precision[1] == PRECISIONS["tf32"][2] else "fp32", torch.device("cuda")):
+        with products_in("tf32" if precision[1] == PRECISIONS["tf32"][2] else "fp32", torch.device(device)):
             theirs_in_type = everything(ours, *there, call, cells)
         for key, value in want.items():
             allowed = max(tolerance, 2 * far(theirs_in_type[key], value))

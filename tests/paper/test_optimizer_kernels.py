@@ -1,39 +1,17 @@
-"""The optimizers' kernels: on a GPU, and without one compiled for the CPU, where each thread is a turn of a loop."""
+"""The optimizers' kernels: on a GPU, and without one on the CPU, thread by thread."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import shutil
-import subprocess
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from emulator import load
 
 from zoneout.ops.cuda import optimizer as fused
 from zoneout.paper.config import Optimizer as Settings
 from zoneout.paper.optimizers import Optimizer
 
-SOURCE = Path(fused.__file__).with_suffix(".cu")
-BEFORE = """
-#include <math.h>
-typedef unsigned long long u64;
-typedef long long i64;
-static struct { int x; } blockIdx, threadIdx;
-#define __global__
-#define __launch_bounds__(threads)
-"""
-AFTER = """
-#define ALL(kernel)                                                               \\
-    extern "C" void all_##kernel(int blocks, const Tensors *t, const Rule *r) {   \\
-        for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++)                   \\
-            for (threadIdx.x = 0; threadIdx.x < 256; threadIdx.x++) kernel(*t, *r); \\
-    }
-ALL(advance)
-ALL(apply)
-"""
 SHAPES = [(40, 70), (4096,), (4097,), (1,), (3, 5, 7)]
 SETTINGS = [
     Settings("adam", paper=True, lr=0.002, clip_update=1.0),
@@ -45,35 +23,8 @@ SETTINGS = [
 ]
 
 
-class Kernel:
-    """A kernel that is called instead of launched."""
-
-    def __init__(self, function: Any) -> None:
-        self.function = function
-
-    def launch(self, blocks: int, threads: int, arguments: Any) -> None:
-        assert threads == 256
-        self.function(blocks, *(ctypes.c_void_p(argument) for argument in arguments))
-
-
 @pytest.fixture
-def on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = shutil.which("c++")
-    if compiler is None:
-        pytest.skip("there is no C++ compiler")
-
-    def load(device: int, source: str, names: Any, defines: Any) -> Any:
-        which = "-".join(str(value) for _, value in defines)
-        text, library = tmp_path / f"{which}.cpp", tmp_path / f"{which}.so"
-        if not library.exists():
-            text.write_text(BEFORE + SOURCE.read_text() + AFTER)
-            # The C library has an `advance` too.
-            options = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-Wl,-Bsymbolic"]
-            options += [f"-D{name}={value}" for name, value in defines]
-            subprocess.run([compiler, *options, "-o", library, text], check=True)
-        kernels = ctypes.CDLL(str(library))
-        return tuple(Kernel(getattr(kernels, f"all_{name}")) for name in names)
-
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "load", load)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
 

@@ -148,5 +148,5 @@ def fill_stream(to: Stream, draw: Draw) -> None:
     assert draw.rate.dtype == torch.float64 and draw.rate.is_contiguous()
     to.rate, to.stride = draw.rate.data_ptr(), int(draw.rate.dim() > 0)
     if draw.seed is not None:
-        assert draw.seed.is_cuda and draw.seed.dtype == torch.int64
+        assert draw.seed.device == draw.rate.device and draw.seed.dtype == torch.int64
         to.seed = draw.seed.data_ptr()

@@ -1,0 +1,313 @@
+/* What a kernel finds on a GPU, for the CPU: see emulator.py. */
+#include <algorithm>
+#include <math.h>
+#include <memory>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <type_traits>
+#include <ucontext.h>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __cluster_dims__(...)
+#define __align__(n) __attribute__((aligned(n)))
+#define __shared__ static /* blocks that have such memory run one after another */
+
+struct Dim {
+    int x, y, z;
+};
+static Dim threadIdx, blockIdx, blockDim, gridDim;
+struct uint2 {
+    uint32_t x, y;
+};
+struct __align__(16) uint4 {
+    uint32_t x, y, z, w;
+};
+struct __align__(8) float2 {
+    float x, y;
+};
+struct __align__(16) float4 {
+    float x, y, z, w;
+};
+static inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+static inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+static inline float2 make_float2(float x, float y) { return {x, y}; }
+static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+namespace emulated {
+typedef uint32_t u32;
+typedef uint16_t u16;
+
+/* --- fibers ------------------------------------------------------------------------------------- */
+
+const int STACK = 128 * 1024, PATIENCE = 1 << 16; /* bytes of a fiber, and turns after which none will end */
+
+struct Barrier {
+    int wanted = 0, here = 0, turn = 0;
+};
+struct Warp {
+    Barrier barrier;
+    u32 word[2][32], a[2][32][4], b[2][32][2];
+};
+struct Block {
+    Barrier barrier;
+    std::vector<char> shared;
+    int votes[2] = {};
+};
+struct Fiber {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack;
+    Dim thread, block;
+    Warp *warp;
+    Block *home;
+    int lane, turns = 0, votes = 0, arrived = -1;
+    bool done = false;
+};
+static Fiber *self;
+static ucontext_t scheduler;
+static Barrier cluster;
+static std::vector<Block> *blocks;
+static long events; /* something went on */
+static void (*body)(void *);
+static void *body_of;
+
+static u32 chance() { /* the same each time */
+    static u32 state = 1;
+    state ^= state << 13, state ^= state >> 17, state ^= state << 5;
+    return state;
+}
+
+static void give_way() { swapcontext(&self->context, &scheduler); }
+static int arrive_at(Barrier &b) {
+    int turn = b.turn;
+    if (++b.here == b.wanted) b.here = 0, b.turn++, events++;
+    return turn;
+}
+static void wait_at(Barrier &b, int turn) {
+    while (b.turn == turn) give_way();
+}
+static void meet(Barrier &b) { wait_at(b, arrive_at(b)); }
+static void leave(Barrier &b) {
+    b.wanted--;
+    if (b.wanted > 0 && b.here == b.wanted) b.here = 0, b.turn++, events++;
+}
+static void begin() {
+    body(body_of);
+    self->done = true, events++;
+    leave(self->warp->barrier), leave(self->home->barrier), leave(cluster);
+    swapcontext(&self->context, &scheduler);
+}
+static char *shared() { return self->home->shared.data(); }
+
+template <class Body>
+static int run(int across, int down, int x, int y, int size, int together, Body one) {
+    body = [](void *of) { (*(Body *)of)(); };
+    body_of = &one;
+    gridDim = {across, down, 1}, blockDim = {x, y, 1};
+    const int threads = x * y, warps = (threads + 31) / 32;
+    for (int first = 0; first < across * down; first += together) {
+        std::vector<Block> all(together);
+        std::vector<Warp> of(together * warps);
+        std::vector<Fiber> fibers(together * threads);
+        blocks = &all;
+        cluster = Barrier();
+        cluster.wanted = together * threads;
+        for (int b = 0; b < together; b++) {
+            all[b].barrier.wanted = threads;
+            all[b].shared.assign(size + 16, (char)0xFF); /* not a number, until somebody writes */
+            for (int t = 0; t < threads; t++) {
+                Fiber &f = fibers[b * threads + t];
+                f.thread = {t % x, t / x, 0}, f.block = {(first + b) % across, (first + b) / across, 0};
+                f.home = &all[b], f.warp = &of[b * warps + t / 32], f.lane = t % 32;
+                f.warp->barrier.wanted++;
+                f.stack.reset(new char[STACK]); /* not touched before it is needed */
+                getcontext(&f.context);
+                f.context.uc_stack.ss_sp = f.stack.get(), f.context.uc_stack.ss_size = STACK;
+                f.context.uc_link = &scheduler;
+                makecontext(&f.context, begin, 0);
+            }
+        }
+        int idle = 0, turns = 0;
+        for (bool going = true; going; turns++) {
+            long before = events;
+            going = false;
+            for (int i = 0; i < together * threads; i++) {
+                /* Blocks run at different speeds: now one gets ahead, now another. */
+                if (i % threads == 0 && together > 1 && chance() % 2) {
+                    for (int t = 0; t < threads; t++) going |= !fibers[i + t].done;
+                    i += threads - 1;
+                    continue;
+                }
+                Fiber &f = fibers[i];
+                if (f.done) continue;
+                self = &f, threadIdx = f.thread, blockIdx = f.block;
+                swapcontext(&scheduler, &f.context);
+                going |= !f.done;
+            }
+            idle = events == before ? idle + 1 : 0;
+            if (idle == 100 || turns == PATIENCE) return 1;
+        }
+    }
+    return 0;
+}
+
+/* --- a warp --------------------------------------------------------------------------------------- */
+
+template <class T>
+static u32 as_word(T v) {
+    u32 out;
+    static_assert(sizeof(T) == 4, "a word");
+    memcpy(&out, &v, 4);
+    return out;
+}
+template <class T>
+static T from_word(u32 v) {
+    T out;
+    memcpy(&out, &v, 4);
+    return out;
+}
+static u32 *exchange(u32 v) { /* the words of all lanes; two buffers take turns */
+    int turn = self->turns++ & 1;
+    self->warp->word[turn][self->lane] = v;
+    meet(self->warp->barrier);
+    return self->warp->word[turn];
+}
+
+static float half_at(u16 v) {
+    u32 sign = (v & 0x8000u) << 16, exponent = v >> 10 & 31, rest = v & 1023;
+    if (exponent == 0) return (sign ? -1.0f : 1.0f) * ldexpf((float)rest, -24);
+    return from_word<float>(sign | (exponent == 31 ? 0x7F800000u : (exponent + 112) << 23) | rest << 13);
+}
+static u16 half_of(float v) { /* rounded to the nearest, to even between two */
+    u16 sign = signbit(v) ? 0x8000 : 0;
+    float size = fabsf(v);
+    if (isnan(v)) return 0x7FFF;
+    if (size == 0 || size >= 65520.0f) return size == 0 ? sign : sign | 0x7C00;
+    int exponent;
+    frexpf(size, &exponent);
+    if (exponent < -13) exponent = -13;
+    int steps = (int)nearbyintf(ldexpf(size, 11 - exponent)); /* of the last place */
+    return sign + (u16)(steps + (exponent + 13) * 1024);
+}
+static u16 bf16_of(float v) {
+    u32 word = as_word(v);
+    return isnan(v) ? 0x7FFF : (word + 0x7FFF + (word >> 16 & 1)) >> 16;
+}
+static float bf16_at(u16 v) { return from_word<float>((u32)v << 16); }
+
+static void mma(const char *how, float *sum, const u32 *a, u32 b0, u32 b1) {
+    const bool tf32 = strstr(how, "tf32"), brain = strstr(how, "bf16");
+    int turn = self->turns++ & 1, g = self->lane / 4, j = self->lane % 4;
+    Warp &w = *self->warp;
+    memcpy(w.a[turn][self->lane], a, 16);
+    w.b[turn][self->lane][0] = b0, w.b[turn][self->lane][1] = b1;
+    meet(w.barrier);
+    for (int n = 0; n < 4; n++) {
+        int row = n / 2, column = 2 * j + n % 2; /* row: the upper or the lower eight */
+        double total = sum[n];
+        for (int k = 0; k < 8; k++) { /* a word of the depth */
+            u32 left = w.a[turn][g * 4 + k % 4][k / 4 * 2 + row], right = w.b[turn][column * 4 + k % 4][k / 4];
+            if (tf32) {
+                total += (double)from_word<float>(left & ~0x1FFFu) * from_word<float>(right & ~0x1FFFu);
+            } else {
+                for (int i = 0; i < 32; i += 16) {
+                    u16 one = left >> i, two = right >> i;
+                    total += (double)(brain ? bf16_at(one) : half_at(one)) * (brain ? bf16_at(two) : half_at(two));
+                }
+            }
+        }
+        sum[n] = (float)total;
+    }
+}
+
+/* --- instructions --------------------------------------------------------------------------------- */
+
+static void rsqrt_approx_ftz_f32(float &to, float v) { to = 1.0f / sqrtf(v); }
+static void tanh_approx_f32(float &to, float v) { to = tanhf(v); }
+static void ex2_approx_ftz_f32(float &to, float v) { to = exp2f(v); }
+static void rcp_approx_ftz_f32(float &to, float v) { to = 1.0f / v; }
+static void ld_global_u16(u32 &to, const void *from) { to = *(const u16 *)from; }
+static void ld_global_u32(u32 &to, const void *from) { to = *(const u32 *)from; }
+static void ld_global_v2_u32(u32 &x, u32 &y, const void *from) { x = ((const u32 *)from)[0], y = ((const u32 *)from)[1]; }
+static void ld_relaxed_gpu_global_u32(u32 &to, const void *from) { to = *(const u32 *)from; }
+static void st_relaxed_gpu_global_u64(void *to, u32 low, u32 high) { ((u32 *)to)[0] = low, ((u32 *)to)[1] = high; }
+static void prefetch_global_L2(const void *) {}
+static void cvt_rna_tf32_f32(u32 &to, float v) { to = (as_word(v) + 0x1000) & ~0x1FFFu; }
+static void cvt_rn_bf16_f32(u16 &to, float v) { to = bf16_of(v); }
+static void cvt_rn_f16_f32(u16 &to, float v) { to = half_of(v); }
+static void cvt_f32_f16(float &to, u16 v) { to = half_at(v); }
+static void cvt_rn_bf16x2_f32(u32 &to, float high, float low) { to = bf16_of(low) | (u32)bf16_of(high) << 16; }
+static void cvt_rn_f16x2_f32(u32 &to, float high, float low) { to = half_of(low) | (u32)half_of(high) << 16; }
+static void barrier_cluster_arrive_release_aligned() { self->arrived = arrive_at(cluster); }
+static void barrier_cluster_wait_acquire_aligned() { wait_at(cluster, self->arrived); }
+
+static void lop3_b32(u32 &wrong, u32 v, u32 tag) { wrong |= v ^ tag; } /* 0xF6, which is all that is used */
+
+/* Copies that are on their way: here they have arrived. */
+static void cp_async_cg_shared_global(u32 to, const void *from) { memcpy(shared() + to, from, 16); }
+static void cp_async_commit_group() {}
+static void cp_async_wait_group(int) {}
+static void ld_shared_v2_u32(u32 &x, u32 &y, u32 from) { x = *(u32 *)(shared() + from), y = *(u32 *)(shared() + from + 4); }
+static void ldmatrix_sync_aligned_m8n8_x4_shared_b16(u32 &m0, u32 &m1, u32 &m2, u32 &m3, u32 from) {
+    u32 *rows = exchange(from), *to[4] = {&m0, &m1, &m2, &m3};
+    for (int i = 0; i < 4; i++) *to[i] = ((u32 *)(shared() + rows[i * 8 + self->lane / 4]))[self->lane % 4];
+}
+
+/* An address in shared memory is an offset; that of another block of the cluster has the block's number before it. */
+static void mapa_shared_cluster_u32(u32 &to, u32 own, int block) { to = own | (u32)block << 24; }
+static u32 *in_cluster(u32 at) { return (u32 *)((*blocks)[at >> 24].shared.data() + (at & 0xFFFFFF)); }
+static void st_shared_cluster_u32(u32 at, u32 x) { *in_cluster(at) = x; }
+static void st_shared_cluster_v2_u32(u32 at, u32 x, u32 y) { in_cluster(at)[0] = x, in_cluster(at)[1] = y; }
+static void st_shared_cluster_v4_u32(u32 at, u32 x, u32 y, u32 z, u32 w) {
+    st_shared_cluster_v2_u32(at, x, y), st_shared_cluster_v2_u32(at + 8, z, w);
+}
+} // namespace emulated
+
+static inline size_t __cvta_generic_to_shared(const void *at) { return (const char *)at - emulated::shared(); }
+static inline float __uint_as_float(uint32_t v) { return emulated::from_word<float>(v); }
+static inline uint32_t __float_as_uint(float v) { return emulated::as_word(v); }
+static inline float __fdividef(float a, float b) { return a / b; }
+static inline float rsqrtf(float v) { return 1.0f / sqrtf(v); }
+static inline void sincospif(float v, float *sine, float *cosine) { *sine = sin(M_PI * v), *cosine = cos(M_PI * v); }
+#define __expf expf
+using std::max;
+using std::min;
+static inline uint32_t __umulhi(uint32_t a, uint32_t b) { return (uint64_t)a * b >> 32; }
+static inline int __ffs(uint32_t v) { return __builtin_ffs(v); }
+static inline int __popc(uint32_t v) { return __builtin_popcount(v); }
+template <class T>
+static T __shfl_sync(uint32_t, T v, int from) {
+    return emulated::from_word<T>(emulated::exchange(emulated::as_word(v))[from & 31]);
+}
+template <class T>
+static T __shfl_xor_sync(uint32_t mask, T v, int far) {
+    return __shfl_sync(mask, v, emulated::self->lane ^ far);
+}
+template <class T>
+static T __shfl_down_sync(uint32_t mask, T v, int far) {
+    int from = emulated::self->lane + far;
+    return __shfl_sync(mask, v, from < 32 ? from : emulated::self->lane);
+}
+static inline uint32_t __ballot_sync(uint32_t, bool v) {
+    uint32_t *all = emulated::exchange(v), out = 0;
+    for (int i = 0; i < 32; i++) out |= all[i] << i;
+    return out;
+}
+static inline bool __any_sync(uint32_t mask, bool v) { return __ballot_sync(mask, v); }
+static inline void __syncwarp() { emulated::meet(emulated::self->warp->barrier); }
+static inline void __syncthreads() { emulated::meet(emulated::self->home->barrier); }
+static inline int __syncthreads_count(int v) {
+    int turn = emulated::self->votes++ & 1;
+    auto &home = *emulated::self->home;
+    home.votes[turn] += v != 0;
+    __syncthreads();
+    int out = home.votes[turn];
+    __syncthreads();
+    home.votes[turn] = 0;
+    return out;
+}

@@ -1,0 +1,158 @@
+"""CUDA C++ on the CPU, to hold kernels to the reference where there is no GPU.
+
+The source is compiled by the C++ compiler of the machine. Each thread of a block is a fiber with a stack of its own;
+they take turns, and give way where threads wait for each other: at barriers, shuffles, votes and products of a warp.
+The blocks of a cluster or of a cooperative launch run side by side, at speeds that change at random; others one after
+another. Instructions written in assembly become calls of functions named after them. What only timing, the order of
+memory or a special function unit's rounding would show is not seen here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from zoneout.ops import cuda, passes
+from zoneout.ops.cuda import compiler
+
+HEADER = Path(__file__).with_name("emulator.h")
+
+
+def translated(text: str) -> str:
+    """A kernel's source as the C++ compiler takes it."""
+    text = re.sub(
+        r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];", r"\1 *\2 = (\1 *)emulated::shared();", text
+    )
+    text = _each(r"\basm\b(?: volatile)?\s*\(", text, lambda found, inside: _call(inside))
+    return _each(r'extern "C" __global__ void[^{};]*?(\w+)\(([^()]*)\)\s*\{', text, _with_entry)
+
+
+def _each(pattern: str, text: str, new: Callable[[re.Match[str], str], str]) -> str:
+    """What begins as the pattern says and ends where its last bracket is closed, made into something else."""
+    out, at = [], 0
+    for found in re.finditer(pattern, text):
+        if found.start() < at:
+            continue
+        end = _closing(text, found.end() - 1)
+        out += [text[at : found.start()], new(found, text[found.end() : end])]
+        at = end + 1
+    return "".join([*out, text[at:]])
+
+
+def _closing(text: str, at: int) -> int:
+    """Where the bracket at `at` is closed; brackets in strings do not count."""
+    depth, quoted, both = 0, False, text[at] + {"(": ")", "{": "}"}[text[at]]
+    for i in range(at, len(text)):
+        quoted ^= text[i] == '"'
+        if not quoted and text[i] in both:
+            depth += 1 if text[i] == both[0] else -1
+            if depth == 0:
+                return i
+    raise AssertionError("a bracket stays open")
+
+
+def _call(inside: str) -> str:
+    """What is between the brackets of an assembly statement, as a call of the function named after the instruction."""
+    if "mma.sync" in inside:
+        return "emulated::mma(how, sum, a, b0, b1)"
+    operands: list[str] = []
+    _each(r'"[=+]?[frhln]"\s*\(', inside, lambda _, operand: operands.append(operand) or "")
+    instructions = re.findall(r"(?<![\w.])[a-z]\w*(?:(?:\.|::)\w+)+", inside.split('"')[1])
+    if not instructions:
+        return "(void)0"
+    name = re.sub(r"\W+", "_", instructions[-1])
+    return f"emulated::{name}({', '.join(operands)})"
+
+
+def _with_entry(found: re.Match[str], body: str) -> str:
+    """A kernel, and after it a function that takes pointers to the kernel's arguments."""
+    name, parameters = found.groups()
+    kinds = [p[: p.rindex("*") + 1] if "*" in p else p.replace("const ", "").split()[0] for p in parameters.split(",")]
+    given = ", ".join(f"*({kind} *)given[{i}]" for i, kind in enumerate(kinds))
+    return (
+        f"{found.group()}{body}}}\n"
+        f'extern "C" int emulated_{name}(int across, int down, int x, int y, int size, int together, void **given) {{\n'
+        f"    return emulated::run(across, down, x, y, size, together, [&] {{ {name}({given}); }});\n}}\n"
+    )
+
+
+class Kernel:
+    """In place of the compiler's: called instead of launched."""
+
+    def __init__(self, function: Any, cluster: int) -> None:
+        self.function, self.cluster, self.handle = function, cluster, None
+
+    def allow_shared(self, size: int) -> None:
+        """Nothing to do: there is enough."""
+
+    def resident_blocks(self, threads: int, shared: int) -> int:
+        """As many as are asked for."""
+        return 132
+
+    def launch(self, blocks: Any, threads: Any, arguments: Any, shared: int = 0, cooperative: bool = False) -> None:
+        """Run to the end."""
+        grid, block = (value if isinstance(value, tuple) else (value, 1) for value in (blocks, threads))
+        together = grid[0] * grid[1] if cooperative else self.cluster
+        assert self.function(*grid, *block, shared, together, arguments) == 0, "threads wait for each other for ever"
+
+
+@cache
+def load(device: int, source: str, names: tuple[str, ...], defines: tuple[tuple[str, int], ...]) -> tuple[Kernel, ...]:
+    """As the compiler's `load`."""
+    text, _ = compiler.program((9, 0), source, defines)
+    cluster = dict(defines)["BLOCKS"] if "__cluster_dims__" in text else 1
+    known = [("__CUDA_ARCH__", 900), *defines]
+    text = "\n".join([f'#include "{HEADER}"', *(f"#define {name} {value}" for name, value in known), translated(text)])
+    options = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-Wl,-Bsymbolic"]
+    said = "\n".join((text, HEADER.read_text(), *options))
+    library = _folder() / f"{hashlib.sha256(said.encode()).hexdigest()[:24]}.so"
+    if not library.exists():
+        program = library.with_suffix(".cpp")
+        program.write_text(text)
+        subprocess.run([_compiler(), *options, "-o", library, program], check=True)
+    kernels = ctypes.CDLL(str(library))
+    return tuple(Kernel(getattr(kernels, f"emulated_{name}"), cluster) for name in names)
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Layers on the CPU run what a GPU would, of the paths that `cuda.PATHS` has."""
+    kept = (cuda.batch._kernel, cuda.small._kernel, cuda.persistent._kernel, cuda.norms._ready)
+    for made in kept:
+        made.cache_clear()
+    for name in ("batch", "small", "persistent", "norms", "dropout", "weight_noise"):
+        monkeypatch.setattr(f"zoneout.ops.cuda.{name}.load", load)
+    for module in (cuda.batch, cuda.small, cuda.persistent, compiler):
+        monkeypatch.setattr(module, "chip", lambda device: compiler.Chip(132, 232448, 9))
+    monkeypatch.setattr(cuda.batch, "driver", lambda: SimpleNamespace(cuFuncSetAttribute=lambda *_: 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    monkeypatch.setitem(passes.LOOPS, "cpu", cuda)
+    yield
+    for made in kept:
+        made.cache_clear()
+
+
+def _compiler() -> str:
+    found = shutil.which("c++")
+    if found is None:
+        pytest.skip("there is no C++ compiler")
+    return found
+
+
+@cache
+def _folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="zoneout-emulated-"))

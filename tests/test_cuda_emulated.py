@@ -1,0 +1,50 @@
+"""The kernels that take all steps in one launch, without a GPU: on the CPU, thread by thread, against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from emulator import emulated  # noqa: F401 (a fixture)
+from test_backends import LAYERS, NOISES, NORMS
+from test_cuda import compare, given_with, precision  # noqa: F401 (a fixture)
+
+from zoneout.draws import Draw
+from zoneout.noise import Rule
+from zoneout.ops import cuda
+from zoneout.ops.cuda.dropout import dropout as fused_dropout
+from zoneout.ops.cuda.weight_noise import add_noise as fused_noise
+from zoneout.ops.dropout import dropout
+from zoneout.ops.weight_noise import weight_noise
+
+KERNELS = {
+    "small": (cuda.small, "plain"),
+    "small-layer-norm": (cuda.small, "layer-norm"),
+    "batch-norm": (cuda.batch, "batch-norm"),
+    "persistent": (cuda.persistent, "plain"),
+}
+
+
+@pytest.mark.usefixtures("emulated", "poisoned")
+@pytest.mark.parametrize("precision", ["tf32", "bf16"], indirect=True)
+@pytest.mark.parametrize(("call", "noise"), [("whole", "zoneout-unit"), ("all", "together")])
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_equals_the_reference(kernel, name, call, noise, precision, monkeypatch):  # noqa: F811
+    """A kernel computes something else than the cells of the paper, or its threads wait for each other for ever."""
+    path, norm = KERNELS[kernel]
+    if name == "relu" and norm != "plain":
+        pytest.skip("what is normalised lies on both sides of the corner")
+    monkeypatch.setattr(cuda, "PATHS", (path,))
+    given, sizes = given_with(norm, call)
+    compare(name, NOISES[noise], given, True, precision, sizes, device="cpu", norm=NORMS[norm])
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_comes_before_the_loop(dtype):
+    """Dropout or noise on weights draws other numbers in a kernel than elsewhere."""
+    x, w, rows = torch.randn(3, 5, 37).to(dtype), torch.randn(37, 21).to(dtype), torch.tensor([4, 1, 9, 0, 7])
+    seed, rate = torch.tensor(3), torch.tensor(0.4, dtype=torch.float64)
+    dropped = fused_dropout(x, Draw(Rule("dropout", "scaled zero", "unit", "expectation"), rate, seed, 1), rows, 2)
+    torch.testing.assert_close(dropped, dropout(x, 0.4, seed, 1, rows, 2))
+    torch.testing.assert_close(fused_noise(w, rate, seed, 0, 4), weight_noise(w, 0.4, seed, 4))
