@@ -3,8 +3,8 @@
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python tests/every_kernel.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/every_kernel.py
 
-Names of paths after it run those alone. Without torch's cache of memory every tensor has an allocation of its own, so
-that a step over its end is seen.
+Names of paths after it, or `optimizers`, run those alone. Without torch's cache of memory every tensor has an
+allocation of its own, so that a step over its end is seen.
 """
 
 import sys
@@ -13,6 +13,8 @@ import torch
 
 import zoneout as zo
 from zoneout.ops import cuda
+from zoneout.paper.config import Optimizer as Settings
+from zoneout.paper.optimizers import Optimizer
 
 PATHS = {"small": (cuda.batch, cuda.small), "persistent": (cuda.persistent,), "steps": ()}
 STEPS, BATCH, INPUT, HIDDEN = 4, 9, 5, 19
@@ -21,7 +23,10 @@ STEPS, BATCH, INPUT, HIDDEN = 4, 9, 5, 19
 def main() -> None:
     """Run them all, forwards and backwards."""
     torch.backends.cudnn.rnn.fp32_precision = "tf32"
-    for path in sys.argv[1:] or PATHS:
+    for path in sys.argv[1:] or (*PATHS, "optimizers"):
+        if path == "optimizers":
+            optimizers()
+            continue
         cuda.PATHS = (*PATHS[path], cuda.steps)
         for kind in (zo.LSTM, zo.GRU, zo.RNN):
             for norm in (None,) if path == "persistent" else (None, "layer", zo.RecurrentBatchNorm(STEPS)):
@@ -49,6 +54,19 @@ def run(kind, dtype, norm, plain, batch=BATCH, hidden=HIDDEN):
     y, _ = layer(x, lengths=lengths, resets=resets)
     y.float().square().sum().backward()
     torch.cuda.synchronize()
+
+
+def optimizers():
+    """A few steps of every rule, on parameters of odd sizes."""
+    rate = torch.tensor(0.1, dtype=torch.float64, device="cuda")
+    for rule in ("sgd", "rmsprop", "adam"):
+        for paper in (False, True):
+            parameters = {str(n): torch.randn(n, 7, device="cuda") for n in (1, 33, 600)}
+            optimizer = Optimizer(parameters, Settings(rule, paper=paper, momentum=0 if rule == "adam" else 0.9))
+            for _ in range(3):
+                optimizer.step([torch.randn_like(p) for p in parameters.values()], rate)
+        torch.cuda.synchronize()
+        print("optimizers", rule, flush=True)
 
 
 if __name__ == "__main__":
