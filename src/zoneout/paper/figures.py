@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from . import gradients, plots
 from .plots import COLOURS, DASHED, INK, MARKERS, PAPER, SOFT
 from .recipes import RATES_EPOCHS, RECIPES, Recipe
-from .results import Record, fitting, named
+from .results import Record, best_epoch, fitting, named
 from .runs import RunError
 
 Records: TypeAlias = dict[str, list[Record]]  # by recipe; those without any are left out
@@ -147,7 +147,7 @@ def best_of(arm: str, runs: Sequence[Record]) -> str:
     recipe = RECIPES[arm]
     value = fmean(record["valid"] for record in runs)
     digits = ".1f" if recipe.measure == "perplexity" else ".3f"
-    return f"{labelled(arm, runs)} {value:{digits}} at epoch {fmean(record['best_epoch'] for record in runs):.4g}"
+    return f"{labelled(arm, runs)} {value:{digits}} at epoch {best_epoch(runs)}"
 
 
 def validation_curves(records: Records) -> tuple[Any, str]:

@@ -260,6 +260,11 @@ def _main_table(recipes: Sequence[Recipe], results: Path, quoted: bool = False) 
     return "\n".join([*lines, *([""] if notes else []), *notes])
 
 
+def best_epoch(records: Sequence[Record]) -> str:
+    """The epoch with the best validation, the mean over seeds."""
+    return f"{round(fmean(record['best_epoch'] for record in records), 1):g}"
+
+
 def _ours(recipe: Recipe, records: Sequence[Record]) -> list[str]:
     differences, verdicts, cells = [], [], []
     for part, paper in (("valid", recipe.valid), ("test", recipe.test)):
@@ -280,7 +285,7 @@ def _ours(recipe: Recipe, records: Sequence[Record]) -> list[str]:
         ", ".join(differences),
         ", ".join(verdicts),
         ", ".join(str(record["seed"]) for record in records),
-        f"{mean('epochs'):.4g} (best {round(mean('best_epoch'), 1):g})",
+        f"{mean('epochs'):.4g} (best {best_epoch(records)})",
         f"{mean('seconds') / 60:.1f}" + (f" ({shared} at once)" if shared > 1 else ""),
     ]
 
