@@ -237,6 +237,7 @@ static void ld_global_v2_u32(u32 &x, u32 &y, const void *from) { x = ((const u32
 static void ld_relaxed_gpu_global_u32(u32 &to, const void *from) { to = *(const u32 *)from; }
 static void st_relaxed_gpu_global_u64(void *to, u32 low, u32 high) { ((u32 *)to)[0] = low, ((u32 *)to)[1] = high; }
 static void prefetch_global_L2(const void *) {}
+static void griddepcontrol_wait() {}
 static void cvt_rna_tf32_f32(u32 &to, float v) { to = (as_word(v) + 0x1000) & ~0x1FFFu; }
 static void cvt_rn_bf16_f32(u16 &to, float v) { to = bf16_of(v); }
 static void cvt_rn_f16_f32(u16 &to, float v) { to = half_of(v); }

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import re
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from zoneout.ops import cuda, passes
 from zoneout.ops.cuda import compiler
@@ -93,7 +95,7 @@ class Kernel:
     """In place of the compiler's: called instead of launched."""
 
     def __init__(self, function: Any, cluster: int) -> None:
-        self.function, self.cluster, self.handle = function, cluster, None
+        self.function, self.cluster, self.handle = function, cluster, self
 
     def allow_shared(self, size: int) -> None:
         """Nothing to do: there is enough."""
@@ -133,17 +135,50 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kept = (cuda.batch._kernel, cuda.small._kernel, cuda.persistent._kernel, cuda.norms._ready)
     for made in kept:
         made.cache_clear()
-    for name in ("batch", "small", "persistent", "norms", "dropout", "weight_noise"):
+    for name in ("batch", "small", "persistent", "steps", "norms", "dropout", "weight_noise"):
         monkeypatch.setattr(f"zoneout.ops.cuda.{name}.load", load)
-    for module in (cuda.batch, cuda.small, cuda.persistent, compiler):
+    for module in (cuda.batch, cuda.small, cuda.persistent, cuda.steps, compiler):
         monkeypatch.setattr(module, "chip", lambda device: compiler.Chip(132, 232448, 9))
-    monkeypatch.setattr(cuda.batch, "driver", lambda: SimpleNamespace(cuFuncSetAttribute=lambda *_: 0))
+    library = SimpleNamespace(cuFuncSetAttribute=lambda *_: 0, cuLaunchKernelEx=_launch)
+    for module in (cuda.batch, cuda.steps):
+        monkeypatch.setattr(module, "driver", lambda: library)
+    monkeypatch.setattr(cuda.steps, "product", product)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setitem(passes.LOOPS, "cpu", cuda)
+    monkeypatch.setattr("zoneout.recurrent.Recurrent._packs", lambda self, x: False)  # which only the CPU's loop does
     yield
     for made in kept:
         made.cache_clear()
+
+
+def _launch(at: Any, kernel: Kernel, arguments: Any, extra: None) -> int:
+    """In place of the driver's: `at` refers to what a launch is."""
+    how = at._obj
+    kernel.launch((how.blocks_x, how.blocks_y), (how.threads_x, how.threads_y), arguments, how.shared)
+    return 0
+
+
+def product(
+    w: Tensor, rows: int, out: torch.dtype, transposed: bool, add: bool = False, parts: int = 1
+) -> Callable[[int, int], None]:
+    """As that of `blas`: a function of the addresses of a and b that takes b = a·W, or b += a·W."""
+    columns, depth = w.shape if transposed else (w.shape[1], w.shape[0])
+    right = (w.t() if transposed else w).double().view(parts, depth // parts, columns)
+
+    def take(a_at: int, b_at: int) -> None:
+        a = _at(a_at, (rows, parts, depth // parts), w.dtype).double().transpose(0, 1)
+        b = _at(b_at, (parts, rows, columns), out)
+        b.copy_(a @ right + b if add else a @ right)
+
+    return take
+
+
+def _at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """What lies at an address."""
+    memory = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def _compiler() -> str:

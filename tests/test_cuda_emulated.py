@@ -1,11 +1,11 @@
-"""The kernels that take all steps in one launch, without a GPU: on the CPU, thread by thread, against the reference."""
+"""The kernels of a GPU without one: on the CPU, thread by thread, against the reference."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from emulator import emulated  # noqa: F401 (a fixture)
-from test_backends import LAYERS, NOISES, NORMS
+from test_backends import CALLS, LAYERS, NOISES, NORMS
 from test_cuda import compare, given_with, precision  # noqa: F401 (a fixture)
 
 from zoneout.draws import Draw
@@ -21,6 +21,9 @@ KERNELS = {
     "small-layer-norm": (cuda.small, "layer-norm"),
     "batch-norm": (cuda.batch, "batch-norm"),
     "persistent": (cuda.persistent, "plain"),
+    "steps": (cuda.steps, "plain"),
+    "steps-layer-norm": (cuda.steps, "layer-norm"),
+    "steps-batch-norm": (cuda.steps, "batch-norm"),
 }
 
 
@@ -37,6 +40,26 @@ def test_equals_the_reference(kernel, name, call, noise, precision, monkeypatch)
     monkeypatch.setattr(cuda, "PATHS", (path,))
     given, sizes = given_with(norm, call)
     compare(name, NOISES[noise], given, True, precision, sizes, device="cpu", norm=NORMS[norm])
+
+
+@pytest.mark.usefixtures("emulated", "poisoned")
+@pytest.mark.parametrize("precision", ["tf32", "bf16"], indirect=True)
+@pytest.mark.parametrize("path", [cuda.small, cuda.persistent, cuda.steps], ids=["small", "persistent", "steps"])
+def test_directions_and_layers(path, precision, monkeypatch):  # noqa: F811
+    """A reversed direction, a second layer or a learned state goes wrong."""
+    monkeypatch.setattr(cuda, "PATHS", (path,))
+    options = dict(num_layers=2, bidirectional=True, dropout=0.3, learn_initial_state=True)
+    compare("lstm", NOISES["zoneout-unit"], CALLS["packed"], True, precision, device="cpu", **options)
+
+
+@pytest.mark.usefixtures("emulated", "poisoned")
+@pytest.mark.parametrize("precision", ["exact", "bf16"], indirect=True)
+@pytest.mark.parametrize("options", [{}, {"proj_size": 11}], ids=["plain", "projection"])
+def test_steps(options, precision, monkeypatch):  # noqa: F811
+    """A projection, or float32 without TF32, which goes step by step alone."""
+    monkeypatch.setattr(cuda, "PATHS", (cuda.steps,))
+    for noise, call in (("held-gate", "whole"), ("state-dropout", "all")):
+        compare("lstm", NOISES[noise], CALLS[call], True, precision, device="cpu", **options)
 
 
 @pytest.mark.usefixtures("emulated")
