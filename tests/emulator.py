@@ -120,7 +120,7 @@ def load(device: int, source: str, names: tuple[str, ...], defines: tuple[tuple[
     text = "\n".join([f'#include "{HEADER}"', *(f"#define {name} {value}" for name, value in known), translated(text)])
     options = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-Wl,-Bsymbolic"]
     said = "\n".join((text, HEADER.read_text(), *options))
-    library = _folder() / f"{hashlib.sha256(said.encode()).hexdigest()[:24]}.so"
+    library = Path(_folder().name) / f"{hashlib.sha256(said.encode()).hexdigest()[:24]}.so"
     if not library.exists():
         program = library.with_suffix(".cpp")
         program.write_text(text)
@@ -189,5 +189,5 @@ def _compiler() -> str:
 
 
 @cache
-def _folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="zoneout-emulated-"))
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="zoneout-emulated-")  # until Python ends
