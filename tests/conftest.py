@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from backends import EVERY, Backend
+from emulator import emulated  # noqa: F401 (a fixture)
 
 
 def pytest_configure() -> None:

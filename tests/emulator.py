@@ -135,7 +135,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kept = (cuda.batch._kernel, cuda.small._kernel, cuda.persistent._kernel, cuda.norms._ready)
     for made in kept:
         made.cache_clear()
-    for name in ("batch", "small", "persistent", "steps", "norms", "dropout", "weight_noise"):
+    for name in ("batch", "small", "persistent", "steps", "norms", "dropout", "weight_noise", "optimizer"):
         monkeypatch.setattr(f"zoneout.ops.cuda.{name}.load", load)
     for module in (cuda.batch, cuda.small, cuda.persistent, cuda.steps, compiler):
         monkeypatch.setattr(module, "chip", lambda device: compiler.Chip(132, 232448, 9))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from emulator import emulated  # noqa: F401 (a fixture)
 from test_backends import CALLS, LAYERS, NOISES, NORMS
 from test_cuda import compare, given_with, precision  # noqa: F401 (a fixture)
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
-from emulator import load
 
-from zoneout.ops.cuda import optimizer as fused
 from zoneout.paper.config import Optimizer as Settings
 from zoneout.paper.optimizers import Optimizer
 
@@ -21,12 +17,6 @@ SETTINGS = [
     Settings("rmsprop", paper=True, lr=0.001, decay=0.5, clip_gradient=1.0),
     Settings("rmsprop", lr=0.01, decay=0.8, momentum=0.5),
 ]
-
-
-@pytest.fixture
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "load", load)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
 
 
 def trained(settings: Settings, device: str = "cpu") -> list[torch.Tensor]:
@@ -44,7 +34,7 @@ def name(settings: Settings) -> str:
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=name)
-def test_the_kernels_take_the_same_steps(settings: Settings, on_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_take_the_same_steps(settings: Settings, emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule's kernel is another rule, or forgets numbers at the end of a block."""
     want = trained(settings)
     monkeypatch.setattr(Optimizer, "_fused", lambda *_: True)
