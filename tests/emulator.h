@@ -22,7 +22,7 @@ struct Dim {
     int x, y, z;
 };
 static Dim threadIdx, blockIdx, blockDim, gridDim;
-struct uint2 {
+struct __align__(8) uint2 {
     uint32_t x, y;
 };
 struct __align__(16) uint4 {
@@ -103,12 +103,13 @@ static void begin() {
     swapcontext(&self->context, &scheduler);
 }
 static char *shared() { return self->home->shared.data(); }
+static bool misaligned; /* whether something was read or written where a GPU would not */
 
 template <class Body>
 static int run(int across, int down, int x, int y, int size, int together, Body one) {
     body = [](void *of) { (*(Body *)of)(); };
     body_of = &one;
-    gridDim = {across, down, 1}, blockDim = {x, y, 1};
+    gridDim = {across, down, 1}, blockDim = {x, y, 1}, misaligned = false;
     const int threads = x * y, warps = (threads + 31) / 32;
     for (int first = 0; first < across * down; first += together) {
         std::vector<Block> all(together);
@@ -153,7 +154,7 @@ static int run(int across, int down, int x, int y, int size, int together, Body 
             if (idle == 100 || turns == PATIENCE) return 1;
         }
     }
-    return 0;
+    return misaligned ? 2 : 0;
 }
 
 /* --- a warp --------------------------------------------------------------------------------------- */
@@ -268,6 +269,9 @@ static void st_shared_cluster_v4_u32(u32 at, u32 x, u32 y, u32 z, u32 w) {
     st_shared_cluster_v2_u32(at, x, y), st_shared_cluster_v2_u32(at + 8, z, w);
 }
 } // namespace emulated
+
+/* What the compiler calls (-fsanitize=alignment) where an address does not fit what is read or written there. */
+extern "C" void __ubsan_handle_type_mismatch_v1(void *, void *) { emulated::misaligned = true; }
 
 static inline size_t __cvta_generic_to_shared(const void *at) { return (const char *)at - emulated::shared(); }
 static inline float __uint_as_float(uint32_t v) { return emulated::from_word<float>(v); }

@@ -108,7 +108,8 @@ class Kernel:
         """Run to the end."""
         grid, block = (value if isinstance(value, tuple) else (value, 1) for value in (blocks, threads))
         together = grid[0] * grid[1] if cooperative else self.cluster
-        assert self.function(*grid, *block, shared, together, arguments) == 0, "threads wait for each other for ever"
+        wrong = self.function(*grid, *block, shared, together, arguments)
+        assert not wrong, ("threads wait for each other for ever", "an address is not aligned")[wrong - 1]
 
 
 @cache
@@ -118,7 +119,7 @@ def load(device: int, source: str, names: tuple[str, ...], defines: tuple[tuple[
     cluster = dict(defines)["BLOCKS"] if "__cluster_dims__" in text else 1
     known = [("__CUDA_ARCH__", 900), *defines]
     text = "\n".join([f'#include "{HEADER}"', *(f"#define {name} {value}" for name, value in known), translated(text)])
-    options = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-Wl,-Bsymbolic"]
+    options = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-Wl,-Bsymbolic", "-fsanitize=alignment"]
     said = "\n".join((text, HEADER.read_text(), *options))
     library = Path(_folder().name) / f"{hashlib.sha256(said.encode()).hexdigest()[:24]}.so"
     if not library.exists():

@@ -13,7 +13,7 @@ from zoneout.ops.products import linear, padded_linear
 
 def with_gradients(function: Any, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
     y = function(x, w, b)
-    dy = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view(y.shape)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
     return [y, *torch.autograd.grad(y, (x, w, b), dy)]
 
 
