@@ -140,6 +140,34 @@ def test_weight_noise_is_on_every_matrix_and_on_no_bias() -> None:
     assert model.eval()(TOKENS).hidden.abs().max() == 0  # and none in evaluation
 
 
+def test_variational_dropout_outside_the_layers() -> None:
+    """A word would come back within its sequence, or a unit of the softmax's input with every step."""
+    rate = VariationalDropout(words=0.4, output=0.5)
+    model = build(Config(model=Model(hidden=600, embedding=5), variational_dropout=rate), SYMBOLS)
+    assert not model.recurrent.noise
+    rows, key = torch.arange(50), model.seed(3)
+    tokens = torch.randint(SYMBOLS, (40, 50), generator=torch.Generator().manual_seed(0))
+    kept = model.drop_words(torch.ones(40, 50, 5), tokens, key, rows)
+    assert set(kept.unique().tolist()) == {0.0, torch.tensor(1 / 0.6).item()}
+    found = torch.full((50, SYMBOLS), -1.0).scatter(1, tokens.t(), kept[..., 0].t())
+    assert torch.equal(found.gather(1, tokens.t()).t()[..., None].expand_as(kept), kept), (
+        "each word one fate a sequence"
+    )
+    assert not torch.equal(found[0], found[1]) and abs((found[found >= 0] == 0).float().mean() - 0.4) < 0.05
+    assert not torch.equal(kept, model.drop_words(torch.ones(40, 50, 5), tokens, model.seed(4), rows))
+
+    with torch.no_grad():
+        model.softmax.weight.copy_(torch.eye(SYMBOLS, 600))
+        model.softmax.bias.zero_()
+    shown = model.logits(torch.ones(7, 50, 600), key, rows, 0)
+    assert torch.equal(shown, shown[:1].expand_as(shown)) and set(shown.unique().tolist()) == {0.0, 2.0}
+    model.eval()
+    assert (model.drop_words(torch.ones(40, 50, 5), tokens, key, rows) == 1).all()
+    assert (model.logits(torch.ones(7, 50, 600), key, rows, 0) == 1).all()
+    with pytest.raises(ValueError, match="without an embedding"):
+        Config(variational_dropout=rate)
+
+
 def test_noises_are_those_of_the_config() -> None:
     assert noises(Config()) == []
     config = Config(

@@ -105,7 +105,8 @@ def test_select() -> None:
     assert [r.name for r in select("char_ptb_zoneout", ["gru"])] == ["char_ptb_zoneout", "char_ptb_gru"]
     assert [r.name for r in select("char-ptb", ["recurrent-dropout"])] == ["char_ptb_recurrent_dropout"]
     assert select("text8", ["all"]) == select("text8")
-    assert len(select("char-ptb", ["zoneout", "all"])) == 34
+    every = [recipe for recipe in RECIPES.values() if recipe.task == "char-ptb"]
+    assert len(every) > 30 and sorted(map(id, select("char-ptb", ["zoneout", "all"]))) == sorted(map(id, every))
     with pytest.raises(ValueError, match=r"row: there is no 'zonout' of pmnist; expected all, or some of unreg"):
         select("pmnist", ["zonout"])
     with pytest.raises(ValueError, match=r"task: expected one of char-ptb, .* got 'ptb'"):

@@ -296,6 +296,8 @@ def test_the_table_of_records() -> None:
     made_up("char_ptb_zoneout", 1, 1.360, 1.250)
     made_up("char_ptb_zoneout", 2, 1.364, 1.262)
     made_up("char_ptb_zoneout", 10, 1.362, 1.262, seconds=600.0)
+    made_up("char_ptb_recurrent_dropout", 1, 1.390, 1.280, at_once=2)
+    made_up("char_ptb_recurrent_dropout", 2, 1.390, 1.280, at_once=3, seconds=6000.0)
     made_up("char_ptb_unregularised", 1, 1.471, 1.350, at_once=3)
     made_up("char_ptb_batch_norm", 1, 1.400, 1.330)
     made_up("word_ptb_variational", 1, 80.0, 76.04)
@@ -308,6 +310,9 @@ def test_the_table_of_records() -> None:
         "| Unregularised LSTM `char_ptb_unregularised` | 1.466, 1.356 | 1.471 | 1.350 | +0.005, -0.006 | no, yes | 1 "
         "| 110 (best 100) | 5.0 (3 at once) |"
     )
+    alone_most = row_of(shown, "Recurrent dropout 0.25 `char_ptb")
+    assert alone_most.endswith("| 5.0 (2 at once) |"), "minutes with more beside are another measure"
+    assert "| 100.0 (3 at once) | bf16" in row_of(shown, "Recurrent dropout 0.25, seed 2")
     assert "| –, 1.32 | 1.400 | 1.330 | –, +0.010 | –, no |" in row_of(shown, "Recurrent batch norm `char_ptb")
     assert "| –, 73.4 | 80.0 | 76.0 | –, +2.6 | –, – |" in row_of(shown, "Variational dropout 0.5, 0.3 `"), (
         "it is only to be shown"

@@ -164,9 +164,13 @@ class VariationalDropout:
     """Rate of the layer's input."""
     hidden: float = 0.0
     """Rate of the hidden state."""
+    output: float = 0.0
+    """Rate of what the softmax reads."""
+    words: float = 0.0
+    """Rate of whole symbols, whose embedding is zero wherever they stand in a sequence."""
 
     def __post_init__(self) -> None:
-        _check_rates("variational_dropout", self, "input", "hidden")
+        _check_rates("variational_dropout", self, "input", "hidden", "output", "words")
 
 
 @dataclass(frozen=True)
@@ -319,6 +323,8 @@ class Config:
         for name in ("epochs", "log_every"):
             _check(name, getattr(self, name), getattr(self, name) > 0, "a number above 0")
         _check("seed", self.seed, -(2**63) <= self.seed < 2**64, "an integer of at most 64 bits")
+        if self.variational_dropout.words and not self.model.embedding:
+            raise ValueError("variational_dropout.words: expected 0 without an embedding (--model.embedding)")
         if self.task == "images" and self.model.embedding:
             raise ValueError("model.embedding: expected 0, since a pixel is a number and not a symbol")
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import zoneout as zo
 
-from ..draws import example_ids
-from ..noise import plane
-from ..ops.dropout import dropout
+from ..draws import constant, example_ids
+from ..noise import Rule, plane
+from ..ops.dropout import drop_units
 from ..ops.products import linear
 from ..ops.weight_noise import weight_noise
 from ..philox import as_seed
@@ -26,7 +26,10 @@ from .processes import alone
 CLASSES, PIXELS = 10, 784  # of mnist
 
 # Planes of the generator beyond those of any layer, one for each thing that is drawn outside the layers.
-_INPUT, _OUTPUT = 2**14, 2**14 + 1
+_INPUT, _OUTPUT, _WORDS = 2**14, 2**14 + 1, 2**14 + 2
+# What a unit is dropped for: a step, or a whole sequence.
+_STEP = Rule("dropout", "scaled zero", "unit", "expectation")
+_SEQUENCE = Rule("input", "scaled zero", "sequence", "expectation")
 
 
 class Output(NamedTuple):
@@ -44,6 +47,7 @@ class RecurrentModel(nn.Module):
         super().__init__()
         model = config.model
         self.weight_noise, self.dropout = config.weight_noise, model.dropout
+        self.variational = config.variational_dropout
         self.embedding = nn.Embedding(inputs, model.embedding) if model.embedding else None
         norms = {"none": None, "layer": "layer", "batch": zo.RecurrentBatchNorm(steps, model.norm_momentum)}
         kinds: dict[str, Any] = {"lstm": zo.LSTM, "gru": zo.GRU, "rnn": zo.RNN, "rnn-relu": zo.RNN}
@@ -77,15 +81,18 @@ class RecurrentModel(nn.Module):
 
     def logits(self, hidden: Tensor, seed: Tensor | None, rows: Tensor, first_step: int) -> Tensor:
         """The softmax's input, [T, B, outputs]."""
-        hidden = self.drop(hidden, _OUTPUT, seed, rows, first_step)
+        hidden = self.drop(hidden, _STEP, self.dropout, _OUTPUT, seed, rows, first_step)
+        hidden = self.drop(hidden, _SEQUENCE, self.variational.output, _OUTPUT, seed, rows)
         return linear(hidden, self.noisy(self.softmax.weight, _OUTPUT, seed), self.softmax.bias)
 
-    def drop(self, x: Tensor, where: int, seed: Tensor | None, rows: Tensor, first_step: int) -> Tensor:
+    def drop(
+        self, x: Tensor, rule: Rule, rate: float, where: int, seed: Tensor | None, rows: Tensor, first_step: int = 0
+    ) -> Tensor:
         """Dropout, while training."""
-        if not self.training or not self.dropout:
+        if not self.training or not rate:
             return x
         assert seed is not None
-        return dropout(x, self.dropout, seed, plane("dropout", where, 0), rows, first_step)
+        return drop_units(x, constant(rule, rate, seed, plane(rule.stream, where, 0)), rows, first_step)
 
     def noisy(self, weight: Tensor, where: int, seed: Tensor | None) -> Tensor:
         """A weight matrix with Gaussian noise added, while training."""
@@ -128,9 +135,19 @@ class LanguageModel(RecurrentModel):
             table = self.noisy(self.embedding.weight, _INPUT, key)
             # On a GPU the way back of F.embedding waits for the host, which a captured graph must not.
             x = table[tokens] if table.is_cuda else F.embedding(tokens, table)
-            x = self.drop(x, _INPUT, key, rows, first_step)
+            x = self.drop(x, _STEP, self.dropout, _INPUT, key, rows, first_step)
+            x = self.drop_words(x, tokens, key, rows)
         hidden, state = self.recurrent(x, state, seed=key, examples=rows, first_step=first_step)
         return Output(self.logits(hidden, key, rows, first_step), hidden, state)
+
+    def drop_words(self, x: Tensor, tokens: Tensor, seed: Tensor | None, rows: Tensor) -> Tensor:
+        """Dropout of whole symbols, while training: each is kept or not wherever it stands in a sequence."""
+        if not self.training or not self.variational.words:
+            return x
+        kept = self.drop(
+            x.new_ones(1, len(rows), self.softmax.out_features), _SEQUENCE, self.variational.words, _WORDS, seed, rows
+        )
+        return x * kept[0].gather(1, tokens.t()).t()[..., None]
 
 
 class Classifier(RecurrentModel):
@@ -173,7 +190,8 @@ def noises(config: Config) -> list[Any]:
     for number, (kind, settings) in enumerate(methods):
         own = {"seed": zo.fold(config.seed, number)} if settings.mask == "static" else {}
         found.append(kind(**vars(settings), **own, at_eval=at_eval))
-    found.append(zo.VariationalDropout(**vars(config.variational_dropout), at_eval=at_eval))
+    tied = config.variational_dropout
+    found.append(zo.VariationalDropout(tied.input, tied.hidden, at_eval=at_eval))
     found.append(zo.WeightDrop(config.weight_drop, at_eval=at_eval))
     found.append(zo.WeightNoise(config.weight_noise, at_eval=at_eval))
     return [noise for noise in found if noise.rules()]

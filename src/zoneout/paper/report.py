@@ -21,7 +21,7 @@ from .describe import describe, spelled
 from .page import Html, code, document, element, figure, join, link, section, table
 from .progress import duration
 from .recipes import MEASURES, QUOTED, RECIPES, Recipe
-from .results import Record, best_epoch, fitting, reached
+from .results import Record, best_epoch, fitting, minutes, reached
 from .runs import RunError
 
 NONE = "–"
@@ -133,14 +133,13 @@ def cells(recipe: Recipe, records: Sequence[Record]) -> list[Any]:
         if paper is not None and recipe.held:
             verdicts.append("yes" if reached(values, paper, recipe.measure) else "no")
     verdict = verdicts[0] if len(set(verdicts)) == 1 else ", ".join(verdicts)
-    at_once = max(record["at_once"] for record in records)
-    minutes = f"{fmean(record['seconds'] for record in records) / 60:.1f}"
+    mean, at_once = minutes(records)
     return [
         *found,
         verdict or NONE,
         ", ".join(str(record["seed"]) for record in records),
         best_epoch(records),
-        join([minutes, Html("<br>"), element("small", f"{at_once} at once")]) if at_once > 1 else minutes,
+        join([f"{mean:.1f}", Html("<br>"), element("small", f"{at_once} at once")] if at_once > 1 else [f"{mean:.1f}"]),
     ]
 
 

@@ -45,8 +45,9 @@ PAGE = """# Results
 Made by `zoneout reproduce --write` from the records in `results/`; [how those are made](reproducing.md). Lower is
 better. Ours is the mean over seeds ± their standard deviation, of the weights with the best validation. *Reached* means
 that the mean is at or below the paper's number plus one standard deviation over our seeds; with one seed, plus 0.004
-bits, 1 % of the perplexity or 0.005 of error. Minutes are those of one run. A run with batch norm is validated with the
-statistics of its batches, as the paper's were; the tables by protocol have what the test's give on both parts.
+bits, 1 % of the perplexity or 0.005 of error. Minutes are those of one run, the mean over the seeds that had the fewest
+others beside them on their GPU. A run with batch norm is validated with the statistics of its batches, as the paper's
+were; the tables by protocol have what the test's give on both parts.
 """
 BEGIN, END = "<!-- results: made by zoneout reproduce --write -->", "<!-- end -->"
 
@@ -220,10 +221,10 @@ def summary(results: Path | str) -> str:
     for recipe in RECIPES.values():
         own, _ = fitting(recipe, Path(results))
         if recipe.group != "more" and own:
-            valid, test, _, verdicts, seeds, _, minutes = _ours(recipe, own)
+            valid, test, _, verdicts, seeds, _, took = _ours(recipe, own)
             missed = " (missed)" if recipe.held and "no" in verdicts else ""
             paper, precisions = _paper(recipe.valid, recipe.test), sorted({record["precision"] for record in own})
-            ours = (f"{valid}, {test}{missed}", seeds, minutes, ", ".join(precisions))
+            ours = (f"{valid}, {test}{missed}", seeds, took, ", ".join(precisions))
             row = f"ours: {recipe.row}" if recipe.group == "ours" else recipe.row
             lines.append(_row(f"{recipe.task}, {recipe.measure}", row, paper, *ours))
     return "\n".join(lines)
@@ -265,6 +266,17 @@ def best_epoch(records: Sequence[Record]) -> str:
     return f"{round(fmean(record['best_epoch'] for record in records), 1):g}"
 
 
+def minutes(records: Sequence[Record]) -> tuple[float, int]:
+    """The mean over the runs that had the fewest beside them on their GPU, and how many that were at once."""
+    fewest = min(record["at_once"] for record in records)
+    return fmean(record["seconds"] for record in records if record["at_once"] == fewest) / 60, fewest
+
+
+def _minutes(records: Sequence[Record]) -> str:
+    mean, at_once = minutes(records)
+    return f"{mean:.1f}" + (f" ({at_once} at once)" if at_once > 1 else "")
+
+
 def _ours(recipe: Recipe, records: Sequence[Record]) -> list[str]:
     differences, verdicts, cells = [], [], []
     for part, paper in (("valid", recipe.valid), ("test", recipe.test)):
@@ -276,17 +288,13 @@ def _ours(recipe: Recipe, records: Sequence[Record]) -> list[str]:
     if recipe.valid is None and recipe.test is None:
         differences, verdicts = ["–"], ["–"]
 
-    def mean(field: str) -> float:
-        return fmean(record[field] for record in records)
-
-    shared = max(record["at_once"] for record in records)
     return [
         *cells,
         ", ".join(differences),
         ", ".join(verdicts),
         ", ".join(str(record["seed"]) for record in records),
-        f"{mean('epochs'):.4g} (best {best_epoch(records)})",
-        f"{mean('seconds') / 60:.1f}" + (f" ({shared} at once)" if shared > 1 else ""),
+        f"{fmean(record['epochs'] for record in records):.4g} (best {best_epoch(records)})",
+        _minutes(records),
     ]
 
 
@@ -313,7 +321,7 @@ def _other_tables(recipes: Sequence[Recipe], results: Path) -> list[str]:
             figures = (_figure(r["valid"], measure), _figure(r["test"], measure), f"{r['best_epoch']:.4g}")
             made = (r["precision"], r["device"], r["versions"]["torch"], r["date"], f"`{r['command']}`")
             name = f"{recipe.row}, seed {r['seed']}"
-            runs_of.append(_row(name, *figures, f"{r['seconds'] / 60:.1f}", *made))
+            runs_of.append(_row(name, *figures, _minutes([r]), *made))
     return ["\n".join(by_protocol), "\n".join(runs_of)]
 
 
