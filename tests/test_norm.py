@@ -47,15 +47,31 @@ def statistics(layer: Any) -> dict[str, torch.Tensor]:
 
 
 def seen_by_oracle(layer: Any, x: torch.Tensor, **call: Any) -> dict[str, dict[int, np.ndarray]]:
-    """The batch's moments by name of statistic and processed step. The layer stands in training mode."""
+    """What is kept of a batch by name of statistic and processed step: mean and unbiased variance, where there is one.
+
+    The layer stands in training mode.
+    """
     want = oracle.expected(layer, x.numpy(), **call)
+    alive = [sum(n > p for n in call.get("lengths") or [len(x)] * x.shape[1]) for p in range(len(x))]
     out = {}
     for suffix, seen in zip(layer.suffixes(), want.seen, strict=True):
         for what, name in (("x", "ih"), ("h", "hh"), ("c", "cell")):
             for which, moment in enumerate(("mean", "var")):
                 if seen[what]:
-                    out[f"{moment}_{name}{suffix}"] = {p: pair[which] for p, pair in seen[what].items()}
+                    out[f"{moment}_{name}{suffix}"] = {
+                        p: pair[which] * (alive[p] / (alive[p] - 1) if moment == "var" else 1)
+                        for p, pair in seen[what].items()
+                        if alive[p] > 1
+                    }
     return out
+
+
+def make_biased(layer: Any, alive: list[int]) -> None:
+    """Variances that were kept of steps with so many alive become those that a batch is normalised by."""
+    for name, value in layer.named_buffers():
+        if name.startswith("var_"):
+            n = torch.tensor(alive, dtype=torch.float64)[:, None]
+            value[: len(alive)] *= (n - 1) / n
 
 
 # --- parameters and how they start -----------------------------------------------------------------
@@ -201,7 +217,7 @@ def test_the_candidate_cell_is_normalised_before_zoning_out(hidden):
     x, h0 = data(1), torch.randn(1, B, H, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     c0 = 3 + h0.flip(1)
     y, _, candidate = layer(x, (h0, c0), return_cells=True)  # without noise c is the candidate
-    mean, var = candidate[0].mean(0), candidate[0].var(0, correction=0)
+    mean, var = candidate[0].mean(0), candidate[0].var(0)
     torch.testing.assert_close(layer.mean_cell_l0[0], mean)
 
     layer.noise = zo.Zoneout(cell=1.0, hidden=hidden)  # now every unit of c keeps c0
@@ -219,10 +235,17 @@ def test_the_candidate_cell_is_normalised_before_zoning_out(hidden):
 
 @every_kind
 def test_one_example_alone(kind):
-    """A batch of one divides by a variance of zero."""
+    """Batch norm learns from one example, all of whose numbers become zero, or a step that one is left at fails."""
     layer = make(kind, zo.RecurrentBatchNorm(steps=T))
-    x = data(batch=1).requires_grad_()
-    y, _ = layer(x)
+    for x in (data(batch=1), data()[:, 0]):
+        with pytest.raises(ValueError, match=r"input: expected at least 2 sequences .* got 1"):
+            layer(x)
+    with pytest.raises(ValueError, match=r"input: expected at least 2 sequences .* got 1"):
+        zo.estimate_statistics(layer, [data(batch=1)])
+    assert layer.training and layer.eval()(data(batch=1))[0].isfinite().all()
+    layer.train()
+    x = data(batch=2).requires_grad_()
+    y, _ = layer(x, lengths=[T, 1])
     y.sum().backward()
     assert y.isfinite().all() and x.grad is not None and x.grad.isfinite().all()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
@@ -246,9 +269,9 @@ def test_nobody_at_all(kind):
 @every_kind
 @pytest.mark.parametrize("first_step", [0, 2])
 @pytest.mark.parametrize("options", [{}, dict(num_layers=2, bidirectional=True)], ids=["one", "stack"])
-@pytest.mark.parametrize("lengths", [None, [2, 3, 1, 3, 0]], ids=["full", "ragged"])
+@pytest.mark.parametrize("lengths", [None, [2, 4, 1, 3, 0]], ids=["full", "ragged"])
 def test_running_averages(kind, lengths, options, first_step):
-    """Running averages miss a step, do not move by the momentum, or take an unbiased variance."""
+    """Running averages miss a step, do not move by the momentum, or take a biased variance or that of one example."""
     momentum, steps = 0.25, 5
     layer = make(kind, zo.RecurrentBatchNorm(steps=steps, momentum=momentum), **options)
     call: dict[str, Any] = dict(lengths=lengths, first_step=first_step)
@@ -256,7 +279,7 @@ def test_running_averages(kind, lengths, options, first_step):
     want = statistics(layer)
     assert set(seen) == set(want)
     for name, by_step in seen.items():
-        for p, value in by_step.items():  # only where anyone is alive; beyond the rows that are kept, nowhere
+        for p, value in by_step.items():  # only where two are alive; beyond the rows that are kept, nowhere
             if first_step + p < steps:
                 row = want[name][first_step + p]
                 row.copy_((1 - momentum) * row + momentum * torch.as_tensor(value))
@@ -265,20 +288,33 @@ def test_running_averages(kind, lengths, options, first_step):
         torch.testing.assert_close(moved, want[name], rtol=1e-11, atol=1e-12, msg=name)
 
 
-def test_variance_is_biased_by_hand():
-    """The variance that is kept divides by n − 1."""
+def test_variance_is_unbiased_by_hand():
+    """The variance that is kept divides by n, or what a batch is normalised by does not."""
     layer = make("rnn", zo.RecurrentBatchNorm(steps=2, momentum=1.0))
     x = data(2)
     layer(x)
     products = (x @ layer.weight_ih_l0.T).detach()
     torch.testing.assert_close(layer.mean_ih_l0, products.mean(1))
-    torch.testing.assert_close(layer.var_ih_l0, products.var(1, correction=0))
+    torch.testing.assert_close(layer.var_ih_l0, products.var(1))
+
+
+def test_statistics_of_few_and_ragged_examples_are_those_of_all():
+    """Batches in which few are alive pull the running variance down: evaluation would not be what was trained."""
+    layer = make("rnn", zo.RecurrentBatchNorm(steps=T, momentum=0.05), randomise=False)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for _ in range(600):
+            lengths = torch.randint(1, T + 1, (3,), generator=generator)
+            lengths[0] = T
+            layer(torch.randn(T, 3, I, dtype=torch.float64, generator=generator), lengths=lengths)
+    true = layer.weight_ih_l0.detach().square().sum(1)
+    torch.testing.assert_close(layer.var_ih_l0 / true, torch.ones(T, H, dtype=torch.float64), rtol=0.35, atol=0)
 
 
 def test_only_the_living_are_counted():
     """Padding enters the moments of a step."""
     layer = make("lstm", zo.RecurrentBatchNorm(steps=T, momentum=1.0), bidirectional=True)
-    other = copy.deepcopy(layer)
+    other, before = copy.deepcopy(layer), statistics(layer)
     lengths = torch.tensor([4, 2, 1, 3, 2])
     x = data()
     dead = torch.arange(T)[:, None] >= lengths
@@ -287,9 +323,8 @@ def test_only_the_living_are_counted():
     )
     for name, value in statistics(layer).items():
         torch.testing.assert_close(value, statistics(other)[name], rtol=1e-11, atol=1e-12, msg=name)
-    only = (x[3, 0] @ layer.weight_ih_l0.T).detach()  # one example alive at the last step
-    torch.testing.assert_close(layer.mean_ih_l0[3], only)
-    assert (layer.var_ih_l0[3].abs() < 1e-20).all()
+    for name, value in statistics(layer).items():  # one example alive at the last step
+        assert torch.equal(value[3], before[name][3]) and not torch.equal(value[2], before[name][2])
 
 
 def test_reverse_statistics_are_of_processed_steps():
@@ -303,7 +338,7 @@ def test_reverse_statistics_are_of_processed_steps():
     second = torch.stack([x[n - 2, b] for b, n in enumerate(lengths) if n > 1])
     products = (second @ layer.weight_ih_l0_reverse.T).detach()
     torch.testing.assert_close(layer.mean_ih_l0_reverse[1], products.mean(0))
-    torch.testing.assert_close(layer.var_ih_l0_reverse[1], products.var(0, correction=0))
+    torch.testing.assert_close(layer.var_ih_l0_reverse[1], products.var(0))
 
 
 @every_kind
@@ -335,6 +370,7 @@ def test_converged_statistics_are_the_batch_s(kind):
     layer = make(kind, zo.RecurrentBatchNorm(steps=T, momentum=1.0), bidirectional=True)
     lengths = [4, 4, 1, 3, 2]
     y, _ = layer(data(), lengths=lengths)
+    make_biased(layer, [5, 4, 3, 2])
     torch.testing.assert_close(layer.eval()(data(), lengths=lengths)[0], y, rtol=1e-11, atol=1e-12)
 
 
@@ -454,6 +490,8 @@ def test_estimate_of_one_batch_makes_evaluation_its_own():
     model.second.norm = zo.RecurrentBatchNorm(steps=T + 1)
     zo.estimate_statistics(model, [data()])
     model.eval()
+    for layer in (model.first, model.second):
+        make_biased(layer, [B] * T)
     running = model(data())
     model.first.norm = zo.RecurrentBatchNorm(steps=T, at_eval="batch")
     model.second.norm = zo.RecurrentBatchNorm(steps=T + 1, at_eval="batch")
@@ -548,7 +586,7 @@ def test_estimate_over_ragged_batches():
     zo.estimate_statistics(model, [(x, [1, 2, 2, 1, 1]), (x, [4, 4, 4, 4, 4])])
     products = (x @ model.layer.weight_ih_l0.T).detach()
     torch.testing.assert_close(model.layer.mean_ih_l0[2:], products[2:].mean(1))
-    torch.testing.assert_close(model.layer.var_ih_l0[2:], products[2:].var(1, correction=0))
+    torch.testing.assert_close(model.layer.var_ih_l0[2:], products[2:].var(1))
 
 
 def test_estimate_of_a_layer_that_is_used_twice():

@@ -482,7 +482,8 @@ def combinations(draw):
         options["dropout"] = draw(st.sampled_from([0.0, 0.5]))
     if lstm and options["hidden_size"] > 1 and draw(st.booleans()):
         options["proj_size"] = options["hidden_size"] - 1
-    steps, batch = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    least = 2 if isinstance(options["norm"], zo.RecurrentBatchNorm) else 1
+    steps, batch = draw(st.integers(1, 4)), draw(st.integers(least, 3))
 
     def one_a_row(most: int) -> Any:
         return st.lists(st.integers(0, most), min_size=batch, max_size=batch)

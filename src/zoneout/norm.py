@@ -31,7 +31,8 @@ class RecurrentBatchNorm:
     """Batch norm with statistics for each time step, shared scales, and the last step's beyond `steps`.
 
     `steps` is the length of the training sequences: statistics are kept for so many. `momentum` is the weight of a new
-    batch in the running averages. At evaluation these are used, or with `at_eval="batch"` the batch's own.
+    batch in the running averages. At evaluation these are used, or with `at_eval="batch"` the batch's own. As in
+    torch's batch norm a batch is normalised by its biased variance, the unbiased one is kept, and one is not enough.
 
     >>> import zoneout as zo
     >>> layer = zo.LSTM(1, 100, norm=zo.RecurrentBatchNorm(steps=784))

@@ -225,9 +225,12 @@ class Recurrent(nn.Module):
         what = ops.Run(cell, x, h0, c0, weights, inside, examples, first_step, **options)
         if self.norm is not None:
             what = replace(what, norm=self._step_norm(suffix, what.steps, first_step, dtype))
+        learns = isinstance(self.norm, RecurrentBatchNorm) and (self.training or self.recording is not None)
+        if learns and what.batch == 1:
+            raise ValueError("input: expected at least 2 sequences for batch norm to learn from, got 1")
         result = ops.run(what, self.backend)
-        if result.moments is not None and what.batch > 0:
-            self._record(suffix, result.moments, first_step, options.get("lengths"))
+        if learns and result.moments is not None and what.batch > 0:
+            self._record(suffix, result.moments, first_step, what)
         return result
 
     def _noisy_weights(self, suffix: str, draws: dict[str, Draw], dtype: torch.dtype) -> ops.Weights:
@@ -259,25 +262,29 @@ class Recurrent(nn.Module):
         over = "units" if isinstance(self.norm, LayerNorm) else "examples"
         return StepNorm(over, self.norm.eps, scale_x, scale_h, scale_c, shift_c, given)
 
-    def _record(self, suffix: str, seen: Moments, first_step: int, lengths: Tensor | None) -> None:
-        """Move the running statistics, in training or while they are estimated anew."""
+    def _record(self, suffix: str, seen: Moments, first_step: int, run: ops.Run) -> None:
+        """Move the running statistics, in training or while they are estimated anew.
+
+        As torch's batch norm keeps it the variance is the unbiased one; a step with one sequence left has none.
+        """
         assert isinstance(self.norm, RecurrentBatchNorm)
-        if not self.training and self.recording is None:
-            return
-        steps = len(seen.mean_x)
-        alive = torch.ones_like(seen.mean_x[:, 0])
-        if lengths is not None:
-            alive = alive * (torch.arange(steps, device=lengths.device)[:, None] < lengths).any(1)
+        alive = torch.full_like(seen.mean_x[:, 0], run.batch)
+        if run.counts is not None:
+            alive = run.counts.to(alive)
+        elif run.lengths is not None:
+            alive = (torch.arange(run.steps, device=alive.device)[:, None] < run.lengths).sum(1).to(alive)
+        counts = (alive > 1).to(alive)
         if self.recording is None:
-            weight = alive * self.norm.momentum
+            weight = counts * self.norm.momentum
         else:  # an average: each step counts the batches that have reached it
-            reached = self.recording.setdefault(suffix, alive.new_zeros(self.norm.steps))
-            part = reached[first_step : first_step + steps]
-            part += alive[: len(part)]
-            weight = alive[: len(part)] / part.clamp(min=1)
+            reached = self.recording.setdefault(suffix, counts.new_zeros(self.norm.steps))
+            part = reached[first_step : first_step + run.steps]
+            part += counts[: len(part)]
+            weight = counts[: len(part)] / part.clamp(min=1)
+        unbiased = (alive / (alive - 1).clamp(min=1))[:, None]
         for name, value in zip(self._statistics(suffix), seen):
             assert value is not None
-            record(getattr(self, name), value, first_step, weight)
+            record(getattr(self, name), value * unbiased if name.startswith("var") else value, first_step, weight)
 
     def _extra(self) -> str:
         """What a printed layer says beyond torch's."""

@@ -193,7 +193,7 @@ def test_statistics_are_estimated_on_the_training_part() -> None:
     # In larger batches: all six are one, of four and two the whole one counts, and of more than there are, all.
     for size in (6, 4, 100):
         assert estimate_statistics(model, feed, size=size) == 1
-    variance = (x @ model.recurrent.weight_ih_l0.T).var(1, correction=0)
+    variance = (x @ model.recurrent.weight_ih_l0.T).var(1)
     torch.testing.assert_close(model.recurrent.var_ih_l0, variance.detach(), rtol=1e-4, atol=1e-6)
 
 
