@@ -16,7 +16,7 @@ def main() -> int:
             raise
         print(
             f"zoneout: the command line needs the package {error.name}, which is not installed; "
-            "pip install 'zoneout[tool]' brings all that it needs. (The layers alone do not need it.)",
+            "pip install '.[tool]' in a clone brings all that it needs. (The layers alone do not need it.)",
             file=sys.stderr,
         )
         return 1

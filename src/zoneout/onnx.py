@@ -2,7 +2,7 @@
 
 ONNX's own LSTM, GRU and RNN have no place for a noise's expectation, nor for norms and resets inside the step. So the
 operator `zoneout::run` becomes a Scan over time, whose body is the step of `cells.py` once more, in ONNX's words. It
-needs the packages of the extra: `pip install zoneout[onnx]`.
+needs the packages of the extra: `pip install '.[onnx]'` in a clone.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _packages() -> None:
     except ImportError as missing:
         raise ImportError(
             f"export to ONNX needs the packages onnx and onnxscript, and {missing.name} is not there; "
-            "install them with  pip install 'zoneout[onnx]'"
+            "install them with  pip install '.[onnx]'  in a clone"
         ) from missing
     del onnx
 

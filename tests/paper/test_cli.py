@@ -148,7 +148,7 @@ def test_a_missing_package_is_named(tmp_path) -> None:
     hide = "import sys; sys.modules['tyro'] = None; from zoneout.__main__ import main; sys.exit(main())"
     done = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True, env=environment())
     assert done.returncode == 1
-    assert "pip install 'zoneout[tool]'" in done.stderr
+    assert "pip install '.[tool]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -19,7 +19,7 @@ import zoneout
 from zoneout.paper import sweep, sweep_report
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install 'zoneout[cluster]'"
+    importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install '.[cluster]'"
 )
 HERE = Path(__file__).parent
 

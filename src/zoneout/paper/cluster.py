@@ -1,4 +1,4 @@
-"""The runs of a sweep on a Ray cluster, or on a Ray that is started here: `pip install 'zoneout[cluster]'`.
+"""The runs of a sweep on a Ray cluster, or on a Ray that is started here: `pip install '.[cluster]'` in a clone.
 
 Ray Tune decides what runs where and when; what runs is a job of `sweep`, in its own folder, which every machine has to
 see under the same path. A job whose worker or machine dies is begun again by Tune and continues from its checkpoint.
@@ -247,7 +247,7 @@ def _ray(cluster: Cluster) -> Iterator[None]:
         from ray import tune  # noqa: F401
     except ImportError:
         raise ValueError(
-            "--engine: the package ray is not installed; pip install 'zoneout[cluster]', or use --engine local"
+            "--engine: the package ray is not installed; pip install '.[cluster]' in a clone, or use --engine local"
         ) from None
     if ray.is_initialized():
         yield

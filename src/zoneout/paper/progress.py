@@ -228,7 +228,7 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise ValueError(
-                "--tensorboard: the package tensorboard is not installed; pip install 'zoneout[tensorboard]'"
+                "--tensorboard: the package tensorboard is not installed; pip install '.[tensorboard]' in a clone"
             ) from None
         self.make = lambda update: SummaryWriter(str(Path(folder) / "tensorboard"), purge_step=update)
         self.writer: Any = None
