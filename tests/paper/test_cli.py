@@ -116,6 +116,8 @@ def test_version(zoneout) -> None:
         (["train", "--data", "no-such.txt"], BAD_DATA, "no-such.txt: there is no such file"),
         (["train", "--data", "shakespeare"], BAD_DATA, "zoneout data fetch shakespeare"),
         (["train", "--data", "my.txt", "--data.name", "python2"], WRONG_USE, "--data: my.txt is not what --data.name"),
+        (["train", "--data", "."], WRONG_USE, "--data: . is a folder; say which corpus of it is meant"),
+        (["sweep", "--data", "."], WRONG_USE, "as in --data.name char-ptb (python is built in"),
         (["train", "--data", "my.txt", "--batches.length", "99999"], WRONG_USE, "does not fit into a text"),
         (["train", "--data", "my.txt", "--device", "gpu"], WRONG_USE, "device: expected auto, cpu, cuda"),
         (["train", "--resume"], WRONG_USE, "--resume: say which run"),
@@ -161,6 +163,8 @@ def test_train_says_how_it_went(trained, zoneout) -> None:
     assert code == OK
     assert "Finished after 20 updates" in out and "best valid" in out and "zoneout sample runs/my" in out
     assert "update      20  valid" in err
+    size = len(TEXT) - 2 * (len(TEXT) * 5 // 100)
+    assert err.startswith(f"{size:,} characters of my.txt, ")  # what it learns from comes before all else
     made = runs.read_config("runs/my")
     assert made.zoneout.cell == 0.5 and made.model.hidden == 16
     assert made.data.name == str(Path("my.txt").absolute())  # from another folder the text is still found

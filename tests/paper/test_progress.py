@@ -22,6 +22,7 @@ def events(measure: str = "bits", updates: int = 20, start: int = 0) -> list[Eve
             "kind": "start",
             "update": start,
             "updates": updates,
+            "data": "36,000 characters of my.txt",
             "parameters": 12345,
             "device": "cpu",
             "measure": measure,
@@ -63,7 +64,7 @@ def test_lines_say_what_a_log_needs() -> None:
         for event in events():
             lines.listener()(event)
     assert out.getvalue().splitlines() == [
-        "12,345 parameters, 20 updates on cpu; the run is in runs/[b]x",
+        "36,000 characters of my.txt, 12,345 parameters, 20 updates on cpu; the run is in runs/[b]x",
         "epoch   0.62  update       5  train 2.000 bits  1.0 updates/s  0:15 left",
         "epoch   1.25  update      10  train 2.000 bits  1.0 updates/s  0:10 left",
         "epoch   1.25  update      10  valid 2.510 bits  best so far",
@@ -83,9 +84,8 @@ def test_lines_of_several_runs_say_whose_they_are() -> None:
         lines.listener("plain")(event)
         lines.listener("zoneout")(event)
     said = out.getvalue().splitlines()
-    assert (
-        said[0] == "plain    12,345 parameters, 20 updates on cpu, continued after update 10; the run is in runs/[b]x"
-    )
+    start = "36,000 characters of my.txt, 12,345 parameters, 20 updates on cpu, continued after update 10"
+    assert said[0] == f"plain    {start}; the run is in runs/[b]x"
     assert [line.split()[0] for line in said] == ["plain", "zoneout"] * (len(said) // 2)
 
 

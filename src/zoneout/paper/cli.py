@@ -573,6 +573,11 @@ def with_data(config: Config, data: str | None) -> tuple[Config, Path | None]:
     folder = None
     if data is not None and data not in DATASETS and Path(data).expanduser().is_dir():
         folder, data = Path(data).expanduser(), None
+        if config.data.name in DATASETS and not DATASETS[config.data.name].files:
+            raise ValueError(
+                f"--data: {folder} is a folder; say which corpus of it is meant, as in --data.name char-ptb "
+                f"({config.data.name} is built in, and needs no folder)"
+            )
     if data is not None:
         if config.data.name not in (Config().data.name, data, _absolute(data)):
             raise ValueError(f"--data: {data} is not what --data.name says ({config.data.name}); give one of the two")

@@ -116,8 +116,8 @@ def said(event: Event) -> str | None:
     if kind == "start":
         again = f", continued after update {event['update']:,}" if event["update"] else ""
         return (
-            f"{event['parameters']:,} parameters, {event['updates']:,} updates on {event['device']}{again}; "
-            f"the run is in {event['folder']}"
+            f"{event['data']}, {event['parameters']:,} parameters, {event['updates']:,} updates on {event['device']}"
+            f"{again}; the run is in {event['folder']}"
         )
     if kind == "valid":
         return f"{position(event)}  valid {worth(event)}{'  best so far' if event['best'] else ''}"

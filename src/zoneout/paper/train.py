@@ -83,8 +83,8 @@ def train(
 
     `data` is a folder to look for corpora in. At `deadline` (by `time.monotonic`) the run stops as if it had been
     interrupted: with a checkpoint, to be continued. `progress` is called with a dict for everything that happens, whose
-    "kind" is "start" (update, updates, epochs, parameters, device, measure, folder), "step" (update, epoch, and on a
-    CPU nats), "train", "valid" or "test" (the lines of the metrics), "save" (update), "note" (text) or "end" (the
+    "kind" is "start" (update, updates, epochs, data, parameters, device, measure, folder), "step" (update, epoch, and
+    on a CPU nats), "train", "valid" or "test" (the lines of the metrics), "save" (update), "note" (text) or "end" (the
     summary). Of several processes only the first calls it.
     """
     if config is None and not resume:
@@ -151,6 +151,7 @@ class Training:
                 "update": state.update,
                 "updates": min(total, config.updates or total),
                 "epochs": config.epochs,
+                "data": in_words(config, self.data),
                 "parameters": self.parameters,
                 "device": str(self.processes.device),
                 "measure": self.measure,
@@ -364,6 +365,13 @@ def check_protocols(config: Config, data: Corpus | Images) -> None:
 def measure_of(data: Corpus | Images) -> str:
     """What the data are judged by."""
     return "error" if isinstance(data, Images) else "bits" if data.unit == "char" else "perplexity"
+
+
+def in_words(config: Config, data: Corpus | Images) -> str:
+    """What is trained on, and how much of it."""
+    if isinstance(data, Images):
+        return f"{len(data.train[1][: config.data.limit]):,} images of {config.data.name}"
+    return f"{len(data.train):,} {'characters' if data.unit == 'char' else 'words'} of {data.name}"
 
 
 def values_of(score: Score, measure: str) -> dict[str, Any]:
