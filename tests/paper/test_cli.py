@@ -189,6 +189,9 @@ def test_train_looks_for_a_corpus_in_a_folder(zoneout, monkeypatch) -> None:
     code, _, err = zoneout("train", "--data", "there", "--data.name", "bottles", "--updates", "1", *SMALL)
     assert code == OK, err
     assert runs.read_config("runs/bottles").data.name == "bottles"
+    code, _, err = zoneout("train", "--data", "there", "--data.name", "bottles.txt", "--updates", "1", *SMALL)
+    assert code == OK, err  # a text of one's own lies there as well
+    assert runs.read_config("runs/bottles-2").data.name == str(Path("there/bottles.txt").absolute())
 
 
 def test_a_folder_in_use_is_not_touched(trained, zoneout) -> None:
@@ -341,15 +344,78 @@ def test_eval_reads_another_text(trained, zoneout) -> None:
 
 
 def test_eval_notices_that_the_text_has_changed(trained, tmp_path, zoneout) -> None:
-    """A model is evaluated on numbers that stand for other symbols."""
-    shutil.copytree(trained, "run")
-    page = json.loads(Path("run/config.json").read_text())
-    Path("run/config.json").write_text(json.dumps(page | {"data": {"name": str(tmp_path / "my.txt")}}))
-    Path("my.txt").write_text("ABC" + TEXT, encoding="utf-8")
-    code, _, err = zoneout("eval", "run")
-    assert code == BAD_DATA and "its symbols are others" in err
+    """The cut has moved, and what was trained on is called test."""
+    assert zoneout("train", "--data", "my.txt", "--out", "run", "--updates", "10", *SMALL)[0] == OK
+    before = zoneout("eval", "run")
+    shutil.copy("my.txt", "then.txt")
+    Path("my.txt").write_text(TEXT + TEXT[:1000], encoding="utf-8")  # the same symbols
+    shutil.rmtree("run/last")  # as a run is kept that is done
+    for command in (["eval"], ["gradients", "--batches", "1"]):
+        code, out, err = zoneout(*command, "run")
+        assert code == BAD_DATA and "run was trained on other data" in err and not out
+        code, _, err = zoneout(*command, "run", "--data", "then.txt")
+        assert code == OK, err
+    assert zoneout("eval", "run", "--data", "then.txt") == before
+    assert zoneout("eval", "run", "--text", "my.txt")[0] == OK  # on purpose
+    kept = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    for place in ([], ["--data", "none.txt"], ["--data", "my.txt"]):
+        code, _, err = zoneout("train", "--resume", "--out", "run", "--updates", "20", *place)
+        assert code == BAD_DATA, err
+    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == kept
     Path("my.txt").unlink()
     assert zoneout("eval", "run")[0] == BAD_DATA
+
+
+def test_eval_of_a_run_that_did_not_note_its_text(trained, zoneout) -> None:
+    """A run of an early version cannot be evaluated any more, or is on numbers that stand for other symbols."""
+    shutil.copytree(trained, "run")
+    Path("run/data.json").unlink()
+    Path("other.txt").write_text(TEXT[::-1], encoding="utf-8")
+    Path("strange.txt").write_text("ABC" + TEXT, encoding="utf-8")
+    own, noted = (json.loads(zoneout("eval", run, "--json")[1])["bits"] for run in ("run", trained))
+    assert own == noted
+    assert zoneout("eval", "run", "--data", "other.txt")[0] == BAD_DATA  # its checkpoints tell
+    shutil.rmtree("run/last")
+    assert zoneout("eval", "run")[0] == OK
+    assert zoneout("eval", "run", "--data", "other.txt")[0] == OK  # now nothing does
+    code, _, err = zoneout("eval", "run", "--data", "strange.txt")
+    assert code == BAD_DATA and "was trained on other data" in err
+    Path("run/data.json").write_text("{}")
+    code, _, err = zoneout("eval", "run")
+    assert code == FAILED and "data.json cannot be read" in err
+
+
+def test_a_text_that_has_moved_is_found_again(tmp_path, zoneout) -> None:
+    """A run is stranded: its text is somewhere else now, and nobody can tell it where."""
+    for part in ("train", "valid", "test"):
+        shutil.copy("my.txt", f"{part}.txt")
+    parts = ["--data.valid", "valid.txt", "--data.test", "test.txt"]
+    assert zoneout("train", "--data", "my.txt", "--out", "one", "--updates", "10", *SMALL)[0] == OK
+    assert zoneout("train", "--data", "train.txt", *parts, "--out", "three", "--updates", "10", *SMALL)[0] == OK
+    before = {run: zoneout("eval", run)[1] for run in ("one", "three")}
+    Path("moved").mkdir()
+    for name in ("my", "train", "valid", "test"):
+        Path(f"{name}.txt").rename(f"moved/{name}.txt")
+    Path("other.txt").write_text(TEXT[::-1], encoding="utf-8")
+    for run, places in {"one": ["moved/my.txt", "moved"], "three": ["moved"]}.items():
+        assert zoneout("eval", run)[0] == BAD_DATA
+        for place in places:
+            assert zoneout("eval", run, "--data", place)[:2] == (OK, before[run])
+        code, _, err = zoneout("eval", run, "--data", "other.txt")
+        assert code == BAD_DATA, err
+        updates = ["--updates", "20"]
+        code, _, err = zoneout("train", "--resume", "--out", run, "--data", "other.txt", *updates)
+        assert code == BAD_DATA, err
+        code, out, err = zoneout("train", "--resume", "--out", run, "--data", places[0], *updates)
+        assert code == OK and "Finished after 20 updates" in out, err
+    code, _, err = zoneout("train", "--resume", "--out", "one", "--data", "shakespeare")
+    assert code == FAILED and "data.name is" in err
+
+
+def test_a_recipe_is_not_trained_on_another_text(zoneout) -> None:
+    """`reproduce --data FILE` makes a record of a row from a text that is not the row's."""
+    code, _, err = zoneout("reproduce", "char-ptb", "zoneout", "--data", "my.txt", "--device", "cpu")
+    assert code == BAD_DATA and "my.txt is a file; expected a folder to look for char-ptb in" in err
 
 
 def test_weights_best_and_last(trained, zoneout) -> None:

@@ -60,6 +60,7 @@ def test_a_run_may_be_made_longer(run: Run) -> None:
     run.close()
     longer = replace(CONFIG, epochs=99)
     assert run.open(longer) == longer
+    run.go_on(longer)
     assert runs.read_config(run.folder) == longer
 
 
@@ -96,11 +97,12 @@ def test_a_folder_is_held_by_one_process(run: Run) -> None:
 
 def test_a_run_killed_while_it_was_created_can_be_created(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    run.create(CONFIG, VOCABULARY)
+    run.create(CONFIG, VOCABULARY, "of one text")
     run.close()
     (tmp_path / "config.json").rename(tmp_path / ".config.json")
-    run.create(CONFIG, VOCABULARY)
+    run.create(CONFIG, VOCABULARY, "of another")
     run.close()
+    assert runs.read_digest(tmp_path) == "of another"
     (tmp_path / "lock").unlink()
     (tmp_path / "config.json").unlink()
     with pytest.raises(RunError, match=r"is not empty and not a run"):  # somebody else's vocabulary.json, perhaps
@@ -342,6 +344,7 @@ def test_what_comes_after_training_may_change(run: Run) -> None:
     other = configs.change(CONFIG, {"evaluation.test.length": 50, "evaluation.statistics_size": 7})
     again = Run(run.folder)
     assert again.open(other) == other
+    again.go_on(other)
     found, problems = again.restore("cpu")
     again.close()
     assert found is not None and not problems

@@ -37,10 +37,11 @@ from zoneout.paper.config import (
     change,
     to_json,
 )
+from zoneout.paper.files import DataError
 from zoneout.paper.processes import products_in
 from zoneout.paper.runs import RunError, read_metrics
 from zoneout.paper.step import learning_rates, update_seeds
-from zoneout.paper.train import Diverged, Summary, train
+from zoneout.paper.train import Diverged, Summary, load_data, train
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
@@ -133,6 +134,7 @@ def test_a_run_from_beginning_to_end(tmp_path: Path) -> None:
     assert rows[0]["nats"] > summary.best["nats"] > 0, "nothing was learned"  # type: ignore[index]
     assert summary.best == min((r for r in rows if r["kind"] == "valid"), key=lambda r: r["nats"])
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["test"] == rows[-1] == summary.test
+    assert runs.read_digest(tmp_path / "run") == load_data(CHARS).digest
     found = runs.load(tmp_path / "run")
     assert (
         found.info == summary.best
@@ -149,7 +151,6 @@ def test_the_best_weights_are_kept_and_tested(tmp_path: Path) -> None:
     rows = [r for r in read_metrics(tmp_path / "run") if r["kind"] == "valid"]
     assert summary.best is not None and summary.best["update"] < rows[-1]["update"] and not rows[-1]["best"]
     from zoneout.paper.evaluate import evaluate
-    from zoneout.paper.train import load_data
 
     found = runs.load(tmp_path / "run")
     score = evaluate(found.model, load_data(config), "test", config)
@@ -159,7 +160,6 @@ def test_the_best_weights_are_kept_and_tested(tmp_path: Path) -> None:
 def test_batch_norms_statistics_are_estimated_anew_and_kept(tmp_path: Path) -> None:
     """Whoever loads the best weights gets what the test had; running averages of a short run are of little use."""
     from zoneout.paper.evaluate import evaluate
-    from zoneout.paper.train import load_data
 
     config = CURVES["char-lstm-batch-norm"]
     summary = train(config, tmp_path / "run")
@@ -219,7 +219,6 @@ def test_streams_carry_their_state_and_begin_each_epoch_anew(tmp_path: Path) -> 
     from zoneout.paper.models import build
     from zoneout.paper.processes import Processes
     from zoneout.paper.step import Step
-    from zoneout.paper.train import load_data
 
     config = replace(WORDS, model=replace(WORDS.model, learn_initial_state=True), optimizer=Optimizer("sgd", lr=0.0))
     corpus = load_data(config)
@@ -246,7 +245,6 @@ def test_streams_carry_their_state_and_begin_each_epoch_anew(tmp_path: Path) -> 
 
 def test_every_row_of_streams_is_trained_once() -> None:
     from zoneout.paper.feeds import make_feed
-    from zoneout.paper.train import load_data
 
     corpus = load_data(WORDS)
     feed = make_feed(WORDS, corpus, torch.device("cpu"))
@@ -392,7 +390,7 @@ def test_a_text_that_has_changed_is_seen(tmp_path: Path) -> None:
     config = replace(CHARS, data=Data(str(text)), updates=2)
     train(config, tmp_path / "run")
     text.write_text((GOLDEN / "text.txt").read_text().replace("heron", "stork"))
-    with pytest.raises(RunError, match=r"was trained on other data"):
+    with pytest.raises(DataError, match=r"was trained on other data"):
         train(None, tmp_path / "run", resume=True)
 
 
@@ -469,7 +467,6 @@ def test_two_processes_train_what_one_does(config: Config, tmp_path: Path) -> No
 
 def test_a_batch_that_cannot_be_shared_is_an_error() -> None:
     from zoneout.paper.feeds import make_feed
-    from zoneout.paper.train import load_data
 
     with pytest.raises(ValueError, match=r"batches\.size: expected a multiple of the 3 processes"):
         make_feed(CHARS, load_data(CHARS), torch.device("cpu"), rank=0, processes=3)

@@ -28,7 +28,7 @@ import zoneout
 from . import config as configs
 from . import fetch, files, gradients, plots, reproduce, runs, sweep, sweep_report
 from .config import Config
-from .data import Corpus
+from .data import text_path
 from .demo import Demo, free_folder
 from .describe import describe, described, ending
 from .evaluate import estimate_statistics, evaluate, evaluate_text
@@ -39,7 +39,7 @@ from .progress import TensorBoard, figure_of, together, watch
 from .recipes import RECIPES
 from .runs import RunError
 from .sample import sample
-from .train import Diverged, load_data, measure_of, train
+from .train import Diverged, data_of, measure_of, train
 
 OK, FAILED, WRONG_USE, BAD_DATA, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 CODES = {
@@ -67,7 +67,10 @@ class Train:
     """
 
     data: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE|DIR")] = None
-    """A corpus (zoneout data list), a text file, or a folder in which to look for the corpus of --data.name."""
+    """A corpus (zoneout data list), a text file, or a folder in which to look for the corpus of --data.name.
+
+    With --resume: where the run's data are now, a folder to look in, or the file that its text has moved to.
+    """
     out: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
     """The folder of the run; by default a new one in runs/."""
     resume: Flag = False
@@ -79,13 +82,13 @@ class Train:
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
     def __call__(self) -> int:
-        config, folder = with_data(self.config, self.data)
+        config, where = with_data(self.config, self.data, begun=self.resume)
         out = self.out or free_folder(Path("runs") / Path(config.data.name).stem)
         first = os.environ.get("RANK", "0") == "0"
         board = TensorBoard(out) if self.tensorboard and first else None
         with watch() if first else nullcontext() as shown:
             listeners: list[Any] = [*([shown.listener()] if shown else []), *([board] if board else [])]
-            summary = train(config, out, resume=self.resume, progress=together(*listeners), data=folder)
+            summary = train(config, out, resume=self.resume, progress=together(*listeners), data=where)
         if first:
             print(json.dumps(asdict(summary)) if self.json else ending(summary), flush=True)
         return INTERRUPTED if summary.status == "interrupted" else OK
@@ -116,8 +119,8 @@ class Eval:
     """The best weights, or those of the latest checkpoint."""
     statistics: int | None = None
     """With batch norm: estimate its statistics anew before, so many training examples at a time (0: as in training)."""
-    data: Folder = None
-    """A folder in which to look for the run's corpus."""
+    data: Annotated[Path | None, tyro.conf.arg(metavar="DIR|FILE")] = None
+    """Where the run's data are now: a folder to look in, or the file that its text has moved to."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     json: Flag = False
@@ -130,7 +133,8 @@ class Eval:
                 raise ValueError(f"--statistics: expected 0, or a number of examples above 1, got {self.statistics}")
             if loaded.config.model.norm != "batch":
                 raise ValueError(f"--statistics: {self.run} has no batch norm, whose statistics these are")
-            feed = make_feed(loaded.config, load_data(loaded.config, self.data), device_of(self.device))
+            data = data_of(self.run, loaded.config, self.data)
+            feed = make_feed(loaded.config, data, device_of(self.device))
             estimate_statistics(loaded.model, feed, size=self.statistics)
         own = loaded.config.evaluation.test if self.part == "test" or self.text else loaded.config.evaluation.valid
         given = {"kind": self.protocol, "length": self.length, "size": self.size}
@@ -142,12 +146,8 @@ class Eval:
             numbers = loaded.vocabulary.encode(read_text(self.text))
             score = evaluate_text(loaded.model, on_device(numbers, device_of(self.device)), protocol)
         else:
-            data = load_data(loaded.config, self.data)
+            data = data_of(self.run, loaded.config, self.data)
             measure = measure_of(data)
-            if isinstance(data, Corpus) and data.vocabulary != loaded.vocabulary:
-                raise DataError(
-                    f"{loaded.config.data.name} is not the text that {self.run} was trained on: its symbols are others"
-                )
             score = evaluate(loaded.model, data, self.part, loaded.config, protocol=protocol)
         where = str(self.text) if self.text else self.part
         if self.json:
@@ -565,30 +565,38 @@ def bench(args: Sequence[str]) -> int:
 # --- what the commands share -----------------------------------------------------------------------
 
 
-def with_data(config: Config, data: str | None) -> tuple[Config, Path | None]:
-    """The config with what --data says, and the folder to look for corpora in.
+def with_data(config: Config, data: str | None, *, begun: bool = False) -> tuple[Config, Path | None]:
+    """The config with what --data says, and where to look for the data.
 
-    Paths of texts are made absolute, so that a run can be continued from anywhere.
+    Paths of texts are made absolute, so that a run can be continued from anywhere. A run that has begun knows what its
+    data are: another file, too, is then only where they are now.
     """
+    path = None if data is None or data in DATASETS else Path(data).expanduser()
+    if begun and path is not None and str(path.absolute()) != config.data.name:
+        return _absolute_paths(config), path
     folder = None
-    if data is not None and data not in DATASETS and Path(data).expanduser().is_dir():
-        folder, data = Path(data).expanduser(), None
+    if path is not None and path.is_dir():
+        folder, data = path, None
         if config.data.name in DATASETS and not DATASETS[config.data.name].files:
             raise ValueError(
                 f"--data: {folder} is a folder; say which corpus of it is meant, as in --data.name char-ptb "
                 f"({config.data.name} is built in, and needs no folder)"
             )
     if data is not None:
-        if config.data.name not in (Config().data.name, data, _absolute(data)):
+        if not begun and config.data.name not in (Config().data.name, data, _absolute(data)):
             raise ValueError(f"--data: {data} is not what --data.name says ({config.data.name}); give one of the two")
         config = configs.change(config, {"data.name": data})
+    return _absolute_paths(config, folder), folder
+
+
+def _absolute_paths(config: Config, folder: Path | None = None) -> Config:
     paths = {"data.name": config.data.name, "data.valid": config.data.valid, "data.test": config.data.test}
-    found = {name: _absolute(value) for name, value in paths.items() if value is not None and value not in DATASETS}
-    return configs.change(config, found), folder
+    given = {name: value for name, value in paths.items() if value is not None and value not in DATASETS}
+    return configs.change(config, {name: _absolute(value, folder) for name, value in given.items()})
 
 
-def _absolute(path: str) -> str:
-    found = Path(path).expanduser()
+def _absolute(path: str, folder: Path | None = None) -> str:
+    found = text_path(path, folder)
     return str(found.absolute()) if found.exists() else path
 
 

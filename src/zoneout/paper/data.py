@@ -63,6 +63,8 @@ def load(
 ) -> Corpus:
     """A text by its name (`zoneout data list`) or the path of a UTF-8 file, in characters or words.
 
+    In `folder` a corpus is looked for, and before its own path a file of this name.
+
     Texts in one piece are split 90 / 5 / 5 (text8-prefix: the last two 5,000,000 each); a file of the user's may have
     its validation and test parts in files of their own. `preparation` is of char-ptb: the paper's files, which kept one
     of the two spaces around each line, or "stripped" of both. `limit` uses about so many symbols in all: the first of a
@@ -177,17 +179,24 @@ def _sources(name: str, folder: PathLike | None, valid: PathLike | None, test: P
         parts = PARTS if len(wanted) == 3 else ("",)
         return [Source(part, *files.locate(file, folder), file) for part, file in zip(parts, wanted)]
     given = {"train" if valid or test else "": name, "valid": valid, "test": test}
-    return [Source(part, _text_file(path)) for part, path in given.items() if path]
+    return [Source(part, _text_file(path, folder)) for part, path in given.items() if path]
 
 
-def _text_file(path: PathLike) -> Path:
-    found = Path(path).expanduser()
+def text_path(path: PathLike, folder: PathLike | None = None) -> Path:
+    """Where a text file of the user's is: in the folder, if there is one of its name, or where its path says."""
+    own = Path(path).expanduser()
+    inside = None if folder is None else Path(folder).expanduser() / own.name
+    return inside if inside is not None and inside.is_file() else own
+
+
+def _text_file(path: PathLike, folder: PathLike | None) -> Path:
+    found = text_path(path, folder)
     if found.is_file():
         return found
     if found.is_dir():
         raise DataError(f"{found} is a folder; expected a text file, or one of {', '.join(DATASETS)}")
-    hint = files.nearest(os.fspath(path))
-    raise files.MissingError(f"{path}: there is no such file, nor a corpus of this name; {hint}")
+    hint, inside = files.nearest(os.fspath(path)), f", nor one of its name in {folder}" if folder else ""
+    raise files.MissingError(f"{path}: there is no such file{inside}, nor a corpus of this name; {hint}")
 
 
 def _cached(

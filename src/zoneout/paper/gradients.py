@@ -38,7 +38,7 @@ from .processes import device_of
 from .recipes import MEASURES, RECIPES, select
 from .runs import RunError
 from .step import as_tuple, update_seeds
-from .train import load_data
+from .train import data_of
 
 Record: TypeAlias = dict[str, Any]
 
@@ -191,7 +191,7 @@ def make_record(
     loaded = runs.load(folder, weights=weights, device=where, changes={"device": str(where), "precision": "fp32"})
     config = loaded.config
     loaded.model.requires_grad_(False)  # saves the gradients of the weights
-    norms = measure(loaded.model, config, load_data(config, data), batches=batches)
+    norms = measure(loaded.model, config, data_of(folder, config, data), batches=batches)
     made: dict[str, dict[str, Any]] = {}
     for name, each in norms.items():
         layer, _, state = name.removeprefix("recurrent.").rpartition(".")
@@ -298,7 +298,7 @@ The numbers go to RUN/gradients.json, those of a recipe to RESULTS/RECIPE/gradie
     add("--seed", metavar="N", type=int, default=1, help="of a recipe, which run (1)")
     add("--out", metavar="DIR", type=Path, default=Path("runs/reproduce"), help="where recipes ran (runs/reproduce)")
     add("--results", metavar="DIR", type=Path, default=Path("results"), help="where records of recipes go (results)")
-    add("--data", metavar="DIR", type=Path, help="a folder to look for the data in; by default ZONEOUT_DATA")
+    add("--data", metavar="DIR|FILE", type=Path, help="where to look for the data, or the file a text has moved to")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add("--picture", metavar="FILE", type=Path, help="draw it to this file: .svg, .pdf or .png")
     add("--json", action="store_true", help="print the records as JSON")

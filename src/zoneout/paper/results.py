@@ -27,7 +27,7 @@ from .evaluate import evaluate
 from .processes import device_of
 from .recipes import MEASURES, QUOTED, RECIPES, Recipe
 from .runs import RunError
-from .train import load_data, measure_of, values_of
+from .train import data_of, measure_of, values_of
 
 Record: TypeAlias = dict[str, Any]
 
@@ -118,7 +118,7 @@ def protocols(config: Config) -> list[Protocol | None]:
 
 def scores(folder: Path, config: Config, data: Path | str | None, device: torch.device) -> list[Record]:
     """The best weights judged on both parts by every protocol; static masks also as the other thing they can be."""
-    corpus = load_data(config, data)
+    corpus = data_of(folder, config, data)
     found: list[Record] = []
     ways = ("sample", "expectation") if config.zoneout.mask == "static" else (config.evaluation.at_eval,)
     for at_eval in ways:

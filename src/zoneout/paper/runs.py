@@ -2,6 +2,7 @@
 
     config.json         what the run is
     vocabulary.json     of a text, the symbols in the order of their numbers
+    data.json           the digest of the data, by which they are known again
     metrics.jsonl       the truth: one line for every training loss, validation and test
     best.safetensors    the weights with the best validation
     last/NNNNNNNN/      the two latest checkpoints: weights, optimizer and everything else needed to continue
@@ -79,7 +80,8 @@ class Run:
                 "Nothing was overwritten."
             )
         # A run that was killed while it was created has its lock and perhaps one of these, but no config yet.
-        begun = {"lock", "metrics.jsonl", "vocabulary.json", ".vocabulary.json", ".config.json"}
+        written = {f"{side}{name}.json" for side in ("", ".") for name in ("vocabulary", "data", "config")}
+        begun = {"lock", "metrics.jsonl", *written}
         strangers = there - begun if "lock" in there else there
         if strangers:
             raise RunError(
@@ -87,8 +89,8 @@ class Run:
                 f"{', …' if len(strangers) > 3 else ''}); choose another folder. Nothing was overwritten."
             )
 
-    def create(self, config: Config, vocabulary: Vocabulary | None) -> None:
-        """Begin a run in a folder that is not there yet, or is empty."""
+    def create(self, config: Config, vocabulary: Vocabulary | None, digest: str | None = None) -> None:
+        """Begin a run in a folder that is not there yet, or is empty; the digest is of its data."""
         self.check_free()
         with explained(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -97,12 +99,17 @@ class Run:
         with explained(self.folder):
             if vocabulary is not None:
                 write_text(self.folder / "vocabulary.json", vocabulary.to_json() + "\n")
+            if digest is not None:
+                write_json(self.folder / "data.json", {"digest": digest})
             self.metrics.touch()
             # Last: a folder with a config is a run.
             write_json(self.folder / "config.json", {"format": FORMAT, **configs.to_json(config)})
 
     def open(self, config: Config | None = None) -> Config:
-        """Continue a run; `config` may differ from its own only in how long and where it runs, and in its test."""
+        """Hold a run to continue it; `config` may differ from its own only in how long and where it runs, and its test.
+
+        Nothing is written before `go_on`.
+        """
         own = read_config(self.folder)
         config = config or own
         ours, theirs = configs.to_json(own), configs.to_json(config)
@@ -119,11 +126,14 @@ class Run:
                 "folder. Nothing was overwritten."
             )
         self.lock()
+        return config
+
+    def go_on(self, config: Config) -> None:
+        """Write down that a run which is open is not finished, and what has changed of its config."""
         with explained(self.folder):
             (self.folder / "summary.json").unlink(missing_ok=True)
-            if config != own:
-                write_json(self.folder / "config.json", {"format": FORMAT, **theirs})
-        return config
+            if config != read_config(self.folder):
+                write_json(self.folder / "config.json", {"format": FORMAT, **configs.to_json(config)})
 
     def lock(self) -> None:
         """Keep other processes out until `close`; the system lets go when the process ends, however it ends."""
@@ -332,6 +342,20 @@ def read_vocabulary(folder: Path | str) -> Vocabulary | None:
         return Vocabulary.from_json(path.read_text(encoding="utf-8")) if path.exists() else None
     except (ValueError, RecursionError) as error:
         raise RunError(f"{path} cannot be read: {error}") from None
+
+
+def read_digest(folder: Path | str) -> str | None:
+    """The digest of the data that a run was begun with; None where nothing tells it any more."""
+    path = Path(folder) / "data.json"
+    try:
+        if path.exists():
+            return str(read_json(path)["digest"])
+    except (ValueError, KeyError) as error:
+        raise RunError(f"{path} cannot be read: {error!r}") from None
+    for checkpoint in Run(folder).checkpoints():  # where alone early versions noted it
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return str(read_json(checkpoint / "state.json")["state"]["digest"])
+    return None
 
 
 def read_metrics(folder: Path | str) -> list[dict[str, Any]]:

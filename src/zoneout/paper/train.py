@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from .config import Config
 from .data import Corpus, Images
 from .evaluate import Score, estimate_statistics, evaluate, predictions
 from .feeds import make_feed
+from .files import DataError
 from .models import build, parameters_of
 from .processes import Processes, join
 from .runs import Run, RunError
@@ -81,8 +82,9 @@ def train(
 ) -> Summary:
     """Train a model in a folder of its own, or continue (`resume`) the run that is there; `config` may then be None.
 
-    `data` is a folder to look for corpora in. At `deadline` (by `time.monotonic`) the run stops as if it had been
-    interrupted: with a checkpoint, to be continued. `progress` is called with a dict for everything that happens, whose
+    `data` is a folder to look for the data in; of a run that is continued, also the file that its text has moved to.
+    At `deadline` (by `time.monotonic`) the run stops as if it had been interrupted: with a checkpoint, to be continued.
+    `progress` is called with a dict for everything that happens, whose
     "kind" is "start" (update, updates, epochs, data, parameters, device, measure, folder), "step" (update, epoch, and
     on a CPU nats), "train", "valid" or "test" (the lines of the metrics), "save" (update), "note" (text) or "end" (the
     summary). Of several processes only the first calls it.
@@ -124,7 +126,7 @@ class Training:
 
         if not resume and processes.first:
             run.check_free()  # before anything takes time
-        self.data = load_data(config, data)
+        self.data = data_of(run.folder, config, data) if resume else load_data(config, data)
         check_protocols(config, self.data)
         vocabulary = self.data.vocabulary if isinstance(self.data, Corpus) else None
         self.measure = measure_of(self.data)
@@ -136,7 +138,7 @@ class Training:
         if resume:
             self.restore()
         elif processes.first:
-            self.run.create(config, vocabulary)
+            self.run.create(config, vocabulary, self.data.digest)
         self.earlier = self.state.seconds
         self.updates = self.step.begin(self.state.epoch, self.state.done, self.state.update)  # of this epoch
         self.step.capture()
@@ -281,16 +283,14 @@ class Training:
 
     def restore(self) -> None:
         """Go on from the latest whole checkpoint."""
+        if self.processes.first:
+            self.run.go_on(self.config)
         found, problems = self.run.restore("cpu") if self.processes.first else (None, [])
         for problem in problems:
             self.tell({"kind": "note", "text": problem})
         saved = self.processes.share(None if found is None else found.state)
         if saved is None:  # stopped before the first checkpoint: the same begins again
             return
-        if saved["digest"] != self.state.digest:
-            raise RunError(
-                f"{self.run.folder} was trained on other data: the corpus {self.config.data.name} has changed since"
-            )
         self.state = State(**saved)
         try:
             self.step.load(None if found is None else found.tensors)
@@ -335,8 +335,10 @@ class Training:
 
 
 def load_data(config: Config, folder: Path | str | None = None) -> Corpus | Images:
-    """The data of a config."""
+    """The data of a config, which may lie in a folder."""
     wanted = config.data
+    if folder is not None and Path(folder).is_file():
+        raise DataError(f"{folder} is a file; expected a folder to look for {wanted.name} in")
     if config.task == "images":
         return corpora.load_images(wanted.order, folder=folder)
     return corpora.load(
@@ -349,6 +351,28 @@ def load_data(config: Config, folder: Path | str | None = None) -> Corpus | Imag
         limit=wanted.limit,
         words=wanted.words,
     )
+
+
+def data_of(run: Path | str, config: Config, where: Path | str | None = None) -> Corpus | Images:
+    """The data of a run that is there already; an error where they are no longer what it was begun with.
+
+    `where` is a folder to look for them in, or the file that its text has moved to.
+    """
+    if where is not None and not Path(where).exists():
+        raise DataError(f"{where}: there is no such file or folder")
+    if where is not None and Path(where).is_file():
+        config, where = replace(config, data=replace(config.data, name=str(Path(where).absolute()))), None
+    data, digest = load_data(config, where), runs.read_digest(run)
+    if digest is not None:
+        same = data.digest == digest
+    else:  # the least that its weights need
+        same = isinstance(data, Images) or data.vocabulary == runs.read_vocabulary(run)
+    if not same:
+        raise DataError(
+            f"{run} was trained on other data than {config.data.name} is now, whose test part may hold what it was "
+            "trained on; --data says where the data of then are, and `zoneout eval --text` evaluates any other text"
+        )
+    return data
 
 
 def check_protocols(config: Config, data: Corpus | Images) -> None:
