@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -336,11 +337,28 @@ def test_eval_reads_another_text(trained, zoneout) -> None:
     assert other["bits"] == pytest.approx(own["bits"], abs=0.05)
     Path("strange.txt").write_text("Ξ" * 50, encoding="utf-8")
     code, _, err = zoneout("eval", trained, "--text", "strange.txt")
-    assert code == WRONG_USE and "symbols that the vocabulary has not" in err
+    assert code == BAD_DATA and "strange.txt: there are symbols that the vocabulary has not: ['Ξ']" in err
     Path("latin.txt").write_bytes(b"caf\xe9 " * 20)
     code, _, err = zoneout("eval", trained, "--text", "latin.txt")
-    assert code == BAD_DATA and "byte 3 is not UTF-8" in err
-    assert zoneout("eval", trained, "--text", "none.txt")[0] == BAD_DATA
+    assert code == BAD_DATA and "latin.txt: byte 3 (0xe9, line 1) is not UTF-8" in err
+    for name, content in (("empty.txt", b""), ("folder", None), ("none.txt", None)):
+        Path("folder").mkdir(exist_ok=True)
+        if content is not None:
+            Path(name).write_bytes(content)
+        code, out, err = zoneout("eval", trained, "--text", name)
+        assert code == BAD_DATA and name in err and not out
+
+
+def test_eval_reads_another_text_as_training_would(trained, zoneout) -> None:
+    """A text that could be trained on, packed or from another system, cannot be evaluated."""
+    plain = TEXT[:2000].encode()
+    found = set()
+    for content in (plain, gzip.compress(plain), b"\xef\xbb\xbf" + plain.replace(b"\n", b"\r\n")):
+        Path("other.txt").write_bytes(content)
+        code, out, err = zoneout("eval", trained, "--text", "other.txt")
+        assert code == OK, err
+        found.add(out)
+    assert len(found) == 1
 
 
 def test_eval_notices_that_the_text_has_changed(trained, tmp_path, zoneout) -> None:
@@ -436,8 +454,10 @@ def test_sample_writes(trained, zoneout) -> None:
     assert out.startswith("9 green ") and len(out) == len("9 green ") + 40 + 1
     result = json.loads(zoneout(*arguments, "--json")[1])
     assert result["prompt"] + result["text"] + "\n" == out
-    code, _, err = zoneout("sample", trained, "--prompt", "Ξ")
-    assert code == WRONG_USE and "Ξ" in err
+    for more in ([], ["--json"]):
+        code, out, err = zoneout("sample", trained, "--prompt", "Ξ", *more)
+        assert code == WRONG_USE and "prompt: there are symbols that the vocabulary has not: ['Ξ']" in err
+        assert not out
 
 
 def test_show_describes_a_run(trained, zoneout) -> None:

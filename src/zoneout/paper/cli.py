@@ -28,7 +28,7 @@ import zoneout
 from . import config as configs
 from . import fetch, files, gradients, plots, reproduce, runs, sweep, sweep_report
 from .config import Config
-from .data import text_path
+from .data import read_text, text_path
 from .demo import Demo, free_folder
 from .describe import describe, described, ending
 from .evaluate import estimate_statistics, evaluate, evaluate_text
@@ -143,7 +143,7 @@ class Eval:
             if loaded.vocabulary is None:
                 raise ValueError(f"--text: {self.run} classifies images and cannot read a text")
             measure = "bits" if loaded.vocabulary.unit == "char" else "perplexity"
-            numbers = loaded.vocabulary.encode(read_text(self.text))
+            numbers = read_text(self.text, loaded.vocabulary)
             score = evaluate_text(loaded.model, on_device(numbers, device_of(self.device)), protocol)
         else:
             data = data_of(self.run, loaded.config, self.data)
@@ -598,18 +598,6 @@ def _absolute_paths(config: Config, folder: Path | None = None) -> Config:
 def _absolute(path: str, folder: Path | None = None) -> str:
     found = text_path(path, folder)
     return str(found.absolute()) if found.exists() else path
-
-
-def read_text(path: Path) -> str:
-    """A text file of the user's."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise DataError(f"{path}: there is no such file") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: byte {error.start:,} is not UTF-8; expected a text in UTF-8") from None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def _say(line: str) -> None:

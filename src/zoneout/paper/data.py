@@ -224,6 +224,19 @@ def _python_text() -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
+def read_text(path: PathLike, vocabulary: Vocabulary) -> Array:
+    """A text file of the user's in the numbers of a vocabulary; unpacked, and with its ends of lines, as any is."""
+    file = Path(path).expanduser()
+    text = _decode(files.read(file), Source("", file))
+    try:
+        numbers = vocabulary.encode(text)
+    except ValueError as error:
+        raise DataError(f"{path}: {error}") from None
+    if len(numbers) < 2:
+        raise DataError(f"{path}: it has {len(numbers)} symbols, and at least 2 are needed")
+    return numbers
+
+
 def _decode(data: bytes, source: Source) -> str:
     try:
         text = data.decode("utf-8-sig")

@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from .runs import Loaded
+from .text import Vocabulary
 
 
-@torch.no_grad()
 def sample(
     loaded: Loaded, prompt: str = "", *, length: int = 500, temperature: float = 0.8, seed: int = 0
 ) -> Iterator[str]:
     """The model's continuation of `prompt`, piece by piece, `length` symbols in all.
 
     A temperature of 1 draws from what the model predicts, a lower one prefers what is likely, 0 always takes the
-    likeliest. The same seed gives the same text.
+    likeliest. The same seed gives the same text. What cannot be is an error at once, before anything is written.
     """
-    model, vocabulary = loaded.model, loaded.vocabulary
+    vocabulary = loaded.vocabulary
     if vocabulary is None:
         raise ValueError("run: this one classifies images, and writes nothing; sample from a run on text")
     if length < 0:
         raise ValueError(f"length: expected 0 or more symbols, got {length}")
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature: expected a finite number, 0 or more, got {temperature}")
-    numbers: list[int] = vocabulary.encode(prompt).tolist() if prompt else []
+    try:
+        numbers: list[int] = vocabulary.encode(prompt).tolist() if prompt else []
+    except ValueError as error:
+        raise ValueError(f"prompt: {error}") from None
+    return _written(loaded.model, vocabulary, numbers, length, temperature, seed)
+
+
+@torch.no_grad()
+def _written(
+    model: Any, vocabulary: Vocabulary, numbers: list[int], length: int, temperature: float, seed: int
+) -> Iterator[str]:
     # Without a prompt the text begins as a line does: after the end of another.
     start = next((vocabulary.number[s] for s in ("\n", "<eos>", " ") if s in vocabulary.number), 0)
     fed = numbers or [start]

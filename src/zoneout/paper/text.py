@@ -62,7 +62,7 @@ class Vocabulary:
         if None in numbers:
             strange = sorted({symbol for symbol in symbols if symbol not in self.number})
             known = "".join(self.symbols) if self.unit == "char" else f"{len(self)} words"
-            raise ValueError(f"the text has symbols that the vocabulary has not: {strange[:10]}; it knows {known!r}")
+            raise ValueError(f"there are symbols that the vocabulary has not: {strange[:10]}; it knows {known!r}")
         return np.array(numbers, dtype=self.dtype)
 
     def decode(self, numbers: Iterable[int]) -> str:
