@@ -121,6 +121,8 @@ def test_version(zoneout) -> None:
         (["sweep", "--data", "."], WRONG_USE, "as in --data.name char-ptb (python is built in"),
         (["train", "--data", "my.txt", "--batches.length", "99999"], WRONG_USE, "does not fit into a text"),
         (["train", "--data", "my.txt", "--device", "gpu"], WRONG_USE, "device: expected auto, cpu, cuda"),
+        (["sweep", "--data", "no-such.txt"], BAD_DATA, "no-such.txt: there is no such file"),
+        (["sweep", "char_ptb_zoneout", "--data", "."], BAD_DATA, "ptb/ptb.train.txt was not found"),
         (["train", "--resume"], WRONG_USE, "--resume: say which run"),
         (["train", "--resume", "--out", "nowhere"], FAILED, "nowhere is not a run"),
         (["eval"], WRONG_USE, "RUN"),

@@ -18,7 +18,7 @@ import signal
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -31,7 +31,7 @@ from .config import Config
 from .files import DataError
 from .reproduce import passing_on
 from .runs import InUse, RunError
-from .train import Diverged, Progress, train
+from .train import Diverged, Progress, load_data, train
 from .trials import (
     INTERRUPTED,
     Row,
@@ -213,7 +213,8 @@ def sweep(
     if search is not None:
         if seeds != 1 or part is not None or not axes:
             raise ValueError("--search: expected a --grid to choose from, one seed and no --part")
-        trial_of(base, {name: values[0] for name, values in axes.items() if isinstance(values, list)})
+        first = trial_of(base, {name: values[0] for name, values in axes.items() if isinstance(values, list)})
+        check_data([first.config], data)
         problems = cluster.search_ray(base, axes, out, trials, room, say, data)
         every = known_trials(base, list(axes), out)
     else:
@@ -222,6 +223,7 @@ def sweep(
         chosen = part_of(every, part) if part else every
         states = {t.name: state_of(t, places[t.name], scheduled=asha) for t in chosen}
         jobs = [Job(t, places[t.name], data) for t in chosen if states[t.name] in ("missing", "begun")]
+        check_data((job.trial.config for job in jobs), data)
         if len(jobs) < len(chosen):
             say(f"{len(chosen) - len(jobs)} of {len(chosen)} runs are there already")
         if with_ray:
@@ -230,6 +232,12 @@ def sweep(
             problems = run_local(jobs, parallel=parallel or room_here(base), say=say)
     places = folders(every, out)
     return [row_of(t, places[t.name], problems.get(t.name, ""), scheduled=asha) for t in every]
+
+
+def check_data(configs: Iterable[Config], folder: Path | None) -> None:
+    """An error where data are missing, before every run has to find out by itself."""
+    for config in {config.data: config for config in configs}.values():
+        load_data(config, folder)
 
 
 def room_here(config: Config) -> int:
