@@ -71,10 +71,11 @@ class Job:
 
     def missing(self) -> bool:
         """Whether there is no record yet; an error if there is one of something else."""
+        config = self.config  # which says so where a setting cannot be
         if not self.record.exists():
             return True
         there = configs.from_json(read_record(self.record)["config"])
-        for name, ours, theirs in changes(self.config, there):
+        for name, ours, theirs in changes(config, there):
             raise RunError(
                 f"{self.record} is of other settings: {name} is {theirs} there and {ours} here. Move it away, or "
                 "choose another folder with --results."
@@ -118,6 +119,10 @@ def reproduce(
     """
     if parallel < 1:
         raise ValueError(f"parallel: expected 1 or more, got {parallel}")
+    if not (seeds := list(seeds)):
+        raise ValueError("seeds: expected 1 or more, got none")
+    if not minutes >= 0:
+        raise ValueError(f"minutes: expected 0 or more, got {minutes:g}")
     recipes = select(task, rows)
     until = time.time() + 60 * minutes
     jobs = [
