@@ -18,6 +18,7 @@ import torch
 
 from zoneout.paper import cli, config, files, runs
 from zoneout.paper.cli import BAD_DATA, DIVERGED, FAILED, INTERRUPTED, OK, WRONG_USE, main
+from zoneout.paper.models import build
 
 SRC = Path(cli.__file__).parents[2]
 TEXT = "".join(f"{n} green bottles, hanging on the wall; and if {n % 7} should fall,\n" for n in range(300))
@@ -121,11 +122,15 @@ def test_version(zoneout) -> None:
         (["sweep", "--data", "."], WRONG_USE, "as in --data.name char-ptb (python is built in"),
         (["train", "--data", "my.txt", "--batches.length", "99999"], WRONG_USE, "does not fit into a text"),
         (["train", "--data", "my.txt", "--device", "gpu"], WRONG_USE, "device: expected auto, cpu, cuda"),
+        (["train", "my.txt"], WRONG_USE, "expected options only, got 'my.txt'; did you mean --data my.txt?"),
+        (["train", "--epochs", "3", "my.txt"], WRONG_USE, "did you mean --data my.txt?"),
         (["sweep", "--data", "no-such.txt"], BAD_DATA, "no-such.txt: there is no such file"),
         (["sweep", "char_ptb_zoneout", "--data", "."], BAD_DATA, "ptb/ptb.train.txt was not found"),
         (["reproduce", "char-ptb", "--seeds", "0"], WRONG_USE, "seeds: expected 1 or more"),
         (["reproduce", "char-ptb", "--minutes", "-1"], WRONG_USE, "minutes: expected 0 or more, got -1"),
         (["reproduce", "char-ptb", "--set", "epoch=1"], WRONG_USE, "epoch: there is no such field; the nearest"),
+        (["report", "--results", "nowhere"], WRONG_USE, "--results: there is no folder nowhere with records"),
+        (["figures"], WRONG_USE, "--results: there is no folder results with records"),
         (["train", "--resume"], WRONG_USE, "--resume: say which run"),
         (["train", "--resume", "--out", "nowhere"], FAILED, "nowhere is not a run"),
         (["eval"], WRONG_USE, "RUN"),
@@ -497,6 +502,32 @@ def test_show_compares_and_draws(trained, zoneout) -> None:
     assert "<svg" in Path("curves.svg").read_text(encoding="utf-8")
     code, _, err = zoneout("show", trained, "--picture", "curves.bmp")
     assert code == WRONG_USE and ".png" in err
+
+
+def test_show_says_what_it_does_not_draw(trained, zoneout) -> None:
+    """A run that is judged by something else is left out of the picture without a word."""
+    words = ["--data", "my.txt", "--data.by", "word", "--batches.length", "5", "--updates", "10"]
+    assert zoneout("train", *words, "--out", "words", *SMALL[:2], *SMALL[4:])[0] == OK
+    code, out, err = zoneout("show", trained, "words", "--picture", "curves.png")
+    assert code == OK and f"o {trained}" in out and "x words" not in out
+    assert "words is not drawn: its perplexity does not go with bits per character" in err
+    Path("new").mkdir()
+    shutil.copy(trained / "config.json", "new")
+    Path("new/metrics.jsonl").touch()
+    code, out, err = zoneout("show", "new", "words")  # one without any validation yet goes with all
+    assert code == OK and "x words" in out and "not drawn" not in err
+
+
+def test_images_have_no_protocol(zoneout) -> None:
+    """An option that does nothing is taken in silence."""
+    images = config.change(config.Config(), {"data.name": "mnist", "model.hidden": 4})
+    run = runs.Run("digits")
+    run.create(images, None)
+    run.save_best(build(images), {"update": 1, "epoch": 1.0})
+    run.close()
+    for option in (["--protocol", "chunks"], ["--length", "10"]):
+        code, _, err = zoneout("eval", "digits", *option)
+        assert code == WRONG_USE and "digits classifies images, which are not cut as a text is" in err
 
 
 def test_show_of_a_run_that_has_just_begun(trained, zoneout) -> None:

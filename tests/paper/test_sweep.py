@@ -22,6 +22,7 @@ from zoneout.paper import cli, cluster, runs, sweep, sweep_report
 from zoneout.paper.config import Config, at, change, names, to_json
 from zoneout.paper.runs import RunError
 from zoneout.paper.sweep import run_local
+from zoneout.paper.train import load_data
 from zoneout.paper.trials import Row, axes_of, grid_of, part_of, row_of, trial_of
 
 
@@ -216,7 +217,7 @@ def test_a_folder_that_is_held_is_waited_for(tmp_path: Path, monkeypatch: pytest
     """A sweep begun again a moment after its process was killed finds folders that are still held."""
     job = jobs(tmp_path, fragile=0)[0]
     held = runs.Run(job.folder)
-    held.create(job.trial.config, None)
+    held.create(job.trial.config, None, load_data(job.trial.config).digest)
     monkeypatch.setattr(sweep, "WAIT", -1.0)
     assert "is in use by another process" in job()
     monkeypatch.setattr(sweep, "WAIT", 60.0)

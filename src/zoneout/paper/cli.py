@@ -138,6 +138,8 @@ class Eval:
             estimate_statistics(loaded.model, feed, size=self.statistics)
         own = loaded.config.evaluation.test if self.part == "test" or self.text else loaded.config.evaluation.valid
         given = {"kind": self.protocol, "length": self.length, "size": self.size}
+        if loaded.config.task == "images" and (self.protocol or self.length):
+            raise ValueError(f"--protocol, --length: {self.run} classifies images, which are not cut as a text is")
         protocol = replace(own, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
         if self.text is not None:
             if loaded.vocabulary is None:
@@ -223,16 +225,21 @@ class Show:
         pages = [describe(folder) for folder in self.runs]
         names = [str(folder) for folder in self.runs] if len(self.runs) > 1 else ["valid"]
         curves = [plots.read_curve(folder, name) for folder, name in zip(self.runs, names)]
-        curves = [curve for curve in curves if curve.measure == curves[0].measure]
+        measure = next((curve.measure for curve in curves if curve.valid), "bits")
+        strangers = [curve for curve in curves if curve.valid and curve.measure != measure]
+        curves = [curve for curve in curves if curve not in strangers]
+        for curve in strangers:
+            unit, other = plots.UNITS[measure], plots.UNITS[curve.measure]
+            _say(f"{curve.name} is not drawn: its {other} does not go with {unit}, which the curves are in")
         if self.json:
             print(json.dumps(pages if len(pages) > 1 else pages[0]))
         else:
             print("\n\n".join(described(page) for page in pages))
             width = min(shutil.get_terminal_size((80, 24)).columns, 100)
-            print(f"\n{plots.UNITS[curves[0].measure]}, validation:\n{plots.ascii_curves(curves, width)}")
+            print(f"\n{plots.UNITS[measure]}, validation:\n{plots.ascii_curves(curves, width)}")
         if self.picture is not None:
             plots.save(plots.figure(curves), self.picture)
-            print(f"The picture is in {self.picture}", file=sys.stderr)
+            _say(f"The picture is in {self.picture}")
         return OK
 
 
@@ -405,7 +412,7 @@ class Figures:
     def __call__(self) -> int:
         from . import figures  # which needs matplotlib, and a second for it
 
-        made = figures.save_all(self.results, self.out, self.format, self.names)
+        made = figures.save_all(records_in(self.results), self.out, self.format, self.names)
         if self.json:
             print(json.dumps([{"file": str(path), "text": d.text, "missing": d.missing} for path, d in made]))
             return OK
@@ -434,7 +441,10 @@ class Report:
     def __call__(self) -> int:
         from . import report  # which needs matplotlib, and a second for it
 
-        page = report.runs_page(self.runs) if self.runs else report.paper_page(self.results, self.benchmarks)
+        if self.runs:
+            page = report.runs_page(self.runs)
+        else:
+            page = report.paper_page(records_in(self.results), self.benchmarks)
         report.write(self.out, page)
         print(f"The page is in {self.out}")
         return OK
@@ -510,6 +520,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(name: str, args: Sequence[str]) -> Any:
     """The command with its options. Those of a run that is continued are, where nothing else is said, its own."""
     prog = f"zoneout {name}"
+    if COMMANDS[name] is Train:
+        unknown = tyro.cli(Train, prog=prog, args=args, return_unknown_args=True)[1]
+        if unknown and not unknown[0].startswith("-"):
+            raise ValueError(f"expected options only, got {unknown[0]!r}; did you mean --data {unknown[0]}?")
     command = tyro.cli(COMMANDS[name], prog=prog, args=args)
     if isinstance(command, Sweep) and command.recipe is not None:
         if command.recipe not in RECIPES:
@@ -598,6 +612,16 @@ def _absolute_paths(config: Config, folder: Path | None = None) -> Config:
 def _absolute(path: str, folder: Path | None = None) -> str:
     found = text_path(path, folder)
     return str(found.absolute()) if found.exists() else path
+
+
+def records_in(results: Path) -> Path:
+    """The folder, if it is there."""
+    if not results.is_dir():
+        raise ValueError(
+            f"--results: there is no folder {results} with records of the paper's rows; a clone of the repository has "
+            "one, and `zoneout reproduce` makes one"
+        )
+    return results
 
 
 def _say(line: str) -> None:
