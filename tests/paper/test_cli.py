@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from zoneout.paper import cli, config, files, runs
+from zoneout.paper import cli, commands, config, fetch, files, runs
 from zoneout.paper.cli import BAD_DATA, DIVERGED, FAILED, INTERRUPTED, OK, WRONG_USE, main
 from zoneout.paper.models import build
 
@@ -548,7 +548,7 @@ def test_data_list_and_verify(zoneout, monkeypatch, tmp_path) -> None:
     sha256 = __import__("hashlib").sha256(TEXT.encode()).hexdigest()
     file = files.File("songs/bottles.txt", len(TEXT), sha256)
     monkeypatch.setattr(files, "DATASETS", {"bottles": files.Dataset("bottles", "a song", (file,))})
-    monkeypatch.setattr(cli, "DATASETS", files.DATASETS)
+    monkeypatch.setattr(commands, "DATASETS", files.DATASETS)
     monkeypatch.setenv("ZONEOUT_CACHE", str(tmp_path / "cache"))
     assert "bottles       not here  a song" in zoneout("data", "list")[1]
     assert zoneout("data", "verify")[0] == OK  # nothing is there, so nothing is wrong
@@ -570,7 +570,7 @@ def test_data_fetch(zoneout, monkeypatch) -> None:
     """fetch downloads what is there already, or says nothing of where it is."""
     asked = []
     monkeypatch.setattr(
-        cli.fetch,
+        fetch,
         "fetch",
         lambda name, folder, progress: asked.append((name, folder)) or [(Path("cache/thing"), True)],
     )

@@ -1,480 +1,40 @@
-"""The command line: one frozen dataclass a command, whose fields are its options.
+"""The command line: which command is meant, its options, and what is said when it ends in an error.
 
-Errors are sentences on standard error; the exit code says what kind they are (`CODES`). Results go to standard output,
-progress to standard error.
+Errors are sentences on standard error; the exit code says what kind they are (`CODES`).
 """
 
 from __future__ import annotations
 
 import difflib
-import json
 import os
-import shutil
 import subprocess
 import sys
-import traceback
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Any
 
 import tyro
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 import zoneout
 
-from . import config as configs
-from . import fetch, files, gradients, plots, reproduce, runs, sweep, sweep_report
-from .config import Config
-from .data import read_text, text_path
-from .demo import Demo, free_folder
-from .describe import describe, described, ending
-from .evaluate import estimate_statistics, evaluate, evaluate_text
-from .feeds import make_feed, on_device
-from .files import DATASETS, DataError
-from .processes import device_of
-from .progress import TensorBoard, figure_of, together, watch
+from . import gradients, reproduce, runs
+from .commands import (
+    BAD_DATA,
+    CODES,
+    COMMANDS,
+    DIVERGED,
+    FAILED,
+    INTERRUPTED,
+    OK,
+    WRONG_USE,
+    Sweep,
+    Train,
+    complain,
+)
+from .files import DataError
 from .recipes import RECIPES
 from .runs import RunError
-from .sample import sample
-from .train import Diverged, data_of, measure_of, train
-
-OK, FAILED, WRONG_USE, BAD_DATA, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
-CODES = {
-    OK: "done",
-    FAILED: "the run failed: a folder that is in use, full or damaged",
-    WRONG_USE: "wrong use: an option or a value that cannot be",
-    BAD_DATA: "data that are missing or not what they should be",
-    DIVERGED: "training diverged: a loss that is not a finite number",
-    INTERRUPTED: "interrupted (Ctrl-C or a polite kill); the run can be continued",
-}
-
-Flag: TypeAlias = Annotated[bool, tyro.conf.FlagCreatePairsOff]
-Folder: TypeAlias = Annotated[Path | None, tyro.conf.arg(metavar="DIR")]
-RunFolder: TypeAlias = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-
-
-@dataclass(frozen=True)
-class Train:
-    """Train a model on a text, in a folder of its own.
-
-    $ zoneout train --data my.txt --zoneout.cell 0.5 --zoneout.hidden 0.05
-    $ zoneout train --data char-ptb --out runs/ptb --model.hidden 1000 --epochs 40
-    $ zoneout train --resume --out runs/ptb --epochs 60
-    $ torchrun --nproc-per-node 4 -m zoneout train --data text8 --out runs/text8
-    """
-
-    data: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE|DIR")] = None
-    """A corpus (zoneout data list), a text file, or a folder in which to look for the corpus of --data.name.
-
-    With --resume: where the run's data are now, a folder to look in, or the file that its text has moved to.
-    """
-    out: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
-    """The folder of the run; by default a new one in runs/."""
-    resume: Flag = False
-    """Continue the run in --out exactly where it was."""
-    tensorboard: Flag = False
-    """Write the metrics for TensorBoard too, to RUN/tensorboard."""
-    json: Flag = False
-    """Print how the run ended as JSON."""
-    config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
-
-    def __call__(self) -> int:
-        config, where = with_data(self.config, self.data, begun=self.resume)
-        out = self.out or free_folder(Path("runs") / Path(config.data.name).stem)
-        first = os.environ.get("RANK", "0") == "0"
-        board = TensorBoard(out) if self.tensorboard and first else None
-        with watch() if first else nullcontext() as shown:
-            listeners: list[Any] = [*([shown.listener()] if shown else []), *([board] if board else [])]
-            summary = train(config, out, resume=self.resume, progress=together(*listeners), data=where)
-        if first:
-            print(json.dumps(asdict(summary)) if self.json else ending(summary), flush=True)
-        return INTERRUPTED if summary.status == "interrupted" else OK
-
-
-@dataclass(frozen=True)
-class Eval:
-    """Evaluate a trained model.
-
-    $ zoneout eval runs/ptb
-    $ zoneout eval runs/ptb --part valid --protocol chunks --length 100
-    $ zoneout eval runs/ptb --text another.txt --json
-    """
-
-    run: RunFolder
-    """The folder of the run."""
-    part: Literal["train", "valid", "test"] = "test"
-    """Which part of the run's data."""
-    text: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Another text, instead of the run's data."""
-    protocol: Literal["chunks", "streams", "whole"] | None = None
-    """Chunks from the initial state, parallel streams, or the whole text as one; by default as the run has it."""
-    length: int | None = None
-    """Symbols in a chunk; otherwise steps to run at a time."""
-    size: int | None = None
-    """Chunks in a batch, or how many streams."""
-    weights: Literal["best", "last"] = "best"
-    """The best weights, or those of the latest checkpoint."""
-    statistics: int | None = None
-    """With batch norm: estimate its statistics anew before, so many training examples at a time (0: as in training)."""
-    data: Annotated[Path | None, tyro.conf.arg(metavar="DIR|FILE")] = None
-    """Where the run's data are now: a folder to look in, or the file that its text has moved to."""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
-    json: Flag = False
-    """Print the result as JSON."""
-
-    def __call__(self) -> int:
-        loaded = runs.load(self.run, weights=self.weights, device=device_of(self.device))
-        if self.statistics is not None:
-            if self.statistics < 0 or self.statistics == 1:
-                raise ValueError(f"--statistics: expected 0, or a number of examples above 1, got {self.statistics}")
-            if loaded.config.model.norm != "batch":
-                raise ValueError(f"--statistics: {self.run} has no batch norm, whose statistics these are")
-            data = data_of(self.run, loaded.config, self.data)
-            feed = make_feed(loaded.config, data, device_of(self.device))
-            estimate_statistics(loaded.model, feed, size=self.statistics)
-        own = loaded.config.evaluation.test if self.part == "test" or self.text else loaded.config.evaluation.valid
-        given = {"kind": self.protocol, "length": self.length, "size": self.size}
-        if loaded.config.task == "images" and (self.protocol or self.length):
-            raise ValueError(f"--protocol, --length: {self.run} classifies images, which are not cut as a text is")
-        protocol = replace(own, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
-        if self.text is not None:
-            if loaded.vocabulary is None:
-                raise ValueError(f"--text: {self.run} classifies images and cannot read a text")
-            measure = "bits" if loaded.vocabulary.unit == "char" else "perplexity"
-            numbers = read_text(self.text, loaded.vocabulary)
-            score = evaluate_text(loaded.model, on_device(numbers, device_of(self.device)), protocol)
-        else:
-            data = data_of(self.run, loaded.config, self.data)
-            measure = measure_of(data)
-            score = evaluate(loaded.model, data, self.part, loaded.config, protocol=protocol)
-        where = str(self.text) if self.text else self.part
-        if self.json:
-            values = {measure: getattr(score, measure), "nats": score.nats, "predictions": score.predictions}
-            print(json.dumps({"run": str(self.run), "part": where, "protocol": asdict(protocol), **values}))
-            return OK
-        how = {
-            "chunks": f"chunks of {protocol.length:,}, each from the initial state",
-            "streams": f"{protocol.size:,} streams, the state carried",
-            "whole": "one sequence, the state carried",
-        }[protocol.kind]
-        cut = "" if measure == "error" else f", as {how}"
-        print(f"{figure_of(getattr(score, measure), measure)} on {where}: {score.predictions:,} predictions{cut}")
-        return OK
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Let a trained model write.
-
-    $ zoneout sample runs/ptb --prompt "the company " --length 500 --temperature 0.8
-    """
-
-    run: RunFolder
-    """The folder of the run."""
-    prompt: str = ""
-    """What the text begins with."""
-    length: int = 500
-    """How many symbols to write."""
-    temperature: float = 0.8
-    """1 draws from what the model predicts; lower prefers what is likely; 0 always takes the likeliest."""
-    seed: int = 0
-    """Another seed writes another text."""
-    weights: Literal["best", "last"] = "best"
-    """The best weights, or those of the latest checkpoint."""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
-    json: Flag = False
-    """Print the text as JSON."""
-
-    def __call__(self) -> int:
-        loaded = runs.load(self.run, weights=self.weights, device=device_of(self.device))
-        pieces = sample(loaded, self.prompt, length=self.length, temperature=self.temperature, seed=self.seed)
-        if self.json:
-            text = "".join(pieces)
-            print(json.dumps({"run": str(self.run), "prompt": self.prompt, "text": text, "seed": self.seed}))
-            return OK
-        print(self.prompt, end="", flush=True)
-        for piece in pieces:
-            print(piece, end="", flush=True)
-        print()
-        return OK
-
-
-@dataclass(frozen=True)
-class Show:
-    """Show what a run is and how it went; several runs are compared.
-
-    $ zoneout show runs/ptb
-    $ zoneout show runs/plain runs/zoneout --picture curves.png
-    """
-
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN …]")]
-    """The folders of the runs."""
-    picture: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write the learning curves to this file: .png, .svg or .pdf."""
-    json: Flag = False
-    """Print everything as JSON."""
-
-    def __call__(self) -> int:
-        if not self.runs:
-            raise ValueError("expected the folder of a run, as in `zoneout show runs/ptb`")
-        pages = [describe(folder) for folder in self.runs]
-        names = [str(folder) for folder in self.runs] if len(self.runs) > 1 else ["valid"]
-        curves = [plots.read_curve(folder, name) for folder, name in zip(self.runs, names)]
-        measure = next((curve.measure for curve in curves if curve.valid), "bits")
-        strangers = [curve for curve in curves if curve.valid and curve.measure != measure]
-        curves = [curve for curve in curves if curve not in strangers]
-        for curve in strangers:
-            unit, other = plots.UNITS[measure], plots.UNITS[curve.measure]
-            _say(f"{curve.name} is not drawn: its {other} does not go with {unit}, which the curves are in")
-        if self.json:
-            print(json.dumps(pages if len(pages) > 1 else pages[0]))
-        else:
-            print("\n\n".join(described(page) for page in pages))
-            width = min(shutil.get_terminal_size((80, 24)).columns, 100)
-            print(f"\n{plots.UNITS[measure]}, validation:\n{plots.ascii_curves(curves, width)}")
-        if self.picture is not None:
-            plots.save(plots.figure(curves), self.picture)
-            _say(f"The picture is in {self.picture}")
-        return OK
-
-
-@dataclass(frozen=True)
-class Data:
-    """List, fetch or verify the corpora.
-
-    $ zoneout data list
-    $ zoneout data fetch char-ptb
-    $ zoneout data verify --data my-folder
-    """
-
-    action: Annotated[Literal["list", "fetch", "verify"], tyro.conf.Positional]
-    """list says what there is; fetch downloads; verify reads every file and compares checksums."""
-    names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME …]")] = ()
-    """The corpora meant; for list and verify, all by default."""
-    data: Folder = None
-    """A folder to look in, or to download to; by default ZONEOUT_DATA, and the cache."""
-    json: Flag = False
-    """Print the result as JSON."""
-
-    def __call__(self) -> int:
-        for name in self.names:
-            files.known(name)
-        return {"list": self.list, "fetch": self.fetch, "verify": self.verify}[self.action]()
-
-    def list(self) -> int:
-        found = [status for status in files.listing(self.data) if status.dataset in (self.names or DATASETS)]
-        if self.json:
-            return self.as_json(found)
-        for name in self.names or DATASETS:
-            states = {status.state for status in found if status.dataset == name}
-            here = "built in" if "built in" in states else "not here" if "missing" in states else "here"
-            print(f"{name:13} {here:9} {DATASETS[name].about}")
-        return OK
-
-    def verify(self) -> int:
-        found = [status for name in self.names or DATASETS for status in files.verify(name, self.data)]
-        # Without names it is a question about what is there; with names, whether it is there too.
-        bad = [s for s in found if s.state == "damaged" or (s.state == "missing" and self.names)]
-        if self.json:
-            self.as_json(found)
-        else:
-            for status in found:
-                print(f"{status.dataset:13} {status.state:9} {status.path or status.file}")
-            for status in bad:
-                print(f"zoneout data: {status.note}", file=sys.stderr)
-        return BAD_DATA if bad else OK
-
-    def fetch(self) -> int:
-        if not self.names:
-            raise ValueError(f"fetch: expected the name of a corpus, one of {', '.join(DATASETS)}")
-        console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        got = []
-        with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
-            tasks: dict[str, Any] = {}
-
-            def progress(name: str, here: int, total: int | None) -> None:
-                if name not in tasks:
-                    tasks[name] = bars.add_task(name, total=total)
-                bars.update(tasks[name], completed=here, total=total)
-
-            for name in self.names:
-                got += [(name, *one) for one in fetch.fetch(name, self.data, progress=progress)]
-        if self.json:
-            print(json.dumps([{"dataset": name, "path": str(path), "fetched": new} for name, path, new in got]))
-            return OK
-        for name, path, new in got:
-            print(f"{name:13} {'fetched' if new else 'was here':9} {path}")
-        for name in self.names:
-            if not DATASETS[name].files:
-                print(f"{name:13} built in")
-        return OK
-
-    def as_json(self, found: Sequence[files.Status]) -> int:
-        print(json.dumps([{**asdict(one), "path": one.path and str(one.path)} for one in found]))
-        return OK
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """Train a grid of settings and seeds, on this machine or on a Ray cluster; the same command goes on with it.
-
-    $ zoneout sweep --data my.txt --grid zoneout.cell=0,0.25,0.5 --grid zoneout.hidden=0,0.05 --seeds 3 --epochs 5
-    $ zoneout sweep char_ptb_zoneout --grid zoneout.cell=0.25,0.5 --engine ray --address auto --gpus 0.25
-    $ zoneout sweep --grid optimizer.lr=0.0001..0.01,log --search optuna --trials 50 --scheduler asha
-    """
-
-    recipe: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RECIPE]")] = None
-    """One of the paper's (zoneout reproduce); what the options below leave open is as it has it."""
-    grid: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=A,B,…")] = ()
-    """A field and its values; every combination is run. For a search also a range: NAME=LOW..HIGH or …,log."""
-    seeds: int = 1
-    """How many seeds, from --seed on, for each combination."""
-    out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs/sweep")
-    """The folder for the runs, the table and the page; what is there already is not run again."""
-    engine: Literal["local", "ray"] | None = None
-    """Plain processes, or Ray; by default Ray where one of the next three asks for it."""
-    address: Annotated[str | None, tyro.conf.arg(metavar="local|auto|HOST:PORT")] = None
-    """Start a Ray here, use the one that this machine belongs to, or another."""
-    search: Literal["optuna"] | None = None
-    """Let Optuna choose from the values and ranges of --grid, instead of running every combination."""
-    scheduler: Literal["asha"] | None = None
-    """Stop runs that fall behind the others."""
-    trials: int = 50
-    """How many runs a search makes."""
-    parallel: int = 0
-    """Runs at a time; by default one a core, or one a GPU."""
-    cpus: float = 1.0
-    """Of each run, with Ray."""
-    gpus: float | None = None
-    """Of each run, with Ray: 0.25 lets four share one."""
-    part: Annotated[str | None, tyro.conf.arg(metavar="K/N")] = None
-    """Run only the K-th of N shares, for N machines that each take one."""
-    data: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE|DIR")] = None
-    """A corpus, a text file, or a folder in which to look for the corpus of --data.name."""
-    json: Flag = False
-    """Print the result of every run as JSON."""
-    config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
-
-    def __call__(self) -> int:
-        config, data = with_data(self.config, self.data)
-        options = {name: getattr(self, name) for name in ("engine", "address", "search", "scheduler", "part")}
-        options |= {name: getattr(self, name) for name in ("trials", "parallel", "cpus", "gpus")}
-        rows = sweep.sweep(config, self.grid, self.seeds, self.out, data=data, say=_say, **options)
-        title = f"{self.recipe or config.data.name}: {', '.join(self.grid) or 'no grid'}, {self.seeds} seeds"
-        sweep_report.write(rows, self.out, title)
-        print(json.dumps([asdict(row) for row in rows]) if self.json else sweep_report.table(rows), flush=True)
-        if any(row.why == "interrupted" for row in rows):
-            return _complain("sweep", "interrupted; the same command goes on", INTERRUPTED)
-        return FAILED if any(row.state == "failed" for row in rows) else OK
-
-
-@dataclass(frozen=True)
-class Reproduce:
-    """Run the rows of the paper's tables that are missing, and show them beside its numbers.
-
-    $ zoneout reproduce --help
-    """
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """Measure how much of the gradient of runs, or of the paper's arms, reaches every step.
-
-    $ zoneout gradients --help
-    """
-
-
-@dataclass(frozen=True)
-class Figures:
-    """Draw the paper's figures from the records that reproduce has made.
-
-    $ zoneout figures
-    $ zoneout figures rates gradient-flow --format pdf --out paper/figures
-    """
-
-    names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME …]")] = ()
-    """Which; all by default."""
-    results: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("results")
-    """Where the records are."""
-    out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("figures")
-    """The folder for the figures."""
-    format: Literal["svg", "pdf", "png"] = "svg"
-    """Vector graphics for screens and pages, for print, or pixels."""
-    json: Flag = False
-    """Print what was drawn, and what is missing, as JSON."""
-
-    def __call__(self) -> int:
-        from . import figures  # which needs matplotlib, and a second for it
-
-        made = figures.save_all(records_in(self.results), self.out, self.format, self.names)
-        if self.json:
-            print(json.dumps([{"file": str(path), "text": d.text, "missing": d.missing} for path, d in made]))
-            return OK
-        for path, drawn in made:
-            print(path, f"(no results yet: {', '.join(drawn.missing)})" if drawn.missing else "")
-        return OK
-
-
-@dataclass(frozen=True)
-class Report:
-    """Write one page with the paper's tables and figures beside ours; of runs, one that compares them.
-
-    $ zoneout report --out report.html
-    $ zoneout report runs/plain runs/zoneout --out compared.html
-    """
-
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[RUN …]")] = ()
-    """Folders of runs to compare with each other; without any, the page is about the paper."""
-    out: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("report.html")
-    """The page, which needs no other file."""
-    results: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("results")
-    """Where the records of the paper's rows are."""
-    benchmarks: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("benchmarks/results.csv")
-    """The measurements of speed."""
-
-    def __call__(self) -> int:
-        from . import report  # which needs matplotlib, and a second for it
-
-        if self.runs:
-            page = report.runs_page(self.runs)
-        else:
-            page = report.paper_page(records_in(self.results), self.benchmarks)
-        report.write(self.out, page)
-        print(f"The page is in {self.out}")
-        return OK
-
-
-@dataclass(frozen=True)
-class Bench:
-    """Measure the speed of the layers against torch.nn's, with the benchmarks of a clone of the repository.
-
-    $ zoneout bench                  # on this machine's processor
-    $ zoneout bench gpu              # on its NVIDIA GPU, against cuDNN
-    $ zoneout bench step             # a whole training step against its layers alone
-    $ zoneout bench gpu --help
-    """
-
-
-COMMANDS: dict[str, Any] = {
-    "demo": Demo,
-    "train": Train,
-    "eval": Eval,
-    "sample": Sample,
-    "show": Show,
-    "data": Data,
-    "sweep": Sweep,
-    "reproduce": Reproduce,
-    "gradients": Gradients,
-    "figures": Figures,
-    "report": Report,
-    "bench": Bench,
-}
+from .train import Diverged
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -491,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name not in COMMANDS:
             near = difflib.get_close_matches(name, COMMANDS, n=2, cutoff=0.4)
             hint = f"did you mean {' or '.join(near)}?" if near else f"the commands are {', '.join(COMMANDS)}."
-            return _complain("", f"there is no command {name!r}; {hint}", WRONG_USE)
+            return complain("", f"there is no command {name!r}; {hint}", WRONG_USE)
         if name == "bench":
             return bench(args[1:])
         if name == "reproduce":  # which has a parser of its own, to run where there is only torch
@@ -503,18 +63,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as error:  # tyro has said what is wrong, or helped
         return error.code if isinstance(error.code, int) else WRONG_USE
     except KeyboardInterrupt:
-        return _complain(name, "interrupted", INTERRUPTED)
+        return complain(name, "interrupted", INTERRUPTED)
     except Diverged as error:
-        return _complain(name, error, DIVERGED)
+        return complain(name, error, DIVERGED)
     except DataError as error:
-        return _complain(name, error, BAD_DATA)
+        return complain(name, error, BAD_DATA)
     except (RunError, OSError) as error:
         if isinstance(error, BrokenPipeError):  # whoever read the output has enough of it
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return OK
-        return _complain(name, error, FAILED)
+        return complain(name, error, FAILED)
     except ValueError as error:
-        return _complain(name, error, WRONG_USE)
+        return complain(name, error, WRONG_USE)
 
 
 def parse(name: str, args: Sequence[str]) -> Any:
@@ -574,62 +134,3 @@ def bench(args: Sequence[str]) -> int:
             "the benchmark is not part of the installed package: in a clone of the repository, `make bench` runs it"
         )
     return subprocess.call([sys.executable, str(script), *args])
-
-
-# --- what the commands share -----------------------------------------------------------------------
-
-
-def with_data(config: Config, data: str | None, *, begun: bool = False) -> tuple[Config, Path | None]:
-    """The config with what --data says, and where to look for the data.
-
-    Paths of texts are made absolute, so that a run can be continued from anywhere. A run that has begun knows what its
-    data are: another file, too, is then only where they are now.
-    """
-    path = None if data is None or data in DATASETS else Path(data).expanduser()
-    if begun and path is not None and str(path.absolute()) != config.data.name:
-        return _absolute_paths(config), path
-    folder = None
-    if path is not None and path.is_dir():
-        folder, data = path, None
-        if config.data.name in DATASETS and not DATASETS[config.data.name].files:
-            raise ValueError(
-                f"--data: {folder} is a folder; say which corpus of it is meant, as in --data.name char-ptb "
-                f"({config.data.name} is built in, and needs no folder)"
-            )
-    if data is not None:
-        if not begun and config.data.name not in (Config().data.name, data, _absolute(data)):
-            raise ValueError(f"--data: {data} is not what --data.name says ({config.data.name}); give one of the two")
-        config = configs.change(config, {"data.name": data})
-    return _absolute_paths(config, folder), folder
-
-
-def _absolute_paths(config: Config, folder: Path | None = None) -> Config:
-    paths = {"data.name": config.data.name, "data.valid": config.data.valid, "data.test": config.data.test}
-    given = {name: value for name, value in paths.items() if value is not None and value not in DATASETS}
-    return configs.change(config, {name: _absolute(value, folder) for name, value in given.items()})
-
-
-def _absolute(path: str, folder: Path | None = None) -> str:
-    found = text_path(path, folder)
-    return str(found.absolute()) if found.exists() else path
-
-
-def records_in(results: Path) -> Path:
-    """The folder, if it is there."""
-    if not results.is_dir():
-        raise ValueError(
-            f"--results: there is no folder {results} with records of the paper's rows; a clone of the repository has "
-            "one, and `zoneout reproduce` makes one"
-        )
-    return results
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def _complain(name: str, what: object, code: int) -> int:
-    if os.environ.get("ZONEOUT_TRACEBACK") and sys.exc_info()[0] is not None:
-        traceback.print_exc()
-    print(f"zoneout{f' {name}' if name else ''}: {what}", file=sys.stderr)
-    return code
