@@ -7,6 +7,7 @@ import copy
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import zoneout as zo
 from zoneout.ops import TOLERANCES, cpu, native, reference, rows
+from zoneout.ops.cuda import compiler
 
 STEPS, BATCH, INPUT = 7, 5, 3
 LAYERS: dict[str, Any] = {
@@ -403,26 +405,75 @@ def test_without_a_compiler_it_says_so_once():
     )
     for wrong, reason in (
         (dict(ZONEOUT_NATIVE="0"), "ZONEOUT_NATIVE=0"),
-        (dict(CC="no-such-compiler"), "no C compiler"),
+        (dict(PATH="", CC="no-such-compiler"), "no-such-compiler: not found; cc: not found; gcc: not found"),
+        (dict(PATH="", CC="/bin/false"), "/bin/false: exit status 1; cc: not found"),
+        (dict(PATH="", CC="cc '"), "No closing quotation"),
     ):
         done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **wrong}, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("compiled loop is not available") == 1 and reason in done.stdout
 
 
-def test_the_library_is_built_where_it_is_told_and_kept(tmp_path):
-    """It would be compiled anew in every process, or a half-written one would be taken for finished."""
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the compiled loop has been kept."""
+    folder = tmp_path_factory.mktemp("cache") / "kept"
+    load_with(ZONEOUT_CACHE=str(folder))
+    return folder
+
+
+def load_with(**environment: str) -> None:
+    """Load the compiled loop in a process of its own."""
     if native.load() is None:
         pytest.skip(f"no compiled loop here: {native.why_not()}")
-    code = "from zoneout.ops import native; assert native.load() is not None; print(native.cache_folder())"
-    for _ in range(2):
-        env = {**os.environ, "ZONEOUT_CACHE": str(tmp_path / "kept")}
-        assert subprocess.run([sys.executable, "-c", code], env=env, capture_output=True).returncode == 0
-    (kept,) = (tmp_path / "kept").iterdir()
+    code = "from zoneout.ops import native; assert native.load() is not None, native.why_not()"
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_library_is_built_where_it_is_told_and_kept(built):
+    """It would be compiled anew in every process."""
+    (kept,) = built.iterdir()
     stamp = kept.stat().st_mtime_ns
-    kept.write_bytes(b"not a library")
-    subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True)
-    assert kept.stat().st_mtime_ns != stamp and kept.read_bytes()[:4] == b"\x7fELF"
+    load_with(ZONEOUT_CACHE=str(built))
+    assert [kept] == list(built.iterdir()) and kept.stat().st_mtime_ns == stamp
+
+
+@pytest.mark.parametrize("wrong", ["no-such-compiler", "/bin/false", "cc '"])
+def test_a_wrong_compiler_is_passed_over(wrong, built):
+    """Somebody whose $CC is meant for something else would get the slow loop, with a compiler at hand."""
+    load_with(CC=wrong, ZONEOUT_CACHE=str(built))
+
+
+def test_a_library_that_was_cut_short_is_built_anew(built, tmp_path):
+    """Loading it would end Python with SIGBUS at every start, until somebody finds out which file to delete."""
+    (kept,) = built.iterdir()
+    (tmp_path / kept.name).write_bytes(kept.read_bytes()[:3000])
+    load_with(ZONEOUT_CACHE=str(tmp_path))
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [kept.read_bytes()]
+
+
+def test_nothing_is_left_behind_without_a_cache(tmp_path):
+    """Every process of somebody with a read-only home would leave a folder in /tmp."""
+    (tmp_path / "file").touch()
+    (tmp_path / "tmp").mkdir()
+    load_with(ZONEOUT_CACHE=str(tmp_path / "file" / "cache"), TMPDIR=str(tmp_path / "tmp"))
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+def test_a_kernel_that_was_cut_short_is_compiled_anew(tmp_path, monkeypatch):
+    """The driver, which is not told where an image ends, would be given half of one at every start."""
+    made = []
+    monkeypatch.setenv("ZONEOUT_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiler, "_version", lambda: (13, 0))
+    monkeypatch.setattr(compiler, "compiled", lambda *source: made.append(source) or (b"machine code", ""))
+    for damage in (None, b"machine", b""):
+        for _ in range(2):
+            assert compiler.machine_code((9, 0), "dropout.cu", []) == b"machine code"
+        assert len(made) == 1, "compiled again though it was kept"
+        made.clear()
+        (kept,) = tmp_path.iterdir()
+        kept.write_bytes(damage or b"")
 
 
 def test_the_struct_is_the_one_of_the_header():

@@ -9,17 +9,15 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from ..native import cache_folder
+from .. import kept
 
 HERE = Path(__file__).parent
 
@@ -139,20 +137,12 @@ def program(capability: tuple[int, int], source: str, defines: Sequence[tuple[st
 def _kept(text: str, options: Sequence[str]) -> bytes:
     """The compiled image, from the disk where it is there."""
     said = "\n".join((text, *options, *map(str, _version())))
-    name = f"cuda-{hashlib.sha256(said.encode()).hexdigest()[:24]}.cubin"
-    target = cache_folder() / name
-    try:
-        return target.read_bytes()
-    except OSError:
-        pass
+    name = f"cuda-{hashlib.sha256(said.encode()).hexdigest()[:24]}"
+    with suppress(OSError):  # somebody may empty the folder just now
+        if (path := kept.find(name, ".cubin")) is not None:
+            return path.read_bytes()
     image, _ = compiled(text, options)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as part:
-            part.write(image)
-        os.replace(part.name, target)
-    except OSError:
-        pass  # a read-only home: compiled for this process alone
+    kept.keep(name, ".cubin", image)
     return image
 
 

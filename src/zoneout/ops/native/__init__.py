@@ -2,7 +2,7 @@
 
 Nothing is compiled at install. The library is kept in a folder of its own (`ZONEOUT_CACHE`, else the user's cache
 folder), under a name made of the sources, the compiler, its flags and the processor, so that a change of any of these
-builds anew. Where no compiler is found `load` gives None, and the same loop runs in torch calls.
+builds anew. Where no compiler makes it `load` gives None, and the same loop runs in torch calls.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from .. import kept
+from ..kept import cache_folder as cache_folder
 
 HERE = Path(__file__).parent
 SOURCES = ("loop.c", "body.h", "loop.h")
@@ -64,14 +68,19 @@ class Loop(ctypes.Structure):
 def load() -> ctypes.CDLL | None:
     """The compiled loop, or None where it cannot be had; `why_not` then says why."""
     if os.environ.get("ZONEOUT_NATIVE", "1") == "0":
-        return _none("ZONEOUT_NATIVE=0 is set")
-    compiler = _compiler()
-    if compiler is None:
-        return _none("no C compiler was found (looked for $CC, cc, gcc and clang)")
-    try:
-        return _build(compiler)
-    except (OSError, subprocess.SubprocessError) as error:
-        return _none(str(error))
+        _reasons.append("ZONEOUT_NATIVE=0 is set")
+        return None
+    said = {}
+    for command in dict.fromkeys((os.environ.get("CC") or "cc", "cc", "gcc", "clang")):
+        try:
+            return _kept_or_built(shlex.split(command))
+        except (OSError, ValueError) as error:
+            said[command] = str(error)
+    _reasons.append(
+        f"no C compiler built it ({'; '.join(f'{command}: {why}' for command, why in said.items())}); "
+        "$CC names another to try first"
+    )
+    return None
 
 
 _reasons: list[str] = []
@@ -82,72 +91,59 @@ def why_not() -> str:
     return _reasons[-1] if _reasons else ""
 
 
-def _none(reason: str) -> ctypes.CDLL | None:
-    _reasons.append(reason)
-    return None
-
-
-def _compiler() -> list[str] | None:
-    asked = shlex.split(os.environ.get("CC", ""))
-    for candidate in [asked] if asked else [["cc"], ["gcc"], ["clang"]]:
-        if shutil.which(candidate[0]):
-            return candidate
-    return None
-
-
-def cache_folder() -> Path:
-    """Where built libraries are kept."""
-    if named := os.environ.get("ZONEOUT_CACHE"):
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zoneout"
-
-
-def _build(compiler: list[str]) -> ctypes.CDLL | None:
-    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
+def _kept_or_built(compiler: list[str]) -> ctypes.CDLL:
+    """The loop as this compiler makes it, from the disk where it is there; an error with what the compiler said."""
+    if not compiler or shutil.which(compiler[0]) is None:
+        raise OSError("not found")
     said = [(HERE / name).read_bytes() for name in SOURCES]
     said += [
-        version.encode(),
+        _output([*compiler, "--version"]).encode(),
         " ".join(compiler).encode(),
         _processor().encode(),
         repr((FLAGS, TUNED)).encode(),
     ]
-    name = f"loop-{hashlib.sha256(b''.join(said)).hexdigest()[:20]}.so"
-    folder = cache_folder()
-    try:
+    name = f"loop-{hashlib.sha256(b''.join(said)).hexdigest()[:20]}"
+    if (path := kept.find(name, ".so")) is not None:
+        with suppress(OSError):
+            return _declare(ctypes.CDLL(str(path)))
+    with tempfile.TemporaryDirectory(prefix="zoneout-", dir=_scratch(), ignore_cleanup_errors=True) as scratch:
+        path = Path(scratch) / "loop.so"
+        library = _build(compiler, path)
+        kept.keep(name, ".so", path.read_bytes())
+        return library
+
+
+def _scratch() -> Path | None:
+    """Where to build: in the cache, whose files can be loaded, or, with a read-only home, where the system says."""
+    folder = kept.cache_folder()
+    with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK)
-    except OSError:
-        writable = False
-    if not writable:  # a read-only home: build for this process alone
-        folder = Path(tempfile.mkdtemp(prefix="zoneout-"))
-    target = folder / name
-    if target.exists():
-        try:
-            return _declare(ctypes.CDLL(str(target)))
-        except OSError:
-            target.unlink(missing_ok=True)
-    errors = ""
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        for tuned in TUNED:
-            for openmp, link in ((["-fopenmp"], []), (["-fopenmp"], ["-fopenmp"]), ([], [])):
-                # First without linking an OpenMP runtime: torch has loaded its own for everyone to use, and two of
-                # them would fight over the cores.
-                made, out = Path(scratch) / "loop.o", Path(scratch) / "loop.so"
-                steps = (
-                    [*compiler, *FLAGS, *tuned, *openmp, "-c", str(HERE / "loop.c"), "-o", str(made)],
-                    [*compiler, "-shared", str(made), "-o", str(out), *link, "-lm"],
-                )
-                done = [subprocess.run(step, capture_output=True, text=True) for step in steps]
-                if all(step.returncode == 0 for step in done):
-                    try:
-                        _declare(ctypes.CDLL(str(out)))
-                    except OSError as error:
-                        errors = str(error)
-                        continue
-                    os.replace(out, target)
-                    return _declare(ctypes.CDLL(str(target)))
-                errors = next(step.stderr for step in done if step.returncode != 0)
-    return _none(f"{' '.join(compiler)} could not build the loop: {errors.strip()[:500]}")
+    return folder if os.access(folder, os.W_OK) else None
+
+
+def _build(compiler: list[str], out: Path) -> ctypes.CDLL:
+    """Build the loop with the best flags that this compiler and processor take, and load it."""
+    error = OSError()
+    for tuned in TUNED:
+        for openmp, link in ((["-fopenmp"], []), (["-fopenmp"], ["-fopenmp"]), ([], [])):
+            # First without linking an OpenMP runtime: torch has loaded its own for everyone to use, and two of
+            # them would fight over the cores.
+            made = out.with_suffix(".o")
+            try:
+                _output([*compiler, *FLAGS, *tuned, *openmp, "-c", str(HERE / "loop.c"), "-o", str(made)])
+                _output([*compiler, "-shared", str(made), "-o", str(out), *link, "-lm"])
+                return _declare(ctypes.CDLL(str(out)))
+            except OSError as this:
+                error = this
+    raise error
+
+
+def _output(command: list[str]) -> str:
+    """What a command prints; an error with what it said where it fails."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise OSError(done.stderr.strip()[:300] or f"exit status {done.returncode}")
+    return done.stdout
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
