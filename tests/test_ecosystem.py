@@ -240,6 +240,16 @@ def test_export_of_packed_input():
         close((got.data, state), (want.data, ended))
 
 
+def test_export_of_sorted_packed_input():
+    """Rows that were sorted before they were packed cannot be exported: their number is read from a tensor."""
+    layer = zo.GRU(INPUT, HIDDEN, 2, noise=zo.Zoneout(hidden=0.3)).eval()
+    batches = [pack_padded_sequence(x_of(), torch.tensor(lengths)) for lengths in ([6, 3, 2, 1], [6, 4, 1, 1])]
+    program = torch.export.export(layer, (batches[0],)).module()
+    for packed in batches:
+        (got, state), (want, ended) = program(packed), layer(packed)
+        close((got.data, state), (want.data, ended))
+
+
 def test_export_for_any_batch_and_time():
     """A program is tied to the number of steps or rows that it was exported with."""
     layer = zo.LSTM(INPUT, HIDDEN, noise=BOTH, norm=zo.RecurrentBatchNorm(4)).eval()

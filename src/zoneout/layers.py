@@ -210,7 +210,8 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         if x.dim() != 2:
             raise ValueError(f"input.data: expected rows of features, or int64 numbers, got {x.dim()} dimensions")
         self._check_input(x, "input.data")
-        steps, batch = counts.shape[0], int(counts[0]) if order is None else order.shape[0]
+        steps = counts.shape[0]
+        batch: Any = counts[0].item() if order is None else order.shape[0]  # an exporter makes a symbol of it
         if resets is not None:
             resets = _check_resets(resets, (steps, batch), "[T, B]", x.device)
             t, row = places(counts, x.shape[0])
