@@ -484,6 +484,41 @@ def test_gradients_of_each_example(backend):
     close({name: g.sum(0) for name, g in each.items()}, {name: p.grad for name, p in layer.named_parameters()})
 
 
+@pytest.mark.parametrize("randomness", ["same", "different"])
+@pytest.mark.parametrize("backend", FUSED)
+def test_vmap_without_a_seed(backend, randomness):
+    """Nobody may draw afresh under vmap, its rows share masks that are to differ, or torch.manual_seed gives others."""
+    layer, x = zo.GRU(INPUT, HIDDEN, noise=zo.Zoneout(hidden=0.5), backend=backend), x_of()[:, 0].expand(3, -1, -1)
+    for run in (lambda x: layer(x)[0], lambda x: zo.zoneout(x, -x, 0.5)):
+        torch.manual_seed(0)
+        got = vmap(run, randomness=randomness)(x)
+        torch.manual_seed(0)
+        want = [run(row) for row in x]
+        close(got, torch.stack(want if randomness == "different" else want[:1] * 3))
+    with pytest.raises(RuntimeError, match="randomness"):
+        vmap(layer)(x)
+
+
+def test_torch_func_draws_what_eager_mode_draws():
+    """torch.func.grad, after the same torch.manual_seed, gives the gradients of other masks."""
+    layer, x = zo.LSTM(INPUT, HIDDEN, noise=BOTH), x_of()
+    for seed in range(8):
+        torch.manual_seed(seed)
+        got = grad(lambda x: layer(x)[0].sum())(x)
+        torch.manual_seed(seed)
+        close(got, torch.autograd.grad(layer(x.requires_grad_())[0].sum(), x)[0])
+
+
+@pytest.mark.parametrize("backend", FUSED)
+def test_vmap_over_numbers(backend):
+    """What checks numbers and lengths would look at those of a whole batch of calls, which torch refuses."""
+    layer = zo.LSTM(INPUT, HIDDEN, noise=BOTH, backend=backend)
+    numbers = torch.randint(0, INPUT, (3, STEPS, BATCH))
+    lengths = torch.randint(0, STEPS + 1, (3, BATCH))
+    got = vmap(lambda x, ends: layer(x, lengths=ends, seed=3)[0])(numbers, lengths)
+    close(got, torch.stack([layer(x, lengths=ends, seed=3)[0] for x, ends in zip(numbers, lengths)]))
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler's own look at it
 def test_forward_mode():
     """Forward mode is wrong in the reference, or silently wrong in a fused backend, where it is not there."""

@@ -238,7 +238,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
                 "input: expected floating-point numbers, or int64 [T, B] for one-hot rows by their numbers, "
                 f"got {x.dtype} with {x.dim()} dimensions"
             )
-        if x.device.type == "cpu" and not torch.compiler.is_compiling() and x.numel():
+        if x.numel() and _readable(x):
             low, high = (int(v) for v in torch.aminmax(x))
             if low < 0 or high >= self.input_size:
                 raise ValueError(
@@ -464,13 +464,18 @@ def check_lengths(lengths: Tensor | Sequence[int], steps: int, batch: int, batch
         ends = ends[None]
     if tuple(ends.shape) != (batch,):
         raise ValueError(f"lengths: expected one for each of {batch} sequences, got shape {tuple(ends.shape)}")
-    on_host = ends.device.type == "cpu" and not torch.compiler.is_compiling()
-    if on_host and batch and (int(ends.min()) < 0 or int(ends.max()) > steps):
+    if batch and _readable(ends) and (int(ends.min()) < 0 or int(ends.max()) > steps):
         raise ValueError(
             f"lengths: expected numbers from 0 to {steps}, the steps of the input, "
             f"got {int(ends.min())} to {int(ends.max())}"
         )
     return ends.to(torch.int64).clamp(0, steps)  # on a device the values are not looked at: that would wait
+
+
+def _readable(x: Tensor) -> bool:
+    """Whether its numbers can be looked at here and now: on the CPU, outside of a compiler and of torch.func."""
+    hidden = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return x.device.type == "cpu" and not hidden
 
 
 def _pack(y: Tensor, lengths: Tensor, like: PackedSequence) -> PackedSequence:

@@ -106,6 +106,8 @@ def fresh_seed(like: Tensor) -> Tensor:
     """A seed on the device of `like`, drawn from torch's generator of that device."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return _fresh_seed(like)
+    if torch._C._are_functorch_transforms_active():  # which know by this call alone if each of a batch has its own
+        return torch.randint(-(2**62), 2**62, (), dtype=torch.int64, device=like.device) + 2**62  # the same bits
     return torch.empty((), dtype=torch.int64, device=like.device).random_()
 
 
