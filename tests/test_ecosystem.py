@@ -647,6 +647,13 @@ def test_gradient_accumulation():
     close([p.grad for p in layer.parameters()], whole)
 
 
+@pytest.mark.parametrize("model", [zo.LSTM(INPUT, HIDDEN), zo.GRUCell(INPUT, HIDDEN)], ids=str)
+def test_fx_says_what_to_do(model):
+    """Someone who traces a model symbolically would be told of a Proxy, and nothing about leaves."""
+    with pytest.raises(TypeError, match=r"got Proxy; make the layer a leaf of the tracer, as docs/ecosystem\.md shows"):
+        torch.fx.symbolic_trace(model)
+
+
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_jit():
     """A traced layer gives other numbers than the layer, or scripting fails with words that help nobody."""

@@ -19,7 +19,7 @@ from .norm import LayerNorm, RecurrentBatchNorm
 from .ops.dropout import dropout
 from .ops.rows import places
 from .philox import as_seed, fresh_seed
-from .recurrent import Recurrent, autocast_on, check_device, working_dtype
+from .recurrent import Recurrent, autocast_on, check_device, no_tensor, working_dtype
 
 Noises: TypeAlias = "Noise | Iterable[Noise] | None"
 Norm: TypeAlias = "str | LayerNorm | RecurrentBatchNorm | None"
@@ -177,7 +177,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
                 raise ValueError("lengths: expected None, since a packed input brings its own")
             return self._packed(input, resets) if self._packs(input.data) else self._padded(input, resets)
         if not isinstance(input, Tensor):
-            raise TypeError(f"input: expected a tensor or a PackedSequence, got {type(input).__name__}")
+            raise no_tensor(input, "a tensor or a PackedSequence")
         if not input.is_floating_point():
             input = self._check_numbers(input)
         if input.dim() not in (2, 3):

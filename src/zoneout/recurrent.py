@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from . import ops
 from .draws import Draw, stream_units
@@ -324,6 +324,12 @@ def autocast_on(device: torch.device) -> bool:
 def check_device(name: str, value: Tensor, weight: Tensor) -> None:
     if value.device != weight.device:
         raise ValueError(f"{name}: expected it on {weight.device} as the weights are, got {value.device}")
+
+
+def no_tensor(input: Any, expected: str) -> TypeError:
+    """The error for an input that is no tensor."""
+    leaf = "; make the layer a leaf of the tracer, as docs/ecosystem.md shows" if isinstance(input, fx.Proxy) else ""
+    return TypeError(f"input: expected {expected}, got {type(input).__name__}{leaf}")
 
 
 def sees_step(rule: Rule) -> bool:

@@ -16,7 +16,7 @@ from .draws import check_count, example_ids
 from .layers import Noises, Norm, State, as_states, check_state_dtype
 from .norm import RecurrentBatchNorm
 from .philox import as_seed, fresh_seed
-from .recurrent import GATES, Recurrent, check_device, sees_step, working_dtype
+from .recurrent import GATES, Recurrent, check_device, no_tensor, sees_step, working_dtype
 
 
 class RecurrentCell(Recurrent, nn.RNNCellBase):
@@ -74,7 +74,7 @@ class RecurrentCell(Recurrent, nn.RNNCellBase):
         """The next state. `seed`, `step` and `examples` say which draw this is: see the module's text."""
         weight = self.weight_ih
         if not isinstance(input, Tensor):
-            raise TypeError(f"input: expected a tensor, got {type(input).__name__}")
+            raise no_tensor(input, "a tensor")
         if input.dim() not in (1, 2):
             raise ValueError(f"input: expected 1 dimension (unbatched) or 2 (batched), got {input.dim()}")
         if input.shape[-1] != self.input_size:
