@@ -31,7 +31,7 @@ SEED = 2024
 
 
 def on_gpu(backend: str | None) -> bool:
-    return backend in ("cuda", "triton")
+    return backend == "cuda"
 
 
 BACKENDS = [pytest.param(name, marks=[pytest.mark.gpu] if on_gpu(name) else []) for name in ops.BACKENDS]

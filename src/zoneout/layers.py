@@ -248,14 +248,10 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         return x.unsqueeze(-1)
 
     def _check_input(self, x: Tensor, name: str) -> None:
-        if not x.is_floating_point() and x.dtype == torch.int64 and x.shape[-1] == 1:
-            return
-        if x.shape[-1] != self.input_size:
+        if x.is_floating_point() and x.shape[-1] != self.input_size:
             raise ValueError(
                 f"{name}: expected {self.input_size} features in the last dimension (input_size), got {x.shape[-1]}"
             )
-        if not x.is_floating_point():
-            raise ValueError(f"{name}: expected floating-point numbers, got {x.dtype}")
 
     def _initial_states(self, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """The states at the start of a sequence, learned or zero, as [layers · directions, B, ·]."""

@@ -304,8 +304,6 @@ def working_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
     """The dtype to compute in: autocast's where it is on, else the weights'; an error where they differ."""
     if x.dtype == torch.int64:  # one-hot rows by their numbers
         return torch.get_autocast_dtype(x.device.type) if autocast_on(x.device) else weight.dtype
-    if not x.is_floating_point():
-        raise ValueError(f"input: expected floating-point numbers, got {x.dtype}")
     if autocast_on(x.device) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
     if x.dtype != weight.dtype:
