@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -98,6 +99,12 @@ RATES: dict[str, Bad] = {
     "WeightNoise below 0": Bad(lambda: zo.WeightNoise(-1), ValueError, r"WeightNoise\(std", "-1", "deviation"),
     "WeightNoise infinite": Bad(lambda: zo.WeightNoise(math.inf), ValueError, r"WeightNoise\(std", "inf"),
     "WeightNoise NaN": Bad(lambda: zo.WeightNoise(math.nan), ValueError, r"WeightNoise\(std", "nan"),
+    "on meta": Bad(rate(cell=torch.ones(3, device=META)), ValueError, r"Zoneout\(cell", "meta", "numbers"),
+    "a scalar on meta": Bad(rate(cell=[torch.ones((), device=META)]), ValueError, r"Zoneout\(cell", "meta", "numbers"),
+    "learned": Bad(rate(cell=nn.Parameter(torch.ones(H))), ValueError, r"Zoneout\(cell", "requires_grad", "detach"),
+    "one of a list is learned": Bad(
+        wrapped(rates=[torch.tensor(0.5, requires_grad=True)]), ValueError, "rates", "requires_grad", "detach"
+    ),
     "zoneout": Bad(lambda: zo.zoneout(X, X, 2.0), ValueError, "rate", r"2\.0", "between 0 and 1"),
     "zoneout a string": Bad(lambda: zo.zoneout(X, X, "a"), TypeError, "rate", "str", "a number"),
     "ZoneoutCell": Bad(wrapped(rates=2.0), ValueError, "rates", r"2\.0", "between 0 and 1"),
@@ -474,6 +481,16 @@ COORDINATES: dict[str, Bad] = {
     "zoneout's seed": Bad(lambda: zo.zoneout(X, X, 0.5, seed="a"), TypeError, "seed", "str", "an int"),
     "masks' layer": Bad(lambda: zo.masks(NOISE, 1, 2, 3, 4, layer=-1), ValueError, "layer", "-1"),
     "masks' direction": Bad(lambda: zo.masks(NOISE, 1, 2, 3, 4, direction=2), ValueError, "direction", "2", "0 or 1"),
+    "masks' steps": Bad(lambda: zo.masks(NOISE, 1, -3, 2, 4), ValueError, "steps", "-3", "0 or more"),
+    "masks' batch": Bad(lambda: zo.masks(NOISE, 1, 3, 2.5, 4), ValueError, "batch", r"2\.5", "0 or more"),
+    "masks' hidden": Bad(lambda: zo.masks(NOISE, 1, 3, 2, "4"), ValueError, "hidden", "'4'", "0 or more"),
+    "masks' projection": Bad(
+        lambda: zo.masks(NOISE, 1, 3, 2, 4, proj_size=-1), ValueError, "proj_size", "-1", "0 or more"
+    ),
+    "masks' input": Bad(
+        lambda: zo.masks(NOISE, 1, 3, 2, 4, input_size=1.5), ValueError, "input_size", r"1\.5", "0 or more"
+    ),
+    "n of fold": Bad(lambda: zo.fold(1, 1.5), TypeError, "n", "float", "an int"),
     "masks' layer beyond the rates": Bad(
         lambda: zo.masks(zo.Zoneout(hidden=[0.1, 0.2]), 1, 2, 3, 4, layer=2), ValueError, "layer|hidden", "2"
     ),
@@ -515,6 +532,13 @@ REST: dict[str, Bad] = {
     "norm_stabilizer dimensions": Bad(
         lambda: zo.norm_stabilizer(torch.ones(3), 1.0), ValueError, "outputs", "1 dimension", r"\[T, B, H\]"
     ),
+    "norm_stabilizer no tensor": Bad(
+        lambda: zo.norm_stabilizer([1], 50), TypeError, "outputs", "list", "a tensor of floating-point"
+    ),
+    "norm_stabilizer integers": Bad(
+        lambda: zo.norm_stabilizer(X.long(), 50), TypeError, "outputs", "int64", "a tensor of floating-point"
+    ),
+    "norm_stabilizer's beta": Bad(lambda: zo.norm_stabilizer(X, "50"), TypeError, "beta", "str", "a number"),
     "estimate_statistics without norm": Bad(
         lambda: zo.estimate_statistics(zo.LSTM(I, H), [X]), ValueError, "model", "none", "RecurrentBatchNorm"
     ),
@@ -559,6 +583,19 @@ def test_message(name):
     message = str(caught.value)
     for what, pattern in (("argument", bad.argument), ("came", bad.came), ("expected", bad.expected)):
         assert re.search(pattern, message), f"{what}: {pattern!r} is not in {message!r}"
+
+
+def test_integers_of_other_libraries():
+    """A step, size or seed that NumPy counted would be refused, or draw something else than the same int."""
+    three, layer = np.int64(3), zo.LSTM(I, H, noise=NOISE)
+    assert torch.equal(layer(X, seed=three, first_step=three)[0], layer(X, seed=3, first_step=3)[0])
+    ours = zo.LSTMCell(I, H, noise=NOISE, layer=three)
+    assert torch.equal(ours(X[0], seed=three, step=three)[0], ours(X[0], seed=3, step=3)[0])
+    theirs = zo.ZoneoutCell(nn.GRUCell(I, H), 0.5, layer=three)
+    assert torch.equal(theirs(X[0], seed=three, step=three), theirs(X[0], seed=3, step=3))
+    assert zo.fold(three, three) == zo.fold(3, 3)
+    of_numpy, of_ints = (zo.masks(NOISE, n, n, n, n, first_step=n)["hidden"] for n in (three, 3))
+    assert torch.equal(of_numpy, of_ints)
 
 
 # --- an error leaves everything as it was ------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .noise import MASKS, STREAMS, Noise, Rule, as_noises, is_zero, plane, rate_of_layer
-from .philox import as_seed, philox
+from .philox import as_integer, as_seed, philox
 
 
 class Draw(NamedTuple):
@@ -112,9 +112,20 @@ def masks(
     >>> {stream: (tuple(mask.shape), round(mask.float().mean().item(), 2)) for stream, mask in m.items()}
     {'cell': ((100, 32, 1000), 0.5), 'hidden': ((100, 32, 1000), 0.05)}
     """
-    units = stream_units(hidden, proj_size, hidden if input_size is None else input_size)
-    where = plane("cell", check_count("layer", layer, 2**15), check_count("direction", direction, 2))
-    check_count("first_step", first_step, 2**32 - steps)
+    steps, batch, hidden, proj_size, inputs = (
+        check_count(name, value, 2**32)
+        for name, value in {
+            "steps": steps,
+            "batch": batch,
+            "hidden": hidden,
+            "proj_size": proj_size,
+            "input_size": hidden if input_size is None else input_size,
+        }.items()
+    )
+    layer, direction = check_count("layer", layer, 2**15), check_count("direction", direction, 2)
+    first_step = check_count("first_step", first_step, 2**32 - steps)
+    units = stream_units(hidden, proj_size, inputs)
+    where = plane("cell", layer, direction)
     at = torch.arange(first_step, first_step + steps)
     rows = example_ids(examples, batch, torch.device("cpu"))
     out: dict[str, Tensor] = {}
@@ -152,10 +163,11 @@ def as_integers(name: str, values: Any, expected: str = "integers") -> Tensor:
 
 def check_count(name: str, value: int, limit: int) -> int:
     """A whole number from 0 to below `limit`, or an error."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < limit:
+    number = as_integer(value)
+    if number is None or not 0 <= number < limit:
         which = "0 or 1" if limit == 2 else f"a whole number, 0 or more and below {limit}"
         raise ValueError(f"{name}: expected {which}, got {value!r}")
-    return value
+    return number
 
 
 def stream_units(hidden: int, proj_size: int, input_size: int) -> dict[str, int]:

@@ -110,7 +110,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         x = x.to(dtype) if x.is_floating_point() else x
         if return_cells and self.kind != "lstm":
             raise ValueError(f"return_cells: expected False, since a {self.kind.upper()} has no cell")
-        check_count("first_step", first_step, 2**32 - sequences.steps)
+        first_step = check_count("first_step", first_step, 2**32 - sequences.steps)
         initial = sequences.sort_states(*self._initial_states(sequences.batch, dtype))
         h0, c0 = self._given_states(hx, initial, sequences)
         rows = sequences.sort(example_ids(examples, sequences.batch, x.device))

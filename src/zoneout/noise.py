@@ -263,7 +263,14 @@ def check_rate(rate: Rate, name: str) -> Rate:
             raise ValueError(
                 f"{name}: expected a tensor with one rate a unit, got {rate.dtype} of shape {tuple(rate.shape)}"
             )
-        rate = rate.detach().to("cpu", torch.float64, copy=True)
+        if rate.requires_grad:
+            raise ValueError(
+                f"{name}: expected rates that are not learned, since their numbers are copied, "
+                "got a tensor with requires_grad; pass rate.detach()"
+            )
+        if rate.is_meta:
+            raise ValueError(f"{name}: expected numbers, got a tensor on the meta device, which has none")
+        rate = rate.to("cpu", torch.float64, copy=True)
         if rate.dim() == 0:
             return check_rate(rate.item(), name)
         _check_range(rate.min().item(), name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import SupportsFloat
 
 import torch
 from torch import Tensor
@@ -31,6 +32,11 @@ def norm_stabilizer(
     if isinstance(outputs, PackedSequence):
         outputs, lengths = pad_packed_sequence(outputs)
         batch_first = False
+    if not isinstance(outputs, Tensor) or not outputs.is_floating_point():
+        got = outputs.dtype if isinstance(outputs, Tensor) else type(outputs).__name__
+        raise TypeError(f"outputs: expected a tensor of floating-point numbers or a PackedSequence, got {got}")
+    if isinstance(beta, (bool, str)) or not isinstance(beta, SupportsFloat):
+        raise TypeError(f"beta: expected a number, got {type(beta).__name__}")
     if outputs.dim() not in (2, 3):
         raise ValueError(f"outputs: expected [T, B, H] or [T, H], got {outputs.dim()} dimensions")
     if outputs.dim() == 2:

@@ -11,6 +11,7 @@ an unsigned one would, so its two halves come out right whatever its sign.
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,8 +75,10 @@ def fold(seed: int | Tensor, n: int) -> int | Tensor:
     >>> int(zo.fold(torch.tensor(7), 1)) == zo.fold(7, 1)
     True
     """
-    key = as_seed(seed)
-    low, high = (torch.tensor(part, device=key.device) for part in (n & WORD, (n >> 32) & WORD))
+    key, number = as_seed(seed), as_integer(n)
+    if number is None:
+        raise TypeError(f"n: expected an int, got {type(n).__name__}")
+    low, high = (torch.tensor(part, device=key.device) for part in (number & WORD, (number >> 32) & WORD))
     zero = torch.zeros_like(low)
     w0, w1, _, _ = philox(key, low, high, zero, zero + _FOLD)
     folded = w0 | (w1 << 32)
@@ -91,15 +94,26 @@ def as_seed(seed: int | Tensor, device: torch.device | str | None = None) -> Ten
                 f"of shape {tuple(seed.shape)}"
             )
         return seed.reshape(()).to(device=device, dtype=torch.int64)
-    number = isinstance(seed, int) and not isinstance(seed, bool)
-    if torch.compiler.is_compiling() and number and -(2**63) <= seed < 2**63:
-        return torch.full((), seed, dtype=torch.int64, device=device)  # a symbol: other seeds compile nothing anew
-    if isinstance(seed, bool) or not hasattr(seed, "__index__"):  # NumPy's integers are welcome
+    number = as_integer(seed)
+    if number is None:
         raise TypeError(f"seed: expected an int or an integer tensor, got {type(seed).__name__}")
-    seed = operator.index(seed)
-    if not -(2**63) <= seed < 2**64:
-        raise ValueError(f"seed: expected an integer of at most 64 bits, got {seed}")
-    return torch.tensor(seed - 2**64 if seed >= 2**63 else seed, dtype=torch.int64, device=device)
+    if torch.compiler.is_compiling() and -(2**63) <= number < 2**63:
+        return torch.full((), number, dtype=torch.int64, device=device)  # a symbol: other seeds compile nothing anew
+    if not -(2**63) <= number < 2**64:
+        raise ValueError(f"seed: expected an integer of at most 64 bits, got {number}")
+    return torch.tensor(number - 2**64 if number >= 2**63 else number, dtype=torch.int64, device=device)
+
+
+def as_integer(value: Any) -> int | None:
+    """A whole number of any library as an int, or None where it is something else."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int):  # in a compiled model a symbol, and it stays one
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def fresh_seed(like: Tensor) -> Tensor:
