@@ -10,6 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zoneout as zo
+from zoneout.draws import Draw, draw_masks
+from zoneout.noise import Rule
+from zoneout.ops import native
+from zoneout.ops.masks import masks_of
 
 KINDS = ("unit", "shared", "step", "sequence", "static")
 SEES = {  # the design's table; layer, direction and seed are always seen (a static mask brings its own seed)
@@ -327,3 +331,38 @@ def test_seed_as_tensor_and_empty_batch():
     assert_same_masks(a, b)
     for mask in zo.masks(noise, 1, steps=3, batch=0, hidden=5).values():
         assert (mask.shape, mask.dtype) == ((3, 0, 5), torch.bool)
+
+
+# --- masks by themselves, drawn in C -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("units", [1, 6, 1024, 2051])
+@pytest.mark.parametrize("stream", ["cell", "hidden", "dropout"])
+@pytest.mark.parametrize("mask", KINDS)
+def test_masks_in_c_are_those_of_the_torch_calls(mask, stream, units):
+    """The compiled loop draws other bits than the generator that everything is held to, or into other places."""
+    draw = Draw(Rule(stream, "previous", mask, ""), torch.tensor(0.3).double(), torch.tensor(-7), 65536 * 9 + 3)
+    each = draw._replace(rate=torch.linspace(0, 1, units).double())
+    steps, examples = torch.tensor([2**32 - 1, 0, 5]), torch.tensor([9, 2**32 - 1])
+    for rows in (examples, examples + torch.arange(3)[:, None]):
+        for got, want in zip(masks_of([draw, each], steps, rows, units), draw_masks([draw, each], steps, rows, units)):
+            assert got.shape == want.shape and torch.equal(got, want)
+
+
+def test_masks_in_c_are_the_same_with_any_number_of_threads(monkeypatch):
+    """Threads that share a mask would write over each other's part, or leave some out."""
+    draw = Draw(Rule("hidden", "previous", "unit", ""), torch.tensor(0.3).double(), torch.tensor(7), 0)
+    steps, examples = torch.arange(5), torch.arange(3)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr("zoneout.ops.masks._FEW", 0)
+    assert torch.equal(masks_of([draw], steps, examples, 1500)[0], draw_masks([draw], steps, examples, 1500)[0])
+
+
+def test_one_step_draws_in_c(monkeypatch):
+    """A wrapped cell on the CPU would spend most of its time in torch calls that draw its masks."""
+    if native.load() is None:
+        pytest.skip(f"no compiled loop here: {native.why_not()}")
+    monkeypatch.setattr("zoneout.draws.philox", lambda *words: pytest.fail("drawn in torch calls"))
+    zo.ZoneoutCell(torch.nn.LSTMCell(3, 4), 0.5)(torch.ones(2, 3))
+    zo.zoneout(torch.ones(2, 3), torch.zeros(2, 3), 0.5)
+    zo.LSTM(3, 4, 2, dropout=0.5, noise=zo.VariationalDropout(0.5, 0.5))(torch.ones(2, 1, 3))

@@ -60,9 +60,7 @@ def draw_masks(draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: in
     seed, plane = draws[0].seed, draws[0].plane
     sees = MASKS[draws[0].rule.mask]
     assert seed is not None and all(d.plane == plane for d in draws)
-    steps = steps if sees.step else steps.new_zeros(1)
-    examples = examples if sees.example else examples.new_zeros(1)
-    units = units if sees.unit else 1
+    steps, examples, units = seen(draws, steps, examples, units)
     block = max(1, 4 * _BLOCK // max(1, units * examples.shape[-1]))
     parts = []
     for k, some in enumerate(steps.split(block)):
@@ -72,6 +70,16 @@ def draw_masks(draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: in
         halves = (high if sees.stream and STREAMS[d.rule.stream].half else low for d in draws)
         parts.append([half < d.threshold for half, d in zip(halves, draws)])
     return [torch.cat(part) if len(part) > 1 else part[0] for part in zip(*parts, strict=True)]
+
+
+def seen(draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: int) -> tuple[Tensor, Tensor, int]:
+    """The coordinates that the draws, all of one mask kind, depend on; one of each of the others."""
+    sees = MASKS[draws[0].rule.mask]
+    return (
+        steps if sees.step else steps.new_zeros(1),
+        examples if sees.example else examples.new_zeros(1),
+        units if sees.unit else 1,
+    )
 
 
 def draw_all(draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: dict[str, int]) -> dict[str, Tensor]:

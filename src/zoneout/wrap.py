@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from .cells import zone
-from .draws import Draw, check_count, draw_masks, example_ids, widest
+from .draws import Draw, check_count, example_ids, widest
 from .noise import STREAMS, Rule, check_rate, plane, rate_of_layer
+from .ops.masks import masks_of
 from .philox import as_seed, fresh_seed
 
 _MORE_STATES = 8  # a wrapped cell's third state and beyond draw from groups of their own, two states each
@@ -142,13 +143,13 @@ class ZoneoutCell(nn.Module):
 
 def _mask(stream: str, plane: int, rate: Tensor, key: Tensor, steps: Tensor, rows: Tensor, units: int) -> Tensor:
     draw = Draw(Rule(stream, "previous", "unit", "expectation"), rate, key, plane)
-    return draw_masks([draw], steps, rows, units)[0][0]
+    return masks_of([draw], steps, rows, units)[0][0]
 
 
 def _rate_on(rate: Tensor, like: Tensor) -> Tensor:
-    """The rate where `like` is. A number is filled in there rather than copied, as a graph capture needs."""
+    """The rate where `like` is. A number is filled in on a GPU rather than copied, as a graph capture needs."""
     dtype = widest(like.device)
-    if rate.dim() == 0:
+    if rate.dim() == 0 and like.device.type != "cpu":
         return torch.full((), rate.item(), dtype=dtype, device=like.device)
     return rate.to(like.device, dtype)
 

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..draws import Draw, draw_masks
+from ..draws import Draw
 from . import native, plain
 from .interface import Run
-from .loop import Backward, Loop, sees
+from .loop import Backward, Loop
+from .masks import masks_of, stream_of
 from .reference import kept_scale
 from .rows import Packed
 
@@ -49,14 +50,8 @@ products = nullcontext  # the precision of float32 products is not ours to choos
 
 def scale_of(draw: Draw, examples: Tensor, units: int, dtype: torch.dtype) -> Tensor:
     """[B, units]: what h is multiplied with before it enters the gates, one mask for all steps."""
-    library = native.load()
-    if library is None:
-        (mask,) = draw_masks([draw], examples.new_zeros(1), examples, units)
-        return kept_scale(draw, mask, dtype)[0].contiguous()
-    out = torch.empty(len(examples), units, dtype=torch.float64)
-    given = ctypes.byref(_stream(draw))
-    library.zoneout_scale(given, examples.contiguous().data_ptr(), len(examples), units, out.data_ptr())
-    return out.to(dtype)
+    (mask,) = masks_of([draw], examples.new_zeros(1), examples, units)
+    return kept_scale(draw, mask, dtype)[0].contiguous()
 
 
 def scratch(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -74,7 +69,7 @@ def give_back(*buffers: Tensor | None) -> None:
     """Keep scratch memory for the next call: its pages have been touched, which is half of what a small call costs."""
     for buffer in {id(b): b for b in buffers if b is not None}.values():
         _kept.setdefault((buffer.dtype, buffer.numel()), []).append(buffer.view(-1))
-    if sum(b.nbytes for same in list(_kept.values()) for b in list(same)) > _MOST:
+    if sum(dtype.itemsize * size * len(same) for (dtype, size), same in list(_kept.items())) > _MOST:
         _kept.clear()
 
 
@@ -164,7 +159,7 @@ def _arguments(loop: Loop, back: Backward | None) -> native.Loop:
     args.inputs = 0 if loop.x is None else loop.x.shape[1]
     for name, draw in loop.draws.items():
         if name in ("cell", "hidden", "update"):
-            setattr(args, f"{name}_noise", _stream(draw))
+            setattr(args, f"{name}_noise", stream_of(draw))
     _put(args, loop.__dict__, _TENSORS)
     if norm is not None:
         args.norm, args.norm_given, args.eps = 1 if norm.over == "units" else 2, loop.given, norm.eps
@@ -179,21 +174,3 @@ def _put(args: native.Loop, tensors: dict[str, Any], names: Iterable[str]) -> No
         if (value := tensors[name]) is not None:
             assert value.is_contiguous(), name
             setattr(args, name, value.data_ptr())
-
-
-def _stream(draw: Draw) -> native.Stream:
-    """The struct of one stream of noise."""
-    step, example, unit, high = sees(draw)
-    return native.Stream(
-        mode=2 if draw.seed is None else 1,
-        zero=draw.rule.by == "zero",
-        hold=draw.rule.holds_gate,
-        sees_step=step,
-        sees_example=example,
-        sees_unit=unit,
-        high=high,
-        plane=draw.plane,
-        seed=0 if draw.seed is None else int(draw.seed) & (2**64 - 1),
-        rate=draw.rate.data_ptr(),
-        stride=int(draw.rate.dim() > 0),
-    )

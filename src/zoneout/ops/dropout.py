@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..draws import Draw, constant, draw_masks
+from ..draws import Draw, constant
 from ..noise import MASKS, Rule
 from . import cuda
 from .cuda.dropout import dropout as fused
+from .masks import masks_of
 from .reference import kept_scale
 from .rows import places
 
@@ -43,10 +44,10 @@ def drop_units(x: Tensor, draw: Draw, examples: Tensor, first_step: int = 0, cou
     else:
         t, row = places(counts, x.shape[0])
         if not MASKS[draw.rule.mask].step:  # one mask for all steps: drawn once, and looked up
-            (mask,) = draw_masks([draw], examples.new_zeros(1), examples, x.shape[-1])
+            (mask,) = masks_of([draw], examples.new_zeros(1), examples, x.shape[-1])
             return x * kept_scale(draw, mask, x.dtype)[0, row]
         steps, examples = first_step + t, examples[row, None]
-    (mask,) = draw_masks([draw], steps, examples, x.shape[-1])
+    (mask,) = masks_of([draw], steps, examples, x.shape[-1])
     scale = kept_scale(draw, mask, x.dtype)
     return x * (scale if counts is None else scale.view(x.shape))
 

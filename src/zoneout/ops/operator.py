@@ -17,6 +17,7 @@ from ..noise import MASKS, STREAMS, Rule
 from ..norm import Moments, StepNorm
 from . import passes
 from .interface import Result, Run, Weights
+from .masks import plain_eager
 from .passes import DIFFERENTIABLE, LOOPS, Kept
 
 _STREAMS, _MASKS, _BY = tuple(STREAMS), tuple(MASKS), ("previous", "zero", "scaled zero")
@@ -26,7 +27,7 @@ _COUNT = len(DIFFERENTIABLE)
 def run(r: Run) -> Result:
     """One pass through the operator."""
     LOOPS[r.x.device.type].check(r)
-    if _plain_eager():
+    if plain_eager():
         return _Eager.run(r)
     y, h, c, cells, _, _, *seen = _call(*flatten(r))
     lstm = r.cell == "lstm"
@@ -353,16 +354,6 @@ def _nobody_derives(tensors: Sequence[Tensor | None]) -> bool:
     if torch.autograd.forward_ad._current_level >= 0:
         return False
     return not torch.is_grad_enabled() or not any(v is not None and v.requires_grad for v in tensors)
-
-
-def _plain_eager() -> bool:
-    """Whether nobody is looking on: no compiler, no tracer, no transform, no dispatch mode."""
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._is_tracing()
-    )
 
 
 # --- torch.func ------------------------------------------------------------------------------------

@@ -147,10 +147,10 @@ def _output(command: list[str]) -> str:
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    library.zoneout_scale.argtypes = [
-        ctypes.POINTER(Stream), ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p,
-    ]  # fmt: skip
-    library.zoneout_scale.restype = None
+    mask: Any = library.zoneout_mask
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    mask.argtypes = [ctypes.POINTER(Stream), pointer, number, pointer, number, number, number, number, pointer]
+    mask.restype = None
     for kind in ("float", "double"):
         work: Any = getattr(library, f"zoneout_work_size_{kind}")
         work.argtypes, work.restype = [ctypes.POINTER(Loop)], ctypes.c_int64

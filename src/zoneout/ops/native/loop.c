@@ -96,20 +96,27 @@ static void stream_words(const Stream *s, uint32_t *words, int64_t from, int64_t
     }
 }
 
-/* [batch, units] at step 0: 0 where a stream drops a unit, 1 / (1 - rate) elsewhere. */
-void zoneout_scale(const Stream *s, const int64_t *examples, int64_t batch, int64_t units, double *out) {
+/* [count, batch, units]: 1 where the old value is kept. Steps share their examples where `each` is 0, else each has its
+ * own, so many after those of the step before. */
+void zoneout_mask(const Stream *s, const int64_t *steps, int64_t count, const int64_t *examples, int64_t batch,
+                  int64_t each, int64_t units, int64_t threads, uint8_t *out) {
     enum { BLOCK = 1024 };
-    uint32_t words[BLOCK] __attribute__((aligned(64)));
-    for (int64_t row = 0; row < batch; row++)
-        for (int64_t from = 0; from < units; from += BLOCK) {
-            int64_t to = min64(units, from + BLOCK);
-            stream_words(s, words, from, to, examples[row], 0);
-            for (int64_t j = from; j < to; j++) {
-                double rate = s->rate[j * s->stride];
-                uint32_t bits = words[j - from] >> (s->high ? 16 : 0) & 0xFFFF;
-                out[row * units + j] = bits < rint(rate * 65536) ? 0.0 : 1 / (1 - rate);
-            }
+    int64_t blocks = (units + BLOCK - 1) / BLOCK;
+    int shift = s->high ? 16 : 0;
+#pragma omp parallel for num_threads((int)threads)
+    for (int64_t k = 0; k < count * batch * blocks; k++) {
+        int64_t row = k / blocks, t = row / batch, from = k % blocks * BLOCK, to = min64(units, from + BLOCK);
+        uint32_t words[BLOCK] __attribute__((aligned(64)));
+        uint8_t *restrict keep = out + row * units + from;
+        const double *restrict rate = s->rate + from * s->stride;
+        stream_words(s, words, from, to, examples[t * each + row % batch], steps[t]);
+        if (s->stride) {
+            for (int64_t j = 0; j < to - from; j++) keep[j] = ((words[j] >> shift) & 0xFFFF) < rint(rate[j] * 65536);
+        } else {
+            uint32_t threshold = (uint32_t)rint(*rate * 65536);
+            for (int64_t j = 0; j < to - from; j++) keep[j] = ((words[j] >> shift) & 0xFFFF) < threshold;
         }
+    }
 }
 
 INLINE int same_words(const Stream *a, const Stream *b) {
