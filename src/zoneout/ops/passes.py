@@ -313,7 +313,8 @@ def _backward(
         entering: dict[str, Any] = {name: getattr(loop, name) for name in ("y", "h0", "reset_h", "scale_h")}
         entering = {name: v if v is None else v.to(narrow) for name, v in entering.items()}
         loop = replace(loop, **entering)
-    both = needs["w_ih"] and needs["w_hh"] and not one_hot and dgh is dgx
+    # Of one step h and x lie ready as they are.
+    both = r.steps > 1 and needs["w_ih"] and needs["w_hh"] and not one_hot and dgh is dgx
     width = (ys.shape[1], x.shape[-1])
     if both and n * sum(width) <= _SHORT and device.joins(wide_, sum(width)):  # one product for both matrices
         h_and_x = device.scratch(ys, n, sum(width), dtype=dgx.dtype)
