@@ -26,12 +26,13 @@ def dropout(
     examples: Tensor,
     first_step: int = 0,
     counts: Tensor | None = None,
+    mask: str = "unit",
 ) -> Tensor:
     """[T, B, units] with units dropped at a rate and the others scaled up; `plane` says whose mask it is.
 
     Packed rows, [N, units], come with `counts`, how many of them each step has.
     """
-    return drop_units(x, constant(_RULE, rate, seed, plane), examples, first_step, counts)
+    return drop_units(x, constant(_RULE._replace(mask=mask), rate, seed, plane), examples, first_step, counts)
 
 
 def drop_units(x: Tensor, draw: Draw, examples: Tensor, first_step: int = 0, counts: Tensor | None = None) -> Tensor:

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..ops.native import cache_folder
+from ..ops.kept import cache_folder
 
 Array: TypeAlias = np.ndarray[Any, Any]
 _PAGE = "entry.json"

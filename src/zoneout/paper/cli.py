@@ -80,11 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(name: str, args: Sequence[str]) -> Any:
     """The command with its options. Those of a run that is continued are, where nothing else is said, its own."""
     prog = f"zoneout {name}"
-    if COMMANDS[name] is Train:
-        unknown = tyro.cli(Train, prog=prog, args=args, return_unknown_args=True)[1]
-        if unknown and not unknown[0].startswith("-"):
-            raise ValueError(f"expected options only, got {unknown[0]!r}; did you mean --data {unknown[0]}?")
-    command = tyro.cli(COMMANDS[name], prog=prog, args=args)
+    command, unknown = tyro.cli(COMMANDS[name], prog=prog, args=args, return_unknown_args=True)
+    if unknown and isinstance(command, Train) and not unknown[0].startswith("-"):
+        raise ValueError(f"expected options only, got {unknown[0]!r}; did you mean --data {unknown[0]}?")
+    if unknown:
+        tyro.cli(COMMANDS[name], prog=prog, args=args)  # which says what is wrong, and what is near
     if isinstance(command, Sweep) and command.recipe is not None:
         if command.recipe not in RECIPES:
             near = ", ".join(difflib.get_close_matches(command.recipe, RECIPES, n=3, cutoff=0.3))

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import zoneout as zo
 
-from ..draws import constant, example_ids
-from ..noise import Rule, plane
-from ..ops.dropout import drop_units
+from ..draws import example_ids
+from ..noise import plane
+from ..ops.dropout import dropout
 from ..ops.products import linear
 from ..ops.weight_noise import weight_noise
 from ..philox import as_seed
@@ -26,10 +26,7 @@ from .processes import alone
 CLASSES, PIXELS = 10, 784  # of mnist
 
 # Planes of the generator beyond those of any layer, one for each thing that is drawn outside the layers.
-_INPUT, _OUTPUT, _WORDS = 2**14, 2**14 + 1, 2**14 + 2
-# What a unit is dropped for: a step, or a whole sequence.
-_STEP = Rule("dropout", "scaled zero", "unit", "expectation")
-_SEQUENCE = Rule("input", "scaled zero", "sequence", "expectation")
+_INPUT, _OUTPUT, _WORDS, _OUTPUT_OF_SEQUENCE = range(2**14, 2**14 + 4)
 
 
 class Output(NamedTuple):
@@ -81,18 +78,25 @@ class RecurrentModel(nn.Module):
 
     def logits(self, hidden: Tensor, seed: Tensor | None, rows: Tensor, first_step: int) -> Tensor:
         """The softmax's input, [T, B, outputs]."""
-        hidden = self.drop(hidden, _STEP, self.dropout, _OUTPUT, seed, rows, first_step)
-        hidden = self.drop(hidden, _SEQUENCE, self.variational.output, _OUTPUT, seed, rows)
+        hidden = self.drop(hidden, self.dropout, _OUTPUT, seed, rows, first_step)
+        hidden = self.drop(hidden, self.variational.output, _OUTPUT_OF_SEQUENCE, seed, rows, mask="sequence")
         return linear(hidden, self.noisy(self.softmax.weight, _OUTPUT, seed), self.softmax.bias)
 
     def drop(
-        self, x: Tensor, rule: Rule, rate: float, where: int, seed: Tensor | None, rows: Tensor, first_step: int = 0
+        self,
+        x: Tensor,
+        rate: float,
+        where: int,
+        seed: Tensor | None,
+        rows: Tensor,
+        first_step: int = 0,
+        mask: str = "unit",
     ) -> Tensor:
         """Dropout, while training."""
         if not self.training or not rate:
             return x
         assert seed is not None
-        return drop_units(x, constant(rule, rate, seed, plane(rule.stream, where, 0)), rows, first_step)
+        return dropout(x, rate, seed, plane("dropout", where, 0), rows, first_step, mask=mask)
 
     def noisy(self, weight: Tensor, where: int, seed: Tensor | None) -> Tensor:
         """A weight matrix with Gaussian noise added, while training."""
@@ -135,18 +139,18 @@ class LanguageModel(RecurrentModel):
             table = self.noisy(self.embedding.weight, _INPUT, key)
             # On a GPU the way back of F.embedding waits for the host, which a captured graph must not.
             x = table[tokens] if table.is_cuda else F.embedding(tokens, table)
-            x = self.drop(x, _STEP, self.dropout, _INPUT, key, rows, first_step)
+            x = self.drop(x, self.dropout, _INPUT, key, rows, first_step)
             x = self.drop_words(x, tokens, key, rows)
         hidden, state = self.recurrent(x, state, seed=key, examples=rows, first_step=first_step)
         return Output(self.logits(hidden, key, rows, first_step), hidden, state)
 
     def drop_words(self, x: Tensor, tokens: Tensor, seed: Tensor | None, rows: Tensor) -> Tensor:
         """Dropout of whole symbols, while training: each is kept or not wherever it stands in a sequence."""
-        if not self.training or not self.variational.words:
+        rate = self.variational.words
+        if not self.training or not rate:
             return x
-        kept = self.drop(
-            x.new_ones(1, len(rows), self.softmax.out_features), _SEQUENCE, self.variational.words, _WORDS, seed, rows
-        )
+        every = x.new_ones(1, len(rows), self.softmax.out_features)
+        kept = self.drop(every, rate, _WORDS, seed, rows, mask="sequence")
         return x * kept[0].gather(1, tokens.t()).t()[..., None]
 
 

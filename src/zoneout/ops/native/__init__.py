@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from .. import kept
-from ..kept import cache_folder as cache_folder
 
 HERE = Path(__file__).parent
 SOURCES = ("loop.c", "body.h", "loop.h")
