@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from command_line import elsewhere, trained, zoneout  # noqa: F401 (fixtures)
 
 
 @pytest.fixture(scope="module")
