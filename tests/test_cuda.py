@@ -91,14 +91,18 @@ def compare(name, make, call, training, precision, sizes=(7, 5, INPUT, 37), cell
     assert want.keys() == got.keys()
     errors = {key: far(got[key], value) for key, value in want.items()}
     if any(not error <= tolerance for error in errors.values()):
-        # Where rounding is magnified (a norm over few examples) torch's own calls in the same type are as far off:
-        # twice that has to do.
+        # Where rounding is magnified (a norm over few numbers) torch's own calls in the same type are as far off: twice
+        # that has to do. Which gradient it hits is chance (one last bit of one h can make it 0.5 or 1.2 % of dx), so
+        # theirs are taken together.
         ours.backend = "reference"
         with products_in("tf32" if precision[1] == PRECISIONS["tf32"][2] else "fp32", torch.device(device)):
             theirs_in_type = everything(ours, *there, call, cells)
-        for key, value in want.items():
-            allowed = max(tolerance, 2 * far(theirs_in_type[key], value))
-            assert errors[key] <= allowed, f"{key}: {errors[key]:.1e} from the reference, allowed {allowed:.1e}"
+        rounding = {key: far(theirs_in_type[key], value) for key, value in want.items()}
+        gradients = [error for key, error in rounding.items() if key.startswith("of ")]
+        together = (sum(error**2 for error in gradients) / len(gradients)) ** 0.5
+        for key, error in errors.items():
+            allowed = max(tolerance, 2 * rounding[key], 2 * together if key.startswith("of ") else 0)
+            assert error <= allowed, f"{key}: {error:.1e} from the reference, allowed {allowed:.1e}"
 
 
 def far(value, want):

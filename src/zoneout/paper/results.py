@@ -312,11 +312,13 @@ def _other_tables(recipes: Sequence[Recipe], results: Path) -> list[str]:
     by_protocol = _head("by protocol", *ways)
     runs_of = _head("run", "valid", "test", "best epoch", "minutes", "precision", "device", "torch", "date", "command")
     for recipe, own in found:
-        cells = []
-        for way in ways:
-            values = [s[measure] for record in own for s in record["scores"] if _way(s) == way]
-            cells.append(_spread(values, measure) if values else "")
-        by_protocol.append(_row(f"`{recipe.name}`", *cells))
+        scores = [score for record in own for score in record["scores"]]
+        for mask in dict.fromkeys(map(_mask, scores)):
+            cells = []
+            for way in ways:
+                values = [s[measure] for s in scores if (_way(s), _mask(s)) == (way, mask)]
+                cells.append(_spread(values, measure) if values else "")
+            by_protocol.append(_row(f"`{recipe.name}`{mask}", *cells))
         for r in own:
             figures = (_figure(r["valid"], measure), _figure(r["test"], measure), f"{r['best_epoch']:.4g}")
             made = (r["precision"], r["device"], r["versions"]["torch"], r["date"], f"`{r['command']}`")
@@ -326,8 +328,11 @@ def _other_tables(recipes: Sequence[Recipe], results: Path) -> list[str]:
 
 
 def _way(score: Record) -> str:
-    mask = ", with the training mask" if score["at_eval"] == "sample" else ""
-    return f"{score['part']}, {score['protocol']}{mask}"
+    return f"{score['part']}, {score['protocol']}"
+
+
+def _mask(score: Record) -> str:
+    return ", with the training mask" if score["at_eval"] == "sample" else ""
 
 
 def _head(*cells: str) -> list[str]:
