@@ -64,6 +64,8 @@ def test_version(zoneout) -> None:
         (["train", "--data", "my.txt", "--device", "gpu"], WRONG_USE, "device: expected auto, cpu, cuda"),
         (["train", "my.txt"], WRONG_USE, "expected options only, got 'my.txt'; did you mean --data my.txt?"),
         (["train", "--epochs", "3", "my.txt"], WRONG_USE, "did you mean --data my.txt?"),
+        (["train", "char_ptb_zoneout"], WRONG_USE, "did you mean zoneout reproduce char_ptb_zoneout?"),
+        (["sweep", __file__], WRONG_USE, f"did you mean --data {__file__}?"),
         (["sweep", "--data", "no-such.txt"], BAD_DATA, "no-such.txt: there is no such file"),
         (["sweep", "char_ptb_zoneout", "--data", "."], BAD_DATA, "ptb/ptb.train.txt was not found"),
         (["reproduce", "char-ptb", "--seeds", "0"], WRONG_USE, "seeds: expected 1 or more"),

@@ -82,11 +82,15 @@ def parse(name: str, args: Sequence[str]) -> Any:
     prog = f"zoneout {name}"
     command, unknown = tyro.cli(COMMANDS[name], prog=prog, args=args, return_unknown_args=True)
     if unknown and isinstance(command, Train) and not unknown[0].startswith("-"):
-        raise ValueError(f"expected options only, got {unknown[0]!r}; did you mean --data {unknown[0]}?")
+        what = unknown[0]
+        meant = f"zoneout reproduce {what}" if what in RECIPES else f"--data {what}"
+        raise ValueError(f"expected options only, got {what!r}; did you mean {meant}?")
     if unknown:
         tyro.cli(COMMANDS[name], prog=prog, args=args)  # which says what is wrong, and what is near
     if isinstance(command, Sweep) and command.recipe is not None:
         if command.recipe not in RECIPES:
+            if Path(command.recipe).exists():
+                raise ValueError(f"there is no recipe {command.recipe!r}; did you mean --data {command.recipe}?")
             near = ", ".join(difflib.get_close_matches(command.recipe, RECIPES, n=3, cutoff=0.3))
             raise ValueError(f"there is no recipe {command.recipe!r}; the nearest are {near or ', '.join(RECIPES)}")
         return tyro.cli(Sweep, prog=prog, args=args, default=Sweep(config=RECIPES[command.recipe].make()))
