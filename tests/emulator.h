@@ -248,15 +248,6 @@ static void cvt_rn_f16x2_f32(u32 &to, float high, float low) { to = half_of(low)
 static void barrier_cluster_arrive_release_aligned() { self->arrived = arrive_at(cluster); }
 static void barrier_cluster_wait_acquire_aligned() { wait_at(cluster, self->arrived); }
 
-static void max_f16x2(u32 &most, u32 v) { /* of the sizes */
-    u32 low = std::max(most & 0x7FFFu, v & 0x7FFFu), high = std::max(most >> 16 & 0x7FFFu, v >> 16 & 0x7FFFu);
-    most = low | high << 16;
-}
-static void red_relaxed_gpu_global_max_u32(u32 *to, u32 v) { *to = std::max(*to, v); }
-static void redux_sync_max_u32(u32 &to, u32 v) {
-    u32 *all = exchange(v);
-    to = *std::max_element(all, all + 32);
-}
 static void lop3_b32(u32 &wrong, u32 v, u32 tag) { wrong |= v ^ tag; } /* 0xF6, which is all that is used */
 
 /* Copies that are on their way: here they have arrived. */

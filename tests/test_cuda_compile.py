@@ -104,10 +104,15 @@ def test_persistent(shape, dtype, back):
     """The weights of a paper's shape no longer fit: what is spilled is read from memory at every step."""
     batch, hidden = SHAPES[shape]
     tiles = persistent.plan("lstm", dtype, hidden, batch, back, PROCESSORS, SHARED)
-    assert tiles is not None
+    if tiles is None:
+        assert (shape, dtype, back) in ALONE
+        return
     assert tiles.blocks * tiles.groups <= PROCESSORS and tiles.layout.shared <= SHARED
     _, spilled = build("persistent.cu", persistent.defines_of("lstm", dtype, back, tiles, True))
     assert max(spilled) <= 256
+
+
+ALONE = {("word-PTB", torch.float32, True)}  # this goes step by step, its weights are too large for the chip
 
 
 @pytest.mark.parametrize("processors", [PROCESSORS, 66, 108])
@@ -133,7 +138,7 @@ def test_plans_fit(cell, processors):
                     assert tiles.layout.in_flight >= 1
                     columns = -(-(tiles.units if back else tiles.units * gates) // 8)
                     assert 2 * columns * tiles.layout.resident <= persistent.MOST
-                    assert not tiles.half or dtype == torch.float32
+                    assert not tiles.half or (dtype == torch.float32 and not back)
     assert found > 100
 
 

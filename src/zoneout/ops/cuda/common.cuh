@@ -180,19 +180,6 @@ __device__ __forceinline__ void multiply_as(float *sum, const u32 *a, u32 b0, u3
 }
 __device__ __forceinline__ void multiply(float *sum, const u32 *a, u32 b0, u32 b1) { multiply_as<TYPE>(sum, a, b0, b1); }
 
-/* --- TF32 in half precision ---------------------------------------------------------------------- */
-
-/* Half precision has the ten bits of TF32, but not its range. The largest numbers become the largest that it has; NaN stays. */
-__device__ __forceinline__ float within_half(float v) { return v > 65504.0f ? 65504.0f : v < -65504.0f ? -65504.0f : v; }
-
-/* Derivatives may be of any size, so they go times 2^e. The largest number of the step after, or that comes from outside, is
- * to be between 2^ROOM and twice that: then they may grow by 2^(15 - ROOM) in a step, and 2^-(24 + ROOM) of the largest is
- * not lost. `largest` is its exponent. */
-#define ROOM 3
-__device__ __forceinline__ int scale_for(int largest) { return min(max(ROOM - largest, -120), 120); }
-__device__ __forceinline__ int exponent_of(float v) { return (int)(__float_as_uint(v) >> 23 & 255) - 127; }
-__device__ __forceinline__ float two_to(int e) { return __uint_as_float((u32)(e + 127) << 23); }
-
 /* --- rows --------------------------------------------------------------------------------------- */
 
 /* `t` counts the steps as they are processed, `length` is that of the row. A reversed row begins at its last position. */

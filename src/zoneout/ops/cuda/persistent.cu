@@ -3,10 +3,10 @@
  * Compiled with BACK (0 forwards, 1 backwards), U (units a block, a multiple of 4), UP (U rounded up to 8, 16 or 32), KS
  * (k-steps of a warp, even), KR (of which so many have their weights in registers, the others in shared memory), BB (pairs
  * of k-steps of a batch), D (batches in flight on the way to shared memory), MT (16 rows each), EIGHTS (of rows, read),
- * PARTS (sets of sums that take turns), HALF (what enters the product is float, with the ten bits of TF32, but goes in half
- * precision, which has as many; derivatives times a power of two that brings them near one) and PLAIN (nothing but zoneout,
- * all rows to the end). Each of 8 warps has its own part of the depth of the product; the eight sums are added in a fixed
- * order. Forwards h goes around, backwards the derivatives of h·Wh, [unit][gate].
+ * PARTS (sets of sums that take turns), HALF (what enters the product is float, with the ten bits of TF32, but fits half
+ * precision, which has as many) and PLAIN (nothing but zoneout, all rows to the end). Each of 8 warps has its own part of
+ * the depth of the product; the eight sums are added in a fixed order. Forwards h goes around, backwards the derivatives of
+ * h·Wh, [unit][gate].
  *
  * There are no flags and no fences: the lowest bit of every 8 bytes that go around tells whether they are of this turn. Two
  * buffers take turns, and the bit is turned over each time one is used again. A block that has read all of step t - 1
@@ -28,17 +28,18 @@
 #define BATCHES ((KS / 2 + BB - 1) / BB)
 #define PIECES (BB * MT * 2) /* of 16 bytes that a thread copies of a batch, at most */
 #define EACH (SENT ? 8 : 4)  /* numbers of a piece */
-#define SCALED (BACK && HALF)
 
 struct Exchange {
-    char *buffer;       /* [2][groups][pairs of k-steps][R / 8][8 rows][4 pieces][16 bytes], zero */
-    i64 blocks;         /* of a group */
-    const float *peaks; /* SCALED: [T], the largest derivative that comes to a step from outside */
+    char *buffer; /* [2][groups][pairs of k-steps][R / 8][8 rows][4 pieces][16 bytes], zero */
+    i64 blocks;   /* of a group */
 };
 
 /* --- what enters the product ---------------------------------------------------------------------- */
 
-__device__ __forceinline__ float within(float v) { return HALF ? within_half(v) : v; }
+/* HALF: the largest numbers become the largest of half precision; NaN stays. */
+__device__ __forceinline__ float within(float v) {
+    return !HALF ? v : v > 65504.0f ? 65504.0f : v < -65504.0f ? -65504.0f : v;
+}
 #if SENT
 __device__ __forceinline__ u32 pair_sent(float low, float high) { return pair_as<SENT>(within(low), within(high)); }
 __device__ __forceinline__ float widen_sent(u32 v) {
@@ -175,17 +176,10 @@ __device__ __forceinline__ void take_batch(u32 (&v)[BB][2][MT][4], const Reads &
     }
 }
 
-/* most = max(most, |v|), of two numbers in half precision each. */
-__device__ __forceinline__ void keep_largest(u32 &most, u32 v) {
-    asm("{ .reg .b32 size; abs.f16x2 size, %1; max.f16x2 %0, %0, size; }" : "+r"(most) : "r"(v));
-}
-
-/* What has gone around, times the block's weights: each warp's sums over its part of the depth go to `part`, and (SCALED) the
- * largest of what it has read to `peaks`, as the bits of half precision. */
-__device__ __forceinline__ void product(const Weights &w, float *part, u32 *peaks, const Reads &x, i64 buffer, u32 tag,
+/* What has gone around, times the block's weights: each warp's sums over its part of the depth go to `part`. */
+__device__ __forceinline__ void product(const Weights &w, float *part, const Reads &x, i64 buffer, u32 tag,
                                         int warp, int lane) {
     float sum[SETS][MT][NT][4] = {};
-    u32 most = 0;
     const char *from = x.from + buffer;
     await(x, buffer, tag);
 #pragma unroll
@@ -201,9 +195,6 @@ __device__ __forceinline__ void product(const Weights &w, float *part, u32 *peak
             commit();
         EACH_PAIR(i) EACH_TILE {
 #pragma unroll
-            for (int n = 0; SCALED && n < 4; n++)
-                if (m * 2 + n % 2 < EIGHTS) keep_largest(most, v[b][s][m][n]);
-#pragma unroll
             for (int n = 0; n < NT; n++) {
                 uint2 one = weights_at(w, (i * BB + b) * 2 + s, n);
                 multiply_as<SENT>(sum[s % SETS][m][n], v[b][s][m], one.x, one.y);
@@ -211,11 +202,6 @@ __device__ __forceinline__ void product(const Weights &w, float *part, u32 *peak
         }
     }
     if (PARTS == 1) __syncthreads(); /* all have read those of the step before */
-    if (SCALED) {
-        most = max(most & 0xFFFF, most >> 16);
-        asm("redux.sync.max.u32 %0, %1, 0xFFFFFFFF;" : "=r"(most) : "r"(most));
-        if (lane == 0) peaks[warp] = most;
-    }
     part += warp * (R * NP) + (lane / 4) * NP + (lane % 4) * 2;
 #pragma unroll
     for (int m = 0; m < MT; m++)
@@ -253,7 +239,6 @@ struct Mine { /* what a thread has to do */
     i64 unit0, unit, row0, H, other; /* other: bytes from one buffer to the other */
     bool in, sends;                  /* whether its unit is one of the layer's, and whether there is a place for it */
     float *part;
-    u32 *peaks;     /* SCALED: [PARTS][WARPS] */
     uint2 *weights; /* those of all warps that are not in registers */
     Reads reads;
     char *own, *to; /* the first buffer of the group, and where its unit begins in it */
@@ -330,7 +315,6 @@ __device__ __forceinline__ Mine mine(const Loop &l, const Exchange &x) {
     m.weights = (uint2 *)(shared + PARTS * WARPS * R * NP * 4);
     char *stages = (char *)(m.weights + WARPS * (KS - KR) * NT * 32);
     for (int i = threadIdx.x; i < WARPS * D * PIECES * 128; i += THREADS) ((u32 *)stages)[i] = 0;
-    m.peaks = (u32 *)stages + WARPS * D * PIECES * 128;
     u32 stage = (u32)__cvta_generic_to_shared(stages) + m.warp * (D * PIECES * 512);
     auto piece = [](int row, int k) { return (row * 4 + (k ^ (row >> 1 & 3))) * 16; };
     m.reads.to = stage + piece(m.lane / 4, m.lane % 4);
@@ -362,7 +346,6 @@ __device__ __forceinline__ Mine mine(const Loop &l, const Exchange &x) {
         length[i] = row < l.batch ? (int)length_of(l, row) : 0; \
     }
 #define PART(t) (m.part + ((t) & (PARTS - 1)) * (WARPS * R * NP))
-#define PEAKS(t) (m.peaks + ((t) & (PARTS - 1)) * WARPS)
 
 /* --- forwards ------------------------------------------------------------------------------------- */
 #if !BACK
@@ -425,7 +408,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(Loop l, Exchang
             keep[i] = keeps_of(l, noises, (u32)m.unit, example[i], step_of(l, t, length[i]));
             cut_next[i] = t + 1 < length[i] && cut_at(l, t + 1, row, length[i]);
         }
-        product(w, PART(t), PEAKS(t), m.reads, buffer_of(m, t), tag_of(t), m.warp, m.lane);
+        product(w, PART(t), m.reads, buffer_of(m, t), tag_of(t), m.warp, m.lane);
         __syncthreads();
         float a[ITEMS][G], extra[ITEMS];
         EACH_ITEM if (t < length[i]) {
@@ -489,19 +472,6 @@ struct Fetched { /* what a step needs that was there before */
     bool first;
 };
 
-/* SCALED: what goes around is 2^e times the derivatives. All blocks of a group have read the same, and find the same e for
- * the next step. */
-__device__ __forceinline__ int next_scale(int e, const u32 *peaks, float outside) {
-    int largest = exponent_of(outside);
-    if (peaks) {
-        u32 top = 0;
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) top = max(top, peaks[w]);
-        largest = max(largest, (int)(top >> 10) - 15 - e);
-    }
-    return scale_for(largest);
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(Loop l, Exchange x) {
     simplify(l);
     Mine m = mine(l, x);
@@ -546,11 +516,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(Loop l, Exchan
     }
     fetch(l.steps - 1);
     i64 t = l.steps - 1;
-    int e = 0;
     for (u32 done = 0; t >= -1; t--, done++) {
         EACH_ITEM f[i] = later[i];
         if (t > 0) fetch(t - 1);
-        float outside = SCALED && t >= 0 ? x.peaks[t] : 0.0f;
         Keep keep[ITEMS];
         bool cut[ITEMS]; /* whether the step after was cut off from this one */
         EACH_ITEM {
@@ -558,22 +526,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(Loop l, Exchan
             if (t >= 0 && t < length[i]) keep[i] = keeps_of(l, noises, (u32)m.unit, example[i], step_of(l, t, length[i]));
         }
         if (done) {
-            product(w, PART(done), PEAKS(done), m.reads, buffer_of(m, done - 1), tag_of(done - 1), m.warp, m.lane);
+            product(w, PART(done), m.reads, buffer_of(m, done - 1), tag_of(done - 1), m.warp, m.lane);
             __syncthreads();
             EACH_ITEM if (t + 1 < length[i]) {
                 float rec;
                 total<1>(&rec, PART(done) + r * NP + m.u);
-                if (SCALED) rec *= two_to(-e);
                 dh[i] += scale ? rec * widen(scale[row * H + m.unit]) : rec;
                 if (cut[i]) back_h[i] += dh[i], back_c[i] += dc[i], dh[i] = dc[i] = 0.0f;
             }
         }
         if (t < 0) break;
-        if (SCALED) e = next_scale(e, done ? PEAKS(done) : nullptr, outside);
         narrow dx[ITEMS][G], ds[ITEMS][G];
         float out[ITEMS][GE] = {};
         EACH_ITEM if (t < length[i]) {
-            float d[G], s[G];
+            float d[G], e[G];
             dh[i] += widen(f[i].dy);
             float du = carried_h_back(l, dh[i], keep[i]);
 #if LSTM
@@ -584,16 +550,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(Loop l, Exchan
             dc[i] += f[i].dcells;
             lstm_gates_back(l, d, gi, gf, gg, f[i].old_c, du * gate * (1 - tc * tc), dc[i], keep[i]);
 #elif GRU
-            gru_back(l, d, s, widen(f[i].gates[0]), widen(f[i].gates[1]), widen(f[i].gates[2]), f[i].gh, f[i].old_h,
+            gru_back(l, d, e, widen(f[i].gates[0]), widen(f[i].gates[1]), widen(f[i].gates[2]), f[i].gh, f[i].old_h,
                      du, dh[i], keep[i]);
 #else
             float v = widen(f[i].gates[0]);
             d[0] = RELU ? (v > 0 ? du : 0.0f) : du * (1 - v * v);
 #endif
             for (int q = 0; q < G; q++) {
-                dx[i][q] = narrowed(d[q]), ds[i][q] = GRU ? narrowed(s[q]) : dx[i][q];
-                out[i][q % GE] = GRU ? s[q] : d[q];
-                if (SCALED) out[i][q % GE] *= two_to(e);
+                dx[i][q] = narrowed(d[q]), ds[i][q] = GRU ? narrowed(e[q]) : dx[i][q];
+                out[i][q % GE] = GRU ? e[q] : d[q];
             }
         }
 #pragma unroll

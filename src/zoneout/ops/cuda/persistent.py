@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cache
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
-from torch.linalg import vector_norm
 
 from ..loop import GATES, Backward, Loop
 from .arguments import CELLS, TYPES, Arguments, Exchange, loop_arguments
@@ -57,11 +54,11 @@ class Plan:
 def in_half(cell: str, dtype: torch.dtype, hidden: int, back: bool) -> bool:
     """Whether what enters a product in TF32 may go in half precision, which has the same ten bits of mantissa.
 
-    h may, being between -1 and 1 wherever it is not given from outside, but not that of a ReLU, which may be of any
-    size; derivatives may, times a power of two. What is too small for half precision is lost, at most 3e-8 of a number
-    that is added to others near one. One number in four has its last bit taken, which a sum of a few would notice.
+    h may, being between -1 and 1 wherever it is not given from outside; the h of a ReLU and derivatives may be of any
+    size. What is too small for half precision is lost, at most 3e-8 of a number that is added to others near one. One
+    number in four has its last bit taken, which a sum of a few would notice.
     """
-    return dtype == torch.float32 and (back or cell != "rnn_relu") and hidden >= 32
+    return dtype == torch.float32 and not back and cell != "rnn_relu" and hidden >= 32
 
 
 def layout(columns: int, tiles: int, k_steps: int, back: bool, shared: int) -> Layout | None:
@@ -96,7 +93,6 @@ def plan(
     depth = hidden * (1 if not back else 4 if gates == 3 else gates)
     half = in_half(cell, dtype, hidden, back)
     k_steps = -(-depth // (WARPS * 64 // (2 if half else dtype.itemsize))) * 2
-    peaks = 2 * WARPS * 4 if half and back else 0
     best: Plan | None = None
     for units in UNITS:
         blocks = -(-hidden // units)
@@ -106,10 +102,9 @@ def plan(
         tiles = -(-batch // (16 * groups))
         tiles = tiles if tiles <= 2 else 4
         groups = -(-batch // (16 * tiles))
-        laid = layout(-(-(units if back else units * gates) // 8), tiles, k_steps, back, shared - peaks)
+        laid = layout(-(-(units if back else units * gates) // 8), tiles, k_steps, back, shared)
         if laid is None or groups * blocks > processors:
             continue
-        laid = laid._replace(shared=laid.shared + peaks)
         eights = 2 * tiles if groups > 1 else -(-batch // 8)
         made = Plan(half, blocks, groups, units, tiles, eights, k_steps, laid)
         # Few rows, since a block reads all of its rows; then most of its weights in registers.
@@ -165,25 +160,10 @@ def run(loop: Loop, back: Backward | None) -> bool:
     memory = torch.zeros(size, dtype=torch.uint8, device=device)
     exchange.struct.buffer = memory.data_ptr()
     exchange.struct.blocks = tiles.blocks
-    if back is not None and tiles.half:
-        peaks = peaks_of(loop, back)
-        exchange.struct.peaks = peaks.data_ptr()
     values = (arguments.struct, exchange.struct)
     kernel.launch(tiles.groups * tiles.blocks, THREADS, pack(values), tiles.layout.shared, cooperative=True)
     del memory
     return True
-
-
-def peaks_of(loop: Loop, back: Backward) -> Tensor:
-    """[T]: the largest derivative that comes to a step from outside, in the order in which steps are gone forwards."""
-    ends = [vector_norm(v, math.inf) for v in (back.dh, back.dc) if v is not None]
-    given = [vector_norm(v.view(loop.steps, -1), math.inf, dim=1) for v in (back.dy, back.dcells) if v is not None]
-    last, peaks = reduce(torch.maximum, ends), reduce(torch.maximum, given)
-    if loop.lengths is not None:  # steps that are gone together lie in different places, and end at different ones
-        return torch.maximum(peaks.max(), last).expand(loop.steps).contiguous()
-    peaks = peaks.flip(0) if loop.reverse else peaks
-    torch.maximum(peaks[-1], last, out=peaks[-1])
-    return peaks
 
 
 def defines_of(cell: str, dtype: torch.dtype, back: bool, tiles: Plan, plain: bool) -> tuple[tuple[str, int], ...]:

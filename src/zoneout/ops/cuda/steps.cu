@@ -2,8 +2,7 @@
  *
  * Compiled with V (units of a thread: 4 where sizes and addresses allow it, else 1) and PLAIN (nothing but zoneout, no
  * norm, no projection, all rows to the end: forward and backward alone, which may be started before the product that
- * they follow has ended). HALF, with PLAIN: what enters the product is float, with the ten bits of TF32, but goes in half
- * precision, which has as many; derivatives times a power of two that brings them near one.
+ * they follow has ended).
  */
 
 struct Scratch {
@@ -23,10 +22,6 @@ struct Scratch {
     double eps;
     const float *norm_h, *norm_c, *norm_c_shift;
     float *mean_h, *var_h, *mean_c, *var_c;
-    u16 *d_half;             /* HALF, backwards: [B, G·H] what enters the product, */
-    float *back;             /* [T]: and what takes it back to its size */
-    u32 *peaks;              /* [T, 32]: the largest of each step, by blocks; begins at zero */
-    const float *outside;    /* [T]: the largest that comes to a step from outside */
 };
 enum { GATES = 1, SHOWS = 2, CARRY = 4 };
 
@@ -97,48 +92,6 @@ __device__ __forceinline__ void put(narrow *to, const Units &u) {
     *to = narrowed(u[0]);
 #endif
 }
-#endif
-
-#if HALF
-__device__ __forceinline__ void put_half(void *to, i64 at, const Units &u) {
-#if V == 4
-    u32 low = pair_as<2>(within_half(u[0]), within_half(u[1])), high = pair_as<2>(within_half(u[2]), within_half(u[3]));
-    *(uint2 *)((u16 *)to + at) = make_uint2(low, high);
-#else
-    ((u16 *)to)[at] = (u16)pair_as<2>(within_half(u[0]), 0.0f);
-#endif
-}
-
-/* The largest of a number in a warp; of floats that are not negative the bits serve as well. */
-__device__ __forceinline__ u32 largest_of(u32 v) {
-    asm volatile("redux.sync.max.u32 %0, %1, 0xFFFFFFFF;" : "=r"(v) : "r"(v));
-    return v;
-}
-
-/* What the derivatives of a step are multiplied with before they enter the product. */
-__device__ __forceinline__ float scale_at(const Loop &l, const Scratch &s, int t) {
-    u32 top = largest_of(t + 1 < l.steps ? s.peaks[(t + 1) * 32 + threadIdx.x % 32] : 0);
-    int e = scale_for(exponent_of(fmaxf(__uint_as_float(top), s.outside[t])));
-    if (blockIdx.x == 0 && threadIdx.x == 0) s.back[t] = two_to(-e);
-    return two_to(e);
-}
-
-/* Derivatives of V units on their way to the product. */
-__device__ __forceinline__ void enter_half(const Scratch &s, i64 at, const Units &d, float scale, u32 &most) {
-    Units scaled;
-    EACH scaled[e] = d[e] * scale, most = max(most, __float_as_uint(fabsf(d[e])));
-    put_half(s.d_half, at, scaled);
-}
-__device__ __forceinline__ void tell_largest(const Scratch &s, int t, u32 most) {
-    most = largest_of(most);
-    if (threadIdx.x % 32 == 0)
-        asm volatile("red.relaxed.gpu.global.max.u32 [%0], %1;"
-                     ::"l"(s.peaks + t * 32 + blockIdx.x % 32), "r"(most) : "memory");
-}
-#else
-__device__ __forceinline__ float scale_at(const Loop &, const Scratch &, int) { return 1.0f; }
-__device__ __forceinline__ void enter_half(const Scratch &, i64, const Units &, float, u32 &) {}
-__device__ __forceinline__ void tell_largest(const Scratch &, int, u32) {}
 #endif
 
 __device__ __forceinline__ Units all_of(float value) {
@@ -243,11 +196,7 @@ __device__ __forceinline__ void carry_h(const Loop &l, const Scratch &s, const P
     Units h;
     EACH h[e] = carried_h(l, value[e], old[e], k[e]);
     if (s.h) put(s.h + p.row * l.outputs + p.j, h);
-#if HALF
-    put_half(s.next, p.row * s.pitch + p.j, h);
-#else
     if (s.next) put(s.next + p.row * s.pitch + p.j, h);
-#endif
     put((narrow *)l.y + p.at * l.outputs + p.j, h);
 }
 
@@ -379,7 +328,7 @@ struct Incoming { /* of the carried h */
 };
 
 /* What came through the product of the step after. */
-__device__ __forceinline__ Units through(const Loop &l, const Scratch &s, const Place &p, i64 t) {
+__device__ __forceinline__ Units through(const Loop &l, const Scratch &s, const Place &p) {
     const float *from = s.rec + p.row * s.pitch + p.j;
     Units sum = all_of(0.0f);
 #pragma unroll 4
@@ -387,17 +336,13 @@ __device__ __forceinline__ Units through(const Loop &l, const Scratch &s, const 
         Units one = get(from + part * l.batch * s.pitch);
         EACH sum[e] += one[e];
     }
-#if HALF
-    const float back = s.back[t + 1];
-    EACH sum[e] *= back;
-#endif
     return sum;
 }
 
 /* All that has come back for the carried h. */
 __device__ __forceinline__ Units whole_dh(const Loop &l, const Scratch &s, const Place &p, i64 t) {
     Units dh = get(l.dh + p.row * l.outputs + p.j), dy = get((const narrow *)l.dy + p.at * l.outputs + p.j);
-    Units more = s.settled || t == l.steps - 1 ? all_of(0.0f) : through(l, s, p, t);
+    Units more = s.settled || t == l.steps - 1 ? all_of(0.0f) : through(l, s, p);
     EACH dh[e] += dy[e] + more[e];
     return dh;
 }
@@ -408,8 +353,7 @@ __device__ __forceinline__ Incoming take_dh(const Loop &l, const Units &dh, cons
     return in;
 }
 
-__device__ __forceinline__ void lstm_back(const Loop &l, const Scratch &s, const Place &p, int t, int parts, float scale,
-                                          u32 &most) {
+__device__ __forceinline__ void lstm_back(const Loop &l, const Scratch &s, const Place &p, int t, int parts) {
     i64 H = l.hidden, here = p.row * H + p.j;
     const narrow *gates = (const narrow *)l.gates + p.at * 4 * H + p.j;
     narrow *out = (narrow *)l.dgx + p.at * 4 * H + p.j;
@@ -445,7 +389,6 @@ __device__ __forceinline__ void lstm_back(const Loop &l, const Scratch &s, const
         EACH of_c[e] = d[e] * gate[e] * (1 - c[e] * c[e]);
         EACH d[e] = lstm_output_back(l, d[e] * c[e], o[e], p.first, owed[e], k[e]);
         put(out + 3 * H, d);
-        enter_half(s, p.row * 4 * H + 3 * H + p.j, d, scale, most);
         if (s.owed) put(s.owed + here, owed);
         if (s.norm) put(s.dnc + p.at * H + p.j, of_c);
     } else {
@@ -463,12 +406,9 @@ __device__ __forceinline__ void lstm_back(const Loop &l, const Scratch &s, const
         di[e] = d[0], df[e] = d[1], dg[e] = d[2];
     }
     put(out, di), put(out + H, df), put(out + 2 * H, dg), put(l.dc + here, dc);
-    enter_half(s, p.row * 4 * H + p.j, di, scale, most);
-    enter_half(s, p.row * 4 * H + H + p.j, df, scale, most);
-    enter_half(s, p.row * 4 * H + 2 * H + p.j, dg, scale, most);
 }
 
-__device__ __forceinline__ void gru_back_at(const Loop &l, const Scratch &s, const Place &p, int t, float scale, u32 &most) {
+__device__ __forceinline__ void gru_back_at(const Loop &l, const Scratch &s, const Place &p, int t) {
     i64 H = l.hidden, first = p.at * 3 * H + p.j;
     const narrow *gates = (const narrow *)l.gates + first;
     Units r = get(gates), z = get(gates + H), n = get(gates + 2 * H), v, dx[3], ds[3];
@@ -493,11 +433,10 @@ __device__ __forceinline__ void gru_back_at(const Loop &l, const Scratch &s, con
     for (int q = 0; q < 3; q++) {
         put((narrow *)l.dgx + first + q * H, dx[q]);
         put((narrow *)l.dsh + first + q * H, ds[q]);
-        enter_half(s, p.row * 3 * H + q * H + p.j, ds[q], scale, most);
     }
 }
 
-__device__ __forceinline__ void rnn_back(const Loop &l, const Scratch &s, const Place &p, int t, float scale, u32 &most) {
+__device__ __forceinline__ void rnn_back(const Loop &l, const Scratch &s, const Place &p, int t) {
     i64 at = p.at * l.hidden + p.j;
     Units v = get((const narrow *)l.gates + at), dh = whole_dh(l, s, p, t);
     Keep k[V];
@@ -506,25 +445,19 @@ __device__ __forceinline__ void rnn_back(const Loop &l, const Scratch &s, const 
     EACH v[e] = RELU ? (v[e] > 0 ? in.d[e] : 0.0f) : in.d[e] * (1 - v[e] * v[e]);
     put(l.dh + p.row * l.hidden + p.j, in.rest);
     put((narrow *)l.dgx + at, v);
-    enter_half(s, p.row * l.hidden + p.j, v, scale, most);
 }
 
 extern "C" __global__ void backward(Loop l, Scratch s, int t, int parts) {
     simplify(l, s, parts);
     Place p = place(l, t, l.hidden);
-    if (!HALF && !p.in) return;
+    if (!p.in) return;
     wait();
-    u32 most = 0;
-    const float scale = scale_at(l, s, t);
-    if (!HALF || p.in) {
-        if (LSTM)
-            lstm_back(l, s, p, t, parts, scale, most);
-        else if (GRU)
-            gru_back_at(l, s, p, t, scale, most);
-        else
-            rnn_back(l, s, p, t, scale, most);
-    }
-    tell_largest(s, t, most);
+    if (LSTM)
+        lstm_back(l, s, p, t, parts);
+    else if (GRU)
+        gru_back_at(l, s, p, t);
+    else
+        rnn_back(l, s, p, t);
 }
 
 #if !PLAIN
@@ -546,7 +479,7 @@ extern "C" __global__ void settle(Loop l, Scratch s, int t, int) {
     if (!p.in) return;
     if (p.j < P) {
         i64 at = p.row * P + p.j;
-        Units dh = get(l.dh + at), rec = through(l, s, p, t);
+        Units dh = get(l.dh + at), rec = through(l, s, p);
         Units scale = l.scale_h ? get((const narrow *)l.scale_h + at) : all_of(1.0f);
         EACH dh[e] += rec[e] * scale[e];
         if (p.cut) {

@@ -14,7 +14,7 @@ from ..products import padded
 from .arguments import CELLS, TYPES, Arguments, Launch, LaunchAttribute, Normed, Scratch, loop_arguments
 from .blas import product
 from .compiler import Kernel, chip, driver, load, pack, tf32
-from .persistent import in_half, is_plain, peaks_of
+from .persistent import is_plain
 
 THREADS = 64  # of a block
 GATES, SHOWS, CARRY = 1, 2, 4
@@ -47,13 +47,8 @@ def forward(loop: Loop) -> None:
     if dtype != torch.float32 and (loop.cell == "gru" or (draw is not None and draw.seed is None)):
         pass_.scratch("h", (batch, size))
     enters = loop.resets is not None or loop.scale_h is not None or pass_.apart
-    left = [loop.h0.data_ptr(), *pass_.addresses(loop.y)[:-1]]
-    w = padded(_halved(loop.w_hh) if pass_.half else loop.w_hh)
-    if pass_.half:
-        h_in = pass_.scratch("next", (batch, w.shape[1]), torch.float16).zero_()
-        left, pass_.own.struct.pitch = [h_in.data_ptr()] * loop.steps, w.shape[1]
-        h_in[:, :size] = _halved(loop.h0)
-    elif enters or w.shape[1] != size:
+    left, w = [loop.h0.data_ptr(), *pass_.addresses(loop.y)[:-1]], padded(loop.w_hh)
+    if enters or w.shape[1] != size:
         h_in = pass_.scratch("h_in", (batch, w.shape[1]), dtype)
         left, pass_.own.struct.pitch = [h_in.data_ptr()] * loop.steps, w.shape[1]
         h_in.copy_(padded(loop.h0))
@@ -122,15 +117,10 @@ def backward(loop: Loop, back: Backward) -> None:
         before.append(pass_.normalise_back(back.dgh, back.dsh, loop.gh, norm.scale_h, loop.var_h))
 
     settles = loop.resets is not None or loop.scale_h is not None
-    w, transposed = (padded(_halved(loop.w_hh)), False) if pass_.half else _for_the_way_back(loop.w_hh)
+    w, transposed = _for_the_way_back(loop.w_hh)
     depth, pitch = loop.w_hh.shape[0], w.shape[0] if transposed else w.shape[1]
-    parts = parts_of(depth, pitch, batch, w.element_size(), chip(pass_.index).processors)
+    parts = parts_of(depth, pitch, batch, narrow.itemsize, chip(pass_.index).processors)
     rec, d = pass_.scratch("rec", (parts, batch, pitch)), pass_.rows(back.dgh)
-    if pass_.half:
-        entering, to_size = pass_.scratch("d_half", (batch, depth), torch.float16), pass_.scratch("back", (loop.steps,))
-        pass_.scratch("peaks", (loop.steps, 32), torch.int32).zero_()
-        pass_.own.put("outside", peaks_of(loop, back))
-        d = ([entering.data_ptr()] * loop.steps).__getitem__
     pass_.own.struct.pitch, pass_.own.struct.sums, pass_.own.struct.settled = pitch, parts, settles
     multiply, to = product(w, batch, torch.float32, transposed, parts=parts), rec.data_ptr()
     after: list[Step] = [pass_.step("settle", max(size, loop.hidden))] if settles else []
@@ -142,8 +132,6 @@ def backward(loop: Loop, back: Backward) -> None:
             do(t)
     if not settles:
         received = rec.sum(0)[:, :size]
-        if pass_.half:
-            received = received * to_size[0]
         if loop.balanced:  # with resets it is left as it is: what goes back is already shared out
             there = 1.0 if loop.lengths is None else (loop.lengths > 0)[:, None].to(received.dtype)
             count = loop.batch if loop.lengths is None else (loop.lengths > 0).sum().clamp(min=1)
@@ -160,11 +148,6 @@ def parts_of(depth: int, columns: int, rows: int, size: int, processors: int) ->
     blocks = processors if size == 2 or rows > 64 else processors * 6 // 10  # as measured, cuBLAS 13.0 on an H200
     most = max(1, min(blocks // tiles, depth // 128))
     return max(n for n in range(1, most + 1) if depth % n == 0 and (n == 1 or depth // n * size % 16 == 0))
-
-
-def _halved(v: Tensor) -> Tensor:
-    """In half precision, the largest numbers as the largest that it has."""
-    return v.clamp(-65504, 65504).half()
 
 
 def _for_the_way_back(w: Tensor) -> tuple[Tensor, bool]:
@@ -184,12 +167,11 @@ class _Pass:
         self.index = loop.gates.get_device()
         self.apart = loop.reverse and loop.lengths is not None  # whether the rows of a step lie apart
         self.plain = loop.norm is None and loop.w_hr is None and is_plain(loop, back)
-        self.half = self.plain and tf32() and in_half(loop.cell, loop.gates.dtype, loop.hidden, back is not None)
         self.stream = torch._C._cuda_getCurrentRawStream(self.index)
         self._norm()
         self.vector = 4 if self._aligned() else 1
         names = _PLAIN_NAMES if self.plain else _NAMES
-        defines = defines_of(loop.cell, loop.gates.dtype, self.vector, self.plain, self.half)
+        defines = defines_of(loop.cell, loop.gates.dtype, self.vector, self.plain)
         self.kernels: dict[str, Kernel] = dict(zip(names, load(self.index, "steps.cu", names, defines), strict=True))
 
     def _norm(self) -> None:
@@ -320,11 +302,9 @@ class _Pass:
         return do
 
 
-def defines_of(
-    cell: str, dtype: torch.dtype, vector: int, plain: bool, half: bool = False
-) -> tuple[tuple[str, int], ...]:
+def defines_of(cell: str, dtype: torch.dtype, vector: int, plain: bool) -> tuple[tuple[str, int], ...]:
     """What the kernels are compiled with."""
     return (
         ("CELL", CELLS.index(cell)), ("TYPE", TYPES[dtype]), ("FAST", int(dtype != torch.float32 or tf32())),
-        ("V", vector), ("PLAIN", int(plain)), ("HALF", int(half)),
+        ("V", vector), ("PLAIN", int(plain)),
     )  # fmt: skip
