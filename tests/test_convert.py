@@ -200,10 +200,45 @@ def test_a_recurrent_module_inside_a_recurrent_module():
 
 
 def test_a_model_without_recurrent_modules():
-    """A model in which there is nothing to do would be changed or refused."""
+    """A model in which there is nothing to do would be changed or refused, or pass for one with noise in it."""
     model = nn.Sequential(nn.Linear(2, 3))
     after, said = convert(model)
-    assert after is model and said == []
+    assert after is model and said == ["the model: there is no LSTM, GRU or RNN in it, and nothing was replaced"]
+    with pytest.warns(UserWarning, match="nothing was replaced"):
+        zo.convert(model, NOISE)
+
+
+def test_modules_that_are_held_twice():
+    """A model that calls its modules by a list of its own would go on without noise."""
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.LSTMCell(I, H)
+            self.listed, self.pair, self.named = [self.cell], (self.cell, 1), {"cell": self.cell}
+            self.__dict__["hidden_away"] = self.cell
+
+    model = zo.convert(Holder(), NOISE)
+    held = model.listed[0], model.pair[0], model.named["cell"], model.__dict__["hidden_away"]
+    assert isinstance(model.cell, zo.LSTMCell) and all(one is model.cell for one in held)
+
+
+@pytest.mark.parametrize(
+    "noise", [zo.VariationalDropout(0.2, 0.2), zo.WeightDrop(0.2), zo.Zoneout(0.2, mask="static", seed=1)]
+)
+def test_a_cell_gets_no_noise_that_it_would_have_to_be_told_of(noise):
+    """A decoder, whose own code calls its cell without a seed, could no longer be run."""
+    model = nn.Sequential(nn.LSTMCell(I, H))
+    _, said = convert(model, [noise, zo.RecurrentDropout(0.1)])
+    assert model[0].noise == zo.RecurrentDropout(0.1) and "neither seed nor step" in said[0]
+    model[0](torch.randn(3, I))
+
+
+def test_the_cell_of_a_zoneout_cell_is_left_alone():
+    """Its zoneout would be applied twice."""
+    model = nn.Sequential(zo.ZoneoutCell(nn.GRUCell(I, H), 0.1))
+    _, said = convert(model)
+    assert type(model[0].cell) is nn.GRUCell and "rates of its own" in said[0]
 
 
 # --- what is kept --------------------------------------------------------------------------------------
@@ -817,6 +852,8 @@ def test_zoneout_takes_new_or_old():
     assert abs(kept.double().mean().item() - 0.25) < 5 * (0.25 * 0.75 / kept.numel()) ** 0.5
     assert torch.equal(zo.zoneout(new, old, 0.0), new)
     assert torch.equal(zo.zoneout(new, old, 1.0), old)
+    for training in (True, False):  # as a cell under autocast gives them
+        assert zo.zoneout(new.bfloat16(), old, 0.25, training, seed=1).dtype == torch.float32
 
 
 def test_zoneout_draws_what_masks_says():

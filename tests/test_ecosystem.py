@@ -449,6 +449,36 @@ def test_functional_call_and_grad(backend):
 
 
 @pytest.mark.parametrize("backend", FUSED)
+def test_many_derivatives_at_once(backend):
+    """A Jacobian taken with `is_grads_batched` fails, or is not that of one derivative after another."""
+    layer, x = zo.LSTM(INPUT, HIDDEN, noise=BOTH, backend=backend), x_of()[:2]
+
+    def ended(x: Tensor) -> Tensor:
+        y, (_, c) = layer(x, seed=3)
+        return y[-1] + c[0]
+
+    jacobian = torch.autograd.functional.jacobian
+    close(jacobian(ended, x, vectorize=True), jacobian(ended, x))
+
+
+def test_rates_of_another_type():
+    """Rates that somebody has cast with the parameters are read as what they are not, and the noise is gone."""
+    layer, x = zo.LSTM(INPUT, HIDDEN, noise=zo.Zoneout(cell=0.5, hidden=0.25)), x_of()
+    cast = {name: value.detach().float() for name, value in (*layer.named_parameters(), *layer.named_buffers())}
+    close(functional_call(layer, cast, (x,), {"seed": 3})[0], layer(x, seed=3)[0])
+
+
+def test_weights_given_to_a_layer_of_no_device():
+    """A layer made on the meta device gets its weights and not its rates."""
+    whole = zo.LSTM(INPUT, HIDDEN, noise=BOTH)
+    with torch.device("meta"):
+        layer = zo.LSTM(INPUT, HIDDEN, noise=BOTH)
+    layer.load_state_dict(whole.state_dict(), assign=True)
+    x = x_of()
+    close(layer(x, seed=3)[0], whole(x, seed=3)[0])
+
+
+@pytest.mark.parametrize("backend", FUSED)
 def test_vmap_over_models(backend):
     """An ensemble run by vmap gives other outputs or gradients than its models one by one."""
     models = [zo.GRU(INPUT, HIDDEN, noise=zo.Zoneout(hidden=0.3), backend=backend) for _ in range(3)]

@@ -302,6 +302,13 @@ INPUTS: dict[str, Bad] = {
         "got 3",
         "int64 numbers",
     ),
+    "packed counts of another type": Bad(
+        call(PackedSequence(torch.randn(6, I), torch.tensor([3, 2, 1], dtype=torch.int32))),
+        ValueError,
+        r"input\.batch_sizes",
+        "int32",
+        "int64",
+    ),
     "packed too few rows": Bad(
         call(PackedSequence(torch.randn(6, I), PACKED.batch_sizes)),
         ValueError,
@@ -496,6 +503,36 @@ COORDINATES: dict[str, Bad] = {
     ),
 }
 
+
+def with_weight(layer: Any, name: str, value: Any) -> Callable[[], Any]:
+    """A call of a layer, one of whose parameters somebody has replaced."""
+    setattr(layer, name, nn.Parameter(value))
+    return lambda: layer(torch.randn(T, B, I) if name[-3:-1] == "_l" else torch.randn(B, I))
+
+
+WEIGHTS: dict[str, Bad] = {
+    "too few columns": Bad(
+        with_weight(zo.GRU(I, H), "weight_hh_l0", torch.randn(3 * H, 2)), ValueError, "weight_hh_l0", r"\(18, 2\)"
+    ),
+    "of another size": Bad(
+        with_weight(zo.LSTM(I, H), "weight_ih_l0", torch.randn(8, I)), ValueError, "weight_ih_l0", r"\(8, 5\)"
+    ),
+    "of a cell": Bad(
+        with_weight(zo.GRUCell(I, H), "weight_hh", torch.randn(9, 3)), ValueError, "weight_hh", r"\(9, 3\)"
+    ),
+    "of a norm": Bad(
+        with_weight(zo.LSTM(I, H, norm="layer"), "norm_cell_l0", torch.ones(2)), ValueError, "norm_cell_l0", r"\(2,\)"
+    ),
+    "a short bias": Bad(with_weight(zo.RNN(I, H), "bias_hh_l0", torch.ones(5)), ValueError, "bias_hh_l0", r"\(5,\)"),
+    "of no device": Bad(
+        with_weight(zo.LSTM(I, H), "weight_hh_l0", torch.empty(4 * H, H, device="meta")),
+        ValueError,
+        "weight_hh_l0",
+        "on meta",
+        "on cpu",
+    ),
+}
+
 REST: dict[str, Bad] = {
     "return_cells of a GRU": Bad(gru(return_cells=True), ValueError, "return_cells", "GRU", "expected False"),
     "return_cells of an RNN": Bad(
@@ -519,16 +556,6 @@ REST: dict[str, Bad] = {
         "at least one dimension",
     ),
     "zoneout no tensor": Bad(lambda: zo.zoneout(1.0, X, 0.5), TypeError, "new", "float", "a tensor"),
-    "zoneout dtypes in training": Bad(
-        lambda: zo.zoneout(X, X.double(), 0.5, seed=1), (TypeError, ValueError), "old", "float64", "float32"
-    ),
-    "zoneout dtypes": Bad(
-        lambda: zo.zoneout(X, X.double(), 0.5, training=False),
-        (TypeError, ValueError),
-        "old",
-        "float64",
-        "float32",
-    ),
     "norm_stabilizer dimensions": Bad(
         lambda: zo.norm_stabilizer(torch.ones(3), 1.0), ValueError, "outputs", "1 dimension", r"\[T, B, H\]"
     ),
@@ -552,6 +579,9 @@ REST: dict[str, Bad] = {
     "block_orthogonal_": Bad(
         lambda: zo.init.block_orthogonal_(torch.ones(3)), ValueError, "weight", r"\(3,\)", "matrix"
     ),
+    "block_orthogonal_ of a layer": Bad(
+        lambda: zo.init.block_orthogonal_(zo.GRU(I, H)), TypeError, "weight", "GRU", "matrix"
+    ),
     "orthogonal_": Bad(
         lambda: zo.init.orthogonal_(torch.ones(2, 2, 2)), ValueError, "weight", r"\(2, 2, 2\)", "matrix"
     ),
@@ -568,6 +598,7 @@ TABLE = {
         "lengths": LENGTHS,
         "resets": RESETS,
         "coordinates": COORDINATES,
+        "weights": WEIGHTS,
         "rest": REST,
     }.items()
     for name, bad in table.items()

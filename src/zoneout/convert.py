@@ -20,6 +20,7 @@ from .layers import GRU, LSTM, RNN
 from .noise import Noise, as_noises, restrict
 from .recurrent import Recurrent
 from .step_cells import GRUCell, LSTMCell, RNNCell
+from .wrap import ZoneoutCell
 
 TWINS: dict[type[nn.Module], type[nn.Module]] = {
     nn.LSTM: LSTM,
@@ -52,8 +53,9 @@ def convert(model: nn.Module, noise: Noise | Iterable[Noise] | None, *, report: 
 
     Weights, hooks, modes, dtypes and devices are kept, and a module registered twice stays one. Our own
     layers inside the model get the new noise. What does not apply to a module (a cell rate to a GRU) is
-    dropped there. Subclasses and parametrized, pruned, scripted, quantized and patched modules are left
-    alone.
+    dropped there, and from a cell what it would have to be told a seed or a step for. Subclasses and parametrized,
+    pruned, scripted, quantized and patched modules are left alone, and so is a cell inside a `ZoneoutCell`. A
+    model that is itself one of these layers cannot change in place: take what is returned.
 
     `report` is called with a sentence for each recurrent module: `report=print` shows them. Without it, what
     was done is logged (logger "zoneout", level INFO) and what could not be done is warned about. An error
@@ -65,16 +67,19 @@ def convert(model: nn.Module, noise: Noise | Iterable[Noise] | None, *, report: 
     1: GRU replaced, with Zoneout(hidden=0.1); dropped Zoneout's cell (a GRU has no cell)
     """
     noises = as_noises(noise)
+    wrapped = {m.cell for m in model.modules() if isinstance(m, ZoneoutCell)} if isinstance(model, nn.Module) else ()
 
     def plan(module: nn.Module) -> Plan | None:
         if not _is_recurrent(module):
             return None
+        if module in wrapped:
+            return Plan(None, "left alone, the ZoneoutCell around it has rates of its own")
         if type(module) not in TWINS and type(module) not in BACK:
             return Plan(None, _why_not(module))
         if why := _patched(module):
             return Plan(None, why)
         cls: Any = TWINS.get(type(module), type(module))
-        fitting, dropped = restrict(noises, cls.kind, cls.one_step)
+        fitting, dropped = restrict(noises, cls.kind, cls.one_step, told=type(module) not in TWINS)
         missing = f"; dropped {', '.join(dropped)}" if dropped else ""
         if dropped and not fitting:
             return Plan(None, f"left alone, nothing of the noise applies{missing}")
@@ -88,6 +93,9 @@ def convert(model: nn.Module, noise: Noise | Iterable[Noise] | None, *, report: 
             return Plan(None, f"left alone, its attribute {name!r} has a meaning of its own in our layers")
         return Plan(twin, f"replaced, with {said}{missing}", given, not dropped)
 
+    if isinstance(model, nn.Module) and not any(_is_recurrent(module) for module in model.modules()):
+        said = "the model: there is no LSTM, GRU or RNN in it, and nothing was replaced"
+        report(said) if report is not None else warnings.warn(said, stacklevel=2)
     return _replace(model, plan, report)
 
 
@@ -237,9 +245,7 @@ def _replace(model: nn.Module, plan: Callable[[nn.Module], Plan | None], report:
             _take_over(twin, module, noise)
             twins[module] = twin
     for parent in [*model.modules(), *twins.values()]:
-        for key, child in parent._modules.items():
-            if child is not None and child in twins:
-                parent._modules[key] = twins[child]
+        _put_in_place(parent, twins)
 
     for sentence, planned in said:
         if report is not None:
@@ -247,6 +253,23 @@ def _replace(model: nn.Module, plan: Callable[[nn.Module], Plan | None], report:
         elif planned.twin is not None:
             _log.info(sentence)
     return twins.get(model, model)
+
+
+def _put_in_place(parent: nn.Module, twins: dict[nn.Module, nn.Module]) -> None:
+    """The twins wherever the parent has the modules: registered, or in its plain attributes, lists and dicts."""
+
+    def put(value: Any) -> Any:
+        return twins.get(value, value) if isinstance(value, nn.Module) else value
+
+    for name, value in list(parent.__dict__.items()):
+        if isinstance(value, list):
+            value[:] = [put(v) for v in value]
+        elif isinstance(value, dict):
+            value.update({key: put(v) for key, v in value.items() if put(v) is not v})
+        elif type(value) is tuple and any(put(v) is not v for v in value):
+            parent.__dict__[name] = tuple(put(v) for v in value)
+        elif put(value) is not value:
+            parent.__dict__[name] = put(value)
 
 
 def _name_of(module: nn.Module) -> str:

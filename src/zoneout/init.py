@@ -19,8 +19,7 @@ def block_orthogonal_(weight: Tensor, generator: torch.Generator | None = None) 
     >>> torch.allclose(block @ block.T, torch.eye(50), atol=1e-5)
     True
     """
-    if weight.dim() != 2:
-        raise ValueError(f"weight: expected a matrix, got shape {tuple(weight.shape)}")
+    _check_matrix(weight)
     side = math.gcd(*weight.shape)
     for rows in weight.split(side, dim=0):
         for block in rows.split(side, dim=1):
@@ -31,8 +30,7 @@ def block_orthogonal_(weight: Tensor, generator: torch.Generator | None = None) 
 @torch.no_grad()
 def orthogonal_(weight: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """One random matrix with orthonormal rows or columns, whichever are fewer."""
-    if weight.dim() != 2:
-        raise ValueError(f"weight: expected a matrix, got shape {tuple(weight.shape)}")
+    _check_matrix(weight)
     wide = weight if weight.dtype == torch.float64 else torch.empty_like(weight, dtype=torch.float32)
     return weight.copy_(nn.init.orthogonal_(wide, generator=generator))
 
@@ -57,3 +55,10 @@ def forget_bias_(module: nn.Module, value: float = 1.0) -> nn.Module:
                 size = len(parameter) // 4
                 parameter[size : 2 * size] = value
     return module
+
+
+def _check_matrix(weight: Tensor) -> None:
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"weight: expected a matrix, got {type(weight).__name__}")
+    if weight.dim() != 2:
+        raise ValueError(f"weight: expected a matrix, got shape {tuple(weight.shape)}")

@@ -366,6 +366,11 @@ def misfits(noise: Noise, kind: str, one_step: bool = False) -> list[tuple[str, 
     return wrong
 
 
+def spans_steps(rule: Rule) -> bool:
+    """Whether what a rule draws at a step depends on more than that step."""
+    return rule.mask == "static" or not MASKS[rule.mask].step
+
+
 def check_fits(noises: tuple[Noise, ...], kind: str, one_step: bool = False) -> None:
     """An error where a noise means nothing in a cell of this kind."""
     for noise in noises:
@@ -376,11 +381,20 @@ def check_fits(noises: tuple[Noise, ...], kind: str, one_step: bool = False) -> 
             )
 
 
-def restrict(noises: tuple[Noise, ...], kind: str, one_step: bool = False) -> tuple[tuple[Noise, ...], list[str]]:
-    """What of the noises applies to a cell of this kind, and a phrase for each thing that does not."""
+def restrict(
+    noises: tuple[Noise, ...], kind: str, one_step: bool = False, told: bool = True
+) -> tuple[tuple[Noise, ...], list[str]]:
+    """What of the noises applies to a cell of this kind, and a phrase for each thing that does not.
+
+    `told` is whether those who call a cell of one step may tell it seed and step.
+    """
     kept, dropped = [], []
     for noise in noises:
         wrong = misfits(noise, kind, one_step)
+        known = {field for field, _ in wrong}
+        streams = {rule.stream for rule in noise.rules() if one_step and not told and spans_steps(rule)}
+        why = "drawn once for a whole sequence, and the model tells a cell neither seed nor step"
+        wrong += [(field, why) for field, stream in noise.fields.items() if stream in streams and field not in known]
         changes: dict[str, Any] = {field: False if field == "hold_output_gate" else 0.0 for field, _ in wrong}
         dropped += [f"{type(noise).__name__}'s {field} ({why})" for field, why in wrong]
         noise = dataclasses.replace(noise, **changes)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from . import ops
-from .draws import Draw, stream_units
+from .draws import Draw, stream_units, widest
 from .noise import MASKS, Noise, Rule, as_noises, check_fits, plane, rate_of_layer
 from .norm import STATISTICS, LayerNorm, Moments, RecurrentBatchNorm, StepNorm, as_norm, record, rows
 from .ops.dropout import drop_units
@@ -179,6 +179,11 @@ class Recurrent(nn.Module):
             self._set_buffers(self._noise_buffers(as_noises(self._noise)))
         return out
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        # A checkpoint has no rates: of a module made on no device they would stay there when it gets its weights.
+        self._set_buffers(self._noise_buffers(as_noises(self._noise)))
+
     def _draws(self, layer: int, direction: int, seed: Tensor | None, at: int | None = None) -> list[Draw]:
         """The streams that have something to say now. `at` is the layer coordinate if not `layer`."""
         draws = []
@@ -188,7 +193,8 @@ class Recurrent(nn.Module):
                 continue
             # Copies, since the numbers may be replaced before the way back.
             own = getattr(self, f"{rule.stream}_seed").clone() if rule.mask == "static" else seed
-            rate = getattr(self, f"{rule.stream}_rate_l{layer}").clone()
+            rate = getattr(self, f"{rule.stream}_rate_l{layer}")
+            rate = rate.to(widest(rate.device), copy=True)
             where = plane(rule.stream, layer if at is None else at, direction)
             draws.append(Draw(rule, rate, own if mode == "sample" else None, where))
         return draws
@@ -225,6 +231,7 @@ class Recurrent(nn.Module):
         what = ops.Run(cell, x, h0, c0, weights, inside, examples, first_step, **options)
         if self.norm is not None:
             what = replace(what, norm=self._step_norm(suffix, what.steps, first_step, dtype))
+        self._check_run(what, suffix)
         learns = isinstance(self.norm, RecurrentBatchNorm) and (self.training or self.recording is not None)
         if learns and what.batch == 1:
             raise ValueError("input: expected at least 2 sequences for batch norm to learn from, got 1")
@@ -232,6 +239,28 @@ class Recurrent(nn.Module):
         if learns and result.moments is not None and what.batch > 0:
             self._record(suffix, result.moments, first_step, what)
         return result
+
+    def _check_run(self, what: ops.Run, suffix: str) -> None:
+        """An error where a parameter is not what a loop would take it for: it would read what is not there."""
+        (w_ih, w_hh, b_ih, b_hh, w_hr), norm, hidden = what.weights, what.norm, self.hidden_size
+        wide, device = GATES[self.kind] * hidden, what.x.device
+        inputs = what.x.shape[-1] if what.x.is_floating_point() else w_ih.shape[-1]
+        expected: list[tuple[str, Tensor | None, tuple[int, ...]]] = [
+            ("weight_ih", w_ih, (wide, inputs)), ("weight_hh", w_hh, (wide, what.h0.shape[1])),
+            ("bias_ih", b_ih, (wide,)), ("bias_hh", b_hh, (wide,)), ("weight_hr", w_hr, (what.h0.shape[1], hidden)),
+        ]  # fmt: skip
+        if norm is not None:
+            expected += [("norm_ih", norm.scale_x, (wide,)), ("norm_hh", norm.scale_h, (wide,))]
+            expected += [("norm_cell", norm.scale_c, (hidden,)), ("norm_cell_shift", norm.shift_c, (hidden,))]
+        for name, value, shape in expected:
+            if value is not None and (value.shape != shape or value.device != device):
+                raise ValueError(
+                    f"{name}{suffix}: expected shape {shape} on {device}, got {tuple(value.shape)} on {value.device}"
+                )
+        for draw in what.draws:
+            if draw.rate.device != device:
+                name = f"{draw.rule.stream}_rate"
+                raise ValueError(f"{name}: expected it on {device} as the input is, got {draw.rate.device}")
 
     def _noisy_weights(self, suffix: str, draws: dict[str, Draw], dtype: torch.dtype) -> ops.Weights:
         w_ih, w_hh, b_ih, b_hh, w_hr = (

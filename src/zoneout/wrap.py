@@ -29,8 +29,8 @@ def zoneout(
 ) -> Tensor:
     """The bare rule: `new`, with each unit at `old` with chance `rate`; at evaluation, the expectation.
 
-    The last dimension holds the units, the others are rows. Without a seed, torch's generator decides; with one,
-    `step` and `examples` say which draw of a larger whole this is.
+    The last dimension holds the units, the others are rows; of two types the result has the wider. Without a seed,
+    torch's generator decides; with one, `step` and `examples` say which draw of a larger whole this is.
 
     >>> import torch, zoneout as zo
     >>> new, old = torch.ones(4, 1000), torch.zeros(4, 1000)
@@ -43,8 +43,8 @@ def zoneout(
         if not isinstance(value, Tensor) or not value.is_floating_point():
             got = value.dtype if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(f"{name}: expected a tensor of floating-point numbers, got {got}")
-    if new.dtype != old.dtype:
-        raise ValueError(f"old: expected {new.dtype} as new has, got {old.dtype}")
+    wide = torch.promote_types(new.dtype, old.dtype)
+    new, old = new.to(wide), old.to(wide)
     if new.shape != old.shape:
         raise ValueError(f"old: expected shape {tuple(new.shape)} as new has, got {tuple(old.shape)}")
     if new.dim() == 0:
@@ -157,7 +157,8 @@ def _rate_on(rate: Tensor, like: Tensor) -> Tensor:
 def _as_tuple(state: Any, name: str) -> tuple[Tensor, ...]:
     states = (state,) if isinstance(state, Tensor) else state
     if not isinstance(states, (tuple, list)) or not states or not all(isinstance(s, Tensor) for s in states):
-        raise TypeError(f"{name}: expected a tensor or a tuple of tensors, got {type(state).__name__}")
+        inside = f" of {', '.join(type(s).__name__ for s in states)}" if isinstance(states, (tuple, list)) else ""
+        raise TypeError(f"{name}: expected a tensor or a tuple of tensors, got {type(state).__name__}{inside}")
     return tuple(states)
 
 

@@ -233,7 +233,7 @@ def test_eval_notices_that_the_text_has_changed(trained, tmp_path, zoneout) -> N
     before = zoneout("eval", "run")
     shutil.copy("my.txt", "then.txt")
     Path("my.txt").write_text(TEXT + TEXT[:1000], encoding="utf-8")  # the same symbols
-    shutil.rmtree("run/last")  # as a run is kept that is done
+    Path("run/last").rename("last")  # a run that is done may be kept without
     for command in (["eval"], ["gradients", "--batches", "1"]):
         code, out, err = zoneout(*command, "run")
         assert code == BAD_DATA and "run was trained on other data" in err and not out
@@ -241,6 +241,7 @@ def test_eval_notices_that_the_text_has_changed(trained, tmp_path, zoneout) -> N
         assert code == OK, err
     assert zoneout("eval", "run", "--data", "then.txt") == before
     assert zoneout("eval", "run", "--text", "my.txt")[0] == OK  # on purpose
+    Path("last").rename("run/last")
     kept = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
     for place in ([], ["--data", "none.txt"], ["--data", "my.txt"]):
         code, _, err = zoneout("train", "--resume", "--out", "run", "--updates", "20", *place)
@@ -248,6 +249,26 @@ def test_eval_notices_that_the_text_has_changed(trained, tmp_path, zoneout) -> N
     assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == kept
     Path("my.txt").unlink()
     assert zoneout("eval", "run")[0] == BAD_DATA
+
+
+def test_characters_that_the_model_does_not_know(trained, zoneout) -> None:
+    """A text in another script is evaluated as if nothing were the matter."""
+    Path("rare.txt").write_text(TEXT + "Ξ", encoding="utf-8")  # which the test part alone has
+    Path("other.txt").write_text("Ω" + TEXT[:499], encoding="utf-8")
+    assert zoneout("train", "--data", "rare.txt", "--out", "rare", "--updates", "10", *SMALL)[0] == OK
+    code, out, err = zoneout("eval", "rare", "--text", "other.txt")
+    assert code == OK and "1 of 500 characters are unknown to the model" in err and "unknown" not in out
+    assert "1 of 2 characters are unknown" in zoneout("sample", "rare", "--prompt", "aΩ", "--length", "3")[2]
+
+
+def test_a_run_with_a_file_missing_or_damaged(trained, zoneout) -> None:
+    """What is wrong is said in the words of whatever stumbles over it."""
+    shutil.copytree(trained, "run")
+    Path("run/vocabulary.json").unlink()
+    Path("run/summary.json").write_text("{", encoding="utf-8")
+    for command, name in (("eval", "vocabulary.json"), ("sample", "vocabulary.json"), ("show", "summary.json")):
+        code, _, err = zoneout(command, "run")
+        assert code == FAILED and name in err, err
 
 
 def test_eval_of_a_run_that_did_not_note_its_text(trained, zoneout) -> None:

@@ -141,6 +141,16 @@ def test_metrics_are_cut_back_to_the_checkpoint(run: Run) -> None:
     assert run.metrics.read_text() == '{"kind": "train", "update": 1}\n'
 
 
+def test_an_ended_run_without_checkpoints_is_not_begun_again(run: Run) -> None:
+    """Somebody who has thrown away what takes most room, and asks for more of a run, loses what it had."""
+    run.append({"kind": "valid"})
+    run.finish({"status": "finished"})
+    run.close()
+    with pytest.raises(RunError, match=r"checkpoints .* are gone"):
+        Run(run.folder).open()
+    assert runs.read_metrics(run.folder) and (run.folder / "summary.json").exists()
+
+
 def test_without_a_checkpoint_a_run_begins_again(run: Run) -> None:
     run.append({"kind": "train", "update": 1})
     assert run.restore("cpu") == (None, [])

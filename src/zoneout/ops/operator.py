@@ -314,7 +314,7 @@ class _Eager(torch.autograd.Function):
         d = (dy, dh, dc, dcells)
         if not torch.is_grad_enabled():
             kept = Kept(y, r.h0, None, cells, gates, gh, moments, ctx.rows)
-            return (None, *passes.backward(r, kept, d, needs))
+            return (None, *_one_by_one(lambda own: passes.backward(r, kept, own, needs), d))
         # A second derivative is asked for: it goes through the operator, which refuses it with a sentence.
         there = [v is not None and bool(needed) for v, needed in zip(tensors, needs)]
         saved = [r.h0.new_empty(0) if v is None else v for v in (y, cells, gates, gh, *moments)]
@@ -322,6 +322,19 @@ class _Eager(torch.autograd.Function):
         return (None, *(grad if needed else None for grad, needed in zip(grads, there)))
 
     jvp = staticmethod(_no_forward_mode)
+
+
+def _one_by_one(backward: Callable[[Any], Sequence[Tensor | None]], d: Sequence[Any]) -> Sequence[Tensor | None]:
+    """What comes back for `d`. With `is_grads_batched` its tensors have one dimension more, which does not show."""
+    many = [v is not None and torch._C._functorch.is_legacy_batchedtensor(v) for v in d]
+    if not any(many):
+        return backward(d)
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    shown = [torch._remove_batch_dim(v, level, 0, 0) if one else v for v, one in zip(d, many)]
+    count = next(len(v) for v, one in zip(shown, many) if one)
+    found = [backward(tuple(v[k] if one else v for v, one in zip(shown, many))) for k in range(count)]
+    return [None if parts[0] is None else torch._add_batch_dim(torch.stack(parts), 0, level) for parts in zip(*found)]
 
 
 def _without_tensors(r: Run) -> Run:

@@ -154,6 +154,8 @@ class Packed:
 def as_packed(r: Run) -> Packed:
     """The rows of a run that came packed; an error where they cannot be, since a loop would read what is not there."""
     assert r.counts is not None
+    if r.counts.dtype != torch.int64:
+        raise ValueError(f"input.batch_sizes: expected torch.int64, got {r.counts.dtype}")
     counts = r.counts.tolist()
     if sum(counts) != len(r.x) or counts != sorted(counts, reverse=True) or counts[0] != r.batch or counts[-1] < 0:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from .train import Summary
 
 def ending(summary: Summary) -> str:
     """What is said when training ends."""
-    folder = summary.folder
+    folder = shlex.quote(str(summary.folder))
     lines = []
     if summary.status == "interrupted":
         lines.append(f"Interrupted at update {summary.update:,}; everything is kept. To continue:")
@@ -35,7 +36,10 @@ def describe(folder: Path) -> dict[str, Any]:
     """What a run is and how it went."""
     config, rows = runs.read_config(folder), runs.read_metrics(folder)
     valid = [row for row in rows if row["kind"] == "valid"]
-    ended = runs.read_json(folder / "summary.json") if (folder / "summary.json").exists() else None
+    try:
+        ended = runs.read_json(folder / "summary.json") if (folder / "summary.json").exists() else None
+    except ValueError as error:
+        raise runs.RunError(f"{folder / 'summary.json'} cannot be read: {error}") from None
     default, own = configs.to_json(Config()), configs.to_json(config)
     return {
         "run": str(folder),

@@ -125,6 +125,11 @@ class Run:
                 f"{self.folder} holds another run: {shown}. Continue it without these options, or choose another "
                 "folder. Nothing was overwritten."
             )
+        if (self.folder / "summary.json").exists() and not self.checkpoints():
+            raise RunError(
+                f"{self.folder} has ended and its checkpoints (last/) are gone, so that it cannot be continued; begin "
+                "it anew in another folder. Nothing was overwritten."
+            )
         self.lock()
         return config
 
@@ -301,6 +306,8 @@ def load(
     folder = Path(folder)
     config = configs.change(read_config(folder), changes or {})
     vocabulary = read_vocabulary(folder)
+    if vocabulary is None and config.task != "images":
+        raise RunError(f"{folder / 'vocabulary.json'} is missing, which says what the symbols of the run's text are")
     model = build(config, 0 if vocabulary is None else len(vocabulary))
     if weights == "best":
         tensors, info = read_tensors(folder / "best.safetensors")

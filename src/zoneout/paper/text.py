@@ -65,6 +65,11 @@ class Vocabulary:
             raise ValueError(f"there are symbols that the vocabulary has not: {strange[:10]}; it knows {known!r}")
         return np.array(numbers, dtype=self.dtype)
 
+    def strangers(self, numbers: Array) -> str:
+        """A sentence on how many characters of a text the vocabulary has not, or nothing where it has all."""
+        count = int((numbers == self.unknown).sum()) if self.unit == "char" and self.unknown is not None else 0
+        return f"{count:,} of {len(numbers):,} characters are unknown to the model" if count else ""
+
     def decode(self, numbers: Iterable[int]) -> str:
         """The text of numbers; words are joined by spaces, and `<eos>` is a new line."""
         symbols = [self.symbols[int(number)] for number in numbers]
