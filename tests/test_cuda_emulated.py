@@ -67,6 +67,8 @@ def test_what_comes_before_the_loop(dtype):
     """Dropout or noise on weights draws other numbers in a kernel than elsewhere."""
     x, w, rows = torch.randn(3, 5, 37).to(dtype), torch.randn(37, 21).to(dtype), torch.tensor([4, 1, 9, 0, 7])
     seed, rate = torch.tensor(3), torch.tensor(0.4, dtype=torch.float64)
-    dropped = fused_dropout(x, Draw(Rule("dropout", "scaled zero", "unit", "expectation"), rate, seed, 1), rows, 2)
-    torch.testing.assert_close(dropped, dropout(x, 0.4, seed, 1, rows, 2))
+    for mask in ("unit", "sequence"):
+        rule = Rule("dropout", "scaled zero", mask, "expectation")
+        dropped = fused_dropout(x, Draw(rule, rate, seed, 1), rows, 2)
+        torch.testing.assert_close(dropped, dropout(x, 0.4, seed, 1, rows, 2, mask=mask))
     torch.testing.assert_close(fused_noise(w, rate, seed, 0, 4), weight_noise(w, 0.4, seed, 4))

@@ -298,7 +298,7 @@ class Config:
     epochs: int = 20
     """Passes over the training part."""
     updates: int = 0
-    """Stop after so many updates even in the middle of an epoch; 0 is no limit."""
+    """Stop after so many updates even in the middle of an epoch, unless the epochs end before; 0 is no limit."""
     patience: int = 0
     """Stop after so many validations without a new best; 0 never does."""
     seed: int = 1

@@ -22,7 +22,8 @@ def ending(summary: Summary) -> str:
         lines.append(f"  zoneout train --resume --out {folder}")
         return "\n".join(lines)
     why = "" if summary.status == "finished" else ", since the validation had not improved for long enough"
-    lines.append(f"Finished after {summary.update:,} updates in {duration(summary.seconds)}{why}.")
+    took = f"{summary.update:,} updates, {summary.epoch:.4g} epochs, in {duration(summary.seconds)}"
+    lines.append(f"Finished after {took}{why}.")
     if summary.best is not None:
         lines.append(f"  best valid  {worth(summary.best)} (update {summary.best['update']:,})")
     if summary.test is not None:
