@@ -92,7 +92,7 @@ def compare(name, make, call, training, precision, sizes=(7, 5, INPUT, 37), cell
     errors = {key: far(got[key], value) for key, value in want.items()}
     if any(not error <= tolerance for error in errors.values()):
         # Where rounding is magnified (a norm over few numbers) torch's own calls in the same type are as far off: twice
-        # that has to do. Which gradient it hits is chance (one last bit of one h can make it 0.5 or 1.2 % of dx), so
+        # that has to do. Which gradient it hits is chance (a last bit can make it 0.5 or 1.2 % of dx, docs/log.md), so
         # theirs are taken together.
         ours.backend = "reference"
         with products_in("tf32" if precision[1] == PRECISIONS["tf32"][2] else "fp32", torch.device(device)):

@@ -524,6 +524,15 @@ WEIGHTS: dict[str, Bad] = {
         with_weight(zo.LSTM(I, H, norm="layer"), "norm_cell_l0", torch.ones(2)), ValueError, "norm_cell_l0", r"\(2,\)"
     ),
     "a short bias": Bad(with_weight(zo.RNN(I, H), "bias_hh_l0", torch.ones(5)), ValueError, "bias_hh_l0", r"\(5,\)"),
+    "rates elsewhere": Bad(
+        lambda: torch.func.functional_call(
+            zo.GRU(I, H, noise=NOISE), {"hidden_rate_l0": torch.empty((), device="meta")}, (torch.randn(T, B, I),)
+        ),
+        ValueError,
+        "hidden_rate",
+        "meta",
+        "on cpu",
+    ),
     "of no device": Bad(
         with_weight(zo.LSTM(I, H), "weight_hh_l0", torch.empty(4 * H, H, device="meta")),
         ValueError,

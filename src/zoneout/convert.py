@@ -67,7 +67,8 @@ def convert(model: nn.Module, noise: Noise | Iterable[Noise] | None, *, report: 
     1: GRU replaced, with Zoneout(hidden=0.1); dropped Zoneout's cell (a GRU has no cell)
     """
     noises = as_noises(noise)
-    wrapped = {m.cell for m in model.modules() if isinstance(m, ZoneoutCell)} if isinstance(model, nn.Module) else ()
+    _check_model(model)
+    wrapped = {m.cell for m in model.modules() if isinstance(m, ZoneoutCell)}
 
     def plan(module: nn.Module) -> Plan | None:
         if not _is_recurrent(module):
@@ -93,7 +94,7 @@ def convert(model: nn.Module, noise: Noise | Iterable[Noise] | None, *, report: 
             return Plan(None, f"left alone, its attribute {name!r} has a meaning of its own in our layers")
         return Plan(twin, f"replaced, with {said}{missing}", given, not dropped)
 
-    if isinstance(model, nn.Module) and not any(_is_recurrent(module) for module in model.modules()):
+    if not any(_is_recurrent(module) for module in model.modules()):
         said = "the model: there is no LSTM, GRU or RNN in it, and nothing was replaced"
         report(said) if report is not None else warnings.warn(said, stacklevel=2)
     return _replace(model, plan, report)
@@ -108,6 +109,7 @@ def revert(model: nn.Module, *, report: Report | None = None) -> nn.Module:
     >>> zo.revert(zo.convert(torch.nn.GRU(8, 16), zo.Zoneout(hidden=0.1)))
     GRU(8, 16)
     """
+    _check_model(model)
 
     def plan(module: nn.Module) -> Plan | None:
         if not isinstance(module, Recurrent):
@@ -124,6 +126,11 @@ def revert(model: nn.Module, *, report: Report | None = None) -> nn.Module:
 
 
 # --- which modules ---------------------------------------------------------------------------------
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
 
 
 def _is_recurrent(module: nn.Module) -> bool:
@@ -217,8 +224,6 @@ def _take_over(twin: Any, module: nn.Module, noise: Any) -> None:
 
 def _replace(model: nn.Module, plan: Callable[[nn.Module], Plan | None], report: Report | None) -> nn.Module:
     """Plan for every module first, so that an error changes nothing; then put the twins in their places."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     plans: dict[nn.Module, Plan] = {}
     names: dict[nn.Module, str] = {}
     compiled = {m._orig_mod for m in model.modules() if hasattr(m, "_orig_mod")}

@@ -352,23 +352,29 @@ def as_noises(noise: Noise | Iterable[Noise] | None) -> tuple[Noise, ...]:
     return noises
 
 
-def misfits(noise: Noise, kind: str, one_step: bool = False) -> list[tuple[str, str]]:
-    """The fields of a noise that mean nothing in a cell of this kind, each with the reason."""
+def sees_step(rule: Rule) -> bool:
+    """Whether a rule draws anew at every step."""
+    return MASKS[rule.mask].step
+
+
+def misfits(noise: Noise, kind: str, one_step: bool = False, told: bool = True) -> list[tuple[str, str]]:
+    """The fields of a noise that mean nothing in a cell of this kind, each with the reason.
+
+    `told` is whether those who call a cell of one step may tell it seed and step.
+    """
     name, wrong = kind.upper(), []
+    unknown = {rule.stream for rule in noise.rules() if rule.mask == "static" or not sees_step(rule)}
     for field, stream in noise.fields.items():
         if stream not in KINDS[kind] and not is_zero(getattr(noise, field)):
             why = f"a {name} has no cell" if stream == "cell" else f"a plain {name} has no gated {stream}"
             wrong.append((field, why))
+        elif one_step and not told and stream in unknown:
+            wrong.append((field, "drawn once for a whole sequence, and the model tells a cell neither seed nor step"))
     if kind != "lstm" and getattr(noise, "hold_output_gate", False):
         wrong.append(("hold_output_gate", f"a {name} has no output gate"))
     elif one_step and getattr(noise, "hold_output_gate", False):
         wrong.append(("hold_output_gate", "a cell does not carry the output gate of the step before"))
     return wrong
-
-
-def spans_steps(rule: Rule) -> bool:
-    """Whether what a rule draws at a step depends on more than that step."""
-    return rule.mask == "static" or not MASKS[rule.mask].step
 
 
 def check_fits(noises: tuple[Noise, ...], kind: str, one_step: bool = False) -> None:
@@ -384,17 +390,10 @@ def check_fits(noises: tuple[Noise, ...], kind: str, one_step: bool = False) -> 
 def restrict(
     noises: tuple[Noise, ...], kind: str, one_step: bool = False, told: bool = True
 ) -> tuple[tuple[Noise, ...], list[str]]:
-    """What of the noises applies to a cell of this kind, and a phrase for each thing that does not.
-
-    `told` is whether those who call a cell of one step may tell it seed and step.
-    """
+    """What of the noises applies to a cell of this kind, and a phrase for each thing that does not; see `misfits`."""
     kept, dropped = [], []
     for noise in noises:
-        wrong = misfits(noise, kind, one_step)
-        known = {field for field, _ in wrong}
-        streams = {rule.stream for rule in noise.rules() if one_step and not told and spans_steps(rule)}
-        why = "drawn once for a whole sequence, and the model tells a cell neither seed nor step"
-        wrong += [(field, why) for field, stream in noise.fields.items() if stream in streams and field not in known]
+        wrong = misfits(noise, kind, one_step, told)
         changes: dict[str, Any] = {field: False if field == "hold_output_gate" else 0.0 for field, _ in wrong}
         dropped += [f"{type(noise).__name__}'s {field} ({why})" for field, why in wrong]
         noise = dataclasses.replace(noise, **changes)

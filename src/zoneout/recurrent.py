@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from . import ops
 from .draws import Draw, stream_units, widest
-from .noise import MASKS, Noise, Rule, as_noises, check_fits, plane, rate_of_layer
+from .noise import Noise, Rule, as_noises, check_fits, plane, rate_of_layer
 from .norm import STATISTICS, LayerNorm, Moments, RecurrentBatchNorm, StepNorm, as_norm, record, rows
 from .ops.dropout import drop_units
 from .ops.weight_noise import add_noise
@@ -173,16 +173,18 @@ class Recurrent(nn.Module):
             else:
                 self.register_buffer(name, value.to(device, copy=True), persistent=False)
 
+    def _renew_buffers(self) -> None:
+        self._set_buffers(self._noise_buffers(as_noises(self._noise)))
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         out = super()._apply(fn, recurse)
         if hasattr(self, "_rules"):  # rates move with the device but keep their precision
-            self._set_buffers(self._noise_buffers(as_noises(self._noise)))
+            self._renew_buffers()
         return out
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        # A checkpoint has no rates: of a module made on no device they would stay there when it gets its weights.
-        self._set_buffers(self._noise_buffers(as_noises(self._noise)))
+        self._renew_buffers()  # a checkpoint has no rates: of a module made on no device they would stay there
 
     def _draws(self, layer: int, direction: int, seed: Tensor | None, at: int | None = None) -> list[Draw]:
         """The streams that have something to say now. `at` is the layer coordinate if not `layer`."""
@@ -357,7 +359,3 @@ def no_tensor(input: Any, expected: str) -> TypeError:
     """The error for an input that is no tensor."""
     leaf = "; make the layer a leaf of the tracer, as docs/ecosystem.md shows" if isinstance(input, fx.Proxy) else ""
     return TypeError(f"input: expected {expected}, got {type(input).__name__}{leaf}")
-
-
-def sees_step(rule: Rule) -> bool:
-    return MASKS[rule.mask].step

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from .draws import check_count, example_ids
 from .layers import Noises, Norm, State, as_states, check_state_dtype
+from .noise import sees_step
 from .norm import RecurrentBatchNorm
 from .philox import as_seed, fresh_seed
-from .recurrent import GATES, Recurrent, check_device, no_tensor, sees_step, working_dtype
+from .recurrent import GATES, Recurrent, check_device, no_tensor, working_dtype
 
 
 class RecurrentCell(Recurrent, nn.RNNCellBase):

@@ -134,21 +134,19 @@ class Eval:
         if loaded.config.task == "images" and (self.protocol or self.length):
             raise ValueError(f"--protocol, --length: {self.run} classifies images, which are not cut as a text is")
         protocol = replace(own, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
-        strangers = ""
         if self.text is not None:
             if loaded.vocabulary is None:
                 raise ValueError(f"--text: {self.run} classifies images and cannot read a text")
             measure = "bits" if loaded.vocabulary.unit == "char" else "perplexity"
             numbers = read_text(self.text, loaded.vocabulary)
-            strangers = loaded.vocabulary.strangers(numbers)
+            if strangers := loaded.vocabulary.strangers(numbers):
+                say(f"{self.text}: {strangers}")
             score = evaluate_text(loaded.model, on_device(numbers, device_of(self.device)), protocol)
         else:
             data = data_of(self.run, loaded.config, self.data)
             measure = measure_of(data)
             score = evaluate(loaded.model, data, self.part, loaded.config, protocol=protocol)
         where = str(self.text) if self.text else self.part
-        if strangers:
-            say(f"{where}: {strangers}")
         if self.json:
             values = {measure: getattr(score, measure), "nats": score.nats, "predictions": score.predictions}
             print(json.dumps({"run": str(self.run), "part": where, "protocol": asdict(protocol), **values}))

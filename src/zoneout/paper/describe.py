@@ -37,10 +37,7 @@ def describe(folder: Path) -> dict[str, Any]:
     """What a run is and how it went."""
     config, rows = runs.read_config(folder), runs.read_metrics(folder)
     valid = [row for row in rows if row["kind"] == "valid"]
-    try:
-        ended = runs.read_json(folder / "summary.json") if (folder / "summary.json").exists() else None
-    except ValueError as error:
-        raise runs.RunError(f"{folder / 'summary.json'} cannot be read: {error}") from None
+    ended = runs.read_summary(folder)
     default, own = configs.to_json(Config()), configs.to_json(config)
     return {
         "run": str(folder),

@@ -351,6 +351,15 @@ def read_vocabulary(folder: Path | str) -> Vocabulary | None:
         raise RunError(f"{path} cannot be read: {error}") from None
 
 
+def read_summary(folder: Path | str) -> dict[str, Any] | None:
+    """How a run ended; None where it has not."""
+    path = Path(folder) / "summary.json"
+    try:
+        return read_json(path) if path.exists() else None
+    except ValueError as error:
+        raise RunError(f"{path} cannot be read: {error}") from None
+
+
 def read_digest(folder: Path | str) -> str | None:
     """The digest of the data that a run was begun with; None where nothing tells it any more."""
     path = Path(folder) / "data.json"
