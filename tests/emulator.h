@@ -237,6 +237,7 @@ static void ld_global_u32(u32 &to, const void *from) { to = *(const u32 *)from; 
 static void ld_global_v2_u32(u32 &x, u32 &y, const void *from) { x = ((const u32 *)from)[0], y = ((const u32 *)from)[1]; }
 static void ld_relaxed_gpu_global_u32(u32 &to, const void *from) { to = *(const u32 *)from; }
 static void st_relaxed_gpu_global_u64(void *to, u32 low, u32 high) { ((u32 *)to)[0] = low, ((u32 *)to)[1] = high; }
+static void st_relaxed_gpu_global_u32(void *to, u32 v) { *(u32 *)to = v; }
 static void prefetch_global_L2(const void *) {}
 static void griddepcontrol_wait() {}
 static void cvt_rna_tf32_f32(u32 &to, float v) { to = (as_word(v) + 0x1000) & ~0x1FFFu; }
@@ -248,6 +249,10 @@ static void cvt_rn_f16x2_f32(u32 &to, float high, float low) { to = half_of(low)
 static void barrier_cluster_arrive_release_aligned() { self->arrived = arrive_at(cluster); }
 static void barrier_cluster_wait_acquire_aligned() { wait_at(cluster, self->arrived); }
 
+static void redux_sync_max_u32(u32 &to, u32 v) {
+    u32 *all = exchange(v);
+    to = *std::max_element(all, all + 32);
+}
 static void lop3_b32(u32 &wrong, u32 v, u32 tag) { wrong |= v ^ tag; } /* 0xF6, which is all that is used */
 
 /* Copies that are on their way: here they have arrived. */
@@ -255,6 +260,10 @@ static void cp_async_cg_shared_global(u32 to, const void *from) { memcpy(shared(
 static void cp_async_commit_group() {}
 static void cp_async_wait_group(int) {}
 static void ld_shared_v2_u32(u32 &x, u32 &y, u32 from) { x = *(u32 *)(shared() + from), y = *(u32 *)(shared() + from + 4); }
+static void ld_shared_v4_u32(u32 &x, u32 &y, u32 &z, u32 &w, u32 from) {
+    ld_shared_v2_u32(x, y, from), ld_shared_v2_u32(z, w, from + 8);
+}
+static void ld_shared_f32(float &to, u32 from) { to = *(float *)(shared() + from); }
 static void ldmatrix_sync_aligned_m8n8_x4_shared_b16(u32 &m0, u32 &m1, u32 &m2, u32 &m3, u32 from) {
     u32 *rows = exchange(from), *to[4] = {&m0, &m1, &m2, &m3};
     for (int i = 0; i < 4; i++) *to[i] = ((u32 *)(shared() + rows[i * 8 + self->lane / 4]))[self->lane % 4];

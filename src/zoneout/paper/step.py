@@ -8,12 +8,14 @@ CUDA graph. The same function runs eagerly elsewhere.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..draws import widest
+from ..ops.cuda.turns import turns
 from ..philox import WORD, as_seed, philox
 from .config import Config
 from .feeds import Feed
@@ -60,6 +62,7 @@ class Step:
         self.parameters = list(parameters.values())
         self.optimizer = Optimizer(parameters, config.optimizer)
         self.graph: Any = None
+        self.fills = False  # whether the graph has a loop in it that fills the GPU
         device, rows = self.parameters[0].device, feed.updates()
         wide = widest(device)
 
@@ -97,7 +100,8 @@ class Step:
         """One update."""
         if self.graph is None:
             self._update()
-        else:
+            return
+        with turns(self.nats.get_device()).take() if self.fills else nullcontext():
             self.graph.replay()
 
     def _update(self) -> None:
@@ -147,8 +151,10 @@ class Step:
                 for tensor, value in zip(changed, before):
                     tensor.copy_(value)
             # Other threads may go on with their own streams meanwhile.
+            filled = turns(self.nats.get_device()).captured
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._update()
+            self.fills = turns(self.nats.get_device()).captured > filled
         self.graph = graph
 
     # --- what is read ---

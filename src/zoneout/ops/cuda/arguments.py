@@ -53,6 +53,7 @@ class Scratch(ctypes.Structure):
         ("eps", ctypes.c_double),
         *((name, _p) for name in ("norm_h", "norm_c", "norm_c_shift")),
         *((name, _p) for name in ("mean_h", "var_h", "mean_c", "var_c")),
+        *((name, _p) for name in ("d_half", "back", "back_w")),
     ]
 
 
@@ -87,7 +88,7 @@ class Launch(ctypes.Structure):
 class Exchange(ctypes.Structure):
     """`Exchange` of persistent.cu."""
 
-    _fields_ = [("buffer", _p), ("blocks", _i64)]
+    _fields_ = [("buffer", _p), ("size", _i64), ("blocks", _i64), ("peak", _p)]
 
 
 class Arguments:

@@ -180,6 +180,21 @@ __device__ __forceinline__ void multiply_as(float *sum, const u32 *a, u32 b0, u3
 }
 __device__ __forceinline__ void multiply(float *sum, const u32 *a, u32 b0, u32 b1) { multiply_as<TYPE>(sum, a, b0, b1); }
 
+/* --- powers of two ------------------------------------------------------------------------------- */
+
+/* For exponents of floats that are normal. */
+__device__ __forceinline__ float two_to(int e) { return __uint_as_float((u32)(e + 127) << 23); }
+/* The exponent of the power of two that brings a number, given by its bits without the sign, to between 2^14 and 2^15: half
+ * precision has all its bits there and in the 28 powers of two below. From -114 (not finite) to 141 (zero). */
+__device__ __forceinline__ int scale_for(u32 size) { return 14 + 127 - (int)(size >> 23); }
+/* Floats without their sign are in the order of their bits; NaN is above all. */
+__device__ __forceinline__ u32 size_of(float v) { return __float_as_uint(v) & 0x7FFFFFFF; }
+/* The largest of a warp's. */
+__device__ __forceinline__ u32 largest_of(u32 v) {
+    asm volatile("redux.sync.max.u32 %0, %1, 0xFFFFFFFF;" : "=r"(v) : "r"(v));
+    return v;
+}
+
 /* --- rows --------------------------------------------------------------------------------------- */
 
 /* `t` counts the steps as they are processed, `length` is that of the row. A reversed row begins at its last position. */

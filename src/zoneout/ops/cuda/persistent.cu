@@ -3,14 +3,21 @@
  * Compiled with BACK (0 forwards, 1 backwards), U (units a block, a multiple of 4), UP (U rounded up to 8, 16 or 32), KS
  * (k-steps of a warp, even), KR (of which so many have their weights in registers, the others in shared memory), BB (pairs
  * of k-steps of a batch), D (batches in flight on the way to shared memory), MT (16 rows each), EIGHTS (of rows, read),
- * PARTS (sets of sums that take turns), HALF (what enters the product is float, with the ten bits of TF32, but fits half
- * precision, which has as many) and PLAIN (nothing but zoneout, all rows to the end). Each of 8 warps has its own part of
- * the depth of the product; the eight sums are added in a fixed order. Forwards h goes around, backwards the derivatives of
- * h·Wh, [unit][gate].
+ * PARTS (sets of sums that take turns), HALF (what enters the product is float, with the ten bits of TF32, but goes in half
+ * precision, which has as many), FOLD and MAKERS (below) and PLAIN (nothing but zoneout, all rows to the end). Each of 8
+ * warps has its own part of the depth of the product; the eight sums are added in a fixed order. Forwards h goes around,
+ * backwards the derivatives of h·Wh, [unit][gate].
+ *
+ * Derivatives may be of any size, and half precision may not. So (SCALED) each block sends those of a row times a power of
+ * two of its own, which brings the largest of them near the largest of half precision, and beside them the factor that undoes
+ * it. FOLD k-steps at a time are all of one block: their sums are taken by themselves and then added times the factor. What a
+ * warp reads comes from MAKERS blocks at most. W_h has one such power of two.
  *
  * There are no flags and no fences: the lowest bit of every 8 bytes that go around tells whether they are of this turn. Two
  * buffers take turns, and the bit is turned over each time one is used again. A block that has read all of step t - 1
  * knows that everybody has read step t - 2, so it may write step t in its place. Whoever reads too early reads again.
+ * The factors have the bit in each of them, lie in the same two buffers and are read before anything of the next step is
+ * sent, so all of this holds for them too.
  */
 #define WARPS 8
 #define THREADS (32 * WARPS)
@@ -24,21 +31,27 @@
 #define NP (NT * 8 + (NT % 2 ? 0 : 8)) /* a stride that keeps the writes of the sums free of conflicts */
 #define ROWS_AT_ONCE (THREADS / UP)
 #define ITEMS ((R + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE)
-#define SETS (MT * NT < 4 ? 2 : 1) /* of sums, so that one product need not wait for the one before */
+#define SCALED (BACK && HALF)
+#define SETS (!SCALED && MT * NT < 4 ? 2 : 1) /* of sums, so that one product need not wait for the one before */
 #define BATCHES ((KS / 2 + BB - 1) / BB)
 #define PIECES (BB * MT * 2) /* of 16 bytes that a thread copies of a batch, at most */
 #define EACH (SENT ? 8 : 4)  /* numbers of a piece */
+#define NUMBERS (WARPS * KS * R * 32) /* bytes that go around in a group */
+#define FACTORS (MAKERS * EIGHTS * 32) /* bytes of the factors that a warp reads: [MAKERS][EIGHTS · 8] floats */
+#define FACTOR_PIECES ((FACTORS / 16 + 31) / 32) /* of them that a thread copies, at most */
 
 struct Exchange {
-    char *buffer; /* [2][groups][pairs of k-steps][R / 8][8 rows][4 pieces][16 bytes], zero */
+    char *buffer; /* [2][groups], zero: [pairs of k-steps][R / 8][8 rows][4 pieces][16 bytes], then the factors of all blocks */
+    i64 size;     /* bytes of a group in it */
     i64 blocks;   /* of a group */
+    const float *peak; /* SCALED: the largest |W_h| */
 };
 
 /* --- what enters the product ---------------------------------------------------------------------- */
 
-/* HALF: the largest numbers become the largest of half precision; NaN stays. */
+/* HALF: the largest numbers become the largest of half precision; NaN stays. SCALED ones are none too large. */
 __device__ __forceinline__ float within(float v) {
-    return !HALF ? v : v > 65504.0f ? 65504.0f : v < -65504.0f ? -65504.0f : v;
+    return !HALF || SCALED ? v : v > 65504.0f ? 65504.0f : v < -65504.0f ? -65504.0f : v;
 }
 #if SENT
 __device__ __forceinline__ u32 pair_sent(float low, float high) { return pair_as<SENT>(within(low), within(high)); }
@@ -46,6 +59,20 @@ __device__ __forceinline__ float widen_sent(u32 v) {
     float out;
     asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"((u16)v));
     return SENT == 1 ? __uint_as_float(v << 16) : out;
+}
+#endif
+
+#if SCALED
+struct Scale { /* of W_h: that brings its largest to between 2^14 and 2^15 */
+    float by;    /* NaN where it is not finite, so that all becomes NaN */
+    int sent;    /* the exponent that the factors undo … */
+    float after; /* … and what they could not: W_h beyond 2^15, which has to be taken back last */
+};
+
+__device__ __forceinline__ Scale scale_of(const float *peak) {
+    u32 top = __float_as_uint(*peak);
+    int e = min(scale_for(top), 126);
+    return {top >= 0x7F800000 ? __uint_as_float(0x7FC00000) : two_to(e), max(e, 0), two_to(max(-e, 0))};
 }
 #endif
 
@@ -58,13 +85,13 @@ __device__ __forceinline__ narrow weight(const Loop &l, u32 unit0, u32 k, u32 n)
     return ((const narrow *)l.w_hh)[((i64)gate * H + (BACK ? other : own)) * H + (BACK ? own : other)];
 }
 
-/* Word `word` of a 16-byte piece. */
-__device__ __forceinline__ u32 weights_of(const Loop &l, u32 unit0, u32 piece, u32 word, u32 n) {
+/* Word `word` of a 16-byte piece; HALF: times `by`. */
+__device__ __forceinline__ u32 weights_of(const Loop &l, float by, u32 unit0, u32 piece, u32 word, u32 n) {
 #if SENT
     u32 k = piece * 8 + word * 2;
     narrow low = weight(l, unit0, k, n), high = weight(l, unit0, k + 1, n);
 #if HALF
-    return pair_sent(low, high);
+    return pair_sent(low * by, high * by);
 #else
     return (u32)low | (u32)high << 16;
 #endif
@@ -78,9 +105,10 @@ struct Weights { /* of a thread */
     u32 rest; /* its place in shared memory: [KS - KR][NT][32 lanes][8 bytes] */
 };
 
-__device__ __forceinline__ void load_weights(const Loop &l, Weights &w, u32 unit0, u32 warp, u32 lane, uint2 *rest) {
+__device__ __forceinline__ void load_weights(const Loop &l, float by, Weights &w, u32 unit0, u32 warp, u32 lane,
+                                             uint2 *rest) {
     auto at = [&](int s, int n, int half) { /* of k-step s and eight columns */
-        return weights_of(l, unit0, (warp * KS + s) * 2 + half, lane % 4, n * 8 + lane / 4);
+        return weights_of(l, by, unit0, (warp * KS + s) * 2 + half, lane % 4, n * 8 + lane / 4);
     };
 #pragma unroll
     for (int s = 0; s < KR; s++)
@@ -111,6 +139,11 @@ struct Reads {
     u32 checks;       /* one where what it reads of a tile has the bits that tell the turn */
     const char *from; /* in the first buffer */
     const char *hint; /* a word of one of the blocks that make what the warp reads, in the first buffer, or NULL */
+    /* SCALED: */
+    int factors;        /* where those of the warp are, from `from` */
+    int pieces;         /* how many of them it has to copy from its own on: those of blocks that there are */
+    u32 factors_to, by; /* where it copies them to, and where it reads that of its row of a tile */
+    u32 skew;           /* k-steps of the first block that another warp has */
 };
 
 #define EACH_PAIR(batch) _Pragma("unroll") for (int b = 0; b < BB; b++) if ((batch) * BB + b < KS / 2)
@@ -134,7 +167,14 @@ __device__ __forceinline__ void wait() {
     __syncwarp();
 }
 
+/* The factors come with the first batch. */
+#define EACH_FACTOR_PIECE(batch) \
+    _Pragma("unroll") for (int i = 0; SCALED && (batch) == 0 && i < FACTOR_PIECES; i++) if (i * 32 < x.pieces)
+
 __device__ __forceinline__ void copy_batch(const Reads &x, const char *from, int batch) {
+    EACH_FACTOR_PIECE(batch)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(x.factors_to + i * 512),
+                     "l"(from + x.factors + i * 512) : "memory");
     EACH_PAIR(batch)
 #pragma unroll
     for (int eight = 0; eight < EIGHTS; eight++)
@@ -157,7 +197,7 @@ __device__ __forceinline__ void differ(u32 &wrong, u32 v, u32 tag) {
 /* The tiles of a batch; copied again until all of it is of this turn. */
 __device__ __forceinline__ void take_batch(u32 (&v)[BB][2][MT][4], const Reads &x, const char *from, int batch, u32 tag) {
     for (;;) {
-        u32 wrong = 0, also = 0;
+        u32 wrong = 0, also = 0, factors = 0;
         EACH_PAIR(batch) EACH_TILE {
             u32 *one = v[b][s][m];
             asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -170,16 +210,39 @@ __device__ __forceinline__ void take_batch(u32 (&v)[BB][2][MT][4], const Reads &
             if (m * 2 < EIGHTS) differ(wrong, one[0], tag), differ(also, one[2], tag);
             if (m * 2 + 1 < EIGHTS) differ(wrong, one[1], tag), differ(also, one[3], tag);
         }
-        if (!__any_sync(~0u, (wrong | also) & x.checks)) break;
+        EACH_FACTOR_PIECE(batch) {
+            u32 one[4];
+            asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                         : "=r"(one[0]), "=r"(one[1]), "=r"(one[2]), "=r"(one[3]) : "r"(x.factors_to + i * 512) : "memory");
+#pragma unroll
+            for (int n = 0; n < 4; n++) differ(factors, one[n], tag);
+        }
+        if (!__any_sync(~0u, ((wrong | also) & x.checks) | (factors & 1))) break;
         copy_over(x, from, batch);
         wait<0>();
+    }
+}
+
+/* SCALED: the sums of fold f, of one tile, are added to all. */
+__device__ __forceinline__ void add_fold(float (&sum)[NT][4], const float (&part)[NT][4], const Reads &x, int f, int m) {
+    const u32 maker = (x.skew + f * FOLD) / (U / 4);
+#pragma unroll
+    for (int eight = 0; eight < 2; eight++) {
+        if (m * 2 + eight >= EIGHTS) continue; /* nobody reads these rows */
+        float factor;
+        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(factor) : "r"(x.by + maker * (EIGHTS * 32) + (m * 2 + eight) * 32));
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            sum[n][eight * 2] = fmaf(part[n][eight * 2], factor, sum[n][eight * 2]);
+            sum[n][eight * 2 + 1] = fmaf(part[n][eight * 2 + 1], factor, sum[n][eight * 2 + 1]);
+        }
     }
 }
 
 /* What has gone around, times the block's weights: each warp's sums over its part of the depth go to `part`. */
 __device__ __forceinline__ void product(const Weights &w, float *part, const Reads &x, i64 buffer, u32 tag,
                                         int warp, int lane) {
-    float sum[SETS][MT][NT][4] = {};
+    float sum[SETS][MT][NT][4] = {}, part_of[2][MT][NT][4]; /* part_of: of a fold; added when the next has begun */
     const char *from = x.from + buffer;
     await(x, buffer, tag);
 #pragma unroll
@@ -194,13 +257,19 @@ __device__ __forceinline__ void product(const Weights &w, float *part, const Rea
         else
             commit();
         EACH_PAIR(i) EACH_TILE {
+            const int k = (i * BB + b) * 2 + s, f = k / FOLD;
 #pragma unroll
             for (int n = 0; n < NT; n++) {
-                uint2 one = weights_at(w, (i * BB + b) * 2 + s, n);
-                multiply_as<SENT>(sum[s % SETS][m][n], v[b][s][m], one.x, one.y);
+                uint2 one = weights_at(w, k, n);
+                float *to = SCALED ? part_of[f % 2][m][n] : sum[s % SETS][m][n];
+                if (SCALED && k % FOLD == 0) to[0] = to[1] = to[2] = to[3] = 0.0f;
+                multiply_as<SENT>(to, v[b][s][m], one.x, one.y);
             }
+            if (SCALED && k % FOLD == 0 && f > 0) add_fold(sum[0][m], part_of[(f + 1) % 2][m], x, f - 1, m);
         }
     }
+#pragma unroll
+    for (int m = 0; SCALED && m < MT; m++) add_fold(sum[0][m], part_of[(KS / FOLD + 1) % 2][m], x, KS / FOLD - 1, m);
     if (PARTS == 1) __syncthreads(); /* all have read those of the step before */
     part += warp * (R * NP) + (lane / 4) * NP + (lane % 4) * 2;
 #pragma unroll
@@ -244,6 +313,7 @@ struct Mine { /* what a thread has to do */
     char *own, *to; /* the first buffer of the group, and where its unit begins in it */
     i64 end;        /* of the numbers that the blocks have */
     int rest;       /* words of 8 bytes after it, in all rows, that the block has to send */
+    char *factor;   /* SCALED: where its own factors begin in the first buffer */
 };
 
 /* Where number k and row r are: so that a warp reads 512 bytes at a time, each thread the numbers of its own tile. */
@@ -298,6 +368,34 @@ __device__ __forceinline__ void send(const Mine &m, i64 turn, int r, const float
 #endif
 }
 
+#if SCALED
+/* The numbers of a row times a power of two that brings the largest, of all units of the block, to between 2^14 and 2^15; and
+ * what undoes this and the scale of W_h, to those who read. All lanes of a warp must come here. A row with a number that is
+ * not finite has the factor NaN; one of zeros has zero, so that the bit of the turn adds nothing. */
+__device__ __forceinline__ void scale_rows(const Mine &m, const Scale &s, i64 turn, float (&v)[ITEMS][GE]) {
+    u32 top[ITEMS] = {};
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++)
+        for (int q = 0; q < G; q++) top[i] = max(top[i], size_of(v[i][q]));
+#pragma unroll
+    for (int own = 0; own < 32 / UP; own++) /* of the rows that a warp has */
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            u32 most = largest_of(m.lane / UP == own ? top[i] : 0);
+            if (m.lane / UP == own) top[i] = most;
+        }
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++) {
+        const int r = threadIdx.x / UP + i * ROWS_AT_ONCE, e = min(scale_for(top[i]), 126 - s.sent);
+        for (int q = 0; q < G; q++) v[i][q] *= two_to(e);
+        u32 factor = top[i] >= 0x7F800000 ? 0x7FC00000 : top[i] ? __float_as_uint(two_to(-e - s.sent)) : 0;
+        if (m.u == 0 && r < EIGHTS * 8)
+            asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(m.factor + buffer_of(m, turn) + r * 4),
+                         "r"(factor | tag_of(turn)) : "memory");
+    }
+}
+#endif
+
 /* What comes after the last unit is read as well: the last block keeps it at zero, of this turn. */
 __device__ __forceinline__ void send_rest(const Mine &m, i64 turn) {
     for (int i = threadIdx.x; i < m.rest; i += THREADS)
@@ -314,13 +412,13 @@ __device__ __forceinline__ Mine mine(const Loop &l, const Exchange &x) {
     m.part = (float *)shared;
     m.weights = (uint2 *)(shared + PARTS * WARPS * R * NP * 4);
     char *stages = (char *)(m.weights + WARPS * (KS - KR) * NT * 32);
-    for (int i = threadIdx.x; i < WARPS * D * PIECES * 128; i += THREADS) ((u32 *)stages)[i] = 0;
+    for (int i = threadIdx.x; i < WARPS * (D * PIECES * 128 + FACTORS / 4); i += THREADS) ((u32 *)stages)[i] = 0;
     u32 stage = (u32)__cvta_generic_to_shared(stages) + m.warp * (D * PIECES * 512);
     auto piece = [](int row, int k) { return (row * 4 + (k ^ (row >> 1 & 3))) * 16; };
     m.reads.to = stage + piece(m.lane / 4, m.lane % 4);
     for (int s = 0; s < 2; s++) m.reads.at[s] = stage + m.lane / 8 % 2 * 512 + piece(m.lane % 8, s * 2 + m.lane / 16);
     m.reads.checks = ~m.lane & 1;
-    const i64 size = (i64)(WARPS * KS * 2) * R * 16;
+    const i64 size = SCALED ? x.size : (i64)NUMBERS; /* known where there are no factors */
     m.other = groups * size;
     char *own = m.own = x.buffer + group * size;
     m.end = x.blocks * U * GE;
@@ -331,6 +429,16 @@ __device__ __forceinline__ Mine mine(const Loop &l, const Exchange &x) {
                        ? own + place_of(at) + row_at(R - 1) : nullptr;
     i64 k = m.unit * GE;
     m.to = own + place_of(k);
+    if (SCALED) {
+        const int first = m.warp * KS / (U / 4), there = min(MAKERS, (int)x.blocks - first) * EIGHTS * 2;
+        const u32 factors = (u32)__cvta_generic_to_shared(stages) + WARPS * (D * PIECES * 512) + m.warp * FACTORS;
+        m.factor = own + NUMBERS + block * (EIGHTS * 32);
+        m.reads.factors = (int)(own + NUMBERS + first * (EIGHTS * 32) + m.lane * 16 - m.reads.from);
+        m.reads.pieces = there - m.lane;
+        m.reads.factors_to = factors + m.lane * 16;
+        m.reads.by = factors + m.lane / 4 * 4;
+        m.reads.skew = KS % (U / 4) ? m.warp * KS % (U / 4) : 0;
+    }
     /* The compiler may not know where these come from, or it would find them out again for every piece. */
     asm volatile("" : "+r"(m.reads.to), "+r"(m.reads.at[0]), "+r"(m.reads.at[1]), "+l"(m.reads.from), "+l"(m.to));
     __syncthreads();
@@ -356,7 +464,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(Loop l, Exchang
     const narrow *scale = (const narrow *)l.scale_h;
     narrow *gates = (narrow *)l.gates;
     Weights w;
-    load_weights(l, w, (u32)m.unit0, m.warp, m.lane, m.weights);
+    load_weights(l, 1.0f, w, (u32)m.unit0, m.warp, m.lane, m.weights);
     Noises noises = {};
     float bias[G] = {}, bias_x[G] = {};
     if (m.in) {
@@ -479,7 +587,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(Loop l, Exchan
     const narrow *gates = (const narrow *)l.gates, *scale = (const narrow *)l.scale_h;
     const bool holds = l.update.mode && l.update.hold;
     Weights w;
-    load_weights(l, w, (u32)m.unit0, m.warp, m.lane, m.weights);
+#if SCALED
+    const Scale s = scale_of(x.peak);
+    load_weights(l, s.by, w, (u32)m.unit0, m.warp, m.lane, m.weights);
+#else
+    load_weights(l, 1.0f, w, (u32)m.unit0, m.warp, m.lane, m.weights);
+#endif
     Noises noises = {};
     if (m.in) noises = noises_of(l, m.unit);
     float dh[ITEMS], dc[ITEMS], back_h[ITEMS], back_c[ITEMS], owed[ITEMS];
@@ -531,6 +644,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(Loop l, Exchan
             EACH_ITEM if (t + 1 < length[i]) {
                 float rec;
                 total<1>(&rec, PART(done) + r * NP + m.u);
+#if SCALED
+                rec *= s.after;
+#endif
                 dh[i] += scale ? rec * widen(scale[row * H + m.unit]) : rec;
                 if (cut[i]) back_h[i] += dh[i], back_c[i] += dc[i], dh[i] = dc[i] = 0.0f;
             }
@@ -561,6 +677,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(Loop l, Exchan
                 out[i][q % GE] = GRU ? e[q] : d[q];
             }
         }
+#if SCALED
+        scale_rows(m, s, done, out);
+#endif
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) send(m, done, threadIdx.x / UP + i * ROWS_AT_ONCE, out[i]);
         send_rest(m, done);

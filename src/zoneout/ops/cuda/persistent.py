@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -11,6 +12,7 @@ import torch
 from ..loop import GATES, Backward, Loop
 from .arguments import CELLS, TYPES, Arguments, Exchange, loop_arguments
 from .compiler import Kernel, chip, load, pack, tf32
+from .turns import turns
 
 WARPS = 8
 THREADS = 32 * WARPS
@@ -40,6 +42,8 @@ class Plan:
     tiles: int  # of 16 rows each
     eights: int  # of rows that are read
     k_steps: int  # of a warp
+    fold: int  # k-steps with the same factor
+    makers: int  # blocks whose factors a warp reads; 0 where there are none
     layout: Layout
 
     @property
@@ -50,37 +54,62 @@ class Plan:
     def padded_units(self) -> int:
         return 8 if self.units <= 8 else 16 if self.units <= 16 else 32
 
+    @property
+    def size(self) -> int:
+        """Bytes of what goes around in a group: the numbers, and the factors of all blocks that a warp may look for."""
+        numbers, last = self.rows * WARPS * self.k_steps * 32, (WARPS - 1) * self.k_steps // (self.units // 4)
+        return numbers + (factor_bytes(last + self.makers, self.eights) if self.makers else 0)
+
 
 def in_half(cell: str, dtype: torch.dtype, hidden: int, back: bool) -> bool:
     """Whether what enters a product in TF32 may go in half precision, which has the same ten bits of mantissa.
 
-    h may, being between -1 and 1 wherever it is not given from outside; the h of a ReLU and derivatives may be of any
-    size. What is too small for half precision is lost, at most 3e-8 of a number that is added to others near one. One
-    number in four has its last bit taken, which a sum of a few would notice.
+    h may, being between -1 and 1 wherever it is not given from outside; that of a ReLU may be of any size. Derivatives
+    may, being sent times a power of two that each block finds for each row of each step; but not those of plain RNNs,
+    where a k-step is of more than one block. What is too small for half precision is lost: of h at most 3e-8, which is
+    added to others near one; of derivatives and, with them, of W_h at most 4e-12 of the largest. One number in four has
+    its last bit taken, which a sum of a few would notice.
     """
-    return dtype == torch.float32 and not back and cell != "rnn_relu" and hidden >= 32
+    may = cell in ("lstm", "gru") if back else cell != "rnn_relu"
+    return dtype == torch.float32 and may and hidden >= 32
 
 
-def layout(columns: int, tiles: int, k_steps: int, back: bool, shared: int) -> Layout | None:
-    """Of a block with so many columns of weights in eights; None where it has not enough memory.
+def folds(units: int, k_steps: int) -> tuple[int, int]:
+    """k-steps of a warp that are of one block for certain, and of how many blocks all of them are at most.
+
+    A k-step has the numbers of four units. Where a warp begins among those of a block depends on the warp.
+    """
+    of_block = units // 4
+    fold = math.gcd(k_steps, of_block)
+    return fold, (of_block - fold + k_steps - 1) // of_block + 1
+
+
+def factor_bytes(makers: int, eights: int) -> int:
+    """Of so many blocks: one float a row."""
+    return makers * eights * 8 * 4
+
+
+def layout(columns: int, tiles: int, k_steps: int, back: bool, shared: int, factors: int) -> Layout | None:
+    """Of a block with so many columns of weights in eights, and bytes of factors; None where it has not enough memory.
 
     With many weights in registers the rest of the loop has too few. So more than ALL are not taken if some of them
     can lie in shared memory, and then SOME leave more to it than they have to.
     """
     pairs = min(2 if back and tiles == 1 else 1, k_steps // 2)
-    others = 4 * tiles * columns + 8 * pairs * tiles
+    busy = 4 * tiles * columns + 8 * pairs * tiles
     batches, stage = -(-k_steps // (2 * pairs)), WARPS * pairs * tiles * 1024
     most = min(STAGES // stage, batches if batches < 3 else batches - 1)
     sums = WARPS * 16 * tiles * 4 * (columns * 8 + (0 if columns % 2 else 8))
     for registers in (ALL, SOME, MOST):
-        resident = min(k_steps, (registers - others) // (2 * columns))
+        resident = min(k_steps, (registers - busy) // (2 * columns))
         if resident < (1 if registers == SOME else k_steps):
             continue
         rest = WARPS * (k_steps - resident) * columns * 256
         for parts in (2, 1):
-            in_flight = min((shared - parts * sums - rest) // stage, most)
+            others = parts * sums + rest + factors
+            in_flight = min((shared - others) // stage, most)
             if in_flight >= min(2, most):
-                return Layout(resident, pairs, in_flight, parts, parts * sums + rest + in_flight * stage)
+                return Layout(resident, pairs, in_flight, parts, others + in_flight * stage)
     return None
 
 
@@ -102,11 +131,13 @@ def plan(
         tiles = -(-batch // (16 * groups))
         tiles = tiles if tiles <= 2 else 4
         groups = -(-batch // (16 * tiles))
-        laid = layout(-(-(units if back else units * gates) // 8), tiles, k_steps, back, shared)
+        eights = 2 * tiles if groups > 1 else -(-batch // 8)
+        fold, makers = folds(units, k_steps) if half and back else (1, 0)
+        factors = WARPS * factor_bytes(makers, eights)
+        laid = layout(-(-(units if back else units * gates) // 8), tiles, k_steps, back, shared, factors)
         if laid is None or groups * blocks > processors:
             continue
-        eights = 2 * tiles if groups > 1 else -(-batch // 8)
-        made = Plan(half, blocks, groups, units, tiles, eights, k_steps, laid)
+        made = Plan(half, blocks, groups, units, tiles, eights, k_steps, fold, makers, laid)
         # Few rows, since a block reads all of its rows; then most of its weights in registers.
         if best is None or (made.tiles, -laid.resident) < (best.tiles, -best.layout.resident):
             best = made
@@ -156,13 +187,13 @@ def run(loop: Loop, back: Backward | None) -> bool:
     if kernel is None:
         return False
     arguments, exchange = loop_arguments(loop, back), Arguments(Exchange)
-    size = 2 * tiles.groups * tiles.rows * WARPS * tiles.k_steps * 32
-    memory = torch.zeros(size, dtype=torch.uint8, device=device)
-    exchange.struct.buffer = memory.data_ptr()
-    exchange.struct.blocks = tiles.blocks
+    exchange.put("buffer", torch.zeros(2 * tiles.groups * tiles.size, dtype=torch.uint8, device=device))
+    exchange.struct.size, exchange.struct.blocks = tiles.size, tiles.blocks
+    if tiles.makers:
+        exchange.put("peak", torch.linalg.vector_norm(loop.w_hh, math.inf))
     values = (arguments.struct, exchange.struct)
-    kernel.launch(tiles.groups * tiles.blocks, THREADS, pack(values), tiles.layout.shared, cooperative=True)
-    del memory
+    with turns(loop.gates.get_device()).take():
+        kernel.launch(tiles.groups * tiles.blocks, THREADS, pack(values), tiles.layout.shared, cooperative=True)
     return True
 
 
@@ -172,7 +203,8 @@ def defines_of(cell: str, dtype: torch.dtype, back: bool, tiles: Plan, plain: bo
         ("CELL", CELLS.index(cell)), ("TYPE", TYPES[dtype]), ("FAST", 1), ("BACK", int(back)),
         ("U", tiles.units), ("UP", tiles.padded_units), ("KS", tiles.k_steps), ("KR", tiles.layout.resident),
         ("BB", tiles.layout.pairs), ("D", tiles.layout.in_flight), ("MT", tiles.tiles), ("EIGHTS", tiles.eights),
-        ("PARTS", tiles.layout.parts), ("HALF", int(tiles.half)), ("PLAIN", int(plain)),
+        ("PARTS", tiles.layout.parts), ("HALF", int(tiles.half)), ("FOLD", tiles.fold), ("MAKERS", tiles.makers),
+        ("PLAIN", int(plain)),
     )  # fmt: skip
 
 

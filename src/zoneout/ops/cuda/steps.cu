@@ -2,13 +2,15 @@
  *
  * Compiled with V (units of a thread: 4 where sizes and addresses allow it, else 1) and PLAIN (nothing but zoneout, no
  * norm, no projection, all rows to the end: forward and backward alone, which may be started before the product that
- * they follow has ended).
+ * they follow has ended). HALF, with PLAIN: what enters the product has the ten bits of TF32, but goes in half precision,
+ * which has as many. h does so as it is, derivatives times a power of two that each row has for itself: backwards a
+ * block has a row.
  */
 
 struct Scratch {
     const float *product;    /* [B, G·H]: h·Wh, or NULL where it has been added to x's part already */
     narrow *h_in;            /* [B, pitch]: h as it enters the product */
-    narrow *next;            /* the same where y cannot enter it as it lies, or NULL */
+    narrow *next;            /* the same where y cannot enter it as it lies, or NULL; HALF: in half precision */
     float *h;                /* [B, P]: the carried h, not rounded; NULL where y is as good */
     float *raw;              /* [B, H]: the candidate c; backwards: of the candidate c */
     narrow *u;               /* projection: [B, H] what is projected; backwards: [N, H] */
@@ -22,6 +24,9 @@ struct Scratch {
     double eps;
     const float *norm_h, *norm_c, *norm_c_shift;
     float *mean_h, *var_h, *mean_c, *var_c;
+    u16 *d_half;             /* HALF, backwards: [B, G·H] what enters the product, */
+    float *back;             /* [B]: what takes it back to its size, */
+    const float *back_w;     /* and the same for Wh */
 };
 enum { GATES = 1, SHOWS = 2, CARRY = 4 };
 
@@ -94,6 +99,17 @@ __device__ __forceinline__ void put(narrow *to, const Units &u) {
 }
 #endif
 
+#if HALF
+__device__ __forceinline__ void put_half(u16 *to, const Units &u) {
+#if V == 4
+    u32 low = pair_as<2>(u[0], u[1]), high = pair_as<2>(u[2], u[3]);
+    *(uint2 *)to = make_uint2(low, high);
+#else
+    *to = (u16)pair_as<2>(u[0], 0.0f);
+#endif
+}
+#endif
+
 __device__ __forceinline__ Units all_of(float value) {
     Units u;
     EACH u[e] = value;
@@ -105,12 +121,11 @@ struct Place { /* V units of one row at one step */
     bool in, cut, first; /* first: no step before is seen */
 };
 
-__device__ __forceinline__ Place place(const Loop &l, i64 t, i64 units) {
+__device__ __forceinline__ Place place_at(const Loop &l, i64 t, i64 row, i64 j, bool in) {
     Place p;
-    u32 across = (u32)units / V, index = blockIdx.x * blockDim.x + threadIdx.x, row = index / across;
-    p.in = row < (u32)l.batch;
-    p.row = p.in ? row : 0;
-    p.j = (i64)(index - row * across) * V;
+    p.in = in;
+    p.row = row;
+    p.j = j;
     p.length = length_of(l, p.row);
     p.in = p.in && t < p.length;
     p.at = at_of(l, t, p.row, p.length);
@@ -118,6 +133,18 @@ __device__ __forceinline__ Place place(const Loop &l, i64 t, i64 units) {
     p.cut = p.in && cut_at(l, t, p.row, p.length);
     p.first = t == 0 || p.cut;
     return p;
+}
+
+__device__ __forceinline__ Place place(const Loop &l, i64 t, i64 units) {
+    u32 across = (u32)units / V, index = blockIdx.x * blockDim.x + threadIdx.x, row = index / across;
+    bool in = row < (u32)l.batch;
+    return place_at(l, t, in ? row : 0, (i64)(index - row * across) * V, in);
+}
+
+/* The same where a block has a row. */
+__device__ __forceinline__ Place place_in_row(const Loop &l, i64 t) {
+    i64 j = (i64)threadIdx.x * V;
+    return place_at(l, t, blockIdx.x, j, j < l.hidden);
 }
 
 struct Words {
@@ -196,7 +223,13 @@ __device__ __forceinline__ void carry_h(const Loop &l, const Scratch &s, const P
     Units h;
     EACH h[e] = carried_h(l, value[e], old[e], k[e]);
     if (s.h) put(s.h + p.row * l.outputs + p.j, h);
+#if HALF /* an h0 that is held may be of any size; what is too large becomes the largest there is, and NaN stays */
+    Units within;
+    EACH within[e] = h[e] > 65504.0f ? 65504.0f : h[e] < -65504.0f ? -65504.0f : h[e];
+    put_half((u16 *)s.next + p.row * s.pitch + p.j, within);
+#else
     if (s.next) put(s.next + p.row * s.pitch + p.j, h);
+#endif
     put((narrow *)l.y + p.at * l.outputs + p.j, h);
 }
 
@@ -336,6 +369,10 @@ __device__ __forceinline__ Units through(const Loop &l, const Scratch &s, const 
         Units one = get(from + part * l.batch * s.pitch);
         EACH sum[e] += one[e];
     }
+#if HALF /* Wh's first: the sums times a large row's would be too large, where what comes is not */
+    const float back_w = *s.back_w, back = s.back[p.row];
+    EACH sum[e] = sum[e] * back_w * back;
+#endif
     return sum;
 }
 
@@ -353,7 +390,8 @@ __device__ __forceinline__ Incoming take_dh(const Loop &l, const Units &dh, cons
     return in;
 }
 
-__device__ __forceinline__ void lstm_back(const Loop &l, const Scratch &s, const Place &p, int t, int parts) {
+/* `enters`: of the gates, what enters the product. */
+__device__ __forceinline__ void lstm_back(const Loop &l, const Scratch &s, const Place &p, int t, int parts, Units *enters) {
     i64 H = l.hidden, here = p.row * H + p.j;
     const narrow *gates = (const narrow *)l.gates + p.at * 4 * H + p.j;
     narrow *out = (narrow *)l.dgx + p.at * 4 * H + p.j;
@@ -389,6 +427,7 @@ __device__ __forceinline__ void lstm_back(const Loop &l, const Scratch &s, const
         EACH of_c[e] = d[e] * gate[e] * (1 - c[e] * c[e]);
         EACH d[e] = lstm_output_back(l, d[e] * c[e], o[e], p.first, owed[e], k[e]);
         put(out + 3 * H, d);
+        enters[3] = d;
         if (s.owed) put(s.owed + here, owed);
         if (s.norm) put(s.dnc + p.at * H + p.j, of_c);
     } else {
@@ -406,9 +445,10 @@ __device__ __forceinline__ void lstm_back(const Loop &l, const Scratch &s, const
         di[e] = d[0], df[e] = d[1], dg[e] = d[2];
     }
     put(out, di), put(out + H, df), put(out + 2 * H, dg), put(l.dc + here, dc);
+    enters[0] = di, enters[1] = df, enters[2] = dg;
 }
 
-__device__ __forceinline__ void gru_back_at(const Loop &l, const Scratch &s, const Place &p, int t) {
+__device__ __forceinline__ void gru_back_at(const Loop &l, const Scratch &s, const Place &p, int t, Units *enters) {
     i64 H = l.hidden, first = p.at * 3 * H + p.j;
     const narrow *gates = (const narrow *)l.gates + first;
     Units r = get(gates), z = get(gates + H), n = get(gates + 2 * H), v, dx[3], ds[3];
@@ -433,6 +473,7 @@ __device__ __forceinline__ void gru_back_at(const Loop &l, const Scratch &s, con
     for (int q = 0; q < 3; q++) {
         put((narrow *)l.dgx + first + q * H, dx[q]);
         put((narrow *)l.dsh + first + q * H, ds[q]);
+        enters[q] = ds[q];
     }
 }
 
@@ -447,18 +488,58 @@ __device__ __forceinline__ void rnn_back(const Loop &l, const Scratch &s, const 
     put((narrow *)l.dgx + at, v);
 }
 
+#if !HALF
 extern "C" __global__ void backward(Loop l, Scratch s, int t, int parts) {
     simplify(l, s, parts);
     Place p = place(l, t, l.hidden);
     if (!p.in) return;
     wait();
+    Units enters[4];
     if (LSTM)
-        lstm_back(l, s, p, t, parts);
+        lstm_back(l, s, p, t, parts, enters);
     else if (GRU)
-        gru_back_at(l, s, p, t);
+        gru_back_at(l, s, p, t, enters);
     else
         rnn_back(l, s, p, t);
 }
+#elif LSTM || GRU
+/* The derivatives of a row in half precision. They may be of any size, so they go times the power of two that brings the
+ * largest to 2^14 or above, below 2^15: what is 2^-28 of it has its ten bits still. What is not finite stays so, and nothing
+ * finite comes back to this row; the others do not notice. */
+__device__ __forceinline__ void enter_row(const Loop &l, const Scratch &s, const Place &p, const Units *d) {
+    __shared__ u32 most[32]; /* of each warp */
+    u32 top = 0;
+    for (int q = 0; q < G; q++) EACH top = max(top, size_of(d[q][e]));
+    top = largest_of(top);
+    if (threadIdx.x % 32 == 0) most[threadIdx.x / 32] = top;
+    __syncthreads(); /* … and all have read s.back of the step after: no other block reads or writes that of this row */
+    top = largest_of(threadIdx.x % 32 < blockDim.x / 32 ? most[threadIdx.x % 32] : 0);
+    const int up = min(scale_for(top), 126); /* 2^up and 2^-up are normal numbers */
+    const float scale = two_to(up);
+    if (threadIdx.x == 0) s.back[p.row] = two_to(-up);
+    if (!p.in) return;
+    for (int q = 0; q < G; q++) {
+        Units scaled;
+        EACH scaled[e] = d[q][e] * scale;
+        put_half(s.d_half + (p.row * G + q) * l.hidden + p.j, scaled);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(1024) backward(Loop l, Scratch s, int t, int parts) {
+    simplify(l, s, parts);
+    Place p = place_in_row(l, t);
+    wait();
+    Units enters[G];
+    for (int q = 0; q < G; q++) enters[q] = all_of(0.0f);
+    if (p.in) {
+        if (LSTM)
+            lstm_back(l, s, p, t, parts, enters);
+        else
+            gru_back_at(l, s, p, t, enters);
+    }
+    enter_row(l, s, p, enters);
+}
+#endif
 
 #if !PLAIN
 /* Projection: of what W_hr made. */

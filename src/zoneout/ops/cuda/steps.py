@@ -14,9 +14,10 @@ from ..products import padded
 from .arguments import CELLS, TYPES, Arguments, Launch, LaunchAttribute, Normed, Scratch, loop_arguments
 from .blas import product
 from .compiler import Kernel, chip, driver, load, pack, tf32
-from .persistent import is_plain
+from .persistent import in_half, is_plain
 
 THREADS = 64  # of a block
+MOST_THREADS = 1024  # of a block that has a row: its bounds in steps.cu
 GATES, SHOWS, CARRY = 1, 2, 4
 _PLAIN_NAMES = ("forward", "backward")
 _NAMES = (
@@ -47,8 +48,13 @@ def forward(loop: Loop) -> None:
     if dtype != torch.float32 and (loop.cell == "gru" or (draw is not None and draw.seed is None)):
         pass_.scratch("h", (batch, size))
     enters = loop.resets is not None or loop.scale_h is not None or pass_.apart
-    left, w = [loop.h0.data_ptr(), *pass_.addresses(loop.y)[:-1]], padded(loop.w_hh)
-    if enters or w.shape[1] != size:
+    left = [loop.h0.data_ptr(), *pass_.addresses(loop.y)[:-1]]
+    w = padded(_halved(loop.w_hh) if pass_.half else loop.w_hh)
+    if pass_.half:
+        h_in = padded(_halved(loop.h0))
+        pass_.own.put("next", h_in)
+        left, pass_.own.struct.pitch = [h_in.data_ptr()] * loop.steps, w.shape[1]
+    elif enters or w.shape[1] != size:
         h_in = pass_.scratch("h_in", (batch, w.shape[1]), dtype)
         left, pass_.own.struct.pitch = [h_in.data_ptr()] * loop.steps, w.shape[1]
         h_in.copy_(padded(loop.h0))
@@ -117,10 +123,18 @@ def backward(loop: Loop, back: Backward) -> None:
         before.append(pass_.normalise_back(back.dgh, back.dsh, loop.gh, norm.scale_h, loop.var_h))
 
     settles = loop.resets is not None or loop.scale_h is not None
-    w, transposed = _for_the_way_back(loop.w_hh)
-    depth, pitch = loop.w_hh.shape[0], w.shape[0] if transposed else w.shape[1]
-    parts = parts_of(depth, pitch, batch, narrow.itemsize, chip(pass_.index).processors)
-    rec, d = pass_.scratch("rec", (parts, batch, pitch)), pass_.rows(back.dgh)
+    depth = loop.w_hh.shape[0]
+    if pass_.half:
+        w, back_w = _scaled(loop.w_hh)
+        w, transposed = padded(w), False
+        pass_.own.put("back_w", back_w, torch.float32)
+        entering, back_d = pass_.scratch("d_half", (batch, depth), torch.float16), pass_.scratch("back", (batch,))
+    else:
+        w, transposed = _for_the_way_back(loop.w_hh)
+    d = ([entering.data_ptr()] * loop.steps).__getitem__ if pass_.half else pass_.rows(back.dgh)
+    pitch = w.shape[0] if transposed else w.shape[1]
+    parts = parts_of(depth, pitch, batch, w.element_size(), chip(pass_.index).processors)
+    rec = pass_.scratch("rec", (parts, batch, pitch))
     pass_.own.struct.pitch, pass_.own.struct.sums, pass_.own.struct.settled = pitch, parts, settles
     multiply, to = product(w, batch, torch.float32, transposed, parts=parts), rec.data_ptr()
     after: list[Step] = [pass_.step("settle", max(size, loop.hidden))] if settles else []
@@ -132,6 +146,8 @@ def backward(loop: Loop, back: Backward) -> None:
             do(t)
     if not settles:
         received = rec.sum(0)[:, :size]
+        if pass_.half:
+            received = received * back_w * back_d[:, None]
         if loop.balanced:  # with resets it is left as it is: what goes back is already shared out
             there = 1.0 if loop.lengths is None else (loop.lengths > 0)[:, None].to(received.dtype)
             count = loop.batch if loop.lengths is None else (loop.lengths > 0).sum().clamp(min=1)
@@ -148,6 +164,21 @@ def parts_of(depth: int, columns: int, rows: int, size: int, processors: int) ->
     blocks = processors if size == 2 or rows > 64 else processors * 6 // 10  # as measured, cuBLAS 13.0 on an H200
     most = max(1, min(blocks // tiles, depth // 128))
     return max(n for n in range(1, most + 1) if depth % n == 0 and (n == 1 or depth // n * size % 16 == 0))
+
+
+def _halved(v: Tensor) -> Tensor:
+    """In half precision; what is too large becomes the largest there is, and NaN stays."""
+    return v.half().clamp_(-65504, 65504)
+
+
+def _scaled(w: Tensor) -> tuple[Tensor, Tensor]:
+    """W in half precision times a power of two, and what takes it back: the largest number is near 2^14.
+
+    If one is not finite, nothing that comes back is a number.
+    """
+    largest = torch.linalg.vector_norm(w, torch.inf).mul_(2.0**-14).clamp_(min=2.0**-126)
+    back = largest.view(torch.int32).bitwise_and_(0x7F800000).view(torch.float32)  # its exponent alone
+    return torch.div(w, back, out=torch.empty_like(w, dtype=torch.float16)), back
 
 
 def _for_the_way_back(w: Tensor) -> tuple[Tensor, bool]:
@@ -170,8 +201,11 @@ class _Pass:
         self.stream = torch._C._cuda_getCurrentRawStream(self.index)
         self._norm()
         self.vector = 4 if self._aligned() else 1
-        names = _PLAIN_NAMES if self.plain else _NAMES
-        defines = defines_of(loop.cell, loop.gates.dtype, self.vector, self.plain)
+        self.half = self._half(back is not None)
+        names: tuple[str, ...] = _PLAIN_NAMES if self.plain else _NAMES
+        if self.half:  # of which the other way may have no kernel
+            names = ("forward" if back is None else "backward",)
+        defines = defines_of(loop.cell, loop.gates.dtype, self.vector, self.plain, self.half)
         self.kernels: dict[str, Kernel] = dict(zip(names, load(self.index, "steps.cu", names, defines), strict=True))
 
     def _norm(self) -> None:
@@ -192,6 +226,19 @@ class _Pass:
         numbers = (self.loop.gates.dtype, torch.float32)
         given = [value for value in (*self.arguments.alive, *self.own.alive) if value.dtype in numbers]
         return all(value.data_ptr() % (4 * value.element_size()) == 0 for value in given)
+
+    def _half(self, back: bool) -> bool:
+        """Whether what enters the product in TF32 goes in half precision, which has as many bits.
+
+        Backwards a row has to fit in a block, and to lie in whole 16 bytes, as it does in float32.
+        """
+        loop = self.loop
+        if not (self.plain and tf32() and chip(self.index).major >= 8):
+            return False
+        if not in_half(loop.cell, loop.gates.dtype, loop.hidden, False):
+            return False
+        fits = loop.hidden <= MOST_THREADS * self.vector and loop.w_hh.shape[0] % 8 == 0
+        return not back or (loop.cell in ("lstm", "gru") and fits)
 
     def scratch(self, name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """Memory for this pass, known to the kernels under `name`."""
@@ -225,12 +272,14 @@ class _Pass:
 
     def step(self, name: str, units: int, parts: int = 0) -> Step:
         """A kernel with one thread for each unit, or four of them, of each row of a step."""
-        step, threads = ctypes.c_int(), self.loop.batch * units // self.vector
+        step, across = ctypes.c_int(), units // self.vector
         given = (self.arguments.struct, self.own.struct, step, ctypes.c_int(parts))
-        blocks = (-(-threads // THREADS), 1)
+        blocks, threads = -(-self.loop.batch * across // THREADS), THREADS
+        if self.half and name == "backward":  # a block has a row
+            blocks, threads = self.loop.batch, -(-across // 32) * 32
         # It may begin before the product has ended; in half types that makes things slower.
         early = self.plain and self.loop.gates.dtype == torch.float32 and chip(self.index).major >= 9
-        launch = self._launch(name, blocks, given, early=early)
+        launch = self._launch(name, (blocks, 1), given, (threads, 1), early)
 
         def do(t: int) -> None:
             step.value = t
@@ -302,9 +351,11 @@ class _Pass:
         return do
 
 
-def defines_of(cell: str, dtype: torch.dtype, vector: int, plain: bool) -> tuple[tuple[str, int], ...]:
+def defines_of(
+    cell: str, dtype: torch.dtype, vector: int, plain: bool, half: bool = False
+) -> tuple[tuple[str, int], ...]:
     """What the kernels are compiled with."""
     return (
         ("CELL", CELLS.index(cell)), ("TYPE", TYPES[dtype]), ("FAST", int(dtype != torch.float32 or tf32())),
-        ("V", vector), ("PLAIN", int(plain)),
+        ("V", vector), ("PLAIN", int(plain)), ("HALF", int(half)),
     )  # fmt: skip

@@ -1,0 +1,103 @@
+"""Loops that fill a GPU take turns, whichever stream they are in."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import zoneout as zo
+from zoneout.ops.cuda.turns import Turns
+
+
+class Stream:
+    """A stream that keeps what it is told."""
+
+    def __init__(self, name):
+        self.name, self.told = name, []
+
+    def record_event(self):
+        event = f"{self.name}{len(self.told)}"
+        self.told.append(f"record {event}")
+        return event
+
+    def wait_event(self, event):
+        self.told.append(f"wait {event}")
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """Two streams, and a function that makes one of them the current one, capturing or not."""
+
+    def enter(stream, capturing=False):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+
+    return Stream("a"), Stream("b"), enter
+
+
+def launch(turns, stream):
+    with turns.take():
+        stream.told.append("launch")
+
+
+def test_another_stream_waits(streams):
+    """Two loops are on the chip at once, each with a part of its blocks."""
+    a, b, enter = streams
+    turns = Turns(0)
+    for stream in (a, a, b, a, a, b):
+        enter(stream)
+        launch(turns, stream)
+    assert a.told == ["launch", "launch", "record a2", "wait b2", "launch", "record a5", "launch", "record a7"]
+    assert b.told == ["wait a2", "launch", "record b2", "wait a7", "launch", "record b5"]
+
+
+def test_one_stream_pays_nothing(streams):
+    """A loop that has no other beside it waits for an event, or makes one."""
+    a, _, enter = streams
+    turns = Turns(0)
+    enter(a)
+    for _ in range(3):
+        launch(turns, a)
+    assert a.told == ["launch"] * 3
+
+
+def test_what_is_captured_is_counted(streams):
+    """A captured loop waits for something outside of its graph, which CUDA refuses, or is taken for one that runs."""
+    a, b, enter = streams
+    turns = Turns(0)
+    enter(a)
+    launch(turns, a)
+    enter(b, capturing=True)
+    launch(turns, b)
+    assert b.told == ["launch"] and turns.captured == 1
+    enter(a)
+    launch(turns, a)
+    assert a.told == ["launch", "launch"]
+
+
+@pytest.mark.gpu
+def test_side_by_side():
+    """Loops of two streams, each of which fills the GPU, wait for each other for ever."""
+    layers = [zo.LSTM(50, 1000, noise=zo.Zoneout(cell=0.5, hidden=0.05), device="cuda", dtype=torch.bfloat16)]
+    layers += [zo.LSTM(50, 1500, noise=zo.Zoneout(cell=0.5, hidden=0.05), device="cuda", dtype=torch.bfloat16)]
+    inputs = [torch.randn(20, batch, 50, device="cuda", dtype=torch.bfloat16) for batch in (32, 20)]
+    want = [layer(x, seed=1)[0].sum().item() for layer, x in zip(layers, inputs)]
+    ended = []
+
+    def work(layer, x, sum_of):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(50):
+                y, _ = layer(x, seed=1)
+                y.sum().backward()
+            assert y.sum().item() == sum_of
+        ended.append(layer)
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=work, args=of, daemon=True) for of in zip(layers, inputs, want)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert len(ended) == 2
