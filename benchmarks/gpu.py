@@ -6,6 +6,7 @@ reference in double precision over its first steps. Rows go to benchmarks/result
 
     python benchmarks/gpu.py                    # everything, about five minutes
     python benchmarks/gpu.py headline memory    # only these groups
+    python benchmarks/gpu.py --type tf32        # only this type
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import copy
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import bench
@@ -46,12 +47,13 @@ NOISE = 1.05  # what two runs of the same thing may differ by
 
 
 def main() -> None:
-    groups: dict[str, Callable[[int], Iterator[Row]]] = {
+    groups: dict[str, Callable[[int, Sequence[str]], Iterator[Row]]] = {
         "headline": headline, "grid": grid, "combinations": combinations, "host": host, "memory": memory,
     }  # fmt: skip
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(groups)}; all by default")
     parser.add_argument("--pairs", type=int, default=15, help="paired runs a ratio (default 15)")
+    parser.add_argument("--type", choices=TYPES, action="append", help="only this type; may be given twice")
     args = parser.parse_args()
     if unknown := set(args.groups) - set(groups):
         parser.error(f"expected groups of {', '.join(groups)}; got {', '.join(sorted(unknown))}")
@@ -59,7 +61,7 @@ def main() -> None:
         raise SystemExit("No NVIDIA GPU here; `make bench` measures the CPU.")
     rows: list[Row] = []
     for name in args.groups or groups:
-        for row in groups[name](args.pairs):
+        for row in groups[name](args.pairs, args.type or list(TYPES)):
             rows.append(row)
             print(bench.line(row), flush=True)
         bench.write(rows)
@@ -70,23 +72,23 @@ def main() -> None:
 # --- what is measured ------------------------------------------------------------------------------
 
 
-def headline(pairs: int) -> Iterator[Row]:
+def headline(pairs: int, types: Sequence[str]) -> Iterator[Row]:
     """The paper's shapes and others that people train."""
     for layer, shape in LIMITS:
-        for number, dtype in enumerate(TYPES):
-            limit = LIMITS[layer, shape][number]
+        for dtype in types:
+            limit = LIMITS[layer, shape][list(TYPES).index(dtype)]
             yield from compare("gpu", layer, shape, SHAPES[shape], dtype, pairs, limit=limit)
 
 
-def grid(pairs: int) -> Iterator[Row]:
+def grid(pairs: int, types: Sequence[str]) -> Iterator[Row]:
     """Any size: no slower than cuDNN."""
     for hidden, batch in GRID:
-        for dtype in TYPES:
+        for dtype in types:
             sizes = (100, batch, hidden, hidden, 1)
             yield from compare("gpu grid", "LSTM", f"H {hidden}, B {batch}", sizes, dtype, min(pairs, 7))
 
 
-def combinations(pairs: int) -> Iterator[Row]:
+def combinations(pairs: int, types: Sequence[str]) -> Iterator[Row]:
     """Everything else that runs fused, against plain zoneout, in a graph."""
     steps, batch = SHAPES["char-PTB"][:2]
     plain = ZONEOUT["LSTM"]
@@ -107,17 +109,17 @@ def combinations(pairs: int) -> Iterator[Row]:
         "zoneout, cells returned": {"noise": plain, "return_cells": True},
     }
     for what, how in options.items():
-        for dtype in TYPES:
+        for dtype in types:
             yield from variant("gpu combination", what, "char-PTB", dtype, pairs, how, 1.5)
     steps = SHAPES["pMNIST"][0]
     for what, norm in (("zoneout, layer norm", "layer"), ("zoneout, batch norm", zo.RecurrentBatchNorm(steps))):
-        for dtype in TYPES:
+        for dtype in types:
             yield from variant("gpu norm", what, "pMNIST", dtype, pairs, {"noise": plain, "norm": norm}, 2.0)
 
 
-def host(pairs: int) -> Iterator[Row]:
+def host(pairs: int, types: Sequence[str]) -> Iterator[Row]:
     """What the host needs for a forward pass and for a training step, before the GPU has done anything."""
-    for dtype in TYPES:
+    for dtype in types:
         layer, other, x, dy = layers("LSTM", SHAPES["char-PTB"], dtype)
         for what, make in (("forward, host", forward), ("training step, host", training)):
             ours, theirs = make(layer, x, dy), make(other, x, dy)
@@ -126,10 +128,10 @@ def host(pairs: int) -> Iterator[Row]:
             yield row("gpu host", "LSTM", what, "torch.nn", "char-PTB", dtype, both, goal, 0.0)
 
 
-def memory(pairs: int) -> Iterator[Row]:
+def memory(pairs: int, types: Sequence[str]) -> Iterator[Row]:
     """Peak memory of a training step beyond the layer and its input."""
     for shape, sizes in SHAPES.items():
-        for dtype in TYPES:
+        for dtype in types:
             layer, other, x, dy = layers("LSTM", sizes, dtype)
             ours, theirs = (peak(training(one, x, dy)) for one in (layer, other))
             values = ("gpu memory", "LSTM", "zoneout, peak MiB", "torch.nn", shape, dtype)

@@ -100,15 +100,18 @@ def select(task: str, rows: Sequence[str] = ()) -> list[Recipe]:
     """The recipes that are meant: a recipe by its name, or rows of a task.
 
     Rows are named with or without the task before them; without any, they are those of the paper's tables; "all" adds
-    its figures and its text, and what is ours.
+    its figures and its text, and what is ours. After a recipe there may be others, of any task.
 
     >>> [r.name for r in select("pmnist", ["zoneout", "pmnist_batch_norm"])]
     ['pmnist_zoneout', 'pmnist_batch_norm']
     >>> [r.name for r in select("gradient-flow")]
     ['gradient_flow_unregularised', 'gradient_flow_zoneout', 'gradient_flow_dropout']
+    >>> [r.name for r in select("char_ptb_gru", ["char_ptb_rnn", "word_ptb_zoneout"])]
+    ['char_ptb_gru', 'char_ptb_rnn', 'word_ptb_zoneout']
     """
     if task in RECIPES:
-        return select(RECIPES[task].task, [task, *rows])
+        own, others = [task, *(row for row in rows if row not in RECIPES)], [row for row in rows if row in RECIPES]
+        return list(dict.fromkeys([*select(RECIPES[task].task, own), *(RECIPES[row] for row in others)]))
     if task not in MEASURES:
         raise ValueError(f"task: expected one of {', '.join(MEASURES)}, or the name of a recipe, got {task!r}")
     of_task = {r.name: r for r in RECIPES.values() if r.task == task}
@@ -566,8 +569,8 @@ def _text8(**changes: Any) -> Config:
 
 
 def _on_prefix(config: Config) -> Config:
-    """The same on the first 74,090,640 characters, split 64,090,640 / 5,000,000 / 5,000,000: another task."""
-    return replace(config, data=Data("text8-prefix"))
+    """On the first 74,090,640 characters, split 64,090,640 / 5,000,000 / 5,000,000, for 8 epochs: another task."""
+    return replace(config, data=Data("text8-prefix"), epochs=8)
 
 
 @recipe("text8", "Unregularised LSTM", valid=1.396, test=1.408)

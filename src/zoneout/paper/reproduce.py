@@ -313,6 +313,7 @@ $ {prog} char-ptb                                  # the rows of Table 1
 $ {prog} char-ptb zoneout unregularised --seeds 3 --precision bf16
 $ {prog} pmnist all --parallel 3                   # figures and text too, three runs at a time
 $ {prog} char_ptb_zoneout --minutes 8              # stops after 8 minutes; the same command goes on
+$ {prog} char_ptb_gru word_ptb_zoneout             # recipes of any task
 $ {prog}                                           # only the tables of what there is
 $ {prog} --write                                   # put them into docs/results.md and README.md
 
@@ -320,7 +321,12 @@ tasks: {", ".join(MEASURES)}""",
     )
     add = found.add_argument
     add("task", metavar="TASK", nargs="?", help="a task, or a recipe by its name")
-    add("rows", metavar="ROW", nargs="*", help="rows of it; by default those of the paper's tables, `all` is all")
+    add(
+        "rows",
+        metavar="ROW",
+        nargs="*",
+        help="rows of it (by default those of the paper's tables, `all` is all), or recipes",
+    )
     add("--seeds", metavar="N", type=int, default=1, help="how many seeds (1)")
     add("--first-seed", metavar="N", type=int, default=1, help="the first of them (1)")
     add("--out", metavar="DIR", type=Path, default=Path("runs/reproduce"), help="where the runs go (runs/reproduce)")
