@@ -213,7 +213,7 @@ def captured(run: Callable[[], Any]) -> Callable[[], Any]:
             run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         run()
     return graph.replay
 

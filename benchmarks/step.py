@@ -5,7 +5,8 @@ clipping, optimizer), the recurrent layers alone forward and backward, and these
 are random symbols of the right number. On a GPU each is one CUDA graph, so that kernels are compared with kernels.
 
 `--at-once N` measures instead how long an update takes when N runs share the device as those of `zoneout reproduce
---parallel N` do: on a GPU each in a thread and a stream of its own.
+--parallel N` do: on a GPU each in a thread and a stream of its own. Each has to end where it ends alone, to the bit,
+though another run has ended after its graph was captured; where one does not, there is no time.
 
 The goals: on a GPU a step of at most 1.4 times the layers (word-PTB, with 10,000 words in its softmax: 1.8), on a CPU
 at most 1.15 times layers and softmax.
@@ -165,31 +166,46 @@ def measure(symbols: int, config: Config, device: torch.device, rounds: int) -> 
     return Times(*(1000 * statistics.median(found[2:]) for found in times))
 
 
-def at_once(symbols: int, config: Config, device: torch.device, runs: int, updates: int) -> list[float]:
-    """Milliseconds of an update of each of so many runs that share the device."""
+def at_once(symbols: int, config: Config, device: torch.device, runs: int, updates: int) -> tuple[list[float], int]:
+    """Milliseconds of an update of each of so many runs that share the device, and how many did not end as alone."""
     streams: list[Any] = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(runs)]
     ready = threading.Barrier(runs)
 
-    def work(whole: Callable[[], None], stream: Any) -> float:
-        def some(count: int) -> None:
-            for _ in range(count):
-                whole()
-            if stream is not None:
-                stream.synchronize()
+    def some(whole: Callable[[], None], count: int, stream: Any) -> None:
+        for _ in range(count):
+            whole()
+        if stream is not None:
+            stream.synchronize()
 
+    def work(run: Any, stream: Any) -> float:
         with torch.cuda.stream(stream):
-            some(3)
+            some(run[1], 3, stream)
             ready.wait()
             began = time.perf_counter()
-            some(updates)
+            some(run[1], updates, stream)
             return 1000 * (time.perf_counter() - began) / updates
 
+    def begin(number: int, stream: Any) -> tuple[Step, Callable[[], None]]:
+        with torch.cuda.stream(stream):
+            return begun(symbols, replace(config, seed=number), device)
+
+    def ended(step: Step) -> list[torch.Tensor]:
+        return [t.clone() for t in step.tensors().values()]
+
     with shared_by(runs), ThreadPoolExecutor(runs) as threads:
-        calls = []
+        alone = []
         for number, stream in enumerate(streams):
+            step, whole = begin(number, stream)
             with torch.cuda.stream(stream):
-                calls.append(begun(symbols, replace(config, seed=number), device)[1])
-        return list(threads.map(work, calls, streams))
+                some(whole, 3 + updates, stream)
+                alone.append(ended(step))
+        del step, whole  # it ends when the others have been captured, as a run of a longer list does
+        before = begin(runs, streams[0])
+        steps = [begin(number, stream) for number, stream in enumerate(streams)]
+        del before
+        times = list(threads.map(work, steps, streams))
+        others = [not all(map(torch.equal, ended(step), own)) for (step, _), own in zip(steps, alone)]
+        return times, sum(others)
 
 
 def timed(call: Callable[[], None], device: torch.device) -> float:
@@ -222,7 +238,10 @@ def main() -> None:
         for name in options.names or CONFIGS:
             symbols, config = CONFIGS[name]
             config = replace(config, precision=options.precision)
-            times = at_once(symbols, config, device, options.at_once, 20 * options.rounds)
+            times, others = at_once(symbols, config, device, options.at_once, 20 * options.rounds)
+            if others:
+                print(f"no time for {name}: {others} of {options.at_once} runs ended elsewhere than alone", flush=True)
+                continue
             each, every = f"{min(times):.3g} to {max(times):.3g}", 1 / sum(1 / t for t in times)
             print(f"| {name} | {options.at_once} | {each} | {every:.3g} |", flush=True)
         return

@@ -147,7 +147,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    stream = SimpleNamespace(record_event=lambda event: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setitem(passes.LOOPS, "cpu", cuda)
     monkeypatch.setattr("zoneout.recurrent.Recurrent._packs", lambda self, x: False)  # which only the CPU's loop does

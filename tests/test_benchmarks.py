@@ -1,10 +1,12 @@
 """What the documents say about speed is what was measured."""
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 
@@ -54,3 +56,28 @@ def test_every_fused_combination_has_a_row(name):
     """A combination that runs fused is measured by nobody."""
     measured = {row["what"] for row in load("table").rows() if row["layer"] == name}
     assert set(load("bench").variants(name)) <= measured
+
+
+@pytest.fixture
+def step():
+    """benchmarks/step.py, which needs those that it imports."""
+    for name in ("bench", "gpu"):
+        load(name)
+    return load("step")
+
+
+def test_runs_that_share_a_device_end_as_alone(step):
+    """A run that shares the device would find other numbers, and the benchmark would say how fast."""
+    symbols, config = step.CONFIGS["demo"]
+    small = replace(config, model=replace(config.model, hidden=8), batches=replace(config.batches, size=2, length=9))
+    times, others = step.at_once(symbols, small, torch.device("cpu"), 2, 4)
+    assert len(times) == 2 and others == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "precision"), [("pMNIST", "tf32"), ("char-PTB", "bf16"), ("word-PTB", "tf32")])
+def test_runs_that_share_a_gpu_end_as_alone(step, name, precision):
+    """Graphs share memory that cuBLAS works in: with each other, or with one that is gone."""
+    symbols, config = step.CONFIGS[name]
+    _, others = step.at_once(symbols, replace(config, precision=precision), torch.device("cuda"), 3, 60)
+    assert others == 0

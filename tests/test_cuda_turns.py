@@ -17,10 +17,9 @@ class Stream:
     def __init__(self, name):
         self.name, self.told = name, []
 
-    def record_event(self):
-        event = f"{self.name}{len(self.told)}"
-        self.told.append(f"record {event}")
-        return event
+    def record_event(self, event):
+        self.told.append("record")
+        return f"{self.name}{len(self.told)}"
 
     def wait_event(self, event):
         self.told.append(f"wait {event}")
@@ -49,18 +48,20 @@ def test_another_stream_waits(streams):
     for stream in (a, a, b, a, a, b):
         enter(stream)
         launch(turns, stream)
-    assert a.told == ["launch", "launch", "record a2", "wait b2", "launch", "record a5", "launch", "record a7"]
-    assert b.told == ["wait a2", "launch", "record b2", "wait a7", "launch", "record b5"]
+    assert a.told == ["launch", "record", "launch", "record", "wait b3", "launch", "record", "launch", "record"]
+    assert b.told == ["wait a4", "launch", "record", "wait a9", "launch", "record"]
 
 
-def test_one_stream_pays_nothing(streams):
-    """A loop that has no other beside it waits for an event, or makes one."""
-    a, _, enter = streams
+def test_a_launch_that_fails_is_waited_for(streams):
+    """What was launched before an error is forgotten, and the next loop does not wait for it."""
+    a, b, enter = streams
     turns = Turns(0)
     enter(a)
-    for _ in range(3):
-        launch(turns, a)
-    assert a.told == ["launch"] * 3
+    with pytest.raises(KeyboardInterrupt), turns.take():
+        raise KeyboardInterrupt
+    enter(b)
+    launch(turns, b)
+    assert b.told[0] == "wait a1"
 
 
 def test_what_is_captured_is_counted(streams):
@@ -74,7 +75,7 @@ def test_what_is_captured_is_counted(streams):
     assert b.told == ["launch"] and turns.captured == 1
     enter(a)
     launch(turns, a)
-    assert a.told == ["launch", "launch"]
+    assert a.told == ["launch", "record"] * 2
 
 
 @pytest.mark.gpu

@@ -506,8 +506,8 @@ def word_ptb_variational() -> Config:
 
     Shown beside the paper's number, not held to it: that is a model with a mask for every gate, averaged over many
     samples at test time (75.2 with the expectation, says its source). The rates, lr 1 for 11 epochs and the weight
-    decay are the source's, the decay here times the learning rate. It discarded unstable runs, and so does this: with
-    seed 1 nothing is learned, the record is of seed 2.
+    decay are the source's, the decay here times the learning rate. It discarded unstable runs; ours with
+    seed 1 learned nothing (docs/log.md), the record is of seed 2.
     """
     return replace(_VARIATIONAL, variational_dropout=VariationalDropout(input=0.5, hidden=0.3, output=0.5, words=0.3))
 

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -190,11 +191,15 @@ def together(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:
     of their own would take turns on the GPU, a thread's work runs beside that of the others.
     """
 
+    own = threading.local()
+
     def begin(job: Job) -> State | None:
         if asked() or time.time() >= job.until:
             return None
         device = device_of(job.device)
-        with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
+        if device.type == "cuda" and not hasattr(own, "stream"):  # one a thread: torch has 32 and then begins again
+            own.stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(own.stream) if device.type == "cuda" else nullcontext():
             return attempt_beside_others(job)
 
     at_once = max((job.at_once for job in jobs), default=1)

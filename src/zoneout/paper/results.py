@@ -48,6 +48,9 @@ that the mean is at or below the paper's number plus one standard deviation over
 bits, 1 % of the perplexity or 0.005 of error. Minutes are those of one run, the mean over the seeds that had the fewest
 others beside them on their GPU. A run with batch norm is validated with the statistics of its batches, as the paper's
 were; the tables by protocol have what the test's give on both parts.
+
+Runs that shared a GPU (*N at once*) up to 2026-11-16 may have been disturbed by each other, and are to be made again:
+[what they shared](log.md#several-runs-on-one-gpu).
 """
 BEGIN, END = "<!-- results: made by zoneout reproduce --write -->", "<!-- end -->"
 

@@ -139,20 +139,23 @@ class Step:
             return
         changed = [*weights_of(self.model).values(), *self._own().values(), self.position, self.nats]
         before = [t.detach().clone() for t in changed]
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        # Memory that cuBLAS works in belongs to a stream, and a graph keeps its address: graphs captured in the same
+        # stream may neither run side by side nor outlive each other (pytorch issue 193402). So a run has its own.
+        here, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream() if here == torch.cuda.default_stream() else here
         with alone:
-            stream.wait_stream(torch.cuda.current_stream())
+            stream.wait_stream(here)
             with torch.cuda.stream(stream):
                 for _ in range(3):  # kernels are loaded and memory is found; what this changes is put back
                     self.position.zero_()
                     self._update()
-            torch.cuda.current_stream().wait_stream(stream)
+            here.wait_stream(stream)
             with torch.no_grad():
                 for tensor, value in zip(changed, before):
                     tensor.copy_(value)
             # Other threads may go on with their own streams meanwhile.
             filled = turns(self.nats.get_device()).captured
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self._update()
             self.fills = turns(self.nats.get_device()).captured > filled
         self.graph = graph

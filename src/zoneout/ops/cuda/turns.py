@@ -1,7 +1,7 @@
 """Loops that fill a GPU, one after another: of two at once each may have a part of its blocks there, and wait for ever.
 
 A cooperative launch asks that all blocks of a grid fit on the chip, which says nothing of what else is there. Streams
-of one process are therefore put in order here; processes take turns on a GPU anyway.
+of one process are therefore put in order here; processes take turns on a GPU anyway, unless a server makes them share.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ class Turns:
         self.device = device
         self.captured = 0  # loops that went into a graph, to run when that is replayed
         self._lock = threading.Lock()
-        self._stream: torch.cuda.Stream | None = None  # of the latest
-        self._ended: torch.cuda.Event | None = None  # of the latest, once there is more than one stream
+        self._latest: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None  # where it was, and its end
 
     @contextmanager
     def take(self) -> Iterator[None]:
@@ -29,20 +28,19 @@ class Turns:
 
         What a stream captures has no place in time yet: it is only counted, and whoever replays it takes a turn.
         """
-        if torch.cuda.is_current_stream_capturing():
-            self.captured += 1
-            yield
-            return
         with self._lock:
+            if torch.cuda.is_current_stream_capturing():
+                self.captured += 1
+                yield
+                return
             stream = torch.cuda.current_stream(self.device)
-            if self._stream is not None and self._stream != stream:
-                if self._ended is None:
-                    self._ended = self._stream.record_event()
-                stream.wait_event(self._ended)
-            yield
-            self._stream = stream
-            if self._ended is not None:
-                self._ended = stream.record_event()
+            before, ended = self._latest or (stream, None)
+            if ended is not None and before != stream:
+                stream.wait_event(ended)
+            try:
+                yield
+            finally:  # at once, and not when another comes: by then the stream may capture, or be gone
+                self._latest = stream, stream.record_event(ended)
 
 
 _turns: dict[int, Turns] = {}
