@@ -695,3 +695,15 @@ def test_jit():
 
 if __name__ == "__main__":
     ddp_worker(int(sys.argv[2]), Path(sys.argv[1]))
+
+
+def test_averages_of_weights_with_rates_that_change():
+    """An average of weights cannot be taken where a rate becomes zero, or no longer is."""
+    layer = zo.LSTM(3, 4, noise=zo.Zoneout(cell=0.5, hidden=0.05))
+    average = torch.optim.swa_utils.AveragedModel(layer)
+    for cell in (0.0, 0.1, 0.2):
+        layer.noise = zo.Zoneout(cell=cell, hidden=0.05)
+        average.update_parameters(layer)
+    average.module.noise = layer.noise
+    x = torch.randn(5, 2, 3)
+    torch.testing.assert_close(average.eval()(x)[0], layer.eval()(x)[0])

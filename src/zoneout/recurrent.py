@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from . import ops
 from .draws import Draw, stream_units, widest
-from .noise import Noise, Rule, as_noises, check_fits, plane, rate_of_layer
+from .noise import KINDS, Noise, Rule, as_noises, check_fits, is_zero, plane, rate_of_layer
 from .norm import STATISTICS, LayerNorm, Moments, RecurrentBatchNorm, StepNorm, as_norm, record, rows
 from .ops.dropout import drop_units
 from .ops.weight_noise import add_noise
@@ -140,20 +140,23 @@ class Recurrent(nn.Module):
         return noises
 
     def _noise_buffers(self, noises: tuple[Noise, ...]) -> dict[str, Tensor]:
-        """The numbers of the noises: a rate for each stream and layer, and the seeds of static masks."""
-        buffers = {}
+        """The numbers of the noises: a rate for each stream and layer, and the seeds of static masks.
+
+        A rate of zero has its place too, so that a model has the same buffers whatever its rates become.
+        """
+        buffers: dict[str, Tensor] = {}
         sizes = self.input_sizes()
         for one in noises:
-            for rule in one.rules():
-                field = next(f for f, stream in one.fields.items() if stream == rule.stream)
-                name = f"{type(one).__name__}({field}=…)"
+            for field, stream in one.fields.items():
+                rates, name = getattr(one, field), f"{type(one).__name__}({field}=…)"
+                if stream not in KINDS[self.kind] or (is_zero(rates) and f"{stream}_rate_l0" in buffers):
+                    continue  # the cell has none, or another method has the stream
                 for layer, input_size in enumerate(sizes):
                     units = stream_units(self.hidden_size, getattr(self, "proj_size", 0), input_size)
-                    buffers[f"{rule.stream}_rate_l{layer}"] = rate_of_layer(
-                        getattr(one, field), layer, len(sizes), units.get(rule.stream), name
-                    )
-                if rule.mask == "static":
-                    buffers[f"{rule.stream}_seed"] = as_seed(one.seed)  # type: ignore[attr-defined]
+                    rate = rate_of_layer(rates, layer, len(sizes), units.get(stream), name)
+                    buffers[f"{stream}_rate_l{layer}"] = rate
+                if getattr(one, "mask", None) == "static":
+                    buffers[f"{stream}_seed"] = as_seed(one.seed)  # type: ignore[attr-defined]
         return buffers
 
     def _set_buffers(self, buffers: dict[str, Tensor]) -> None:

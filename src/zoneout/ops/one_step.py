@@ -1,0 +1,54 @@
+"""One plain step on the CPU: torch's own cell and zoneout after it, the least that a decoder has to wait for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..cells import zone
+from ..draws import Draw
+from .interface import Result, Run
+from .masks import masks_of, plain_eager
+
+_CELLS = {"gru": torch.gru_cell, "rnn_tanh": torch.rnn_tanh_cell, "rnn_relu": torch.rnn_relu_cell}
+
+
+def takes(r: Run) -> bool:
+    """Whether there is one step with nothing but zoneout, whose numbers torch's cell rounds no more than ours do."""
+    extra = (r.norm, r.weights.w_hr, r.lengths, r.resets, r.counts)
+    return (
+        r.x.shape[0] == 1
+        and all(value is None for value in extra)
+        and r.x.dtype in (torch.float32, torch.float64)
+        and all(draw.rule.by == "previous" for draw in r.draws)
+        and plain_eager()
+    )
+
+
+def run(r: Run) -> Result:
+    """The step, differentiable by torch itself."""
+    x, (w_ih, w_hh, b_ih, b_hh, _), c = r.x[0], r.weights, None
+    if r.cell == "lstm":
+        assert r.c0 is not None
+        h, c = torch.lstm_cell(x, (r.h0, r.c0), w_ih, w_hh, b_ih, b_hh)
+    else:
+        h = _CELLS[r.cell](x, r.h0, w_ih, w_hh, b_ih, b_hh)
+    keep = _keep(r)
+    h = zone(h, r.h0, keep.get("hidden"))
+    if c is not None and r.c0 is not None:
+        c = zone(c, r.c0, keep.get("cell"))
+    cells = c[None] if c is not None and r.return_cells else None
+    return Result(h.clone()[None], h, c, cells, None)
+
+
+def _keep(r: Run) -> dict[str, Tensor]:
+    """For each stream its mask, or the rate where nothing is drawn."""
+    found = {draw.rule.stream: draw.rate for draw in r.draws}
+    groups: dict[tuple[int, str], list[Draw]] = {}
+    for draw in r.draws:
+        if draw.seed is not None:
+            groups.setdefault((draw.plane, draw.rule.mask), []).append(draw)
+    for group in groups.values():
+        masks = masks_of(group, torch.full((1,), r.first_step), r.examples, r.h0.shape[1])
+        found |= {draw.rule.stream: mask[0] for draw, mask in zip(group, masks)}
+    return found

@@ -1,0 +1,92 @@
+"""One step of a cell or a layer takes torch's own cell: it has to be the reference's step, with the same masks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import zoneout as zo
+from zoneout.ops import one_step
+
+CELLS = {"lstm": zo.LSTMCell, "gru": zo.GRUCell, "rnn": zo.RNNCell}
+LAYERS = {"lstm": zo.LSTM, "gru": zo.GRU, "rnn": zo.RNN}
+NOISES = {
+    "none": lambda lstm: None,
+    **{mask: (lambda lstm, mask=mask: zoned(lstm, mask=mask)) for mask in ("unit", "shared", "step", "sequence")},
+    "static": lambda lstm: zoned(lstm, mask="static", seed=3),
+    "a unit": lambda lstm: zoned(lstm, rate=torch.linspace(0, 1, 7)),
+    "sampled": lambda lstm: zoned(lstm, at_eval="sample"),
+    "off": lambda lstm: zoned(lstm, at_eval="off"),
+}
+
+
+def zoned(lstm, rate=0.3, **options):
+    return zo.Zoneout(hidden=rate, **({"cell": rate} if lstm else {}), **options)
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """The runs that were taken as one step."""
+    runs, run = [], one_step.run
+    monkeypatch.setattr(one_step, "run", lambda r: runs.append(r) or run(r))
+    return runs
+
+
+def results(module, x, states, **call):
+    """Outputs, states, and the gradients of everything."""
+    x, states = x.clone().requires_grad_(), [s.clone().requires_grad_() for s in states]
+    given = tuple(states) if len(states) == 2 else states[0]
+    out = module(x, given, **call)
+    parts = out if isinstance(out, tuple) else (out,)
+    flat = [t for part in parts for t in (part if isinstance(part, tuple) else (part,))]
+    torch.manual_seed(1)
+    loss = sum((t * torch.randn(t.shape, dtype=torch.float64).to(t)).sum() for t in flat)
+    return [*flat, *torch.autograd.grad(loss, [x, *states, *module.parameters()])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("kind", CELLS)
+def test_equals_the_reference(kind, noise, training, dtype, taken):
+    """A step has other masks, states or gradients than the paper's equations."""
+    torch.manual_seed(0)
+    x, states = torch.randn(5, 4, dtype=dtype), torch.randn(2 if kind == "lstm" else 1, 5, 7, dtype=dtype)
+    for makers, given, own in ((CELLS, x, states), (LAYERS, x[None], states[:, None])):
+        ours, theirs = (
+            makers[kind](4, 7, noise=NOISES[noise](kind == "lstm"), dtype=dtype, backend=backend).train(training)
+            for backend in (None, "reference")
+        )
+        theirs.load_state_dict(ours.state_dict())
+        at = {"step": 3} if makers is CELLS else {"first_step": 3}
+        call = dict(seed=9, examples=torch.tensor([4, 0, 8, 2, 1]), **at)
+        for got, want in zip(results(ours, given, own, **call), results(theirs, given, own, **call), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    assert len(taken) == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"noise": zo.StateDropout(cell=0.3)},
+        {"noise": zo.RecurrentDropout(0.3)},
+        {"norm": "layer"},
+        {"backend": "cpu"},
+        {"dtype": torch.bfloat16},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_is_more_is_left_to_the_loop(options, taken):
+    """A method that is not zoneout, a norm or a type that torch's cell rounds goes the way that leaves it out."""
+    cell = zo.LSTMCell(4, 7, **options)
+    cell(torch.randn(5, 4, dtype=options.get("dtype")))
+    assert not taken
+
+
+def test_nothing_is_shared(taken):
+    """Writing to the outputs of a layer changes the state that it gave beside them."""
+    y, (h, _) = zo.LSTM(4, 7)(torch.randn(1, 5, 4))
+    before = h.clone()
+    with torch.no_grad():
+        y.zero_()
+    assert taken and torch.equal(h, before)
