@@ -110,6 +110,7 @@ RATES: dict[str, Bad] = {
     "ZoneoutCell": Bad(wrapped(rates=2.0), ValueError, "rates", r"2\.0", "between 0 and 1"),
     "ZoneoutCell list": Bad(wrapped(rates=[0.5, 2.0]), ValueError, "rates", r"2\.0", "between 0 and 1"),
     "zoneout units": Bad(lambda: zo.zoneout(X, X, torch.ones(3)), ValueError, "rate", "3", f"{I} units"),
+    "zoneout a list": Bad(lambda: zo.zoneout(X, X, [0.1, 0.2]), TypeError, "rate", "list", "a number"),
 }
 
 NOISES: dict[str, Bad] = {

@@ -383,6 +383,14 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         main([*arguments, "--set", "epochs"])
 
 
+def test_a_trial_has_its_own_place() -> None:
+    """A trial finds the recipe's own record, which is of other settings, or stands in its way."""
+    for setting in ([], ["--set", "epochs=1"]):
+        assert main(["char_ptb_tiny", "--device", "cpu", *setting]) == 0
+    of = [read_record(Path(folder, "char_ptb_tiny/seed-1.json")) for folder in ("results", "runs/trials/results")]
+    assert [record["config"]["epochs"] for record in of] == [2, 1]
+
+
 def test_it_runs_where_the_command_lines_packages_are_not() -> None:
     """A machine with torch and safetensors alone could not reproduce anything."""
     code = (

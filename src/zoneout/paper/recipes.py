@@ -214,23 +214,23 @@ def char_ptb_batch_norm() -> Config:
 # --- the same, past the paper: found on the validation text alone; the paper's zoneout row stands beside them
 
 
-@recipe("char-ptb", "Zoneout 0.5, 0.05, rate falling to zero", valid=1.362, test=1.252, where="ours", held=False)
+@recipe("char-ptb", "Zoneout 0.5, 0.05, learning rate to zero", valid=1.362, test=1.252, where="ours", held=False)
 def char_ptb_zoneout_cosine() -> Config:
     """The headline, but its learning rate falls to zero over the run, along a cosine."""
     return _char_ptb(zoneout=Zoneout(cell=0.5, hidden=0.05), schedule=Schedule("cosine"))
 
 
-@recipe("char-ptb", "Zoneout 0.5, 0.1, rate falling to zero", valid=1.362, test=1.252, where="ours", held=False)
+@recipe("char-ptb", "Zoneout 0.5, 0.1, learning rate to zero", valid=1.362, test=1.252, where="ours", held=False)
 def char_ptb_zoneout_cosine_010() -> Config:
-    """With a falling rate the headline overfits towards its end: more zoneout on h."""
+    """With a falling learning rate the headline overfits towards its end: more zoneout on h."""
     return _char_ptb(zoneout=Zoneout(cell=0.5, hidden=0.1), schedule=Schedule("cosine"))
 
 
 @recipe(
-    "char-ptb", "Zoneout, output dropout 0.2, rate falling to zero", valid=1.362, test=1.252, where="ours", held=False
+    "char-ptb", "Zoneout, output dropout 0.2, learning rate to zero", valid=1.362, test=1.252, where="ours", held=False
 )
 def char_ptb_zoneout_cosine_dropout() -> Config:
-    """With a falling rate the headline overfits towards its end: dropout of what the softmax reads."""
+    """With a falling learning rate the headline overfits towards its end: dropout of what the softmax reads."""
     return _char_ptb(
         model=replace(_CHAR_PTB.model, dropout=0.2),
         zoneout=Zoneout(cell=0.5, hidden=0.05),

@@ -39,6 +39,7 @@ from .train import Diverged, Progress, stop_requests, train
 
 State = Literal["finished", "interrupted", "diverged", "failed"]
 PAGE, README = Path("docs/results.md"), Path("README.md")  # where the tables stand
+RUNS, RESULTS, TRIALS = Path("runs/reproduce"), Path("results"), Path("runs/trials")
 CODES: dict[State, int] = {"finished": 0, "failed": 1, "diverged": 4, "interrupted": 130}  # as the command line's
 
 
@@ -102,8 +103,8 @@ def reproduce(
     rows: Sequence[str] = (),
     seeds: Iterable[int] = (1,),
     *,
-    out: Path | str = "runs/reproduce",
-    results: Path | str = "results",
+    out: Path | str = RUNS,
+    results: Path | str = RESULTS,
     data: Path | str | None = None,
     precision: str = "fp32",
     device: str = "auto",
@@ -334,8 +335,8 @@ tasks: {", ".join(MEASURES)}""",
     )
     add("--seeds", metavar="N", type=int, default=1, help="how many seeds (1)")
     add("--first-seed", metavar="N", type=int, default=1, help="the first of them (1)")
-    add("--out", metavar="DIR", type=Path, default=Path("runs/reproduce"), help="where the runs go (runs/reproduce)")
-    add("--results", metavar="DIR", type=Path, default=Path("results"), help="where the records go (results)")
+    add("--out", metavar="DIR", type=Path, help="where the runs go (runs/reproduce; with --set runs/trials)")
+    add("--results", metavar="DIR", type=Path, help="where the records go (results; with --set runs/trials/results)")
     precisions = ("fp32", "tf32", "bf16", "fp16")
     add("--precision", choices=precisions, default="fp32", help="of the products in training (fp32)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
@@ -354,14 +355,18 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m zoneout.
     for name, equals, _ in pairs:
         if not equals:
             raise ValueError(f"--set: expected a name and a value, as in epochs=1, got {name!r}")
+    out = options.out or (
+        TRIALS if pairs else RUNS
+    )  # a trial neither finds the recipe's own record nor stands in its way
+    results = options.results or (TRIALS / "results" if pairs else RESULTS)
     state: State = "finished"
     if options.task is not None:
         state = reproduce(
             options.task,
             options.rows,
             range(options.first_seed, options.first_seed + options.seeds),
-            out=options.out,
-            results=options.results,
+            out=out,
+            results=results,
             data=options.data,
             precision=options.precision,
             device=options.device,
@@ -371,12 +376,12 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m zoneout.
             say=lambda text: print(text, flush=True),
         )
     elif options.write is None:
-        print(table(options.results))
+        print(table(results))
     if options.write is not None:
-        runs.write_text(options.write, document(options.results))
+        runs.write_text(options.write, document(results))
         text = README.read_text(encoding="utf-8") if README.exists() else ""
         if BEGIN in text and options.write == PAGE:
-            runs.write_text(README, put_summary(text, options.results))
+            runs.write_text(README, put_summary(text, results))
     return CODES[state]
 
 
