@@ -69,8 +69,10 @@ def test_a_run_whose_schedule_knows_its_length_keeps_it(tmp_path: Path) -> None:
     config = replace(CONFIG, schedule=Schedule("cosine"))
     run.create(config, VOCABULARY)
     run.close()
-    with pytest.raises(RunError, match=r"epochs is 20 there and 99 here"):
+    with pytest.raises(RunError, match=r"epochs is 20 there and 99 here, and with a cosine schedule every"):
         run.open(replace(config, epochs=99))
+    with pytest.raises(RunError, match=r"epochs is 20 there and 99 here; seed is 1 there and 2 here\. Continue"):
+        run.open(replace(config, epochs=99, seed=2))
 
 
 def test_a_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:

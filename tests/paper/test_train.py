@@ -321,6 +321,33 @@ def test_kill_9_at_random_moments(name: str, config: Config, seed: int, tmp_path
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole"), done.stdout
 
 
+def test_a_run_cannot_be_made_shorter(tmp_path: Path) -> None:
+    """The config says that a run had less training than what its weights come from."""
+    done = train(CHARS, tmp_path / "run")
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    sentence = rf"run has had {done.update} updates in 2 epochs already, which is more than "
+    for settings, asked in (({"epochs": 1}, "--epochs 1:"), ({"updates": done.update - 1}, "--updates ")):
+        with pytest.raises(RunError, match=sentence + asked):
+            train(change(CHARS, settings), tmp_path / "run", resume=True)
+    assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
+    assert train(change(CHARS, {"updates": done.update}), tmp_path / "run", resume=True).update == done.update
+
+    part = train(change(CHARS, {"updates": done.update // 2 + 1}), tmp_path / "part")  # into the second epoch
+    assert 1 < part.epoch < 2
+    with pytest.raises(RunError, match=rf"part has had {part.update} updates in 2 epochs already, .* --epochs 1:"):
+        train(change(CHARS, {"epochs": 1}), tmp_path / "part", resume=True)
+
+
+def test_batch_norm_needs_two_rows_from_the_beginning(tmp_path: Path) -> None:
+    """A run that cannot make its first update leaves a folder that can be neither continued nor begun again."""
+    text = tmp_path / "short.txt"
+    text.write_text("a short text, " * 4, encoding="utf-8")
+    short = replace(CURVES["char-lstm-batch-norm"], data=Data(str(text)))
+    with pytest.raises(ValueError, match=r"batches\.size: expected at least 2 rows .* with batch norm, got 1; of a"):
+        train(short, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_damaged_checkpoint_is_passed_over_and_the_run_is_the_same(tmp_path: Path) -> None:
     config = replace(CHARS, save_every=3)
     train(config, tmp_path / "whole")

@@ -113,18 +113,22 @@ class Run:
         own = read_config(self.folder)
         config = config or own
         ours, theirs = configs.to_json(own), configs.to_json(config)
+        other = [n for n in configs.names() if configs.at(ours, n) != configs.at(theirs, n)]
         may = set(MAY_CHANGE)
         if own.schedule.kind == "cosine":  # whose learning rates depend on how long the run is
             may -= {"epochs", "updates"}
-        different = [n for n in configs.names() if configs.at(ours, n) != configs.at(theirs, n) and n not in may]
-        if different:
+        if different := [n for n in other if n not in may]:
             shown = "; ".join(
                 f"{n} is {configs.at(ours, n)!r} there and {configs.at(theirs, n)!r} here" for n in different[:3]
             )
+            if not set(different) - set(MAY_CHANGE):
+                shown += ", and with a cosine schedule every learning rate depends on how long the run is"
             raise RunError(
                 f"{self.folder} holds another run: {shown}. Continue it without these options, or choose another "
                 "folder. Nothing was overwritten."
             )
+        if other:
+            check_length(self.folder, config)
         if (self.folder / "summary.json").exists() and not self.checkpoints():
             raise RunError(
                 f"{self.folder} has ended and its checkpoints (last/) are gone, so that it cannot be continued; begin "
@@ -358,6 +362,27 @@ def read_summary(folder: Path | str) -> dict[str, Any] | None:
         return read_json(path) if path.exists() else None
     except ValueError as error:
         raise RunError(f"{path} cannot be read: {error}") from None
+
+
+def check_length(folder: Path | str, config: Config) -> None:
+    """An error where a run has had more training than the config allows: it can be made longer, and never shorter."""
+    update, epochs = trained(folder)
+    if epochs > config.epochs or 0 < config.updates < update:
+        asked = f"--epochs {config.epochs}" if epochs > config.epochs else f"--updates {config.updates}"
+        raise RunError(
+            f"{folder} has had {update:,} updates in {epochs:,} epochs already, which is more than {asked}: ask for as "
+            "long or longer, or choose another folder with --out. Nothing was overwritten."
+        )
+
+
+def trained(folder: Path | str) -> tuple[int, int]:
+    """How many updates a run that is continued has had, and in how many epochs, the last of them complete or not."""
+    for checkpoint in Run(folder).checkpoints():
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damaged: it is passed over
+            state = read_json(checkpoint / "state.json")["state"]
+            return int(state["update"]), int(state["epoch"]) + (state["done"] > 0)
+    ended = read_summary(folder) or {}
+    return ended.get("update", 0), math.ceil(ended.get("epoch", 0))
 
 
 def read_digest(folder: Path | str) -> str | None:

@@ -168,7 +168,8 @@ def state_of(trial: Trial, folder: Path, *, scheduled: bool = False) -> State:
     other = [n for n in NAMES if n not in ANYHOW and configs.at(ours, n) != configs.at(theirs, n)]
     if other:
         if set(other) <= set(LENGTH):
-            return "begun"  # it is to be longer, or shorter
+            runs.check_length(folder, trial.config)
+            return "begun"  # it is to be longer
         raise RunError(f"{folder} holds another run ({other[0]} differs); choose another folder with --out")
     if (folder / "summary.json").exists():
         return "finished"
