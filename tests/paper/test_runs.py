@@ -84,6 +84,14 @@ def test_a_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:
         Run(tmp_path).open()
 
 
+def test_a_sweep_is_not_a_run(tmp_path: Path) -> None:
+    """Somebody who asks for a sweep is told that a file is missing, and not where its page is."""
+    for name in ("results.json", "index.html"):
+        (tmp_path / name).write_text("x")
+    with pytest.raises(RunError, match=r"is not a run but a sweep: its page is .*index\.html"):
+        runs.read_config(tmp_path)
+
+
 def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("x")
     with pytest.raises(RunError, match=r"it is not a folder; choose another name"):

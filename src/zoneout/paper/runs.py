@@ -336,6 +336,9 @@ def read_config(folder: Path | str) -> Config:
     """The config of a run."""
     path = Path(folder) / "config.json"
     if not path.exists():
+        page = path.with_name("index.html")
+        if page.exists() and path.with_name("results.json").exists():
+            raise RunError(f"{folder} is not a run but a sweep: its page is {page}, and its runs are the folders in it")
         raise RunError(f"{folder} is not a run: there is no config.json in it")
     try:
         values = read_json(path)
