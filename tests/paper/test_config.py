@@ -100,7 +100,12 @@ def test_a_field_that_is_left_out_has_its_default() -> None:
         ({"optimizer": {"lr": float("inf")}}, r"optimizer\.lr: expected a finite number, 0 or more, got inf"),
         ({"optimizer": {"momentum": 0.9}}, r"optimizer\.momentum: expected 0 with rule adam"),
         ({"data": {"name": "mnist"}, "model": {"embedding": 8}}, r"model\.embedding: expected 0, since a pixel"),
-        ({"evaluation": {"valid": {"length": 1}}}, r"length: expected at least 2 for chunks"),
+        ({"evaluation": {"valid": {"length": 1}}}, r"length: expected at least 2 for chunks, got 1"),
+        ({"evaluation": {"test": {"kind": "whole", "length": 0}}}, r"length: expected at least 1 for whole, got 0"),
+        (
+            {"model": {"norm": "batch"}, "batches": {"size": 1}},
+            r"batches\.size: expected at least 2 with batch norm, got 1",
+        ),
         ({"seed": 2**64}, r"seed: expected an integer of at most 64 bits"),
         ([], r"config: expected named fields in braces, got \[\]"),
     ],

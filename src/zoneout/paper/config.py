@@ -323,6 +323,8 @@ class Config:
         for name in ("epochs", "log_every"):
             _check(name, getattr(self, name), getattr(self, name) > 0, "a number above 0")
         _check("seed", self.seed, -(2**63) <= self.seed < 2**64, "an integer of at most 64 bits")
+        if self.model.norm == "batch":
+            _check("batches.size", self.batches.size, self.batches.size >= 2, "at least 2 with batch norm")
         if self.variational_dropout.words and not self.model.embedding:
             raise ValueError("variational_dropout.words: expected 0 without an embedding (--model.embedding)")
         if self.task == "images" and self.model.embedding:

@@ -35,6 +35,11 @@ class Feed:
             )
         self.config, self.all_rows = config, rows
         self.rows = rows // processes
+        if config.model.norm == "batch" and self.rows < 2:
+            raise ValueError(
+                "batches.size: expected at least 2 rows of a batch for each process with batch norm, got "
+                f"{self.rows}; of a short text, a smaller --batches.length makes more"
+            )
         self.first = rank * self.rows  # the example id of the first of them
 
     def updates(self) -> int:
