@@ -227,6 +227,21 @@ def test_eval_reads_another_text_as_training_would(trained, zoneout) -> None:
     assert len(found) == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--text", "my.txt", "--part", "train"], "--part: my.txt has no parts, as the run's data have"),
+        (["--text", "my.txt", "--data", "my.txt"], "--data: the run's data are not needed where --text is evaluated"),
+        (["--size", "7"], "--size: the whole text is one sequence; leave it out or use --protocol chunks or streams"),
+        (["--part", "valid", "--protocol", "whole", "--size", "7"], "--size: the whole text is one sequence"),
+    ],
+)
+def test_eval_takes_no_option_that_does_nothing(trained, zoneout, options, says) -> None:
+    """Somebody takes the number for that of another part, or of another cut, than it is of."""
+    code, out, err = zoneout("eval", trained, *options)
+    assert code == WRONG_USE and says in err and not out
+
+
 def test_eval_notices_that_the_text_has_changed(trained, tmp_path, zoneout) -> None:
     """The cut has moved, and what was trained on is called test."""
     assert zoneout("train", "--data", "my.txt", "--out", "run", "--updates", "10", *SMALL)[0] == OK
@@ -377,8 +392,8 @@ def test_show_compares_and_draws(trained, zoneout) -> None:
     assert Path("pictures/curves.png").read_bytes().startswith(b"\x89PNG")
     assert zoneout("show", trained, "--picture", "curves.svg")[0] == OK
     assert "<svg" in Path("curves.svg").read_text(encoding="utf-8")
-    code, _, err = zoneout("show", trained, "--picture", "curves.bmp")
-    assert code == WRONG_USE and ".png" in err
+    code, out, err = zoneout("show", trained, "--picture", "curves.bmp")
+    assert code == WRONG_USE and ".png" in err and not out  # before the work, and not after
 
 
 def test_show_says_what_it_does_not_draw(trained, zoneout) -> None:

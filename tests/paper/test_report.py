@@ -324,3 +324,8 @@ def test_the_command(results: Path, speed: Path, full: str, tmp_path: Path, caps
     (tmp_path / "file").write_text("")
     assert cli.main(["report", str(folder), "--out", str(tmp_path / "file" / "report.html")]) == cli.FAILED
     assert "is not a folder" in capsys.readouterr().err
+    text = tmp_path / "my.txt"
+    text.write_text("a year's work")
+    assert cli.main(["report", str(folder), "--out", str(text)]) == cli.WRONG_USE
+    assert "--out: expected a name that ends in .html, got" in capsys.readouterr().err
+    assert text.read_text() == "a year's work", "a text was written over"

@@ -98,8 +98,8 @@ class Eval:
 
     run: RunFolder
     """The folder of the run."""
-    part: Literal["train", "valid", "test"] = "test"
-    """Which part of the run's data."""
+    part: Literal["train", "valid", "test"] | None = None
+    """Which part of the run's data; by default test."""
     text: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Another text, instead of the run's data."""
     protocol: Literal["chunks", "streams", "whole"] | None = None
@@ -120,6 +120,11 @@ class Eval:
     """Print the result as JSON."""
 
     def __call__(self) -> int:
+        if self.text is not None and self.part is not None:
+            raise ValueError(f"--part: {self.text} has no parts, as the run's data have; give --text or --part")
+        if self.text is not None and self.data is not None and self.statistics is None:
+            raise ValueError("--data: the run's data are not needed where --text is evaluated; give one of the two")
+        part = self.part or "test"
         loaded = runs.load(self.run, weights=self.weights, device=device_of(self.device))
         if self.statistics is not None:
             if self.statistics < 0 or self.statistics == 1:
@@ -129,11 +134,13 @@ class Eval:
             data = data_of(self.run, loaded.config, self.data)
             feed = make_feed(loaded.config, data, device_of(self.device))
             estimate_statistics(loaded.model, feed, size=self.statistics)
-        own = loaded.config.evaluation.test if self.part == "test" or self.text else loaded.config.evaluation.valid
+        own = loaded.config.evaluation.test if part == "test" else loaded.config.evaluation.valid
         given = {"kind": self.protocol, "length": self.length, "size": self.size}
         if loaded.config.task == "images" and (self.protocol or self.length):
             raise ValueError(f"--protocol, --length: {self.run} classifies images, which are not cut as a text is")
         protocol = replace(own, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+        if protocol.kind == "whole" and self.size is not None and loaded.config.task == "language":
+            raise ValueError("--size: the whole text is one sequence; leave it out or use --protocol chunks or streams")
         if self.text is not None:
             if loaded.vocabulary is None:
                 raise ValueError(f"--text: {self.run} classifies images and cannot read a text")
@@ -145,8 +152,8 @@ class Eval:
         else:
             data = data_of(self.run, loaded.config, self.data)
             measure = measure_of(data)
-            score = evaluate(loaded.model, data, self.part, loaded.config, protocol=protocol)
-        where = str(self.text) if self.text else self.part
+            score = evaluate(loaded.model, data, part, loaded.config, protocol=protocol)
+        where = str(self.text) if self.text else part
         if self.json:
             values = {measure: getattr(score, measure), "nats": score.nats, "predictions": score.predictions}
             print(json.dumps({"run": str(self.run), "part": where, "protocol": asdict(protocol), **values}))
@@ -219,6 +226,7 @@ class Show:
     def __call__(self) -> int:
         if not self.runs:
             raise ValueError("expected the folder of a run, as in `zoneout show runs/ptb`")
+        plots.check_name(self.picture)
         pages = [describe(folder) for folder in self.runs]
         names = [str(folder) for folder in self.runs] if len(self.runs) > 1 else ["valid"]
         curves = [plots.read_curve(folder, name) for folder, name in zip(self.runs, names)]
@@ -438,6 +446,8 @@ class Report:
     def __call__(self) -> int:
         from . import report  # which needs matplotlib, and a second for it
 
+        if self.out.suffix != ".html":  # a slip of the hand would otherwise write over a text
+            raise ValueError(f"--out: expected a name that ends in .html, got {self.out}")
         if self.runs:
             page = report.runs_page(self.runs)
         else:

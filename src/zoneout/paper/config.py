@@ -238,7 +238,8 @@ class Protocol:
     """Chunks (or images) in a batch, which changes nothing but memory; or how many streams."""
 
     def __post_init__(self) -> None:
-        _check("length", self.length, self.length >= (2 if self.kind == "chunks" else 1), "at least 2 for chunks, or 1")
+        least = 2 if self.kind == "chunks" else 1
+        _check("length", self.length, self.length >= least, f"at least {least} for {self.kind}")
         _check("size", self.size, self.size > 0, "a number above 0")
 
 

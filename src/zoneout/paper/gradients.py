@@ -34,6 +34,7 @@ from .data import Corpus, Images
 from .feeds import make_feed
 from .files import DataError
 from .models import loss_of
+from .plots import check_name
 from .processes import device_of
 from .recipes import MEASURES, RECIPES, select
 from .runs import RunError
@@ -308,6 +309,7 @@ The numbers go to RUN/gradients.json, those of a recipe to RESULTS/RECIPE/gradie
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m zoneout.paper.gradients") -> int:
     """Run the command; its exit code."""
     options = parser(prog).parse_args(arguments)
+    check_name(options.picture)
     flows: dict[str, Record] = {}
     for folder, path, recipe in places(options.what, options.seed, options.out, options.results):
         record = make_record(

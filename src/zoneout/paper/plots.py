@@ -135,10 +135,15 @@ def figure(curves: Sequence[Curve], title: str = "") -> Any:
     return fig
 
 
+def check_name(path: Path | None) -> None:
+    """An error where a picture cannot be written under a name, for before the work that it shows."""
+    if path is not None and path.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"{path}: expected a name that ends in .png, .svg or .pdf")
+
+
 def save(fig: Any, path: Path, title: str = "") -> None:
     """Write a figure to a file; its name says as what (.png, .svg or .pdf)."""
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"{path}: expected a name that ends in .png, .svg or .pdf")
+    check_name(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".svg":
         text = _svg(fig, title)
