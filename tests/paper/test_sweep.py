@@ -20,6 +20,7 @@ from sweeps import BASE, GRID, jobs, rows
 
 from zoneout.paper import cli, cluster, runs, sweep, sweep_report
 from zoneout.paper.config import Config, at, change, names, to_json
+from zoneout.paper.files import DataError
 from zoneout.paper.runs import RunError
 from zoneout.paper.sweep import run_local
 from zoneout.paper.train import load_data
@@ -232,6 +233,92 @@ def test_another_run_under_the_name_is_left_alone(tmp_path: Path) -> None:
     run.close()
     with pytest.raises(RunError, match=r"holds another run \(model\.hidden differs\)"):
         sweep.sweep(BASE, GRID, 2, tmp_path, say=lambda line: None)
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Every file in a folder, and what is in it."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("settings", "limit"), [({"epochs": 1}, "--epochs 1"), ({"updates": 20}, "--updates 20")], ids=["epochs", "updates"]
+)
+def test_one_table_is_of_one_length(
+    undisturbed: Path, monkeypatch: pytest.MonkeyPatch, settings: Any, limit: str
+) -> None:
+    """Runs that had more training than the new ones are to have stand beside them, as if they had had no more."""
+    monkeypatch.setattr(sweep, "run_local", lambda jobs, **options: pytest.fail("something was run"))
+    before = contents(undisturbed)
+    with pytest.raises(RunError) as error:
+        sweep.sweep(change(BASE, settings), ["zoneout.cell=0,0.25,0.5"], 2, undisturbed, say=lambda line: None)
+    first = jobs(undisturbed)[0].folder
+    assert str(error.value).startswith(f"{first} has had ")
+    assert f"updates in 2 epochs already, which is more than {limit}" in str(error.value)
+    assert "ask for as long or longer, or choose another folder with --out" in str(error.value)
+    with pytest.raises(RunError, match=r"has had .* already"):  # nor the part that has only what is new
+        sweep.sweep(change(BASE, settings), ["zoneout.cell=0.25,0"], 1, undisturbed, part="1/2", say=lambda line: None)
+    assert contents(undisturbed) == before
+
+
+def test_one_table_is_of_one_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs on what the text was stand beside runs on what it is now, as if they had learned the same."""
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    text.write_bytes(Path(BASE.data.name).read_bytes())
+    base = change(BASE, {"data.name": str(text), "updates": 2})
+    for job in [sweep.Job(trial, out / trial.name) for trial in grid_of(base, axes_of(GRID))]:
+        assert job() == ""
+    before = contents(out)
+    monkeypatch.setattr(sweep, "run_local", lambda jobs, **options: pytest.fail("something was run") if jobs else {})
+    text.write_text(text.read_text(encoding="utf-8")[::-1], encoding="utf-8")
+    for config, grid in ((base, GRID), (base, ["zoneout.cell=0,0.25"]), (change(base, {"updates": 3}), GRID)):
+        with pytest.raises(DataError, match=r"was trained on other data than .*text\.txt is now, and one table"):
+            sweep.sweep(config, grid, 1, out, say=lambda line: None)
+    text.unlink()
+    found = sweep.sweep(base, GRID, 1, out, say=lambda line: None)
+    assert [row.state for row in found] == ["finished"] * 2, "a table for which nothing is missing needs the data"
+    with pytest.raises(DataError, match="there is no such file"):
+        sweep.sweep(base, ["zoneout.cell=0,0.25"], 1, out, say=lambda line: None)
+    assert contents(out) == before
+
+
+def test_a_search_is_of_one_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search learns from runs on what the text was then."""
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    text.write_bytes(Path(BASE.data.name).read_bytes())
+    base = change(BASE, {"data.name": str(text), "updates": 2})
+    trial = trial_of(base, {"zoneout.cell": "0.5"})
+    assert sweep.Job(trial, out / trial.name)() == ""
+    text.write_text(text.read_text(encoding="utf-8")[::-1], encoding="utf-8")
+    monkeypatch.setattr(cluster, "search_ray", lambda *args: pytest.fail("something was run"))
+    with pytest.raises(DataError, match=r"was trained on other data"):
+        sweep.sweep(base, GRID, 1, out, search="optuna", say=lambda line: None)
+
+
+def test_texts_of_a_grid_are_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of a sweep over texts can only be evaluated or continued in the folder that the sweep was begun in."""
+    (tmp_path / "texts").mkdir()
+    for name in ("one.txt", "two.txt", "valid.txt", "texts/three.txt"):
+        (tmp_path / name).write_bytes(Path(BASE.data.name).read_bytes())
+    monkeypatch.chdir(tmp_path)
+    made: list[Any] = []
+    monkeypatch.setattr(sweep, "run_local", lambda jobs, **options: made.extend(jobs) or {})
+    grid = ["data.name=one.txt,texts/three.txt", "data.valid=valid.txt,none"]
+    sweep.sweep(BASE, grid, 1, Path("out"), say=lambda line: None)
+    texts, valid = [tmp_path / "one.txt", tmp_path / "texts/three.txt"], tmp_path / "valid.txt"
+    found = [(job.trial.config.data.name, job.trial.config.data.valid) for job in made]
+    assert found == [(str(text), part) for text in texts for part in (str(valid), None)]
+    assert made[2].folder.name.startswith("data.name=three.txt,data.valid=valid.txt,seed=1-")
+    made.clear()
+    sweep.sweep(BASE, ["data.name=three.txt,python"], 1, Path("out"), data=Path("texts"), say=lambda line: None)
+    assert [job.trial.config.data.name for job in made] == [str(texts[1]), "python"]
+
+
+def test_a_combination_that_cannot_be_is_told_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep of many hours ends with half of its runs failed, for a reason that was there from the beginning."""
+    monkeypatch.setattr(sweep, "run_local", lambda jobs, **options: pytest.fail("something was run"))
+    with pytest.raises(ValueError, match=r"^model\.cell=gru,zoneout\.cell=0\.5,seed=.* cannot be: .*GRU has no cell"):
+        sweep.sweep(BASE, ["model.cell=lstm,gru", *GRID], 2, tmp_path, say=lambda line: None)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

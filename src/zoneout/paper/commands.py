@@ -23,7 +23,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from . import config as configs
 from . import fetch, files, plots, runs, sweep, sweep_report
 from .config import Config
-from .data import read_text, text_path
+from .data import absolute_path, read_text
 from .demo import Demo, free_folder
 from .describe import describe, described, ending
 from .evaluate import estimate_statistics, evaluate, evaluate_text
@@ -33,6 +33,7 @@ from .processes import device_of
 from .progress import TensorBoard, figure_of, together, watch
 from .sample import sample
 from .train import data_of, measure_of, train
+from .trials import PATHS
 
 OK, FAILED, WRONG_USE, BAD_DATA, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 CODES = {
@@ -505,21 +506,16 @@ def with_data(config: Config, data: str | None, *, begun: bool = False) -> tuple
                 f"({config.data.name} is built in, and needs no folder)"
             )
     if data is not None:
-        if not begun and config.data.name not in (Config().data.name, data, _absolute(data)):
+        if not begun and config.data.name not in (Config().data.name, data, absolute_path(data)):
             raise ValueError(f"--data: {data} is not what --data.name says ({config.data.name}); give one of the two")
         config = configs.change(config, {"data.name": data})
     return _absolute_paths(config, folder), folder
 
 
 def _absolute_paths(config: Config, folder: Path | None = None) -> Config:
-    paths = {"data.name": config.data.name, "data.valid": config.data.valid, "data.test": config.data.test}
-    given = {name: value for name, value in paths.items() if value is not None and value not in DATASETS}
-    return configs.change(config, {name: _absolute(value, folder) for name, value in given.items()})
-
-
-def _absolute(path: str, folder: Path | None = None) -> str:
-    found = text_path(path, folder)
-    return str(found.absolute()) if found.exists() else path
+    plain = configs.to_json(config)
+    given = {name: value for name in PATHS if (value := configs.at(plain, name)) is not None}
+    return configs.change(config, {name: absolute_path(value, folder) for name, value in given.items()})
 
 
 def records_in(results: Path) -> Path:

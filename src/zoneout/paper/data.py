@@ -189,6 +189,12 @@ def text_path(path: PathLike, folder: PathLike | None = None) -> Path:
     return inside if inside is not None and inside.is_file() else own
 
 
+def absolute_path(name: str, folder: PathLike | None = None) -> str:
+    """The path of a text file from the root, so that it is found from anywhere; anything else as it is."""
+    found = text_path(name, folder)
+    return str(found.absolute()) if name not in DATASETS and found.exists() else name
+
+
 def _text_file(path: PathLike, folder: PathLike | None) -> Path:
     found = text_path(path, folder)
     if found.is_file():

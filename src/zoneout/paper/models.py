@@ -206,9 +206,19 @@ def build(config: Config, symbols: int = 0) -> LanguageModel | Classifier:
     # torch's own initialisers draw from the global generator: it is put back afterwards.
     with alone, torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(zo.fold(config.seed, _INPUT)) % 2**63)
-        model = LanguageModel(config, symbols) if config.task == "language" else Classifier(config)
+        model = _model(config, symbols)
         initialise(model, config)
     return model
+
+
+def check(config: Config) -> None:
+    """An error where the model of a config cannot be; nothing is made for it."""
+    with torch.device("meta"):
+        _model(config, 1)
+
+
+def _model(config: Config, symbols: int) -> LanguageModel | Classifier:
+    return LanguageModel(config, symbols) if config.task == "language" else Classifier(config)
 
 
 @torch.no_grad()

@@ -19,21 +19,23 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
-from . import runs
+from . import models, runs
 from .config import Config
-from .files import DataError
+from .data import absolute_path
+from .files import DataError, MissingError
 from .reproduce import passing_on
 from .runs import InUse, RunError
-from .train import Diverged, Progress, load_data, train
+from .train import Diverged, Progress, load_data, same_data, train
 from .trials import (
     INTERRUPTED,
+    PATHS,
     Row,
     State,
     Trial,
@@ -205,6 +207,9 @@ def sweep(
         if value is not None and not with_ray:
             raise ValueError(f"--{name}: plain processes have no such thing; use --engine ray")
     axes, out, data = axes_of(grid), out.absolute(), data and data.absolute()
+    for name in PATHS:
+        if isinstance(values := axes.get(name), list):
+            axes[name] = [absolute_path(path, data) for path in values]
     asha = scheduler is not None
     if with_ray:
         from . import cluster  # which needs another package
@@ -214,16 +219,19 @@ def sweep(
         if seeds != 1 or part is not None or not axes:
             raise ValueError("--search: expected a --grid to choose from, one seed and no --part")
         first = trial_of(base, {name: values[0] for name, values in axes.items() if isinstance(values, list)})
-        check_data([first.config], data)
+        known = known_trials(base, list(axes), out)
+        check_data([first.config], known, folders(known, out), data)
         problems = cluster.search_ray(base, axes, out, trials, room, say, data)
         every = known_trials(base, list(axes), out)
     else:
         every = grid_of(base, axes, seeds)
         places = folders(every, out)
         chosen = part_of(every, part) if part else every
-        states = {t.name: state_of(t, places[t.name], scheduled=asha) for t in chosen}
+        states = {t.name: state_of(t, places[t.name], scheduled=asha) for t in every}  # all are in the table
         jobs = [Job(t, places[t.name], data) for t in chosen if states[t.name] in ("missing", "begun")]
-        check_data((job.trial.config for job in jobs), data)
+        check_models([job.trial for job in jobs])
+        there = [t for t in every if states[t.name] != "missing"]
+        check_data([job.trial.config for job in jobs], there, places, data)
         if len(jobs) < len(chosen):
             say(f"{len(chosen) - len(jobs)} of {len(chosen)} runs are there already")
         if with_ray:
@@ -234,10 +242,33 @@ def sweep(
     return [row_of(t, places[t.name], problems.get(t.name, ""), scheduled=asha) for t in every]
 
 
-def check_data(configs: Iterable[Config], folder: Path | None) -> None:
-    """An error where data are missing, before every run has to find out by itself."""
-    for config in {config.data: config for config in configs}.values():
-        load_data(config, folder)
+def check_models(trials: Iterable[Trial]) -> None:
+    """An error where a combination of settings cannot be, before others are trained for hours."""
+    for trial in {replace(trial.config, seed=0): trial for trial in trials}.values():
+        try:
+            models.check(trial.config)
+        except ValueError as error:
+            raise ValueError(f"{trial.name} cannot be: {error}. Nothing was run.") from None
+
+
+def check_data(wanted: Iterable[Config], there: Iterable[Trial], places: dict[str, Path], folder: Path | None) -> None:
+    """An error where data are missing, before every run has to find out by itself, or are not those of earlier runs."""
+    loaded: dict[Any, Any] = {}
+    for config in wanted:
+        if config.data not in loaded:
+            loaded[config.data] = load_data(config, folder)
+    for trial in there:
+        config, run = trial.config, places[trial.name]
+        if config.data not in loaded:  # where nothing is left to train, the table needs no data
+            try:
+                loaded[config.data] = load_data(config, folder)
+            except MissingError:
+                loaded[config.data] = None
+        if (data := loaded[config.data]) is not None and not same_data(run, data):
+            raise DataError(
+                f"{run} was trained on other data than {config.data.name} is now, and one table would compare the two; "
+                "choose another folder with --out, or bring back the data of then. Nothing was run."
+            )
 
 
 def room_here(config: Config) -> int:

@@ -362,17 +362,21 @@ def data_of(run: Path | str, config: Config, where: Path | str | None = None) ->
         raise DataError(f"{where}: there is no such file or folder")
     if where is not None and Path(where).is_file():
         config, where = replace(config, data=replace(config.data, name=str(Path(where).absolute()))), None
-    data, digest = load_data(config, where), runs.read_digest(run)
-    if digest is not None:
-        same = data.digest == digest
-    else:  # the least that its weights need
-        same = isinstance(data, Images) or data.vocabulary == runs.read_vocabulary(run)
-    if not same:
+    data = load_data(config, where)
+    if not same_data(run, data):
         raise DataError(
             f"{run} was trained on other data than {config.data.name} is now, whose test part may hold what it was "
             "trained on; --data says where the data of then are, and `zoneout eval --text` evaluates any other text"
         )
     return data
+
+
+def same_data(run: Path | str, data: Corpus | Images) -> bool:
+    """Whether a run was begun with these data."""
+    digest = runs.read_digest(run)
+    if digest is not None:
+        return data.digest == digest
+    return isinstance(data, Images) or data.vocabulary == runs.read_vocabulary(run)  # the least that its weights need
 
 
 def check_protocols(config: Config, data: Corpus | Images) -> None:

@@ -26,6 +26,7 @@ NAMES = tuple(configs.names())
 DEFAULT = configs.to_json(Config())
 ANYHOW = ("device", "log_every", "save_every")  # what a run may have otherwise and still be the same
 LENGTH = ("epochs", "updates", "patience")  # a run that differs in these alone is the same, to be made longer
+PATHS = ("data.name", "data.valid", "data.test")  # what may be a file
 INTERRUPTED = "interrupted"
 
 
@@ -70,7 +71,8 @@ class Trial:
         >>> Trial(configs.change(Config(), {"zoneout.cell": 0.5}), ("zoneout.cell", "seed")).name
         'zoneout.cell=0.5,seed=1-e5256b2e'
         """
-        said = ",".join(f"{name}={spelled(value)}" for name, value in self.settings.items())
+        short = {n: Path(v).name if v and n in PATHS else v for n, v in self.settings.items()}
+        said = ",".join(f"{name}={spelled(value)}" for name, value in short.items())
         return f"{re.sub(r'[^A-Za-z0-9._=,+-]', '_', said)[:120]}-{self.digest}"
 
 
