@@ -305,7 +305,7 @@ class Config:
     seed: int = 1
     """Of weights, order and masks: all that is random is a function of it."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
-    """Of the products in training; evaluation is in fp32, or on a GPU after training in less in tf32."""
+    """Of the products in training. Evaluation is in fp32 or, on a GPU after training in a lower precision, in tf32."""
     device: str = "auto"
     """auto (a GPU where there is one), cpu, cuda or cuda:1."""
     backend: str | None = None
