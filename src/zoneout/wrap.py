@@ -49,9 +49,10 @@ def zoneout(
         raise ValueError(f"old: expected shape {tuple(new.shape)} as new has, got {tuple(old.shape)}")
     if new.dim() == 0:
         raise ValueError("new: expected at least one dimension, the units, got a scalar")
-    if isinstance(rate, (list, tuple)):
-        raise TypeError(f"rate: expected a number, or a tensor of one for each unit, got a {type(rate).__name__}")
-    value = _rate_on(rate_of_layer(check_rate(rate, "rate"), 0, 1, new.shape[-1], "rate"), new)
+    checked = check_rate(rate, "rate")
+    if isinstance(checked, tuple):
+        raise TypeError("rate: expected a number, or a tensor of one for each unit, got a list")
+    value = _rate_on(rate_of_layer(checked, 0, 1, new.shape[-1], "rate"), new)
     if not training:
         return zone(new, old, value)
     key = fresh_seed(new) if seed is None else as_seed(seed, new.device)
