@@ -199,10 +199,10 @@ def at_once(symbols: int, config: Config, device: torch.device, runs: int, updat
             with torch.cuda.stream(stream):
                 some(whole, 3 + updates, stream)
                 alone.append(ended(step))
-        del step, whole  # it ends when the others have been captured, as a run of a longer list does
+        del step, whole
         before = begin(runs, streams[0])
         steps = [begin(number, stream) for number, stream in enumerate(streams)]
-        del before
+        del before  # it ends when the others have been captured, as a run of a longer list does
         times = list(threads.map(work, steps, streams))
         others = [not all(map(torch.equal, ended(step), own)) for (step, _), own in zip(steps, alone)]
         return times, sum(others)

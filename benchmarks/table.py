@@ -13,6 +13,12 @@ SHAPES = {"char-PTB": "(100, 32, 50, 1000)", "pMNIST": "(784, 100, 1, 100)", "me
 SHAPES["small"] = "(100, 32, 64, 128)"
 
 
+def dates(results: list[dict[str, str]]) -> str:
+    """When they were measured: a day, or the first and the last."""
+    first, last = (choose(r["date"] for r in results) for choose in (min, max))
+    return first if first == last else f"{first} to {last}"
+
+
 def rows() -> list[dict[str, str]]:
     with (HERE / "results.csv").open() as file:
         return list(csv.DictReader(file))
@@ -57,7 +63,7 @@ def cpu_table(results: list[dict[str, str]]) -> str:
             lines.append("| " + " | ".join(cells) + " |")
     one = next(row for row in results if row["group"] == "train")
     lines.append("")
-    lines.append(f"{one['device']}, {one['threads']} threads, torch {one['torch']}, {one['date']}.")
+    lines.append(f"{one['device']}, {one['threads']} threads, torch {one['torch']}, {dates(list(found.values()))}.")
     return "\n".join(lines)
 
 
@@ -96,8 +102,8 @@ def gpu_table(results: list[dict[str, str]]) -> str:
             if any(cells[2:]):
                 lines.append("| " + " | ".join(cells) + " |")
     grid = [r for r in results if r["group"].startswith("gpu grid")]
-    one = next(r for r in results if r["backend"] == "cuda")
-    lines += ["", f"{one['device']}, torch {one['torch']}, {one['date']}."]
+    measured = [r for r in results if r["backend"] == "cuda"]
+    lines += ["", f"{measured[0]['device']}, torch {measured[0]['torch']}, {dates(measured)}."]
     if grid:
         by_mode = [(mode, [r for r in grid if r["group"].endswith(mode)]) for mode in ("graph", "eager")]
         ratios = {mode: [(float(r["ratio"]), float(r["goal"])) for r in rows] for mode, rows in by_mode}

@@ -17,6 +17,7 @@ from zoneout.ops.cuda import compiler
 
 HIDDEN = 40
 ON = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if ON == "cuda" else []
 gated = pytest.mark.parametrize("name", ["lstm", "gru"])
 
 

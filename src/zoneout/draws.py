@@ -82,7 +82,9 @@ def seen(draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: int) -> 
     )
 
 
-def draw_all(draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: dict[str, int]) -> dict[str, Tensor]:
+def draw_all(
+    draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: dict[str, int], draw_masks: Any = draw_masks
+) -> dict[str, Tensor]:
     """The mask of every stream that is drawn, by name; streams that share their bits draw them once."""
     groups: dict[tuple[Any, ...], list[Draw]] = {}
     for draw in draws:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from ..cells import zone
-from ..draws import Draw
+from ..draws import draw_all
 from .interface import Result, Run
 from .masks import masks_of, plain_eager
 
@@ -33,22 +32,12 @@ def run(r: Run) -> Result:
         h, c = torch.lstm_cell(x, (r.h0, r.c0), w_ih, w_hh, b_ih, b_hh)
     else:
         h = _CELLS[r.cell](x, r.h0, w_ih, w_hh, b_ih, b_hh)
-    keep = _keep(r)
+    units = dict.fromkeys(("cell", "hidden"), r.h0.shape[1])
+    keep = {draw.rule.stream: draw.rate for draw in r.draws}  # where nothing is drawn
+    for stream, mask in draw_all(r.draws, torch.full((1,), r.first_step), r.examples, units, masks_of).items():
+        keep[stream] = mask[0]
     h = zone(h, r.h0, keep.get("hidden"))
     if c is not None and r.c0 is not None:
         c = zone(c, r.c0, keep.get("cell"))
     cells = c[None] if c is not None and r.return_cells else None
     return Result(h.clone()[None], h, c, cells, None)
-
-
-def _keep(r: Run) -> dict[str, Tensor]:
-    """For each stream its mask, or the rate where nothing is drawn."""
-    found = {draw.rule.stream: draw.rate for draw in r.draws}
-    groups: dict[tuple[int, str], list[Draw]] = {}
-    for draw in r.draws:
-        if draw.seed is not None:
-            groups.setdefault((draw.plane, draw.rule.mask), []).append(draw)
-    for group in groups.values():
-        masks = masks_of(group, torch.full((1,), r.first_step), r.examples, r.h0.shape[1])
-        found |= {draw.rule.stream: mask[0] for draw, mask in zip(group, masks)}
-    return found

@@ -327,12 +327,7 @@ tasks: {", ".join(MEASURES)}""",
     )
     add = found.add_argument
     add("task", metavar="TASK", nargs="?", help="a task, or a recipe by its name")
-    add(
-        "rows",
-        metavar="ROW",
-        nargs="*",
-        help="rows of it (by default those of the paper's tables, `all` is all), or recipes",
-    )
+    add("rows", metavar="ROW", nargs="*", help="rows of it, or recipes; by default the paper's tables, `all` is all")
     add("--seeds", metavar="N", type=int, default=1, help="how many seeds (1)")
     add("--first-seed", metavar="N", type=int, default=1, help="the first of them (1)")
     add("--out", metavar="DIR", type=Path, help="where the runs go (runs/reproduce; with --set runs/trials)")
@@ -355,9 +350,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m zoneout.
     for name, equals, _ in pairs:
         if not equals:
             raise ValueError(f"--set: expected a name and a value, as in epochs=1, got {name!r}")
-    out = options.out or (
-        TRIALS if pairs else RUNS
-    )  # a trial neither finds the recipe's own record nor stands in its way
+    # A trial neither finds the recipe's own record nor stands in its way.
+    out = options.out or (TRIALS if pairs else RUNS)
     results = options.results or (TRIALS / "results" if pairs else RESULTS)
     state: State = "finished"
     if options.task is not None:

@@ -129,9 +129,10 @@ def backward(loop: Loop, back: Backward) -> None:
         w, transposed = padded(w), False
         pass_.own.put("back_w", back_w, torch.float32)
         entering, back_d = pass_.scratch("d_half", (batch, depth), torch.float16), pass_.scratch("back", (batch,))
+        d: Callable[[int], int] = lambda t: entering.data_ptr()  # noqa: E731
     else:
         w, transposed = _for_the_way_back(loop.w_hh)
-    d = ([entering.data_ptr()] * loop.steps).__getitem__ if pass_.half else pass_.rows(back.dgh)
+        d = pass_.rows(back.dgh)
     pitch = w.shape[0] if transposed else w.shape[1]
     parts = parts_of(depth, pitch, batch, w.element_size(), chip(pass_.index).processors)
     rec = pass_.scratch("rec", (parts, batch, pitch))
@@ -233,12 +234,9 @@ class _Pass:
         Backwards a row has to fit in a block, and to lie in whole 16 bytes, as it does in float32.
         """
         loop = self.loop
-        if not (self.plain and tf32() and chip(self.index).major >= 8):
-            return False
-        if not in_half(loop.cell, loop.gates.dtype, loop.hidden, False):
-            return False
+        can = self.plain and tf32() and chip(self.index).major >= 8
         fits = loop.hidden <= MOST_THREADS * self.vector and loop.w_hh.shape[0] % 8 == 0
-        return not back or (loop.cell in ("lstm", "gru") and fits)
+        return can and in_half(loop.cell, loop.gates.dtype, loop.hidden, back) and (fits or not back)
 
     def scratch(self, name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """Memory for this pass, known to the kernels under `name`."""
