@@ -187,8 +187,6 @@ __device__ __forceinline__ float two_to(int e) { return __uint_as_float((u32)(e 
 /* The exponent of the power of two that brings a number, given by its bits without the sign, to between 2^14 and 2^15: half
  * precision has all its bits there and in the 28 powers of two below. From -114 (not finite) to 141 (zero). */
 __device__ __forceinline__ int scale_for(u32 size) { return 14 + 127 - (int)(size >> 23); }
-/* In half precision the largest numbers become the largest that it has; NaN stays. */
-__device__ __forceinline__ float within_half(float v) { return v > 65504.0f ? 65504.0f : v < -65504.0f ? -65504.0f : v; }
 /* Floats without their sign are in the order of their bits; NaN is above all. */
 __device__ __forceinline__ u32 size_of(float v) { return __float_as_uint(v) & 0x7FFFFFFF; }
 /* The largest of a warp's. */

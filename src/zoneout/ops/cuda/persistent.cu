@@ -49,8 +49,10 @@ struct Exchange {
 
 /* --- what enters the product ---------------------------------------------------------------------- */
 
-/* SCALED numbers are none too large. */
-__device__ __forceinline__ float within(float v) { return HALF && !SCALED ? within_half(v) : v; }
+/* HALF: the largest numbers become the largest of half precision; NaN stays. SCALED ones are none too large. */
+__device__ __forceinline__ float within(float v) {
+    return !HALF || SCALED ? v : v > 65504.0f ? 65504.0f : v < -65504.0f ? -65504.0f : v;
+}
 #if SENT
 __device__ __forceinline__ u32 pair_sent(float low, float high) { return pair_as<SENT>(within(low), within(high)); }
 __device__ __forceinline__ float widen_sent(u32 v) {

@@ -223,9 +223,9 @@ __device__ __forceinline__ void carry_h(const Loop &l, const Scratch &s, const P
     Units h;
     EACH h[e] = carried_h(l, value[e], old[e], k[e]);
     if (s.h) put(s.h + p.row * l.outputs + p.j, h);
-#if HALF /* an h0 that is held may be of any size */
+#if HALF /* an h0 that is held may be of any size; what is too large becomes the largest there is, and NaN stays */
     Units within;
-    EACH within[e] = within_half(h[e]);
+    EACH within[e] = h[e] > 65504.0f ? 65504.0f : h[e] < -65504.0f ? -65504.0f : h[e];
     put_half((u16 *)s.next + p.row * s.pitch + p.j, within);
 #else
     if (s.next) put(s.next + p.row * s.pitch + p.j, h);
