@@ -49,8 +49,9 @@ bits, 1 % of the perplexity or 0.005 of error. Minutes are those of one run, the
 others beside them on their GPU. A run with batch norm is validated with the statistics of its batches, as the paper's
 were; the tables by protocol have what the test's give on both parts.
 
-Runs that shared a GPU (*N at once*) up to 2026-11-16 may have been disturbed by each other, and are to be made again:
-[what they shared](log.md#several-runs-on-one-gpu).
+Of the runs that shared a GPU (*N at once*) those of images with batch norm, with a true permutation, with recurrent
+dropout 0.15 and of the gradient flow may have been disturbed by each other, and are to be made again: [what they
+shared](log.md#several-runs-on-one-gpu).
 """
 BEGIN, END = "<!-- results: made by zoneout reproduce --write -->", "<!-- end -->"
 
