@@ -33,7 +33,7 @@ class Loop:
     x: Tensor | None  # [N, input]: where the loop is to take x·Wx itself, step by step
     w_ih: Tensor | None  # [G, input]
     w_hh: Tensor  # [G, P]
-    b_x: Tensor  # [G]: added to x's part
+    b_x: Tensor | None  # [G]: added to x's part; None on the way back, which does not need it
     b_h: Tensor | None  # [G]: added to h·Wh where that is not simply added to x's part (GRU, norms)
     w_hr: Tensor | None  # [P, H]
     draws: dict[str, Draw]  # cell, hidden, update

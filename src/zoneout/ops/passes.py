@@ -132,6 +132,7 @@ def _loop(
     gh: Tensor | None,
     moments: Sequence[Tensor | None],
     x: Tensor | None = None,
+    b_x: Tensor | None = None,
 ) -> Loop:
     """The loop as a device gets it."""
     h0, w, norm, rows = ready.h0, ready.w, ready.norm, ready.rows
@@ -143,9 +144,6 @@ def _loop(
     if norm is not None and norm.given is not None:
         moments = [None if v is None else v.contiguous() for v in norm.given]
     mean_x, var_x, mean_h, var_h, mean_c, var_c = moments
-    apart = norm is not None or r.cell == "gru"  # whether h·Wh has a bias of its own
-    bias = h0.new_zeros(w.w_hh.shape[0]) if w.b_ih is None else w.b_ih
-    bias = bias if w.b_hh is None or apart else bias + w.b_hh
 
     def sort(v: Tensor | None) -> Tensor | None:
         return None if v is None else rows.sort(v)
@@ -160,8 +158,8 @@ def _loop(
         x=x,
         w_ih=None if x is None else w.w_ih.contiguous(),
         w_hh=w.w_hh.contiguous(),
-        b_x=bias,
-        b_h=w.b_hh if apart else None,
+        b_x=b_x,
+        b_h=w.b_hh if _apart(r) else None,
         w_hr=None if w.w_hr is None else w.w_hr.contiguous(),
         draws=draws,
         scale_h=scale_h,
@@ -186,6 +184,11 @@ def _loop(
     )
 
 
+def _apart(r: Run) -> bool:
+    """Whether h·Wh has a bias of its own."""
+    return r.norm is not None or r.cell == "gru"
+
+
 # --- forwards --------------------------------------------------------------------------------------
 
 
@@ -206,7 +209,9 @@ def _forward(device: Any, r: Run) -> Kept:
                 kept[n:].zero_()  # rows of sequences that have ended: nobody looks, but nothing is left to chance
     ys = y.view(-1, y.shape[-1]) if whole else y.new_empty(n, y.shape[-1])
     cs = None if c is None else c.view(-1, c.shape[-1]) if whole else c.new_empty(n, c.shape[-1])
-    loop = _loop(r, ready, gates, ys, cs, gh, moments, x if inside else None)
+    bias = gates.new_zeros(gates.shape[1]) if w.b_ih is None else w.b_ih
+    bias = bias if w.b_hh is None or _apart(r) else bias + w.b_hh
+    loop = _loop(r, ready, gates, ys, cs, gh, moments, x if inside else None, bias)
     device.forward(loop)
 
     h_n, c_n = rows.final(ys, loop.h0).to(narrow, copy=True), None

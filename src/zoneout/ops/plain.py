@@ -32,6 +32,7 @@ def forward(loop: Loop) -> None:
 
 def _forward(part: Part) -> None:
     loop, rows = part.loop, part.rows
+    assert loop.b_x is not None
     if loop.norm is None:
         loop.gates += loop.b_x
     gates, y, cuts = rows.cut(loop.gates), rows.cut(loop.y), _cuts(loop, rows)
