@@ -28,6 +28,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """What a test draws from torch's own generator is the same whichever tests ran before it."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def poisoned() -> Iterator[None]:
     """Fill what torch.empty hands out with NaN."""

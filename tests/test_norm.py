@@ -300,7 +300,7 @@ def test_variance_is_unbiased_by_hand():
 
 def test_statistics_of_few_and_ragged_examples_are_those_of_all():
     """Batches in which few are alive pull the running variance down: evaluation would not be what was trained."""
-    layer = make("rnn", zo.RecurrentBatchNorm(steps=T, momentum=0.05), randomise=False)
+    layer = make("rnn", zo.RecurrentBatchNorm(steps=T, momentum=0.02), randomise=False)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for _ in range(600):
@@ -308,7 +308,7 @@ def test_statistics_of_few_and_ragged_examples_are_those_of_all():
             lengths[0] = T
             layer(torch.randn(T, 3, I, dtype=torch.float64, generator=generator), lengths=lengths)
     true = layer.weight_ih_l0.detach().square().sum(1)
-    torch.testing.assert_close(layer.var_ih_l0 / true, torch.ones(T, H, dtype=torch.float64), rtol=0.35, atol=0)
+    torch.testing.assert_close(layer.var_ih_l0 / true, torch.ones(T, H, dtype=torch.float64), rtol=0.27, atol=0)
 
 
 def test_only_the_living_are_counted():
