@@ -140,7 +140,9 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(f"zoneout.ops.cuda.{name}.load", load)
     for module in (cuda.batch, cuda.small, cuda.persistent, cuda.steps, compiler):
         monkeypatch.setattr(module, "chip", lambda device: compiler.Chip(132, 232448, 9))
-    library = SimpleNamespace(cuFuncSetAttribute=lambda *_: 0, cuLaunchKernelEx=_launch)
+    library = SimpleNamespace(
+        cuFuncSetAttribute=lambda *_: 0, cuLaunchKernelEx=_launch, cuOccupancyMaxActiveClusters=_room
+    )
     for module in (cuda.batch, cuda.steps):
         monkeypatch.setattr(module, "driver", lambda: library)
     monkeypatch.setattr(cuda.steps, "product", product)
@@ -155,6 +157,14 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for made in kept:
         made.cache_clear()
+
+
+def _room(count: Any, kernel: Kernel, at: Any) -> int:
+    """In place of the driver's: there is room for one cluster."""
+    how = at._obj
+    assert how.attributes[0].value == how.blocks_x and not how.blocks_x % kernel.cluster
+    count._obj.value = 1
+    return 0
 
 
 def _launch(at: Any, kernel: Kernel, arguments: Any, extra: None) -> int:

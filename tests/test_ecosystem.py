@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import zoneout as zo
 from zoneout import ops
+from zoneout.ops import rows
 
 STEPS, BATCH, INPUT, HIDDEN = 6, 4, 3, 5
 DYNAMIC = torch.export.Dim.DYNAMIC
@@ -50,6 +51,35 @@ def close(got: Any, want: Any, dtype: torch.dtype = torch.float32) -> None:
 
 def x_of(batch: int = BATCH, **options: Any) -> Tensor:
     return torch.randn(STEPS, batch, INPUT, **options)
+
+
+# --- a default device ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "torch calls"])
+@pytest.mark.parametrize("form", ["whole", "lengths", "packed", "cell"])
+def test_another_default_device(monkeypatch, form, native):
+    """What a loop counts with lies where new tensors go, which need not be where its input is, and stays there."""
+    if not native:
+        monkeypatch.setattr("zoneout.ops.native.load", lambda: None)
+        monkeypatch.setattr("zoneout.ops.cpu._say_once", lambda reason: None)
+    make = zo.LSTMCell if form == "cell" else zo.LSTM
+    layer, x = make(INPUT, HIDDEN, noise=BOTH), x_of()
+    given: dict[str, Any] = {"cell": {"step": 2}, "lengths": {"lengths": torch.tensor([6, 2, 5, 1])}}.get(form, {})
+    inputs: Any = x[0] if form == "cell" else x
+    if form == "packed":
+        inputs = pack_padded_sequence(x, torch.tensor([6, 2, 5, 1]), enforce_sorted=False)
+
+    def everything() -> list[Tensor]:
+        found = torch.utils._pytree.tree_leaves(layer(inputs, seed=3, **given))
+        masks = zo.masks(BOTH, 3, STEPS, BATCH, HIDDEN)
+        return [*found, *torch.autograd.grad(found[0].sum(), list(layer.parameters())), *masks.values()]
+
+    rows._same.cache_clear(), rows._multiples.cache_clear()
+    with torch.device("meta"):
+        there = everything()
+    for one, other in zip(there, everything(), strict=True):
+        assert torch.equal(one, other)
 
 
 # --- torch.compile ---------------------------------------------------------------------------------

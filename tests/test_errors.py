@@ -74,6 +74,11 @@ META = torch.device("meta")
 PACKED = pack_padded_sequence(X, torch.tensor([4, 2, 1]))
 FALSE = torch.zeros(T, B, dtype=torch.bool)
 
+
+class Mine(zo.WeightNoise):
+    """As somebody may call it."""
+
+
 RATES: dict[str, Bad] = {
     "above 1": Bad(rate(cell=1.5), ValueError, r"Zoneout\(cell", r"1\.5", "between 0 and 1"),
     "below 0": Bad(rate(hidden=-0.1), ValueError, r"Zoneout\(hidden", r"-0\.1", "between 0 and 1"),
@@ -96,6 +101,7 @@ RATES: dict[str, Bad] = {
     "RecurrentDropout": Bad(lambda: zo.RecurrentDropout(-1), ValueError, r"RecurrentDropout\(rate", "-1"),
     "VariationalDropout": Bad(lambda: zo.VariationalDropout(3), ValueError, r"VariationalDropout\(input", "3"),
     "WeightDrop": Bad(lambda: zo.WeightDrop(rate=1.1), ValueError, r"WeightDrop\(rate", r"1\.1"),
+    "WeightNoise of one's own below 0": Bad(lambda: Mine(-1), ValueError, r"Mine\(std", "-1", "deviation"),
     "WeightNoise below 0": Bad(lambda: zo.WeightNoise(-1), ValueError, r"WeightNoise\(std", "-1", "deviation"),
     "WeightNoise infinite": Bad(lambda: zo.WeightNoise(math.inf), ValueError, r"WeightNoise\(std", "inf"),
     "WeightNoise NaN": Bad(lambda: zo.WeightNoise(math.nan), ValueError, r"WeightNoise\(std", "nan"),
@@ -403,6 +409,9 @@ LENGTHS: dict[str, Bad] = {
     "None inside": Bad(call(lengths=[1, None, 3]), (TypeError, ValueError), "lengths", "", "integers"),
     "unbatched": Bad(call(X[:, 0], lengths=[1, 2]), ValueError, "lengths", r"\(2,\)", "each of 1"),
     "packed": Bad(call(PACKED, lengths=[1, 2, 3]), ValueError, "lengths", "packed", "expected None"),
+    "norm_stabilizer packed": Bad(
+        lambda: zo.norm_stabilizer(PACKED, 1.0, lengths=[1, 2, 3]), ValueError, "lengths", "packed", "None"
+    ),
     "norm_stabilizer": Bad(
         lambda: zo.norm_stabilizer(X, 1.0, lengths=[1]), ValueError, "lengths", r"\(1,\)", "each of"
     ),
@@ -439,6 +448,9 @@ COORDINATES: dict[str, Bad] = {
     "examples bools": Bad(call(examples=True), TypeError, "examples", "bool", "integer ids"),
     "examples a string": Bad(call(examples="abc"), (TypeError, ValueError), "examples", "", "integer ids"),
     "examples below zero": Bad(call(examples=-1), ValueError, "examples", "-1", "0"),
+    "examples of NumPy below zero": Bad(call(examples=np.int64(-1)), ValueError, "examples", "-1", "0"),
+    "an example below zero": Bad(call(examples=[0, -1, 2]), ValueError, "examples", "-1", "ids"),
+    "an example too large": Bad(call(examples=[0, 2**32, 2]), ValueError, "examples", str(2**32), "ids"),
     "examples too large": Bad(call(examples=2**32 - 1), ValueError, "examples", str(2**32 - 1), "batch"),
     "examples of a cell": Bad(cell(examples=[1]), ValueError, "examples", r"\(1,\)", f"each of {B} rows"),
     "first_step below zero": Bad(call(first_step=-1), ValueError, "first_step", "-1", "0 or more"),

@@ -136,7 +136,7 @@ def masks(
     first_step = check_count("first_step", first_step, 2**32 - steps)
     units = stream_units(hidden, proj_size, inputs)
     where = plane("cell", layer, direction)
-    at = torch.arange(first_step, first_step + steps)
+    at = torch.arange(first_step, first_step + steps, device="cpu")
     rows = example_ids(examples, batch, torch.device("cpu"))
     out: dict[str, Tensor] = {}
     for one in as_noises(noise):
@@ -163,7 +163,8 @@ def as_integers(name: str, values: Any, expected: str = "integers") -> Tensor:
     """A tensor of the values (an empty list has no dtype of its own), or an error."""
     empty = isinstance(values, (list, tuple)) and not values
     try:
-        integers = torch.as_tensor(values, dtype=torch.int64 if empty else None)
+        given = isinstance(values, Tensor)
+        integers = values if given else torch.as_tensor(values, dtype=torch.int64 if empty else None, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{name}: expected {expected}, got {values!r}") from None
     if integers.dtype == torch.bool or integers.is_floating_point() or integers.is_complex():
@@ -196,13 +197,16 @@ def example_ids(examples: int | Tensor | Sequence[int] | None, batch: int, devic
     """The example coordinate of each row of the batch: an offset, or one id a row."""
     if examples is None:
         return torch.arange(batch, device=device)
-    if isinstance(examples, int) and not isinstance(examples, bool):
-        if not 0 <= examples <= 2**32 - max(batch, 1):
-            raise ValueError(f"examples: expected an offset between 0 and 2³² − batch, got {examples}")
-        return torch.arange(examples, examples + batch, device=device)
+    first = None if isinstance(examples, Tensor) else as_integer(examples)
+    if first is not None:
+        if not 0 <= first <= 2**32 - max(batch, 1):
+            raise ValueError(f"examples: expected an offset between 0 and 2³² − batch, got {first}")
+        return torch.arange(first, first + batch, device=device)
     ids = as_integers("examples", examples, "an offset or integer ids")
     if ids.dim() == 0:
         return (torch.arange(batch, device=device) + ids.to(device)) & 0xFFFFFFFF
     if ids.shape != (batch,):
         raise ValueError(f"examples: expected one id for each of {batch} rows, got shape {tuple(ids.shape)}")
-    return ids.to(device=device, dtype=torch.int64) & 0xFFFFFFFF
+    if batch and not isinstance(examples, Tensor) and not 0 <= int(ids.min()) <= int(ids.max()) < 2**32:
+        raise ValueError(f"examples: expected ids between 0 and 2³² − 1, got {int(ids.min())} to {int(ids.max())}")
+    return ids.to(device=device, dtype=torch.int64) & 0xFFFFFFFF  # those on a device are not looked at

@@ -94,6 +94,7 @@ class Noise:
     """The common part of all methods. Two noises are equal when all their fields are."""
 
     fields: ClassVar[dict[str, str]] = {}  # the rate fields, and the stream each is the rate of
+    limit: ClassVar[float] = 1.0  # of a rate; that of a standard deviation is infinite
     masks: ClassVar[tuple[str, ...]] = tuple(MASKS)
 
     def rules(self) -> tuple[Rule, ...]:
@@ -106,7 +107,7 @@ class Noise:
     def __post_init__(self) -> None:
         name = type(self).__name__
         for field in self.fields:
-            object.__setattr__(self, field, check_rate(getattr(self, field), f"{name}({field}=…)"))
+            object.__setattr__(self, field, check_rate(getattr(self, field), f"{name}({field}=…)", self.limit))
         mask, seed = getattr(self, "mask", "unit"), getattr(self, "seed", None)
         if mask not in self.masks:
             raise ValueError(f"{name}(mask=…): expected one of {', '.join(self.masks)}, got {mask!r}")
@@ -246,6 +247,7 @@ class WeightNoise(Noise):
     at_eval: str = "expectation"
 
     fields: ClassVar[dict[str, str]] = {"std": "weight_noise"}
+    limit: ClassVar[float] = math.inf
 
     def rule(self, field: str) -> Rule:
         return Rule("weight_noise", "sum", "sequence", self.at_eval)
@@ -254,10 +256,10 @@ class WeightNoise(Noise):
 # --- rates -----------------------------------------------------------------------------------------
 
 
-def check_rate(rate: Rate, name: str) -> Rate:
+def check_rate(rate: Rate, name: str, limit: float = 1.0) -> Rate:
     """The rate in its plain form (float, float64 tensor, or a tuple of one of these a layer), or an error."""
     if getattr(rate, "ndim", 0) and hasattr(rate, "__array__"):
-        rate = torch.as_tensor(rate)
+        rate = rate if isinstance(rate, Tensor) else torch.as_tensor(rate, device="cpu")
     if isinstance(rate, Tensor):
         if rate.is_complex() or rate.dtype == torch.bool or rate.dim() > 1 or rate.numel() == 0:
             raise ValueError(
@@ -272,29 +274,29 @@ def check_rate(rate: Rate, name: str) -> Rate:
             raise ValueError(f"{name}: expected numbers, got a tensor on the meta device, which has none")
         rate = rate.to("cpu", torch.float64, copy=True)
         if rate.dim() == 0:
-            return check_rate(rate.item(), name)
-        _check_range(rate.min().item(), name)
-        _check_range(rate.max().item(), name)
+            return check_rate(rate.item(), name, limit)
+        _check_range(rate.min().item(), name, limit)
+        _check_range(rate.max().item(), name, limit)
         return rate
     if isinstance(rate, (list, tuple)):
         if not rate:
             raise ValueError(f"{name}: expected one rate a layer, got an empty list")
         if any(isinstance(one, (list, tuple)) for one in rate):
             raise TypeError(f"{name}: expected one rate a layer, got a list inside a list")
-        return tuple(check_rate(one, name) for one in rate)  # type: ignore[misc]
+        return tuple(check_rate(one, name, limit) for one in rate)  # type: ignore[misc]
     if isinstance(rate, (bool, str)) or not isinstance(rate, SupportsFloat):  # NumPy's numbers are welcome
         raise TypeError(
             f"{name}: expected a number, a list of one a layer or a tensor of one a unit, got {type(rate).__name__}"
         )
-    _check_range(float(rate), name)
+    _check_range(float(rate), name, limit)
     return float(rate)
 
 
-def _check_range(value: float, name: str) -> None:
-    if name.startswith("WeightNoise"):
-        if not 0 <= value < math.inf:
+def _check_range(value: float, name: str, limit: float) -> None:
+    if limit == math.inf:
+        if not 0 <= value < limit:
             raise ValueError(f"{name}: expected a standard deviation, finite and not negative, got {value}")
-    elif not 0 <= value <= 1:
+    elif not 0 <= value <= limit:
         raise ValueError(f"{name}: expected a rate between 0 and 1, got {value}")
 
 
@@ -315,7 +317,9 @@ def rate_of_layer(rate: Rate, layer: int, layers: int, units: int | None, name: 
         raise ValueError(f"{name}: expected a number or a list of one a layer, got a tensor of one a unit")
     if isinstance(rate, Tensor) and len(rate) != units:
         raise ValueError(f"{name}: expected one rate for each of {units} units, got {len(rate)}")
-    return torch.as_tensor(rate, dtype=torch.float64)
+    if isinstance(rate, Tensor):
+        return rate.to(torch.float64)
+    return torch.tensor(rate, dtype=torch.float64, device="cpu")
 
 
 def _plain(value: Any, short: bool = False) -> Any:

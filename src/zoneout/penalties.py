@@ -30,6 +30,8 @@ def norm_stabilizer(
     5.0
     """
     if isinstance(outputs, PackedSequence):
+        if lengths is not None:
+            raise ValueError("lengths: expected None, since packed outputs bring their own")
         outputs, lengths = pad_packed_sequence(outputs)
         batch_first = False
     if not isinstance(outputs, Tensor) or not outputs.is_floating_point():

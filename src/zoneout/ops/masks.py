@@ -25,7 +25,7 @@ def masks_of(draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: int)
     steps, examples = steps.contiguous(), examples.contiguous()
     masks = []
     for draw in draws:
-        mask = torch.empty(len(steps), batch, units if draw.rate.dim() else width, dtype=torch.bool)
+        mask = steps.new_empty(len(steps), batch, units if draw.rate.dim() else width, dtype=torch.bool)
         threads = torch.get_num_threads() if mask.numel() > _FEW else 1
         library.zoneout_mask(
             ctypes.byref(stream_of(draw)), steps.data_ptr(), len(steps), examples.data_ptr(), batch, each,
@@ -62,5 +62,5 @@ def plain_eager() -> bool:
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack()
-        or torch._C._is_tracing()
+        or torch.jit.is_tracing()
     )

@@ -34,7 +34,7 @@ def run(r: Run) -> Result:
         h = _CELLS[r.cell](x, r.h0, w_ih, w_hh, b_ih, b_hh)
     units = dict.fromkeys(("cell", "hidden"), r.h0.shape[1])
     keep = {draw.rule.stream: draw.rate for draw in r.draws}  # where nothing is drawn
-    for stream, mask in draw_all(r.draws, torch.full((1,), r.first_step), r.examples, units, masks_of).items():
+    for stream, mask in draw_all(r.draws, r.examples.new_full((1,), r.first_step), r.examples, units, masks_of).items():
         keep[stream] = mask[0]
     h = zone(h, r.h0, keep.get("hidden"))
     if c is not None and r.c0 is not None:

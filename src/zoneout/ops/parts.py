@@ -57,7 +57,7 @@ class Rows:
             later = states[: self.total - first]
         else:
             t, row = self.places
-            later = states[torch.tensor(self.starts)[t[first:] - 1] + row[first:]]
+            later = states[torch.tensor(self.starts, device=t.device)[t[first:] - 1] + row[first:]]
         found = torch.cat((initial[:first], later))
         if loop.resets is None or reset is None:
             return found
@@ -165,7 +165,7 @@ def _masks(loop: Loop, draws: Sequence[Draw]) -> dict[str, Tensor]:
     """The masks of every row, [N, ·]."""
     assert loop.counts is not None and loop.lengths is not None
     units = stream_units(loop.hidden, 0 if loop.w_hr is None else loop.outputs, 0)
-    steps = torch.arange(loop.first_step, loop.first_step + loop.steps)
+    steps = torch.arange(loop.first_step, loop.first_step + loop.steps, device=loop.examples.device)
     masks = draw_all(draws, steps, loop.examples, units)
     whole = not loop.reverse and int(loop.counts[-1]) == loop.batch
     for name, mask in masks.items():

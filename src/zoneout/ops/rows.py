@@ -35,7 +35,7 @@ class Packed:
     @cached_property
     def sorted_lengths(self) -> Tensor:
         if self.given is not None:
-            return (self.given > torch.arange(self.batch)[:, None]).sum(1)
+            return (self.given > torch.arange(self.batch, device=self.given.device)[:, None]).sum(1)
         if self.lengths is None or self.order is None:
             return _same(self.batch, self.steps)
         return self.lengths[self.order]
@@ -46,7 +46,8 @@ class Packed:
             return self.given
         if self.lengths is None:
             return _same(self.steps, self.batch)
-        return (self.sorted_lengths > torch.arange(self.steps)[:, None]).sum(1)
+        ends = self.sorted_lengths
+        return (ends > torch.arange(self.steps, device=ends.device)[:, None]).sum(1)
 
     @cached_property
     def starts(self) -> Tensor:
@@ -110,7 +111,8 @@ class Packed:
         """The last state of each sequence, in the caller's order; the initial one of a sequence of length 0."""
         if self.lengths is None and self.given is None:
             return v[v.shape[0] - self.batch :]
-        last = self.starts[(self.sorted_lengths - 1).clamp(min=0)] + torch.arange(self.batch)
+        rows = torch.arange(self.batch, device=self.starts.device)
+        last = self.starts[(self.sorted_lengths - 1).clamp(min=0)] + rows
         if len(v) == 0:
             return self.unsort(initial)
         chosen = v.index_select(0, last.clamp(max=len(v) - 1))
@@ -167,20 +169,20 @@ def as_packed(r: Run) -> Packed:
 
 def places(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """Step and row of every one of packed rows, of which each step has so many."""
-    t = torch.repeat_interleave(torch.arange(counts.shape[0]), counts, output_size=total)
-    return t, torch.arange(total) - (counts.cumsum(0) - counts)[t]
+    t = torch.repeat_interleave(torch.arange(counts.shape[0], device=counts.device), counts, output_size=total)
+    return t, torch.arange(total, device=counts.device) - (counts.cumsum(0) - counts)[t]
 
 
 @lru_cache(64)
 def _same(count: int, value: int) -> Tensor:
     """The same number many times, which nobody writes to."""
-    return torch.full((count,), value)
+    return torch.full((count,), value, device="cpu")
 
 
 @lru_cache(64)
 def _multiples(count: int, of: int) -> Tensor:
     """0, `of`, twice `of` and so on, which nobody writes to."""
-    return torch.arange(count) * of
+    return torch.arange(count, device="cpu") * of
 
 
 @dataclass

@@ -7,7 +7,6 @@ folder holds both runs, the text, the learning curves as a picture and a page th
 from __future__ import annotations
 
 import multiprocessing
-import os
 import queue
 import random
 import re
@@ -26,6 +25,7 @@ import tyro
 
 from . import data, plots, runs
 from .config import Batches, Config, Data, Evaluation, Model, Optimizer, Protocol, Zoneout
+from .processes import cores
 from .progress import duration, watch
 from .runs import RunError
 from .sample import sample
@@ -187,11 +187,6 @@ def check_alive(workers: dict[str, Any], ended: dict[str, str]) -> None:
     for name, worker in workers.items():
         if name not in ended and worker.exitcode is not None:
             raise RunError(f"the process that trained the {name} model ended early, with code {worker.exitcode}")
-
-
-def cores() -> int:
-    """The processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # --- what came out ---------------------------------------------------------------------------------

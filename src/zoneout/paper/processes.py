@@ -142,6 +142,11 @@ def _set(*settings: str) -> None:
         flag.fp32_precision = setting
 
 
+def cores() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def device_of(name: str, number: int | None = None) -> torch.device:
     """The device that a config names; `number` is this process's GPU where several share a machine."""
     if name == "auto":

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import math
 import multiprocessing
-import os
 import signal
 import sys
 import threading
@@ -31,7 +30,7 @@ from . import config as configs
 from . import runs
 from .config import Config
 from .files import DataError
-from .processes import device_of
+from .processes import cores, device_of
 from .recipes import MEASURES, RECIPES, Recipe, select
 from .results import BEGIN, changes, document, make_record, put_summary, read_record, table, write_record
 from .runs import RunError
@@ -245,7 +244,7 @@ def several(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:
 
 
 def _in_process(job: Job) -> None:
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // job.at_once))
+    torch.set_num_threads(max(1, cores() // job.at_once))
     sys.exit(CODES[attempt_beside_others(job)])
 
 

@@ -30,6 +30,7 @@ from . import models, runs
 from .config import Config
 from .data import absolute_path
 from .files import DataError, MissingError
+from .processes import cores
 from .reproduce import passing_on
 from .runs import InUse, RunError
 from .train import Diverged, Progress, load_data, same_data, train
@@ -167,7 +168,7 @@ def _work(number: int, processes: int, pipe: Any) -> None:
     if count > 1:
         names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
         os.environ["CUDA_VISIBLE_DEVICES"] = names[number % len(names)]
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
+    torch.set_num_threads(max(1, cores() // processes))
     threading.Thread(target=_stop_with_the_parent, daemon=True).start()
     with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
         while (job := pipe.recv()) is not None:
@@ -275,4 +276,4 @@ def room_here(config: Config) -> int:
     """How many runs this machine has room for: one a GPU, or one a core."""
     if config.device != "cpu" and torch.cuda.is_available():
         return torch.cuda.device_count()
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores()

@@ -6,6 +6,7 @@ dh and dc are in float32. Rows lie as the caller has them, so that nothing here 
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -102,16 +103,25 @@ def takes_x(w_ih: Tensor) -> bool:
 @contextmanager
 def products(like: Tensor) -> Iterator[None]:
     """While products of float32 are taken as nn.LSTM takes them: in TF32, unless that is switched off for RNNs."""
-    flags = torch.backends.cuda.matmul
-    before, wanted = flags.fp32_precision, "tf32" if compiler.tf32() else "ieee"
-    if like.dtype != torch.float32 or before == wanted:
+    if like.dtype != torch.float32:
         yield
         return
-    flags.fp32_precision = wanted
+    flags, wanted = torch.backends.cuda.matmul, "tf32" if compiler.tf32() else "ieee"
+    with _setting:  # it is the whole process's: the first who comes changes it, the last who leaves puts it back
+        _before.append(_before[0] if _before else flags.fp32_precision)
+        if flags.fp32_precision != wanted:
+            flags.fp32_precision = wanted
     try:
         yield
     finally:
-        flags.fp32_precision = before
+        with _setting:
+            before = _before.pop()
+            if not _before and before != wanted:
+                flags.fp32_precision = before
+
+
+_setting = threading.Lock()
+_before: list[str] = []  # how it was, for each who is inside
 
 
 def forward(loop: Loop) -> None:

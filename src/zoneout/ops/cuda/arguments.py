@@ -68,7 +68,7 @@ class Normed(ctypes.Structure):
 
 
 class LaunchAttribute(ctypes.Structure):
-    """`CUlaunchAttribute` of the driver, for attributes that are one number."""
+    """`CUlaunchAttribute` of the driver, for attributes that are numbers."""
 
     _fields_ = [("id", _i64), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15)]
 

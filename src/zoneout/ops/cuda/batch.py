@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from functools import cache
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..loop import GATES, Backward, Loop
-from .arguments import CELLS, TYPES, loop_arguments
+from .arguments import CELLS, TYPES, Launch, LaunchAttribute, loop_arguments
 from .compiler import Kernel, chip, driver, load, pack, tf32
 from .small import MOST_NUMBERS, modes_of, norm_arguments
 
@@ -17,6 +18,7 @@ MOST_BLOCKS = 16  # of a cluster
 MOST_WARPS = 8  # of a block: with more, a thread has too few registers
 PIECES = {(False, True): 52, (False, False): 16, (True, True): 26, (True, False): 0}  # in registers: backwards, plain
 _LARGE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,8 @@ def run(loop: Loop, back: Backward | None) -> bool:
     arguments, norm = loop_arguments(loop, back), norm_arguments(loop, back)
     paired = pairs_lie_even(loop, [*arguments.alive, *norm.alive])
     kernel = _kernel(loop.gates.get_device(), loop.cell, loop.gates.dtype, back is not None, tiles, paired, modes)
+    if kernel is None:
+        return False
     kernel.launch(tiles.blocks, tiles.threads, pack((arguments.struct, norm.struct)), tiles.shared)
     return True
 
@@ -103,11 +107,15 @@ def defines_of(
 @cache
 def _kernel(
     device: int, cell: str, dtype: torch.dtype, back: bool, tiles: Plan, paired: bool, modes: tuple[int, int] | None
-) -> Kernel:
+) -> Kernel | None:
+    """The compiled kernel, or None where the device has no room for its cluster."""
     defines = defines_of(cell, dtype, back, tiles, paired, modes)
     (kernel,) = load(device, "batch.cu", ("backward" if back else "forward",), defines)
     with torch.cuda.device(device):
         kernel.allow_shared(tiles.shared)
-        if tiles.blocks > 8:
-            driver().cuFuncSetAttribute(kernel.handle, _LARGE_CLUSTERS, 1)
-    return kernel
+        if tiles.blocks > 8 and driver().cuFuncSetAttribute(kernel.handle, _LARGE_CLUSTERS, 1):
+            return None
+        size, count = LaunchAttribute(_CLUSTER, tiles.blocks, (ctypes.c_int * 15)(1, 1)), ctypes.c_int()
+        how = Launch(tiles.blocks, 1, 1, tiles.threads, 1, 1, tiles.shared, None, ctypes.pointer(size), 1)
+        status = driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), kernel.handle, ctypes.byref(how))
+    return None if status or count.value == 0 else kernel

@@ -44,23 +44,22 @@ def chip(device: int) -> Chip:
     return Chip(of.multi_processor_count, getattr(of, "shared_memory_per_block_optin", 48 * 1024), of.major)
 
 
-_sharers = 1  # loops that run side by side on a GPU
+_sharers = [1]  # loops that run side by side on a GPU, as each of those says who is inside of `shared_by`
 
 
 @contextmanager
 def shared_by(loops: int) -> Iterator[None]:
     """While so many loops run side by side on a GPU, each in a stream of its own: each takes its part of the chip."""
-    global _sharers
-    before, _sharers = _sharers, loops
+    _sharers.append(loops)
     try:
         yield
     finally:
-        _sharers = before
+        _sharers.remove(loops)
 
 
 def processors(device: int) -> int:
     """How many processors of the GPU with this number one loop may fill, if it can do with less than all."""
-    return max(1, chip(device).processors // _sharers)
+    return max(1, chip(device).processors // max(_sharers))
 
 
 class Kernel:
@@ -151,20 +150,22 @@ def compiled(text: str, options: Sequence[str]) -> tuple[bytes, str]:
     nvrtc = compiler()
     program = ctypes.c_void_p()
     _check_nvrtc(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"zoneout.cu", 0, None, None))
-    given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-    status = nvrtc.nvrtcCompileProgram(program, len(options), given)
-    size = ctypes.c_size_t()
-    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-    log = ctypes.create_string_buffer(size.value)
-    nvrtc.nvrtcGetProgramLog(program, log)
-    said = log.value.decode()
-    if status != 0:
-        raise RuntimeError(f"a kernel did not compile with {list(options)}:\n{said}")
-    _check_nvrtc(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
-    image = ctypes.create_string_buffer(size.value)
-    _check_nvrtc(nvrtc.nvrtcGetCUBIN(program, image))
-    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    return image.raw, said
+    try:
+        given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        status = nvrtc.nvrtcCompileProgram(program, len(options), given)
+        size = ctypes.c_size_t()
+        nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetProgramLog(program, log)
+        said = log.value.decode()
+        if status != 0:
+            raise RuntimeError(f"a kernel did not compile with {list(options)}:\n{said}")
+        _check_nvrtc(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+        image = ctypes.create_string_buffer(size.value)
+        _check_nvrtc(nvrtc.nvrtcGetCUBIN(program, image))
+        return image.raw, said
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
 # --- the libraries ---------------------------------------------------------------------------------
