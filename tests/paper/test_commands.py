@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import fabricated
 import pytest
 import torch
 from command_line import SMALL, TEXT, environment, process
@@ -375,12 +377,14 @@ def test_show_describes_a_run(trained, zoneout) -> None:
     assert config.from_json(page["config"]) == runs.read_config(trained)
 
 
-def test_show_repeats_the_command(trained, zoneout) -> None:
+def test_show_repeats_the_command(trained, tmp_path, zoneout) -> None:
     """The options that show prints do not make the run that they describe."""
-    shown = zoneout("show", trained)[1]
-    (options,) = [line.split() for line in shown.splitlines() if line.startswith("  --")]
-    command = cli.parse("train", options)
-    assert command.config == runs.read_config(trained)
+    settings = {"data.name": "my text.txt", "model.one_bias": True, "batches.offset": False}
+    other = fabricated.run_folder(tmp_path, "other", best=1.5, **settings, **{"optimizer.betas": [0.5, 0.9]})
+    for run in (trained, other):
+        shown = zoneout("show", run)[1]
+        (options,) = [shlex.split(line) for line in shown.splitlines() if line.startswith("  --")]
+        assert cli.parse("train", options).config == runs.read_config(run)
 
 
 def test_show_compares_and_draws(trained, zoneout) -> None:

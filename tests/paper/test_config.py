@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from zoneout.paper.config import (
     names,
     to_json,
 )
+from zoneout.paper.recipes import RECIPES
 
 WORD_PTB = Config(
     data=Data("word-ptb", by="word"),
@@ -127,6 +129,31 @@ def test_change_reads_strings_as_the_fields_type() -> None:
         change(Config(), {"zoneout.cel": 1})
     with pytest.raises(ValueError, match=r"zoneout\.cell: expected a number, got 'half'"):
         change(Config(), {"zoneout.cell": "half"})
+
+
+STRANGE = change(
+    PMNIST,
+    {
+        "data.name": "-a 'text' of $HOME/ours.txt",
+        "data.valid": "its valid.txt",
+        "batches.offset": False,
+        "optimizer.betas": [0.5, 0.9],
+        "optimizer.eps": 1e-30,
+        "model.forget_bias": -1e-5,
+        "seed": -3,
+    },
+)
+
+
+@pytest.mark.parametrize("config", [Config(), WORD_PTB, PMNIST, STRANGE], ids=["default", "words", "pmnist", "strange"])
+def test_the_command_line_takes_the_flags(config: Config) -> None:
+    """A command that is shown is refused, or makes another run."""
+    cli = pytest.importorskip("zoneout.paper.cli")
+    shown = shlex.join(configs.flags(configs.changed(config)))
+    assert cli.parse("train", shlex.split(shown)).config == config
+    recipe = RECIPES["pmnist_zoneout"]
+    back = shlex.join(configs.flags(configs.changed(config, recipe.make())))
+    assert cli.parse("sweep", [recipe.name, *shlex.split(back)]).config == config  # None and False, where it has others
 
 
 def test_every_field_has_help() -> None:

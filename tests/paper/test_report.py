@@ -6,6 +6,7 @@ The records, measurements and runs here are invented.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -18,7 +19,7 @@ from zoneout.paper import cli, gradients, page
 from zoneout.paper.figures import FIGURES
 from zoneout.paper.recipes import QUOTED, RECIPES
 from zoneout.paper.report import paper_page, runs_page, spread
-from zoneout.paper.runs import RunError
+from zoneout.paper.runs import RunError, read_config
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 SPEED = """\
@@ -211,6 +212,15 @@ def test_runs_are_compared_with_each_other(mine: str) -> None:
     assert [cell for cell in rate.split("|") if cell] == ["--zoneout.cell", "0.0", "0.5", "0.0"]
     assert mine.count("<figure") == 3  # two measures, and the gradients of one run
     assert "--optimizer.betas 0.8 0.99" in mine and "--zoneout.cell 0.5" in mine
+
+
+def test_the_command_of_a_run_makes_it_again(tmp_path: Path) -> None:
+    """The command that a page shows is refused, or makes another run."""
+    settings = {"data.name": "my text.txt", "model.one_bias": True, "batches.offset": False}
+    folder = fabricated.run_folder(tmp_path, "a run", best=1.5, **settings, **{"optimizer.betas": [0.5, 0.9]})
+    (shown,) = [text for _, text in Page(runs_page([folder])).all("code") if "zoneout train" in text]
+    command = cli.parse("train", shlex.split(shown)[2:])
+    assert command.out == folder and command.config == read_config(folder)
 
 
 def test_one_run_is_a_page_too(tmp_path: Path) -> None:

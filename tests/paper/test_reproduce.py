@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,8 +20,8 @@ from zoneout.paper import reproduce as module
 from zoneout.paper import results as pages
 from zoneout.paper.config import Batches, Config, Data, Evaluation, Model, Optimizer, Protocol, Zoneout, change, to_json
 from zoneout.paper.recipes import RECIPES, Recipe
-from zoneout.paper.reproduce import main, reproduce
-from zoneout.paper.results import FORMAT, document, reached, read_record, table, write_record
+from zoneout.paper.reproduce import main, parser, reproduce
+from zoneout.paper.results import FORMAT, command_of, document, reached, read_record, table, write_record
 from zoneout.paper.runs import Run, RunError, read_metrics
 from zoneout.paper.train import stop_requests, train
 
@@ -220,6 +221,18 @@ def test_ctrl_c_reaches_runs_in_threads() -> None:
         assert thread.submit(listening).result() and asked()
     with stop_requests() as asked:
         assert not asked()
+
+
+def test_the_command_of_a_record_makes_the_run_again() -> None:
+    """A shell takes the command apart, or it makes another run."""
+    recipe = RECIPES["char_ptb_zoneout"]
+    settings = {"optimizer.betas": [0.5, 0.9], "data.name": "it's my text", "data.limit": None, "batches.offset": False}
+    config = change(recipe.make(), {"seed": 3, "precision": "bf16"} | settings)
+    _, _, *words = shlex.split(command_of(recipe.name, config))
+    options = parser("zoneout reproduce").parse_args(words)
+    made = dict(setting.split("=", 1) for setting in options.set)
+    own = {"seed": options.first_seed, "precision": options.precision}
+    assert options.task == recipe.name and change(recipe.make(), made | own) == config
 
 
 def test_settings_of_ones_own_do_not_pass_for_the_recipe() -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from sweeps import BASE, GRID, jobs, rows
 
 from zoneout.paper import cli, cluster, runs, sweep, sweep_report
-from zoneout.paper.config import Config, at, change, names, to_json
+from zoneout.paper.config import change, changed, flags
 from zoneout.paper.files import DataError
 from zoneout.paper.runs import RunError
 from zoneout.paper.sweep import run_local
@@ -323,7 +323,7 @@ def test_a_combination_that_cannot_be_is_told_first(tmp_path: Path, monkeypatch:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ctrl-C in the middle ends with a checkpoint, and the same command then gives what it would have given."""
-    options = [f"--{n.replace('_', '-')}={v}" for n, v in _changed(BASE).items()]
+    options = flags(changed(BASE))
     command = [sys.executable, "-m", "zoneout", "sweep", *options, "--grid", GRID[0], "--seeds", "2", "--json"]
     environment = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
@@ -347,11 +347,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert json.loads((tmp_path / "a" / "results.json").read_text()) == found
     assert cli.main(["sweep", "char_ptb_zonout", "--out", str(tmp_path)]) == 2
     assert "there is no recipe 'char_ptb_zonout'; the nearest are char_ptb_zoneout" in capsys.readouterr().err
-
-
-def _changed(config: Config) -> dict[str, Any]:
-    own, default = to_json(config), to_json(Config())
-    return {n: at(own, n) for n in names() if at(own, n) != at(default, n)}
 
 
 def test_the_recipe_is_what_the_options_leave_open() -> None:

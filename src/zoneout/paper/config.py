@@ -400,6 +400,35 @@ def change(config: Config, values: dict[str, Any]) -> Config:
     return from_json(plain)
 
 
+def changed(config: Config, other: Config | None = None) -> dict[str, Any]:
+    """The fields that a config has otherwise than another, or than the default: by dotted name, as JSON has them.
+
+    >>> changed(Config(model=Model(one_bias=True), optimizer=Optimizer(betas=(0.5, 0.9))))
+    {'model.one_bias': True, 'optimizer.betas': [0.5, 0.9]}
+    """
+    ours, theirs = to_json(config), to_json(other or Config())
+    return {name: at(ours, name) for name in names() if at(ours, name) != at(theirs, name)}
+
+
+def flags(settings: dict[str, Any]) -> list[str]:
+    """Settings, as JSON has them, in the words that the command line takes.
+
+    >>> " ".join(flags({"model.one_bias": True, "batches.offset": False, "optimizer.betas": [0.5, 0.9]}))
+    '--model.one-bias --batches.no-offset --optimizer.betas 0.5 0.9'
+    """
+    words: list[str] = []
+    for name, value in settings.items():
+        group, dot, last = name.replace("_", "-").rpartition(".")
+        if isinstance(value, bool):
+            words.append(f"--{group}{dot}{'' if value else 'no-'}{last}")
+            continue
+        first, *rest = map(str, value if isinstance(value, list) else [value])
+        option = f"--{group}{dot}{last}"
+        words += [f"{option}={first}"] if first.startswith("-") else [option, first]  # which is not an option itself
+        words += rest
+    return words
+
+
 def _parse(text: str, hint: Any) -> Any:
     """A string as the JSON it spells, where the field is not itself a string."""
     try:

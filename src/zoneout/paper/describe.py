@@ -8,7 +8,6 @@ from typing import Any
 
 from . import config as configs
 from . import runs
-from .config import Config
 from .progress import duration, worth
 from .train import Summary
 
@@ -38,7 +37,6 @@ def describe(folder: Path) -> dict[str, Any]:
     config, rows = runs.read_config(folder), runs.read_metrics(folder)
     valid = [row for row in rows if row["kind"] == "valid"]
     ended = runs.read_summary(folder)
-    default, own = configs.to_json(Config()), configs.to_json(config)
     return {
         "run": str(folder),
         "status": ended["status"] if ended else "not finished",
@@ -48,8 +46,8 @@ def describe(folder: Path) -> dict[str, Any]:
         "test": next((row for row in reversed(rows) if row["kind"] == "test"), None),
         "parameters": ended and ended["parameters"],
         "seconds": ended and ended["seconds"],
-        "changed": {n: configs.at(own, n) for n in configs.names() if configs.at(own, n) != configs.at(default, n)},
-        "config": own,
+        "changed": configs.changed(config),
+        "config": configs.to_json(config),
     }
 
 
@@ -68,10 +66,5 @@ def described(page: dict[str, Any]) -> str:
     if page["test"]:
         lines.append(f"  test        {worth(page['test'])} ({page['test']['predictions']:,} predictions)")
     if page["changed"]:
-        lines.append("  " + " ".join(f"--{n.replace('_', '-')} {spelled(v)}" for n, v in page["changed"].items()))
+        lines.append(f"  {shlex.join(configs.flags(page['changed']))}")
     return "\n".join(lines)
-
-
-def spelled(value: Any) -> str:
-    """A value as the command line takes it."""
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

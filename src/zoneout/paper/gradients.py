@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -197,7 +198,7 @@ def make_record(
     for name, each in norms.items():
         layer, _, state = name.removeprefix("recurrent.").rpartition(".")
         made.setdefault(layer, {})[NAMES[state]] = flow(each)
-    of_recipe = f"{recipe} --seed {config.seed}" if recipe else str(folder)
+    of_recipe = f"{recipe} --seed {config.seed}" if recipe else shlex.quote(str(folder))
     return {
         "format": FORMAT,
         "recipe": recipe,
@@ -268,7 +269,7 @@ def places(what: Sequence[str], seed: int, out: Path, results: Path) -> list[tup
                 if not (folder / "config.json").exists():
                     raise RunError(
                         f"{recipe.name} has not been run: {folder} is not there. "
-                        f"`zoneout reproduce {recipe.name} --first-seed {seed} --out {out}` makes it."
+                        f"`zoneout reproduce {recipe.name} --first-seed {seed} --out {shlex.quote(str(out))}` makes it."
                     )
                 found.append((folder, results / recipe.name / f"gradients-seed-{seed}.json", recipe.name))
         else:

@@ -17,7 +17,7 @@ from typing import Any
 from . import config as configs
 from . import figures, gradients, plots, runs
 from .config import at
-from .describe import describe, spelled
+from .describe import describe
 from .page import Html, code, document, element, figure, join, link, section, table
 from .progress import duration
 from .recipes import MEASURES, QUOTED, RECIPES, Recipe
@@ -344,13 +344,16 @@ def options_table(pages: Sequence[dict[str, Any]]) -> Html | None:
     return table("All other options are the same.", head, rows, "options") if rows else None
 
 
+def spelled(value: Any) -> str:
+    """The value of an option, in a table."""
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
 def run_commands(pages: Sequence[dict[str, Any]]) -> Html:
     """The command that makes each run again."""
     lines: list[Html] = []
     for which, page in enumerate(pages):
-        words = ["zoneout", "train", "--out", page["run"]]
-        for name, value in page["changed"].items():
-            words += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]
+        words = ["zoneout", "train", "--out", page["run"], *configs.flags(page["changed"])]
         lines.append(element("dt", page["run"], id=f"make-run-{which}"))
         lines.append(element("dd", code(shlex.join(words))))
     return element("dl", join(lines, "\n"))

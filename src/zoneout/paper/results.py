@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import platform
+import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -97,15 +98,16 @@ def make_record(
 
 def command_of(recipe: str, config: Config) -> str:
     """The command that makes the run again."""
-    changed = "".join(f" --set {name}={json.dumps(ours)}" for name, ours, _ in changes(config, RECIPES[recipe].make()))
-    return f"zoneout reproduce {recipe} --first-seed {config.seed} --precision {config.precision}{changed}"
+    words = ["zoneout", "reproduce", recipe, "--first-seed", str(config.seed), "--precision", config.precision]
+    for name, ours, _ in changes(config, RECIPES[recipe].make()):
+        words += ["--set", f"{name}={json.dumps(ours)}"]
+    return shlex.join(words)
 
 
 def changes(config: Config, other: Config) -> list[tuple[str, Any, Any]]:
     """The fields in which two configs differ, but for those that a recipe leaves open: name, here, there."""
-    ours, theirs = configs.to_json(config), configs.to_json(other)
-    pairs = ((name, configs.at(ours, name), configs.at(theirs, name)) for name in configs.names() if name not in FREE)
-    return [(name, here, there) for name, here, there in pairs if here != there]
+    there = configs.to_json(other)
+    return [(n, here, configs.at(there, n)) for n, here in configs.changed(config, other).items() if n not in FREE]
 
 
 def protocols(config: Config) -> list[Protocol | None]:

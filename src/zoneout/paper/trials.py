@@ -23,7 +23,6 @@ from .runs import RunError
 State: TypeAlias = Literal["missing", "begun", "finished", "stopped", "diverged", "failed"]
 
 NAMES = tuple(configs.names())
-DEFAULT = configs.to_json(Config())
 ANYHOW = ("device", "log_every", "save_every")  # what a run may have otherwise and still be the same
 LENGTH = ("epochs", "updates", "patience")  # a run that differs in these alone is the same, to be made longer
 PATHS = ("data.name", "data.valid", "data.test")  # what may be a file
@@ -58,10 +57,9 @@ class Trial:
     @cached_property
     def digest(self) -> str:
         """Of all that makes the run what it is: equal digests, equal runs, though one may be longer."""
-        ours, default = configs.to_json(self.config), DEFAULT
         length = () if self.config.schedule.kind == "cosine" else tuple(n for n in LENGTH if n not in self.fields)
-        names = [n for n in NAMES if n not in (*ANYHOW, *length) and configs.at(ours, n) != configs.at(default, n)]
-        page = json.dumps({name: configs.at(ours, name) for name in names}, sort_keys=True)
+        own = {n: v for n, v in configs.changed(self.config).items() if n not in (*ANYHOW, *length)}
+        page = json.dumps(own, sort_keys=True)
         return hashlib.sha256(page.encode()).hexdigest()[:8]
 
     @cached_property
@@ -166,8 +164,7 @@ def state_of(trial: Trial, folder: Path, *, scheduled: bool = False) -> State:
     """How it stands with a trial. What a scheduler stopped is only ended where there is a scheduler."""
     if not (folder / "config.json").exists():
         return "missing"
-    ours, theirs = configs.to_json(trial.config), configs.to_json(runs.read_config(folder))
-    other = [n for n in NAMES if n not in ANYHOW and configs.at(ours, n) != configs.at(theirs, n)]
+    other = [n for n in configs.changed(trial.config, runs.read_config(folder)) if n not in ANYHOW]
     if other:
         if set(other) <= set(LENGTH):
             runs.check_length(folder, trial.config)
