@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from zoneout.paper.progress import Lines, Live, Pace, TensorBoard, figure_of, together
+from zoneout.paper.measures import figure_of
+from zoneout.paper.progress import Lines, Live, Pace, TensorBoard, together
 
 Event = dict[str, Any]
 

@@ -17,8 +17,9 @@ import pytest
 
 from zoneout.paper import cli, gradients, page
 from zoneout.paper.figures import FIGURES
+from zoneout.paper.measures import spread
 from zoneout.paper.recipes import QUOTED, RECIPES
-from zoneout.paper.report import paper_page, runs_page, spread
+from zoneout.paper.report import paper_page, runs_page
 from zoneout.paper.runs import RunError, read_config
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from . import config as configs
-from . import plots
 from .config import Config
+from .measures import measure_in
 from .sweep import RETRIES, Job, Say, mark
 from .trials import Range, Trial, folders, known_trials, row_of, spelled, state_of, told, trial_of
 
@@ -219,7 +219,7 @@ def _train(job: Job, threads: int) -> None:
         if event["kind"] == "start":
             total = max(1, event["updates"])
         if event["kind"] == "valid":
-            measure = plots.measure_in(event) or "nats"
+            measure = measure_in(event) or "nats"
             tune.report({"valid": event[measure], "progress": 100 * event["update"] / total, "ended": False})
 
     problem = job(tell)

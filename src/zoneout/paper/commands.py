@@ -29,10 +29,11 @@ from .describe import describe, described, ending
 from .evaluate import estimate_statistics, evaluate, evaluate_text
 from .feeds import make_feed, on_device
 from .files import DATASETS
+from .measures import LABELS, figure_of, measure_of
 from .processes import device_of
-from .progress import TensorBoard, figure_of, together, watch
+from .progress import TensorBoard, together, watch
 from .sample import sample
-from .train import data_of, measure_of, train
+from .train import data_of, train, values_of
 from .trials import PATHS
 
 OK, FAILED, WRONG_USE, BAD_DATA, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
@@ -145,7 +146,7 @@ class Eval:
         if self.text is not None:
             if loaded.vocabulary is None:
                 raise ValueError(f"--text: {self.run} classifies images and cannot read a text")
-            measure = "bits" if loaded.vocabulary.unit == "char" else "perplexity"
+            measure = measure_of(loaded.vocabulary)
             numbers = read_text(self.text, loaded.vocabulary)
             if strangers := loaded.vocabulary.strangers(numbers):
                 say(f"{self.text}: {strangers}")
@@ -156,8 +157,8 @@ class Eval:
             score = evaluate(loaded.model, data, part, loaded.config, protocol=protocol)
         where = str(self.text) if self.text else part
         if self.json:
-            values = {measure: getattr(score, measure), "nats": score.nats, "predictions": score.predictions}
-            print(json.dumps({"run": str(self.run), "part": where, "protocol": asdict(protocol), **values}))
+            page = {"run": str(self.run), "part": where, "protocol": asdict(protocol)}
+            print(json.dumps(page | values_of(score, measure)))
             return OK
         how = {
             "chunks": f"chunks of {protocol.length:,}, each from the initial state",
@@ -235,14 +236,14 @@ class Show:
         strangers = [curve for curve in curves if curve.valid and curve.measure != measure]
         curves = [curve for curve in curves if curve not in strangers]
         for curve in strangers:
-            unit, other = plots.UNITS[measure], plots.UNITS[curve.measure]
+            unit, other = LABELS[measure], LABELS[curve.measure]
             say(f"{curve.name} is not drawn: its {other} does not go with {unit}, which the curves are in")
         if self.json:
             print(json.dumps(pages if len(pages) > 1 else pages[0]))
         else:
             print("\n\n".join(described(page) for page in pages))
             width = min(shutil.get_terminal_size((80, 24)).columns, 100)
-            print(f"\n{plots.UNITS[measure]}, validation:\n{plots.ascii_curves(curves, width)}")
+            print(f"\n{LABELS[measure]}, validation:\n{plots.ascii_curves(curves, width)}")
         if self.picture is not None:
             plots.save(plots.figure(curves), self.picture)
             say(f"The picture is in {self.picture}")

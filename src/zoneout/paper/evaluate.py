@@ -6,7 +6,6 @@ memory does not grow with the text.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from . import batches
 from .config import Config, Protocol
 from .data import Corpus, Images
 from .feeds import Feed, as_sequences, on_device
+from .measures import in_measure
 from .models import at_least_float32
 from .processes import products_in
 
@@ -30,8 +30,8 @@ from .processes import products_in
 class Score:
     """What came out: nats a prediction, how many predictions, and of images the share that is wrong.
 
-    >>> score = Score(nats=math.log(2), predictions=99)
-    >>> round(score.bits, 6), round(score.perplexity, 6)
+    >>> score = Score(nats=0.693147, predictions=99)
+    >>> round(score.bits, 5), round(score.perplexity, 5)
     (1.0, 2.0)
     """
 
@@ -42,12 +42,12 @@ class Score:
     @property
     def bits(self) -> float:
         """Bits a prediction."""
-        return self.nats / math.log(2)
+        return in_measure(self.nats, "bits")
 
     @property
     def perplexity(self) -> float:
-        """e to the nats; a number for every finite loss, however bad."""
-        return math.exp(min(self.nats, 700.0))
+        """e to the nats."""
+        return in_measure(self.nats, "perplexity")
 
 
 def nothing() -> None:

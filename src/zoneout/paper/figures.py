@@ -15,13 +15,13 @@ from textwrap import fill
 from typing import Any, TypeAlias
 
 from . import gradients, plots
+from .measures import UNITS, in_measure, rounded
 from .plots import COLOURS, DASHED, INK, MARKERS, PAPER, SOFT
 from .recipes import RATES_EPOCHS, RECIPES, Recipe
 from .results import Record, best_epoch, fitting, named
 from .runs import RunError
 
 Records: TypeAlias = dict[str, list[Record]]  # by recipe; those without any are left out
-UNITS = plots.UNITS | {"error": "share that is wrong"}
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def curves(records: Records, *, train: bool = True, marks: bool = True) -> tuple
             panels[0].plot(epochs, valid, **style, **label, **(marked if marks else {}))
             if train:
                 nats = [(e, n) for e, n in zip(epochs, record["curve"]["train_nats"]) if n is not None]
-                values = [n if apart else plots.in_measure(n, measure) for _, n in nats]
+                values = [in_measure(n, measure) for _, n in nats]
                 panels[-1].plot([e for e, _ in nats], values, **(style | {"ls": DASHED, "lw": 1.1}))
     panels[0].set(xlabel="epoch", ylabel=f"{UNITS[measure]}, validation" if apart else UNITS[measure])
     panels[0].set_ylim(*limits(records, measure, train=train and not apart))
@@ -133,7 +133,7 @@ def limits(records: Records, measure: str, *, train: bool) -> tuple[float, float
     low, worst = min(best), max(best)
     every = [low]
     for record in (record for runs in records.values() for record in runs) if train else ():
-        every += [plots.in_measure(nats, measure) for nats in record["curve"]["train_nats"] if nats is not None]
+        every += [in_measure(nats, measure) for nats in record["curve"]["train_nats"] if nats is not None]
     top = worst + max(worst - low, 0.15 * low)
     return min(every) - 0.04 * (top - min(every)), top
 
@@ -144,10 +144,8 @@ def labelled(arm: str, runs: Sequence[Record]) -> str:
 
 def best_of(arm: str, runs: Sequence[Record]) -> str:
     """An arm's best validation in words."""
-    recipe = RECIPES[arm]
     value = fmean(record["valid"] for record in runs)
-    digits = ".1f" if recipe.measure == "perplexity" else ".3f"
-    return f"{labelled(arm, runs)} {value:{digits}} at epoch {best_epoch(runs)}"
+    return f"{labelled(arm, runs)} {rounded(value, RECIPES[arm].measure)} at epoch {best_epoch(runs)}"
 
 
 def validation_curves(records: Records) -> tuple[Any, str]:
@@ -169,11 +167,12 @@ def static_curves(records: Records) -> tuple[Any, str]:
         ]
         if found:
             value, axes = fmean(found), fig.axes[0]
-            axes.axhline(value, color=INK, lw=1, ls=":", label=f"static, by expectation: {value:.3f}")
+            shown = rounded(value, runs[0]["measure"])
+            axes.axhline(value, color=INK, lw=1, ls=":", label=f"static, by expectation: {shown}")
             low, high = axes.get_ylim()
             axes.set_ylim(low, max(high, value + 0.04 * (high - low)))
             plots.legend(axes, below=True)
-            text += f" The static masks' model evaluated with the expectation instead of its masks: {value:.3f}."
+            text += f" The static masks' model evaluated with the expectation instead of its masks: {shown}."
     return fig, text
 
 
@@ -231,8 +230,8 @@ def rates(records: Records) -> tuple[Any, str]:
             capsize=2, label=series,
         )  # fmt: skip
         rate, value = min(((rate, mean) for (rate, _), mean in zip(points, means)), key=lambda pair: pair[1])
-        words.append(f"{series} {value:.3f} at {rate:g}")
-    axes.set(xlabel="rate", ylabel="bits per character, best validation")
+        words.append(f"{series} {rounded(value, 'bits')} at {rate:g}")
+    axes.set(xlabel="rate", ylabel=f"{UNITS['bits']}, best validation")
     plots.legend(axes, below=True)
     return fig, f"The best of each line: {'; '.join(words)}."
 

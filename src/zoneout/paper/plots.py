@@ -15,9 +15,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from .measures import LABELS, in_measure, measure_in
 from .runs import read_metrics
 
-UNITS = {"bits": "bits per character", "perplexity": "perplexity", "error": "error"}
 MARKS = "ox+*#@"
 DARK = {  # every colour that is drawn, and what a dark page has in its place
     "#0072b2": "#5cb8f0",
@@ -50,18 +50,6 @@ class Curve:
     def best(self) -> tuple[float, float]:
         """Where the validation was best."""
         return min(self.valid, key=lambda point: point[1])
-
-
-def measure_in(row: dict[str, Any]) -> str | None:
-    """What a line of the metrics is judged by."""
-    return next((name for name in UNITS if name in row), None)
-
-
-def in_measure(nats: float, measure: str) -> float:
-    """A training loss in nats, in the unit that the validation is shown in; of images it stays in nats."""
-    if measure == "bits":
-        return nats / math.log(2)
-    return math.exp(min(nats, 700.0)) if measure == "perplexity" else nats
 
 
 def read_curve(folder: Path | str, name: str | None = None) -> Curve:
@@ -118,7 +106,7 @@ def figure(curves: Sequence[Curve], title: str = "") -> Any:
         axes.annotate(
             f"{value:.4g}", (at, value), xytext=(0, -12), textcoords="offset points", ha="center", color=colour
         )
-    unit = UNITS[curves[0].measure] if curves else ""
+    unit = LABELS[curves[0].measure] if curves else ""
     axes.set(xlabel="update", ylabel=unit)
     # What comes before the first validation is far above everything of interest.
     seen = [value for curve in curves for _, value in curve.valid]

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-from .plots import UNITS, in_measure, measure_in
+from .measures import LABELS, figure_of, in_measure, measure_in
 
 Event: TypeAlias = dict[str, Any]
 Listener: TypeAlias = Callable[[Event], None]
@@ -30,13 +30,6 @@ def worth(row: Event) -> str:
     """
     measure = measure_in(row) or "bits"
     return figure_of(row[measure], measure)
-
-
-def figure_of(value: float, measure: str) -> str:
-    """A value as it is shown: bits to a thousandth, perplexities to five digits, errors in per cent."""
-    if measure == "error":
-        return f"{value:.2%} wrong"
-    return f"{value:.3f} bits" if measure == "bits" else f"{value:.5g} ppl"
 
 
 def duration(seconds: float) -> str:
@@ -238,7 +231,7 @@ class TensorBoard:
         if kind == "start":  # what was written after the checkpoint that a run is continued from is passed over
             self.writer = self.make(event["update"] + 1 if event["update"] else None)
         if kind in ("train", "valid", "test"):
-            for name in ("nats", "lr", *UNITS):
+            for name in ("nats", "lr", *LABELS):
                 if name in event:
                     self.writer.add_scalar(f"{kind}/{name}", event[name], event["update"])
         if kind == "valid":

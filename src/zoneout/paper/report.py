@@ -11,17 +11,18 @@ import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from . import config as configs
 from . import figures, gradients, plots, runs
 from .config import at
 from .describe import describe
+from .measures import CAPTIONS, LABELS, REACHED, reached, rounded, spread
 from .page import Html, code, document, element, figure, join, link, section, table
 from .progress import duration
 from .recipes import MEASURES, QUOTED, RECIPES, Recipe
-from .results import Record, best_epoch, fitting, minutes, reached
+from .results import Record, best_epoch, fitting, minutes
 from .runs import RunError
 
 NONE = "–"
@@ -33,13 +34,11 @@ TASKS = {  # what a table is called, and where in the paper its rows are
     "pmnist": ("Permuted sequential MNIST, in the paper's order", "Table 2"),
     "pmnist-permuted": ("Sequential MNIST, truly permuted", "not in the paper; as Table 2, in another order"),
 }
-UNITS = {"bits": "bits per character", "perplexity": "perplexity", "error": "share of images that are wrong"}
+_REACHED = REACHED.replace("'", "’").replace(" %", "\N{NO-BREAK SPACE}%")
 RULE = (
     "Lower is better. Ours is the mean over seeds ± their standard deviation, of the weights with the best validation; "
-    "the epoch is that of this validation, the minutes are those of one run. Reached means that the mean is at or "
-    "below the paper’s number plus one standard deviation over our seeds; with one seed, plus 0.004 bits, "
-    "1\N{NO-BREAK SPACE}% of the perplexity or 0.005 of error. A run with batch norm is "
-    "validated with the statistics of its batches, as the paper’s were."
+    f"the epoch is that of this validation, the minutes are those of one run. Reached means that {_REACHED}. A run "
+    "with batch norm is validated with the statistics of its batches, as the paper’s were."
 )
 
 
@@ -89,7 +88,7 @@ def task_section(task: str, own: dict[str, list[Record]]) -> Html:
     title, where = TASKS[task]
     recipes = [recipe for recipe in RECIPES.values() if recipe.task == task]
     quoted = [row for row in QUOTED if row[0] == task]
-    unit = UNITS[MEASURES[task]]
+    unit = CAPTIONS[MEASURES[task]]
     main, ours, rest = ([r for r in recipes if r.group == group] for group in ("table", "ours", "more"))
     parts = [results_table(f"{title}: {where}. In {unit}.", main, own, quoted, name=task)]
     if ours:
@@ -129,7 +128,7 @@ def cells(recipe: Recipe, records: Sequence[Record]) -> list[Any]:
     for part, paper in papers.items():
         values = [record[part] for record in records]
         found += [as_paper(paper), link(where, spread(values, recipe.measure))]
-        found.append(NONE if paper is None else number(fmean(values) - paper, recipe.measure, "+"))
+        found.append(NONE if paper is None else rounded(fmean(values) - paper, recipe.measure, "+"))
         if paper is not None and recipe.held:
             verdicts.append("yes" if reached(values, paper, recipe.measure) else "no")
     verdict = verdicts[0] if len(set(verdicts)) == 1 else ", ".join(verdicts)
@@ -146,21 +145,6 @@ def cells(recipe: Recipe, records: Sequence[Record]) -> list[Any]:
 def as_paper(value: float | None) -> str:
     """A number as the paper has it."""
     return NONE if value is None else str(value)
-
-
-def number(value: float, measure: str, sign: str = "") -> str:
-    """A number of ours, with as many digits as the paper gives.
-
-    >>> number(1.36249, "bits"), number(-0.31, "perplexity", "+")
-    ('1.362', '-0.3')
-    """
-    return format(value, f"{sign}.{1 if measure == 'perplexity' else 3}f")
-
-
-def spread(values: Sequence[float], measure: str) -> str:
-    """The mean over seeds, and their standard deviation."""
-    mean = number(fmean(values), measure)
-    return mean if len(values) < 2 else f"{mean} ± {stdev(values):.{1 if measure == 'perplexity' else 4}f}"
 
 
 def drawn_figure(drawn: figures.Drawn) -> Html:
@@ -291,7 +275,7 @@ def runs_page(folders: Sequence[Path]) -> str:
         tables.append(runs_table({n: pages[n] for n in some}, measure))
         shown = [curves[n] for n in some if curves[n].valid]
         if shown:
-            title = f"Learning curves, {plots.UNITS[measure]}"
+            title = f"Learning curves, {LABELS[measure]}"
             text = "Best validation: " + "; ".join(f"{c.name} {c.best[1]:.4g} at update {c.best[0]:,}" for c in shown)
             picture = Html(plots.svg(plots.figure(shown), f"fig-{measure}", title, text))
             pictures.append(figure(picture, title, f"{text}.", name=f"figure-{measure}"))
@@ -333,7 +317,7 @@ def runs_table(pages: dict[int, dict[str, Any]], measure: str) -> Html:
                 page["status"],
             ]
         )
-    return table(f"In {UNITS[measure]}; lower is better.", [["Run", *names]], rows, f"runs-{measure}")
+    return table(f"In {CAPTIONS[measure]}; lower is better.", [["Run", *names]], rows, f"runs-{measure}")
 
 
 def options_table(pages: Sequence[dict[str, Any]]) -> Html | None:

@@ -14,7 +14,8 @@ import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
+from textwrap import fill
 from typing import Any, TypeAlias
 
 import torch
@@ -25,10 +26,11 @@ from . import config as configs
 from . import runs
 from .config import Config, Protocol
 from .evaluate import evaluate
+from .measures import REACHED, UNITS, measure_of, reached, rounded, spread
 from .processes import device_of
 from .recipes import MEASURES, QUOTED, RECIPES, Recipe
 from .runs import RunError
-from .train import data_of, measure_of, values_of
+from .train import data_of, values_of
 
 Record: TypeAlias = dict[str, Any]
 
@@ -41,14 +43,16 @@ GROUPS = {  # of recipes, and what is written above their table
     "more": "In the paper's figures and text:",
 }
 POINTS = 200  # of a learning curve, at most
-PAGE = """# Results
-
+RULE = f"""
 Made by `zoneout reproduce --write` from the records in `results/`; [how those are made](reproducing.md). Lower is
 better. Ours is the mean over seeds ± their standard deviation, of the weights with the best validation. *Reached* means
-that the mean is at or below the paper's number plus one standard deviation over our seeds; with one seed, plus 0.004
-bits, 1 % of the perplexity or 0.005 of error. Minutes are those of one run, the mean over the seeds that had the fewest
-others beside them on their GPU. A run with batch norm is validated with the statistics of its batches, as the paper's
-were; the tables by protocol have what the test's give on both parts.
+that {REACHED}. Minutes are those of one run, the mean over the seeds that had the fewest others beside them on their
+GPU. A run with batch norm is validated with the statistics of its batches, as the paper's were; the tables by protocol
+have what the test's give on both parts.
+"""
+PAGE = f"""# Results
+
+{fill(RULE.strip(), 120, break_on_hyphens=False)}
 
 Of the runs that shared a GPU (*N at once*) those of images with batch norm, with a true permutation, with recurrent
 dropout 0.15 and of the gradient flow may have been disturbed by each other, and are to be made again: [what they
@@ -185,17 +189,6 @@ def read_records(results: Path, recipe: str) -> list[Record]:
 # --- what they say ---------------------------------------------------------------------------------
 
 
-def reached(values: Sequence[float], paper: float, measure: str) -> bool:
-    """Whether the mean over seeds is at or below the paper's number, give or take what single runs scatter by.
-
-    >>> reached([1.3655], 1.362, "bits"), reached([1.367], 1.362, "bits"), reached([1.361, 1.367], 1.362, "bits")
-    (True, False, True)
-    """
-    if len(values) > 1:
-        return fmean(values) <= paper + stdev(values)
-    return values[0] <= paper + (0.01 * paper if measure == "perplexity" else {"bits": 0.004, "error": 0.005}[measure])
-
-
 def table(results: Path | str, recipes: Sequence[Recipe] | None = None, *, details: bool = True) -> str:
     """The records as a table for every task, in Markdown; with `details`, also every protocol and every run."""
     results = Path(results)
@@ -250,9 +243,7 @@ def fitting(recipe: Recipe, results: Path) -> tuple[list[Record], list[Record]]:
 
 
 def _main_table(recipes: Sequence[Recipe], results: Path, quoted: bool = False) -> str:
-    measure = recipes[0].measure
-    unit = {"bits": "bits per character", "perplexity": "perplexity", "error": "share that is wrong"}[measure]
-    lines, notes = _head(unit, *COLUMNS), []
+    lines, notes = _head(UNITS[recipes[0].measure], *COLUMNS), []
     for recipe in recipes:
         own, other = fitting(recipe, results)
         name, paper = f"{recipe.row} `{recipe.name}`", _paper(recipe.valid, recipe.test)
@@ -287,8 +278,8 @@ def _ours(recipe: Recipe, records: Sequence[Record]) -> list[str]:
     differences, verdicts, cells = [], [], []
     for part, paper in (("valid", recipe.valid), ("test", recipe.test)):
         values = [record[part] for record in records]
-        cells.append(_spread(values, recipe.measure))
-        differences.append("–" if paper is None else _figure(fmean(values) - paper, recipe.measure, "+"))
+        cells.append(spread(values, recipe.measure))
+        differences.append("–" if paper is None else rounded(fmean(values) - paper, recipe.measure, "+"))
         verdict = paper is not None and reached(values, paper, recipe.measure)
         verdicts.append("–" if paper is None or not recipe.held else "yes" if verdict else "no")
     if recipe.valid is None and recipe.test is None:
@@ -323,10 +314,10 @@ def _other_tables(recipes: Sequence[Recipe], results: Path) -> list[str]:
             cells = []
             for way in ways:
                 values = [s[measure] for s in scores if (_way(s), _mask(s)) == (way, mask)]
-                cells.append(_spread(values, measure) if values else "")
+                cells.append(spread(values, measure) if values else "")
             by_protocol.append(_row(f"`{recipe.name}`{mask}", *cells))
         for r in own:
-            figures = (_figure(r["valid"], measure), _figure(r["test"], measure), f"{r['best_epoch']:.4g}")
+            figures = (rounded(r["valid"], measure), rounded(r["test"], measure), f"{r['best_epoch']:.4g}")
             made = (r["precision"], r["device"], r["versions"]["torch"], r["date"], f"`{r['command']}`")
             name = f"{recipe.row}, seed {r['seed']}"
             runs_of.append(_row(name, *figures, _minutes([r]), *made))
@@ -352,14 +343,3 @@ def _row(*cells: str) -> str:
 def _paper(valid: float | None, test: float | None) -> str:
     """The paper's numbers, as it has them."""
     return "–" if valid is None and test is None else ", ".join("–" if v is None else str(v) for v in (valid, test))
-
-
-def _figure(value: float | None, measure: str, sign: str = "") -> str:
-    if value is None:
-        return "–"
-    return format(value, f"{sign}.1f" if measure == "perplexity" else f"{sign}.3f")
-
-
-def _spread(values: Sequence[float], measure: str) -> str:
-    mean = _figure(fmean(values), measure)
-    return mean if len(values) < 2 else f"{mean} ± {format(stdev(values), '.1f' if measure == 'perplexity' else '.4f')}"

@@ -26,6 +26,7 @@ from .data import Corpus, Images
 from .evaluate import Score, estimate_statistics, evaluate, predictions
 from .feeds import make_feed
 from .files import DataError
+from .measures import measure_of
 from .models import build, parameters_of
 from .processes import Processes, join
 from .runs import Run, RunError
@@ -388,11 +389,6 @@ def check_protocols(config: Config, data: Corpus | Images) -> None:
                 predictions(len(part), protocol)
             except ValueError as error:
                 raise ValueError(f"evaluation.{name}: {error}") from None
-
-
-def measure_of(data: Corpus | Images) -> str:
-    """What the data are judged by."""
-    return "error" if isinstance(data, Images) else "bits" if data.unit == "char" else "perplexity"
 
 
 def in_words(config: Config, data: Corpus | Images) -> str:

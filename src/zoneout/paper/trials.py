@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from . import config as configs
-from . import plots, runs
+from . import runs
 from .config import Config
-from .progress import figure_of
+from .measures import figure_of, measure_in
 from .runs import RunError
 
 State: TypeAlias = Literal["missing", "begun", "finished", "stopped", "diverged", "failed"]
@@ -220,7 +220,7 @@ def row_of(trial: Trial, folder: Path, why: str = "", *, scheduled: bool = False
         why = runs.read_json(folder / "ended.json")["why"]
     lines = runs.read_metrics(folder)
     best = next((line for line in reversed(lines) if line["kind"] == "valid" and line["best"]), None)
-    measure = plots.measure_in(best or {}) or ""
+    measure = measure_in(best or {}) or ""
     test = next((line for line in reversed(lines) if line["kind"] == "test"), None)
     seconds = runs.read_json(folder / "summary.json")["seconds"] if state == "finished" else None
     return Row(
