@@ -10,7 +10,8 @@ from typing import Any
 from zoneout.paper import gradients
 from zoneout.paper.config import Config, change, to_json
 from zoneout.paper.recipes import RECIPES
-from zoneout.paper.results import FORMAT, command_of, write_record
+from zoneout.paper.results import FORMAT, command_of
+from zoneout.paper.runs import write_record
 
 
 def record(recipe: str, seed: int = 1, *, shift: float = 0.0, **settings: Any) -> dict[str, Any]:
@@ -65,11 +66,7 @@ def write(results: Path, *records: dict[str, Any]) -> None:
     """Put records where those of their kind belong."""
     for one in records:
         folder = results / one["recipe"]
-        if "layers" in one:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"gradients-seed-{one['seed']}.json").write_text(gradients.as_text(one))
-        else:
-            write_record(folder / f"seed-{one['seed']}.json", one)
+        write_record(folder / f"{'gradients-' if 'layers' in one else ''}seed-{one['seed']}.json", one)
 
 
 def everything(results: Path) -> None:

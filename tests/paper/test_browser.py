@@ -14,9 +14,9 @@ from typing import Any
 import fabricated
 import pytest
 
-from zoneout.paper import gradients
 from zoneout.paper.figures import FIGURES
 from zoneout.paper.report import paper_page, runs_page
+from zoneout.paper.runs import write_record
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "results.csv"
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
@@ -47,7 +47,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     fabricated.everything(folder / "results")
     plain = fabricated.run_folder(folder, "plain", best=1.9)
     zoned = fabricated.run_folder(folder, "zoned", best=1.7, **{"zoneout.cell": 0.5})
-    (plain / "gradients.json").write_text(gradients.as_text(fabricated.flow("x")))
+    write_record(plain / "gradients.json", fabricated.flow("x"))
     texts = {
         "paper": paper_page(folder / "results", BENCHMARKS),
         "nothing": paper_page(folder / "none", BENCHMARKS),

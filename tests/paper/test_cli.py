@@ -10,7 +10,7 @@ import pytest
 from command_line import SMALL, environment, process
 
 from zoneout.paper import cli, files
-from zoneout.paper.cli import BAD_DATA, DIVERGED, FAILED, INTERRUPTED, OK, WRONG_USE
+from zoneout.paper.codes import BAD_DATA, DIVERGED, FAILED, INTERRUPTED, OK, WRONG_USE
 
 pytestmark = pytest.mark.usefixtures("one_thread", "elsewhere")
 

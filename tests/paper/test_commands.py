@@ -17,7 +17,7 @@ import torch
 from command_line import SMALL, TEXT, environment, process
 
 from zoneout.paper import cli, commands, config, fetch, files, runs
-from zoneout.paper.cli import BAD_DATA, DIVERGED, FAILED, INTERRUPTED, OK, WRONG_USE
+from zoneout.paper.codes import BAD_DATA, DIVERGED, FAILED, INTERRUPTED, OK, WRONG_USE
 from zoneout.paper.models import build
 
 pytestmark = pytest.mark.usefixtures("one_thread", "elsewhere")

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from zoneout.paper import demo, runs
-from zoneout.paper.cli import FAILED, OK, main
+from zoneout.paper.cli import main
+from zoneout.paper.codes import FAILED, OK
 from zoneout.paper.config import Config, Zoneout
 from zoneout.paper.demo import PLAIN, ZONED, Demo, Result, page, verdict
 

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import fabricated
 import pytest
 
-from zoneout.paper import cli, figures, plots
+from zoneout.paper import cli, codes, figures, plots
 from zoneout.paper.figures import FIGURES, draw, limits, save_all
 from zoneout.paper.recipes import RECIPES
 from zoneout.paper.runs import RunError
@@ -180,7 +180,7 @@ def test_the_command(full: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert cli.main(["figures", "text8", "--results", str(tmp_path), "--out", str(tmp_path), "--json"]) == 0
     (said,) = json.loads(capsys.readouterr().out)
     assert said["missing"] == ["text8_unregularised", "text8_zoneout", "text8_recurrent_dropout"]
-    assert cli.main(["figures", "nonsense", "--results", str(full)]) == cli.WRONG_USE
+    assert cli.main(["figures", "nonsense", "--results", str(full)]) == codes.WRONG_USE
     assert "expected one of rates" in capsys.readouterr().err
 
 

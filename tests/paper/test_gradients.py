@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zoneout as zo
-from zoneout.paper import cli, gradients, runs
+from zoneout.paper import cli, codes, gradients, runs
 from zoneout.paper.config import Batches, Config, Data, Evaluation, Model, Optimizer, Protocol, Zoneout, change
 from zoneout.paper.feeds import make_feed
 from zoneout.paper.gradients import flow, gradients_of, half_in_last, mean_norms, measure, watched
@@ -253,7 +253,7 @@ def test_of_a_run(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert cli.main(["gradients", *arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == [json.loads(first)]
     assert (trained / "gradients.json").read_bytes() == first  # the same weights give the same numbers
-    assert cli.main(["gradients", *arguments, "--picture", str(tmp_path / "flow.jpg")]) == cli.WRONG_USE
+    assert cli.main(["gradients", *arguments, "--picture", str(tmp_path / "flow.jpg")]) == codes.WRONG_USE
     said = capsys.readouterr()
     assert "flow.jpg: expected a name that ends in .png" in said.err and not said.out  # before the work, and not after
 
@@ -262,7 +262,7 @@ def test_of_a_recipe(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     """The flow of a recipe's run goes where nobody looks for it, or a run that is not there goes unnoticed."""
     out, results = tmp_path / "out", tmp_path / "res"
     where = ["--out", str(out), "--results", str(results), "--batches", "1", "--device", "cpu"]
-    assert cli.main(["gradients", "gradient-flow", *where]) == cli.FAILED
+    assert cli.main(["gradients", "gradient-flow", *where]) == codes.FAILED
     assert "zoneout reproduce gradient_flow_unregularised --first-seed 1" in capsys.readouterr().err
     for name in (name for name in RECIPES if name.startswith("gradient_flow")):
         (out / name).mkdir(parents=True)
@@ -271,7 +271,7 @@ def test_of_a_recipe(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     record = gradients.read_record(results / "gradient_flow_zoneout" / "gradients-seed-1.json")
     assert record["recipe"] == "gradient_flow_zoneout"
     assert record["command"].startswith("zoneout gradients gradient_flow_zoneout --seed 1")
-    assert cli.main(["gradients", "nonsense"]) == cli.WRONG_USE
+    assert cli.main(["gradients", "nonsense"]) == codes.WRONG_USE
     assert "got 'nonsense'" in capsys.readouterr().err
 
 

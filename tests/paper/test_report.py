@@ -15,12 +15,12 @@ from pathlib import Path
 import fabricated
 import pytest
 
-from zoneout.paper import cli, gradients, page
+from zoneout.paper import cli, codes, page
 from zoneout.paper.figures import FIGURES
 from zoneout.paper.measures import spread
 from zoneout.paper.recipes import QUOTED, RECIPES
 from zoneout.paper.report import paper_page, runs_page
-from zoneout.paper.runs import RunError, read_config
+from zoneout.paper.runs import RunError, read_config, write_record
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 SPEED = """\
@@ -96,7 +96,7 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> str:
     plain = fabricated.run_folder(folder, "plain", best=1.9)
     zoned = fabricated.run_folder(folder, "<i>zoned", best=1.7, **{"zoneout.cell": 0.5, "optimizer.betas": [0.8, 0.99]})
     images = fabricated.run_folder(folder, "images", best=0.1, measure="error", **{"data.name": "mnist"})
-    (plain / "gradients.json").write_text(gradients.as_text(fabricated.flow("x")))
+    write_record(plain / "gradients.json", fabricated.flow("x"))
     return runs_page([plain, zoned, images])
 
 
@@ -330,13 +330,13 @@ def test_the_command(results: Path, speed: Path, full: str, tmp_path: Path, caps
     folder = fabricated.run_folder(tmp_path, "run", best=1.5)
     assert cli.main(["report", str(folder), "--out", str(out)]) == 0
     assert "1.5000" in out.read_text(encoding="utf-8")
-    assert cli.main(["report", str(tmp_path / "nothing"), "--out", str(out)]) == cli.FAILED
+    assert cli.main(["report", str(tmp_path / "nothing"), "--out", str(out)]) == codes.FAILED
     assert "is not a run" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
-    assert cli.main(["report", str(folder), "--out", str(tmp_path / "file" / "report.html")]) == cli.FAILED
+    assert cli.main(["report", str(folder), "--out", str(tmp_path / "file" / "report.html")]) == codes.FAILED
     assert "is not a folder" in capsys.readouterr().err
     text = tmp_path / "my.txt"
     text.write_text("a year's work")
-    assert cli.main(["report", str(folder), "--out", str(text)]) == cli.WRONG_USE
+    assert cli.main(["report", str(folder), "--out", str(text)]) == codes.WRONG_USE
     assert "--out: expected a name that ends in .html, got" in capsys.readouterr().err
     assert text.read_text() == "a year's work", "a text was written over"

@@ -22,8 +22,8 @@ from zoneout.paper.config import Batches, Config, Data, Evaluation, Model, Optim
 from zoneout.paper.measures import reached
 from zoneout.paper.recipes import RECIPES, Recipe
 from zoneout.paper.reproduce import main, parser, reproduce
-from zoneout.paper.results import FORMAT, command_of, document, read_record, table, write_record
-from zoneout.paper.runs import Run, RunError, read_metrics
+from zoneout.paper.results import FORMAT, command_of, document, read_record, table
+from zoneout.paper.runs import Run, RunError, read_metrics, write_record
 from zoneout.paper.train import stop_requests, train
 
 ROOT = Path(__file__).parents[2]
@@ -422,9 +422,9 @@ def test_it_runs_where_the_command_lines_packages_are_not() -> None:
 
 def test_zoneout_reproduce_is_the_same_command(capsys: pytest.CaptureFixture[str]) -> None:
     """`zoneout reproduce` is not there, or its errors are not sentences with a code."""
-    from zoneout.paper import cli
+    from zoneout.paper import cli, codes
 
-    assert cli.main(["reproduce", "--help"]) == cli.OK and "\n$ zoneout reproduce char-ptb" in capsys.readouterr().out
-    assert cli.main(["reproduce", "pmnist", "zonout"]) == cli.WRONG_USE
+    assert cli.main(["reproduce", "--help"]) == codes.OK and "\n$ zoneout reproduce char-ptb" in capsys.readouterr().out
+    assert cli.main(["reproduce", "pmnist", "zonout"]) == codes.WRONG_USE
     assert "zoneout reproduce: row: there is no 'zonout' of pmnist" in capsys.readouterr().err
-    assert cli.main(["reproduce", "char-ptb", "zoneout", "--data", "nowhere", "--device", "cpu"]) == cli.BAD_DATA
+    assert cli.main(["reproduce", "char-ptb", "zoneout", "--data", "nowhere", "--device", "cpu"]) == codes.BAD_DATA

@@ -1,6 +1,6 @@
 """The command line: which command is meant, its options, and what is said when it ends in an error.
 
-Errors are sentences on standard error; the exit code says what kind they are (`CODES`).
+Errors are sentences on standard error; the exit code says what kind they are (`codes`).
 """
 
 from __future__ import annotations
@@ -18,23 +18,11 @@ import tyro
 import zoneout
 
 from . import gradients, reproduce, runs
-from .commands import (
-    BAD_DATA,
-    CODES,
-    COMMANDS,
-    DIVERGED,
-    FAILED,
-    INTERRUPTED,
-    OK,
-    WRONG_USE,
-    Sweep,
-    Train,
-    complain,
-)
+from .codes import CODES, INTERRUPTED, OK, WRONG_USE, code_of
+from .commands import COMMANDS, Sweep, Train, complain
 from .files import DataError
 from .recipes import RECIPES
 from .runs import RunError
-from .train import Diverged
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,17 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.code if isinstance(error.code, int) else WRONG_USE
     except KeyboardInterrupt:
         return complain(name, "interrupted", INTERRUPTED)
-    except Diverged as error:
-        return complain(name, error, DIVERGED)
-    except DataError as error:
-        return complain(name, error, BAD_DATA)
-    except (RunError, OSError) as error:
-        if isinstance(error, BrokenPipeError):  # whoever read the output has enough of it
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return OK
-        return complain(name, error, FAILED)
-    except ValueError as error:
-        return complain(name, error, WRONG_USE)
+    except BrokenPipeError:  # whoever read the output has enough of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except (RunError, DataError, OSError, ValueError) as error:
+        return complain(name, error, code_of(error))
 
 
 def parse(name: str, args: Sequence[str]) -> Any:

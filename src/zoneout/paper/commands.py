@@ -1,6 +1,6 @@
 """What the commands do: one frozen dataclass a command, whose fields are its options.
 
-Results go to standard output, progress to standard error; a command gives its exit code (`CODES`).
+Results go to standard output, progress to standard error; a command gives its exit code (`codes`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from . import config as configs
 from . import fetch, files, plots, runs, sweep, sweep_report
+from .codes import BAD_DATA, FAILED, INTERRUPTED, OK
 from .config import Config
 from .data import absolute_path, read_text
 from .demo import Demo, free_folder
@@ -35,16 +36,6 @@ from .progress import TensorBoard, together, watch
 from .sample import sample
 from .train import data_of, train, values_of
 from .trials import PATHS
-
-OK, FAILED, WRONG_USE, BAD_DATA, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
-CODES = {
-    OK: "done",
-    FAILED: "the run failed: a folder that is in use, full or damaged",
-    WRONG_USE: "wrong use: an option or a value that cannot be",
-    BAD_DATA: "data that are missing or not what they should be",
-    DIVERGED: "training diverged: a loss that is not a finite number",
-    INTERRUPTED: "interrupted (Ctrl-C or a polite kill); the run can be continued",
-}
 
 Flag: TypeAlias = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 Folder: TypeAlias = Annotated[Path | None, tyro.conf.arg(metavar="DIR")]

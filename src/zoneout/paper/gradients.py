@@ -30,6 +30,7 @@ import zoneout as zo
 from ..ops import Result
 from ..recurrent import Recurrent
 from . import runs
+from .codes import OK, code_of
 from .config import Config
 from .data import Corpus, Images
 from .feeds import make_feed
@@ -322,8 +323,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m zoneout.
             device=options.device,
         )
         with runs.explained(path.parent):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            runs.write_text(path, as_text(record))
+            runs.write_record(path, record)
         name = RECIPES[recipe].row if recipe else str(folder)
         flows[name] = record
         if not options.json:
@@ -336,7 +336,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m zoneout.
 
         save(flow_figure({name: [record] for name, record in flows.items()}), options.picture)
         print(f"The picture is in {options.picture}", file=sys.stderr)
-    return 0
+    return OK
 
 
 def described(name: str, record: Record, path: Path) -> str:
@@ -350,15 +350,9 @@ def described(name: str, record: Record, path: Path) -> str:
     return "\n".join(lines)
 
 
-def as_text(record: Record) -> str:
-    """A record as JSON, a line for every part of it."""
-    lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in record.items()]
-    return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
 if __name__ == "__main__":
     try:
         sys.exit(main())
     except (RunError, OSError, ValueError, DataError) as error:
         print(f"gradients: {error}", file=sys.stderr)
-        sys.exit(3 if isinstance(error, DataError) else 2 if isinstance(error, ValueError) else 1)
+        sys.exit(code_of(error))

@@ -28,18 +28,19 @@ import torch
 from ..ops.cuda.compiler import shared_by
 from . import config as configs
 from . import runs
+from .codes import DIVERGED, FAILED, INTERRUPTED, OK, code_of
 from .config import Config
 from .files import DataError
 from .processes import cores, device_of
 from .recipes import MEASURES, RECIPES, Recipe, select
-from .results import BEGIN, changes, document, make_record, put_summary, read_record, table, write_record
-from .runs import RunError
+from .results import BEGIN, changes, document, make_record, put_summary, read_record, table
+from .runs import RunError, write_record
 from .train import Diverged, Progress, stop_requests, train
 
 State = Literal["finished", "interrupted", "diverged", "failed"]
 PAGE, README = Path("docs/results.md"), Path("README.md")  # where the tables stand
 RUNS, RESULTS, TRIALS = Path("runs/reproduce"), Path("results"), Path("runs/trials")
-CODES: dict[State, int] = {"finished": 0, "failed": 1, "diverged": 4, "interrupted": 130}  # as the command line's
+CODES: dict[State, int] = {"finished": OK, "failed": FAILED, "diverged": DIVERGED, "interrupted": INTERRUPTED}
 
 
 @dataclass(frozen=True)
@@ -383,4 +384,4 @@ if __name__ == "__main__":
         sys.exit(main())
     except (RunError, OSError, ValueError, DataError) as error:
         print(f"reproduce: {error}", file=sys.stderr)
-        sys.exit(3 if isinstance(error, DataError) else 2 if isinstance(error, ValueError) else 1)
+        sys.exit(code_of(error))

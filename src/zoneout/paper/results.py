@@ -162,13 +162,6 @@ def curve(rows: Sequence[Record], measure: str) -> Record:
     return {"epoch": list(epochs), "valid": list(values), "train_nats": list(nats)}
 
 
-def write_record(path: Path, record: Record) -> None:
-    """Write a record: a line for every part of it, so that changes to it can be read."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in record.items()]
-    runs.write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
-
-
 def read_record(path: Path) -> Record:
     """A record, or a sentence that says why not."""
     try:

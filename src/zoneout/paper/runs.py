@@ -486,6 +486,13 @@ def write_json(path: Path, value: Any, shared: bool = False) -> None:
     write_text(path, json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False) + "\n", shared)
 
 
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    """Write a record as JSON: a line for every part of it, so that changes to it can be read."""
+    lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in record.items()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
 def write_text(path: Path, text: str, shared: bool = False) -> None:
     """Write a text to the side and rename it; what is `shared` several processes may write at once."""
     side = path.with_name(f".{path.name}" + (f".{secrets.token_hex(4)}" if shared else ""))
