@@ -281,9 +281,8 @@ class Recurrent(nn.Module):
             w_hr = None if w_hr is None else add_noise(w_hr, draw, 2)
         return ops.Weights(w_ih, w_hh, b_ih, b_hh, w_hr)
 
-    def _step_norm(self, suffix: str, steps: int, first_step: int, dtype: torch.dtype) -> StepNorm | None:
-        if self.norm is None:
-            return None
+    def _step_norm(self, suffix: str, steps: int, first_step: int, dtype: torch.dtype) -> StepNorm:
+        assert self.norm is not None
         scale_x, scale_h, scale_c, shift_c = (
             None if (value := getattr(self, name + suffix, None)) is None else value.to(dtype)
             for name in ("norm_ih", "norm_hh", "norm_cell", "norm_cell_shift")

@@ -140,7 +140,7 @@ def test_a_checkpoint_with_any_harm_is_passed_over(home: Path, harm: Harm, name:
         path.write_bytes(harm(content))
     harmed = [path.read_bytes() != content for path, content in zip(paths, before)]
     try:
-        found, problems = Run(copy).restore("cpu")
+        found, problems = Run(copy).restore()
     except RunError as error:
         assert both and all(harmed) and sentence(error)
         return
@@ -308,13 +308,13 @@ def test_a_pickle_is_refused_wherever_it_is_offered(home: Path, tmp_path: Path, 
         (folder / name).write_bytes(evil)
         with pytest.raises(RunError):
             runs.load(folder)
-            Run(folder).restore("cpu")
+            Run(folder).restore()
         (folder / name).write_bytes(before)
     for number in ("00000001", "00000002"):
         for name in ("state.json", "tensors.safetensors"):
             (folder / "last" / number / name).write_bytes(evil)
     with pytest.raises(RunError, match="is damaged"):
-        Run(folder).restore("cpu")
+        Run(folder).restore()
     with pytest.raises(RunError, match="is damaged"):
         runs.load(folder, weights="last")
 

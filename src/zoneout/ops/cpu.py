@@ -158,8 +158,7 @@ def _arguments(loop: Loop, back: Backward | None) -> native.Loop:
     args.first_step, args.reverse = loop.first_step, loop.reverse
     args.inputs = 0 if loop.x is None else loop.x.shape[1]
     for name, draw in loop.draws.items():
-        if name in ("cell", "hidden", "update"):
-            setattr(args, f"{name}_noise", stream_of(draw))
+        setattr(args, f"{name}_noise", stream_of(draw))
     _put(args, loop.__dict__, _TENSORS)
     if norm is not None:
         args.norm, args.norm_given, args.eps = 1 if norm.over == "units" else 2, loop.given, norm.eps

@@ -136,9 +136,8 @@ _MOMENTS = ("mean_x", "var_x", "mean_h", "var_h", "mean_c", "var_c")
 def _keeps(loop: Loop, back: bool) -> Keeps:
     """What is replaced in every row, [N, ·] or a rate; on the way back as on the way there."""
     assert loop.counts is not None and loop.lengths is not None
-    inside = [draw for name, draw in loop.draws.items() if name in Keeps._fields]
-    out = {draw.rule.stream: draw.rate.to(loop.gates.dtype) for draw in inside if draw.seed is None}
-    drawn = [draw for draw in inside if draw.seed is not None]
+    out = {name: draw.rate.to(loop.gates.dtype) for name, draw in loop.draws.items() if draw.seed is None}
+    drawn = [draw for draw in loop.draws.values() if draw.seed is not None]
     if not drawn:
         return Keeps(**out)
     numbers = [loop.counts, loop.lengths, loop.examples, *(v for d in drawn for v in (d.seed, d.rate) if v is not None)]

@@ -139,7 +139,7 @@ def _loop(
     draws: dict[str, Draw] = {draw.rule.stream: draw for draw in r.draws}
     examples = rows.sort(r.examples)
     scale_h = None
-    if (draw := draws.get("variational_hidden")) is not None:
+    if (draw := draws.pop("variational_hidden", None)) is not None:
         scale_h = LOOPS[h0.device.type].scale_of(draw, examples, h0.shape[1], h0.dtype)
     if norm is not None and norm.given is not None:
         moments = [None if v is None else v.contiguous() for v in norm.given]

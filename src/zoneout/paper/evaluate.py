@@ -155,20 +155,18 @@ def evaluate(
     *,
     protocol: Protocol | None = None,
     batch_statistics: bool = False,
-    precision: str | None = None,
     tick: Callable[[], None] = nothing,
 ) -> Score:
     """Evaluate on a part of the data ("train", "valid" or "test"), by the config's protocol for it or another.
 
-    A part without a protocol of its own is evaluated as the validation part is. Products are in `precision`: by default
-    fp32, on a GPU after training in less (tf32, bf16) tf32.
+    A part without a protocol of its own is evaluated as the validation part is. Products are in fp32, on a GPU after
+    training in less (tf32, bf16) in tf32.
     """
     if part not in ("train", "valid", "test"):
         raise ValueError(f"part: expected 'train', 'valid' or 'test', got {part!r}")
     chosen = protocol or (config.evaluation.test if part == "test" else config.evaluation.valid)
     device = next(model.parameters()).device
-    if precision is None:
-        precision = "tf32" if config.precision != "fp32" and device.type == "cuda" else "fp32"
+    precision = "tf32" if config.precision != "fp32" and device.type == "cuda" else "fp32"
     with evaluation_mode(model, batch_statistics=batch_statistics), products_in(precision, device):
         values = getattr(data, part)
         if isinstance(data, Images):

@@ -98,7 +98,7 @@ def _nothing() -> Any:
 # --- learning curves -------------------------------------------------------------------------------
 
 
-def curves(records: Records, *, train: bool = True, marks: bool = True) -> tuple[Any, str]:
+def curves(records: Records, *, train: bool = True) -> tuple[Any, str]:
     """Validation drawn full and, if asked, training dashed, over epochs; that of images on axes of its own."""
     measure = RECIPES[next(iter(records))].measure
     apart = train and measure == "error"  # the loss of images is in nats
@@ -111,7 +111,7 @@ def curves(records: Records, *, train: bool = True, marks: bool = True) -> tuple
             style = {"color": colour, "lw": 1.8 if which == 0 else 1.0, "alpha": 1.0 if which == 0 else 0.7}
             every = (0.02 + 0.02 * number, 0.12)  # of the length of the curve: marks of several do not meet
             marked = {"marker": marker, "ms": 5, "mec": PAPER, "mew": 0.7, "markevery": every} if which == 0 else {}
-            panels[0].plot(epochs, valid, **style, **label, **(marked if marks else {}))
+            panels[0].plot(epochs, valid, **style, **label, **marked)
             if train:
                 nats = [(e, n) for e, n in zip(epochs, record["curve"]["train_nats"]) if n is not None]
                 values = [in_measure(n, measure) for _, n in nats]

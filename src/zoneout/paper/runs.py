@@ -44,9 +44,11 @@ except ImportError:  # not a Unix: there, nothing keeps two processes out of one
 
 FORMAT = 1
 KEEP = 2  # checkpoints
+ANYHOW = ("device", "log_every", "save_every")  # what a run may have otherwise and still be the same
+LENGTH = ("epochs", "updates", "patience")  # a run that differs in these alone is the same, to be made longer
 # When a run is continued: how long and where it runs, and what comes after training.
 MAY_CHANGE = (
-    "epochs", "updates", "patience", "device", "log_every", "save_every",
+    *LENGTH, *ANYHOW,
     *(f"evaluation.{name}" for name in ("test.kind", "test.length", "test.size", "statistics", "statistics_size")),
 )  # fmt: skip
 
@@ -226,7 +228,7 @@ class Run:
         found = self.last.iterdir() if self.last.is_dir() else ()
         return sorted((p for p in found if p.name.isdigit()), key=lambda p: int(p.name), reverse=True)
 
-    def restore(self, device: torch.device | str) -> tuple[Checkpoint | None, list[str]]:
+    def restore(self) -> tuple[Checkpoint | None, list[str]]:
         """The latest whole checkpoint, the metrics cut back to it; and a sentence for each damaged one.
 
         None where there is no checkpoint yet: the run begins again from the start, which gives the same.
@@ -235,7 +237,7 @@ class Run:
         found = None
         for folder in self.checkpoints():
             try:
-                found = read_checkpoint(folder, self.metrics, device, self.config_digest())
+                found = read_checkpoint(folder, self.metrics, self.config_digest())
                 break
             except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
                 problems.append(f"the checkpoint {folder} is damaged ({error}) and was passed over")
@@ -262,9 +264,7 @@ class Checkpoint:
     metrics_bytes: int
 
 
-def read_checkpoint(
-    folder: Path, metrics: Path, device: torch.device | str = "cpu", config: str | None = None
-) -> Checkpoint:
+def read_checkpoint(folder: Path, metrics: Path, config: str | None = None) -> Checkpoint:
     """A checkpoint, after every checksum has been compared; an error says what is wrong."""
     page = read_json(folder / "state.json")
     if page.get("format") != FORMAT:
@@ -279,7 +279,7 @@ def read_checkpoint(
         raise ValueError("metrics.jsonl is shorter than it was then")
     if _digest(metrics, page["metrics_bytes"]) != page["metrics_sha256"]:
         raise ValueError("metrics.jsonl has been altered since")
-    tensors = load_file(folder / "tensors.safetensors", device=str(device))
+    tensors = load_file(folder / "tensors.safetensors")
     return Checkpoint(folder, tensors, page["state"], page["metrics_bytes"])
 
 

@@ -245,7 +245,7 @@ class Training:
                 self.run.save_best(self.model, line)
         self.save()
 
-    def test(self) -> dict[str, Any] | None:
+    def test(self) -> dict[str, Any]:
         """Evaluate the best weights on the test part, if there is one."""
         if self.processes.first:
             path = self.run.folder / "best.safetensors"
@@ -257,8 +257,6 @@ class Training:
             estimate_statistics(self.model, self.feed, how.statistics, how.statistics_size, self.tick)
             if self.processes.first and self.state.best is not None:
                 self.run.save_best(self.model, self.state.best)
-        if len(self.data.test[1] if isinstance(self.data, Images) else self.data.test) < 2:
-            return None
         score = self.processes.share(evaluate(self.model, self.data, "test", self.config, tick=self.tick))
         return self.line("test", **values_of(score, self.measure))
 
@@ -286,7 +284,7 @@ class Training:
         """Go on from the latest whole checkpoint."""
         if self.processes.first:
             self.run.go_on(self.config)
-        found, problems = self.run.restore("cpu") if self.processes.first else (None, [])
+        found, problems = self.run.restore() if self.processes.first else (None, [])
         for problem in problems:
             self.tell({"kind": "note", "text": problem})
         saved = self.processes.share(None if found is None else found.state)
@@ -384,7 +382,7 @@ def check_protocols(config: Config, data: Corpus | Images) -> None:
     """An error where a part is too small to be evaluated, before hours have gone into training."""
     if isinstance(data, Corpus):
         parts = [("valid", data.valid, config.evaluation.valid), ("test", data.test, config.evaluation.test)]
-        for name, part, protocol in parts if len(data.test) > 1 else parts[:1]:
+        for name, part, protocol in parts:
             try:
                 predictions(len(part), protocol)
             except ValueError as error:

@@ -18,13 +18,11 @@ from . import config as configs
 from . import runs
 from .config import Config
 from .measures import figure_of, measure_in
-from .runs import RunError
+from .runs import ANYHOW, LENGTH, RunError
 
 State: TypeAlias = Literal["missing", "begun", "finished", "stopped", "diverged", "failed"]
 
 NAMES = tuple(configs.names())
-ANYHOW = ("device", "log_every", "save_every")  # what a run may have otherwise and still be the same
-LENGTH = ("epochs", "updates", "patience")  # a run that differs in these alone is the same, to be made longer
 PATHS = ("data.name", "data.valid", "data.test")  # what may be a file
 INTERRUPTED = "interrupted"
 

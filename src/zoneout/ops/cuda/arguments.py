@@ -131,9 +131,7 @@ def loop_arguments(loop: Loop, back: Backward | None) -> Arguments:
         made.put_all(back, _NARROW_BACK, loop.gates.dtype)
         made.put_all(back, _WIDE_BACK, torch.float32)
     for name, draw in loop.draws.items():
-        field = _STREAMS.get(name)
-        if field is not None:
-            fill_stream(getattr(s, field), draw)
+        fill_stream(getattr(s, _STREAMS[name]), draw)
     return made
 
 
