@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from zoneout.paper import gradients
+from zoneout.paper import demo, gradients, page, plots, sweep_report
 from zoneout.paper.config import Config, change, to_json
 from zoneout.paper.recipes import RECIPES
 from zoneout.paper.results import FORMAT, command_of
 from zoneout.paper.runs import write_record
+from zoneout.paper.trials import Row
+
+VOID = {"meta", "link", "br", "hr", "img", "input"}
 
 
 def record(recipe: str, seed: int = 1, *, shift: float = 0.0, **settings: Any) -> dict[str, Any]:
@@ -58,8 +62,8 @@ def flow(recipe: str, seed: int = 1, *, steps: int = 40, fall: float = 0.1) -> d
     share = [value / sum(shares) for value in shares]
     states = {"cell": {"sum": 1.0, "share": share}, "hidden": {"sum": 2.0, "share": share}}
     command = f"zoneout gradients {recipe} --seed {seed}"
-    page = {"format": gradients.FORMAT, "recipe": recipe, "seed": seed, "weights": "best", "update": 5, "epoch": 1.0}
-    return page | {"batches": 10, "rows": 100, "command": command, "layers": {"l0": states}}
+    whole = {"format": gradients.FORMAT, "recipe": recipe, "seed": seed, "weights": "best", "update": 5, "epoch": 1.0}
+    return whole | {"batches": 10, "rows": 100, "command": command, "layers": {"l0": states}}
 
 
 def write(results: Path, *records: dict[str, Any]) -> None:
@@ -98,6 +102,30 @@ def run_folder(folder: Path, name: str, *, best: float, measure: str = "bits", *
     return path
 
 
+def demo_page(folder: Path, written: str = "The end.") -> str:
+    """The page of an invented demo."""
+    runs = [run_folder(folder, name, best=best) for name, best in ((demo.PLAIN, 1.9), (demo.ZONED, 1.7))]
+    results = [demo.result(folder, run.name) for run in runs]
+    return demo.page(demo.Demo(), results, results[1], [plots.read_curve(run) for run in runs], written, folder)
+
+
+def sweep_page(folder: Path) -> str:
+    """The page of an invented sweep: two points with two seeds, one of which has failed, in two measures."""
+    rows = []
+    for name, cell, seed, measure in (("a", 0.0, 1, "bits"), ("b", 0.0, 2, "bits"), ("c", 0.5, 1, "error")):
+        run = run_folder(folder, f"{name}-1", best=1 + cell, measure=measure)
+        settings = {"zoneout.cell": cell, "model.hidden": 9, "seed": seed}
+        rows.append(Row(run.name, str(run), settings, "finished", measure, 1 + cell + 0.1 * seed, 1.5))
+    failed = Row("d-1", "", {"zoneout.cell": 0.5, "model.hidden": 9, "seed": 2}, "failed", why="no disk")
+    return sweep_report.page([*rows, failed], "a sweep")
+
+
+def shared_look(text: str) -> bool:
+    """Whether a page has the style sheet that the pages share, and no other (a picture's has a type)."""
+    found = [style for attributes, style in Page(text).all("style") if "type" not in attributes]
+    return found == [f"\n{page.STYLE}\n{plots.dark_style()}"]
+
+
 def contrast(one: str, other: str) -> float:
     """The contrast of two colours, as the guidelines for accessible content define it."""
 
@@ -108,3 +136,36 @@ def contrast(one: str, other: str) -> float:
 
     high, low = sorted((light(one), light(other)), reverse=True)
     return (high + 0.05) / (low + 0.05)
+
+
+class Page(HTMLParser):
+    """A page read as a browser would: its elements, their text, and whether every one is closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[tuple[str, dict[str, str | None], list[str]]] = []
+        self.found: list[tuple[str, dict[str, str | None], str]] = []
+        self.feed(text)
+        self.close()
+        assert not self.open, f"not closed: {[name for name, _, _ in self.open]}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in VOID:
+            self.found.append((tag, dict(attrs), ""))
+        else:
+            self.open.append((tag, dict(attrs), []))
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs), ""))
+
+    def handle_endtag(self, tag: str) -> None:
+        name, attributes, text = self.open.pop()
+        assert name == tag, f"</{tag}> closes <{name}>"
+        self.found.append((name, attributes, "".join(text)))
+
+    def handle_data(self, data: str) -> None:
+        for _, _, text in self.open:
+            text.append(data)
+
+    def all(self, tag: str) -> list[tuple[dict[str, str | None], str]]:
+        return [(attributes, text) for name, attributes, text in self.found if name == tag]

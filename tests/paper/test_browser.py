@@ -1,4 +1,4 @@
-"""The report in a real browser, at the width of a desktop and of a phone, in light and in dark.
+"""Every kind of page in a real browser, at the width of a desktop and of a phone, in light and in dark.
 
 Chromium is looked for where Debian's package puts it, or where ZONEOUT_CHROMIUM says. `make test-browser` installs it.
 """
@@ -42,7 +42,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A page of the paper with invented results, one without any, and one of runs."""
+    """A page of the paper with invented results, one without any, one of runs, of a demo and of a sweep."""
     folder = tmp_path_factory.mktemp("pages")
     fabricated.everything(folder / "results")
     plain = fabricated.run_folder(folder, "plain", best=1.9)
@@ -52,6 +52,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "paper": paper_page(folder / "results", BENCHMARKS),
         "nothing": paper_page(folder / "none", BENCHMARKS),
         "runs": runs_page([plain, zoned]),
+        "demo": fabricated.demo_page(folder / "demos", "a_name_that_goes_on" * 9),
+        "sweep": fabricated.sweep_page(folder / "sweep"),
     }
     for name, text in texts.items():
         (folder / f"{name}.html").write_text(text, encoding="utf-8")
@@ -88,15 +90,15 @@ def visit(browser: Any, pages: dict[str, Path]) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", ["paper", "nothing", "runs"])
+@pytest.mark.parametrize("name", ["paper", "nothing", "runs", "demo", "sweep"])
 def test_everything_is_there_and_nothing_fails(name: str, size: str, visit: Any, pages: dict[str, Path]) -> None:
     """A table or a figure is empty in a browser, something is fetched, or the browser complains."""
     seen = visit(name, size)
     page = seen.page
     assert not seen.trouble and seen.asked == [pages[name].as_uri()]
     tables, figures = page.locator("main table"), page.locator("figure svg")
-    expected = {"paper": len(FIGURES), "nothing": len(FIGURES), "runs": 2}[name]
-    assert figures.count() == expected and tables.count() >= 2
+    expected = {"runs": 2, "demo": 1, "sweep": 2}.get(name, len(FIGURES))
+    assert figures.count() == expected and tables.count() >= (1 if name in ("demo", "sweep") else 2)
     for number in range(expected):
         box = figures.nth(number).bounding_box()
         assert box["width"] > 250 and box["height"] > 60
@@ -107,9 +109,10 @@ def test_everything_is_there_and_nothing_fails(name: str, size: str, visit: Any,
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_page_fits_the_screen(size: str, visit: Any) -> None:
+@pytest.mark.parametrize("name", ["paper", "demo", "sweep"])
+def test_the_page_fits_the_screen(name: str, size: str, visit: Any) -> None:
     """On a phone the whole page has to be pushed from side to side, or a text is too small to read."""
-    page = visit("paper", size).page
+    page = visit(name, size).page
     page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
     assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
     smallest = page.evaluate(
@@ -156,16 +159,17 @@ def test_a_number_leads_to_its_command(visit: Any) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_is_dark_in_the_dark(scheme: str, visit: Any) -> None:
+@pytest.mark.parametrize("name", ["paper", "demo", "sweep"])
+def test_it_is_dark_in_the_dark(name: str, scheme: str, visit: Any) -> None:
     """The page or a figure is a white field at night, or its letters vanish."""
-    page = visit("paper", "desktop", scheme).page
+    page = visit(name, "desktop", scheme).page
     look = page.evaluate(
         """() => {
           const grey = c => { const [r, g, b] = c.match(/[\\d.]+/g).map(Number); return (r + g + b) / 3 };
           const svg = document.querySelector('figure svg');
           return { page: grey(getComputedStyle(document.body).backgroundColor),
                    ink: grey(getComputedStyle(document.body).color),
-                   picture: grey(getComputedStyle(svg.querySelector('#fig-rates-patch_1 path')).fill),
+                   picture: grey(getComputedStyle(svg.querySelector('[id$=patch_1] path')).fill),
                    letters: [...svg.querySelectorAll('text')].map(t => grey(getComputedStyle(t).fill)) } }"""
     )
     grounds, inks = (look["page"], look["picture"]), (look["ink"], *look["letters"])

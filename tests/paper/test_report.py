@@ -8,21 +8,20 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable
-from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
 import fabricated
 import pytest
+from fabricated import Page
 
-from zoneout.paper import cli, codes, page
+from zoneout.paper import cli, codes, page, sweep_report
 from zoneout.paper.figures import FIGURES
 from zoneout.paper.measures import spread
 from zoneout.paper.recipes import QUOTED, RECIPES
 from zoneout.paper.report import paper_page, runs_page
 from zoneout.paper.runs import RunError, read_config, write_record
 
-VOID = {"meta", "link", "br", "hr", "img", "input"}
 SPEED = """\
 group,layer,what,against,shape,dtype,ours,theirs,ratio,low,high,goal,error,backend,device,threads,torch,python,date
 train,LSTM,zoneout,torch.nn,char-PTB,float32,416.3,478.4,0.8702,0.85,0.89,1,1e-07,cpu,A <CPU>,2,2.0,3.11,2020-01-02
@@ -30,39 +29,6 @@ train,GRU,zoneout,torch.nn,small,float32,20,10,2.0,1.9,2.1,1,1e-07,cpu,A <CPU>,2
 gpu graph,LSTM,zoneout,cuDNN,char-PTB,bf16,1.1,2.2,0.5,0.4,0.6,1,1e-03,cuda,A GPU,1,2.0,3.11,2020-01-02
 memory,LSTM,"zoneout, peak MiB",torch.nn,small,float32,3,4,0.75,0.7,0.8,1,0,cpu,A <CPU>,2,2.0,3.11,2020-01-02
 """
-
-
-class Page(HTMLParser):
-    """A page read as a browser would: its elements, their text, and whether every one is closed."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[tuple[str, dict[str, str | None], list[str]]] = []
-        self.found: list[tuple[str, dict[str, str | None], str]] = []
-        self.feed(text)
-        self.close()
-        assert not self.open, f"not closed: {[name for name, _, _ in self.open]}"
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag in VOID:
-            self.found.append((tag, dict(attrs), ""))
-        else:
-            self.open.append((tag, dict(attrs), []))
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs), ""))
-
-    def handle_endtag(self, tag: str) -> None:
-        name, attributes, text = self.open.pop()
-        assert name == tag, f"</{tag}> closes <{name}>"
-        self.found.append((name, attributes, "".join(text)))
-
-    def handle_data(self, data: str) -> None:
-        for _, _, text in self.open:
-            text.append(data)
-
-    def all(self, tag: str) -> list[tuple[dict[str, str | None], str]]:
-        return [(attributes, text) for name, attributes, text in self.found if name == tag]
 
 
 def cells(text: str, row: str) -> list[str]:
@@ -100,13 +66,16 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> str:
     return runs_page([plain, zoned, images])
 
 
-@pytest.fixture(params=["paper", "runs", "nothing"])
+@pytest.fixture(params=["paper", "runs", "nothing", "demo", "sweep", "sweep of nothing"])
 def every(request: pytest.FixtureRequest, full: str, mine: str, tmp_path: Path) -> str:
-    """Each kind of page."""
+    """Each kind of page that there is."""
     make: dict[str, Callable[[], str]] = {
         "paper": lambda: full,
         "runs": lambda: mine,
         "nothing": lambda: paper_page(tmp_path / "none", tmp_path / "none.csv"),
+        "demo": lambda: fabricated.demo_page(tmp_path),
+        "sweep": lambda: fabricated.sweep_page(tmp_path),
+        "sweep of nothing": lambda: sweep_report.page([], "no runs"),
     }
     return make[request.param]()
 
@@ -236,6 +205,17 @@ def test_one_run_is_a_page_too(tmp_path: Path) -> None:
 # --- that it is a good page ------------------------------------------------------------------------
 
 
+def test_all_pages_have_one_look(every: str) -> None:
+    """A page has a style sheet of its own, and lacks what the others have (the dark, say)."""
+    assert fabricated.shared_look(every)
+
+
+def test_one_place_makes_pages() -> None:
+    """Some page has a skeleton of its own, which no test above has seen."""
+    sources = Path(page.__file__).parents[1].rglob("*.py")
+    assert [path.name for path in sources if "<html lang" in path.read_text(encoding="utf-8")] == ["page.py"]
+
+
 def test_it_needs_nothing_else(every: str) -> None:
     """The page loads something, or runs a script: offline it is another page."""
     read = Page(every)
@@ -273,6 +253,7 @@ def test_it_can_be_read_aloud_and_by_keyboard(every: str) -> None:
     pictures = [a for a, _ in read.all("svg")]
     assert all(a.get("role") == "img" for a in pictures)
     assert len(re.findall(r"<svg[^>]*>\s*<title>[^<]+</title>\s*<desc>[^<]+</desc>", every)) == len(pictures)
+    assert len(read.all("figcaption")) == len(read.all("figure")) == len(pictures)
     assert 'lang="en"' in every and "width=device-width" in every
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from fabricated import Page, shared_look
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sweeps import BASE, GRID, jobs, rows
@@ -402,8 +403,8 @@ name: no disk"""
     )
 
 
-def test_the_page_escapes_every_string(undisturbed: Path) -> None:
-    """What somebody calls a corpus, or an error says, becomes markup in the reader's browser."""
+def test_the_page_has_the_shared_look_and_escapes_every_string(undisturbed: Path) -> None:
+    """What somebody calls a corpus, or an error says, becomes markup in the reader's browser; or formulas."""
     evil = "<script>alert(1)</script>"
     folder = next(p for p in undisturbed.iterdir() if p.is_dir())
     rows = [
@@ -412,4 +413,6 @@ def test_the_page_escapes_every_string(undisturbed: Path) -> None:
     ]
     for order in (rows, rows[::-1]):
         page = sweep_report.page(order, f"{evil} & more")
+        assert shared_look(page)
         assert "<script" not in page and "&lt;script&gt;" in page and "&amp; more" in page
+        assert f"$x^{evil}$" in [text for _, text in Page(page).all("text")], "the legend has another name"

@@ -13,9 +13,8 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from pathlib import Path
 from textwrap import fill
 from typing import Annotated, Any, Literal
@@ -25,6 +24,7 @@ import tyro
 
 from . import data, plots, runs
 from .config import Batches, Config, Data, Evaluation, Model, Optimizer, Protocol, Zoneout
+from .page import code, document, element, join, learning_curves, section, table
 from .processes import cores
 from .progress import duration, watch
 from .runs import RunError
@@ -230,7 +230,7 @@ def report(demo: Demo, folder: Path) -> None:
     for suffix in ("png", "svg"):
         plots.save(fig, folder / f"curves.{suffix}")
     written = PROMPT + "".join(sample(runs.load(folder / better.name), PROMPT, length=400, temperature=0.6, seed=1))
-    html = page(demo, results, better, plots.svg(fig), written, folder)
+    html = page(demo, results, better, curves, written, folder)
     (folder / "index.html").write_text(html, encoding="utf-8")
 
     print(f"\n{'bits per character':26}{PLAIN:>14}{ZONED:>14}")
@@ -290,44 +290,22 @@ def suggestions(folder: Path, better: Result) -> list[tuple[str, str]]:
     ]
 
 
-def page(demo: Demo, results: list[Result], better: Result, picture: str, written: str, folder: Path) -> str:
-    """Everything on one page that needs nothing else; whatever comes from outside is escaped."""
-    head = "".join(f"<th>{escape(r.name)}</th>" for r in results)
-    body = "\n".join(
-        f"<tr><th>{escape(label)}</th>{''.join(f'<td>{escape(value(r))}</td>' for r in results)}</tr>"
-        for label, value in ROWS
-    )
-    tries = "\n".join(
-        f"<li><code>{escape(command)}</code><br>{escape(why)}</li>" for command, why in suggestions(folder, better)
-    )
-    return f"""<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>An LSTM without and with zoneout</title>
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 46rem; margin: 2rem auto; padding: 0 1rem; color: #222; }}
-h1 {{ font-size: 1.5rem; }} h2 {{ font-size: 1.1rem; margin-top: 2rem; }}
-table {{ border-collapse: collapse; }} th, td {{ padding: .25rem 1rem .25rem 0; text-align: right; }}
-th:first-child {{ text-align: left; font-weight: normal; }} tr + tr {{ border-top: 1px solid #ddd; }}
-svg {{ width: 100%; height: auto; }}
-pre {{ background: #f6f6f4; padding: 1rem; white-space: pre-wrap; overflow-wrap: anywhere; }}
-code {{ background: #f6f6f4; overflow-wrap: anywhere; }} li {{ margin-bottom: .5rem; }}
-</style>
-<h1>An LSTM without and with zoneout</h1>
-<p>{escape(introduction(demo, folder))}</p>
-<h2>Bits per character</h2>
-<table>
-<tr><th></th>{head}</tr>
-{body}
-</table>
-{picture}
-<p>{escape(verdict(results))}</p>
-<h2>What the {escape(better.name)} model writes after “{escape(PROMPT)}”</h2>
-<pre>{escape(written)}</pre>
-<h2>To try next</h2>
-<ul>
-{tries}
-</ul>
-</html>
-"""
+def page(
+    demo: Demo, results: list[Result], better: Result, curves: Sequence[plots.Curve], written: str, folder: Path
+) -> str:
+    """Everything on one page that needs nothing else."""
+    rows = [[label, *(value(r) for r in results)] for label, value in ROWS]
+    parts = [
+        table("In bits per character; lower is better.", [["Measure", *(r.name for r in results)]], rows, "models"),
+        *learning_curves(curves, "On text that the models have not seen; dashed: on their own."),
+        element("p", verdict(results)),
+    ]
+    heading = f"What the {better.name} model writes after “{PROMPT}”"
+    tries = [join([element("dt", code(what)), element("dd", why)]) for what, why in suggestions(folder, better)]
+    sections = [
+        ("results", "Results", section("results", "Results", *parts)),
+        ("sample", "What it writes", section("sample", heading, element("pre", written))),
+        ("next", "To try next", section("next", "To try next", element("dl", *tries))),
+    ]
+    lead, footer = element("p", introduction(demo, folder)), element("p", "Made by ", code("zoneout demo"), ".")
+    return document("An LSTM without and with zoneout", lead, sections, footer)

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from .plots import dark_style
+from . import plots
+from .measures import LABELS
 
 
 class Html(str):
@@ -82,6 +83,18 @@ def figure(picture: Html, title: str, *words: Any, name: str) -> Html:
     return element("figure", element("div", picture, class_="picture"), caption, id=name)
 
 
+def learning_curves(curves: Sequence[plots.Curve], *words: Any) -> list[Html]:
+    """A figure for each measure of the curves with a validation; its caption is the words, then the best of each."""
+    figures = []
+    for measure in dict.fromkeys(curve.measure for curve in curves if curve.valid):
+        shown = [curve for curve in curves if curve.valid and curve.measure == measure]
+        title = f"Learning curves, {LABELS[measure]}"
+        text = "Best validation: " + "; ".join(f"{c.name} {c.best[1]:.4g} at update {c.best[0]:,}" for c in shown)
+        picture = Html(plots.svg(plots.figure(shown), f"fig-{measure}", title, text))
+        figures.append(figure(picture, title, *words, f"{text}.", name=f"figure-{measure}"))
+    return figures
+
+
 def section(name: str, title: str, *children: Any, level: int = 2) -> Html:
     heading = element(f"h{level}", title, id=f"{name}-title")
     return element("section", heading, "\n", join(children, "\n"), id=name, aria_labelledby=f"{name}-title")
@@ -110,7 +123,7 @@ def document(title: str, lead: Any, sections: Sequence[tuple[str, str, Html]], f
 <title>{escape(title)}</title>
 <style>
 {STYLE}
-{dark_style()}</style>
+{plots.dark_style()}</style>
 </head>
 <body>
 {body}
@@ -131,7 +144,7 @@ body { font: 1rem/1.55 system-ui, sans-serif; color: var(--ink); background: var
 h1 { font-size: 1.7rem; line-height: 1.2; margin: 1rem 0 .5rem; }
 h2 { font-size: 1.3rem; margin: 3rem 0 .5rem; padding-top: .5rem; border-top: 1px solid var(--line); }
 h3 { font-size: 1.08rem; margin: 2rem 0 .5rem; }
-p, li, figcaption, dd { max-width: 44rem; }
+p, li, figcaption, dd, pre { max-width: 44rem; }
 a { color: var(--link); text-underline-offset: .15em; }
 :focus-visible { outline: 3px solid var(--link); outline-offset: 2px; border-radius: 2px; }
 main:focus { outline: none; }
@@ -159,6 +172,7 @@ figure { margin: 2rem 0; }
 figcaption { margin-top: .5rem; font-size: .95rem; } figcaption p { margin: .4rem 0; }
 code { font: .88em/1.5 ui-monospace, monospace; background: var(--wash); padding: .1em .3em; border-radius: 3px;
   overflow-wrap: anywhere; white-space: normal; }
+pre { background: var(--wash); padding: 1rem; white-space: pre-wrap; overflow-wrap: anywhere; }
 dt { margin-top: .8rem; } dd { margin: 0 0 0 1rem; }
 details { margin: 1rem 0; } summary { cursor: pointer; padding: .3rem 0; }
 dt:target, figure:target { background: var(--wash); outline: .4rem solid var(--wash); }

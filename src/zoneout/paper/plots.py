@@ -100,7 +100,8 @@ def figure(curves: Sequence[Curve], title: str = "") -> Any:
             axes.plot(*zip(*curve.train), color=colour, lw=1, ls=DASHED, alpha=0.7)
         if not curve.valid:
             continue
-        axes.plot(*zip(*curve.valid), color=colour, lw=2, label=curve.name)
+        name = curve.name.replace("$", r"\$")  # between dollars matplotlib would read formulas
+        axes.plot(*zip(*curve.valid), color=colour, lw=2, label=name)
         at, value = curve.best
         axes.plot([at], [value], "o", color=colour, ms=6, mec=PAPER, mew=1, zorder=3)
         axes.annotate(

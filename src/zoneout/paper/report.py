@@ -18,8 +18,8 @@ from . import config as configs
 from . import figures, gradients, plots, runs
 from .config import at
 from .describe import describe
-from .measures import CAPTIONS, LABELS, REACHED, reached, rounded, spread
-from .page import Html, code, document, element, figure, join, link, section, table
+from .measures import CAPTIONS, REACHED, reached, rounded, spread
+from .page import Html, code, document, element, figure, join, learning_curves, link, section, table
 from .progress import duration
 from .recipes import MEASURES, QUOTED, RECIPES, Recipe
 from .results import Record, best_epoch, fitting, minutes
@@ -269,16 +269,9 @@ def runs_page(folders: Sequence[Path]) -> str:
     pages = [describe(folder) for folder in folders]
     curves = [plots.read_curve(folder, str(folder)) for folder in folders]
     parts: list[tuple[str, str, Html]] = []
-    tables, pictures = [], []
+    tables, pictures = [], learning_curves(curves)
     for measure in dict.fromkeys(curve.measure for curve in curves):
-        some = [number for number, curve in enumerate(curves) if curve.measure == measure]
-        tables.append(runs_table({n: pages[n] for n in some}, measure))
-        shown = [curves[n] for n in some if curves[n].valid]
-        if shown:
-            title = f"Learning curves, {LABELS[measure]}"
-            text = "Best validation: " + "; ".join(f"{c.name} {c.best[1]:.4g} at update {c.best[0]:,}" for c in shown)
-            picture = Html(plots.svg(plots.figure(shown), f"fig-{measure}", title, text))
-            pictures.append(figure(picture, title, f"{text}.", name=f"figure-{measure}"))
+        tables.append(runs_table({n: pages[n] for n, curve in enumerate(curves) if curve.measure == measure}, measure))
     parts.append(("results", "Results", section("results", "Results", *tables)))
     flows = {str(f): gradients.read_record(f / "gradients.json") for f in folders if (f / "gradients.json").exists()}
     if flows:

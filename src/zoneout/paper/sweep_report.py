@@ -7,12 +7,13 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from html import escape
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from . import plots, runs
+from .page import code, document, element, learning_curves, section
+from .page import table as html_table
 from .progress import figure_of
 from .trials import Row, spelled
 
@@ -88,31 +89,14 @@ def write(rows: Sequence[Row], out: Path, title: str) -> None:
 
 
 def page(rows: Sequence[Row], title: str) -> str:
-    """The table and the learning curves of the best on one page that needs nothing else; every string is escaped."""
+    """The table and the learning curves of the best on one page that needs nothing else."""
     head, *body = cells_of(rows)
-    lines = [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>" for line in body]
-    notes = [f"<li>{escape(row.name)}: {escape(row.why)}</li>" for row in rows if row.why]
+    caption = "The best validation first; the mean over runs that differ in their seeds alone ± the standard deviation."
+    parts = [html_table(caption, [head], body, "points")]
+    if notes := [element("li", f"{row.name}: {row.why}") for row in rows if row.why]:
+        parts.append(element("ul", *notes))
+    sections = [("results", "Results", section("results", "Results", *parts))]
     best = [p.ended[0] for p in points_of(rows) if p.ended][: len(plots.COLOURS)]
-    # Between dollars matplotlib would read formulas.
-    curves = [plots.read_curve(row.folder, row.name.rpartition("-")[0].replace("$", r"\$")) for row in best]
-    picture = plots.svg(plots.figure(curves)) if curves else ""
-    return f"""<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>{escape(title)}</title>
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }}
-table {{ border-collapse: collapse; }} th, td {{ padding: .25rem 1rem .25rem 0; text-align: left; }}
-tr + tr {{ border-top: 1px solid #ddd; }} svg {{ width: 100%; height: auto; }} li {{ overflow-wrap: anywhere; }}
-</style>
-<h1>{escape(title)}</h1>
-<p>The best validation first; the mean over runs that differ in their seeds alone ± the standard deviation.</p>
-<table>
-<tr>{"".join(f"<th>{escape(cell)}</th>" for cell in head)}</tr>
-{chr(10).join(lines)}
-</table>
-<ul>{"".join(notes)}</ul>
-{picture}
-</html>
-"""
+    if figures := learning_curves([plots.read_curve(row.folder, row.name.rpartition("-")[0]) for row in best]):
+        sections.append(("curves", "Learning curves", section("curves", "Learning curves of the best", *figures)))
+    return document(title, "", sections, element("p", "Made by ", code("zoneout sweep"), "."))
