@@ -364,7 +364,8 @@ class Sweep:
         options = {name: getattr(self, name) for name in ("engine", "address", "search", "scheduler", "part")}
         options |= {name: getattr(self, name) for name in ("trials", "parallel", "cpus", "gpus")}
         rows = sweep.sweep(config, self.grid, self.seeds, self.out, data=data, say=say, **options)
-        title = f"{self.recipe or config.data.name}: {', '.join(self.grid) or 'no grid'}, {self.seeds} seeds"
+        seeds = "1 seed" if self.seeds == 1 else f"{self.seeds} seeds"
+        title = f"{self.recipe or config.data.name}: {', '.join(self.grid) or 'no grid'}, {seeds}"
         sweep_report.write(rows, self.out, title)
         print(json.dumps([asdict(row) for row in rows]) if self.json else sweep_report.table(rows), flush=True)
         if any(row.why == "interrupted" for row in rows):

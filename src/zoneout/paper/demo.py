@@ -23,7 +23,9 @@ import torch
 import tyro
 
 from . import data, plots, runs
+from .codes import INTERRUPTED
 from .config import Batches, Config, Data, Evaluation, Model, Optimizer, Protocol, Zoneout
+from .measures import in_measure
 from .page import code, document, element, join, learning_curves, section, table
 from .processes import cores
 from .progress import duration, watch
@@ -85,7 +87,7 @@ class Demo:
         if "interrupted" in statuses.values():
             again = "\n".join(f"  zoneout train --resume --out {shlex.quote(str(folder / name))}" for name in configs)
             print(f"\nInterrupted; both runs are kept. Each can be continued:\n{again}", file=sys.stderr)
-            return 130
+            return INTERRUPTED
         report(self, folder)
         return 0
 
@@ -207,7 +209,7 @@ class Result:
 def result(folder: Path, name: str) -> Result:
     """What a run's files say of it."""
     rows, ended = runs.read_metrics(folder / name), runs.read_json(folder / name / "summary.json")
-    trained = [plots.in_measure(row["nats"], "bits") for row in rows if row["kind"] == "train"]
+    trained = [in_measure(row["nats"], "bits") for row in rows if row["kind"] == "train"]
     best, test = ended["best"], ended["test"]
     return Result(name, best["bits"], best["update"], test["bits"], trained[-1], ended["seconds"])
 

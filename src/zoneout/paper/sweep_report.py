@@ -12,9 +12,9 @@ from statistics import fmean, stdev
 from typing import Any
 
 from . import plots, runs
+from .measures import figure_of
 from .page import code, document, element, learning_curves, section
 from .page import table as html_table
-from .progress import figure_of
 from .trials import Row, spelled
 
 
