@@ -372,6 +372,27 @@ def test_attributes_set_on_a_module_survive(attribute):
     assert getattr(zo.revert(after), attribute) == "kept"
 
 
+def test_modules_deep_in_plain_attributes():
+    """A model that calls its layers by way of lists of pairs, or by their methods, goes on calling the old ones."""
+
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnns = nn.ModuleList(nn.GRU(I, H) for _ in range(2))
+            self.blocks = [(rnn, "next") for rnn in self.rnns]
+            self.named: dict[str, Any] = {"all": [{"first": ((self.rnns[0],),)}]}
+            self.named["itself"] = self.named
+            self.call = self.rnns[1].forward
+
+    model = Blocks()
+    for change in (lambda: convert(model), lambda: zo.revert(model)):
+        change()
+        first, second = model.rnns
+        assert [rnn for rnn, _ in model.blocks] == [first, second]
+        assert model.named["all"][0]["first"][0][0] is first
+        assert model.call.__self__ is second and model.call.__func__ is type(second).forward
+
+
 @pytest.mark.parametrize("name", ["counts", "data_seed", "my_rate_l0"])
 @pytest.mark.parametrize("persistent", [True, False])
 def test_buffers_set_on_a_module_survive(name, persistent):

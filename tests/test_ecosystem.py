@@ -243,6 +243,14 @@ def test_autocast(make):
         assert (got[name] - p.grad).norm() <= 0.05 * p.grad.norm(), name
 
 
+def test_fold_of_an_int_in_a_compiled_model():
+    """A new seed is read back from a tensor, which a compiler cannot."""
+    layer, x = zo.LSTM(INPUT, HIDDEN, noise=BOTH), x_of()
+    compiled = torch.compile(lambda seed, n: layer(x, seed=zo.fold(seed, n))[0], fullgraph=True, backend="eager")
+    for n in range(3):
+        close(compiled(5, n), layer(x, seed=zo.fold(5, n))[0])
+
+
 # --- export ----------------------------------------------------------------------------------------
 
 
@@ -255,6 +263,17 @@ def test_export(training, tmp_path):
     torch.export.save(program, tmp_path / "layer.pt2")
     x = x_of()
     close(torch.export.load(tmp_path / "layer.pt2").module()(x, **call), layer(x, **call))
+
+
+@inductor
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning")
+@pytest.mark.parametrize("noise", [None, BOTH], ids=["plain", "zoneout"])
+def test_package(noise, tmp_path):
+    """AOTInductor passes None in the place of an empty list."""
+    layer, x = zo.GRU(INPUT, HIDDEN, noise=noise and zo.Zoneout(hidden=0.2)).eval(), x_of()
+    program = torch.export.export(layer, (x,))
+    where = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
+    close(torch._inductor.aoti_load_package(where)(x), layer(x))
 
 
 def test_export_of_packed_input():

@@ -101,6 +101,7 @@ RATES: dict[str, Bad] = {
     "RecurrentDropout": Bad(lambda: zo.RecurrentDropout(-1), ValueError, r"RecurrentDropout\(rate", "-1"),
     "VariationalDropout": Bad(lambda: zo.VariationalDropout(3), ValueError, r"VariationalDropout\(input", "3"),
     "WeightDrop": Bad(lambda: zo.WeightDrop(rate=1.1), ValueError, r"WeightDrop\(rate", r"1\.1"),
+    "a rate that there is not": Bad(lambda: zo.Zoneout(hiden=0.1), TypeError, r"Zoneout\.", "hiden", "unexpected"),
     "WeightNoise of one's own below 0": Bad(lambda: Mine(-1), ValueError, r"Mine\(std", "-1", "deviation"),
     "WeightNoise below 0": Bad(lambda: zo.WeightNoise(-1), ValueError, r"WeightNoise\(std", "-1", "deviation"),
     "WeightNoise infinite": Bad(lambda: zo.WeightNoise(math.inf), ValueError, r"WeightNoise\(std", "inf"),
@@ -223,6 +224,7 @@ NOISES: dict[str, Bad] = {
 CONSTRUCTORS: dict[str, Bad] = {  # what torch itself checks keeps torch's words
     "hidden_size 0": Bad(lambda: zo.LSTM(I, 0), ValueError, "hidden_size", "", "greater than zero"),
     "hidden_size float": Bad(lambda: zo.LSTM(I, 1.5), TypeError, "hidden_size", "float", "int"),
+    "noise in its place": Bad(lstm(NOISE), TypeError, "num_layers", "Zoneout", "noise=…"),
     "num_layers 0": Bad(lstm(0), ValueError, "num_layers", "", "greater than zero"),
     "proj_size": Bad(lstm(proj_size=H), ValueError, "proj_size", "", "smaller than hidden_size"),
     "proj_size of a GRU": Bad(lambda: zo.GRU(I, H, proj_size=2), TypeError, "proj_size", "", ""),
@@ -419,6 +421,7 @@ LENGTHS: dict[str, Bad] = {
 
 RESETS: dict[str, Bad] = {
     "integers": Bad(call(resets=FALSE.long()), TypeError, "resets", "int64", "bool"),
+    "NumPy's integers": Bad(call(resets=np.zeros((T, B), int)), TypeError, "resets", "int64", "bool"),
     "a list": Bad(call(resets=[[False] * B] * T), TypeError, "resets", "list", "bool"),
     "turned round": Bad(call(resets=FALSE.t()), ValueError, "resets", r"\(3, 4\)", r"\[T, B\] = \(4, 3\)"),
     "batch first": Bad(

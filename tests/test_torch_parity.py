@@ -705,6 +705,7 @@ def test_resets_in_every_form_of_input(layer, backend, device):
     resets = torch.zeros(T, B, dtype=torch.bool, device=device)
     resets[2, 0] = resets[1, 3] = resets[3, 1] = True
     expected = flat(ours(x, resets=resets))
+    assert_close(flat(ours(x, resets=resets.cpu().numpy())), expected)
     short = flat(ours(x, resets=resets, lengths=LENGTHS))
     packed = padded(ours(packer(LENGTHS, False)(x), resets=resets))
     assert_close(packed, short)

@@ -10,6 +10,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -261,20 +262,27 @@ def _replace(model: nn.Module, plan: Callable[[nn.Module], Plan | None], report:
 
 
 def _put_in_place(parent: nn.Module, twins: dict[nn.Module, nn.Module]) -> None:
-    """The twins wherever the parent has the modules: registered, or in its plain attributes, lists and dicts."""
+    """The twins wherever the parent has the modules: registered, or in its plain attributes, however deep in lists."""
+    seen: set[int] = set()
 
     def put(value: Any) -> Any:
-        return twins.get(value, value) if isinstance(value, nn.Module) else value
+        if isinstance(value, nn.Module):
+            return twins.get(value, value)
+        if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module) and value.__self__ in twins:
+            return getattr(twins[value.__self__], value.__name__)
+        if type(value) is tuple:
+            new = tuple(map(put, value))
+            return new if any(one is not other for one, other in zip(new, value)) else value
+        if isinstance(value, (list, dict)) and id(value) not in seen:
+            seen.add(id(value))
+            for key, old in list(enumerate(value) if isinstance(value, list) else value.items()):
+                if (new := put(old)) is not old:
+                    value[key] = new
+        return value
 
     for name, value in list(parent.__dict__.items()):
-        if isinstance(value, list):
-            value[:] = [put(v) for v in value]
-        elif isinstance(value, dict):
-            value.update({key: put(v) for key, v in value.items() if put(v) is not v})
-        elif type(value) is tuple and any(put(v) is not v for v in value):
-            parent.__dict__[name] = tuple(put(v) for v in value)
-        elif put(value) is not value:
-            parent.__dict__[name] = put(value)
+        if (new := put(value)) is not value:
+            parent.__dict__[name] = new
 
 
 def _name_of(module: nn.Module) -> str:

@@ -53,6 +53,11 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
 
     weight_ih_l0: Tensor
 
+    def __init__(self, mode: str, input_size: int, hidden_size: int, num_layers: int, *rest: Any) -> None:
+        if isinstance(num_layers, Noise):
+            raise TypeError(f"num_layers: expected a whole number, got {num_layers!r}; noise goes by keyword, noise=…")
+        super().__init__(mode, input_size, hidden_size, num_layers, *rest)
+
     def suffixes(self) -> list[str]:
         ends = ("", "_reverse") if self.bidirectional else ("",)
         return [f"_l{layer}{end}" for layer in range(self.num_layers) for end in ends]
@@ -445,7 +450,9 @@ def check_state_dtype(name: str, state: Tensor, x: Tensor) -> None:
         raise ValueError(f"{name}: expected {x.dtype} as the input has, got {state.dtype}")
 
 
-def _check_resets(resets: Tensor, shape: tuple[int, ...], names: str, device: torch.device) -> Tensor:
+def _check_resets(resets: Any, shape: tuple[int, ...], names: str, device: torch.device) -> Tensor:
+    if not isinstance(resets, Tensor) and hasattr(resets, "__array__"):  # NumPy's, as environments give them
+        resets = torch.as_tensor(resets, device="cpu")
     if not isinstance(resets, Tensor) or resets.dtype != torch.bool:
         got = resets.dtype if isinstance(resets, Tensor) else type(resets).__name__
         raise TypeError(f"resets: expected a bool tensor {names}, got {got}")

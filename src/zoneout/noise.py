@@ -163,6 +163,7 @@ class StateNoise(Noise):
         return Rule(field, self.by, self.mask, self.at_eval)
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Zoneout(StateNoise):
     """Units of the states keep their previous value.
 
@@ -174,16 +175,17 @@ class Zoneout(StateNoise):
     Zoneout(cell=0.5, hidden=0.05)
     """
 
-    by = "previous"
+    by: ClassVar[str] = "previous"
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class StateDropout(StateNoise):
     """Units of the states are set to zero: dropout on the recurrent connections.
 
     h is computed from the masked c. With `mask="sequence"` and a cell rate it is rnnDrop.
     """
 
-    by = "zero"
+    by: ClassVar[str] = "zero"
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .draws import Draw
 from .ops.loop import GATES
 from .ops.operator import decode
 from .ops.reference import KEEPS
@@ -140,7 +141,7 @@ class _Graph:
 
 def _run(  # type: ignore[no-untyped-def]
     cell, x, h0, c0, reset_h, reset_c, w_ih, w_hh, b_ih, b_hh, w_hr, scale_x, scale_h, scale_c, shift_c, over, eps,
-    given, codes, rates, seeds, examples, first_step, lengths, resets, reverse, counts,
+    codes, numbers, lengths, resets, reverse, counts,
 ):  # fmt: skip
     """`zoneout::run` as nodes of the graph that is being exported; see ops/reference.py for the same in torch."""
     import onnxscript.ir as ir
@@ -148,7 +149,6 @@ def _run(  # type: ignore[no-untyped-def]
 
     if counts is not None:
         raise ValueError("input: expected a padded batch and its `lengths`, which ONNX can hold; got a PackedSequence")
-    del examples, first_step  # coordinates of draws, and nothing is drawn
     recorder: Any = evaluator.default()
     narrow = x.dtype
     wide = ir.DataType.FLOAT if narrow in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) else narrow
@@ -160,8 +160,9 @@ def _run(  # type: ignore[no-untyped-def]
     x, h, c, reset_h, reset_c = (cast(v) for v in (x, h0, c0, reset_h, reset_c))
     w_ih, w_hh, b_ih, b_hh, w_hr = (cast(v) for v in (w_ih, w_hh, b_ih, b_hh, w_hr))
     scale_x, scale_h, scale_c, shift_c = (cast(v) for v in (scale_x, scale_h, scale_c, shift_c))
+    draws, given = decode(codes, numbers)
     given = [cast(v) for v in given]
-    keep, holds = _expectations(op, codes, rates, seeds)
+    keep, holds = _expectations(op, draws)
 
     steps = op("Squeeze", op("Shape", x, start=0, end=1), [0])
     at = op("Range", 0, steps, 1)  # [T]: the number of each processed step
@@ -232,10 +233,10 @@ def _fresh_seed(x):  # type: ignore[no-untyped-def]
     )
 
 
-def _expectations(op: _Graph, codes: Any, rates: Any, seeds: Any) -> tuple[dict[str, Any], bool]:
+def _expectations(op: _Graph, draws: Sequence[Draw]) -> tuple[dict[str, Any], bool]:
     """The rate of each field of `cells.Keep`, and whether the output gate may be held."""
     keep, holds = {}, False
-    for draw in decode(codes, rates, seeds):
+    for draw in draws:
         if draw.seed is not None:
             _fresh_seed(None)
         keep[KEEPS[draw.rule.stream, draw.rule.by]] = op("Cast", draw.rate, to=int(op.like))

@@ -67,7 +67,7 @@ def _(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> Tensor:
 
 
 def fold(seed: int | Tensor, n: int) -> int | Tensor:
-    """A new seed from a seed and a number: give each of several modules its own.
+    """A new seed from a seed and a number: give each of several modules its own. In a compiled model it is a tensor.
 
     >>> import zoneout as zo
     >>> zo.fold(7, 0) != zo.fold(7, 1)
@@ -82,7 +82,7 @@ def fold(seed: int | Tensor, n: int) -> int | Tensor:
     zero = torch.zeros_like(low)
     w0, w1, _, _ = philox(key, low, high, zero, zero + _FOLD)
     folded = w0 | (w1 << 32)
-    return folded if isinstance(seed, Tensor) else int(folded)
+    return folded if isinstance(seed, Tensor) or torch.compiler.is_compiling() else int(folded)
 
 
 def as_seed(seed: int | Tensor, device: torch.device | str | None = None) -> Tensor:
@@ -98,10 +98,13 @@ def as_seed(seed: int | Tensor, device: torch.device | str | None = None) -> Ten
     if number is None:
         raise TypeError(f"seed: expected an int or an integer tensor, got {type(seed).__name__}")
     if torch.compiler.is_compiling() and -(2**63) <= number < 2**63:
-        return torch.full((), number, dtype=torch.int64, device=device)  # a symbol: other seeds compile nothing anew
+        return torch.full(
+            (), number, dtype=torch.int64, device=device or "cpu"
+        )  # a symbol: other seeds compile nothing anew
     if not -(2**63) <= number < 2**64:
         raise ValueError(f"seed: expected an integer of at most 64 bits, got {number}")
-    return torch.tensor(number - 2**64 if number >= 2**63 else number, dtype=torch.int64, device=device)
+    signed = number - 2**64 if number >= 2**63 else number
+    return torch.tensor(signed, dtype=torch.int64, device=device or "cpu")
 
 
 def as_integer(value: Any) -> int | None:

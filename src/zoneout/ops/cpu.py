@@ -171,5 +171,5 @@ def _arguments(loop: Loop, back: Backward | None) -> native.Loop:
 def _put(args: native.Loop, tensors: dict[str, Any], names: Iterable[str]) -> None:
     for name in names:
         if (value := tensors[name]) is not None:
-            assert value.is_contiguous(), name
+            assert value.is_contiguous() and value.device.type == "cpu", name
             setattr(args, name, value.data_ptr())

@@ -58,7 +58,7 @@ def flatten(r: Run) -> tuple[Any, ...]:
     """The operator's arguments."""
     norm = r.norm
     given = [] if norm is None or norm.given is None else [v for v in norm.given if v is not None]
-    codes: list[int] = []
+    codes = [r.first_step]
     for draw in r.draws:
         rule = draw.rule
         codes += [_STREAMS.index(rule.stream), _BY.index(rule.by), _MASKS.index(rule.mask)]
@@ -67,33 +67,34 @@ def flatten(r: Run) -> tuple[Any, ...]:
     nothing: Any = torch.zeros((), dtype=torch.int64, device=r.x.device) if expected else None
     seeds = [nothing if draw.seed is None else draw.seed for draw in r.draws]
     over, eps = ("", 0.0) if norm is None else (norm.over, norm.eps)
-    rates = [draw.rate for draw in r.draws]
+    # Neither list is ever empty: AOTInductor would pass None in the place of it.
+    numbers = [r.examples, *(draw.rate for draw in r.draws), *seeds, *given]
     return (
-        r.cell, *differentiable(r), over, eps, given, codes, rates, seeds,
-        r.examples, r.first_step, r.lengths, r.resets, r.reverse, r.counts,
+        r.cell, *differentiable(r), over, eps, codes, numbers,
+        r.lengths, r.resets, r.reverse, r.counts,
     )  # fmt: skip
 
 
 def unflatten(cell: str, *args: Any) -> Run:
     """The run that was laid out flat."""
     (x, h0, c0, reset_h, reset_c, *weights), scales, args = args[:10], args[10:_COUNT], args[_COUNT:]
-    over, eps, given, codes, rates, seeds, examples, first_step, lengths, resets, reverse, counts = args
+    over, eps, codes, numbers, lengths, resets, reverse, counts = args
+    draws, given = decode(codes, numbers)
     norm = StepNorm(over, eps, *scales)._replace(given=Moments(*given) if given else None) if over else None
-    draws = tuple(decode(codes, rates, seeds))
     return Run(
-        cell, x, h0, c0, Weights(*weights), draws, examples, first_step, norm, lengths, resets, reset_h, reset_c,
+        cell, x, h0, c0, Weights(*weights), draws, numbers[0], codes[0], norm, lengths, resets, reset_h, reset_c,
         reverse, cell == "lstm", counts,
     )  # fmt: skip
 
 
-def decode(codes: Sequence[int], rates: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Draw]:
-    """The draws, from numbers and tensors."""
-    draws = []
-    for k, (rate, seed) in enumerate(zip(rates, seeds)):
-        stream, by, mask, holds, drawn, plane = codes[6 * k : 6 * k + 6]
+def decode(codes: Sequence[int], numbers: Sequence[Tensor]) -> tuple[tuple[Draw, ...], Sequence[Tensor]]:
+    """The draws, and the moments that a norm was given."""
+    draws, count = [], len(codes) // 6
+    for k, (rate, seed) in enumerate(zip(numbers[1 : 1 + count], numbers[1 + count : 1 + 2 * count])):
+        stream, by, mask, holds, drawn, plane = codes[1 + 6 * k : 7 + 6 * k]
         rule = Rule(_STREAMS[stream], _BY[by], _MASKS[mask], "", bool(holds))
         draws.append(Draw(rule, rate, seed if drawn else None, plane))
-    return draws
+    return tuple(draws), numbers[1 + 2 * count :]
 
 
 # --- the operator and its derivative ---------------------------------------------------------------
@@ -118,12 +119,8 @@ def _run(
     shift_c: Tensor | None,
     over: str,
     eps: float,
-    given: Sequence[Tensor],
     codes: Sequence[int],
-    rates: Sequence[Tensor],
-    seeds: Sequence[Tensor],
-    examples: Tensor,
-    first_step: int,
+    numbers: Sequence[Tensor],
     lengths: Tensor | None,
     resets: Tensor | None,
     reverse: bool,
@@ -132,7 +129,7 @@ def _run(
     """y, h, c, cells; then for the way back gates and gh; then the moments of x·Wx, h·Wh and c."""
     r = unflatten(
         cell, x, h0, c0, reset_h, reset_c, w_ih, w_hh, b_ih, b_hh, w_hr, scale_x, scale_h, scale_c, shift_c,
-        over, eps, given, codes, rates, seeds, examples, first_step, lengths, resets, reverse, counts,
+        over, eps, codes, numbers, lengths, resets, reverse, counts,
     )  # fmt: skip
     return _outputs(passes.forward(r), h0)  # type: ignore[return-value]
 
@@ -181,12 +178,8 @@ def _run_backward(
     shift_c: Tensor | None,
     over: str,
     eps: float,
-    given: Sequence[Tensor],
     codes: Sequence[int],
-    rates: Sequence[Tensor],
-    seeds: Sequence[Tensor],
-    examples: Tensor,
-    first_step: int,
+    numbers: Sequence[Tensor],
     lengths: Tensor | None,
     resets: Tensor | None,
     reverse: bool,
@@ -195,7 +188,7 @@ def _run_backward(
     """The derivatives of all that has one; empty where there is none or nobody needs it."""
     r = unflatten(
         cell, x, h0, c0, reset_h, reset_c, w_ih, w_hh, b_ih, b_hh, w_hr, scale_x, scale_h, scale_c, shift_c,
-        over, eps, given, codes, rates, seeds, examples, first_step, lengths, resets, reverse, counts,
+        over, eps, codes, numbers, lengths, resets, reverse, counts,
     )  # fmt: skip
     found = passes.backward(r, _kept(r, saved), (dy, dh, dc, dcells), needs)
     return [h0.new_empty(0) if grad is None else grad for grad in found]
@@ -225,35 +218,28 @@ def _(dy: Tensor, dh: Tensor, dc: Tensor, dcells: Tensor, saved: list[Tensor], n
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     y, _, _, cells, gates, gh, *moments = output
     cell, tensors, rest = inputs[0], inputs[1 : 1 + _COUNT], inputs[1 + _COUNT :]
-    over, eps, given, codes, rates, seeds, examples, first_step, lengths, resets, reverse, counts = rest
+    over, eps, codes, numbers, lengths, resets, reverse, counts = rest
     ctx.set_materialize_grads(False)
-    ctx.sizes = len(given), len(rates)
-    ctx.rest = cell, over, eps, codes, first_step, reverse
+    ctx.rest = cell, over, eps, codes, len(numbers), reverse
     ctx.present = [value is not None for value in tensors]
-    ctx.save_for_backward(
-        *tensors, examples, lengths, resets, counts, *given, *rates, *seeds, y, cells, gates, gh, *moments
-    )  # fmt: skip
+    ctx.save_for_backward(*tensors, lengths, resets, counts, *numbers, y, cells, gates, gh, *moments)
 
 
 def _backward(ctx: Any, dy: Tensor, dh: Tensor, dc: Tensor, dcells: Tensor, *_: Tensor) -> tuple[Any, ...]:
-    n_given, n_draws = ctx.sizes
+    cell, over, eps, codes, count, reverse = ctx.rest
     values = iter(ctx.saved_tensors)
 
     def take(count: int) -> list[Any]:
         return [next(values) for _ in range(count)]
 
-    tensors, (examples, lengths, resets, counts), given = take(_COUNT), take(4), take(n_given)
-    rates, seeds, saved = take(n_draws), take(n_draws), list(values)
-    cell, over, eps, codes, first_step, reverse = ctx.rest
+    tensors, (lengths, resets, counts), numbers, saved = take(_COUNT), take(3), take(count), list(values)
     needs = [bool(there and needed) for there, needed in zip(ctx.present, ctx.needs_input_grad[1 : 1 + _COUNT])]
     grads = _call_backward(
-        dy, dh, dc, dcells, saved, needs, cell, *tensors, over, eps, given, codes, rates, seeds,
-        examples, first_step, lengths, resets, reverse, counts,
+        dy, dh, dc, dcells, saved, needs, cell, *tensors, over, eps, codes, numbers,
+        lengths, resets, reverse, counts,
     )  # fmt: skip
     found = [grad if needed else None for grad, needed in zip(grads, needs)]
-    no_codes: list[None] | None = None if codes else []  # torch takes an empty list for one of tensors
-    no_draws = [None] * n_draws
-    return None, *found, None, None, [None] * n_given, no_codes, no_draws, list(no_draws), *[None] * 6
+    return None, *found, None, None, None, [None] * count, *[None] * 4
 
 
 torch.library.register_autograd("zoneout::run", _backward, setup_context=_setup)
