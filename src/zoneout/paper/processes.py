@@ -5,6 +5,7 @@ Of several processes each has its rows of every batch, and all have the same wei
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -76,24 +77,24 @@ class Processes:
         return count.item() > 0
 
 
-@contextmanager
-def join(device: str) -> Iterator[Processes]:
+def join(device: str) -> Processes:
     """The processes that torchrun started, or this one alone; `device` as the config has it."""
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     where = device_of(device, int(os.environ.get("LOCAL_RANK", "0")) if size > 1 else None)
     if size == 1:
-        yield Processes(where)
-        return
+        return Processes(where)
     if where.type == "cuda":
         torch.cuda.set_device(where)
-    begun = not dist.is_initialized()
-    if begun:
+    if not dist.is_initialized():
+        # Until the process ends: who is ahead of the others when a new group is made would find the old one's store.
         dist.init_process_group("cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo")
-    try:
-        yield Processes(where, rank, size)
-    finally:
-        if begun:
-            dist.destroy_process_group()
+        atexit.register(_leave)
+    return Processes(where, rank, size)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -93,16 +93,16 @@ def train(
     if config is None and not resume:
         raise ValueError("config: expected a Config; None is only for continuing a run, with resume=True")
     run = Run(folder)
-    with join((config or runs.read_config(folder)).device) as processes:
-        try:
-            if resume and processes.first:
-                config = run.open(config)
-            config = processes.share(config)
-            assert config is not None
-            tell = progress if progress is not None and processes.first else lambda event: None
-            return Training(config, run, resume, tell, data, processes, deadline)()
-        finally:
-            run.close()
+    processes = join((config or runs.read_config(folder)).device)
+    try:
+        if resume and processes.first:
+            config = run.open(config)
+        config = processes.share(config)
+        assert config is not None
+        tell = progress if progress is not None and processes.first else lambda event: None
+        return Training(config, run, resume, tell, data, processes, deadline)()
+    finally:
+        run.close()
 
 
 class Training:
