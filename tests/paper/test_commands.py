@@ -276,6 +276,10 @@ def test_characters_that_the_model_does_not_know(trained, zoneout) -> None:
     code, out, err = zoneout("eval", "rare", "--text", "other.txt")
     assert code == OK and "1 of 500 characters are unknown to the model" in err and "unknown" not in out
     assert "1 of 2 characters are unknown" in zoneout("sample", "rare", "--prompt", "aΩ", "--length", "3")[2]
+    words = ("--data.by", "word", "--data.words", "3", "--updates", "5", *SMALL)
+    assert zoneout("train", "--data", "rare.txt", "--out", "words", *words)[0] == OK
+    Path("alien.txt").write_text("ξ " * 300, encoding="utf-8")
+    assert "300 of 300 words are unknown to the model" in zoneout("eval", "words", "--text", "alien.txt")[2]
 
 
 def test_a_run_with_a_file_missing_or_damaged(trained, zoneout) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +14,7 @@ from fabricated import Page, demo_page, shared_look
 
 from zoneout.paper import demo, runs
 from zoneout.paper.cli import main
-from zoneout.paper.codes import FAILED, OK
+from zoneout.paper.codes import FAILED, INTERRUPTED, OK
 from zoneout.paper.config import Config, Zoneout
 from zoneout.paper.demo import PLAIN, ZONED, Result, verdict
 
@@ -93,6 +97,26 @@ def test_each_demo_gets_a_folder(tmp_path) -> None:
     assert demo.free_folder(base) == base
     base.mkdir()
     assert demo.free_folder(base) == tmp_path / "demo-2"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["keys", "kill"])
+def test_a_demo_that_is_stopped(tmp_path, number) -> None:
+    """Its two processes train on to their end, or wait for ever for somebody to read their news."""
+    command = [sys.executable, "-m", "zoneout", "demo", "--out", str(tmp_path / "demo")]
+    command += ["--updates", "6000", "--hidden", "32", "--characters", "4000"]
+
+    def hears() -> None:  # what a shell starts in the background does not
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=hears)
+    assert process.stderr is not None
+    next(line for line in process.stderr if "updates/s" in line)
+    process.send_signal(number)
+    said = process.communicate(timeout=120)[1]
+    assert process.returncode == INTERRUPTED and "Each can be continued" in said
+    for name in (PLAIN, ZONED):
+        with open(tmp_path / "demo" / name / "lock") as lock:  # nobody holds it any more
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_an_error_in_a_worker_reaches_the_user(tmp_path, capfd) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import signal
@@ -296,6 +297,7 @@ def made_up(name: str, seed: int, valid: float, test: float, **other: Any) -> No
             {"part": "valid", "protocol": "chunks of 100", recipe.measure: valid, **score},
             {"part": "test", "protocol": "one sequence", recipe.measure: test, **score},
         ],
+        "curve": {"epoch": [1.0], "valid": [valid], "train_nats": [1.0]},
         "config": to_json(change(recipe.make(), {"seed": seed, "precision": "bf16", "device": "cuda"})),
     }
     write_record(Path("res") / name / f"seed-{seed}.json", record | other)
@@ -351,6 +353,13 @@ def test_a_record_that_cannot_be_read_is_named() -> None:
         path.write_text(text)
         with pytest.raises(RunError, match=r"seed-1\.json is not a record that can be read"):
             table("res", [RECIPES["char_ptb_tiny"]])
+    made_up("char_ptb_zoneout", 1, 1.360, 1.250)
+    good = read_record(Path("res/char_ptb_zoneout/seed-1.json"))
+    wrong: list[dict[str, Any]] = [{"valid": None}, {"test": math.nan}, {"seed": 2}, {"recipe": "char_ptb_gru"}]
+    for other in [*wrong, *({"curve": kind} for kind in (None, []))]:
+        Path("res/char_ptb_zoneout/seed-1.json").write_text(json.dumps(good | other))
+        with pytest.raises(RunError, match=r"seed-1\.json is not a record that can be read: it"):
+            table("res", [RECIPES["char_ptb_zoneout"]])
 
 
 def test_long_curves_are_thinned_and_keep_the_best_and_the_last() -> None:
@@ -395,6 +404,21 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert Path("docs/results.md").read_text(encoding="utf-8") == document("res")
     with pytest.raises(ValueError, match=r"--set: expected a name and a value, as in epochs=1, got 'epochs'"):
         main([*arguments, "--set", "epochs"])
+    with pytest.raises(
+        ValueError, match=r"--set: expected a setting of the recipe, got seed; --first-seed is for that"
+    ):
+        main([*arguments, "--set", "seed=5"])
+
+
+def test_the_tables_are_not_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    """A trial, or a folder that is not there, takes the place of all records in the tables."""
+    with pytest.raises(ValueError, match=r"--write: expected a file of its own for trials"):
+        main(["char_ptb_tiny", "--set", "epochs=1", "--write"])
+    with pytest.raises(RunError, match="there are no records in nothere"):
+        main(["--results", "nothere", "--write"])
+    made_up("char_ptb_zoneout", 1, 1.360, 1.250)
+    assert main(["char_ptb_zoneout", "--results", "res"]) == 0
+    assert "Nothing to run: every record is in res." in capsys.readouterr().out
 
 
 def test_a_trial_has_its_own_place() -> None:

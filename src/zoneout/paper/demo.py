@@ -7,13 +7,16 @@ folder holds both runs, the text, the learning curves as a picture and a page th
 from __future__ import annotations
 
 import multiprocessing
+import os
 import queue
 import random
 import re
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import fill
@@ -27,7 +30,7 @@ from .codes import INTERRUPTED
 from .config import Batches, Config, Data, Evaluation, Model, Optimizer, Protocol, Zoneout
 from .measures import in_measure
 from .page import code, document, element, join, learning_curves, section, table
-from .processes import cores
+from .processes import cores, end_with_the_parent
 from .progress import duration, watch
 from .runs import RunError
 from .sample import sample
@@ -147,6 +150,11 @@ def side_by_side(configs: dict[str, Config], folder: Path) -> dict[str, str]:
         for name, config in configs.items()
     }
     ended: dict[str, str] = {}
+
+    def stop(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)  # a polite kill is as good as the keys
     for worker in workers.values():
         worker.start()
     try:
@@ -163,18 +171,24 @@ def side_by_side(configs: dict[str, Config], folder: Path) -> dict[str, str]:
                 tell[name](event)
                 if event["kind"] == "end":
                     ended[name] = event["status"]
-    except KeyboardInterrupt:  # the same keys have told the workers, which save and end
-        ended = dict.fromkeys(configs, "interrupted")
+    except KeyboardInterrupt:
+        pass
     finally:
-        for worker in workers.values():
-            if worker.is_alive() and len(ended) < len(workers):
+        for name, worker in workers.items():
+            if worker.is_alive() and name not in ended:
                 worker.terminate()  # politely: it writes a checkpoint first
-            worker.join()
-    return ended
+        while any(worker.is_alive() for worker in workers.values()):  # which do not end before their news are read
+            with suppress(queue.Empty):
+                events.get(timeout=0.1)
+        signal.signal(signal.SIGTERM, before)
+    return {name: ended.get(name, "interrupted") for name in configs}
 
 
 def work(name: str, config: Config, folder: str, threads: int, events: Any) -> None:
     """Train one, in a process of its own."""
+    if hasattr(os, "setsid"):
+        os.setsid()  # the keys are for the one who watches, and passes them on
+    end_with_the_parent()
     torch.set_num_threads(threads)
     try:
         train(config, folder, progress=lambda event: events.put((name, event)))

@@ -270,7 +270,8 @@ def places(what: Sequence[str], seed: int, out: Path, results: Path) -> list[tup
                 if not (folder / "config.json").exists():
                     raise RunError(
                         f"{recipe.name} has not been run: {folder} is not there. "
-                        f"`zoneout reproduce {recipe.name} --first-seed {seed} --out {shlex.quote(str(out))}` makes it."
+                        f"`zoneout reproduce {recipe.name} --first-seed {seed} --out {shlex.quote(str(out))} "
+                        f"--results {shlex.quote(str(out / 'results'))}` makes it."
                     )
                 found.append((folder, results / recipe.name / f"gradients-seed-{seed}.json", recipe.name))
         else:

@@ -6,7 +6,9 @@ Of several processes each has its rows of every batch, and all have the same wei
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -141,6 +143,18 @@ def _flags() -> list[Any]:
 def _set(*settings: str) -> None:
     for flag, setting in zip(_flags(), settings * 2):
         flag.fp32_precision = setting
+
+
+def end_with_the_parent() -> None:
+    """From now on this process is asked to stop, politely, when the one that started it is gone."""
+
+    def watch() -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            parent.join()
+            os.kill(os.getpid(), signal.SIGTERM)  # a checkpoint is written first
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def cores() -> int:

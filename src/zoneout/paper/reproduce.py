@@ -31,7 +31,7 @@ from . import runs
 from .codes import DIVERGED, FAILED, INTERRUPTED, OK, code_of
 from .config import Config
 from .files import DataError
-from .processes import cores, device_of
+from .processes import cores, device_of, end_with_the_parent
 from .recipes import MEASURES, RECIPES, Recipe, select
 from .results import BEGIN, changes, document, make_record, put_summary, read_record, table
 from .runs import RunError, write_record
@@ -39,6 +39,7 @@ from .train import Diverged, Progress, stop_requests, train
 
 State = Literal["finished", "interrupted", "diverged", "failed"]
 PAGE, README = Path("docs/results.md"), Path("README.md")  # where the tables stand
+OPTIONS = {"seed": "--first-seed", "precision": "--precision", "device": "--device"}  # of settings that have their own
 RUNS, RESULTS, TRIALS = Path("runs/reproduce"), Path("results"), Path("runs/trials")
 CODES: dict[State, int] = {"finished": OK, "failed": FAILED, "diverged": DIVERGED, "interrupted": INTERRUPTED}
 
@@ -145,6 +146,8 @@ def reproduce(
     ]
     missing = [job for job in jobs if job.missing()]
     say(table(results, recipes, details=False))
+    if not missing:
+        say(f"Nothing to run: every record is in {results}. With --results and --out of their own, runs are made anew.")
     states: list[State] = []
     how = one_by_one if parallel == 1 else together if device_of(device).type == "cuda" else several
     for job, state in how(missing):
@@ -245,6 +248,7 @@ def several(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:
 
 
 def _in_process(job: Job) -> None:
+    end_with_the_parent()
     torch.set_num_threads(max(1, cores() // job.at_once))
     sys.exit(CODES[attempt_beside_others(job)])
 
@@ -350,9 +354,15 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m zoneout.
     for name, equals, _ in pairs:
         if not equals:
             raise ValueError(f"--set: expected a name and a value, as in epochs=1, got {name!r}")
+        if name in OPTIONS:
+            raise ValueError(f"--set: expected a setting of the recipe, got {name}; {OPTIONS[name]} is for that")
     # A trial neither finds the recipe's own record nor stands in its way.
     out = options.out or (TRIALS if pairs else RUNS)
     results = options.results or (TRIALS / "results" if pairs else RESULTS)
+    if options.write == PAGE and pairs:
+        raise ValueError(f"--write: expected a file of its own for trials (--set), since {PAGE} is of the recipes")
+    if options.write is not None and options.task is None and not any(results.glob("*/seed-*.json")):
+        raise RunError(f"there are no records in {results}, so that --write would leave nothing of the tables")
     state: State = "finished"
     if options.task is not None:
         state = reproduce(

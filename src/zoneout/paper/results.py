@@ -43,6 +43,12 @@ GROUPS = {  # of recipes, and what is written above their table
     "more": "In the paper's figures and text:",
 }
 POINTS = 200  # of a learning curve, at most
+NUMBER = (int, float)
+KINDS: dict[str, Any] = {  # what has to be in a record
+    "recipe": str, "seed": int, "measure": str, "valid": NUMBER, "test": NUMBER, "best_epoch": NUMBER, "epochs": NUMBER,
+    "seconds": NUMBER, "at_once": int, "precision": str, "device": str, "versions": dict, "date": str, "command": str,
+    "scores": list, "curve": dict, "config": dict,
+}  # fmt: skip
 RULE = f"""
 Made by `zoneout reproduce --write` from the records in `results/`; [how those are made](reproducing.md). Lower is
 better. Ours is the mean over seeds ± their standard deviation, of the weights with the best validation. *Reached* means
@@ -50,13 +56,15 @@ that {REACHED}. Minutes are those of one run, the mean over the seeds that had t
 GPU. A run with batch norm is validated with the statistics of its batches, as the paper's were; the tables by protocol
 have what the test's give on both parts.
 """
+CAVEAT = (
+    "Of the runs that shared a GPU (N at once) those of images with batch norm, with a true permutation, with "
+    "recurrent dropout 0.15 and of the gradient flow may have been disturbed by each other, and are to be made again"
+)
 PAGE = f"""# Results
 
 {fill(RULE.strip(), 120, break_on_hyphens=False)}
 
-Of the runs that shared a GPU (*N at once*) those of images with batch norm, with a true permutation, with recurrent
-dropout 0.15 and of the gradient flow may have been disturbed by each other, and are to be made again: [what they
-shared](log.md#several-runs-on-one-gpu).
+{fill(f"{CAVEAT}: [what they shared](log.md#several-runs-on-one-gpu).", 120, break_on_hyphens=False)}
 """
 BEGIN, END = "<!-- results: made by zoneout reproduce --write -->", "<!-- end -->"
 
@@ -168,6 +176,12 @@ def read_record(path: Path) -> Record:
         record = runs.read_json(path)
         if record["format"] != FORMAT:
             raise ValueError(f"it has format {record['format']!r}, expected {FORMAT}")
+        for name, kind in KINDS.items():
+            value = record.get(name)
+            if not isinstance(value, kind) or (kind is NUMBER and not math.isfinite(value)):
+                raise ValueError(f"its {name} is {value!r}")
+        if (record["recipe"], f"seed-{record['seed']}") != (path.parent.name, path.stem):
+            raise ValueError(f"it is of {record['recipe']}, seed {record['seed']}")
         configs.from_json(record["config"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(f"{path} is not a record that can be read: {error}") from None

@@ -14,8 +14,6 @@ import contextlib
 import itertools
 import multiprocessing
 import os
-import signal
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +28,7 @@ from . import models, runs
 from .config import Config
 from .data import absolute_path
 from .files import DataError, MissingError
-from .processes import cores
+from .processes import cores, end_with_the_parent
 from .reproduce import passing_on
 from .runs import InUse, RunError
 from .train import Diverged, Progress, load_data, same_data, train
@@ -169,17 +167,10 @@ def _work(number: int, processes: int, pipe: Any) -> None:
         names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
         os.environ["CUDA_VISIBLE_DEVICES"] = names[number % len(names)]
     torch.set_num_threads(max(1, cores() // processes))
-    threading.Thread(target=_stop_with_the_parent, daemon=True).start()
+    end_with_the_parent()
     with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
         while (job := pipe.recv()) is not None:
             pipe.send(job())
-
-
-def _stop_with_the_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os.kill(os.getpid(), signal.SIGTERM)  # politely: a checkpoint is written first
 
 
 def sweep(

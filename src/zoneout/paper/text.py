@@ -66,9 +66,10 @@ class Vocabulary:
         return np.array(numbers, dtype=self.dtype)
 
     def strangers(self, numbers: Array) -> str:
-        """A sentence on how many characters of a text the vocabulary has not, or nothing where it has all."""
-        count = int((numbers == self.unknown).sum()) if self.unit == "char" and self.unknown is not None else 0
-        return f"{count:,} of {len(numbers):,} characters are unknown to the model" if count else ""
+        """A sentence on how many symbols of a text the vocabulary has not, or nothing where it has all."""
+        count = 0 if self.unknown is None else int((numbers == self.unknown).sum())
+        symbols = "characters" if self.unit == "char" else "words"
+        return f"{count:,} of {len(numbers):,} {symbols} are unknown to the model" if count else ""
 
     def decode(self, numbers: Iterable[int]) -> str:
         """The text of numbers; words are joined by spaces, and `<eos>` is a new line."""
