@@ -12,7 +12,6 @@ from test_cuda import compare, given_with, precision  # noqa: F401 (a fixture)
 from zoneout.draws import Draw
 from zoneout.noise import Rule
 from zoneout.ops import cuda
-from zoneout.ops.cuda import compiler
 from zoneout.ops.cuda.dropout import dropout as fused_dropout
 from zoneout.ops.cuda.weight_noise import add_noise as fused_noise
 from zoneout.ops.dropout import dropout
@@ -73,32 +72,6 @@ def test_no_room_for_a_cluster(precision, monkeypatch):  # noqa: F811
     monkeypatch.setattr(cuda, "PATHS", (cuda.batch, cuda.steps))
     given, sizes = given_with("batch-norm", "whole")
     compare("lstm", NOISES["zoneout-unit"], given, True, precision, sizes, device="cpu", norm=NORMS["batch-norm"])
-
-
-def test_products_of_two_threads():
-    """The first of two who leaves puts the setting back while the other still takes products."""
-    flags, x = torch.backends.cuda.matmul, torch.zeros(1)
-    before = flags.fp32_precision
-    first, second = cuda.products(x), cuda.products(x)
-    first.__enter__()
-    inside = flags.fp32_precision
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert flags.fp32_precision == inside == ("tf32" if compiler.tf32() else "ieee") != before
-    second.__exit__(None, None, None)
-    assert flags.fp32_precision == before
-
-
-def test_shares_that_overlap(monkeypatch):
-    """The first of two who leaves takes the share of the other with it, or leaves its own behind."""
-    monkeypatch.setattr(compiler, "chip", lambda device: compiler.Chip(132, 232448, 9))
-    first, second = compiler.shared_by(4), compiler.shared_by(2)
-    seen = []
-    for change in (first.__enter__, second.__enter__, lambda: first.__exit__(None, None, None)):
-        change()
-        seen.append(compiler.processors(0))
-    second.__exit__(None, None, None)
-    assert [*seen, compiler.processors(0)] == [33, 33, 66, 132]
 
 
 @pytest.mark.usefixtures("emulated")

@@ -1,4 +1,4 @@
-"""Loops that fill a GPU take turns, whichever stream they are in."""
+"""What threads share of a GPU: loops that fill it take turns; settings and parts last while somebody needs them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import zoneout as zo
+from zoneout.ops import cuda
+from zoneout.ops.cuda import compiler
 from zoneout.ops.cuda.turns import Turns
 
 
@@ -102,3 +104,29 @@ def test_side_by_side():
     for thread in threads:
         thread.join(timeout=60)
     assert len(ended) == 2
+
+
+def test_products_of_two_threads():
+    """The first of two who leaves puts the setting back while the other still takes products."""
+    flags, x = torch.backends.cuda.matmul, torch.zeros(1)
+    before = flags.fp32_precision
+    first, second = cuda.products(x), cuda.products(x)
+    first.__enter__()
+    inside = flags.fp32_precision
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert flags.fp32_precision == inside == ("tf32" if compiler.tf32() else "ieee") != before
+    second.__exit__(None, None, None)
+    assert flags.fp32_precision == before
+
+
+def test_shares_that_overlap(monkeypatch):
+    """The first of two who leaves takes the share of the other with it, or leaves its own behind."""
+    monkeypatch.setattr(compiler, "chip", lambda device: compiler.Chip(132, 232448, 9))
+    first, second = compiler.shared_by(4), compiler.shared_by(2)
+    seen = []
+    for change in (first.__enter__, second.__enter__, lambda: first.__exit__(None, None, None)):
+        change()
+        seen.append(compiler.processors(0))
+    second.__exit__(None, None, None)
+    assert [*seen, compiler.processors(0)] == [33, 33, 66, 132]

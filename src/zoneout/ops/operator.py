@@ -69,10 +69,7 @@ def flatten(r: Run) -> tuple[Any, ...]:
     over, eps = ("", 0.0) if norm is None else (norm.over, norm.eps)
     # Neither list is ever empty: AOTInductor would pass None in the place of it.
     numbers = [r.examples, *(draw.rate for draw in r.draws), *seeds, *given]
-    return (
-        r.cell, *differentiable(r), over, eps, codes, numbers,
-        r.lengths, r.resets, r.reverse, r.counts,
-    )  # fmt: skip
+    return (r.cell, *differentiable(r), over, eps, codes, numbers, r.lengths, r.resets, r.reverse, r.counts)
 
 
 def unflatten(cell: str, *args: Any) -> Run:

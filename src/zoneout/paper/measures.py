@@ -11,8 +11,7 @@ from .data import Corpus, Images
 from .text import Vocabulary
 
 LABELS = {"bits": "bits per character", "perplexity": "perplexity", "error": "error"}  # of curves
-UNITS = LABELS | {"error": "share that is wrong"}  # in tables of results
-CAPTIONS = LABELS | {"error": "share of images that are wrong"}  # on a page
+UNITS = LABELS | {"error": "share that is wrong"}  # of tables
 DIGITS = {"bits": 3, "perplexity": 1, "error": 3}  # after the point: as many as the paper gives
 SPREADS = {"bits": 4, "perplexity": 1, "error": 4}  # the same, of a standard deviation
 SCATTER = {"bits": 0.004, "perplexity": 0.01, "error": 0.005}  # of single runs; of perplexities the share

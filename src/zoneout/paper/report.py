@@ -18,7 +18,7 @@ from . import config as configs
 from . import figures, gradients, plots, runs
 from .config import at
 from .describe import describe
-from .measures import CAPTIONS, REACHED, reached, rounded, spread
+from .measures import REACHED, UNITS, reached, rounded, spread
 from .page import Html, code, document, element, figure, join, learning_curves, link, section, table
 from .progress import duration
 from .recipes import MEASURES, QUOTED, RECIPES, Recipe
@@ -88,7 +88,7 @@ def task_section(task: str, own: dict[str, list[Record]]) -> Html:
     title, where = TASKS[task]
     recipes = [recipe for recipe in RECIPES.values() if recipe.task == task]
     quoted = [row for row in QUOTED if row[0] == task]
-    unit = CAPTIONS[MEASURES[task]]
+    unit = UNITS[MEASURES[task]]
     main, ours, rest = ([r for r in recipes if r.group == group] for group in ("table", "ours", "more"))
     parts = [results_table(f"{title}: {where}. In {unit}.", main, own, quoted, name=task)]
     if ours:
@@ -310,7 +310,7 @@ def runs_table(pages: dict[int, dict[str, Any]], measure: str) -> Html:
                 page["status"],
             ]
         )
-    return table(f"In {CAPTIONS[measure]}; lower is better.", [["Run", *names]], rows, f"runs-{measure}")
+    return table(f"In {UNITS[measure]}; lower is better.", [["Run", *names]], rows, f"runs-{measure}")
 
 
 def options_table(pages: Sequence[dict[str, Any]]) -> Html | None:
