@@ -338,6 +338,10 @@ def test_the_table_of_records() -> None:
     assert "| 2026-11-15 | `zoneout reproduce char_ptb_zoneout --first-seed 10 --precision bf16` |" in row_of(
         shown, "Zoneout 0.5, 0.05, seed 10"
     )
+    short = pages.summary("res")
+    assert "| 1.471 (missed), 1.350 | 1 |" in row_of(short, "char-ptb, bits | Unregularised LSTM"), "each for itself"
+    assert "| 1.362 ± 0.0020, 1.258 ± 0.0069 | 1, 2, 10 |" in row_of(short, "char-ptb, bits | Zoneout 0.5, 0.05")
+    assert "| 80.0, 76.0 | 1 |" in row_of(short, "word-ptb, perplexity | Variational dropout 0.5, 0.3")
 
 
 def test_without_records_every_row_says_so() -> None:
