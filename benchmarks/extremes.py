@@ -163,6 +163,7 @@ MEASUREMENTS: dict[str, tuple[str, Callable[[], Result]]] = {
     "growth": ("growth over 10,000 updates, LSTM of 32", lambda: growth(10_000)),
     "wide": ("H = 4096, T = 20, B = 4, trained", lambda: layer(20, 4, 256, 4096)),
     "wide-eval": ("H = 4096, T = 20, B = 4, evaluated", lambda: layer(20, 4, 256, 4096, train=False)),
+    "long-eval": ("T = 4,000, B = 32, H = 256, evaluated", lambda: layer(4000, 32, 64, 256, train=False)),
     "one-row": ("B = 1, T = 100, H = 256, trained", lambda: layer(100, 1, 64, 256)),
     "many-rows": ("B = 4096, T = 100, H = 64, trained", lambda: layer(100, 4096, 32, 64)),
     "one-step": ("T = 1, B = 64, H = 256, trained", lambda: layer(1, 64, 64, 256)),

@@ -28,6 +28,7 @@ CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 ROWS = Packed
 WIDE = True  # half types are worked on in float32
+PIECE = 2**22  # numbers of gates at once where nobody will go back
 
 
 def check(r: Run) -> None:

@@ -15,10 +15,10 @@ from torch import Tensor
 from ..draws import Draw
 from ..noise import MASKS, STREAMS, Rule
 from ..norm import Moments, StepNorm
-from . import passes
+from . import passes, pieces
 from .interface import Result, Run, Weights
 from .masks import plain_eager
-from .passes import DIFFERENTIABLE, LOOPS, Kept
+from .passes import DIFFERENTIABLE, LOOPS, Kept, as_outputs, gives_moments
 
 _STREAMS, _MASKS, _BY = tuple(STREAMS), tuple(MASKS), ("previous", "zero", "scaled zero")
 _COUNT = len(DIFFERENTIABLE)
@@ -31,18 +31,8 @@ def run(r: Run) -> Result:
         return _Eager.run(r)
     y, h, c, cells, _, _, *seen = _call(*flatten(r))
     lstm = r.cell == "lstm"
-    moments = Moments(*(seen if lstm else seen[:4])) if _gives_moments(r) else None
-    return Result(y, h, c if lstm else None, _as_outputs(cells, y) if r.return_cells else None, moments)
-
-
-def _as_outputs(cells: Tensor | None, y: Tensor) -> Tensor | None:
-    """The cells, which are kept as the states are, in the type of the outputs."""
-    return cells if cells is None or cells.dtype == y.dtype else cells.to(y.dtype)
-
-
-def _gives_moments(r: Run) -> bool:
-    """Whether somebody wants to know what a batch norm has seen."""
-    return r.norm is not None and r.norm.over == "examples" and r.norm.given is None
+    moments = Moments(*(seen if lstm else seen[:4])) if gives_moments(r) else None
+    return Result(y, h, c if lstm else None, as_outputs(cells, y) if r.return_cells else None, moments)
 
 
 # --- a run laid out flat ---------------------------------------------------------------------------
@@ -267,17 +257,15 @@ class _Eager(torch.autograd.Function):
     def run(r: Run) -> Result:
         tensors = differentiable(r)
         if _nobody_derives(tensors):  # a node is a good part of what a small call costs
-            kept = passes.forward(r)
-            seen = Moments(*kept.moments) if _gives_moments(r) else None  # type: ignore[arg-type]
-            return Result(kept.y, kept.h, kept.c, _as_outputs(kept.cells, kept.y) if r.return_cells else None, seen)
+            return pieces.run(r)
         y, h, c, cells, *moments = _Eager.apply(r, *tensors)
-        return Result(y, h, c, _as_outputs(cells, y), Moments(*moments) if moments else None)
+        return Result(y, h, c, as_outputs(cells, y), Moments(*moments) if moments else None)
 
     @staticmethod
     def forward(ctx: Any, r: Run, *tensors: Tensor | None) -> tuple[Any, ...]:
         kept = passes.forward(r)
         ctx.set_materialize_grads(False)
-        seen = [v for v in kept.moments if v is not None] if _gives_moments(r) else []
+        seen = [v for v in kept.moments if v is not None] if gives_moments(r) else []
         ctx.mark_non_differentiable(*seen)
         if any(ctx.needs_input_grad):
             norm = () if r.norm is None or r.norm.given is None else r.norm.given

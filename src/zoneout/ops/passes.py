@@ -61,6 +61,16 @@ def backward(r: Run, kept: Kept, d: Sequence[Tensor | None], needs: Sequence[boo
     return [grad if grad is None or grad.dtype == dtype else grad.to(dtype) for grad in grads]
 
 
+def as_outputs(cells: Tensor | None, y: Tensor) -> Tensor | None:
+    """The cells, which are kept as the states are, in the type of the outputs."""
+    return cells if cells is None or cells.dtype == y.dtype else cells.to(y.dtype)
+
+
+def gives_moments(r: Run) -> bool:
+    """Whether somebody wants to know what a batch norm has seen."""
+    return r.norm is not None and r.norm.over == "examples" and r.norm.given is None
+
+
 # --- what both need --------------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ from .arguments import TYPES
 PATHS = (batch, small, persistent, steps)  # the first that can take a loop runs it
 ROWS = Padded
 WIDE = False  # half types enter the products as they are
+PIECE = 2**62  # numbers of gates at once where nobody will go back: all, in one launch
 
 
 def check(r: Run) -> None:
