@@ -934,3 +934,21 @@ def test_zoneout_keeps_the_dtype(training, dtype):
     new, old = torch.ones(3, 4, dtype=dtype), torch.zeros(3, 4, dtype=dtype)
     assert zo.zoneout(new, old, 0.5, training).dtype == dtype
     assert zo.zoneout(new, old, torch.full((4,), 0.5), training).dtype == dtype
+
+
+@pytest.mark.parametrize("rates", [0.5, torch.rand(50)], ids=["one", "a unit"])
+def test_a_wrapped_state_of_more_dimensions_has_one_example_a_row(rates):
+    """In a ConvLSTM the masks of an example would hang on which others are beside it."""
+
+    class Takes(nn.Module):
+        def forward(self, x, h):
+            return x
+
+    cell = zo.ZoneoutCell(Takes(), rates)
+    x, h = torch.ones(4, 2, 5, 5), torch.zeros(4, 2, 5, 5)
+    whole = cell(x, h, seed=1, step=0)
+    parts = [cell(x[k : k + 2], h[k : k + 2], seed=1, step=0, examples=k) for k in (0, 2)]
+    assert whole.shape == x.shape and torch.equal(whole, torch.cat(parts))
+    assert torch.equal(whole.flatten(1), cell(x.flatten(1), h.flatten(1), seed=1, step=0))
+    expected = cell.eval()(x, h)
+    assert torch.allclose(expected, (1 - torch.as_tensor(rates)).expand(50).view(2, 5, 5).expand(4, 2, 5, 5).float())

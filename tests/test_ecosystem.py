@@ -414,6 +414,8 @@ def test_onnx_refuses_what_is_drawn(tmp_path):
     from zoneout.onnx import export
 
     layer = zo.GRU(INPUT, HIDDEN, noise=zo.Zoneout(hidden=0.1, at_eval="sample"))
+    with pytest.raises(ValueError, match=r"model: ZoneoutCell is in training mode.*model\.eval\(\)"):
+        export(zo.ZoneoutCell(nn.GRUCell(INPUT, HIDDEN), 0.2), (torch.randn(BATCH, INPUT),))
     with pytest.raises(ValueError, match=r"model: GRU is in training mode.*model\.eval\(\)"):
         export(layer, (x_of(),), tmp_path / "layer.onnx")
     with pytest.raises(ValueError, match="model: 0 draws its hidden noise in evaluation too"):
@@ -755,3 +757,20 @@ def test_averages_of_weights_with_rates_that_change():
     average.module.noise = layer.noise
     x = torch.randn(5, 2, 3)
     torch.testing.assert_close(average.eval()(x)[0], layer.eval()(x)[0])
+
+
+def test_other_rates_of_a_wrapped_cell_or_of_the_bare_rule_compile_nothing_again():
+    """A schedule would end in torch's limit of graphs, or compile a model at every step."""
+    torch._dynamo.reset()
+    x = torch.randn(BATCH, 6)
+    cell = zo.ZoneoutCell(nn.LSTMCell(6, 9), rates=(0.1, 0.2))
+    compiled = torch.compile(cell, fullgraph=True, backend="aot_eager")
+    rule = torch.compile(lambda new, old, rate: zo.zoneout(new, old, rate, seed=3), fullgraph=True, backend="aot_eager")
+    counts = []
+    for rate in (0.1, 0.2, 0.3):
+        cell.rates = (rate, 0.5)
+        close(compiled(x, seed=3, step=1), cell(x, seed=3, step=1))
+        for own in (torch.tensor(rate), torch.full((6,), rate), rate):
+            close([rule(x, 2 * x, own)], [zo.zoneout(x, 2 * x, own, seed=3)])
+        counts.append(graphs())
+    assert counts[2] - counts[1] <= 1, "only a number given as such is compiled in, as torch does with any"

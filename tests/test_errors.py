@@ -245,6 +245,26 @@ CONSTRUCTORS: dict[str, Bad] = {  # what torch itself checks keeps torch's words
     "ZoneoutCell layer": Bad(
         lambda: zo.ZoneoutCell(nn.GRUCell(I, H), 0.5, layer=-1), ValueError, "layer", "-1", "below 32768"
     ),
+    "ZoneoutCell's cell": Bad(lambda: zo.ZoneoutCell(0.1, nn.GRUCell(I, H)), TypeError, "cell", "float", "a module"),
+    "ZoneoutCell's learned rate": Bad(
+        lambda: zo.ZoneoutCell(nn.GRUCell(I, H), nn.Parameter(torch.rand(H))), ValueError, "rates", "requires_grad"
+    ),
+    "noise, a module": Bad(
+        lambda: setattr(zo.LSTM(I, H, noise=NOISE), "noise", nn.Dropout(0.5)), TypeError, "noise", "Dropout", "Zoneout"
+    ),
+    "norm, a module": Bad(
+        lambda: setattr(zo.GRUCell(I, H), "norm", nn.LayerNorm(H)), ValueError, "norm", "LayerNorm", "'layer'"
+    ),
+    "input, nested": Bad(
+        lambda: zo.LSTM(I, H)(torch.nested.nested_tensor([torch.randn(3, I), torch.randn(2, I)], layout=torch.jagged)),
+        TypeError,
+        "input",
+        "nested",
+        "lengths=",
+    ),
+    "input, sparse": Bad(
+        lambda: zo.LSTM(I, H)(torch.randn(T, B, I).to_sparse()), TypeError, "input", "sparse_coo", "dense"
+    ),
     "backend": Bad(lstm(backend="tpu"), ValueError, "backend", "'tpu'", "reference"),
     "backend of a cell": Bad(lambda: zo.LSTMCell(I, H, backend="tpu"), ValueError, "backend", "'tpu'", "reference"),
     "norm": Bad(lstm(norm="batch"), ValueError, "norm", "'batch'", "'layer', a RecurrentBatchNorm"),

@@ -104,6 +104,13 @@ def test_uniform_of_a_model():
     assert all(p.abs().max() <= 0.5 and p.abs().max() > 0.3 for p in model.parameters())
 
 
+@pytest.mark.parametrize("norm", [torch.nn.LayerNorm(20), torch.nn.BatchNorm1d(20), torch.nn.GroupNorm(2, 20)], ids=str)
+def test_uniform_leaves_norms(norm):
+    """A model's own norm would begin with scales around zero."""
+    init.uniform_(torch.nn.Sequential(norm, zo.GRU(20, 20)), 0.5)
+    assert torch.equal(norm.weight, torch.ones(20)) and torch.equal(norm.bias, torch.zeros(20))
+
+
 @pytest.mark.parametrize("options", [{}, dict(num_layers=2, bidirectional=True)], ids=["one", "stack"])
 def test_forget_bias(options):
     """The forget gate's bias is not 1 altogether, or another bias is not 0, in some layer or direction."""

@@ -65,6 +65,28 @@ def test_equals_the_reference(kind, noise, training, dtype, taken):
     assert len(taken) == 2
 
 
+@pytest.mark.parametrize("learned", [False, True], ids=["zero", "learned"])
+@pytest.mark.parametrize("both", [False, True], ids=["one way", "both ways"])
+@pytest.mark.parametrize("kind", CELLS)
+def test_a_reset_before_the_step_equals_the_reference(kind, both, learned, taken):
+    """An agent that takes one step at a time would go on with the state of the episode before."""
+    torch.manual_seed(0)
+    x, states = torch.randn(1, 5, 4), torch.randn(2 if kind == "lstm" else 1, 2 if both else 1, 5, 7)
+    noise = NOISES["unit"](kind == "lstm")
+    ours, theirs = (
+        LAYERS[kind](4, 7, noise=noise, bidirectional=both, learn_initial_state=learned, backend=backend)
+        for backend in (None, "reference")
+    )
+    if learned:
+        torch.nn.init.normal_(ours.h0)
+    theirs.load_state_dict(ours.state_dict())
+    call = dict(seed=9, resets=torch.tensor([[True, False, True, False, False]]))
+    found = [results(module, x, states, **call) for module in (ours, theirs)]
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want)
+    assert len(taken) == (2 if both else 1)
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -422,6 +422,15 @@ def test_noises_are_values(noise):
     assert noise != "a noise" and noise != dataclasses.asdict(noise)
 
 
+def test_a_layer_has_rates_of_its_own():
+    """Who changes a noise's tensor would change the layer too, but only at its next cast or load."""
+    noise = zo.Zoneout(hidden=torch.full((4,), 0.1, dtype=torch.float64))
+    layer = zo.GRU(3, 4, noise=noise)
+    noise.hidden.fill_(0.9)
+    layer.load_state_dict(layer.state_dict())
+    assert torch.equal(layer.double().hidden_rate_l0, torch.full((4,), 0.1, dtype=torch.float64))
+
+
 def test_noises_of_other_classes_differ():
     """A Zoneout and a StateDropout of the same rates would be taken for the same noise."""
     assert zo.Zoneout(cell=0.5) != zo.StateDropout(cell=0.5)

@@ -36,11 +36,15 @@ def orthogonal_(weight: Tensor, generator: torch.Generator | None = None) -> Ten
 
 
 def uniform_(module: nn.Module, bound: float, generator: torch.Generator | None = None) -> nn.Module:
-    """Every weight and bias of a module from U(−bound, bound); the scales of norms and initial states stay."""
+    """Every weight and bias of a module from U(−bound, bound); norms and initial states stay as they are."""
+    norms = {id(own) for part in module.modules() if isinstance(part, _NORMS) for own in part.parameters(False)}
     for name, parameter in module.named_parameters():
-        if not name.rpartition(".")[2].startswith(("norm_", "h0", "c0")):
+        if id(parameter) not in norms and not name.rpartition(".")[2].startswith(("norm_", "h0", "c0")):
             nn.init.uniform_(parameter, -bound, bound, generator=generator)
     return module
+
+
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 
 
 @torch.no_grad()

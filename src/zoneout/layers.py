@@ -183,6 +183,13 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
             return self._packed(input, resets) if self._packs(input.data) else self._padded(input, resets)
         if not isinstance(input, Tensor):
             raise no_tensor(input, "a tensor or a PackedSequence")
+        if input.is_nested:
+            raise TypeError(
+                "input: expected a padded tensor with lengths=… or a PackedSequence, got a nested tensor; "
+                "torch.nested.to_padded_tensor pads it"
+            )
+        if input.layout is not torch.strided:
+            raise TypeError(f"input: expected a dense tensor, got one with layout {input.layout}; input.to_dense() is")
         if not input.is_floating_point():
             input = self._check_numbers(input)
         if input.dim() not in (2, 3):
@@ -348,6 +355,8 @@ class LSTM(RecurrentLayer):
         self._add_parts(noise, norm, backend, learn_initial_state)
 
     get_expected_cell_size = nn.LSTM.get_expected_cell_size
+    check_forward_args = nn.LSTM.check_forward_args  # type: ignore[assignment]
+    permute_hidden = nn.LSTM.permute_hidden  # type: ignore[assignment]
 
 
 class GRU(RecurrentLayer):

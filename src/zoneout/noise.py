@@ -260,8 +260,11 @@ class WeightNoise(Noise):
 
 def check_rate(rate: Rate, name: str, limit: float = 1.0) -> Rate:
     """The rate in its plain form (float, float64 tensor, or a tuple of one of these a layer), or an error."""
-    if getattr(rate, "ndim", 0) and hasattr(rate, "__array__"):
-        rate = rate if isinstance(rate, Tensor) else torch.as_tensor(rate, device="cpu")
+    if type(rate) is float:  # first, since a compiler has numbers that are nothing else
+        _check_range(rate, name, limit)
+        return rate
+    if not isinstance(rate, Tensor) and getattr(rate, "ndim", 0) and hasattr(rate, "__array__"):  # type: ignore[arg-type]
+        rate = torch.as_tensor(rate, device="cpu")
     if isinstance(rate, Tensor):
         if rate.is_complex() or rate.dtype == torch.bool or rate.dim() > 1 or rate.numel() == 0:
             raise ValueError(
@@ -274,6 +277,8 @@ def check_rate(rate: Rate, name: str, limit: float = 1.0) -> Rate:
             )
         if rate.is_meta:
             raise ValueError(f"{name}: expected numbers, got a tensor on the meta device, which has none")
+        if torch.compiler.is_compiling():  # where nobody can look at numbers
+            return rate.to(torch.float64)
         rate = rate.to("cpu", torch.float64, copy=True)
         if rate.dim() == 0:
             return check_rate(rate.item(), name, limit)
@@ -315,6 +320,8 @@ def rate_of_layer(rate: Rate, layer: int, layers: int, units: int | None, name: 
         if len(rate) != layers:
             raise ValueError(f"{name}: expected one rate for each of {layers} layers, got {len(rate)}")
         rate = rate[layer]
+    if isinstance(rate, Tensor) and rate.dim() == 0:
+        return rate
     if isinstance(rate, Tensor) and units is None:
         raise ValueError(f"{name}: expected a number or a list of one a layer, got a tensor of one a unit")
     if isinstance(rate, Tensor) and len(rate) != units:

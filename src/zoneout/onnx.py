@@ -19,6 +19,7 @@ from .ops.loop import GATES
 from .ops.operator import decode
 from .ops.reference import KEEPS
 from .recurrent import Recurrent
+from .wrap import ZoneoutCell
 
 __all__ = ["export", "translations"]
 
@@ -58,12 +59,12 @@ def _packages() -> None:
 def _check(model: nn.Module) -> None:
     """An error where the model would draw: a graph in ONNX is a function of its inputs."""
     for name, module in model.named_modules():
-        if not isinstance(module, Recurrent):
+        if not isinstance(module, (Recurrent, ZoneoutCell)):
             continue
         where = f"model: {name or type(module).__name__}"
         if module.training:
             raise ValueError(f"{where} is in training mode, expected evaluation; call model.eval() first")
-        if drawn := module._drawn_rules():
+        if isinstance(module, Recurrent) and (drawn := module._drawn_rules()):
             raise ValueError(
                 f"{where} draws its {drawn[0].stream} noise in evaluation too (at_eval='sample'), which ONNX cannot; "
                 "expected at_eval='expectation' or 'off'"

@@ -20,7 +20,17 @@ from .philox import as_seed
 GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 
 
-class Recurrent(nn.Module):
+class Settable(nn.Module):
+    """A module whose properties are asked first: torch takes a module or a parameter for itself, unseen."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, (nn.Module, nn.Parameter)) and isinstance(getattr(type(self), name, None), property):
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+
+class Recurrent(Settable):
     """Mixed into the layers and cells: everything about them that is not a matter of shapes."""
 
     kind: str  # "lstm", "gru" or "rnn"
@@ -125,12 +135,12 @@ class Recurrent(nn.Module):
     def noise(self, noise: Noise | Iterable[Noise] | None) -> None:
         noises = self.check_noise(noise)
         given = noise if noise is None or isinstance(noise, Noise) else noises
-        buffers = self._noise_buffers(noises)
+        self._numbers = {name: value.clone() for name, value in self._noise_buffers(noises).items()}
         self._noise = given
         rules = tuple(rule for one in noises for rule in one.rules())
         if rules != self._rules:  # the same tuple as long as only numbers change: nothing to recompile
             self._rules = rules
-        self._set_buffers(buffers)
+        self._renew_buffers()
 
     def check_noise(self, noise: Noise | Iterable[Noise] | None) -> tuple[Noise, ...]:
         """The noise as a tuple, or an error where this module cannot have it."""
@@ -159,9 +169,9 @@ class Recurrent(nn.Module):
                     buffers[f"{stream}_seed"] = as_seed(one.seed)  # type: ignore[attr-defined]
         return buffers
 
-    def _set_buffers(self, buffers: dict[str, Tensor]) -> None:
+    def _renew_buffers(self) -> None:
         """Numbers are written where the old ones stood, so that captured graphs see them change."""
-        device = next(self.parameters()).device
+        device, buffers = next(self.parameters()).device, self._numbers
         for name in self._noise_names:
             if name not in buffers:
                 delattr(self, name)
@@ -175,9 +185,6 @@ class Recurrent(nn.Module):
                 old.copy_(value)
             else:
                 self.register_buffer(name, value.to(device, copy=True), persistent=False)
-
-    def _renew_buffers(self) -> None:
-        self._set_buffers(self._noise_buffers(as_noises(self._noise)))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         out = super()._apply(fn, recurse)

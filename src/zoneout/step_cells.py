@@ -87,7 +87,8 @@ class RecurrentCell(Recurrent, nn.RNNCellBase):
         check_device("input", input, weight)
         dtype = working_dtype(input, weight)
         batched = input.dim() == 2
-        x = (input if batched else input[None]).to(dtype)
+        x = input if batched else input[None]
+        x = x if x.dtype == dtype else x.to(dtype)
         h, c = self._state(hx, x, batched)
         at = self._step(seed, step)
         result = self._run(
@@ -120,7 +121,8 @@ class RecurrentCell(Recurrent, nn.RNNCellBase):
                 raise ValueError(f"{name}: expected shape {expected}, got {tuple(state.shape)}")
             check_device(name, state, x)
             check_state_dtype(name, state, x)
-            states.append((state if batched else state[None]).to(x.dtype))
+            state = state if batched else state[None]
+            states.append(state if state.dtype == x.dtype else state.to(x.dtype))
         return states[0], states[1] if lstm else None
 
     def _step(self, seed: int | Tensor | None, step: int | None) -> int:

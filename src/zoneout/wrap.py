@@ -13,6 +13,7 @@ from .draws import Draw, check_count, example_ids, widest
 from .noise import STREAMS, Rule, check_rate, plane, rate_of_layer
 from .ops.masks import masks_of
 from .philox import as_seed, fresh_seed
+from .recurrent import Settable
 
 _MORE_STATES = 8  # a wrapped cell's third state and beyond draw from groups of their own, two states each
 
@@ -62,12 +63,13 @@ def zoneout(
     return zone(new, old, mask.view(new.shape))
 
 
-class ZoneoutCell(nn.Module):
+class ZoneoutCell(Settable):
     """Zoneout around any cell: a module (x, state) -> state, whose state is a tensor or a tuple of them.
 
-    `rates` is one rate for all states, or one for each in the order of the state tuple. States are [B, units]
-    or [units]. As in an `LSTMCell`, the first state is taken as hidden and the second as cell: around an
-    `nn.LSTMCell` the wrapper draws what our own `LSTMCell` draws. `seed`, `step` and `examples` are as there.
+    `rates` is one rate for all states, or one for each in the order of the state tuple. States are [units] or
+    [B, …], and then all that an example has are its units. As in an `LSTMCell`, the first state is taken as hidden
+    and the second as cell: around an `nn.LSTMCell` the wrapper draws what our own `LSTMCell` draws. `seed`, `step`
+    and `examples` are as there.
 
     >>> import torch, zoneout as zo
     >>> cell = zo.ZoneoutCell(torch.nn.GRUCell(10, 20), rates=0.1)
@@ -78,6 +80,8 @@ class ZoneoutCell(nn.Module):
 
     def __init__(self, cell: nn.Module, rates: float | Tensor | Sequence[float | Tensor], *, layer: int = 0):
         super().__init__()
+        if not callable(cell):
+            raise TypeError(f"cell: expected a module (x, state) -> state, got {type(cell).__name__}")
         self.cell = cell
         self.layer = check_count("layer", layer, 2**15)
         self.rates = rates
@@ -89,7 +93,11 @@ class ZoneoutCell(nn.Module):
 
     @rates.setter
     def rates(self, rates: float | Tensor | Sequence[float | Tensor]) -> None:
-        self._checked = check_rate(rates, "rates")
+        checked = check_rate(rates, "rates")
+        each = checked if isinstance(checked, tuple) else (checked,)
+        # As tensors, so that a compiled model is not compiled again for another rate.
+        numbers = tuple(rate if isinstance(rate, Tensor) else _number(rate) for rate in each)
+        self._checked: Any = numbers if isinstance(checked, tuple) else numbers[0]
         self._rates = rates
 
     def extra_repr(self) -> str:
@@ -126,6 +134,9 @@ class ZoneoutCell(nn.Module):
                 raise ValueError(f"state: expected shape {tuple(fresh.shape)}, got {tuple(old.shape)}")
             if isinstance(self._checked, tuple) and len(self._checked) != len(new_states):
                 raise ValueError(f"rates: expected one for each of {len(new_states)} states, got {len(self._checked)}")
+            shape = fresh.shape
+            if fresh.dim() > 2:
+                fresh, old = fresh.flatten(1), old.flatten(1)
             units = fresh.shape[-1]
             rate = _rate_on(rate_of_layer(self._checked, k, len(new_states), units, "rates"), fresh)
             keep = rate
@@ -133,7 +144,7 @@ class ZoneoutCell(nn.Module):
                 rows = example_ids(examples, fresh.shape[:-1].numel(), fresh.device)
                 steps = torch.full((1,), at, device=fresh.device)
                 keep = self._keep(k, rate, key, steps, rows, units).view(fresh.shape)
-            out.append(zone(fresh, old, keep))
+            out.append(zone(fresh, old, keep).view(shape))
         if isinstance(new, Tensor):
             return out[0]
         return type(new)(*out) if hasattr(new, "_fields") else tuple(out)
@@ -152,9 +163,13 @@ def _mask(stream: str, plane: int, rate: Tensor, key: Tensor, steps: Tensor, row
 def _rate_on(rate: Tensor, like: Tensor) -> Tensor:
     """The rate where `like` is. A number is filled in on a GPU rather than copied, as a graph capture needs."""
     dtype = widest(like.device)
-    if rate.dim() == 0 and like.device.type != "cpu":
+    if rate.dim() == 0 and rate.device.type == "cpu" != like.device.type and not torch.compiler.is_compiling():
         return torch.full((), rate.item(), dtype=dtype, device=like.device)
     return rate.to(like.device, dtype)
+
+
+def _number(rate: float) -> Tensor:
+    return torch.full((), rate, dtype=torch.float64, device="cpu")
 
 
 def _as_tuple(state: Any, name: str) -> tuple[Tensor, ...]:
