@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command_line import SMALL, environment, process
 
-from zoneout.paper import cli, files
+from zoneout.paper import cli, files, runs
 from zoneout.paper.codes import BAD_DATA, DIVERGED, FAILED, INTERRUPTED, OK, WRONG_USE
 
 pytestmark = pytest.mark.usefixtures("one_thread", "elsewhere")
@@ -84,6 +84,21 @@ def test_version(zoneout) -> None:
         (["data", "lst"], WRONG_USE, "list"),
         (["data", "fetch"], WRONG_USE, "expected the name of a corpus"),
         (["data", "fetch", "char-pbt"], WRONG_USE, "did you mean char-ptb"),
+        (["train", "--data", "my.txt", "--schedule.by", "2"], WRONG_USE, "--schedule.by: it would do nothing here"),
+        (["train", "--data", "char-ptb", "--data.by", "word"], WRONG_USE, "this corpus is cut in one way only"),
+        (["train", "--data", "mnist", "--loss", "sum"], WRONG_USE, "images are not cut as a text is"),
+        (
+            ["train", "--data", "my.txt", "--model.forget-bias", "nan"],
+            WRONG_USE,
+            "model.forget_bias: expected a",
+        ),
+        (["sweep", "--data", "my.txt", "--grid", "optimizer.decay=0.5,0.9"], WRONG_USE, "(rmsprop has it)"),
+        (["sweep", "--data", "my.txt", "--grid", "data.by=char,word"], WRONG_USE, "bits and perplexity would stand in"),
+        (["sweep", "--data", "my.txt", "--cpus", "4"], WRONG_USE, "--cpus: plain processes share"),
+        (["sweep", "--data", "my.txt", "--trials", "3"], WRONG_USE, "--trials: without --search"),
+        (["reproduce", "--seeds", "3"], WRONG_USE, "--seeds: without a TASK nothing is run"),
+        (["reproduce", "char_ptb_gru", "--set", "schedule.by=2"], WRONG_USE, "--schedule.by: it would do nothing"),
+        (["demo", "--characters", "10"], WRONG_USE, "--characters: expected at least 2,000"),
         (["demo", "--updates", "0"], WRONG_USE, "--updates: expected a number above 0"),
         (["demo", "--characters", "99999999"], WRONG_USE, "--characters: expected at most"),
     ],
@@ -141,3 +156,26 @@ def test_a_reader_that_has_enough(trained) -> None:
         writer.stdout.close()
         assert writer.wait(timeout=60) == OK
         assert not writer.stderr.read()
+
+
+def test_progress_that_nobody_reads_any_more(trained) -> None:
+    """`zoneout train … |& head -1` ends the training, and with the code of one that is done."""
+    arguments = ["train", "--data", "my.txt", "--out", "run", "--updates", "60", *SMALL]
+    command = [sys.executable, "-m", "zoneout", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment()) as running:
+        assert running.stdout is not None
+        running.stdout.readline()
+        running.stdout.close()
+        assert running.wait(timeout=60) == OK
+    assert runs.read_summary("run")["update"] == 60
+    whole = process("train", "--data", "my.txt", "--out", "whole", "--updates", "60", *SMALL)
+    assert whole.returncode == OK and Path("run/metrics.jsonl").read_bytes() == Path("whole/metrics.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_letters_that_a_terminal_does_not_have(encoding, tmp_path) -> None:
+    """The help breaks off at the first β, with a code that says wrong use."""
+    command = [sys.executable, "-m", "zoneout", "train", "--help"]
+    done = subprocess.run(command, capture_output=True, env=environment() | {"PYTHONIOENCODING": encoding})
+    assert done.returncode == OK, done.stderr
+    assert b"--norm-stabilizer" in done.stdout and b"--save-every" in done.stdout

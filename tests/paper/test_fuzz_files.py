@@ -47,7 +47,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run.create(CONFIG, VOCABULARY)
     run.save_best(model, {"update": 1, "bits": 2.0})
     for update in (1, 2):
-        run.append({"kind": "train", "update": update})
+        run.append({"kind": "train", "update": update, "epoch": 0.5})
         weights = {f"model.{name}": value for name, value in runs.weights_of(model).items()}
         run.save({**weights, "number": torch.tensor(update)}, {"update": update, "epoch": 0})
     run.close()
@@ -206,8 +206,8 @@ def test_json_that_is_meant_ill(home: Path, name: str, content: bytes) -> None:
         "metrics.jsonl": runs.read_metrics,
     }[name]
     cut_off = name == "metrics.jsonl" and b"\n" not in content  # half a line is what a crash leaves, and is left out
-    if cut_off or (name, content) == ("metrics.jsonl", b'{"seed": 1e999}\n'):
-        assert len(read(folder)) == (not cut_off)
+    if cut_off:
+        assert read(folder) == []
         return
     with pytest.raises(RunError) as error:
         read(folder)

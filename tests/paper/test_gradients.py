@@ -219,10 +219,12 @@ def test_the_batches_are_averaged(kind: str) -> None:
             loss, _ = loss_of(output, targets, config)
         each.append(mean_norms(gradients_of(loss, states)["recurrent.l0.c"]))
         state = tuple(s.detach() for s in output.state) if kind == "streams" else None
-    found = measure(model, config, data, batches=2)["recurrent.l0.c"]
+    found = measure(model, config, data, batches=2).norms["recurrent.l0.c"]
     torch.testing.assert_close(found, (each[0] + each[1]) / 2)
     with pytest.raises(ValueError, match="batches"):
         measure(model, config, data, batches=0)
+    every = measure(model, config, data, batches=10**6)
+    assert every.batches == feed.updates() and every.rows == feed.all_rows, "what was asked for is not what was taken"
 
 
 # --- from the command line -------------------------------------------------------------------------
@@ -258,8 +260,10 @@ def test_of_a_run(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "flow.jpg: expected a name that ends in .png" in said.err and not said.out  # before the work, and not after
 
 
-def test_of_a_recipe(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The flow of a recipe's run goes where nobody looks for it, or a run that is not there goes unnoticed."""
+def test_of_a_recipe(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The flow of a recipe's run goes where nobody looks for it, or one that is not there, or a trial, for it."""
     out, results = tmp_path / "out", tmp_path / "res"
     where = ["--out", str(out), "--results", str(results), "--batches", "1", "--device", "cpu"]
     assert cli.main(["gradients", "gradient-flow", *where]) == codes.FAILED
@@ -267,6 +271,9 @@ def test_of_a_recipe(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     for name in (name for name in RECIPES if name.startswith("gradient_flow")):
         (out / name).mkdir(parents=True)
         (out / name / "seed-1").symlink_to(trained)
+    assert cli.main(["gradients", "gradient-flow", *where]) == codes.FAILED
+    assert "is a trial of gradient_flow_unregularised" in capsys.readouterr().err and not results.exists()
+    monkeypatch.setattr(gradients, "changes", lambda ours, theirs: [])
     assert cli.main(["gradients", "gradient-flow", *where]) == 0
     record = gradients.read_record(results / "gradient_flow_zoneout" / "gradients-seed-1.json")
     assert record["recipe"] == "gradient_flow_zoneout"
@@ -278,7 +285,14 @@ def test_of_a_recipe(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_damaged_record_is_a_sentence(tmp_path: Path) -> None:
     """A file that was cut off shows as a traceback, or as an empty figure."""
     path = tmp_path / "gradients.json"
-    for text in ("{", "[]", '{"format": 2}', '{"format": 1, "layers": {"l0": {"cell": {"share": ["a"]}}}}'):
+    for text in (
+        "{",
+        "[]",
+        '{"format": 1, "layers": {}}',
+        '{"format": 1, "layers": {"l0": {}}}',
+        '{"format": 2}',
+        '{"format": 1, "layers": {"l0": {"cell": {"share": ["a"]}}}}',
+    ):
         path.write_text(text)
         with pytest.raises(runs.RunError, match="not a gradient flow that can be read"):
             gradients.read_record(path)

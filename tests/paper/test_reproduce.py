@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 import torch
 
+from zoneout.paper import cli
 from zoneout.paper import reproduce as module
 from zoneout.paper import results as pages
+from zoneout.paper.codes import BAD_DATA
 from zoneout.paper.config import Batches, Config, Data, Evaluation, Model, Optimizer, Protocol, Zoneout, change, to_json
 from zoneout.paper.measures import reached
 from zoneout.paper.recipes import RECIPES, Recipe
@@ -181,6 +183,16 @@ def test_several_at_once(capfd: pytest.CaptureFixture[str]) -> None:
     run("zoneout", seeds=(2,), settings=SMALL, out="alone", results="alone-res")
     ours, theirs = (read_record(Path(f"{f}/char_ptb_zoneout/seed-2.json")) for f in ("res", "alone-res"))
     assert ours["at_once"] == 2 and ours["valid"] == theirs["valid"] and ours["scores"] == theirs["scores"]
+    run("zoneout", seeds=(3,), parallel=4, settings=SMALL)
+    assert read_record(Path("res/char_ptb_zoneout/seed-3.json"))["at_once"] == 1, "nobody was beside it"
+
+
+def test_what_went_wrong_has_one_code_alone_and_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script cannot tell missing data from a run that failed where several run at once."""
+    monkeypatch.setenv("ZONEOUT_CACHE", "nothing")
+    monkeypatch.delenv("ZONEOUT_DATA", raising=False)
+    arguments = ["reproduce", "text8_zoneout", "text8_unregularised", "--set", "epochs=1", "--device", "cpu"]
+    assert cli.main(arguments) == cli.main([*arguments, "--parallel", "2"]) == BAD_DATA
 
 
 def in_threads(monkeypatch: pytest.MonkeyPatch, **options: str) -> tuple[Any, Any]:

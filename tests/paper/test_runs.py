@@ -16,6 +16,7 @@ from zoneout.paper import config as configs
 from zoneout.paper import runs
 from zoneout.paper.config import Config, Data, Model, Schedule
 from zoneout.paper.data import Vocabulary
+from zoneout.paper.describe import describe
 from zoneout.paper.models import build
 from zoneout.paper.runs import Run, RunError, load, read_metrics
 
@@ -33,7 +34,7 @@ def run(tmp_path: Path) -> Any:
 
 def checkpoint(run: Run, update: int) -> dict[str, torch.Tensor]:
     """A line of metrics and a checkpoint after it."""
-    run.append({"kind": "train", "update": update})
+    run.append({"kind": "train", "update": update, "epoch": 0.5})
     tensors = {"model.a": torch.full((3,), float(update)), "loop.count": torch.tensor(update)}
     run.save(tensors, {"update": update, "epoch": 0})
     return tensors
@@ -143,17 +144,17 @@ def test_the_latest_two_checkpoints_are_kept(run: Run) -> None:
 def test_metrics_are_cut_back_to_the_checkpoint(run: Run) -> None:
     """Lines after it come again when the run goes on, and half a line is what a crash leaves."""
     checkpoint(run, 1)
-    run.append({"kind": "train", "update": 2})
+    run.append({"kind": "train", "update": 2, "epoch": 0.5})
     with open(run.metrics, "a") as file:
         file.write('{"kind": "tr')
     assert [row["update"] for row in read_metrics(run.folder)] == [1, 2]
     run.restore()
-    assert run.metrics.read_text() == '{"kind": "train", "update": 1}\n'
+    assert run.metrics.read_text() == '{"kind": "train", "update": 1, "epoch": 0.5}\n'
 
 
 def test_an_ended_run_without_checkpoints_is_not_begun_again(run: Run) -> None:
     """Somebody who has thrown away what takes most room, and asks for more of a run, loses what it had."""
-    run.append({"kind": "valid"})
+    run.append({"kind": "valid", "update": 1, "epoch": 0.5, "best": True})
     run.finish({"status": "finished"})
     run.close()
     with pytest.raises(RunError, match=r"checkpoints .* are gone"):
@@ -161,8 +162,24 @@ def test_an_ended_run_without_checkpoints_is_not_begun_again(run: Run) -> None:
     assert runs.read_metrics(run.folder) and (run.folder / "summary.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "lacks"),
+    [
+        ("metrics.jsonl", '{"update": 1, "epoch": 1}', "line 1 has no field 'kind'"),
+        ("metrics.jsonl", '{"kind": "valid", "update": 1, "epoch": 1}', "line 1 has no field 'best'"),
+        ("summary.json", "{}", "there is no field 'status'"),
+        ("summary.json", '{"status": "finished", "update": 1, "epoch": 1}', "there is no field 'parameters'"),
+    ],
+)
+def test_good_json_without_what_is_needed_is_a_sentence(run: Run, name: str, content: str, lacks: str) -> None:
+    """`zoneout show` of a run that somebody has edited ends in a KeyError."""
+    (run.folder / name).write_text(content + "\n")
+    with pytest.raises(RunError, match=lacks):
+        describe(run.folder)
+
+
 def test_without_a_checkpoint_a_run_begins_again(run: Run) -> None:
-    run.append({"kind": "train", "update": 1})
+    run.append({"kind": "train", "update": 1, "epoch": 0.5})
     assert run.restore() == (None, [])
     assert read_metrics(run.folder) == []
 

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +195,8 @@ def test_schedules() -> None:
     assert both[0] == 2 and both[4] == pytest.approx(1) and (both.diff() < 0).all()
     by_updates = learning_rates(replace(cosine, updates=8), 0, 0, 8)
     torch.testing.assert_close(by_updates, both)
+    beyond = torch.cat([learning_rates(replace(cosine, updates=99), epoch, 4 * epoch, 4) for epoch in (0, 1)])
+    torch.testing.assert_close(beyond, both)  # the epochs end before, and there the rate is to be zero
 
 
 def test_the_seed_of_an_update_is_its_own() -> None:
@@ -332,6 +334,13 @@ def test_a_run_cannot_be_made_shorter(tmp_path: Path) -> None:
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
     assert train(change(CHARS, {"updates": done.update}), tmp_path / "run", resume=True).update == done.update
 
+    stubborn = replace(CHARS, epochs=6, optimizer=Optimizer("adam", lr=3.0))
+    train(stubborn, tmp_path / "stubborn")
+    flags = [r["best"] for r in read_metrics(tmp_path / "stubborn") if r["kind"] == "valid"]
+    stale = max(len(list(group)) for best, group in groupby(flags[:-1]) if not best)
+    with pytest.raises(RunError, match=rf"which is more than --patience {stale}:"):  # with which it would have ended
+        train(replace(stubborn, patience=stale), tmp_path / "stubborn", resume=True)
+
     part = train(change(CHARS, {"updates": done.update // 2 + 1}), tmp_path / "part")  # into the second epoch
     assert 1 < part.epoch < 2
     with pytest.raises(RunError, match=rf"part has had {part.update} updates in 2 epochs already, .* --epochs 1:"):
@@ -419,6 +428,24 @@ def test_a_text_that_has_changed_is_seen(tmp_path: Path) -> None:
     text.write_text((GOLDEN / "text.txt").read_text().replace("heron", "stork"))
     with pytest.raises(DataError, match=r"was trained on other data"):
         train(None, tmp_path / "run", resume=True)
+
+
+def test_a_run_knows_where_its_data_were(tmp_path: Path) -> None:
+    """The command that is shown for going on finds no data, since only the first one said where they are."""
+    text, moved = tmp_path / "text.txt", tmp_path / "moved.txt"
+    text.write_text((GOLDEN / "text.txt").read_text())
+    config = replace(CHARS, data=Data(str(text)), updates=2)
+    train(config, tmp_path / "run")
+    text.rename(moved)
+    with pytest.raises(DataError, match=r"text\.txt: there is no such file"):
+        train(change(config, {"updates": 3}), tmp_path / "run", resume=True)
+    (tmp_path / "run" / "vocabulary.json").write_text("{")  # which the data can mend
+    train(change(config, {"updates": 3}), tmp_path / "run", resume=True, data=moved)
+    assert runs.read_vocabulary(tmp_path / "run") is not None
+    assert train(change(config, {"updates": 4}), tmp_path / "run", resume=True).update == 4
+    text.write_text(moved.read_text())
+    moved.write_text("something else altogether")  # there, but no longer what it was
+    assert train(change(config, {"updates": 5}), tmp_path / "run", resume=True).update == 5
 
 
 def test_arguments_that_do_not_fit(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import tyro
 
 import zoneout
 
-from . import gradients, reproduce, runs
+from . import gradients, reproduce, runs, streams
 from .codes import CODES, INTERRUPTED, OK, WRONG_USE, code_of
 from .commands import COMMANDS, Sweep, Train, complain
 from .files import DataError
@@ -27,15 +27,20 @@ from .runs import RunError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; its exit code."""
-    args = list(sys.argv[1:] if arguments is None else arguments)
+    with streams.ready():
+        return run(list(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(args: Sequence[str]) -> int:
+    """Run a command; its errors become sentences and codes."""
     name = args[0] if args else ""
-    if name in ("", "-h", "--help", "help"):
-        print(overview())
-        return OK if name else WRONG_USE
-    if name == "--version":
-        print(f"zoneout {zoneout.__version__}")
-        return OK
     try:
+        if name in ("", "-h", "--help", "help"):
+            print(overview(), flush=True)
+            return OK if name else WRONG_USE
+        if name == "--version":
+            print(f"zoneout {zoneout.__version__}", flush=True)
+            return OK
         if name not in COMMANDS:
             near = difflib.get_close_matches(name, COMMANDS, n=2, cutoff=0.4)
             hint = f"did you mean {' or '.join(near)}?" if near else f"the commands are {', '.join(COMMANDS)}."
@@ -53,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return complain(name, "interrupted", INTERRUPTED)
     except BrokenPipeError:  # whoever read the output has enough of it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        streams.silence(sys.stdout)
         return OK
     except (RunError, DataError, OSError, ValueError) as error:
         return complain(name, error, code_of(error))

@@ -27,7 +27,7 @@ from .config import Config
 from .data import absolute_path, read_text
 from .demo import Demo, free_folder
 from .describe import describe, described, ending
-from .evaluate import estimate_statistics, evaluate, evaluate_text
+from .evaluate import estimate_statistics, evaluate, evaluate_text, judged
 from .feeds import make_feed, on_device
 from .files import DATASETS
 from .measures import LABELS, figure_of, measure_of
@@ -36,6 +36,7 @@ from .progress import TensorBoard, together, watch
 from .sample import sample
 from .train import data_of, train, values_of
 from .trials import PATHS
+from .unread import refuse_unread
 
 Flag: TypeAlias = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 Folder: TypeAlias = Annotated[Path | None, tyro.conf.arg(metavar="DIR")]
@@ -69,6 +70,8 @@ class Train:
 
     def __call__(self) -> int:
         config, where = with_data(self.config, self.data, begun=self.resume)
+        if not self.resume:
+            refuse_unread(configs.changed(config), [config])
         out = self.out or free_folder(Path("runs") / Path(config.data.name).stem)
         first = os.environ.get("RANK", "0") == "0"
         board = TensorBoard(out) if self.tensorboard and first else None
@@ -141,7 +144,9 @@ class Eval:
             numbers = read_text(self.text, loaded.vocabulary)
             if strangers := loaded.vocabulary.strangers(numbers):
                 say(f"{self.text}: {strangers}")
-            score = evaluate_text(loaded.model, on_device(numbers, device_of(self.device)), protocol)
+            symbols = on_device(numbers, device_of(self.device))
+            with judged(loaded.model, loaded.config):
+                score = evaluate_text(loaded.model, symbols, protocol, seed=loaded.config.seed)
         else:
             data = data_of(self.run, loaded.config, self.data)
             measure = measure_of(data)

@@ -27,7 +27,7 @@ class Data:
     name: str = "python"
     """A corpus (`zoneout data list` names them) or the path of a text file."""
     by: Literal["char", "word"] = "char"
-    """What a text is cut into; word-ptb is always words."""
+    """What a text is cut into; char-ptb is always characters and word-ptb words."""
     preparation: Literal["paper", "stripped"] = "paper"
     """Of the Penn Treebank's characters: as the paper's files had them, or without the spaces around lines."""
     order: Literal["paper", "permuted", "rows"] = "paper"
@@ -103,7 +103,8 @@ class Model:
             _check(f"model.{name}", getattr(self, name), getattr(self, name) > 0, "a number above 0")
         _check("model.embedding", self.embedding, self.embedding >= 0, "a size, or 0 for one-hot input")
         _check_rates("model", self, "dropout", "norm_momentum")
-        _check("model.init_bound", self.init_bound, self.init_bound > 0, "a number above 0")
+        _check("model.init_bound", self.init_bound, 0 < self.init_bound < math.inf, "a finite number above 0")
+        _check("model.forget_bias", self.forget_bias, math.isfinite(self.forget_bias), "a finite number")
         if self.tied and self.embedding != self.hidden:
             raise ValueError(
                 f"model.tied: expected an embedding of the size of the hidden state ({self.hidden}), since both share "
@@ -223,7 +224,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         _check("schedule.after", self.after, self.after >= 0, "a number of epochs")
-        _check("schedule.by", self.by, self.by > 0, "a number above 0")
+        _check("schedule.by", self.by, 0 < self.by < math.inf, "a finite number above 0")
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,7 @@ class Protocol:
     length: int = 100
     """Symbols in a chunk; for streams and the whole text, steps to run at a time, which changes nothing but memory."""
     size: int = 100
-    """Chunks (or images) in a batch, which changes nothing but memory; or how many streams."""
+    """Chunks (or images) in a batch (memory alone; in validations batch norm's statistics too), or how many streams."""
 
     def __post_init__(self) -> None:
         least = 2 if self.kind == "chunks" else 1
@@ -254,7 +255,7 @@ class Evaluation:
     every: int = 0
     """Updates from one validation to the next; 0 is after every epoch."""
     at_eval: AtEval = "expectation"
-    """What stands in the place of masks."""
+    """What stands in the place of the recurrent layers' masks; dropout around them is off in any case."""
     statistics: int = 0
     """Training batches on which batch norm's statistics are estimated anew for the test; 0 is a whole epoch."""
     statistics_size: int = 0

@@ -37,6 +37,7 @@ from .sample import sample
 from .train import train
 
 PLAIN, ZONED = "unregularised", "zoneout"
+LEAST = 2_000  # characters to train on
 HELD_OUT = 10_000  # characters to validate on, and as many to test on
 PROMPT = "The "
 
@@ -66,6 +67,8 @@ class Demo:
         for name in ("characters", "updates", "hidden"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name}: expected a number above 0, got {getattr(self, name)}")
+        if self.characters < LEAST:
+            raise ValueError(f"--characters: expected at least {LEAST:,}, to have a text, got {self.characters}")
         folder = self.out or free_folder(Path("runs") / "demo")
         if folder.exists() and any(folder.iterdir()):
             raise RunError(f"{folder} is not empty; choose another folder with --out. Nothing was overwritten.")

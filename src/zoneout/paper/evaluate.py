@@ -147,6 +147,15 @@ def evaluation_mode(model: nn.Module, *, batch_statistics: bool = False) -> Iter
         model.train(mode)
 
 
+@contextmanager
+def judged(model: nn.Module, config: Config, *, batch_statistics: bool = False) -> Iterator[None]:
+    """The model as it is evaluated after training with a config: its mode, and the precision of products."""
+    device = next(model.parameters()).device
+    precision = "tf32" if config.precision != "fp32" and device.type == "cuda" else "fp32"
+    with evaluation_mode(model, batch_statistics=batch_statistics), products_in(precision, device):
+        yield
+
+
 def evaluate(
     model: nn.Module,
     data: Corpus | Images,
@@ -166,8 +175,7 @@ def evaluate(
         raise ValueError(f"part: expected 'train', 'valid' or 'test', got {part!r}")
     chosen = protocol or (config.evaluation.test if part == "test" else config.evaluation.valid)
     device = next(model.parameters()).device
-    precision = "tf32" if config.precision != "fp32" and device.type == "cuda" else "fp32"
-    with evaluation_mode(model, batch_statistics=batch_statistics), products_in(precision, device):
+    with judged(model, config, batch_statistics=batch_statistics):
         values = getattr(data, part)
         if isinstance(data, Images):
             pixels, labels = (on_device(array[: config.data.limit], device) for array in values)

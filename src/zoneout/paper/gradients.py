@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ import zoneout as zo
 
 from ..ops import Result
 from ..recurrent import Recurrent
-from . import runs
+from . import runs, streams
 from .codes import OK, code_of
 from .config import Config
 from .data import Corpus, Images
@@ -39,6 +39,7 @@ from .models import loss_of
 from .plots import check_name
 from .processes import device_of
 from .recipes import MEASURES, RECIPES, select
+from .results import changes
 from .runs import RunError
 from .step import as_tuple, update_seeds
 from .train import data_of
@@ -153,10 +154,18 @@ def _stepping(layer: Recurrent, prefix: str, seen: dict[str, list[Tensor]]) -> C
 # --- runs ------------------------------------------------------------------------------------------
 
 
-def measure(model: Any, config: Config, data: Corpus | Images, *, batches: int = 10) -> dict[str, Tensor]:
+class Measured(NamedTuple):
+    """Mean norms, and what they are the mean of."""
+
+    norms: dict[str, Tensor]  # by layer and state, each [T]
+    batches: int
+    rows: int  # of a batch
+
+
+def measure(model: Any, config: Config, data: Corpus | Images, *, batches: int = 10) -> Measured:
     """The mean norms of a trained model in training mode, masks drawn, on batches that its training would take next.
 
-    By layer and state, each [T]; the average over all sequences of these batches.
+    The average over all sequences of these batches, of which there are no more than an epoch has.
     """
     if batches < 1:
         raise ValueError(f"batches: expected 1 or more, got {batches}")
@@ -177,7 +186,7 @@ def measure(model: Any, config: Config, data: Corpus | Images, *, batches: int =
         if feed.carried:
             states = tuple(s.detach() for s in as_tuple(output.state))
             state = states if len(states) > 1 else states[0]
-    return norms
+    return Measured(norms, len(order), feed.all_rows)
 
 
 def make_record(
@@ -194,9 +203,9 @@ def make_record(
     loaded = runs.load(folder, weights=weights, device=where, changes={"device": str(where), "precision": "fp32"})
     config = loaded.config
     loaded.model.requires_grad_(False)  # saves the gradients of the weights
-    norms = measure(loaded.model, config, data_of(folder, config, data), batches=batches)
+    measured = measure(loaded.model, config, data_of(folder, config, data), batches=batches)
     made: dict[str, dict[str, Any]] = {}
-    for name, each in norms.items():
+    for name, each in measured.norms.items():
         layer, _, state = name.removeprefix("recurrent.").rpartition(".")
         made.setdefault(layer, {})[NAMES[state]] = flow(each)
     of_recipe = f"{recipe} --seed {config.seed}" if recipe else shlex.quote(str(folder))
@@ -207,8 +216,8 @@ def make_record(
         "weights": weights,
         "update": loaded.info.get("update"),
         "epoch": loaded.info.get("epoch"),
-        "batches": batches,
-        "rows": config.batches.size,
+        "batches": measured.batches,
+        "rows": measured.rows,
         "command": f"zoneout gradients {of_recipe} --weights {weights} --batches {batches}",
         "layers": made,
     }
@@ -246,6 +255,8 @@ def read_record(path: Path) -> Record:
         record = runs.read_json(path)
         if record["format"] != FORMAT:
             raise ValueError(f"it has format {record['format']!r}, expected {FORMAT}")
+        if not record["layers"] or not all(record["layers"].values()):
+            raise ValueError("it has no layers, or one without states")
         for layer in record["layers"].values():
             for state in layer.values():
                 if not all(isinstance(share, (int, float)) for share in state["share"]):
@@ -272,6 +283,11 @@ def places(what: Sequence[str], seed: int, out: Path, results: Path) -> list[tup
                         f"{recipe.name} has not been run: {folder} is not there. "
                         f"`zoneout reproduce {recipe.name} --first-seed {seed} --out {shlex.quote(str(out))} "
                         f"--results {shlex.quote(str(out / 'results'))}` makes it."
+                    )
+                for name, ours, theirs in changes(runs.read_config(folder), recipe.make()):
+                    raise RunError(
+                        f"{folder} is a trial of {recipe.name} ({name} is {ours}, not {theirs}), and no record of it; "
+                        f"`zoneout gradients {shlex.quote(str(folder))}` measures it by itself"
                     )
                 found.append((folder, results / recipe.name / f"gradients-seed-{seed}.json", recipe.name))
         else:
@@ -353,7 +369,8 @@ def described(name: str, record: Record, path: Path) -> str:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        with streams.ready():
+            sys.exit(main())
     except (RunError, OSError, ValueError, DataError) as error:
         print(f"gradients: {error}", file=sys.stderr)
         sys.exit(code_of(error))

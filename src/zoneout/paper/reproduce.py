@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Literal
@@ -27,8 +27,8 @@ import torch
 
 from ..ops.cuda.compiler import shared_by
 from . import config as configs
-from . import runs
-from .codes import DIVERGED, FAILED, INTERRUPTED, OK, code_of
+from . import runs, streams
+from .codes import BAD_DATA, DIVERGED, FAILED, INTERRUPTED, OK, WRONG_USE, code_of
 from .config import Config
 from .files import DataError
 from .processes import cores, device_of, end_with_the_parent
@@ -36,12 +36,20 @@ from .recipes import MEASURES, RECIPES, Recipe, select
 from .results import BEGIN, changes, document, make_record, put_summary, read_record, table
 from .runs import RunError, write_record
 from .train import Diverged, Progress, stop_requests, train
+from .unread import refuse_unread
 
-State = Literal["finished", "interrupted", "diverged", "failed"]
+State = Literal["finished", "interrupted", "diverged", "without data", "refused", "failed"]
 PAGE, README = Path("docs/results.md"), Path("README.md")  # where the tables stand
 OPTIONS = {"seed": "--first-seed", "precision": "--precision", "device": "--device"}  # of settings that have their own
 RUNS, RESULTS, TRIALS = Path("runs/reproduce"), Path("results"), Path("runs/trials")
-CODES: dict[State, int] = {"finished": OK, "failed": FAILED, "diverged": DIVERGED, "interrupted": INTERRUPTED}
+CODES: dict[State, int] = {
+    "finished": OK,
+    "failed": FAILED,
+    "refused": WRONG_USE,
+    "without data": BAD_DATA,
+    "diverged": DIVERGED,
+    "interrupted": INTERRUPTED,
+}
 
 
 @dataclass(frozen=True)
@@ -139,12 +147,13 @@ def reproduce(
             device,
             settings or {},
             until,
-            parallel,
         )
         for seed in seeds
         for recipe in sorted(recipes, key=_urgency)
     ]
+    refuse_unread(settings or {}, [job.config for job in jobs])
     missing = [job for job in jobs if job.missing()]
+    missing = [replace(job, at_once=min(parallel, len(missing))) for job in missing]
     say(table(results, recipes, details=False))
     if not missing:
         say(f"Nothing to run: every record is in {results}. With --results and --out of their own, runs are made anew.")
@@ -250,7 +259,8 @@ def several(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:
 def _in_process(job: Job) -> None:
     end_with_the_parent()
     torch.set_num_threads(max(1, cores() // job.at_once))
-    sys.exit(CODES[attempt_beside_others(job)])
+    with streams.ready():
+        sys.exit(CODES[attempt_beside_others(job)])
 
 
 def attempt_beside_others(job: Job) -> State:
@@ -259,7 +269,7 @@ def attempt_beside_others(job: Job) -> State:
         return attempt(job)
     except (DataError, ValueError) as error:
         print(f"{job.recipe}, seed {job.seed}: {error}", file=sys.stderr, flush=True)
-        return "failed"
+        return "without data" if isinstance(error, DataError) else "refused"
 
 
 @contextmanager
@@ -349,13 +359,18 @@ tasks: {", ".join(MEASURES)}""",
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m zoneout.paper.reproduce") -> int:
     """Run the command; its exit code."""
-    options = parser(prog).parse_args(arguments)
+    command = parser(prog)
+    options = command.parse_args(arguments)
     pairs = [setting.partition("=") for setting in options.set]
     for name, equals, _ in pairs:
         if not equals:
             raise ValueError(f"--set: expected a name and a value, as in epochs=1, got {name!r}")
         if name in OPTIONS:
             raise ValueError(f"--set: expected a setting of the recipe, got {name}; {OPTIONS[name]} is for that")
+    if options.task is None:
+        for name in ("seeds", "first_seed", "out", "precision", "device", "data", "minutes", "parallel", "set"):
+            if getattr(options, name) != command.get_default(name):
+                raise ValueError(f"--{name.replace('_', '-')}: without a TASK nothing is run; say which")
     # A trial neither finds the recipe's own record nor stands in its way.
     out = options.out or (TRIALS if pairs else RUNS)
     results = options.results or (TRIALS / "results" if pairs else RESULTS)
@@ -364,6 +379,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m zoneout.
     if options.write is not None and options.task is None and not any(results.glob("*/seed-*.json")):
         raise RunError(f"there are no records in {results}, so that --write would leave nothing of the tables")
     state: State = "finished"
+    said: Any = streams.Unheard(sys.stdout)  # what is shown on the way is not what the command is for
     if options.task is not None:
         state = reproduce(
             options.task,
@@ -377,7 +393,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m zoneout.
             minutes=options.minutes,
             parallel=options.parallel,
             settings={name: value for name, _, value in pairs},
-            say=lambda text: print(text, flush=True),
+            say=lambda text: print(text, file=said, flush=True),
         )
     elif options.write is None:
         print(table(results))
@@ -391,7 +407,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m zoneout.
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        with streams.ready():
+            sys.exit(main())
     except (RunError, OSError, ValueError, DataError) as error:
         print(f"reproduce: {error}", file=sys.stderr)
         sys.exit(code_of(error))

@@ -91,21 +91,32 @@ class Run:
                 f"{', …' if len(strangers) > 3 else ''}); choose another folder. Nothing was overwritten."
             )
 
-    def create(self, config: Config, vocabulary: Vocabulary | None, digest: str | None = None) -> None:
-        """Begin a run in a folder that is not there yet, or is empty; the digest is of its data."""
+    def create(
+        self,
+        config: Config,
+        vocabulary: Vocabulary | None,
+        digest: str | None = None,
+        where: Path | str | None = None,
+    ) -> None:
+        """Begin a run in a folder that is not there yet, or is empty; the digest is of its data, found in `where`."""
         self.check_free()
         with explained(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         self.lock()
         self.check_free()  # another process may have been here between the two
         with explained(self.folder):
-            if vocabulary is not None:
-                write_text(self.folder / "vocabulary.json", vocabulary.to_json() + "\n")
-            if digest is not None:
-                write_json(self.folder / "data.json", {"digest": digest})
+            self.note_data(vocabulary, digest, where)
             self.metrics.touch()
             # Last: a folder with a config is a run.
             write_json(self.folder / "config.json", {"format": FORMAT, **configs.to_json(config)})
+
+    def note_data(self, vocabulary: Vocabulary | None, digest: str | None, where: Path | str | None) -> None:
+        """Write down what the data are: their symbols, their digest, and where somebody said that they lie."""
+        if vocabulary is not None:
+            write_text(self.folder / "vocabulary.json", vocabulary.to_json() + "\n")
+        if digest is not None:
+            place = read_place(self.folder) if where is None else str(Path(where).absolute())
+            write_json(self.folder / "data.json", {"digest": digest} | ({"where": place} if place else {}))
 
     def open(self, config: Config | None = None) -> Config:
         """Hold a run to continue it; `config` may differ from its own only in how long and where it runs, and its test.
@@ -139,9 +150,16 @@ class Run:
         self.lock()
         return config
 
-    def go_on(self, config: Config) -> None:
-        """Write down that a run which is open is not finished, and what has changed of its config."""
+    def go_on(
+        self,
+        config: Config,
+        vocabulary: Vocabulary | None = None,
+        digest: str | None = None,
+        where: Path | str | None = None,
+    ) -> None:
+        """Write down that a run which is open is not finished, what has changed of its config, and its data again."""
         with explained(self.folder):
+            self.note_data(vocabulary, digest, where)
             (self.folder / "summary.json").unlink(missing_ok=True)
             if config != read_config(self.folder):
                 write_json(self.folder / "config.json", {"format": FORMAT, **configs.to_json(config)})
@@ -361,21 +379,39 @@ def read_vocabulary(folder: Path | str) -> Vocabulary | None:
 def read_summary(folder: Path | str) -> dict[str, Any] | None:
     """How a run ended; None where it has not."""
     path = Path(folder) / "summary.json"
+    if not path.exists():
+        return None
     try:
-        return read_json(path) if path.exists() else None
+        summary = read_json(path)
+        if lacking := [name for name in ("status", "update", "epoch", "parameters", "seconds") if name not in summary]:
+            raise ValueError(f"there is no field {lacking[0]!r} in it")
     except ValueError as error:
         raise RunError(f"{path} cannot be read: {error}") from None
+    return summary
 
 
 def check_length(folder: Path | str, config: Config) -> None:
     """An error where a run has had more training than the config allows: it can be made longer, and never shorter."""
     update, epochs = trained(folder)
-    if epochs > config.epochs or 0 < config.updates < update:
-        asked = f"--epochs {config.epochs}" if epochs > config.epochs else f"--updates {config.updates}"
+    too_long = {
+        f"--epochs {config.epochs}": epochs > config.epochs,
+        f"--updates {config.updates}": 0 < config.updates < update,
+        f"--patience {config.patience}": 0 < config.patience <= waited(folder),
+    }
+    if asked := next((option for option, wrong in too_long.items() if wrong), None):
         raise RunError(
             f"{folder} has had {update:,} updates in {epochs:,} epochs already, which is more than {asked}: ask for as "
             "long or longer, or choose another folder with --out. Nothing was overwritten."
         )
+
+
+def waited(folder: Path | str) -> int:
+    """After how many validations without a new best a run went on, at most: with such patience it had ended there."""
+    most = stale = 0
+    for row in read_metrics(folder):
+        if row["kind"] == "valid":
+            most, stale = max(most, stale), 0 if row["best"] else stale + 1
+    return most
 
 
 def trained(folder: Path | str) -> tuple[int, int]:
@@ -402,6 +438,14 @@ def read_digest(folder: Path | str) -> str | None:
     return None
 
 
+def read_place(folder: Path | str) -> str | None:
+    """Where a run's data were when somebody last said so."""
+    with contextlib.suppress(OSError, ValueError):
+        place = read_json(Path(folder) / "data.json").get("where")
+        return place if isinstance(place, str) else None
+    return None
+
+
 def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
     """The lines of a run's metrics; one that was cut off by a crash is left out."""
     path = Path(folder) / "metrics.jsonl"
@@ -410,9 +454,13 @@ def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
-            rows.append(_fields(line.decode()))
+            row = _fields(line.decode())
         except ValueError:
             raise RunError(f"{path} is damaged: line {number} is not JSON with named fields") from None
+        wanted = ("kind", "update", "epoch", *(("best",) if row.get("kind") == "valid" else ()))
+        if lacking := [name for name in wanted if name not in row]:
+            raise RunError(f"{path} is damaged: line {number} has no field {lacking[0]!r}")
+        rows.append(row)
     return rows
 
 

@@ -48,7 +48,9 @@ def learning_rates(config: Config, epoch: int, first: int, count: int) -> Tensor
     if schedule.kind == "divide":
         lr /= schedule.by ** max(0, epoch + 1 - schedule.after)
     if schedule.kind == "cosine":
-        done = (first + within) / config.updates if config.updates else (epoch + within / count) / config.epochs
+        done = (epoch + within / count) / config.epochs
+        if 0 < config.updates < config.epochs * count:
+            done = (first + within) / config.updates
         return lr * (1 + torch.cos(math.pi * done.clamp(max=1))) / 2
     return torch.full((count,), lr, dtype=torch.float64)
 

@@ -28,6 +28,7 @@ from . import models, runs
 from .config import Config
 from .data import absolute_path
 from .files import DataError, MissingError
+from .measures import measure_of
 from .processes import cores, end_with_the_parent
 from .reproduce import passing_on
 from .runs import InUse, RunError
@@ -48,6 +49,7 @@ from .trials import (
     told,
     trial_of,
 )
+from .unread import refuse_unread
 
 Say: TypeAlias = Callable[[str], None]
 
@@ -198,6 +200,10 @@ def sweep(
     for name, value in (("address", address), ("search", search), ("scheduler", scheduler), ("gpus", gpus)):
         if value is not None and not with_ray:
             raise ValueError(f"--{name}: plain processes have no such thing; use --engine ray")
+    if cpus != 1.0 and not with_ray:
+        raise ValueError("--cpus: plain processes share what there is; use --engine ray")
+    if trials != 50 and search is None:
+        raise ValueError("--trials: without --search every combination of the grid is run")
     axes, out, data = axes_of(grid), out.absolute(), data and data.absolute()
     for name in PATHS:
         if isinstance(values := axes.get(name), list):
@@ -217,6 +223,7 @@ def sweep(
         every = known_trials(base, list(axes), out)
     else:
         every = grid_of(base, axes, seeds)
+        refuse_unread(axes, [t.config for t in every])
         places = folders(every, out)
         chosen = part_of(every, part) if part else every
         states = {t.name: state_of(t, places[t.name], scheduled=asha) for t in every}  # all are in the table
@@ -261,6 +268,11 @@ def check_data(wanted: Iterable[Config], there: Iterable[Trial], places: dict[st
                 f"{run} was trained on other data than {config.data.name} is now, and one table would compare the two; "
                 "choose another folder with --out, or bring back the data of then. Nothing was run."
             )
+    if len(measures := {measure_of(data) for data in loaded.values() if data is not None}) > 1:
+        raise ValueError(
+            f"--grid: {' and '.join(sorted(measures))} would stand in one table, and cannot be compared; make a sweep "
+            "of each. Nothing was run."
+        )
 
 
 def room_here(config: Config) -> int:

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -137,9 +137,11 @@ class Training:
         self.parameters = sum(p.numel() for p in parameters_of(self.model).values())
         self.state = State(self.data.digest)
         if resume:
+            if processes.first:
+                self.run.go_on(config, vocabulary, self.data.digest, data)
             self.restore()
         elif processes.first:
-            self.run.create(config, vocabulary, self.data.digest)
+            self.run.create(config, vocabulary, self.data.digest, data)
         self.earlier = self.state.seconds
         self.updates = self.step.begin(self.state.epoch, self.state.done, self.state.update)  # of this epoch
         self.step.capture()
@@ -282,8 +284,6 @@ class Training:
 
     def restore(self) -> None:
         """Go on from the latest whole checkpoint."""
-        if self.processes.first:
-            self.run.go_on(self.config)
         found, problems = self.run.restore() if self.processes.first else (None, [])
         for problem in problems:
             self.tell({"kind": "note", "text": problem})
@@ -357,6 +357,9 @@ def data_of(run: Path | str, config: Config, where: Path | str | None = None) ->
 
     `where` is a folder to look for them in, or the file that its text has moved to.
     """
+    if where is None and (place := runs.read_place(run)) is not None and Path(place).exists():
+        with suppress(DataError):
+            return data_of(run, config, place)
     if where is not None and not Path(where).exists():
         raise DataError(f"{where}: there is no such file or folder")
     if where is not None and Path(where).is_file():

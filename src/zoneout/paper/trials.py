@@ -220,7 +220,8 @@ def row_of(trial: Trial, folder: Path, why: str = "", *, scheduled: bool = False
     best = next((line for line in reversed(lines) if line["kind"] == "valid" and line["best"]), None)
     measure = measure_in(best or {}) or ""
     test = next((line for line in reversed(lines) if line["kind"] == "test"), None)
-    seconds = runs.read_json(folder / "summary.json")["seconds"] if state == "finished" else None
+    summary = runs.read_summary(folder) if state == "finished" else None
+    seconds = summary["seconds"] if summary else None
     return Row(
         name,
         str(folder),

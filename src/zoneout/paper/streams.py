@@ -1,0 +1,54 @@
+"""The standard streams of a command: nothing that is only said may end the work that it is about."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+
+class Unheard:
+    """A stream whose reader may go away: what is written afterwards is lost, and nothing else."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self.stream.write(text)
+        except BrokenPipeError:
+            silence(self.stream)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self.stream.flush()
+        except BrokenPipeError:
+            silence(self.stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def silence(stream: TextIO) -> None:
+    """Send a stream to nowhere, with what it still holds, so that nothing is left to fail when Python ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+@contextmanager
+def ready() -> Iterator[None]:
+    """Inside, progress may lose its reader, and a letter that the terminal does not have is written by its number."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    before = sys.stderr
+    sys.stderr = Unheard(before)
+    try:
+        yield
+    finally:
+        sys.stderr = before

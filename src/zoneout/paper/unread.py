@@ -1,0 +1,67 @@
+"""Settings that a config has and nobody reads: somebody who gave one believes that it does something."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from .config import Config
+
+_Read = Callable[[Config], bool]
+_RULES: tuple[tuple[tuple[str, ...], _Read, str], ...] = (
+    (("schedule.after", "schedule.by"), lambda c: c.schedule.kind == "divide", "the schedule divide has it"),
+    (("optimizer.decay",), lambda c: c.optimizer.rule == "rmsprop", "rmsprop has it"),
+    (("optimizer.betas",), lambda c: c.optimizer.rule == "adam", "adam has them"),
+    (("optimizer.eps", "optimizer.paper"), lambda c: c.optimizer.rule != "sgd", "adam and rmsprop have it"),
+    (("model.init_bound",), lambda c: c.model.init == "uniform", "init uniform has it"),
+    (("model.forget_bias",), lambda c: c.model.cell == "lstm", "an LSTM has forget gates"),
+    (("model.norm_momentum",), lambda c: c.model.norm == "batch", "batch norm has it"),
+    (("zoneout.mask",), lambda c: c.zoneout.cell > 0 or c.zoneout.hidden > 0, "its rates are 0"),
+    (
+        ("recurrent_dropout.mask", "recurrent_dropout.hold_output_gate"),
+        lambda c: c.recurrent_dropout.rate > 0,
+        "recurrent_dropout.rate is 0",
+    ),
+    (("state_dropout.mask",), lambda c: c.state_dropout.cell > 0 or c.state_dropout.hidden > 0, "its rates are 0"),
+    (("batches.offset",), lambda c: c.batches.kind == "chunks", "streams are not cut into chunks"),
+    (("evaluation.statistics",), lambda c: c.model.norm == "batch", "batch norm has statistics"),
+    (
+        ("evaluation.statistics_size",),
+        lambda c: c.model.norm == "batch" and (c.batches.kind == "chunks" or c.task == "images"),
+        "batch norm has statistics, and streams have as many examples as in training",
+    ),
+    (("data.order",), lambda c: c.task == "images", "the pixels of mnist have an order"),
+    (("data.preparation",), lambda c: c.data.name == "char-ptb", "it is of char-ptb"),
+    (("data.by",), lambda c: c.data.name not in ("char-ptb", "word-ptb"), "this corpus is cut in one way only"),
+    (
+        (
+            *("batches.length", "batches.kind", "batches.offset", "loss"),
+            *("data.by", "data.words", "data.valid", "data.test"),
+            *("evaluation.valid.kind", "evaluation.valid.length", "evaluation.test.kind", "evaluation.test.length"),
+        ),
+        lambda c: c.task == "language",
+        "images are not cut as a text is",
+    ),
+)
+
+
+def unread(config: Config) -> dict[str, str]:
+    """The fields whose value changes nothing in this config, each with the reason.
+
+    >>> unread(Config())["schedule.by"]
+    'the schedule divide has it'
+    """
+    return {name: why for names, read, why in reversed(_RULES) if not read(config) for name in names}
+
+
+def refuse_unread(given: Iterable[str], configs: Sequence[Config]) -> None:
+    """An error where a setting that somebody has given is read in none of the configs.
+
+    >>> refuse_unread(["schedule.by"], [Config()])
+    Traceback (most recent call last):
+        ...
+    ValueError: --schedule.by: it would do nothing here (the schedule divide has it); leave it out
+    """
+    for name in given:
+        reasons = [unread(config).get(name) for config in configs]
+        if reasons and all(reasons):
+            raise ValueError(f"--{name.replace('_', '-')}: it would do nothing here ({reasons[0]}); leave it out")
