@@ -171,6 +171,7 @@ def test_eval_counts_every_prediction(trained, zoneout) -> None:
     for arguments, count, how in (
         (["--protocol", "whole"], size - 1, "one sequence"),
         (["--protocol", "chunks", "--length", "10"], size // 10 * 9, "chunks of 10"),
+        (["--protocol", "chunks", "--length", "100000"], size - 1, f"chunks of {size:,}"),
         (["--protocol", "streams", "--size", "4"], (size // 4 - 1) * 4, "4 streams"),
     ):
         code, out, _ = zoneout("eval", trained, *arguments, "--device", "cpu")
@@ -227,6 +228,17 @@ def test_eval_reads_another_text_as_training_would(trained, zoneout) -> None:
         assert code == OK, err
         found.add(out)
     assert len(found) == 1
+
+
+def test_a_text_is_judged_as_the_same_part_is(zoneout) -> None:
+    """Where evaluation draws masks, the same text in a file of its own has another number."""
+    Path("end.txt").write_text(TEXT[:1500])
+    own = ["--data.valid", "end.txt", "--data.test", "end.txt", "--zoneout.hidden", "0.3", "--seed", "5"]
+    arguments = ["--data", "my.txt", "--out", "run", "--updates", "10", "--evaluation.at-eval", "sample", *own, *SMALL]
+    code, _, err = zoneout("train", *arguments)
+    assert code == OK, err
+    found = [json.loads(zoneout("eval", "run", *more, "--json")[1])["bits"] for more in ([], ["--text", "end.txt"])]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

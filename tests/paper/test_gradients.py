@@ -255,6 +255,8 @@ def test_of_a_run(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert cli.main(["gradients", *arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == [json.loads(first)]
     assert (trained / "gradients.json").read_bytes() == first  # the same weights give the same numbers
+    assert cli.main(["gradients", *arguments, "--seed", "3"]) == codes.WRONG_USE
+    assert "--seed: it is for recipes" in capsys.readouterr().err
     assert cli.main(["gradients", *arguments, "--picture", str(tmp_path / "flow.jpg")]) == codes.WRONG_USE
     said = capsys.readouterr()
     assert "flow.jpg: expected a name that ends in .png" in said.err and not said.out  # before the work, and not after

@@ -23,8 +23,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from . import config as configs
 from . import fetch, files, plots, runs, sweep, sweep_report
 from .codes import BAD_DATA, FAILED, INTERRUPTED, OK
-from .config import Config
-from .data import absolute_path, read_text
+from .config import Config, Protocol
+from .data import Corpus, absolute_path, read_text
 from .demo import Demo, free_folder
 from .describe import describe, described, ending
 from .evaluate import estimate_statistics, evaluate, evaluate_text, judged
@@ -145,11 +145,14 @@ class Eval:
             if strangers := loaded.vocabulary.strangers(numbers):
                 say(f"{self.text}: {strangers}")
             symbols = on_device(numbers, device_of(self.device))
+            protocol = fitted(protocol, len(numbers))
             with judged(loaded.model, loaded.config):
                 score = evaluate_text(loaded.model, symbols, protocol, seed=loaded.config.seed)
         else:
             data = data_of(self.run, loaded.config, self.data)
             measure = measure_of(data)
+            if isinstance(data, Corpus):
+                protocol = fitted(protocol, len(getattr(data, part)))
             score = evaluate(loaded.model, data, part, loaded.config, protocol=protocol)
         where = str(self.text) if self.text else part
         if self.json:
@@ -448,6 +451,9 @@ class Report:
         if self.out.suffix != ".html":  # a slip of the hand would otherwise write over a text
             raise ValueError(f"--out: expected a name that ends in .html, got {self.out}")
         if self.runs:
+            for name in ("results", "benchmarks"):
+                if getattr(self, name) != getattr(Report, name):
+                    raise ValueError(f"--{name}: a page that compares runs does not need it; leave it out")
             page = report.runs_page(self.runs)
         else:
             page = report.paper_page(records_in(self.results), self.benchmarks)
@@ -484,6 +490,11 @@ COMMANDS: dict[str, Any] = {
 
 
 # --- what the commands share -----------------------------------------------------------------------
+
+
+def fitted(protocol: Protocol, size: int) -> Protocol:
+    """The protocol as it is for a text of so many symbols: a chunk is no longer than that."""
+    return replace(protocol, length=min(protocol.length, size)) if protocol.kind == "chunks" else protocol
 
 
 def with_data(config: Config, data: str | None, *, begun: bool = False) -> tuple[Config, Path | None]:

@@ -327,8 +327,13 @@ The numbers go to RUN/gradients.json, those of a recipe to RESULTS/RECIPE/gradie
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m zoneout.paper.gradients") -> int:
     """Run the command; its exit code."""
-    options = parser(prog).parse_args(arguments)
+    command = parser(prog)
+    options = command.parse_args(arguments)
     check_name(options.picture)
+    if all((Path(name) / "config.json").exists() for name in options.what):
+        for name in ("seed", "out", "results"):
+            if getattr(options, name) != command.get_default(name):
+                raise ValueError(f"--{name}: it is for recipes, and the folder of a run says it all; leave it out")
     flows: dict[str, Record] = {}
     for folder, path, recipe in places(options.what, options.seed, options.out, options.results):
         record = make_record(
