@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import zoneout as zo
-from zoneout.ops import cpu, passes
+from zoneout.ops import cpu, passes, pieces
 
 STEPS, BATCH, INPUT, HIDDEN = 23, 5, 3, 6
 NOISES = {
@@ -33,6 +33,7 @@ def both_ways(monkeypatch: pytest.MonkeyPatch, layer: Any, x: Any, **how: Any) -
 
         with monkeypatch.context() as patch:
             patch.setattr(cpu, "PIECE", piece)
+            patch.setattr(pieces, "LEAST", 1)
             patch.setattr(passes, "forward", counted)
             with torch.no_grad():
                 found.append((layer(x, seed=7, **how), count[0]))

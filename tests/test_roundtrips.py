@@ -149,6 +149,9 @@ def test_zoneout_cell_round_trips():
         after.rates = 1.0
         assert cell.rates[0] == 0.25
     assert list(cell.state_dict()) == [f"cell.{name}" for name in nn.LSTMCell(I, H).state_dict()]
+    cell.rates = nn.Parameter(each.clone(), requires_grad=False)
+    assert list(cell.state_dict()) == [f"cell.{name}" for name in nn.LSTMCell(I, H).state_dict()]
+    cell.rates = 0.5
 
 
 # --- state_dict ----------------------------------------------------------------------------------------
@@ -420,6 +423,13 @@ def test_noises_are_values(noise):
     others = [one for one in EACH if one is not noise]
     assert all(one != noise for one in others)
     assert noise != "a noise" and noise != dataclasses.asdict(noise)
+
+
+def test_a_layer_of_before_it_had_rates_of_its_own():
+    """What was saved whole by an older version would fail at its next cast."""
+    layer = zo.GRU(3, 4, noise=zo.Zoneout(hidden=0.25))
+    del layer._numbers
+    assert layer.double().hidden_rate_l0 == 0.25
 
 
 def test_a_layer_has_rates_of_its_own():

@@ -171,7 +171,9 @@ class Recurrent(Settable):
 
     def _renew_buffers(self) -> None:
         """Numbers are written where the old ones stood, so that captured graphs see them change."""
-        device, buffers = next(self.parameters()).device, self._numbers
+        device, buffers = next(self.parameters()).device, self.__dict__.get("_numbers")
+        if buffers is None:  # a layer that was saved whole before it kept its numbers
+            buffers = self._numbers = self._noise_buffers(as_noises(self._noise))
         for name in self._noise_names:
             if name not in buffers:
                 delattr(self, name)

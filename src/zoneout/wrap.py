@@ -98,7 +98,7 @@ class ZoneoutCell(Settable):
         # As tensors, so that a compiled model is not compiled again for another rate.
         numbers = tuple(rate if isinstance(rate, Tensor) else _number(rate) for rate in each)
         self._checked: Any = numbers if isinstance(checked, tuple) else numbers[0]
-        self._rates = rates
+        self._rates = rates.detach() if isinstance(rates, nn.Parameter) else rates
 
     def extra_repr(self) -> str:
         return f"rates={self._rates}"

@@ -179,3 +179,12 @@ def test_letters_that_a_terminal_does_not_have(encoding, tmp_path) -> None:
     done = subprocess.run(command, capture_output=True, env=environment() | {"PYTHONIOENCODING": encoding})
     assert done.returncode == OK, done.stderr
     assert b"--norm-stabilizer" in done.stdout and b"--save-every" in done.stdout
+
+
+def test_streams_that_are_closed(tmp_path) -> None:
+    """`zoneout train … 2>&-`, as some services start it, ends without a word."""
+    words = " ".join(["train", "--data", "my.txt", "--out", "run", "--updates", "10", *SMALL])
+    assert subprocess.run(f"{sys.executable} -m zoneout {words} 2>&-", shell=True, env=environment()).returncode == OK
+    assert runs.read_summary("run")["update"] == 10
+    command = f"{sys.executable} -m zoneout reproduce char_ptb_gru --minutes 0 >&-"
+    assert subprocess.run(command, shell=True, env=environment()).returncode == INTERRUPTED

@@ -18,7 +18,10 @@ from command_line import SMALL, TEXT, environment, process
 
 from zoneout.paper import cli, commands, config, fetch, files, runs
 from zoneout.paper.codes import BAD_DATA, DIVERGED, FAILED, INTERRUPTED, OK, WRONG_USE
+from zoneout.paper.describe import describe
 from zoneout.paper.models import build
+from zoneout.paper.recipes import RECIPES
+from zoneout.paper.unread import refuse_unread, unread
 
 pytestmark = pytest.mark.usefixtures("one_thread", "elsewhere")
 
@@ -497,3 +500,15 @@ def test_data_fetch_of_what_is_built_in(zoneout) -> None:
     """The text that needs no download is an error."""
     code, out, _ = zoneout("data", "fetch", "python")
     assert code == OK and "built in" in out
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_is_shown_of_a_run_makes_it_again(name) -> None:
+    """The command on a report's page is refused by the command line, or makes another run."""
+    own, run = RECIPES[name].make(), runs.Run("run")
+    run.create(own, None)
+    run.close()
+    shown = describe("run")["changed"]
+    refuse_unread(shown, [own])
+    again = config.change(config.Config(), shown)
+    assert not set(config.changed(own, again)) - set(unread(own))

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zoneout.paper import config as configs
+from zoneout.paper import unread as rules
 from zoneout.paper.config import (
     Batches,
     Config,
@@ -28,6 +29,7 @@ from zoneout.paper.config import (
     to_json,
 )
 from zoneout.paper.recipes import RECIPES
+from zoneout.paper.unread import unread
 
 WORD_PTB = Config(
     data=Data("word-ptb", by="word"),
@@ -182,3 +184,49 @@ def test_the_command_line_reads_it() -> None:
         {"zoneout.cell": 0.5, "model.hidden": 1000, "optimizer.betas": [0.5, 0.9], "data.name": "char-ptb"},
     )
     assert {"zoneout.cell", "evaluation.valid.length", "seed"} <= names().keys()
+
+
+# --- settings that nobody reads --------------------------------------------------------------------
+
+READ = [  # a field, settings with which it is read, and with which it is not
+    ("schedule.by", {"schedule.kind": "divide"}, {"schedule.kind": "cosine"}),
+    ("schedule.after", {"schedule.kind": "divide"}, {}),
+    ("optimizer.decay", {"optimizer.rule": "rmsprop"}, {"optimizer.rule": "adam"}),
+    ("optimizer.betas", {"optimizer.rule": "adam"}, {"optimizer.rule": "rmsprop"}),
+    ("optimizer.eps", {"optimizer.rule": "adam"}, {"optimizer.rule": "sgd"}),
+    ("optimizer.paper", {"optimizer.rule": "rmsprop"}, {"optimizer.rule": "sgd"}),
+    ("model.init_bound", {"model.init": "uniform"}, {"model.init": "orthogonal"}),
+    ("model.forget_bias", {"model.cell": "lstm"}, {"model.cell": "gru"}),
+    ("model.norm_momentum", {"model.norm": "batch"}, {"model.norm": "layer"}),
+    ("zoneout.mask", {"zoneout.cell": 0.1}, {}),
+    ("zoneout.mask", {"zoneout.hidden": 0.1}, {}),
+    ("recurrent_dropout.mask", {"recurrent_dropout.rate": 0.1}, {}),
+    ("recurrent_dropout.hold_output_gate", {"recurrent_dropout.rate": 0.1}, {}),
+    ("state_dropout.mask", {"state_dropout.hidden": 0.1}, {}),
+    ("batches.offset", {"batches.kind": "chunks"}, {"batches.kind": "streams"}),
+    ("batches.offset", {}, {"data.name": "mnist"}),
+    ("evaluation.statistics", {"model.norm": "batch"}, {}),
+    ("evaluation.statistics_size", {"model.norm": "batch"}, {"model.norm": "batch", "batches.kind": "streams"}),
+    ("evaluation.statistics_size", {"model.norm": "batch", "data.name": "mnist", "batches.kind": "streams"}, {}),
+    ("data.order", {"data.name": "mnist"}, {}),
+    ("data.preparation", {"data.name": "char-ptb"}, {"data.name": "word-ptb"}),
+    ("data.by", {"data.name": "word-ptb", "data.by": "word"}, {"data.name": "char-ptb", "data.by": "word"}),
+    ("data.by", {"data.name": "my.txt", "data.by": "word"}, {"data.name": "mnist"}),
+    *[(f"batches.{name}", {}, {"data.name": "mnist"}) for name in ("length", "kind")],
+    *[(f"data.{name}", {}, {"data.name": "mnist"}) for name in ("words", "valid", "test")],
+    *[(f"evaluation.{p}.{n}", {}, {"data.name": "mnist"}) for p in ("valid", "test") for n in ("kind", "length")],
+    ("loss", {}, {"data.name": "mnist"}),
+]
+
+
+@pytest.mark.parametrize(("name", "read", "not_read"), READ)
+def test_what_is_read(name: str, read: dict[str, Any], not_read: dict[str, Any]) -> None:
+    """An option that does something is refused, or one that does nothing is taken."""
+    assert name not in unread(change(Config(), read))
+    assert name in unread(change(Config(), not_read))
+
+
+def test_every_field_that_may_go_unread_is_looked_at() -> None:
+    """A rule is there that no test knows."""
+    ruled = {name for names, _, _ in rules._RULES for name in names}
+    assert ruled == {name for name, _, _ in READ} and ruled <= set(names())

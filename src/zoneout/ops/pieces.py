@@ -9,19 +9,24 @@ from . import passes
 from .interface import Result, Run, Weights
 from .passes import wide
 
+LEAST = 8  # steps of a piece, for which making ready what they share is little
+
 
 def run(r: Run) -> Result:
     """Run over time; a piece has as many steps as the device wants to have the gates of at once."""
-    steps = passes.LOOPS[r.x.device.type].PIECE // max(1, r.batch * r.weights.w_hh.shape[0])
-    if r.steps <= max(1, steps) or not _comes_apart(r):
+    steps = max(LEAST, passes.LOOPS[r.x.device.type].PIECE // max(1, r.batch * r.weights.w_hh.shape[0]))
+    if r.steps <= steps or not _comes_apart(r):
         return _whole(r)
     y = r.h0.new_empty(r.steps, *r.h0.shape)
     cells = r.c0.new_empty(r.steps, *r.c0.shape) if r.return_cells and r.c0 is not None else None
     # Between pieces, too, the state keeps its precision.
     states = {name: wide(getattr(r, name)) for name in ("h0", "c0", "reset_h", "reset_c")}
-    r = replace(r, weights=Weights(*map(wide, r.weights)), **states)  # type: ignore[arg-type]
+    w = Weights(*map(wide, r.weights))  # type: ignore[arg-type]
+    if not r.x.is_floating_point():
+        w = w._replace(w_ih=w.w_ih.t().contiguous().t())  # the table of rows by number, made once
+    r = replace(r, weights=w, **states)  # type: ignore[arg-type]
     h, c = r.h0, r.c0
-    begins = range(0, r.steps, max(1, steps))
+    begins = range(0, r.steps, steps)
     for begin in reversed(begins) if r.reverse else begins:
         own = slice(begin, begin + begins.step)
         x = r.x[own]

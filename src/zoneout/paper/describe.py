@@ -10,6 +10,7 @@ from . import config as configs
 from . import runs
 from .progress import duration, worth
 from .train import Summary
+from .unread import unread
 
 
 def ending(summary: Summary) -> str:
@@ -46,7 +47,7 @@ def describe(folder: Path) -> dict[str, Any]:
         "test": next((row for row in reversed(rows) if row["kind"] == "test"), None),
         "parameters": ended and ended["parameters"],
         "seconds": ended and ended["seconds"],
-        "changed": configs.changed(config),
+        "changed": {name: value for name, value in configs.changed(config).items() if name not in unread(config)},
         "config": configs.to_json(config),
     }
 

@@ -379,7 +379,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m zoneout.
     if options.write is not None and options.task is None and not any(results.glob("*/seed-*.json")):
         raise RunError(f"there are no records in {results}, so that --write would leave nothing of the tables")
     state: State = "finished"
-    said: Any = streams.Unheard(sys.stdout)  # what is shown on the way is not what the command is for
+    said = streams.heard(sys.stdout)  # what is shown on the way is not what the command is for
     if options.task is not None:
         state = reproduce(
             options.task,

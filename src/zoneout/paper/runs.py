@@ -393,12 +393,14 @@ def read_summary(folder: Path | str) -> dict[str, Any] | None:
 def check_length(folder: Path | str, config: Config) -> None:
     """An error where a run has had more training than the config allows: it can be made longer, and never shorter."""
     update, epochs = trained(folder)
-    too_long = {
-        f"--epochs {config.epochs}": epochs > config.epochs,
-        f"--updates {config.updates}": 0 < config.updates < update,
-        f"--patience {config.patience}": 0 < config.patience <= waited(folder),
-    }
-    if asked := next((option for option, wrong in too_long.items() if wrong), None):
+    asked = None
+    if epochs > config.epochs:
+        asked = f"--epochs {config.epochs}"
+    elif 0 < config.updates < update:
+        asked = f"--updates {config.updates}"
+    elif 0 < config.patience <= (stale := waited(folder)):
+        asked = f"--patience {config.patience} (it went on after {stale} validations without a new best)"
+    if asked is not None:
         raise RunError(
             f"{folder} has had {update:,} updates in {epochs:,} epochs already, which is more than {asked}: ask for as "
             "long or longer, or choose another folder with --out. Nothing was overwritten."

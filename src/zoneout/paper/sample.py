@@ -22,7 +22,7 @@ def sample(
     vocabulary = loaded.vocabulary
     if vocabulary is None:
         raise ValueError("run: this one classifies images, and writes nothing; sample from a run on text")
-    if not -(2**63) <= seed < 2**63:
+    if not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed: expected an integer of at most 64 bits, got {seed}")
     if length < 0:
         raise ValueError(f"length: expected 0 or more symbols, got {length}")

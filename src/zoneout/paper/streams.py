@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -22,6 +22,10 @@ class Unheard:
         except BrokenPipeError:
             silence(self.stream)
             return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
 
     def flush(self) -> None:
         try:
@@ -43,12 +47,19 @@ def silence(stream: TextIO) -> None:
 @contextmanager
 def ready() -> Iterator[None]:
     """Inside, progress may lose its reader, and a letter that the terminal does not have is written by its number."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
     before = sys.stderr
-    sys.stderr = Unheard(before)
+    errors = {s: s.errors for s in (sys.stdout, sys.stderr) if isinstance(s, io.TextIOWrapper)}
+    for stream in errors:
+        stream.reconfigure(errors="backslashreplace")
+    sys.stderr = heard(before)
     try:
         yield
     finally:
         sys.stderr = before
+        for stream, how in errors.items():
+            stream.reconfigure(errors=how)
+
+
+def heard(stream: Any) -> Any:
+    """A stream that may lose its reader; None, which `print` passes over, where there is none from the beginning."""
+    return None if stream is None else Unheard(stream)

@@ -357,8 +357,8 @@ def data_of(run: Path | str, config: Config, where: Path | str | None = None) ->
 
     `where` is a folder to look for them in, or the file that its text has moved to.
     """
-    if where is None and (place := runs.read_place(run)) is not None and Path(place).exists():
-        with suppress(DataError):
+    if where is None and (place := runs.read_place(run)) is not None:
+        with suppress(DataError, OSError):  # gone, changed or not ours to see: they may be where the config says
             return data_of(run, config, place)
     if where is not None and not Path(where).exists():
         raise DataError(f"{where}: there is no such file or folder")

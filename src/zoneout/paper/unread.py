@@ -7,6 +7,16 @@ from collections.abc import Callable, Iterable, Sequence
 from .config import Config
 
 _Read = Callable[[Config], bool]
+
+
+def _is_cut_as_asked(config: Config) -> bool:
+    """Of most texts the cut is free; a corpus with a cut of its own may be asked for that."""
+    return (
+        config.task == "language"
+        and {"char-ptb": "char", "word-ptb": "word"}.get(config.data.name, config.data.by) == config.data.by
+    )
+
+
 _RULES: tuple[tuple[tuple[str, ...], _Read, str], ...] = (
     (("schedule.after", "schedule.by"), lambda c: c.schedule.kind == "divide", "the schedule divide has it"),
     (("optimizer.decay",), lambda c: c.optimizer.rule == "rmsprop", "rmsprop has it"),
@@ -22,7 +32,11 @@ _RULES: tuple[tuple[tuple[str, ...], _Read, str], ...] = (
         "recurrent_dropout.rate is 0",
     ),
     (("state_dropout.mask",), lambda c: c.state_dropout.cell > 0 or c.state_dropout.hidden > 0, "its rates are 0"),
-    (("batches.offset",), lambda c: c.batches.kind == "chunks", "streams are not cut into chunks"),
+    (
+        ("batches.offset",),
+        lambda c: c.batches.kind == "chunks" and c.task == "language",
+        "only a text is cut into chunks, and not into streams",
+    ),
     (("evaluation.statistics",), lambda c: c.model.norm == "batch", "batch norm has statistics"),
     (
         ("evaluation.statistics_size",),
@@ -31,11 +45,10 @@ _RULES: tuple[tuple[tuple[str, ...], _Read, str], ...] = (
     ),
     (("data.order",), lambda c: c.task == "images", "the pixels of mnist have an order"),
     (("data.preparation",), lambda c: c.data.name == "char-ptb", "it is of char-ptb"),
-    (("data.by",), lambda c: c.data.name not in ("char-ptb", "word-ptb"), "this corpus is cut in one way only"),
+    (("data.by",), _is_cut_as_asked, "this corpus is cut in one way only"),
     (
         (
-            *("batches.length", "batches.kind", "batches.offset", "loss"),
-            *("data.by", "data.words", "data.valid", "data.test"),
+            *("batches.length", "batches.kind", "loss", "data.words", "data.valid", "data.test"),
             *("evaluation.valid.kind", "evaluation.valid.length", "evaluation.test.kind", "evaluation.test.length"),
         ),
         lambda c: c.task == "language",
@@ -50,7 +63,7 @@ def unread(config: Config) -> dict[str, str]:
     >>> unread(Config())["schedule.by"]
     'the schedule divide has it'
     """
-    return {name: why for names, read, why in reversed(_RULES) if not read(config) for name in names}
+    return {name: why for names, read, why in _RULES if not read(config) for name in names}
 
 
 def refuse_unread(given: Iterable[str], configs: Sequence[Config]) -> None:
