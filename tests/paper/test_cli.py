@@ -92,7 +92,7 @@ def test_version(zoneout) -> None:
             WRONG_USE,
             "model.forget_bias: expected a",
         ),
-        (["sweep", "--data", "my.txt", "--grid", "optimizer.decay=0.5,0.9"], WRONG_USE, "(rmsprop has it)"),
+        (["sweep", "--data", "my.txt", "--grid", "optimizer.decay=0.5,0.9"], WRONG_USE, "(only rmsprop has it)"),
         (["sweep", "--data", "my.txt", "--grid", "data.by=char,word"], WRONG_USE, "bits and perplexity would stand in"),
         (["sweep", "--data", "my.txt", "--cpus", "4"], WRONG_USE, "--cpus: plain processes share"),
         (["sweep", "--data", "my.txt", "--trials", "3"], WRONG_USE, "--trials: without --search"),

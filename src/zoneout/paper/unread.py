@@ -18,13 +18,13 @@ def _is_cut_as_asked(config: Config) -> bool:
 
 
 _RULES: tuple[tuple[tuple[str, ...], _Read, str], ...] = (
-    (("schedule.after", "schedule.by"), lambda c: c.schedule.kind == "divide", "the schedule divide has it"),
-    (("optimizer.decay",), lambda c: c.optimizer.rule == "rmsprop", "rmsprop has it"),
-    (("optimizer.betas",), lambda c: c.optimizer.rule == "adam", "adam has them"),
-    (("optimizer.eps", "optimizer.paper"), lambda c: c.optimizer.rule != "sgd", "adam and rmsprop have it"),
-    (("model.init_bound",), lambda c: c.model.init == "uniform", "init uniform has it"),
-    (("model.forget_bias",), lambda c: c.model.cell == "lstm", "an LSTM has forget gates"),
-    (("model.norm_momentum",), lambda c: c.model.norm == "batch", "batch norm has it"),
+    (("schedule.after", "schedule.by"), lambda c: c.schedule.kind == "divide", "only the schedule divide has it"),
+    (("optimizer.decay",), lambda c: c.optimizer.rule == "rmsprop", "only rmsprop has it"),
+    (("optimizer.betas",), lambda c: c.optimizer.rule == "adam", "only adam has them"),
+    (("optimizer.eps", "optimizer.paper"), lambda c: c.optimizer.rule != "sgd", "sgd has none"),
+    (("model.init_bound",), lambda c: c.model.init == "uniform", "only init uniform has it"),
+    (("model.forget_bias",), lambda c: c.model.cell == "lstm", "only an LSTM has forget gates"),
+    (("model.norm_momentum",), lambda c: c.model.norm == "batch", "only batch norm has it"),
     (("zoneout.mask",), lambda c: c.zoneout.cell > 0 or c.zoneout.hidden > 0, "its rates are 0"),
     (
         ("recurrent_dropout.mask", "recurrent_dropout.hold_output_gate"),
@@ -37,14 +37,14 @@ _RULES: tuple[tuple[tuple[str, ...], _Read, str], ...] = (
         lambda c: c.batches.kind == "chunks" and c.task == "language",
         "only a text is cut into chunks, and not into streams",
     ),
-    (("evaluation.statistics",), lambda c: c.model.norm == "batch", "batch norm has statistics"),
+    (("evaluation.statistics",), lambda c: c.model.norm == "batch", "only batch norm has statistics"),
     (
         ("evaluation.statistics_size",),
         lambda c: c.model.norm == "batch" and (c.batches.kind == "chunks" or c.task == "images"),
-        "batch norm has statistics, and streams have as many examples as in training",
+        "only batch norm has statistics, and streams have as many examples as in training",
     ),
-    (("data.order",), lambda c: c.task == "images", "the pixels of mnist have an order"),
-    (("data.preparation",), lambda c: c.data.name == "char-ptb", "it is of char-ptb"),
+    (("data.order",), lambda c: c.task == "images", "only the pixels of mnist have an order"),
+    (("data.preparation",), lambda c: c.data.name == "char-ptb", "it is of char-ptb only"),
     (("data.by",), _is_cut_as_asked, "this corpus is cut in one way only"),
     (
         (
@@ -61,7 +61,7 @@ def unread(config: Config) -> dict[str, str]:
     """The fields whose value changes nothing in this config, each with the reason.
 
     >>> unread(Config())["schedule.by"]
-    'the schedule divide has it'
+    'only the schedule divide has it'
     """
     return {name: why for names, read, why in _RULES if not read(config) for name in names}
 
@@ -72,7 +72,7 @@ def refuse_unread(given: Iterable[str], configs: Sequence[Config]) -> None:
     >>> refuse_unread(["schedule.by"], [Config()])
     Traceback (most recent call last):
         ...
-    ValueError: --schedule.by: it would do nothing here (the schedule divide has it); leave it out
+    ValueError: --schedule.by: it would do nothing here (only the schedule divide has it); leave it out
     """
     for name in given:
         reasons = [unread(config).get(name) for config in configs]
