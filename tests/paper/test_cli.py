@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -188,3 +189,12 @@ def test_streams_that_are_closed(tmp_path) -> None:
     assert runs.read_summary("run")["update"] == 10
     command = f"{sys.executable} -m zoneout reproduce char_ptb_gru --minutes 0 >&-"
     assert subprocess.run(command, shell=True, env=environment()).returncode == INTERRUPTED
+
+
+def test_a_program_that_calls_it_has_its_streams_back(monkeypatch) -> None:
+    """After a command, what the rest of a program writes is spelled otherwise, or goes past its own stream."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="ascii") for _ in range(2))
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    assert cli.main(["--version"]) == OK
+    assert (sys.stdout, sys.stderr) == (out, err) and out.errors == err.errors == "strict"

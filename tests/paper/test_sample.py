@@ -92,6 +92,9 @@ def test_the_seed_decides() -> None:
     model = real()
     assert text(model, length=50, seed=1) == text(model, length=50, seed=1)
     assert text(model, length=50, seed=1) != text(model, length=50, seed=2)
+    assert text(model, length=5, seed=2**64 - 1)
+    with pytest.raises(ValueError, match="seed: expected an integer of at most 64 bits"):
+        text(model, length=5, seed=2**64)
 
 
 def test_words_are_set_apart() -> None:

@@ -433,7 +433,7 @@ def test_a_text_that_has_changed_is_seen(tmp_path: Path) -> None:
         train(None, tmp_path / "run", resume=True)
 
 
-def test_a_run_knows_where_its_data_were(tmp_path: Path) -> None:
+def test_a_run_knows_where_its_data_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command that is shown for going on finds no data, since only the first one said where they are."""
     text, moved = tmp_path / "text.txt", tmp_path / "moved.txt"
     text.write_text((GOLDEN / "text.txt").read_text())
@@ -449,6 +449,15 @@ def test_a_run_knows_where_its_data_were(tmp_path: Path) -> None:
     text.write_text(moved.read_text())
     moved.write_text("something else altogether")  # there, but no longer what it was
     assert train(change(config, {"updates": 5}), tmp_path / "run", resume=True).update == 5
+    exists = Path.exists
+
+    def not_ours(path: Path, **options: Any) -> bool:
+        if path == moved:
+            raise PermissionError(13, "Permission denied", str(path))
+        return exists(path, **options)
+
+    monkeypatch.setattr(Path, "exists", not_ours)  # as where another user's folders are
+    assert train(change(config, {"updates": 6}), tmp_path / "run", resume=True).update == 6
 
 
 def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
