@@ -46,7 +46,6 @@ def leaves(value: Any) -> list[torch.Tensor]:
     return [leaf for part in value for leaf in leaves(part)] if value is not None else []
 
 
-@pytest.mark.parametrize("backend", ["cpu"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
     "kind, noise, options",
@@ -62,10 +61,10 @@ def leaves(value: Any) -> list[torch.Tensor]:
 )
 @pytest.mark.parametrize("how", ["plain", "lengths", "resets", "one-hot"])
 def test_pieces_give_what_the_whole_gives(
-    monkeypatch: pytest.MonkeyPatch, backend: str, dtype: Any, kind: Any, noise: str, options: Any, how: str
+    monkeypatch: pytest.MonkeyPatch, dtype: Any, kind: Any, noise: str, options: Any, how: str
 ) -> None:
     """If a piece began at the wrong step, state or length, its masks or its outputs would be others."""
-    layer = kind(INPUT, HIDDEN, noise=NOISES[noise], backend=backend, **options).to(dtype).train()
+    layer = kind(INPUT, HIDDEN, noise=NOISES[noise], backend="cpu", **options).to(dtype).train()
     x: Any = torch.randn(STEPS, BATCH, INPUT, dtype=dtype)
     more: dict[str, Any] = {"first_step": 3}
     if how == "lengths":

@@ -33,7 +33,7 @@ def zone(new: Tensor, old: Tensor, keep: Tensor | None) -> Tensor:
         return new
     if keep.dtype == torch.bool:
         return torch.where(keep, old, new)
-    return torch.lerp(new, old, keep if keep.dtype == new.dtype else keep.to(new.dtype))
+    return torch.lerp(new, old, keep.to(new.dtype))
 
 
 def drop(new: Tensor, zero: Tensor | None) -> Tensor:

@@ -96,7 +96,7 @@ class ZoneoutCell(Settable):
         checked = check_rate(rates, "rates")
         each = checked if isinstance(checked, tuple) else (checked,)
         # As tensors, so that a compiled model is not compiled again for another rate.
-        numbers = tuple(rate if isinstance(rate, Tensor) else _number(rate) for rate in each)
+        numbers = tuple(torch.as_tensor(rate, dtype=torch.float64, device="cpu") for rate in each)
         self._checked: Any = numbers if isinstance(checked, tuple) else numbers[0]
         self._rates = rates.detach() if isinstance(rates, nn.Parameter) else rates
 
@@ -166,10 +166,6 @@ def _rate_on(rate: Tensor, like: Tensor) -> Tensor:
     if rate.dim() == 0 and rate.device.type == "cpu" != like.device.type and not torch.compiler.is_compiling():
         return torch.full((), rate.item(), dtype=dtype, device=like.device)
     return rate.to(like.device, dtype)
-
-
-def _number(rate: float) -> Tensor:
-    return torch.full((), rate, dtype=torch.float64, device="cpu")
 
 
 def _as_tuple(state: Any, name: str) -> tuple[Tensor, ...]:

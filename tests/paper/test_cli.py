@@ -95,7 +95,7 @@ def test_version(zoneout) -> None:
         ),
         (["sweep", "--data", "my.txt", "--grid", "optimizer.decay=0.5,0.9"], WRONG_USE, "(only rmsprop has it)"),
         (["sweep", "--data", "my.txt", "--grid", "data.by=char,word"], WRONG_USE, "bits and perplexity would stand in"),
-        (["sweep", "--data", "my.txt", "--cpus", "4"], WRONG_USE, "--cpus: plain processes share"),
+        (["sweep", "--data", "my.txt", "--cpus", "4"], WRONG_USE, "--cpus: plain processes have no such thing"),
         (["sweep", "--data", "my.txt", "--trials", "3"], WRONG_USE, "--trials: without --search"),
         (["reproduce", "--seeds", "3"], WRONG_USE, "--seeds: without a TASK nothing is run"),
         (["reproduce", "char_ptb_gru", "--set", "schedule.by=2"], WRONG_USE, "--schedule.by: it would do nothing"),

@@ -36,7 +36,7 @@ from .progress import TensorBoard, together, watch
 from .sample import sample
 from .train import data_of, train, values_of
 from .trials import PATHS
-from .unread import refuse_unread
+from .unread import refuse_given, refuse_unread
 
 Flag: TypeAlias = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 Folder: TypeAlias = Annotated[Path | None, tyro.conf.arg(metavar="DIR")]
@@ -351,12 +351,12 @@ class Sweep:
     """Let Optuna choose from the values and ranges of --grid, instead of running every combination."""
     scheduler: Literal["asha"] | None = None
     """Stop runs that fall behind the others."""
-    trials: int = 50
-    """How many runs a search makes."""
+    trials: int | None = None
+    """How many runs a search makes; by default 50."""
     parallel: int = 0
     """Runs at a time; by default one a core, or one a GPU."""
-    cpus: float = 1.0
-    """Of each run, with Ray."""
+    cpus: float | None = None
+    """Of each run, with Ray; by default 1."""
     gpus: float | None = None
     """Of each run, with Ray: 0.25 lets four share one."""
     part: Annotated[str | None, tyro.conf.arg(metavar="K/N")] = None
@@ -451,9 +451,8 @@ class Report:
         if self.out.suffix != ".html":  # a slip of the hand would otherwise write over a text
             raise ValueError(f"--out: expected a name that ends in .html, got {self.out}")
         if self.runs:
-            for name in ("results", "benchmarks"):
-                if getattr(self, name) != getattr(Report, name):
-                    raise ValueError(f"--{name}: a page that compares runs does not need it; leave it out")
+            why = "a page that compares runs does not need it; leave it out"
+            refuse_given(("results", "benchmarks"), self, lambda name: getattr(Report, name), why)
             page = report.runs_page(self.runs)
         else:
             page = report.paper_page(records_in(self.results), self.benchmarks)

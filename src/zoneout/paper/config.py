@@ -18,6 +18,7 @@ Mask: TypeAlias = Literal["unit", "shared", "step", "sequence", "static"]
 AtEval: TypeAlias = Literal["expectation", "off", "sample"]
 
 IMAGES = ("mnist",)  # data that are classified; everything else is text to be predicted
+CUT: dict[str, Literal["char", "word"]] = {"char-ptb": "char", "word-ptb": "word"}  # corpora that are cut in one way
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import numpy as np
 
 from . import cache, files
 from .cache import Array
+from .config import CUT
 from .files import DATASETS, DataError, File, PathLike
 from .text import PARTS, Unit, Vocabulary, cut, encode_characters, encode_words, number_words
 
@@ -82,7 +83,7 @@ def load(
             raise ValueError(f"{argument}: expected a whole number above 0, or None, got {value!r}")
     if name in DATASETS and (valid or test):
         raise ValueError(f"valid, test: {name} has parts of its own; these are for a text file of yours")
-    unit: Unit = "char" if name == "char-ptb" else "word" if name == "word-ptb" else by
+    unit: Unit = CUT.get(name, by)
     if words is not None and unit == "char":
         raise ValueError("words: a text in characters has no words to choose from; use by='word'")
     sources = _sources(name, folder, valid, test)

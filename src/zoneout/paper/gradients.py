@@ -43,6 +43,7 @@ from .results import changes
 from .runs import RunError
 from .step import as_tuple, update_seeds
 from .train import data_of
+from .unread import refuse_given
 
 Record: TypeAlias = dict[str, Any]
 
@@ -331,9 +332,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m zoneout.
     options = command.parse_args(arguments)
     check_name(options.picture)
     if all((Path(name) / "config.json").exists() for name in options.what):
-        for name in ("seed", "out", "results"):
-            if getattr(options, name) != command.get_default(name):
-                raise ValueError(f"--{name}: it is for recipes, and the folder of a run says it all; leave it out")
+        why = "it is for recipes, and the folder of a run says it all; leave it out"
+        refuse_given(("seed", "out", "results"), options, command.get_default, why)
     flows: dict[str, Record] = {}
     for folder, path, recipe in places(options.what, options.seed, options.out, options.results):
         record = make_record(

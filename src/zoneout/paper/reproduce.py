@@ -36,7 +36,7 @@ from .recipes import MEASURES, RECIPES, Recipe, select
 from .results import BEGIN, changes, document, make_record, put_summary, read_record, table
 from .runs import RunError, write_record
 from .train import Diverged, Progress, stop_requests, train
-from .unread import refuse_unread
+from .unread import refuse_given, refuse_unread
 
 State = Literal["finished", "interrupted", "diverged", "without data", "refused", "failed"]
 PAGE, README = Path("docs/results.md"), Path("README.md")  # where the tables stand
@@ -368,9 +368,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m zoneout.
         if name in OPTIONS:
             raise ValueError(f"--set: expected a setting of the recipe, got {name}; {OPTIONS[name]} is for that")
     if options.task is None:
-        for name in ("seeds", "first_seed", "out", "precision", "device", "data", "minutes", "parallel", "set"):
-            if getattr(options, name) != command.get_default(name):
-                raise ValueError(f"--{name.replace('_', '-')}: without a TASK nothing is run; say which")
+        of_runs = ("seeds", "first_seed", "out", "precision", "device", "data", "minutes", "parallel", "set")
+        refuse_given(of_runs, options, command.get_default, "without a TASK nothing is run; say which")
     # A trial neither finds the recipe's own record nor stands in its way.
     out = options.out or (TRIALS if pairs else RUNS)
     results = options.results or (TRIALS / "results" if pairs else RESULTS)

@@ -188,21 +188,19 @@ def sweep(
     search: str | None = None,
     scheduler: str | None = None,
     part: str | None = None,
-    trials: int = 50,
+    trials: int | None = None,
     parallel: int = 0,
-    cpus: float = 1.0,
+    cpus: float | None = None,
     gpus: float | None = None,
 ) -> list[Row]:
     """Run what is missing of a grid or a search; what is known of every trial then. The options are the command's."""
-    if parallel < 0 or trials < 1:
+    if parallel < 0 or (trials is not None and trials < 1):
         raise ValueError(f"--parallel, --trials: expected 0 or more, and 1 or more, got {parallel} and {trials}")
     with_ray = engine == "ray" or (engine is None and any((address, search, scheduler)))
-    for name, value in (("address", address), ("search", search), ("scheduler", scheduler), ("gpus", gpus)):
-        if value is not None and not with_ray:
-            raise ValueError(f"--{name}: plain processes have no such thing; use --engine ray")
-    if cpus != 1.0 and not with_ray:
-        raise ValueError("--cpus: plain processes share what there is; use --engine ray")
-    if trials != 50 and search is None:
+    of_ray = {"address": address, "search": search, "scheduler": scheduler, "cpus": cpus, "gpus": gpus}
+    if not with_ray and (given := [name for name, value in of_ray.items() if value is not None]):
+        raise ValueError(f"--{given[0]}: plain processes have no such thing; use --engine ray")
+    if trials is not None and search is None:
         raise ValueError("--trials: without --search every combination of the grid is run")
     axes, out, data = axes_of(grid), out.absolute(), data and data.absolute()
     for name in PATHS:
@@ -212,14 +210,14 @@ def sweep(
     if with_ray:
         from . import cluster  # which needs another package
 
-        room = cluster.Cluster(address or "local", cpus, gpus, parallel, asha)
+        room = cluster.Cluster(address or "local", 1.0 if cpus is None else cpus, gpus, parallel, asha)
     if search is not None:
         if seeds != 1 or part is not None or not axes:
             raise ValueError("--search: expected a --grid to choose from, one seed and no --part")
         first = trial_of(base, {name: values[0] for name, values in axes.items() if isinstance(values, list)})
         known = known_trials(base, list(axes), out)
         check_data([first.config], known, folders(known, out), data)
-        problems = cluster.search_ray(base, axes, out, trials, room, say, data)
+        problems = cluster.search_ray(base, axes, out, trials or 50, room, say, data)
         every = known_trials(base, list(axes), out)
     else:
         every = grid_of(base, axes, seeds)

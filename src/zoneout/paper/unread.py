@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from .config import Config
+from .config import CUT, Config
 
 _Read = Callable[[Config], bool]
-
-
-def _is_cut_as_asked(config: Config) -> bool:
-    """Of most texts the cut is free; a corpus with a cut of its own may be asked for that."""
-    return (
-        config.task == "language"
-        and {"char-ptb": "char", "word-ptb": "word"}.get(config.data.name, config.data.by) == config.data.by
-    )
 
 
 _RULES: tuple[tuple[tuple[str, ...], _Read, str], ...] = (
@@ -45,7 +38,11 @@ _RULES: tuple[tuple[tuple[str, ...], _Read, str], ...] = (
     ),
     (("data.order",), lambda c: c.task == "images", "only the pixels of mnist have an order"),
     (("data.preparation",), lambda c: c.data.name == "char-ptb", "it is of char-ptb only"),
-    (("data.by",), _is_cut_as_asked, "this corpus is cut in one way only"),
+    (
+        ("data.by",),
+        lambda c: c.task == "language" and CUT.get(c.data.name, c.data.by) == c.data.by,
+        "this corpus is cut in one way only",
+    ),
     (
         (
             *("batches.length", "batches.kind", "loss", "data.words", "data.valid", "data.test"),
@@ -78,3 +75,10 @@ def refuse_unread(given: Iterable[str], configs: Sequence[Config]) -> None:
         reasons = [unread(config).get(name) for config in configs]
         if reasons and all(reasons):
             raise ValueError(f"--{name.replace('_', '-')}: it would do nothing here ({reasons[0]}); leave it out")
+
+
+def refuse_given(names: Iterable[str], options: Any, default: Callable[[str], Any], why: str) -> None:
+    """An error where one of the options is not as it is by default, though nothing will read it."""
+    for name in names:
+        if getattr(options, name) != default(name):
+            raise ValueError(f"--{name.replace('_', '-')}: {why}")
