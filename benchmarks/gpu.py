@@ -7,12 +7,14 @@ reference in double precision over its first steps. Rows go to benchmarks/result
     python benchmarks/gpu.py                    # everything, about five minutes
     python benchmarks/gpu.py headline memory    # only these groups
     python benchmarks/gpu.py --type tf32        # only this type
+    python benchmarks/gpu.py --shape 'H 2048*'  # only shapes with such a name
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import fnmatch
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +45,7 @@ LIMITS = {  # milliseconds in a graph that a layer has to stay within
     ("GRU", "pMNIST"): (2.4, 2.4), ("RNN", "pMNIST"): (1.5, 1.5),
 }  # fmt: skip
 GRID = [(h, b) for h in (64, 128, 256, 512, 768, 1024, 1536, 2048) for b in (1, 8, 32, 64, 128, 256)]
+wanted: list[str] = []  # names of the shapes that are measured
 NOISE = 1.05  # what two runs of the same thing may differ by
 
 
@@ -54,7 +57,9 @@ def main() -> None:
     parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(groups)}; all by default")
     parser.add_argument("--pairs", type=int, default=15, help="paired runs a ratio (default 15)")
     parser.add_argument("--type", choices=TYPES, action="append", help="only this type; may be given twice")
+    parser.add_argument("--shape", action="append", help="only shapes named so, * for anything; may be given twice")
     args = parser.parse_args()
+    wanted.extend(args.shape or ["*"])
     if unknown := set(args.groups) - set(groups):
         parser.error(f"expected groups of {', '.join(groups)}; got {', '.join(sorted(unknown))}")
     if not torch.cuda.is_available():
@@ -69,12 +74,17 @@ def main() -> None:
     print(f"\n{len(rows)} ratios, {len(rows) - len(missed)} within their goal.")
 
 
+def measured(shape: str) -> bool:
+    """Whether a shape is one of those that were asked for."""
+    return any(fnmatch.fnmatch(shape, pattern) for pattern in wanted)
+
+
 # --- what is measured ------------------------------------------------------------------------------
 
 
 def headline(pairs: int, types: Sequence[str]) -> Iterator[Row]:
     """The paper's shapes and others that people train."""
-    for layer, shape in LIMITS:
+    for layer, shape in filter(lambda key: measured(key[1]), LIMITS):
         for dtype in types:
             limit = LIMITS[layer, shape][list(TYPES).index(dtype)]
             yield from compare("gpu", layer, shape, SHAPES[shape], dtype, pairs, limit=limit)
@@ -83,9 +93,10 @@ def headline(pairs: int, types: Sequence[str]) -> Iterator[Row]:
 def grid(pairs: int, types: Sequence[str]) -> Iterator[Row]:
     """Any size: no slower than cuDNN."""
     for hidden, batch in GRID:
-        for dtype in types:
+        shape = f"H {hidden}, B {batch}"
+        for dtype in types if measured(shape) else ():
             sizes = (100, batch, hidden, hidden, 1)
-            yield from compare("gpu grid", "LSTM", f"H {hidden}, B {batch}", sizes, dtype, min(pairs, 7))
+            yield from compare("gpu grid", "LSTM", shape, sizes, dtype, min(pairs, 7))
 
 
 def combinations(pairs: int, types: Sequence[str]) -> Iterator[Row]:
@@ -109,17 +120,17 @@ def combinations(pairs: int, types: Sequence[str]) -> Iterator[Row]:
         "zoneout, cells returned": {"noise": plain, "return_cells": True},
     }
     for what, how in options.items():
-        for dtype in types:
+        for dtype in types if measured("char-PTB") else ():
             yield from variant("gpu combination", what, "char-PTB", dtype, pairs, how, 1.5)
     steps = SHAPES["pMNIST"][0]
     for what, norm in (("zoneout, layer norm", "layer"), ("zoneout, batch norm", zo.RecurrentBatchNorm(steps))):
-        for dtype in types:
+        for dtype in types if measured("pMNIST") else ():
             yield from variant("gpu norm", what, "pMNIST", dtype, pairs, {"noise": plain, "norm": norm}, 2.0)
 
 
 def host(pairs: int, types: Sequence[str]) -> Iterator[Row]:
     """What the host needs for a forward pass and for a training step, before the GPU has done anything."""
-    for dtype in types:
+    for dtype in types if measured("char-PTB") else ():
         layer, other, x, dy = layers("LSTM", SHAPES["char-PTB"], dtype)
         for what, make in (("forward, host", forward), ("training step, host", training)):
             ours, theirs = make(layer, x, dy), make(other, x, dy)
@@ -131,7 +142,7 @@ def host(pairs: int, types: Sequence[str]) -> Iterator[Row]:
 def memory(pairs: int, types: Sequence[str]) -> Iterator[Row]:
     """Peak memory of a training step beyond the layer and its input."""
     for shape, sizes in SHAPES.items():
-        for dtype in types:
+        for dtype in types if measured(shape) else ():
             layer, other, x, dy = layers("LSTM", sizes, dtype)
             ours, theirs = (peak(training(one, x, dy)) for one in (layer, other))
             values = ("gpu memory", "LSTM", "zoneout, peak MiB", "torch.nn", shape, dtype)

@@ -55,7 +55,7 @@ struct Warp {
     u32 word[2][32], a[2][32][4], b[2][32][2];
 };
 struct Block {
-    Barrier barrier;
+    Barrier barrier, named[16];
     std::vector<char> shared;
     int votes[2] = {};
 };
@@ -226,6 +226,37 @@ static void mma(const char *how, float *sum, const u32 *a, u32 b0, u32 b1) {
     }
 }
 
+/* Of a warpgroup each warp has 16 rows of a for itself; b lies in shared memory, both as they are described. */
+static float number_at(bool brain, uint64_t matrix, int row, int k) {
+    u32 at = (u32)(matrix & 0x3FFF) << 4, far = (u32)(matrix >> 16 & 0x3FFF) << 4, down = (u32)(matrix >> 32 & 0x3FFF) << 4;
+    u16 v = *(u16 *)(self->home->shared.data() + at + k / 8 * far + row / 8 * down + row % 8 * 16 + k % 8 * 2);
+    return brain ? bf16_at(v) : half_at(v);
+}
+template <class Left>
+static void wgmma_of(bool brain, float *sum, uint64_t b, Left left) {
+    for (int n = 0; n < 32; n++) {
+        int row = n % 4 / 2 * 8 + self->lane / 4, column = n / 4 * 8 + self->lane % 4 * 2 + n % 2;
+        double total = sum[n];
+        for (int k = 0; k < 16; k++) total += (double)left(row, k) * number_at(brain, b, column, k);
+        sum[n] = (float)total;
+    }
+}
+static void wgmma(bool brain, float *sum, const u32 *a, uint64_t b) {
+    int turn = self->turns++ & 1;
+    Warp &w = *self->warp;
+    memcpy(w.a[turn][self->lane], a, 16);
+    meet(w.barrier);
+    wgmma_of(brain, sum, b, [&](int row, int k) {
+        u16 v = w.a[turn][row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2] >> k % 2 * 16;
+        return brain ? bf16_at(v) : half_at(v);
+    });
+}
+static void wgmma(bool brain, float *sum, uint64_t a, uint64_t b) {
+    meet(self->warp->barrier);
+    int first = self->thread.x / 32 % 4 * 16;
+    wgmma_of(brain, sum, b, [&](int row, int k) { return number_at(brain, a, first + row, k); });
+}
+
 /* --- instructions --------------------------------------------------------------------------------- */
 
 static void rsqrt_approx_ftz_f32(float &to, float v) { to = 1.0f / sqrtf(v); }
@@ -277,6 +308,47 @@ static void st_shared_cluster_v2_u32(u32 at, u32 x, u32 y) { in_cluster(at)[0] =
 static void st_shared_cluster_v4_u32(u32 at, u32 x, u32 y, u32 z, u32 w) {
     st_shared_cluster_v2_u32(at, x, y), st_shared_cluster_v2_u32(at + 8, z, w);
 }
+
+/* Barriers in shared memory, which count arrivals and bytes. */
+struct Counter {
+    u16 phase : 1, wanted : 15, left;
+    int32_t bytes;
+};
+static_assert(sizeof(Counter) == 8, "as on a GPU");
+static Counter &counter(u32 at) { return *(Counter *)(shared() + at); }
+static void count(u32 at, int arrivals, int bytes) {
+    Counter &c = counter(at);
+    c.left -= arrivals, c.bytes += bytes;
+    if (c.left == 0 && c.bytes == 0) c.phase ^= 1, c.left = c.wanted, events++;
+}
+static void mbarrier_init_shared_cta_b64(u32 at, u32 wanted) { counter(at) = {0, (u16)wanted, (u16)wanted, 0}; }
+static void mbarrier_arrive_expect_tx_shared_cta_b64(u32 at, u32 bytes) { count(at, 1, bytes); }
+static void mbarrier_arrive_shared_cta_b64(u32 at) { count(at, 1, 0); }
+static void mbarrier_try_wait_parity_shared_cta_b64(u32 &done, u32 at, u32 phase) {
+    done = counter(at).phase != phase;
+    if (!done) give_way();
+}
+static void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(u32 to, const void *from, u32 bytes, u32 at) {
+    if ((to | (size_t)from | bytes) % 16) misaligned = true;
+    memcpy(shared() + to, from, bytes);
+    count(at, 0, -(int)bytes);
+}
+static void bar_sync(int which, int threads) {
+    self->home->named[which].wanted = threads;
+    meet(self->home->named[which]);
+}
+static void bar_arrive(int which, int threads) {
+    self->home->named[which].wanted = threads;
+    arrive_at(self->home->named[which]);
+}
+static void st_release_gpu_global_u32(void *to, u32 v) { *(u32 *)to = v, events++; }
+static void fence_proxy_async() {}
+static void fence_acq_rel_gpu() {}
+static void setmaxnreg_dec_sync_aligned_u32(int) {}
+static void setmaxnreg_inc_sync_aligned_u32(int) {}
+static void wgmma_fence_sync_aligned() {}
+static void wgmma_commit_group_sync_aligned() {}
+static void wgmma_wait_group_sync_aligned(int) {}
 } // namespace emulated
 
 /* What the compiler calls (-fsanitize=alignment) where an address does not fit what is read or written there. */

@@ -70,9 +70,11 @@ def _call(inside: str) -> str:
     """What is between the brackets of an assembly statement, as a call of the function named after the instruction."""
     if "mma.sync" in inside:
         return "emulated::mma(how, sum, a, b0, b1)"
+    if "HOW OUT" in inside:
+        return "emulated::wgmma(TYPE == 1, sum, a, b)"
     operands: list[str] = []
     _each(r'"[=+]?[frhln]"\s*\(', inside, lambda _, operand: operands.append(operand) or "")
-    instructions = re.findall(r"(?<![\w.])[a-z]\w*(?:(?:\.|::)\w+)+", inside.split('"')[1])
+    instructions = re.findall(r"(?<![\w.])(?!selp)[a-z]\w*(?:(?:\.|::)\w+)+", inside.split('"')[1])
     if not instructions:
         return "(void)0"
     name = re.sub(r"\W+", "_", instructions[-1])
@@ -133,12 +135,12 @@ def load(device: int, source: str, names: tuple[str, ...], defines: tuple[tuple[
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Layers on the CPU run what a GPU would, of the paths that `cuda.PATHS` has."""
-    kept = (cuda.batch._kernel, cuda.small._kernel, cuda.persistent._kernel, cuda.norms._ready)
+    kept = (cuda.batch._kernel, cuda.small._kernel, cuda.persistent._kernel, cuda.wide._kernel, cuda.norms._ready)
     for made in kept:
         made.cache_clear()
-    for name in ("batch", "small", "persistent", "steps", "norms", "dropout", "weight_noise", "optimizer"):
+    for name in ("batch", "small", "persistent", "wide", "steps", "norms", "dropout", "weight_noise", "optimizer"):
         monkeypatch.setattr(f"zoneout.ops.cuda.{name}.load", load)
-    for module in (cuda.batch, cuda.small, cuda.persistent, cuda.steps, compiler):
+    for module in (cuda.batch, cuda.small, cuda.persistent, cuda.wide, cuda.steps, compiler):
         monkeypatch.setattr(module, "chip", lambda device: compiler.Chip(132, 232448, 9))
     library = SimpleNamespace(
         cuFuncSetAttribute=lambda *_: 0, cuLaunchKernelEx=_launch, cuOccupancyMaxActiveClusters=_room

@@ -16,7 +16,7 @@ from zoneout.ops import cuda
 from zoneout.paper.config import Optimizer as Settings
 from zoneout.paper.optimizers import Optimizer
 
-PATHS = {"small": (cuda.batch, cuda.small), "persistent": (cuda.persistent,), "steps": ()}
+PATHS = {"small": (cuda.batch, cuda.small), "persistent": (cuda.persistent,), "wide": (cuda.wide,), "steps": ()}
 STEPS, BATCH, INPUT, HIDDEN = 4, 9, 5, 19
 
 
@@ -28,6 +28,12 @@ def main() -> None:
             optimizers()
             continue
         cuda.PATHS = (*PATHS[path], cuda.steps)
+        if path == "wide":  # it takes little else
+            cuda.wide.other_plan = lambda loop, back: None  # though it would be faster
+            for hidden in (24, 200):
+                run(zo.LSTM, torch.bfloat16, None, plain=True, batch=70, hidden=hidden)
+            print(path, zo.LSTM.__name__, flush=True)
+            continue
         for kind in (zo.LSTM, zo.GRU, zo.RNN):
             for norm in (None,) if path == "persistent" else (None, "layer", zo.RecurrentBatchNorm(STEPS)):
                 for dtype in (torch.bfloat16, torch.float32):

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from zoneout.ops.cuda import batch, compiler, optimizer, persistent, small, steps
+from zoneout.ops.cuda import batch, compiler, optimizer, persistent, small, steps, wide
 from zoneout.ops.cuda.arguments import CELLS, TYPES
 
 HOPPER, PROCESSORS, SHARED = (9, 0), 132, 232448
@@ -23,6 +23,7 @@ def build(source, defines):
     """What the assembler says of a source's kernels: registers, bytes spilled, bytes of shared memory."""
     text, options = compiler.program(HOPPER, source, defines)
     image, said = compiler.compiled(text, [*options, "--ptxas-options=-v"])
+    assert "Potential Performance Loss" not in said, said  # products of warpgroups one after another
     assert image[:4] == b"\x7fELF"
     spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", said)]
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", said)]
@@ -170,3 +171,30 @@ def test_persistent_with_everything(cell, dtype, back):
     tiles = persistent.plan(cell, dtype, 500, 20, back, PROCESSORS, SHARED)
     assert tiles is not None
     build("persistent.cu", persistent.defines_of(cell, dtype, back, tiles, False))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("batch", "hidden"), [(128, 2000), (64, 2048), (128, 768)])
+def test_wide(batch, hidden, dtype):
+    """The weights of text8 no longer fit, or a product waits for the one before it."""
+    tiles = wide.plan(hidden, batch, PROCESSORS, SHARED)
+    assert tiles is not None and tiles.shared <= SHARED and tiles.groups * tiles.k_steps <= PROCESSORS
+    registers, spilled = build("wide.cu", wide.defines_of(dtype, tiles, (1, 1)))
+    assert max(spilled) == 0 and max(registers) <= 2**16 // wide.THREADS
+
+
+def test_plans_of_many_rows():
+    """A plan leaves out units or rows, or takes more of the chip than there is."""
+    found = 0
+    for hidden in range(8, 2200, 8):
+        for batch_size in (1, 33, 64, 65, 128, 129, 256, 1000):
+            tiles = wide.plan(hidden, batch_size, PROCESSORS, SHARED)
+            if tiles is None:
+                continue
+            found += 1
+            assert tiles.k_steps * wide.OWNED >= hidden and tiles.groups * tiles.turns * wide.ROWS >= batch_size
+            assert tiles.groups * tiles.k_steps <= PROCESSORS and tiles.shared <= SHARED and tiles.stages >= 2
+            assert tiles.resident % (wide.CHUNK // 2) == 0
+    assert found > 500
+    assert wide.plan(2000, 129, PROCESSORS, SHARED) is None and wide.plan(2120, 8, PROCESSORS, SHARED) is None
+    assert wide.plan(100, 64, PROCESSORS, SHARED) is None

@@ -19,10 +19,10 @@ from ...draws import Draw
 from ..interface import Run
 from ..loop import Backward, Loop
 from ..rows import Padded
-from . import batch, blas, compiler, dropout, norms, persistent, small, steps
+from . import batch, blas, compiler, dropout, norms, persistent, small, steps, wide
 from .arguments import TYPES
 
-PATHS = (batch, small, persistent, steps)  # the first that can take a loop runs it
+PATHS = (batch, small, wide, persistent, steps)  # the first that can take a loop runs it
 ROWS = Padded
 WIDE = False  # half types enter the products as they are
 PIECE = 2**62  # numbers of gates at once where nobody will go back: all, in one launch

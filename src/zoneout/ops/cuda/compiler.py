@@ -20,6 +20,7 @@ import torch
 from .. import kept
 
 HERE = Path(__file__).parent
+OWN = ("wide.cu",)  # sources with instructions that a chip's architecture alone has, and none after it
 
 _MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
@@ -129,7 +130,8 @@ def machine_code(capability: tuple[int, int], source: str, defines: Sequence[tup
 def program(capability: tuple[int, int], source: str, defines: Sequence[tuple[str, int]]) -> tuple[str, list[str]]:
     """What the compiler is given for a source file: its text and options."""
     text = "".join((HERE / name).read_text() for name in ("common.cuh", source))
-    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
+    only = "a" if source in OWN else ""
+    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}{only}", "--std=c++17"]
     return text, options + [f"--define-macro={name}={value}" for name, value in defines]
 
 

@@ -1,0 +1,122 @@
+"""The kernel for many rows: W_h over the whole chip, products by warpgroups.
+
+On a GPU where there is one, else on the CPU, thread by thread; against the reference in float64.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_backends import NOISES
+from test_cuda import compare, precision  # noqa: F401 (a fixture)
+
+import zoneout as zo
+from zoneout.ops import cuda
+from zoneout.ops.cuda import wide
+
+ON = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if ON == "cuda" else []
+half_types = pytest.mark.parametrize("precision", ["bf16", "fp16"], indirect=True)
+
+
+@pytest.fixture
+def ran(request, poisoned, monkeypatch):
+    """Loops go forwards by this kernel, wherever it fits, and back step by step; those that it took."""
+    if ON == "cpu":
+        request.getfixturevalue("emulated")
+    taken, run = [], wide.run
+
+    def and_count(loop, back):
+        took = run(loop, back)
+        taken.extend([loop] if took else [])
+        return took
+
+    monkeypatch.setattr(wide, "other_plan", lambda loop, back: None)
+    monkeypatch.setattr(wide, "run", and_count)
+    monkeypatch.setattr(cuda, "PATHS", (wide, cuda.steps))
+    yield taken
+    wide.plan.cache_clear()
+
+
+# Less of the weights in registers and smaller chunks, so that small layers have all parts of large ones.
+SIZES = {
+    "one block": ((3, 5, 2, 8), 1, 2),
+    "an odd end": ((5, 9, 3, 40), 2, 4),
+    "two turns": ((4, 70, 3, 72), 2, 4),
+    "two whole turns": ((3, 128, 2, 24), 2, 4),
+    "groups": ((3, 200, 2, 24), 2, 4),
+    "chunks in flight": ((3, 70, 2, 200), 4, 8),
+}
+
+
+@half_types
+@pytest.mark.parametrize(("sizes", "resident", "chunk"), SIZES.values(), ids=SIZES)
+def test_sizes(sizes, resident, chunk, precision, ran, monkeypatch):  # noqa: F811
+    """A block, a turn, a chunk or rows and units past the last go wrong."""
+    monkeypatch.setattr(wide, "RESIDENT", resident)
+    monkeypatch.setattr(wide, "CHUNK", chunk)
+    wide.plan.cache_clear()
+    compare("lstm", NOISES["zoneout-unit"], {}, True, precision, sizes, device=ON)
+    assert ran
+
+
+@pytest.mark.parametrize("precision", ["bf16"], indirect=True)
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("make", ["unit", "shared", "cells", "states", "by unit", "none"])
+def test_noises(make, training, precision, ran):  # noqa: F811
+    """A kernel for some of the masks draws others, or takes their rates for those of another unit."""
+    rates = torch.linspace(0, 1, 24, dtype=torch.float64)
+    noise = {
+        "unit": zo.Zoneout(cell=0.5, hidden=0.2), "shared": zo.Zoneout(cell=0.4, hidden=0.2, mask="shared"),
+        "cells": zo.Zoneout(cell=0.5), "states": zo.Zoneout(hidden=0.5), "none": None,
+        "by unit": zo.Zoneout(cell=rates, hidden=rates.flip(0)),
+    }[make]  # fmt: skip
+    call, options = {"examples": 7, "first_step": 3}, dict(num_layers=2, learn_initial_state=True)
+    compare("lstm", lambda states: noise, call, training, precision, (4, 70, 3, 24), device=ON, **options)
+    assert len(ran) == 2  # both layers
+
+
+@pytest.mark.parametrize("mask", ["unit", "shared"])
+def test_masks_are_those_of_the_cpu(mask, ran):
+    """Its bits are not those that `zo.masks` shows: read back with a candidate of 1 and an old value of 0."""
+    noise = zo.Zoneout(cell=0.3, hidden=0.4, mask=mask)
+    layer = zo.LSTM(1, 40, noise=noise, dtype=torch.bfloat16, device=ON)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.zero_()
+        layer.bias_ih_l0.fill_(40.0)  # every gate and candidate is 1
+    x = torch.zeros(6, 70, 1, dtype=torch.bfloat16, device=ON)
+    want = zo.masks(noise, seed=11, steps=6, batch=70, hidden=40, examples=5)
+    for t in range(6):
+        y, _, c = layer(x[t : t + 1], seed=11, examples=5, first_step=t, return_cells=True)
+        assert torch.equal(y[0].cpu() < 0.5, want["hidden"][t])
+        assert torch.equal(c[0].cpu() < 0.5, want["cell"][t])
+    assert len(ran) == 6
+
+
+def test_what_it_leaves_to_others(ran):
+    """It takes a loop that it cannot run: other cells, noises and norms, lengths, odd sizes, the way back."""
+    x = torch.randn(2, 70, 3, dtype=torch.bfloat16, device=ON)
+    for layer, call in (
+        (zo.GRU(3, 40), {}),
+        (zo.LSTM(3, 41), {}),
+        (zo.LSTM(3, 40, proj_size=8), {}),
+        (zo.LSTM(3, 40, norm="layer"), {}),
+        (zo.LSTM(3, 40, noise=zo.RecurrentDropout(0.5)), {}),
+        (zo.LSTM(3, 40, noise=zo.Zoneout(0.5, 0.5, mask="step")), {}),
+        (zo.LSTM(3, 40), {"lengths": [2] * 69 + [1]}),
+    ):
+        layer.to(ON, torch.bfloat16)(x, **call)
+    zo.LSTM(3, 40, device=ON)(x.float())
+    assert not ran
+    y = zo.LSTM(3, 40, dtype=torch.bfloat16, device=ON)(x.requires_grad_())[0]
+    assert len(ran) == 1
+    y.sum().backward()
+    assert len(ran) == 1
+
+
+def test_the_same_bits_twice(ran):
+    """The same seed gives other numbers the second time."""
+    layer = zo.LSTM(3, 72, noise=zo.Zoneout(0.5, 0.05), dtype=torch.bfloat16, device=ON)
+    x = torch.randn(5, 128, 3, dtype=torch.bfloat16, device=ON)
+    assert torch.equal(layer(x, seed=1)[0], layer(x, seed=1)[0]) and len(ran) == 2
