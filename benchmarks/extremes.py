@@ -127,10 +127,12 @@ def growth(steps: int) -> Result:
 # --- large -----------------------------------------------------------------------------------------
 
 
-def layer(steps: int, batch: int, inputs: int, hidden: int, *, train: bool = True, lengths: bool = False) -> Result:
+def layer(
+    steps: int, batch: int, inputs: int, hidden: int, *, train: bool = True, lengths: bool = False, again: bool = False
+) -> Result:
     """One call and its way back; the first of its rows is held to the reference backend."""
     torch.manual_seed(0)
-    ours = zo.LSTM(inputs, hidden, noise=NOISE, device=DEVICE)
+    ours = zo.LSTM(inputs, hidden, noise=NOISE, device=DEVICE, recompute=again)
     x = torch.randn(steps, batch, inputs).to(DEVICE)
     ends = torch.ones(batch, dtype=torch.int64, device=DEVICE) if lengths else None
 
@@ -164,6 +166,8 @@ MEASUREMENTS: dict[str, tuple[str, Callable[[], Result]]] = {
     "wide": ("H = 4096, T = 20, B = 4, trained", lambda: layer(20, 4, 256, 4096)),
     "wide-eval": ("H = 4096, T = 20, B = 4, evaluated", lambda: layer(20, 4, 256, 4096, train=False)),
     "long-eval": ("T = 4,000, B = 32, H = 256, evaluated", lambda: layer(4000, 32, 64, 256, train=False)),
+    "long": ("T = 4,000, B = 32, H = 256, trained", lambda: layer(4000, 32, 64, 256)),
+    "long-again": ("the same with recompute=True", lambda: layer(4000, 32, 64, 256, again=True)),
     "one-row": ("B = 1, T = 100, H = 256, trained", lambda: layer(100, 1, 64, 256)),
     "many-rows": ("B = 4096, T = 100, H = 64, trained", lambda: layer(100, 4096, 32, 64)),
     "one-step": ("T = 1, B = 64, H = 256, trained", lambda: layer(1, 64, 64, 256)),

@@ -84,10 +84,12 @@ def test_pieces_give_what_the_whole_gives(
         torch.testing.assert_close(other, one, rtol=1e-2 if dtype == torch.bfloat16 else 1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("what", ["batch norm", "packed", "derivatives"])
+@pytest.mark.parametrize("what", ["batch norm", "packed", "held gate", "derivatives"])
 def test_what_cannot_come_apart_runs_whole(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """A pass is cut where a step needs more of the one before than its state."""
     norm = zo.RecurrentBatchNorm(STEPS) if what == "batch norm" else None
-    layer = zo.LSTM(INPUT, HIDDEN, noise=NOISES["zoneout"], norm=norm, backend="cpu")
+    noise = zo.RecurrentDropout(0.4, hold_output_gate=True) if what == "held gate" else NOISES["zoneout"]
+    layer = zo.LSTM(INPUT, HIDDEN, noise=noise, norm=norm, backend="cpu")
     x: Any = torch.randn(STEPS, BATCH, INPUT)
     if what == "packed":
         x = torch.nn.utils.rnn.pack_padded_sequence(x, torch.tensor([23, 17, 9, 4, 1]))

@@ -319,7 +319,8 @@ class LSTM(RecurrentLayer):
     """`nn.LSTM` with noise: the same arguments, inputs, outputs and `state_dict`.
 
     Beyond torch's, all by keyword: `noise` (a noise, a list of them, or None), `norm` (`"layer"` or a
-    `RecurrentBatchNorm`), `learn_initial_state`, and `backend` (by default the input's device decides).
+    `RecurrentBatchNorm`), `learn_initial_state`, `backend` (by default the input's device decides), and `recompute`:
+    the way back runs the steps again instead of keeping what they found, which takes less memory and more time.
 
     >>> import torch, zoneout as zo
     >>> layer = zo.LSTM(50, 100, noise=zo.Zoneout(cell=0.5, hidden=0.05))
@@ -347,12 +348,13 @@ class LSTM(RecurrentLayer):
         norm: Norm = None,
         learn_initial_state: bool = False,
         backend: str | None = None,
+        recompute: bool = False,
     ) -> None:
         super().__init__(
             "LSTM", input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional,
             proj_size, device, dtype,
         )  # fmt: skip
-        self._add_parts(noise, norm, backend, learn_initial_state)
+        self._add_parts(noise, norm, backend, learn_initial_state, recompute)
 
     get_expected_cell_size = nn.LSTM.get_expected_cell_size
     check_forward_args = nn.LSTM.check_forward_args  # type: ignore[assignment]
@@ -387,12 +389,13 @@ class GRU(RecurrentLayer):
         norm: Norm = None,
         learn_initial_state: bool = False,
         backend: str | None = None,
+        recompute: bool = False,
     ) -> None:
         super().__init__(
             "GRU", input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional,
             0, device, dtype,
         )  # fmt: skip
-        self._add_parts(noise, norm, backend, learn_initial_state)
+        self._add_parts(noise, norm, backend, learn_initial_state, recompute)
 
 
 class RNN(RecurrentLayer):
@@ -424,6 +427,7 @@ class RNN(RecurrentLayer):
         norm: Norm = None,
         learn_initial_state: bool = False,
         backend: str | None = None,
+        recompute: bool = False,
     ) -> None:
         if nonlinearity not in ("tanh", "relu"):
             raise ValueError(f"nonlinearity: expected 'tanh' or 'relu', got {nonlinearity!r}")
@@ -432,7 +436,7 @@ class RNN(RecurrentLayer):
             f"RNN_{nonlinearity.upper()}", input_size, hidden_size, num_layers, bias, batch_first, dropout,
             bidirectional, 0, device, dtype,
         )  # fmt: skip
-        self._add_parts(noise, norm, backend, learn_initial_state)
+        self._add_parts(noise, norm, backend, learn_initial_state, recompute)
 
 
 # --- shapes ----------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ class Recurrent(Settable):
     one_step = False  # whether a call is one step of a sequence
     hidden_size: int
     backend: str | None
+    recompute = False  # whether a way back runs the steps again instead of keeping what they found
     recording: dict[str, Tensor] | None  # while statistics are estimated anew: batches seen at each step
 
     # --- what a subclass says about itself ---
@@ -62,9 +63,12 @@ class Recurrent(Settable):
         norm: str | LayerNorm | RecurrentBatchNorm | None,
         backend: str | None,
         learn_initial_state: bool = False,
+        recompute: bool = False,
     ) -> None:
         ops.check_backend(backend)
         self.backend = backend
+        if recompute:
+            self.recompute = True
         self._norm = as_norm(norm)
         self.recording = None
         like = next(self.parameters())
@@ -242,7 +246,7 @@ class Recurrent(Settable):
         if (draw := by_stream.get("input")) is not None:
             x = drop_units(ops.dense(x, weights.w_ih), draw, examples, counts=options.get("counts"))
         inside = tuple(d for d in draws if d.rule.stream not in ("input", "weight", "weight_noise"))
-        what = ops.Run(cell, x, h0, c0, weights, inside, examples, first_step, **options)
+        what = ops.Run(cell, x, h0, c0, weights, inside, examples, first_step, recompute=self.recompute, **options)
         if self.norm is not None:
             what = replace(what, norm=self._step_norm(suffix, what.steps, first_step, dtype))
         self._check_run(what, suffix)
@@ -339,6 +343,8 @@ class Recurrent(Settable):
             parts.append("learn_initial_state=True")
         if self.backend is not None:
             parts.append(f"backend={self.backend!r}")
+        if self.recompute:
+            parts.append("recompute=True")
         return "".join(f", {part}" for part in parts)
 
 

@@ -45,6 +45,7 @@ class Run:
     reverse: bool = False
     return_cells: bool = False
     counts: Tensor | None = None  # packed: [T] int64 on the CPU, how many rows each step has
+    recompute: bool = False  # whether the way back runs the steps again instead of keeping what they found
 
     @property
     def steps(self) -> int:

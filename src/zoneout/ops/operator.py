@@ -257,39 +257,54 @@ class _Eager(torch.autograd.Function):
     def run(r: Run) -> Result:
         tensors = differentiable(r)
         if _nobody_derives(tensors):  # a node is a good part of what a small call costs
-            return pieces.run(r)
+            result = pieces.run(r)
+            return result._replace(cells=as_outputs(result.cells, result.y))
         y, h, c, cells, *moments = _Eager.apply(r, *tensors)
         return Result(y, h, c, as_outputs(cells, y), Moments(*moments) if moments else None)
 
     @staticmethod
     def forward(ctx: Any, r: Run, *tensors: Tensor | None) -> tuple[Any, ...]:
-        kept = passes.forward(r)
+        if r.recompute:
+            (y, h, c, cells, moments), states = pieces.forward(r)
+            saved: tuple[Any, ...] = tuple(states)
+            rows, seen = None, [v for v in moments or () if v is not None]
+        else:
+            kept = passes.forward(r)
+            y, h, c, cells, rows = kept.y, kept.h, kept.c, kept.cells if r.return_cells else None, kept.rows
+            saved = (kept.y, kept.cells, kept.gates, kept.gh, *kept.moments)
+            seen = [v for v in kept.moments if v is not None] if gives_moments(r) else []
         ctx.set_materialize_grads(False)
-        seen = [v for v in kept.moments if v is not None] if gives_moments(r) else []
         ctx.mark_non_differentiable(*seen)
         if any(ctx.needs_input_grad):
             norm = () if r.norm is None or r.norm.given is None else r.norm.given
             drawn = [value for draw in r.draws for value in (draw.rate, draw.seed)]
-            ctx.run, ctx.rows = _without_tensors(r), kept.rows
-            saved = (kept.y, kept.cells, kept.gates, kept.gh, *kept.moments)
+            ctx.run, ctx.rows, ctx.count = _without_tensors(r), rows, len(saved)
             ctx.save_for_backward(*tensors, r.examples, r.lengths, r.resets, r.counts, *saved, *drawn, *norm)
-        return (kept.y, kept.h, kept.c, kept.cells if r.return_cells else None, *seen)
+        return (y, h, c, cells, *seen)
 
     @staticmethod
     def backward(ctx: Any, dy: Any, dh: Any, dc: Any, dcells: Any, *_: Any) -> tuple[Any, ...]:
         values = ctx.saved_tensors
         tensors, places, rest = values[:_COUNT], values[_COUNT : _COUNT + 4], values[_COUNT + 4 :]
-        (y, cells, gates, gh), moments, rest = rest[:4], rest[4:10], rest[10:]
+        saved, rest = rest[: ctx.count], rest[ctx.count :]
         r = _with_tensors(ctx.run, tensors, places, rest)
         needs = ctx.needs_input_grad[1:]
         d = (dy, dh, dc, dcells)
-        if not torch.is_grad_enabled():
+        again = torch.is_grad_enabled()
+        if r.recompute and not again:
+            return (None, *_one_by_one(lambda own: pieces.backward(r, saved, own, needs), d))
+        if r.recompute:
+            with torch.no_grad():
+                kept = passes.forward(r)
+        else:
+            (y, cells, gates, gh), moments = saved[:4], saved[4:]
             kept = Kept(y, r.h0, None, cells, gates, gh, moments, ctx.rows)
+        if not again:
             return (None, *_one_by_one(lambda own: passes.backward(r, kept, own, needs), d))
         # A second derivative is asked for: it goes through the operator, which refuses it with a sentence.
         there = [v is not None and bool(needed) for v, needed in zip(tensors, needs)]
-        saved = [r.h0.new_empty(0) if v is None else v for v in (y, cells, gates, gh, *moments)]
-        grads = _call_backward(*d, saved, there, *flatten(r))
+        parts = (kept.y, kept.cells, kept.gates, kept.gh, *kept.moments)
+        grads = _call_backward(*d, [r.h0.new_empty(0) if v is None else v for v in parts], there, *flatten(r))
         return (None, *(grad if needed else None for grad, needed in zip(grads, there)))
 
     jvp = staticmethod(_no_forward_mode)
@@ -314,8 +329,9 @@ def _without_tensors(r: Run) -> Run:
     norm = None if r.norm is None else StepNorm(r.norm.over, r.norm.eps, nothing, nothing)
     draws = tuple(draw._replace(rate=nothing, seed=nothing) for draw in r.draws)
     return Run(
-        r.cell, nothing, nothing, None, Weights(*[nothing] * 5), draws, nothing, r.first_step, norm, reverse=r.reverse
-    )
+        r.cell, nothing, nothing, None, Weights(*[nothing] * 5), draws, nothing, r.first_step, norm, reverse=r.reverse,
+        recompute=r.recompute,
+    )  # fmt: skip
 
 
 def _with_tensors(r: Run, tensors: Sequence[Any], places: Sequence[Any], rest: Sequence[Any]) -> Run:
@@ -329,7 +345,7 @@ def _with_tensors(r: Run, tensors: Sequence[Any], places: Sequence[Any], rest: S
         norm = StepNorm(norm.over, norm.eps, *more[5:])._replace(given=Moments(*given) if given else None)
     return Run(
         r.cell, x, h0, c0, Weights(*more[:5]), draws, examples, r.first_step, norm, lengths, resets, reset_h, reset_c,
-        r.reverse, counts=counts,
+        r.reverse, counts=counts, recompute=r.recompute,
     )  # fmt: skip
 
 

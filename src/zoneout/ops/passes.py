@@ -50,15 +50,19 @@ def forward(r: Run) -> Kept:
 
 def backward(r: Run, kept: Kept, d: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
     """The derivatives of `DIFFERENTIABLE`, from those of y, h, c and cells; None where `needs` says no."""
+    dtype = r.h0.dtype
+    return [v if v is None or v.dtype == dtype else v.to(dtype) for v in derivatives(r, kept, d, needs)]
+
+
+def derivatives(r: Run, kept: Kept, d: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
+    """The same in the precision in which they are found: those of states in that of states."""
     kind = r.x.device.type
     device = LOOPS[kind]
     # Somebody may ask for derivatives inside of autocast, which would round products that are ours to round.
     mixed = torch.is_autocast_enabled(kind)
     with torch.autocast(kind, enabled=False) if mixed else nullcontext(), device.products(r.h0):
         found = _backward(device, r, kept, d, dict(zip(DIFFERENTIABLE, needs)))
-    dtype = r.h0.dtype
-    grads = (found.get(name) for name in DIFFERENTIABLE)
-    return [grad if grad is None or grad.dtype == dtype else grad.to(dtype) for grad in grads]
+    return [found.get(name) for name in DIFFERENTIABLE]
 
 
 def as_outputs(cells: Tensor | None, y: Tensor) -> Tensor | None:
