@@ -89,6 +89,7 @@ def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     want, got = (everything(layer, x, hx, {}) for layer in (keeps, again))
     for key, value in want.items():
         assert (got[key] - value).norm() <= (1e-5 if dtype == torch.float32 else 1e-2) * value.norm(), key
+    assert torch.equal(got["y"], want["y"]) or name == "gru"  # whose h is a mixture of the one before, which is rounded
 
 
 def kept_numbers(layer: Any, x: Any) -> int:
