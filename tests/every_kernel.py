@@ -13,6 +13,7 @@ import torch
 
 import zoneout as zo
 from zoneout.ops import cuda
+from zoneout.ops.cuda.compiler import Chip
 from zoneout.paper.config import Optimizer as Settings
 from zoneout.paper.optimizers import Optimizer
 
@@ -30,7 +31,8 @@ def main() -> None:
         cuda.PATHS = (*PATHS[path], cuda.steps)
         if path == "wide":  # it takes little else
             cuda.wide.other_plan = lambda loop, back: None  # though it would be faster
-            for hidden in (24, 200):
+            for hidden, processors in ((24, 132), (200, 13)):  # two groups, and two turns
+                cuda.wide.chip = lambda device, processors=processors: Chip(processors, 232448, 9)
                 run(zo.LSTM, torch.bfloat16, None, plain=True, batch=70, hidden=hidden)
             print(path, zo.LSTM.__name__, flush=True)
             continue

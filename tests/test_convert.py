@@ -1,11 +1,14 @@
 """Noise put into somebody's model, taken out again, or put around somebody's own cell."""
 
 import copy
+import functools
 import gc
 import logging
 import pickle
 import warnings
+from collections import deque
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, NamedTuple
 
 import pytest
@@ -952,3 +955,71 @@ def test_a_wrapped_state_of_more_dimensions_has_one_example_a_row(rates):
     assert torch.equal(whole.flatten(1), cell(x.flatten(1), h.flatten(1), seed=1, step=0))
     expected = cell.eval()(x, h)
     assert torch.allclose(expected, (1 - torch.as_tensor(rates)).expand(50).view(2, 5, 5).expand(4, 2, 5, 5).float())
+
+
+class Held(NamedTuple):
+    """A container with names."""
+
+    layer: nn.Module
+    name: str
+
+
+HOLDERS: dict[str, Callable[[nn.Module], Any]] = {
+    "partial": lambda m: functools.partial(m),
+    "partial of a method": lambda m: functools.partial(m.forward),
+    "argument of a partial": lambda m: functools.partial(lambda layer, x: layer(x), m),
+    "deque": lambda m: deque([m]),
+    "set": lambda m: {m},
+    "frozenset": lambda m: frozenset([m]),
+    "named tuple": lambda m: Held(m, "it"),
+    "deep": lambda m: {"a": [(Held(m, "it"),)]},
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_modules_in_other_containers_are_replaced_too(holder: str) -> None:
+    """A model goes on with the layer that was replaced, and nothing tells: its weights are the same."""
+    model = nn.Sequential(nn.GRU(I, H))
+    model.held = HOLDERS[holder](model[0])
+
+    def found(value: Any) -> list[nn.Module]:
+        if isinstance(value, nn.Module):
+            return [value]
+        if isinstance(value, MethodType):
+            return found(value.__self__)
+        if isinstance(value, functools.partial):
+            return [*found(value.func), *found(value.args)]
+        if isinstance(value, dict):
+            value = list(value.values())
+        return (
+            [m for one in value for m in found(one)] if isinstance(value, (list, tuple, set, frozenset, deque)) else []
+        )
+
+    zo.convert(model, zo.Zoneout(hidden=0.5))
+    assert isinstance(model[0], zo.GRU) and found(model.held) == [model[0]]
+    assert type(model.held) is type(HOLDERS[holder](model[0]))
+    zo.revert(model)
+    assert type(model[0]) is nn.GRU and found(model.held) == [model[0]]
+
+
+@pytest.mark.parametrize("how", ["parametrized", "pruned", "compiled", "subclass"])
+def test_our_own_layers_get_new_noise_whatever_was_done_to_them(how: str) -> None:
+    """A rate is not changed though nothing has to be replaced for it."""
+
+    class Sub(zo.LSTM):
+        """Somebody's own."""
+
+    layer = (Sub if how == "subclass" else zo.LSTM)(I, H, noise=zo.Zoneout(0.5, 0.1))
+    if how == "parametrized":
+        parametrizations.weight_norm(layer, "weight_hh_l0")
+    if how == "pruned":
+        prune.l1_unstructured(layer, "weight_hh_l0", 0.5)
+    if how == "compiled":
+        layer.compile(backend="eager")
+    said: list[str] = []
+    zo.convert(nn.Sequential(layer), zo.Zoneout(0.2, 0.05), report=said.append)
+    assert layer.noise == zo.Zoneout(0.2, 0.05) and "already" in said[0]
+    assert float(layer.cell_rate_l0) == 0.2
+    if how == "parametrized":
+        zo.revert(nn.Sequential(layer), report=said.append)
+        assert "it is parametrized" in said[1]

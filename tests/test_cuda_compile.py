@@ -180,7 +180,8 @@ def test_wide(batch, hidden, dtype):
     tiles = wide.plan(hidden, batch, PROCESSORS, SHARED)
     assert tiles is not None and tiles.shared <= SHARED and tiles.groups * tiles.k_steps <= PROCESSORS
     registers, spilled = build("wide.cu", wide.defines_of(dtype, tiles, (1, 1)))
-    assert max(spilled) == 0 and max(registers) <= 2**16 // wide.THREADS
+    # What two warpgroups take has to be what the third one gives, or they wait for it for ever.
+    assert max(spilled) == 0 and registers == [(2 * 232 + 40) // 3]
 
 
 def test_plans_of_many_rows():

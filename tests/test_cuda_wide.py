@@ -12,7 +12,7 @@ from test_cuda import compare, precision  # noqa: F401 (a fixture)
 
 import zoneout as zo
 from zoneout.ops import cuda
-from zoneout.ops.cuda import wide
+from zoneout.ops.cuda import compiler, wide
 
 ON = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if ON == "cuda" else []
@@ -38,40 +38,49 @@ def ran(request, poisoned, monkeypatch):
     wide.plan.cache_clear()
 
 
-# Less of the weights in registers and smaller chunks, so that small layers have all parts of large ones.
+SHARED = 232448
+# Fewer weights in registers, smaller chunks, a smaller chip: so that small layers have all that large ones do. Sizes;
+# k-steps in registers and of a chunk, processors, bytes of shared memory; and the turns, groups and stages of it.
 SIZES = {
-    "one block": ((3, 5, 2, 8), 1, 2),
-    "an odd end": ((5, 9, 3, 40), 2, 4),
-    "two turns": ((4, 70, 3, 72), 2, 4),
-    "two whole turns": ((3, 128, 2, 24), 2, 4),
-    "groups": ((3, 200, 2, 24), 2, 4),
-    "chunks in flight": ((3, 70, 2, 200), 4, 8),
+    "one block": ((3, 5, 2, 8), (1, 2, 132, SHARED), (1, 1, 2)),
+    "an odd end": ((5, 9, 3, 40), (2, 4, 132, SHARED), (1, 1, 2)),
+    "two turns": ((4, 70, 3, 72), (2, 4, 5, SHARED), (2, 1, 4)),
+    "two whole turns": ((3, 128, 2, 24), (2, 4, 2, SHARED), (2, 1, 2)),
+    "groups": ((3, 200, 2, 24), (2, 4, 132, SHARED), (1, 4, 2)),
+    "groups of two turns, the last of one": ((3, 170, 2, 24), (2, 4, 4, SHARED), (2, 2, 2)),
+    "weights in shared memory": ((3, 70, 2, 200), (4, 8, 132, SHARED), (1, 2, 4)),
+    "more chunks than stages": ((4, 100, 2, 200), (2, 4, 13, 80000), (2, 1, 2)),
 }
 
 
 @half_types
-@pytest.mark.parametrize(("sizes", "resident", "chunk"), SIZES.values(), ids=SIZES)
-def test_sizes(sizes, resident, chunk, precision, ran, monkeypatch):  # noqa: F811
-    """A block, a turn, a chunk or rows and units past the last go wrong."""
+@pytest.mark.parametrize(("sizes", "given", "found"), SIZES.values(), ids=SIZES)
+def test_sizes(sizes, given, found, precision, ran, monkeypatch):  # noqa: F811
+    """A block, a turn, a group, a chunk, a stage that is used again, or rows and units past the last go wrong."""
+    resident, chunk, processors, shared = given
     monkeypatch.setattr(wide, "RESIDENT", resident)
     monkeypatch.setattr(wide, "CHUNK", chunk)
+    monkeypatch.setattr(wide, "chip", lambda device: compiler.Chip(processors, shared, 9))
     wide.plan.cache_clear()
     compare("lstm", NOISES["zoneout-unit"], {}, True, precision, sizes, device=ON)
-    assert ran
+    tiles = wide.plan_for(ran[0])
+    assert (tiles.turns, tiles.groups, tiles.stages) == found
 
 
 @pytest.mark.parametrize("precision", ["bf16"], indirect=True)
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("make", ["unit", "shared", "cells", "states", "by unit", "none"])
-def test_noises(make, training, precision, ran):  # noqa: F811
+def test_noises(make, training, precision, ran, monkeypatch):  # noqa: F811
     """A kernel for some of the masks draws others, or takes their rates for those of another unit."""
+    monkeypatch.setattr(wide, "chip", lambda device: compiler.Chip(2, SHARED, 9))  # two turns
     rates = torch.linspace(0, 1, 24, dtype=torch.float64)
     noise = {
         "unit": zo.Zoneout(cell=0.5, hidden=0.2), "shared": zo.Zoneout(cell=0.4, hidden=0.2, mask="shared"),
         "cells": zo.Zoneout(cell=0.5), "states": zo.Zoneout(hidden=0.5), "none": None,
         "by unit": zo.Zoneout(cell=rates, hidden=rates.flip(0)),
     }[make]  # fmt: skip
-    call, options = {"examples": 7, "first_step": 3}, dict(num_layers=2, learn_initial_state=True)
+    call = {"examples": list(range(2**32 - 70, 2**32)), "first_step": 2**32 - 5}
+    options = dict(num_layers=2, learn_initial_state=True)
     compare("lstm", lambda states: noise, call, training, precision, (4, 70, 3, 24), device=ON, **options)
     assert len(ran) == 2  # both layers
 
@@ -113,6 +122,16 @@ def test_what_it_leaves_to_others(ran):
     assert len(ran) == 1
     y.sum().backward()
     assert len(ran) == 1
+
+
+def test_states_that_lie_oddly(ran):
+    """It reads 16 bytes at once where none begin."""
+    layer = zo.LSTM(3, 40, dtype=torch.bfloat16, device=ON)
+    x, numbers = torch.randn(2, 70, 3, device=ON).bfloat16(), torch.randn(70 * 40 + 1, device=ON).bfloat16()
+    h, c = numbers[1:].view(1, 70, 40), torch.zeros(1, 70, 40, device=ON).bfloat16()
+    got = layer(x, (h, c))[0]
+    assert not ran
+    assert (got - layer(x, (h.clone(), c))[0]).norm() <= 1e-2 * got.norm() and ran
 
 
 def test_the_same_bits_twice(ran):

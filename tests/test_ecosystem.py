@@ -741,6 +741,9 @@ def test_jit():
     close(torch.jit.trace(layer, (x,))(x), layer(x))
     with pytest.raises(NotImplementedError, match=r"use torch\.export"):
         torch.jit.script(layer)
+    for cell in (zo.GRUCell(3, 4), zo.ZoneoutCell(torch.nn.GRUCell(3, 4), 0.1)):
+        with pytest.raises(NotImplementedError, match=r"use torch\.export"):
+            torch.jit.script(torch.nn.Sequential(cell))
 
 
 if __name__ == "__main__":

@@ -493,3 +493,16 @@ def test_norms_are_values():
     assert through_pickle(norm) == norm and dataclasses.replace(norm, momentum=0.05) != norm
     with pytest.raises(dataclasses.FrozenInstanceError):
         norm.steps = 3  # type: ignore[misc]
+
+
+def test_a_layer_without_noise_keeps_the_places_of_its_rates():
+    """Who has counted a model's buffers, as DDP does, finds none of them after `noise = None`, and fails."""
+    layer = zo.LSTM(3, 4, 2, noise=zo.Zoneout(cell=0.5, hidden=0.1))
+    names = [name for name, _ in layer.named_buffers()]
+    layer.noise = None
+    assert names and [name for name, _ in layer.named_buffers()] == names
+    assert not any(b.any() for b in layer.buffers())
+    x = torch.randn(5, 2, 3)
+    assert torch.equal(layer(x)[0], layer(x)[0])
+    layer.double().noise = zo.Zoneout(cell=0.5, hidden=0.1)
+    assert float(layer.cell_rate_l1) == 0.5 and not torch.equal(layer(x.double())[0], layer(x.double())[0])

@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -76,9 +78,8 @@ def convert(model: nn.Module, noise: Noise | Iterable[Noise] | None, *, report: 
             return None
         if module in wrapped:
             return Plan(None, "left alone, the ZoneoutCell around it has rates of its own")
-        if type(module) not in TWINS and type(module) not in BACK:
-            return Plan(None, _why_not(module))
-        if why := _patched(module):
+        ours = isinstance(module, Recurrent)  # only numbers change: whatever was done to it stays
+        if not ours and (why := _why_not(module) if type(module) not in TWINS else _patched(module)):
             return Plan(None, why)
         cls: Any = TWINS.get(type(module), type(module))
         fitting, dropped = restrict(noises, cls.kind, cls.one_step, told=type(module) not in TWINS)
@@ -116,7 +117,7 @@ def revert(model: nn.Module, *, report: Report | None = None) -> nn.Module:
         if not isinstance(module, Recurrent):
             return None
         if type(module) not in BACK:
-            return Plan(None, "left alone, it is a subclass")
+            return Plan(None, _why_not(module))
         if why := _patched(module):
             return Plan(None, why)
         if module.norm is not None or module.learn_initial_state:
@@ -235,7 +236,7 @@ def _replace(model: nn.Module, plan: Callable[[nn.Module], Plan | None], report:
             where = f"in {name!r}" if name else "in the model"
             raise ValueError(f"{error} ({where}, a {type(module).__name__}; nothing was replaced)") from None
         if planned is not None:
-            plans[module] = Plan(None, _COMPILED) if module in compiled else planned
+            plans[module] = Plan(None, _COMPILED) if module in compiled and planned.twin is not module else planned
             names[module] = name
 
     said = [(f"{names[m] or 'the model'}: {_name_of(m)} {p.said}", p) for m, p in plans.items()]
@@ -262,7 +263,7 @@ def _replace(model: nn.Module, plan: Callable[[nn.Module], Plan | None], report:
 
 
 def _put_in_place(parent: nn.Module, twins: dict[nn.Module, nn.Module]) -> None:
-    """The twins wherever the parent has the modules: registered, or in its plain attributes, however deep in lists."""
+    """The twins wherever the parent has the modules: registered, or in plain attributes, however deep in containers."""
     seen: set[int] = set()
 
     def put(value: Any) -> Any:
@@ -270,13 +271,27 @@ def _put_in_place(parent: nn.Module, twins: dict[nn.Module, nn.Module]) -> None:
             return twins.get(value, value)
         if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module) and value.__self__ in twins:
             return getattr(twins[value.__self__], value.__name__)
-        if type(value) is tuple:
-            new = tuple(map(put, value))
-            return new if any(one is not other for one, other in zip(new, value)) else value
-        if isinstance(value, (list, dict)) and id(value) not in seen:
+        if isinstance(value, (tuple, frozenset)):
+            new = [*map(put, value)]
+            if all(one is other for one, other in zip(new, value)):
+                return value
+            return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
+        if isinstance(value, partial):
+            parts = (value.func, *value.args, *value.keywords.values())
+            func, *rest = map(put, parts)
+            if all(one is other for one, other in zip((func, *rest), parts)):
+                return value
+            count = len(value.args)
+            return type(value)(func, *rest[:count], **dict(zip(value.keywords, rest[count:])))
+        if isinstance(value, (list, deque, dict, set)) and id(value) not in seen:
             seen.add(id(value))
-            for key, old in list(enumerate(value) if isinstance(value, list) else value.items()):
-                if (new := put(old)) is not old:
+            for key, old in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                if (new := put(old)) is old:
+                    continue
+                if isinstance(value, set):
+                    value.remove(old)
+                    value.add(new)
+                else:
                     value[key] = new
         return value
 

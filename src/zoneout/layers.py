@@ -81,11 +81,6 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
     def extra_repr(self) -> str:
         return super().extra_repr() + self._extra()
 
-    def __prepare_scriptable__(self) -> Any:
-        raise NotImplementedError(
-            "torch.jit.script cannot take zoneout's layers; use torch.export, torch.compile or torch.jit.trace"
-        )
-
     def forward(
         self,
         input: Tensor | PackedSequence,

@@ -23,6 +23,11 @@ GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 class Settable(nn.Module):
     """A module whose properties are asked first: torch takes a module or a parameter for itself, unseen."""
 
+    def __prepare_scriptable__(self) -> Any:
+        raise NotImplementedError(
+            "torch.jit.script cannot take zoneout's modules; use torch.export, torch.compile or torch.jit.trace"
+        )
+
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, (nn.Module, nn.Parameter)) and isinstance(getattr(type(self), name, None), property):
             object.__setattr__(self, name, value)
@@ -139,7 +144,9 @@ class Recurrent(Settable):
     def noise(self, noise: Noise | Iterable[Noise] | None) -> None:
         noises = self.check_noise(noise)
         given = noise if noise is None or isinstance(noise, Noise) else noises
-        self._numbers = {name: value.clone() for name, value in self._noise_buffers(noises).items()}
+        # What has no rate any more keeps a place, at zero: who has counted the buffers (DDP) finds them there.
+        gone = {name: torch.zeros_like(value) for name, value in self.__dict__.get("_numbers", {}).items()}
+        self._numbers = gone | {name: value.clone() for name, value in self._noise_buffers(noises).items()}
         self._noise = given
         rules = tuple(rule for one in noises for rule in one.rules())
         if rules != self._rules:  # the same tuple as long as only numbers change: nothing to recompile

@@ -331,7 +331,7 @@ def test_the_table_of_records() -> None:
     made_up("word_ptb_variational", 1, 80.0, 76.04)
     shown = table("res")
     assert row_of(shown, "Zoneout 0.5, 0.05 `char_ptb") == (
-        "| Zoneout 0.5, 0.05 `char_ptb_zoneout` | 1.362, 1.252 | 1.362 ± 0.0020 | 1.258 ± 0.0069 | +0.000, +0.006 "
+        "| Zoneout 0.5, 0.05 `char_ptb_zoneout` | 1.362, 1.252 | 1.3620 ± 0.0020 | 1.2580 ± 0.0069 | +0.000, +0.006 "
         "| yes, yes | 1, 2, 10 | 110 (best 100) | 6.7 |"
     )
     assert row_of(shown, "Unregularised LSTM `char_ptb") == (
@@ -346,13 +346,13 @@ def test_the_table_of_records() -> None:
         "it is only to be shown"
     )
     assert "no run yet" in row_of(shown, "Weight noise 0.075 `char_ptb")
-    assert row_of(shown, "`char_ptb_zoneout`") == "| `char_ptb_zoneout` | 1.362 ± 0.0020 | 1.258 ± 0.0069 |"
+    assert row_of(shown, "`char_ptb_zoneout`") == "| `char_ptb_zoneout` | 1.3620 ± 0.0020 | 1.2580 ± 0.0069 |"
     assert "| 2026-11-15 | `zoneout reproduce char_ptb_zoneout --first-seed 10 --precision bf16` |" in row_of(
         shown, "Zoneout 0.5, 0.05, seed 10"
     )
     short = pages.summary("res")
     assert "| 1.471 (missed), 1.350 | 1 |" in row_of(short, "char-ptb, bits | Unregularised LSTM"), "each for itself"
-    assert "| 1.362 ± 0.0020, 1.258 ± 0.0069 | 1, 2, 10 |" in row_of(short, "char-ptb, bits | Zoneout 0.5, 0.05")
+    assert "| 1.3620 ± 0.0020, 1.2580 ± 0.0069 | 1, 2, 10 |" in row_of(short, "char-ptb, bits | Zoneout 0.5, 0.05")
     assert "| 80.0, 76.0 | 1 |" in row_of(short, "word-ptb, perplexity | Variational dropout 0.5, 0.3")
 
 
@@ -468,3 +468,11 @@ def test_zoneout_reproduce_is_the_same_command(capsys: pytest.CaptureFixture[str
     assert cli.main(["reproduce", "pmnist", "zonout"]) == codes.WRONG_USE
     assert "zoneout reproduce: row: there is no 'zonout' of pmnist" in capsys.readouterr().err
     assert cli.main(["reproduce", "char-ptb", "zoneout", "--data", "nowhere", "--device", "cpu"]) == codes.BAD_DATA
+
+
+def test_records_that_could_not_be_written_are_told_of_first(tmp_path):
+    """Hours of training go by before it is said that its record cannot be written."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"file.*: it is not a folder"):
+        reproduce("char_ptb_zoneout", results=tmp_path / "file" / "results", out=tmp_path / "runs", say=lambda _: None)
+    assert not (tmp_path / "runs").exists()

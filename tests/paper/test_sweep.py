@@ -24,7 +24,7 @@ from zoneout.paper.config import change, changed, flags
 from zoneout.paper.files import DataError
 from zoneout.paper.runs import RunError
 from zoneout.paper.sweep import run_local
-from zoneout.paper.train import load_data
+from zoneout.paper.train import load_data, train
 from zoneout.paper.trials import Row, axes_of, grid_of, part_of, row_of, trial_of
 
 
@@ -227,6 +227,22 @@ def test_a_folder_that_is_held_is_waited_for(tmp_path: Path, monkeypatch: pytest
     assert job() == ""
 
 
+def test_a_run_that_another_process_begins_meanwhile_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two sweeps at once one is told to continue a run with --resume, which the other has just ended."""
+    job = jobs(tmp_path, fragile=0)[0]
+
+    def late(*args: Any, **options: Any) -> Any:
+        monkeypatch.setattr(sweep, "train", train)  # the other is faster, once
+        train(job.trial.config, job.folder)
+        return train(*args, **options)
+
+    monkeypatch.setattr(sweep, "train", late)
+    monkeypatch.setattr(sweep.time, "sleep", lambda seconds: None)
+    assert job() == ""
+
+
 def test_another_run_under_the_name_is_left_alone(tmp_path: Path) -> None:
     job = jobs(tmp_path, fragile=0)[0]
     run = runs.Run(job.folder)
@@ -415,4 +431,5 @@ def test_the_page_has_the_shared_look_and_escapes_every_string(undisturbed: Path
         page = sweep_report.page(order, f"{evil} & more")
         assert shared_look(page)
         assert "<script" not in page and "&lt;script&gt;" in page and "&amp; more" in page
-        assert f"$x^{evil}$" in [text for _, text in Page(page).all("text")], "the legend has another name"
+        texts = [text for _, text in Page(page).all("text")]
+        assert any(text.startswith(f"$x^{evil}$, best ") for text in texts), "the legend has another name"

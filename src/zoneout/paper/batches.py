@@ -37,7 +37,9 @@ def chunk_starts(
     """
     _at_least("length", length, 2)
     if n < length:
-        raise ValueError(f"length: a chunk of {length} symbols does not fit into a text of {n}; use a smaller length")
+        raise ValueError(
+            f"batches.length: a chunk of {length} symbols does not fit into a text of {n}; use a smaller length"
+        )
     first = 0
     if offset:
         choices = min(length, n - length + 1)

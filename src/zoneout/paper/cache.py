@@ -121,4 +121,6 @@ def _stamp(path: Path) -> Path:
 
 def _state(path: Path) -> dict[str, Any]:
     stat = path.stat()
-    return {"path": str(path.resolve()), "size": stat.st_size, "time": stat.st_mtime_ns, "inode": stat.st_ino}
+    changed = stat.st_ctime_ns  # by the system's own clock: a time can be put back, this cannot
+    named = {"path": str(path.resolve()), "size": stat.st_size, "inode": stat.st_ino}
+    return {**named, "time": stat.st_mtime_ns, "changed": changed}

@@ -244,7 +244,8 @@ class Show:
             width = min(shutil.get_terminal_size((80, 24)).columns, 100)
             print(f"\n{LABELS[measure]}, validation:\n{plots.ascii_curves(curves, width)}")
         if self.picture is not None:
-            plots.save(plots.figure(curves), self.picture)
+            with runs.explained(self.picture):
+                plots.save(plots.figure(curves), self.picture)
             say(f"The picture is in {self.picture}")
         return OK
 

@@ -38,6 +38,11 @@ def describe(folder: Path) -> dict[str, Any]:
     config, rows = runs.read_config(folder), runs.read_metrics(folder)
     valid = [row for row in rows if row["kind"] == "valid"]
     ended = runs.read_summary(folder)
+    if ended and ended["update"] > (rows[-1]["update"] if rows else 0):
+        at = Path(folder) / "metrics.jsonl"
+        raise runs.RunError(
+            f"{at} is damaged: the run ended after {ended['update']:,} updates, and it has not all of them"
+        )
     return {
         "run": str(folder),
         "status": ended["status"] if ended else "not finished",

@@ -121,7 +121,7 @@ def curves(records: Records, *, train: bool = True) -> tuple[Any, str]:
     if apart:
         panels[1].set(xlabel="epoch", ylabel="training loss, nats", xlim=panels[0].get_xlim())
     elif train:
-        panels[0].plot([], [], color=SOFT, lw=1.1, ls=DASHED, label="on the training text")
+        panels[0].plot([], [], color=SOFT, lw=1.1, ls=DASHED, label=plots.TRAINING)
     handles, labels = panels[0].get_legend_handles_labels()
     plots.legend(panels[-1], below=True, handles=handles, labels=labels)
     return fig, "Best validation: " + "; ".join(best_of(arm, runs) for arm, runs in records.items()) + "."

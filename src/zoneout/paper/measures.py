@@ -13,7 +13,7 @@ from .text import Vocabulary
 LABELS = {"bits": "bits per character", "perplexity": "perplexity", "error": "error"}  # of curves
 UNITS = LABELS | {"error": "share that is wrong"}  # of tables
 DIGITS = {"bits": 3, "perplexity": 1, "error": 3}  # after the point: as many as the paper gives
-SPREADS = {"bits": 4, "perplexity": 1, "error": 4}  # the same, of a standard deviation
+SPREADS = {name: digits + 1 for name, digits in DIGITS.items()}  # of a mean over seeds, and of their standard deviation
 SCATTER = {"bits": 0.004, "perplexity": 0.01, "error": 0.005}  # of single runs; of perplexities the share
 REACHED = (
     "the mean is at or below the paper's number plus one standard deviation over our seeds; with one seed, plus "
@@ -55,9 +55,15 @@ def rounded(value: float, measure: str, sign: str = "") -> str:
 
 
 def spread(values: Sequence[float], measure: str) -> str:
-    """The mean over seeds, and their standard deviation."""
-    mean = rounded(fmean(values), measure)
-    return mean if len(values) < 2 else f"{mean} ± {stdev(values):.{SPREADS[measure]}f}"
+    """The value of one seed, or the mean over seeds and their standard deviation, with a digit more to be judged by.
+
+    >>> spread([82.4], "perplexity"), spread([82.4, 82.71], "perplexity")
+    ('82.4', '82.56 ± 0.22')
+    """
+    if len(values) < 2:
+        return rounded(values[0], measure)
+    digits = SPREADS[measure]
+    return f"{fmean(values):.{digits}f} ± {stdev(values):.{digits}f}"
 
 
 def reached(values: Sequence[float], paper: float, measure: str) -> bool:

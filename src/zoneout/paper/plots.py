@@ -35,6 +35,7 @@ DARK = {  # every colour that is drawn, and what a dark page has in its place
 COLOURS = tuple(_COLOURS)  # of curves, told apart by the colour-blind too
 MARKERS = "osD^vP"  # for print without colours
 DASHED: Any = (0, (4, 2))
+TRAINING = "on the training text, with its noise"  # what the dashed lines are
 
 
 @dataclass(frozen=True)
@@ -101,12 +102,9 @@ def figure(curves: Sequence[Curve], title: str = "") -> Any:
         if not curve.valid:
             continue
         name = curve.name.replace("$", r"\$")  # between dollars matplotlib would read formulas
-        axes.plot(*zip(*curve.valid), color=colour, lw=2, label=name)
-        at, value = curve.best
+        at, value = curve.best  # in the legend: beside the points those of several runs would lie on each other
+        axes.plot(*zip(*curve.valid), color=colour, lw=2, label=f"{name}, best {value:.4g}")
         axes.plot([at], [value], "o", color=colour, ms=6, mec=PAPER, mew=1, zorder=3)
-        axes.annotate(
-            f"{value:.4g}", (at, value), xytext=(0, -12), textcoords="offset points", ha="center", color=colour
-        )
     unit = LABELS[curves[0].measure] if curves else ""
     axes.set(xlabel="update", ylabel=unit)
     # What comes before the first validation is far above everything of interest.
@@ -116,7 +114,7 @@ def figure(curves: Sequence[Curve], title: str = "") -> Any:
         margin = 0.08 * (max(seen) - min(low)) or 0.1
         axes.set_ylim(min(low) - margin, max(seen) + margin)
     if any(curve.train for curve in curves):
-        axes.plot([], [], color=SOFT, lw=1, ls=DASHED, label="on the training text")
+        axes.plot([], [], color=SOFT, lw=1, ls=DASHED, label=TRAINING)
     if any(curve.valid for curve in curves):
         legend(axes)
     if title:

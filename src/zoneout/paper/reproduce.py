@@ -154,6 +154,8 @@ def reproduce(
     refuse_unread(settings or {}, [job.config for job in jobs])
     missing = [job for job in jobs if job.missing()]
     missing = [replace(job, at_once=min(parallel, len(missing))) for job in missing]
+    if missing:
+        runs.check_writable(Path(results))  # before hours have gone into training
     say(table(results, recipes, details=False))
     if not missing:
         say(f"Nothing to run: every record is in {results}. With --results and --out of their own, runs are made anew.")

@@ -22,6 +22,7 @@ import math
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,10 @@ class InUse(RunError):
     """Another process holds the folder."""
 
 
+class Begun(RunError):
+    """There is a run in the folder already."""
+
+
 class Run:
     """The folder of a run, held by one process at a time."""
 
@@ -77,7 +82,7 @@ class Run:
         with explained(self.folder):
             there = {p.name for p in self.folder.iterdir()} if self.folder.exists() else set()
         if (self.folder / "config.json").exists():
-            raise RunError(
+            raise Begun(
                 f"{self.folder} holds a run already; continue it with --resume, or choose another folder. "
                 "Nothing was overwritten."
             )
@@ -469,7 +474,9 @@ def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights and what was written beside them."""
     if not path.exists():
-        raise RunError(f"{path} is not there: the run has no best weights yet")
+        lost = (path.parent / "summary.json").exists()
+        why = "they were there when the run ended" if lost else "the run has no best weights yet"
+        raise RunError(f"{path} is not there: {why}")
     try:
         from safetensors import safe_open
 
@@ -530,6 +537,13 @@ def explained(folder: Path) -> Iterator[None]:
         else:
             why = text
         raise RunError(f"{folder}: {why}. What was written before is whole.") from error
+
+
+def check_writable(folder: Path) -> None:
+    """An error where nothing can be written in a folder, which need not be there yet; nothing is left of the try."""
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    with explained(folder), tempfile.TemporaryDirectory(dir=there):
+        pass
 
 
 def write_json(path: Path, value: Any, shared: bool = False) -> None:

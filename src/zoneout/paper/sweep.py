@@ -31,7 +31,7 @@ from .files import DataError, MissingError
 from .measures import measure_of
 from .processes import cores, end_with_the_parent
 from .reproduce import passing_on
-from .runs import InUse, RunError
+from .runs import Begun, InUse, RunError
 from .train import Diverged, Progress, load_data, same_data, train
 from .trials import (
     INTERRUPTED,
@@ -79,7 +79,7 @@ class Job:
                 summary = train(self.trial.config, self.folder, resume=begun, progress=progress, data=self.data)
                 (self.folder / "ended.json").unlink(missing_ok=True)
                 return INTERRUPTED if summary.status == "interrupted" else ""
-            except InUse as error:
+            except (InUse, Begun) as error:  # by another process, since we looked: it may end it, or leave it to us
                 if time.monotonic() > until:
                     return str(error)
                 time.sleep(0.5)

@@ -25,7 +25,7 @@ from .config import Config
 from .data import Corpus, Images
 from .evaluate import Score, estimate_statistics, evaluate, predictions
 from .feeds import make_feed
-from .files import DataError
+from .files import DataError, MissingError
 from .measures import measure_of
 from .models import build, parameters_of
 from .processes import Processes, join
@@ -364,10 +364,14 @@ def data_of(run: Path | str, config: Config, where: Path | str | None = None) ->
         raise DataError(f"{where}: there is no such file or folder")
     if where is not None and Path(where).is_file():
         config, where = replace(config, data=replace(config.data, name=str(Path(where).absolute()))), None
-    data = load_data(config, where)
+    try:
+        data = load_data(config, where)
+    except MissingError as error:
+        raise MissingError(f"{error}; if what {run} was trained on has moved, --data says where it is now") from None
     if not same_data(run, data):
+        name = corpora.absolute_path(config.data.name, where)
         raise DataError(
-            f"{run} was trained on other data than {config.data.name} is now, whose test part may hold what it was "
+            f"{run} was trained on other data than {name} is now, whose test part may hold what it was "
             "trained on; --data says where the data of then are, and `zoneout eval --text` evaluates any other text"
         )
     return data
