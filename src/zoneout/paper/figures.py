@@ -109,7 +109,8 @@ def curves(records: Records, *, train: bool = True) -> tuple[Any, str]:
             epochs, valid = record["curve"]["epoch"], record["curve"]["valid"]
             label = {"label": labelled(arm, runs)} if which == 0 else {}
             style = {"color": colour, "lw": 1.8 if which == 0 else 1.0, "alpha": 1.0 if which == 0 else 0.7}
-            every = (0.02 + 0.02 * number, 0.12)  # of the length of the curve: marks of several do not meet
+            # Of a short curve every point; else by the length of it, so that marks of several do not meet.
+            every: Any = 1 if len(epochs) <= 12 else (0.02 + 0.02 * number, 0.12)
             marked = {"marker": marker, "ms": 5, "mec": PAPER, "mew": 0.7, "markevery": every} if which == 0 else {}
             panels[0].plot(epochs, valid, **style, **label, **marked)
             if train:
