@@ -189,6 +189,7 @@ def commands(own: dict[str, list[Record]], results: Path) -> list[Html]:
 
 # --- speed -----------------------------------------------------------------------------------------
 
+_GPU = "python benchmarks/gpu.py"
 GROUPS = {  # of benchmarks/results.csv: what it is in words, and the command that measures it again
     "train": ("a training step with zoneout against torch.nn without", "python benchmarks/bench.py train"),
     "eval": ("evaluation", "python benchmarks/bench.py eval"),
@@ -198,6 +199,14 @@ GROUPS = {  # of benchmarks/results.csv: what it is in words, and the command th
     "combination": ("every combination of noises", "python benchmarks/bench.py combinations"),
     "norm": ("with norms", "python benchmarks/bench.py combinations"),
     "bf16": ("bf16", "python benchmarks/bench.py bf16"),
+    "gpu graph": ("a training step with zoneout against torch.nn without, in a CUDA graph", f"{_GPU} headline"),
+    "gpu eager": ("a training step with zoneout against torch.nn without, eager", f"{_GPU} headline"),
+    "gpu grid graph": ("a grid of sizes, in a CUDA graph", f"{_GPU} grid"),
+    "gpu grid eager": ("a grid of sizes, eager", f"{_GPU} grid"),
+    "gpu combination": ("every combination of noises, against plain zoneout", f"{_GPU} combinations"),
+    "gpu norm": ("with norms, against plain zoneout", f"{_GPU} combinations"),
+    "gpu host": ("what the host needs for a call", f"{_GPU} host"),
+    "gpu memory": ("peak memory, MiB", f"{_GPU} memory"),
 }
 WORDS = ("group", "layer", "what", "against", "shape", "dtype", "backend", "device")  # columns
 NUMBERS = ("ours", "theirs", "ratio", "goal")
@@ -233,12 +242,21 @@ def _bench() -> Html:
 
 def speed_table(group: str, device: str, on_gpu: bool, rows: Sequence[dict[str, str]]) -> Html:
     """One group of measurements on one device."""
-    words, command = GROUPS.get(group, (group, "python benchmarks/bench.py"))
-    command = "python benchmarks/gpu.py" if on_gpu else command
-    unit = "" if group == "memory" else "; times in milliseconds"
-    versions = sorted({f"torch {row.get('torch')}, {row.get('date')}" for row in rows})
+    words, command = GROUPS.get(group, (group, _GPU if on_gpu else "python benchmarks/bench.py"))
+    unit = "" if group.endswith("memory") else "; times in milliseconds"
+    versions, dates = ([*dict.fromkeys(sorted(row.get(key) or "" for row in rows))] for key in ("torch", "date"))
+    # Rows that were measured again stand last in the file: those of one layer and shape belong together.
+    places = [*dict.fromkeys((row["layer"], row["shape"]) for row in rows)]
+    rows = sorted(rows, key=lambda row: (places.index((row["layer"], row["shape"])), row["dtype"]))
     name = slug(f"speed-{device}-{group}")
-    caption = join([f"{device}: {words}{unit}. ", element("small", ", ".join(versions)), " ", code(command)])
+    caption = join(
+        [
+            f"{device}: {words}{unit}. ",
+            element("small", f"torch {', '.join(versions)}; {' and '.join(dates)}"),
+            " ",
+            code(command),
+        ]
+    )
     head = [["Layer, shape", "What", "Type", "Ours", "Theirs", "Against", "Ratio", "Goal", "Met"]]
     body = []
     for row in rows:
