@@ -290,16 +290,15 @@ class _Eager(torch.autograd.Function):
         r = _with_tensors(ctx.run, tensors, places, rest)
         needs = ctx.needs_input_grad[1:]
         d = (dy, dh, dc, dcells)
-        again = torch.is_grad_enabled()
-        if r.recompute and not again:
+        if r.recompute and not torch.is_grad_enabled():
             return (None, *_one_by_one(lambda own: pieces.backward(r, saved, own, needs), d))
         if r.recompute:
             with torch.no_grad():
                 kept = passes.forward(r)
         else:
-            (y, cells, gates, gh), moments = saved[:4], saved[4:]
-            kept = Kept(y, r.h0, None, cells, gates, gh, moments, ctx.rows)
-        if not again:
+            y, cells, gates, gh, *moments = saved
+            kept = Kept(y, r.h0, None, cells, gates, gh, tuple(moments), ctx.rows)
+        if not torch.is_grad_enabled():
             return (None, *_one_by_one(lambda own: passes.backward(r, kept, own, needs), d))
         # A second derivative is asked for: it goes through the operator, which refuses it with a sentence.
         there = [v is not None and bool(needed) for v, needed in zip(tensors, needs)]
