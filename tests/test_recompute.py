@@ -93,13 +93,14 @@ def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
 
 
 def kept_numbers(layer: Any, x: Any) -> int:
-    """How many numbers a call keeps for its way back, beside its parameters and its input."""
+    """How many numbers of four bytes a call keeps for its way back, beside its parameters and its input."""
     found: dict[int, int] = {}
-    own = {v.data_ptr() for v in (x, *layer.parameters())}
+    own = {v.untyped_storage().data_ptr() for v in (x, *layer.parameters())}
 
     def pack(v: torch.Tensor) -> torch.Tensor:
-        if v.data_ptr() not in own:
-            found[v.data_ptr()] = v.numel()
+        memory = v.untyped_storage()  # all of what a view is one of
+        if memory.data_ptr() not in own:
+            found[memory.data_ptr()] = memory.nbytes() // 4
         return v
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda v: v):
@@ -113,6 +114,16 @@ def test_keeps_little() -> None:
     x = torch.randn(400, BATCH, INPUT, requires_grad=True)
     each = BATCH * HIDDEN
     assert kept_numbers(keeps, x) >= 400 * each * 6  # h, c and four gates
+    assert kept_numbers(again, x) <= 2 * pieces.FEW * each + 4 * each + 100
+
+
+@pytest.mark.usefixtures("emulated")
+def test_keeps_little_on_a_gpu() -> None:
+    """The state before a piece is a view of all states of the piece before."""
+    keeps, again = two("lstm", torch.bfloat16, zo.Zoneout(0.5, 0.05))
+    x = torch.randn(100, BATCH, INPUT, dtype=torch.bfloat16, requires_grad=True)
+    each = BATCH * HIDDEN
+    assert kept_numbers(keeps, x) >= 100 * each * 3  # gates and h in half as many bytes
     assert kept_numbers(again, x) <= 2 * pieces.FEW * each + 4 * each + 100
 
 

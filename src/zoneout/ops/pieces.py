@@ -86,10 +86,10 @@ def backward(
 
 
 def _added(old: Tensor | None, new: Tensor | None) -> Tensor | None:
-    """A sum of many parts is taken in the precision of states."""
+    """A sum of many parts is taken in the precision of states, in the memory of the first."""
     if old is None or new is None:
-        return new if old is None else old
-    return wide(old) + new  # type: ignore[operator]
+        return wide(new) if old is None else old
+    return old.add_(new)
 
 
 # --- pieces ----------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def _end_of_cells(kept: Kept, part: Run) -> Tensor | None:
     if kept.c is None or kept.cells is None or kept.c.dtype == kept.cells.dtype:
         return kept.c
     assert kept.rows is not None and part.c0 is not None
-    return kept.rows.final(kept.cells.flatten(0, 1), part.c0)
+    return kept.rows.final(kept.cells.flatten(0, 1), part.c0).clone()  # not a view, which would keep those of all steps
 
 
 def _result(kept: Kept, r: Run) -> Result:
