@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import signal
 import subprocess
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fabricated import Page, demo_page, shared_look
@@ -113,10 +116,26 @@ def test_a_demo_that_is_stopped(tmp_path, number) -> None:
     next(line for line in process.stderr if "updates/s" in line)
     process.send_signal(number)
     said = process.communicate(timeout=120)[1]
-    assert process.returncode == INTERRUPTED and "Each can be continued" in said
+    assert (process.returncode, "Each can be continued" in said) == (INTERRUPTED, True), said
     for name in (PLAIN, ZONED):
         with open(tmp_path / "demo" / name / "lock") as lock:  # nobody holds it any more
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_keys_at_the_worst_moment(tmp_path, monkeypatch, capfd) -> None:
+    """Ctrl-C between a piece of news and its length: what follows makes no sense, and the demo fails or hangs."""
+    read, pressed = Connection._recv, []
+
+    def recv(self: Connection, size: int, *more: Any) -> Any:
+        if not pressed and size != 4:  # which was the length
+            pressed.append(size)
+            os.kill(os.getpid(), signal.SIGINT)
+        return read(self, size, *more)
+
+    monkeypatch.setattr(Connection, "_recv", recv)
+    options = ["--updates", "6000", "--hidden", "32", "--characters", "4000"]
+    assert main(["demo", "--out", str(tmp_path / "demo"), *options]) == INTERRUPTED
+    assert pressed and "Each can be continued" in capfd.readouterr().err
 
 
 def test_an_error_in_a_worker_reaches_the_user(tmp_path, capfd) -> None:

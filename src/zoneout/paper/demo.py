@@ -13,7 +13,6 @@ import random
 import re
 import shlex
 import shutil
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -34,7 +33,7 @@ from .processes import cores, end_with_the_parent
 from .progress import duration, watch
 from .runs import RunError
 from .sample import sample
-from .train import train
+from .train import stop_requests, train
 
 PLAIN, ZONED = "unregularised", "zoneout"
 LEAST = 2_000  # characters to train on
@@ -153,37 +152,30 @@ def side_by_side(configs: dict[str, Config], folder: Path) -> dict[str, str]:
         for name, config in configs.items()
     }
     ended: dict[str, str] = {}
-
-    def stop(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)  # a polite kill is as good as the keys
-    for worker in workers.values():
-        worker.start()
-    try:
-        with watch(list(configs)) as shown:
-            tell = {name: shown.listener(name) for name in configs}
-            while len(ended) < len(workers):
-                try:
-                    name, event = events.get(timeout=1.0)
-                except queue.Empty:
-                    check_alive(workers, ended)
-                    continue
-                if isinstance(event, Exception):
-                    raise event
-                tell[name](event)
-                if event["kind"] == "end":
-                    ended[name] = event["status"]
-    except KeyboardInterrupt:
-        pass
-    finally:
-        for name, worker in workers.items():
-            if worker.is_alive() and name not in ended:
-                worker.terminate()  # politely: it writes a checkpoint first
-        while any(worker.is_alive() for worker in workers.values()):  # which do not end before their news are read
-            with suppress(queue.Empty):
-                events.get(timeout=0.1)
-        signal.signal(signal.SIGTERM, before)
+    with stop_requests() as stopped:  # and nothing is raised here, where it would leave half a piece of news unread
+        for worker in workers.values():
+            worker.start()
+        try:
+            with watch(list(configs)) as shown:
+                tell = {name: shown.listener(name) for name in configs}
+                while len(ended) < len(workers) and not stopped():
+                    try:
+                        name, event = events.get(timeout=0.2)
+                    except queue.Empty:
+                        check_alive(workers, ended)
+                        continue
+                    if isinstance(event, Exception):
+                        raise event
+                    tell[name](event)
+                    if event["kind"] == "end":
+                        ended[name] = event["status"]
+        finally:
+            for name, worker in workers.items():
+                if worker.is_alive() and name not in ended:
+                    worker.terminate()  # politely: it writes a checkpoint first
+            while any(worker.is_alive() for worker in workers.values()):  # which do not end before their news are read
+                with suppress(queue.Empty):
+                    events.get(timeout=0.1)
     return {name: ended.get(name, "interrupted") for name in configs}
 
 
@@ -193,12 +185,13 @@ def work(name: str, config: Config, folder: str, threads: int, events: Any) -> N
         os.setsid()  # the keys are for the one who watches, and passes them on
     end_with_the_parent()
     torch.set_num_threads(threads)
-    try:
-        train(config, folder, progress=lambda event: events.put((name, event)))
-    except KeyboardInterrupt:
-        pass
-    except Exception as error:
-        events.put((name, error))
+    with stop_requests():  # before and after those of the run: nobody goes in the middle of a word
+        try:
+            train(config, folder, progress=lambda event: events.put((name, event)))
+        except KeyboardInterrupt:
+            pass
+        except Exception as error:
+            events.put((name, error))
 
 
 def check_alive(workers: dict[str, Any], ended: dict[str, str]) -> None:
