@@ -107,7 +107,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         x = sequences.x
         check_device("input", x, weight)
         dtype = working_dtype(x, weight)
-        x = x.to(dtype) if x.is_floating_point() else x
+        x = x if x.dtype in (dtype, torch.int64) else x.to(dtype)
         if return_cells and self.kind != "lstm":
             raise ValueError(f"return_cells: expected False, since a {self.kind.upper()} has no cell")
         first_step = check_count("first_step", first_step, 2**32 - sequences.steps)
@@ -116,6 +116,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         rows = sequences.sort(example_ids(examples, sequences.batch, x.device))
         key = self._seed(seed, x)
 
+        suffixes = self.suffixes()
         h_n: list[Tensor] = []
         c_n: list[Tensor] = []
         cells: list[Tensor] = []
@@ -132,7 +133,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
                     x,
                     h0[k],
                     None if c0 is None else c0[k],
-                    self.suffixes()[k],
+                    suffixes[k],
                     self._draws(layer, direction, key),
                     rows,
                     first_step,
@@ -262,7 +263,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
 
     def _initial_states(self, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """The states at the start of a sequence, learned or zero, as [layers · directions, B, ·]."""
-        weight, count = self.weight_ih_l0, len(self.suffixes())
+        weight, count = self.weight_ih_l0, self.num_layers * (2 if self.bidirectional else 1)
         if self.learn_initial_state:
             learned = (self.h0, self.c0) if self.kind == "lstm" else (self.h0,)
             states = [s.to(dtype)[:, None].expand(-1, batch, -1) for s in learned]

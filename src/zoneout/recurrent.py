@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -219,7 +218,7 @@ class Recurrent(Settable):
             # Copies, since the numbers may be replaced before the way back.
             own = getattr(self, f"{rule.stream}_seed").clone() if rule.mask == "static" else seed
             rate = getattr(self, f"{rule.stream}_rate_l{layer}")
-            rate = rate.to(widest(rate.device), copy=True)
+            rate = rate.clone() if rate.dtype == torch.float64 else rate.to(widest(rate.device), copy=True)
             where = plane(rule.stream, layer if at is None else at, direction)
             draws.append(Draw(rule, rate, own if mode == "sample" else None, where))
         return draws
@@ -255,7 +254,7 @@ class Recurrent(Settable):
         inside = tuple(d for d in draws if d.rule.stream not in ("input", "weight", "weight_noise"))
         what = ops.Run(cell, x, h0, c0, weights, inside, examples, first_step, recompute=self.recompute, **options)
         if self.norm is not None:
-            what = replace(what, norm=self._step_norm(suffix, what.steps, first_step, dtype))
+            what = what._replace(norm=self._step_norm(suffix, what.steps, first_step, dtype))
         self._check_run(what, suffix)
         learns = isinstance(self.norm, RecurrentBatchNorm) and (self.training or self.recording is not None)
         if learns and what.batch == 1:

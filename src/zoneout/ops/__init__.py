@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -60,6 +59,6 @@ def run(what: Run, backend: str | None = None) -> Result:
             f"backend: {backend!r} takes input on a {backend} device, got {what.x.device}; backend=None would do"
         )
     if not what.x.is_floating_point() and (backend == "reference" or torch.onnx.is_in_onnx_export()):
-        what = replace(what, x=dense(what.x, what.weights.w_ih))
+        what = what._replace(x=dense(what.x, what.weights.w_ih))
     with torch.autocast(kind, enabled=False) if autocast_on(kind) else nullcontext():
         return BACKENDS[backend](what)

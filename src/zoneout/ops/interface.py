@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -25,8 +24,7 @@ class Weights(NamedTuple):
     w_hr: Tensor | None  # [proj, H]
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """One pass of one layer and direction over a sequence."""
 
     cell: str  # "lstm", "gru", "rnn_tanh", "rnn_relu"

@@ -278,7 +278,7 @@ class _Eager(torch.autograd.Function):
         if any(ctx.needs_input_grad):
             norm = () if r.norm is None or r.norm.given is None else r.norm.given
             drawn = [value for draw in r.draws for value in (draw.rate, draw.seed)]
-            ctx.run, ctx.rows, ctx.count = _without_tensors(r), rows, len(saved)
+            ctx.plain, ctx.rows, ctx.count = _plain(r), rows, len(saved)
             ctx.save_for_backward(*tensors, r.examples, r.lengths, r.resets, r.counts, *saved, *drawn, *norm)
         return (y, h, c, cells, *seen)
 
@@ -287,7 +287,7 @@ class _Eager(torch.autograd.Function):
         values = ctx.saved_tensors
         tensors, places, rest = values[:_COUNT], values[_COUNT : _COUNT + 4], values[_COUNT + 4 :]
         saved, rest = rest[: ctx.count], rest[ctx.count :]
-        r = _with_tensors(ctx.run, tensors, places, rest)
+        r = _with_tensors(ctx.plain, tensors, places, rest)
         needs = ctx.needs_input_grad[1:]
         d = (dy, dh, dc, dcells)
         if r.recompute and not torch.is_grad_enabled():
@@ -322,29 +322,24 @@ def _one_by_one(backward: Callable[[Any], Sequence[Tensor | None]], d: Sequence[
     return [None if parts[0] is None else torch._add_batch_dim(torch.stack(parts), 0, level) for parts in zip(*found)]
 
 
-def _without_tensors(r: Run) -> Run:
+def _plain(r: Run) -> tuple[Any, ...]:
     """What of a run a node may hold itself; tensors are torch's to keep, which sees when somebody changes them."""
-    nothing: Any = None
-    norm = None if r.norm is None else StepNorm(r.norm.over, r.norm.eps, nothing, nothing)
-    draws = tuple(draw._replace(rate=nothing, seed=nothing) for draw in r.draws)
-    return Run(
-        r.cell, nothing, nothing, None, Weights(*[nothing] * 5), draws, nothing, r.first_step, norm, reverse=r.reverse,
-        recompute=r.recompute,
-    )  # fmt: skip
+    norm = None if r.norm is None else (r.norm.over, r.norm.eps)
+    return r.cell, r.first_step, r.reverse, r.recompute, [(draw.rule, draw.plane) for draw in r.draws], norm
 
 
-def _with_tensors(r: Run, tensors: Sequence[Any], places: Sequence[Any], rest: Sequence[Any]) -> Run:
+def _with_tensors(plain: tuple[Any, ...], tensors: Sequence[Any], places: Sequence[Any], rest: Sequence[Any]) -> Run:
+    cell, first_step, reverse, recompute, kinds, norm = plain
     examples, lengths, resets, counts = places
     x, h0, c0, reset_h, reset_c, *more = tensors
-    n = len(r.draws)
-    drawn, given = rest[: 2 * n], rest[2 * n :]
-    draws = tuple(Draw(d.rule, rate, seed, d.plane) for d, rate, seed in zip(r.draws, drawn[::2], drawn[1::2]))
-    norm = r.norm
+    n = 2 * len(kinds)
+    drawn, given = rest[:n], rest[n:]
+    draws = tuple(Draw(rule, drawn[2 * k], drawn[2 * k + 1], plane) for k, (rule, plane) in enumerate(kinds))
     if norm is not None:
-        norm = StepNorm(norm.over, norm.eps, *more[5:])._replace(given=Moments(*given) if given else None)
+        norm = StepNorm(*norm, *more[5:])._replace(given=Moments(*given) if given else None)
     return Run(
-        r.cell, x, h0, c0, Weights(*more[:5]), draws, examples, r.first_step, norm, lengths, resets, reset_h, reset_c,
-        r.reverse, counts=counts, recompute=r.recompute,
+        cell, x, h0, c0, Weights(*more[:5]), draws, examples, first_step, norm, lengths, resets, reset_h, reset_c,
+        reverse, False, counts, recompute,
     )  # fmt: skip
 
 

@@ -228,15 +228,19 @@ def _forward(device: Any, r: Run) -> Kept:
     loop = _loop(r, ready, gates, ys, cs, gh, moments, x if inside else None, bias)
     device.forward(loop)
 
-    h_n, c_n = rows.final(ys, loop.h0).to(narrow, copy=True), None
+    h_n, c_n = _copy(rows.final(ys, loop.h0), narrow), None
     if cs is not None:
         assert loop.c0 is not None
-        c_n = rows.final(cs, loop.c0).to(narrow, copy=True)
+        c_n = _copy(rows.final(cs, loop.c0), narrow)
     if not whole:
         y = rows.unpack(ys)
         c = None if cs is None else rows.unpack(cs)
     y = y if y.dtype == narrow else y.to(narrow)
     return Kept(y, h_n, c_n, c, gates, gh, tuple(moments), rows)
+
+
+def _copy(v: Tensor, dtype: torch.dtype) -> Tensor:
+    return v.clone() if v.dtype == dtype else v.to(dtype)
 
 
 def _input_product(x: Tensor, w_ih: Tensor, out: Tensor) -> None:

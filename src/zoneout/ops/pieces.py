@@ -7,7 +7,6 @@ way back each piece is run forwards again: masks are functions of their coordina
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -130,14 +129,14 @@ def _ready(r: Run) -> Run:
         states |= {name: wide(getattr(r, name)) for name in ("h0", "reset_h")}
     if not r.x.is_floating_point():
         w = w._replace(w_ih=w.w_ih.t().contiguous().t())  # the table of rows by number
-    return replace(r, weights=w, **states)  # type: ignore[arg-type]
+    return r._replace(weights=w, **states)  # type: ignore[arg-type]
 
 
 def _part(r: Run, own: slice, h: Tensor, c: Tensor | None = None) -> Run:
     """The steps of one piece, from a state on."""
     x: Any = r.x[own]
-    return replace(
-        r, x=x.to(h.dtype) if x.is_floating_point() else x, h0=h, c0=c, first_step=r.first_step + own.start,
+    return r._replace(
+        x=x.to(h.dtype) if x.is_floating_point() else x, h0=h, c0=c, first_step=r.first_step + own.start,
         lengths=None if r.lengths is None else (r.lengths - own.start).clamp(0, len(x)),
         resets=None if r.resets is None else r.resets[own],
     )  # fmt: skip

@@ -227,9 +227,9 @@ class Padded:
 
     def final(self, v: Tensor, initial: Tensor) -> Tensor:
         """The last state of each sequence; the initial one of a sequence of length 0."""
-        v = self.unpack(v)
         if self.lengths is None:
-            return v[0 if self.reverse else -1]
+            return v[: self.batch] if self.reverse else v[-self.batch :]
+        v = self.unpack(v)
         ends = torch.zeros_like(self.lengths) if self.reverse else (self.lengths - 1).clamp(min=0)
         chosen = v[ends, torch.arange(self.batch, device=v.device)]
         return torch.where(self.lengths[:, None] > 0, chosen, initial)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
@@ -101,28 +100,37 @@ def takes_x(w_ih: Tensor) -> bool:
     return False
 
 
-@contextmanager
-def products(like: Tensor) -> Iterator[None]:
+def products(like: Tensor) -> AbstractContextManager[None]:
     """While products of float32 are taken as nn.LSTM takes them: in TF32, unless that is switched off for RNNs."""
-    if like.dtype != torch.float32:
-        yield
-        return
-    flags, wanted = torch.backends.cuda.matmul, "tf32" if compiler.tf32() else "ieee"
-    with _setting:  # it is the whole process's: the first who comes changes it, the last who leaves puts it back
-        _before.append(_before[0] if _before else flags.fp32_precision)
-        if flags.fp32_precision != wanted:
-            flags.fp32_precision = wanted
-    try:
-        yield
-    finally:
-        with _setting:
-            before = _before.pop()
-            if not _before and before != wanted:
-                flags.fp32_precision = before
+    return _as_rnns if like.dtype == torch.float32 else nullcontext()
 
 
-_setting = threading.Lock()
-_before: list[str] = []  # how it was, for each who is inside
+class _AsRNNs:
+    """The setting is the whole process's: the first who comes changes it, the last who leaves puts it back."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.inside, self.before = 0, ""
+
+    def __enter__(self) -> None:
+        wanted, flags = "tf32" if compiler.tf32() else "ieee", torch.backends.cuda.matmul
+        with self.lock:
+            now = flags.fp32_precision
+            if self.inside == 0:
+                self.before = now
+            self.inside += 1
+            if now != wanted:
+                flags.fp32_precision = wanted
+
+    def __exit__(self, *_: object) -> None:
+        flags = torch.backends.cuda.matmul
+        with self.lock:
+            self.inside -= 1
+            if self.inside == 0 and flags.fp32_precision != self.before:
+                flags.fp32_precision = self.before
+
+
+_as_rnns = _AsRNNs()
 
 
 def forward(loop: Loop) -> None:

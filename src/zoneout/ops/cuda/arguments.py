@@ -108,7 +108,8 @@ class Arguments:
     def put_all(self, values: Any, names: Sequence[str], dtype: torch.dtype) -> None:
         """Set the pointers of these names to what `values` has under them."""
         for name in names:
-            self.put(name, getattr(values, name), dtype)
+            if (value := getattr(values, name)) is not None:
+                self.put(name, value, dtype)
 
 
 _NARROW = ("scale_h", "w_hh", "b_x", "b_h", "h0", "reset_h", "gates", "y")

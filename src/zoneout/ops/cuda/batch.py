@@ -71,7 +71,7 @@ def plan_for(loop: Loop, back: bool, plain: bool) -> Plan | None:
 
 def run(loop: Loop, back: Backward | None) -> bool:
     """Run the loop in one launch; False where it does not fit, with nothing done."""
-    modes = modes_of(loop, back)
+    modes = None if loop.norm is None else modes_of(loop, back)
     tiles = plan_for(loop, back is not None, modes is not None)
     if tiles is None:
         return False
