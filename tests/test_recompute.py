@@ -139,6 +139,52 @@ def test_runs_the_steps_again_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None
     assert seen[8:] == [9] + [13] * 7
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype", "options"),
+    [
+        ("lstm", torch.float32, {}),
+        ("lstm", torch.bfloat16, {"num_layers": 2}),
+        ("gru", torch.float32, {"norm": zo.RecurrentBatchNorm(60)}),
+    ],
+    ids=["plain", "half type", "batch norm"],
+)
+def test_compiled(name: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """A compiled model keeps what its steps found after all, or takes the derivatives of another pass."""
+    torch._dynamo.reset()
+    keeps, again = two(name, dtype, NOISES["zoneout-unit"](STATES[name]), **options)
+    compiled = torch.compile(again, fullgraph=True, backend="aot_eager")
+    for steps in (40, 60, 50):  # from the second on they are a symbol
+        x, hx = torch.randn(steps, BATCH, INPUT).to(dtype), states(keeps)
+        call = {"lengths": torch.tensor([steps, 4, 0, 17, 9])}
+        want, got = (everything(layer, x, hx, call) for layer in (keeps, compiled))
+        got = {key.replace("_orig_mod.", ""): value for key, value in got.items()}
+        for key, value in want.items():
+            assert (got[key] - value).norm() <= (1e-5 if dtype == torch.float32 else 1e-2) * value.norm(), key
+    x = torch.randn(60, BATCH, INPUT, dtype=dtype, requires_grad=True)
+    between = (
+        60 * BATCH * HIDDEN * (options.get("num_layers", 1) - 1)
+    )  # the outputs of a layer are the next one's input
+    assert kept_numbers(compiled, x) <= between + 4 * BATCH * HIDDEN + 100 < kept_numbers(keeps, x) / 3
+
+
+def test_transformed() -> None:
+    """`torch.func` takes the derivatives of another pass."""
+    keeps, again = two("lstm", torch.float64, zo.Zoneout(0.5, 0.2))
+    x = torch.randn(4, STEPS, 1, INPUT, dtype=torch.float64)
+
+    def loss(layer: Any, weights: dict[str, torch.Tensor], one: torch.Tensor) -> torch.Tensor:
+        y, _ = torch.func.functional_call(layer, weights, (one,), {"seed": 3})
+        return y.square().sum()
+
+    def each(layer: Any) -> dict[str, torch.Tensor]:
+        gradient = torch.func.grad(lambda weights, one: loss(layer, weights, one))
+        return torch.func.vmap(gradient, in_dims=(None, 0))(dict(layer.named_parameters()), x)
+
+    want, got = each(keeps), each(again)
+    for key, value in want.items():
+        torch.testing.assert_close(got[key], value, rtol=1e-9, atol=1e-11)
+
+
 def test_is_an_option_like_others() -> None:
     """It cannot be seen, set later, copied, or refuses what a layer without it refuses."""
     layer = zo.GRU(3, 4, recompute=True)

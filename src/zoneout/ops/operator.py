@@ -48,7 +48,7 @@ def flatten(r: Run) -> tuple[Any, ...]:
     """The operator's arguments."""
     norm = r.norm
     given = [] if norm is None or norm.given is None else [v for v in norm.given if v is not None]
-    codes = [r.first_step]
+    codes = [r.first_step, int(r.recompute), int(r.return_cells)]
     for draw in r.draws:
         rule = draw.rule
         codes += [_STREAMS.index(rule.stream), _BY.index(rule.by), _MASKS.index(rule.mask)]
@@ -70,15 +70,16 @@ def unflatten(cell: str, *args: Any) -> Run:
     norm = StepNorm(over, eps, *scales)._replace(given=Moments(*given) if given else None) if over else None
     return Run(
         cell, x, h0, c0, Weights(*weights), draws, numbers[0], codes[0], norm, lengths, resets, reset_h, reset_c,
-        reverse, cell == "lstm", counts,
+        reverse, bool(codes[2]), counts, bool(codes[1]),
     )  # fmt: skip
 
 
 def decode(codes: Sequence[int], numbers: Sequence[Tensor]) -> tuple[tuple[Draw, ...], Sequence[Tensor]]:
     """The draws, and the moments that a norm was given."""
+    codes = codes[3:]
     draws, count = [], len(codes) // 6
     for k, (rate, seed) in enumerate(zip(numbers[1 : 1 + count], numbers[1 + count : 1 + 2 * count])):
-        stream, by, mask, holds, drawn, plane = codes[1 + 6 * k : 7 + 6 * k]
+        stream, by, mask, holds, drawn, plane = codes[6 * k : 6 * k + 6]
         rule = Rule(_STREAMS[stream], _BY[by], _MASKS[mask], "", bool(holds))
         draws.append(Draw(rule, rate, seed if drawn else None, plane))
     return tuple(draws), numbers[1 + 2 * count :]
@@ -118,13 +119,16 @@ def _run(
         cell, x, h0, c0, reset_h, reset_c, w_ih, w_hh, b_ih, b_hh, w_hr, scale_x, scale_h, scale_c, shift_c,
         over, eps, codes, numbers, lengths, resets, reverse, counts,
     )  # fmt: skip
-    return _outputs(passes.forward(r), h0)  # type: ignore[return-value]
+    if r.recompute:
+        y, h, c, cells, moments = pieces.forward(r).result
+        return _outputs(h0, y, h, c, cells, None, None, *(moments or [None] * 6))  # type: ignore[return-value]
+    kept = passes.forward(r)
+    return _outputs(h0, *kept[:6], *kept.moments)  # type: ignore[return-value]
 
 
-def _outputs(kept: Kept, like: Tensor) -> tuple[Tensor, ...]:
+def _outputs(like: Tensor, *values: Tensor | None) -> tuple[Tensor, ...]:
     """As an operator gives them: an empty tensor where there is none."""
-    parts = (kept.y, kept.h, kept.c, kept.cells, kept.gates, kept.gh, *kept.moments)
-    return tuple(like.new_empty(0) if v is None else v for v in parts)
+    return tuple(like.new_empty(0) if v is None else v for v in values)
 
 
 @_run.register_fake
@@ -135,9 +139,12 @@ def _(cell: str, *args: Any) -> tuple[Tensor, ...]:
     h0, c0 = r.h0, r.c0
     dtype = passes.state_type(h0.dtype) if LOOPS[h0.device.type].WIDE else h0.dtype
     y, cells, gates, gh, moments = passes.empty_outputs(r, dtype)
+    inner = (None, None) if r.recompute else (gates, gh)
+    cells = None if r.recompute and not r.return_cells else cells
+    moments = [None] * 6 if r.recompute and not gives_moments(r) else moments
     h = torch.empty_like(h0, memory_format=torch.contiguous_format)
     c = None if c0 is None else torch.empty_like(c0, memory_format=torch.contiguous_format)
-    return _outputs(Kept(y.to(h0.dtype), h, c, cells, gates, gh, tuple(moments)), h0)
+    return _outputs(h0, y.to(h0.dtype), h, c, cells, *inner, *moments)
 
 
 @torch.library.custom_op("zoneout::run_backward", mutates_args=())
@@ -177,7 +184,8 @@ def _run_backward(
         cell, x, h0, c0, reset_h, reset_c, w_ih, w_hh, b_ih, b_hh, w_hr, scale_x, scale_h, scale_c, shift_c,
         over, eps, codes, numbers, lengths, resets, reverse, counts,
     )  # fmt: skip
-    found = passes.backward(r, _kept(r, saved), (dy, dh, dc, dcells), needs)
+    d = (dy, dh, dc, dcells)
+    found = pieces.backward_anew(r, d, needs) if r.recompute else passes.backward(r, _kept(r, saved), d, needs)
     return [h0.new_empty(0) if grad is None else grad for grad in found]
 
 
@@ -209,7 +217,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.set_materialize_grads(False)
     ctx.rest = cell, over, eps, codes, len(numbers), reverse
     ctx.present = [value is not None for value in tensors]
-    ctx.save_for_backward(*tensors, lengths, resets, counts, *numbers, y, cells, gates, gh, *moments)
+    kept = () if codes[1] else (y, cells, gates, gh, *moments)  # nothing, where it is recomputed
+    ctx.save_for_backward(*tensors, lengths, resets, counts, *numbers, *kept)
 
 
 def _backward(ctx: Any, dy: Tensor, dh: Tensor, dc: Tensor, dcells: Tensor, *_: Tensor) -> tuple[Any, ...]:
@@ -292,18 +301,13 @@ class _Eager(torch.autograd.Function):
         d = (dy, dh, dc, dcells)
         if r.recompute and not torch.is_grad_enabled():
             return (None, *_one_by_one(lambda own: pieces.backward(r, saved, own, needs), d))
-        if r.recompute:
-            with torch.no_grad():
-                kept = passes.forward(r)
-        else:
+        if not torch.is_grad_enabled():
             y, cells, gates, gh, *moments = saved
             kept = Kept(y, r.h0, None, cells, gates, gh, tuple(moments), ctx.rows)
-        if not torch.is_grad_enabled():
             return (None, *_one_by_one(lambda own: passes.backward(r, kept, own, needs), d))
         # A second derivative is asked for: it goes through the operator, which refuses it with a sentence.
         there = [v is not None and bool(needed) for v, needed in zip(tensors, needs)]
-        parts = (kept.y, kept.cells, kept.gates, kept.gh, *kept.moments)
-        grads = _call_backward(*d, [r.h0.new_empty(0) if v is None else v for v in parts], there, *flatten(r))
+        grads = _call_backward(*d, () if r.recompute else _outputs(r.h0, *saved), there, *flatten(r))
         return (None, *(grad if needed else None for grad, needed in zip(grads, there)))
 
     jvp = staticmethod(_no_forward_mode)

@@ -66,7 +66,7 @@ def backward(
 ) -> list[Tensor | None]:
     """The derivatives of `DIFFERENTIABLE`, as `passes.backward` gives them, each piece run forwards once more."""
     each = 1 if r.c0 is None else 2
-    if len(states) == each:
+    if len(states) <= each:
         return passes.backward(r, passes.forward(r), d, needs)
     narrow, (dy, dh, dc, dcells) = r.h0.dtype, d
     dx = torch.empty_like(r.x, memory_format=torch.contiguous_format) if needs[0] else None
@@ -82,6 +82,12 @@ def backward(
             dx[own], found[0] = found[0], dx
         total = [_added(old, new) if summed else new for old, new, summed in zip(total, found, _SUMMED)]
     return [None if v is None or not needed else v.to(narrow) for v, needed in zip(total, needs)]
+
+
+def backward_anew(r: Run, d: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
+    """The same where the states have not been kept either: they are found in a pass of their own."""
+    r = r._replace(return_cells=False)
+    return backward(r, () if _for_the_way_back(r) >= r.steps else forward(r).states, d, needs)
 
 
 def _added(old: Tensor | None, new: Tensor | None) -> Tensor | None:
