@@ -55,14 +55,20 @@ SIZES = {
 
 @half_types
 @pytest.mark.parametrize(("sizes", "given", "found"), SIZES.values(), ids=SIZES)
-def test_sizes(sizes, given, found, precision, ran, monkeypatch):  # noqa: F811
-    """A block, a turn, a group, a chunk, a stage that is used again, or rows and units past the last go wrong."""
+@pytest.mark.parametrize("ragged", [False, True], ids=["whole", "ragged"])
+def test_sizes(ragged, sizes, given, found, precision, ran, monkeypatch):  # noqa: F811
+    """A block, a turn, a group, a chunk, a stage that is used again, or rows and units past the last go wrong.
+
+    And of rows that end early: something is written past their ends, or their last state is not that of the end.
+    """
     resident, chunk, processors, shared = given
     monkeypatch.setattr(wide, "RESIDENT", resident)
     monkeypatch.setattr(wide, "CHUNK", chunk)
     monkeypatch.setattr(wide, "chip", lambda device: compiler.Chip(processors, shared, 9))
     wide.plan.cache_clear()
-    compare("lstm", NOISES["zoneout-unit"], {}, True, precision, sizes, device=ON)
+    lengths = [(5 * row + 1) % (sizes[0] + 1) for row in range(sizes[1])]
+    call = {"lengths": lengths} if ragged else {}
+    compare("lstm", NOISES["zoneout-unit"], call, True, precision, sizes, device=ON)
     tiles = wide.plan_for(ran[0])
     assert (tiles.turns, tiles.groups, tiles.stages) == found
 
@@ -104,7 +110,7 @@ def test_masks_are_those_of_the_cpu(mask, ran):
 
 
 def test_what_it_leaves_to_others(ran):
-    """It takes a loop that it cannot run: other cells, noises and norms, lengths, odd sizes, the way back."""
+    """It takes a loop that it cannot run: other cells, noises and norms, resets, odd sizes, the way back."""
     x = torch.randn(2, 70, 3, dtype=torch.bfloat16, device=ON)
     for layer, call in (
         (zo.GRU(3, 40), {}),
@@ -113,7 +119,8 @@ def test_what_it_leaves_to_others(ran):
         (zo.LSTM(3, 40, norm="layer"), {}),
         (zo.LSTM(3, 40, noise=zo.RecurrentDropout(0.5)), {}),
         (zo.LSTM(3, 40, noise=zo.Zoneout(0.5, 0.5, mask="step")), {}),
-        (zo.LSTM(3, 40), {"lengths": [2] * 69 + [1]}),
+        (zo.LSTM(3, 40), {"resets": torch.ones(2, 70, dtype=torch.bool, device=ON)}),
+        (zo.LSTM(3, 40, noise=zo.VariationalDropout(hidden=0.5)), {}),
     ):
         layer.to(ON, torch.bfloat16)(x, **call)
     zo.LSTM(3, 40, device=ON)(x.float())

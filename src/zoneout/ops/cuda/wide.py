@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from ..loop import Backward, Loop
 from .arguments import CELLS, TYPES, Arguments, Exchange, loop_arguments
 from .compiler import Kernel, chip, load, pack
 from .persistent import plan_for as other_plan
-from .small import modes_of
+from .small import modes_of_draws
 from .turns import turns
 
 OWNED = 16  # units of a block
@@ -74,8 +75,8 @@ def plan_for(loop: Loop) -> Plan | None:
 
 def run(loop: Loop, back: Backward | None) -> bool:
     """Run the loop in one launch; False where it does not fit or goes backwards, with nothing done."""
-    tiles = plan_for(loop) if back is None else None
-    modes = None if tiles is None else modes_of(loop, None)
+    apart = back is not None or loop.reverse or loop.resets is not None or loop.scale_h is not None
+    tiles, modes = (None, None) if apart else (plan_for(loop), modes_of_draws(loop.draws))
     if tiles is None or modes is None:
         return False
     arguments, exchange = loop_arguments(loop, None), Arguments(Exchange)
@@ -90,7 +91,17 @@ def run(loop: Loop, back: Backward | None) -> bool:
     with turns(loop.gates.get_device()).take():
         values = pack((arguments.struct, exchange.struct))
         kernel.launch(tiles.groups * tiles.k_steps, THREADS, values, tiles.shared, cooperative=True)
+    if loop.lengths is not None:
+        _forget_what_is_past(loop, loop.lengths)
     return True
+
+
+def _forget_what_is_past(loop: Loop, lengths: Tensor) -> None:
+    """Zero after the ends of sequences: in the kernel, which has no register left to look at them, all rows go on."""
+    past = (torch.arange(loop.steps, device=lengths.device)[:, None] >= lengths)[..., None]
+    for kept in (loop.y, loop.c):
+        if kept is not None:
+            kept.view(loop.steps, loop.batch, -1).masked_fill_(past, 0)
 
 
 def defines_of(dtype: torch.dtype, tiles: Plan, modes: tuple[int, int]) -> tuple[tuple[str, int], ...]:
