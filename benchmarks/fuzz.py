@@ -39,8 +39,8 @@ def target(name: str, work: Path) -> Callable[[bytes], Any]:
 
     from zoneout.paper import files, runs
     from zoneout.paper.data import load
+    from zoneout.paper.disk import RunError
     from zoneout.paper.files import DataError
-    from zoneout.paper.runs import RunError
 
     path = work / {
         "config": "config.json",

@@ -32,11 +32,12 @@ from typing import Any
 
 import torch
 
-from zoneout.paper import runs
+from zoneout.paper import disk, runs
 from zoneout.paper.config import Batches, Config, Data, Evaluation, Model, Optimizer, Protocol, Zoneout
 from zoneout.paper.data import load
+from zoneout.paper.disk import RunError
 from zoneout.paper.files import DataError
-from zoneout.paper.runs import Run, RunError
+from zoneout.paper.runs import Run
 from zoneout.paper.train import train
 
 FINISHED, REFUSED, STOPPED, UNTOLD = 0, 1, 2, 99  # exit codes of a try; a negative one is the signal that killed it
@@ -158,7 +159,7 @@ def _jump(seconds: float) -> None:
 
 def outcome(folder: Path) -> dict[str, Any]:
     """All of a finished run that has to be equal."""
-    summary = runs.read_json(folder / "summary.json")
+    summary = disk.read_json(folder / "summary.json")
     tensors, info = runs.read_tensors(folder / "best.safetensors")
     latest = runs.read_checkpoint(Run(folder).checkpoints()[0], folder / "metrics.jsonl")
     every = {f"best.{n}": t for n, t in tensors.items()} | latest.tensors

@@ -10,9 +10,9 @@ from typing import Any
 
 from zoneout.paper import demo, gradients, page, plots, sweep_report
 from zoneout.paper.config import Config, change, to_json
+from zoneout.paper.disk import write_record
 from zoneout.paper.recipes import RECIPES
 from zoneout.paper.results import FORMAT, command_of
-from zoneout.paper.runs import write_record
 from zoneout.paper.trials import Row
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}

@@ -14,9 +14,9 @@ from typing import Any
 import fabricated
 import pytest
 
+from zoneout.paper.disk import write_record
 from zoneout.paper.figures import FIGURES
 from zoneout.paper.report import paper_page, runs_page
-from zoneout.paper.runs import write_record
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "results.csv"
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}

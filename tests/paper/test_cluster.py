@@ -77,4 +77,4 @@ def test_a_search_goes_on_where_it_was(out: Path, found: dict[str, Any]) -> None
     assert len(set(first)) == 3 and len(set(second)) == 5 and set(first) < set(second)
     for name in second:
         folder = out / "search" / name
-        assert (folder / "summary.json").exists() or sweep.runs.read_json(folder / "ended.json")["state"] == "stopped"
+        assert (folder / "summary.json").exists() or sweep.disk.read_json(folder / "ended.json")["state"] == "stopped"

@@ -11,9 +11,9 @@ import fabricated
 import pytest
 
 from zoneout.paper import cli, codes, figures, plots
+from zoneout.paper.disk import RunError
 from zoneout.paper.figures import FIGURES, draw, limits, save_all
 from zoneout.paper.recipes import RECIPES
-from zoneout.paper.runs import RunError
 
 
 @pytest.fixture(scope="module")

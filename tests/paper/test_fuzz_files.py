@@ -27,9 +27,10 @@ from hypothesis import strategies as st
 from zoneout.paper import cache, files, runs
 from zoneout.paper.config import Config, Model, from_json, names, to_json
 from zoneout.paper.data import Vocabulary, load, load_images
+from zoneout.paper.disk import RunError
 from zoneout.paper.files import DATASETS, DataError
 from zoneout.paper.models import build
-from zoneout.paper.runs import Run, RunError
+from zoneout.paper.runs import Run
 
 VOCABULARY = Vocabulary("char", tuple("abcü\n"))
 CONFIG = Config(model=Model(hidden=4))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zoneout as zo
-from zoneout.paper import cli, codes, gradients, runs
+from zoneout.paper import cli, codes, disk, gradients
 from zoneout.paper.config import Batches, Config, Data, Evaluation, Model, Optimizer, Protocol, Zoneout, change
 from zoneout.paper.feeds import make_feed
 from zoneout.paper.gradients import flow, gradients_of, half_in_last, mean_norms, measure, watched
@@ -171,7 +171,7 @@ def test_a_gradient_that_is_known() -> None:
     assert norms.tolist() == [0.75, 1.5, 3.0]  # the mean of 5 and 1, halved and halved again
     assert flow(norms) == {"sum": 5.25, "share": [0.142857, 0.285714, 0.571429]}
     assert flow(torch.zeros(3)) == {"sum": 0.0, "share": [0.0, 0.0, 0.0]}
-    with pytest.raises(runs.RunError, match="not finite"):
+    with pytest.raises(disk.RunError, match="not finite"):
         flow(torch.tensor([math.nan]))
     assert half_in_last([0.0, 0.0]) == 0
 
@@ -296,5 +296,5 @@ def test_a_damaged_record_is_a_sentence(tmp_path: Path) -> None:
         '{"format": 1, "layers": {"l0": {"cell": {"share": ["a"]}}}}',
     ):
         path.write_text(text)
-        with pytest.raises(runs.RunError, match="not a gradient flow that can be read"):
+        with pytest.raises(disk.RunError, match="not a gradient flow that can be read"):
             gradients.read_record(path)

@@ -16,11 +16,12 @@ import pytest
 from fabricated import Page
 
 from zoneout.paper import cli, codes, page, sweep_report
+from zoneout.paper.disk import RunError, write_record
 from zoneout.paper.figures import FIGURES
 from zoneout.paper.measures import spread
 from zoneout.paper.recipes import QUOTED, RECIPES
 from zoneout.paper.report import paper_page, runs_page
-from zoneout.paper.runs import RunError, read_config, write_record
+from zoneout.paper.runs import read_config
 
 SPEED = """\
 group,layer,what,against,shape,dtype,ours,theirs,ratio,low,high,goal,error,backend,device,threads,torch,python,date

@@ -22,11 +22,12 @@ from zoneout.paper import reproduce as module
 from zoneout.paper import results as pages
 from zoneout.paper.codes import BAD_DATA
 from zoneout.paper.config import Batches, Config, Data, Evaluation, Model, Optimizer, Protocol, Zoneout, change, to_json
+from zoneout.paper.disk import RunError, write_record
 from zoneout.paper.measures import reached
 from zoneout.paper.recipes import RECIPES, Recipe
 from zoneout.paper.reproduce import main, parser, reproduce
 from zoneout.paper.results import FORMAT, command_of, document, read_record, table
-from zoneout.paper.runs import Run, RunError, read_metrics, write_record
+from zoneout.paper.runs import Run, read_metrics
 from zoneout.paper.train import stop_requests, train
 
 ROOT = Path(__file__).parents[2]

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from zoneout.paper import config as configs
-from zoneout.paper import runs
+from zoneout.paper import disk, runs
 from zoneout.paper.config import Config, Data, Model, Schedule
 from zoneout.paper.data import Vocabulary
 from zoneout.paper.describe import describe
+from zoneout.paper.disk import RunError
 from zoneout.paper.models import build
-from zoneout.paper.runs import Run, RunError, load, read_metrics
+from zoneout.paper.runs import Run, load, read_metrics
 
 VOCABULARY = Vocabulary("char", tuple("abcü\n"))
 CONFIG = Config(model=Model(hidden=4, embedding=4, tied=True))
@@ -344,7 +345,7 @@ def test_a_flipped_bit_in_the_best_weights_is_seen(run: Run, place: float) -> No
 def test_best_weights_without_a_checksum_are_read(run: Run) -> None:
     """As they were written before there was one."""
     model = build(CONFIG, len(VOCABULARY))
-    runs.write_tensors(run.folder / "best.safetensors", runs.weights_of(model), {"update": 3})
+    disk.write_tensors(run.folder / "best.safetensors", runs.weights_of(model), {"update": 3})
     assert load(run.folder).info == {"update": 3}
 
 

@@ -21,8 +21,8 @@ from sweeps import BASE, GRID, jobs, rows
 
 from zoneout.paper import cli, cluster, runs, sweep, sweep_report
 from zoneout.paper.config import change, changed, flags
+from zoneout.paper.disk import RunError
 from zoneout.paper.files import DataError
-from zoneout.paper.runs import RunError
 from zoneout.paper.sweep import run_local
 from zoneout.paper.train import load_data, train
 from zoneout.paper.trials import Row, axes_of, grid_of, part_of, row_of, trial_of

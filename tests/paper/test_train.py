@@ -37,9 +37,10 @@ from zoneout.paper.config import (
     change,
     to_json,
 )
+from zoneout.paper.disk import RunError
 from zoneout.paper.files import DataError
 from zoneout.paper.processes import products_in
-from zoneout.paper.runs import RunError, read_metrics
+from zoneout.paper.runs import read_metrics
 from zoneout.paper.step import learning_rates, update_seeds
 from zoneout.paper.train import Diverged, Summary, load_data, train
 

@@ -20,9 +20,9 @@ import zoneout
 from . import gradients, reproduce, runs, streams
 from .codes import CODES, INTERRUPTED, OK, WRONG_USE, code_of
 from .commands import COMMANDS, Sweep, Train, complain
+from .disk import RunError
 from .files import DataError
 from .recipes import RECIPES
-from .runs import RunError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from . import config as configs
-from . import fetch, files, plots, runs, sweep, sweep_report
+from . import disk, fetch, files, plots, runs, sweep, sweep_report
 from .codes import BAD_DATA, FAILED, INTERRUPTED, OK
 from .config import Config, Protocol
 from .data import Corpus, absolute_path, read_text
@@ -244,7 +244,7 @@ class Show:
             width = min(shutil.get_terminal_size((80, 24)).columns, 100)
             print(f"\n{LABELS[measure]}, validation:\n{plots.ascii_curves(curves, width)}")
         if self.picture is not None:
-            with runs.explained(self.picture):
+            with disk.explained(self.picture):
                 plots.save(plots.figure(curves), self.picture)
             say(f"The picture is in {self.picture}")
         return OK

@@ -24,14 +24,14 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
-from . import data, plots, runs
+from . import data, disk, plots, runs
 from .codes import INTERRUPTED
 from .config import Batches, Config, Data, Evaluation, Model, Optimizer, Protocol, Zoneout
+from .disk import RunError
 from .measures import in_measure
 from .page import code, document, element, join, learning_curves, section, table
 from .processes import cores, end_with_the_parent
 from .progress import duration, watch
-from .runs import RunError
 from .sample import sample
 from .train import stop_requests, train
 
@@ -121,7 +121,7 @@ def write_text(folder: Path, characters: int) -> Data:
     if characters > len(text) - 2 * HELD_OUT:
         raise ValueError(f"--characters: expected at most {len(text) - 2 * HELD_OUT:,} (there is no more text)")
     valid, test, train_ = text[:HELD_OUT], text[HELD_OUT : 2 * HELD_OUT], text[2 * HELD_OUT :][:characters]
-    with runs.explained(folder):
+    with disk.explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for name, part in (("train", train_), ("valid", valid), ("test", test)):
             (folder / f"{name}.txt").write_text(part, encoding="utf-8")
@@ -218,7 +218,7 @@ class Result:
 
 def result(folder: Path, name: str) -> Result:
     """What a run's files say of it."""
-    rows, ended = runs.read_metrics(folder / name), runs.read_json(folder / name / "summary.json")
+    rows, ended = runs.read_metrics(folder / name), disk.read_json(folder / name / "summary.json")
     trained = [in_measure(row["nats"], "bits") for row in rows if row["kind"] == "train"]
     best, test = ended["best"], ended["test"]
     return Result(name, best["bits"], best["update"], test["bits"], trained[-1], ended["seconds"])

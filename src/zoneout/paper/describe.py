@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from . import config as configs
-from . import runs
+from . import disk, runs
 from .progress import duration, worth
 from .train import Summary
 from .unread import unread
@@ -40,7 +40,7 @@ def describe(folder: Path) -> dict[str, Any]:
     ended = runs.read_summary(folder)
     if ended and ended["update"] > (rows[-1]["update"] if rows else 0):
         at = Path(folder) / "metrics.jsonl"
-        raise runs.RunError(
+        raise disk.RunError(
             f"{at} is damaged: the run ended after {ended['update']:,} updates, and it has not all of them"
         )
     return {

@@ -15,11 +15,11 @@ from textwrap import fill
 from typing import Any, TypeAlias
 
 from . import gradients, plots
+from .disk import RunError
 from .measures import UNITS, in_measure, rounded
 from .plots import COLOURS, DASHED, INK, MARKERS, PAPER, SOFT
 from .recipes import RATES_EPOCHS, RECIPES, Recipe
 from .results import Record, best_epoch, fitting, named
-from .runs import RunError
 
 Records: TypeAlias = dict[str, list[Record]]  # by recipe; those without any are left out
 

@@ -29,10 +29,11 @@ import zoneout as zo
 
 from ..ops import Result
 from ..recurrent import Recurrent
-from . import runs, streams
+from . import disk, runs, streams
 from .codes import OK, code_of
 from .config import Config
 from .data import Corpus, Images
+from .disk import RunError
 from .feeds import make_feed
 from .files import DataError
 from .models import loss_of
@@ -40,7 +41,6 @@ from .plots import check_name
 from .processes import device_of
 from .recipes import MEASURES, RECIPES, select
 from .results import changes
-from .runs import RunError
 from .step import as_tuple, update_seeds
 from .train import data_of
 from .unread import refuse_given
@@ -253,7 +253,7 @@ def half_in_last(share: Sequence[float]) -> int:
 def read_record(path: Path) -> Record:
     """The record of a gradient flow, or a sentence that says why not."""
     try:
-        record = runs.read_json(path)
+        record = disk.read_json(path)
         if record["format"] != FORMAT:
             raise ValueError(f"it has format {record['format']!r}, expected {FORMAT}")
         if not record["layers"] or not all(record["layers"].values()):
@@ -344,8 +344,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m zoneout.
             data=options.data,
             device=options.device,
         )
-        with runs.explained(path.parent):
-            runs.write_record(path, record)
+        with disk.explained(path.parent):
+            disk.write_record(path, record)
         name = RECIPES[recipe].row if recipe else str(folder)
         flows[name] = record
         if not options.json:

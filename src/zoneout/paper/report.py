@@ -15,15 +15,15 @@ from statistics import fmean
 from typing import Any
 
 from . import config as configs
-from . import figures, gradients, plots, runs
+from . import disk, figures, gradients, plots
 from .config import at
 from .describe import describe
+from .disk import RunError
 from .measures import REACHED, UNITS, reached, rounded, spread
 from .page import Html, code, document, element, figure, join, learning_curves, link, section, table
 from .progress import duration
 from .recipes import MEASURES, QUOTED, RECIPES, Recipe
 from .results import CAVEAT, Record, best_epoch, fitting, minutes
-from .runs import RunError
 
 NONE = "–"
 TASKS = {  # what a table is called, and where in the paper its rows are
@@ -44,9 +44,9 @@ RULE = (
 
 def write(out: Path, page: str) -> None:
     """Write a page to a file, or say why not."""
-    with runs.explained(out):
+    with disk.explained(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        runs.write_text(out, page)
+        disk.write_text(out, page)
 
 
 # --- the paper -------------------------------------------------------------------------------------

@@ -27,14 +27,14 @@ import torch
 
 from ..ops.cuda.compiler import shared_by
 from . import config as configs
-from . import runs, streams
+from . import disk, runs, streams
 from .codes import BAD_DATA, DIVERGED, FAILED, INTERRUPTED, OK, WRONG_USE, code_of
 from .config import Config
+from .disk import RunError, write_record
 from .files import DataError
 from .processes import cores, device_of, end_with_the_parent
 from .recipes import MEASURES, RECIPES, Recipe, select
 from .results import BEGIN, changes, document, make_record, put_summary, read_record, table
-from .runs import RunError, write_record
 from .train import Diverged, Progress, stop_requests, train
 from .unread import refuse_given, refuse_unread
 
@@ -155,7 +155,7 @@ def reproduce(
     missing = [job for job in jobs if job.missing()]
     missing = [replace(job, at_once=min(parallel, len(missing))) for job in missing]
     if missing:
-        runs.check_writable(Path(results))  # before hours have gone into training
+        disk.check_writable(Path(results))  # before hours have gone into training
     say(table(results, recipes, details=False))
     if not missing:
         say(f"Nothing to run: every record is in {results}. With --results and --out of their own, runs are made anew.")
@@ -399,10 +399,10 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m zoneout.
     elif options.write is None:
         print(table(results))
     if options.write is not None:
-        runs.write_text(options.write, document(results))
+        disk.write_text(options.write, document(results))
         text = README.read_text(encoding="utf-8") if README.exists() else ""
         if BEGIN in text and options.write == PAGE:
-            runs.write_text(README, put_summary(text, results))
+            disk.write_text(README, put_summary(text, results))
     return CODES[state]
 
 

@@ -23,13 +23,13 @@ import torch
 import zoneout as zo
 
 from . import config as configs
-from . import runs
+from . import disk, runs
 from .config import Config, Protocol
+from .disk import RunError
 from .evaluate import evaluate
 from .measures import REACHED, UNITS, measure_of, reached, rounded, spread
 from .processes import device_of
 from .recipes import MEASURES, QUOTED, RECIPES, Recipe
-from .runs import RunError
 from .train import data_of, values_of
 
 Record: TypeAlias = dict[str, Any]
@@ -77,7 +77,7 @@ def make_record(
     folder: Path, recipe: str, *, data: Path | str | None = None, device: str = "auto", at_once: int = 1
 ) -> Record:
     """The record of the finished run in a folder; `at_once` is how many runs shared the device."""
-    config, summary = runs.read_config(folder), runs.read_json(folder / "summary.json")
+    config, summary = runs.read_config(folder), disk.read_json(folder / "summary.json")
     where, measure = device_of(device), summary["measure"]
     return {
         "format": FORMAT,
@@ -174,7 +174,7 @@ def curve(rows: Sequence[Record], measure: str) -> Record:
 def read_record(path: Path) -> Record:
     """A record, or a sentence that says why not."""
     try:
-        record = runs.read_json(path)
+        record = disk.read_json(path)
         if record["format"] != FORMAT:
             raise ValueError(f"it has format {record['format']!r}, expected {FORMAT}")
         for name, kind in KINDS.items():

@@ -8,34 +8,41 @@
     last/NNNNNNNN/      the two latest checkpoints: weights, optimizer and everything else needed to continue
     summary.json        written when the run is finished
 
-Files are written to the side, brought to the disk and renamed, so that at any moment, whatever happens, what is under
-its own name is whole. Nothing is ever unpickled.
+At any moment, whatever happens, what is under its own name is whole (see `disk`). Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import math
 import os
-import secrets
 import shutil
-import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from . import config as configs
 from .config import Config
 from .data import Vocabulary
+from .disk import (
+    RunError,
+    bring_to_disk,
+    digest_of,
+    explained,
+    fields_of,
+    read_json,
+    tensor_digest,
+    write_json,
+    write_tensors,
+    write_text,
+)
 from .models import build
 
 try:
@@ -52,10 +59,6 @@ MAY_CHANGE = (
     *LENGTH, *ANYHOW,
     *(f"evaluation.{name}" for name in ("test.kind", "test.length", "test.size", "statistics", "statistics_size")),
 )  # fmt: skip
-
-
-class RunError(Exception):
-    """Something about a run that its user should know, as a sentence."""
 
 
 class InUse(RunError):
@@ -206,7 +209,7 @@ class Run:
         """Keep the weights as the best so far; `info` goes into the file."""
         with explained(self.folder):
             weights = {name: value.detach().cpu().contiguous() for name, value in weights_of(model).items()}
-            sealed = {**info, "sha256": _tensor_digest(weights, info)}
+            sealed = {**info, "sha256": tensor_digest(weights, info)}
             write_tensors(self.folder / "best.safetensors", weights, sealed)
 
     def save(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
@@ -225,15 +228,15 @@ class Run:
                 "state": state,
                 "config_sha256": self.config_digest(),
                 "metrics_bytes": length,
-                "metrics_sha256": _digest(self.metrics, length),
-                "tensors_sha256": _digest(side / "tensors.safetensors"),
+                "metrics_sha256": digest_of(self.metrics, length),
+                "tensors_sha256": digest_of(side / "tensors.safetensors"),
             }
             write_json(side / "state.json", page | {"sha256": _page_digest(page)})
-            _sync(side)
+            bring_to_disk(side)
             if target.exists():  # of an earlier try, damaged or from before a longer run
                 shutil.rmtree(target)
             side.rename(target)
-            _sync(self.last)
+            bring_to_disk(self.last)
             for old in self.checkpoints()[KEEP:]:
                 shutil.rmtree(old, ignore_errors=True)
 
@@ -296,11 +299,11 @@ def read_checkpoint(folder: Path, metrics: Path, config: str | None = None) -> C
         raise ValueError("state.json has been altered")
     if config is not None and page.get("config_sha256", config) != config:
         raise ValueError("config.json has been altered since")
-    if _digest(folder / "tensors.safetensors") != page["tensors_sha256"]:
+    if digest_of(folder / "tensors.safetensors") != page["tensors_sha256"]:
         raise ValueError("tensors.safetensors does not have the checksum that was written down")
     if metrics.stat().st_size < page["metrics_bytes"]:
         raise ValueError("metrics.jsonl is shorter than it was then")
-    if _digest(metrics, page["metrics_bytes"]) != page["metrics_sha256"]:
+    if digest_of(metrics, page["metrics_bytes"]) != page["metrics_sha256"]:
         raise ValueError("metrics.jsonl has been altered since")
     tensors = load_file(folder / "tensors.safetensors")
     return Checkpoint(folder, tensors, page["state"], page["metrics_bytes"])
@@ -461,7 +464,7 @@ def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
-            row = _fields(line.decode())
+            row = fields_of(line.decode())
         except ValueError:
             raise RunError(f"{path} is damaged: line {number} is not JSON with named fields") from None
         wanted = ("kind", "update", "epoch", *(("best",) if row.get("kind") == "valid" else ()))
@@ -483,7 +486,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         with safe_open(path, "pt") as file:
             info = json.loads((file.metadata() or {}).get("info", "{}"))
         tensors, sealed = load_file(path), info.pop("sha256", None)
-        if sealed is not None and sealed != _tensor_digest(tensors, info):
+        if sealed is not None and sealed != tensor_digest(tensors, info):
             raise ValueError("it does not have the checksum that was written down")
         return tensors, info
     except (SafetensorError, ValueError, TypeError) as error:
@@ -515,111 +518,6 @@ def load_weights(model: nn.Module, tensors: dict[str, Tensor], where: Path) -> N
     with torch.no_grad():
         for name, value in tensors.items():
             own[name].copy_(value)
-
-
-# --- files -----------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def explained(folder: Path) -> Iterator[None]:
-    """Turn what the system says about a file into a sentence."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        number = error.errno if isinstance(error, OSError) else None
-        text = str(error)
-        if number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in text:
-            why = "the disk is full; free some space and continue with --resume"
-        elif number in (errno.EACCES, errno.EPERM, errno.EROFS):
-            why = "it may not be written to; choose another folder or change its permissions"
-        elif number in (errno.ENOTDIR, errno.EEXIST):
-            why = "it is not a folder; choose another name"
-        else:
-            why = text
-        raise RunError(f"{folder}: {why}. What was written before is whole.") from error
-
-
-def check_writable(folder: Path) -> None:
-    """An error where nothing can be written in a folder, which need not be there yet; nothing is left of the try."""
-    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    with explained(folder), tempfile.TemporaryDirectory(dir=there):
-        pass
-
-
-def write_json(path: Path, value: Any, shared: bool = False) -> None:
-    write_text(path, json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False) + "\n", shared)
-
-
-def write_record(path: Path, record: dict[str, Any]) -> None:
-    """Write a record as JSON: a line for every part of it, so that changes to it can be read."""
-    lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in record.items()]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
-
-
-def write_text(path: Path, text: str, shared: bool = False) -> None:
-    """Write a text to the side and rename it; what is `shared` several processes may write at once."""
-    side = path.with_name(f".{path.name}" + (f".{secrets.token_hex(4)}" if shared else ""))
-    with open(side, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    side.replace(path)
-    _sync(path.parent)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    return _fields(path.read_text(encoding="utf-8"))
-
-
-def _fields(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise ValueError("expected named fields in braces, got brackets without end") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"expected named fields in braces, got {type(value).__name__}")
-    return value
-
-
-def write_tensors(path: Path, tensors: dict[str, Tensor], info: dict[str, Any] | None = None) -> None:
-    """Write tensors to the side and rename them."""
-    side = path.with_name(f".{path.name}")
-    plain = {name: value.detach().contiguous() for name, value in tensors.items()}
-    save_file(plain, side, {"info": json.dumps(info or {}, allow_nan=False)})
-    side.chmod(0o644)  # safetensors lets nobody else read them
-    with open(side, "rb+") as file:
-        os.fsync(file.fileno())
-    side.replace(path)
-    _sync(path.parent)
-
-
-def _sync(folder: Path) -> None:
-    """Bring a folder's names to the disk, so that a rename is not lost."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _digest(path: Path, length: float = math.inf) -> str:
-    """The SHA-256 of a file's first `length` bytes."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while length > 0 and (block := file.read(int(min(length, 2**20)))):
-            digest.update(block)
-            length -= len(block)
-    return digest.hexdigest()
-
-
-def _tensor_digest(tensors: dict[str, Tensor], info: dict[str, Any]) -> str:
-    """The SHA-256 of tensors and what is noted beside them: safetensors has none of its own."""
-    digest = hashlib.sha256(json.dumps(info, sort_keys=True).encode())
-    for name, value in sorted(tensors.items()):
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
-        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _page_digest(page: dict[str, Any]) -> str:

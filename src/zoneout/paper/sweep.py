@@ -24,14 +24,15 @@ from typing import Any, TypeAlias
 
 import torch
 
-from . import models, runs
+from . import disk, models
 from .config import Config
 from .data import absolute_path
+from .disk import RunError
 from .files import DataError, MissingError
 from .measures import measure_of
 from .processes import cores, end_with_the_parent
 from .reproduce import passing_on
-from .runs import Begun, InUse, RunError
+from .runs import Begun, InUse
 from .train import Diverged, Progress, load_data, same_data, train
 from .trials import (
     INTERRUPTED,
@@ -94,8 +95,8 @@ class Job:
 
 def mark(folder: Path, state: State, why: str) -> None:
     """Note that a run has ended without a summary."""
-    with runs.explained(folder):
-        runs.write_json(folder / "ended.json", {"state": state, "why": why})
+    with disk.explained(folder):
+        disk.write_json(folder / "ended.json", {"state": state, "why": why})
 
 
 def run_local(jobs: Sequence[Job], *, parallel: int, say: Say, retries: int = RETRIES) -> dict[str, str]:

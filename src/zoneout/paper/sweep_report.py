@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from . import plots, runs
+from . import disk, plots
 from .measures import figure_of
 from .page import code, document, element, learning_curves, section
 from .page import table as html_table
@@ -82,10 +82,10 @@ def table(rows: Sequence[Row]) -> str:
 
 def write(rows: Sequence[Row], out: Path, title: str) -> None:
     """Write results.json and the page index.html; the parts of a sweep may end at the same time."""
-    with runs.explained(out):
+    with disk.explained(out):
         out.mkdir(parents=True, exist_ok=True)
-        runs.write_json(out / "results.json", [asdict(row) for row in rows], shared=True)
-        runs.write_text(out / "index.html", page(rows, title), shared=True)
+        disk.write_json(out / "results.json", [asdict(row) for row in rows], shared=True)
+        disk.write_text(out / "index.html", page(rows, title), shared=True)
 
 
 def page(rows: Sequence[Row], title: str) -> str:

@@ -23,13 +23,14 @@ from . import data as corpora
 from . import runs
 from .config import Config
 from .data import Corpus, Images
+from .disk import RunError
 from .evaluate import Score, estimate_statistics, evaluate, predictions
 from .feeds import make_feed
 from .files import DataError, MissingError
 from .measures import measure_of
 from .models import build, parameters_of
 from .processes import Processes, join
-from .runs import Run, RunError
+from .runs import Run
 from .step import Step
 
 Progress = Callable[[dict[str, Any]], None]

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from . import config as configs
-from . import runs
+from . import disk, runs
 from .config import Config
+from .disk import RunError
 from .measures import figure_of, measure_in
-from .runs import ANYHOW, LENGTH, RunError
+from .runs import ANYHOW, LENGTH
 
 State: TypeAlias = Literal["missing", "begun", "finished", "stopped", "diverged", "failed"]
 
@@ -171,7 +172,7 @@ def state_of(trial: Trial, folder: Path, *, scheduled: bool = False) -> State:
     if (folder / "summary.json").exists():
         return "finished"
     if (folder / "ended.json").exists():
-        state: State = runs.read_json(folder / "ended.json")["state"]
+        state: State = disk.read_json(folder / "ended.json")["state"]
         return state if state == "diverged" or scheduled else "begun"
     return "begun"
 
@@ -215,7 +216,7 @@ def row_of(trial: Trial, folder: Path, why: str = "", *, scheduled: bool = False
     if state == "missing" or not (folder / "metrics.jsonl").exists():
         return Row(name, str(folder), settings, state, why=why)
     if (folder / "ended.json").exists() and state in ("stopped", "diverged"):
-        why = runs.read_json(folder / "ended.json")["why"]
+        why = disk.read_json(folder / "ended.json")["why"]
     lines = runs.read_metrics(folder)
     best = next((line for line in reversed(lines) if line["kind"] == "valid" and line["best"]), None)
     measure = measure_in(best or {}) or ""
