@@ -122,14 +122,19 @@ def test_every_figure_is_there_with_what_it_lacks(full: str, tmp_path: Path) -> 
             assert all(f'href="#{kind}-{arm}"' in found for arm in plan.arms)
 
 
+def as_typed(page: str) -> str:
+    """A page without what keeps options in one piece."""
+    return re.sub("</?span>", "", page)
+
+
 def test_numbers_lead_to_the_commands_that_made_them(full: str) -> None:
     """Nobody can find out where a number comes from."""
-    places = dict(re.findall(r'<dt id="(make-[^"]*)">.*?</dt>\n(.*?)(?=\n<dt|</dl>)', full, re.S))
+    places = dict(re.findall(r'<dt id="(make-[^"]*)">.*?</dt>\n(.*?)(?=\n<dt|</dl>)', as_typed(full), re.S))
     for recipe in RECIPES.values():
         command = f"zoneout reproduce {recipe.name} --first-seed 1 --precision fp32"
         assert command in places[f"make-{recipe.name}"]
     assert places["make-char_ptb_zoneout"].count("<dd>") == 3
-    assert "zoneout gradients gradient_flow_zoneout --seed 1" in full
+    assert "zoneout gradients gradient_flow_zoneout --seed 1" in as_typed(full)
 
 
 def test_a_record_with_other_settings_is_named_and_left_out(tmp_path: Path) -> None:
@@ -182,6 +187,7 @@ def test_runs_are_compared_with_each_other(mine: str) -> None:
     (rate,) = [row for row in rows if "--zoneout.cell" in row]
     assert [cell for cell in rate.split("|") if cell] == ["--zoneout.cell", "0.0", "0.5", "0.0"]
     assert mine.count("<figure") == 3  # two measures, and the gradients of one run
+    mine = as_typed(mine)
     assert "--optimizer.betas 0.8 0.99" in mine and "--zoneout.cell 0.5" in mine
 
 

@@ -34,7 +34,9 @@ def join(parts: Iterable[Any], between: str = "") -> Html:
 
 
 def code(text: str) -> Html:
-    return element("code", text)
+    """What is typed. A line ends between words, not after the hyphens of an option."""
+    words = text.split(" ")
+    return element("code", join((element("span", w) if w.startswith("--") and len(w) < 30 else w for w in words), " "))
 
 
 def link(to: str, text: Any) -> Html:
@@ -172,6 +174,7 @@ figure { margin: 2rem 0; }
 figcaption { margin-top: .5rem; font-size: .95rem; } figcaption p { margin: .4rem 0; }
 code { font: .88em/1.5 ui-monospace, monospace; background: var(--wash); padding: .1em .3em; border-radius: 3px;
   overflow-wrap: anywhere; white-space: normal; }
+code span { white-space: nowrap; }
 pre { background: var(--wash); padding: 1rem; white-space: pre-wrap; overflow-wrap: anywhere; }
 dt { margin-top: .8rem; } dd { margin: 0 0 0 1rem; }
 details { margin: 1rem 0; } summary { cursor: pointer; padding: .3rem 0; }
