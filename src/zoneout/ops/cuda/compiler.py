@@ -111,7 +111,7 @@ def pack(values: Sequence[Any]) -> Any:
 
 @cache
 def _pointers(count: int) -> Any:
-    """The type of so many pointers, which ctypes would make anew for each launch: that takes 45 µs."""
+    """The type of so many pointers, which ctypes would make anew whenever the last one has been collected."""
     return ctypes.c_void_p * count
 
 
