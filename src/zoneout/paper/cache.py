@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ..ops.kept import cache_folder
+from . import disk
 
 Array: TypeAlias = np.ndarray[Any, Any]
 _PAGE = "entry.json"
@@ -93,9 +94,7 @@ def remember(path: Path, digest: str) -> None:
             return
         stamp = _stamp(path)
         stamp.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=stamp.parent, delete=False, encoding="utf-8") as side:
-            json.dump({"file": state, "digest": digest}, side)
-        os.replace(side.name, stamp)
+        disk.write_json(stamp, {"file": state, "digest": digest}, shared=True)
     except OSError:
         return
 
