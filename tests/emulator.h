@@ -54,8 +54,13 @@ struct Warp {
     Barrier barrier;
     u32 word[2][32], a[2][32][4], b[2][32][2];
 };
+struct Cluster {
+    Barrier barrier;
+    int first; /* of its blocks */
+};
 struct Block {
     Barrier barrier, named[16];
+    Cluster *cluster;
     std::vector<char> shared;
     int votes[2] = {};
 };
@@ -70,7 +75,6 @@ struct Fiber {
 };
 static Fiber *self;
 static ucontext_t scheduler;
-static Barrier cluster;
 static std::vector<Block> *blocks;
 static long events; /* something went on */
 static void (*body)(void *);
@@ -99,14 +103,14 @@ static void leave(Barrier &b) {
 static void begin() {
     body(body_of);
     self->done = true, events++;
-    leave(self->warp->barrier), leave(self->home->barrier), leave(cluster);
+    leave(self->warp->barrier), leave(self->home->barrier), leave(self->home->cluster->barrier);
     swapcontext(&self->context, &scheduler);
 }
 static char *shared() { return self->home->shared.data(); }
 static bool misaligned; /* whether something was read or written where a GPU would not */
 
 template <class Body>
-static int run(int across, int down, int x, int y, int size, int together, Body one) {
+static int run(int across, int down, int x, int y, int size, int together, int side, Body one) {
     body = [](void *of) { (*(Body *)of)(); };
     body_of = &one;
     gridDim = {across, down, 1}, blockDim = {x, y, 1}, misaligned = false;
@@ -116,9 +120,10 @@ static int run(int across, int down, int x, int y, int size, int together, Body 
         std::vector<Warp> of(together * warps);
         std::vector<Fiber> fibers(together * threads);
         blocks = &all;
-        cluster = Barrier();
-        cluster.wanted = together * threads;
+        std::vector<Cluster> clusters(together / side);
         for (int b = 0; b < together; b++) {
+            all[b].cluster = &clusters[b / side];
+            all[b].cluster->first = b / side * side, all[b].cluster->barrier.wanted = side * threads;
             all[b].barrier.wanted = threads;
             all[b].shared.assign(size + 16, (char)0xFF); /* not a number, until somebody writes */
             for (int t = 0; t < threads; t++) {
@@ -269,6 +274,10 @@ static void ld_global_v2_u32(u32 &x, u32 &y, const void *from) { x = ((const u32
 static void ld_relaxed_gpu_global_u32(u32 &to, const void *from) { to = *(const u32 *)from; }
 static void st_relaxed_gpu_global_u64(void *to, u32 low, u32 high) { ((u32 *)to)[0] = low, ((u32 *)to)[1] = high; }
 static void st_relaxed_gpu_global_u32(void *to, u32 v) { *(u32 *)to = v; }
+static void ld_global_v4_u32(u32 &x, u32 &y, u32 &z, u32 &w, const void *from) {
+    const uint4 v = *(const uint4 *)from;
+    x = v.x, y = v.y, z = v.z, w = v.w;
+}
 static void prefetch_global_L2(const void *) {}
 static void griddepcontrol_wait() {}
 static void cvt_rna_tf32_f32(u32 &to, float v) { to = (as_word(v) + 0x1000) & ~0x1FFFu; }
@@ -277,8 +286,8 @@ static void cvt_rn_f16_f32(u16 &to, float v) { to = half_of(v); }
 static void cvt_f32_f16(float &to, u16 v) { to = half_at(v); }
 static void cvt_rn_bf16x2_f32(u32 &to, float high, float low) { to = bf16_of(low) | (u32)bf16_of(high) << 16; }
 static void cvt_rn_f16x2_f32(u32 &to, float high, float low) { to = half_of(low) | (u32)half_of(high) << 16; }
-static void barrier_cluster_arrive_release_aligned() { self->arrived = arrive_at(cluster); }
-static void barrier_cluster_wait_acquire_aligned() { wait_at(cluster, self->arrived); }
+static void barrier_cluster_arrive_release_aligned() { self->arrived = arrive_at(self->home->cluster->barrier); }
+static void barrier_cluster_wait_acquire_aligned() { wait_at(self->home->cluster->barrier, self->arrived); }
 
 static void redux_sync_max_u32(u32 &to, u32 v) {
     u32 *all = exchange(v);
@@ -301,7 +310,7 @@ static void ldmatrix_sync_aligned_m8n8_x4_shared_b16(u32 &m0, u32 &m1, u32 &m2, 
 }
 
 /* An address in shared memory is an offset; that of another block of the cluster has the block's number before it. */
-static void mapa_shared_cluster_u32(u32 &to, u32 own, int block) { to = own | (u32)block << 24; }
+static void mapa_shared_cluster_u32(u32 &to, u32 own, int block) { to = own | (u32)(self->home->cluster->first + block) << 24; }
 static u32 *in_cluster(u32 at) { return (u32 *)((*blocks)[at >> 24].shared.data() + (at & 0xFFFFFF)); }
 static void st_shared_cluster_u32(u32 at, u32 x) { *in_cluster(at) = x; }
 static void st_shared_cluster_v2_u32(u32 at, u32 x, u32 y) { in_cluster(at)[0] = x, in_cluster(at)[1] = y; }
@@ -316,14 +325,13 @@ struct Counter {
 };
 static_assert(sizeof(Counter) == 8, "as on a GPU");
 static Counter &counter(u32 at) { return *(Counter *)(shared() + at); }
-static void count(u32 at, int arrivals, int bytes) {
-    Counter &c = counter(at);
+static void count(Counter &c, int arrivals, int bytes) {
     c.left -= arrivals, c.bytes += bytes;
     if (c.left == 0 && c.bytes == 0) c.phase ^= 1, c.left = c.wanted, events++;
 }
 static void mbarrier_init_shared_cta_b64(u32 at, u32 wanted) { counter(at) = {0, (u16)wanted, (u16)wanted, 0}; }
-static void mbarrier_arrive_expect_tx_shared_cta_b64(u32 at, u32 bytes) { count(at, 1, bytes); }
-static void mbarrier_arrive_shared_cta_b64(u32 at) { count(at, 1, 0); }
+static void mbarrier_arrive_expect_tx_shared_cta_b64(u32 at, u32 bytes) { count(counter(at), 1, bytes); }
+static void mbarrier_arrive_shared_cta_b64(u32 at) { count(counter(at), 1, 0); }
 static void mbarrier_try_wait_parity_shared_cta_b64(u32 &done, u32 at, u32 phase) {
     done = counter(at).phase != phase;
     if (!done) give_way();
@@ -331,8 +339,18 @@ static void mbarrier_try_wait_parity_shared_cta_b64(u32 &done, u32 at, u32 phase
 static void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(u32 to, const void *from, u32 bytes, u32 at) {
     if ((to | (size_t)from | bytes) % 16) misaligned = true;
     memcpy(shared() + to, from, bytes);
-    count(at, 0, -(int)bytes);
+    count(counter(at), 0, -(int)bytes);
 }
+static void st_async_weak_shared_cluster_mbarrier_complete_tx_bytes_u32(u32 to, u32 x, u32 at) {
+    *in_cluster(to) = x, count(*(Counter *)in_cluster(at), 0, -4);
+}
+static void st_async_weak_shared_cluster_mbarrier_complete_tx_bytes_v2_u32(u32 to, u32 x, u32 y, u32 at) {
+    st_shared_cluster_v2_u32(to, x, y), count(*(Counter *)in_cluster(at), 0, -8);
+}
+static void st_async_weak_shared_cluster_mbarrier_complete_tx_bytes_v4_u32(u32 to, u32 x, u32 y, u32 z, u32 w, u32 at) {
+    st_shared_cluster_v4_u32(to, x, y, z, w), count(*(Counter *)in_cluster(at), 0, -16);
+}
+static void fence_mbarrier_init_release_cluster() {}
 static void bar_sync(int which, int threads) {
     self->home->named[which].wanted = threads;
     meet(self->home->named[which]);

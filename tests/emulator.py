@@ -27,7 +27,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zoneout.ops import cuda, passes
+from zoneout.ops import cuda, passes, products
 from zoneout.ops.cuda import compiler
 
 HEADER = Path(__file__).with_name("emulator.h")
@@ -88,8 +88,9 @@ def _with_entry(found: re.Match[str], body: str) -> str:
     given = ", ".join(f"*({kind} *)given[{i}]" for i, kind in enumerate(kinds))
     return (
         f"{found.group()}{body}}}\n"
-        f'extern "C" int emulated_{name}(int across, int down, int x, int y, int size, int together, void **given) {{\n'
-        f"    return emulated::run(across, down, x, y, size, together, [&] {{ {name}({given}); }});\n}}\n"
+        f'extern "C" int emulated_{name}(int across, int down, int x, int y, int size, int together, int side,\n'
+        f"                               void **given) {{\n"
+        f"    return emulated::run(across, down, x, y, size, together, side, [&] {{ {name}({given}); }});\n}}\n"
     )
 
 
@@ -103,14 +104,19 @@ class Kernel:
         """Nothing to do: there is enough."""
 
     def resident_blocks(self, threads: int, shared: int) -> int:
-        """As many as are asked for."""
+        """As many as a GPU has processors."""
         return 132
+
+    def fits(self, blocks: int, threads: int, shared: int, cluster: int = 1) -> bool:
+        """As many as are asked for, in clusters as they were built."""
+        assert cluster == self.cluster and not blocks % cluster
+        return True
 
     def launch(self, blocks: Any, threads: Any, arguments: Any, shared: int = 0, cooperative: bool = False) -> None:
         """Run to the end."""
         grid, block = (value if isinstance(value, tuple) else (value, 1) for value in (blocks, threads))
         together = grid[0] * grid[1] if cooperative else self.cluster
-        wrong = self.function(*grid, *block, shared, together, arguments)
+        wrong = self.function(*grid, *block, shared, together, self.cluster, arguments)
         assert not wrong, ("threads wait for each other for ever", "an address is not aligned")[wrong - 1]
 
 
@@ -118,7 +124,8 @@ class Kernel:
 def load(device: int, source: str, names: tuple[str, ...], defines: tuple[tuple[str, int], ...]) -> tuple[Kernel, ...]:
     """As the compiler's `load`."""
     text, _ = compiler.program((9, 0), source, defines)
-    cluster = dict(defines)["BLOCKS"] if "__cluster_dims__" in text else 1
+    found = re.search(r"__cluster_dims__\((\w+)", text)
+    cluster = 1 if found is None else dict(defines)[found[1]]
     known = [("__CUDA_ARCH__", 900), *defines]
     text = "\n".join([f'#include "{HEADER}"', *(f"#define {name} {value}" for name, value in known), translated(text)])
     options = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-Wl,-Bsymbolic", "-fsanitize=alignment"]
@@ -142,11 +149,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(f"zoneout.ops.cuda.{name}.load", load)
     for module in (cuda.batch, cuda.small, cuda.persistent, cuda.wide, cuda.steps, compiler):
         monkeypatch.setattr(module, "chip", lambda device: compiler.Chip(132, 232448, 9))
-    library = SimpleNamespace(
-        cuFuncSetAttribute=lambda *_: 0, cuLaunchKernelEx=_launch, cuOccupancyMaxActiveClusters=_room
-    )
-    for module in (cuda.batch, cuda.steps):
-        monkeypatch.setattr(module, "driver", lambda: library)
+    monkeypatch.setattr(cuda.steps, "driver", lambda: SimpleNamespace(cuLaunchKernelEx=_launch))
     monkeypatch.setattr(cuda.steps, "product", product)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
@@ -155,18 +158,11 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setitem(passes.LOOPS, "cpu", cuda)
+    monkeypatch.setattr(products, "on_gpu", lambda v: True)
     monkeypatch.setattr("zoneout.recurrent.Recurrent._packs", lambda self, x: False)  # which only the CPU's loop does
     yield
     for made in kept:
         made.cache_clear()
-
-
-def _room(count: Any, kernel: Kernel, at: Any) -> int:
-    """In place of the driver's: there is room for one cluster."""
-    how = at._obj
-    assert how.attributes[0].value == how.blocks_x and not how.blocks_x % kernel.cluster
-    count._obj.value = 1
-    return 0
 
 
 def _launch(at: Any, kernel: Kernel, arguments: Any, extra: None) -> int:

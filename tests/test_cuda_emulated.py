@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
+import emulator
 import pytest
 import torch
 from test_backends import CALLS, LAYERS, NOISES, NORMS
@@ -45,6 +44,17 @@ def test_equals_the_reference(kernel, name, call, noise, precision, monkeypatch)
 
 @pytest.mark.usefixtures("emulated", "poisoned")
 @pytest.mark.parametrize("precision", ["tf32", "bf16"], indirect=True)
+@pytest.mark.parametrize("sizes", [(7, 40, 2, 22), (3, 18, 2, 132)], ids=["pairs", "two parts"])
+@pytest.mark.parametrize("name", ["lstm", "gru", "rnn"])
+def test_sizes_with_batch_norm(name, sizes, precision, monkeypatch):  # noqa: F811
+    """Numbers that lie even are read together, or a block has two parts: one is forgotten or comes too late."""
+    monkeypatch.setattr(cuda, "PATHS", (cuda.batch,))
+    noise, norm = NOISES["zoneout-unit"], NORMS["batch-norm"]
+    compare(name, noise, {}, True, precision, sizes, device="cpu", cells=False, norm=norm)
+
+
+@pytest.mark.usefixtures("emulated", "poisoned")
+@pytest.mark.parametrize("precision", ["tf32", "bf16"], indirect=True)
 @pytest.mark.parametrize("path", [cuda.small, cuda.persistent, cuda.steps], ids=["small", "persistent", "steps"])
 def test_directions_and_layers(path, precision, monkeypatch):  # noqa: F811
     """A reversed direction, a second layer or a learned state goes wrong."""
@@ -67,8 +77,7 @@ def test_steps(options, precision, monkeypatch):  # noqa: F811
 @pytest.mark.parametrize("precision", ["bf16"], indirect=True)
 def test_no_room_for_a_cluster(precision, monkeypatch):  # noqa: F811
     """A GPU on which batch norm's cluster does not fit gets an error instead of the kernels step by step."""
-    no_room = SimpleNamespace(cuFuncSetAttribute=lambda *_: 0, cuOccupancyMaxActiveClusters=lambda *_: 0)
-    monkeypatch.setattr(cuda.batch, "driver", lambda: no_room)
+    monkeypatch.setattr(emulator.Kernel, "fits", lambda *_: False)
     monkeypatch.setattr(cuda, "PATHS", (cuda.batch, cuda.steps))
     given, sizes = given_with("batch-norm", "whole")
     compare("lstm", NOISES["zoneout-unit"], given, True, precision, sizes, device="cpu", norm=NORMS["batch-norm"])

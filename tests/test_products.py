@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from zoneout.ops.products import linear, padded_linear
+from zoneout.ops import products
+from zoneout.ops.products import linear, padded_linear, times_and_sum
 
 
 def with_gradients(function: Any, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
@@ -30,6 +31,18 @@ def test_a_padded_product_is_the_product(across: int, down: int) -> None:
     ours = with_gradients(lambda *v: padded_linear(*v, across, down), *given)
     for one, theirs in zip(ours, with_gradients(F.linear, *given), strict=True):
         torch.testing.assert_close(one, theirs)
+
+
+@pytest.mark.parametrize(("columns", "with_sum"), [(21, True), (32, False), (3, False)])
+def test_sums_beside_a_product(columns: int, with_sum: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns of ones are multiplied where there is no room, or end up in the product."""
+    monkeypatch.setattr(products, "on_gpu", lambda v: True)
+    a, b = torch.randn(5, 40, dtype=torch.float64), torch.randn(40, columns, dtype=torch.float64)
+    product, added = times_and_sum(a, b)
+    torch.testing.assert_close(product, a @ b)
+    assert (added is not None) == with_sum
+    if added is not None:
+        torch.testing.assert_close(added, a.sum(1))
 
 
 @pytest.mark.gpu

@@ -41,9 +41,9 @@ def narrow_products(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def joins(gates: int, entering: int) -> bool:
+def joins(rows: int, gates: int, outputs: int, inputs: int) -> bool:
     """Whether one product for dW_h and dW_x gains more than laying h and x side by side costs."""
-    return gates > entering
+    return rows * (outputs + inputs) <= 2**20 and gates > outputs + inputs
 
 
 products = nullcontext  # the precision of float32 products is not ours to choose
@@ -76,6 +76,11 @@ def give_back(*buffers: Tensor | None) -> None:
 
 _kept: dict[tuple[torch.dtype, int], list[Tensor]] = {}
 _MOST = 2**26
+
+
+def by_unit(r: Run) -> bool:
+    """Whether the gates lie unit by unit: never."""
+    return False
 
 
 def takes_x(w_ih: Tensor) -> bool:

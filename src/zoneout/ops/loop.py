@@ -4,7 +4,8 @@ Rows lie as the device wants them (`rows.py`). Packed: step t has `counts[t]` ro
 rows of a step are a prefix of the rows of the step before, and a sequence that has ended costs nothing; a reversed
 sequence has been turned around already. Padded (`counts` is None): as the caller has them, N = T · B, lengths and
 direction looked at by the loop; outputs past a row's end have to be left zero. N is the number of all rows, G the gates
-times the hidden size H, P the size of h.
+times the hidden size H, P the size of h. Whatever has G of something lies as torch has it, [gate][unit], or where a
+device's `by_unit` says so as [unit][gate].
 """
 
 from __future__ import annotations
@@ -18,6 +19,16 @@ from ..noise import MASKS, STREAMS
 from ..norm import StepNorm
 
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+
+
+def by_unit(v: Tensor, cell: str, dim: int = 0) -> Tensor:
+    """What lies gate by gate along a dimension, unit by unit."""
+    return v.unflatten(dim, (GATES[cell], -1)).transpose(dim, dim + 1).flatten(dim, dim + 1)
+
+
+def by_gate(v: Tensor, cell: str, dim: int = 0) -> Tensor:
+    """What lies unit by unit along a dimension, gate by gate."""
+    return v.unflatten(dim, (-1, GATES[cell])).transpose(dim, dim + 1).flatten(dim, dim + 1)
 
 
 @dataclass
@@ -56,6 +67,7 @@ class Loop:
     var_h: Tensor | None  # *
     mean_c: Tensor | None  # * [N] or [T, H]
     var_c: Tensor | None  # *
+    by_unit: bool = False
 
     @property
     def batch(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,8 +15,8 @@ from ..draws import Draw
 from ..norm import Moments, StepNorm
 from . import cpu, cuda
 from .interface import Run, Weights
-from .loop import GATES, Backward, Loop
-from .products import padded, times
+from .loop import GATES, Backward, Loop, by_gate, by_unit
+from .products import padded, spare, times, times_and_sum
 from .rows import Packed, Padded, as_packed
 
 LOOPS: dict[str, Any] = {"cpu": cpu, "cuda": cuda}
@@ -89,7 +89,7 @@ def state_type(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Ready(NamedTuple):
-    """A run with its numbers in the device's precision."""
+    """A run with its numbers in the device's precision, and the gates as they lie there."""
 
     x: Tensor
     h0: Tensor
@@ -99,6 +99,7 @@ class _Ready(NamedTuple):
     w: Weights
     norm: StepNorm | None
     rows: Packed | Padded
+    by_unit: bool
 
 
 def _ready(device: Any, r: Run, rows: Packed | Padded | None = None) -> _Ready:
@@ -111,7 +112,27 @@ def _ready(device: Any, r: Run, rows: Packed | Padded | None = None) -> _Ready:
     x, h0, reset_h, w = r.x, r.h0, r.reset_h, r.weights
     if device.WIDE and h0.dtype != state_type(h0.dtype):
         x, h0, reset_h, w = x.float() if x.is_floating_point() else x, h0.float(), wide(reset_h), Weights(*map(wide, w))  # type: ignore[arg-type]
-    return _Ready(x, h0, wide(r.c0), reset_h, wide(r.reset_c), w, norm, rows)
+    turned = device.by_unit(r)
+    if turned:
+        w = w._replace(**_turned(by_unit, r.cell, {name: getattr(w, name) for name in OF_GATES[:4]}))
+        if norm is not None:
+            norm = norm._replace(**_turned(by_unit, r.cell, {name: getattr(norm, name) for name in OF_GATES[4:]}))
+    return _Ready(x, h0, wide(r.c0), reset_h, wide(r.reset_c), w, norm, rows, turned)
+
+
+OF_GATES = ("w_ih", "w_hh", "b_ih", "b_hh", "scale_x", "scale_h")  # what has a row for every gate
+
+
+def _turned(turn: Callable[..., Tensor], cell: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Values with the gates in another order."""
+    return {name: v if v is None else turn(v, cell) for name, v in given.items()}
+
+
+def _turned_moments(
+    turn: Callable[..., Tensor], cell: str, moments: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """The moments, those of x·Wx and h·Wh with the gates in another order."""
+    return (*(v if v is None else turn(v, cell, 1) for v in moments[:4]), *moments[4:])
 
 
 def empty_outputs(
@@ -195,6 +216,7 @@ def _loop(
         var_h=var_h,
         mean_c=mean_c,
         var_c=var_c,
+        by_unit=ready.by_unit,
     )
 
 
@@ -236,7 +258,8 @@ def _forward(device: Any, r: Run) -> Kept:
         y = rows.unpack(ys)
         c = None if cs is None else rows.unpack(cs)
     y = y if y.dtype == narrow else y.to(narrow)
-    return Kept(y, h_n, c_n, c, gates, gh, tuple(moments), rows)
+    found = _turned_moments(by_gate, r.cell, moments) if ready.by_unit else tuple(moments)
+    return Kept(y, h_n, c_n, c, gates, gh, found, rows)
 
 
 def _copy(v: Tensor, dtype: torch.dtype) -> Tensor:
@@ -253,8 +276,6 @@ def _input_product(x: Tensor, w_ih: Tensor, out: Tensor) -> None:
 
 # --- backwards -------------------------------------------------------------------------------------
 
-_SHORT = 2**20  # numbers of h and x side by side that one product for both matrices is worth copying
-
 
 def _backward(
     device: Any, r: Run, kept: Kept, given: Sequence[Tensor | None], needs: dict[str, bool]
@@ -267,7 +288,8 @@ def _backward(
     cs = None if kept.cells is None else rows.pack(kept.cells)
     n, wide_ = ys.shape[0], w.w_hh.shape[0]
     hidden = wide_ // GATES[r.cell]
-    loop = _loop(r, ready, kept.gates, ys, cs, kept.gh, kept.moments)
+    moments = _turned_moments(by_unit, r.cell, kept.moments) if ready.by_unit else kept.moments
+    loop = _loop(r, ready, kept.gates, ys, cs, kept.gh, moments)
     states = state_type(ys.dtype)
 
     def start(d: Tensor | None, like: Tensor) -> Tensor:
@@ -316,17 +338,14 @@ def _backward(
 
     starts = {"h0": back.dh, "c0": back.dc, "reset_h": back.dreset_h, "reset_c": back.dreset_c}
     found = {name: rows.unsort(value) for name, value in starts.items() if value is not None and needs[name]}
-    if w.b_ih is not None and needs["b_ih"]:
-        found["b_ih"] = dgx.sum(0)
-    if w.b_hh is not None and needs["b_hh"]:
-        found["b_hh"] = dsh.sum(0) if dsh is not dgx or "b_ih" not in found else found["b_ih"].clone()
     if back.dx is not None:
         dgx = back.dx
         sums = {"scale_x": back.dscale_x, "scale_h": back.dscale_h, "scale_c": back.dscale_c, "shift_c": back.dshift_c}
         found |= {name: total.sum(0) for name, total in sums.items() if total is not None}
     w_ih, du, u, one_hot = w.w_ih, back.du, back.u, not x.is_floating_point()
+    added = None  # dgx over all rows, where a product has it on the side
     if one_hot and needs["w_ih"]:
-        found["w_ih"] = _rows_of_numbers(dgx, x, w_ih)
+        found["w_ih"], added = _rows_of_numbers(dgx, x, w_ih)
     narrow = r.h0.dtype
     if ys.dtype != narrow and device.narrow_products(narrow):  # what is left are large products
         x, w_ih = rows.inputs(r.x), r.weights.w_ih
@@ -339,30 +358,40 @@ def _backward(
     # Of one step h and x lie ready as they are.
     both = r.steps > 1 and needs["w_ih"] and needs["w_hh"] and not one_hot and dgh is dgx
     width = (ys.shape[1], x.shape[-1])
-    if both and n * sum(width) <= _SHORT and device.joins(wide_, sum(width)):  # one product for both matrices
-        h_and_x = device.scratch(ys, n, sum(width), dtype=dgx.dtype)
+    if both and device.joins(n, wide_, *width):  # one product for both matrices
+        ones = spare(sum(width), x)
+        h_and_x = device.scratch(ys, n, sum(width) + ones, dtype=dgx.dtype)
         rows.beside(loop, x, h_and_x)
-        found["w_hh"], found["w_ih"] = (part.clone() for part in (dgx.t() @ h_and_x).split(width, dim=1))
+        of_h, of_x, of_ones = (dgx.t() @ h_and_x).split((*width, ones), dim=1)
+        found["w_hh"], found["w_ih"] = of_h.clone(), of_x.clone()
+        added = of_ones[:, 0].clone() if ones else None
         device.give_back(h_and_x)
     else:
         if needs["w_ih"] and not one_hot:
-            found["w_ih"] = times(dgx.t(), x)
+            found["w_ih"], added = times_and_sum(dgx.t(), x)
         if needs["w_hh"]:
             found["w_hh"] = rows.times_entered(dgh, loop)
     if du is not None and u is not None and needs["w_hr"]:
         found["w_hr"] = du.t() @ u
     if needs["x"]:
         found["x"] = rows.unpack(times(dgx, w_ih))
+    if w.b_ih is not None and needs["b_ih"]:
+        found["b_ih"] = back.dgx.sum(0) if added is None or normed else added
+    if w.b_hh is not None and needs["b_hh"]:
+        same = back.dsh is back.dgx and "b_ih" in found
+        found["b_hh"] = found["b_ih"].clone() if same else back.dsh.sum(0)
     device.give_back(back.dgx, back.dgh, back.dsh, back.du, back.u, back.dnc, back.chat, back.dx)
+    if ready.by_unit:
+        found |= _turned(by_gate, r.cell, {name: v for name, v in found.items() if name in OF_GATES})
     return found
 
 
-def _rows_of_numbers(d: Tensor, x: Tensor, w_ih: Tensor) -> Tensor:
-    """[G, input]: the derivative of the weights of one-hot rows, from that of the product."""
+def _rows_of_numbers(d: Tensor, x: Tensor, w_ih: Tensor) -> tuple[Tensor, Tensor | None]:
+    """[G, input]: the derivative of the weights of one-hot rows, from that of the product; and that added up."""
     numbers, count = x.view(-1), w_ih.shape[1]
     if count <= 256:  # a product with a matrix of so few columns costs less than adding rows in order
-        return d.t() @ d.new_zeros(len(d), count).scatter_(1, x, 1.0)
-    return sum_rows(d, numbers, count).t()
+        return times_and_sum(d.t(), d.new_zeros(len(d), count).scatter_(1, x, 1.0))
+    return sum_rows(d, numbers, count).t(), None
 
 
 def sum_rows(d: Tensor, numbers: Tensor, count: int) -> Tensor:

@@ -9,9 +9,14 @@ FEW = 16  # columns: with fewer the product is not taken by the matrix units any
 MUCH = 1 << 26  # multiplications of a product that is padded; one of 2²⁷ neither gains nor loses by it
 
 
+def on_gpu(v: Tensor) -> bool:
+    """Whether a GPU will take products of this."""
+    return v.is_cuda
+
+
 def missing(columns: int, v: Tensor) -> int:
     """How many columns are wanted beside so many of numbers like `v`."""
-    return -columns % (16 // v.element_size()) if v.is_cuda and columns >= FEW else 0
+    return -columns % (16 // v.element_size()) if on_gpu(v) and columns >= FEW else 0
 
 
 def padded(v: Tensor) -> Tensor:
@@ -23,6 +28,20 @@ def padded(v: Tensor) -> Tensor:
 def trimmed(v: Tensor, width: int) -> Tensor:
     """Without the columns that padding has added."""
     return v if v.shape[1] == width else v[:, :width].contiguous()
+
+
+def spare(columns: int, v: Tensor) -> int:
+    """How many columns of ones may stand beside so many of numbers like `v`, so that a product adds up, too."""
+    return 1 + missing(columns + 1, v) if on_gpu(v) else 0
+
+
+def times_and_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor | None]:
+    """a·b; and the columns of a added up, where that comes with it at no cost: where b has to be padded anyway."""
+    width = b.shape[1]
+    if not missing(width, b):
+        return times(a, b), None
+    both = a @ functional.pad(b, (0, spare(width, b)), value=1.0)
+    return both[:, :width].contiguous(), both[:, width].clone()
 
 
 def times(a: Tensor, b: Tensor) -> Tensor:

@@ -264,8 +264,9 @@ class Padded:
         return of_longest[:, 0][at.clamp(max=self.steps - 1)]
 
     def beside(self, loop: Loop, x: Tensor, out: Tensor) -> None:
-        """That and x, side by side, written to `out`."""
-        torch.cat((self.entered(loop), x), dim=1, out=out)
+        """That and x, side by side, written to `out`; ones where it has columns to spare."""
+        ones = out.shape[1] - loop.outputs - x.shape[1]
+        torch.cat((self.entered(loop), x, x.new_ones(len(x), ones)), dim=1, out=out)
 
     def times_entered(self, d: Tensor, loop: Loop) -> Tensor:
         """[G, P]: the derivative of the weights of h, from that of the product."""

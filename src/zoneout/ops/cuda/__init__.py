@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...draws import Draw
 from ..interface import Run
-from ..loop import Backward, Loop
+from ..loop import Backward, Loop, by_gate
+from ..loop import by_unit as to_units
+from ..products import FEW
 from ..rows import Padded
 from . import batch, blas, compiler, dropout, norms, persistent, small, steps, wide
 from .arguments import TYPES
@@ -90,9 +95,17 @@ def narrow_products(dtype: torch.dtype) -> bool:
     return False
 
 
-def joins(gates: int, entering: int) -> bool:
-    """Whether one product for dW_h and dW_x gains more than laying h and x side by side costs: one launch less."""
-    return True
+def joins(rows: int, gates: int, outputs: int, inputs: int) -> bool:
+    """Whether one product for dW_h and dW_x gains more than laying h and x side by side costs.
+
+    One launch less; and that of few inputs alone would not be taken by the matrix units.
+    """
+    return rows * (outputs + inputs) <= 2**20 or inputs < FEW
+
+
+def by_unit(r: Run) -> bool:
+    """Whether the gates lie unit by unit: where a block has few units of the whole batch."""
+    return r.norm is not None and r.norm.over == "examples" and r.norm.given is None and batch.fits(r)
 
 
 def takes_x(w_ih: Tensor) -> bool:
@@ -159,8 +172,35 @@ def _run(loop: Loop, back: Backward | None) -> None:
     device = loop.gates.get_device()
     elsewhere = device != torch.cuda.current_device()
     with torch.cuda.device(device) if elsewhere else nullcontext():
-        if not any(path.run(loop, back) for path in PATHS):
+        if loop.by_unit and not (batch in PATHS and batch.run(loop, back)):
+            return _run_by_gate(loop, back)
+        if not loop.by_unit and not any(path.run(loop, back) for path in PATHS):
             raise RuntimeError("backend: no kernel of 'cuda' takes this loop")
+
+
+def _run_by_gate(loop: Loop, back: Backward | None) -> None:
+    """Run a loop whose gates lie unit by unit with copies that all other kernels can take."""
+    assert loop.norm is not None and loop.norm.scale_h is not None
+
+    def turned(of: Loop | Backward, names: Sequence[str], dim: int) -> dict[str, Any]:
+        given = {name: getattr(of, name) for name in names}
+        return {name: v if v is None else by_gate(v, loop.cell, dim) for name, v in given.items()}
+
+    here = turned(loop, ("gates", "gh", "mean_h", "var_h"), 1)
+    weights = turned(loop, ("w_hh", "b_h"), 0)
+    norm = loop.norm._replace(scale_h=by_gate(loop.norm.scale_h, loop.cell))
+    other = replace(loop, by_unit=False, norm=norm, **here, **weights)
+    written: tuple[Loop | Backward, dict[str, Any]] = (loop, here)
+    if back is None:
+        _run(other, None)
+    else:
+        there = turned(back, ("dgx", "dgh"), 1)
+        there["dsh"] = there["dgx"] if back.dsh is back.dgx else by_gate(back.dsh, loop.cell, 1)
+        _run(other, replace(back, **there))
+        written = (back, there)
+    for name, value in written[1].items():
+        if value is not None:
+            getattr(written[0], name).copy_(to_units(value, loop.cell, 1))
 
 
 def _clear(*tensors: Tensor | None) -> None:

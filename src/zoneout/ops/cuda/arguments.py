@@ -67,24 +67,6 @@ class Normed(ctypes.Structure):
     ]
 
 
-class LaunchAttribute(ctypes.Structure):
-    """`CUlaunchAttribute` of the driver, for attributes that are numbers."""
-
-    _fields_ = [("id", _i64), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15)]
-
-
-class Launch(ctypes.Structure):
-    """`CUlaunchConfig` of the driver."""
-
-    _fields_ = [
-        *((name, ctypes.c_uint) for name in ("blocks_x", "blocks_y", "blocks_z")),
-        *((name, ctypes.c_uint) for name in ("threads_x", "threads_y", "threads_z", "shared")),
-        ("stream", _p),
-        ("attributes", ctypes.POINTER(LaunchAttribute)),
-        ("count", ctypes.c_uint),
-    ]
-
-
 class Exchange(ctypes.Structure):
     """`Exchange` of persistent.cu."""
 

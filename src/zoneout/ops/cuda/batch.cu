@@ -8,16 +8,22 @@
  *
  * A warp has a band of one part: a tile of sums for each gate, where a thread finds all gates of two units of two rows. The
  * same thread of another block has other units of the same rows. So what a thread sends is what the same lane over there
- * needs, and nothing has to be rearranged. Forwards each block sends its h to all, who take the product with their own
+ * needs, and nothing has to be rearranged. The gates lie unit by unit, so that those of a thread's two are one piece: a block has
+ * few units of every row, and what reading and writing cost is how many lines of the cache are touched. Forwards each block sends its h to all, who take the product with their own
  * columns of W_h. Backwards each takes the product of its derivatives with all of W_h's columns and sends every block the
- * sums for its units: half as much to send as the derivatives themselves, a quarter in TF32.
+ * sums for its units: half as much to send as the derivatives themselves, a quarter in TF32. A processor gets some 22 bytes a
+ * cycle to others, so what goes around is of 16 bits where these are enough: in TF32, too, h, and derivatives times a power of
+ * two that each warp finds for what it sends; it sends along what undoes it. (Behind a batch norm no row is much smaller.)
  *
- * Two buffers take turns, so that one barrier a step is enough: whoever sends step t + 1 knows that all have read step t - 1.
+ * What is sent counts itself, by bytes: a warp goes on when all of its rows are there. Two buffers take turns, and nobody has to
+ * say that one may be written again: whoever has all of step t knows that all have sent it, after they had read step t - 1.
  */
 #define WARPS (BANDS * PARTS)
 #define THREADS (32 * WARPS)
 #define GE (BACK ? (G == 3 ? 4 : G) : 1)       /* numbers of a unit in what enters the product */
-#define EACH (TYPE ? 2 : 1)                    /* numbers of a word */
+#define SCALED (BACK && !TYPE && PARTS == 1)   /* TF32 by numbers of half precision, times powers of two */
+#define SENT (TYPE || (BACK ? !SCALED : RELU) ? TYPE : 2) /* the type of what enters the product: h between -1 and 1 may, too */
+#define EACH (SENT ? 2 : 1)                    /* numbers of a word */
 #define OF_PART ((2 * GE + EACH - 1) / EACH)   /* words of two units of a row */
 #define KP ((OF_PART + 1) / 2)                 /* k-steps of a part, backwards; a k-step takes two words */
 #define KS (BACK ? PARTS * KP : (BLOCKS * PARTS * OF_PART + 1) / 2)
@@ -25,19 +31,29 @@
 #define REST (KS * TILES - OWN)                /* pieces of weights in shared memory */
 #define CHAINS (G > 1 ? 1 : 4)                 /* of sums, so that one product need not wait for the one before */
 #define COLUMNS (G > 1 ? 8 : 2)                /* numbers of h·Wh of two units, a power of two */
+#define NUMBERS (2 * G)                        /* of two units of a row, as they lie: [unit][gate] */
 #define AHEAD 6                                /* steps, for what is brought into the L2 */
 
-#if BACK || !TYPE
+#define EACH_ROW _Pragma("unroll") for (int r = 0; r < 2; r++)
+#define EACH_UNIT _Pragma("unroll") for (int u = 0; u < 2; u++)
+#define EACH_GATE _Pragma("unroll") for (int q = 0; q < G; q++)
+#define EACH_OF(K) _Pragma("unroll") for (int i = 0; i < (K); i++)
+
+#if !SENT
+#define FOUR 1
 typedef uint4 Slot; /* what a thread sends to a block */
 #else
+#define FOUR 0
 typedef uint2 Slot;
 #endif
 
 struct Shared {
     Slot sent[2][BLOCKS * THREADS];                     /* [turn][from][thread] */
     uint4 lent[BACK && PARTS > 1 ? KP * THREADS : 1];   /* what enters the product, to the block's other part */
-    float2 sums_h[THREADS], sums_c[THREADS];
+    float2 sums[2][THREADS]; /* of moments: take turns, so that none is written that somebody has yet to read */
+    float undo[2][SCALED ? WARPS : 1][16]; /* [turn][warp][from]: what has come has to be multiplied with it */
     int lengths[BANDS * 16];
+    u64 there[2][WARPS]; /* [turn]: what a warp waits for; forwards, one for all parts of a band */
 };
 
 __device__ __forceinline__ Shared &here() {
@@ -77,6 +93,95 @@ __device__ __forceinline__ float widen(const LateTwo &v, int u) {
     return widen(Late{v.bits[u]});
 #endif
 }
+
+/* The gates of two neighbouring units of a row. In words, so many of them at once as lie even. */
+template <int WORDS> __device__ __forceinline__ void late_words(u32 *to, const void *at) {
+    const u32 *from = (const u32 *)at;
+    if (WORDS % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < WORDS; i += 4)
+            asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(to[i]), "=r"(to[i + 1]), "=r"(to[i + 2]), "=r"(to[i + 3]) : "l"(from + i));
+    } else if (WORDS % 2 == 0) {
+#pragma unroll
+        for (int i = 0; i < WORDS; i += 2)
+            asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(to[i]), "=r"(to[i + 1]) : "l"(from + i));
+    } else {
+#pragma unroll
+        for (int i = 0; i < WORDS; i++) asm volatile("ld.global.u32 %0, [%1];" : "=r"(to[i]) : "l"(from + i));
+    }
+}
+template <int WORDS> __device__ __forceinline__ void put_words(void *at, const u32 *from) {
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) {
+        if (WORDS % 4 == 0) {
+            if (i % 4 == 0) ((uint4 *)at)[i / 4] = make_uint4(from[i], from[i + 1], from[i + 2], from[i + 3]);
+        } else if (WORDS % 2 == 0) {
+            if (i % 2 == 0) ((uint2 *)at)[i / 2] = make_uint2(from[i], from[i + 1]);
+        } else {
+            ((u32 *)at)[i] = from[i];
+        }
+    }
+}
+
+struct LateRow { /* see Late */
+    u32 bits[PAIRED && TYPE ? G : NUMBERS];
+};
+__device__ __forceinline__ LateRow late_row(const narrow *from, bool second) {
+    LateRow out;
+    if (PAIRED) {
+        late_words<PAIRED && TYPE ? G : NUMBERS>(out.bits, from);
+    } else {
+        EACH_OF(NUMBERS) out.bits[i] = i < G || second ? late(from + i).bits : 0;
+    }
+    return out;
+}
+__device__ __forceinline__ float widen(const LateRow &v, int u, int q) {
+    const int n = u * G + q;
+#if PAIRED && TYPE
+    return widen((narrow)(v.bits[n / 2] >> 16 * (n % 2)));
+#else
+    return widen(Late{v.bits[n]});
+#endif
+}
+
+struct LateFloats {
+    u32 bits[NUMBERS];
+    __device__ __forceinline__ float at(int u, int q) const { return __uint_as_float(bits[u * G + q]); }
+};
+__device__ __forceinline__ LateFloats late_floats(const float *from, bool second) {
+    LateFloats out;
+    if (PAIRED) {
+        late_words<NUMBERS>(out.bits, from);
+    } else {
+        EACH_OF(NUMBERS) out.bits[i] = i < G || second ? __float_as_uint(from[i]) : 0;
+    }
+    return out;
+}
+
+__device__ __forceinline__ void put_floats(float *to, const float (&v)[2][4], bool second) {
+    if (PAIRED) {
+        u32 words[NUMBERS];
+        EACH_OF(NUMBERS) words[i] = __float_as_uint(v[i / G][i % G]);
+        put_words<NUMBERS>(to, words);
+    } else {
+        EACH_OF(NUMBERS) if (i < G || second) to[i] = v[i / G][i % G];
+    }
+}
+__device__ __forceinline__ void put_row(narrow *to, const float (&v)[2][4], bool second) {
+#if !TYPE
+    put_floats(to, v, second);
+#else
+    if (PAIRED) {
+        u32 words[G];
+        EACH_OF(G) words[i] = pair(v[2 * i / G][2 * i % G], v[(2 * i + 1) / G][(2 * i + 1) % G]);
+        put_words<G>(to, words);
+    } else {
+        EACH_OF(NUMBERS) if (i < G || second) to[i] = narrowed(v[i / G][i % G]);
+    }
+#endif
+}
+
 __device__ __forceinline__ float2 two_at(const float *from, bool second) {
     return PAIRED ? *(const float2 *)from : make_float2(from[0], second ? from[1] : 0.0f);
 }
@@ -106,15 +211,12 @@ __device__ __forceinline__ void put_two_narrow(narrow *to, float low, float high
 
 struct Mine { /* two units of two rows */
     int warp, lane, part, band, unit;
+    int senders; /* lanes of the warp that have a row: others send nothing, and what they read does not matter */
     bool in[2];            /* whether there are such units */
     int row[2], length[2]; /* a row that is not there has no steps */
     u32 example[2];
 };
 
-#define EACH_ROW _Pragma("unroll") for (int r = 0; r < 2; r++)
-#define EACH_UNIT _Pragma("unroll") for (int u = 0; u < 2; u++)
-#define EACH_GATE _Pragma("unroll") for (int q = 0; q < G; q++)
-#define EACH_OF(K) _Pragma("unroll") for (int i = 0; i < (K); i++)
 #define ALIVE(t) (PLAIN ? m.length[r] > 0 : (t) < m.length[r])
 #define THERE(t) (m.in[0] && ALIVE(t))
 
@@ -123,6 +225,7 @@ __device__ __forceinline__ Mine mine(const Loop &l) {
     m.warp = threadIdx.x / 32, m.lane = threadIdx.x % 32, m.part = m.warp / BANDS, m.band = m.warp % BANDS;
     m.unit = (blockIdx.x * PARTS + m.part) * 8 + m.lane % 4 * 2;
     m.in[0] = m.unit < HIDDEN, m.in[1] = m.unit + 1 < HIDDEN;
+    m.senders = min(8, (int)l.batch - m.band * 16) * 4;
     EACH_ROW {
         m.row[r] = m.band * 16 + r * 8 + m.lane / 4;
         bool there = m.row[r] < l.batch;
@@ -135,19 +238,63 @@ __device__ __forceinline__ Mine mine(const Loop &l) {
 
 /* --- the cluster ------------------------------------------------------------------------------------ */
 
-__device__ __forceinline__ void arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void await() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ u32 of_shared(const void *at) { return (u32)__cvta_generic_to_shared(at); }
+__device__ __forceinline__ u64 *counter_of(int turn, const Mine &m) { return &here().there[turn][BACK ? m.warp : m.band]; }
 
-/* To the same place in another block. */
-__device__ __forceinline__ void send(const Slot *own, const Slot &v, int to) {
-    u32 there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"((u32)__cvta_generic_to_shared(own)), "r"(to));
-#if BACK || !TYPE
-    asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(there), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-                 : "memory");
+/* What is to come in a turn; counted before or after it comes. */
+__device__ __forceinline__ void expect(int turn, const Mine &m) {
+    const u32 bytes = BLOCKS * ((BACK ? 1 : PARTS) * m.senders * sizeof(Slot) + SCALED * 4);
+    if (m.lane == 0 && (BACK || m.part == 0))
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(of_shared(counter_of(turn, m))), "r"(bytes)
+                     : "memory");
+}
+
+/* Until it is there; `phase` says whether the turn has been this one's an odd number of times before. */
+__device__ __forceinline__ void await_turn(int turn, u32 phase, const Mine &m) {
+    const u32 at = of_shared(counter_of(turn, m));
+    u32 done;
+    do {
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(done) : "r"(at), "r"(phase) : "memory");
+    } while (!done);
+}
+
+/* All blocks of the cluster begin with counters that wait for the first two turns. */
+__device__ __forceinline__ void begin(const Mine &m) {
+    if (threadIdx.x < 2 * WARPS)
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(of_shared(&here().there[0][threadIdx.x])), "r"(1) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    __syncthreads();
+    expect(0, m), expect(1, m);
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+/* To the same place in another block, where the same warp waits for it. */
+__device__ __forceinline__ void send(int turn, const Slot &v, int to, const Mine &m) {
+    if (m.lane >= m.senders) return;
+    u32 there, counter;
+    const Slot *own = here().sent[turn] + blockIdx.x * THREADS + threadIdx.x;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(of_shared(own)), "r"(to));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(counter) : "r"(of_shared(counter_of(turn, m))), "r"(to));
+#if FOUR
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, [%5];"
+                 ::"r"(there), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(counter) : "memory");
 #else
-    asm volatile("st.shared::cluster.v2.u32 [%0], {%1, %2};" ::"r"(there), "r"(v.x), "r"(v.y) : "memory");
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.u32 [%0], {%1, %2}, [%3];"
+                 ::"r"(there), "r"(v.x), "r"(v.y), "r"(counter) : "memory");
 #endif
+}
+
+/* A lane for each block. */
+__device__ __forceinline__ void send_undo(int turn, float v, const Mine &m) {
+    if (m.lane >= BLOCKS) return;
+    u32 there, counter;
+    const float *own = &here().undo[turn][SCALED ? m.warp : 0][blockIdx.x];
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(of_shared(own)), "r"(m.lane));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(counter) : "r"(of_shared(counter_of(turn, m))), "r"(m.lane));
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];"
+                 ::"r"(there), "r"(__float_as_uint(v)), "r"(counter) : "memory");
 }
 
 /* The i-th block to send to: at any time each is sent to by another. */
@@ -158,8 +305,13 @@ __device__ __forceinline__ int block_at(int i) {
 
 /* --- the product ------------------------------------------------------------------------------------ */
 
+/* Forwards the largest numbers become the largest of half precision, where floats go so; NaN stays. */
+__device__ __forceinline__ float within(float v) {
+    return SENT == TYPE || BACK ? v : v > 65504.0f ? 65504.0f : v < -65504.0f ? -65504.0f : v;
+}
+
 /* Word `word` of the depth and a column of a tile, as a thread of column pair `from` of the left factor has it. */
-__device__ __forceinline__ u32 weights_at(const Loop &l, int part, int tile, int column, int word, int from) {
+__device__ __forceinline__ u32 weights_at(const Loop &l, float by, int part, int tile, int column, int word, int from) {
     auto number = [&](int n) { /* of the thread's */
 #if BACK
         int p = word / (2 * KP) /* of the block */, gate = n % GE;
@@ -171,12 +323,12 @@ __device__ __forceinline__ u32 weights_at(const Loop &l, int part, int tile, int
         bool in = true;
 #endif
         if (!in || source >= HIDDEN || unit >= HIDDEN) return 0.0f;
-        int row = gate * HIDDEN + (BACK ? source : unit), at = BACK ? unit : source;
-        return widen(((const narrow *)l.w_hh)[row * HIDDEN + at]);
+        int row = (BACK ? source : unit) * G + gate, at = BACK ? unit : source;
+        return widen(((const narrow *)l.w_hh)[row * HIDDEN + at]) * by;
     };
     const int n = (BACK ? word % (2 * KP) : word) * EACH;
-#if TYPE
-    return pair(number(n), number(n + 1));
+#if SENT
+    return pair_as<SENT>(within(number(n)), within(number(n + 1)));
 #else
     return bits(number(n));
 #endif
@@ -184,19 +336,27 @@ __device__ __forceinline__ u32 weights_at(const Loop &l, int part, int tile, int
 
 struct Weights {
     u32 own[OWN > 0 ? OWN : 1][2];
+    int scale; /* SCALED: the exponent of what they have been multiplied with */
     const uint2 *rest; /* [REST][32 lanes] of the part */
 };
 
 __device__ __forceinline__ void load_weights(const Loop &l, Weights &w, const Mine &m) {
     uint2 *to = (uint2 *)(&here() + 1) + m.part * REST * 32 + m.lane;
     w.rest = to;
+    float by = 1.0f;
+#if SCALED
+    const int own = blockIdx.x * 8, count = min(8, HIDDEN - own) * G * HIDDEN;
+    u32 top = 0;
+    for (int i = m.lane; i < count; i += 32) top = max(top, size_of(((const float *)l.w_hh)[own * G * HIDDEN + i]));
+    w.scale = max(-100, min(scale_for(largest_of(top)) - 14, 20)), by = two_to(w.scale); /* the largest is between 1 and 2 */
+#endif
 #pragma unroll
     for (int s = 0; s < KS; s++)
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
             const int i = s * TILES + tile;
-            u32 low = weights_at(l, m.part, tile, m.lane / 4, s * 2, m.lane % 4);
-            u32 high = weights_at(l, m.part, tile, m.lane / 4, s * 2 + 1, m.lane % 4);
+            u32 low = weights_at(l, by, m.part, tile, m.lane / 4, s * 2, m.lane % 4);
+            u32 high = weights_at(l, by, m.part, tile, m.lane / 4, s * 2 + 1, m.lane % 4);
             if (i < OWN) {
                 w.own[i < OWN ? i : 0][0] = low, w.own[i < OWN ? i : 0][1] = high;
             } else if (m.band == 0) {
@@ -210,10 +370,10 @@ __device__ __forceinline__ void add_step(float *sum, const u32 *a, const Weights
     const int i = s * TILES + tile;
     if (i < OWN) {
         const u32 *one = w.own[i < OWN ? i : 0];
-        multiply(sum, a, one[0], one[1]);
+        multiply_as<SENT>(sum, a, one[0], one[1]);
     } else {
         uint2 one = w.rest[(i - OWN) * 32];
-        multiply(sum, a, one.x, one.y);
+        multiply_as<SENT>(sum, a, one.x, one.y);
     }
 }
 
@@ -431,7 +591,7 @@ __device__ __forceinline__ void product(float (&sum)[CHAINS][G][4], const Weight
     const Slot *from = sent + m.band * 32 + m.lane;
 #pragma unroll
     for (int s = 0; s < KS; s++) {
-#if TYPE
+#if SENT
         uint2 low = from[s * 2 * BANDS * 32], high = make_uint2(0, 0);
         if (s * 2 + 1 < BLOCKS * PARTS) high = from[(s * 2 + 1) * BANDS * 32];
         u32 a[4] = {low.x, low.y, high.x, high.y};
@@ -444,14 +604,15 @@ __device__ __forceinline__ void product(float (&sum)[CHAINS][G][4], const Weight
 }
 
 /* Both rows and units, as they enter the product of all blocks. */
-__device__ __forceinline__ void send_all(Slot *sent, const float (&v)[2][2]) {
-#if TYPE
-    Slot slot = make_uint2(pair(v[0][0], v[0][1]), pair(v[1][0], v[1][1]));
+__device__ __forceinline__ void send_all(int turn, float (&v)[2][2], const Mine &m) {
+#if SENT
+    EACH_ROW EACH_UNIT v[r][u] = within(v[r][u]);
+    Slot slot = make_uint2(pair_as<SENT>(v[0][0], v[0][1]), pair_as<SENT>(v[1][0], v[1][1]));
 #else
     Slot slot = make_uint4(bits(v[0][0]), bits(v[1][0]), bits(v[0][1]), bits(v[1][1]));
 #endif
 #pragma unroll
-    for (int i = 0; i < BLOCKS; i++) send(sent + blockIdx.x * THREADS + threadIdx.x, slot, block_at(i));
+    for (int i = 0; i < BLOCKS; i++) send(turn, slot, block_at(i), m);
 }
 
 extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1)
@@ -469,15 +630,15 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     EACH_UNIT if (m.in[u]) {
         noises[u] = noises_of(l, m.unit + u);
         EACH_GATE {
-            if (l.b_h) bias[u][q] = widen(((const narrow *)l.b_h)[q * HIDDEN + m.unit + u]);
-            scale_h[u][q] = n.scale_h[q * HIDDEN + m.unit + u];
+            if (l.b_h) bias[u][q] = widen(((const narrow *)l.b_h)[(m.unit + u) * G + q]);
+            scale_h[u][q] = n.scale_h[(m.unit + u) * G + q];
         }
         if (LSTM) scale_c[u] = n.scale_c[m.unit + u], shift_c[u] = n.shift_c[m.unit + u];
     }
 
     float h[2][2] = {}, state[2][2] = {}, o[2][2] = {}, enters[2][2] = {}; /* enters: what h is multiplied with */
-    float a[2][2][G] = {}, hat[2][COLUMNS] = {};
-    LateTwo pre[2][G] = {}; /* x's part */
+    float a[2][2][4] = {}, hat[2][2][4] = {};
+    LateRow pre[2] = {}; /* x's part */
     bool cut[2] = {}, cut_next[2] = {};
     int at[2]; /* row of this step; at · G · H stays below 2³¹ */
     const int forth = l.reverse ? -(int)l.batch : (int)l.batch;
@@ -486,8 +647,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     /* What step t needs beside h. */
     auto prepare = [&](int t) {
         EACH_ROW if (THERE(t)) {
-            int gate = at[r] * (G * HIDDEN) + m.unit;
-            EACH_GATE pre[r][q] = late_two(gates + gate + q * HIDDEN, m.in[1]);
+            pre[r] = late_row(gates + (at[r] * HIDDEN + m.unit) * G, m.in[1]);
             cut_next[r] = t + 1 < m.length[r] && cut_at(l, t + 1, m.row[r], m.length[r]);
         }
         bring(l, gates, G * HIDDEN * sizeof(narrow), t + AHEAD);
@@ -504,19 +664,18 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
             enters[r][u] = l.scale_h ? widen(((const narrow *)l.scale_h)[start]) : 1.0f;
         }
     }
-    arrive(); /* nobody writes to a block that is not there yet */
-    await();
+    begin(m);
     counts = counts_at(l, m, 0);
     {
         float out[2][2];
         EACH_ROW EACH_UNIT out[r][u] = l.scale_h ? h[r][u] * enters[r][u] : h[r][u];
-        send_all(shared.sent[0], out);
+        send_all(0, out, m);
     }
-    arrive();
     prepare(0);
 
     for (int t = 0; t < l.steps; t++) {
-        await();
+        await_turn(t & 1, t >> 1 & 1, m);
+        expect(t & 1, m);
         float sum[CHAINS][G][4] = {};
         product(sum, w, shared.sent[t & 1], m);
         bool alive[2];
@@ -529,11 +688,11 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
                 for (int i = 1; i < CHAINS; i++) to += sum[i][q][r * 2 + u];
             }
         }
-        float2 of_h = moments<COLUMNS>(mean, rstd, v, alive, counts, shared.sums_h, n.eps, m), of_c = make_float2(0.0f, 0.0f);
+        float2 of_h = moments<COLUMNS>(mean, rstd, v, alive, counts, shared.sums[LSTM ? 0 : t & 1], n.eps, m), of_c = make_float2(0.0f, 0.0f);
         EACH_ROW EACH_GATE EACH_UNIT {
             const int i = q * 2 + u;
-            hat[r][i] = (v[r][i] - mean[i]) * rstd[i];
-            v[r][i] = hat[r][i] * scale_h[u][q] + bias[u][q];
+            hat[r][u][q] = (v[r][i] - mean[i]) * rstd[i];
+            v[r][i] = hat[r][u][q] * scale_h[u][q] + bias[u][q];
         }
         Keep keep[2][2];
         float shows[2][2] = {};
@@ -546,7 +705,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
             }
 #if LSTM
             EACH_GATE {
-                float sums = widen(pre[r][q], u) + v[r][q * 2 + u];
+                float sums = widen(pre[r], u, q) + v[r][q * 2 + u];
                 a[r][u][q] = q == 2 ? tanh_at(sums) : sigmoid_at(sums);
             }
             shows[r][u] = lstm_candidate(l, a[r][u][0], a[r][u][1], a[r][u][2], state[r][u], keep[r][u]);
@@ -556,7 +715,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
 #if LSTM
         {
             float mean_c[2], rstd_c[2];
-            of_c = moments<2>(mean_c, rstd_c, shows, alive, counts, shared.sums_c, n.eps, m);
+            of_c = moments<2>(mean_c, rstd_c, shows, alive, counts, shared.sums[1], n.eps, m);
             EACH_ROW EACH_UNIT shows[r][u] = (shows[r][u] - mean_c[u]) * rstd_c[u] * scale_c[u] + shift_c[u];
         }
 #endif
@@ -568,13 +727,13 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
             o[r][u] = a[r][u][3];
             float candidate = gate * tanh_at(shows[r][u]);
 #elif GRU
-            float reset = sigmoid_at(widen(pre[r][0], u) + v[r][u]), z = sigmoid_at(widen(pre[r][1], u) + v[r][2 + u]);
-            float new_h = tanh_at(widen(pre[r][2], u) + reset * v[r][4 + u]), update = (1 - z) * new_h;
+            float reset = sigmoid_at(widen(pre[r], u, 0) + v[r][u]), z = sigmoid_at(widen(pre[r], u, 1) + v[r][2 + u]);
+            float new_h = tanh_at(widen(pre[r], u, 2) + reset * v[r][4 + u]), update = (1 - z) * new_h;
             a[r][u][0] = reset, a[r][u][1] = z, a[r][u][2] = new_h;
             if (l.update.mode) update = less(update, keep[r][u].update);
             float candidate = z * h[r][u] + update;
 #else
-            float sums = widen(pre[r][0], u) + v[r][u], candidate = RELU ? fmaxf(sums, 0.0f) : tanh_at(sums);
+            float sums = widen(pre[r], u, 0) + v[r][u], candidate = RELU ? fmaxf(sums, 0.0f) : tanh_at(sums);
             a[r][u][0] = candidate;
 #endif
             h[r][u] = alive[r] ? carried_h(l, candidate, h[r][u], keep[r][u]) : h[r][u];
@@ -582,30 +741,32 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
             if (cut_next[r] && m.in[u]) out[r][u] = start_h(l, true, (i64)m.row[r] * HIDDEN + m.unit + u);
             if (l.scale_h) out[r][u] *= enters[r][u];
         }
-        if (t + 1 < l.steps) {
-            send_all(shared.sent[(t + 1) & 1], out);
-            arrive();
-        }
-        /* Until all have sent: results, and what the next step needs. */
+        if (t + 1 < l.steps) send_all((t + 1) & 1, out, m);
+        /* Until all have sent: what the next step needs, and results. */
+        const int here_at[2] = {at[0], at[1]};
+        EACH_ROW at[r] += forth, cut[r] = cut_next[r];
+        if (t + 1 < l.steps) prepare(t + 1);
         EACH_ROW {
             if (THERE(t)) {
-                int unit = at[r] * HIDDEN + m.unit, gate = at[r] * (G * HIDDEN) + m.unit;
+                int unit = here_at[r] * HIDDEN + m.unit;
                 put_two_narrow((narrow *)l.y + unit, h[r][0], h[r][1], m.in[1]);
                 if (LSTM) put_two(l.c + unit, state[r][0], state[r][1], m.in[1]);
-                EACH_GATE {
-                    put_two_narrow(gates + gate + q * HIDDEN, a[r][0][q], a[r][1][q], m.in[1]);
-                    put_two(l.gh + gate + q * HIDDEN, hat[r][q * 2], hat[r][q * 2 + 1], m.in[1]);
-                }
+                put_row(gates + unit * G, a[r], m.in[1]);
+                put_floats(l.gh + unit * G, hat[r], m.in[1]);
             }
-            at[r] += forth, cut[r] = cut_next[r];
         }
-        if (m.band == 0) {
-            int number = number_of<COLUMNS>(m.lane), unit = m.unit + number % 2, to = (t * G + number / 2) * HIDDEN + unit;
-            if (number / 2 < G && unit < HIDDEN) n.mean_h[to] = of_h.x, n.var_h[to] = of_h.y;
+        { /* all bands have the same moments: each writes some */
+            int number = number_of<COLUMNS>(m.lane), unit = m.unit + number % 2, to = (t * HIDDEN + unit) * G + number / 2;
+            if (number / 2 < G && unit < HIDDEN) {
+                if (m.band == 0) n.mean_h[to] = of_h.x;
+                if (m.band == 1 % BANDS) n.var_h[to] = of_h.y;
+            }
             number = number_of<2>(m.lane), unit = m.unit + number, to = t * HIDDEN + unit;
-            if (LSTM && unit < HIDDEN) n.mean_c[to] = of_c.x, n.var_c[to] = of_c.y;
+            if (LSTM && unit < HIDDEN) {
+                if (m.band == 2 % BANDS) n.mean_c[to] = of_c.x;
+                if (m.band == 3 % BANDS) n.var_c[to] = of_c.y;
+            }
         }
-        if (t + 1 < l.steps) prepare(t + 1);
     }
 }
 #endif
@@ -613,13 +774,31 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
 /* --- backwards -------------------------------------------------------------------------------------- */
 #if BACK
 struct Fetched { /* what a step needs that was there before */
-    LateTwo gates[G], dy, held, old_h;
-    float2 old_c, dcells, hat[G];
+    LateRow gates;
+    LateFloats hat;
+    LateTwo dy, old_h;
+    Late held[2];
+    float2 old_c, dcells;
     bool first, cut;
 };
 struct Moments {
-    float2 var_h[G], mean_c, var_c;
+    LateFloats var_h;
+    float2 mean_c, var_c;
 };
+
+/* What a block has sent for a unit of a row. */
+__device__ __forceinline__ float sum_of(const Slot &v, int r, int u) {
+#if FOUR
+    const u32 one[4] = {v.x, v.y, v.z, v.w};
+    return __uint_as_float(one[r * 2 + u]);
+#elif SCALED
+    float out;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"((u16)((r ? v.y : v.x) >> 16 * u)));
+    return out;
+#else
+    return __uint_as_float(u ? (r ? v.y : v.x) & 0xFFFF0000 : (r ? v.y : v.x) << 16);
+#endif
+}
 
 /* Take the mean over all rows that are alive out of two columns. */
 __device__ __forceinline__ void centre(float (&v)[2][2], const bool (&alive)[2], float share, float2 *sums, const Mine &m) {
@@ -639,14 +818,23 @@ __device__ __forceinline__ void centre(float (&v)[2][2], const bool (&alive)[2],
 __device__ __forceinline__ void send_product(Shared &shared, int turn, const float (&d)[2][2][4], const Weights &w,
                                              const Mine &m) {
     u32 a[KS][4];
+    float by = 1.0f;
+#if SCALED
+    u32 top = 0;
+    EACH_ROW EACH_UNIT EACH_GATE top = max(top, size_of(d[r][u][q]));
+    top = largest_of(top);
+    const int scale = min(scale_for(top) - 6, 100), all = scale + w.scale; /* at most 2^9: 32 times 2 times that is below 2^16 */
+    by = two_to(scale);
+    send_undo(turn, top >= 0x7F800000 || all < -126 ? __uint_as_float(0x7FC00000) : two_to(-all), m);
+#endif
 #pragma unroll
     for (int k = 0; k < KP; k++) {
         EACH_OF(4) {
             const int r = i % 2, n = (k * 2 + i / 2) * EACH; /* the first number of the word */
-            float low = n < 2 * GE ? d[r][n / GE % 2][n % GE] : 0.0f;
-            float high = n + 1 < 2 * GE ? d[r][(n + 1) / GE % 2][(n + 1) % GE] : 0.0f;
-#if TYPE
-            a[k][i] = pair(low, high);
+            float low = n < 2 * GE ? d[r][n / GE % 2][n % GE] * by : 0.0f;
+            float high = n + 1 < 2 * GE ? d[r][(n + 1) / GE % 2][(n + 1) % GE] * by : 0.0f;
+#if SENT
+            a[k][i] = pair_as<SENT>(low, high);
 #else
             a[k][i] = bits(low);
 #endif
@@ -666,9 +854,14 @@ __device__ __forceinline__ void send_product(Shared &shared, int turn, const flo
         float sum[4] = {};
 #pragma unroll
         for (int s = 0; s < KS; s++) add_step(sum, a[s], w, s, tile);
+#if FOUR
         Slot slot = make_uint4(__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]),
                                __float_as_uint(sum[3]));
-        send(shared.sent[turn] + blockIdx.x * THREADS + threadIdx.x, slot, block_at(tile));
+#else
+        constexpr int kind = SCALED ? 2 : 1; /* without a scale they may be large or small */
+        Slot slot = make_uint2(pair_as<kind>(sum[0], sum[1]), pair_as<kind>(sum[2], sum[3]));
+#endif
+        send(turn, slot, block_at(tile), m);
     }
 }
 
@@ -687,12 +880,13 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     float scale_h[2][G] = {}, scale_c[2] = {}, shift_c[2] = {}, bias[2] = {}; /* the bias: of the n part of a GRU */
     EACH_UNIT if (m.in[u]) {
         noises[u] = noises_of(l, m.unit + u);
-        EACH_GATE scale_h[u][q] = n.scale_h[q * HIDDEN + m.unit + u];
+        EACH_GATE scale_h[u][q] = n.scale_h[(m.unit + u) * G + q];
         if (LSTM) scale_c[u] = n.scale_c[m.unit + u], shift_c[u] = n.shift_c[m.unit + u];
-        if (GRU && l.b_h) bias[u] = widen(((const narrow *)l.b_h)[2 * HIDDEN + m.unit + u]);
+        if (GRU && l.b_h) bias[u] = widen(((const narrow *)l.b_h)[(m.unit + u) * G + 2]);
     }
 
     float dh[2][2] = {}, dc[2][2] = {}, back_h[2][2] = {}, back_c[2][2] = {}, owed[2][2] = {}, enters[2][2] = {};
+    float dscale[2] = {}, dshift[2] = {}; /* of the norm of c */
     Fetched f[2] = {};
     Moments of = {};
     bool cut[2] = {}; /* whether the step after was cut off from this one */
@@ -703,17 +897,17 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     /* What step t needs beside the sums. */
     auto prepare = [&](int t) {
         EACH_ROW if (THERE(t)) {
-            int unit = at[r] * HIDDEN + m.unit, gate = at[r] * (G * HIDDEN) + m.unit, old = unit - forth * HIDDEN;
+            int unit = at[r] * HIDDEN + m.unit, old = unit - forth * HIDDEN;
             i64 start = (i64)m.row[r] * HIDDEN + m.unit;
             f[r].cut = cut_at(l, t, m.row[r], m.length[r]), f[r].first = t == 0 || f[r].cut;
-            EACH_GATE f[r].gates[q] = late_two(gates + gate + q * HIDDEN, m.in[1]);
+            f[r].gates = late_row(gates + unit * G, m.in[1]);
             f[r].dy = late_two((const narrow *)l.dy + unit, m.in[1]);
-            EACH_GATE f[r].hat[q] = two_at(l.gh + gate + q * HIDDEN, m.in[1]);
+            f[r].hat = late_floats(l.gh + unit * G, m.in[1]);
             if (LSTM) {
                 f[r].old_c = two_at(f[r].first ? (f[r].cut ? l.reset_c : l.c0) + start : l.c + old, m.in[1]);
                 if (l.dcells) f[r].dcells = two_at(l.dcells + unit, m.in[1]);
                 if (holds && !f[r].first)
-                    f[r].held = late_two(gates + gate + (G - 1) * HIDDEN - forth * (G * HIDDEN), m.in[1]);
+                    EACH_UNIT f[r].held[u] = m.in[u] ? late(gates + (old + u) * G + G - 1) : Late{0};
             }
             if (GRU) {
                 const void *from = f[r].first ? (f[r].cut ? l.reset_h : l.h0) : l.y;
@@ -721,7 +915,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
             }
         }
         if (m.in[0]) {
-            EACH_GATE of.var_h[q] = two_at(n.var_h + (t * G + q) * HIDDEN + m.unit, m.in[1]);
+            of.var_h = late_floats(n.var_h + (t * HIDDEN + m.unit) * G, m.in[1]);
             if (LSTM) {
                 of.mean_c = two_at(n.mean_c + t * HIDDEN + m.unit, m.in[1]);
                 of.var_c = two_at(n.var_c + t * HIDDEN + m.unit, m.in[1]);
@@ -737,21 +931,22 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     };
     /* What has come back through the product to step t. Its sum over the rows is zero, which matters for the initial h
      * alone: see Loop.balanced. */
-    auto receive = [&](int t, int turn) {
-        await();
+    auto receive = [&](int t) {
+        const int turns = (int)l.steps - 2 - t, turn = turns & 1;
+        await_turn(turn, turns >> 1 & 1, m);
+        expect(turn, m);
         float rec[2][2];
         EACH_OF(BLOCKS) {
             Slot v = shared.sent[turn][i * THREADS + threadIdx.x];
-            const u32 one[4] = {v.x, v.y, v.z, v.w};
             EACH_ROW EACH_UNIT {
-                float part = __uint_as_float(one[r * 2 + u]);
+                float part = sum_of(v, r, u) * (SCALED ? shared.undo[turn][SCALED ? m.warp : 0][i] : 1.0f);
                 rec[r][u] = i ? rec[r][u] + part : part;
             }
         }
         if (t < 0 && !l.scale_h) {
             bool alive[2];
             EACH_ROW alive[r] = ALIVE(0);
-            centre(rec, alive, share, shared.sums_c, m);
+            centre(rec, alive, share, shared.sums[1], m);
         }
         EACH_ROW EACH_UNIT if (ALIVE(t + 1)) {
             dh[r][u] += l.scale_h ? rec[r][u] * enters[r][u] : rec[r][u];
@@ -767,58 +962,57 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
             if (l.scale_h) enters[r][u] = widen(((const narrow *)l.scale_h)[start]);
         }
     }
-    arrive(); /* nobody writes to a block that is not there yet */
-    await();
+    begin(m);
     share = counts_at(l, m, 0).share;
     prepare((int)l.steps - 1);
 
-    for (int t = (int)l.steps - 1, turn = 0; t >= 0; t--, turn ^= 1) {
+    for (int t = (int)l.steps - 1; t >= 0; t--) {
         bool alive[2];
         float d[2][2][4] = {}, e[2][2][4] = {}, out[2][2][4] = {}; /* of x's part, of h·Wh with norm and bias, and of h·Wh */
         float rstd[COLUMNS] = {}, du[2][2] = {}, shown[2][2] = {}, hat_c[2][2] = {}; /* shown: the derivative of c as shown */
         Keep keep[2][2];
-        EACH_GATE EACH_UNIT rstd[q * 2 + u] = inverse(of_two(of.var_h[q], u), n.eps);
+        EACH_GATE EACH_UNIT rstd[q * 2 + u] = inverse(of.var_h.at(u, q), n.eps);
         EACH_ROW EACH_UNIT alive[r] = ALIVE(t), keep[r][u] = keep_at(l, kept, noises[u], r, u);
 #if LSTM
         /* Before the sums are there: c as it was shown, and how h follows it. */
         float rstd_c[2], of_c[2][2], tc[2][2] = {}, slope[2][2] = {};
         EACH_UNIT rstd_c[u] = inverse(of_two(of.var_c, u), n.eps);
         EACH_ROW EACH_UNIT if (alive[r]) {
-            float gate = widen(f[r].gates[3], u);
-            float shows = lstm_candidate(l, widen(f[r].gates[0], u), widen(f[r].gates[1], u), widen(f[r].gates[2], u),
+            float gate = widen(f[r].gates, u, 3);
+            float shows = lstm_candidate(l, widen(f[r].gates, u, 0), widen(f[r].gates, u, 1), widen(f[r].gates, u, 2),
                                          of_two(f[r].old_c, u), keep[r][u]);
             hat_c[r][u] = (shows - of_two(of.mean_c, u)) * rstd_c[u];
             tc[r][u] = tanh_at(hat_c[r][u] * scale_c[u] + shift_c[u]);
-            if (holds && !f[r].first) gate = mix(gate, widen(f[r].held, u), keep[r][u].update);
+            if (holds && !f[r].first) gate = mix(gate, widen(f[r].held[u]), keep[r][u].update);
             slope[r][u] = gate * (1 - tc[r][u] * tc[r][u]);
         }
 #endif
-        if (t + 1 < l.steps) receive(t, turn ^ 1);
+        if (t + 1 < l.steps) receive(t);
         EACH_ROW EACH_UNIT if (alive[r]) {
             dh[r][u] += widen(f[r].dy, u);
             du[r][u] = carried_h_back(l, dh[r][u], keep[r][u]);
         }
 #if LSTM
         EACH_ROW EACH_UNIT if (alive[r]) {
-            d[r][u][3] = lstm_output_back(l, du[r][u] * tc[r][u], widen(f[r].gates[3], u), f[r].first, owed[r][u], keep[r][u]);
+            d[r][u][3] = lstm_output_back(l, du[r][u] * tc[r][u], widen(f[r].gates, u, 3), f[r].first, owed[r][u], keep[r][u]);
             shown[r][u] = du[r][u] * slope[r][u];
         }
         EACH_ROW EACH_UNIT of_c[r][u] = shown[r][u] * scale_c[u];
-        moments_back<2>(of_c, hat_c, rstd_c, alive, share, shared.sums_c, m);
+        moments_back<2>(of_c, hat_c, rstd_c, alive, share, shared.sums[1], m);
         EACH_ROW EACH_UNIT if (alive[r]) {
             dc[r][u] += of_two(f[r].dcells, u);
-            lstm_gates_back(l, d[r][u], widen(f[r].gates[0], u), widen(f[r].gates[1], u), widen(f[r].gates[2], u),
+            lstm_gates_back(l, d[r][u], widen(f[r].gates, u, 0), widen(f[r].gates, u, 1), widen(f[r].gates, u, 2),
                             of_two(f[r].old_c, u), of_c[r][u], dc[r][u], keep[r][u]);
         }
 #elif GRU
         EACH_ROW EACH_UNIT if (alive[r]) {
-            float v = of_two(f[r].hat[2], u) * scale_h[u][2] + bias[u];
-            gru_back(l, d[r][u], e[r][u], widen(f[r].gates[0], u), widen(f[r].gates[1], u), widen(f[r].gates[2], u), v,
+            float v = f[r].hat.at(u, 2) * scale_h[u][2] + bias[u];
+            gru_back(l, d[r][u], e[r][u], widen(f[r].gates, u, 0), widen(f[r].gates, u, 1), widen(f[r].gates, u, 2), v,
                      widen(f[r].old_h, u), du[r][u], dh[r][u], keep[r][u]);
         }
 #else
         EACH_ROW EACH_UNIT if (alive[r]) {
-            float v = widen(f[r].gates[0], u);
+            float v = widen(f[r].gates, u, 0);
             d[r][u][0] = RELU ? (v > 0 ? du[r][u] : 0.0f) : du[r][u] * (1 - v * v);
         }
 #endif
@@ -826,32 +1020,41 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
             float of_h[2][COLUMNS] = {}, hat[2][COLUMNS] = {};
             EACH_ROW EACH_GATE EACH_UNIT {
                 of_h[r][q * 2 + u] = (GRU ? e[r][u][q] : d[r][u][q]) * scale_h[u][q];
-                hat[r][q * 2 + u] = of_two(f[r].hat[q], u);
+                hat[r][q * 2 + u] = f[r].hat.at(u, q);
             }
-            moments_back<COLUMNS>(of_h, hat, rstd, alive, share, shared.sums_h, m);
+            moments_back<COLUMNS>(of_h, hat, rstd, alive, share, shared.sums[LSTM ? 0 : t & 1], m);
             EACH_ROW EACH_UNIT EACH_GATE out[r][u][q] = of_h[r][q * 2 + u]; /* a row that has ended stays alone */
         }
-        send_product(shared, turn, out, w, m);
-        arrive();
-        /* Until all have sent: results, and what the next step needs. */
+        send_product(shared, (int)l.steps - 1 - t & 1, out, w, m);
+        /* Until all have sent: what the next step needs, and results. */
+        const int here_at[2] = {at[0], at[1]};
+        EACH_ROW at[r] -= forth, cut[r] = ALIVE(t) && f[r].cut;
+        if (t > 0) prepare(t - 1);
         EACH_ROW {
             if (THERE(t)) {
-                int unit = at[r] * HIDDEN + m.unit, gate = at[r] * (G * HIDDEN) + m.unit;
-                EACH_GATE {
-                    put_two_narrow((narrow *)l.dgx + gate + q * HIDDEN, d[r][0][q], d[r][1][q], m.in[1]);
-                    if (GRU) put_two_narrow((narrow *)l.dsh + gate + q * HIDDEN, e[r][0][q], e[r][1][q], m.in[1]);
-                    put_two_narrow((narrow *)n.dgh + gate + q * HIDDEN, out[r][0][q], out[r][1][q], m.in[1]);
-                }
-                if (LSTM) {
-                    put_two(n.dnc + unit, shown[r][0], shown[r][1], m.in[1]);
-                    put_two(n.chat + unit, hat_c[r][0], hat_c[r][1], m.in[1]);
-                }
+                int gate = (here_at[r] * HIDDEN + m.unit) * G;
+                put_row((narrow *)l.dgx + gate, d[r], m.in[1]);
+                if (GRU) put_row((narrow *)l.dsh + gate, e[r], m.in[1]);
+                put_row((narrow *)n.dgh + gate, out[r], m.in[1]);
             }
-            at[r] -= forth, cut[r] = ALIVE(t) && f[r].cut;
+            EACH_UNIT dscale[u] += shown[r][u] * hat_c[r][u], dshift[u] += shown[r][u];
         }
-        if (t > 0) prepare(t - 1);
     }
-    receive(-1, (int)(l.steps - 1) & 1);
+    receive(-1);
+    if (LSTM) {
+        __syncthreads(); /* all have read the sums before */
+        shared.sums[0][threadIdx.x] = make_float2(over_rows<2>(dscale, m.lane), over_rows<2>(dshift, m.lane));
+        __syncthreads();
+        const int unit = m.unit + number_of<2>(m.lane);
+        if (m.band == 0 && unit < HIDDEN) {
+            float2 all = make_float2(0.0f, 0.0f);
+            EACH_OF(BANDS) {
+                float2 band = shared.sums[0][(m.part * BANDS + i) * 32 + m.lane];
+                all.x += band.x, all.y += band.y;
+            }
+            n.dscale_c[unit] = all.x, n.dshift_c[unit] = all.y;
+        }
+    }
     EACH_ROW EACH_UNIT if (m.in[u] && m.row[r] < l.batch) {
         i64 start = (i64)m.row[r] * HIDDEN + m.unit + u;
         l.dh[start] = dh[r][u];

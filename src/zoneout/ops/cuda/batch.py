@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from ..interface import Run
 from ..loop import GATES, Backward, Loop
-from .arguments import CELLS, TYPES, Launch, LaunchAttribute, loop_arguments
-from .compiler import Kernel, chip, driver, load, pack, tf32
+from .arguments import CELLS, TYPES, loop_arguments
+from .compiler import Kernel, chip, load, pack, tf32
 from .small import MOST_NUMBERS, modes_of, norm_arguments
 
 MOST_BLOCKS = 16  # of a cluster
 MOST_WARPS = 8  # of a block: with more, a thread has too few registers
 PIECES = {(False, True): 52, (False, False): 16, (True, True): 26, (True, False): 0}  # in registers: backwards, plain
-_LARGE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
-_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 
 
 @dataclass(frozen=True)
@@ -44,29 +42,38 @@ def plan(cell: str, size: int, hidden: int, batch: int, back: bool, plain: bool,
     if hidden > 16 * MOST_BLOCKS or parts * bands > MOST_WARPS:
         return None
     blocks, threads = -(-hidden // (8 * parts)), 32 * parts * bands
+    factors = back and size == 4 and parts == 1  # what goes around in half precision, times powers of two
+    if factors or (not back and cell != "rnn_relu"):
+        size = 2
     each, numbers = 4 // size, 1 if not back else 4 if cell == "gru" else GATES[cell]
     words = -(-2 * numbers // each)  # of two units of a row
     k_part = -(-words // 2)
     k_steps = parts * k_part if back else -(-blocks * parts * words // 2)
     pieces = k_steps * (blocks if back else GATES[cell])
     resident = min(pieces, PIECES[back, plain])
-    shared = 2 * blocks * threads * (8 if size == 2 and not back else 16)  # what is sent
+    shared = 2 * blocks * threads * (8 if size == 2 else 16)  # what is sent
     shared += 16 * (k_part * threads if back and parts > 1 else 1)
-    shared += 16 * threads + 64 * bands
+    shared += 128 * (bands if factors else 1)
+    shared += 16 * threads + 64 * bands + 16 * parts * bands  # sums, lengths, counters
     shared += parts * (pieces - resident) * 256
     return Plan(hidden, blocks, parts, bands, resident, shared) if shared <= most else None
 
 
+def fits(r: Run) -> bool:
+    """Whether these kernels take such a layer with batch norm, whatever its noise and both ways."""
+    of, (width, _), size = chip(r.h0.get_device()), r.weights.w_hh.shape, r.h0.element_size()
+    if r.weights.w_hr is not None or of.major < 9 or r.steps * r.batch * width >= MOST_NUMBERS:
+        return False
+    each = ((back, plain) for back in (False, True) for plain in (False, True))
+    return all(plan(r.cell, size, width // GATES[r.cell], r.batch, *how, of.shared) is not None for how in each)
+
+
 def plan_for(loop: Loop, back: bool, plain: bool) -> Plan | None:
     """The plan of a loop, or None where this kernel does not take it."""
-    if loop.norm is None or loop.norm.over == "units" or loop.given or loop.w_hr is not None:
+    if not loop.by_unit or (loop.gates.dtype == torch.float32 and not tf32()):
         return None
-    if loop.gates.dtype == torch.float32 and not tf32():
-        return None
-    of = chip(loop.gates.get_device())
-    if of.major < 9 or loop.gates.numel() >= MOST_NUMBERS:
-        return None
-    return plan(loop.cell, loop.gates.element_size(), loop.hidden, loop.batch, back, plain, of.shared)
+    most = chip(loop.gates.get_device()).shared
+    return plan(loop.cell, loop.gates.element_size(), loop.hidden, loop.batch, back, plain, most)
 
 
 def run(loop: Loop, back: Backward | None) -> bool:
@@ -81,14 +88,16 @@ def run(loop: Loop, back: Backward | None) -> bool:
     if kernel is None:
         return False
     kernel.launch(tiles.blocks, tiles.threads, pack((arguments.struct, norm.struct)), tiles.shared)
+    if back is not None:
+        back.dnc = back.chat = None  # these have been added up
     return True
 
 
 def pairs_lie_even(loop: Loop, given: list[Tensor]) -> bool:
-    """Whether two neighbours can be read at once, wherever they lie."""
+    """Whether two neighbours, and all gates of both, can be read at once, wherever they lie."""
     numbers = (loop.gates.dtype, torch.float32)
     each = (value for value in given if value.dtype in numbers)
-    return loop.hidden % 2 == 0 and all(value.data_ptr() % (2 * value.element_size()) == 0 for value in each)
+    return loop.hidden % 2 == 0 and all(value.data_ptr() % 16 == 0 for value in each)
 
 
 def defines_of(
@@ -113,9 +122,4 @@ def _kernel(
     (kernel,) = load(device, "batch.cu", ("backward" if back else "forward",), defines)
     with torch.cuda.device(device):
         kernel.allow_shared(tiles.shared)
-        if tiles.blocks > 8 and driver().cuFuncSetAttribute(kernel.handle, _LARGE_CLUSTERS, 1):
-            return None
-        size, count = LaunchAttribute(_CLUSTER, tiles.blocks, (ctypes.c_int * 15)(1, 1)), ctypes.c_int()
-        how = Launch(tiles.blocks, 1, 1, tiles.threads, 1, 1, tiles.shared, None, ctypes.pointer(size), 1)
-        status = driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), kernel.handle, ctypes.byref(how))
-    return None if status or count.value == 0 else kernel
+        return kernel if kernel.fits(tiles.blocks, tiles.threads, tiles.shared, tiles.blocks) else None

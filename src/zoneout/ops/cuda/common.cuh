@@ -45,7 +45,7 @@ struct Norm { /* of h·Wh and c, in the kernels that take all steps */
     float *mean_h, *var_h, *mean_c, *var_c;
     /* backwards */
     void *dgh;
-    float *dnc, *chat;
+    float *dnc, *chat, *dscale_c, *dshift_c; /* of the norm of c: what is left to add up, or what comes of it */
 };
 
 /* --- numbers ------------------------------------------------------------------------------------ */

@@ -23,6 +23,8 @@ HERE = Path(__file__).parent
 OWN = ("wide.cu",)  # sources with instructions that a chip's architecture alone has, and none after it
 
 _MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_LARGE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 
 
 def tf32() -> bool:
@@ -66,6 +68,24 @@ def processors(device: int) -> int:
     return max(1, chip(device).processors // max(_sharers))
 
 
+class LaunchAttribute(ctypes.Structure):
+    """`CUlaunchAttribute` of the driver, for attributes that are numbers."""
+
+    _fields_ = [("id", ctypes.c_int64), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15)]
+
+
+class Launch(ctypes.Structure):
+    """`CUlaunchConfig` of the driver."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("blocks_x", "blocks_y", "blocks_z")),
+        *((name, ctypes.c_uint) for name in ("threads_x", "threads_y", "threads_z", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(LaunchAttribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
 class Kernel:
     """One function of a compiled module."""
 
@@ -85,6 +105,17 @@ class Kernel:
             )
         )
         return each.value * torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+    def fits(self, blocks: int, threads: int, shared: int, cluster: int = 1) -> bool:
+        """Whether so many blocks fit on the whole device at once, those of a cluster side by side."""
+        if cluster == 1:
+            return blocks <= self.resident_blocks(threads, shared)
+        if cluster > 8 and driver().cuFuncSetAttribute(self.handle, _LARGE_CLUSTERS, 1):
+            return False
+        size, count = LaunchAttribute(_CLUSTER, cluster, (ctypes.c_int * 15)(1, 1)), ctypes.c_int()
+        how = Launch(blocks, 1, 1, threads, 1, 1, shared, None, ctypes.pointer(size), 1)
+        status = driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), self.handle, ctypes.byref(how))
+        return not status and blocks <= count.value * cluster
 
     def launch(
         self,

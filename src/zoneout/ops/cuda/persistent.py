@@ -216,6 +216,6 @@ def _kernel(device: int, cell: str, dtype: torch.dtype, back: bool, tiles: Plan,
     )
     with torch.cuda.device(device):
         kernel.allow_shared(tiles.layout.shared)
-        if kernel.resident_blocks(THREADS, tiles.layout.shared) < tiles.groups * tiles.blocks:
+        if not kernel.fits(tiles.groups * tiles.blocks, THREADS, tiles.layout.shared):
             return None
     return kernel

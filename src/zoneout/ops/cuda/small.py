@@ -26,7 +26,7 @@ class Norm(ctypes.Structure):
     _fields_ = [
         ("eps", ctypes.c_double),
         *((name, ctypes.c_void_p) for name in ("scale_h", "scale_c", "shift_c", "mean_h", "var_h", "mean_c", "var_c")),
-        *((name, ctypes.c_void_p) for name in ("dgh", "dnc", "chat")),
+        *((name, ctypes.c_void_p) for name in ("dgh", "dnc", "chat", "dscale_c", "dshift_c")),
     ]
 
 
@@ -133,7 +133,7 @@ def norm_arguments(loop: Loop, back: Backward | None) -> Arguments:
     made.put_all(loop, ("mean_h", "var_h", "mean_c", "var_c"), torch.float32)
     if back is not None:
         made.put("dgh", back.dgh, loop.gates.dtype)
-        made.put_all(back, ("dnc", "chat"), torch.float32)
+        made.put_all(back, ("dnc", "chat", "dscale_c", "dshift_c"), torch.float32)
     return made
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..loop import Backward, Loop
 from ..products import padded
-from .arguments import CELLS, TYPES, Arguments, Launch, LaunchAttribute, Normed, Scratch, loop_arguments
+from .arguments import CELLS, TYPES, Arguments, Normed, Scratch, loop_arguments
 from .blas import product
-from .compiler import Kernel, chip, driver, load, pack, tf32
+from .compiler import Kernel, Launch, LaunchAttribute, chip, driver, load, pack, tf32
 from .persistent import in_half, is_plain
 
 THREADS = 64  # of a block

@@ -119,6 +119,4 @@ def _kernel(device: int, dtype: torch.dtype, tiles: Plan, modes: tuple[int, int]
     (kernel,) = load(device, "wide.cu", ("forward",), defines_of(dtype, tiles, modes))
     with torch.cuda.device(device):
         kernel.allow_shared(tiles.shared)
-        if kernel.resident_blocks(THREADS, tiles.shared) < tiles.groups * tiles.k_steps:
-            return None
-    return kernel
+        return kernel if kernel.fits(tiles.groups * tiles.k_steps, THREADS, tiles.shared) else None
