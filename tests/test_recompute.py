@@ -139,6 +139,18 @@ def test_runs_the_steps_again_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None
     assert seen[8:] == [9] + [13] * 7
 
 
+def test_few_rows_of_large_weights_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum of the weights' derivatives for every piece takes more memory than the pieces save."""
+    seen = []
+    forward = passes.forward
+    monkeypatch.setattr(passes, "forward", lambda r: seen.append(r.steps) or forward(r))
+    layer = zo.LSTM(60, 70, recompute=True)
+    layer(torch.randn(64, 2, 60))[0].sum().backward()  # 128 rows, 130 columns
+    assert seen == [64, 64]
+    layer(torch.randn(65, 2, 60))[0].sum().backward()
+    assert len(seen) > 4
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "options"),
     [

@@ -8,12 +8,14 @@
  *
  * A warp has a band of one part: a tile of sums for each gate, where a thread finds all gates of two units of two rows. The
  * same thread of another block has other units of the same rows. So what a thread sends is what the same lane over there
- * needs, and nothing has to be rearranged. The gates lie unit by unit, so that those of a thread's two are one piece: a block has
- * few units of every row, and what reading and writing cost is how many lines of the cache are touched. Forwards each block sends its h to all, who take the product with their own
- * columns of W_h. Backwards each takes the product of its derivatives with all of W_h's columns and sends every block the
- * sums for its units: half as much to send as the derivatives themselves, a quarter in TF32. A processor gets some 22 bytes a
- * cycle to others, so what goes around is of 16 bits where these are enough: in TF32, too, h, and derivatives times a power of
- * two that each warp finds for what it sends; it sends along what undoes it. (Behind a batch norm no row is much smaller.)
+ * needs, and nothing has to be rearranged. In memory the gates lie unit by unit, so that those of a thread's two units are
+ * one piece of a row. Forwards each block sends its h to all, who take the product with their own columns of W_h. Backwards
+ * each takes the product of its derivatives with all of W_h's columns and sends every block the sums for its units: half as
+ * much to send as the derivatives themselves, a quarter in TF32.
+ *
+ * A processor gets some 22 bytes a cycle to others, so what goes around is of 16 bits where these are enough. In TF32, too:
+ * h, and derivatives times a power of two that each warp finds for what it sends; it sends along what undoes it. (Behind a
+ * batch norm no row's are much smaller than those of the others.)
  *
  * What is sent counts itself, by bytes: a warp goes on when all of its rows are there. Two buffers take turns, and nobody has to
  * say that one may be written again: whoever has all of step t knows that all have sent it, after they had read step t - 1.
@@ -22,7 +24,7 @@
 #define THREADS (32 * WARPS)
 #define GE (BACK ? (G == 3 ? 4 : G) : 1)       /* numbers of a unit in what enters the product */
 #define SCALED (BACK && !TYPE && PARTS == 1)   /* TF32 by numbers of half precision, times powers of two */
-#define SENT (TYPE || (BACK ? !SCALED : RELU) ? TYPE : 2) /* the type of what enters the product: h between -1 and 1 may, too */
+#define SENT (TYPE || (BACK ? !SCALED : RELU) ? TYPE : 2) /* the type of what enters the product; h is between -1 and 1 */
 #define EACH (SENT ? 2 : 1)                    /* numbers of a word */
 #define OF_PART ((2 * GE + EACH - 1) / EACH)   /* words of two units of a row */
 #define KP ((OF_PART + 1) / 2)                 /* k-steps of a part, backwards; a k-step takes two words */
@@ -50,10 +52,10 @@ typedef uint2 Slot;
 struct Shared {
     Slot sent[2][BLOCKS * THREADS];                     /* [turn][from][thread] */
     uint4 lent[BACK && PARTS > 1 ? KP * THREADS : 1];   /* what enters the product, to the block's other part */
-    float2 sums[2][THREADS]; /* of moments: take turns, so that none is written that somebody has yet to read */
-    float undo[2][SCALED ? WARPS : 1][16]; /* [turn][warp][from]: what has come has to be multiplied with it */
+    float2 sums[2][THREADS];                            /* of moments; taking turns, since somebody may still be reading */
+    float undo[2][SCALED ? WARPS : 1][16];              /* [turn][warp][from]: to be multiplied with what has come */
     int lengths[BANDS * 16];
-    u64 there[2][WARPS]; /* [turn]: what a warp waits for; forwards, one for all parts of a band */
+    u64 there[2][WARPS];                                /* [turn]: what a warp waits for; forwards one for all parts of a band */
 };
 
 __device__ __forceinline__ Shared &here() {
@@ -94,7 +96,7 @@ __device__ __forceinline__ float widen(const LateTwo &v, int u) {
 #endif
 }
 
-/* The gates of two neighbouring units of a row. In words, so many of them at once as lie even. */
+/* Words of memory, as many at once as lie even. */
 template <int WORDS> __device__ __forceinline__ void late_words(u32 *to, const void *at) {
     const u32 *from = (const u32 *)at;
     if (WORDS % 4 == 0) {
@@ -124,7 +126,7 @@ template <int WORDS> __device__ __forceinline__ void put_words(void *at, const u
     }
 }
 
-struct LateRow { /* see Late */
+struct LateRow { /* the gates of two neighbouring units of a row; see Late */
     u32 bits[PAIRED && TYPE ? G : NUMBERS];
 };
 __device__ __forceinline__ LateRow late_row(const narrow *from, bool second) {
