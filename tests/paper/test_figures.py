@@ -12,7 +12,7 @@ import pytest
 
 from zoneout.paper import cli, codes, figures, plots
 from zoneout.paper.disk import RunError
-from zoneout.paper.figures import FIGURES, draw, limits, save_all
+from zoneout.paper.figures import FIGURES, draw, draw_all, limits, save_all
 from zoneout.paper.recipes import RECIPES
 
 
@@ -40,6 +40,15 @@ def test_without_results_a_figure_names_what_is_missing(name: str, tmp_path: Pat
     assert drawn.missing == FIGURES[name].arms and drawn.text == "Nothing to draw yet."
     text = plots.svg(drawn.figure).replace("\n", " ")
     assert all(arm in text for arm in drawn.missing)
+
+
+def test_a_figure_without_results_gives_way(tmp_path: Path) -> None:
+    """A page has an empty figure beside the one that stands in for it, or lacks one that nothing stands in for."""
+    assert [drawn.name for drawn in draw_all(tmp_path)] == [*FIGURES]
+    fabricated.write(tmp_path, fabricated.record("text8_prefix_zoneout"))
+    assert [drawn.name for drawn in draw_all(tmp_path)] == [name for name in FIGURES if name != "text8"]
+    fabricated.write(tmp_path, fabricated.record("text8_zoneout"))
+    assert [drawn.name for drawn in draw_all(tmp_path)] == [*FIGURES]
 
 
 def test_curves_are_the_records(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ DIFFERENTIABLE = (
     "x", "h0", "c0", "reset_h", "reset_c", "w_ih", "w_hh", "b_ih", "b_hh", "w_hr",
     "scale_x", "scale_h", "scale_c", "shift_c",
 )  # fmt: skip
+# What of that has a row for every gate: of the weights, and of a norm.
+OF_GATES = ("w_ih", "w_hh", "b_ih", "b_hh", "scale_x", "scale_h")
 
 
 class Kept(NamedTuple):
@@ -118,9 +120,6 @@ def _ready(device: Any, r: Run, rows: Packed | Padded | None = None) -> _Ready:
         if norm is not None:
             norm = norm._replace(**_turned(by_unit, r.cell, {name: getattr(norm, name) for name in OF_GATES[4:]}))
     return _Ready(x, h0, wide(r.c0), reset_h, wide(r.reset_c), w, norm, rows, turned)
-
-
-OF_GATES = ("w_ih", "w_hh", "b_ih", "b_hh", "scale_x", "scale_h")  # what has a row for every gate
 
 
 def _turned(turn: Callable[..., Tensor], cell: str, given: dict[str, Any]) -> dict[str, Any]:

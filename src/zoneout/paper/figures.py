@@ -46,6 +46,7 @@ class Plan:
     arms: tuple[str, ...]
     draw: Callable[[Records], tuple[Any, str]]
     read: Callable[[Recipe, Path], list[Record]]
+    in_place_of: str = ""  # the figure whose place it takes while that has no results
 
 
 def own_records(recipe: Recipe, results: Path) -> list[Record]:
@@ -72,6 +73,14 @@ def draw(name: str, results: Path | str) -> Drawn:
         note = fill(f"No results yet: {', '.join(missing)}", 78, break_on_hyphens=False)
         figure.supxlabel(note, fontsize=7.5, color=SOFT, x=0.02, ha="left")
     return Drawn(name, plan.title, plan.where, figure, text, missing, plan.arms)
+
+
+def draw_all(results: Path | str) -> list[Drawn]:
+    """All figures, but for those without results whose place another takes."""
+    drawn = {name: draw(name, results) for name in FIGURES}
+    empty = {name for name, one in drawn.items() if one.missing == one.recipes}
+    replaced = {FIGURES[name].in_place_of for name in drawn.keys() - empty}
+    return [one for name, one in drawn.items() if name not in empty & replaced]
 
 
 def save_all(results: Path | str, out: Path, kind: str = "svg", names: Sequence[str] = ()) -> list[tuple[Path, Drawn]]:
@@ -331,6 +340,7 @@ FIGURES = {
         _arms("text8_prefix", *_TEXT8),
         curves,
         own_records,
+        in_place_of="text8",
     ),
     "word-ptb": Plan(
         "Training and validation on word-level Penn Treebank",

@@ -70,7 +70,7 @@ def paper_page(results: Path, benchmarks: Path) -> str:
         element("p", f"Left out, since its settings are not the recipe’s: {name}, seed {record['seed']}.")
         for name, record in strangers
     ]
-    drawn = [figures.draw(name, results) for name in figures.FIGURES]
+    drawn = figures.draw_all(results)
     sections = [
         ("tables", "Tables", section("tables", "The paper’s tables and ours", element("p", RULE), *tables, *notes)),
         ("figures", "Figures", section("figures", "Figures", *map(drawn_figure, drawn))),
