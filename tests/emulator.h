@@ -342,7 +342,7 @@ static void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(u32 t
     count(counter(at), 0, -(int)bytes);
 }
 static void st_async_weak_shared_cluster_mbarrier_complete_tx_bytes_u32(u32 to, u32 x, u32 at) {
-    *in_cluster(to) = x, count(*(Counter *)in_cluster(at), 0, -4);
+    st_shared_cluster_u32(to, x), count(*(Counter *)in_cluster(at), 0, -4);
 }
 static void st_async_weak_shared_cluster_mbarrier_complete_tx_bytes_v2_u32(u32 to, u32 x, u32 y, u32 at) {
     st_shared_cluster_v2_u32(to, x, y), count(*(Counter *)in_cluster(at), 0, -8);

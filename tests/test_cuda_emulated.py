@@ -8,6 +8,7 @@ import torch
 from test_backends import CALLS, LAYERS, NOISES, NORMS
 from test_cuda import compare, given_with, precision  # noqa: F401 (a fixture)
 
+import zoneout as zo
 from zoneout.draws import Draw
 from zoneout.noise import Rule
 from zoneout.ops import cuda
@@ -94,3 +95,20 @@ def test_what_comes_before_the_loop(dtype):
         dropped = fused_dropout(x, Draw(rule, rate, seed, 1), rows, 2)
         torch.testing.assert_close(dropped, dropout(x, 0.4, seed, 1, rows, 2, mask=mask))
     torch.testing.assert_close(fused_noise(w, rate, seed, 0, 4), weight_noise(w, 0.4, seed, 4))
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("exponent", [-60, 40])
+def test_derivatives_of_any_size_with_batch_norm(exponent, monkeypatch):
+    """In TF32 derivatives go around in half precision: a power of two is not undone, or they are cut off."""
+    monkeypatch.setattr(cuda, "PATHS", (cuda.batch,))
+    monkeypatch.setattr(torch.backends.cudnn.rnn, "fp32_precision", "tf32")
+    torch.manual_seed(0)
+    layer = zo.LSTM(2, 20, norm=NORMS["batch-norm"])
+    x, dy = torch.randn(7, 18, 2), torch.randn(7, 18, 20)
+    found = []
+    for by in (1.0, 2.0**exponent):
+        y = layer(x, seed=1)[0]
+        found.append([d / by for d in torch.autograd.grad(y, [*layer.parameters()], dy * by)])
+    for one, other in zip(*found):
+        assert torch.equal(one, other)

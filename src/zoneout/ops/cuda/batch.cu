@@ -41,12 +41,10 @@
 #define EACH_GATE _Pragma("unroll") for (int q = 0; q < G; q++)
 #define EACH_OF(K) _Pragma("unroll") for (int i = 0; i < (K); i++)
 
-#if !SENT
-#define FOUR 1
-typedef uint4 Slot; /* what a thread sends to a block */
+#if SENT
+typedef uint2 Slot; /* what a thread sends to a block */
 #else
-#define FOUR 0
-typedef uint2 Slot;
+typedef uint4 Slot;
 #endif
 
 struct Shared {
@@ -272,14 +270,19 @@ __device__ __forceinline__ void begin(const Mine &m) {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-/* To the same place in another block, where the same warp waits for it. */
+/* The same place in another block. */
+__device__ __forceinline__ u32 of_block(const void *own, int block) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(of_shared(own)), "r"(block));
+    return there;
+}
+
+/* To another block, where the same warp waits for it. */
 __device__ __forceinline__ void send(int turn, const Slot &v, int to, const Mine &m) {
     if (m.lane >= m.senders) return;
-    u32 there, counter;
-    const Slot *own = here().sent[turn] + blockIdx.x * THREADS + threadIdx.x;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(of_shared(own)), "r"(to));
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(counter) : "r"(of_shared(counter_of(turn, m))), "r"(to));
-#if FOUR
+    const u32 there = of_block(here().sent[turn] + blockIdx.x * THREADS + threadIdx.x, to);
+    const u32 counter = of_block(counter_of(turn, m), to);
+#if !SENT
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, [%5];"
                  ::"r"(there), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(counter) : "memory");
 #else
@@ -291,10 +294,8 @@ __device__ __forceinline__ void send(int turn, const Slot &v, int to, const Mine
 /* A lane for each block. */
 __device__ __forceinline__ void send_undo(int turn, float v, const Mine &m) {
     if (m.lane >= BLOCKS) return;
-    u32 there, counter;
-    const float *own = &here().undo[turn][SCALED ? m.warp : 0][blockIdx.x];
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(of_shared(own)), "r"(m.lane));
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(counter) : "r"(of_shared(counter_of(turn, m))), "r"(m.lane));
+    const u32 there = of_block(&here().undo[turn][SCALED ? m.warp : 0][blockIdx.x], m.lane);
+    const u32 counter = of_block(counter_of(turn, m), m.lane);
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];"
                  ::"r"(there), "r"(__float_as_uint(v)), "r"(counter) : "memory");
 }
@@ -790,7 +791,7 @@ struct Moments {
 
 /* What a block has sent for a unit of a row. */
 __device__ __forceinline__ float sum_of(const Slot &v, int r, int u) {
-#if FOUR
+#if !SENT
     const u32 one[4] = {v.x, v.y, v.z, v.w};
     return __uint_as_float(one[r * 2 + u]);
 #elif SCALED
@@ -856,7 +857,7 @@ __device__ __forceinline__ void send_product(Shared &shared, int turn, const flo
         float sum[4] = {};
 #pragma unroll
         for (int s = 0; s < KS; s++) add_step(sum, a[s], w, s, tile);
-#if FOUR
+#if !SENT
         Slot slot = make_uint4(__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]),
                                __float_as_uint(sum[3]));
 #else
