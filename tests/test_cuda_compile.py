@@ -41,14 +41,18 @@ def test_steps(cell, dtype, plain):
     assert max(spilled) == 0
 
 
+@pytest.mark.parametrize("modes", [None, (0, 0), (1, 1), (2, 2), (1, 3)], ids=str)
+@pytest.mark.parametrize("block", [512, 1024])
 @pytest.mark.parametrize("vector", [4, 1])
 @pytest.mark.parametrize("cell", CELLS[:3])
-def test_steps_in_half(cell, vector, monkeypatch):
-    """A kernel for products in half precision does not compile, or a block of 1,024 threads has not the registers."""
+def test_steps_in_half(cell, vector, block, modes, monkeypatch):
+    """A kernel for products in half precision does not compile, or a block has not the registers for its threads."""
     monkeypatch.setattr(steps, "tf32", lambda: True)
-    registers, spilled = build("steps.cu", steps.defines_of(cell, torch.float32, vector, True, True))
-    assert max(spilled) <= 8 and len(registers) == (1 if cell == "rnn_tanh" else 2)
-    assert cell == "rnn_tanh" or min(registers) <= 2**16 // steps.MOST_THREADS
+    defines = steps.defines_of(cell, torch.float32, vector, True, block, modes, modes is not None)
+    registers, spilled = build("steps.cu", defines)
+    assert len(registers) == (1 if cell == "rnn_tanh" else 2)
+    assert max(spilled) <= (0 if block == 512 else 20)  # five words, with more than 2,048 units
+    assert cell == "rnn_tanh" or min(registers) <= 2**16 // block
 
 
 @pytest.mark.parametrize("back", [False, True], ids=["forward", "backward"])

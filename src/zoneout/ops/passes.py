@@ -16,7 +16,7 @@ from ..norm import Moments, StepNorm
 from . import cpu, cuda
 from .interface import Run, Weights
 from .loop import GATES, Backward, Loop, by_gate, by_unit
-from .products import padded, spare, times, times_and_sum
+from .products import added_up, padded, spare, times, times_and_sum
 from .rows import Packed, Padded, as_packed
 
 LOOPS: dict[str, Any] = {"cpu": cpu, "cuda": cuda}
@@ -375,10 +375,10 @@ def _backward(
     if needs["x"]:
         found["x"] = rows.unpack(times(dgx, w_ih))
     if w.b_ih is not None and needs["b_ih"]:
-        found["b_ih"] = back.dgx.sum(0) if added is None or normed else added
+        found["b_ih"] = added_up(back.dgx) if added is None or normed else added
     if w.b_hh is not None and needs["b_hh"]:
         same = back.dsh is back.dgx and "b_ih" in found
-        found["b_hh"] = found["b_ih"].clone() if same else back.dsh.sum(0)
+        found["b_hh"] = found["b_ih"].clone() if same else added_up(back.dsh)
     device.give_back(back.dgx, back.dgh, back.dsh, back.du, back.u, back.dnc, back.chat, back.dx)
     if ready.by_unit:
         found |= _turned(by_gate, r.cell, {name: v for name, v in found.items() if name in OF_GATES})

@@ -228,15 +228,24 @@ struct Noise { /* a stream as one unit sees it */
     u64 seed;
 };
 
-__device__ __forceinline__ Noise noise_of(const Stream &s, i64 unit) {
-    Noise n = {0, 0.0f, 0};
-    if (s.mode == OFF) return n;
-    double rate = s.rate[unit * s.stride];
-    n.threshold = (u32)rint(rate * 65536.0);
-    n.rate = (float)rate;
-    if (s.mode == DRAWN) n.seed = (u64)*s.seed;
-    return n;
+struct Given { /* what it is made of, as it lies in memory: to be read early, long before it is used */
+    double rate;
+    u64 seed;
+};
+
+__device__ __forceinline__ Given given_of(const Stream &s, i64 unit) {
+    Given g = {0.0, 0};
+    if (s.mode == OFF) return g;
+    g.rate = s.rate[unit * s.stride];
+    if (s.mode == DRAWN) g.seed = (u64)*s.seed;
+    return g;
 }
+
+__device__ __forceinline__ Noise noise_of(const Given &g) {
+    return {(u32)rint(g.rate * 65536.0), (float)g.rate, g.seed};
+}
+
+__device__ __forceinline__ Noise noise_of(const Stream &s, i64 unit) { return noise_of(given_of(s, unit)); }
 
 /* Philox 4x32-10: the words of four units. */
 __device__ __forceinline__ void philox(u32 *word, u64 seed, u32 c0, u32 c1, u32 c2, u32 c3) {
@@ -319,6 +328,9 @@ __device__ __forceinline__ void simplify(Loop &l) {
     l.hidden_state.sees_step = l.hidden_state.sees_example = l.hidden_state.sees_unit = 1;
     l.cell.high = 0, l.hidden_state.high = HIDDEN_MODE != SHARED;
 #endif
+#endif
+#if ONE_RATE /* no unit has a rate of its own */
+    l.cell.stride = l.hidden_state.stride = l.update.stride = 0;
 #endif
 }
 

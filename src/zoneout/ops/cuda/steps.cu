@@ -1,10 +1,13 @@
 /* One step at a time: what stands between the products.
  *
- * Compiled with V (units of a thread: 4 where sizes and addresses allow it, else 1) and PLAIN (nothing but zoneout, no
- * norm, no projection, all rows to the end: forward and backward alone, which may be started before the product that
- * they follow has ended). HALF, with PLAIN: what enters the product has the ten bits of TF32, but goes in half precision,
- * which has as many. h does so as it is, derivatives times a power of two that each row has for itself: backwards a
- * block has a row.
+ * Compiled with V (units of a thread: 4 where sizes and addresses allow it, else 1), ONE_RATE (no unit has a rate of its own) and
+ * PLAIN (nothing but zoneout, no norm, no projection, all rows to the end: forward and backward alone; CELL_MODE and HIDDEN_MODE
+ * may then be those of the two streams). HALF, with PLAIN: what enters the product has the ten bits of TF32, but goes in half
+ * precision, which has as many. h does so as it is, derivatives times a power of two that each row has for itself: backwards a
+ * block has a row, and at most BLOCK threads.
+ *
+ * A step is a few loads from far away and some 500 instructions: all is read at the beginning, then, while it is on its way,
+ * noise is drawn.
  */
 
 struct Scratch {
@@ -37,13 +40,6 @@ __device__ __forceinline__ void simplify(Loop &l, Scratch &s, int &parts) {
     s.norm = s.project = s.settled = 0;
     s.owed = nullptr;
     parts = GATES | SHOWS | CARRY;
-#endif
-}
-
-/* Until the product before has ended. Everything is read after it, and then, while it is on its way, noise is drawn. */
-__device__ __forceinline__ void wait() {
-#if PLAIN && __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
@@ -167,10 +163,20 @@ __device__ __forceinline__ void keep(Keep *k, float Keep::*of, const Stream &s, 
     EACH k[e].*of = keep_of(s, e && s.stride ? noise_of(s, j + e) : first, w.v[e]);
 }
 
+struct Drawn { /* what a draw is made of */
+    Given cell, hidden, update;
+    u32 example, step;
+};
+
+__device__ __forceinline__ Drawn drawn_at(const Loop &l, const Place &p, i64 t) {
+    return {given_of(l.cell, p.j), given_of(l.hidden_state, p.j), given_of(l.update, p.j),
+            (u32)l.examples[p.row], step_of(l, t, p.length)};
+}
+
 /* As `keeps_of`, for V units. */
-__device__ __forceinline__ void keeps_at(Keep *k, const Loop &l, const Place &p, i64 t) {
-    u32 example = (u32)l.examples[p.row], step = step_of(l, t, p.length);
-    Noises n = noises_of(l, p.j);
+__device__ __forceinline__ void keeps_at(Keep *k, const Loop &l, const Place &p, const Drawn &d) {
+    Noises n = {noise_of(d.cell), noise_of(d.hidden), noise_of(d.update)};
+    u32 example = d.example, step = d.step;
     Words w = {};
     EACH k[e] = {0.0f, 0.0f, 0.0f};
     if (l.cell.mode) {
@@ -237,12 +243,13 @@ __device__ __forceinline__ void lstm(const Loop &l, const Scratch &s, const Plac
     i64 H = l.hidden, here = p.row * H + p.j;
     narrow *gates = (narrow *)l.gates + p.at * 4 * H + p.j;
     Units a[4], b[4], c, u;
-    for (int q = 0; q < 4; q++) a[q] = get(gates + q * H);
+    Drawn drawn = drawn_at(l, p, t);
     Units old = old_c(l, p), held = parts & CARRY ? held_h(l, s, p) : all_of(0.0f);
     if (parts & GATES)
         for (int q = 0; q < 4; q++) b[q] = bias_of(l, s, q * H + p.j);
+    for (int q = 0; q < 4; q++) a[q] = get(gates + q * H);
     Keep k[V];
-    keeps_at(k, l, p, t);
+    keeps_at(k, l, p, drawn);
     if (parts & GATES) {
         for (int q = 0; q < 4; q++) {
             Units v = s.product ? get(s.product + p.row * 4 * H + q * H + p.j) : all_of(0.0f);
@@ -282,19 +289,18 @@ __device__ __forceinline__ void gru(const Loop &l, const Scratch &s, const Place
     narrow *gates = (narrow *)l.gates + p.at * 3 * H + p.j;
     const narrow *bias = (const narrow *)l.b_h;
     Units v[3], x[3], h;
+    Drawn drawn = drawn_at(l, p, t);
     for (int q = 0; q < 3; q++) {
         Units b = bias_of(l, s, q * H + p.j);
         x[q] = get(gates + q * H);
         v[q] = bias && !s.norm ? get(bias + q * H + p.j) : all_of(0.0f);
         EACH x[q][e] += b[e];
     }
-    Units old = held_h(l, s, p);
-    for (int q = 0; q < 3; q++) {
-        Units product = get(s.product + p.row * 3 * H + q * H + p.j);
-        EACH v[q][e] += product[e];
-    }
+    Units old = held_h(l, s, p), product[3];
+    for (int q = 0; q < 3; q++) product[q] = get(s.product + p.row * 3 * H + q * H + p.j);
     Keep k[V];
-    keeps_at(k, l, p, t);
+    keeps_at(k, l, p, drawn);
+    for (int q = 0; q < 3; q++) EACH v[q][e] += product[q][e];
     if (!s.norm) put(l.gh + p.at * H + p.j, v[2]);
     EACH {
         float r = sigmoid(x[0][e] + v[0][e]), z = sigmoid(x[1][e] + v[1][e]);
@@ -309,10 +315,11 @@ __device__ __forceinline__ void gru(const Loop &l, const Scratch &s, const Place
 
 __device__ __forceinline__ void rnn(const Loop &l, const Scratch &s, const Place &p, int t) {
     narrow *gate = (narrow *)l.gates + p.at * l.hidden + p.j;
-    Units old = held_h(l, s, p), v = get(gate), b = bias_of(l, s, p.j);
-    Units product = s.product ? get(s.product + p.row * l.hidden + p.j) : all_of(0.0f);
+    Drawn drawn = drawn_at(l, p, t);
+    Units old = held_h(l, s, p), b = bias_of(l, s, p.j);
+    Units v = get(gate), product = s.product ? get(s.product + p.row * l.hidden + p.j) : all_of(0.0f);
     Keep k[V];
-    keeps_at(k, l, p, t);
+    keeps_at(k, l, p, drawn);
     EACH v[e] += b[e] + product[e];
     EACH v[e] = RELU ? fmaxf(v[e], 0.0f) : tanh_of(v[e]);
     put(gate, v);
@@ -323,7 +330,6 @@ extern "C" __global__ void forward(Loop l, Scratch s, int t, int parts) {
     simplify(l, s, parts);
     Place p = place(l, t, l.hidden);
     if (!p.in) return;
-    wait();
     if (LSTM)
         lstm(l, s, p, t, parts);
     else if (GRU)
@@ -348,7 +354,7 @@ extern "C" __global__ void carry(Loop l, Scratch s, int t, int) {
     Place p = place(l, t, l.outputs);
     if (!p.in) return;
     Keep k[V];
-    keeps_at(k, l, p, t);
+    keeps_at(k, l, p, drawn_at(l, p, t));
     carry_h(l, s, p, get(s.shown + p.row * l.outputs + p.j), held_h(l, s, p), k);
 }
 #endif
@@ -360,27 +366,56 @@ struct Incoming { /* of the carried h */
     Units rest; /* what goes straight to the h before */
 };
 
-/* What came through the product of the step after. */
-__device__ __forceinline__ Units through(const Loop &l, const Scratch &s, const Place &p) {
-    const float *from = s.rec + p.row * s.pitch + p.j;
-    Units sum = all_of(0.0f);
+/* What came through the product of the step after: read, and then added up. */
+#define EARLY (HALF && BLOCK > 512 ? 1 : 4) /* parts that are read before noise is drawn: so many threads have room for one */
+struct Through {
+    const float *from;
+    i64 apart;
+    int parts;
+    Units first[EARLY];
+    float back_w, back;
+};
+
+__device__ __forceinline__ Through through(const Loop &l, const Scratch &s, const Place &p, int parts) {
+    Through v = {s.rec + p.row * s.pitch + p.j, l.batch * s.pitch, parts};
+#pragma unroll
+    for (int part = 0; part < EARLY; part++) v.first[part] = part < parts ? get(v.from + part * v.apart) : all_of(0.0f);
+#if HALF
+    v.back_w = *s.back_w, v.back = s.back[p.row];
+#endif
+    return v;
+}
+
+__device__ __forceinline__ Units added(const Through &v) {
+    Units sum = v.first[0];
+#pragma unroll
+    for (int part = 1; part < EARLY; part++) EACH sum[e] += v.first[part][e];
 #pragma unroll 4
-    for (int part = 0; part < (int)s.sums; part++) {
-        Units one = get(from + part * l.batch * s.pitch);
+    for (int part = EARLY; part < v.parts; part++) {
+        Units one = get(v.from + part * v.apart);
         EACH sum[e] += one[e];
     }
 #if HALF /* Wh's first: the sums times a large row's would be too large, where what comes is not */
-    const float back_w = *s.back_w, back = s.back[p.row];
-    EACH sum[e] = sum[e] * back_w * back;
+    if (v.parts) EACH sum[e] = sum[e] * v.back_w * v.back;
 #endif
     return sum;
 }
 
-/* All that has come back for the carried h. */
-__device__ __forceinline__ Units whole_dh(const Loop &l, const Scratch &s, const Place &p, i64 t) {
-    Units dh = get(l.dh + p.row * l.outputs + p.j), dy = get((const narrow *)l.dy + p.at * l.outputs + p.j);
-    Units more = s.settled || t == l.steps - 1 ? all_of(0.0f) : through(l, s, p);
-    EACH dh[e] += dy[e] + more[e];
+/* All that has come back for the carried h: read, and then added up. */
+struct Whole {
+    Units dh, dy;
+    Through more;
+};
+
+__device__ __forceinline__ Whole whole_dh(const Loop &l, const Scratch &s, const Place &p, i64 t) {
+    const i64 row = p.row * l.outputs + p.j, at = p.at * l.outputs + p.j;
+    return {get(l.dh + row), get((const narrow *)l.dy + at),
+            through(l, s, p, s.settled || t == l.steps - 1 ? 0 : (int)s.sums)};
+}
+
+__device__ __forceinline__ Units added(const Whole &w) {
+    Units dh = w.dh, more = added(w.more);
+    EACH dh[e] += w.dy[e] + more[e];
     return dh;
 }
 
@@ -397,9 +432,11 @@ __device__ __forceinline__ void lstm_back(const Loop &l, const Scratch &s, const
     narrow *out = (narrow *)l.dgx + p.at * 4 * H + p.j;
     Units i = get(gates), f = get(gates + H), g = get(gates + 2 * H), o = get(gates + 3 * H);
     Units old = old_c(l, p), dc = get(l.dc + here), of_c;
-    Units dh = s.project || !(parts & SHOWS) ? all_of(0.0f) : whole_dh(l, s, p, t);
+    Drawn drawn = drawn_at(l, p, t);
+    Whole whole;
+    if (!s.project && parts & SHOWS) whole = whole_dh(l, s, p, t);
     Keep k[V];
-    keeps_at(k, l, p, t);
+    keeps_at(k, l, p, drawn);
     if (parts & SHOWS) {
         Units c, gate = o, owed = s.owed ? get(s.owed + here) : all_of(0.0f), d, u;
         EACH c[e] = lstm_candidate(l, i[e], f[e], g[e], old[e], k[e]);
@@ -420,7 +457,7 @@ __device__ __forceinline__ void lstm_back(const Loop &l, const Scratch &s, const
             EACH u[e] = gate[e] * c[e];
             put(s.u + p.at * H + p.j, u);
         } else {
-            Incoming in = take_dh(l, dh, k);
+            Incoming in = take_dh(l, added(whole), k);
             d = in.d;
             put(l.dh + here, in.rest);
         }
@@ -460,10 +497,12 @@ __device__ __forceinline__ void gru_back_at(const Loop &l, const Scratch &s, con
     } else {
         v = get(l.gh + p.at * H + p.j);
     }
-    Units old = old_h(l, s, p), dh = whole_dh(l, s, p, t);
+    Units old = old_h(l, s, p);
+    Drawn drawn = drawn_at(l, p, t);
+    Whole whole = whole_dh(l, s, p, t);
     Keep k[V];
-    keeps_at(k, l, p, t);
-    Incoming in = take_dh(l, dh, k);
+    keeps_at(k, l, p, drawn);
+    Incoming in = take_dh(l, added(whole), k);
     EACH {
         float of_x[3], of_s[3];
         gru_back(l, of_x, of_s, r[e], z[e], n[e], v[e], old[e], in.d[e], in.rest[e], k[e]);
@@ -479,10 +518,12 @@ __device__ __forceinline__ void gru_back_at(const Loop &l, const Scratch &s, con
 
 __device__ __forceinline__ void rnn_back(const Loop &l, const Scratch &s, const Place &p, int t) {
     i64 at = p.at * l.hidden + p.j;
-    Units v = get((const narrow *)l.gates + at), dh = whole_dh(l, s, p, t);
+    Units v = get((const narrow *)l.gates + at);
+    Drawn drawn = drawn_at(l, p, t);
+    Whole whole = whole_dh(l, s, p, t);
     Keep k[V];
-    keeps_at(k, l, p, t);
-    Incoming in = take_dh(l, dh, k);
+    keeps_at(k, l, p, drawn);
+    Incoming in = take_dh(l, added(whole), k);
     EACH v[e] = RELU ? (v[e] > 0 ? in.d[e] : 0.0f) : in.d[e] * (1 - v[e] * v[e]);
     put(l.dh + p.row * l.hidden + p.j, in.rest);
     put((narrow *)l.dgx + at, v);
@@ -493,7 +534,6 @@ extern "C" __global__ void backward(Loop l, Scratch s, int t, int parts) {
     simplify(l, s, parts);
     Place p = place(l, t, l.hidden);
     if (!p.in) return;
-    wait();
     Units enters[4];
     if (LSTM)
         lstm_back(l, s, p, t, parts, enters);
@@ -525,10 +565,9 @@ __device__ __forceinline__ void enter_row(const Loop &l, const Scratch &s, const
     }
 }
 
-extern "C" __global__ void __launch_bounds__(1024) backward(Loop l, Scratch s, int t, int parts) {
+extern "C" __global__ void __launch_bounds__(BLOCK) backward(Loop l, Scratch s, int t, int parts) {
     simplify(l, s, parts);
     Place p = place_in_row(l, t);
-    wait();
     Units enters[G];
     for (int q = 0; q < G; q++) enters[q] = all_of(0.0f);
     if (p.in) {
@@ -546,9 +585,10 @@ extern "C" __global__ void __launch_bounds__(1024) backward(Loop l, Scratch s, i
 extern "C" __global__ void carry_back(Loop l, Scratch s, int t, int) {
     Place p = place(l, t, l.outputs);
     if (!p.in) return;
+    Whole whole = whole_dh(l, s, p, t);
     Keep k[V];
-    keeps_at(k, l, p, t);
-    Incoming in = take_dh(l, whole_dh(l, s, p, t), k);
+    keeps_at(k, l, p, drawn_at(l, p, t));
+    Incoming in = take_dh(l, added(whole), k);
     put(l.dh + p.row * l.outputs + p.j, in.rest);
     put(s.du + p.at * l.outputs + p.j, in.d);
 }
@@ -560,7 +600,7 @@ extern "C" __global__ void settle(Loop l, Scratch s, int t, int) {
     if (!p.in) return;
     if (p.j < P) {
         i64 at = p.row * P + p.j;
-        Units dh = get(l.dh + at), rec = through(l, s, p);
+        Units dh = get(l.dh + at), rec = added(through(l, s, p, (int)s.sums));
         Units scale = l.scale_h ? get((const narrow *)l.scale_h + at) : all_of(1.0f);
         EACH dh[e] += rec[e] * scale[e];
         if (p.cut) {

@@ -13,18 +13,18 @@ from ..loop import Backward, Loop
 from ..products import padded
 from .arguments import CELLS, TYPES, Arguments, Normed, Scratch, loop_arguments
 from .blas import product
-from .compiler import Kernel, Launch, LaunchAttribute, chip, driver, load, pack, tf32
+from .compiler import Kernel, Launch, chip, driver, load, pack, tf32
 from .persistent import in_half, is_plain
+from .small import modes_of
 
 THREADS = 64  # of a block
-MOST_THREADS = 1024  # of a block that has a row: its bounds in steps.cu
+MOST_THREADS = 1024  # of a block that has a row
 GATES, SHOWS, CARRY = 1, 2, 4
 _PLAIN_NAMES = ("forward", "backward")
 _NAMES = (
     *_PLAIN_NAMES, "enter", "carry", "norm_rows", "norm_columns", "carry_back", "settle",
     "norm_rows_back", "norm_gates_back", "norm_columns_back", "norm_gate_columns_back", "gather",
 )  # fmt: skip
-_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 Step = Callable[[int], None]  # does one thing for step t
 
@@ -206,7 +206,11 @@ class _Pass:
         names: tuple[str, ...] = _PLAIN_NAMES if self.plain else _NAMES
         if self.half:  # of which the other way may have no kernel
             names = ("forward" if back is None else "backward",)
-        defines = defines_of(loop.cell, loop.gates.dtype, self.vector, self.plain, self.half)
+        modes = modes_of(loop, back) if self.plain else None
+        one_rate = all(draw.rate.dim() == 0 for draw in loop.draws.values())
+        self.threads = -(-loop.hidden // self.vector // 32) * 32  # of a block that has a row
+        block = MOST_THREADS if self.threads > MOST_THREADS // 2 else MOST_THREADS // 2
+        defines = defines_of(loop.cell, loop.gates.dtype, self.vector, self.plain, block * self.half, modes, one_rate)
         self.kernels: dict[str, Kernel] = dict(zip(names, load(self.index, "steps.cu", names, defines), strict=True))
 
     def _norm(self) -> None:
@@ -274,10 +278,8 @@ class _Pass:
         given = (self.arguments.struct, self.own.struct, step, ctypes.c_int(parts))
         blocks, threads = -(-self.loop.batch * across // THREADS), THREADS
         if self.half and name == "backward":  # a block has a row
-            blocks, threads = self.loop.batch, -(-across // 32) * 32
-        # It may begin before the product has ended; in half types that makes things slower.
-        early = self.plain and self.loop.gates.dtype == torch.float32 and chip(self.index).major >= 9
-        launch = self._launch(name, (blocks, 1), given, (threads, 1), early)
+            blocks, threads = self.loop.batch, self.threads
+        launch = self._launch(name, (blocks, 1), given, (threads, 1))
 
         def do(t: int) -> None:
             step.value = t
@@ -291,12 +293,9 @@ class _Pass:
         blocks: tuple[int, int],
         given: tuple[Any, ...],
         threads: tuple[int, int] = (THREADS, 1),
-        early: bool = False,
     ) -> Callable[[], None]:
         """A launch that is only waiting to be called: its arguments may change, their places not."""
-        attribute, config = LaunchAttribute(_EARLY, 1), Launch(*blocks, 1, *threads, 1, 0, self.stream)
-        if early:
-            config.attributes, config.count = ctypes.pointer(attribute), 1
+        config = Launch(*blocks, 1, *threads, 1, 0, self.stream)
         self.given.append(given)
         call, at = driver().cuLaunchKernelEx, ctypes.byref(config)
         handle, packed = self.kernels[name].handle, pack(given)
@@ -350,10 +349,18 @@ class _Pass:
 
 
 def defines_of(
-    cell: str, dtype: torch.dtype, vector: int, plain: bool, half: bool = False
+    cell: str,
+    dtype: torch.dtype,
+    vector: int,
+    plain: bool,
+    block: int = 0,
+    modes: tuple[int, int] | None = None,
+    one_rate: bool = False,
 ) -> tuple[tuple[str, int], ...]:
-    """What the kernels are compiled with."""
+    """What the kernels are compiled with; `block`: the threads of a block that has a row, where products go in half."""
+    known = () if modes is None else (("CELL_MODE", modes[0]), ("HIDDEN_MODE", modes[1]))
     return (
         ("CELL", CELLS.index(cell)), ("TYPE", TYPES[dtype]), ("FAST", int(dtype != torch.float32 or tf32())),
-        ("V", vector), ("PLAIN", int(plain)), ("HALF", int(half)),
+        ("V", vector), ("PLAIN", int(plain)), ("HALF", int(block > 0)), ("BLOCK", block),
+        ("ONE_RATE", int(one_rate)), *known,
     )  # fmt: skip
