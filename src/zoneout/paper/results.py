@@ -56,15 +56,9 @@ that {REACHED}. Minutes are those of one run, the mean over the seeds that had t
 GPU. A run with batch norm is validated with the statistics of its batches, as the paper's were; the tables by protocol
 have what the test's give on both parts.
 """
-CAVEAT = (
-    "Of the runs that shared a GPU (N at once) those of batch norm with a decay of 0.5 and of recurrent dropout 0.15 "
-    "with a true permutation, rows beside the tables, may have been disturbed by each other, and are to be made again"
-)
 PAGE = f"""# Results
 
 {fill(RULE.strip(), 120, break_on_hyphens=False)}
-
-{fill(f"{CAVEAT}: [what they shared](log.md#several-runs-on-one-gpu).", 120, break_on_hyphens=False)}
 """
 PARTS = ("valid", "test")
 BEGIN, END = "<!-- results: made by zoneout reproduce --write -->", "<!-- end -->"
