@@ -145,9 +145,9 @@ def test_few_rows_of_large_weights_stay_together(monkeypatch: pytest.MonkeyPatch
     forward = passes.forward
     monkeypatch.setattr(passes, "forward", lambda r: seen.append(r.steps) or forward(r))
     layer = zo.LSTM(60, 70, recompute=True)
-    layer(torch.randn(64, 2, 60))[0].sum().backward()  # 128 rows, 130 columns
-    assert seen == [64, 64]
-    layer(torch.randn(65, 2, 60))[0].sum().backward()
+    layer(torch.randn(129, 2, 60))[0].sum().backward()  # 258 rows, 130 columns
+    assert seen == [129, 129]
+    layer(torch.randn(130, 2, 60))[0].sum().backward()
     assert len(seen) > 4
 
 
