@@ -279,7 +279,6 @@ static void ld_global_v4_u32(u32 &x, u32 &y, u32 &z, u32 &w, const void *from) {
     x = v.x, y = v.y, z = v.z, w = v.w;
 }
 static void prefetch_global_L2(const void *) {}
-static void griddepcontrol_wait() {}
 static void cvt_rna_tf32_f32(u32 &to, float v) { to = (as_word(v) + 0x1000) & ~0x1FFFu; }
 static void cvt_rn_bf16_f32(u16 &to, float v) { to = bf16_of(v); }
 static void cvt_rn_f16_f32(u16 &to, float v) { to = half_of(v); }

@@ -108,8 +108,8 @@ def _most(r: Run) -> int:
 def _for_the_way_back(r: Run) -> int:
     """How many steps are run again at once.
 
-    All, where the pass has not twice as many rows as the weights have columns: their derivatives, of which every piece has
-    a part, would take more memory than the pieces save.
+    All, where the pass has less than twice as many rows as the weights have columns: their derivatives, of which every
+    piece has a part, would take more memory than the pieces save.
     """
     columns = r.weights.w_ih.shape[1] + r.weights.w_hh.shape[1]
     few = not _comes_apart(r) or r.steps * r.batch < 2 * columns

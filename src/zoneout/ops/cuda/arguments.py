@@ -132,3 +132,30 @@ def fill_stream(to: Stream, draw: Draw) -> None:
     if draw.seed is not None:
         assert draw.seed.device == draw.rate.device and draw.seed.dtype == torch.int64
         to.seed = draw.seed.data_ptr()
+
+
+# --- what kernels are compiled for -----------------------------------------------------------------
+
+
+def is_plain(loop: Loop, back: Backward | None) -> bool:
+    """Whether there is nothing but zoneout, forwards in time: such loops have a kernel of their own."""
+    usual = all(name in ("cell", "hidden") and draw.rule.by == "previous" for name, draw in loop.draws.items())
+    extra = (loop.lengths, loop.resets, loop.scale_h, None if back is None else back.dcells)
+    return usual and not loop.reverse and all(value is None for value in extra)
+
+
+def modes_of(loop: Loop, back: Backward | None) -> tuple[int, int] | None:
+    """The modes of both states' streams where there is nothing but zoneout by unit, forwards in time; else None."""
+    return modes_of_draws(loop.draws) if is_plain(loop, back) else None
+
+
+def modes_of_draws(draws: dict[str, Draw]) -> tuple[int, int] | None:
+    """The modes of both states' streams where there is nothing but zoneout by unit; else None."""
+    modes = {"cell": 0, "hidden": 0}
+    for name, draw in draws.items():
+        if name not in modes or draw.rule.by != "previous" or draw.rule.mask not in ("unit", "shared"):
+            return None
+        shared = name == "hidden" and draw.rule.mask == "shared"
+        modes[name] = 2 if draw.seed is None else 3 if shared else 1
+    seeds = {draw.seed.data_ptr() for draw in draws.values() if draw.seed is not None}
+    return (modes["cell"], modes["hidden"]) if len(seeds) < 2 else None  # one draw serves both

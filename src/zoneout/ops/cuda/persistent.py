@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ..loop import GATES, Backward, Loop
-from .arguments import CELLS, TYPES, Arguments, Exchange, loop_arguments
+from .arguments import CELLS, TYPES, Arguments, Exchange, is_plain, loop_arguments
 from .compiler import Kernel, chip, load, pack, tf32
 from .turns import turns
 
@@ -166,13 +166,6 @@ def pays(made: Plan, dtype: torch.dtype, back: bool) -> bool:
     reads = made.tiles * made.k_steps
     few = made.tiles == 1 or (made.tiles == 2 and (dtype == torch.float32 or reads <= 16))
     return few if back else reads <= 64
-
-
-def is_plain(loop: Loop, back: Backward | None) -> bool:
-    """Whether there is nothing but zoneout, forwards in time: such loops have a kernel of their own."""
-    usual = all(name in ("cell", "hidden") and draw.rule.by == "previous" for name, draw in loop.draws.items())
-    extra = (loop.resets, loop.scale_h, None if back is None else back.dcells)
-    return usual and loop.lengths is None and not loop.reverse and all(value is None for value in extra)
 
 
 def run(loop: Loop, back: Backward | None) -> bool:

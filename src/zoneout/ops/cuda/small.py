@@ -8,9 +8,8 @@ from functools import cache
 
 import torch
 
-from ...draws import Draw
 from ..loop import GATES, Backward, Loop
-from .arguments import CELLS, TYPES, Arguments, loop_arguments
+from .arguments import CELLS, TYPES, Arguments, loop_arguments, modes_of
 from .compiler import Kernel, chip, load, pack, processors, tf32
 
 REGISTERS = 16384 // 32  # of one of the four parts of a processor, for each lane
@@ -88,26 +87,6 @@ def plan_for(loop: Loop, back: bool) -> Plan | None:
     return plan(
         loop.cell, loop.gates.element_size(), loop.hidden, loop.batch, back, processors(device), of.shared, norm
     )
-
-
-def modes_of(loop: Loop, back: Backward | None) -> tuple[int, int] | None:
-    """The modes of both states' streams where there is nothing but zoneout by unit, forwards in time; else None."""
-    extra = (loop.lengths, loop.resets, loop.scale_h, None if back is None else back.dcells)
-    if loop.reverse or any(value is not None for value in extra):
-        return None
-    return modes_of_draws(loop.draws)
-
-
-def modes_of_draws(draws: dict[str, Draw]) -> tuple[int, int] | None:
-    """The modes of both states' streams where there is nothing but zoneout by unit; else None."""
-    modes = {"cell": 0, "hidden": 0}
-    for name, draw in draws.items():
-        if name not in modes or draw.rule.by != "previous" or draw.rule.mask not in ("unit", "shared"):
-            return None
-        shared = name == "hidden" and draw.rule.mask == "shared"
-        modes[name] = 2 if draw.seed is None else 3 if shared else 1
-    seeds = {draw.seed.data_ptr() for draw in draws.values() if draw.seed is not None}
-    return (modes["cell"], modes["hidden"]) if len(seeds) < 2 else None  # one draw serves both
 
 
 def run(loop: Loop, back: Backward | None) -> bool:

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from ..loop import Backward, Loop
 from ..products import padded
-from .arguments import CELLS, TYPES, Arguments, Normed, Scratch, loop_arguments
+from .arguments import CELLS, TYPES, Arguments, Normed, Scratch, is_plain, loop_arguments, modes_of
 from .blas import product
 from .compiler import Kernel, Launch, chip, driver, load, pack, tf32
-from .persistent import in_half, is_plain
-from .small import modes_of
+from .persistent import in_half
 
 THREADS = 64  # of a block
 MOST_THREADS = 1024  # of a block that has a row

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from ..loop import Backward, Loop
-from .arguments import CELLS, TYPES, Arguments, Exchange, loop_arguments
+from .arguments import CELLS, TYPES, Arguments, Exchange, loop_arguments, modes_of_draws
 from .compiler import Kernel, chip, load, pack
 from .persistent import plan_for as other_plan
-from .small import modes_of_draws
 from .turns import turns
 
 OWNED = 16  # units of a block
