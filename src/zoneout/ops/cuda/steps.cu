@@ -288,18 +288,19 @@ __device__ __forceinline__ void gru(const Loop &l, const Scratch &s, const Place
     i64 H = l.hidden;
     narrow *gates = (narrow *)l.gates + p.at * 3 * H + p.j;
     const narrow *bias = (const narrow *)l.b_h;
-    Units v[3], x[3], b[3], product[3], h;
+    Units v[3], x[3], h;
     Drawn drawn = drawn_at(l, p, t);
     for (int q = 0; q < 3; q++) {
-        b[q] = bias_of(l, s, q * H + p.j);
+        Units b = bias_of(l, s, q * H + p.j);
         x[q] = get(gates + q * H);
         v[q] = bias && !s.norm ? get(bias + q * H + p.j) : all_of(0.0f);
-        product[q] = get(s.product + p.row * 3 * H + q * H + p.j);
+        EACH x[q][e] += b[e];
     }
-    Units old = held_h(l, s, p);
+    Units old = held_h(l, s, p), product[3];
+    for (int q = 0; q < 3; q++) product[q] = get(s.product + p.row * 3 * H + q * H + p.j);
     Keep k[V];
     keeps_at(k, l, p, drawn);
-    for (int q = 0; q < 3; q++) EACH x[q][e] += b[q][e], v[q][e] += product[q][e];
+    for (int q = 0; q < 3; q++) EACH v[q][e] += product[q][e];
     if (!s.norm) put(l.gh + p.at * H + p.j, v[2]);
     EACH {
         float r = sigmoid(x[0][e] + v[0][e]), z = sigmoid(x[1][e] + v[1][e]);
