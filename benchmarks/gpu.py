@@ -123,6 +123,10 @@ def combinations(pairs: int, types: Sequence[str]) -> Iterator[Row]:
     for what, how in options.items():
         for dtype in types if measured("char-PTB") else ():
             yield from variant("gpu combination", what, "char-PTB", dtype, pairs, how, 1.5)
+    for shape in filter(measured, ("char-PTB", "pMNIST")):
+        for dtype in types:
+            yield from directions(shape, dtype, pairs)
+            yield from packed(shape, dtype, pairs)
     steps = SHAPES["pMNIST"][0]
     for what, norm in (("zoneout, layer norm", "layer"), ("zoneout, batch norm", zo.RecurrentBatchNorm(steps))):
         for dtype in types if measured("pMNIST") else ():
@@ -215,6 +219,39 @@ def variant(
         return
     both = timed(captured(training(layer, x, dy, **call)), captured(training(plain, x, dy)), pairs)
     yield row(group, "LSTM", what, "ours, zoneout", shape, dtype, both, goal, error)
+
+
+def directions(shape: str, dtype: str, pairs: int) -> Iterator[Row]:
+    """A layer with both directions against two layers with plain zoneout, one after the other, in a graph."""
+    layer, _, x, dy = layers("LSTM", SHAPES[shape], dtype, bidirectional=True)
+    error = parity(layer, x, {})
+    if not error <= TOLERANCES[dtype]:
+        print(f"no ratio for both directions at {shape} in {dtype}: error {error:.1e} against the reference")
+        return
+    one, two = (layers("LSTM", SHAPES[shape], dtype)[0] for _ in range(2))
+    weights = [x, *one.parameters(), *two.parameters()]
+    twice = captured(lambda: torch.autograd.grad((one(x)[0], two(x)[0]), weights, (dy, dy)))
+    both = timed(captured(training(layer, x, torch.cat((dy, dy), dim=-1))), twice, pairs)
+    what, against = "zoneout, both directions", "ours, zoneout, twice"
+    yield row("gpu combination", "LSTM", what, against, shape, dtype, both, 1.5, error)
+
+
+def packed(shape: str, dtype: str, pairs: int) -> Iterator[Row]:
+    """A packed batch against its padded form, eager: its sizes are on the host."""
+    layer, _, x, dy = layers("LSTM", SHAPES[shape], dtype)
+    lengths = mixed_lengths(*SHAPES[shape][:2])
+    error = parity(layer, x, {"lengths": lengths.cuda()})
+    if not error <= TOLERANCES[dtype]:
+        print(f"no ratio for packed input at {shape} in {dtype}: error {error:.1e} against the reference")
+        return
+    rows, pack = [x, *layer.parameters()], torch.nn.utils.rnn.pack_padded_sequence
+    d = pack(dy, lengths, enforce_sorted=False).data
+    ours = lambda: torch.autograd.grad(layer(pack(x, lengths, enforce_sorted=False))[0].data, rows, d)  # noqa: E731
+    theirs = training(layer, x, dy, lengths=lengths.cuda())
+    yield row(
+        "gpu combination", "LSTM", "zoneout, packed", "ours, with lengths", shape, dtype, timed(ours, theirs, pairs),
+        NOISE, error,
+    )  # fmt: skip
 
 
 def captured(run: Callable[[], Any]) -> Callable[[], Any]:
