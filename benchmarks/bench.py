@@ -43,7 +43,12 @@ SHAPES = {  # (T, B, input, H)
 }
 LAYERS: dict[str, tuple[Any, Any]] = {"LSTM": (zo.LSTM, nn.LSTM), "GRU": (zo.GRU, nn.GRU), "RNN": (zo.RNN, nn.RNN)}
 ZONEOUT = {"LSTM": zo.Zoneout(cell=0.5, hidden=0.05), "GRU": zo.Zoneout(hidden=0.1), "RNN": zo.Zoneout(hidden=0.1)}
-GOALS = {"train": 1.0, "eval": 1.3, "packed": 1.0, "torch calls": 1.8, "combination": 1.5, "norm": 2.0, "memory": 1.0}
+GOALS = {
+    "train": 1.0, "eval": 1.3, "packed": 1.0, "torch calls": 1.8, "combination": 1.5, "norm": 2.0, "memory": 1.0,
+    "cell": 2.0,
+}  # fmt: skip
+CELLS = {"LSTM": (zo.LSTMCell, nn.LSTMCell), "GRU": (zo.GRUCell, nn.GRUCell), "RNN": (zo.RNNCell, nn.RNNCell)}
+STEPS = {"1 row of 64": (1, 64), "32 rows of 256": (32, 256)}  # B, H
 
 
 @dataclass
@@ -74,7 +79,7 @@ class Row:
 def main() -> None:
     groups: dict[str, Callable[[int], Iterator[Row]]] = {
         "train": train, "eval": evaluate, "packed": packed, "combinations": combinations,
-        "memory": memory, "torch-calls": torch_calls, "bf16": half,
+        "memory": memory, "torch-calls": torch_calls, "bf16": half, "cells": cells,
     }  # fmt: skip
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(groups)}; all by default")
@@ -173,6 +178,59 @@ def half(pairs: int) -> Iterator[Row]:
     """Under autocast to bfloat16, against nn.LSTM under the same."""
     for shape in SHAPES:
         yield measure("train", "LSTM", shape, pairs, dtype="bfloat16")
+
+
+def cells(pairs: int) -> Iterator[Row]:
+    """One step of a cell, at evaluation and forwards and backwards in training, against torch.nn's without noise."""
+    for name, (ours, theirs) in CELLS.items():
+        for shape, (batch, size) in STEPS.items():
+            torch.manual_seed(0)
+            cell, other = ours(size, size, noise=ZONEOUT[name]), theirs(size, size)
+            x, h = torch.randn(batch, size), torch.randn(batch, size)
+            state = (h, h) if name == "LSTM" else h
+            for what, training in (("zoneout, evaluation", False), ("zoneout, training", True)):
+                cell.train(training)
+                error = cell_parity(cell, x, state)
+                assert error <= TOLERANCES[torch.float32], f"{name} {what}: error {error:.1e} against the reference"
+                times = cell_times(cell, other, x, state, training, pairs)
+                ratios = sorted(a / b for a, b in times)
+                quarter = len(ratios) // 4
+                took = (1e3 * statistics.median(side) for side in zip(*times))
+                yield Row(
+                    "cell", name, what, "torch.nn", shape, "float32", *took, statistics.median(ratios),
+                    ratios[quarter], ratios[-1 - quarter], GOALS["cell"], error, **here(),
+                )  # fmt: skip
+
+
+def cell_times(cell: Any, other: Any, x: Tensor, state: Any, training: bool, pairs: int) -> list[tuple[float, float]]:
+    """Seconds of a step of both, in turn, each the mean of many."""
+    many = 200
+
+    def run(one: Any) -> None:
+        with torch.set_grad_enabled(training):
+            for _ in range(many):
+                out = one(x, state)
+                if training:
+                    (out[0] if isinstance(out, tuple) else out).sum().backward()
+        one.zero_grad()
+
+    run(cell), run(other)
+    return [(clock(lambda: run(cell)) / many, clock(lambda: run(other)) / many) for _ in range(pairs)]
+
+
+def cell_parity(cell: Any, x: Tensor, state: Any) -> float:
+    """The largest relative error of the states and gradients of a step against the reference in double precision."""
+    exact = copy.deepcopy(cell).double()
+    exact.backend = "reference"
+    found = []
+    for one in (copy.deepcopy(cell), exact):
+        dtype = one.weight_ih.dtype
+        given = tuple(s.to(dtype) for s in state) if isinstance(state, tuple) else state.to(dtype)
+        out = one(x.to(dtype), given, seed=7, step=3)
+        states = out if isinstance(out, tuple) else (out,)
+        sum(s.square().sum() for s in states).backward()
+        found.append([v.detach().double() for v in (*states, *(p.grad for p in one.parameters()))])
+    return max(float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in zip(*found))
 
 
 def variants(name: str) -> dict[str, dict[str, Any]]:

@@ -63,7 +63,8 @@ def cpu_table(results: list[dict[str, str]]) -> str:
             lines.append("| " + " | ".join(cells) + " |")
     one = next(row for row in results if row["group"] == "train")
     lines.append("")
-    lines.append(f"{one['device']}, {one['threads']} threads, torch {one['torch']}, {dates(list(found.values()))}.")
+    when = dates([row for row in found.values() if row["shape"] in SHAPES])
+    lines.append(f"{one['device']}, {one['threads']} threads, torch {one['torch']}, {when}.")
     return "\n".join(lines)
 
 

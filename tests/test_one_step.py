@@ -26,10 +26,10 @@ def zoned(lstm, rate=0.3, **options):
 
 @pytest.fixture
 def taken(monkeypatch):
-    """The runs that were taken as one step."""
-    runs, run = [], one_step.run
-    monkeypatch.setattr(one_step, "run", lambda r: runs.append(r) or run(r))
-    return runs
+    """The calls that were taken as one step."""
+    steps, step = [], one_step.step
+    monkeypatch.setattr(one_step, "step", lambda *given: steps.append(given) or step(*given))
+    return steps
 
 
 def results(module, x, states, **call):

@@ -17,6 +17,7 @@ from .ops.weight_noise import add_noise
 from .philox import as_seed
 
 GATES = {"lstm": 4, "gru": 3, "rnn": 1}
+WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")  # as `ops.Weights` has them
 
 
 class Settable(nn.Module):
@@ -208,17 +209,23 @@ class Recurrent(Settable):
         super()._load_from_state_dict(*args, **kwargs)
         self._renew_buffers()  # a checkpoint has no rates: of a module made on no device they would stay there
 
-    def _draws(self, layer: int, direction: int, seed: Tensor | None, at: int | None = None) -> list[Draw]:
-        """The streams that have something to say now. `at` is the layer coordinate if not `layer`."""
+    def _draws(
+        self, layer: int, direction: int, seed: Tensor | None, at: int | None = None, lasting: bool = True
+    ) -> list[Draw]:
+        """The streams that have something to say now. `at` is the layer coordinate if not `layer`.
+
+        Lasting ones are copies, since the numbers may be replaced before the way back.
+        """
         draws = []
         for rule in self._rules:
             mode = "sample" if self.training else rule.at_eval
             if mode == "off" or (mode == "expectation" and rule.by in ("scaled zero", "sum")):
                 continue
-            # Copies, since the numbers may be replaced before the way back.
-            own = getattr(self, f"{rule.stream}_seed").clone() if rule.mask == "static" else seed
+            own = getattr(self, f"{rule.stream}_seed") if rule.mask == "static" else seed
             rate = getattr(self, f"{rule.stream}_rate_l{layer}")
-            rate = rate.clone() if rate.dtype == torch.float64 else rate.to(widest(rate.device), copy=True)
+            if lasting:
+                own = own if own is None or rule.mask != "static" else own.clone()
+                rate = rate.clone() if rate.dtype == torch.float64 else rate.to(widest(rate.device), copy=True)
             where = plane(rule.stream, layer if at is None else at, direction)
             draws.append(Draw(rule, rate, own if mode == "sample" else None, where))
         return draws
@@ -264,23 +271,28 @@ class Recurrent(Settable):
             self._record(suffix, result.moments, first_step, what)
         return result
 
-    def _check_run(self, what: ops.Run, suffix: str) -> None:
-        """An error where a parameter is not what a loop would take it for: it would read what is not there."""
-        (w_ih, w_hh, b_ih, b_hh, w_hr), norm, hidden = what.weights, what.norm, self.hidden_size
-        wide, device = GATES[self.kind] * hidden, what.x.device
-        inputs = what.x.shape[-1] if what.x.is_floating_point() else w_ih.shape[-1]
-        expected: list[tuple[str, Tensor | None, tuple[int, ...]]] = [
-            ("weight_ih", w_ih, (wide, inputs)), ("weight_hh", w_hh, (wide, what.h0.shape[1])),
-            ("bias_ih", b_ih, (wide,)), ("bias_hh", b_hh, (wide,)), ("weight_hr", w_hr, (what.h0.shape[1], hidden)),
-        ]  # fmt: skip
-        if norm is not None:
-            expected += [("norm_ih", norm.scale_x, (wide,)), ("norm_hh", norm.scale_h, (wide,))]
-            expected += [("norm_cell", norm.scale_c, (hidden,)), ("norm_cell_shift", norm.shift_c, (hidden,))]
-        for name, value, shape in expected:
+    def _check_weights(self, weights: ops.Weights, inputs: int, device: torch.device, suffix: str) -> None:
+        """An error where one is not what a loop would take it for: it would read what is not there."""
+        wide, hidden, outputs = GATES[self.kind] * self.hidden_size, self.hidden_size, self.output_size
+        shapes = ((wide, inputs), (wide, outputs), (wide,), (wide,), (outputs, hidden))
+        for name, value, shape in zip(WEIGHTS, weights, shapes):
             if value is not None and (value.shape != shape or value.device != device):
-                raise ValueError(
-                    f"{name}{suffix}: expected shape {shape} on {device}, got {tuple(value.shape)} on {value.device}"
-                )
+                raise _misfit(name + suffix, value, shape, device)
+
+    def _check_run(self, what: ops.Run, suffix: str) -> None:
+        """The same of all parameters of a run, and of the rates."""
+        norm, hidden, device = what.norm, self.hidden_size, what.x.device
+        inputs = what.x.shape[-1] if what.x.is_floating_point() else what.weights.w_ih.shape[-1]
+        self._check_weights(what.weights, inputs, device, suffix)
+        if norm is not None:
+            of_gates, of_cell = (GATES[self.kind] * hidden,), (hidden,)
+            for name, value, shape in zip(
+                ("norm_ih", "norm_hh", "norm_cell", "norm_cell_shift"),
+                (norm.scale_x, norm.scale_h, norm.scale_c, norm.shift_c),
+                (of_gates, of_gates, of_cell, of_cell),
+            ):
+                if value is not None and (value.shape != shape or value.device != device):
+                    raise _misfit(name + suffix, value, shape, device)
         for draw in what.draws:
             if draw.rate.device != device:
                 name = f"{draw.rule.stream}_rate"
@@ -289,7 +301,7 @@ class Recurrent(Settable):
     def _noisy_weights(self, suffix: str, draws: dict[str, Draw], dtype: torch.dtype) -> ops.Weights:
         w_ih, w_hh, b_ih, b_hh, w_hr = (
             value if (value := getattr(self, name + suffix, None)) is None or value.dtype == dtype else value.to(dtype)
-            for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
+            for name in WEIGHTS
         )
         assert w_ih is not None and w_hh is not None
         if (draw := draws.get("weight")) is not None:
@@ -352,6 +364,10 @@ class Recurrent(Settable):
         if self.recompute:
             parts.append("recompute=True")
         return "".join(f", {part}" for part in parts)
+
+
+def _misfit(name: str, value: Tensor, shape: tuple[int, ...], device: torch.device) -> ValueError:
+    return ValueError(f"{name}: expected shape {shape} on {device}, got {tuple(value.shape)} on {value.device}")
 
 
 def working_dtype(x: Tensor, weight: Tensor) -> torch.dtype:

@@ -16,6 +16,7 @@ from .draws import check_count, example_ids
 from .layers import Noises, Norm, State, as_states, check_state_dtype
 from .noise import sees_step
 from .norm import RecurrentBatchNorm
+from .ops import Weights, one_step
 from .philox import as_seed, fresh_seed
 from .recurrent import GATES, Recurrent, check_device, no_tensor, working_dtype
 
@@ -90,19 +91,19 @@ class RecurrentCell(Recurrent, nn.RNNCellBase):
         x = input if batched else input[None]
         x = x if x.dtype == dtype else x.to(dtype)
         h, c = self._state(hx, x, batched)
-        at = self._step(seed, step)
-        result = self._run(
-            self._cell_name(),
-            x[None],
-            h,
-            c,
-            "",
-            self._draws(0, 0, self._seed(seed, x), self.layer),
-            example_ids(examples, x.shape[0], x.device),
-            at,
-            dtype,
-        )
-        states = [s if batched else s[0] for s in (result.h, result.c) if s is not None]
+        at, key = self._step(seed, step), self._seed(seed, x)
+        draws = self._draws(0, 0, key, self.layer, lasting=False)
+        if self.backend is None and self._norm is None and one_step.is_plain(x, draws):
+            drawn = examples is not None or any(draw.seed is not None for draw in draws)
+            ids = example_ids(examples, x.shape[0], x.device) if drawn else None
+            weights = Weights(weight, self.weight_hh, self.bias_ih, self.bias_hh, None)
+            self._check_weights(weights, self.input_size, x.device, "")
+            h, c = one_step.step(self._cell_name(), x, h, c, weights[:4], draws, ids, at)
+        else:
+            draws, ids = self._draws(0, 0, key, self.layer), example_ids(examples, x.shape[0], x.device)
+            result = self._run(self._cell_name(), x[None], h, c, "", draws, ids, at, dtype)
+            h, c = result.h, result.c
+        states = [s if batched else s[0] for s in (h, c) if s is not None]
         return tuple(states) if self.kind == "lstm" else states[0]
 
     def _cell_name(self) -> str:

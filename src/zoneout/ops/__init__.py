@@ -50,7 +50,7 @@ def run(what: Run, backend: str | None = None) -> Result:
     """Run a cell over time, with the backend asked for or, where the input's device has none, the reference."""
     kind = what.x.device.type
     if backend is None:
-        if kind == "cpu" and not autocast_on(kind) and one_step.takes(what):
+        if kind == "cpu" and one_step.takes(what):
             return one_step.run(what)
         fused = kind in BACKENDS and (kind != "cuda" or cuda.takes(what))
         backend = kind if fused else "reference"

@@ -199,6 +199,7 @@ GROUPS = {  # of benchmarks/results.csv: what it is in words, and the command th
     "combination": ("every combination of noises", "python benchmarks/bench.py combinations"),
     "norm": ("with norms", "python benchmarks/bench.py combinations"),
     "bf16": ("bf16", "python benchmarks/bench.py bf16"),
+    "cell": ("one step of a cell", "python benchmarks/bench.py cells"),
     "gpu graph": ("a training step with zoneout against torch.nn without, in a CUDA graph", f"{_GPU} headline"),
     "gpu eager": ("a training step with zoneout against torch.nn without, eager", f"{_GPU} headline"),
     "gpu grid graph": ("a grid of sizes, in a CUDA graph", f"{_GPU} grid"),
