@@ -105,6 +105,16 @@ def test_what_is_more_is_left_to_the_loop(options, taken):
     assert not taken
 
 
+def test_parameters_of_several_types_are_converted():
+    """A bias in another type is an error of torch's own cell, where a loop takes it."""
+    ours, theirs = (zo.LSTMCell(4, 7, backend=backend) for backend in (None, "reference"))
+    theirs.load_state_dict(ours.state_dict())
+    ours.bias_hh = torch.nn.Parameter(ours.bias_hh.double())
+    x = torch.randn(5, 4)
+    for got, want in zip(ours(x), theirs(x), strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def test_nothing_is_shared(taken):
     """Writing to the outputs of a layer changes the state that it gave beside them."""
     y, (h, _) = zo.LSTM(4, 7)(torch.randn(1, 5, 4))

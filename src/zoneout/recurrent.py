@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from .philox import as_seed
 
 GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")  # as `ops.Weights` has them
+NORMS = ("norm_ih", "norm_hh", "norm_cell", "norm_cell_shift")  # scales and shift
 
 
 class Settable(nn.Module):
@@ -275,9 +276,7 @@ class Recurrent(Settable):
         """An error where one is not what a loop would take it for: it would read what is not there."""
         wide, hidden, outputs = GATES[self.kind] * self.hidden_size, self.hidden_size, self.output_size
         shapes = ((wide, inputs), (wide, outputs), (wide,), (wide,), (outputs, hidden))
-        for name, value, shape in zip(WEIGHTS, weights, shapes):
-            if value is not None and (value.shape != shape or value.device != device):
-                raise _misfit(name + suffix, value, shape, device)
+        _check_shapes(WEIGHTS, weights, shapes, device, suffix)
 
     def _check_run(self, what: ops.Run, suffix: str) -> None:
         """The same of all parameters of a run, and of the rates."""
@@ -285,14 +284,9 @@ class Recurrent(Settable):
         inputs = what.x.shape[-1] if what.x.is_floating_point() else what.weights.w_ih.shape[-1]
         self._check_weights(what.weights, inputs, device, suffix)
         if norm is not None:
-            of_gates, of_cell = (GATES[self.kind] * hidden,), (hidden,)
-            for name, value, shape in zip(
-                ("norm_ih", "norm_hh", "norm_cell", "norm_cell_shift"),
-                (norm.scale_x, norm.scale_h, norm.scale_c, norm.shift_c),
-                (of_gates, of_gates, of_cell, of_cell),
-            ):
-                if value is not None and (value.shape != shape or value.device != device):
-                    raise _misfit(name + suffix, value, shape, device)
+            values = (norm.scale_x, norm.scale_h, norm.scale_c, norm.shift_c)
+            wide = (GATES[self.kind] * hidden,)
+            _check_shapes(NORMS, values, (wide, wide, (hidden,), (hidden,)), device, suffix)
         for draw in what.draws:
             if draw.rate.device != device:
                 name = f"{draw.rule.stream}_rate"
@@ -315,8 +309,7 @@ class Recurrent(Settable):
     def _step_norm(self, suffix: str, steps: int, first_step: int, dtype: torch.dtype) -> StepNorm:
         assert self.norm is not None
         scale_x, scale_h, scale_c, shift_c = (
-            None if (value := getattr(self, name + suffix, None)) is None else value.to(dtype)
-            for name in ("norm_ih", "norm_hh", "norm_cell", "norm_cell_shift")
+            None if (value := getattr(self, name + suffix, None)) is None else value.to(dtype) for name in NORMS
         )
         assert scale_x is not None and scale_h is not None
         given = None
@@ -366,8 +359,18 @@ class Recurrent(Settable):
         return "".join(f", {part}" for part in parts)
 
 
-def _misfit(name: str, value: Tensor, shape: tuple[int, ...], device: torch.device) -> ValueError:
-    return ValueError(f"{name}: expected shape {shape} on {device}, got {tuple(value.shape)} on {value.device}")
+def _check_shapes(
+    names: Sequence[str],
+    values: Sequence[Tensor | None],
+    shapes: Sequence[tuple[int, ...]],
+    device: torch.device,
+    suffix: str,
+) -> None:
+    for name, value, shape in zip(names, values, shapes):
+        if value is not None and (value.shape != shape or value.device != device):
+            raise ValueError(
+                f"{name}{suffix}: expected shape {shape} on {device}, got {tuple(value.shape)} on {value.device}"
+            )
 
 
 def working_dtype(x: Tensor, weight: Tensor) -> torch.dtype:

@@ -93,10 +93,11 @@ class RecurrentCell(Recurrent, nn.RNNCellBase):
         h, c = self._state(hx, x, batched)
         at, key = self._step(seed, step), self._seed(seed, x)
         draws = self._draws(0, 0, key, self.layer, lasting=False)
-        if self.backend is None and self._norm is None and one_step.is_plain(x, draws):
+        weights = Weights(weight, self.weight_hh, self.bias_ih, self.bias_hh, None)
+        alike = self._norm is None and all(value is None or value.dtype == dtype for value in weights)
+        if self.backend is None and alike and one_step.is_plain(x, draws):
             drawn = examples is not None or any(draw.seed is not None for draw in draws)
             ids = example_ids(examples, x.shape[0], x.device) if drawn else None
-            weights = Weights(weight, self.weight_hh, self.bias_ih, self.bias_hh, None)
             self._check_weights(weights, self.input_size, x.device, "")
             h, c = one_step.step(self._cell_name(), x, h, c, weights[:4], draws, ids, at)
         else:
