@@ -191,15 +191,9 @@ def cells(pairs: int) -> Iterator[Row]:
             for what, training in (("zoneout, evaluation", False), ("zoneout, training", True)):
                 cell.train(training)
                 error = cell_parity(cell, x, state)
-                assert error <= TOLERANCES[torch.float32], f"{name} {what}: error {error:.1e} against the reference"
-                times = cell_times(cell, other, x, state, training, pairs)
-                ratios = sorted(a / b for a, b in times)
-                quarter = len(ratios) // 4
-                took = (1e3 * statistics.median(side) for side in zip(*times))
-                yield Row(
-                    "cell", name, what, "torch.nn", shape, "float32", *took, statistics.median(ratios),
-                    ratios[quarter], ratios[-1 - quarter], GOALS["cell"], error, **here(),
-                )  # fmt: skip
+                right = held(f"{name} {what} at {shape}", error, TOLERANCES[torch.float32])
+                found = summary(cell_times(cell, other, x, state, training, pairs) if right else [])
+                yield Row("cell", name, what, "torch.nn", shape, "float32", *found, GOALS["cell"], error, **here())
 
 
 def cell_times(cell: Any, other: Any, x: Tensor, state: Any, training: bool, pairs: int) -> list[tuple[float, float]]:
@@ -306,7 +300,7 @@ def measure(
     error = parity(layer, input, call, autocast)
     limit = TOLERANCES[getattr(torch, dtype)]
     times: list[tuple[float, float]] = []
-    if error <= limit:
+    if held(f"{name} {what} at {shape}", error, limit):
         pair = (
             lambda: step(layer, input, call, training, autocast),
             lambda: step(other, other_input, {}, training, autocast),
@@ -314,19 +308,26 @@ def measure(
         for run in pair:
             run()
         times = [(clock(pair[0]), clock(pair[1])) for _ in range(pairs)]
-    else:
-        print(f"no ratio for {name} {what} at {shape}: error {error:.1e} against the reference, allowed {limit:.0e}")
-    ratios = sorted(a / b for a, b in times) or [float("nan")]
-    quarter = len(ratios) // 4
-    row = Row(
-        group, name, what, against, shape, dtype,
-        1e3 * statistics.median(a for a, _ in times) if times else float("nan"),
-        1e3 * statistics.median(b for _, b in times) if times else float("nan"),
-        statistics.median(ratios), ratios[quarter], ratios[-1 - quarter], GOALS[group], error, **here(),
-    )  # fmt: skip
+    row = Row(group, name, what, against, shape, dtype, *summary(times), GOALS[group], error, **here())
     if os.environ.get("ZONEOUT_BENCH_ROWS"):
         print("row", ",".join(f'"{v}"' for v in asdict(row).values()), flush=True)
     return row
+
+
+def held(what: str, error: float, allowed: float) -> bool:
+    """Whether what is timed is right; where it is not there is no ratio, which is said."""
+    if not error <= allowed:
+        print(f"no ratio for {what}: error {error:.1e} against the reference, allowed {allowed:.1e}")
+    return error <= allowed
+
+
+def summary(times: list[tuple[float, float]]) -> tuple[float, float, float, float, float]:
+    """Of paired seconds: both medians in milliseconds, the median of the ratios and their quartiles."""
+    times = times or [(float("nan"), float("nan"))]
+    ratios = sorted(a / b for a, b in times)
+    ours, theirs = (1e3 * statistics.median(side) for side in zip(*times))
+    quarter = len(ratios) // 4
+    return ours, theirs, statistics.median(ratios), ratios[quarter], ratios[-1 - quarter]
 
 
 def clock(run: Callable[[], None]) -> float:

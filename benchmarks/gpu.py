@@ -187,10 +187,9 @@ def compare(
     layer, other, x, dy = layers(name, sizes, dtype)
     error = parity(layer, x, {})
     ours, theirs = training(layer, x, dy), training(other, x, dy)
+    if not bench.held(f"{name} at {shape} in {dtype}", error, TOLERANCES[dtype]):
+        return
     for mode in ("graph", "eager"):
-        if not error <= TOLERANCES[dtype]:
-            print(f"no ratio for {name} at {shape} in {dtype}: error {error:.1e} against the reference")
-            return
         pair = (captured(ours), captured(theirs)) if mode == "graph" else (ours, theirs)
         both = timed(*pair, pairs)
         goal = NOISE
@@ -214,8 +213,7 @@ def variant(
         same.backend = "reference"
         with products_in("tf32" if dtype == "tf32" else "fp32", x.device):
             allowed = max(allowed, 2 * parity(same, x, call))
-    if not error <= allowed:
-        print(f"no ratio for {what} in {dtype}: error {error:.1e} against the reference, allowed {allowed:.1e}")
+    if not bench.held(f"{what} in {dtype}", error, allowed):
         return
     both = timed(captured(training(layer, x, dy, **call)), captured(training(plain, x, dy)), pairs)
     yield row(group, "LSTM", what, "ours, zoneout", shape, dtype, both, goal, error)
@@ -225,8 +223,7 @@ def directions(shape: str, dtype: str, pairs: int) -> Iterator[Row]:
     """A layer with both directions against two layers with plain zoneout, one after the other, in a graph."""
     layer, _, x, dy = layers("LSTM", SHAPES[shape], dtype, bidirectional=True)
     error = parity(layer, x, {})
-    if not error <= TOLERANCES[dtype]:
-        print(f"no ratio for both directions at {shape} in {dtype}: error {error:.1e} against the reference")
+    if not bench.held(f"both directions at {shape} in {dtype}", error, TOLERANCES[dtype]):
         return
     one, two = (layers("LSTM", SHAPES[shape], dtype)[0] for _ in range(2))
     weights = [x, *one.parameters(), *two.parameters()]
@@ -241,8 +238,7 @@ def packed(shape: str, dtype: str, pairs: int) -> Iterator[Row]:
     layer, _, x, dy = layers("LSTM", SHAPES[shape], dtype)
     lengths = mixed_lengths(*SHAPES[shape][:2])
     error = parity(layer, x, {"lengths": lengths.cuda()})
-    if not error <= TOLERANCES[dtype]:
-        print(f"no ratio for packed input at {shape} in {dtype}: error {error:.1e} against the reference")
+    if not bench.held(f"packed input at {shape} in {dtype}", error, TOLERANCES[dtype]):
         return
     rows, pack = [x, *layer.parameters()], torch.nn.utils.rnn.pack_padded_sequence
     d = pack(dy, lengths, enforce_sorted=False).data
@@ -327,11 +323,7 @@ def parity(layer: Any, x: Any, call: dict[str, Any], steps: int = 12) -> float:
 def row(
     group: str, layer: str, what: str, against: str, shape: str, dtype: str, times: Any, goal: float, error: float
 ) -> Row:
-    ratios = sorted(a / b for a, b in times)
-    quarter = len(ratios) // 4
-    ours, theirs = (1e3 * statistics.median(side) for side in zip(*times))
-    spread = statistics.median(ratios), ratios[quarter], ratios[-1 - quarter]
-    return Row(group, layer, what, against, shape, dtype, ours, theirs, *spread, goal, error, **here())
+    return Row(group, layer, what, against, shape, dtype, *bench.summary(times), goal, error, **here())
 
 
 def here() -> dict[str, Any]:
