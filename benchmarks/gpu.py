@@ -101,7 +101,6 @@ def grid(pairs: int, types: Sequence[str]) -> Iterator[Row]:
 
 def combinations(pairs: int, types: Sequence[str]) -> Iterator[Row]:
     """Everything else that runs fused, against plain zoneout, in a graph."""
-    steps, batch = SHAPES["char-PTB"][:2]
     plain = ZONEOUT["LSTM"]
     options: dict[str, dict[str, Any]] = {
         "no noise": {"noise": None},
@@ -115,8 +114,6 @@ def combinations(pairs: int, types: Sequence[str]) -> Iterator[Row]:
         "variational dropout": {"noise": zo.VariationalDropout(hidden=0.2)},
         "weight drop": {"noise": zo.WeightDrop(0.2)},
         "weight noise": {"noise": zo.WeightNoise(0.05)},
-        "zoneout, lengths": {"noise": plain, "lengths": mixed_lengths(steps, batch).cuda()},
-        "zoneout, resets": {"noise": plain, "resets": torch.rand(steps, batch, device="cuda") < 0.05},
         "zoneout, cells returned": {"noise": plain, "return_cells": True},
         "zoneout, recomputed": {"noise": plain, "recompute": True},
     }
@@ -124,7 +121,12 @@ def combinations(pairs: int, types: Sequence[str]) -> Iterator[Row]:
         for dtype in types if measured("char-PTB") else ():
             yield from variant("gpu combination", what, "char-PTB", dtype, pairs, how, 1.5)
     for shape in filter(measured, ("char-PTB", "pMNIST")):
+        steps, batch = SHAPES[shape][:2]
+        ragged = {"noise": plain, "lengths": mixed_lengths(steps, batch).cuda()}
+        cut = {"noise": plain, "resets": torch.rand(steps, batch, device="cuda") < 0.05}
         for dtype in types:
+            yield from variant("gpu combination", "zoneout, lengths", shape, dtype, pairs, ragged, 1.5)
+            yield from variant("gpu combination", "zoneout, resets", shape, dtype, pairs, cut, 1.5)
             yield from directions(shape, dtype, pairs)
             yield from packed(shape, dtype, pairs)
     steps = SHAPES["pMNIST"][0]
@@ -234,20 +236,24 @@ def directions(shape: str, dtype: str, pairs: int) -> Iterator[Row]:
 
 
 def packed(shape: str, dtype: str, pairs: int) -> Iterator[Row]:
-    """A packed batch against its padded form, eager: its sizes are on the host."""
-    layer, _, x, dy = layers("LSTM", SHAPES[shape], dtype)
+    """A packed batch against its padded form, and against torch.nn's, eager: its sizes are on the host."""
+    layer, other, x, dy = layers("LSTM", SHAPES[shape], dtype)
     lengths = mixed_lengths(*SHAPES[shape][:2])
     error = parity(layer, x, {"lengths": lengths.cuda()})
     if not bench.held(f"packed input at {shape} in {dtype}", error, TOLERANCES[dtype]):
         return
-    rows, pack = [x, *layer.parameters()], torch.nn.utils.rnn.pack_padded_sequence
-    d = pack(dy, lengths, enforce_sorted=False).data
-    ours = lambda: torch.autograd.grad(layer(pack(x, lengths, enforce_sorted=False))[0].data, rows, d)  # noqa: E731
-    theirs = training(layer, x, dy, lengths=lengths.cuda())
-    yield row(
-        "gpu combination", "LSTM", "zoneout, packed", "ours, with lengths", shape, dtype, timed(ours, theirs, pairs),
-        NOISE, error,
-    )  # fmt: skip
+    given, d = (torch.nn.utils.rnn.pack_padded_sequence(v.detach(), lengths, enforce_sorted=False) for v in (x, dy))
+    given.data.requires_grad_()
+
+    def of(one: Any) -> Callable[[], Any]:
+        return lambda: torch.autograd.grad(one(given)[0].data, [given.data, *one.parameters()], d.data)
+
+    for against, theirs in (
+        ("ours, with lengths", training(layer, x, dy, lengths=lengths.cuda())),
+        ("torch.nn, packed", of(other)),
+    ):
+        both = timed(of(layer), theirs, pairs)
+        yield row("gpu combination", "LSTM", "zoneout, packed", against, shape, dtype, both, NOISE, error)
 
 
 def captured(run: Callable[[], Any]) -> Callable[[], Any]:

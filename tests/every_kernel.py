@@ -40,6 +40,7 @@ def main() -> None:
             for norm in (None,) if path == "persistent" else (None, "layer", zo.RecurrentBatchNorm(STEPS)):
                 for dtype in (torch.bfloat16, torch.float32):
                     run(kind, dtype, norm, plain=True)
+                    run(kind, dtype, norm, plain=True, lengths=torch.arange(BATCH, device="cuda") % STEPS + 1)
                 run(kind, torch.bfloat16, norm, plain=False)
             print(path, kind.__name__, flush=True)
         if path == "persistent":  # its last block has places past the depth, and h goes in half precision
@@ -48,8 +49,8 @@ def main() -> None:
             print(path, "wide", flush=True)
 
 
-def run(kind, dtype, norm, plain, batch=BATCH, hidden=HIDDEN):
-    """One training step; `plain` has nothing but zoneout, for which the kernels are built apart."""
+def run(kind, dtype, norm, plain, batch=BATCH, hidden=HIDDEN, lengths=None):
+    """One training step; kernels are built for what it has: nothing but zoneout and these lengths, or everything."""
     noise = [zo.Zoneout(cell=0.5, hidden=0.1) if kind is zo.LSTM else zo.Zoneout(hidden=0.1)]
     if not plain:
         noise += [zo.VariationalDropout(hidden=0.2), zo.WeightNoise(0.05)]
@@ -57,7 +58,7 @@ def run(kind, dtype, norm, plain, batch=BATCH, hidden=HIDDEN):
     options = {} if plain else {"num_layers": 2, "dropout": 0.2}
     layer = kind(INPUT, hidden, noise=noise, norm=norm, dtype=dtype, device="cuda", backend="cuda", **options)
     x = torch.randn(STEPS, batch, INPUT, dtype=dtype, device="cuda", requires_grad=True)
-    lengths = None if plain else torch.arange(batch, device="cuda") % STEPS + 1
+    lengths = lengths if plain else torch.arange(batch, device="cuda") % STEPS + 1
     resets = None if plain else torch.rand(STEPS, batch, device="cuda") < 0.3
     y, _ = layer(x, lengths=lengths, resets=resets)
     y.float().square().sum().backward()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zoneout.ops.cuda import batch, compiler, optimizer, persistent, small, steps, wide
-from zoneout.ops.cuda.arguments import CELLS, TYPES
+from zoneout.ops.cuda.arguments import CELLS, EVERYTHING, TYPES
 
 HOPPER, PROCESSORS, SHARED = (9, 0), 132, 232448
 SHAPES = {"char-PTB": (32, 1000), "word-PTB": (20, 1500), "pMNIST": (100, 100), "speech": (64, 1024), "512": (64, 512)}
@@ -62,7 +62,7 @@ def test_small(norm, dtype, back):
     """The paper's pMNIST model no longer fits in one block, or spills what it reads at every step."""
     tiles = small.plan("lstm", 2 if dtype == torch.bfloat16 else 4, 100, 100, back, PROCESSORS, SHARED, norm)
     assert tiles is not None and tiles.shared <= SHARED
-    _, spilled = build("small.cu", small.defines_of("lstm", dtype, back, tiles, (1, 1)))
+    _, spilled = build("small.cu", small.defines_of("lstm", dtype, back, tiles, 0, (1, 1)))
     assert max(spilled) <= 256  # bytes: TF32 has twice the weights
 
 
@@ -72,7 +72,7 @@ def test_batch(dtype, back):
     """The paper's pMNIST model with batch norm no longer fits in one cluster, or spills what it reads at every step."""
     tiles = batch.plan("lstm", 2 if dtype == torch.bfloat16 else 4, 100, 100, back, True, SHARED)
     assert tiles is not None and tiles.blocks <= batch.MOST_BLOCKS and tiles.shared <= SHARED
-    _, spilled = build("batch.cu", batch.defines_of("lstm", dtype, back, tiles, True, (1, 1)))
+    _, spilled = build("batch.cu", batch.defines_of("lstm", dtype, back, tiles, True, 0, (1, 1)))
     assert max(spilled) == 0
 
 
@@ -83,7 +83,8 @@ def test_batch_with_everything(cell, hidden, back):
     """The kernel for every noise, lengths, resets and directions does not compile for some cell or number of parts."""
     tiles = batch.plan(cell, 2, hidden, 40, back, False, SHARED)
     assert tiles is not None and tiles.parts == (1 if hidden <= 128 else 2)
-    _, spilled = build("batch.cu", batch.defines_of(cell, torch.float16, back, tiles, hidden % 2 == 0, None))
+    defines = batch.defines_of(cell, torch.float16, back, tiles, hidden % 2 == 0, EVERYTHING, None)
+    _, spilled = build("batch.cu", defines)
     assert max(spilled) <= 256
 
 
@@ -121,7 +122,7 @@ def test_persistent(shape, dtype, back):
     tiles = persistent.plan("lstm", dtype, hidden, batch, back, PROCESSORS, SHARED)
     assert tiles is not None
     assert tiles.blocks * tiles.groups <= PROCESSORS and tiles.layout.shared <= SHARED
-    _, spilled = build("persistent.cu", persistent.defines_of("lstm", dtype, back, tiles, True))
+    _, spilled = build("persistent.cu", persistent.defines_of("lstm", dtype, back, tiles, 0))
     assert max(spilled) <= 256
 
 
@@ -174,7 +175,7 @@ def test_persistent_with_everything(cell, dtype, back):
     """The kernel for every noise, lengths, resets and directions does not compile for some cell."""
     tiles = persistent.plan(cell, dtype, 500, 20, back, PROCESSORS, SHARED)
     assert tiles is not None
-    build("persistent.cu", persistent.defines_of(cell, dtype, back, tiles, False))
+    build("persistent.cu", persistent.defines_of(cell, dtype, back, tiles, EVERYTHING))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

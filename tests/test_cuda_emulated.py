@@ -5,7 +5,14 @@ from __future__ import annotations
 import emulator
 import pytest
 import torch
-from test_backends import CALLS, LAYERS, NOISES, NORMS
+from test_backends import (
+    CALLS,
+    LAYERS,
+    NOISES,
+    NORMS,
+    check_rows_that_begin_alike,
+    of_rows_that_begin_alike,
+)
 from test_cuda import compare, given_with, precision  # noqa: F401 (a fixture)
 
 import zoneout as zo
@@ -44,6 +51,31 @@ def test_equals_the_reference(kernel, name, call, noise, precision, monkeypatch)
 
 
 @pytest.mark.usefixtures("emulated", "poisoned")
+@pytest.mark.parametrize("precision", ["tf32"], indirect=True)
+@pytest.mark.parametrize(
+    ("noise", "call", "options"),
+    [
+        ("zoneout-unit", "lengths", {}),
+        ("zoneout-unit", "resets", {}),
+        ("zoneout-unit", "whole", {"bidirectional": True}),
+        ("variational", "whole", {}),
+        ("state-dropout", "whole", {}),
+        ("held-gate", "whole", {}),
+    ],
+    ids=["lengths", "resets", "reverse", "variational", "state-dropout", "held-gate"],
+)
+@pytest.mark.parametrize("kernel", ["small", "persistent", "batch-norm"])
+def test_compiled_for_one_thing(kernel, noise, call, options, precision, monkeypatch):  # noqa: F811
+    """A kernel is compiled without something that its loop has."""
+    path, norm = KERNELS[kernel]
+    monkeypatch.setattr(cuda, "PATHS", (path,))
+    given, sizes = given_with(norm, call)
+    compare(
+        "lstm", NOISES[noise], given, True, precision, sizes, device="cpu", cells=False, norm=NORMS[norm], **options
+    )
+
+
+@pytest.mark.usefixtures("emulated", "poisoned")
 @pytest.mark.parametrize("precision", ["tf32", "bf16"], indirect=True)
 @pytest.mark.parametrize("sizes", [(7, 40, 2, 22), (3, 18, 2, 132)], ids=["pairs", "two parts"])
 @pytest.mark.parametrize("name", ["lstm", "gru", "rnn"])
@@ -52,6 +84,18 @@ def test_sizes_with_batch_norm(name, sizes, precision, monkeypatch):  # noqa: F8
     monkeypatch.setattr(cuda, "PATHS", (cuda.batch,))
     noise, norm = NOISES["zoneout-unit"], NORMS["batch-norm"]
     compare(name, noise, {}, True, precision, sizes, device="cpu", cells=False, norm=norm)
+
+
+@pytest.mark.usefixtures("emulated", "poisoned")
+@pytest.mark.parametrize("precision", ["tf32"], indirect=True)
+@pytest.mark.parametrize("lengths", [None, [12] * 40 + [7] * 24], ids=["whole", "ragged"])
+@pytest.mark.parametrize("path", [cuda.batch, cuda.steps], ids=["batch", "steps"])
+def test_batch_norm_of_rows_that_begin_alike(path, lengths, precision, monkeypatch):  # noqa: F811
+    """A derivative is what rounding leaves of sums over rows that should cancel."""
+    want = of_rows_that_begin_alike("reference", "cpu", torch.float64, lengths)
+    monkeypatch.setattr(cuda, "PATHS", (path,))
+    got = of_rows_that_begin_alike("cpu", "cpu", precision[0], lengths)
+    check_rows_that_begin_alike(got, want, 0.02)
 
 
 @pytest.mark.usefixtures("emulated", "poisoned")

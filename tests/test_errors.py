@@ -352,6 +352,13 @@ INPUTS: dict[str, Bad] = {
         r"\[1, 3, 3\]",
         "go down",
     ),
+    "packed shortest first, and padded": Bad(
+        call(PackedSequence(PACKED.data, torch.tensor([1, 3, 3])), layer=zo.LSTM(I, H, backend="reference")),
+        ValueError,
+        r"input\.batch_sizes",
+        r"\[1, 3, 3\]",
+        "go down",
+    ),
     "cell no tensor": Bad(cell([1.0]), TypeError, "input", "list", "a tensor"),
     "cell dimensions": Bad(cell(X), ValueError, "input", "got 3", "2"),
     "cell features": Bad(cell(torch.randn(B, I + 1)), ValueError, "input", f"got {I + 1}", f"{I} features"),

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence
 
 from .draws import as_integers, check_count, example_ids
 from .noise import Noise, plane
 from .norm import LayerNorm, RecurrentBatchNorm
 from .ops.dropout import dropout
-from .ops.rows import places
+from .ops.rows import among_padded, check_counts, picked, places
 from .philox import as_seed, fresh_seed
 from .recurrent import Recurrent, autocast_on, check_device, no_tensor, working_dtype
 
@@ -176,7 +176,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         if isinstance(input, PackedSequence):
             if lengths is not None:
                 raise ValueError("lengths: expected None, since a packed input brings its own")
-            return self._packed(input, resets) if self._packs(input.data) else self._padded(input, resets)
+            return self._packed(input, resets)
         if not isinstance(input, Tensor):
             raise no_tensor(input, "a tensor or a PackedSequence")
         if input.is_nested:
@@ -211,7 +211,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         return Sequences(x, steps, batch, lengths, resets, batched, outputs)
 
     def _packed(self, input: PackedSequence, resets: Tensor | None) -> Sequences:
-        """Packed rows as they are."""
+        """Packed rows as they are or, where a backend does not take them so, as [T, B, input], longest first."""
         x, counts, order, back = input
         if not x.is_floating_point():
             x = self._check_numbers(x)
@@ -222,22 +222,23 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         batch: Any = counts[0].item() if order is None else order.shape[0]  # an exporter makes a symbol of it
         if resets is not None:
             resets = _check_resets(resets, (steps, batch), "[T, B]", x.device)
-            t, row = places(counts, x.shape[0])
-            resets = resets[t, row if order is None else order[row]]
-        return Sequences(
-            x, steps, batch, None, resets, True, lambda y: PackedSequence(y, counts, order, back), counts, order, back
-        )
+            resets = resets if order is None else resets.index_select(1, order)
+        if self._packs(x):
+            if resets is not None:
+                resets = resets[places(counts, x.shape[0])]
+            return Sequences(
+                x, steps, batch, None, resets, True, lambda y: PackedSequence(y, counts, order, back),
+                counts, order, back,
+            )  # fmt: skip
+        if _readable(counts):
+            check_counts(counts, batch, x.shape[0])
+        at, lengths = among_padded(counts, batch, x)
+        padded = x.new_zeros(steps * batch, x.shape[1]).index_copy_(0, at, x).view(steps, batch, x.shape[1])
 
-    def _padded(self, input: PackedSequence, resets: Tensor | None) -> Sequences:
-        """Packed rows as [T, B, input]."""
-        x, ends = pad_packed_sequence(input)
-        if not x.is_floating_point():
-            x = self._check_numbers(x)
-        self._check_input(x, "input.data")
-        steps, batch = x.shape[:2]
-        if resets is not None:
-            resets = _check_resets(resets, (steps, batch), "[T, B]", x.device)
-        return Sequences(x, steps, batch, ends.to(x.device), resets, True, lambda y: _pack(y, ends, input))
+        def outputs(y: Tensor) -> PackedSequence:
+            return PackedSequence(picked(y.flatten(0, 1), at), counts, order, back)
+
+        return Sequences(padded, steps, batch, lengths, resets, True, outputs, None, order, back)
 
     def _check_numbers(self, x: Tensor) -> Tensor:
         """Numbers of features that are 1 where all others are 0, with a last dimension of 1 in their place."""
@@ -488,12 +489,3 @@ def _readable(x: Tensor) -> bool:
     """Whether its numbers can be looked at here and now: on the CPU, outside of a compiler and of torch.func."""
     hidden = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     return x.device.type == "cpu" and not hidden
-
-
-def _pack(y: Tensor, lengths: Tensor, like: PackedSequence) -> PackedSequence:
-    """[T, B, ·] in the caller's order, packed as `like` is."""
-    order = like.sorted_indices
-    if order is not None:
-        y, lengths = y.index_select(1, order), lengths[order.cpu()]
-    packed = pack_padded_sequence(y, lengths)
-    return PackedSequence(packed.data, like.batch_sizes, like.sorted_indices, like.unsorted_indices)

@@ -90,9 +90,10 @@ class Loop:
         """Whether the derivatives of h·Wh add up to zero over the rows of every step, as behind a batch norm they do.
 
         Where the rows are nearly alike the norm makes these derivatives very large, and only they would cancel: what
-        rounding leaves of their sums, in W_h's derivative and a learned h0's, would be more than all that is true. So
-        nothing is computed from the sums: W_h's derivative is taken from differences of h to one row of the step, and
-        what goes back to the initial h has its mean taken out.
+        rounding leaves of their sums would be more than all that is true. So nothing is computed from the sums: the
+        derivatives of W_h and W_x are taken from differences of h and x to one row of the step, and what comes back
+        through the product has its mean over the rows taken out. Those of the biases are such sums, and nearly cancel:
+        they are added up without rounding first.
         """
         return self.norm is not None and self.norm.over == "examples" and not self.given
 

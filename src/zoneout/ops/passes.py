@@ -344,7 +344,7 @@ def _backward(
     w_ih, du, u, one_hot = w.w_ih, back.du, back.u, not x.is_floating_point()
     added = None  # dgx over all rows, where a product has it on the side
     if one_hot and needs["w_ih"]:
-        found["w_ih"], added = _rows_of_numbers(dgx, x, w_ih)
+        found["w_ih"], added = _rows_of_numbers(dgx, x, w_ih, rows.differences if loop.balanced else None)
     narrow = r.h0.dtype
     if ys.dtype != narrow and device.narrow_products(narrow):  # what is left are large products
         x, w_ih = rows.inputs(r.x), r.weights.w_ih
@@ -367,7 +367,7 @@ def _backward(
         device.give_back(h_and_x)
     else:
         if needs["w_ih"] and not one_hot:
-            found["w_ih"], added = times_and_sum(dgx.t(), x)
+            found["w_ih"], added = times_and_sum(dgx.t(), rows.differences(x) if loop.balanced else x)
         if needs["w_hh"]:
             found["w_hh"] = rows.times_entered(dgh, loop)
     if du is not None and u is not None and needs["w_hr"]:
@@ -375,21 +375,24 @@ def _backward(
     if needs["x"]:
         found["x"] = rows.unpack(times(dgx, w_ih))
     if w.b_ih is not None and needs["b_ih"]:
-        found["b_ih"] = added_up(back.dgx) if added is None or normed else added
+        found["b_ih"] = added_up(back.dgx, loop.balanced) if added is None or normed else added
     if w.b_hh is not None and needs["b_hh"]:
         same = back.dsh is back.dgx and "b_ih" in found
-        found["b_hh"] = found["b_ih"].clone() if same else added_up(back.dsh)
+        found["b_hh"] = found["b_ih"].clone() if same else added_up(back.dsh, loop.balanced)
     device.give_back(back.dgx, back.dgh, back.dsh, back.du, back.u, back.dnc, back.chat, back.dx)
     if ready.by_unit:
         found |= _turned(by_gate, r.cell, {name: v for name, v in found.items() if name in OF_GATES})
     return found
 
 
-def _rows_of_numbers(d: Tensor, x: Tensor, w_ih: Tensor) -> tuple[Tensor, Tensor | None]:
+def _rows_of_numbers(
+    d: Tensor, x: Tensor, w_ih: Tensor, differences: Callable[[Tensor], Tensor] | None
+) -> tuple[Tensor, Tensor | None]:
     """[G, input]: the derivative of the weights of one-hot rows, from that of the product; and that added up."""
     numbers, count = x.view(-1), w_ih.shape[1]
     if count <= 256:  # a product with a matrix of so few columns costs less than adding rows in order
-        return times_and_sum(d.t(), d.new_zeros(len(d), count).scatter_(1, x, 1.0))
+        dense = d.new_zeros(len(d), count).scatter_(1, x, 1.0)
+        return times_and_sum(d.t(), dense if differences is None else differences(dense))
     return sum_rows(d, numbers, count).t(), None
 
 

@@ -44,9 +44,14 @@ def times_and_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor | None]:
     return both[:, :width].contiguous(), both[:, width].clone()
 
 
-def added_up(v: Tensor) -> Tensor:
-    """The rows of a matrix added up: on a GPU by a product, which needs no memory of its own."""
-    return (v.t() @ v.new_ones(len(v), 16 // v.element_size()))[:, 0].clone() if on_gpu(v) else v.sum(0)
+def added_up(v: Tensor, exactly: bool = False) -> Tensor:
+    """The rows of a matrix added up: on a GPU by a product, which needs no memory of its own.
+
+    Exactly: where most of it cancels. A product of float32 may be in TF32, which rounds before it adds.
+    """
+    if exactly or not on_gpu(v):
+        return v.sum(0)
+    return (v.t() @ v.new_ones(len(v), 16 // v.element_size()))[:, 0].clone()
 
 
 def times(a: Tensor, b: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -137,7 +138,14 @@ class Packed:
             out[loop.resets] = loop.reset_h[self.grid[1][loop.resets]]
         if loop.scale_h is not None:
             out.mul_(loop.scale_h[self.grid[1]])
-        return out.sub_(out[self.starts[self.grid[0]]]) if loop.balanced else out
+        return out.sub_(self._of_one_row(out)) if loop.balanced else out
+
+    def differences(self, v: Tensor) -> Tensor:
+        """[N, ·], less that of the first row of the same step."""
+        return v - self._of_one_row(v)
+
+    def _of_one_row(self, v: Tensor) -> Tensor:
+        return v[self.starts[self.grid[0]]]
 
     def beside(self, loop: Loop, x: Tensor, out: Tensor) -> None:
         """That and x, side by side."""
@@ -154,23 +162,72 @@ class Packed:
 
 
 def as_packed(r: Run) -> Packed:
-    """The rows of a run that came packed; an error where they cannot be, since a loop would read what is not there."""
+    """The rows of a run that came packed."""
     assert r.counts is not None
-    if r.counts.dtype != torch.int64:
-        raise ValueError(f"input.batch_sizes: expected torch.int64, got {r.counts.dtype}")
-    counts = r.counts.tolist()
-    if sum(counts) != len(r.x) or counts != sorted(counts, reverse=True) or counts[0] != r.batch or counts[-1] < 0:
-        raise ValueError(
-            f"input.batch_sizes: expected numbers that go down from {r.batch}, the batch, and add up to {len(r.x)}, "
-            f"the rows of input.data, got {counts}"
-        )
+    check_counts(r.counts, r.batch, len(r.x))
     return Packed(None, r.steps, r.batch, r.reverse, r.counts)
+
+
+def check_counts(counts: Tensor, batch: int, total: int) -> None:
+    """An error where each step cannot have so many of packed rows: a loop would read what is not there."""
+    if counts.dtype != torch.int64:
+        raise ValueError(f"input.batch_sizes: expected torch.int64, got {counts.dtype}")
+    each = counts.tolist()
+    if sum(each) != total or each != sorted(each, reverse=True) or each[0] != batch or each[-1] < 0:
+        raise ValueError(
+            f"input.batch_sizes: expected numbers that go down from {batch}, the batch, and add up to {total}, "
+            f"the rows of input.data, got {each}"
+        )
 
 
 def places(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """Step and row of every one of packed rows, of which each step has so many."""
     t = torch.repeat_interleave(torch.arange(counts.shape[0], device=counts.device), counts, output_size=total)
     return t, torch.arange(total, device=counts.device) - (counts.cumsum(0) - counts)[t]
+
+
+def among_padded(counts: Tensor, batch: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each of packed rows is among those of [T, B, ·], longest first, and the lengths; nothing waits for a GPU.
+
+    `rows` are those that are packed.
+    """
+    steps, device = counts.shape[0], rows.device
+    at = torch.arange(steps, device=counts.device)
+    later = at * batch - (counts.cumsum(0) - counts)
+    ended = counts - torch.cat((counts[1:], counts.new_zeros(1)))  # with each step; the last of them are the longest
+    lengths = torch.repeat_interleave(at.flip(0) + 1, ended.flip(0), output_size=batch)
+    there = torch.cat((counts, later, lengths)).to(device, non_blocking=True)
+    counts, later, lengths = there.split((steps, steps, batch))
+    shift = torch.repeat_interleave(later, counts, output_size=rows.shape[0])
+    return torch.arange(rows.shape[0], device=device) + shift, lengths
+
+
+def picked(v: Tensor, at: Tensor) -> Tensor:
+    """The rows `at`, of which no two are the same: on the way back nothing has to be added up."""
+    return _Picked.apply(v, at)
+
+
+class _Picked(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(v: Tensor, at: Tensor) -> Tensor:
+        return v.index_select(0, at)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+        ctx.save_for_forward(inputs[1])
+        ctx.rows = inputs[0].shape[0]
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
+        (at,) = ctx.saved_tensors
+        return d.new_zeros(ctx.rows, *d.shape[1:]).index_copy_(0, at, d), None
+
+    @staticmethod
+    def jvp(ctx: Any, v: Tensor, at: None) -> Tensor:
+        return v.index_select(0, ctx.saved_tensors[0])
 
 
 @lru_cache(64)
@@ -251,7 +308,13 @@ class Padded:
                 cuts = cuts if first is None else cuts & ~first
             h_in = torch.where(cuts, loop.reset_h, h_in)
         h_in = h_in if loop.scale_h is None else h_in * loop.scale_h
-        return self.pack(h_in - self._of_one_row(h_in) if loop.balanced else h_in)
+        h_in = self.pack(h_in)
+        return self.differences(h_in) if loop.balanced else h_in
+
+    def differences(self, v: Tensor) -> Tensor:
+        """[T · B, ·], less that of one row of the same step."""
+        v = self.unpack(v)
+        return self.pack(v - self._of_one_row(v))
 
     def _of_one_row(self, v: Tensor) -> Tensor:
         """What a row that lasts as long as any has at the same step, as steps are processed, for every row."""

@@ -137,20 +137,30 @@ def fill_stream(to: Stream, draw: Draw) -> None:
 # --- what kernels are compiled for -----------------------------------------------------------------
 
 
-def is_plain(loop: Loop, back: Backward | None) -> bool:
-    """Whether there is nothing but zoneout, forwards in time: such loops have a kernel of their own."""
-    usual = all(name in ("cell", "hidden") and draw.rule.by == "previous" for name, draw in loop.draws.items())
-    extra = (loop.lengths, loop.resets, loop.scale_h, None if back is None else back.dcells)
-    return usual and not loop.reverse and all(value is None for value in extra)
+EVERYTHING = 127  # all bits of `has`
 
 
-def modes_of(loop: Loop, back: Backward | None) -> tuple[int, int] | None:
-    """The modes of both states' streams where there is nothing but zoneout by unit, forwards in time; else None."""
-    return modes_of_draws(loop.draws) if is_plain(loop, back) else None
+def has(loop: Loop, back: Backward | None) -> int:
+    """What a loop has beyond zoneout of all rows to the end, forwards in time: bits, as common.cuh knows them."""
+    found = (
+        loop.lengths is not None,
+        loop.resets is not None,
+        loop.scale_h is not None,
+        back is not None and back.dcells is not None,
+        loop.reverse,
+        "update" in loop.draws,
+        any(draw.rule.by == "zero" for name, draw in loop.draws.items() if name != "update"),
+    )
+    return sum(bool(there) << bit for bit, there in enumerate(found))
 
 
-def modes_of_draws(draws: dict[str, Draw]) -> tuple[int, int] | None:
-    """The modes of both states' streams where there is nothing but zoneout by unit; else None."""
+def known(modes: tuple[int, int] | None) -> tuple[tuple[str, int], ...]:
+    """What a kernel is compiled with where the modes of both states' streams are known."""
+    return () if modes is None else (("CELL_MODE", modes[0]), ("HIDDEN_MODE", modes[1]))
+
+
+def modes_of(draws: dict[str, Draw]) -> tuple[int, int] | None:
+    """The modes of both states' streams where there is no noise but zoneout by unit; else None."""
     modes = {"cell": 0, "hidden": 0}
     for name, draw in draws.items():
         if name not in modes or draw.rule.by != "previous" or draw.rule.mask not in ("unit", "shared"):

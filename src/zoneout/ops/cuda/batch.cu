@@ -3,8 +3,8 @@
  *
  * Compiled with BACK (0 forwards, 1 backwards), HIDDEN, BLOCKS (of the cluster), PARTS (of 8 units that a block has), BANDS
  * (of 16 rows), OWN (pieces of the weights that are in registers; the others lie in shared memory), PAIRED (two neighbouring
- * numbers may be read at once) and PLAIN (nothing but zoneout with a mask for each unit, all rows to the end; CELL_MODE and
- * HIDDEN_MODE are then those of the two streams).
+ * numbers may be read at once) and HAS; where there is no noise but zoneout with a mask for each unit CELL_MODE and
+ * HIDDEN_MODE are those of the two streams, and KNOWN says so.
  *
  * A warp has a band of one part: a tile of sums for each gate, where a thread finds all gates of two units of two rows. The
  * same thread of another block has other units of the same rows. So what a thread sends is what the same lane over there
@@ -50,7 +50,7 @@ typedef uint4 Slot;
 struct Shared {
     Slot sent[2][BLOCKS * THREADS];                     /* [turn][from][thread] */
     uint4 lent[BACK && PARTS > 1 ? KP * THREADS : 1];   /* what enters the product, to the block's other part */
-    float2 sums[2][THREADS];                            /* of moments; taking turns, since somebody may still be reading */
+    float2 sums[BACK ? 3 : 2][THREADS];                 /* of moments; taking turns, since somebody may still be reading */
     float undo[2][SCALED ? WARPS : 1][16];              /* [turn][warp][from]: to be multiplied with what has come */
     int lengths[BANDS * 16];
     u64 there[2][WARPS];                                /* [turn]: what a warp waits for; forwards one for all parts of a band */
@@ -217,7 +217,7 @@ struct Mine { /* two units of two rows */
     u32 example[2];
 };
 
-#define ALIVE(t) (PLAIN ? m.length[r] > 0 : (t) < m.length[r])
+#define ALIVE(t) (HAS_LENGTHS ? (t) < m.length[r] : m.length[r] > 0)
 #define THERE(t) (m.in[0] && ALIVE(t))
 
 __device__ __forceinline__ Mine mine(const Loop &l) {
@@ -405,7 +405,7 @@ __device__ __forceinline__ Seeds seeds_of(const Loop &l) {
     s.hidden = l.hidden_state.mode == DRAWN ? (u64)*l.hidden_state.seed : 0;
     s.update = l.update.mode == DRAWN ? (u64)*l.update.seed : 0;
     Noise one = {0, 0.0f, s.cell}, two = {0, 0.0f, s.hidden};
-    s.same = l.cell.mode == DRAWN && (PLAIN || same_words(l.cell, one, l.hidden_state, two));
+    s.same = l.cell.mode == DRAWN && (KNOWN || same_words(l.cell, one, l.hidden_state, two));
     return s;
 }
 
@@ -461,7 +461,7 @@ __device__ __forceinline__ Keep keep_at(const Loop &l, u32 kept, const Noises &n
 /* How many rows of a band take part in a step; all lanes of a warp must come here. */
 __device__ __forceinline__ int rows_at(const Loop &l, int band, int t, int lane) {
     int left = (int)l.batch - band * 16;
-    if (PLAIN || !l.lengths) return left < 16 ? left : 16;
+    if (!l.lengths) return left < 16 ? left : 16;
     return __popc(__ballot_sync(~0u, lane < 16 && here().lengths[band * 16 + lane % 16] > t));
 }
 
@@ -537,7 +537,8 @@ __device__ __forceinline__ float2 moments(float (&mean)[COUNT], float (&rstd)[CO
                                           const bool (&alive)[2], const Counts &counts, float2 *sums, double eps,
                                           const Mine &m) {
     float first[COUNT], one[COUNT], two[COUNT];
-    u32 low = PLAIN ? 1 : __ballot_sync(~0u, alive[0]), high = PLAIN ? 0 : __ballot_sync(~0u, alive[1]);
+    u32 low = 1, high = 0; /* lanes that are alive; without lengths the first is */
+    if (HAS_LENGTHS) low = __ballot_sync(~0u, alive[0]), high = __ballot_sync(~0u, alive[1]);
     const int from = (low ? __ffs(low) : high ? __ffs(high) : 1) - 1 + m.lane % 4; /* lanes of a row live and end together */
     EACH_OF(COUNT) first[i] = __shfl_sync(~0u, low ? v[0][i] : v[1][i], from);
     EACH_OF(COUNT) {
@@ -655,7 +656,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
         }
         bring(l, gates, G * HIDDEN * sizeof(narrow), t + AHEAD);
         kept = draw(l, m, seeds, noises, t);
-        if (!PLAIN && l.lengths) counts = counts_at(l, m, t);
+        if (l.lengths) counts = counts_at(l, m, t);
     };
     EACH_ROW {
         at[r] = (int)at_of(l, 0, m.row[r], m.length[r]);
@@ -896,7 +897,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     int at[2]; /* row of this step; at · G · H stays below 2³¹ */
     const int forth = l.reverse ? -(int)l.batch : (int)l.batch;
     u32 kept = 0;
-    float share = 0.0f;
+    float share = 0.0f, share_after = 0.0f; /* of a row among those of this step, and of the one after */
     /* What step t needs beside the sums. */
     auto prepare = [&](int t) {
         EACH_ROW if (THERE(t)) {
@@ -930,10 +931,9 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
         if (LSTM) bring(l, l.c, HIDDEN * sizeof(float), t - AHEAD);
         if (GRU) bring(l, l.y, HIDDEN * sizeof(narrow), t - AHEAD);
         kept = draw(l, m, seeds, noises, t);
-        if (!PLAIN && l.lengths) share = counts_at(l, m, t).share;
+        if (l.lengths) share = counts_at(l, m, t).share;
     };
-    /* What has come back through the product to step t. Its sum over the rows is zero, which matters for the initial h
-     * alone: see Loop.balanced. */
+    /* What has come back through the product to step t. Its sum over the rows is zero but for rounding: see Loop.balanced. */
     auto receive = [&](int t) {
         const int turns = (int)l.steps - 2 - t, turn = turns & 1;
         await_turn(turn, turns >> 1 & 1, m);
@@ -946,12 +946,10 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
                 rec[r][u] = i ? rec[r][u] + part : part;
             }
         }
-        if (t < 0 && !l.scale_h) {
-            bool alive[2];
-            EACH_ROW alive[r] = ALIVE(0);
-            centre(rec, alive, share, shared.sums[1], m);
-        }
-        EACH_ROW EACH_UNIT if (ALIVE(t + 1)) {
+        bool alive[2];
+        EACH_ROW alive[r] = ALIVE(t + 1);
+        centre(rec, alive, share_after, shared.sums[2], m);
+        EACH_ROW EACH_UNIT if (alive[r]) {
             dh[r][u] += l.scale_h ? rec[r][u] * enters[r][u] : rec[r][u];
             if (cut[r]) back_h[r][u] += dh[r][u], back_c[r][u] += dc[r][u], dh[r][u] = dc[r][u] = 0.0f;
         }
@@ -1032,6 +1030,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
         /* Until all have sent: what the next step needs, and results. */
         const int here_at[2] = {at[0], at[1]};
         EACH_ROW at[r] -= forth, cut[r] = ALIVE(t) && f[r].cut;
+        share_after = share;
         if (t > 0) prepare(t - 1);
         EACH_ROW {
             if (THERE(t)) {

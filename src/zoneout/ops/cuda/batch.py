@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..interface import Run
 from ..loop import GATES, Backward, Loop
-from .arguments import CELLS, TYPES, loop_arguments, modes_of
+from .arguments import CELLS, TYPES, has, known, loop_arguments, modes_of
 from .compiler import Kernel, chip, load, pack, tf32
 from .small import MOST_NUMBERS, norm_arguments
 
@@ -54,7 +54,7 @@ def plan(cell: str, size: int, hidden: int, batch: int, back: bool, plain: bool,
     shared = 2 * blocks * threads * (8 if size == 2 else 16)  # what is sent
     shared += 16 * (k_part * threads if back and parts > 1 else 1)
     shared += 128 * (bands if factors else 1)
-    shared += 16 * threads + 64 * bands + 16 * parts * bands  # sums, lengths, counters
+    shared += (24 if back else 16) * threads + 64 * bands + 16 * parts * bands  # sums, lengths, counters
     shared += parts * (pieces - resident) * 256
     return Plan(hidden, blocks, parts, bands, resident, shared) if shared <= most else None
 
@@ -78,13 +78,15 @@ def plan_for(loop: Loop, back: bool, plain: bool) -> Plan | None:
 
 def run(loop: Loop, back: Backward | None) -> bool:
     """Run the loop in one launch; False where it does not fit, with nothing done."""
-    modes = None if loop.norm is None else modes_of(loop, back)
-    tiles = plan_for(loop, back is not None, modes is not None)
+    beyond, modes = has(loop, back), modes_of(loop.draws)
+    tiles = plan_for(loop, back is not None, not beyond and modes is not None)
     if tiles is None:
         return False
     arguments, norm = loop_arguments(loop, back), norm_arguments(loop, back)
     paired = pairs_lie_even(loop, [*arguments.alive, *norm.alive])
-    kernel = _kernel(loop.gates.get_device(), loop.cell, loop.gates.dtype, back is not None, tiles, paired, modes)
+    kernel = _kernel(
+        loop.gates.get_device(), loop.cell, loop.gates.dtype, back is not None, tiles, paired, beyond, modes
+    )
     if kernel is None:
         return False
     kernel.launch(tiles.blocks, tiles.threads, pack((arguments.struct, norm.struct)), tiles.shared)
@@ -101,24 +103,29 @@ def pairs_lie_even(loop: Loop, given: list[Tensor]) -> bool:
 
 
 def defines_of(
-    cell: str, dtype: torch.dtype, back: bool, tiles: Plan, paired: bool, modes: tuple[int, int] | None
+    cell: str, dtype: torch.dtype, back: bool, tiles: Plan, paired: bool, beyond: int, modes: tuple[int, int] | None
 ) -> tuple[tuple[str, int], ...]:
     """What the kernel is compiled with."""
-    cell_mode, hidden_mode = modes or (0, 0)
     return (
         ("CELL", CELLS.index(cell)), ("TYPE", TYPES[dtype]), ("FAST", 1), ("BACK", int(back)),
         ("HIDDEN", tiles.hidden), ("BLOCKS", tiles.blocks), ("PARTS", tiles.parts), ("BANDS", tiles.bands),
-        ("OWN", tiles.resident), ("PAIRED", int(paired)), ("PLAIN", int(modes is not None)),
-        ("CELL_MODE", cell_mode), ("HIDDEN_MODE", hidden_mode),
+        ("OWN", tiles.resident), ("PAIRED", int(paired)), ("HAS", beyond), *known(modes),
     )  # fmt: skip
 
 
 @cache
 def _kernel(
-    device: int, cell: str, dtype: torch.dtype, back: bool, tiles: Plan, paired: bool, modes: tuple[int, int] | None
+    device: int,
+    cell: str,
+    dtype: torch.dtype,
+    back: bool,
+    tiles: Plan,
+    paired: bool,
+    beyond: int,
+    modes: tuple[int, int] | None,
 ) -> Kernel | None:
     """The compiled kernel, or None where the device has no room for its cluster."""
-    defines = defines_of(cell, dtype, back, tiles, paired, modes)
+    defines = defines_of(cell, dtype, back, tiles, paired, beyond, modes)
     (kernel,) = load(device, "batch.cu", ("backward" if back else "forward",), defines)
     with torch.cuda.device(device):
         kernel.allow_shared(tiles.shared)

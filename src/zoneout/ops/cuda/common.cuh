@@ -312,22 +312,35 @@ __device__ __forceinline__ Keep keeps_of(const Loop &l, const Noises &n, u32 uni
     return k;
 }
 
-/* Kernels that are compiled with PLAIN have no noise but zoneout, no lengths and no resets: let the compiler know. */
+/* Kernels are compiled with HAS, what a loop has beyond zoneout of all rows to the end: let the compiler know what it has not. */
+#ifndef HAS
+#define HAS 127
+#endif
+#define HAS_LENGTHS (HAS & 1)
+#define HAS_RESETS (HAS & 2)
+#define HAS_SCALES (HAS & 4)   /* variational dropout of h */
+#define HAS_DCELLS (HAS & 8)   /* derivatives of every c */
+#define HAS_REVERSE (HAS & 16)
+#define HAS_UPDATE (HAS & 32)  /* recurrent dropout */
+#define HAS_ZERO (HAS & 64)    /* state dropout */
+#ifdef CELL_MODE /* it may be known which streams there are, and that they see everything and have one seed */
+#define KNOWN 1
+#else
+#define KNOWN 0
+#endif
 __device__ __forceinline__ void simplify(Loop &l) {
-#if PLAIN
-    l.lengths = nullptr;
-    l.resets = nullptr;
-    l.scale_h = nullptr;
-    l.dcells = nullptr;
-    l.reverse = 0;
-    l.update.mode = OFF;
-    l.update.hold = l.cell.zero = l.hidden_state.zero = 0;
-#ifdef CELL_MODE /* … and it may be known which streams there are, and that they see everything */
+    if (!HAS_LENGTHS) l.lengths = nullptr;
+    if (!HAS_RESETS) l.resets = nullptr;
+    if (!HAS_SCALES) l.scale_h = nullptr;
+    if (!HAS_DCELLS) l.dcells = nullptr;
+    if (!HAS_REVERSE) l.reverse = 0;
+    if (!HAS_UPDATE) l.update.mode = OFF, l.update.hold = 0;
+    if (!HAS_ZERO) l.cell.zero = l.hidden_state.zero = 0;
+#if KNOWN
     l.cell.mode = CELL_MODE, l.hidden_state.mode = HIDDEN_MODE == SHARED ? DRAWN : HIDDEN_MODE;
     l.cell.sees_step = l.cell.sees_example = l.cell.sees_unit = 1;
     l.hidden_state.sees_step = l.hidden_state.sees_example = l.hidden_state.sees_unit = 1;
     l.cell.high = 0, l.hidden_state.high = HIDDEN_MODE != SHARED;
-#endif
 #endif
 #if ONE_RATE /* no unit has a rate of its own */
     l.cell.stride = l.hidden_state.stride = l.update.stride = 0;

@@ -4,9 +4,8 @@
  * (k-steps of a warp, even), KR (of which so many have their weights in registers, the others in shared memory), BB (pairs
  * of k-steps of a batch), D (batches in flight on the way to shared memory), MT (16 rows each), EIGHTS (of rows, read),
  * PARTS (sets of sums that take turns), HALF (what enters the product is float, with the ten bits of TF32, but goes in half
- * precision, which has as many), FOLD and MAKERS (below) and PLAIN (nothing but zoneout, all rows to the end). Each of 8
- * warps has its own part of the depth of the product; the eight sums are added in a fixed order. Forwards h goes around,
- * backwards the derivatives of h·Wh, [unit][gate].
+ * precision, which has as many), FOLD and MAKERS (below) and HAS. Each of 8 warps has its own part of the depth of the product;
+ * the eight sums are added in a fixed order. Forwards h goes around, backwards the derivatives of h·Wh, [unit][gate].
  *
  * Derivatives may be of any size, and half precision may not. So (SCALED) each block sends those of a row times a power of
  * two of its own, which brings the largest of them near the largest of half precision, and beside them the factor that undoes

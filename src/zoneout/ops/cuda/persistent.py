@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ..loop import GATES, Backward, Loop
-from .arguments import CELLS, TYPES, Arguments, Exchange, is_plain, loop_arguments
+from .arguments import CELLS, TYPES, Arguments, Exchange, has, loop_arguments
 from .compiler import Kernel, chip, load, pack, tf32
 from .turns import turns
 
@@ -174,9 +174,7 @@ def run(loop: Loop, back: Backward | None) -> bool:
     if tiles is None:
         return False
     device = loop.gates.device
-    kernel = _kernel(
-        loop.gates.get_device(), loop.cell, loop.gates.dtype, back is not None, tiles, is_plain(loop, back)
-    )
+    kernel = _kernel(loop.gates.get_device(), loop.cell, loop.gates.dtype, back is not None, tiles, has(loop, back))
     if kernel is None:
         return False
     arguments, exchange = loop_arguments(loop, back), Arguments(Exchange)
@@ -190,22 +188,22 @@ def run(loop: Loop, back: Backward | None) -> bool:
     return True
 
 
-def defines_of(cell: str, dtype: torch.dtype, back: bool, tiles: Plan, plain: bool) -> tuple[tuple[str, int], ...]:
+def defines_of(cell: str, dtype: torch.dtype, back: bool, tiles: Plan, beyond: int) -> tuple[tuple[str, int], ...]:
     """What the kernel is compiled with."""
     return (
         ("CELL", CELLS.index(cell)), ("TYPE", TYPES[dtype]), ("FAST", 1), ("BACK", int(back)),
         ("U", tiles.units), ("UP", tiles.padded_units), ("KS", tiles.k_steps), ("KR", tiles.layout.resident),
         ("BB", tiles.layout.pairs), ("D", tiles.layout.in_flight), ("MT", tiles.tiles), ("EIGHTS", tiles.eights),
         ("PARTS", tiles.layout.parts), ("HALF", int(tiles.half)), ("FOLD", tiles.fold), ("MAKERS", tiles.makers),
-        ("PLAIN", int(plain)),
+        ("HAS", beyond),
     )  # fmt: skip
 
 
 @cache
-def _kernel(device: int, cell: str, dtype: torch.dtype, back: bool, tiles: Plan, plain: bool) -> Kernel | None:
+def _kernel(device: int, cell: str, dtype: torch.dtype, back: bool, tiles: Plan, beyond: int) -> Kernel | None:
     """The compiled kernel, or None where its blocks do not all fit on the device at once."""
     (kernel,) = load(
-        device, "persistent.cu", ("backward" if back else "forward",), defines_of(cell, dtype, back, tiles, plain)
+        device, "persistent.cu", ("backward" if back else "forward",), defines_of(cell, dtype, back, tiles, beyond)
     )
     with torch.cuda.device(device):
         kernel.allow_shared(tiles.layout.shared)

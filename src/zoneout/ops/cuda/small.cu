@@ -3,8 +3,8 @@
  *
  * Compiled with BACK (0 forwards, 1 backwards), HIDDEN, WARPS (one for every 16 units), KS (k-steps), KR (the first of them,
  * whose weights are in registers; the others lie in shared memory), NC (rows of a thread: a block has twice as many), NORM
- * (0 none, 1 over the units, 2 over the examples, with moments that are given) and PLAIN (nothing but zoneout with a mask for
- * each unit, all rows to the end; CELL_MODE and HIDDEN_MODE are then those of the two streams).
+ * (0 none, 1 over the units, 2 over the examples, with moments that are given) and HAS; where there is no noise but zoneout with
+ * a mask for each unit CELL_MODE and HIDDEN_MODE are those of the two streams, and KNOWN says so.
  *
  * The product is taken the other way around: weights as the left factor, which stays, and rows as the right one, which comes
  * through shared memory. A tile of the left factor is one gate of 16 units forwards, 16 units backwards. Of the 8 columns
@@ -22,7 +22,7 @@
 #define PITCH ((WORDS + 15) / 32 * 32 + 16) /* words of a row in shared memory: neighbours lie in other banks */
 #define AHEAD 6                             /* steps, for what is brought into the L2 */
 /* Steps in the loop's body: what is done every fourth step is then known, and nothing has to be moved along. */
-constexpr int at_once = PLAIN && (NC == 1 || !NORM) ? 4 : 1;
+constexpr int at_once = KNOWN && (NC == 1 || !NORM) ? 4 : 1;
 
 /* --- what a thread has to do ------------------------------------------------------------------------ */
 
@@ -36,7 +36,7 @@ struct Mine { /* one unit of NC rows */
 
 #define EACH_ROW _Pragma("unroll") for (int c = 0; c < NC; c++)
 #define EACH_GATE _Pragma("unroll") for (int q = 0; q < G; q++)
-#define ALIVE(t) (m.in && (PLAIN ? m.length[c] > 0 : (t) < m.length[c]))
+#define ALIVE(t) (m.in && (HAS_LENGTHS ? (t) < m.length[c] : m.length[c] > 0))
 
 /* A thread of column pair q (the lane's lowest two bits) has one of two rows for each c, of the first or last 8 units. */
 __device__ __forceinline__ int local_row(int lane, int c) { return lane % 2 + c * 2; }
@@ -56,8 +56,8 @@ __device__ __forceinline__ Mine mine(const Loop &l) {
         m.length[c] = there ? (int)length_of(l, m.row[c]) : 0;
         m.example[c] = there ? (u32)l.examples[m.row[c]] : 0;
     }
-    m.longest = PLAIN ? (int)l.steps : 0;
-    for (int r = 0; !PLAIN && r < R; r++) {
+    m.longest = HAS_LENGTHS ? 0 : (int)l.steps;
+    for (int r = 0; HAS_LENGTHS && r < R; r++) {
         int row = blockIdx.x * R + r, length = row < l.batch ? (int)length_of(l, row) : 0;
         m.longest = length > m.longest ? length : m.longest;
     }
@@ -294,7 +294,7 @@ __device__ __forceinline__ void draw_ahead(Drawn &d, const Loop &l, const Mine &
                                            const u32 (*limits)[WARPS * 16], int n) {
     if (!draws(l)) return;
     int phase = n & 3;
-#if PLAIN
+#if KNOWN
     const Stream &s = l.cell.mode == DRAWN ? l.cell : l.hidden_state;
     u64 seed = l.cell.mode == DRAWN ? seeds.cell : seeds.hidden;
     EACH_ROW {
@@ -547,7 +547,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop give
                 a[c][q] = q == 2 ? tanh_at(a[c][q]) : sigmoid_at(a[c][q]);
             }
             shows[c][0] = lstm_candidate(l, a[c][0], a[c][1], a[c][2], state[c], keep[c]);
-            state[c] = PLAIN && l.cell.mode ? choose(l.cell, shows[c][0], state[c], keep[c].cell)
+            state[c] = KNOWN && l.cell.mode ? choose(l.cell, shows[c][0], state[c], keep[c].cell)
                                            : carried_c(l, shows[c][0], state[c], keep[c]);
 #endif
         }
@@ -581,7 +581,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop give
             a[c][0] = RELU ? fmaxf(a[c][0], 0.0f) : tanh_at(a[c][0]);
             float candidate = a[c][0];
 #endif
-            h[c] = PLAIN && l.hidden_state.mode ? choose(l.hidden_state, candidate, h[c], keep[c].hidden)
+            h[c] = KNOWN && l.hidden_state.mode ? choose(l.hidden_state, candidate, h[c], keep[c].hidden)
                                                 : carried_h(l, candidate, h[c], keep[c]);
             if (ALIVE(t)) {
                 i64 start = (i64)m.row[c] * HIDDEN + m.unit;
@@ -719,7 +719,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
         EACH_ROW if (ALIVE(t + 1)) {
             float rec = total(sums, 0, c, upper(m.lane));
             dh[c] += scale ? rec * widen(scale[(i64)m.row[c] * HIDDEN + m.unit]) : rec;
-            if (!PLAIN && done && cut_at(l, t + 1, m.row[c], m.length[c]))
+            if (done && cut_at(l, t + 1, m.row[c], m.length[c]))
                 back_h[c] += dh[c], back_c[c] += dc[c], dh[c] = dc[c] = 0.0f;
         }
     };

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 
 from ..loop import GATES, Backward, Loop
-from .arguments import CELLS, TYPES, Arguments, loop_arguments, modes_of
+from .arguments import CELLS, TYPES, Arguments, has, known, loop_arguments, modes_of
 from .compiler import Kernel, chip, load, pack, processors, tf32
 
 REGISTERS = 16384 // 32  # of one of the four parts of a processor, for each lane
@@ -94,9 +94,8 @@ def run(loop: Loop, back: Backward | None) -> bool:
     tiles = plan_for(loop, back is not None)
     if tiles is None:
         return False
-    kernel = _kernel(
-        loop.gates.get_device(), loop.cell, loop.gates.dtype, back is not None, tiles, modes_of(loop, back)
-    )
+    beyond, modes = has(loop, back), modes_of(loop.draws)
+    kernel = _kernel(loop.gates.get_device(), loop.cell, loop.gates.dtype, back is not None, tiles, beyond, modes)
     arguments, norm = loop_arguments(loop, back), norm_arguments(loop, back)
     kernel.launch(tiles.blocks, 32 * tiles.warps, pack((arguments.struct, norm.struct)), tiles.shared)
     return True
@@ -117,23 +116,21 @@ def norm_arguments(loop: Loop, back: Backward | None) -> Arguments:
 
 
 def defines_of(
-    cell: str, dtype: torch.dtype, back: bool, tiles: Plan, modes: tuple[int, int] | None
+    cell: str, dtype: torch.dtype, back: bool, tiles: Plan, beyond: int, modes: tuple[int, int] | None
 ) -> tuple[tuple[str, int], ...]:
     """What the kernel is compiled with."""
-    cell_mode, hidden_mode = modes or (0, 0)
     return (
         ("CELL", CELLS.index(cell)), ("TYPE", TYPES[dtype]), ("FAST", 1), ("BACK", int(back)),
         ("HIDDEN", tiles.hidden), ("WARPS", tiles.warps), ("KS", tiles.k_steps), ("KR", tiles.resident),
-        ("NC", tiles.rows), ("NORM", tiles.norm), ("PLAIN", int(modes is not None)),
-        ("CELL_MODE", cell_mode), ("HIDDEN_MODE", hidden_mode),
+        ("NC", tiles.rows), ("NORM", tiles.norm), ("HAS", beyond), *known(modes),
     )  # fmt: skip
 
 
 @cache
 def _kernel(
-    device: int, cell: str, dtype: torch.dtype, back: bool, tiles: Plan, modes: tuple[int, int] | None
+    device: int, cell: str, dtype: torch.dtype, back: bool, tiles: Plan, beyond: int, modes: tuple[int, int] | None
 ) -> Kernel:
-    defines = defines_of(cell, dtype, back, tiles, modes)
+    defines = defines_of(cell, dtype, back, tiles, beyond, modes)
     (kernel,) = load(device, "small.cu", ("backward" if back else "forward",), defines)
     with torch.cuda.device(device):
         kernel.allow_shared(tiles.shared)

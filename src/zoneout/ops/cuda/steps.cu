@@ -18,7 +18,7 @@ struct Scratch {
     float *raw;              /* [B, H]: the candidate c; backwards: of the candidate c */
     narrow *u;               /* projection: [B, H] what is projected; backwards: [N, H] */
     const float *shown;      /* projection: [B, P] the projected; backwards: [B, H] of what is projected */
-    const float *rec;        /* backwards: [sums, B, pitch]: what came through the product, in parts */
+    float *rec;              /* backwards: [sums, B, pitch]: what came through the product, in parts */
     float *owed;             /* [B, H]: what a held output gate owes to the step before */
     narrow *du, *dgh;
     float *dnc, *chat;
@@ -594,6 +594,24 @@ extern "C" __global__ void carry_back(Loop l, Scratch s, int t, int) {
 }
 
 /* What came through the product, with the variational mask; at a reset it goes to the state after it and no further. */
+/* Behind a batch norm what comes back through the product adds up to zero over the rows of a step: see Loop.balanced. */
+extern "C" __global__ void centre(Loop l, Scratch s, int t) {
+    __shared__ float sums[8][32], counts[8][32];
+    const i64 j = blockIdx.x * 32 + threadIdx.x, part = l.batch * s.pitch;
+    float *rec = s.rec + j, sum = 0.0f, count = 0.0f;
+    for (i64 row = threadIdx.y; row < l.batch; row += 8)
+        if (t < length_of(l, row)) {
+            count++;
+            for (i64 i = 0; j < l.outputs && i < s.sums; i++) sum += rec[i * part + row * s.pitch];
+        }
+    sums[threadIdx.y][threadIdx.x] = sum, counts[threadIdx.y][threadIdx.x] = count;
+    __syncthreads();
+    sum = count = 0.0f;
+    for (int i = 0; i < 8; i++) sum += sums[i][threadIdx.x], count += counts[i][threadIdx.x];
+    for (i64 row = threadIdx.y; j < l.outputs && row < l.batch; row += 8)
+        if (t < length_of(l, row)) rec[row * s.pitch] -= sum / count;
+}
+
 extern "C" __global__ void settle(Loop l, Scratch s, int t, int) {
     i64 P = l.outputs, H = l.hidden;
     Place p = place(l, t, P > H ? P : H);

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..loop import Backward, Loop
 from ..products import padded
-from .arguments import CELLS, TYPES, Arguments, Normed, Scratch, is_plain, loop_arguments, modes_of
+from .arguments import CELLS, EVERYTHING, TYPES, Arguments, Normed, Scratch, has, known, loop_arguments, modes_of
 from .blas import product
 from .compiler import Kernel, Launch, chip, driver, load, pack, tf32
 from .persistent import in_half
@@ -21,7 +21,7 @@ MOST_THREADS = 1024  # of a block that has a row
 GATES, SHOWS, CARRY = 1, 2, 4
 _PLAIN_NAMES = ("forward", "backward")
 _NAMES = (
-    *_PLAIN_NAMES, "enter", "carry", "norm_rows", "norm_columns", "carry_back", "settle",
+    *_PLAIN_NAMES, "enter", "carry", "norm_rows", "norm_columns", "carry_back", "centre", "settle",
     "norm_rows_back", "norm_gates_back", "norm_columns_back", "norm_gate_columns_back", "gather",
 )  # fmt: skip
 
@@ -137,7 +137,9 @@ def backward(loop: Loop, back: Backward) -> None:
     rec = pass_.scratch("rec", (parts, batch, pitch))
     pass_.own.struct.pitch, pass_.own.struct.sums, pass_.own.struct.settled = pitch, parts, settles
     multiply, to = product(w, batch, torch.float32, transposed, parts=parts), rec.data_ptr()
-    after: list[Step] = [pass_.step("settle", max(size, loop.hidden))] if settles else []
+    after: list[Step] = [pass_.centre()] if loop.balanced else []
+    if settles:
+        after.append(pass_.step("settle", max(size, loop.hidden)))
     for t in reversed(range(loop.steps)):
         for do in before:
             do(t)
@@ -148,10 +150,6 @@ def backward(loop: Loop, back: Backward) -> None:
         received = rec.sum(0)[:, :size]
         if pass_.half:
             received = received * back_w * back_d[:, None]
-        if loop.balanced:  # with resets it is left as it is: what goes back is already shared out
-            there = 1.0 if loop.lengths is None else (loop.lengths > 0)[:, None].to(received.dtype)
-            count = loop.batch if loop.lengths is None else (loop.lengths > 0).sum().clamp(min=1)
-            received = received - there * (received.sum(0) / count)
         back.dh += received
 
 
@@ -197,7 +195,7 @@ class _Pass:
         self.given: list[Any] = []  # what launches point to
         self.index = loop.gates.get_device()
         self.apart = loop.reverse and loop.lengths is not None  # whether the rows of a step lie apart
-        self.plain = loop.norm is None and loop.w_hr is None and is_plain(loop, back)
+        self.plain = loop.norm is None and loop.w_hr is None and not has(loop, back)
         self.stream = torch._C._cuda_getCurrentRawStream(self.index)
         self._norm()
         self.vector = 4 if self._aligned() else 1
@@ -205,7 +203,7 @@ class _Pass:
         names: tuple[str, ...] = _PLAIN_NAMES if self.plain else _NAMES
         if self.half:  # of which the other way may have no kernel
             names = ("forward" if back is None else "backward",)
-        modes = modes_of(loop, back) if self.plain else None
+        modes = modes_of(loop.draws) if self.plain else None
         one_rate = all(draw.rate.dim() == 0 for draw in loop.draws.values())
         self.threads = -(-loop.hidden // self.vector // 32) * 32  # of a block that has a row
         block = MOST_THREADS if self.threads > MOST_THREADS // 2 else MOST_THREADS // 2
@@ -286,6 +284,18 @@ class _Pass:
 
         return do
 
+    def centre(self) -> Step:
+        """Takes the mean over the rows of a step out of what has come back through the product."""
+        step = ctypes.c_int()
+        given = (self.arguments.struct, self.own.struct, step)
+        launch = self._launch("centre", (-(-self.loop.outputs // 32), 1), given, (32, 8))
+
+        def do(t: int) -> None:
+            step.value = t
+            launch()
+
+        return do
+
     def _launch(
         self,
         name: str,
@@ -357,9 +367,8 @@ def defines_of(
     one_rate: bool = False,
 ) -> tuple[tuple[str, int], ...]:
     """What the kernels are compiled with; `block`: the threads of a block that has a row, where products go in half."""
-    known = () if modes is None else (("CELL_MODE", modes[0]), ("HIDDEN_MODE", modes[1]))
     return (
         ("CELL", CELLS.index(cell)), ("TYPE", TYPES[dtype]), ("FAST", int(dtype != torch.float32 or tf32())),
-        ("V", vector), ("PLAIN", int(plain)), ("HALF", int(block > 0)), ("BLOCK", block),
-        ("ONE_RATE", int(one_rate)), *known,
+        ("V", vector), ("PLAIN", int(plain)), ("HAS", 0 if plain else EVERYTHING), ("HALF", int(block > 0)),
+        ("BLOCK", block), ("ONE_RATE", int(one_rate)), *known(modes),
     )  # fmt: skip

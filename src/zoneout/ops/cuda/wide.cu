@@ -2,8 +2,8 @@
  *
  * Compiled with KS (k-steps: of 16 units each, as many as a block owns, so also the blocks of a group), TURNS (of 64 rows each
  * that a block takes one after another), CK (k-steps of a chunk), STAGES (chunks on their way to shared memory) and KR (k-steps
- * of a warpgroup with their weights in registers, the others in shared memory; whole chunks). Only with PLAIN and the modes of
- * both states: nothing but zoneout by unit, all rows to the last step.
+ * of a warpgroup with their weights in registers, the others in shared memory; whole chunks). Only without anything that HAS
+ * would name, and with the modes of both states: zoneout by unit, all rows to the last step.
  *
  * Two warpgroups take half of the k-steps each: the four gates of the block's 16 units for 64 rows. Other warps bring in h,
  * which lies as the products want it, [unit / 8][row][unit % 8], so that a chunk is one copy, and tell the other blocks, by a

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..loop import Backward, Loop
-from .arguments import CELLS, TYPES, Arguments, Exchange, loop_arguments, modes_of_draws
+from .arguments import CELLS, TYPES, Arguments, Exchange, known, loop_arguments, modes_of
 from .compiler import Kernel, chip, load, pack
 from .persistent import plan_for as other_plan
 from .turns import turns
@@ -75,7 +75,7 @@ def plan_for(loop: Loop) -> Plan | None:
 def run(loop: Loop, back: Backward | None) -> bool:
     """Run the loop in one launch; False where it does not fit or goes backwards, with nothing done."""
     apart = back is not None or loop.reverse or loop.resets is not None or loop.scale_h is not None
-    tiles, modes = (None, None) if apart else (plan_for(loop), modes_of_draws(loop.draws))
+    tiles, modes = (None, None) if apart else (plan_for(loop), modes_of(loop.draws))
     if tiles is None or modes is None:
         return False
     arguments, exchange = loop_arguments(loop, None), Arguments(Exchange)
@@ -106,9 +106,9 @@ def _forget_what_is_past(loop: Loop, lengths: Tensor) -> None:
 def defines_of(dtype: torch.dtype, tiles: Plan, modes: tuple[int, int]) -> tuple[tuple[str, int], ...]:
     """What the kernel is compiled with."""
     return (
-        ("CELL", CELLS.index("lstm")), ("TYPE", TYPES[dtype]), ("FAST", 1), ("PLAIN", 1), ("KS", tiles.k_steps),
+        ("CELL", CELLS.index("lstm")), ("TYPE", TYPES[dtype]), ("FAST", 1), ("HAS", 0), ("KS", tiles.k_steps),
         ("TURNS", tiles.turns), ("CK", CHUNK), ("STAGES", tiles.stages), ("KR", tiles.resident),
-        ("CELL_MODE", modes[0]), ("HIDDEN_MODE", modes[1]),
+        *known(modes),
     )  # fmt: skip
 
 
