@@ -113,8 +113,8 @@ class Backward:
     dsh: Tensor  # [N, G]: of h·Wh once normalised, scaled and shifted (may be dgh or dgx)
     du: Tensor | None  # projection: [N, P] of the candidate h
     u: Tensor | None  # projection: [N, H] what is projected
-    dnc: Tensor | None  # norm: [N, H] of c normalised, scaled and shifted
-    chat: Tensor | None  # norm: [N, H] c normalised
+    dnc: Tensor | None  # norm: [N, H] of c normalised, scaled and shifted; `by_unit`: the loop adds up itself
+    chat: Tensor | None  # norm: [N, H] c normalised; `by_unit`: the same
     dx: Tensor | None  # norm: [N, G] in: x·Wx; out: its derivative
     dscale_x: Tensor | None  # norm: [parts, G], begun at zero; their sum is the derivative
     dscale_h: Tensor | None  # norm: [parts, G]

@@ -172,10 +172,14 @@ def _run(loop: Loop, back: Backward | None) -> None:
     device = loop.gates.get_device()
     elsewhere = device != torch.cuda.current_device()
     with torch.cuda.device(device) if elsewhere else nullcontext():
-        if loop.by_unit and not (batch in PATHS and batch.run(loop, back)):
-            return _run_by_gate(loop, back)
-        if not loop.by_unit and not any(path.run(loop, back) for path in PATHS):
-            raise RuntimeError("backend: no kernel of 'cuda' takes this loop")
+        if loop.by_unit:
+            if not (batch in PATHS and batch.run(loop, back)):
+                _run_by_gate(loop, back)
+            return
+        for path in PATHS:
+            if path is not batch and path.run(loop, back):
+                return
+        raise RuntimeError("backend: no kernel of 'cuda' takes this loop")
 
 
 def _run_by_gate(loop: Loop, back: Backward | None) -> None:
@@ -194,6 +198,8 @@ def _run_by_gate(loop: Loop, back: Backward | None) -> None:
     if back is None:
         _run(other, None)
     else:
+        if loop.c is not None:
+            back.dnc, back.chat = torch.zeros_like(loop.c), torch.zeros_like(loop.c)
         there = turned(back, ("dgx", "dgh"), 1)
         there["dsh"] = there["dgx"] if back.dsh is back.dgx else by_gate(back.dsh, loop.cell, 1)
         _run(other, replace(back, **there))

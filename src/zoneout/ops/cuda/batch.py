@@ -70,7 +70,7 @@ def fits(r: Run) -> bool:
 
 def plan_for(loop: Loop, back: bool, plain: bool) -> Plan | None:
     """The plan of a loop, or None where this kernel does not take it."""
-    if not loop.by_unit or (loop.gates.dtype == torch.float32 and not tf32()):
+    if loop.gates.dtype == torch.float32 and not tf32():
         return None
     most = chip(loop.gates.get_device()).shared
     return plan(loop.cell, loop.gates.element_size(), loop.hidden, loop.batch, back, plain, most)
@@ -90,8 +90,6 @@ def run(loop: Loop, back: Backward | None) -> bool:
     if kernel is None:
         return False
     kernel.launch(tiles.blocks, tiles.threads, pack((arguments.struct, norm.struct)), tiles.shared)
-    if back is not None:
-        back.dnc = back.chat = None  # these have been added up
     return True
 
 
