@@ -99,6 +99,17 @@ def test_batch_norm_of_rows_that_begin_alike(path, lengths, precision, monkeypat
 
 
 @pytest.mark.usefixtures("emulated", "poisoned")
+@pytest.mark.parametrize("precision", ["bf16"], indirect=True)
+def test_biases_of_rows_that_begin_alike(precision, monkeypatch):  # noqa: F811
+    """In half types the derivatives of the gates are rounded before those of the biases are added up."""
+    want = of_rows_that_begin_alike("reference", "cpu", torch.float64, None)
+    monkeypatch.setattr(cuda, "PATHS", (cuda.batch,))
+    got = of_rows_that_begin_alike("cpu", "cpu", precision[0], None)
+    for name in ("norm_cell_l0", "norm_cell_shift_l0", "bias_ih_l0"):
+        assert (got[name] - want[name]).norm() <= 0.3 * want[name].norm(), name
+
+
+@pytest.mark.usefixtures("emulated", "poisoned")
 @pytest.mark.parametrize("precision", ["tf32", "bf16"], indirect=True)
 @pytest.mark.parametrize("path", [cuda.small, cuda.persistent, cuda.steps], ids=["small", "persistent", "steps"])
 def test_directions_and_layers(path, precision, monkeypatch):  # noqa: F811

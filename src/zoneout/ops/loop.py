@@ -120,6 +120,8 @@ class Backward:
     dscale_h: Tensor | None  # norm: [parts, G]
     dscale_c: Tensor | None  # norm: [parts, H]
     dshift_c: Tensor | None  # norm: [parts, H]
+    db_x: Tensor | None = None  # [G]: dgx added up, where the loop does that
+    db_h: Tensor | None = None  # [G]: dsh added up
 
 
 def sees(draw: Draw) -> tuple[bool, bool, bool, bool]:

@@ -375,10 +375,11 @@ def _backward(
     if needs["x"]:
         found["x"] = rows.unpack(times(dgx, w_ih))
     if w.b_ih is not None and needs["b_ih"]:
-        found["b_ih"] = added_up(back.dgx, loop.balanced) if added is None or normed else added
+        added = back.db_x if normed else added
+        found["b_ih"] = added_up(back.dgx, loop.balanced) if added is None else added
     if w.b_hh is not None and needs["b_hh"]:
-        same = back.dsh is back.dgx and "b_ih" in found
-        found["b_hh"] = found["b_ih"].clone() if same else added_up(back.dsh, loop.balanced)
+        added = found["b_ih"].clone() if back.dsh is back.dgx and "b_ih" in found else back.db_h
+        found["b_hh"] = added_up(back.dsh, loop.balanced) if added is None else added
     device.give_back(back.dgx, back.dgh, back.dsh, back.du, back.u, back.dnc, back.chat, back.dx)
     if ready.by_unit:
         found |= _turned(by_gate, r.cell, {name: v for name, v in found.items() if name in OF_GATES})

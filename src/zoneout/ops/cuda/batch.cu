@@ -891,6 +891,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
 
     float dh[2][2] = {}, dc[2][2] = {}, back_h[2][2] = {}, back_c[2][2] = {}, owed[2][2] = {}, enters[2][2] = {};
     float dscale[2] = {}, dshift[2] = {}; /* of the norm of c */
+    float db_x[COLUMNS] = {}, db_h[COLUMNS] = {}; /* of the biases: added up before they are rounded, since they nearly cancel */
     Fetched f[2] = {};
     Moments of = {};
     bool cut[2] = {}; /* whether the step after was cut off from this one */
@@ -1039,22 +1040,35 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
                 if (GRU) put_row((narrow *)l.dsh + gate, e[r], m.in[1]);
                 put_row((narrow *)n.dgh + gate, out[r], m.in[1]);
             }
-            EACH_UNIT dscale[u] += shown[r][u] * hat_c[r][u], dshift[u] += shown[r][u];
+            EACH_UNIT {
+                dscale[u] += shown[r][u] * hat_c[r][u], dshift[u] += shown[r][u];
+                EACH_GATE db_x[q * 2 + u] += d[r][u][q], db_h[q * 2 + u] += e[r][u][q];
+            }
         }
     }
     receive(-1);
-    if (LSTM) {
+    auto of_all = [&](float first, float second) { /* two sums of a lane's number, of all bands */
+        float2 all = make_float2(0.0f, 0.0f);
         __syncthreads(); /* all have read the sums before */
-        shared.sums[0][threadIdx.x] = make_float2(over_rows<2>(dscale, m.lane), over_rows<2>(dshift, m.lane));
+        shared.sums[0][threadIdx.x] = make_float2(first, second);
         __syncthreads();
+        EACH_OF(BANDS) {
+            float2 band = shared.sums[0][(m.part * BANDS + i) * 32 + m.lane];
+            all.x += band.x, all.y += band.y;
+        }
+        return all;
+    };
+    if (LSTM) {
+        const float2 all = of_all(over_rows<2>(dscale, m.lane), over_rows<2>(dshift, m.lane));
         const int unit = m.unit + number_of<2>(m.lane);
-        if (m.band == 0 && unit < HIDDEN) {
-            float2 all = make_float2(0.0f, 0.0f);
-            EACH_OF(BANDS) {
-                float2 band = shared.sums[0][(m.part * BANDS + i) * 32 + m.lane];
-                all.x += band.x, all.y += band.y;
-            }
-            n.dscale_c[unit] = all.x, n.dshift_c[unit] = all.y;
+        if (m.band == 0 && unit < HIDDEN) n.dscale_c[unit] = all.x, n.dshift_c[unit] = all.y;
+    }
+    {
+        const float2 all = of_all(over_rows<COLUMNS>(db_x, m.lane), over_rows<COLUMNS>(db_h, m.lane));
+        const int number = number_of<COLUMNS>(m.lane), unit = m.unit + number % 2, to = unit * G + number / 2;
+        if (m.band == 0 && number / 2 < G && unit < HIDDEN) {
+            n.db_x[to] = all.x;
+            if (GRU) n.db_h[to] = all.y;
         }
     }
     EACH_ROW EACH_UNIT if (m.in[u] && m.row[r] < l.batch) {

@@ -89,6 +89,10 @@ def run(loop: Loop, back: Backward | None) -> bool:
     )
     if kernel is None:
         return False
+    if back is not None:
+        back.db_x = loop.w_hh.new_empty(len(loop.w_hh), dtype=torch.float32)
+        back.db_h = torch.empty_like(back.db_x) if loop.cell == "gru" else back.db_x
+        norm.put_all(back, ("db_x", "db_h"), torch.float32)
     kernel.launch(tiles.blocks, tiles.threads, pack((arguments.struct, norm.struct)), tiles.shared)
     return True
 

@@ -46,6 +46,7 @@ struct Norm { /* of h·Wh and c, in the kernels that take all steps */
     /* backwards */
     void *dgh;
     float *dnc, *chat, *dscale_c, *dshift_c; /* of the norm of c: what is left to add up, or what comes of it */
+    float *db_x, *db_h; /* of the biases, added up */
 };
 
 /* --- numbers ------------------------------------------------------------------------------------ */

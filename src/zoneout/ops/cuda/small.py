@@ -25,7 +25,7 @@ class Norm(ctypes.Structure):
     _fields_ = [
         ("eps", ctypes.c_double),
         *((name, ctypes.c_void_p) for name in ("scale_h", "scale_c", "shift_c", "mean_h", "var_h", "mean_c", "var_c")),
-        *((name, ctypes.c_void_p) for name in ("dgh", "dnc", "chat", "dscale_c", "dshift_c")),
+        *((name, ctypes.c_void_p) for name in ("dgh", "dnc", "chat", "dscale_c", "dshift_c", "db_x", "db_h")),
     ]
 
 
