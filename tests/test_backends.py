@@ -173,6 +173,18 @@ def test_packed_rows_are_not_padded(monkeypatch):
         assert y.data.shape == (11, 16) and torch.equal(y.batch_sizes, packed.batch_sizes)
 
 
+def test_spare_memory():
+    """Memory of another size or type is handed out, the same to two calls, or it is kept without bound."""
+    spare = cpu._Spare(100)
+    one = torch.empty(10)
+    spare.keep(one)
+    assert spare.take(torch.float32, 9) is None and spare.take(torch.int32, 10) is None
+    assert spare.take(torch.float32, 10) is one and spare.take(torch.float32, 10) is None and spare.bytes == 0
+    for size in (10, 10, 11):  # 124 bytes
+        spare.keep(torch.empty(size))
+    assert spare.bytes == 0 and spare.take(torch.float32, 11) is None
+
+
 def test_padding_is_no_work_for_each_step():
     """Where packed rows are padded, a long batch would take as many calls of torch as it has steps."""
 

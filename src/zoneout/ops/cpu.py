@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
+import threading
 import warnings
 from collections.abc import Iterable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import fields
 from functools import cache
 from typing import Any
@@ -57,10 +58,10 @@ def scale_of(draw: Draw, examples: Tensor, units: int, dtype: torch.dtype) -> Te
 
 def scratch(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
     """Unwritten memory for the length of one call: what an earlier call gave back, or new."""
-    kept = _kept.get((dtype, math.prod(shape)))
-    if kept and not torch.are_deterministic_algorithms_enabled():  # those fill new memory with NaN, to find mistakes
-        with suppress(IndexError):  # another thread was first
-            return kept.pop().view(shape)
+    if not torch.are_deterministic_algorithms_enabled():  # those fill new memory with NaN, to find mistakes
+        kept = _spare.take(dtype, math.prod(shape))
+        if kept is not None:
+            return kept.view(shape)
     new = like.new_empty(shape, dtype=dtype)
     prepare(new)
     return new
@@ -69,13 +70,35 @@ def scratch(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
 def give_back(*buffers: Tensor | None) -> None:
     """Keep scratch memory for the next call: its pages have been touched, which is half of what a small call costs."""
     for buffer in {id(b): b for b in buffers if b is not None}.values():
-        _kept.setdefault((buffer.dtype, buffer.numel()), []).append(buffer.view(-1))
-    if sum(dtype.itemsize * size * len(same) for (dtype, size), same in list(_kept.items())) > _MOST:
-        _kept.clear()
+        _spare.keep(buffer.view(-1))
 
 
-_kept: dict[tuple[torch.dtype, int], list[Tensor]] = {}
-_MOST = 2**26
+class _Spare:
+    """Memory between calls, by type and size; all of it is let go once it is much."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.bytes = most, 0
+        self._by_size: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, dtype: torch.dtype, size: int) -> Tensor | None:
+        with self._lock:
+            same = self._by_size.get((dtype, size))
+            if not same:
+                return None
+            self.bytes -= dtype.itemsize * size
+            return same.pop()
+
+    def keep(self, buffer: Tensor) -> None:
+        with self._lock:
+            self._by_size.setdefault((buffer.dtype, len(buffer)), []).append(buffer)
+            self.bytes += buffer.nbytes
+            if self.bytes > self.most:
+                self._by_size.clear()
+                self.bytes = 0
+
+
+_spare = _Spare(2**26)
 
 
 def by_unit(r: Run) -> bool:
