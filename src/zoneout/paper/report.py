@@ -204,7 +204,10 @@ GROUPS = {  # of benchmarks/results.csv: what it is in words, and the command th
     "gpu eager": ("a training step with zoneout against torch.nn without, eager", f"{_GPU} headline"),
     "gpu grid graph": ("a grid of sizes, in a CUDA graph", f"{_GPU} grid"),
     "gpu grid eager": ("a grid of sizes, eager", f"{_GPU} grid"),
-    "gpu combination": ("every combination of noises, against plain zoneout", f"{_GPU} combinations"),
+    "gpu combination": (
+        "other noises, lengths, resets and directions in a CUDA graph, packed input eager",
+        f"{_GPU} combinations",
+    ),
     "gpu norm": ("with norms, against plain zoneout", f"{_GPU} combinations"),
     "gpu host": ("what the host needs for a call", f"{_GPU} host"),
     "gpu memory": ("peak memory, MiB", f"{_GPU} memory"),
