@@ -158,9 +158,11 @@ def test_compiled_lengths_and_resets(both_ways):
     assert graphs() == 1, "other lengths have recompiled the model"
 
 
-def test_compiled_packed_input():
+@pytest.mark.parametrize("backend", [None, "reference"], ids=["as it is", "padded"])
+def test_compiled_packed_input(backend):
     """A packed batch breaks the graph, or is run in another order in it."""
-    layer = zo.LSTM(INPUT, HIDDEN, 2, bidirectional=True, dropout=0.2, noise=[BOTH, zo.VariationalDropout(0.1, 0.2)])
+    noise = [BOTH, zo.VariationalDropout(0.1, 0.2)]
+    layer = zo.LSTM(INPUT, HIDDEN, 2, bidirectional=True, dropout=0.2, noise=noise, backend=backend)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     packed = pack_padded_sequence(x_of(), torch.tensor([3, 6, 1, 2]), enforce_sorted=False)
     call = dict(seed=torch.tensor(3), resets=torch.rand(STEPS, BATCH) < 0.3)
@@ -169,6 +171,22 @@ def test_compiled_packed_input():
         for run in (compiled, layer)
     ]
     close(*results)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's vmap, of index_copy_
+def test_transforms_of_packed_input():
+    """Where packed rows are padded, forward mode, vmap or a second derivative stops at the way there or back."""
+    layer = zo.LSTM(INPUT, HIDDEN, noise=BOTH, backend="reference", dtype=torch.float64)
+    packed = pack_padded_sequence(x_of().double(), torch.tensor([3, 6, 1, 2]), enforce_sorted=False)
+
+    def outputs(rows: Tensor) -> Tensor:
+        return layer(packed._replace(data=rows), seed=3)[0].data
+
+    rows = packed.data.clone().requires_grad_()
+    assert torch.autograd.gradcheck(outputs, (rows,), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(outputs, (rows,))
+    both = torch.func.vmap(outputs)(torch.stack((rows, 2 * rows)))
+    assert torch.allclose(both, torch.stack((outputs(rows), outputs(2 * rows))))
 
 
 def test_compiled_for_any_batch(both_ways):

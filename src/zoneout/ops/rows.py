@@ -204,6 +204,8 @@ def among_padded(counts: Tensor, batch: int, rows: Tensor) -> tuple[Tensor, Tens
 
 def picked(v: Tensor, at: Tensor) -> Tensor:
     """The rows `at`, of which no two are the same: on the way back nothing has to be added up."""
+    if torch.compiler.is_compiling():  # which takes no function that knows its forward-mode derivative
+        return v.index_select(0, at)
     return _Picked.apply(v, at)
 
 
