@@ -18,7 +18,7 @@ import fnmatch
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import bench
 import torch
@@ -45,12 +45,22 @@ LIMITS = {  # milliseconds in a graph that a layer has to stay within
     ("GRU", "pMNIST"): (2.4, 2.4), ("RNN", "pMNIST"): (1.5, 1.5),
 }  # fmt: skip
 GRID = [(h, b) for h in (64, 128, 256, 512, 768, 1024, 1536, 2048) for b in (1, 8, 32, 64, 128, 256)]
-wanted: list[str] = []  # names of the shapes that are measured
 NOISE = 1.05  # what two runs of the same thing may differ by
 
 
+class Asked(NamedTuple):
+    """What is to be measured."""
+
+    pairs: int
+    types: Sequence[str]
+    shapes: Sequence[str]  # names, * for anything
+
+    def has(self, shape: str) -> bool:
+        return any(fnmatch.fnmatch(shape, pattern) for pattern in self.shapes)
+
+
 def main() -> None:
-    groups: dict[str, Callable[[int, Sequence[str]], Iterator[Row]]] = {
+    groups: dict[str, Callable[[Asked], Iterator[Row]]] = {
         "headline": headline, "grid": grid, "combinations": combinations, "host": host, "memory": memory,
     }  # fmt: skip
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -59,14 +69,14 @@ def main() -> None:
     parser.add_argument("--type", choices=TYPES, action="append", help="only this type; may be given twice")
     parser.add_argument("--shape", action="append", help="only shapes named so, * for anything; may be given twice")
     args = parser.parse_args()
-    wanted.extend(args.shape or ["*"])
     if unknown := set(args.groups) - set(groups):
         parser.error(f"expected groups of {', '.join(groups)}; got {', '.join(sorted(unknown))}")
     if not torch.cuda.is_available():
         raise SystemExit("No NVIDIA GPU here; `make bench` measures the CPU.")
+    asked = Asked(args.pairs, args.type or list(TYPES), args.shape or ["*"])
     rows: list[Row] = []
     for name in args.groups or groups:
-        for row in groups[name](args.pairs, args.type or list(TYPES)):
+        for row in groups[name](asked):
             rows.append(row)
             print(bench.line(row), flush=True)
         bench.write(rows)
@@ -74,32 +84,27 @@ def main() -> None:
     print(f"\n{len(rows)} ratios, {len(rows) - len(missed)} within their goal.")
 
 
-def measured(shape: str) -> bool:
-    """Whether a shape is one of those that were asked for."""
-    return any(fnmatch.fnmatch(shape, pattern) for pattern in wanted)
-
-
 # --- what is measured ------------------------------------------------------------------------------
 
 
-def headline(pairs: int, types: Sequence[str]) -> Iterator[Row]:
+def headline(asked: Asked) -> Iterator[Row]:
     """The paper's shapes and others that people train."""
-    for layer, shape in filter(lambda key: measured(key[1]), LIMITS):
-        for dtype in types:
+    for layer, shape in filter(lambda key: asked.has(key[1]), LIMITS):
+        for dtype in asked.types:
             limit = LIMITS[layer, shape][list(TYPES).index(dtype)]
-            yield from compare("gpu", layer, shape, SHAPES[shape], dtype, pairs, limit=limit)
+            yield from compare("gpu", layer, shape, SHAPES[shape], dtype, asked.pairs, limit=limit)
 
 
-def grid(pairs: int, types: Sequence[str]) -> Iterator[Row]:
+def grid(asked: Asked) -> Iterator[Row]:
     """Any size: no slower than cuDNN."""
     for hidden, batch in GRID:
         shape = f"H {hidden}, B {batch}"
-        for dtype in types if measured(shape) else ():
+        for dtype in asked.types if asked.has(shape) else ():
             sizes = (100, batch, hidden, hidden, 1)
-            yield from compare("gpu grid", "LSTM", shape, sizes, dtype, min(pairs, 7))
+            yield from compare("gpu grid", "LSTM", shape, sizes, dtype, min(asked.pairs, 7))
 
 
-def combinations(pairs: int, types: Sequence[str]) -> Iterator[Row]:
+def combinations(asked: Asked) -> Iterator[Row]:
     """Everything else that runs fused, against plain zoneout, in a graph."""
     plain = ZONEOUT["LSTM"]
     options: dict[str, dict[str, Any]] = {
@@ -118,38 +123,38 @@ def combinations(pairs: int, types: Sequence[str]) -> Iterator[Row]:
         "zoneout, recomputed": {"noise": plain, "recompute": True},
     }
     for what, how in options.items():
-        for dtype in types if measured("char-PTB") else ():
-            yield from variant("gpu combination", what, "char-PTB", dtype, pairs, how, 1.5)
-    for shape in filter(measured, ("char-PTB", "pMNIST")):
+        for dtype in asked.types if asked.has("char-PTB") else ():
+            yield from variant("gpu combination", what, "char-PTB", dtype, asked.pairs, how, 1.5)
+    for shape in filter(asked.has, ("char-PTB", "pMNIST")):
         steps, batch = SHAPES[shape][:2]
         ragged = {"noise": plain, "lengths": mixed_lengths(steps, batch).cuda()}
         cut = {"noise": plain, "resets": torch.rand(steps, batch, device="cuda") < 0.05}
-        for dtype in types:
-            yield from variant("gpu combination", "zoneout, lengths", shape, dtype, pairs, ragged, 1.5)
-            yield from variant("gpu combination", "zoneout, resets", shape, dtype, pairs, cut, 1.5)
-            yield from directions(shape, dtype, pairs)
-            yield from packed(shape, dtype, pairs)
+        for dtype in asked.types:
+            yield from variant("gpu combination", "zoneout, lengths", shape, dtype, asked.pairs, ragged, 1.5)
+            yield from variant("gpu combination", "zoneout, resets", shape, dtype, asked.pairs, cut, 1.5)
+            yield from directions(shape, dtype, asked.pairs)
+            yield from packed(shape, dtype, asked.pairs)
     steps = SHAPES["pMNIST"][0]
     for what, norm in (("zoneout, layer norm", "layer"), ("zoneout, batch norm", zo.RecurrentBatchNorm(steps))):
-        for dtype in types if measured("pMNIST") else ():
-            yield from variant("gpu norm", what, "pMNIST", dtype, pairs, {"noise": plain, "norm": norm}, 2.0)
+        for dtype in asked.types if asked.has("pMNIST") else ():
+            yield from variant("gpu norm", what, "pMNIST", dtype, asked.pairs, {"noise": plain, "norm": norm}, 2.0)
 
 
-def host(pairs: int, types: Sequence[str]) -> Iterator[Row]:
+def host(asked: Asked) -> Iterator[Row]:
     """What the host needs for a forward pass and for a training step, before the GPU has done anything."""
-    for dtype in types if measured("char-PTB") else ():
+    for dtype in asked.types if asked.has("char-PTB") else ():
         layer, other, x, dy = layers("LSTM", SHAPES["char-PTB"], dtype)
         for what, make in (("forward, host", forward), ("training step, host", training)):
             ours, theirs = make(layer, x, dy), make(other, x, dy)
-            both = [(on_host(ours), on_host(theirs)) for _ in range(3 * pairs)]
+            both = [(on_host(ours), on_host(theirs)) for _ in range(3 * asked.pairs)]
             goal = 0.15 / (1e3 * statistics.median(b for _, b in both))
             yield row("gpu host", "LSTM", what, "torch.nn", "char-PTB", dtype, both, goal, 0.0)
 
 
-def memory(pairs: int, types: Sequence[str]) -> Iterator[Row]:
+def memory(asked: Asked) -> Iterator[Row]:
     """Peak memory of a training step beyond the layer and its input."""
     for shape, sizes in SHAPES.items():
-        for dtype in types if measured(shape) else ():
+        for dtype in asked.types if asked.has(shape) else ():
             for what, again in (("zoneout, peak MiB", False), ("zoneout, recomputed, peak MiB", True)):
                 layer, other, x, dy = layers("LSTM", sizes, dtype, recompute=again)
                 ours, theirs = (peak(training(one, x, dy)) for one in (layer, other))
