@@ -258,58 +258,49 @@ class _Pass:
         width = values.shape[1]
         to = values.new_empty(self.loop.batch, width)
         self.own.alive.append(to)
-        step = ctypes.c_int()
         given = (self.arguments.struct, ctypes.c_void_p(values.data_ptr()), ctypes.c_void_p(to.data_ptr()))
-        launch = self._launch("gather", (self.loop.batch, -(-width // THREADS)), (*given, ctypes.c_int64(width), step))
+        blocks = (self.loop.batch, -(-width // THREADS))
+        gather = self._at_step("gather", blocks, (THREADS, 1), (*given, ctypes.c_int64(width)))
 
         def gathered(t: int) -> int:
-            step.value = t
-            launch()
+            gather(t)
             return to.data_ptr()
 
         return gathered
 
     def step(self, name: str, units: int, parts: int = 0) -> Step:
         """A kernel with one thread for each unit, or four of them, of each row of a step."""
-        step, across = ctypes.c_int(), units // self.vector
-        given = (self.arguments.struct, self.own.struct, step, ctypes.c_int(parts))
-        blocks, threads = -(-self.loop.batch * across // THREADS), THREADS
+        blocks, threads = -(-self.loop.batch * (units // self.vector) // THREADS), THREADS
         if self.half and name == "backward":  # a block has a row
             blocks, threads = self.loop.batch, self.threads
-        launch = self._launch(name, (blocks, 1), given, (threads, 1))
-
-        def do(t: int) -> None:
-            step.value = t
-            launch()
-
-        return do
+        given = (self.arguments.struct, self.own.struct)
+        return self._at_step(name, (blocks, 1), (threads, 1), given, (ctypes.c_int(parts),))
 
     def centre(self) -> Step:
         """Takes the mean over the rows of a step out of what has come back through the product."""
-        step = ctypes.c_int()
-        given = (self.arguments.struct, self.own.struct, step)
-        launch = self._launch("centre", (-(-self.loop.outputs // 32), 1), given, (32, 8))
+        given = (self.arguments.struct, self.own.struct)
+        return self._at_step("centre", (-(-self.loop.outputs // 32), 1), (32, 8), given)
 
-        def do(t: int) -> None:
-            step.value = t
-            launch()
-
-        return do
-
-    def _launch(
+    def _at_step(
         self,
         name: str,
         blocks: tuple[int, int],
-        given: tuple[Any, ...],
-        threads: tuple[int, int] = (THREADS, 1),
-    ) -> Callable[[], None]:
-        """A launch that is only waiting to be called: its arguments may change, their places not."""
-        config = Launch(*blocks, 1, *threads, 1, 0, self.stream)
+        threads: tuple[int, int],
+        before: tuple[Any, ...],
+        after: tuple[Any, ...] = (),
+    ) -> Step:
+        """A launch that is only waiting to be told the step, which is an argument of the kernel between others.
+
+        These may change, their places not.
+        """
+        config, step = Launch(*blocks, 1, *threads, 1, 0, self.stream), ctypes.c_int()
+        given = (*before, step, *after)
         self.given.append(given)
         call, at = driver().cuLaunchKernelEx, ctypes.byref(config)
         handle, packed = self.kernels[name].handle, pack(given)
 
-        def launch() -> None:
+        def launch(t: int) -> None:
+            step.value = t
             if status := call(at, handle, packed, None):
                 raise RuntimeError(f"CUDA: error {status} at the launch of {name}")
 
@@ -337,24 +328,17 @@ class _Pass:
         return self._norm_step(rows, columns, dv.shape[1], dv=dv, d=d, hat=hat, scale=scale, var=var)
 
     def _norm_step(self, rows: str, columns: str, width: int, **tensors: Tensor | None) -> Step:
-        loop, own, step = self.loop, Arguments(Normed), ctypes.c_int()
+        loop, own = self.loop, Arguments(Normed)
         assert loop.norm is not None
         for name, value in tensors.items():
             own.put(name, value)
         dv = tensors.get("dv")
         own.struct.width, own.struct.given, own.struct.eps = width, loop.given, loop.norm.eps
         own.struct.by_row = dv is not None and len(dv) != len(loop.gates)
-        given = (self.arguments.struct, own.struct, step)
+        given = (self.arguments.struct, own.struct)
         if loop.norm.over == "units":
-            launch = self._launch(rows, (loop.batch, 1), given, (256, 1))
-        else:
-            launch = self._launch(columns, ((width + 31) // 32, 1), given, (32, 8))
-
-        def do(t: int) -> None:
-            step.value = t
-            launch()
-
-        return do
+            return self._at_step(rows, (loop.batch, 1), (256, 1), given)
+        return self._at_step(columns, ((width + 31) // 32, 1), (32, 8), given)
 
 
 def defines_of(
