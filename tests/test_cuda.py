@@ -349,13 +349,14 @@ def test_lengths_and_packed_input_do_not_wait(path):
     """Lengths on the GPU are read by the host, which then waits for all that was asked of it before."""
     layer = zo.LSTM(5, 64, bidirectional=True, noise=zo.Zoneout(0.5, 0.05), device="cuda")
     x, lengths = torch.randn(9, 4, 5, device="cuda"), torch.tensor([9, 3, 7, 1], device="cuda")
+    packed = pack_padded_sequence(x, lengths.cpu(), enforce_sorted=False)
     layer(x, lengths=lengths)[0].sum().backward()
     torch.cuda.set_sync_debug_mode("error")
     try:
         layer(x, lengths=lengths)[0].sum().backward()
+        layer(packed)[0].data.sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    packed = pack_padded_sequence(x, lengths.cpu(), enforce_sorted=False)
     y, (h, c) = layer(packed, seed=3)
     want, (h_want, c_want) = layer(x, seed=3, lengths=lengths)
     for a, b in ((pad_packed_sequence(y)[0], want), (h, h_want), (c, c_want)):
