@@ -335,10 +335,11 @@ def of_rows_that_begin_alike(backend: str, device: str, dtype: torch.dtype, leng
 
 def check_rows_that_begin_alike(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -> None:
     """An error where a derivative is what rounding leaves of sums that should cancel."""
-    for name in ("weight_hh_l0", "weight_ih_l0", "norm_hh_l0", "norm_cell_l0", "norm_cell_shift_l0"):
-        assert (got[name] - want[name]).norm() <= tolerance * want[name].norm(), name
-    # Of a bias little is left even in float64's place; rounded to TF32 before it is added up, nothing.
-    assert (got["bias_ih_l0"] - want["bias_ih_l0"]).norm() <= 0.3 * want["bias_ih_l0"].norm()
+    far = {name: float((got[name] - value).norm() / value.norm()) for name, value in want.items()}
+    for name in ("weight_hh_l0", "weight_ih_l0", "norm_hh_l0", "norm_cell_l0"):
+        assert far[name] <= tolerance, name
+    # These two are sums that nearly cancel, and float32 has no more of them.
+    assert far["norm_cell_shift_l0"] <= max(tolerance, 2e-3) and far["bias_ih_l0"] <= 0.3, far
     assert got["h0"].norm() <= want["weight_hh_l0"].norm()  # truly zero; with the sum left in, a hundred times as much
 
 
@@ -347,7 +348,7 @@ def test_batch_norm_of_rows_that_begin_alike(loop, lengths):
     """The norm makes their derivatives huge, and the weights' is what rounding leaves of sums that should cancel."""
     want = of_rows_that_begin_alike("reference", "cpu", torch.float64, lengths)
     got = of_rows_that_begin_alike("cpu", "cpu", torch.float32, lengths)
-    check_rows_that_begin_alike(got, want, 2e-3)
+    check_rows_that_begin_alike(got, want, 1e-3)
     rough = of_rows_that_begin_alike("reference", "cpu", torch.float32, lengths)
     assert (rough["weight_hh_l0"] - want["weight_hh_l0"]).norm() > 0.1 * want["weight_hh_l0"].norm(), "it was no trial"
 
