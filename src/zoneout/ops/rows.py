@@ -36,7 +36,7 @@ class Packed:
     @cached_property
     def sorted_lengths(self) -> Tensor:
         if self.given is not None:
-            return (self.given > torch.arange(self.batch, device=self.given.device)[:, None]).sum(1)
+            return lengths_of(self.given, self.batch)
         if self.lengths is None or self.order is None:
             return _same(self.batch, self.steps)
         return self.lengths[self.order]
@@ -186,17 +186,21 @@ def places(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
     return t, torch.arange(total, device=counts.device) - (counts.cumsum(0) - counts)[t]
 
 
+def lengths_of(counts: Tensor, batch: int) -> Tensor:
+    """[B]: the lengths of packed rows, longest first, of which each step has so many."""
+    ended = counts - torch.cat((counts[1:], counts.new_zeros(1)))  # with each step; the last of them are the longest
+    lengths = torch.arange(counts.shape[0], 0, -1, device=counts.device)
+    return torch.repeat_interleave(lengths, ended.flip(0), output_size=batch)
+
+
 def among_padded(counts: Tensor, batch: int, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Where each of packed rows is among those of [T, B, ·], longest first, and the lengths; nothing waits for a GPU.
 
     `rows` are those that are packed.
     """
     steps, device = counts.shape[0], rows.device
-    at = torch.arange(steps, device=counts.device)
-    later = at * batch - (counts.cumsum(0) - counts)
-    ended = counts - torch.cat((counts[1:], counts.new_zeros(1)))  # with each step; the last of them are the longest
-    lengths = torch.repeat_interleave(at.flip(0) + 1, ended.flip(0), output_size=batch)
-    there = torch.cat((counts, later, lengths)).to(device, non_blocking=True)
+    later = torch.arange(steps, device=counts.device) * batch - (counts.cumsum(0) - counts)
+    there = torch.cat((counts, later, lengths_of(counts, batch))).to(device, non_blocking=True)
     counts, later, lengths = there.split((steps, steps, batch))
     shift = torch.repeat_interleave(later, counts, output_size=rows.shape[0])
     return torch.arange(rows.shape[0], device=device) + shift, lengths
