@@ -187,10 +187,12 @@ def places(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
 
 
 def lengths_of(counts: Tensor, batch: int) -> Tensor:
-    """[B]: the lengths of packed rows, longest first, of which each step has so many."""
-    ended = counts - torch.cat((counts[1:], counts.new_zeros(1)))  # with each step; the last of them are the longest
-    lengths = torch.arange(counts.shape[0], 0, -1, device=counts.device)
-    return torch.repeat_interleave(lengths, ended.flip(0), output_size=batch)
+    """[B]: the lengths of packed rows, longest first, of which each step has so many.
+
+    A row is there while a step has more rows than come before it. Looked up, since `repeat_interleave` and a comparison
+    of all with all wake every thread of a CPU for these few numbers.
+    """
+    return torch.searchsorted(-counts, -torch.arange(batch, device=counts.device))
 
 
 def among_padded(counts: Tensor, batch: int, rows: Tensor) -> tuple[Tensor, Tensor]:
