@@ -23,7 +23,7 @@ from .measures import REACHED, UNITS, reached, rounded, spread
 from .page import Html, code, document, element, figure, join, learning_curves, link, section, table
 from .progress import duration
 from .recipes import MEASURES, QUOTED, RECIPES, Recipe
-from .results import Record, best_epoch, fitting, minutes
+from .results import Record, best_epoch, fitting, minutes, seeds_of
 
 NONE = "–"
 TASKS = {  # what a table is called, and where in the paper its rows are
@@ -136,7 +136,7 @@ def cells(recipe: Recipe, records: Sequence[Record]) -> list[Any]:
     return [
         *found,
         verdict or NONE,
-        ", ".join(str(record["seed"]) for record in records),
+        seeds_of(records),
         best_epoch(records),
         join([f"{mean:.1f}", Html("<br>"), element("small", f"{at_once} at once")] if at_once > 1 else [f"{mean:.1f}"]),
     ]

@@ -265,6 +265,21 @@ def best_epoch(records: Sequence[Record]) -> str:
     return f"{round(fmean(record['best_epoch'] for record in records), 1):g}"
 
 
+def seeds_of(records: Sequence[Record]) -> str:
+    """The seeds, three or more in a row as the first and the last.
+
+    >>> seeds_of([{"seed": seed} for seed in (1, 2, 3, 4, 6, 7)])
+    '1–4, 6, 7'
+    """
+    rows: list[list[int]] = []
+    for seed in sorted(record["seed"] for record in records):
+        if rows and seed == rows[-1][-1] + 1:
+            rows[-1].append(seed)
+        else:
+            rows.append([seed])
+    return ", ".join(f"{row[0]}–{row[-1]}" if len(row) > 2 else ", ".join(map(str, row)) for row in rows)
+
+
 def minutes(records: Sequence[Record]) -> tuple[float, int]:
     """The mean over the runs that had the fewest beside them on their GPU, and how many that were at once."""
     fewest = min(record["at_once"] for record in records)
@@ -290,7 +305,7 @@ def _ours(recipe: Recipe, records: Sequence[Record]) -> list[str]:
         *cells,
         ", ".join(differences),
         ", ".join(verdicts),
-        ", ".join(str(record["seed"]) for record in records),
+        seeds_of(records),
         f"{fmean(record['epochs'] for record in records):.4g} (best {best_epoch(records)})",
         _minutes(records),
     ]
