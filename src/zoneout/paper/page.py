@@ -168,7 +168,9 @@ tbody th { font-weight: normal; white-space: normal; min-width: 8.5rem; position
 @media (min-width: 60rem) { tbody th { min-width: 13rem; } }
 td a { display: inline-block; }
 small { color: var(--soft); font-size: .85em; }
-figure { margin: 2rem 0; }
+#figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(32rem, 100%), 1fr)); gap: 0 3rem; }
+#figures > h2 { grid-column: 1 / -1; }
+figure { margin: 2rem 0; min-width: 0; }
 .picture svg { display: block; width: 100%; height: auto; max-width: 40rem; }
 .picture svg text { font-family: system-ui, sans-serif !important; }
 figcaption { margin-top: .5rem; font-size: .95rem; } figcaption p { margin: .4rem 0; }
