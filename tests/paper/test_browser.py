@@ -15,10 +15,11 @@ import fabricated
 import pytest
 
 from zoneout.paper.disk import write_record
-from zoneout.paper.figures import FIGURES
+from zoneout.paper.figures import FIGURES, draw_all
 from zoneout.paper.report import paper_page, runs_page
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "results.csv"
+ROOT = Path(__file__).parents[2]
+BENCHMARKS, RESULTS = ROOT / "benchmarks" / "results.csv", ROOT / "results"
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 
 
@@ -42,13 +43,14 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A page of the paper with invented results, one without any, one of runs, of a demo and of a sweep."""
+    """A page of the paper with our results, with invented ones, without any; one of runs, of a demo and of a sweep."""
     folder = tmp_path_factory.mktemp("pages")
     fabricated.everything(folder / "results")
     plain = fabricated.run_folder(folder, "plain", best=1.9)
     zoned = fabricated.run_folder(folder, "zoned", best=1.7, **{"zoneout.cell": 0.5})
     write_record(plain / "gradients.json", fabricated.flow("x"))
     texts = {
+        "ours": paper_page(RESULTS, BENCHMARKS),
         "paper": paper_page(folder / "results", BENCHMARKS),
         "nothing": paper_page(folder / "none", BENCHMARKS),
         "runs": runs_page([plain, zoned]),
@@ -90,14 +92,14 @@ def visit(browser: Any, pages: dict[str, Path]) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", ["paper", "nothing", "runs", "demo", "sweep"])
+@pytest.mark.parametrize("name", ["ours", "paper", "nothing", "runs", "demo", "sweep"])
 def test_everything_is_there_and_nothing_fails(name: str, size: str, visit: Any, pages: dict[str, Path]) -> None:
     """A table or a figure is empty in a browser, something is fetched, or the browser complains."""
     seen = visit(name, size)
     page = seen.page
     assert not seen.trouble and seen.asked == [pages[name].as_uri()]
     tables, figures = page.locator("main table"), page.locator("figure svg")
-    expected = {"runs": 2, "demo": 1, "sweep": 2}.get(name, len(FIGURES))
+    expected = {"ours": len(draw_all(RESULTS)), "runs": 2, "demo": 1, "sweep": 2}.get(name, len(FIGURES))
     assert figures.count() == expected and tables.count() >= (1 if name in ("demo", "sweep") else 2)
     for number in range(expected):
         box = figures.nth(number).bounding_box()
@@ -109,7 +111,7 @@ def test_everything_is_there_and_nothing_fails(name: str, size: str, visit: Any,
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", ["paper", "demo", "sweep"])
+@pytest.mark.parametrize("name", ["ours", "paper", "demo", "sweep"])
 def test_the_page_fits_the_screen(name: str, size: str, visit: Any) -> None:
     """On a phone the whole page has to be pushed from side to side, or a text is too small to read."""
     page = visit(name, size).page

@@ -62,7 +62,7 @@ def paper_page(results: Path, benchmarks: Path) -> str:
         "p",
         "The paper’s experiments, run again: its tables beside ours, its figures, and the speed of the layers. Made "
         f"from {count} records of {with_any} recipes; {len(own) - with_any} of the {len(own)} recipes have not been "
-        "run yet. A number of ours is a link to the command that makes it.",
+        "run yet. A number of ours is a link to the command that makes it, and so is a ratio of speed.",
     )
     tables = [task_section(task, own) for task in TASKS]
     strangers = [(name, record) for name, (_, others) in found.items() for record in others]
@@ -162,7 +162,8 @@ def drawn_figure(drawn: figures.Drawn) -> Html:
 
 def commands(own: dict[str, list[Record]], results: Path) -> list[Html]:
     """For every recipe the commands that made its records, or the one that would; and of gradient flow those too."""
-    parts: list[Html] = []
+    text = "A run whose record is here already, as in a clone of the project, is made anew where it finds none: with "
+    parts: list[Html] = [element("p", text, code("--out again --results again/results"), " behind its command.")]
     for task in MEASURES:
         lines = []
         for recipe in (recipe for recipe in RECIPES.values() if recipe.task == task):
@@ -258,15 +259,16 @@ def speed_table(group: str, device: str, on_gpu: bool, rows: Sequence[dict[str, 
             f"{device}: {words}{unit}. ",
             element("small", f"torch {', '.join(versions)}; {' and '.join(dates)}"),
             " ",
-            code(command),
+            element("span", code(command), id=f"{name}-command"),
         ]
     )
     head = [["Layer, shape", "What", "Type", "Ours", "Theirs", "Against", "Ratio", "Goal", "Met"]]
     body = []
     for row in rows:
         ours, theirs, ratio, goal = (float(row[key]) for key in NUMBERS)
-        cells_ = [row["what"], row["dtype"], f"{ours:.3g}", f"{theirs:.3g}", row["against"], f"{ratio:.2f}"]
-        body.append([f"{row['layer']}, {row['shape']}", *cells_, f"{goal:.3g}", "yes" if ratio <= goal else "no"])
+        times = [row["what"], row["dtype"], f"{ours:.3g}", f"{theirs:.3g}", row["against"]]
+        verdict = [link(f"{name}-command", f"{ratio:.2f}"), f"{goal:.3g}", "yes" if ratio <= goal else "no"]
+        body.append([f"{row['layer']}, {row['shape']}", *times, *verdict])
     found = table(caption, head, body, name)
     if group in OPEN:
         return found
