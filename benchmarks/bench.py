@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -227,9 +227,9 @@ def cell_parity(cell: Any, x: Tensor, state: Any) -> float:
     return max(float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in zip(*found))
 
 
-def variants(name: str) -> dict[str, dict[str, Any]]:
+def variants(name: str, sizes: Sequence[int] = SHAPES["small"], device: str = "cpu") -> dict[str, dict[str, Any]]:
     """Constructor and call arguments of each fused combination."""
-    steps, batch, _, hidden = SHAPES["small"]
+    steps, batch, _, hidden = sizes
     plain = ZONEOUT[name]
     rates = {"hidden": 0.05} if name != "LSTM" else {"cell": 0.5, "hidden": 0.05}
     out: dict[str, dict[str, Any]] = {
@@ -243,8 +243,8 @@ def variants(name: str) -> dict[str, dict[str, Any]]:
         "variational dropout": {"noise": zo.VariationalDropout(0.2, 0.2)},
         "weight drop": {"noise": zo.WeightDrop(0.2)},
         "weight noise": {"noise": zo.WeightNoise(0.05)},
-        "zoneout, resets": {"noise": plain, "resets": torch.rand(steps, batch) < 0.05},
-        "zoneout, lengths": {"noise": plain, "lengths": mixed_lengths(steps, batch)},
+        "zoneout, resets": {"noise": plain, "resets": torch.rand(steps, batch, device=device) < 0.05},
+        "zoneout, lengths": {"noise": plain, "lengths": mixed_lengths(steps, batch).to(device)},
         "zoneout, learned initial state": {"noise": plain, "learn_initial_state": True},
         "zoneout, layer norm": {"noise": plain, "norm": "layer"},
         "zoneout, batch norm": {"noise": plain, "norm": zo.RecurrentBatchNorm(steps)},

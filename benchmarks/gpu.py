@@ -4,9 +4,10 @@ A training step (forward and backward with all gradients) with zoneout on, again
 and the same run: captured in a CUDA graph, and eager. Before a ratio is taken the layer that is timed is held to the
 reference in double precision over its first steps. Rows go to benchmarks/results.csv.
 
-    python benchmarks/gpu.py                    # everything, about five minutes
+    python benchmarks/gpu.py                    # everything in bf16 and TF32, some ten minutes
     python benchmarks/gpu.py headline memory    # only these groups
-    python benchmarks/gpu.py --type tf32        # only this type
+    python benchmarks/gpu.py --type fp16        # only this type
+    python benchmarks/gpu.py --layer GRU        # only this layer
     python benchmarks/gpu.py --shape 'H 2048*'  # only shapes with such a name
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import copy
 import fnmatch
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +26,6 @@ import bench
 import torch
 from bench import LAYERS, ZONEOUT, Row, mixed_lengths
 
-import zoneout as zo
 from zoneout.paper.processes import products_in
 
 SHAPES = {  # T, B, input, H, layers
@@ -36,9 +37,9 @@ SHAPES = {  # T, B, input, H, layers
     "1024": (100, 32, 1024, 1024, 1),
     "512": (100, 64, 512, 512, 1),
 }
-TYPES = {"bf16": torch.bfloat16, "tf32": torch.float32}
-TOLERANCES = {"bf16": 1e-2, "tf32": 1e-3}
-LIMITS = {  # milliseconds in a graph that a layer has to stay within
+TYPES = {"bf16": torch.bfloat16, "tf32": torch.float32, "fp16": torch.float16}
+TOLERANCES = {"bf16": 1e-2, "tf32": 1e-3, "fp16": 1e-2}
+LIMITS = {  # milliseconds in a graph that a layer has to stay within, in bf16 and TF32
     ("LSTM", "char-PTB"): (1.2, 1.8), ("LSTM", "text8"): (6.4, 14.5), ("LSTM", "word-PTB"): (1.6, 2.0),
     ("LSTM", "pMNIST"): (2.4, 2.4), ("LSTM", "speech decoder"): (11, 18), ("LSTM", "1024"): (1.2, 1.9),
     ("LSTM", "512"): (1.1, 1.6), ("GRU", "char-PTB"): (1.2, None), ("RNN", "char-PTB"): (1.2, None),
@@ -53,6 +54,7 @@ class Asked(NamedTuple):
 
     pairs: int
     types: Sequence[str]
+    layers: Sequence[str]
     shapes: Sequence[str]  # names, * for anything
 
     def has(self, shape: str) -> bool:
@@ -67,13 +69,14 @@ def main() -> None:
     parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(groups)}; all by default")
     parser.add_argument("--pairs", type=int, default=15, help="paired runs a ratio (default 15)")
     parser.add_argument("--type", choices=TYPES, action="append", help="only this type; may be given twice")
+    parser.add_argument("--layer", choices=LAYERS, action="append", help="in headline and combinations: only this")
     parser.add_argument("--shape", action="append", help="only shapes named so, * for anything; may be given twice")
     args = parser.parse_args()
     if unknown := set(args.groups) - set(groups):
         parser.error(f"expected groups of {', '.join(groups)}; got {', '.join(sorted(unknown))}")
     if not torch.cuda.is_available():
         raise SystemExit("No NVIDIA GPU here; `make bench` measures the CPU.")
-    asked = Asked(args.pairs, args.type or list(TYPES), args.shape or ["*"])
+    asked = Asked(args.pairs, args.type or ["bf16", "tf32"], args.layer or list(LAYERS), args.shape or ["*"])
     rows: list[Row] = []
     for name in args.groups or groups:
         for row in groups[name](asked):
@@ -89,10 +92,10 @@ def main() -> None:
 
 def headline(asked: Asked) -> Iterator[Row]:
     """The paper's shapes and others that people train."""
-    for layer, shape in filter(lambda key: asked.has(key[1]), LIMITS):
-        for dtype in asked.types:
-            limit = LIMITS[layer, shape][list(TYPES).index(dtype)]
-            yield from compare("gpu", layer, shape, SHAPES[shape], dtype, asked.pairs, limit=limit)
+    for (name, shape), limits in LIMITS.items():
+        for dtype in asked.types if name in asked.layers and asked.has(shape) else ():
+            limit = dict(zip(("bf16", "tf32"), limits)).get(dtype)
+            yield from compare("gpu", name, shape, SHAPES[shape], dtype, asked.pairs, limit=limit)
 
 
 def grid(asked: Asked) -> Iterator[Row]:
@@ -105,39 +108,18 @@ def grid(asked: Asked) -> Iterator[Row]:
 
 
 def combinations(asked: Asked) -> Iterator[Row]:
-    """Everything else that runs fused, against plain zoneout, in a graph."""
-    plain = ZONEOUT["LSTM"]
-    options: dict[str, dict[str, Any]] = {
-        "no noise": {"noise": None},
-        "zoneout, mask=shared": {"noise": zo.Zoneout(0.5, 0.05, mask="shared")},
-        "zoneout, mask=step": {"noise": zo.Zoneout(0.5, 0.05, mask="step")},
-        "zoneout, mask=sequence": {"noise": zo.Zoneout(0.5, 0.05, mask="sequence")},
-        "zoneout, mask=static": {"noise": zo.Zoneout(0.5, 0.05, mask="static", seed=3)},
-        "state dropout": {"noise": zo.StateDropout(0.5, 0.05)},
-        "recurrent dropout": {"noise": zo.RecurrentDropout(0.25)},
-        "recurrent dropout, held gate": {"noise": zo.RecurrentDropout(0.25, hold_output_gate=True)},
-        "variational dropout": {"noise": zo.VariationalDropout(hidden=0.2)},
-        "weight drop": {"noise": zo.WeightDrop(0.2)},
-        "weight noise": {"noise": zo.WeightNoise(0.05)},
-        "zoneout, cells returned": {"noise": plain, "return_cells": True},
-        "zoneout, recomputed": {"noise": plain, "recompute": True},
-    }
-    for what, how in options.items():
-        for dtype in asked.types if asked.has("char-PTB") else ():
-            yield from variant("gpu combination", what, "char-PTB", dtype, asked.pairs, how, 1.5)
-    for shape in filter(asked.has, ("char-PTB", "pMNIST")):
-        steps, batch = SHAPES[shape][:2]
-        ragged = {"noise": plain, "lengths": mixed_lengths(steps, batch).cuda()}
-        cut = {"noise": plain, "resets": torch.rand(steps, batch, device="cuda") < 0.05}
+    """Everything else that runs fused, against plain zoneout, in a graph: norms at pMNIST, the rest at char-PTB."""
+    at = {"char-PTB": {"noise", "lengths", "resets"}, "pMNIST": {"norm", "lengths", "resets"}}
+    for name, shape in itertools.product(asked.layers, filter(asked.has, at)):
+        again = {"zoneout, recomputed": {"noise": ZONEOUT[name], "recompute": True}}
+        for what, how in (bench.variants(name, SHAPES[shape][:4], "cuda") | again).items():
+            kind = next((kind for kind in ("norm", "lengths", "resets") if kind in how), "noise")
+            group, goal = ("gpu norm", 2.0) if kind == "norm" else ("gpu combination", 1.5)
+            for dtype in asked.types if kind in at[shape] else ():
+                yield from variant(group, name, what, shape, dtype, asked.pairs, how, goal)
         for dtype in asked.types:
-            yield from variant("gpu combination", "zoneout, lengths", shape, dtype, asked.pairs, ragged, 1.5)
-            yield from variant("gpu combination", "zoneout, resets", shape, dtype, asked.pairs, cut, 1.5)
-            yield from directions(shape, dtype, asked.pairs)
-            yield from packed(shape, dtype, asked.pairs)
-    steps = SHAPES["pMNIST"][0]
-    for what, norm in (("zoneout, layer norm", "layer"), ("zoneout, batch norm", zo.RecurrentBatchNorm(steps))):
-        for dtype in asked.types if asked.has("pMNIST") else ():
-            yield from variant("gpu norm", what, "pMNIST", dtype, asked.pairs, {"noise": plain, "norm": norm}, 2.0)
+            yield from directions(name, shape, dtype, asked.pairs)
+            yield from packed(name, shape, dtype, asked.pairs)
 
 
 def host(asked: Asked) -> Iterator[Row]:
@@ -206,13 +188,13 @@ def compare(
 
 
 def variant(
-    group: str, what: str, shape: str, dtype: str, pairs: int, how: dict[str, Any], goal: float
+    group: str, name: str, what: str, shape: str, dtype: str, pairs: int, how: dict[str, Any], goal: float
 ) -> Iterator[Row]:
     """A layer against one with plain zoneout, in a graph."""
     how = dict(how)
-    call = {name: how.pop(name) for name in ("lengths", "resets", "return_cells") if name in how}
-    layer, _, x, dy = layers("LSTM", SHAPES[shape], dtype, **how)
-    plain = layers("LSTM", SHAPES[shape], dtype)[0]
+    call = {key: how.pop(key) for key in ("lengths", "resets", "return_cells") if key in how}
+    layer, _, x, dy = layers(name, SHAPES[shape], dtype, **how)
+    plain = layers(name, SHAPES[shape], dtype)[0]
     error = parity(layer, x, call)
     allowed = TOLERANCES[dtype]
     if not error <= allowed:  # a norm magnifies rounding: twice what torch's own calls in that type are off by
@@ -220,32 +202,32 @@ def variant(
         same.backend = "reference"
         with products_in("tf32" if dtype == "tf32" else "fp32", x.device):
             allowed = max(allowed, 2 * parity(same, x, call))
-    if not bench.held(f"{what} in {dtype}", error, allowed):
+    if not bench.held(f"{name}, {what} in {dtype}", error, allowed):
         return
     both = timed(captured(training(layer, x, dy, **call)), captured(training(plain, x, dy)), pairs)
-    yield row(group, "LSTM", what, "ours, zoneout", shape, dtype, both, goal, error)
+    yield row(group, name, what, "ours, zoneout", shape, dtype, both, goal, error)
 
 
-def directions(shape: str, dtype: str, pairs: int) -> Iterator[Row]:
+def directions(name: str, shape: str, dtype: str, pairs: int) -> Iterator[Row]:
     """A layer with both directions against two layers with plain zoneout, one after the other, in a graph."""
-    layer, _, x, dy = layers("LSTM", SHAPES[shape], dtype, bidirectional=True)
+    layer, _, x, dy = layers(name, SHAPES[shape], dtype, bidirectional=True)
     error = parity(layer, x, {})
-    if not bench.held(f"both directions at {shape} in {dtype}", error, TOLERANCES[dtype]):
+    if not bench.held(f"{name}, both directions at {shape} in {dtype}", error, TOLERANCES[dtype]):
         return
-    one, two = (layers("LSTM", SHAPES[shape], dtype)[0] for _ in range(2))
+    one, two = (layers(name, SHAPES[shape], dtype)[0] for _ in range(2))
     weights = [x, *one.parameters(), *two.parameters()]
     twice = captured(lambda: torch.autograd.grad((one(x)[0], two(x)[0]), weights, (dy, dy)))
     both = timed(captured(training(layer, x, torch.cat((dy, dy), dim=-1))), twice, pairs)
     what, against = "zoneout, both directions", "ours, zoneout, twice"
-    yield row("gpu combination", "LSTM", what, against, shape, dtype, both, 1.5, error)
+    yield row("gpu combination", name, what, against, shape, dtype, both, 1.5, error)
 
 
-def packed(shape: str, dtype: str, pairs: int) -> Iterator[Row]:
+def packed(name: str, shape: str, dtype: str, pairs: int) -> Iterator[Row]:
     """A packed batch against its padded form, and against torch.nn's, eager: its sizes are on the host."""
-    layer, other, x, dy = layers("LSTM", SHAPES[shape], dtype)
+    layer, other, x, dy = layers(name, SHAPES[shape], dtype)
     lengths = mixed_lengths(*SHAPES[shape][:2])
     error = parity(layer, x, {"lengths": lengths.cuda()})
-    if not bench.held(f"packed input at {shape} in {dtype}", error, TOLERANCES[dtype]):
+    if not bench.held(f"{name}, packed input at {shape} in {dtype}", error, TOLERANCES[dtype]):
         return
     given, d = (torch.nn.utils.rnn.pack_padded_sequence(v.detach(), lengths, enforce_sorted=False) for v in (x, dy))
     given.data.requires_grad_()
@@ -258,7 +240,7 @@ def packed(shape: str, dtype: str, pairs: int) -> Iterator[Row]:
         ("torch.nn, packed", of(other)),
     ):
         both = timed(of(layer), theirs, pairs)
-        yield row("gpu combination", "LSTM", "zoneout, packed", against, shape, dtype, both, NOISE, error)
+        yield row("gpu combination", name, "zoneout, packed", against, shape, dtype, both, NOISE, error)
 
 
 def captured(run: Callable[[], Any]) -> Callable[[], Any]:
