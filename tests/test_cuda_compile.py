@@ -68,6 +68,22 @@ def test_small(norm, dtype, back):
 
 @pytest.mark.parametrize("back", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("cell", ["gru", "rnn_tanh"])
+def test_other_cells(cell, dtype, back):
+    """The weights of another cell no longer fit at the sizes of the character model and of pMNIST, or are spilled."""
+    tiles = small.plan(cell, dtype.itemsize, 100, 100, back, PROCESSORS, SHARED)
+    assert tiles is not None and tiles.shared <= SHARED
+    _, spilled = build("small.cu", small.defines_of(cell, dtype, back, tiles, 0, (1, 1)))
+    assert max(spilled) <= 288  # bytes: a GRU's way back in TF32
+    batch, hidden = SHAPES["char-PTB"]
+    large = persistent.plan(cell, dtype, hidden, batch, back, PROCESSORS, SHARED)
+    assert large is not None and large.blocks * large.groups <= PROCESSORS and large.layout.shared <= SHARED
+    _, spilled = build("persistent.cu", persistent.defines_of(cell, dtype, back, large, 0))
+    assert max(spilled) <= 256
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_batch(dtype, back):
     """The paper's pMNIST model with batch norm no longer fits in one cluster, or spills what it reads at every step."""
     tiles = batch.plan("lstm", 2 if dtype == torch.bfloat16 else 4, 100, 100, back, True, SHARED)
