@@ -360,6 +360,42 @@ def test_batch_norm_of_rows_that_begin_alike(loop, lengths):
     assert (rough["weight_hh_l0"] - want["weight_hh_l0"]).norm() > 0.1 * want["weight_hh_l0"].norm(), "it was no trial"
 
 
+def outputs_of_rows_alike(backend: str, device: str, dtype: torch.dtype, lengths: Any, hidden: int = 16) -> Tensor:
+    """Of a new layer whose rows are alike for four steps, but that noise on h alone would tell them apart."""
+    torch.manual_seed(0)
+    layer = zo.LSTM(1, hidden, norm=zo.RecurrentBatchNorm(12), noise=zo.Zoneout(hidden=0.15), backend=backend)
+    x = torch.rand(12, 50, 1)
+    x[:4] = 0.0
+    y, _ = layer.to(device, dtype)(x.to(device, dtype), lengths=lengths, seed=1)
+    return y.detach().double().cpu()
+
+
+RAGGED = [0] * 20 + [12] * 13 + [7] * 17
+
+
+@pytest.mark.parametrize("lengths", [None, RAGGED], ids=["whole", "ragged"])
+def test_the_mean_of_rows_that_are_alike_is_that_row(loop, lengths):
+    """What is left of c less its mean becomes h, which noise makes differ, and grows a hundred times a step."""
+    want = outputs_of_rows_alike("reference", "cpu", torch.float64, lengths)
+    got = outputs_of_rows_alike("cpu", "cpu", torch.float32, lengths)
+    assert (got - want).norm() <= 1e-5 * want.norm()
+
+
+@pytest.mark.parametrize("numbers", [256, 257])
+def test_one_hot_rows_that_begin_alike(loop, numbers):
+    """The weights of a first symbol that all rows have get what rounding leaves of a sum that should be zero."""
+    found = {}
+    for backend, dtype in (("reference", torch.float64), ("cpu", torch.float32)):
+        torch.manual_seed(0)
+        layer = zo.LSTM(numbers, 16, norm=zo.RecurrentBatchNorm(9), learn_initial_state=True, backend=backend)
+        x = torch.randint(numbers, (9, 40))
+        x[:2] = 5
+        y, _ = layer.to(dtype)(x)
+        y.backward(torch.randn(9, 40, 16).to(dtype))
+        found[backend] = layer.weight_ih_l0.grad.double()
+    assert (found["cpu"] - found["reference"]).norm() <= 1e-4 * found["reference"].norm()
+
+
 @pytest.mark.parametrize("reverse", [False, True], ids=["forwards", "reversed"])
 @pytest.mark.parametrize("lengths", [None, [3, 6, 0, 5, 6]], ids=["whole", "ragged"])
 @pytest.mark.parametrize("rows", [rows.Packed, rows.Padded])

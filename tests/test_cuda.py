@@ -15,10 +15,12 @@ from test_backends import (
     LAYERS,
     NOISES,
     NORMS,
+    RAGGED,
     STATES,
     check_rows_that_begin_alike,
     everything,
     of_rows_that_begin_alike,
+    outputs_of_rows_alike,
 )
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -187,6 +189,15 @@ def test_batch_norm_of_rows_that_begin_alike(path, lengths, precision):
     want = of_rows_that_begin_alike("reference", "cpu", torch.float64, lengths)
     got = of_rows_that_begin_alike("cuda", "cuda", precision[0], lengths)
     check_rows_that_begin_alike(got, want, 0.05)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "exact"], indirect=True)
+@pytest.mark.parametrize("lengths", [None, RAGGED], ids=["whole", "ragged"])
+def test_the_mean_of_rows_that_are_alike_is_that_row(path, lengths, precision):
+    """What is left of c less its mean grows a hundred times a step."""
+    want = outputs_of_rows_alike("reference", "cpu", torch.float64, lengths)
+    got = outputs_of_rows_alike("cuda", "cuda", precision[0], lengths)
+    assert (got - want).norm() <= precision[1] * want.norm()
 
 
 @exact_and_half

@@ -10,8 +10,10 @@ from test_backends import (
     LAYERS,
     NOISES,
     NORMS,
+    RAGGED,
     check_rows_that_begin_alike,
     of_rows_that_begin_alike,
+    outputs_of_rows_alike,
 )
 from test_cuda import compare, given_with, precision  # noqa: F401 (a fixture)
 
@@ -99,6 +101,17 @@ def test_batch_norm_of_rows_that_begin_alike(path, lengths, precision, monkeypat
     monkeypatch.setattr(cuda, "PATHS", (path,))
     got = of_rows_that_begin_alike("cpu", "cpu", precision[0], lengths)
     check_rows_that_begin_alike(got, want, 0.02)
+
+
+@pytest.mark.usefixtures("emulated", "poisoned")
+@pytest.mark.parametrize(("path", "precision"), [(cuda.batch, "tf32"), (cuda.steps, "exact")], indirect=["precision"])
+@pytest.mark.parametrize("lengths", [None, RAGGED], ids=["whole", "ragged"])
+def test_the_mean_of_rows_that_are_alike_is_that_row(path, lengths, precision, monkeypatch):  # noqa: F811
+    """What is left of c less its mean grows a hundred times a step."""
+    want = outputs_of_rows_alike("reference", "cpu", torch.float64, lengths)
+    monkeypatch.setattr(cuda, "PATHS", (path,))
+    got = outputs_of_rows_alike("cpu", "cpu", precision[0], lengths)
+    assert (got - want).norm() <= precision[1] * want.norm()
 
 
 @pytest.mark.usefixtures("emulated", "poisoned")

@@ -352,6 +352,12 @@ INPUTS: dict[str, Bad] = {
         r"\[1, 3, 3\]",
         "go down",
     ),
+    "packed too few rows, with resets": Bad(
+        call(PackedSequence(torch.randn(6, I), PACKED.batch_sizes), resets=torch.zeros(4, 3, dtype=torch.bool)),
+        ValueError,
+        r"input\.batch_sizes",
+        "add up to 6",
+    ),
     "packed shortest first, and padded": Bad(
         call(PackedSequence(PACKED.data, torch.tensor([1, 3, 3])), layer=zo.LSTM(I, H, backend="reference")),
         ValueError,

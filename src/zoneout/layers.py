@@ -223,6 +223,8 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         if resets is not None:
             resets = _check_resets(resets, (steps, batch), "[T, B]", x.device)
             resets = resets if order is None else resets.index_select(1, order)
+        if _readable(counts):
+            check_counts(counts, batch, x.shape[0])
         if self._packs(x):
             if resets is not None:
                 resets = resets[places(counts, x.shape[0])]
@@ -230,8 +232,6 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
                 x, steps, batch, None, resets, True, lambda y: PackedSequence(y, counts, order, back),
                 counts, order, back,
             )  # fmt: skip
-        if _readable(counts):
-            check_counts(counts, batch, x.shape[0])
         at, lengths = among_padded(counts, batch, x)
         padded = x.new_zeros(steps * batch, x.shape[1]).index_copy_(0, at, x).view(steps, batch, x.shape[1])
 

@@ -394,6 +394,10 @@ def _rows_of_numbers(
     if count <= 256:  # a product with a matrix of so few columns costs less than adding rows in order
         dense = d.new_zeros(len(d), count).scatter_(1, x, 1.0)
         return times_and_sum(d.t(), dense if differences is None else differences(dense))
+    if differences is not None:  # a row is one at its own number less one at that of the row it is compared with
+        away = differences(x).view(-1)
+        d = d.masked_fill((away == 0).unsqueeze(-1), 0.0)
+        d, numbers = torch.cat((d, -d)), torch.cat((numbers, numbers - away))
     return sum_rows(d, numbers, count).t(), None
 
 

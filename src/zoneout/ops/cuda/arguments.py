@@ -48,11 +48,10 @@ class Scratch(ctypes.Structure):
 
     _fields_ = [
         *((name, _p) for name in ("product", "h_in", "next", "h", "raw", "u", "shown", "rec", "owed")),
-        *((name, _p) for name in ("du", "dgh", "dnc", "chat")),
-        *((name, _i64) for name in ("norm", "given", "project", "pitch", "sums", "settled")),
+        *((name, _p) for name in ("du", "dnc", "chat")),
+        *((name, _i64) for name in ("norm", "project", "pitch", "sums", "settled")),
         ("eps", ctypes.c_double),
-        *((name, _p) for name in ("norm_h", "norm_c", "norm_c_shift")),
-        *((name, _p) for name in ("mean_h", "var_h", "mean_c", "var_c")),
+        *((name, _p) for name in ("norm_h", "norm_c", "norm_c_shift", "mean_c", "var_c")),
         *((name, _p) for name in ("d_half", "back", "back_w")),
     ]
 

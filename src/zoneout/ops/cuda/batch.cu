@@ -530,8 +530,8 @@ __device__ __forceinline__ float own_of(float (&v)[COUNT], int lane) {
     return v[0];
 }
 
-/* Mean and one over the deviation of COUNT columns. A band takes its sums from the first of its rows, since rows may be
- * close together; returned are mean and variance of the lane's number. */
+/* Mean and one over the deviation of COUNT columns. A band takes its sums from the first of its rows, and all of them from
+ * the first band, since rows may be close together, and the mean of rows that are alike is to be that row; returned are mean and variance of the lane's number. */
 template <int COUNT>
 __device__ __forceinline__ float2 moments(float (&mean)[COUNT], float (&rstd)[COUNT], const float (&v)[2][COUNT],
                                           const bool (&alive)[2], const Counts &counts, float2 *sums, double eps,
@@ -550,11 +550,12 @@ __device__ __forceinline__ float2 moments(float (&mean)[COUNT], float (&rstd)[CO
     sums[threadIdx.x] = counts.own > 0.0f ? own : make_float2(0.0f, 0.0f);
     __syncthreads();
     float2 band[BANDS];
+    EACH_OF(BANDS) band[i] = sums[(m.part * BANDS + i) * 32 + m.lane];
+    float near = band[0].x; /* of the first band with rows that are alive */
+    if (HAS_LENGTHS) EACH_OF(BANDS) near = counts.weight[BANDS - 1 - i] > 0.0f ? band[BANDS - 1 - i].x : near;
     own = make_float2(0.0f, 0.0f);
-    EACH_OF(BANDS) {
-        band[i] = sums[(m.part * BANDS + i) * 32 + m.lane];
-        own.x += counts.weight[i] * band[i].x;
-    }
+    EACH_OF(BANDS) own.x += counts.weight[i] * (band[i].x - near);
+    own.x += near;
     EACH_OF(BANDS) {
         float d = band[i].x - own.x;
         own.y += band[i].y * counts.share + counts.weight[i] * d * d;

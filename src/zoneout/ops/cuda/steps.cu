@@ -20,13 +20,13 @@ struct Scratch {
     const float *shown;      /* projection: [B, P] the projected; backwards: [B, H] of what is projected */
     float *rec;              /* backwards: [sums, B, pitch]: what came through the product, in parts */
     float *owed;             /* [B, H]: what a held output gate owes to the step before */
-    narrow *du, *dgh;
+    narrow *du;
     float *dnc, *chat;
-    i64 norm, given, project; /* norm: 0 none, 1 over the units, 2 over the examples */
+    i64 norm, project;       /* norm: 0 none, 1 over the units, 2 over the examples */
     i64 pitch, sums, settled; /* settled: rec has been added to dh */
     double eps;
     const float *norm_h, *norm_c, *norm_c_shift;
-    float *mean_h, *var_h, *mean_c, *var_c;
+    float *mean_c, *var_c;
     u16 *d_half;             /* HALF, backwards: [B, G·H] what enters the product, */
     float *back;             /* [B]: what takes it back to its size, */
     const float *back_w;     /* and the same for Wh */
@@ -593,7 +593,6 @@ extern "C" __global__ void carry_back(Loop l, Scratch s, int t, int) {
     put(s.du + p.at * l.outputs + p.j, in.d);
 }
 
-/* What came through the product, with the variational mask; at a reset it goes to the state after it and no further. */
 /* Behind a batch norm what comes back through the product adds up to zero over the rows of a step: see Loop.balanced. */
 extern "C" __global__ void centre(Loop l, Scratch s, int t) {
     __shared__ float sums[8][32], counts[8][32];
@@ -612,6 +611,7 @@ extern "C" __global__ void centre(Loop l, Scratch s, int t) {
         if (t < length_of(l, row)) rec[row * s.pitch] -= sum / count;
 }
 
+/* What came through the product, with the variational mask; at a reset it goes to the state after it and no further. */
 extern "C" __global__ void settle(Loop l, Scratch s, int t, int) {
     i64 P = l.outputs, H = l.hidden;
     Place p = place(l, t, P > H ? P : H);
@@ -710,15 +710,20 @@ extern "C" __global__ void norm_columns(Loop l, Normed n, int t) {
     if (n.given) {
         m = in ? n.mean[t * width + j] : 0.0f, variance = in ? n.var[t * width + j] : 1.0f;
     } else {
-        float sum = 0, square = 0, alive = 0;
+        float sum = 0, square = 0, alive = 0, off = 0;
         for (i64 b = threadIdx.y; in && b < l.batch; b += 8)
             if (t < length_of(l, b)) sum += n.v[b * width + j], alive += 1;
         float2 all = column_sums(sum, alive);
         float rows = fmaxf(all.y, 1.0f);
         m = all.x / rows;
         for (i64 b = threadIdx.y; in && b < l.batch; b += 8)
-            if (t < length_of(l, b)) square += (n.v[b * width + j] - m) * (n.v[b * width + j] - m);
-        variance = column_sums(square, 0).x / rows;
+            if (t < length_of(l, b)) {
+                float d = n.v[b * width + j] - m;
+                square += d * d, off += d;
+            }
+        all = column_sums(square, off);
+        off = all.y / rows; /* what rounding left out of the mean: where all rows are alike, that is to be such a row */
+        m += off, variance = fmaxf(all.x / rows - off * off, 0.0f);
         if (in && threadIdx.y == 0) n.mean[t * width + j] = m, n.var[t * width + j] = variance;
     }
     float rstd = inverse(variance, n.eps);

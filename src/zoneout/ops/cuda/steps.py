@@ -99,7 +99,7 @@ def backward(loop: Loop, back: Backward) -> None:
     narrow, batch, size = loop.gates.dtype, loop.batch, loop.outputs
     if (draw := loop.draws.get("update")) is not None and draw.rule.holds_gate:
         pass_.scratch("owed", (batch, loop.hidden)).zero_()
-    pass_.own.put_all(back, ("du", "dgh", "u"), narrow)
+    pass_.own.put_all(back, ("du", "u"), narrow)
     pass_.own.put_all(back, ("dnc", "chat"), torch.float32)
 
     before: list[Step] = []
@@ -215,9 +215,9 @@ class _Pass:
         s.project = loop.w_hr is not None
         if loop.norm is None:
             return
-        s.norm, s.given, s.eps = 1 if loop.norm.over == "units" else 2, loop.given, loop.norm.eps
+        s.norm, s.eps = 1 if loop.norm.over == "units" else 2, loop.norm.eps
         tensors = {"norm_h": loop.norm.scale_h, "norm_c": loop.norm.scale_c, "norm_c_shift": loop.norm.shift_c}
-        tensors |= {name: getattr(loop, name) for name in ("mean_h", "var_h", "mean_c", "var_c")}
+        tensors |= {name: getattr(loop, name) for name in ("mean_c", "var_c")}
         for name, value in tensors.items():
             self.own.put(name, value, torch.float32)
 

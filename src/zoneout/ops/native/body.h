@@ -191,16 +191,17 @@ static void NAME(row_moments)(const REAL *v, int64_t n, REAL *mean, REAL *var) {
     *var = (REAL)(square / (double)n);
 }
 
-/* Moments over rows [0, n) of columns [from, to). */
+/* Moments over rows [0, n) of columns [from, to). Sums are of differences to the first row: where all rows are alike their
+ * mean is that row and nothing is left of it, which would be divided by the root of eps. */
 static void NAME(column_moments)(const REAL *v, int64_t stride, int64_t n, int64_t from, int64_t to,
                                  REAL *restrict mean, REAL *restrict var) {
     for (int64_t j = from; j < to; j++) mean[j] = var[j] = 0;
-    for (int64_t b = 0; b < n; b++) {
+    for (int64_t b = 1; b < n; b++) {
         const REAL *restrict row = v + b * stride;
 #pragma omp simd
-        for (int64_t j = from; j < to; j++) mean[j] += row[j];
+        for (int64_t j = from; j < to; j++) mean[j] += row[j] - v[j];
     }
-    for (int64_t j = from; j < to; j++) mean[j] /= (REAL)n;
+    for (int64_t j = from; j < to; j++) mean[j] = v[j] + mean[j] / (REAL)n;
     for (int64_t b = 0; b < n; b++) {
         const REAL *restrict row = v + b * stride;
 #pragma omp simd
