@@ -93,6 +93,18 @@ def test_sizes_with_batch_norm(name, sizes, precision, monkeypatch):  # noqa: F8
 
 @pytest.mark.usefixtures("emulated", "poisoned")
 @pytest.mark.parametrize("precision", ["tf32"], indirect=True)
+@pytest.mark.parametrize("hidden", [37, 131], ids=["one part", "two parts"])
+def test_both_directions_with_batch_norm(hidden, precision, monkeypatch):  # noqa: F811
+    """Rows that end, or begin anew, are taken into the moments of a reversed direction or of a second part."""
+    monkeypatch.setattr(cuda, "PATHS", (cuda.batch,))
+    given, (steps, batch, size, _) = given_with("batch-norm", "all")
+    sizes, norm = (steps, batch, size, hidden), NORMS["batch-norm"]
+    noise = NOISES["zoneout-unit"]
+    compare("lstm", noise, given, True, precision, sizes, False, "cpu", norm=norm, bidirectional=True)
+
+
+@pytest.mark.usefixtures("emulated", "poisoned")
+@pytest.mark.parametrize("precision", ["tf32"], indirect=True)
 @pytest.mark.parametrize("lengths", [None, [12] * 40 + [7] * 24], ids=["whole", "ragged"])
 @pytest.mark.parametrize("path", [cuda.batch, cuda.steps], ids=["batch", "steps"])
 def test_batch_norm_of_rows_that_begin_alike(path, lengths, precision, monkeypatch):  # noqa: F811
