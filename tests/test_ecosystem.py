@@ -795,3 +795,11 @@ def test_other_rates_of_a_wrapped_cell_or_of_the_bare_rule_compile_nothing_again
             close([rule(x, 2 * x, own)], [zo.zoneout(x, 2 * x, own, seed=3)])
         counts.append(graphs())
     assert counts[2] - counts[1] <= 1, "only a number given as such is compiled in, as torch does with any"
+
+
+@pytest.mark.parametrize("kind", [zo.LSTM, zo.GRU, zo.RNN])
+def test_outputs_changed_in_place(kind):
+    """An error that names neither the layer nor what is to be done."""
+    y, _ = kind(3, 4)(torch.randn(5, 2, 3))
+    with pytest.raises(RuntimeError, match=r"zoneout layer have been changed in place.*y = y \+ x"):
+        y.relu_().sum().backward()

@@ -352,6 +352,12 @@ INPUTS: dict[str, Bad] = {
         r"\[1, 3, 3\]",
         "go down",
     ),
+    "packed nothing": Bad(
+        call(PackedSequence(torch.randn(0, I), torch.zeros(0, dtype=torch.int64))),
+        ValueError,
+        r"input\.batch_sizes",
+        "got none",
+    ),
     "packed too few rows, with resets": Bad(
         call(PackedSequence(torch.randn(6, I), PACKED.batch_sizes), resets=torch.zeros(4, 3, dtype=torch.bool)),
         ValueError,

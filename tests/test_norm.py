@@ -498,6 +498,14 @@ def test_estimate_of_one_batch_makes_evaluation_its_own():
     torch.testing.assert_close(model(data()), running, rtol=1e-10, atol=1e-11)
 
 
+def test_estimate_says_what_labels_are_taken_for():
+    """A loader of pairs gives an error of states, and nobody knows which."""
+    layer = zo.GRU(3, 4, norm=zo.RecurrentBatchNorm(5))
+    with pytest.raises(ValueError, match="hx") as caught:
+        zo.estimate_statistics(layer, [(torch.randn(5, 4, 3), torch.zeros(4))])
+    assert "(x for x, _ in batches)" in caught.value.__notes__[0]
+
+
 def test_estimate_puts_everything_back():
     """An estimate leaves another mode or norm behind, moves a parameter, or records gradients."""
     model = Model()

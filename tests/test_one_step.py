@@ -122,3 +122,14 @@ def test_nothing_is_shared(taken):
     with torch.no_grad():
         y.zero_()
     assert taken and torch.equal(h, before)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("kind", [zo.LSTM, zo.GRU, zo.RNN])
+def test_a_final_state_may_be_changed_in_place(kind, steps):
+    """A policy that clears the states of ended episodes cannot go back through the step before."""
+    layer, x = kind(3, 4), torch.randn(steps, 2, 3)
+    y, state = layer(x)
+    h = state[0] if kind is zo.LSTM else state
+    h.mul_(torch.tensor([[[0.0], [1.0]]]))
+    (y.sum() + layer(x, state)[0].sum()).backward()

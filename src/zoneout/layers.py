@@ -219,9 +219,11 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
             raise ValueError(f"input.data: expected rows of features, or int64 numbers, got {x.dim()} dimensions")
         self._check_input(x, "input.data")
         steps = counts.shape[0]
+        if steps == 0:
+            raise ValueError("input.batch_sizes: expected one number a step, got none")
         batch: Any = counts[0].item() if order is None else order.shape[0]  # an exporter makes a symbol of it
         if resets is not None:
-            resets = _check_resets(resets, (steps, batch), "[T, B]", x.device)
+            resets = _check_resets(resets, (steps, batch), "of packed rows [T, B]", x.device)
             resets = resets if order is None else resets.index_select(1, order)
         if _readable(counts):
             check_counts(counts, batch, x.shape[0])

@@ -255,6 +255,12 @@ class WeightNoise(Noise):
         return Rule("weight_noise", "sum", "sequence", self.at_eval)
 
 
+# Numbers and words alone: `torch.load` reads them without being told to trust the file.
+torch.serialization.add_safe_globals(
+    [Zoneout, StateDropout, RecurrentDropout, VariationalDropout, WeightDrop, WeightNoise]
+)
+
+
 # --- rates -----------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ batch norm over the examples that are still alive at one processed step, with st
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -137,11 +137,23 @@ def record(statistics: Tensor, seen: Tensor, first_step: int, weight: Tensor) ->
     where.lerp_(seen[:kept].to(where.dtype), weight[:kept, None].to(where.dtype))
 
 
+def _unpacked(model: nn.Module, batch: Sequence[Any]) -> None:
+    try:
+        model(*batch)
+    except (TypeError, ValueError) as error:
+        error.add_note(
+            f"zoneout.estimate_statistics called the model with all {len(batch)} values of a batch: leave out what is "
+            "not its input, as labels, by (x for x, _ in batches)"
+        )
+        raise
+
+
 @torch.no_grad()
 def estimate_statistics(model: nn.Module, batches: Iterable[Any]) -> int:
     """Estimate anew the statistics of every recurrent batch norm in `model`, as averages over `batches`.
 
-    Each batch is what `model` is called with (a tuple or list is unpacked, a dict gives keyword arguments). The
+    Each batch is what `model` is called with (a tuple or list is unpacked, a dict gives keyword arguments; leave out
+    labels: `(x for x, _ in loader)`). The
     model runs in evaluation mode with each batch's own statistics, and a step's statistics are averaged over the
     batches that reach it; modes are put back afterwards. Returns the number of batches used. If anything fails, the
     statistics are as they were.
@@ -168,7 +180,7 @@ def estimate_statistics(model: nn.Module, batches: Iterable[Any]) -> int:
             if isinstance(batch, dict):
                 model(**batch)
             elif isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence):
-                model(*batch)
+                _unpacked(model, batch)
             else:
                 model(batch)
         done = count > 0

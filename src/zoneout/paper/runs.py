@@ -365,6 +365,8 @@ def read_config(folder: Path | str) -> Config:
         page = path.with_name("index.html")
         if page.exists() and path.with_name("results.json").exists():
             raise RunError(f"{folder} is not a run but a sweep: its page is {page}, and its runs are the folders in it")
+        if not path.parent.exists():
+            raise ValueError(f"there is no folder {folder}")
         raise RunError(f"{folder} is not a run: there is no config.json in it")
     try:
         values = read_json(path)
