@@ -43,6 +43,16 @@ class LoopArguments(ctypes.Structure):
     ]
 
 
+class Norm(ctypes.Structure):
+    """`Norm` of common.cuh."""
+
+    _fields_ = [
+        ("eps", ctypes.c_double),
+        *((name, _p) for name in ("scale_h", "scale_c", "shift_c", "mean_h", "var_h", "mean_c", "var_c")),
+        *((name, _p) for name in ("dgh", "dnc", "chat", "dscale_c", "dshift_c", "db_x", "db_h")),
+    ]
+
+
 class Scratch(ctypes.Structure):
     """`Scratch` of steps.cu."""
 
@@ -114,6 +124,20 @@ def loop_arguments(loop: Loop, back: Backward | None) -> Arguments:
         made.put_all(back, _WIDE_BACK, torch.float32)
     for name, draw in loop.draws.items():
         fill_stream(getattr(s, _STREAMS[name]), draw)
+    return made
+
+
+def norm_arguments(loop: Loop, back: Backward | None) -> Arguments:
+    """The scales and moments of a loop's norm; empty where it has none."""
+    made = Arguments(Norm)
+    if loop.norm is None:
+        return made
+    made.struct.eps = loop.norm.eps
+    made.put_all(loop.norm, ("scale_h", "scale_c", "shift_c"), torch.float32)
+    made.put_all(loop, ("mean_h", "var_h", "mean_c", "var_c"), torch.float32)
+    if back is not None:
+        made.put("dgh", back.dgh, loop.gates.dtype)
+        made.put_all(back, ("dnc", "chat", "dscale_c", "dshift_c"), torch.float32)
     return made
 
 

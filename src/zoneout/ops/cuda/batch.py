@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..interface import Run
 from ..loop import GATES, Backward, Loop
-from .arguments import CELLS, TYPES, has, known, loop_arguments, modes_of
+from .arguments import CELLS, TYPES, has, known, loop_arguments, modes_of, norm_arguments
 from .compiler import Kernel, chip, load, pack, tf32
-from .small import MOST_NUMBERS, norm_arguments
+from .small import MOST_NUMBERS
 
 MOST_BLOCKS = 16  # of a cluster
 MOST_WARPS = 8  # of a block: with more, a thread has too few registers

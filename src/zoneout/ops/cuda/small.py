@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 
 from ..loop import GATES, Backward, Loop
-from .arguments import CELLS, TYPES, Arguments, has, known, loop_arguments, modes_of
+from .arguments import CELLS, TYPES, has, known, loop_arguments, modes_of, norm_arguments
 from .compiler import Kernel, chip, load, pack, processors, tf32
 
 REGISTERS = 16384 // 32  # of one of the four parts of a processor, for each lane
@@ -17,16 +16,6 @@ OWN, OWN_NORM, OWN_ROW = 76, 32, 20  # registers of a thread beside weights: wit
 MOST_SHARED = 160 * 1024  # bytes of weights: beyond, reading them each step takes longer than an exchange of blocks
 MOST_NUMBERS = 2**31  # of the gates: offsets are 32 bits wide
 COSTS = {1: 1.0, 2: 1.7}  # of a step, by the rows of a thread
-
-
-class Norm(ctypes.Structure):
-    """`Norm` of small.cu and batch.cu."""
-
-    _fields_ = [
-        ("eps", ctypes.c_double),
-        *((name, ctypes.c_void_p) for name in ("scale_h", "scale_c", "shift_c", "mean_h", "var_h", "mean_c", "var_c")),
-        *((name, ctypes.c_void_p) for name in ("dgh", "dnc", "chat", "dscale_c", "dshift_c", "db_x", "db_h")),
-    ]
 
 
 @dataclass(frozen=True)
@@ -99,20 +88,6 @@ def run(loop: Loop, back: Backward | None) -> bool:
     arguments, norm = loop_arguments(loop, back), norm_arguments(loop, back)
     kernel.launch(tiles.blocks, 32 * tiles.warps, pack((arguments.struct, norm.struct)), tiles.shared)
     return True
-
-
-def norm_arguments(loop: Loop, back: Backward | None) -> Arguments:
-    """The scales and moments of a loop's norm; empty where it has none."""
-    made = Arguments(Norm)
-    if loop.norm is None:
-        return made
-    made.struct.eps = loop.norm.eps
-    made.put_all(loop.norm, ("scale_h", "scale_c", "shift_c"), torch.float32)
-    made.put_all(loop, ("mean_h", "var_h", "mean_c", "var_c"), torch.float32)
-    if back is not None:
-        made.put("dgh", back.dgh, loop.gates.dtype)
-        made.put_all(back, ("dnc", "chat", "dscale_c", "dshift_c"), torch.float32)
-    return made
 
 
 def defines_of(
