@@ -318,8 +318,8 @@ def test_the_command(results: Path, speed: Path, full: str, tmp_path: Path, caps
     folder = fabricated.run_folder(tmp_path, "run", best=1.5)
     assert cli.main(["report", str(folder), "--out", str(out)]) == 0
     assert "1.5000" in out.read_text(encoding="utf-8")
-    assert cli.main(["report", str(tmp_path / "nothing"), "--out", str(out)]) == codes.FAILED
-    assert "is not a run" in capsys.readouterr().err
+    assert cli.main(["report", str(tmp_path / "nothing"), "--out", str(out)]) == codes.WRONG_USE
+    assert "there is no folder" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
     assert cli.main(["report", str(folder), "--out", str(tmp_path / "file" / "report.html")]) == codes.FAILED
     assert "is not a folder" in capsys.readouterr().err

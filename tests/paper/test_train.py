@@ -419,7 +419,7 @@ def test_folders_of_other_runs_are_not_touched(tmp_path: Path) -> None:
         train(CHARS, tmp_path / "run")
     with pytest.raises(RunError, match=r"holds another run: model\.hidden is 24 there and 25 here"):
         train(change(CHARS, {"model.hidden": 25}), tmp_path / "run", resume=True)
-    with pytest.raises(RunError, match=r"is not a run"):
+    with pytest.raises(ValueError, match=r"there is no folder"):
         train(CHARS, tmp_path / "nothing", resume=True)
     assert outcome(tmp_path / "run") == before
 
