@@ -581,3 +581,34 @@ def test_the_struct_is_the_one_of_the_header():
             if name.strip(" *\n")
         ]
         assert names == [field[0] for field in cls._fields_], struct
+
+
+@pytest.mark.parametrize("name", ["bias_ih_l0", "bias_hh_l0", "norm_ih_l0"])
+@pytest.mark.parametrize("how", ["column", "expanded"])
+def test_parameters_that_lie_apart(loop, name, how):
+    """A bias that is a column of something larger is refused, or read as if it lay in one piece."""
+    ours, theirs = (zo.GRU(3, 4, norm="layer", backend=backend) for backend in ("cpu", "reference"))
+    values = {key: value.detach() for key, value in ours.named_parameters()}
+    apart = torch.randn(len(values[name]), 2)[:, 0] if how == "column" else torch.randn(1).expand(len(values[name]))
+    got, want = (
+        torch.func.functional_call(layer, values | {name: apart}, torch.ones(5, 2, 3)) for layer in (ours, theirs)
+    )
+    torch.testing.assert_close(got[0], want[0])
+
+
+def test_a_seed_that_counts_on():
+    """A seed kept in a tensor, and counted on after the call, is not what the way back draws from."""
+    layer, seed, x = zo.LSTM(3, 4, noise=zo.Zoneout(0.3, 0.3)), torch.tensor(5), torch.randn(9, 2, 3)
+    y, _ = layer(x, seed=seed)
+    seed += 1
+    (got,) = torch.autograd.grad(y.sum(), layer.weight_hh_l0)
+    (want,) = torch.autograd.grad(layer(x, seed=5)[0].sum(), layer.weight_hh_l0)
+    assert torch.equal(got, want)
+
+
+def test_the_last_step_there_is():
+    """The number of a last step that fits into 32 bits is refused."""
+    layer, x = zo.LSTM(3, 4, noise=zo.Zoneout(0.3, 0.3)), torch.randn(5, 2, 3)
+    layer(x, seed=1, first_step=2**32 - 5)
+    with pytest.raises(ValueError, match="first_step"):
+        layer(x, seed=1, first_step=2**32 - 4)

@@ -133,7 +133,7 @@ def masks(
         }.items()
     )
     layer, direction = check_count("layer", layer, 2**15), check_count("direction", direction, 2)
-    first_step = check_count("first_step", first_step, 2**32 - steps)
+    first_step = check_count("first_step", first_step, 2**32 - steps + 1)
     units = stream_units(hidden, proj_size, inputs)
     where = plane("cell", layer, direction)
     at = torch.arange(first_step, first_step + steps, device="cpu")

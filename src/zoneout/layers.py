@@ -110,7 +110,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         x = x if x.dtype in (dtype, torch.int64) else x.to(dtype)
         if return_cells and self.kind != "lstm":
             raise ValueError(f"return_cells: expected False, since a {self.kind.upper()} has no cell")
-        first_step = check_count("first_step", first_step, 2**32 - sequences.steps)
+        first_step = check_count("first_step", first_step, 2**32 - sequences.steps + 1)
         initial = sequences.sort_states(*self._initial_states(sequences.batch, dtype))
         h0, c0 = self._given_states(hx, initial, sequences)
         rows = sequences.sort(example_ids(examples, sequences.batch, x.device))
@@ -297,7 +297,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
     def _seed(self, seed: int | Tensor | None, x: Tensor) -> Tensor | None:
         """The seed of this call; nothing is drawn from torch's generator unless a mask needs it."""
         if seed is not None:
-            return as_seed(seed, x.device)
+            return as_seed(seed, x.device, copy=True)
         between = self.training and self.dropout > 0 and self.num_layers > 1
         if between or any(rule.mask != "static" for rule in self._drawn_rules()):
             return fresh_seed(x)

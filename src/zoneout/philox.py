@@ -85,15 +85,18 @@ def fold(seed: int | Tensor, n: int) -> int | Tensor:
     return folded if isinstance(seed, Tensor) or torch.compiler.is_compiling() else int(folded)
 
 
-def as_seed(seed: int | Tensor, device: torch.device | str | None = None) -> Tensor:
-    """The seed as an int64 scalar on `device`; an int of up to 64 bits, signed or not, is taken."""
+def as_seed(seed: int | Tensor, device: torch.device | str | None = None, copy: bool = False) -> Tensor:
+    """The seed as an int64 scalar on `device`; an int of up to 64 bits, signed or not, is taken.
+
+    `copy` is for what draws again on the way back: a tensor may count on by then.
+    """
     if isinstance(seed, Tensor):
         if seed.numel() != 1 or seed.is_floating_point() or seed.is_complex() or seed.dtype == torch.bool:
             raise ValueError(
                 f"seed: expected an int or an integer tensor with one element, got {seed.dtype} "
                 f"of shape {tuple(seed.shape)}"
             )
-        return seed.reshape(()).to(device=device, dtype=torch.int64)
+        return seed.reshape(()).to(device=device, dtype=torch.int64, copy=copy)
     number = as_integer(seed)
     if number is None:
         raise TypeError(f"seed: expected an int or an integer tensor, got {type(seed).__name__}")

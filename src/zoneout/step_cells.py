@@ -143,7 +143,7 @@ class RecurrentCell(Recurrent, nn.RNNCellBase):
 
     def _seed(self, seed: int | Tensor | None, x: Tensor) -> Tensor | None:
         if seed is not None:
-            return as_seed(seed, x.device)
+            return as_seed(seed, x.device, copy=True)
         drawn = [rule for rule in self._drawn_rules() if rule.mask != "static"]
         for rule in drawn:
             if not sees_step(rule):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from zoneout.paper import evaluate as evaluation
 from zoneout.paper.config import Config, Data, Evaluation, Model, Protocol, Zoneout
 from zoneout.paper.data import Corpus, Images, Vocabulary
 from zoneout.paper.evaluate import (
@@ -202,3 +203,11 @@ def test_evaluation_mode_is_left_after_an_error() -> None:
     with pytest.raises(RuntimeError), evaluation_mode(model, batch_statistics=True):
         raise RuntimeError
     assert model.training and model.recurrent.norm.at_eval == "running"
+
+
+def test_a_chunk_that_is_left_over_goes_with_those_before() -> None:
+    """Batch norm has no statistics of a chunk by itself."""
+    assert [len(part) for part in evaluation._together(torch.arange(9), 4)] == [4, 5]
+    assert [len(part) for part in evaluation._together(torch.arange(10), 4)] == [4, 4, 2]
+    assert [len(part) for part in evaluation._together(torch.arange(3), 1)] == [1, 1, 1]
+    assert [len(part) for part in evaluation._together(torch.arange(1), 4)] == [1]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import fabricated
 import pytest
 
 from zoneout.paper import cli, codes, figures, plots
-from zoneout.paper.disk import RunError
+from zoneout.paper.disk import RunError, write_record
 from zoneout.paper.figures import FIGURES, draw, draw_all, limits, save_all
 from zoneout.paper.recipes import RECIPES
 
@@ -218,3 +219,19 @@ def test_every_colour_has_one_for_the_dark(full: Path) -> None:
         used = set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", drawn))
         assert used <= plots.DARK.keys(), name
         assert "fill: black" not in drawn and not re.search(r"<text(?![^>]*fill: #)", drawn), name
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"curve": {}}, {"curve": {"epoch": [], "valid": [], "train_nats": []}}, {"versions": {}}, {"scores": [{}]},
+        {"scores": [1]}, {"measure": "points"}, {"curve": {"epoch": [1.0], "valid": [], "train_nats": []}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_record_with_other_parts(wrong: dict[str, Any], tmp_path: Path) -> None:
+    """A record that was changed by hand ends in a traceback, and nobody knows in which file it is."""
+    path = tmp_path / "char_ptb_zoneout" / "seed-1.json"
+    write_record(path, fabricated.record("char_ptb_zoneout") | wrong)
+    with pytest.raises(RunError, match=r"seed-1\.json is not a record that can be read: "):
+        draw("methods", tmp_path)

@@ -22,6 +22,7 @@ from zoneout.paper.config import (
     Zoneout,
 )
 from zoneout.paper.models import build, loss_of, noises, parameters_of
+from zoneout.paper.recipes import RECIPES
 
 SYMBOLS = 11
 TOKENS = torch.randint(0, SYMBOLS, (7, 4), generator=torch.Generator().manual_seed(0))
@@ -287,3 +288,16 @@ def test_the_norm_stabiliser_is_added_but_not_shown() -> None:
     loss, shown = loss_of(output, TOKENS, Config(norm_stabilizer=50.0))
     torch.testing.assert_close(loss, plain + zo.norm_stabilizer(output.hidden, 50.0))
     torch.testing.assert_close(shown, nats)
+
+
+def test_start_weights_do_not_depend_on_threads() -> None:
+    """The same seed starts elsewhere where several runs share a machine."""
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(build(RECIPES["pmnist_zoneout"].make()).state_dict())
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())

@@ -662,3 +662,13 @@ if __name__ == "__main__":
             train(config, Path(folder) / "run")
             lines = [f"{kind} {update} {nats:.6f}\n" for kind, update, nats in curve(Path(folder) / "run")]
             (GOLDEN / f"{name}.txt").write_text("".join(lines))
+
+
+@pytest.mark.parametrize("protocol", [Protocol("whole"), Protocol("chunks", length=20, size=1)], ids=["whole", "one"])
+def test_batch_norm_is_not_validated_by_single_rows(protocol: Protocol, tmp_path: Path) -> None:
+    """Nothing is left of a row that is normalised by itself: the validation means nothing, and chooses the weights."""
+    config = CURVES["char-lstm-batch-norm"]
+    config = replace(config, evaluation=replace(config.evaluation, valid=protocol))
+    with pytest.raises(ValueError, match=r"evaluation\.valid: expected at least two rows at once"):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -200,5 +200,6 @@ def _arguments(loop: Loop, back: Backward | None) -> native.Loop:
 def _put(args: native.Loop, tensors: dict[str, Any], names: Iterable[str]) -> None:
     for name in names:
         if (value := tensors[name]) is not None:
-            assert value.is_contiguous() and value.device.type == "cpu", name
+            if not value.is_contiguous() or value.device.type != "cpu":
+                raise RuntimeError(f"{name}: a loop in C would read what is not there")
             setattr(args, name, value.data_ptr())

@@ -93,7 +93,8 @@ class Loop:
         rounding leaves of their sums would be more than all that is true. So nothing is computed from the sums: the
         derivatives of W_h and W_x are taken from differences of h and x to one row of the step, and what comes back
         through the product has its mean over the rows taken out. Those of the biases are such sums, and nearly cancel:
-        they are added up without rounding first, but for half types step by step on a GPU.
+        they are added up without rounding first, but for half types step by step on a GPU; what three alike steps and
+        more have made so large that float32 does not hold the sum is lost.
         """
         return self.norm is not None and self.norm.over == "examples" and not self.given
 

@@ -349,7 +349,7 @@ def _before(states: Tensor, count: int, cut: Tensor | None, reset: Tensor | None
 
 
 def _carried(new: Tensor, old: Tensor, through: Tensor, straight: Tensor | None, out: Tensor) -> Tensor:
-    """The state that is carried on: exact where a mask has 0 or 1, and faster than torch.lerp and torch.where."""
+    """The state that is carried on: of finite numbers exact where a mask has 0 or 1; faster than lerp and where."""
     torch.mul(new, through, out=out)
     return out if straight is None else out.addcmul_(old, straight)
 

@@ -489,7 +489,10 @@ def _fit(value: Any, hint: Any) -> Any:
         return _Misfit("a whole number" if hint is int else "a number")
     if hint is int:
         return value if isinstance(value, int) else _Misfit("a whole number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        return _Misfit("a number that a float can be")
 
 
 def _nearest(name: str, known: typing.Iterable[str]) -> str:

@@ -101,13 +101,19 @@ def _pieces(tokens: Tensor, protocol: Protocol) -> Iterator[tuple[Tensor, Tensor
     if protocol.kind == "chunks":
         length = min(protocol.length, len(tokens))
         starts = batches.chunk_starts(len(tokens), length, offset=False, shuffle=False)
-        for some in starts.split(protocol.size):
+        for some in _together(starts, protocol.size):
             chunk = batches.chunks(tokens, some, length)
             yield chunk[:-1], chunk[1:]
         return
     rows = batches.streams(tokens, 1 if protocol.kind == "whole" else protocol.size)
     for inputs, targets in batches.pieces(rows, protocol.length):
         yield inputs.to(torch.int64), targets.to(torch.int64)
+
+
+def _together(starts: Tensor, size: int) -> Sequence[Tensor]:
+    """So many at a time; one that would be left over, of which batch norm has no statistics, goes with those before."""
+    parts = list(starts.split(size))
+    return [*parts[:-2], torch.cat(parts[-2:])] if len(parts) > 1 and len(parts[-1]) == 1 < size else parts
 
 
 @torch.no_grad()

@@ -6,6 +6,8 @@ the update and of their coordinates, as the masks inside the layers are.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -204,11 +206,22 @@ def noises(config: Config) -> list[Any]:
 def build(config: Config, symbols: int = 0) -> LanguageModel | Classifier:
     """The model of a config, its weights a function of `config.seed`; `symbols` is the size of a text's vocabulary."""
     # torch's own initialisers draw from the global generator: it is put back afterwards.
-    with alone, torch.random.fork_rng(devices=[]):
+    with alone, torch.random.fork_rng(devices=[]), one_thread():
         torch.manual_seed(int(zo.fold(config.seed, _INPUT)) % 2**63)
         model = _model(config, symbols)
         initialise(model, config)
     return model
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """As one thread computes: LAPACK's factors, of which orthogonal matrices are made, differ by how many there are."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def check(config: Config) -> None:

@@ -125,7 +125,7 @@ def protocols(config: Config) -> list[Protocol | None]:
     """
     if config.task == "images":
         return [None]
-    own = {p.kind: p for p in (config.evaluation.valid, config.evaluation.test, Protocol("whole", length=1000))}
+    own = {named(p): p for p in (config.evaluation.valid, config.evaluation.test, Protocol("whole", length=1000))}
     return list(own.values())
 
 
@@ -178,9 +178,25 @@ def read_record(path: Path) -> Record:
         if (record["recipe"], f"seed-{record['seed']}") != (path.parent.name, path.stem):
             raise ValueError(f"it is of {record['recipe']}, seed {record['seed']}")
         configs.from_json(record["config"])
+        _check_parts(record)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(f"{path} is not a record that can be read: {error}") from None
     return record
+
+
+def _check_parts(record: Record) -> None:
+    """An error where something inside a record is not what tables and figures take it for."""
+    curve, measure = record["curve"], record["measure"]
+    if measure not in UNITS:
+        raise ValueError(f"its measure is {measure!r}")
+    lengths = [len(curve[name]) for name in ("epoch", "valid", "train_nats")]
+    if lengths[0] == 0 or len(set(lengths)) > 1:
+        raise ValueError(f"its curve has {', '.join(map(str, lengths))} epochs, validations and training losses")
+    if not isinstance(record["versions"].get("torch"), str):
+        raise ValueError("its versions have none of torch")
+    for score in record["scores"]:
+        if missing := {"part", "protocol", "at_eval", measure} - set(score):
+            raise ValueError(f"one of its scores lacks {', '.join(sorted(missing))}")
 
 
 def read_records(results: Path, recipe: str) -> list[Record]:

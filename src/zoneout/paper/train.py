@@ -134,6 +134,7 @@ class Training:
         self.measure = measure_of(self.data)
         self.model = build(config, len(vocabulary) if vocabulary else 0).to(device)
         self.feed = make_feed(config, self.data, device, processes.rank, processes.size)
+        check_statistics(config, self.data)
         self.step = Step(self.model, self.feed, config, processes)
         self.parameters = sum(p.numel() for p in parameters_of(self.model).values())
         self.state = State(self.data.digest)
@@ -395,6 +396,20 @@ def check_protocols(config: Config, data: Corpus | Images) -> None:
                 predictions(len(part), protocol)
             except ValueError as error:
                 raise ValueError(f"evaluation.{name}: {error}") from None
+
+
+def check_statistics(config: Config, data: Corpus | Images) -> None:
+    """An error where batch norm would be validated by the statistics of single rows, which leave nothing of them."""
+    valid, rows = config.evaluation.valid, config.evaluation.valid.size
+    if isinstance(data, Images):
+        rows = min(rows, len(data.valid[1]))
+    elif valid.kind == "chunks":
+        rows = min(rows, len(data.valid) // valid.length)
+    if config.model.norm == "batch" and (valid.kind == "whole" or rows < 2):
+        raise ValueError(
+            "evaluation.valid: expected at least two rows at once, by whose statistics batch norm is judged, got one: "
+            "a whole text, a size of 1, or a text of less than two chunks"
+        )
 
 
 def in_words(config: Config, data: Corpus | Images) -> str:

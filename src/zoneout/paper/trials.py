@@ -172,9 +172,19 @@ def state_of(trial: Trial, folder: Path, *, scheduled: bool = False) -> State:
     if (folder / "summary.json").exists():
         return "finished"
     if (folder / "ended.json").exists():
-        state: State = disk.read_json(folder / "ended.json")["state"]
+        state: State = read_ended(folder)["state"]
         return state if state == "diverged" or scheduled else "begun"
     return "begun"
+
+
+def read_ended(folder: Path) -> dict[str, Any]:
+    """How a trial ended that did not finish."""
+    path = folder / "ended.json"
+    try:
+        found = disk.read_json(path)
+        return {"state": str(found["state"]), "why": str(found["why"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{path} cannot be read: {error}; without it the trial goes on") from None
 
 
 def known_trials(base: Config, fields: Sequence[str], out: Path) -> list[Trial]:
@@ -216,7 +226,7 @@ def row_of(trial: Trial, folder: Path, why: str = "", *, scheduled: bool = False
     if state == "missing" or not (folder / "metrics.jsonl").exists():
         return Row(name, str(folder), settings, state, why=why)
     if (folder / "ended.json").exists() and state in ("stopped", "diverged"):
-        why = disk.read_json(folder / "ended.json")["why"]
+        why = read_ended(folder)["why"]
     lines = runs.read_metrics(folder)
     best = next((line for line in reversed(lines) if line["kind"] == "valid" and line["best"]), None)
     measure = measure_in(best or {}) or ""

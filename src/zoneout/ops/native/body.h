@@ -191,23 +191,29 @@ static void NAME(row_moments)(const REAL *v, int64_t n, REAL *mean, REAL *var) {
     *var = (REAL)(square / (double)n);
 }
 
-/* Moments over rows [0, n) of columns [from, to). Sums are of differences to the first row: where all rows are alike their
- * mean is that row and nothing is left of it, which would be divided by the root of eps. */
+/* Moments over rows [0, n) of columns [from, to). Sums are of differences to the first row, in double: where all rows are
+ * alike their mean is that row and nothing is left of it, which would be divided by the root of eps. */
 static void NAME(column_moments)(const REAL *v, int64_t stride, int64_t n, int64_t from, int64_t to,
                                  REAL *restrict mean, REAL *restrict var) {
-    for (int64_t j = from; j < to; j++) mean[j] = var[j] = 0;
-    for (int64_t b = 1; b < n; b++) {
-        const REAL *restrict row = v + b * stride;
+    double sum[CHUNK], square[CHUNK];
+    for (int64_t j0 = from; j0 < to; j0 += CHUNK) {
+        int64_t count = min64(CHUNK, to - j0);
+        const REAL *restrict first = v + j0;
+        for (int64_t j = 0; j < count; j++) sum[j] = square[j] = 0;
+        for (int64_t b = 1; b < n; b++) {
+            const REAL *restrict row = v + b * stride + j0;
 #pragma omp simd
-        for (int64_t j = from; j < to; j++) mean[j] += row[j] - v[j];
+            for (int64_t j = 0; j < count; j++) {
+                double d = (double)row[j] - (double)first[j];
+                sum[j] += d, square[j] += d * d;
+            }
+        }
+        for (int64_t j = 0; j < count; j++) {
+            double off = sum[j] / (double)n, left = square[j] / (double)n - off * off;
+            mean[j0 + j] = (REAL)((double)first[j] + off);
+            var[j0 + j] = (REAL)(left > 0 ? left : 0);
+        }
     }
-    for (int64_t j = from; j < to; j++) mean[j] = v[j] + mean[j] / (REAL)n;
-    for (int64_t b = 0; b < n; b++) {
-        const REAL *restrict row = v + b * stride;
-#pragma omp simd
-        for (int64_t j = from; j < to; j++) var[j] += (row[j] - mean[j]) * (row[j] - mean[j]);
-    }
-    for (int64_t j = from; j < to; j++) var[j] /= (REAL)n;
 }
 
 /* Columns [from, to) of one row normalised: over the row (its own two moments) or over each column. */
@@ -246,7 +252,9 @@ static void NAME(row_back)(REAL *dv, const REAL *d, const REAL *hat, const REAL 
 static void NAME(column_back)(REAL *dv, const REAL *d, const REAL *hat, const REAL *mean, int64_t stride,
                               const REAL *scale, const REAL *var, double eps, int64_t n, int64_t from, int64_t to,
                               int given, REAL *restrict dscale, REAL *restrict dshift) {
-    REAL one[CHUNK], two[CHUNK], by[CHUNK], less[CHUNK], rstd[CHUNK], share_of = given ? 0 : (REAL)1 / (REAL)n;
+    double one[CHUNK], two[CHUNK];
+    REAL m1[CHUNK], m2[CHUNK], by[CHUNK], less[CHUNK], rstd[CHUNK];
+    double share_of = given ? 0 : 1 / (double)n;
     for (int64_t j0 = from; j0 < to; j0 += CHUNK) {
         int64_t count = min64(CHUNK, to - j0);
 #pragma omp simd
@@ -264,14 +272,14 @@ static void NAME(column_back)(REAL *dv, const REAL *d, const REAL *hat, const RE
         for (int64_t j = 0; j < count; j++) {
             dscale[j0 + j] += two[j];
             if (dshift) dshift[j0 + j] += one[j];
-            one[j] *= share_of, two[j] *= share_of;
+            m1[j] = (REAL)(one[j] * share_of), m2[j] = (REAL)(two[j] * share_of);
         }
         for (int64_t b = 0; b < n; b++) {
             const REAL *row = d + b * stride + j0, *of = hat + b * stride + j0;
             REAL *out = dv + b * stride + j0;
 #pragma omp simd
             for (int64_t j = 0; j < count; j++)
-                out[j] = by[j] * (row[j] - one[j] - (of[j] - less[j]) * rstd[j] * two[j]);
+                out[j] = by[j] * (row[j] - m1[j] - (of[j] - less[j]) * rstd[j] * m2[j]);
         }
     }
 }
