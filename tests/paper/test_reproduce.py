@@ -126,7 +126,9 @@ def test_an_interrupted_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
         assert run("tiny", seeds=(1, 2)) == "interrupted"
     assert not Path("res").exists() and not Path("out/char_ptb_tiny/seed-2").exists(), "it went on to the next run"
     assert Run("out/char_ptb_tiny/seed-1").checkpoints()[0].name == "00000007"
+    write_record(Path("out/char_ptb_tiny/seed-1/at_once.json"), {"at_once": 3})  # as if two had been beside it
     assert run("tiny") == "finished"
+    assert read_record(Path("res/char_ptb_tiny/seed-1.json"))["at_once"] == 3, "its minutes are those of one by itself"
     ours, theirs = (read_record(Path(f"{f}/char_ptb_tiny/seed-1.json")) for f in ("res", "whole-res"))
     same = ("valid", "test", "scores", "curve", "updates")
     assert [ours[name] for name in same] == [theirs[name] for name in same]

@@ -25,7 +25,7 @@ from zoneout.paper.disk import RunError
 from zoneout.paper.files import DataError
 from zoneout.paper.sweep import run_local
 from zoneout.paper.train import load_data, train
-from zoneout.paper.trials import Row, axes_of, grid_of, part_of, row_of, trial_of
+from zoneout.paper.trials import Row, axes_of, grid_of, part_of, read_ended, row_of, trial_of
 
 
 @pytest.fixture(scope="module")
@@ -433,3 +433,11 @@ def test_the_page_has_the_shared_look_and_escapes_every_string(undisturbed: Path
         assert "<script" not in page and "&lt;script&gt;" in page and "&amp; more" in page
         texts = [text for _, text in Page(page).all("text")]
         assert any(text.startswith(f"$x^{evil}$, best ") for text in texts), "the legend has another name"
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]"])
+def test_an_end_that_cannot_be_read(text: str, tmp_path: Path) -> None:
+    """One file that was damaged by hand stops a whole sweep, which does not say where it is."""
+    (tmp_path / "ended.json").write_text(text)
+    with pytest.raises(RunError, match=r"ended\.json cannot be read"):
+        read_ended(tmp_path)

@@ -557,9 +557,9 @@ def word_ptb_recurrent_dropout_only() -> Config:
 
 # --- text8 -----------------------------------------------------------------------------------------
 
-# Here it is the gradient that is clipped, and Adam's epsilon stands where it does in the character task. How the paper cut the text for evaluation was not published; the setting that
-# it copies has chunks of 1000 for both parts, and the paper's valid and test numbers are as near to each other as one
-# protocol for both would have them.
+# Here it is the gradient that is clipped, and Adam's epsilon stands where it does in the character task. How the paper
+# cut the text for evaluation was not published; the setting that it copies has chunks of 1000 for both parts, and the
+# paper's valid and test numbers are as near to each other as one protocol for both would have them.
 _TEXT8 = Config(
     data=Data("text8"),
     batches=Batches("chunks", size=128, length=180, offset=True),

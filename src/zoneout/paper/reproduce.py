@@ -41,6 +41,7 @@ from .unread import refuse_given, refuse_unread
 State = Literal["finished", "interrupted", "diverged", "without data", "refused", "failed"]
 PAGE, README = Path("docs/results.md"), Path("README.md")  # where the tables stand
 OPTIONS = {"seed": "--first-seed", "precision": "--precision", "device": "--device"}  # of settings that have their own
+SHARED = "at_once.json"  # in a run's folder: with how many others it has been trained
 RUNS, RESULTS, TRIALS = Path("runs/reproduce"), Path("results"), Path("runs/trials")
 CODES: dict[State, int] = {
     "finished": OK,
@@ -93,6 +94,11 @@ class Job:
             )
         return False
 
+    def most_at_once(self) -> int:
+        """How many runs shared the device, in this call or in one before it: the minutes are of all of them."""
+        path = self.folder / SHARED
+        return max(self.at_once, int(disk.read_json(path)["at_once"]) if path.exists() else 1)
+
     def __call__(self, progress: Progress | None = None) -> State:
         """Train, or go on, and write the record."""
         config, folder = self.config, self.folder
@@ -100,9 +106,10 @@ class Job:
         if not (begun and (folder / "summary.json").exists() and runs.read_config(folder) == config):
             deadline = time.monotonic() + self.until - time.time()
             summary = train(config, folder, resume=begun, progress=progress, data=self.data, deadline=deadline)
+            write_record(folder / SHARED, {"at_once": self.most_at_once()})
             if summary.status == "interrupted":
                 return "interrupted"
-        record = make_record(folder, self.recipe, data=self.data, device=self.device, at_once=self.at_once)
+        record = make_record(folder, self.recipe, data=self.data, device=self.device, at_once=self.most_at_once())
         write_record(self.record, record)
         return "finished"
 
