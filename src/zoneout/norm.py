@@ -153,10 +153,9 @@ def estimate_statistics(model: nn.Module, batches: Iterable[Any]) -> int:
     """Estimate anew the statistics of every recurrent batch norm in `model`, as averages over `batches`.
 
     Each batch is what `model` is called with (a tuple or list is unpacked, a dict gives keyword arguments; leave out
-    labels: `(x for x, _ in loader)`). The
-    model runs in evaluation mode with each batch's own statistics, and a step's statistics are averaged over the
-    batches that reach it; modes are put back afterwards. Returns the number of batches used. If anything fails, the
-    statistics are as they were.
+    labels: `(x for x, _ in loader)`). The model runs in evaluation mode with each batch's own statistics, and a step's
+    statistics are averaged over the batches that reach it; modes are put back afterwards. Returns the number of batches
+    used. If anything fails, the statistics are as they were.
 
     >>> import torch, zoneout as zo
     >>> layer = zo.LSTM(3, 5, norm=zo.RecurrentBatchNorm(steps=4))

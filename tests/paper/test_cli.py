@@ -50,7 +50,7 @@ def test_version(zoneout) -> None:
     [
         (["trian"], WRONG_USE, "there is no command 'trian'; did you mean train"),
         (["xyzzy"], WRONG_USE, "the commands are demo, train"),
-        (["reproduce", "char_ptb_zoneot"], WRONG_USE, "did you mean char_ptb_zoneout"),
+        (["reproduce", "char_ptb_zoneot"], WRONG_USE, "the nearest are char_ptb_zoneout"),
         (["train", "--zoneout.cel", "0.5"], WRONG_USE, "--zoneout.cell"),
         (["train", "--hidden", "10"], WRONG_USE, "--model.hidden"),
         (["train", "--model.cell", "lstn"], WRONG_USE, "lstm"),

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from zoneout.paper import evaluate as evaluation
 from zoneout.paper.config import Config, Data, Evaluation, Model, Protocol, Zoneout
 from zoneout.paper.data import Corpus, Images, Vocabulary
 from zoneout.paper.evaluate import (
@@ -22,6 +21,7 @@ from zoneout.paper.evaluate import (
     evaluate_text,
     evaluation_mode,
     predictions,
+    slices,
 )
 from zoneout.paper.feeds import ImageFeed, make_feed
 from zoneout.paper.models import build
@@ -205,9 +205,7 @@ def test_evaluation_mode_is_left_after_an_error() -> None:
     assert model.training and model.recurrent.norm.at_eval == "running"
 
 
-def test_a_chunk_that_is_left_over_goes_with_those_before() -> None:
-    """Batch norm has no statistics of a chunk by itself."""
-    assert [len(part) for part in evaluation._together(torch.arange(9), 4)] == [4, 5]
-    assert [len(part) for part in evaluation._together(torch.arange(10), 4)] == [4, 4, 2]
-    assert [len(part) for part in evaluation._together(torch.arange(3), 1)] == [1, 1, 1]
-    assert [len(part) for part in evaluation._together(torch.arange(1), 4)] == [1]
+def test_what_is_left_over_goes_with_those_before() -> None:
+    """Batch norm has no statistics of a chunk or an image by itself."""
+    found = {case: [s.stop - s.start for s in slices(*case)] for case in ((9, 4), (10, 4), (3, 1), (1, 4), (0, 4))}
+    assert list(found.values()) == [[4, 5], [4, 4, 2], [1, 1, 1], [1], []]

@@ -259,6 +259,12 @@ torch.library.register_autograd("zoneout::run_backward", _no_second)
 # --- plain eager mode ------------------------------------------------------------------------------
 
 
+_CHANGED = (
+    "the outputs, input or weights of a zoneout layer have been changed in place since its call, and its way back "
+    "needs them as they were: write y = y + x for y += x, and inplace=False."
+)
+
+
 class _Eager(torch.autograd.Function):
     """The same node without the dispatcher, which costs a small layer as much as its work."""
 
@@ -296,7 +302,9 @@ class _Eager(torch.autograd.Function):
         try:
             values = ctx.saved_tensors
         except RuntimeError as error:
-            raise _said(error) from error
+            if "inplace operation" not in str(error):
+                raise
+            raise RuntimeError(f"{_CHANGED} (torch: {error})") from error
         tensors, places, rest = values[:_COUNT], values[_COUNT : _COUNT + 4], values[_COUNT + 4 :]
         saved, rest = rest[: ctx.count], rest[ctx.count :]
         r = _with_tensors(ctx.plain, tensors, places, rest)
@@ -314,16 +322,6 @@ class _Eager(torch.autograd.Function):
         return (None, *(grad if needed else None for grad, needed in zip(grads, there)))
 
     jvp = staticmethod(_no_forward_mode)
-
-
-def _said(error: RuntimeError) -> RuntimeError:
-    """What torch says of a tensor that was changed in place, with what that means here."""
-    if "inplace operation" not in str(error):
-        return error
-    return RuntimeError(
-        "the outputs, input or weights of a zoneout layer have been changed in place since its call, and its way back "
-        f"needs them as they were: write y = y + x for y += x, and inplace=False. (torch: {error})"
-    )
 
 
 def _one_by_one(backward: Callable[[Any], Sequence[Tensor | None]], d: Sequence[Any]) -> Sequence[Tensor | None]:

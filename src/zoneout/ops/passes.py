@@ -109,7 +109,9 @@ def _ready(device: Any, r: Run, rows: Packed | Padded | None = None) -> _Ready:
     norm = r.norm
     if norm is not None:
         given = None if norm.given is None else Moments(*map(wide, norm.given))  # type: ignore[arg-type]
-        scales = {name: dense(wide(getattr(norm, name))) for name in ("scale_x", "scale_h", "scale_c", "shift_c")}
+        scales = {
+            name: in_one_piece(wide(getattr(norm, name))) for name in ("scale_x", "scale_h", "scale_c", "shift_c")
+        }
         norm = norm._replace(given=given, **scales)  # type: ignore[arg-type]
     x, h0, reset_h, w = r.x, r.h0, r.reset_h, r.weights
     if device.WIDE and h0.dtype != state_type(h0.dtype):
@@ -122,8 +124,8 @@ def _ready(device: Any, r: Run, rows: Packed | Padded | None = None) -> _Ready:
     return _Ready(x, h0, wide(r.c0), reset_h, wide(r.reset_c), w, norm, rows, turned)
 
 
-def dense(v: Tensor | None) -> Tensor | None:
-    """A vector that lies in one piece, as loops read it: a parameter may be a column of something, or expanded."""
+def in_one_piece(v: Tensor | None) -> Tensor | None:
+    """As loops read it: a parameter may be a column of something, or expanded."""
     return None if v is None else v.contiguous()
 
 
@@ -197,9 +199,9 @@ def _loop(
         x=x,
         w_ih=None if x is None else w.w_ih.contiguous(),
         w_hh=w.w_hh.contiguous(),
-        b_x=b_x,
-        b_h=dense(w.b_hh) if _apart(r) else None,
-        w_hr=None if w.w_hr is None else w.w_hr.contiguous(),
+        b_x=in_one_piece(b_x),
+        b_h=in_one_piece(w.b_hh) if _apart(r) else None,
+        w_hr=in_one_piece(w.w_hr),
         draws=draws,
         scale_h=scale_h,
         norm=norm,
@@ -249,7 +251,7 @@ def _forward(device: Any, r: Run) -> Kept:
                 kept[n:].zero_()  # rows of sequences that have ended: nobody looks, but nothing is left to chance
     ys = y.view(-1, y.shape[-1]) if whole else y.new_empty(n, y.shape[-1])
     cs = None if c is None else c.view(-1, c.shape[-1]) if whole else c.new_empty(n, c.shape[-1])
-    bias = gates.new_zeros(gates.shape[1]) if w.b_ih is None else w.b_ih.contiguous()
+    bias = gates.new_zeros(gates.shape[1]) if w.b_ih is None else w.b_ih
     bias = bias if w.b_hh is None or _apart(r) else bias + w.b_hh
     loop = _loop(r, ready, gates, ys, cs, gh, moments, x if inside else None, bias)
     device.forward(loop)

@@ -391,7 +391,7 @@ def change(config: Config, values: dict[str, Any]) -> Config:
     known = names()
     for name, value in values.items():
         if name not in known:
-            raise ValueError(f"{name}: there is no such field{_nearest(name, known)}")
+            raise ValueError(f"{name}: there is no such field{nearest(name, known)}")
         if isinstance(value, str):
             value = _parse(value, known[name])
         inner = plain
@@ -449,7 +449,7 @@ def _build(kind: type, values: Any, prefix: str) -> Any:
     given: dict[str, Any] = {}
     for name, value in values.items():
         if name not in hints:
-            raise ValueError(f"{prefix}{name}: there is no such field{_nearest(str(name), hints)}")
+            raise ValueError(f"{prefix}{name}: there is no such field{nearest(str(name), hints)}")
         hint = hints[name]
         if dataclasses.is_dataclass(hint):
             given[name] = _build(typing.cast(type, hint), value, f"{prefix}{name}.")
@@ -495,7 +495,7 @@ def _fit(value: Any, hint: Any) -> Any:
         return _Misfit("a number that a float can be")
 
 
-def _nearest(name: str, known: typing.Iterable[str]) -> str:
+def nearest(name: str, known: typing.Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
     return f"; the nearest are {', '.join(close)}" if close else ""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -101,8 +102,8 @@ def _pieces(tokens: Tensor, protocol: Protocol) -> Iterator[tuple[Tensor, Tensor
     if protocol.kind == "chunks":
         length = min(protocol.length, len(tokens))
         starts = batches.chunk_starts(len(tokens), length, offset=False, shuffle=False)
-        for some in _together(starts, protocol.size):
-            chunk = batches.chunks(tokens, some, length)
+        for some in slices(len(starts), protocol.size):
+            chunk = batches.chunks(tokens, starts[some], length)
             yield chunk[:-1], chunk[1:]
         return
     rows = batches.streams(tokens, 1 if protocol.kind == "whole" else protocol.size)
@@ -110,10 +111,16 @@ def _pieces(tokens: Tensor, protocol: Protocol) -> Iterator[tuple[Tensor, Tensor
         yield inputs.to(torch.int64), targets.to(torch.int64)
 
 
-def _together(starts: Tensor, size: int) -> Sequence[Tensor]:
-    """So many at a time; one that would be left over, of which batch norm has no statistics, goes with those before."""
-    parts = list(starts.split(size))
-    return [*parts[:-2], torch.cat(parts[-2:])] if len(parts) > 1 and len(parts[-1]) == 1 < size else parts
+def slices(count: int, size: int) -> list[slice]:
+    """So many at a time; one that would be left over, of which batch norm has no statistics, goes with those before.
+
+    >>> [(s.start, s.stop) for s in slices(9, 4)], [(s.start, s.stop) for s in slices(10, 4)]
+    ([(0, 4), (4, 9)], [(0, 4), (4, 8), (8, 10)])
+    """
+    starts = list(range(0, count, size))
+    if len(starts) > 1 and count - starts[-1] == 1 < size:
+        starts.pop()
+    return [slice(first, end) for first, end in pairwise([*starts, count])]
 
 
 @torch.no_grad()
@@ -122,9 +129,9 @@ def evaluate_images(
 ) -> Score:
     """How well a classifier does on images [N, 784]."""
     total = torch.zeros(2, dtype=torch.float64, device=pixels.device)
-    for first in range(0, len(pixels), size):
-        truth = labels[first : first + size].to(torch.int64)
-        logits = model(as_sequences(pixels[first : first + size]), seed=seed, examples=first).logits
+    for some in slices(len(pixels), size):
+        truth = labels[some].to(torch.int64)
+        logits = model(as_sequences(pixels[some]), seed=seed, examples=some.start).logits
         total[0] += nats(logits, truth)
         total[1] += (logits.argmax(-1) != truth).sum()
         tick()

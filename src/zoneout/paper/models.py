@@ -6,8 +6,6 @@ the update and of their coordinates, as the masks inside the layers are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +21,7 @@ from ..ops.products import linear
 from ..ops.weight_noise import weight_noise
 from ..philox import as_seed
 from .config import Config
-from .processes import alone
+from .processes import alone, one_thread
 
 CLASSES, PIXELS = 10, 784  # of mnist
 
@@ -211,17 +209,6 @@ def build(config: Config, symbols: int = 0) -> LanguageModel | Classifier:
         model = _model(config, symbols)
         initialise(model, config)
     return model
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """As one thread computes: LAPACK's factors, of which orthogonal matrices are made, differ by how many there are."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def check(config: Config) -> None:

@@ -10,11 +10,11 @@ row says what is its own, and what it follows where the paper, its authors' code
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from . import config as configs
 from .config import (
     Batches,
     Config,
@@ -117,9 +117,8 @@ def select(task: str, rows: Sequence[str] = ()) -> list[Recipe]:
         own, others = [task, *(row for row in rows if row not in RECIPES)], [row for row in rows if row in RECIPES]
         return list(dict.fromkeys([*select(RECIPES[task].task, own), *(RECIPES[row] for row in others)]))
     if task not in MEASURES:
-        near = difflib.get_close_matches(task, [*MEASURES, *RECIPES], n=3, cutoff=0.6)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise ValueError(f"task: expected one of {', '.join(MEASURES)}, or the name of a recipe, got {task!r}{hint}")
+        near = configs.nearest(task, [*MEASURES, *RECIPES])
+        raise ValueError(f"task: expected one of {', '.join(MEASURES)}, or the name of a recipe, got {task!r}{near}")
     of_task = {r.name: r for r in RECIPES.values() if r.task == task}
     if not rows:
         return [r for r in of_task.values() if r.group == "table"] or list(of_task.values())

@@ -187,8 +187,8 @@ def read_record(path: Path) -> Record:
 def _check_parts(record: Record) -> None:
     """An error where something inside a record is not what tables and figures take it for."""
     curve, measure = record["curve"], record["measure"]
-    if measure not in UNITS:
-        raise ValueError(f"its measure is {measure!r}")
+    if (known := RECIPES.get(record["recipe"])) is not None and measure != known.measure:
+        raise ValueError(f"its measure is {measure!r}, expected {known.measure!r}")
     lengths = [len(curve[name]) for name in ("epoch", "valid", "train_nats")]
     if lengths[0] == 0 or len(set(lengths)) > 1:
         raise ValueError(f"its curve has {', '.join(map(str, lengths))} epochs, validations and training losses")

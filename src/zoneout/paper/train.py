@@ -402,7 +402,7 @@ def check_statistics(config: Config, data: Corpus | Images) -> None:
     """An error where batch norm would be validated by the statistics of single rows, which leave nothing of them."""
     valid, rows = config.evaluation.valid, config.evaluation.valid.size
     if isinstance(data, Images):
-        rows = min(rows, len(data.valid[1]))
+        rows = min(rows, len(data.valid[1][: config.data.limit]))
     elif valid.kind == "chunks":
         rows = min(rows, len(data.valid) // valid.length)
     if config.model.norm == "batch" and (valid.kind == "whole" or rows < 2):

@@ -92,7 +92,8 @@ class Arguments:
     def put(self, name: str, value: Tensor | None, dtype: torch.dtype | None = None) -> None:
         """Set a pointer; the tensor must be contiguous and of `dtype`."""
         if value is not None:
-            assert value.is_contiguous() and (dtype is None or value.dtype == dtype), name
+            if not value.is_contiguous() or (dtype is not None and value.dtype != dtype):
+                raise RuntimeError(f"{name}: a kernel would read what is not there")
             self.alive.append(value)
             setattr(self.struct, name, value.data_ptr())
 

@@ -530,8 +530,9 @@ __device__ __forceinline__ float own_of(float (&v)[COUNT], int lane) {
     return v[0];
 }
 
-/* Mean and one over the deviation of COUNT columns. A band takes its sums from the first of its rows, and all of them from
- * the first band, since rows may be close together, and the mean of rows that are alike is to be that row; returned are mean and variance of the lane's number. */
+/* Mean and one over the deviation of COUNT columns. A band takes its sums from the first of its rows, and all of them
+ * from the first band: rows may be close together, and the mean of rows that are alike is to be that row. Returned are
+ * mean and variance of the lane's number. */
 template <int COUNT>
 __device__ __forceinline__ float2 moments(float (&mean)[COUNT], float (&rstd)[COUNT], const float (&v)[2][COUNT],
                                           const bool (&alive)[2], const Counts &counts, float2 *sums, double eps,
