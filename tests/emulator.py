@@ -94,6 +94,9 @@ def _with_entry(found: re.Match[str], body: str) -> str:
     )
 
 
+launched: list[Any] = []  # the stream of each launch since `emulated` began, None: the current one
+
+
 class Kernel:
     """In place of the compiler's: called instead of launched."""
 
@@ -112,8 +115,11 @@ class Kernel:
         assert cluster == self.cluster and not blocks % cluster
         return True
 
-    def launch(self, blocks: Any, threads: Any, arguments: Any, shared: int = 0, cooperative: bool = False) -> None:
+    def launch(
+        self, blocks: Any, threads: Any, arguments: Any, shared: int = 0, cooperative: bool = False, stream: Any = None
+    ) -> None:
         """Run to the end."""
+        launched.append(stream)
         grid, block = (value if isinstance(value, tuple) else (value, 1) for value in (blocks, threads))
         together = grid[0] * grid[1] if cooperative else self.cluster
         wrong = self.function(*grid, *block, shared, together, self.cluster, arguments)
@@ -157,6 +163,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     stream = SimpleNamespace(record_event=lambda event: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(cuda.lanes, "beside", lambda device, count: nullcontext([*range(1, count + 1)]))
+    launched.clear()
     monkeypatch.setitem(passes.LOOPS, "cpu", cuda)
     monkeypatch.setattr(products, "on_gpu", lambda v: True)
     monkeypatch.setattr("zoneout.recurrent.Recurrent._packs", lambda self, x: False)  # which only the CPU's loop does

@@ -355,6 +355,45 @@ def test_cuda_graph_draws_afresh(name, hidden):
         assert all(torch.equal(a, b) for a, b in zip(got, seeded()))
 
 
+@pytest.mark.parametrize("norm", ["plain", "layer-norm", "batch-norm"])
+@pytest.mark.parametrize("precision", ["tf32", "bf16"], indirect=True)
+def test_directions_side_by_side(norm, precision, monkeypatch):
+    """A direction begins before its input is there, or is not waited for: alone, in a stream and in a graph."""
+    norm = {"plain": None, "layer-norm": "layer", "batch-norm": zo.RecurrentBatchNorm(200)}[norm]
+    noise, dtype = zo.Zoneout(0.5, 0.05), precision[0]
+    layer = zo.LSTM(8, 100, bidirectional=True, noise=noise, norm=norm, device="cuda", dtype=dtype)
+    x = torch.randn(200, 50, 8, device="cuda", dtype=dtype, requires_grad=True)
+
+    def step(x):
+        late = x * 1  # which is only just there
+        y, (h, c) = layer(late, seed=5)
+        late = y * 2 - y  # what is behind it begins at once
+        return (late, h, c, *torch.autograd.grad(late.square().sum(), [x, *layer.parameters()]))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda, "together", lambda runs: False)
+        want = step(x)
+    asked, whether = [], cuda.together
+    monkeypatch.setattr(cuda, "together", lambda runs: asked.append(whether(runs)) or asked[-1])
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(step(x), want))
+    assert asked == [True] * 5
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        got = step(x)
+    stream.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step(x)
+    for _ in range(3):
+        for value in got:
+            value.detach().fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(got, want))
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_lengths_and_packed_input_do_not_wait(path):
     """Lengths on the GPU are read by the host, which then waits for all that was asked of it before."""

@@ -80,6 +80,58 @@ def test_compiled_for_one_thing(kernel, noise, call, options, precision, monkeyp
     )
 
 
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("precision", ["tf32"], indirect=True)
+@pytest.mark.parametrize("kernel", ["small", "small-layer-norm", "batch-norm"])
+def test_directions_go_side_by_side(kernel, precision, monkeypatch):  # noqa: F811
+    """Both directions wait for each other on the chip, or what only one of them gives is lost on the way back."""
+    path, norm = KERNELS[kernel]
+    monkeypatch.setattr(cuda, "PATHS", (path,))
+    layer = zo.LSTM(3, 9, num_layers=2, bidirectional=True, noise=zo.Zoneout(0.5, 0.05), norm=NORMS[norm])
+    x = torch.randn(5, 20, 3, requires_grad=True)
+    wanted = [x, *layer.parameters()]
+
+    def found(of: slice | None):
+        """What a loss of one direction's final state, or of all outputs, gives."""
+        emulator.launched.clear()
+        y, (h, _) = layer(x, seed=3)
+        loss = y.square().sum() if of is None else h[of].square().sum()
+        return [y, *torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)]
+
+    for of in (None, slice(2, 3), slice(3, 4)):
+        together = found(of)
+        aside = [stream for stream in emulator.launched if stream is not None]
+        assert aside == [1] * 4  # of two layers, there and back
+        with monkeypatch.context() as patch:
+            patch.setattr(cuda, "together", lambda runs: False)
+            apart = found(of)
+        assert all(stream is None for stream in emulator.launched)
+        assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("precision", ["tf32"], indirect=True)
+def test_both_directions_as_one_node(precision, monkeypatch):  # noqa: F811
+    """A node of two runs takes several derivatives at once wrongly, or second ones, or weights changed in place."""
+    monkeypatch.setattr(cuda, "PATHS", (cuda.small,))
+    layer, x = zo.LSTM(3, 9, bidirectional=True), torch.randn(5, 4, 3, requires_grad=True)
+    with torch.no_grad():
+        want = layer(x)
+    y, (h, c) = layer(x)
+    assert torch.equal(y, want[0]) and torch.equal(h, want[1][0]) and torch.equal(c, want[1][1])
+    several = torch.randn(3, *y.shape)
+    (at_once,) = torch.autograd.grad(y, x, several, is_grads_batched=True, retain_graph=True)
+    one_by_one = [torch.autograd.grad(y, x, d, retain_graph=True)[0] for d in several]
+    assert torch.allclose(at_once, torch.stack(one_by_one), rtol=1e-6, atol=1e-7)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        dx.sum().backward()
+    with torch.no_grad():
+        layer.weight_hh_l0_reverse.mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        y.sum().backward()
+
+
 @pytest.mark.usefixtures("emulated", "poisoned")
 @pytest.mark.parametrize("precision", ["tf32", "bf16"], indirect=True)
 @pytest.mark.parametrize("sizes", [(7, 40, 2, 22), (3, 18, 2, 132)], ids=["pairs", "two parts"])

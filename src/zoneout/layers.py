@@ -124,11 +124,10 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
             if layer > 0 and self.dropout > 0 and self.training:
                 assert key is not None
                 x = self._between_layers(layer - 1, x, key, rows, first_step, sequences.counts)
-            outputs = []
-            for direction in range(2 if self.bidirectional else 1):
-                k = len(h_n)
-                last = return_cells and layer == self.num_layers - 1
-                y, h, c, every_c, _ = self._run(
+            runs, outputs, directions = {}, [], 2 if self.bidirectional else 1
+            for direction in range(directions):
+                k = layer * directions + direction
+                runs[suffixes[k]] = self._made(
                     self._cell_name(),
                     x,
                     h0[k],
@@ -143,9 +142,10 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
                     reset_h=None if sequences.resets is None else initial[0][k],
                     reset_c=None if sequences.resets is None or initial[1] is None else initial[1][k],
                     reverse=direction == 1,
-                    return_cells=last,
+                    return_cells=return_cells and layer == self.num_layers - 1,
                     counts=sequences.counts,
                 )
+            for y, h, c, every_c, _ in self._run(runs):
                 outputs.append(y)
                 h_n.append(h)
                 if c is not None:

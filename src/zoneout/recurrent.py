@@ -241,7 +241,7 @@ class Recurrent(Settable):
         """Whether packed rows are run as they are; elsewhere they are padded first."""
         return x.device.type == "cpu" and self.backend in (None, "cpu")
 
-    def _run(
+    def _made(
         self,
         cell: str,
         x: Tensor,
@@ -253,8 +253,8 @@ class Recurrent(Settable):
         first_step: int,
         dtype: torch.dtype,
         **options: Any,
-    ) -> ops.Result:
-        """Run one layer and direction, noise on its input and weights included."""
+    ) -> ops.Run:
+        """The run of one layer and direction, noise on its input and weights already there."""
         by_stream = {draw.rule.stream: draw for draw in draws}
         weights = self._noisy_weights(suffix, by_stream, dtype)
         if (draw := by_stream.get("input")) is not None:
@@ -264,13 +264,19 @@ class Recurrent(Settable):
         if self.norm is not None:
             what = what._replace(norm=self._step_norm(suffix, what.steps, first_step, dtype))
         self._check_run(what, suffix)
+        return what
+
+    def _run(self, runs: dict[str, ops.Run]) -> list[ops.Result]:
+        """Run the directions of one layer, given by their suffixes."""
         learns = isinstance(self.norm, RecurrentBatchNorm) and (self.training or self.recording is not None)
-        if learns and what.batch == 1:
+        made = list(runs.values())
+        if learns and made[0].batch == 1:
             raise ValueError("input: expected at least 2 sequences for batch norm to learn from, got 1")
-        result = ops.run(what, self.backend)
-        if learns and result.moments is not None and what.batch > 0:
-            self._record(suffix, result.moments, first_step, what)
-        return result
+        results = ops.run(made, self.backend)
+        for (suffix, run), result in zip(runs.items(), results):
+            if learns and result.moments is not None and run.batch > 0:
+                self._record(suffix, result.moments, run)
+        return results
 
     def _check_weights(self, weights: ops.Weights, inputs: int, device: torch.device, suffix: str) -> None:
         """An error where one is not what a loop would take it for: it would read what is not there."""
@@ -319,12 +325,13 @@ class Recurrent(Settable):
         over = "units" if isinstance(self.norm, LayerNorm) else "examples"
         return StepNorm(over, self.norm.eps, scale_x, scale_h, scale_c, shift_c, given)
 
-    def _record(self, suffix: str, seen: Moments, first_step: int, run: ops.Run) -> None:
+    def _record(self, suffix: str, seen: Moments, run: ops.Run) -> None:
         """Move the running statistics, in training or while they are estimated anew.
 
         As torch's batch norm keeps it the variance is the unbiased one; a step with one sequence left has none.
         """
         assert isinstance(self.norm, RecurrentBatchNorm)
+        first_step = run.first_step
         alive = torch.full_like(seen.mean_x[:, 0], run.batch)
         if run.counts is not None:
             alive = run.counts.to(alive)

@@ -102,7 +102,7 @@ class RecurrentCell(Recurrent, nn.RNNCellBase):
             h, c = one_step.step(self._cell_name(), x, h, c, weights[:4], draws, ids, at)
         else:
             draws, ids = self._draws(0, 0, key, self.layer), example_ids(examples, x.shape[0], x.device)
-            result = self._run(self._cell_name(), x[None], h, c, "", draws, ids, at, dtype)
+            (result,) = self._run({"": self._made(self._cell_name(), x[None], h, c, "", draws, ids, at, dtype)})
             h, c = result.h, result.c
         states = [s if batched else s[0] for s in (h, c) if s is not None]
         return tuple(states) if self.kind == "lstm" else states[0]

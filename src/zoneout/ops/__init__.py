@@ -7,7 +7,7 @@ the others go through the operator `zoneout::run`, with a loop over time made fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -19,8 +19,8 @@ from .interface import TOLERANCES, Result, Run, Weights
 
 __all__ = ["BACKENDS", "TOLERANCES", "Result", "Run", "Weights", "autocast_on", "check_backend", "dense", "run"]
 
-BACKENDS: dict[str, Callable[[Run], Result]] = {
-    "reference": reference.run,
+BACKENDS: dict[str, Callable[[Sequence[Run]], list[Result]]] = {  # several runs: those of both directions
+    "reference": lambda runs: [reference.run(r) for r in runs],
     "cpu": operator.run,
     "cuda": operator.run,
 }
@@ -46,19 +46,22 @@ def dense(x: Tensor, w_ih: Tensor) -> Tensor:
     return x if x.is_floating_point() else F.one_hot(x.squeeze(-1), w_ih.shape[1]).to(w_ih.dtype)
 
 
-def run(what: Run, backend: str | None = None) -> Result:
-    """Run a cell over time, with the backend asked for or, where the input's device has none, the reference."""
-    kind = what.x.device.type
+def run(runs: Sequence[Run], backend: str | None = None) -> list[Result]:
+    """Run cells over time, with the backend asked for or, where the input's device has none, the reference.
+
+    All are of one layer, on one device and of one type.
+    """
+    kind = runs[0].x.device.type
     if backend is None:
-        if kind == "cpu" and one_step.takes(what):
-            return one_step.run(what)
-        fused = kind in BACKENDS and (kind != "cuda" or cuda.takes(what))
+        if kind == "cpu" and one_step.takes(runs[0]):
+            return [one_step.run(r) for r in runs]
+        fused = kind in BACKENDS and (kind != "cuda" or cuda.takes(runs[0]))
         backend = kind if fused else "reference"
     elif backend != "reference" and backend != kind:
         raise ValueError(
-            f"backend: {backend!r} takes input on a {backend} device, got {what.x.device}; backend=None would do"
+            f"backend: {backend!r} takes input on a {backend} device, got {runs[0].x.device}; backend=None would do"
         )
-    if not what.x.is_floating_point() and (backend == "reference" or torch.onnx.is_in_onnx_export()):
-        what = what._replace(x=dense(what.x, what.weights.w_ih))
+    if not runs[0].x.is_floating_point() and (backend == "reference" or torch.onnx.is_in_onnx_export()):
+        runs = [r._replace(x=dense(r.x, r.weights.w_ih)) for r in runs]
     with torch.autocast(kind, enabled=False) if autocast_on(kind) else nullcontext():
-        return BACKENDS[backend](what)
+        return BACKENDS[backend](runs)

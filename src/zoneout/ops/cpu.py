@@ -7,7 +7,7 @@ import math
 import mmap
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from functools import cache
@@ -114,21 +114,30 @@ def takes_x(w_ih: Tensor) -> bool:
 PARTS = torch.get_num_threads  # how many partial sums the way back makes
 
 
-def forward(loop: Loop) -> None:
-    """Run the loop forwards: gates, states and what the way back needs are written into `loop`."""
-    library = native.load()
-    if library is None:
-        _say_once(native.why_not())
-        return plain.forward(loop)
-    _call(library, "forward", loop, None)
+def together(runs: Sequence[Run]) -> bool:
+    """Whether loops gain by running side by side: never, one has all threads."""
+    return False
 
 
-def backward(loop: Loop, back: Backward) -> None:
-    """Run the loop backwards: the derivatives are written into `back`."""
+def forward(loops: Sequence[Loop]) -> None:
+    """Run loops forwards: gates, states and what the way back needs are written into each."""
     library = native.load()
-    if library is None:
-        return plain.backward(loop, back)
-    _call(library, "backward", loop, back)
+    for loop in loops:
+        if library is None:
+            _say_once(native.why_not())
+            plain.forward(loop)
+        else:
+            _call(library, "forward", loop, None)
+
+
+def backward(loops: Sequence[tuple[Loop, Backward]]) -> None:
+    """Run loops backwards: the derivatives are written into each one's `Backward`."""
+    library = native.load()
+    for loop, back in loops:
+        if library is None:
+            plain.backward(loop, back)
+        else:
+            _call(library, "backward", loop, back)
 
 
 def prepare(*buffers: Tensor | None) -> None:

@@ -18,17 +18,25 @@ from ..norm import Moments, StepNorm
 from . import passes, pieces
 from .interface import Result, Run, Weights
 from .masks import plain_eager
-from .passes import DIFFERENTIABLE, LOOPS, Kept, as_outputs, gives_moments
+from .passes import DIFFERENTIABLE, LOOPS, Back, Kept, as_outputs, gives_moments
 
 _STREAMS, _MASKS, _BY = tuple(STREAMS), tuple(MASKS), ("previous", "zero", "scaled zero")
 _COUNT = len(DIFFERENTIABLE)
 
 
-def run(r: Run) -> Result:
-    """One pass through the operator."""
-    LOOPS[r.x.device.type].check(r)
-    if plain_eager():
-        return _Eager.run(r)
+def run(runs: Sequence[Run]) -> list[Result]:
+    """Passes through the operator; side by side, and as one node, where the device gains by that."""
+    device = LOOPS[runs[0].x.device.type]
+    for r in runs:
+        device.check(r)
+    if not plain_eager():
+        return [_run_one(r) for r in runs]
+    if len(runs) > 1 and not runs[0].recompute and device.together(runs):
+        return _Eager.run(runs)
+    return [result for r in runs for result in _Eager.run((r,))]
+
+
+def _run_one(r: Run) -> Result:
     y, h, c, cells, _, _, *seen = _call(*flatten(r))
     lstm = r.cell == "lstm"
     moments = Moments(*(seen if lstm else seen[:4])) if gives_moments(r) else None
@@ -122,7 +130,7 @@ def _run(
     if r.recompute:
         y, h, c, cells, moments = pieces.forward(r).result
         return _outputs(h0, y, h, c, cells, None, None, *(moments or [None] * 6))  # type: ignore[return-value]
-    kept = passes.forward(r)
+    (kept,) = passes.forward(r)
     return _outputs(h0, *kept[:6], *kept.moments)  # type: ignore[return-value]
 
 
@@ -185,7 +193,10 @@ def _run_backward(
         over, eps, codes, numbers, lengths, resets, reverse, counts,
     )  # fmt: skip
     d = (dy, dh, dc, dcells)
-    found = pieces.backward_anew(r, d, needs) if r.recompute else passes.backward(r, _kept(r, saved), d, needs)
+    if r.recompute:
+        found = pieces.backward_anew(r, d, needs)
+    else:
+        (found,) = passes.backward(Back(r, _kept(r, saved), d, needs))
     return [h0.new_empty(0) if grad is None else grad for grad in found]
 
 
@@ -266,62 +277,93 @@ _CHANGED = (
 
 
 class _Eager(torch.autograd.Function):
-    """The same node without the dispatcher, which costs a small layer as much as its work."""
+    """The same node without the dispatcher, which costs a small layer as much as its work; of one run, or several."""
 
     @staticmethod
-    def run(r: Run) -> Result:
-        tensors = differentiable(r)
+    def run(runs: Sequence[Run]) -> list[Result]:
+        tensors = [v for r in runs for v in differentiable(r)]
         if _nobody_derives(tensors):  # a node is a good part of what a small call costs
-            result = pieces.run(r)
-            return result._replace(cells=as_outputs(result.cells, result.y))
-        y, h, c, cells, *moments = _Eager.apply(r, *tensors)
-        return Result(y, h, c, as_outputs(cells, y), Moments(*moments) if moments else None)
+            results = pieces.run(*runs)
+            return [result._replace(cells=as_outputs(result.cells, result.y)) for result in results]
+        given, results = _Eager.apply(runs, *tensors), []
+        for r in runs:
+            count = 4 + _seen(r)
+            (y, h, c, cells, *moments), given = given[:count], given[count:]
+            results.append(Result(y, h, c, as_outputs(cells, y), Moments(*moments) if moments else None))
+        return results
 
     @staticmethod
-    def forward(ctx: Any, r: Run, *tensors: Tensor | None) -> tuple[Any, ...]:
-        if r.recompute:
-            (y, h, c, cells, moments), states = pieces.forward(r)
-            saved: tuple[Any, ...] = tuple(states)
-            rows, seen = None, [v for v in moments or () if v is not None]
-        else:
-            kept = passes.forward(r)
-            y, h, c, cells, rows = kept.y, kept.h, kept.c, kept.cells if r.return_cells else None, kept.rows
-            saved = (kept.y, kept.cells, kept.gates, kept.gh, *kept.moments)
-            seen = [v for v in kept.moments if v is not None] if gives_moments(r) else []
+    def forward(ctx: Any, runs: Sequence[Run], *tensors: Tensor | None) -> tuple[Any, ...]:
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*seen)
-        if any(ctx.needs_input_grad):
-            norm = () if r.norm is None or r.norm.given is None else r.norm.given
+        outputs: tuple[Any, ...] = ()
+        saved = tensors
+        moments: list[Tensor] = []
+        ctx.parts = []  # of each run: what is plain, how its rows lay, and where the others are
+        for r, (result, kept, rows) in zip(runs, _passed(runs)):
+            seen = () if result.moments is None else [v for v in result.moments if v is not None]
+            moments += seen
+            begin, middle = len(saved), len(saved) + len(kept)
+            given = () if r.norm is None or r.norm.given is None else r.norm.given
             drawn = [value for draw in r.draws for value in (draw.rate, draw.seed)]
-            ctx.plain, ctx.rows, ctx.count = _plain(r), rows, len(saved)
-            ctx.save_for_backward(*tensors, r.examples, r.lengths, r.resets, r.counts, *saved, *drawn, *norm)
-        return (y, h, c, cells, *seen)
+            saved = (*saved, *kept, r.examples, r.lengths, r.resets, r.counts, *drawn, *given)
+            ctx.parts.append((_plain(r), rows, begin, middle, len(saved), len(outputs)))
+            outputs += (*result[:4], *seen)
+        ctx.mark_non_differentiable(*moments)
+        ctx.save_for_backward(*saved)
+        return outputs
 
     @staticmethod
-    def backward(ctx: Any, dy: Any, dh: Any, dc: Any, dcells: Any, *_: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, *d: Any) -> tuple[Any, ...]:
         try:
             values = ctx.saved_tensors
         except RuntimeError as error:
             if "inplace operation" not in str(error):
                 raise
             raise RuntimeError(f"{_CHANGED} (torch: {error})") from error
-        tensors, places, rest = values[:_COUNT], values[_COUNT : _COUNT + 4], values[_COUNT + 4 :]
-        saved, rest = rest[: ctx.count], rest[ctx.count :]
-        r = _with_tensors(ctx.plain, tensors, places, rest)
-        needs = ctx.needs_input_grad[1:]
-        d = (dy, dh, dc, dcells)
-        if r.recompute and not torch.is_grad_enabled():
-            return (None, *_one_by_one(lambda own: pieces.backward(r, saved, own, needs), d))
+        needs, backs = ctx.needs_input_grad[1:], []
+        for k, (plain, rows, begin, middle, end, at) in enumerate(ctx.parts):
+            own = slice(_COUNT * k, _COUNT * (k + 1))
+            r = _with_tensors(plain, values[own], values[middle:end])
+            backs.append((r, values[begin:middle], rows, slice(at, at + 4), needs[own]))
         if not torch.is_grad_enabled():
-            y, cells, gates, gh, *moments = saved
-            kept = Kept(y, r.h0, None, cells, gates, gh, tuple(moments), ctx.rows)
-            return (None, *_one_by_one(lambda own: passes.backward(r, kept, own, needs), d))
+            return (None, *_one_by_one(lambda d: _way_back(backs, d), d))
         # A second derivative is asked for: it goes through the operator, which refuses it with a sentence.
-        there = [v is not None and bool(needed) for v, needed in zip(tensors, needs)]
-        grads = _call_backward(*d, () if r.recompute else _outputs(r.h0, *saved), there, *flatten(r))
-        return (None, *(grad if needed else None for grad, needed in zip(grads, there)))
+        found: list[Tensor | None] = []
+        for r, kept, _, its, needed in backs:
+            there = [v is not None and bool(one) for v, one in zip(differentiable(r), needed)]
+            grads = _call_backward(*d[its], () if r.recompute else _outputs(r.h0, *kept), there, *flatten(r))
+            found += (grad if one else None for grad, one in zip(grads, there))
+        return (None, *found)
 
     jvp = staticmethod(_no_forward_mode)
+
+
+def _seen(r: Run) -> int:
+    """How many moments a run gives: with batch norm those of x·Wx and h·Wh, and of c where there is one."""
+    return 0 if not gives_moments(r) else 6 if r.cell == "lstm" else 4
+
+
+def _passed(runs: Sequence[Run]) -> list[tuple[Result, tuple[Tensor | None, ...], Any]]:
+    """What each run gives, what its way back needs, and how its rows lay."""
+    if runs[0].recompute:
+        (r,) = runs
+        result, states = pieces.forward(r)
+        return [(result, tuple(states), None)]
+    return [
+        (pieces.result(kept, r), (kept.y, kept.cells, kept.gates, kept.gh, *kept.moments), kept.rows)
+        for r, kept in zip(runs, passes.forward(*runs))
+    ]
+
+
+def _way_back(backs: Sequence[tuple[Run, Any, Any, slice, Any]], d: Sequence[Any]) -> list[Tensor | None]:
+    """The derivatives of what all runs took, from those of what they gave."""
+    if backs[0][0].recompute:
+        ((r, states, _, own, needs),) = backs
+        return pieces.backward(r, states, d[own], needs)
+    due = []
+    for r, (y, cells, gates, gh, *moments), rows, own, needs in backs:
+        due.append(Back(r, Kept(y, r.h0, None, cells, gates, gh, tuple(moments), rows), d[own], needs))
+    return [v for found in passes.backward(*due) for v in found]
 
 
 def _one_by_one(backward: Callable[[Any], Sequence[Tensor | None]], d: Sequence[Any]) -> Sequence[Tensor | None]:
@@ -343,12 +385,12 @@ def _plain(r: Run) -> tuple[Any, ...]:
     return r.cell, r.first_step, r.reverse, r.recompute, [(draw.rule, draw.plane) for draw in r.draws], norm
 
 
-def _with_tensors(plain: tuple[Any, ...], tensors: Sequence[Any], places: Sequence[Any], rest: Sequence[Any]) -> Run:
+def _with_tensors(plain: tuple[Any, ...], tensors: Sequence[Any], rest: Sequence[Any]) -> Run:
     cell, first_step, reverse, recompute, kinds, norm = plain
-    examples, lengths, resets, counts = places
+    examples, lengths, resets, counts = rest[:4]
     x, h0, c0, reset_h, reset_c, *more = tensors
-    n = 2 * len(kinds)
-    drawn, given = rest[:n], rest[n:]
+    n = 4 + 2 * len(kinds)
+    drawn, given = rest[4:n], rest[n:]
     draws = tuple(Draw(rule, drawn[2 * k], drawn[2 * k + 1], plane) for k, (rule, plane) in enumerate(kinds))
     if norm is not None:
         norm = StepNorm(*norm, *more[5:])._replace(given=Moments(*given) if given else None)

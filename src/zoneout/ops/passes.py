@@ -1,9 +1,13 @@
-"""One pass over time and its way back: the large products, and between them the loop of the device."""
+"""One pass over time and its way back: the large products, and between them the loop of the device.
+
+A pass is written as a generator that stops where its loop is due, so that the loops of several passes can be given to
+the device at once, which may run them side by side.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -43,28 +47,52 @@ class Kept(NamedTuple):
     rows: Packed | Padded | None = None  # how they lay; None: to be found out again
 
 
-def forward(r: Run) -> Kept:
-    """Run over time."""
-    device = LOOPS[r.x.device.type]
-    with device.products(r.h0):
-        return _forward(device, r)
+class Back(NamedTuple):
+    """What a way back starts from."""
+
+    r: Run
+    kept: Kept
+    d: Sequence[Tensor | None]  # what has come back for y, h, c and cells
+    needs: Sequence[bool]  # which of `DIFFERENTIABLE` somebody wants to know
 
 
-def backward(r: Run, kept: Kept, d: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
-    """The derivatives of `DIFFERENTIABLE`, from those of y, h, c and cells; None where `needs` says no."""
-    dtype = r.h0.dtype
-    return [v if v is None or v.dtype == dtype else v.to(dtype) for v in derivatives(r, kept, d, needs)]
+def forward(*runs: Run) -> list[Kept]:
+    """Run over time: several runs side by side, where the device can."""
+    device = LOOPS[runs[0].x.device.type]
+    with device.products(runs[0].h0):
+        return _together([_forward(device, r) for r in runs], device.forward)
 
 
-def derivatives(r: Run, kept: Kept, d: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
+def backward(*backs: Back) -> list[list[Tensor | None]]:
+    """The derivatives of `DIFFERENTIABLE` for each run; None where `needs` says no."""
+    found = derivatives(*backs)
+    dtype = backs[0].r.h0.dtype
+    return [[v if v is None or v.dtype == dtype else v.to(dtype) for v in own] for own in found]
+
+
+def derivatives(*backs: Back) -> list[list[Tensor | None]]:
     """The same in the precision in which they are found: those of states in that of states."""
-    kind = r.x.device.type
+    kind = backs[0].r.x.device.type
     device = LOOPS[kind]
     # Somebody may ask for derivatives inside of autocast, which would round products that are ours to round.
     mixed = torch.is_autocast_enabled(kind)
-    with torch.autocast(kind, enabled=False) if mixed else nullcontext(), device.products(r.h0):
-        found = _backward(device, r, kept, d, dict(zip(DIFFERENTIABLE, needs)))
-    return [found.get(name) for name in DIFFERENTIABLE]
+    with torch.autocast(kind, enabled=False) if mixed else nullcontext(), device.products(backs[0].r.h0):
+        each = _together([_backward(device, back) for back in backs], device.backward)
+    return [[found.get(name) for name in DIFFERENTIABLE] for found in each]
+
+
+def _together(passes: Sequence[Generator[Any, None, Any]], loops: Callable[[list[Any]], None]) -> list[Any]:
+    """Each pass up to its loop, the loops, and each pass to its end; what the passes return."""
+    loops([next(one) for one in passes])
+    return [_end(one) for one in passes]
+
+
+def _end(one: Generator[Any, None, Any]) -> Any:
+    try:
+        next(one)
+    except StopIteration as ended:
+        return ended.value
+    raise AssertionError("a pass has one loop")
 
 
 def as_outputs(cells: Tensor | None, y: Tensor) -> Tensor | None:
@@ -234,7 +262,7 @@ def _apart(r: Run) -> bool:
 # --- forwards --------------------------------------------------------------------------------------
 
 
-def _forward(device: Any, r: Run) -> Kept:
+def _forward(device: Any, r: Run) -> Generator[Loop, None, Kept]:
     narrow = r.h0.dtype
     ready = _ready(device, r)
     rows, w = ready.rows, ready.w
@@ -254,7 +282,7 @@ def _forward(device: Any, r: Run) -> Kept:
     bias = gates.new_zeros(gates.shape[1]) if w.b_ih is None else w.b_ih
     bias = bias if w.b_hh is None or _apart(r) else bias + w.b_hh
     loop = _loop(r, ready, gates, ys, cs, gh, moments, x if inside else None, bias)
-    device.forward(loop)
+    yield loop
 
     h_n, c_n = _copy(rows.final(ys, loop.h0), narrow), None
     if cs is not None:
@@ -283,12 +311,10 @@ def _input_product(x: Tensor, w_ih: Tensor, out: Tensor) -> None:
 # --- backwards -------------------------------------------------------------------------------------
 
 
-def _backward(
-    device: Any, r: Run, kept: Kept, given: Sequence[Tensor | None], needs: dict[str, bool]
-) -> dict[str, Tensor]:
+def _backward(device: Any, of: Back) -> Generator[tuple[Loop, Backward], None, dict[str, Tensor]]:
+    r, kept, (dy, dh, dc, dcells), needs = of.r, of.kept, of.d, dict(zip(DIFFERENTIABLE, of.needs))
     ready = _ready(device, r, kept.rows)
     rows, w, norm = ready.rows, ready.w, ready.norm
-    dy, dh, dc, dcells = given
     lstm = r.cell == "lstm"
     ys = rows.pack(kept.y if kept.y.dtype == ready.h0.dtype else kept.y.to(ready.h0.dtype))
     cs = None if kept.cells is None else rows.pack(kept.cells)
@@ -340,7 +366,7 @@ def _backward(
     x = rows.inputs(ready.x)
     if back.dx is not None:
         _input_product(x, w.w_ih, back.dx)
-    device.backward(loop, back)
+    yield loop, back
 
     starts = {"h0": back.dh, "c0": back.dc, "reset_h": back.dreset_h, "reset_c": back.dreset_c}
     found = {name: rows.unsort(value) for name, value in starts.items() if value is not None and needs[name]}

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..norm import Moments
 from . import passes
 from .interface import Result, Run, Weights
-from .passes import DIFFERENTIABLE, Kept, wide
+from .passes import DIFFERENTIABLE, Back, Kept, wide
 
 LEAST = 8  # steps of a piece, for which making ready what they share is little
 FEW = 8  # pieces that a pass is cut into where it is to be run again
@@ -23,11 +23,11 @@ FEW = 8  # pieces that a pass is cut into where it is to be run again
 _SUMMED = [name not in ("x", "h0", "c0") for name in DIFFERENTIABLE]  # a piece has only a part of their derivatives
 
 
-def run(r: Run) -> Result:
+def run(*runs: Run) -> list[Result]:
     """Run over time where nobody will go back; a piece has as many steps as the device wants to have the gates of."""
-    if r.steps <= _most(r) or not _comes_apart(r):
-        return _result(passes.forward(r), r)
-    return forward(r, _most(r)).result
+    if all(r.steps <= _most(r) or not _comes_apart(r) for r in runs):
+        return [result(kept, r) for kept, r in zip(passes.forward(*runs), runs)]
+    return [forward(r, _most(r)).result for r in runs]
 
 
 class Passed(NamedTuple):
@@ -42,7 +42,7 @@ def forward(r: Run, steps: int | None = None) -> Passed:
     steps = _for_the_way_back(r) if steps is None else steps
     dtype, states = r.h0.dtype, []
     if steps >= r.steps:
-        return Passed(_result(passes.forward(r), r), [v for v in (r.h0, r.c0) if v is not None])
+        return Passed(result(passes.forward(r)[0], r), [v for v in (r.h0, r.c0) if v is not None])
     y = r.h0.new_empty(r.steps, *r.h0.shape)
     cells = None
     if r.return_cells and r.c0 is not None:
@@ -52,7 +52,7 @@ def forward(r: Run, steps: int | None = None) -> Passed:
     for own in _cuts(r, steps):
         states += [h] if c is None else [h, c]
         part = _part(r, own, h, c)
-        kept = passes.forward(part)
+        (kept,) = passes.forward(part)
         y[own] = kept.y
         h, c = kept.h, _end_of_cells(kept, part)
         if cells is not None and kept.cells is not None:
@@ -67,7 +67,7 @@ def backward(
     """The derivatives of `DIFFERENTIABLE`, as `passes.backward` gives them, each piece run forwards once more."""
     each = 1 if r.c0 is None else 2
     if len(states) <= each:
-        return passes.backward(r, passes.forward(r), d, needs)
+        return passes.backward(Back(r, passes.forward(r)[0], d, needs))[0]
     narrow, (dy, dh, dc, dcells) = r.h0.dtype, d
     dx = torch.empty_like(r.x, memory_format=torch.contiguous_format) if needs[0] else None
     total: list[Tensor | None] = [None] * len(DIFFERENTIABLE)
@@ -76,7 +76,7 @@ def backward(
         part = _part(ready, own, *begins[k])
         wanted = [needed or (k > 0 and name in ("h0", "c0")) for needed, name in zip(needs, DIFFERENTIABLE)]
         mine = (None if dy is None else dy[own], dh, dc, None if dcells is None else dcells[own])
-        found = passes.derivatives(part, passes.forward(part), mine, wanted)
+        (found,) = passes.derivatives(Back(part, passes.forward(part)[0], mine, wanted))
         dh, dc = found[1], found[2]
         if dx is not None and found[0] is not None:
             dx[own], found[0] = found[0], dx
@@ -162,6 +162,7 @@ def _end_of_cells(kept: Kept, part: Run) -> Tensor | None:
     return kept.rows.final(kept.cells.flatten(0, 1), part.c0).clone()  # not a view, which would keep those of all steps
 
 
-def _result(kept: Kept, r: Run) -> Result:
+def result(kept: Kept, r: Run) -> Result:
+    """What a run gives, of what a pass gives."""
     seen = Moments(*kept.moments) if passes.gives_moments(r) else None  # type: ignore[arg-type]
     return Result(kept.y, kept.h, kept.c, kept.cells if r.return_cells else None, seen)

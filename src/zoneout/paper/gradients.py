@@ -25,9 +25,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-import zoneout as zo
-
-from ..ops import Result
+from ..norm import Moments
+from ..ops import Result, Run
 from ..recurrent import Recurrent
 from . import disk, runs, streams
 from .codes import OK, code_of
@@ -46,6 +45,7 @@ from .train import data_of
 from .unread import refuse_given
 
 Record: TypeAlias = dict[str, Any]
+Runs: TypeAlias = dict[str, Run]  # the directions of a layer, by their suffixes
 
 FORMAT = 1
 NAMES = {"h": "hidden", "c": "cell"}
@@ -61,6 +61,7 @@ def watched(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     What they compute is what they always do: a step is a function of where it is, not of the call that it is part of.
     Layers of `torch.nn` are passed over: `zoneout.convert` makes them ours.
 
+    >>> import torch, zoneout as zo
     >>> layer = zo.LSTM(5, 8, noise=zo.Zoneout(cell=0.5))
     >>> with watched(layer) as states:
     ...     y, _ = layer(torch.randn(20, 3, 5))
@@ -76,7 +77,7 @@ def watched(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
             "torch.nn's"
         )
     for name, layer in layers.items():
-        layer._run = _stepping(layer, f"{name}.".lstrip("."), seen)  # type: ignore[method-assign]
+        layer._run = _stepping(layer, f"{name}.".lstrip("."), seen)  # type: ignore[assignment, method-assign]
         layer._packs = lambda x: False  # type: ignore[method-assign]
     try:
         with torch.enable_grad():
@@ -100,56 +101,56 @@ def mean_norms(gradient: Tensor) -> Tensor:
     return gradient.double().norm(dim=-1).mean(dim=-1)
 
 
-def _stepping(layer: Recurrent, prefix: str, seen: dict[str, list[Tensor]]) -> Callable[..., Result]:
-    """A pass of one layer and direction over time, in as many calls as there are steps."""
+def _stepping(layer: Recurrent, prefix: str, seen: dict[str, list[Tensor]]) -> Callable[[Runs], list[Result]]:
+    """Passes of one layer's directions over time, in as many calls as there are steps."""
     whole = layer._run  # bound to the class's own, which is hidden only while the layer is watched
 
-    def run(
-        cell: str,
-        x: Tensor,
-        h: Tensor,
-        c: Tensor | None,
-        suffix: str,
-        draws: Any,
-        examples: Tensor,
-        first_step: int,
-        dtype: torch.dtype,
-        *,
-        lengths: Tensor | None = None,
-        resets: Tensor | None = None,
-        reverse: bool = False,
-        **options: Any,
-    ) -> Result:
-        if any(draw.rule.holds_gate for draw in draws):
+    def run(runs: Runs) -> list[Result]:
+        return [stepped(suffix, r) for suffix, r in runs.items()]
+
+    def stepped(suffix: str, r: Run) -> Result:
+        if any(draw.rule.holds_gate for draw in r.draws):
             raise ValueError(
                 "model: its recurrent dropout holds the output gate, which is not a state that can be watched"
             )
-        if reverse and (lengths is not None or resets is not None or isinstance(layer.norm, zo.RecurrentBatchNorm)):
+        no_batch_norm = r.norm is None or r.norm.over == "units"
+        if r.reverse and not (r.lengths is None and r.resets is None and no_batch_norm):
             raise ValueError("model: expected no lengths, resets or batch norm together with a bidirectional layer")
+        h, c = r.h0, r.c0
         if not h.requires_grad:  # there is a gradient of the states even where all weights are frozen
             h = h.detach().requires_grad_()
         states: dict[str, dict[int, Tensor]] = {"h": {}} if c is None else {"h": {}, "c": {}}
         shown: dict[str, dict[int, Tensor]] = {"h": {}, "c": {}}
-        for t in range(len(x))[:: -1 if reverse else 1]:
-            here = slice(t, t + 1)
-            alive = None if lengths is None else (lengths - t).clamp(0, 1)
-            cut = None if resets is None else resets[here]
-            place = (suffix, draws, examples, first_step + t, dtype)
-            step = whole(cell, x[here], h, c, *place, lengths=alive, resets=cut, **options)
+        for t in range(r.steps)[:: -1 if r.reverse else 1]:
+            own = _step(r, t, h, c)
+            (step,) = whole({suffix: own})
             # Tensors of their own, so that what leads from one to the other inside the step is not counted.
             h, c = step.h.view_as(step.h), None if step.c is None else step.c.view_as(step.c)
             for name, state in (("h", h), ("c", c)):
                 if state is not None:
+                    alive = own.lengths
                     states[name][t] = state
                     shown[name][t] = state if alive is None else torch.where(alive[:, None] > 0, state, 0.0)
         for name, each in states.items():
-            in_time = [each[t] for t in range(len(x))]
+            in_time = [each[t] for t in range(r.steps)]
             seen.setdefault(f"{prefix}{suffix.removeprefix('_')}.{name}", []).extend(in_time)
-        y, cells = (torch.stack([each[t] for t in range(len(x))]) if each else None for each in shown.values())
+        y, cells = (torch.stack([each[t] for t in range(r.steps)]) if each else None for each in shown.values())
         assert y is not None
-        return Result(y, h, c, cells if options.get("return_cells") else None, None)
+        return Result(y, h, c, cells if r.return_cells else None, None)
 
     return run
+
+
+def _step(r: Run, t: int, h: Tensor, c: Tensor | None) -> Run:
+    """Step t of a run, from a state on."""
+    here, norm = slice(t, t + 1), r.norm
+    if norm is not None and norm.given is not None:
+        norm = norm._replace(given=Moments(*(v if v is None else v[here] for v in norm.given)))  # type: ignore[arg-type]
+    return r._replace(
+        x=r.x[here], h0=h, c0=c, first_step=r.first_step + t, norm=norm, reverse=False,
+        lengths=None if r.lengths is None else (r.lengths - t).clamp(0, 1),
+        resets=None if r.resets is None else r.resets[here],
+    )  # fmt: skip
 
 
 # --- runs ------------------------------------------------------------------------------------------

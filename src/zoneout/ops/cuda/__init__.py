@@ -23,8 +23,9 @@ from ..loop import Backward, Loop, by_gate
 from ..loop import by_unit as to_units
 from ..products import FEW
 from ..rows import Padded
-from . import batch, blas, compiler, dropout, norms, persistent, small, steps, wide
+from . import batch, blas, compiler, dropout, lanes, norms, persistent, small, steps, wide
 from .arguments import TYPES
+from .compiler import shared_by
 
 PATHS = (batch, small, wide, persistent, steps)  # the first that can take a loop runs it
 ROWS = Padded
@@ -146,39 +147,62 @@ class _AsRNNs:
 _as_rnns = _AsRNNs()
 
 
-def forward(loop: Loop) -> None:
-    """Run the loop forwards: gates, states and what the way back needs are written into `loop`."""
-    if loop.lengths is not None:
-        _clear(loop.y, loop.c, loop.gh)
-    if loop.steps == 0 or loop.batch == 0:
+def together(runs: Sequence[Run]) -> bool:
+    """Whether the loops of these runs go side by side: where each leaves the others room on the chip."""
+    return all(by_unit(r) or small.fits(r) for r in runs)
+
+
+def forward(loops: Sequence[Loop]) -> None:
+    """Run loops forwards: gates, states and what the way back needs are written into each."""
+    due = []
+    for loop in loops:
+        if loop.lengths is not None:
+            _clear(loop.y, loop.c, loop.gh)
+        if loop.steps == 0 or loop.batch == 0:
+            continue
+        if loop.norm is not None:
+            norms.forward(loop)
+        due.append((loop, None))
+    _run_all(due)
+
+
+def backward(loops: Sequence[tuple[Loop, Backward]]) -> None:
+    """Run loops backwards: the derivatives are written into each one's `Backward`."""
+    due = []
+    for loop, back in loops:
+        if loop.lengths is not None:
+            _clear(back.dgx, back.dgh, back.dsh, back.du, back.u, back.dnc, back.chat)
+        if loop.steps > 0 and loop.batch > 0:
+            due.append((loop, back))
+    _run_all(due)
+    for loop, back in due:
+        if loop.norm is not None:
+            norms.backward(loop, back)
+
+
+def _run_all(due: Sequence[tuple[Loop, Backward | None]]) -> None:
+    """Run loops: the first in the current stream, each other in a lane beside it, if it can be there."""
+    if not due:
         return
-    if loop.norm is not None:
-        norms.forward(loop)
-    _run(loop, None)
-
-
-def backward(loop: Loop, back: Backward) -> None:
-    """Run the loop backwards: the derivatives are written into `back`."""
-    if loop.lengths is not None:
-        _clear(back.dgx, back.dgh, back.dsh, back.du, back.u, back.dnc, back.chat)
-    if loop.steps == 0 or loop.batch == 0:
-        return
-    _run(loop, back)
-    if loop.norm is not None:
-        norms.backward(loop, back)
-
-
-def _run(loop: Loop, back: Backward | None) -> None:
-    device = loop.gates.get_device()
+    device = due[0][0].gates.get_device()
     elsewhere = device != torch.cuda.current_device()
     with torch.cuda.device(device) if elsewhere else nullcontext():
-        if loop.by_unit:
-            if not (batch in PATHS and batch.run(loop, back)):
-                _run_by_gate(loop, back)
-            return
-        for path in PATHS:
-            if path is not batch and path.run(loop, back):
-                return
+        if len(due) == 1:
+            return _run(*due[0])
+        with shared_by(len(due)), lanes.beside(device, len(due) - 1) as others:
+            for (loop, back), lane in zip(due, (None, *others)):
+                _run(loop, back, lane)
+
+
+def _run(loop: Loop, back: Backward | None, lane: Any = None) -> None:
+    """Run a loop; one that fills the chip, or goes step by step, in the current stream whatever the lane."""
+    if loop.by_unit:
+        if not (batch in PATHS and batch.run(loop, back, lane)):
+            _run_by_gate(loop, back)
+        return
+    if small in PATHS and small.run(loop, back, lane):
+        return
+    if not any(path.run(loop, back) for path in PATHS if path not in (batch, small)):
         raise RuntimeError("backend: no kernel of 'cuda' takes this loop")
 
 

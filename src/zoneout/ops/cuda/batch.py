@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,8 +77,8 @@ def plan_for(loop: Loop, back: bool, plain: bool) -> Plan | None:
     return plan(loop.cell, loop.gates.element_size(), loop.hidden, loop.batch, back, plain, most)
 
 
-def run(loop: Loop, back: Backward | None) -> bool:
-    """Run the loop in one launch; False where it does not fit, with nothing done."""
+def run(loop: Loop, back: Backward | None, lane: Any = None) -> bool:
+    """Run the loop in one launch, in a lane if one is given; False where it does not fit, with nothing done."""
     beyond, modes = has(loop, back), modes_of(loop.draws)
     tiles = plan_for(loop, back is not None, not beyond and modes is not None)
     if tiles is None:
@@ -93,7 +94,7 @@ def run(loop: Loop, back: Backward | None) -> bool:
         back.db_x = loop.w_hh.new_empty(len(loop.w_hh), dtype=torch.float32)
         back.db_h = torch.empty_like(back.db_x) if loop.cell == "gru" else back.db_x
         norm.put_all(back, ("db_x", "db_h"), torch.float32)
-    kernel.launch(tiles.blocks, tiles.threads, pack((arguments.struct, norm.struct)), tiles.shared)
+    kernel.launch(tiles.blocks, tiles.threads, pack((arguments.struct, norm.struct)), tiles.shared, stream=lane)
     return True
 
 

@@ -94,12 +94,12 @@ class Kernel:
 
     def allow_shared(self, size: int) -> None:
         """Let the kernel have this much shared memory a block."""
-        _check(driver().cuFuncSetAttribute(self.handle, _MAX_SHARED, size))
+        check(driver().cuFuncSetAttribute(self.handle, _MAX_SHARED, size))
 
     def resident_blocks(self, threads: int, shared: int) -> int:
         """How many blocks fit on the whole device at once."""
         each = ctypes.c_int()
-        _check(
+        check(
             driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(
                 ctypes.byref(each), self.handle, threads, ctypes.c_size_t(shared)
             )
@@ -124,15 +124,17 @@ class Kernel:
         arguments: Any,
         shared: int = 0,
         cooperative: bool = False,
+        stream: ctypes.c_void_p | None = None,
     ) -> None:
-        """Launch on torch's current stream; `arguments` is what `pack` made."""
+        """Launch, in torch's current stream if no other is given; `arguments` is what `pack` made."""
         x, y = threads if isinstance(threads, tuple) else (threads, 1)
         across, down = blocks if isinstance(blocks, tuple) else (blocks, 1)
-        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
+        if stream is None:
+            stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
         if cooperative:
-            _check(driver().cuLaunchCooperativeKernel(self.handle, across, down, 1, x, y, 1, shared, stream, arguments))
+            check(driver().cuLaunchCooperativeKernel(self.handle, across, down, 1, x, y, 1, shared, stream, arguments))
         else:
-            _check(driver().cuLaunchKernel(self.handle, across, down, 1, x, y, 1, shared, stream, arguments, None))
+            check(driver().cuLaunchKernel(self.handle, across, down, 1, x, y, 1, shared, stream, arguments, None))
 
 
 def pack(values: Sequence[Any]) -> Any:
@@ -153,11 +155,11 @@ def load(device: int, source: str, names: tuple[str, ...], defines: tuple[tuple[
     module = ctypes.c_void_p()
     with torch.cuda.device(device):
         torch.cuda.current_stream()
-        _check(driver().cuModuleLoadData(ctypes.byref(module), image))
+        check(driver().cuModuleLoadData(ctypes.byref(module), image))
         found = []
         for name in names:
             function = ctypes.c_void_p()
-            _check(driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
+            check(driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
             found.append(Kernel(function))
     return tuple(found)
 
@@ -256,7 +258,8 @@ def _version() -> tuple[int, int]:
     return major.value, minor.value
 
 
-def _check(status: int) -> None:
+def check(status: int) -> None:
+    """An error where the driver has said that something is wrong."""
     if status != 0:
         text = ctypes.c_char_p()
         driver().cuGetErrorString(status, ctypes.byref(text))

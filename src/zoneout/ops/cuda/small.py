@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from ...norm import StepNorm
+from ..interface import Run
 from ..loop import GATES, Backward, Loop
 from .arguments import CELLS, TYPES, has, known, loop_arguments, modes_of, norm_arguments
 from .compiler import Kernel, chip, load, pack, processors, tf32
@@ -62,31 +66,42 @@ def plan(
     return Plan(hidden, -(-batch // (2 * rows)), warps, k_steps, resident, rows, norm, shared)
 
 
+def fits(r: Run) -> bool:
+    """Whether this kernel takes such a layer both ways."""
+    w, steps = r.weights, r.steps
+    return all(_plan_of(r.cell, w.w_hh, steps, r.batch, w.w_hr, r.norm, back) is not None for back in (False, True))
+
+
 def plan_for(loop: Loop, back: bool) -> Plan | None:
     """The plan of a loop, or None where this kernel does not take it."""
-    if loop.w_hr is not None or (loop.norm is not None and loop.norm.over == "examples" and not loop.given):
+    return _plan_of(loop.cell, loop.w_hh, loop.steps, loop.batch, loop.w_hr, loop.norm, back)
+
+
+def _plan_of(
+    cell: str, w_hh: Tensor, steps: int, batch: int, w_hr: Tensor | None, norm: StepNorm | None, back: bool
+) -> Plan | None:
+    if w_hr is not None or (norm is not None and norm.over == "examples" and norm.given is None):
         return None
-    if loop.gates.dtype == torch.float32 and not tf32():
+    if w_hh.dtype == torch.float32 and not tf32():
         return None
-    device = loop.gates.get_device()
+    device, width = w_hh.get_device(), len(w_hh)
     of = chip(device)
-    if of.major < 8 or loop.gates.numel() >= MOST_NUMBERS:
+    if of.major < 8 or steps * batch * width >= MOST_NUMBERS:
         return None
-    norm = 0 if loop.norm is None else 1 if loop.norm.over == "units" else 2
-    return plan(
-        loop.cell, loop.gates.element_size(), loop.hidden, loop.batch, back, processors(device), of.shared, norm
-    )
+    kind = 0 if norm is None else 1 if norm.over == "units" else 2
+    hidden = width // GATES[cell]
+    return plan(cell, w_hh.element_size(), hidden, batch, back, processors(device), of.shared, kind)
 
 
-def run(loop: Loop, back: Backward | None) -> bool:
-    """Run the loop in one launch; False where it does not fit, with nothing done."""
+def run(loop: Loop, back: Backward | None, lane: Any = None) -> bool:
+    """Run the loop in one launch, in a lane if one is given; False where it does not fit, with nothing done."""
     tiles = plan_for(loop, back is not None)
     if tiles is None:
         return False
     beyond, modes = has(loop, back), modes_of(loop.draws)
     kernel = _kernel(loop.gates.get_device(), loop.cell, loop.gates.dtype, back is not None, tiles, beyond, modes)
     arguments, norm = loop_arguments(loop, back), norm_arguments(loop, back)
-    kernel.launch(tiles.blocks, 32 * tiles.warps, pack((arguments.struct, norm.struct)), tiles.shared)
+    kernel.launch(tiles.blocks, 32 * tiles.warps, pack((arguments.struct, norm.struct)), tiles.shared, stream=lane)
     return True
 
 
