@@ -30,7 +30,7 @@ def main() -> None:
             continue
         cuda.PATHS = (*PATHS[path], cuda.steps)
         if path == "wide":  # it takes little else
-            cuda.wide.other_plan = lambda loop, back: None  # though it would be faster
+            cuda.wide.other_plan = lambda *_, **__: None  # though it would be faster
             for hidden, processors in ((24, 132), (200, 13)):  # two groups, and two turns
                 cuda.wide.chip = lambda device, processors=processors: Chip(processors, 232448, 9)
                 run(zo.LSTM, torch.bfloat16, None, plain=True, batch=70, hidden=hidden)

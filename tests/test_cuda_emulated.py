@@ -82,7 +82,7 @@ def test_compiled_for_one_thing(kernel, noise, call, options, precision, monkeyp
 
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("precision", ["tf32"], indirect=True)
-@pytest.mark.parametrize("kernel", ["small", "small-layer-norm", "batch-norm"])
+@pytest.mark.parametrize("kernel", ["small", "small-layer-norm", "batch-norm", "persistent"])
 def test_directions_go_side_by_side(kernel, precision, monkeypatch):  # noqa: F811
     """Both directions wait for each other on the chip, or what only one of them gives is lost on the way back."""
     path, norm = KERNELS[kernel]

@@ -25,7 +25,8 @@ from ..products import FEW
 from ..rows import Padded
 from . import batch, blas, compiler, dropout, lanes, norms, persistent, small, steps, wide
 from .arguments import TYPES
-from .compiler import shared_by
+from .compiler import Ready
+from .turns import turns
 
 PATHS = (batch, small, wide, persistent, steps)  # the first that can take a loop runs it
 ROWS = Padded
@@ -149,7 +150,7 @@ _as_rnns = _AsRNNs()
 
 def together(runs: Sequence[Run]) -> bool:
     """Whether the loops of these runs go side by side: where each leaves the others room on the chip."""
-    return all(by_unit(r) or small.fits(r) for r in runs)
+    return all(by_unit(r) or small.fits(r, len(runs)) or persistent.fits(r, len(runs)) for r in runs)
 
 
 def forward(loops: Sequence[Loop]) -> None:
@@ -187,23 +188,23 @@ def _run_all(due: Sequence[tuple[Loop, Backward | None]]) -> None:
     device = due[0][0].gates.get_device()
     elsewhere = device != torch.cuda.current_device()
     with torch.cuda.device(device) if elsewhere else nullcontext():
-        if len(due) == 1:
-            return _run(*due[0])
-        with shared_by(len(due)), lanes.beside(device, len(due) - 1) as others:
-            for (loop, back), lane in zip(due, (None, *others)):
-                _run(loop, back, lane)
+        loops = [_ready(loop, back, len(due)) for loop, back in due]
+        with turns(device).take() if any(loop.fills for loop in loops) else nullcontext():
+            if len(loops) == 1:
+                return loops[0].start(None)
+            with lanes.beside(device, len(loops) - 1) as others:
+                for loop, lane in zip(loops, (None, *others)):
+                    loop.start(lane)
 
 
-def _run(loop: Loop, back: Backward | None, lane: Any = None) -> None:
-    """Run a loop; one that fills the chip, or goes step by step, in the current stream whatever the lane."""
+def _ready(loop: Loop, back: Backward | None, loops: int) -> Ready:
+    """A loop by the first path that can take it, with so many side by side."""
+    for path in PATHS:
+        if (path is batch) == loop.by_unit and (found := path.ready(loop, back, loops)) is not None:
+            return found
     if loop.by_unit:
-        if not (batch in PATHS and batch.run(loop, back, lane)):
-            _run_by_gate(loop, back)
-        return
-    if small in PATHS and small.run(loop, back, lane):
-        return
-    if not any(path.run(loop, back) for path in PATHS if path not in (batch, small)):
-        raise RuntimeError("backend: no kernel of 'cuda' takes this loop")
+        return Ready(lambda lane: _run_by_gate(loop, back))
+    raise RuntimeError("backend: no kernel of 'cuda' takes this loop")
 
 
 def _run_by_gate(loop: Loop, back: Backward | None) -> None:
@@ -220,13 +221,13 @@ def _run_by_gate(loop: Loop, back: Backward | None) -> None:
     other = replace(loop, by_unit=False, norm=norm, **here, **weights)
     written: tuple[Loop | Backward, dict[str, Any]] = (loop, here)
     if back is None:
-        _run(other, None)
+        _run_all([(other, None)])
     else:
         if loop.c is not None:
             back.dnc, back.chat = torch.zeros_like(loop.c), torch.zeros_like(loop.c)
         there = turned(back, ("dgx", "dgh"), 1)
         there["dsh"] = there["dgx"] if back.dsh is back.dgx else by_gate(back.dsh, loop.cell, 1)
-        _run(other, replace(back, **there))
+        _run_all([(other, replace(back, **there))])
         written = (back, there)
     for name, value in written[1].items():
         if value is not None:

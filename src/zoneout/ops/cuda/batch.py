@@ -12,7 +12,7 @@ from torch import Tensor
 from ..interface import Run
 from ..loop import GATES, Backward, Loop
 from .arguments import CELLS, TYPES, has, known, loop_arguments, modes_of, norm_arguments
-from .compiler import Kernel, chip, load, pack, tf32
+from .compiler import Kernel, Ready, chip, load, pack, tf32
 from .small import MOST_NUMBERS
 
 MOST_BLOCKS = 16  # of a cluster
@@ -77,25 +77,28 @@ def plan_for(loop: Loop, back: bool, plain: bool) -> Plan | None:
     return plan(loop.cell, loop.gates.element_size(), loop.hidden, loop.batch, back, plain, most)
 
 
-def run(loop: Loop, back: Backward | None, lane: Any = None) -> bool:
-    """Run the loop in one launch, in a lane if one is given; False where it does not fit, with nothing done."""
+def ready(loop: Loop, back: Backward | None, loops: int) -> Ready | None:
+    """The loop in one launch, with so many side by side; None where it does not fit."""
     beyond, modes = has(loop, back), modes_of(loop.draws)
     tiles = plan_for(loop, back is not None, not beyond and modes is not None)
     if tiles is None:
-        return False
+        return None
     arguments, norm = loop_arguments(loop, back), norm_arguments(loop, back)
     paired = pairs_lie_even(loop, [*arguments.alive, *norm.alive])
     kernel = _kernel(
         loop.gates.get_device(), loop.cell, loop.gates.dtype, back is not None, tiles, paired, beyond, modes
     )
     if kernel is None:
-        return False
+        return None
     if back is not None:
         back.db_x = loop.w_hh.new_empty(len(loop.w_hh), dtype=torch.float32)
         back.db_h = torch.empty_like(back.db_x) if loop.cell == "gru" else back.db_x
         norm.put_all(back, ("db_x", "db_h"), torch.float32)
-    kernel.launch(tiles.blocks, tiles.threads, pack((arguments.struct, norm.struct)), tiles.shared, stream=lane)
-    return True
+
+    def start(lane: Any) -> None:
+        kernel.launch(tiles.blocks, tiles.threads, pack((arguments.struct, norm.struct)), tiles.shared, stream=lane)
+
+    return Ready(start)
 
 
 def pairs_lie_even(loop: Loop, given: list[Tensor]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -135,6 +135,13 @@ class Kernel:
             check(driver().cuLaunchCooperativeKernel(self.handle, across, down, 1, x, y, 1, shared, stream, arguments))
         else:
             check(driver().cuLaunchKernel(self.handle, across, down, 1, x, y, 1, shared, stream, arguments, None))
+
+
+class Ready(NamedTuple):
+    """A loop that is ready to start, in the current stream or a lane beside it."""
+
+    start: Callable[[Any], None]  # with the lane, or None
+    fills: bool = False  # whether its blocks wait for each other, and so have to be on the chip together
 
 
 def pack(values: Sequence[Any]) -> Any:

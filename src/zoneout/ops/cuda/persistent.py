@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from ..interface import Run, Weights
 from ..loop import GATES, Backward, Loop
 from .arguments import CELLS, TYPES, Arguments, Exchange, has, loop_arguments
-from .compiler import Kernel, chip, load, pack, tf32
-from .turns import turns
+from .compiler import Kernel, Ready, chip, load, pack, tf32
 
 WARPS = 8
 THREADS = 32 * WARPS
@@ -144,17 +144,24 @@ def plan(
     return best
 
 
-def plan_for(loop: Loop, back: bool) -> Plan | None:
-    """The plan of a loop, or None where it has to go step by step."""
-    if loop.norm is not None or loop.w_hr is not None:
+def plan_for(of: Loop | Run, w: Loop | Weights, back: bool, loops: int = 1) -> Plan | None:
+    """The plan of a loop, or of that of a run, with so many side by side; None where it has to go step by step."""
+    w_hh = w.w_hh
+    if of.norm is not None or w.w_hr is not None:
         return None
-    if loop.gates.dtype == torch.float32 and not tf32():
+    if w_hh.dtype == torch.float32 and not tf32():
         return None
-    of = chip(loop.gates.get_device())
-    if of.major < 8:
+    on = chip(w_hh.get_device())
+    if on.major < 8:
         return None
-    made = plan(loop.cell, loop.gates.dtype, loop.hidden, loop.batch, back, of.processors, of.shared)
-    return made if made is not None and pays(made, loop.gates.dtype, back) else None
+    hidden = w_hh.shape[0] // GATES[of.cell]
+    made = plan(of.cell, w_hh.dtype, hidden, of.batch, back, on.processors // loops, on.shared)
+    return made if made is not None and pays(made, w_hh.dtype, back) else None
+
+
+def fits(r: Run, loops: int) -> bool:
+    """Whether this kernel takes such a run both ways."""
+    return all(plan_for(r, r.weights, back, loops) is not None for back in (False, True))
 
 
 def pays(made: Plan, dtype: torch.dtype, back: bool) -> bool:
@@ -168,24 +175,26 @@ def pays(made: Plan, dtype: torch.dtype, back: bool) -> bool:
     return few if back else reads <= 64
 
 
-def run(loop: Loop, back: Backward | None) -> bool:
-    """Run the loop in one launch; False where it does not fit, with nothing done."""
-    tiles = plan_for(loop, back is not None)
+def ready(loop: Loop, back: Backward | None, loops: int) -> Ready | None:
+    """The loop in one launch, with so many side by side; None where it does not fit."""
+    tiles, beyond = plan_for(loop, loop, back is not None, loops), has(loop, back)
     if tiles is None:
-        return False
+        return None
     device = loop.gates.device
-    kernel = _kernel(loop.gates.get_device(), loop.cell, loop.gates.dtype, back is not None, tiles, has(loop, back))
+    kernel = _kernel(loop.gates.get_device(), loop.cell, loop.gates.dtype, back is not None, tiles, beyond, loops)
     if kernel is None:
-        return False
+        return None
     arguments, exchange = loop_arguments(loop, back), Arguments(Exchange)
     exchange.put("buffer", torch.zeros(2 * tiles.groups * tiles.size, dtype=torch.uint8, device=device))
     exchange.struct.size, exchange.struct.blocks = tiles.size, tiles.blocks
     if tiles.makers:
         exchange.put("peak", torch.linalg.vector_norm(loop.w_hh, math.inf))
-    values = (arguments.struct, exchange.struct)
-    with turns(loop.gates.get_device()).take():
-        kernel.launch(tiles.groups * tiles.blocks, THREADS, pack(values), tiles.layout.shared, cooperative=True)
-    return True
+    blocks, shared = tiles.groups * tiles.blocks, tiles.layout.shared
+
+    def start(lane: Any) -> None:
+        kernel.launch(blocks, THREADS, pack((arguments.struct, exchange.struct)), shared, cooperative=True, stream=lane)
+
+    return Ready(start, fills=True)
 
 
 def defines_of(cell: str, dtype: torch.dtype, back: bool, tiles: Plan, beyond: int) -> tuple[tuple[str, int], ...]:
@@ -200,13 +209,15 @@ def defines_of(cell: str, dtype: torch.dtype, back: bool, tiles: Plan, beyond: i
 
 
 @cache
-def _kernel(device: int, cell: str, dtype: torch.dtype, back: bool, tiles: Plan, beyond: int) -> Kernel | None:
-    """The compiled kernel, or None where its blocks do not all fit on the device at once."""
+def _kernel(
+    device: int, cell: str, dtype: torch.dtype, back: bool, tiles: Plan, beyond: int, loops: int
+) -> Kernel | None:
+    """The compiled kernel, or None where the blocks of so many loops do not all fit on the device at once."""
     (kernel,) = load(
         device, "persistent.cu", ("backward" if back else "forward",), defines_of(cell, dtype, back, tiles, beyond)
     )
     with torch.cuda.device(device):
         kernel.allow_shared(tiles.layout.shared)
-        if not kernel.fits(tiles.groups * tiles.blocks, THREADS, tiles.layout.shared):
+        if not kernel.fits(loops * tiles.groups * tiles.blocks, THREADS, tiles.layout.shared):
             return None
     return kernel

@@ -7,13 +7,11 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ...norm import StepNorm
-from ..interface import Run
+from ..interface import Run, Weights
 from ..loop import GATES, Backward, Loop
 from .arguments import CELLS, TYPES, has, known, loop_arguments, modes_of, norm_arguments
-from .compiler import Kernel, chip, load, pack, processors, tf32
+from .compiler import Kernel, Ready, chip, load, pack, processors, tf32
 
 REGISTERS = 16384 // 32  # of one of the four parts of a processor, for each lane
 OWN, OWN_NORM, OWN_ROW = 76, 32, 20  # registers of a thread beside weights: with one row, for a norm, for each more row
@@ -66,43 +64,40 @@ def plan(
     return Plan(hidden, -(-batch // (2 * rows)), warps, k_steps, resident, rows, norm, shared)
 
 
-def fits(r: Run) -> bool:
-    """Whether this kernel takes such a layer both ways."""
-    w, steps = r.weights, r.steps
-    return all(_plan_of(r.cell, w.w_hh, steps, r.batch, w.w_hr, r.norm, back) is not None for back in (False, True))
-
-
-def plan_for(loop: Loop, back: bool) -> Plan | None:
-    """The plan of a loop, or None where this kernel does not take it."""
-    return _plan_of(loop.cell, loop.w_hh, loop.steps, loop.batch, loop.w_hr, loop.norm, back)
-
-
-def _plan_of(
-    cell: str, w_hh: Tensor, steps: int, batch: int, w_hr: Tensor | None, norm: StepNorm | None, back: bool
-) -> Plan | None:
-    if w_hr is not None or (norm is not None and norm.over == "examples" and norm.given is None):
+def plan_for(of: Loop | Run, w: Loop | Weights, back: bool, loops: int) -> Plan | None:
+    """The plan of a loop, or of that of a run, with so many side by side; None where this kernel does not take it."""
+    w_hh, norm = w.w_hh, of.norm
+    if w.w_hr is not None or (norm is not None and norm.over == "examples" and norm.given is None):
         return None
     if w_hh.dtype == torch.float32 and not tf32():
         return None
-    device, width = w_hh.get_device(), len(w_hh)
-    of = chip(device)
-    if of.major < 8 or steps * batch * width >= MOST_NUMBERS:
+    device, width = w_hh.get_device(), w_hh.shape[0]
+    on = chip(device)
+    if on.major < 8 or of.steps * of.batch * width >= MOST_NUMBERS:
         return None
-    kind = 0 if norm is None else 1 if norm.over == "units" else 2
-    hidden = width // GATES[cell]
-    return plan(cell, w_hh.element_size(), hidden, batch, back, processors(device), of.shared, kind)
+    kind, hidden = 0 if norm is None else 1 if norm.over == "units" else 2, width // GATES[of.cell]
+    share = max(1, processors(device) // loops)
+    return plan(of.cell, w_hh.element_size(), hidden, of.batch, back, share, on.shared, kind)
 
 
-def run(loop: Loop, back: Backward | None, lane: Any = None) -> bool:
-    """Run the loop in one launch, in a lane if one is given; False where it does not fit, with nothing done."""
-    tiles = plan_for(loop, back is not None)
+def fits(r: Run, loops: int) -> bool:
+    """Whether this kernel takes such a run both ways."""
+    return all(plan_for(r, r.weights, back, loops) is not None for back in (False, True))
+
+
+def ready(loop: Loop, back: Backward | None, loops: int) -> Ready | None:
+    """The loop in one launch, with so many side by side; None where it does not fit."""
+    tiles = plan_for(loop, loop, back is not None, loops)
     if tiles is None:
-        return False
+        return None
     beyond, modes = has(loop, back), modes_of(loop.draws)
     kernel = _kernel(loop.gates.get_device(), loop.cell, loop.gates.dtype, back is not None, tiles, beyond, modes)
     arguments, norm = loop_arguments(loop, back), norm_arguments(loop, back)
-    kernel.launch(tiles.blocks, 32 * tiles.warps, pack((arguments.struct, norm.struct)), tiles.shared, stream=lane)
-    return True
+
+    def start(lane: Any) -> None:
+        kernel.launch(tiles.blocks, 32 * tiles.warps, pack((arguments.struct, norm.struct)), tiles.shared, stream=lane)
+
+    return Ready(start)
 
 
 def defines_of(

@@ -13,7 +13,7 @@ from ..loop import Backward, Loop
 from ..products import padded
 from .arguments import CELLS, EVERYTHING, TYPES, Arguments, Normed, Scratch, has, known, loop_arguments, modes_of
 from .blas import product
-from .compiler import Kernel, Launch, chip, driver, load, pack, tf32
+from .compiler import Kernel, Launch, Ready, chip, driver, load, pack, tf32
 from .persistent import in_half
 
 THREADS = 64  # of a block
@@ -28,13 +28,9 @@ _NAMES = (
 Step = Callable[[int], None]  # does one thing for step t
 
 
-def run(loop: Loop, back: Backward | None) -> bool:
-    """Run the loop step by step: always possible."""
-    if back is None:
-        forward(loop)
-    else:
-        backward(loop, back)
-    return True
+def ready(loop: Loop, back: Backward | None, loops: int) -> Ready:
+    """The loop step by step, which is always possible, in the current stream whatever the lane."""
+    return Ready(lambda lane: forward(loop) if back is None else backward(loop, back))
 
 
 def forward(loop: Loop) -> None:

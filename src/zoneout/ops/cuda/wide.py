@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ..loop import Backward, Loop
 from .arguments import CELLS, TYPES, Arguments, Exchange, known, loop_arguments, modes_of
-from .compiler import Kernel, chip, load, pack
+from .compiler import Kernel, Ready, chip, load, pack
 from .persistent import plan_for as other_plan
-from .turns import turns
 
 OWNED = 16  # units of a block
 ROWS = 64  # of a turn
@@ -66,33 +65,35 @@ def plan_for(loop: Loop) -> Plan | None:
     of = chip(loop.gates.get_device())
     if loop.gates.dtype == torch.float32 or of.major != 9:
         return None
-    other = other_plan(loop, back=False)
+    other = other_plan(loop, loop, back=False)
     if other is not None and other.tiles < 4:  # there a block reads few rows: faster, as measured on an H200
         return None
     return plan(loop.hidden, loop.batch, of.processors, of.shared)
 
 
-def run(loop: Loop, back: Backward | None) -> bool:
-    """Run the loop in one launch; False where it does not fit or goes backwards, with nothing done."""
-    apart = back is not None or loop.reverse or loop.resets is not None or loop.scale_h is not None
+def ready(loop: Loop, back: Backward | None, loops: int) -> Ready | None:
+    """The loop in one launch; None where it does not fit, goes backwards or is to leave room for others."""
+    apart = back is not None or loop.reverse or loop.resets is not None or loop.scale_h is not None or loops > 1
     tiles, modes = (None, None) if apart else (plan_for(loop), modes_of(loop.draws))
     if tiles is None or modes is None:
-        return False
+        return None
     arguments, exchange = loop_arguments(loop, None), Arguments(Exchange)
     numbers = (loop.gates.dtype, torch.float32)
     if any(value.data_ptr() % 16 for value in arguments.alive if value.dtype in numbers):
-        return False
+        return None
     kernel = _kernel(loop.gates.get_device(), loop.gates.dtype, tiles, modes)
     if kernel is None:
-        return False
+        return None
     exchange.put("buffer", torch.zeros(tiles.groups * tiles.size, dtype=torch.uint8, device=loop.gates.device))
     exchange.struct.size, exchange.struct.blocks = tiles.size, tiles.k_steps
-    with turns(loop.gates.get_device()).take():
-        values = pack((arguments.struct, exchange.struct))
-        kernel.launch(tiles.groups * tiles.k_steps, THREADS, values, tiles.shared, cooperative=True)
-    if loop.lengths is not None:
-        _forget_what_is_past(loop, loop.lengths)
-    return True
+    blocks, shared = tiles.groups * tiles.k_steps, tiles.shared
+
+    def start(lane: None) -> None:
+        kernel.launch(blocks, THREADS, pack((arguments.struct, exchange.struct)), shared, cooperative=True)
+        if loop.lengths is not None:
+            _forget_what_is_past(loop, loop.lengths)
+
+    return Ready(start, fills=True)
 
 
 def _forget_what_is_past(loop: Loop, lengths: Tensor) -> None:
