@@ -355,18 +355,19 @@ def test_cuda_graph_draws_afresh(name, hidden):
         assert all(torch.equal(a, b) for a, b in zip(got, seeded()))
 
 
-@pytest.mark.parametrize("norm", ["plain", "layer-norm", "batch-norm"])
+@pytest.mark.parametrize(("hidden", "norm"), [(100, None), (100, "layer"), (100, "batch"), (512, None)])
 @pytest.mark.parametrize("precision", ["tf32", "bf16"], indirect=True)
-def test_directions_side_by_side(norm, precision, monkeypatch):
+def test_directions_side_by_side(hidden, norm, precision, monkeypatch):
     """A direction begins before its input is there, or is not waited for: alone, in a stream and in a graph."""
-    norm = {"plain": None, "layer-norm": "layer", "batch-norm": zo.RecurrentBatchNorm(200)}[norm]
+    norm = zo.RecurrentBatchNorm(200) if norm == "batch" else norm
     noise, dtype = zo.Zoneout(0.5, 0.05), precision[0]
-    layer = zo.LSTM(8, 100, bidirectional=True, noise=noise, norm=norm, device="cuda", dtype=dtype)
+    layer = zo.LSTM(8, hidden, bidirectional=True, noise=noise, norm=norm, device="cuda", dtype=dtype)
     x = torch.randn(200, 50, 8, device="cuda", dtype=dtype, requires_grad=True)
+    seed = torch.tensor(5, device="cuda")
 
     def step(x):
         late = x * 1  # which is only just there
-        y, (h, c) = layer(late, seed=5)
+        y, (h, c) = layer(late, seed=seed)
         late = y * 2 - y  # what is behind it begins at once
         return (late, h, c, *torch.autograd.grad(late.square().sum(), [x, *layer.parameters()]))
 
