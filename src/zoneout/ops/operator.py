@@ -7,7 +7,7 @@ operator takes and gives tensors and plain numbers only, so a `Run` is laid out 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -276,6 +276,17 @@ _CHANGED = (
 )
 
 
+class _Part(NamedTuple):
+    """What a node has of one run, and where."""
+
+    plain: tuple[Any, ...]
+    rows: Any  # how they lay
+    inputs: slice  # of what goes into the node, and of what it saves
+    kept: slice  # of what it saves: what the pass kept
+    rest: slice  # of what it saves: examples, lengths and the like
+    outputs: slice  # of what comes out
+
+
 class _Eager(torch.autograd.Function):
     """The same node without the dispatcher, which costs a small layer as much as its work; of one run, or several."""
 
@@ -298,15 +309,17 @@ class _Eager(torch.autograd.Function):
         outputs: tuple[Any, ...] = ()
         saved = tensors
         moments: list[Tensor] = []
-        ctx.parts = []  # of each run: what is plain, how its rows lay, and where the others are
-        for r, (result, kept, rows) in zip(runs, _passed(runs)):
+        ctx.parts = []
+        for k, (r, (result, kept, rows)) in enumerate(zip(runs, _passed(runs))):
             seen = () if result.moments is None else [v for v in result.moments if v is not None]
             moments += seen
-            begin, middle = len(saved), len(saved) + len(kept)
+            inputs = slice(_COUNT * k, _COUNT * (k + 1))
+            begin, middle, at = len(saved), len(saved) + len(kept), len(outputs)
             given = () if r.norm is None or r.norm.given is None else r.norm.given
             drawn = [value for draw in r.draws for value in (draw.rate, draw.seed)]
             saved = (*saved, *kept, r.examples, r.lengths, r.resets, r.counts, *drawn, *given)
-            ctx.parts.append((_plain(r), rows, begin, middle, len(saved), len(outputs)))
+            places = (inputs, slice(begin, middle), slice(middle, len(saved)), slice(at, at + 4))
+            ctx.parts.append(_Part(_plain(r), rows, *places))
             outputs += (*result[:4], *seen)
         ctx.mark_non_differentiable(*moments)
         ctx.save_for_backward(*saved)
@@ -321,17 +334,16 @@ class _Eager(torch.autograd.Function):
                 raise
             raise RuntimeError(f"{_CHANGED} (torch: {error})") from error
         needs, backs = ctx.needs_input_grad[1:], []
-        for k, (plain, rows, begin, middle, end, at) in enumerate(ctx.parts):
-            own = slice(_COUNT * k, _COUNT * (k + 1))
-            r = _with_tensors(plain, values[own], values[middle:end])
-            backs.append((r, values[begin:middle], rows, slice(at, at + 4), needs[own]))
+        for part in ctx.parts:
+            r = _with_tensors(part.plain, values[part.inputs], values[part.rest])
+            backs.append((r, part, values[part.kept], needs[part.inputs]))
         if not torch.is_grad_enabled():
             return (None, *_one_by_one(lambda d: _way_back(backs, d), d))
         # A second derivative is asked for: it goes through the operator, which refuses it with a sentence.
         found: list[Tensor | None] = []
-        for r, kept, _, its, needed in backs:
+        for r, part, kept, needed in backs:
             there = [v is not None and bool(one) for v, one in zip(differentiable(r), needed)]
-            grads = _call_backward(*d[its], () if r.recompute else _outputs(r.h0, *kept), there, *flatten(r))
+            grads = _call_backward(*d[part.outputs], () if r.recompute else _outputs(r.h0, *kept), there, *flatten(r))
             found += (grad if one else None for grad, one in zip(grads, there))
         return (None, *found)
 
@@ -355,14 +367,15 @@ def _passed(runs: Sequence[Run]) -> list[tuple[Result, tuple[Tensor | None, ...]
     ]
 
 
-def _way_back(backs: Sequence[tuple[Run, Any, Any, slice, Any]], d: Sequence[Any]) -> list[Tensor | None]:
+def _way_back(backs: Sequence[tuple[Run, _Part, Any, Any]], d: Sequence[Any]) -> list[Tensor | None]:
     """The derivatives of what all runs took, from those of what they gave."""
     if backs[0][0].recompute:
-        ((r, states, _, own, needs),) = backs
-        return pieces.backward(r, states, d[own], needs)
+        ((r, part, states, needs),) = backs
+        return pieces.backward(r, states, d[part.outputs], needs)
     due = []
-    for r, (y, cells, gates, gh, *moments), rows, own, needs in backs:
-        due.append(Back(r, Kept(y, r.h0, None, cells, gates, gh, tuple(moments), rows), d[own], needs))
+    for r, part, (y, cells, gates, gh, *moments), needs in backs:
+        kept = Kept(y, r.h0, None, cells, gates, gh, tuple(moments), part.rows)
+        due.append(Back(r, kept, d[part.outputs], needs))
     return [v for found in passes.backward(*due) for v in found]
 
 
