@@ -115,6 +115,7 @@ class Kernel:
     def launch(self, blocks: Any, threads: Any, arguments: Any, shared: int = 0, cooperative: bool = False) -> None:
         """Run to the end."""
         grid, block = (value if isinstance(value, tuple) else (value, 1) for value in (blocks, threads))
+        assert min(*grid, *block) > 0, "a grid of nothing is an error"
         together = grid[0] * grid[1] if cooperative else self.cluster
         wrong = self.function(*grid, *block, shared, together, self.cluster, arguments)
         assert not wrong, ("threads wait for each other for ever", "an address is not aligned")[wrong - 1]
@@ -145,7 +146,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kept = (cuda.batch._kernel, cuda.small._kernel, cuda.persistent._kernel, cuda.wide._kernel, cuda.norms._ready)
     for made in kept:
         made.cache_clear()
-    for name in ("batch", "small", "persistent", "wide", "steps", "norms", "dropout", "weight_noise", "optimizer"):
+    around = ("norms", "dropout", "weight_noise", "optimizer", "rows")
+    for name in ("batch", "small", "persistent", "wide", "steps", *around):
         monkeypatch.setattr(f"zoneout.ops.cuda.{name}.load", load)
     for module in (cuda.batch, cuda.small, cuda.persistent, cuda.wide, cuda.steps, compiler):
         monkeypatch.setattr(module, "chip", lambda device: compiler.Chip(132, 232448, 9))

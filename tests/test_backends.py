@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zoneout as zo
 from zoneout.ops import TOLERANCES, cpu, native, reference, rows
 from zoneout.ops.cuda import compiler
+from zoneout.ops.cuda.rows import Padded
 
 STEPS, BATCH, INPUT = 7, 5, 3
 LAYERS: dict[str, Any] = {
@@ -398,7 +399,7 @@ def test_one_hot_rows_that_begin_alike(loop, numbers):
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["forwards", "reversed"])
 @pytest.mark.parametrize("lengths", [None, [3, 6, 0, 5, 6]], ids=["whole", "ragged"])
-@pytest.mark.parametrize("rows", [rows.Packed, rows.Padded])
+@pytest.mark.parametrize("rows", [rows.Packed, Padded])
 def test_differences_of_h_give_the_same_where_derivatives_cancel(rows, lengths, reverse):
     """What is taken off is of another step than what it is taken from: a reversed row begins at its own end."""
     steps, batch, units = 6, 5, 4

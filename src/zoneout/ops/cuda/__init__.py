@@ -22,12 +22,11 @@ from ..interface import Run
 from ..loop import Backward, Loop, by_gate
 from ..loop import by_unit as to_units
 from ..products import FEW
-from ..rows import Padded
-from . import batch, blas, compiler, dropout, norms, persistent, small, steps, wide
+from . import batch, blas, compiler, dropout, norms, persistent, rows, small, steps, wide
 from .arguments import TYPES
 
 PATHS = (batch, small, wide, persistent, steps)  # the first that can take a loop runs it
-ROWS = Padded
+ROWS = rows.Padded
 WIDE = False  # half types enter the products as they are
 PIECE = 2**62  # numbers of gates at once where nobody will go back: all, in one launch
 
@@ -149,7 +148,7 @@ _as_rnns = _AsRNNs()
 def forward(loop: Loop) -> None:
     """Run the loop forwards: gates, states and what the way back needs are written into `loop`."""
     if loop.lengths is not None:
-        _clear(loop.y, loop.c, loop.gh)
+        rows.clear(loop.lengths, loop.steps, loop.y, loop.c, loop.gh)
     if loop.steps == 0 or loop.batch == 0:
         return
     if loop.norm is not None:
@@ -160,7 +159,8 @@ def forward(loop: Loop) -> None:
 def backward(loop: Loop, back: Backward) -> None:
     """Run the loop backwards: the derivatives are written into `back`."""
     if loop.lengths is not None:
-        _clear(back.dgx, back.dgh, back.dsh, back.du, back.u, back.dnc, back.chat)
+        written = (back.dgx, back.dgh, back.dsh, back.du, back.u, back.dnc, back.chat)
+        rows.clear(loop.lengths, loop.steps, *written)
     if loop.steps == 0 or loop.batch == 0:
         return
     _run(loop, back)
@@ -207,10 +207,3 @@ def _run_by_gate(loop: Loop, back: Backward | None) -> None:
     for name, value in written[1].items():
         if value is not None:
             getattr(written[0], name).copy_(to_units(value, loop.cell, 1))
-
-
-def _clear(*tensors: Tensor | None) -> None:
-    """Zero past the ends of sequences, which no kernel touches."""
-    for tensor in tensors:
-        if tensor is not None:
-            tensor.zero_()
