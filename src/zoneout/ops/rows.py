@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -196,49 +195,6 @@ def lengths_of(counts: Tensor, batch: int) -> Tensor:
     of all with all wake every thread of a CPU for these few numbers.
     """
     return torch.searchsorted(-counts, -torch.arange(batch, device=counts.device))
-
-
-def among_padded(counts: Tensor, batch: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each of packed rows is among those of [T, B, ·], longest first, and the lengths; nothing waits for a GPU.
-
-    `rows` are those that are packed.
-    """
-    steps, device = counts.shape[0], rows.device
-    later = torch.arange(steps, device=counts.device) * batch - (counts.cumsum(0) - counts)
-    there = torch.cat((counts, later, lengths_of(counts, batch))).to(device, non_blocking=True)
-    counts, later, lengths = there.split((steps, steps, batch))
-    shift = torch.repeat_interleave(later, counts, output_size=rows.shape[0])
-    return torch.arange(rows.shape[0], device=device) + shift, lengths
-
-
-def picked(v: Tensor, at: Tensor) -> Tensor:
-    """The rows `at`, of which no two are the same: on the way back nothing has to be added up."""
-    if torch.compiler.is_compiling():  # which takes no function that knows its forward-mode derivative
-        return v.index_select(0, at)
-    return _Picked.apply(v, at)
-
-
-class _Picked(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(v: Tensor, at: Tensor) -> Tensor:
-        return v.index_select(0, at)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[1])
-        ctx.save_for_forward(inputs[1])
-        ctx.rows = inputs[0].shape[0]
-
-    @staticmethod
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
-        (at,) = ctx.saved_tensors
-        return d.new_zeros(ctx.rows, *d.shape[1:]).index_copy_(0, at, d), None
-
-    @staticmethod
-    def jvp(ctx: Any, v: Tensor, at: None) -> Tensor:
-        return v.index_select(0, ctx.saved_tensors[0])
 
 
 def copied(v: Tensor, dtype: torch.dtype) -> Tensor:
