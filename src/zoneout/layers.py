@@ -201,7 +201,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
             resets = _check_resets(resets, shape, names, x.device)
             resets = resets.t() if swap else resets if batched else resets.unsqueeze(1)
         if lengths is not None:
-            lengths = check_lengths(lengths, steps, batch, batched).to(x.device)
+            lengths = check_lengths(lengths, steps, batch, batched).to(x.device, non_blocking=x.is_cuda)
 
         def outputs(y: Tensor) -> Tensor:
             return y.transpose(0, 1) if swap else y if batched else y.squeeze(1)
