@@ -27,7 +27,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zoneout.ops import cuda, passes, products
+from zoneout.ops import cuda, packing, passes, products
 from zoneout.ops.cuda import compiler
 
 HEADER = Path(__file__).with_name("emulator.h")
@@ -121,6 +121,7 @@ class Kernel:
         """Run to the end."""
         launched.append(stream)
         grid, block = (value if isinstance(value, tuple) else (value, 1) for value in (blocks, threads))
+        assert min(*grid, *block) > 0, "a grid of nothing is an error"
         together = grid[0] * grid[1] if cooperative else self.cluster
         wrong = self.function(*grid, *block, shared, together, self.cluster, arguments)
         assert not wrong, ("threads wait for each other for ever", "an address is not aligned")[wrong - 1]
@@ -151,7 +152,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kept = (cuda.batch._kernel, cuda.small._kernel, cuda.persistent._kernel, cuda.wide._kernel, cuda.norms._ready)
     for made in kept:
         made.cache_clear()
-    for name in ("batch", "small", "persistent", "wide", "steps", "norms", "dropout", "weight_noise", "optimizer"):
+    around = ("norms", "dropout", "weight_noise", "optimizer", "rows")
+    for name in ("batch", "small", "persistent", "wide", "steps", *around):
         monkeypatch.setattr(f"zoneout.ops.cuda.{name}.load", load)
     for module in (cuda.batch, cuda.small, cuda.persistent, cuda.wide, cuda.steps, compiler):
         monkeypatch.setattr(module, "chip", lambda device: compiler.Chip(132, 232448, 9))
@@ -168,6 +170,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(passes.LOOPS, "cpu", cuda)
     monkeypatch.setattr(products, "on_gpu", lambda v: True)
     monkeypatch.setattr("zoneout.recurrent.Recurrent._packs", lambda self, x: False)  # which only the CPU's loop does
+    monkeypatch.setattr(packing, "has_kernel", lambda v: v.dtype in cuda.TYPES)  # the truth, in float64, goes without
     yield
     for made in kept:
         made.cache_clear()

@@ -3,13 +3,14 @@
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python tests/every_kernel.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/every_kernel.py
 
-Names of paths after it, or `optimizers`, run those alone. Without torch's cache of memory every tensor has an
+Names of paths after it, `rows` or `optimizers`, run those alone. Without torch's cache of memory every tensor has an
 allocation of its own, so that a step over its end is seen.
 """
 
 import sys
 
 import torch
+from torch.nn.utils.rnn import pack_padded_sequence
 
 import zoneout as zo
 from zoneout.ops import cuda
@@ -24,9 +25,9 @@ STEPS, BATCH, INPUT, HIDDEN = 4, 9, 5, 19
 def main() -> None:
     """Run them all, forwards and backwards."""
     torch.backends.cudnn.rnn.fp32_precision = "tf32"
-    for path in sys.argv[1:] or (*PATHS, "optimizers"):
-        if path == "optimizers":
-            optimizers()
+    for path in sys.argv[1:] or (*PATHS, *OTHERS):
+        if path in OTHERS:
+            OTHERS[path]()
             continue
         cuda.PATHS = (*PATHS[path], cuda.steps)
         if path == "wide":  # it takes little else
@@ -77,6 +78,31 @@ def optimizers():
         torch.cuda.synchronize()
         print("optimizers", rule, flush=True)
 
+
+def rows():
+    """Packed input in every type, with rows of odd widths and addresses, and the states at the ends."""
+    lengths = torch.tensor([3, 3, 2, 0], device="cuda")
+    starts, total = torch.tensor([0, 3, 6], device="cuda"), 8
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.bool):
+        for width in (1, 3, 8, 37):
+            whole = torch.ones(4, 4, width + 1, dtype=dtype, device="cuda")
+            for v in (whole[:3, :, :width].contiguous(), whole[:3, :, 1:], whole[:, :3, 1:].transpose(0, 1)):
+                packed = cuda.rows.packed(v, starts, lengths, total)
+                cuda.rows.unpacked(packed, starts, lengths), cuda.rows.within(v, lengths)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        h, c = torch.ones(12, 37, dtype=dtype, device="cuda"), torch.ones(12, 51, device="cuda")
+        cuda.rows.clear(lengths, 3, h, c)
+        for reverse in (False, True):
+            cuda.rows.last([(h, h[:4]), (c, c[:4])], lengths, reverse, dtype)
+        layer = zo.LSTM(INPUT, HIDDEN, bidirectional=True, noise=zo.Zoneout(0.5, 0.1), dtype=dtype, device="cuda")
+        x = torch.randn(STEPS, BATCH, INPUT, dtype=dtype, device="cuda", requires_grad=True)
+        packed = pack_padded_sequence(x, torch.arange(BATCH) % STEPS + 1, enforce_sorted=False)
+        layer(packed)[0].data.float().square().sum().backward()
+    torch.cuda.synchronize()
+    print("rows", flush=True)
+
+
+OTHERS = {"rows": rows, "optimizers": optimizers}
 
 if __name__ == "__main__":
     main()

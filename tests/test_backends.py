@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zoneout as zo
 from zoneout.ops import TOLERANCES, cpu, native, reference, rows
 from zoneout.ops.cuda import compiler
+from zoneout.ops.cuda.rows import Padded
 
 STEPS, BATCH, INPUT = 7, 5, 3
 LAYERS: dict[str, Any] = {
@@ -166,7 +167,7 @@ def test_packed_lengths(loop, poisoned, name, lengths):
 
 def test_packed_rows_are_not_padded(monkeypatch):
     """On the CPU a packed batch would be copied into a padded one and back, with outputs and gradients."""
-    monkeypatch.setattr("zoneout.layers.among_padded", lambda *_: pytest.fail("it was padded"))
+    monkeypatch.setattr("zoneout.layers.padded", lambda *_: pytest.fail("it was padded"))
     packed = pack_padded_sequence(torch.randn(STEPS, BATCH, INPUT), torch.tensor([1, 7, 1, 1, 1]), enforce_sorted=False)
     for make in LAYERS.values():
         y = make(INPUT, 8, 2, bidirectional=True, dropout=0.5, norm="layer")(packed)[0]
@@ -398,7 +399,7 @@ def test_one_hot_rows_that_begin_alike(loop, numbers):
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["forwards", "reversed"])
 @pytest.mark.parametrize("lengths", [None, [3, 6, 0, 5, 6]], ids=["whole", "ragged"])
-@pytest.mark.parametrize("rows", [rows.Packed, rows.Padded])
+@pytest.mark.parametrize("rows", [rows.Packed, Padded])
 def test_differences_of_h_give_the_same_where_derivatives_cancel(rows, lengths, reverse):
     """What is taken off is of another step than what it is taken from: a reversed row begins at its own end."""
     steps, batch, units = 6, 5, 4

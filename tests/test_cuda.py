@@ -408,6 +408,7 @@ def test_lengths_and_packed_input_do_not_wait(path):
     torch.cuda.set_sync_debug_mode("error")
     try:
         layer(x, lengths=lengths)[0].sum().backward()
+        layer(x, lengths=[9, 3, 7, 1])[0].sum().backward()
         layer(packed)[0].data.sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -415,6 +416,44 @@ def test_lengths_and_packed_input_do_not_wait(path):
     want, (h_want, c_want) = layer(x, seed=3, lengths=lengths)
     for a, b in ((pad_packed_sequence(y)[0], want), (h, h_want), (c, c_want)):
         torch.testing.assert_close(a, b)
+
+
+@every_precision
+@pytest.mark.parametrize("sorted_first", [True, False])
+@pytest.mark.parametrize("name", ["lstm", "gru", "rnn"])
+def test_packed_input_is_the_padded_batch(path, poisoned, name, sorted_first, precision):
+    """Packed rows give other outputs, states or gradients than the same rows in a padded batch with lengths."""
+    dtype, tolerance = precision
+    layer = LAYERS[name](INPUT, 37, bidirectional=True, noise=zo.Zoneout(**STATES[name]), dtype=dtype, device="cuda")
+    lengths = torch.tensor([7, 5, 5, 2, 1] if sorted_first else [2, 7, 5, 1, 5])
+    x = torch.randn(7, 5, INPUT, device="cuda", dtype=dtype, requires_grad=True)
+    h = torch.randn(2, 5, 37, device="cuda", dtype=dtype, requires_grad=True)
+    dy, found = torch.randn(7, 5, 74, device="cuda", dtype=dtype), []
+    wanted = [x, h, *layer.parameters()]
+    for packed in (True, False):
+        hx = (h, h) if name == "lstm" else h
+        if packed:
+            given = pack_padded_sequence(x, lengths, enforce_sorted=sorted_first)
+            y, state = layer(given, hx, seed=3)
+            y = pad_packed_sequence(y)[0]
+        else:
+            y, state = layer(x, hx, seed=3, lengths=lengths.cuda())
+        states = state if name == "lstm" else (state,)
+        total = (y * dy).sum() + sum(s.square().sum() for s in states)
+        found.append([y, *states, *torch.autograd.grad(total, wanted)])
+    for a, b in zip(*found):
+        assert far(a, b.cpu()) <= tolerance  # the rows lie in another order: sums over them are rounded otherwise
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_packed_input_cannot_be_captured():
+    """A CUDA graph is captured with the sizes of one batch, or the error speaks of pinned memory."""
+    layer = zo.LSTM(3, 8, device="cuda")
+    packed = pack_padded_sequence(torch.randn(4, 2, 3, device="cuda"), torch.tensor([4, 2]))
+    layer(packed)
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="lengths=… on the GPU instead"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        layer(packed)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # the compiler's own, both

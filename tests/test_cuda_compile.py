@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from zoneout.ops.cuda import batch, compiler, optimizer, persistent, small, steps, wide
+from zoneout.ops.cuda import batch, compiler, optimizer, persistent, rows, small, steps, wide
 from zoneout.ops.cuda.arguments import CELLS, EVERYTHING, TYPES
 
 HOPPER, PROCESSORS, SHARED = (9, 0), 132, 232448
@@ -119,6 +119,13 @@ def test_batch_knows_its_limits():
 def test_dropout_and_weight_noise(dtype, source):
     """What drops units and weights, or adds noise to weights, does not compile."""
     build(source, (("CELL", 0), ("TYPE", TYPES[dtype]), ("FAST", 1)))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_rows(dtype):
+    """What moves, clears or picks rows does not compile, or leaves no room for as many threads as hide its waiting."""
+    registers, spilled = build("rows.cu", rows.defines_of(dtype))
+    assert len(registers) == 3 and max(spilled) == 0 and max(registers) <= 32
 
 
 @pytest.mark.parametrize("paper", [False, True], ids=["ordinary", "paper"])

@@ -17,7 +17,8 @@ from .draws import as_integers, check_count, example_ids
 from .noise import Noise, plane
 from .norm import LayerNorm, RecurrentBatchNorm
 from .ops.dropout import dropout
-from .ops.rows import among_padded, check_counts, picked, places
+from .ops.packing import packed, packing_of, padded
+from .ops.rows import check_counts, places
 from .philox import as_seed, fresh_seed
 from .recurrent import Recurrent, autocast_on, check_device, no_tensor, working_dtype
 
@@ -43,9 +44,6 @@ class Sequences(NamedTuple):
     def sort(self, v: Tensor, dim: int = 0) -> Tensor:
         """What has one entry a row, in the order of the rows of `x`."""
         return v if self.order is None else v.index_select(dim, self.order)
-
-    def sort_states(self, h: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return self.sort(h, 1), None if c is None else self.sort(c, 1)
 
 
 class RecurrentLayer(Recurrent, nn.RNNBase):
@@ -111,7 +109,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         if return_cells and self.kind != "lstm":
             raise ValueError(f"return_cells: expected False, since a {self.kind.upper()} has no cell")
         first_step = check_count("first_step", first_step, 2**32 - sequences.steps + 1)
-        initial = sequences.sort_states(*self._initial_states(sequences.batch, dtype))
+        initial = self._initial_states(sequences.batch, dtype)  # all rows alike: there is nothing to sort
         h0, c0 = self._given_states(hx, initial, sequences)
         rows = sequences.sort(example_ids(examples, sequences.batch, x.device))
         key = self._seed(seed, x)
@@ -203,7 +201,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
             resets = _check_resets(resets, shape, names, x.device)
             resets = resets.t() if swap else resets if batched else resets.unsqueeze(1)
         if lengths is not None:
-            lengths = check_lengths(lengths, steps, batch, batched).to(x.device)
+            lengths = check_lengths(lengths, steps, batch, batched).to(x.device, non_blocking=x.is_cuda)
 
         def outputs(y: Tensor) -> Tensor:
             return y.transpose(0, 1) if swap else y if batched else y.squeeze(1)
@@ -234,13 +232,12 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
                 x, steps, batch, None, resets, True, lambda y: PackedSequence(y, counts, order, back),
                 counts, order, back,
             )  # fmt: skip
-        at, lengths = among_padded(counts, batch, x)
-        padded = x.new_zeros(steps * batch, x.shape[1]).index_copy_(0, at, x).view(steps, batch, x.shape[1])
+        packing = packing_of(counts, batch, x)
 
         def outputs(y: Tensor) -> PackedSequence:
-            return PackedSequence(picked(y.flatten(0, 1), at), counts, order, back)
+            return PackedSequence(packed(y, packing), counts, order, back)
 
-        return Sequences(padded, steps, batch, lengths, resets, True, outputs, None, order, back)
+        return Sequences(padded(x, packing), steps, batch, packing.lengths, resets, True, outputs, None, order, back)
 
     def _check_numbers(self, x: Tensor) -> Tensor:
         """Numbers of features that are 1 where all others are 0, with a last dimension of 1 in their place."""

@@ -1,11 +1,11 @@
 """The loop over time with everything around it taken away: what a device's code has to do.
 
-Rows lie as the device wants them (`rows.py`). Packed: step t has `counts[t]` rows, longest sequence first, so that the
+Rows lie as the device wants them. Packed (`rows.py`): step t has `counts[t]` rows, longest sequence first, so that the
 rows of a step are a prefix of the rows of the step before, and a sequence that has ended costs nothing; a reversed
-sequence has been turned around already. Padded (`counts` is None): as the caller has them, N = T · B, lengths and
-direction looked at by the loop; outputs past a row's end have to be left zero. N is the number of all rows, G the gates
-times the hidden size H, P the size of h. Whatever has G of something lies as torch has it, [gate][unit], or where a
-device's `by_unit` says so as [unit][gate].
+sequence has been turned around already. Padded (`cuda/rows.py`, `counts` is None): as the caller has them, N = T · B,
+lengths and direction looked at by the loop; outputs past a row's end have to be left zero. N is the number of all rows,
+G the gates times the hidden size H, P the size of h. Whatever has G of something lies as torch has it, [gate][unit], or
+where a device's `by_unit` says so as [unit][gate].
 """
 
 from __future__ import annotations

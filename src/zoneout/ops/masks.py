@@ -64,3 +64,10 @@ def plain_eager() -> bool:
         or torch._C._len_torch_dispatch_stack()
         or torch.jit.is_tracing()
     )
+
+
+def nobody_derives(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether no derivative will be asked for, neither backwards nor in forward mode."""
+    if torch.autograd.forward_ad._current_level >= 0:
+        return False
+    return not torch.is_grad_enabled() or not any(v is not None and v.requires_grad for v in tensors)

@@ -17,7 +17,7 @@ from ..noise import MASKS, STREAMS, Rule
 from ..norm import Moments, StepNorm
 from . import passes, pieces
 from .interface import Result, Run, Weights
-from .masks import plain_eager
+from .masks import nobody_derives, plain_eager
 from .passes import DIFFERENTIABLE, LOOPS, Back, Kept, as_outputs, gives_moments
 
 _STREAMS, _MASKS, _BY = tuple(STREAMS), tuple(MASKS), ("previous", "zero", "scaled zero")
@@ -293,7 +293,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def run(runs: Sequence[Run]) -> list[Result]:
         tensors = [v for r in runs for v in differentiable(r)]
-        if _nobody_derives(tensors):  # a node is a good part of what a small call costs
+        if nobody_derives(tensors):  # a node is a good part of what a small call costs
             results = pieces.run(*runs)
             return [result._replace(cells=as_outputs(result.cells, result.y)) for result in results]
         given, results = _Eager.apply(runs, *tensors), []
@@ -411,13 +411,6 @@ def _with_tensors(plain: tuple[Any, ...], tensors: Sequence[Any], rest: Sequence
         cell, x, h0, c0, Weights(*more[:5]), draws, examples, first_step, norm, lengths, resets, reset_h, reset_c,
         reverse, False, counts, recompute,
     )  # fmt: skip
-
-
-def _nobody_derives(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether no derivative will be asked for, neither backwards nor in forward mode."""
-    if torch.autograd.forward_ad._current_level >= 0:
-        return False
-    return not torch.is_grad_enabled() or not any(v is not None and v.requires_grad for v in tensors)
 
 
 # --- torch.func ------------------------------------------------------------------------------------

@@ -18,10 +18,11 @@ from torch import Tensor
 from ..draws import Draw
 from ..norm import Moments, StepNorm
 from . import cpu, cuda
+from .cuda.rows import Padded
 from .interface import Run, Weights
 from .loop import GATES, Backward, Loop, by_gate, by_unit
 from .products import added_up, padded, spare, times, times_and_sum
-from .rows import Packed, Padded, as_packed
+from .rows import Packed, as_packed
 
 LOOPS: dict[str, Any] = {"cpu": cpu, "cuda": cuda}
 
@@ -284,20 +285,15 @@ def _forward(device: Any, r: Run) -> Generator[Loop, None, Kept]:
     loop = _loop(r, ready, gates, ys, cs, gh, moments, x if inside else None, bias)
     yield loop
 
-    h_n, c_n = _copy(rows.final(ys, loop.h0), narrow), None
-    if cs is not None:
-        assert loop.c0 is not None
-        c_n = _copy(rows.final(cs, loop.c0), narrow)
+    states = [(v, v0) for v, v0 in ((ys, loop.h0), (cs, loop.c0)) if v is not None and v0 is not None]
+    ended: list[Any] = rows.final(states, narrow)
+    h_n, c_n = ended if len(ended) > 1 else (*ended, None)
     if not whole:
         y = rows.unpack(ys)
         c = None if cs is None else rows.unpack(cs)
     y = y if y.dtype == narrow else y.to(narrow)
     found = _turned_moments(by_gate, r.cell, moments) if ready.by_unit else tuple(moments)
     return Kept(y, h_n, c_n, c, gates, gh, found, rows)
-
-
-def _copy(v: Tensor, dtype: torch.dtype) -> Tensor:
-    return v.clone() if v.dtype == dtype else v.to(dtype)
 
 
 def _input_product(x: Tensor, w_ih: Tensor, out: Tensor) -> None:

@@ -159,7 +159,7 @@ def _end_of_cells(kept: Kept, part: Run) -> Tensor | None:
     if kept.c is None or kept.cells is None or kept.c.dtype == kept.cells.dtype:
         return kept.c
     assert kept.rows is not None and part.c0 is not None
-    return kept.rows.final(kept.cells.flatten(0, 1), part.c0).clone()  # not a view, which would keep those of all steps
+    return kept.rows.final([(kept.cells.flatten(0, 1), part.c0)], kept.cells.dtype)[0]
 
 
 def result(kept: Kept, r: Run) -> Result:

@@ -1,22 +1,20 @@
-"""How the rows of a batch lie for the loop.
+"""How the rows of a batch lie for a loop that walks over them: longest first, ended ones left out.
 
-`Packed`: longest first, ended ones left out, in order of processing; a loop that walks over rows does nothing for
-sequences that have ended. `Padded`: as the caller has them; a loop that does all rows at once skips those that have
-ended, and nobody waits to learn how long they are.
+They lie in order of processing, and nothing is done for sequences that have ended. A GPU has them as the caller does
+(`cuda/rows.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .interface import Run
 from .loop import Loop
-from .products import padded, times, trimmed
 
 
 @dataclass
@@ -108,7 +106,11 @@ class Packed:
     def unsort(self, v: Tensor) -> Tensor:
         return v if self.order is None else torch.empty_like(v).index_copy_(0, self.order, v)
 
-    def final(self, v: Tensor, initial: Tensor) -> Tensor:
+    def final(self, states: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> list[Tensor]:
+        """Of each state, given at every step and as it began, the last of every sequence, in tensors of their own."""
+        return [copied(self._last(v, initial), dtype) for v, initial in states]
+
+    def _last(self, v: Tensor, initial: Tensor) -> Tensor:
         """The last state of each sequence, in the caller's order; the initial one of a sequence of length 0."""
         if self.lengths is None and self.given is None:
             return v[v.shape[0] - self.batch :]
@@ -195,47 +197,9 @@ def lengths_of(counts: Tensor, batch: int) -> Tensor:
     return torch.searchsorted(-counts, -torch.arange(batch, device=counts.device))
 
 
-def among_padded(counts: Tensor, batch: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each of packed rows is among those of [T, B, ·], longest first, and the lengths; nothing waits for a GPU.
-
-    `rows` are those that are packed.
-    """
-    steps, device = counts.shape[0], rows.device
-    later = torch.arange(steps, device=counts.device) * batch - (counts.cumsum(0) - counts)
-    there = torch.cat((counts, later, lengths_of(counts, batch))).to(device, non_blocking=True)
-    counts, later, lengths = there.split((steps, steps, batch))
-    shift = torch.repeat_interleave(later, counts, output_size=rows.shape[0])
-    return torch.arange(rows.shape[0], device=device) + shift, lengths
-
-
-def picked(v: Tensor, at: Tensor) -> Tensor:
-    """The rows `at`, of which no two are the same: on the way back nothing has to be added up."""
-    if torch.compiler.is_compiling():  # which takes no function that knows its forward-mode derivative
-        return v.index_select(0, at)
-    return _Picked.apply(v, at)
-
-
-class _Picked(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(v: Tensor, at: Tensor) -> Tensor:
-        return v.index_select(0, at)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[1])
-        ctx.save_for_forward(inputs[1])
-        ctx.rows = inputs[0].shape[0]
-
-    @staticmethod
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
-        (at,) = ctx.saved_tensors
-        return d.new_zeros(ctx.rows, *d.shape[1:]).index_copy_(0, at, d), None
-
-    @staticmethod
-    def jvp(ctx: Any, v: Tensor, at: None) -> Tensor:
-        return v.index_select(0, ctx.saved_tensors[0])
+def copied(v: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of its own, in a type."""
+    return v.clone() if v.dtype == dtype else v.to(dtype)
 
 
 @lru_cache(64)
@@ -248,107 +212,3 @@ def _same(count: int, value: int) -> Tensor:
 def _multiples(count: int, of: int) -> Tensor:
     """0, `of`, twice `of` and so on, which nobody writes to."""
     return torch.arange(count, device="cpu") * of
-
-
-@dataclass
-class Padded:
-    """The rows of [T, B, ·] left where they are: a loop of this layout looks at lengths and direction itself."""
-
-    lengths: Tensor | None  # [B], on the device of the rows
-    steps: int
-    batch: int
-    reverse: bool
-
-    counts = starts = None
-    whole = True
-
-    @property
-    def sorted_lengths(self) -> Tensor | None:
-        return self.lengths
-
-    @cached_property
-    def _at(self) -> Tensor:
-        assert self.lengths is not None
-        return torch.arange(self.steps, device=self.lengths.device)[:, None]
-
-    def inputs(self, x: Tensor) -> Tensor:
-        """[T, B, ·] -> [T · B, ·], zero past the ends, whatever stands in the padding."""
-        if self.lengths is not None:
-            x = torch.where((self._at < self.lengths)[..., None], x, 0)
-        return self.pack(x)
-
-    def pack(self, v: Tensor) -> Tensor:
-        """[T, B, ·] -> [T · B, ·]."""
-        return v.reshape(self.steps * self.batch, *v.shape[2:]).contiguous()
-
-    def unpack(self, v: Tensor) -> Tensor:
-        return v.view(self.steps, self.batch, v.shape[-1])
-
-    def sort(self, v: Tensor) -> Tensor:
-        return v.contiguous()
-
-    def unsort(self, v: Tensor) -> Tensor:
-        return v
-
-    def final(self, v: Tensor, initial: Tensor) -> Tensor:
-        """The last state of each sequence; the initial one of a sequence of length 0."""
-        if self.lengths is None:
-            return v[: self.batch] if self.reverse else v[-self.batch :]
-        v = self.unpack(v)
-        ends = torch.zeros_like(self.lengths) if self.reverse else (self.lengths - 1).clamp(min=0)
-        chosen = v[ends, torch.arange(self.batch, device=v.device)]
-        return torch.where(self.lengths[:, None] > 0, chosen, initial)
-
-    def cuts(self, resets: Tensor | None) -> Tensor | None:
-        return None if resets is None else resets.contiguous()
-
-    def entered(self, loop: Loop) -> Tensor:
-        """[T · B, P]: h as it entered the gates at every row; `balanced`: less that of one row of the same step."""
-        y, none = self.unpack(loop.y), loop.h0[None]
-        h_in = torch.cat((y[1:], none) if self.reverse else (none, y[:-1]))
-        first = None if self.lengths is None or not self.reverse else (self._at == self.lengths - 1)[..., None]
-        if first is not None:
-            h_in = torch.where(first, none, h_in)
-        if loop.resets is not None and loop.reset_h is not None:
-            cuts = loop.resets[..., None]
-            if self.reverse:
-                cuts = torch.cat((cuts[1:], torch.zeros_like(cuts[:1])))
-                cuts = cuts if first is None else cuts & ~first
-            h_in = torch.where(cuts, loop.reset_h, h_in)
-        h_in = h_in if loop.scale_h is None else h_in * loop.scale_h
-        h_in = self.pack(h_in)
-        return self.differences(h_in) if loop.balanced else h_in
-
-    def differences(self, v: Tensor) -> Tensor:
-        """[T · B, ·], less that of one row of the same step."""
-        v = self.unpack(v)
-        return self.pack(v - self._of_one_row(v))
-
-    def _of_one_row(self, v: Tensor) -> Tensor:
-        """What a row that lasts as long as any has at the same step, as steps are processed, for every row."""
-        if self.lengths is None or self.batch == 0:
-            return v[:, :1]
-        of_longest = v.index_select(1, self.lengths.argmax()[None])
-        if not self.reverse:
-            return of_longest
-        at = self._at + (self.lengths.max() - self.lengths)  # rows begin at their ends
-        return of_longest[:, 0][at.clamp(max=self.steps - 1)]
-
-    def beside(self, loop: Loop, x: Tensor, out: Tensor) -> None:
-        """That and x, side by side, written to `out`; ones where it has columns to spare."""
-        ones = out.shape[1] - loop.outputs - x.shape[1]
-        torch.cat((self.entered(loop), x, x.new_ones(len(x), ones)), dim=1, out=out)
-
-    def times_entered(self, d: Tensor, loop: Loop) -> Tensor:
-        """[G, P]: the derivative of the weights of h, from that of the product."""
-        turned = self.reverse and self.lengths is not None
-        if turned or loop.resets is not None or loop.scale_h is not None or loop.balanced:
-            return times(d.t(), self.entered(loop))
-        edge = d.shape[0] - self.batch
-        first, later, earlier = (
-            (d[edge:], d[:edge], loop.y[self.batch :])
-            if self.reverse
-            else (d[: self.batch], d[self.batch :], loop.y[:edge])
-        )
-        found = first.t() @ padded(loop.h0)
-        return trimmed(found if self.steps == 1 else found.addmm_(later.t(), padded(earlier)), loop.outputs)

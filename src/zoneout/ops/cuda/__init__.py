@@ -22,14 +22,13 @@ from ..interface import Run
 from ..loop import Backward, Loop, by_gate
 from ..loop import by_unit as to_units
 from ..products import FEW
-from ..rows import Padded
-from . import batch, blas, compiler, dropout, lanes, norms, persistent, small, steps, wide
+from . import batch, blas, compiler, dropout, lanes, norms, persistent, rows, small, steps, wide
 from .arguments import TYPES
 from .compiler import Ready
 from .turns import turns
 
 PATHS = (batch, small, wide, persistent, steps)  # the first that can take a loop runs it
-ROWS = Padded
+ROWS = rows.Padded
 WIDE = False  # half types enter the products as they are
 PIECE = 2**62  # numbers of gates at once where nobody will go back: all, in one launch
 
@@ -158,7 +157,7 @@ def forward(loops: Sequence[Loop]) -> None:
     due = []
     for loop in loops:
         if loop.lengths is not None:
-            _clear(loop.y, loop.c, loop.gh)
+            rows.clear(loop.lengths, loop.steps, loop.y, loop.c, loop.gh)
         if loop.steps == 0 or loop.batch == 0:
             continue
         if loop.norm is not None:
@@ -172,7 +171,8 @@ def backward(loops: Sequence[tuple[Loop, Backward]]) -> None:
     due = []
     for loop, back in loops:
         if loop.lengths is not None:
-            _clear(back.dgx, back.dgh, back.dsh, back.du, back.u, back.dnc, back.chat)
+            written = (back.dgx, back.dgh, back.dsh, back.du, back.u, back.dnc, back.chat)
+            rows.clear(loop.lengths, loop.steps, *written)
         if loop.steps > 0 and loop.batch > 0:
             due.append((loop, back))
     _run_all(due)
@@ -232,10 +232,3 @@ def _run_by_gate(loop: Loop, back: Backward | None) -> None:
     for name, value in written[1].items():
         if value is not None:
             getattr(written[0], name).copy_(to_units(value, loop.cell, 1))
-
-
-def _clear(*tensors: Tensor | None) -> None:
-    """Zero past the ends of sequences, which no kernel touches."""
-    for tensor in tensors:
-        if tensor is not None:
-            tensor.zero_()

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from torch import Tensor
 
 from ..loop import Backward, Loop
+from . import rows
 from .arguments import CELLS, TYPES, Arguments, Exchange, known, loop_arguments, modes_of
 from .compiler import Kernel, Ready, chip, load, pack
 from .persistent import plan_for as other_plan
@@ -90,18 +90,10 @@ def ready(loop: Loop, back: Backward | None, loops: int) -> Ready | None:
 
     def start(lane: None) -> None:
         kernel.launch(blocks, THREADS, pack((arguments.struct, exchange.struct)), shared, cooperative=True)
-        if loop.lengths is not None:
-            _forget_what_is_past(loop, loop.lengths)
+        if loop.lengths is not None:  # the kernel has no register left to look at them: all rows go on
+            rows.clear(loop.lengths, loop.steps, loop.y, loop.c)
 
     return Ready(start, fills=True)
-
-
-def _forget_what_is_past(loop: Loop, lengths: Tensor) -> None:
-    """Zero after the ends of sequences: in the kernel, which has no register left to look at them, all rows go on."""
-    past = (torch.arange(loop.steps, device=lengths.device)[:, None] >= lengths)[..., None]
-    for kept in (loop.y, loop.c):
-        if kept is not None:
-            kept.view(loop.steps, loop.batch, -1).masked_fill_(past, 0)
 
 
 def defines_of(dtype: torch.dtype, tiles: Plan, modes: tuple[int, int]) -> tuple[tuple[str, int], ...]:

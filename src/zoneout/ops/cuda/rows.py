@@ -1,0 +1,256 @@
+"""The rows of a ragged batch on a GPU: how they lie for the loop, and what is done to them around it, in a launch each.
+
+Lengths and direction are looked at on the GPU, so that nobody waits to learn how long the sequences are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..loop import Loop
+from ..products import padded, times, trimmed
+from ..rows import copied
+from .arguments import TYPES
+from .compiler import load, pack
+
+THREADS = 256
+MOST = 7  # arrays that are cleared at once
+BLOCKS = 1024  # that clear rows: as many as a large chip has at once
+
+_KERNELS = ("move", "clear", "ends")
+_i64, _p = ctypes.c_int64, ctypes.c_void_p
+_PLACES, _NUMBERS = _p * MOST, _i64 * MOST  # kept, since ctypes would make them anew at every call
+
+
+class Side(ctypes.Structure):
+    """`Side` of rows.cu."""
+
+    _fields_ = [("at", _p), ("starts", _p), ("step", _i64), ("row", _i64)]
+
+
+class Moved(ctypes.Structure):
+    """`Moved` of rows.cu."""
+
+    _fields_ = [
+        *((name, Side) for name in ("source", "to")),
+        *((name, _i64) for name in ("steps", "batch", "words", "word")),
+        ("lengths", _p),
+    ]
+
+
+class Cleared(ctypes.Structure):
+    """`Cleared` of rows.cu."""
+
+    _fields_ = [
+        *((name, _i64) for name in ("steps", "batch")),
+        ("lengths", _p),
+        ("count", _i64),
+        ("at", _PLACES),
+        *((name, _NUMBERS) for name in ("width", "word")),
+    ]
+
+
+class State(ctypes.Structure):
+    """`State` of rows.cu."""
+
+    _fields_ = [*((name, _p) for name in ("every", "initial", "last")), ("width", _i64), ("wide", _i64)]
+
+
+class Ends(ctypes.Structure):
+    """`Ends` of rows.cu."""
+
+    _fields_ = [("batch", _i64), ("reverse", _i64), ("lengths", _p), ("states", State * 2)]
+
+
+# --- the kernels -----------------------------------------------------------------------------------
+
+
+def within(v: Tensor, lengths: Tensor) -> Tensor:
+    """[T, B, ·] without gaps, zero past the ends whatever stands there."""
+    return _moved(v, None, v.new_empty(v.shape), None, lengths)
+
+
+def unpacked(rows: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
+    """Packed rows, of which those of step t begin at starts[t], as [T, B, ·], zero past the ends."""
+    return _moved(rows, starts, rows.new_empty(starts.shape[0], lengths.shape[0], rows.shape[1]), None, lengths)
+
+
+def packed(v: Tensor, starts: Tensor, lengths: Tensor, total: int) -> Tensor:
+    """The opposite: what lies past the ends is left out."""
+    return _moved(v, None, v.new_empty(total, v.shape[2]), starts, lengths)
+
+
+def _moved(v: Tensor, v_starts: Tensor | None, out: Tensor, out_starts: Tensor | None, lengths: Tensor) -> Tensor:
+    """`out`, with the rows of `v`."""
+    v = v if v.stride(-1) == 1 else v.contiguous()
+    size, (steps, batch, width) = v.element_size(), v.shape if v_starts is None else out.shape
+    if steps * batch * width == 0:
+        return out
+    source, to = _side(v, v_starts, size), _side(out, out_starts, size)
+    word = _word(width * size | source.at | source.step | source.row | to.at | to.step | to.row)
+    words = width * size // word
+    blocks = -(-(steps * batch * words) // THREADS)
+    _launch("move", v, blocks, Moved(source, to, steps, batch, words, word, lengths.data_ptr()))
+    return out
+
+
+def _side(v: Tensor, starts: Tensor | None, size: int) -> Side:
+    if starts is not None:
+        return Side(v.data_ptr(), starts.data_ptr(), 0, v.stride(0) * size)
+    step, row, _ = v.stride()
+    return Side(v.data_ptr(), None, step * size, row * size)
+
+
+def clear(lengths: Tensor, steps: int, *arrays: Tensor | None) -> None:
+    """Zero past the ends in several arrays [T · B, ·], each without gaps; the same one may be given twice."""
+    there = {v.data_ptr(): v for v in arrays if v is not None}
+    batch = lengths.shape[0]
+    if steps * batch == 0 or not there:
+        return
+    first, *_ = there.values()
+    widths = [v.shape[-1] * v.element_size() for v in there.values()]
+    words = [_word(at | width) for at, width in zip(there, widths)]
+    given = Cleared(steps, batch, lengths.data_ptr(), len(there), _PLACES(*there), _NUMBERS(*widths), _NUMBERS(*words))
+    _launch("clear", first, min(BLOCKS, -(-(steps * batch) // (THREADS // 32))), given)
+
+
+def last(states: Sequence[tuple[Tensor, Tensor]], lengths: Tensor, reverse: bool, dtype: torch.dtype) -> list[Tensor]:
+    """Of one or two states, each given at every step, [T · B, ·], and as it began, those at the ends in a type."""
+    batch = lengths.shape[0]
+    out = [initial.new_empty(initial.shape, dtype=dtype) for _, initial in states]
+    initials = [initial.contiguous() for _, initial in states]
+    given = [
+        State(every.data_ptr(), initial.data_ptr(), to.data_ptr(), to.shape[1], every.dtype == torch.float32)
+        for (every, _), initial, to in zip(states, initials, out)
+    ]
+    if most := batch * max(to.shape[1] for to in out):
+        ends = Ends(batch, reverse, lengths.data_ptr(), (State * 2)(*given))
+        _launch("ends", out[0], (-(-most // THREADS), len(out)), ends)
+    return out
+
+
+def _word(addresses: int) -> int:
+    """Bytes of the largest word that all of these, or-ed together, are multiples of."""
+    return min(16, addresses & -addresses)
+
+
+def _launch(name: str, like: Tensor, blocks: int | tuple[int, int], given: ctypes.Structure) -> None:
+    device = like.get_device()
+    elsewhere = device != torch.cuda.current_device()
+    with torch.cuda.device(device) if elsewhere else nullcontext():
+        kernels = load(device, "rows.cu", _KERNELS, defines_of(like.dtype))
+        kernels[_KERNELS.index(name)].launch(blocks, THREADS, pack((given,)))
+
+
+def defines_of(dtype: torch.dtype) -> tuple[tuple[str, int], ...]:
+    """What the kernels are compiled with; rows that keep their type may have any."""
+    return (("CELL", 0), ("TYPE", TYPES.get(dtype, 0)), ("FAST", 1))
+
+
+# --- how rows lie ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Padded:
+    """The rows of [T, B, ·] left where they are: a loop that does all rows at once skips those that have ended."""
+
+    lengths: Tensor | None  # [B], on the device of the rows
+    steps: int
+    batch: int
+    reverse: bool
+
+    counts = starts = None
+    whole = True
+
+    @property
+    def sorted_lengths(self) -> Tensor | None:
+        return self.lengths
+
+    @cached_property
+    def _at(self) -> Tensor:
+        assert self.lengths is not None
+        return torch.arange(self.steps, device=self.lengths.device)[:, None]
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """[T, B, ·] -> [T · B, ·], zero past the ends, whatever stands in the padding."""
+        return self.pack(x if self.lengths is None else within(x, self.lengths))
+
+    def pack(self, v: Tensor) -> Tensor:
+        """[T, B, ·] -> [T · B, ·]."""
+        return v.reshape(self.steps * self.batch, *v.shape[2:]).contiguous()
+
+    def unpack(self, v: Tensor) -> Tensor:
+        return v.view(self.steps, self.batch, v.shape[-1])
+
+    def sort(self, v: Tensor) -> Tensor:
+        return v.contiguous()
+
+    def unsort(self, v: Tensor) -> Tensor:
+        return v
+
+    def final(self, states: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> list[Tensor]:
+        """Of each state, given at every step and as it began, the last of every sequence, in tensors of their own."""
+        if self.lengths is not None:
+            return last(states, self.lengths, self.reverse, dtype)
+        return [copied(v[: self.batch] if self.reverse else v[-self.batch :], dtype) for v, _ in states]
+
+    def cuts(self, resets: Tensor | None) -> Tensor | None:
+        return None if resets is None else resets.contiguous()
+
+    def entered(self, loop: Loop) -> Tensor:
+        """[T · B, P]: h as it entered the gates at every row; `balanced`: less that of one row of the same step."""
+        y, none = self.unpack(loop.y), loop.h0[None]
+        h_in = torch.cat((y[1:], none) if self.reverse else (none, y[:-1]))
+        first = None if self.lengths is None or not self.reverse else (self._at == self.lengths - 1)[..., None]
+        if first is not None:
+            h_in = torch.where(first, none, h_in)
+        if loop.resets is not None and loop.reset_h is not None:
+            cuts = loop.resets[..., None]
+            if self.reverse:
+                cuts = torch.cat((cuts[1:], torch.zeros_like(cuts[:1])))
+                cuts = cuts if first is None else cuts & ~first
+            h_in = torch.where(cuts, loop.reset_h, h_in)
+        h_in = h_in if loop.scale_h is None else h_in * loop.scale_h
+        h_in = self.pack(h_in)
+        return self.differences(h_in) if loop.balanced else h_in
+
+    def differences(self, v: Tensor) -> Tensor:
+        """[T · B, ·], less that of one row of the same step."""
+        v = self.unpack(v)
+        return self.pack(v - self._of_one_row(v))
+
+    def _of_one_row(self, v: Tensor) -> Tensor:
+        """What a row that lasts as long as any has at the same step, as steps are processed, for every row."""
+        if self.lengths is None or self.batch == 0:
+            return v[:, :1]
+        of_longest = v.index_select(1, self.lengths.argmax()[None])
+        if not self.reverse:
+            return of_longest
+        at = self._at + (self.lengths.max() - self.lengths)  # rows begin at their ends
+        return of_longest[:, 0][at.clamp(max=self.steps - 1)]
+
+    def beside(self, loop: Loop, x: Tensor, out: Tensor) -> None:
+        """That and x, side by side, written to `out`; ones where it has columns to spare."""
+        ones = out.shape[1] - loop.outputs - x.shape[1]
+        torch.cat((self.entered(loop), x, x.new_ones(len(x), ones)), dim=1, out=out)
+
+    def times_entered(self, d: Tensor, loop: Loop) -> Tensor:
+        """[G, P]: the derivative of the weights of h, from that of the product."""
+        turned = self.reverse and self.lengths is not None
+        if turned or loop.resets is not None or loop.scale_h is not None or loop.balanced:
+            return times(d.t(), self.entered(loop))
+        edge = d.shape[0] - self.batch
+        first, later, earlier = (
+            (d[edge:], d[:edge], loop.y[self.batch :])
+            if self.reverse
+            else (d[: self.batch], d[self.batch :], loop.y[:edge])
+        )
+        found = first.t() @ padded(loop.h0)
+        return trimmed(found if self.steps == 1 else found.addmm_(later.t(), padded(earlier)), loop.outputs)
