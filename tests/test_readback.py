@@ -108,8 +108,12 @@ def build(kind, backend, layers=1, **more):
     return layer.to(backend.device)
 
 
-def start_from(layer, h0, c0):
-    """Let every sequence, and every step after a reset, begin with these states."""
+def start_from(layer, h0, c0, order=None):
+    """Let every sequence, and every step after a reset, begin with these states; `order` is that of a packed batch.
+
+    A layer's own initial states are alike in all rows, and not sorted.
+    """
+    h0, c0 = (v if order is None else v.index_select(1, order) for v in (h0, c0))
     layer._initial_states = lambda batch, dtype: (h0, c0 if layer.kind == "lstm" else None)
 
 
@@ -128,9 +132,10 @@ def run(layer, x, h0, form):
     def turn(v):
         return v.transpose(0, 1) if layer.batch_first else v
 
-    start_from(layer, h0, h0.new_zeros(len(h0), BATCH, UNITS))
+    given = pack_padded_sequence(x, lengths, enforce_sorted=form == "packed_sorted") if packed else turn(x)
+    start_from(layer, h0, h0.new_zeros(len(h0), BATCH, UNITS), given.sorted_indices if packed else None)
     y, state, *cells = layer(
-        pack_padded_sequence(x, lengths, enforce_sorted=form == "packed_sorted") if packed else turn(x),
+        given,
         lengths=lengths if form == "lengths" else None,
         resets=turn(torch.full_like(alive, True)),
         return_cells=lstm,
@@ -214,7 +219,8 @@ def test_gradient_of_the_old_value(backend, kind, method, at, form):
     old = torch.ones(2 * depth, BATCH, UNITS, device=x.device, requires_grad=True)
     alive = (torch.arange(STEPS)[:, None] < LENGTHS).to(x.device) if form == "packed" else None
     given = pack_padded_sequence(x, LENGTHS, enforce_sorted=False) if form == "packed" else x
-    start_from(layer, old, old)  # the gates do not see h, and the forget gate is shut
+    order = given.sorted_indices if form == "packed" else None
+    start_from(layer, old, old, order)  # the gates do not see h, and the forget gate is shut
     resets = torch.full((STEPS, BATCH), True, device=x.device)
     y, _, *cells = layer(given, resets=resets, seed=SEED, return_cells=stream == "cell", **FORMS[form])
     shown = cells[0] if stream == "cell" else y
