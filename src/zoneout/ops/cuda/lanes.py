@@ -18,6 +18,7 @@ from .compiler import check, driver
 
 _APART = 1  # CU_STREAM_NON_BLOCKING: does not wait for the default stream
 _UNTIMED = 2  # CU_EVENT_DISABLE_TIMING
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class Lane(NamedTuple):
@@ -46,13 +47,20 @@ def beside(device: int, count: int) -> Iterator[Sequence[ctypes.c_void_p]]:
 
 @cache
 def _lane(device: int, current: int | None, k: int) -> Lane:
-    stream = ctypes.c_void_p()
-    check(driver().cuStreamCreate(ctypes.byref(stream), _APART))
-    return Lane(stream, _event(device, current, k))
+    return Lane(_made("cuStreamCreate", _APART), _event(device, current, k))
 
 
 @cache
 def _event(device: int, current: int | None, k: int) -> ctypes.c_void_p:
-    event = ctypes.c_void_p()
-    check(driver().cuEventCreate(ctypes.byref(event), _UNTIMED))
-    return event
+    return _made("cuEventCreate", _UNTIMED)
+
+
+def _made(function: str, flags: int) -> ctypes.c_void_p:
+    """What a function of the driver makes; where the current stream is being captured that would end the capture."""
+    made, mode = ctypes.c_void_p(), ctypes.c_int(_RELAXED)
+    check(driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+    try:
+        check(getattr(driver(), function)(ctypes.byref(made), flags))
+    finally:
+        check(driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+    return made
