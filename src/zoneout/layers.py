@@ -111,7 +111,10 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         first_step = check_count("first_step", first_step, 2**32 - sequences.steps + 1)
         initial = self._initial_states(sequences.batch, dtype)  # all rows alike: there is nothing to sort
         h0, c0 = self._given_states(hx, initial, sequences)
-        rows = sequences.sort(example_ids(examples, sequences.batch, x.device))
+        if examples is None and sequences.order is not None:
+            rows = sequences.order  # 0, 1, 2 and so on, in that order
+        else:
+            rows = sequences.sort(example_ids(examples, sequences.batch, x.device))
         key = self._seed(seed, x)
 
         suffixes = self.suffixes()
