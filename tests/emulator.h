@@ -268,6 +268,7 @@ static void rsqrt_approx_ftz_f32(float &to, float v) { to = 1.0f / sqrtf(v); }
 static void tanh_approx_f32(float &to, float v) { to = tanhf(v); }
 static void ex2_approx_ftz_f32(float &to, float v) { to = exp2f(v); }
 static void rcp_approx_ftz_f32(float &to, float v) { to = 1.0f / v; }
+static void ld_global_u8(u32 &to, const void *from) { to = *(const unsigned char *)from; }
 static void ld_global_u16(u32 &to, const void *from) { to = *(const u16 *)from; }
 static void ld_global_u32(u32 &to, const void *from) { to = *(const u32 *)from; }
 static void ld_global_v2_u32(u32 &x, u32 &y, const void *from) { x = ((const u32 *)from)[0], y = ((const u32 *)from)[1]; }

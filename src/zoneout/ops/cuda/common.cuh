@@ -149,6 +149,11 @@ __device__ __forceinline__ Late late(const narrow *from) {
 #endif
     return out;
 }
+__device__ __forceinline__ Late late(const u8 *from) {
+    Late out;
+    asm volatile("ld.global.u8 %0, [%1];" : "=r"(out.bits) : "l"(from));
+    return out;
+}
 __device__ __forceinline__ float widen(Late v) {
 #if TYPE
     return widen((narrow)v.bits);

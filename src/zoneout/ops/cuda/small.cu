@@ -37,7 +37,9 @@ struct Mine { /* one unit of NC rows */
 #define EACH_ROW _Pragma("unroll") for (int c = 0; c < NC; c++)
 #define EACH_GATE _Pragma("unroll") for (int q = 0; q < G; q++)
 #define ALIVE(t) (m.in && (HAS_LENGTHS ? (t) < m.length[c] : m.length[c] > 0))
-#define CUT(t) (HAS_RESETS && (t) >= 0 && (t) < m.length[c] && cut_at(l, t, m.row[c], m.length[c]))
+/* Whether step t is cut off from the one before, where the row of t is `at`: bits that are needed only a step later. */
+#define CUT(t, at) \
+    (HAS_RESETS && (t) >= 0 && (t) < m.length[c] && !(l.reverse && (t) == 0) ? late(l.resets + (at) + (l.reverse ? l.batch : 0)) : Late{0})
 
 /* A thread of column pair q (the lane's lowest two bits) has one of two rows for each c, of the first or last 8 units. */
 __device__ __forceinline__ int local_row(int lane, int c) { return lane % 2 + c * 2; }
@@ -460,12 +462,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop give
     float h[NC], state[NC], o[NC];
     float a[NC][G], gh[NC];
     Late pre[NC][G], later[NC][G]; /* x's part of this step and of the next */
-    bool cut[NC], soon[NC]; /* off from the step before: this step, and the next */
+    bool cut[NC]; /* off from the step before */
+    Late soon[NC]; /* whether the next step will be */
     int at[NC]; /* row of this step; at · G · H stays below 2³¹ */
     const int forth = l.reverse ? -(int)l.batch : (int)l.batch;
     EACH_ROW {
-        h[c] = state[c] = o[c] = 0.0f, cut[c] = false, soon[c] = CUT(1);
+        h[c] = state[c] = o[c] = 0.0f, cut[c] = false;
         at[c] = (int)at_of(l, 0, m.row[c], m.length[c]);
+        soon[c] = CUT(1, at[c] + forth);
         if (ALIVE(0)) {
             i64 start = (i64)m.row[c] * HIDDEN + m.unit;
             cut[c] = cut_at(l, 0, m.row[c], m.length[c]);
@@ -511,8 +515,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop give
         if (t + 1 < m.longest) fetch(t + 1, forth);
         if (t) store(t - 1, -forth);
         bring(ahead, t + AHEAD);
-        bool later_still[NC]; /* read now, since memory takes longer than what is left of a step */
-        EACH_ROW later_still[c] = CUT(t + 2);
+        Late later_still[NC]; /* read now, since memory takes longer than what is left of a step */
+        EACH_ROW later_still[c] = CUT(t + 2, at[c] + 2 * forth);
         float v[NC][G];
         EACH_ROW EACH_GATE v[c][q] = total(sums, q, c, upper(m.lane)) + (NORM ? 0.0f : GRU ? bias_h[q] : bias_x[q]);
 
@@ -589,7 +593,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop give
             if (ALIVE(t)) {
                 i64 start = (i64)m.row[c] * HIDDEN + m.unit;
                 float out = h[c];
-                cut[c] = soon[c], soon[c] = later_still[c];
+                cut[c] = HAS_RESETS && soon[c].bits, soon[c] = later_still[c];
                 if (cut[c]) out = start_h(l, true, start);
                 if (scale) out *= widen(scale[start]);
                 enter(entering[(t + 1) & 1], local_row(m.lane, c), m.unit, &out);
@@ -640,7 +644,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
     float dh[NC], dc[NC], back_h[NC], back_c[NC], owed[NC];
     float d[NC][4] = {}, e[NC][4] = {}, out[NC][4] = {}; /* of x's part, of h·Wh with norm and bias, and of h·Wh */
     Fetched f[NC], later[NC]; /* of this step and of the next one back */
-    bool cut[NC] = {}, later_cut[NC] = {}, coming[NC]; /* off from the step before: these two, and the next to be fetched */
+    Late cut[NC] = {}, later_cut[NC] = {}, coming[NC]; /* whether they are cut off, and the next that is fetched */
     int at[NC]; /* row of this step; at · G · H stays below 2³¹ */
     const int forth = l.reverse ? -(int)l.batch : (int)l.batch;
     auto fetch = [&](int t, int further) {
@@ -648,7 +652,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
             int row = at[c] + further, unit = row * HIDDEN + m.unit, gate = row * (G * HIDDEN) + m.unit;
             int old = unit - forth * HIDDEN;
             i64 start = (i64)m.row[c] * HIDDEN + m.unit;
-            const bool cut = coming[c];
+            const bool cut = HAS_RESETS && coming[c].bits;
             later[c].first = t == 0 || cut;
             EACH_GATE later[c].gates[q] = late(gates + gate + q * HIDDEN);
             later[c].dy = late((const narrow *)l.dy + unit);
@@ -672,7 +676,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
             }
 #endif
         }
-        EACH_ROW later_cut[c] = coming[c], coming[c] = CUT(t - 1);
+        EACH_ROW later_cut[c] = coming[c], coming[c] = CUT(t - 1, at[c] + further - forth);
     };
     auto store = [&](int t, int further) { /* the results of step t, while the next product is under way */
         EACH_ROW if (ALIVE(t)) {
@@ -686,8 +690,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
     };
     EACH_ROW {
         dh[c] = dc[c] = back_h[c] = back_c[c] = owed[c] = 0.0f;
-        coming[c] = CUT(m.longest - 1);
         at[c] = (int)at_of(l, m.longest - 1, m.row[c], m.length[c]);
+        coming[c] = CUT(m.longest - 1, at[c]);
         if (m.in && m.row[c] < l.batch) {
             dh[c] = l.dh[(i64)m.row[c] * HIDDEN + m.unit];
             if (LSTM) dc[c] = l.dc[(i64)m.row[c] * HIDDEN + m.unit];
@@ -715,7 +719,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
             EACH_ROW drawn.now[c] = drawn.next[c];
         }
         draw_ahead(drawn, l, m, seeds, limits, done);
-        bool above[NC]; /* the cut below step t + 1 */
+        Late above[NC]; /* whether step t + 1 is cut off */
         EACH_ROW above[c] = cut[c], cut[c] = later_cut[c], f[c] = later[c];
 #if NORM
         of_step = of_later;
@@ -726,7 +730,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
         EACH_ROW if (ALIVE(t + 1)) {
             float rec = total(sums, 0, c, upper(m.lane));
             dh[c] += scale ? rec * widen(scale[(i64)m.row[c] * HIDDEN + m.unit]) : rec;
-            if (HAS_RESETS && done && above[c])
+            if (HAS_RESETS && done && above[c].bits)
                 back_h[c] += dh[c], back_c[c] += dc[c], dh[c] = dc[c] = 0.0f;
         }
     };
