@@ -198,7 +198,7 @@ def variant(
     plain = layers(name, SHAPES[shape], dtype)[0]
     error = parity(layer, x, call)
     allowed = TOLERANCES[dtype]
-    if not error <= allowed:  # a norm magnifies rounding: twice what torch's own calls in that type are off by
+    if not error <= allowed:  # something magnifies rounding: twice what torch's own calls in that type are off by
         same = copy.deepcopy(layer)
         same.backend = "reference"
         with products_in("tf32" if dtype == "tf32" else "fp32", x.device):

@@ -36,7 +36,10 @@ def test_every_row_is_held_to_the_reference():
     limits = {str(dtype).removeprefix("torch."): limit for dtype, limit in TOLERANCES.items()}
     limits |= {"tf32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}  # as gpu.py has them
     for row in load("table").rows():
-        if row["group"] != "gpu norm":  # these are held to torch's own calls in the same type
+        # A norm may divide by little, and a tanh-RNN's weights with noise on them have an eigenvalue of 1.7: both
+        # magnify rounding, and gpu.py holds them to torch's own calls in the same type.
+        magnifies = row["group"] == "gpu norm" or (row["layer"], row["what"]) == ("RNN", "weight noise")
+        if not (magnifies and row["backend"] == "cuda"):
             assert float(row["error"]) <= limits[row["dtype"]], row
 
 
