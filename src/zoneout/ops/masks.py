@@ -11,6 +11,7 @@ from torch import Tensor
 from ..draws import Draw, draw_masks, seen
 from . import native
 from .loop import sees
+from .modes import plain_eager
 
 
 def masks_of(draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: int) -> list[Tensor]:
@@ -54,20 +55,3 @@ def stream_of(draw: Draw) -> native.Stream:
         rate=draw.rate.data_ptr(),
         stride=int(draw.rate.dim() > 0),
     )
-
-
-def plain_eager() -> bool:
-    """Whether nobody is looking on: no compiler, no tracer, no transform, no dispatch mode."""
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack()
-        or torch.jit.is_tracing()
-    )
-
-
-def nobody_derives(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether no derivative will be asked for, neither backwards nor in forward mode."""
-    if torch.autograd.forward_ad._current_level >= 0:
-        return False
-    return not torch.is_grad_enabled() or not any(v is not None and v.requires_grad for v in tensors)

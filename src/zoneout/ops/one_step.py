@@ -10,7 +10,8 @@ from torch import Tensor
 from ..cells import zone
 from ..draws import Draw, draw_all
 from .interface import Result, Run
-from .masks import masks_of, plain_eager
+from .masks import masks_of
+from .modes import plain_eager
 
 _CELLS = {"gru": torch.gru_cell, "rnn_tanh": torch.rnn_tanh_cell, "rnn_relu": torch.rnn_relu_cell}
 

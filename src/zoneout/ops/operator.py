@@ -17,7 +17,7 @@ from ..noise import MASKS, STREAMS, Rule
 from ..norm import Moments, StepNorm
 from . import passes, pieces
 from .interface import Result, Run, Weights
-from .masks import nobody_derives, plain_eager
+from .modes import nobody_derives, plain_eager
 from .passes import DIFFERENTIABLE, LOOPS, Back, Kept, as_outputs, gives_moments
 
 _STREAMS, _MASKS, _BY = tuple(STREAMS), tuple(MASKS), ("previous", "zero", "scaled zero")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import cuda
 from .cuda import rows as fused
-from .masks import nobody_derives, plain_eager
+from .modes import nobody_derives, plain_eager
 from .rows import lengths_of
 
 
