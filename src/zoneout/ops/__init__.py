@@ -14,15 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import cuda, one_step, operator, reference
+from . import cuda, node, one_step, reference
 from .interface import TOLERANCES, Result, Run, Weights
 
 __all__ = ["BACKENDS", "TOLERANCES", "Result", "Run", "Weights", "autocast_on", "check_backend", "dense", "run"]
 
 BACKENDS: dict[str, Callable[[Sequence[Run]], list[Result]]] = {  # several runs: those of both directions
     "reference": lambda runs: [reference.run(r) for r in runs],
-    "cpu": operator.run,
-    "cuda": operator.run,
+    "cpu": node.run,
+    "cuda": node.run,
 }
 
 

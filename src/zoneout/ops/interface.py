@@ -53,6 +53,14 @@ class Run(NamedTuple):
     def batch(self) -> int:
         return self.h0.shape[0]
 
+    @property
+    def w_hh(self) -> Tensor:
+        return self.weights.w_hh
+
+    @property
+    def w_hr(self) -> Tensor | None:
+        return self.weights.w_hr
+
 
 class Result(NamedTuple):
     """What a pass gives; positions past a row's length are zero in `y` and `cells`. Of a packed run, packed."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..interface import Run, Weights
+from ..interface import Run
 from ..loop import GATES, Backward, Loop
 from .arguments import CELLS, TYPES, Arguments, Exchange, has, loop_arguments
 from .compiler import Kernel, Ready, chip, load, pack, tf32
@@ -144,10 +144,10 @@ def plan(
     return best
 
 
-def plan_for(of: Loop | Run, w: Loop | Weights, back: bool, loops: int = 1) -> Plan | None:
+def plan_for(of: Loop | Run, back: bool, loops: int = 1) -> Plan | None:
     """The plan of a loop, or of that of a run, with so many side by side; None where it has to go step by step."""
-    w_hh = w.w_hh
-    if of.norm is not None or w.w_hr is not None:
+    w_hh = of.w_hh
+    if of.norm is not None or of.w_hr is not None:
         return None
     if w_hh.dtype == torch.float32 and not tf32():
         return None
@@ -162,10 +162,10 @@ def plan_for(of: Loop | Run, w: Loop | Weights, back: bool, loops: int = 1) -> P
 def fits(r: Run, loops: int) -> bool:
     """Whether this kernel takes such a run both ways, with so many side by side, and that is faster than in turn.
 
-    With few rows a block it is, though it may not be by much: on an H200 two took 1.2 to 1.9 times as long as one, and
+    With few rows a block it is, though it may not be by much: on an H200 two took 1.2 to 2.0 times as long as one, and
     2.3 times where a block had four times sixteen rows.
     """
-    plans = [plan_for(r, r.weights, back, loops) for back in (False, True)]
+    plans = [plan_for(r, back, loops) for back in (False, True)]
     return all(made is not None and made.tiles <= 2 for made in plans)
 
 
@@ -182,7 +182,7 @@ def pays(made: Plan, dtype: torch.dtype, back: bool) -> bool:
 
 def ready(loop: Loop, back: Backward | None, loops: int) -> Ready | None:
     """The loop in one launch, with so many side by side; None where it does not fit."""
-    tiles, beyond = plan_for(loop, loop, back is not None, loops), has(loop, back)
+    tiles, beyond = plan_for(loop, back is not None, loops), has(loop, back)
     if tiles is None:
         return None
     device = loop.gates.device

@@ -38,8 +38,10 @@ struct Mine { /* one unit of NC rows */
 #define EACH_GATE _Pragma("unroll") for (int q = 0; q < G; q++)
 #define ALIVE(t) (m.in && (HAS_LENGTHS ? (t) < m.length[c] : m.length[c] > 0))
 /* Whether step t is cut off from the one before, where the row of t is `at`: bits that are needed only a step later. */
-#define CUT(t, at) \
-    (HAS_RESETS && (t) >= 0 && (t) < m.length[c] && !(l.reverse && (t) == 0) ? late(l.resets + (at) + (l.reverse ? l.batch : 0)) : Late{0})
+#define CUT(t, at)                                                                         \
+    (HAS_RESETS && (t) >= 0 && (t) < m.length[c] && !(l.reverse && (t) == 0)               \
+         ? late(l.resets + (at) + (l.reverse ? l.batch : 0))                               \
+         : Late{0})
 
 /* A thread of column pair q (the lane's lowest two bits) has one of two rows for each c, of the first or last 8 units. */
 __device__ __forceinline__ int local_row(int lane, int c) { return lane % 2 + c * 2; }

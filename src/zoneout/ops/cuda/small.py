@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..interface import Run, Weights
+from ..interface import Run
 from ..loop import GATES, Backward, Loop
 from .arguments import CELLS, TYPES, has, known, loop_arguments, modes_of, norm_arguments
 from .compiler import Kernel, Ready, chip, load, pack, processors, tf32
@@ -64,10 +64,10 @@ def plan(
     return Plan(hidden, -(-batch // (2 * rows)), warps, k_steps, resident, rows, norm, shared)
 
 
-def plan_for(of: Loop | Run, w: Loop | Weights, back: bool, loops: int) -> Plan | None:
+def plan_for(of: Loop | Run, back: bool, loops: int) -> Plan | None:
     """The plan of a loop, or of that of a run, with so many side by side; None where this kernel does not take it."""
-    w_hh, norm = w.w_hh, of.norm
-    if w.w_hr is not None or (norm is not None and norm.over == "examples" and norm.given is None):
+    w_hh, norm = of.w_hh, of.norm
+    if of.w_hr is not None or (norm is not None and norm.over == "examples" and norm.given is None):
         return None
     if w_hh.dtype == torch.float32 and not tf32():
         return None
@@ -82,12 +82,12 @@ def plan_for(of: Loop | Run, w: Loop | Weights, back: bool, loops: int) -> Plan 
 
 def fits(r: Run, loops: int) -> bool:
     """Whether this kernel takes such a run both ways."""
-    return all(plan_for(r, r.weights, back, loops) is not None for back in (False, True))
+    return all(plan_for(r, back, loops) is not None for back in (False, True))
 
 
 def ready(loop: Loop, back: Backward | None, loops: int) -> Ready | None:
     """The loop in one launch, with so many side by side; None where it does not fit."""
-    tiles = plan_for(loop, loop, back is not None, loops)
+    tiles = plan_for(loop, back is not None, loops)
     if tiles is None:
         return None
     beyond, modes = has(loop, back), modes_of(loop.draws)

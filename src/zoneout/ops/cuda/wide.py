@@ -65,7 +65,7 @@ def plan_for(loop: Loop) -> Plan | None:
     of = chip(loop.gates.get_device())
     if loop.gates.dtype == torch.float32 or of.major != 9:
         return None
-    other = other_plan(loop, loop, back=False)
+    other = other_plan(loop, back=False)
     if other is not None and other.tiles < 4:  # there a block reads few rows: faster, as measured on an H200
         return None
     return plan(loop.hidden, loop.batch, of.processors, of.shared)
