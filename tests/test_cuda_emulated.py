@@ -86,7 +86,7 @@ def test_compiled_for_one_thing(kernel, noise, call, options, precision, monkeyp
 def test_directions_go_side_by_side(kernel, precision, monkeypatch):  # noqa: F811
     """Both directions wait for each other on the chip, or what only one of them gives is lost on the way back."""
     path, norm = KERNELS[kernel]
-    monkeypatch.setattr(cuda, "PATHS", (path,))
+    monkeypatch.setattr(cuda, "PATHS", (path, cuda.small))  # which has batch norm at evaluation
     layer = zo.LSTM(3, 9, num_layers=2, bidirectional=True, noise=zo.Zoneout(0.5, 0.05), norm=NORMS[norm])
     x = torch.randn(5, 20, 3, requires_grad=True)
     wanted = [x, *layer.parameters()]
@@ -98,7 +98,9 @@ def test_directions_go_side_by_side(kernel, precision, monkeypatch):  # noqa: F8
         loss = y.square().sum() if of is None else h[of].square().sum()
         return [y, *torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)]
 
-    for of in (None, slice(2, 3), slice(3, 4)):
+    # Of all outputs, of one direction, of the other; and of all at evaluation, where each has statistics of its own.
+    for of, training in ((None, True), (slice(2, 3), True), (slice(3, 4), True), (None, False)):
+        layer.train(training)
         together = found(of)
         aside = [stream for stream in emulator.launched if stream is not None]
         assert aside == [1] * 4  # of two layers, there and back
