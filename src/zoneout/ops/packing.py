@@ -141,7 +141,7 @@ class _Moved(torch.autograd.Function):
     """The same node without the dispatcher, and with a derivative in forward mode."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Tensor:  # torch looks for default arguments beside a `setup_context`: 60 µs
+    def forward(ctx: Any, *given: Any) -> Tensor:  # torch looks for default arguments beside a `setup_context`: 19 µs
         out = _fused(*given)
         _setup(ctx, given, out)
         return out
