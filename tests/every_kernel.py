@@ -93,7 +93,10 @@ def rows():
         h, c = torch.ones(12, 37, dtype=dtype, device="cuda"), torch.ones(12, 51, device="cuda")
         cuda.rows.clear(lengths, 3, h, c)
         for reverse in (False, True):
-            cuda.rows.last([(h, h[:4]), (c, c[:4])], lengths, reverse, dtype)
+            for ends in (lengths, None):
+                cuda.rows.last([(h, h[:4]), (c, c[:4])], 3, ends, reverse, dtype)
+        for width in (1, 3, 8, 37):
+            cuda.rows.parted(torch.ones(5, width + 9, dtype=dtype, device="cuda"), [(0, width), (width, 8), (width, 1)])
         layer = zo.LSTM(INPUT, HIDDEN, bidirectional=True, noise=zo.Zoneout(0.5, 0.1), dtype=dtype, device="cuda")
         x = torch.randn(STEPS, BATCH, INPUT, dtype=dtype, device="cuda", requires_grad=True)
         packed = pack_padded_sequence(x, torch.arange(BATCH) % STEPS + 1, enforce_sorted=False)

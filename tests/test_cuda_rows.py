@@ -1,4 +1,4 @@
-"""What a GPU does to the rows of a ragged batch around the loop, against plain torch calls; without a GPU, emulated."""
+"""What a GPU does to rows around the loop, against plain torch calls; without a GPU, emulated."""
 
 from types import SimpleNamespace
 
@@ -168,10 +168,74 @@ def test_last(device, dtype, lengths, reverse):
         return torch.stack([v0[b] if end == 0 else v[0 if reverse else end - 1, b] for b, end in enumerate(lengths)])
 
     for states, of in ((both, dtype), (both[:1], dtype), (both[1:], torch.float32)):
-        got = rows.last([(v.flatten(0, 1).to(device), v0.to(device)) for v, v0 in states], ends, reverse, of)
+        given = [(v.flatten(0, 1).to(device), v0.to(device)) for v, v0 in states]
+        for unsaid in (None,) if lengths == [STEPS] * batch else ():  # to the end
+            got = rows.last(given, STEPS, unsaid, reverse, of)
+            assert all(torch.equal(mine.cpu(), wanted(*state).to(of)) for mine, state in zip(got, states))
+        got = rows.last(given, STEPS, ends, reverse, of)
         assert len(got) == len(states)
         for mine, state in zip(got, states):
             assert torch.equal(mine.cpu(), wanted(*state).to(of))
+
+
+def plainly_entered(loop, lengths, reverse):
+    """[T, B, P]: h as it entered, one row at a time."""
+    h_in = torch.zeros(STEPS, loop.batch, loop.outputs, dtype=loop.y.dtype)
+    y, h0 = loop.y.view(h_in.shape), loop.h0
+    for b, end in enumerate(lengths):
+        h = h0[b]
+        for t in range(end)[:: -1 if reverse else 1]:
+            cut = t + 1 if reverse else t  # a cut lies before its step
+            if loop.resets is not None and (not reverse or cut < end) and loop.resets[cut, b]:
+                h = loop.reset_h[b]
+            h_in[t, b] = h if loop.scale_h is None else h * loop.scale_h[b]
+            h = y[t, b]
+    return h_in
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("has", ["", "resets", "scale", "resets scale"])
+@pytest.mark.parametrize("reverse", [False, True], ids=["forwards", "reversed"])
+@pytest.mark.parametrize("lengths", RAGGED.values(), ids=RAGGED)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_entered(device, dtype, lengths, reverse, has):
+    """h of another step enters, a reset is forgotten or made where a row begins, or x or the ones stand elsewhere."""
+    torch.manual_seed(0)
+    batch, alive = len(lengths), alive_of(lengths).flatten()
+    for outputs, inputs, ones in ((37, 3, 8), (8, 8, 0), (32, 1, 7), (5, 16, 3)):
+        on = dict(dtype=dtype)
+        y, x = torch.randn(STEPS * batch, outputs).to(**on), torch.randn(STEPS * batch, inputs).to(**on)
+        h0, reset_h = torch.randn(batch, outputs).to(**on), torch.randn(batch, outputs).to(**on)
+        resets = torch.rand(STEPS, batch) < 0.5
+        loop = SimpleNamespace(
+            steps=STEPS, batch=batch, outputs=outputs, y=y, h0=h0,
+            resets=resets if "resets" in has else None, reset_h=reset_h if "resets" in has else None,
+            scale_h=torch.randn(batch, outputs).to(**on) if "scale" in has else None,
+        )  # fmt: skip
+        want = plainly_entered(loop, lengths, reverse).view(-1, outputs)
+        there = SimpleNamespace(**{k: v.to(device) if torch.is_tensor(v) else v for k, v in vars(loop).items()})
+        ends = torch.tensor(lengths, device=device)
+        for said in (ends, None) if lengths == [STEPS] * batch else (ends,):
+            out = torch.empty(STEPS * batch, outputs + inputs + ones, dtype=dtype, device=device)
+            h_in, beside, last = (
+                rows.entered(there, said, reverse, x.to(device), out).cpu().split((outputs, inputs, ones), dim=1)
+            )
+            assert torch.equal(h_in[alive], want[alive]) and h_in.isfinite().all()
+            assert torch.equal(beside, x) and torch.equal(last, torch.ones_like(last))
+            alone = rows.entered(there, said, reverse, None, torch.empty_like(there.y)).cpu()
+            assert torch.equal(alone, h_in)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_parted(device, dtype):
+    """A column ends up in another part, or a word is read where it is not aligned."""
+    for widths in ((8, 8), (37, 3, 1, 1), (64, 1), (1,), (0, 5)):
+        v = torch.randn(33, sum(widths) + 2).to(dtype)
+        parts = [(sum(widths[:k]), width) for k, width in enumerate(widths)]
+        got = rows.parted(v.to(device), parts)
+        for mine, (first, width) in zip(got, parts, strict=True):
+            assert mine.is_contiguous() and torch.equal(mine.cpu(), v[:, first : first + width])
 
 
 def test_nothing_to_do(device):
@@ -181,8 +245,12 @@ def test_nothing_to_do(device):
     assert rows.within(torch.zeros(3, 2, 0, device=device), some).shape == (3, 2, 0)
     rows.clear(none, 3, torch.zeros(0, 4, device=device))
     rows.clear(some, 3, None)
-    (h,) = rows.last([(torch.zeros(0, 4, device=device), torch.zeros(0, 4, device=device))], none, False, torch.float32)
+    empty = torch.zeros(0, 4, device=device)
+    (h,) = rows.last([(empty, empty)], 3, none, False, torch.float32)
     assert h.shape == (0, 4)
+    assert [part.shape for part in rows.parted(empty, [(0, 1), (1, 3)])] == [(0, 1), (0, 3)]
+    loop = SimpleNamespace(steps=3, batch=0, outputs=4, y=empty, h0=empty, resets=None, reset_h=None, scale_h=None)
+    assert rows.entered(loop, None, False, None, empty) is empty
 
 
 @pytest.mark.gpu

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
 import torch
 
 import zoneout as zo
-from zoneout.ops import cuda
 from zoneout.ops.cuda import compiler
 from zoneout.ops.cuda.turns import Turns
 
@@ -106,18 +107,95 @@ def test_side_by_side():
     assert len(ended) == 2
 
 
-def test_products_of_two_threads():
-    """The first of two who leaves puts the setting back while the other still takes products."""
-    flags, x = torch.backends.cuda.matmul, torch.zeros(1)
-    before = flags.fp32_precision
-    first, second = cuda.products(x), cuda.products(x)
-    first.__enter__()
-    inside = flags.fp32_precision
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert flags.fp32_precision == inside == ("tf32" if compiler.tf32() else "ieee") != before
-    second.__exit__(None, None, None)
-    assert flags.fp32_precision == before
+@pytest.mark.gpu
+@pytest.mark.parametrize("own", ["tf32", "ieee"])
+def test_products_of_another_thread(own):
+    """A layer's precision becomes that of every product that is taken meanwhile, or theirs becomes the layer's."""
+    others = {"tf32": "ieee", "ieee": "tf32"}[own]
+    rnn, matmul = torch.backends.cudnn.rnn, torch.backends.cuda.matmul
+    before, rnn.fp32_precision, matmul.fp32_precision = (rnn.fp32_precision, matmul.fp32_precision), own, others
+    try:
+        layer, x = zo.LSTM(50, 300, device="cuda"), torch.randn(20, 32, 50, device="cuda")
+        a, ended, seen = torch.randn(256, 256, device="cuda"), threading.Event(), []
+        want, gradient = a @ a, torch.randn(20, 32, 300, device="cuda")
+        grads = torch.autograd.grad(layer(x)[0], layer.parameters(), gradient)
+
+        def multiply():
+            while not ended.is_set():
+                seen.append((a @ a - want).abs().max())
+
+        thread = threading.Thread(target=multiply)
+        thread.start()
+        for _ in range(100):
+            again = torch.autograd.grad(layer(x)[0], layer.parameters(), gradient)
+            assert all(torch.equal(*both) for both in zip(grads, again, strict=True))
+        ended.set()
+        thread.join()
+        assert len(seen) > 100 and not torch.stack(seen).any()
+    finally:
+        rnn.fp32_precision, matmul.fp32_precision = before
+
+
+FIRST = """
+import threading
+import torch
+import zoneout as zo
+from torch.nn.utils.rnn import pack_padded_sequence
+from zoneout.ops.cuda import rows
+from zoneout.ops.dropout import dropout
+
+layer = zo.LSTM(3, 5, noise=zo.Zoneout(0.5, 0.1), device="cuda")
+x, ends = torch.randn(4, 2, 3, device="cuda", requires_grad=True), torch.tensor([4, 2], device="cuda")
+of_y, of_packed, done = torch.randn(4, 2, 5, device="cuda"), torch.randn(6, 5, device="cuda"), []
+"""
+CALLS = {
+    "packed": "layer(pack_padded_sequence(x, [4, 2]))[0].data.backward(of_packed)",
+    "recomputed": "layer.recompute = True; layer(x, lengths=ends)[0].backward(of_y)",
+    "dropout": "dropout(x, 0.5, torch.tensor(1, device='cuda'), 0, ends).backward(of_y[..., :3])",
+    "rows": "x = x.detach(); work = threading.Thread(target=lambda: done.append(rows.within(x, ends))); work.start(); "
+    "work.join(); done[0]",
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("call", CALLS)
+def test_the_first_that_a_thread_does(call):
+    """A thread that CUDA has not seen, as autograd's is, has no device yet: a launch of ours is an error."""
+    script = f"{FIRST}\n{CALLS[call]}\ntorch.cuda.synchronize()"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.returncode == 0 and "Error" not in ended.stderr, ended.stderr
+
+
+def test_a_thread_gets_a_device_where_it_has_none(monkeypatch):
+    """A thread keeps the device of another, or is asked about it at every call."""
+    called, current = [], []
+
+    class Library:
+        def cuCtxGetCurrent(self, context):
+            called.append("get")
+            context._obj.value = current[0]
+            return 0
+
+        def cuDevicePrimaryCtxRetain(self, context, device):
+            called.append(f"of {device}")
+            context._obj.value = 7
+            return 0
+
+        def cuCtxSetCurrent(self, context):
+            called.append(f"set {context.value}")
+            return 0
+
+    library = Library()
+    monkeypatch.setattr(compiler, "library", lambda: library)
+    monkeypatch.setattr(compiler, "_thread", compiler._Thread())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    for context, wanted in ((None, ["get", "of 3", "set 7"]), (5, ["get"])):
+        called.clear()
+        current[:] = [context]
+        thread = threading.Thread(target=lambda: [compiler.driver() for _ in range(3)])
+        thread.start()
+        thread.join()
+        assert called == wanted
 
 
 def test_shares_that_overlap(monkeypatch):

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, jvp, stack_module_state, vmap
 from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoneout as zo
 from zoneout import ops
@@ -125,6 +127,47 @@ def test_inductor_forward_and_backward():
     model.lstm.noise = zo.Zoneout(cell=0.1, hidden=0.9)
     close(forward_backward(model, compiled, ids, seed), forward_backward(model, model, ids, seed))
     assert graphs() == once, "other numbers in layer.noise have recompiled the model"
+
+
+class Promised(TorchDispatchMode):
+    """Sees whether our operators give what a compiler is told that they give."""
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        found = operator(*args, **(kwargs or {}))
+        if operator.namespace == "zoneout":
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                given = torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, args)
+                told = operator(*given, **(kwargs or {}))
+            self.seen = getattr(self, "seen", 0) + 1
+            for real, fake in zip(*map(torch.utils._pytree.tree_leaves, (found, told)), strict=True):
+                assert (real.shape, real.dtype, real.device) == (fake.shape, fake.dtype, fake.device)
+                assert real.stride() == fake.stride() or real.numel() == 0
+        return found
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch looks at it itself
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("features", [None, 7, 300], ids=["dense", "few one-hot", "many one-hot"])
+@pytest.mark.parametrize("norm", [None, "layer", zo.RecurrentBatchNorm(STEPS)], ids=["plain", "layer", "batch"])
+@pytest.mark.parametrize("kind", [zo.LSTM, zo.GRU])
+def test_what_a_compiler_is_told(kind, norm, features, device):
+    """A compiler that takes our word for how a derivative lies reads another one."""
+    for options in ({}, {"bidirectional": True}, {"recompute": True}, {"learn_initial_state": True}):
+        layer = kind(features or INPUT, HIDDEN, noise=zo.Zoneout(hidden=0.1), norm=norm, device=device, **options)
+        x = torch.randn(BATCH, STEPS, INPUT, device=device).transpose(0, 1).requires_grad_()
+        x = x if features is None else torch.randint(features, (STEPS, BATCH), device=device)
+        call = {"lengths": torch.tensor([6, 3, 1, 5], device=device)} if "recompute" in options else {}
+        with Promised() as mode:
+            layer(x, seed=1, **call)[0].sum().backward()
+        assert mode.seen >= 2
+
+
+@inductor
+def test_inductor_of_many_one_hot_features():
+    """The derivative of a large table lies otherwise than the compiler has been told."""
+    layer, numbers = zo.LSTM(300, HIDDEN), torch.randint(300, (STEPS, BATCH))
+    compiled = torch.compile(layer, fullgraph=True)
+    close(*(forward_backward(layer, lambda x, call=call: call(x)[0], numbers) for call in (compiled, layer)))
 
 
 @inductor

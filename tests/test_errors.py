@@ -853,6 +853,6 @@ def test_without_the_libraries_of_the_kernels_the_reference_runs(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     cuda._complete.cache_clear()
     with pytest.warns(UserWarning, match=r"was not found .*; the layers run in a loop of torch calls instead"):
-        assert not cuda.there()
-    assert not cuda.there(), "said twice"
+        assert not cuda.there(X)
+    assert not cuda.there(X), "said twice"
     cuda._complete.cache_clear()

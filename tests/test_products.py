@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from zoneout.ops import products
+from zoneout.ops.cuda import blas
 from zoneout.ops.products import linear, padded_linear, times_and_sum
 
 
@@ -38,11 +43,72 @@ def test_sums_beside_a_product(columns: int, with_sum: bool, monkeypatch: pytest
     """Columns of ones are multiplied where there is no room, or end up in the product."""
     monkeypatch.setattr(products, "on_gpu", lambda v: True)
     a, b = torch.randn(5, 40, dtype=torch.float64), torch.randn(40, columns, dtype=torch.float64)
-    product, added = times_and_sum(a, b)
-    torch.testing.assert_close(product, a @ b)
-    assert (added is not None) == with_sum
-    if added is not None:
-        torch.testing.assert_close(added, a.sum(1))
+    for wanted in range(3):
+        product, added = times_and_sum(a, b, wanted, products.parted)
+        torch.testing.assert_close(product, a @ b)
+        assert len(added) == (wanted if with_sum else 0)
+        for one in added:
+            torch.testing.assert_close(one, a.sum(1))
+
+
+def by_columns(at: int, pitch: int, columns: int) -> Any:
+    """Numbers in memory, as a library that counts columns first sees them: [rows, columns], with rows to spare."""
+    numbers = (ctypes.c_float * (pitch * columns)).from_address(at)
+    return np.frombuffer(numbers, np.float32).reshape(columns, pitch).T
+
+
+LIE = {
+    "rows": lambda v: v.contiguous(),
+    "columns": lambda v: v.t().contiguous().t(),
+    "parts of rows": lambda v: F.pad(v, (1, 2), value=float("nan"))[:, 1:-2],
+    "parts of columns": lambda v: F.pad(v.t(), (1, 2), value=float("nan"))[:, 1:-2].t(),
+    "every second": lambda v: torch.stack((v, v + 1), -1).flatten(1)[:, ::2],
+    "all the same": lambda v: v[:1, :1].expand(v.shape),
+}
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["tf32", "ieee"])
+@pytest.mark.parametrize(
+    "sizes", [(3, 4, 5), (1, 4, 5), (3, 1, 5), (3, 4, 1), (1, 1, 1), (0, 2, 3), (3, 0, 2), (3, 2, 0)]
+)
+def test_products_of_float32_on_a_gpu(
+    sizes: tuple[int, int, int], exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A matrix is taken for its transpose, a row for one that is longer, or the precision is another's."""
+    rows, depth, columns = sizes
+    modes: list[int] = []
+
+    def gemm(
+        handle: int, turn_a: int, turn_b: int, m: int, n: int, k: int, alpha: Any, a: int, kind: int, lda: int, b: int,
+        kind_b: int, ldb: int, beta: Any, c: int, kind_c: int, ldc: int, compute: int, algorithm: int,
+    ) -> int:  # fmt: skip
+        assert (kind, kind_b, kind_c, algorithm, compute) == (0, 0, 0, -1, 68 if exact else 77)
+        assert lda >= (k if turn_a else m) and ldb >= (n if turn_b else k) and ldc >= m > 0 < n
+        first = by_columns(a, lda, m).T[:m, :k] if turn_a else by_columns(a, lda, k)[:m]
+        second = by_columns(b, ldb, k).T[:k, :n] if turn_b else by_columns(b, ldb, n)[:k]
+        out = by_columns(c, ldc, n)[:m]
+        out[:] = alpha.contents.value * first @ second + (beta.contents.value * out if beta.contents.value else 0)
+        return 0
+
+    monkeypatch.setattr(blas, "_gemm", lambda: gemm)
+    monkeypatch.setattr(blas, "tf32", lambda: not exact)
+    monkeypatch.setattr(
+        blas, "library", lambda: SimpleNamespace(cublasSetMathMode=lambda handle, mode: modes.append(mode) or 0)
+    )
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: 2**40)
+    for one, other in itertools.product(LIE.values(), repeat=2):
+        a, b = (
+            one(torch.randn(rows, depth)) if depth and rows else torch.randn(rows, depth),
+            torch.randn(depth, columns),
+        )
+        b = other(b) if depth and columns else b
+        out = torch.full((rows, columns), float("nan"))
+        assert blas.times(a, b, out) is out
+        torch.testing.assert_close(out, a @ b)
+        more = torch.randn(rows, columns)
+        torch.testing.assert_close(blas.times(a, b, more.clone(), add=True), more + a @ b)
+    assert set(modes) <= ({0} if exact else set())
 
 
 @pytest.mark.gpu

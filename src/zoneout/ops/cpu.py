@@ -8,7 +8,6 @@ import mmap
 import threading
 import warnings
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import fields
 from functools import cache
 from typing import Any
@@ -21,6 +20,7 @@ from . import native, plain
 from .interface import Run
 from .loop import Backward, Loop
 from .masks import masks_of, stream_of
+from .products import parted as parted
 from .reference import kept_scale
 from .rows import Packed
 
@@ -45,9 +45,6 @@ def narrow_products(dtype: torch.dtype) -> bool:
 def joins(rows: int, gates: int, outputs: int, inputs: int) -> bool:
     """Whether one product for dW_h and dW_x gains more than laying h and x side by side costs."""
     return rows * (outputs + inputs) <= 2**20 and gates > outputs + inputs
-
-
-products = nullcontext  # the precision of float32 products is not ours to choose
 
 
 def scale_of(draw: Draw, examples: Tensor, units: int, dtype: torch.dtype) -> Tensor:

@@ -57,7 +57,7 @@ def _moved(v: Tensor, starts: Tensor, lengths: Tensor, total: int, pack: bool) -
 
 def has_kernel(v: Tensor) -> bool:
     """Whether rows are moved by one kernel, which takes those of any type."""
-    return v.is_cuda and cuda.there() and not _transformed(v)
+    return v.is_cuda and cuda.there(v) and not _transformed(v)
 
 
 def _transformed(v: Tensor) -> bool:

@@ -21,7 +21,7 @@ from . import cpu, cuda
 from .cuda.rows import Padded
 from .interface import Run, Weights
 from .loop import GATES, Backward, Loop, by_gate, by_unit
-from .products import added_up, padded, spare, times, times_and_sum
+from .products import Parted, added_up, padded, product, spare, times, times_and_sum
 from .rows import Packed, as_packed
 
 LOOPS: dict[str, Any] = {"cpu": cpu, "cuda": cuda}
@@ -60,8 +60,7 @@ class Back(NamedTuple):
 def forward(*runs: Run) -> list[Kept]:
     """Run over time: several runs side by side, where the device can."""
     device = LOOPS[runs[0].x.device.type]
-    with device.products(runs[0].h0):
-        return _together([_forward(device, r) for r in runs], device.forward)
+    return _together([_forward(device, r) for r in runs], device.forward)
 
 
 def backward(*backs: Back) -> list[list[Tensor | None]]:
@@ -77,7 +76,7 @@ def derivatives(*backs: Back) -> list[list[Tensor | None]]:
     device = LOOPS[kind]
     # Somebody may ask for derivatives inside of autocast, which would round products that are ours to round.
     mixed = torch.is_autocast_enabled(kind)
-    with torch.autocast(kind, enabled=False) if mixed else nullcontext(), device.products(backs[0].r.h0):
+    with torch.autocast(kind, enabled=False) if mixed else nullcontext():
         each = _together([_backward(device, back) for back in backs], device.backward)
     return [[found.get(name) for name in DIFFERENTIABLE] for found in each]
 
@@ -299,7 +298,7 @@ def _forward(device: Any, r: Run) -> Generator[Loop, None, Kept]:
 def _input_product(x: Tensor, w_ih: Tensor, out: Tensor) -> None:
     """x·Wx; of a one-hot x, given by its numbers, the rows of a table."""
     if x.is_floating_point():
-        torch.mm(padded(x), padded(w_ih).t(), out=out)
+        product(padded(x), padded(w_ih).t(), out)
     else:
         torch.index_select(w_ih.t().contiguous(), 0, x.view(-1), out=out)
 
@@ -371,9 +370,13 @@ def _backward(device: Any, of: Back) -> Generator[tuple[Loop, Backward], None, d
         sums = {"scale_x": back.dscale_x, "scale_h": back.dscale_h, "scale_c": back.dscale_c, "shift_c": back.dshift_c}
         found |= {name: total.sum(0) for name, total in sums.items() if total is not None}
     w_ih, du, u, one_hot = w.w_ih, back.du, back.u, not x.is_floating_point()
-    added = None  # dgx over all rows, where a product has it on the side
+    biases = [name for name in ("b_ih", "b_hh") if getattr(w, name) is not None and needs[name]]
+    alike = biases if back.dsh is back.dgx else [name for name in biases if name == "b_ih"]  # dgx over all rows
+    beside = 0 if normed else len(alike)  # so often it is wanted from a product, which may have it on the side
+    added: list[Tensor] = []
     if one_hot and needs["w_ih"]:
-        found["w_ih"], added = _rows_of_numbers(dgx, x, w_ih, rows.differences if loop.balanced else None)
+        differences = rows.differences if loop.balanced else None
+        found["w_ih"], added = _rows_of_numbers(dgx, x, w_ih, differences, beside, device.parted)
     narrow = r.h0.dtype
     if ys.dtype != narrow and device.narrow_products(narrow):  # what is left are large products
         x, w_ih = rows.inputs(r.x), r.weights.w_ih
@@ -390,25 +393,26 @@ def _backward(device: Any, of: Back) -> Generator[tuple[Loop, Backward], None, d
         ones = spare(sum(width), x)
         h_and_x = device.scratch(ys, n, sum(width) + ones, dtype=dgx.dtype)
         rows.beside(loop, x, h_and_x)
-        of_h, of_x, of_ones = (dgx.t() @ h_and_x).split((*width, ones), dim=1)
-        found["w_hh"], found["w_ih"] = of_h.clone(), of_x.clone()
-        added = of_ones[:, 0].clone() if ones else None
+        columns = [(0, width[0]), (width[0], width[1]), *[(sum(width), 1)] * (beside if ones else 0)]
+        found["w_hh"], found["w_ih"], *of_ones = device.parted(product(dgx.t(), h_and_x), columns)
+        added = [v[:, 0] for v in of_ones]
         device.give_back(h_and_x)
     else:
         if needs["w_ih"] and not one_hot:
-            found["w_ih"], added = times_and_sum(dgx.t(), rows.differences(x) if loop.balanced else x)
+            from_x = rows.differences(x) if loop.balanced else x
+            found["w_ih"], added = times_and_sum(dgx.t(), from_x, beside, device.parted)
         if needs["w_hh"]:
             found["w_hh"] = rows.times_entered(dgh, loop)
     if du is not None and u is not None and needs["w_hr"]:
-        found["w_hr"] = du.t() @ u
+        found["w_hr"] = product(du.t(), u)
     if needs["x"]:
         found["x"] = rows.unpack(times(dgx, w_ih))
-    if w.b_ih is not None and needs["b_ih"]:
-        added = back.db_x if normed else added
-        found["b_ih"] = added_up(back.dgx, loop.balanced) if added is None else added
-    if w.b_hh is not None and needs["b_hh"]:
-        added = found["b_ih"].clone() if back.dsh is back.dgx and "b_ih" in found else back.db_h
-        found["b_hh"] = added_up(back.dsh, loop.balanced) if added is None else added
+    if alike and not added:
+        one = added_up(back.dgx, loop.balanced) if back.db_x is None else back.db_x
+        added = [one, *(one.clone() for _ in alike[1:])]
+    found |= dict(zip(alike, added))
+    if "b_hh" in biases and "b_hh" not in alike:
+        found["b_hh"] = added_up(back.dsh, loop.balanced) if back.db_h is None else back.db_h
     device.give_back(back.dgx, back.dgh, back.dsh, back.du, back.u, back.dnc, back.chat, back.dx)
     if ready.by_unit:
         found |= _turned(by_gate, r.cell, {name: v for name, v in found.items() if name in OF_GATES})
@@ -416,18 +420,18 @@ def _backward(device: Any, of: Back) -> Generator[tuple[Loop, Backward], None, d
 
 
 def _rows_of_numbers(
-    d: Tensor, x: Tensor, w_ih: Tensor, differences: Callable[[Tensor], Tensor] | None
-) -> tuple[Tensor, Tensor | None]:
-    """[G, input]: the derivative of the weights of one-hot rows, from that of the product; and that added up."""
+    d: Tensor, x: Tensor, w_ih: Tensor, differences: Callable[[Tensor], Tensor] | None, sums: int, apart: Parted
+) -> tuple[Tensor, list[Tensor]]:
+    """[G, input]: the derivative of the weights of one-hot rows, from that of the product; and sums beside it."""
     numbers, count = x.view(-1), w_ih.shape[1]
     if count <= 256:  # a product with a matrix of so few columns costs less than adding rows in order
         dense = d.new_zeros(len(d), count).scatter_(1, x, 1.0)
-        return times_and_sum(d.t(), dense if differences is None else differences(dense))
+        return times_and_sum(d.t(), dense if differences is None else differences(dense), sums, apart)
     if differences is not None:  # a row is one at its own number less one at that of the row it is compared with
         away = differences(x).view(-1)
         d = d.masked_fill((away == 0).unsqueeze(-1), 0.0)
         d, numbers = torch.cat((d, -d)), torch.cat((numbers, numbers - away))
-    return sum_rows(d, numbers, count).t(), None
+    return sum_rows(d, numbers, count).t().contiguous(), []
 
 
 def sum_rows(d: Tensor, numbers: Tensor, count: int) -> Tensor:

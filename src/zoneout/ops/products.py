@@ -1,12 +1,41 @@
-"""Products whose rows a GPU wants in whole 16 bytes: its matrix units are not used to the full otherwise."""
+"""The large products, those of float32 in the precision of nn.LSTM's.
+
+A GPU wants rows in whole 16 bytes: its matrix units are not used to the full otherwise.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+import torch
 from torch import Tensor
 from torch.nn import functional
 
+Parted = Callable[[Tensor, Sequence[tuple[int, int]]], list[Tensor]]
+
 FEW = 16  # columns: with fewer the product is not taken by the matrix units anyway
 MUCH = 1 << 26  # multiplications of a product that is padded; one of 2²⁷ neither gains nor loses by it
+
+
+def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """a·b, written to `out` if there is one.
+
+    torch has one setting for its products and another for its recurrent layers', and both are the whole process's.
+    """
+    if a.is_cuda and a.dtype == torch.float32:
+        from .cuda.blas import times  # that side knows this one
+
+        return times(a, b, a.new_empty(a.shape[0], b.shape[1]) if out is None else out)
+    return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+
+
+def add_product(a: Tensor, b: Tensor, to: Tensor) -> Tensor:
+    """`to`, with a·b added."""
+    if a.is_cuda and a.dtype == torch.float32:
+        from .cuda.blas import times
+
+        return times(a, b, to, add=True)
+    return to.addmm_(a, b)
 
 
 def on_gpu(v: Tensor) -> bool:
@@ -35,13 +64,19 @@ def spare(columns: int, v: Tensor) -> int:
     return 1 + missing(columns + 1, v) if on_gpu(v) else 0
 
 
-def times_and_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor | None]:
-    """a·b; and the columns of a added up, where that comes with it at no cost: where b has to be padded anyway."""
+def parted(v: Tensor, parts: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Columns of a matrix, each part from a first one and so many, in matrices of their own."""
+    return [v[:, first : first + width].clone(memory_format=torch.contiguous_format) for first, width in parts]
+
+
+def times_and_sum(a: Tensor, b: Tensor, sums: int, apart: Parted) -> tuple[Tensor, list[Tensor]]:
+    """a·b; and the columns of a added up, so many times, where that comes with it: where b has to be padded anyway."""
     width = b.shape[1]
-    if not missing(width, b):
-        return times(a, b), None
-    both = a @ functional.pad(b, (0, spare(width, b)), value=1.0)
-    return both[:, :width].contiguous(), both[:, width].clone()
+    if not sums or not missing(width, b):
+        return times(a, b), []
+    both = product(a, functional.pad(b, (0, spare(width, b)), value=1.0))
+    found, *added = apart(both, [(0, width), *[(width, 1)] * sums])
+    return found, [v[:, 0] for v in added]
 
 
 def added_up(v: Tensor, exactly: bool = False) -> Tensor:
@@ -51,12 +86,12 @@ def added_up(v: Tensor, exactly: bool = False) -> Tensor:
     """
     if exactly or not on_gpu(v):
         return v.sum(0)
-    return (v.t() @ v.new_ones(len(v), 16 // v.element_size()))[:, 0].clone()
+    return product(v.t(), v.new_ones(len(v), 16 // v.element_size()))[:, 0].clone()
 
 
 def times(a: Tensor, b: Tensor) -> Tensor:
     """a·b."""
-    return trimmed(a @ padded(b), b.shape[1])
+    return trimmed(product(a, padded(b)), b.shape[1])
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor) -> Tensor:

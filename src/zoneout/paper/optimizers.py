@@ -80,7 +80,8 @@ class Optimizer:
         self._apply(steps, by, 1 - settings.weight_decay * lr if settings.weight_decay else None)
 
     def _fused(self, steps: Tensors) -> bool:
-        return self.parameters[0].is_cuda and cuda.there() and fused.takes(self.parameters, steps)
+        first = self.parameters[0]
+        return first.is_cuda and cuda.there(first) and fused.takes(self.parameters, steps)
 
     def _advance(self, grads: Tensors, factor: Tensor | None, eps: Tensor) -> Tensors:
         """Steps from gradients, which are multiplied by `factor` first; what is remembered is moved."""

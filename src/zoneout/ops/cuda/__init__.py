@@ -6,10 +6,9 @@ dh and dc are in float32. Rows lie as the caller has them, so that nothing here 
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -29,6 +28,7 @@ from .turns import turns
 
 PATHS = (batch, small, wide, persistent, steps)  # the first that can take a loop runs it
 ROWS = rows.Padded
+parted = rows.parted
 WIDE = False  # half types enter the products as they are
 PIECE = 2**62  # numbers of gates at once where nobody will go back: all, in one launch
 
@@ -40,16 +40,17 @@ def check(r: Run) -> None:
         raise ValueError(f"backend: 'cuda' takes {known}, got {r.h0.dtype}; backend='reference' takes every type")
 
 
-def there() -> bool:
-    """Whether this is NVIDIA's, and not another maker's under its name, with the libraries that the kernels need."""
-    return torch.version.cuda is not None and (torch.compiler.is_compiling() or _complete())
+def there(like: Tensor) -> bool:
+    """Whether that is on NVIDIA's, and not another maker's under its name, with the libraries that the kernels need."""
+    return torch.version.cuda is not None and (torch.compiler.is_compiling() or _complete(like.get_device()))
 
 
 @cache
-def _complete() -> bool:
-    """Whether the libraries are there; where one is not, it is said once."""
+def _complete(device: int) -> bool:
+    """Whether the libraries are there, and know the chip; where one is not or does not, it is said once."""
     try:
-        compiler.driver(), compiler.compiler(), blas.library()
+        compiler.library(), compiler.compiler(), blas.library("Lt"), blas.library()
+        compiler.architecture(torch.cuda.get_device_capability(device))
     except RuntimeError as error:
         warnings.warn(
             f"{error}; the layers run in a loop of torch calls instead, which is many times slower", stacklevel=2
@@ -60,12 +61,12 @@ def _complete() -> bool:
 
 def takes(r: Run) -> bool:
     """Whether the kernels can take a run: an NVIDIA GPU and a type they know."""
-    return r.h0.dtype in TYPES and there()
+    return r.h0.dtype in TYPES and there(r.h0)
 
 
 def has_kernel(x: Tensor) -> bool:
     """Whether dropout of this tensor, or noise on it, is one kernel."""
-    return x.is_cuda and x.dtype in TYPES and there() and not torch._C._are_functorch_transforms_active()
+    return x.is_cuda and x.dtype in TYPES and there(x) and not torch._C._are_functorch_transforms_active()
 
 
 def scratch(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -112,39 +113,6 @@ def by_unit(r: Run) -> bool:
 def takes_x(w_ih: Tensor) -> bool:
     """Whether the loop takes x·Wx itself: never, one large product before it is faster."""
     return False
-
-
-def products(like: Tensor) -> AbstractContextManager[None]:
-    """While products of float32 are taken as nn.LSTM takes them: in TF32, unless that is switched off for RNNs."""
-    return _as_rnns if like.dtype == torch.float32 else nullcontext()
-
-
-class _AsRNNs:
-    """The setting is the whole process's: the first who comes changes it, the last who leaves puts it back."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.inside, self.before = 0, ""
-
-    def __enter__(self) -> None:
-        wanted, flags = "tf32" if compiler.tf32() else "ieee", torch.backends.cuda.matmul
-        with self.lock:
-            now = flags.fp32_precision
-            if self.inside == 0:
-                self.before = now
-            self.inside += 1
-            if now != wanted:
-                flags.fp32_precision = wanted
-
-    def __exit__(self, *_: object) -> None:
-        flags = torch.backends.cuda.matmul
-        with self.lock:
-            self.inside -= 1
-            if self.inside == 0 and flags.fp32_precision != self.before:
-                flags.fp32_precision = self.before
-
-
-_as_rnns = _AsRNNs()
 
 
 def together(runs: Sequence[Run]) -> bool:

@@ -1,13 +1,15 @@
-"""The product of a step: the library that torch takes its products with, called straight.
+"""Products, by the libraries that torch takes its own with, called straight.
 
-The same product is taken at every step, only its addresses change. How it is best taken is asked once for a shape, and
-nothing is made for a call but the call.
+`times` is a product of float32 in the precision of recurrent layers, which torch's setting for its own products does
+not touch. `product` is that of a step: the same at every step, only its addresses change. How it is best taken is asked
+once for a shape, and nothing is made for a call but the call.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,6 +21,7 @@ from .compiler import _wheels, tf32
 _KINDS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # cudaDataType
 _FLOAT = 0
 _EXACT, _TF32 = 68, 77  # cublasComputeType_t
+_DEFAULT = -1  # cublasGemmAlgo_t
 _TRANSPOSE_FIRST = 3  # of a product: CUBLASLT_MATMUL_DESC_TRANSA
 _COUNT, _DISTANCE = 5, 6  # of a layout: CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, …_STRIDED_BATCH_OFFSET
 # Of a preference: CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, …_REDUCTION_SCHEME_MASK, …_MIN_ALIGNMENT_A_BYTES to D.
@@ -26,6 +29,53 @@ _WORKSPACE, _REDUCTION, _ALIGNMENT = 1, 3, (5, 6, 7, 8)
 _IN_ORDER = 2 | 4  # parts are added in a kernel of their own: not in place, where whoever comes first is first
 _MOST_WORKSPACE = 32 * 2**20  # bytes
 _ALIGNED = 16  # bytes: more than that is not asked for
+
+
+def times(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> Tensor:
+    """`out`, of float32 and without gaps: a·b, or that added to it."""
+    (rows, depth), columns = a.shape, b.shape[1]
+    if out.numel() == 0 or (add and depth == 0):
+        return out
+    if depth == 0:
+        return out.zero_()
+    device = out.get_device()
+    a_turned, a_pitch, a = _lies(a)
+    b_turned, b_pitch, b = _lies(b)
+    with torch.cuda.device(device) if device != torch.cuda.current_device() else nullcontext():
+        handle = torch.cuda.current_blas_handle()  # in the current stream, with torch's memory to work in
+        if not tf32():  # the handle may be set to TF32; it is the calling thread's, and torch sets it at every call
+            _check(library().cublasSetMathMode(ctypes.c_void_p(handle), 0))
+        # The library counts columns first, so it is asked for outᵀ = bᵀ·aᵀ.
+        _check(
+            _gemm()(
+                handle, b_turned, a_turned, columns, rows, depth, _ONE, b.data_ptr(), _FLOAT, b_pitch, a.data_ptr(),
+                _FLOAT, a_pitch, _ONE if add else _ZERO, out.data_ptr(), _FLOAT, columns,
+                _TF32 if tf32() else _EXACT, _DEFAULT,
+            )
+        )  # fmt: skip
+    return out
+
+
+def _lies(v: Tensor) -> tuple[int, int, Tensor]:
+    """How a matrix lies: 1 if column by column; numbers from one row, or column, to the next; the matrix, or a copy."""
+    (rows, columns), (down, across) = v.shape, v.stride()
+    if across == 1 and (down >= columns or rows == 1):
+        return 0, max(down, columns), v
+    if down == 1 and (across >= rows or columns == 1):
+        return 1, max(across, rows), v
+    return 0, columns, v.contiguous()
+
+
+_ONE, _ZERO = ctypes.pointer(ctypes.c_float(1.0)), ctypes.pointer(ctypes.c_float(0.0))
+
+
+@cache
+def _gemm() -> Any:
+    """cuBLAS's product with a precision of its own."""
+    _i, _p = ctypes.c_int, ctypes.c_void_p
+    gemm = library().cublasGemmEx
+    gemm.argtypes = [_p, *[_i] * 5, _p, _p, _i, _i, _p, _i, _i, _p, _p, _i, _i, _i, _i]
+    return gemm
 
 
 def product(
@@ -41,7 +91,7 @@ def product(
     assert w.is_contiguous() and depth % parts == 0
     one, beta = ctypes.c_float(1.0), ctypes.c_float(float(add))
     a, b, at = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p(w.data_ptr())
-    call = library().cublasLtMatmul
+    call = library("Lt").cublasLtMatmul
     arguments: list[Any] = []
     alive: list[Tensor] = []
     exact = not (w.dtype == torch.float32 and tf32())
@@ -138,7 +188,7 @@ def _plan(
     with torch.cuda.device(device):
         handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
         given = (handle, product, w, a, b, b, wish, ctypes.c_int(1), ctypes.byref(best), ctypes.byref(count))
-        _check(library().cublasLtMatmulAlgoGetHeuristic(*given))
+        _check(library("Lt").cublasLtMatmulAlgoGetHeuristic(*given))
     if not count.value:
         raise RuntimeError(f"cuBLAS knows no way to take a product of {rows} × {depth} by {depth} × {columns}")
     return _Plan(product, w, a, b, best, best.workspace)
@@ -156,13 +206,13 @@ def _layout(kind: torch.dtype, down: int, across: int, pitch: int, distance: int
 
 def _made(function: str, *arguments: Any) -> Any:
     made = ctypes.c_void_p()
-    _check(getattr(library(), function)(ctypes.byref(made), *arguments))
+    _check(getattr(library("Lt"), function)(ctypes.byref(made), *arguments))
     return made
 
 
 def _set(function: str, of: Any, name: int, value: Any) -> None:
     size = ctypes.c_size_t(ctypes.sizeof(value))
-    _check(getattr(library(), function)(of, ctypes.c_int(name), ctypes.byref(value), size))
+    _check(getattr(library("Lt"), function)(of, ctypes.c_int(name), ctypes.byref(value), size))
 
 
 def _check(status: int) -> None:
@@ -171,10 +221,10 @@ def _check(status: int) -> None:
 
 
 @cache
-def library() -> ctypes.CDLL:
-    """cuBLASLt, which torch has loaded already; a handle of cuBLAS is one of it."""
+def library(kind: str = "") -> ctypes.CDLL:
+    """cuBLAS, or of its kind cuBLASLt, which torch has loaded already; a handle of cuBLAS is one of both."""
     major = (torch.version.cuda or "12").split(".")[0]
-    names = [f"libcublasLt.so.{major}", f"cublasLt64_{major}.dll"]
+    names = [f"libcublas{kind}.so.{major}", f"cublas{kind}64_{major}.dll"]
     for name in (*names, *map(str, _wheels(names))):
         try:
             return ctypes.CDLL(name)

@@ -59,9 +59,14 @@ __device__ __forceinline__ narrow narrowed(float v) { return v; }
 typedef u16 narrow;
 __device__ __forceinline__ float widen(narrow v) { return __uint_as_float((u32)v << 16); }
 __device__ __forceinline__ narrow narrowed(float v) {
+#if __CUDA_ARCH__ < 800 /* which has no instruction for it */
+    u32 bits = __float_as_uint(v);
+    return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fff : (narrow)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+#else
     narrow out;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(v));
     return out;
+#endif
 }
 #else
 typedef u16 narrow;

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -180,8 +181,23 @@ def program(capability: tuple[int, int], source: str, defines: Sequence[tuple[st
     """What the compiler is given for a source file: its text and options."""
     text = "".join((HERE / name).read_text() for name in ("common.cuh", source))
     only = "a" if source in OWN else ""
-    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}{only}", "--std=c++17"]
+    options = [f"--gpu-architecture=sm_{architecture(capability)}{only}", "--std=c++17"]
     return text, options + [f"--define-macro={name}={value}" for name, value in defines]
+
+
+@cache
+def architecture(capability: tuple[int, int]) -> int:
+    """What to compile for: the chip's own number, or the last one before it whose machine code it runs."""
+    major, minor = capability
+    count = ctypes.c_int()
+    _check_nvrtc(compiler().nvrtcGetNumSupportedArchs(ctypes.byref(count)))
+    known = (ctypes.c_int * count.value)()
+    _check_nvrtc(compiler().nvrtcGetSupportedArchs(known))
+    fitting = [one for one in known if one // 10 == major and one % 10 <= minor]
+    if not fitting:
+        version = ".".join(map(str, _version()))
+        raise RuntimeError(f"CUDA's run-time compiler {version} knows no GPU of compute capability {major}.{minor}")
+    return max(fitting)
 
 
 def _kept(text: str, options: Sequence[str]) -> bytes:
@@ -222,8 +238,34 @@ def compiled(text: str, options: Sequence[str]) -> tuple[bytes, str]:
 # --- the libraries ---------------------------------------------------------------------------------
 
 
-@cache
+class _Thread(threading.local):
+    """What is known of a thread."""
+
+    bound = False
+
+
+_thread = _Thread()
+
+
 def driver() -> ctypes.CDLL:
+    """The driver's library, to be called with torch's current device: a new thread, as autograd has, may have none."""
+    if not _thread.bound:
+        _bind()
+        _thread.bound = True
+    return library()
+
+
+def _bind() -> None:
+    """Give the thread a device's context, as the first call of CUDA's runtime would."""
+    context, device = ctypes.c_void_p(), torch.cuda.current_device()
+    check(library().cuCtxGetCurrent(ctypes.byref(context)))
+    if not context.value:
+        check(library().cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+        check(library().cuCtxSetCurrent(context))
+
+
+@cache
+def library() -> ctypes.CDLL:
     """The driver's library."""
     for name in ("libcuda.so.1", "nvcuda.dll"):
         try:
@@ -269,7 +311,7 @@ def check(status: int) -> None:
     """An error where the driver has said that something is wrong."""
     if status != 0:
         text = ctypes.c_char_p()
-        driver().cuGetErrorString(status, ctypes.byref(text))
+        library().cuGetErrorString(status, ctypes.byref(text))
         raise RuntimeError(f"CUDA: {(text.value or b'unknown error').decode()} ({status})")
 
 

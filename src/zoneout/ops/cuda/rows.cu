@@ -1,7 +1,7 @@
-/* What is done to the rows of a ragged batch around the loop. At step t row b is there while t < lengths[b].
+/* What is done to rows around the loop. In a ragged batch row b is there at step t while t < lengths[b].
  *
- * Rows are bytes here, but for those that change their type, taken in words of 1 to 16 of them: the largest that all of
- * their addresses are multiples of.
+ * Rows are bytes here, but for those that change their type or are multiplied, taken in words of 1 to 16 of them: the
+ * largest that all of their addresses are multiples of.
  */
 #define BY_WORD(bytes, take, ...)               \
     ((bytes) == 16  ? take<uint4>(__VA_ARGS__)  \
@@ -87,8 +87,8 @@ struct State {
 };
 
 struct Ends {
-    i64 batch, reverse;
-    const i64 *lengths; /* [batch] */
+    i64 steps, batch, reverse;
+    const i64 *lengths; /* [batch], or none: all rows are there at all steps */
     State states[2];
 };
 
@@ -96,8 +96,78 @@ extern "C" __global__ void ends(Ends e) {
     State s = blockIdx.y ? e.states[1] : e.states[0];
     i64 at = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (at >= e.batch * s.width) return;
-    i64 length = e.lengths[at / s.width], last = e.reverse ? 0 : length - 1;
+    i64 length = e.lengths ? e.lengths[at / s.width] : e.steps, last = e.reverse ? 0 : length - 1;
     const void *from = length > 0 ? s.every : s.initial;
     i64 i = length > 0 ? last * e.batch * s.width + at : at;
     s.last[at] = s.wide ? narrowed(((const float *)from)[i]) : ((const narrow *)from)[i];
+}
+
+/* --- h as it entered the gates, and x beside it ------------------------------------------------- */
+
+struct Entered {
+    i64 steps, batch, reverse;
+    const i64 *lengths; /* [batch], or none */
+    const bool *resets; /* [steps, batch], or none */
+    const u8 *y, *h0, *reset_h; /* [steps, batch, outputs]; [batch, outputs] */
+    const narrow *scale_h; /* [batch, outputs], or none */
+    const u8 *x; /* [steps, batch, inputs] */
+    u8 *out; /* [steps, batch, outputs | inputs | ones] */
+    i64 h_words, h_word, x_words, x_word, ones; /* words of a row and bytes of a word; numbers */
+};
+
+template <class Word>
+__device__ __forceinline__ void copy_word(const u8 *from, u8 *to, i64 k) {
+    ((Word *)to)[k] = ((const Word *)from)[k];
+}
+
+template <class Index>
+__device__ __forceinline__ void enter(const Entered &e, Index at) {
+    Index parts = (Index)(e.h_words + e.x_words + e.ones), batch = (Index)e.batch;
+    Index row = at / parts;
+    i64 part = at % parts, t = row / batch, b = row % batch, h = e.h_words * e.h_word, x = e.x_words * e.x_word;
+    u8 *to = e.out + (i64)row * (h + x + e.ones * (i64)sizeof(narrow));
+    if (part >= e.h_words + e.x_words) {
+        ((narrow *)(to + h + x))[part - e.h_words - e.x_words] = narrowed(1.f);
+        return;
+    }
+    if (part >= e.h_words) {
+        BY_WORD(e.x_word, copy_word, e.x + (i64)row * x, to + h, part - e.h_words);
+        return;
+    }
+    i64 before = e.reverse ? t + 1 : t - 1;
+    bool first = e.reverse ? before == e.steps || (e.lengths && before == e.lengths[b]) : t == 0;
+    bool cut = e.resets && !(e.reverse && first) && e.resets[(e.reverse ? before : t) * e.batch + b];
+    const u8 *from = cut ? e.reset_h + b * h : first ? e.h0 + b * h : e.y + (before * e.batch + b) * h;
+    if (e.scale_h) { /* a word is a number then */
+        float scale = widen(e.scale_h[b * e.h_words + part]);
+        ((narrow *)to)[part] = narrowed(widen(((const narrow *)from)[part]) * scale);
+    } else
+        BY_WORD(e.h_word, copy_word, from, to, part);
+}
+
+extern "C" __global__ void entered(Entered e) {
+    i64 all = e.steps * e.batch * (e.h_words + e.x_words + e.ones), at = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+    if (at >= all) return;
+    if (all >> 32)
+        enter<i64>(e, at);
+    else /* where a division takes a fraction of the time */
+        enter<u32>(e, (u32)at);
+}
+
+/* --- the columns of a matrix, apart ------------------------------------------------------------- */
+
+#define PARTS 4
+
+struct Parted {
+    i64 rows, pitch; /* bytes of a row */
+    const u8 *from[PARTS]; /* the first row's part */
+    u8 *to[PARTS]; /* without gaps */
+    i64 words[PARTS], word[PARTS]; /* of a row, and bytes of one */
+};
+
+extern "C" __global__ void parted(Parted p) {
+    i64 k = blockIdx.y, words = p.words[k], at = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+    if (at >= p.rows * words) return;
+    i64 row = p.rows * words >> 32 ? at / words : (u32)at / (u32)words;
+    BY_WORD(p.word[k], copy_word, p.from[k] + row * p.pitch, p.to[k] + row * words * p.word[k], at - row * words);
 }

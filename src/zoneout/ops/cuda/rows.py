@@ -1,4 +1,4 @@
-"""The rows of a ragged batch on a GPU: how they lie for the loop, and what is done to them around it, in a launch each.
+"""Rows on a GPU: how they lie for the loop, and what is done to them around it, in a launch each.
 
 Lengths and direction are looked at on the GPU, so that nobody waits to learn how long the sequences are.
 """
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ..loop import Loop
-from ..products import padded, times, trimmed
-from ..rows import copied
+from ..products import add_product, padded, product, times, trimmed
 from .arguments import TYPES
 from .compiler import load, pack
 
@@ -24,9 +23,11 @@ THREADS = 256
 MOST = 7  # arrays that are cleared at once
 BLOCKS = 1024  # that clear rows: as many as a large chip has at once
 
-_KERNELS = ("move", "clear", "ends")
+PARTS = 4  # that columns are parted in at once
+_KERNELS = ("move", "clear", "ends", "entered", "parted")
 _i64, _p = ctypes.c_int64, ctypes.c_void_p
 _PLACES, _NUMBERS = _p * MOST, _i64 * MOST  # kept, since ctypes would make them anew at every call
+_PART_PLACES, _PART_NUMBERS = _p * PARTS, _i64 * PARTS
 
 
 class Side(ctypes.Structure):
@@ -66,7 +67,27 @@ class State(ctypes.Structure):
 class Ends(ctypes.Structure):
     """`Ends` of rows.cu."""
 
-    _fields_ = [("batch", _i64), ("reverse", _i64), ("lengths", _p), ("states", State * 2)]
+    _fields_ = [*((name, _i64) for name in ("steps", "batch", "reverse")), ("lengths", _p), ("states", State * 2)]
+
+
+class Entered(ctypes.Structure):
+    """`Entered` of rows.cu."""
+
+    _fields_ = [
+        *((name, _i64) for name in ("steps", "batch", "reverse")),
+        *((name, _p) for name in ("lengths", "resets", "y", "h0", "reset_h", "scale_h", "x", "out")),
+        *((name, _i64) for name in ("h_words", "h_word", "x_words", "x_word", "ones")),
+    ]
+
+
+class Parted(ctypes.Structure):
+    """`Parted` of rows.cu."""
+
+    _fields_ = [
+        *((name, _i64) for name in ("rows", "pitch")),
+        *((name, _PART_PLACES) for name in ("source", "to")),
+        *((name, _PART_NUMBERS) for name in ("words", "word")),
+    ]
 
 
 # --- the kernels -----------------------------------------------------------------------------------
@@ -94,7 +115,7 @@ def _moved(v: Tensor, v_starts: Tensor | None, out: Tensor, out_starts: Tensor |
     if steps * batch * width == 0:
         return out
     source, to = _side(v, v_starts, size), _side(out, out_starts, size)
-    word = _word(width * size | source.at | source.step | source.row | to.at | to.step | to.row)
+    word = _word(width * size, source.at, source.step, source.row, to.at, to.step, to.row)
     words = width * size // word
     blocks = -(-(steps * batch * words) // THREADS)
     _launch("move", v, blocks, Moved(source, to, steps, batch, words, word, lengths.data_ptr()))
@@ -116,14 +137,16 @@ def clear(lengths: Tensor, steps: int, *arrays: Tensor | None) -> None:
         return
     first, *_ = there.values()
     widths = [v.shape[-1] * v.element_size() for v in there.values()]
-    words = [_word(at | width) for at, width in zip(there, widths)]
+    words = [_word(at, width) for at, width in zip(there, widths)]
     given = Cleared(steps, batch, lengths.data_ptr(), len(there), _PLACES(*there), _NUMBERS(*widths), _NUMBERS(*words))
     _launch("clear", first, min(BLOCKS, -(-(steps * batch) // (THREADS // 32))), given)
 
 
-def last(states: Sequence[tuple[Tensor, Tensor]], lengths: Tensor, reverse: bool, dtype: torch.dtype) -> list[Tensor]:
+def last(
+    states: Sequence[tuple[Tensor, Tensor]], steps: int, lengths: Tensor | None, reverse: bool, dtype: torch.dtype
+) -> list[Tensor]:
     """Of one or two states, each given at every step, [T · B, ·], and as it began, those at the ends in a type."""
-    batch = lengths.shape[0]
+    batch = len(states[0][1])
     out = [initial.new_empty(initial.shape, dtype=dtype) for _, initial in states]
     initials = [initial.contiguous() for _, initial in states]
     given = [
@@ -131,14 +154,55 @@ def last(states: Sequence[tuple[Tensor, Tensor]], lengths: Tensor, reverse: bool
         for (every, _), initial, to in zip(states, initials, out)
     ]
     if most := batch * max(to.shape[1] for to in out):
-        ends = Ends(batch, reverse, lengths.data_ptr(), (State * 2)(*given))
+        ends = Ends(steps, batch, reverse, _at(lengths), (State * 2)(*given))
         _launch("ends", out[0], (-(-most // THREADS), len(out)), ends)
     return out
 
 
-def _word(addresses: int) -> int:
-    """Bytes of the largest word that all of these, or-ed together, are multiples of."""
-    return min(16, addresses & -addresses)
+def entered(loop: Loop, lengths: Tensor | None, reverse: bool, x: Tensor | None, out: Tensor) -> Tensor:
+    """`out`, [T · B, ·]: h as it entered the gates at every row; beside it x, and ones where there are columns left."""
+    size, outputs, inputs = out.element_size(), loop.outputs, 0 if x is None else x.shape[1]
+    h, beside, pitch = outputs * size, inputs * size, out.shape[1] * size
+    if out.numel() == 0:
+        return out
+    starts = [v.data_ptr() for v in (loop.y, loop.h0, loop.reset_h, out) if v is not None]
+    h_word = _word(h, pitch, *starts) if loop.scale_h is None else size
+    x_word = size if x is None else _word(beside, pitch, x.data_ptr(), out.data_ptr() + h)
+    ones = out.shape[1] - outputs - inputs
+    resets, reset_h = (loop.resets, loop.reset_h) if loop.reset_h is not None else (None, None)
+    given = Entered(
+        loop.steps, loop.batch, reverse, _at(lengths), _at(resets), loop.y.data_ptr(), loop.h0.data_ptr(),
+        _at(reset_h), _at(loop.scale_h), _at(x), out.data_ptr(), h // h_word, h_word, beside // x_word, x_word, ones,
+    )  # fmt: skip
+    words = h // h_word + beside // x_word + ones
+    _launch("entered", out, -(-(loop.steps * loop.batch * words) // THREADS), given)
+    return out
+
+
+def parted(v: Tensor, parts: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Columns of a matrix without gaps, each part from a first one and so many, in matrices of their own."""
+    count, size, pitch = len(v), v.element_size(), v.shape[1] * v.element_size()
+    out = [v.new_empty(count, width) for _, width in parts]
+    sources = [v.data_ptr() + first * size for first, _ in parts]
+    places = [to.data_ptr() for to in out]
+    words = [_word(width * size, pitch, *at) for (_, width), *at in zip(parts, sources, places)]
+    numbers = [width * size // word for (_, width), word in zip(parts, words)]
+    if most := count * max(numbers):
+        of = _PART_PLACES(*sources), _PART_PLACES(*places), _PART_NUMBERS(*numbers), _PART_NUMBERS(*words)
+        _launch("parted", v, (-(-most // THREADS), len(out)), Parted(count, pitch, *of))
+    return out
+
+
+def _at(v: Tensor | None) -> int | None:
+    return None if v is None else v.data_ptr()
+
+
+def _word(*addresses: int) -> int:
+    """Bytes of the largest word that all of these are multiples of."""
+    every = 16
+    for one in addresses:
+        every |= one
+    return every & -every
 
 
 def _launch(name: str, like: Tensor, blocks: int | tuple[int, int], given: ctypes.Structure) -> None:
@@ -197,28 +261,14 @@ class Padded:
 
     def final(self, states: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> list[Tensor]:
         """Of each state, given at every step and as it began, the last of every sequence, in tensors of their own."""
-        if self.lengths is not None:
-            return last(states, self.lengths, self.reverse, dtype)
-        return [copied(v[: self.batch] if self.reverse else v[-self.batch :], dtype) for v, _ in states]
+        return last(states, self.steps, self.lengths, self.reverse, dtype)
 
     def cuts(self, resets: Tensor | None) -> Tensor | None:
         return None if resets is None else resets.contiguous()
 
     def entered(self, loop: Loop) -> Tensor:
         """[T · B, P]: h as it entered the gates at every row; `balanced`: less that of one row of the same step."""
-        y, none = self.unpack(loop.y), loop.h0[None]
-        h_in = torch.cat((y[1:], none) if self.reverse else (none, y[:-1]))
-        first = None if self.lengths is None or not self.reverse else (self._at == self.lengths - 1)[..., None]
-        if first is not None:
-            h_in = torch.where(first, none, h_in)
-        if loop.resets is not None and loop.reset_h is not None:
-            cuts = loop.resets[..., None]
-            if self.reverse:
-                cuts = torch.cat((cuts[1:], torch.zeros_like(cuts[:1])))
-                cuts = cuts if first is None else cuts & ~first
-            h_in = torch.where(cuts, loop.reset_h, h_in)
-        h_in = h_in if loop.scale_h is None else h_in * loop.scale_h
-        h_in = self.pack(h_in)
+        h_in = entered(loop, self.lengths, self.reverse, None, torch.empty_like(loop.y))
         return self.differences(h_in) if loop.balanced else h_in
 
     def differences(self, v: Tensor) -> Tensor:
@@ -238,8 +288,7 @@ class Padded:
 
     def beside(self, loop: Loop, x: Tensor, out: Tensor) -> None:
         """That and x, side by side, written to `out`; ones where it has columns to spare."""
-        ones = out.shape[1] - loop.outputs - x.shape[1]
-        torch.cat((self.entered(loop), x, x.new_ones(len(x), ones)), dim=1, out=out)
+        entered(loop, self.lengths, self.reverse, x, out)
 
     def times_entered(self, d: Tensor, loop: Loop) -> Tensor:
         """[G, P]: the derivative of the weights of h, from that of the product."""
@@ -252,5 +301,5 @@ class Padded:
             if self.reverse
             else (d[: self.batch], d[self.batch :], loop.y[:edge])
         )
-        found = first.t() @ padded(loop.h0)
-        return trimmed(found if self.steps == 1 else found.addmm_(later.t(), padded(earlier)), loop.outputs)
+        found = product(first.t(), padded(loop.h0))
+        return trimmed(found if self.steps == 1 else add_product(later.t(), padded(earlier), found), loop.outputs)
