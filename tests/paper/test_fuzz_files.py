@@ -141,7 +141,7 @@ def test_a_checkpoint_with_any_harm_is_passed_over(home: Path, harm: Harm, name:
         path.write_bytes(harm(content))
     harmed = [path.read_bytes() != content for path, content in zip(paths, before)]
     try:
-        found, problems = Run(copy).restore()
+        found, problems = Run(copy).latest()
     except RunError as error:
         assert both and all(harmed) and sentence(error)
         return
@@ -309,13 +309,13 @@ def test_a_pickle_is_refused_wherever_it_is_offered(home: Path, tmp_path: Path, 
         (folder / name).write_bytes(evil)
         with pytest.raises(RunError):
             runs.load(folder)
-            Run(folder).restore()
+            Run(folder).latest()
         (folder / name).write_bytes(before)
     for number in ("00000001", "00000002"):
         for name in ("state.json", "tensors.safetensors"):
             (folder / "last" / number / name).write_bytes(evil)
     with pytest.raises(RunError, match="is damaged"):
-        Run(folder).restore()
+        Run(folder).latest()
     with pytest.raises(RunError, match="is damaged"):
         runs.load(folder, weights="last")
 

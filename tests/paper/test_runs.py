@@ -62,7 +62,7 @@ def test_a_run_may_be_made_longer(run: Run) -> None:
     run.close()
     longer = replace(CONFIG, epochs=99)
     assert run.open(longer) == longer
-    run.go_on(longer)
+    run.go_on(None, longer)
     assert runs.read_config(run.folder) == longer
 
 
@@ -137,7 +137,7 @@ def test_the_latest_two_checkpoints_are_kept(run: Run) -> None:
     for update in (5, 10, 100, 1000):
         tensors = checkpoint(run, update)
     assert [p.name for p in run.checkpoints()] == ["00001000", "00000100"]
-    found, problems = run.restore()
+    found, problems = run.latest()
     assert found is not None and not problems and found.state["update"] == 1000
     assert found.tensors.keys() == tensors.keys() and all(torch.equal(found.tensors[n], t) for n, t in tensors.items())
 
@@ -149,7 +149,7 @@ def test_metrics_are_cut_back_to_the_checkpoint(run: Run) -> None:
     with open(run.metrics, "a") as file:
         file.write('{"kind": "tr')
     assert [row["update"] for row in read_metrics(run.folder)] == [1, 2]
-    run.restore()
+    run.go_on(run.latest()[0], CONFIG)
     assert run.metrics.read_text() == '{"kind": "train", "update": 1, "epoch": 0.5}\n'
 
 
@@ -181,7 +181,8 @@ def test_good_json_without_what_is_needed_is_a_sentence(run: Run, name: str, con
 
 def test_without_a_checkpoint_a_run_begins_again(run: Run) -> None:
     run.append({"kind": "train", "update": 1, "epoch": 0.5})
-    assert run.restore() == (None, [])
+    assert run.latest() == (None, [])
+    run.go_on(None, CONFIG)
     assert read_metrics(run.folder) == []
 
 
@@ -205,9 +206,10 @@ def test_a_damaged_checkpoint_is_passed_over(run: Run, damage: Any, name: str) -
     checkpoint(run, 1)
     checkpoint(run, 2)
     damage(run.last / "00000002" / name)
-    found, problems = run.restore()
+    found, problems = run.latest()
     assert found is not None and found.state["update"] == 1
     assert len(problems) == 1 and "00000002 is damaged" in problems[0]
+    run.go_on(found, CONFIG)
     assert [row["update"] for row in read_metrics(run.folder)] == [1]
     assert [p.name for p in run.checkpoints()] == ["00000001"], "a later one would pass for the latest next time"
 
@@ -219,7 +221,7 @@ def test_a_number_changed_in_the_state_is_seen(run: Run) -> None:
     with pytest.raises(
         RunError, match=r"cannot be continued: the checkpoint .* is damaged \(state\.json has been altered\)"
     ):
-        run.restore()
+        run.latest()
 
 
 def test_metrics_that_were_altered_are_seen(run: Run) -> None:
@@ -227,7 +229,7 @@ def test_metrics_that_were_altered_are_seen(run: Run) -> None:
     checkpoint(run, 1)
     run.metrics.write_text(run.metrics.read_text().replace("train", "tRain"))
     with pytest.raises(RunError, match=r"metrics\.jsonl has been altered since"):
-        run.restore()
+        run.latest()
 
 
 @pytest.mark.parametrize("call", range(1, 9))
@@ -252,7 +254,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(run: Run, monkeypatch: pytest.
     else:
         assert calls < call, "an error was swallowed"
     monkeypatch.undo()
-    found, problems = run.restore()
+    found, problems = run.latest()
     assert found is not None and not problems
     value = float(found.state["update"])
     assert found.tensors["model.a"].tolist() == [value] * 3
@@ -355,9 +357,9 @@ def test_a_config_that_was_altered_is_not_gone_on_with(run: Run) -> None:
     path = run.folder / "config.json"
     path.write_text(path.read_text().replace('"lr": 0.002', '"lr": 0.003'))
     with pytest.raises(RunError, match=r"cannot be continued: .* is damaged \(config\.json has been altered since\)"):
-        run.restore()
+        run.latest()
     path.write_text(path.read_text().replace('"lr": 0.003', '"lr": 0.002').replace('"epochs": 20', '"epochs": 30'))
-    found, problems = run.restore()
+    found, problems = run.latest()
     assert found is not None and not problems, "how long a run is may change"
 
 
@@ -371,7 +373,7 @@ def test_a_run_of_a_version_with_fewer_settings_goes_on(run: Run, monkeypatch: p
     page = json.loads(path.read_text())
     del page["weight_drop"]
     path.write_text(json.dumps(page))
-    found, problems = run.restore()
+    found, problems = run.latest()
     assert found is not None and not problems
 
 
@@ -382,8 +384,8 @@ def test_what_comes_after_training_may_change(run: Run) -> None:
     other = configs.change(CONFIG, {"evaluation.test.length": 50, "evaluation.statistics_size": 7})
     again = Run(run.folder)
     assert again.open(other) == other
-    again.go_on(other)
-    found, problems = again.restore()
+    again.go_on(again.latest()[0], other)
+    found, problems = again.latest()
     again.close()
     assert found is not None and not problems
 

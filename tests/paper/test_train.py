@@ -424,6 +424,37 @@ def test_folders_of_other_runs_are_not_touched(tmp_path: Path) -> None:
     assert outcome(tmp_path / "run") == before
 
 
+REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "best weights": (lambda run: (run / "best.safetensors").write_bytes(b"x"), r"best\.safetensors is damaged"),
+    "no best weights": (lambda run: (run / "best.safetensors").unlink(), r"best\.safetensors, are gone"),
+    "checkpoints": (lambda run: [(c / "state.json").unlink() for c in (run / "last").iterdir()], r"is damaged"),
+    "config": (lambda run: edit(run / "config.json", '"lr": 0.01', '"lr": 0.02'), r"config\.json has been altered"),
+    "metrics": (lambda run: edit(run / "metrics.jsonl", "train", "tRain"), r"metrics\.jsonl has been altered"),
+    "no metrics": (lambda run: (run / "metrics.jsonl").unlink(), r"cannot be continued"),
+}
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_run_that_cannot_go_on_is_left_as_it_was(what: str, tmp_path: Path) -> None:
+    """A finished run loses its summary, and its test with it, to a --resume that then goes wrong."""
+    config, folder = replace(CHARS, updates=10, save_every=3), tmp_path / "run"
+    train(config, folder)
+    harm, says = REFUSED[what]
+    harm(folder)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(RunError, match=says):
+        train(None, folder, resume=True)
+    if what != "no metrics":
+        with pytest.raises(RunError, match=says):
+            train(replace(runs.read_config(folder), updates=12), folder, resume=True)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
 def test_a_text_that_has_changed_is_seen(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text((GOLDEN / "text.txt").read_text())

@@ -160,17 +160,27 @@ class Run:
 
     def go_on(
         self,
+        found: Checkpoint | None,
         config: Config,
         vocabulary: Vocabulary | None = None,
         digest: str | None = None,
         where: Path | str | None = None,
     ) -> None:
-        """Write down that a run which is open is not finished, what has changed of its config, and its data again."""
+        """Make an open run one that goes on from the checkpoint that was found, or from its start: all that is written.
+
+        It is no longer finished, its config is what it has become, its data are noted again, and what it wrote after
+        the checkpoint is cut off. Whatever may still refuse it has to come before.
+        """
         with explained(self.folder):
             self.note_data(vocabulary, digest, where)
             (self.folder / "summary.json").unlink(missing_ok=True)
             if config != read_config(self.folder):
                 write_json(self.folder / "config.json", {"format": FORMAT, **configs.to_json(config)})
+            with open(self.metrics, "ab") as file:
+                file.truncate(0 if found is None else found.metrics_bytes)
+        for folder in self.checkpoints():  # those after it would pass for later ones
+            if found is None or int(folder.name) > int(found.folder.name):
+                shutil.rmtree(folder, ignore_errors=True)
 
     def lock(self) -> None:
         """Keep other processes out until `close`; the system lets go when the process ends, however it ends."""
@@ -254,8 +264,8 @@ class Run:
         found = self.last.iterdir() if self.last.is_dir() else ()
         return sorted((p for p in found if p.name.isdigit()), key=lambda p: int(p.name), reverse=True)
 
-    def restore(self) -> tuple[Checkpoint | None, list[str]]:
-        """The latest whole checkpoint, the metrics cut back to it; and a sentence for each damaged one.
+    def latest(self) -> tuple[Checkpoint | None, list[str]]:
+        """The latest whole checkpoint, and a sentence for each damaged one that is later. Nothing is written.
 
         None where there is no checkpoint yet: the run begins again from the start, which gives the same.
         """
@@ -270,13 +280,8 @@ class Run:
         if found is None and problems:
             raise RunError(
                 f"{self.folder} cannot be continued: {'; '.join(problems)}. Begin it anew in another folder; "
-                "best.safetensors can still be used."
+                "best.safetensors can still be used. Nothing was overwritten."
             )
-        with explained(self.folder), open(self.metrics, "ab") as file:
-            file.truncate(0 if found is None else found.metrics_bytes)
-        for folder in self.checkpoints():  # those after it would pass for later ones
-            if found is None or int(folder.name) > int(found.folder.name):
-                shutil.rmtree(folder, ignore_errors=True)
         return found, problems
 
 
@@ -509,6 +514,15 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 def load_weights(model: nn.Module, tensors: dict[str, Tensor], where: Path) -> None:
     """Put weights into a model, or say what does not fit."""
+    check_weights(model, tensors, where)
+    own = weights_of(model)
+    with torch.no_grad():
+        for name, value in tensors.items():
+            own[name].copy_(value)
+
+
+def check_weights(model: nn.Module, tensors: dict[str, Tensor], where: Path) -> None:
+    """An error where weights are not a model's."""
     own = weights_of(model)
     if own.keys() != tensors.keys() or any(own[n].shape != t.shape for n, t in tensors.items()):
         missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
@@ -517,9 +531,6 @@ def load_weights(model: nn.Module, tensors: dict[str, Tensor], where: Path) -> N
             f"the weights in {where} do not fit its config (missing: {missing}, not known: {extra}, other shape: "
             f"{sorted(wrong)})"
         )
-    with torch.no_grad():
-        for name, value in tensors.items():
-            own[name].copy_(value)
 
 
 def _page_digest(page: dict[str, Any]) -> str:

@@ -138,15 +138,15 @@ class Training:
         self.step = Step(self.model, self.feed, config, processes)
         self.parameters = sum(p.numel() for p in parameters_of(self.model).values())
         self.state = State(self.data.digest)
-        if resume:
-            if processes.first:
-                self.run.go_on(config, vocabulary, self.data.digest, data)
-            self.restore()
-        elif processes.first:
-            self.run.create(config, vocabulary, self.data.digest, data)
+        found = self.restore() if resume else None
         self.earlier = self.state.seconds
         self.updates = self.step.begin(self.state.epoch, self.state.done, self.state.update)  # of this epoch
         self.step.capture()
+        # Last: what is refused above leaves the folder as it was.
+        if processes.first and resume:
+            run.go_on(found, config, vocabulary, self.data.digest, data)
+        elif processes.first:
+            run.create(config, vocabulary, self.data.digest, data)
 
     def __call__(self) -> Summary:
         """Train, validate as often as is asked, and test."""
@@ -284,19 +284,32 @@ class Training:
             self.run.save(tensors, asdict(self.state))
         self.tell({"kind": "save", "update": self.state.update})
 
-    def restore(self) -> None:
-        """Go on from the latest whole checkpoint."""
-        found, problems = self.run.restore() if self.processes.first else (None, [])
+    def restore(self) -> runs.Checkpoint | None:
+        """Be where the latest whole checkpoint was, which the first process gets. Nothing is written."""
+        found, problems = self.run.latest() if self.processes.first else (None, [])
+        if found is not None and found.state.get("best") is not None:
+            self.check_best()
         for problem in problems:
             self.tell({"kind": "note", "text": problem})
         saved = self.processes.share(None if found is None else found.state)
         if saved is None:  # stopped before the first checkpoint: the same begins again
-            return
+            return None
         self.state = State(**saved)
         try:
             self.step.load(None if found is None else found.tensors)
         except ValueError as error:
             raise RunError(f"{self.run.folder}: {error}") from None
+        return found
+
+    def check_best(self) -> None:
+        """An error where the best weights so far could not be tested, before more hours have gone into training."""
+        path = self.run.folder / "best.safetensors"
+        if not path.exists():
+            raise RunError(
+                f"{self.run.folder} cannot be continued: its best weights so far, {path.name}, are gone. Begin it anew "
+                "in another folder. Nothing was overwritten."
+            )
+        runs.check_weights(self.model, runs.read_tensors(path)[0], path)
 
     def summary(self, status: str, test: dict[str, Any] | None = None) -> Summary:
         """How the run ended."""
