@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from command_line import SMALL, environment, process
 
-from zoneout.paper import cli, files, runs
+from zoneout.paper import cli, files, runs, streams
 from zoneout.paper.codes import BAD_DATA, DIVERGED, FAILED, INTERRUPTED, OK, WRONG_USE
 
 pytestmark = pytest.mark.usefixtures("one_thread", "elsewhere")
@@ -172,6 +173,43 @@ def test_progress_that_nobody_reads_any_more(trained) -> None:
     assert runs.read_summary("run")["update"] == 60
     whole = process("train", "--data", "my.txt", "--out", "whole", "--updates", "60", *SMALL)
     assert whole.returncode == OK and Path("run/metrics.jsonl").read_bytes() == Path("whole/metrics.jsonl").read_bytes()
+
+
+def test_progress_that_cannot_be_written(tmp_path) -> None:
+    """`zoneout train … 2>log` ends without a word, and without a checkpoint, when the disk of its log is full."""
+    if not Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full here to write to")
+    arguments = ["train", "--data", "my.txt", "--out", "run", "--updates", "20", *SMALL]
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "zoneout", *arguments]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, env=environment())
+    assert done.returncode == OK and b"Finished after 20 updates" in done.stdout
+    assert runs.read_summary("run")["update"] == 20
+
+
+def test_a_terminal_that_goes_away(tmp_path) -> None:
+    """A run that was kept from the hangup of its terminal (nohup, disown) ends at its next sign of life there."""
+    arguments = ["train", "--data", "my.txt", "--out", "run", "--updates", "60", *SMALL]
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "zoneout", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, env=environment()) as running:
+        os.close(theirs)
+        assert b"\x1b" in os.read(ours, 1000), "it is not the live display"
+        os.close(ours)
+        assert b"Finished after 60 updates" in running.communicate(timeout=60)[0]
+    assert running.returncode == OK and runs.read_summary("run")["update"] == 60
+
+
+def test_a_stream_of_somebodys_own_that_fails() -> None:
+    """In a notebook, whose streams have no number of the system's, progress that cannot be written ends the run."""
+
+    class Failing(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(5, "Input/output error")
+
+    stream = streams.Unheard(Failing())
+    assert stream.write("words") == 5
+    stream.flush()
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])

@@ -6,12 +6,12 @@ import io
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 
 class Unheard:
-    """A stream whose reader may go away: what is written afterwards is lost, and nothing else."""
+    """A stream that may fail (its reader or terminal goes, its disk is full): what comes after is lost, and no more."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -19,7 +19,7 @@ class Unheard:
     def write(self, text: str) -> int:
         try:
             return self.stream.write(text)
-        except BrokenPipeError:
+        except OSError:
             silence(self.stream)
             return len(text)
 
@@ -30,7 +30,7 @@ class Unheard:
     def flush(self) -> None:
         try:
             self.stream.flush()
-        except BrokenPipeError:
+        except OSError:
             silence(self.stream)
 
     def __getattr__(self, name: str) -> Any:
@@ -39,14 +39,16 @@ class Unheard:
 
 def silence(stream: TextIO) -> None:
     """Send a stream to nowhere, with what it still holds, so that nothing is left to fail when Python ends."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+    with suppress(OSError, ValueError):  # a stream of somebody's own making, or one that is closed, has no number
+        number = stream.fileno()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, number)
+        os.close(nowhere)
 
 
 @contextmanager
 def ready() -> Iterator[None]:
-    """Inside, progress may lose its reader, and a letter that the terminal does not have is written by its number."""
+    """Inside, progress need not be heard, and a letter that the terminal does not have is written by its number."""
     before = sys.stderr
     errors = {s: s.errors for s in (sys.stdout, sys.stderr) if isinstance(s, io.TextIOWrapper)}
     for stream in errors:
@@ -61,5 +63,5 @@ def ready() -> Iterator[None]:
 
 
 def heard(stream: Any) -> Any:
-    """A stream that may lose its reader; None, which `print` passes over, where there is none from the beginning."""
+    """A stream that may fail; None, which `print` passes over, where there is none from the beginning."""
     return None if stream is None else Unheard(stream)
