@@ -20,7 +20,7 @@ import torch
 from zoneout.paper import cli
 from zoneout.paper import reproduce as module
 from zoneout.paper import results as pages
-from zoneout.paper.codes import BAD_DATA
+from zoneout.paper.codes import BAD_DATA, INTERRUPTED
 from zoneout.paper.config import Batches, Config, Data, Evaluation, Model, Optimizer, Protocol, Zoneout, change, to_json
 from zoneout.paper.disk import RunError, write_record
 from zoneout.paper.measures import reached
@@ -188,6 +188,66 @@ def test_several_at_once(capfd: pytest.CaptureFixture[str]) -> None:
     assert ours["at_once"] == 2 and ours["valid"] == theirs["valid"] and ours["scores"] == theirs["scores"]
     run("zoneout", seeds=(3,), parallel=4, settings=SMALL)
     assert read_record(Path("res/char_ptb_zoneout/seed-3.json"))["at_once"] == 1, "nobody was beside it"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_whoever_stops_the_parent_stops_its_runs(number: int, tmp_path: Path) -> None:
+    """A signal for the parent alone, from a notebook or a supervisor: its runs train on, or lose what they have."""
+    settings = [f"--set={name}={value}" for name, value in (SMALL | {"epochs": 10**6}).items()]
+    command = [sys.executable, "-m", "zoneout", "reproduce", "char_ptb_zoneout", "--seeds", "2", "--parallel", "2"]
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        [*command, "--device", "cpu", "--out", "out", "--results", "res", "--minutes", "2", *settings],
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    seeds = {1, 2}
+    while seeds:  # until both have validated
+        line = process.stderr.readline()
+        seeds -= {seed for seed in seeds if line.startswith(f"char_ptb_zoneout, seed {seed}: epoch")}
+        assert line
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)  # which waits for the runs too: they write to the same pipe
+    assert "Traceback" not in err, err
+    assert process.returncode == (-number if number == signal.SIGKILL else INTERRUPTED)
+    assert number == signal.SIGKILL or [out.count(f"seed {seed}: interrupted") for seed in (1, 2)] == [1, 1]
+    for seed in (1, 2):
+        folder = Path(f"out/char_ptb_zoneout/seed-{seed}")
+        found, problems = Run(folder).latest()
+        last = [row["update"] for row in read_metrics(folder)][-1]
+        assert found is not None and not problems and found.state["update"] >= last
+        assert found.metrics_bytes == (folder / "metrics.jsonl").stat().st_size, "it stopped without a checkpoint"
+
+
+def test_a_run_that_ended_while_all_were_stopped_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that has its record already is called interrupted, or one that never began is called failed."""
+
+    class Ended:
+        def __init__(self, target: Any, args: tuple[Any, ...]) -> None:
+            self.exitcode = {1: 0, 2: -signal.SIGTERM, 3: 4}[args[0].seed]
+            self.sentinel, self.other = os.pipe()
+            os.close(self.other)
+
+        def start(self) -> None:
+            if self.exitcode == 4:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        def terminate(self) -> None:
+            pass
+
+        def join(self) -> None:
+            os.close(self.sentinel)
+
+    class Context:
+        Process = Ended
+
+    monkeypatch.setattr(module.multiprocessing, "get_context", lambda kind: Context)
+    jobs = [module.Job("char_ptb_tiny", seed, Path("out"), Path("res"), at_once=3) for seed in (1, 2, 3)]
+    found = {job.seed: state for job, state in module.several(jobs)}
+    assert found == {1: "finished", 2: "interrupted", 3: "diverged"}
 
 
 def test_what_went_wrong_has_one_code_alone_and_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sweeps import BASE, GRID, jobs, rows
 
-from zoneout.paper import cli, cluster, runs, sweep, sweep_report
+from zoneout.paper import cli, cluster, processes, runs, sweep, sweep_report
 from zoneout.paper.config import change, changed, flags
 from zoneout.paper.disk import RunError
 from zoneout.paper.files import DataError
@@ -364,6 +364,33 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert json.loads((tmp_path / "a" / "results.json").read_text()) == found
     assert cli.main(["sweep", "char_ptb_zonout", "--out", str(tmp_path)]) == 2
     assert "there is no recipe 'char_ptb_zonout'; the nearest are char_ptb_zoneout" in capsys.readouterr().err
+
+
+def test_a_signal_for_the_sweep_alone_stops_its_runs(tmp_path: Path) -> None:
+    """`kill -INT`, or a notebook that is interrupted: the sweep waits for runs that nobody has told."""
+    options = flags(changed(change(BASE, {"epochs": 10**6})))
+    command = [sys.executable, "-m", "zoneout", "sweep", *options, "--grid", "updates=10,50000", "--parallel", "1"]
+    environment = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*command, "--out", str(tmp_path), "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        env=environment,
+    )
+    assert process.stderr is not None and process.stderr.readline().startswith("1/2 ")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "interrupted; the same command goes on" in err
+    assert "Traceback" not in err and json.loads(out)[0]["state"] == "finished"
+
+
+def test_processes_keep_to_the_threads_that_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With OMP_NUM_THREADS=1 on a machine that is in use, each process takes all processors, and ten times as long."""
+    monkeypatch.setattr(processes, "cores", lambda: 8)
+    for allowed, shared_by, each in ((1, 2, 1), (8, 2, 4), (3, 2, 3), (8, 16, 1)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda allowed=allowed: allowed)
+        assert processes.threads_of_each(shared_by) == each
 
 
 def test_the_recipe_is_what_the_options_leave_open() -> None:

@@ -7,7 +7,6 @@ folder holds both runs, the text, the learning curves as a picture and a page th
 from __future__ import annotations
 
 import multiprocessing
-import os
 import queue
 import random
 import re
@@ -30,7 +29,7 @@ from .config import Batches, Config, Data, Evaluation, Model, Optimizer, Protoco
 from .disk import RunError
 from .measures import in_measure
 from .page import code, document, element, join, learning_curves, section, table
-from .processes import cores, end_with_the_parent
+from .processes import obey_the_parent, threads_of_each
 from .progress import duration, watch
 from .sample import sample
 from .train import stop_requests, train
@@ -146,7 +145,7 @@ def side_by_side(configs: dict[str, Config], folder: Path) -> dict[str, str]:
     # A process each, and not a thread: each has torch's threads and signals to itself.
     context = multiprocessing.get_context("spawn")
     events: Any = context.Queue()
-    threads = max(1, cores() // len(configs))
+    threads = threads_of_each(len(configs))
     workers = {
         name: context.Process(target=work, args=(name, config, str(folder / name), threads, events), name=name)
         for name, config in configs.items()
@@ -181,9 +180,7 @@ def side_by_side(configs: dict[str, Config], folder: Path) -> dict[str, str]:
 
 def work(name: str, config: Config, folder: str, threads: int, events: Any) -> None:
     """Train one, in a process of its own."""
-    if hasattr(os, "setsid"):
-        os.setsid()  # the keys are for the one who watches, and passes them on
-    end_with_the_parent()
+    obey_the_parent()
     torch.set_num_threads(threads)
     with stop_requests():  # before and after those of the run: nobody goes in the middle of a word
         try:

@@ -145,8 +145,13 @@ def _set(*settings: str) -> None:
         flag.fp32_precision = setting
 
 
-def end_with_the_parent() -> None:
-    """From now on this process is asked to stop, politely, when the one that started it is gone."""
+def obey_the_parent() -> None:
+    """From now on this process stops when the one that started it asks, or is gone; the terminal's keys are not for it.
+
+    Otherwise Ctrl-C would come twice, by the terminal and from the parent, and the second stops without a checkpoint.
+    """
+    if hasattr(os, "setsid"):
+        os.setsid()
 
     def watch() -> None:
         parent = multiprocessing.parent_process()
@@ -171,6 +176,14 @@ def one_thread() -> Iterator[None]:
 def cores() -> int:
     """How many processors this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_of_each(processes: int) -> int:
+    """How many threads each of so many processes has: its share of the processors, and no more than this one may have.
+
+    More than somebody has allowed (OMP_NUM_THREADS), on a machine with much else to do, take many times as long.
+    """
+    return max(1, min(torch.get_num_threads(), cores() // processes))
 
 
 def device_of(name: str, number: int | None = None) -> torch.device:

@@ -32,7 +32,7 @@ from .codes import BAD_DATA, DIVERGED, FAILED, INTERRUPTED, OK, WRONG_USE, code_
 from .config import Config
 from .disk import RunError, write_record
 from .files import DataError
-from .processes import cores, device_of, end_with_the_parent
+from .processes import device_of, obey_the_parent, threads_of_each
 from .recipes import MEASURES, RECIPES, Recipe, select
 from .results import BEGIN, changes, document, make_record, put_summary, read_record, table
 from .train import Diverged, Progress, stop_requests, train
@@ -250,9 +250,11 @@ def several(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:
             begin = waiting and not stopping and time.time() < waiting[0].until
             if begin and len(running) < waiting[0].at_once:
                 job = waiting.pop(0)
-                process = fresh.Process(target=_in_process, args=(job,))
+                process = fresh.Process(target=_in_process, args=(job, threads_of_each(job.at_once)))
                 process.start()
                 running[process] = job
+                if stopping:  # since it was asked, and before it was there to be told
+                    process.terminate()
                 continue
             if not running:
                 return
@@ -261,13 +263,14 @@ def several(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:
                 process.join()
                 job = running.pop(process)
                 states: dict[int | None, State] = {code: state for state, code in CODES.items()}
-                # What a process that was asked to stop before it had begun to train says is not worth much.
-                yield job, "interrupted" if stopping else states.get(process.exitcode, "failed")
+                state = states.get(process.exitcode, "failed")
+                # A process that was asked to stop where it does not train has ended without a word.
+                yield job, "interrupted" if stopping and state == "failed" else state
 
 
-def _in_process(job: Job) -> None:
-    end_with_the_parent()
-    torch.set_num_threads(max(1, cores() // job.at_once))
+def _in_process(job: Job, threads: int) -> None:
+    obey_the_parent()
+    torch.set_num_threads(threads)
     with streams.ready():
         sys.exit(CODES[attempt_beside_others(job)])
 
@@ -283,18 +286,19 @@ def attempt_beside_others(job: Job) -> State:
 
 @contextmanager
 def passing_on(running: dict[Any, Job]) -> Iterator[list[int]]:
-    """A list that is no longer empty once somebody has asked to stop; a polite kill is passed on to the processes.
+    """A list that is no longer empty once somebody has asked to stop, which is passed on to the processes.
 
-    Ctrl-C reaches them by itself, since they share the terminal; each then stops with a checkpoint.
+    They hear of it from here alone (`obey_the_parent`), whoever it was that Ctrl-C or the polite kill was sent to; each
+    then stops with a checkpoint, and as everywhere at once when it is asked a second time.
     """
     stopping: list[int] = []
 
     def note(number: int, frame: Any) -> None:
+        for process in list(running):
+            process.terminate()
         if stopping:
             raise KeyboardInterrupt
         stopping.append(number)
-        for process in list(running) if number == signal.SIGTERM else ():
-            process.terminate()
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

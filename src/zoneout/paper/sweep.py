@@ -30,7 +30,7 @@ from .data import absolute_path
 from .disk import RunError
 from .files import DataError, MissingError
 from .measures import measure_of
-from .processes import cores, end_with_the_parent
+from .processes import cores, obey_the_parent, threads_of_each
 from .reproduce import passing_on
 from .runs import Begun, InUse
 from .train import Diverged, Progress, load_data, same_data, train
@@ -115,8 +115,10 @@ def run_local(jobs: Sequence[Job], *, parallel: int, say: Say, retries: int = RE
         while True:
             while waiting and not stopping and len(busy) < parallel:
                 if not idle:
-                    idle.append(_start(fresh, next(numbers), parallel))
+                    idle.append(_start(fresh, next(numbers), threads_of_each(parallel)))
                     processes[idle[-1][1]] = None
+                    if stopping:  # since it was asked, and before it was there to be told
+                        break
                 pipe, process = idle.pop()
                 busy[pipe] = (process, waiting[0])
                 with contextlib.suppress(OSError):  # it has died: as if it had died after
@@ -154,23 +156,23 @@ def run_local(jobs: Sequence[Job], *, parallel: int, say: Say, retries: int = RE
     return problems | {job.trial.name: INTERRUPTED for job in waiting}
 
 
-def _start(fresh: Any, number: int, processes: int) -> tuple[Any, Any]:
+def _start(fresh: Any, number: int, threads: int) -> tuple[Any, Any]:
     """A process that waits for jobs, and the pipe to it."""
     pipe, other = fresh.Pipe()
-    process = fresh.Process(target=_work, args=(number, processes, other))
+    process = fresh.Process(target=_work, args=(number, threads, other))
     process.start()
     other.close()  # so that its death is seen as the end of the pipe
     return pipe, process
 
 
-def _work(number: int, processes: int, pipe: Any) -> None:
+def _work(number: int, threads: int, pipe: Any) -> None:
     """Do the jobs that come through a pipe, one after another, on the GPU that is this process's turn."""
+    obey_the_parent()
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count > 1:
         names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
         os.environ["CUDA_VISIBLE_DEVICES"] = names[number % len(names)]
-    torch.set_num_threads(max(1, cores() // processes))
-    end_with_the_parent()
+    torch.set_num_threads(threads)
     with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
         while (job := pipe.recv()) is not None:
             pipe.send(job())
