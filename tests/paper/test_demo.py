@@ -135,7 +135,34 @@ def test_keys_at_the_worst_moment(tmp_path, monkeypatch, capfd) -> None:
     monkeypatch.setattr(Connection, "_recv", recv)
     options = ["--updates", "6000", "--hidden", "32", "--characters", "4000"]
     assert main(["demo", "--out", str(tmp_path / "demo"), *options]) == INTERRUPTED
-    assert pressed and "Each can be continued" in capfd.readouterr().err
+    assert pressed and "can be continued" in capfd.readouterr().err  # both, or the one that had begun
+
+
+@pytest.mark.parametrize("moment", ["introduction", "watch"])
+@pytest.mark.parametrize("there", [False, True])
+def test_keys_before_anything_was_begun(moment, there, tmp_path, monkeypatch, capfd) -> None:
+    """Runs that were never there are said to be kept, and the same command then refuses what the first one left."""
+
+    def press(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return before(*arguments)
+
+    folder, before = tmp_path / "demo", getattr(demo, moment)
+    if there:
+        folder.mkdir()
+    monkeypatch.setattr(demo, moment, press)
+    assert main(["demo", "--out", str(folder), *TINY]) == INTERRUPTED
+    said = capfd.readouterr().err
+    assert "nterrupted" in said and "continued" not in said and "kept" not in said
+    assert folder.exists() == there and not list(tmp_path.glob("demo/*"))
+
+
+def test_a_demo_of_which_one_run_had_begun(tmp_path) -> None:
+    """A run that is not there is to be continued, by a command that then fails."""
+    (tmp_path / ZONED).mkdir()
+    (tmp_path / ZONED / "config.json").touch()
+    said = demo.interrupted(tmp_path)
+    assert "the zoneout run is kept" in said and f"--out {tmp_path / ZONED}" in said and PLAIN not in said
 
 
 def test_an_error_in_a_worker_reaches_the_user(tmp_path, capfd) -> None:

@@ -70,6 +70,20 @@ class Demo:
         folder = self.out or free_folder(Path("runs") / "demo")
         if folder.exists() and any(folder.iterdir()):
             raise RunError(f"{folder} is not empty; choose another folder with --out. Nothing was overwritten.")
+        made = not folder.exists()
+        try:
+            statuses = self.run(folder)
+        finally:
+            if not begun(folder):
+                clear(folder, made)
+        if "interrupted" in statuses.values():
+            print(f"\n{interrupted(folder)}", file=sys.stderr)
+            return INTERRUPTED
+        report(self, folder)
+        return 0
+
+    def run(self, folder: Path) -> dict[str, str]:
+        """Write the text and train both on it; how each ended."""
         text = write_text(folder / "text", self.characters)
         streams = Protocol("streams", size=20, length=500)  # almost as one sequence, and twenty times as fast
         plain = Config(
@@ -87,13 +101,7 @@ class Demo:
         )
         configs = {PLAIN: plain, ZONED: replace(plain, zoneout=Zoneout(cell=0.5, hidden=0.05))}
         print(fill(introduction(self, folder), columns()) + "\n", file=sys.stderr, flush=True)
-        statuses = side_by_side(configs, folder)
-        if "interrupted" in statuses.values():
-            again = "\n".join(f"  zoneout train --resume --out {shlex.quote(str(folder / name))}" for name in configs)
-            print(f"\nInterrupted; both runs are kept. Each can be continued:\n{again}", file=sys.stderr)
-            return INTERRUPTED
-        report(self, folder)
-        return 0
+        return side_by_side(configs, folder)
 
 
 def free_folder(base: Path) -> Path:
@@ -103,6 +111,34 @@ def free_folder(base: Path) -> Path:
         number += 1
         folder = base.with_name(f"{base.name}-{number}")
     return folder
+
+
+def begun(folder: Path) -> list[Path]:
+    """The runs that there are."""
+    return [folder / name for name in (PLAIN, ZONED) if (folder / name / "config.json").exists()]
+
+
+def clear(folder: Path, made: bool) -> None:
+    """Remove what a demo without a run leaves, and its folder where it was `made` by it.
+
+    The same command would refuse the folder, or take another one.
+    """
+    for name in ("text", PLAIN, ZONED):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    if made:
+        with suppress(OSError):  # it was not made after all, or somebody has put something there
+            folder.rmdir()
+
+
+def interrupted(folder: Path) -> str:
+    """What is said when a demo was stopped: which runs can be continued, and how."""
+    kept = begun(folder)
+    if not kept:
+        return "Interrupted before a run was begun; nothing is left of it."
+    both = len(kept) > 1
+    what = "both runs are kept. Each" if both else f"the {kept[0].name} run is kept, the other had not begun. It"
+    again = "\n".join(f"  zoneout train --resume --out {shlex.quote(str(run))}" for run in kept)
+    return f"Interrupted; {what} can be continued:\n{again}"
 
 
 def write_text(folder: Path, characters: int) -> Data:
