@@ -430,20 +430,30 @@ def test_listing_and_verifying(table, tmp_path):
 
 
 def test_where_files_are_looked_for(tmp_path, monkeypatch):
-    """If this fails, a folder that was named is not the first to be looked into."""
+    """If this fails, a folder that was named is not the first to be looked into, or ZONEOUT_DATA is left out for it."""
     assert files.places() == [tmp_path / "cache" / "data"]
     monkeypatch.setenv("ZONEOUT_DATA", str(tmp_path / "env"))
     assert files.places() == [tmp_path / "env", tmp_path / "cache" / "data"]
-    assert files.places(tmp_path / "given") == [tmp_path / "given", tmp_path / "cache" / "data"]
+    all_three = [tmp_path / "given", tmp_path / "env", tmp_path / "cache" / "data"]
+    assert files.places(tmp_path / "given") == all_three
+    assert files.places(tmp_path / "env") == all_three[1:]
     monkeypatch.delenv("ZONEOUT_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert files.places()[-1] == tmp_path / "xdg" / "zoneout" / "data"
 
 
-def test_a_missing_file_says_how_to_get_it(tmp_path):
-    """If this fails, the error leaves the user without the next thing to try."""
-    with pytest.raises(MissingError, match=r"ptb/ptb.train.txt was not found .* `zoneout data fetch char-ptb`"):
-        files.locate(DATASETS["char-ptb"].files[0], tmp_path)
+def test_a_missing_file_says_how_to_get_it(tmp_path, monkeypatch):
+    """If this fails, the error leaves the user without the next thing to try, or says to do what was done already."""
+    with pytest.raises(
+        MissingError, match=r"ptb/ptb.train.txt was not found .* `zoneout data fetch char-ptb`"
+    ) as error:
+        files.locate(DATASETS["char-ptb"].files[0], tmp_path / "given")
+    assert "; ZONEOUT_DATA may name a folder that has it." in str(error.value)
+    monkeypatch.setenv("ZONEOUT_DATA", str(tmp_path / "env"))
+    with pytest.raises(MissingError) as error:
+        files.locate(DATASETS["char-ptb"].files[0], tmp_path / "given")
+    assert "ZONEOUT_DATA" not in str(error.value)
+    assert f"{tmp_path / 'given'} or {tmp_path / 'env'} or {tmp_path / 'cache'}" in str(error.value)
 
 
 def test_the_table():

@@ -264,7 +264,7 @@ class Data:
     names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME …]")] = ()
     """The corpora meant; for list and verify, all by default."""
     data: Folder = None
-    """A folder to look in, or to download to; by default ZONEOUT_DATA, and the cache."""
+    """A folder to look in before ZONEOUT_DATA and the cache, or to download to instead of the cache."""
     json: Flag = False
     """Print the result as JSON."""
 

@@ -1,8 +1,8 @@
 """The paper's files: what they are, where they are found, and whether they are what they should be.
 
-One table says of each file its size, its checksum and its public homes. Files are used from a folder of the user's
-(`folder=`, or `ZONEOUT_DATA`) or from the cache, packed (.xz, .gz, .zip) or not, and only when their contents are those
-of the table. Nothing is ever unpacked to disk: an archive's one member is read, so its names can write nowhere.
+One table says of each file its size, its checksum and its public homes. Files are used from folders of the user's
+(`folder=`, `ZONEOUT_DATA`) or from the cache, packed (.xz, .gz, .zip) or not, and only when their contents are those of
+the table. Nothing is ever unpacked to disk: an archive's one member is read, so its names can write nowhere.
 """
 
 from __future__ import annotations
@@ -142,9 +142,9 @@ class MissingError(DataError):
 
 
 def places(folder: PathLike | None = None) -> list[Path]:
-    """The folders where files are looked for, in order: `folder`, else ZONEOUT_DATA; then what was fetched."""
-    named = folder or os.environ.get("ZONEOUT_DATA")
-    return [*([Path(named).expanduser()] if named else []), cache.downloads()]
+    """The folders where files are looked for, in order: `folder`, ZONEOUT_DATA, and what was fetched."""
+    named = [Path(name).expanduser() for name in (folder, os.environ.get("ZONEOUT_DATA")) if name]
+    return list(dict.fromkeys([*named, cache.downloads()]))
 
 
 def find(file: File, folder: PathLike | None = None) -> Path | None:
@@ -169,9 +169,10 @@ def locate(file: File, folder: PathLike | None = None) -> tuple[Path, File]:
         path, there = find(file.part_of, folder), file.part_of
     if path is None:
         dataset = next((d.name for d in DATASETS.values() if file in d.files), "NAME")
+        hint = "" if os.environ.get("ZONEOUT_DATA") else "; ZONEOUT_DATA may name a folder that has it"
         raise MissingError(
             f"{file.path} was not found (packed or not) in {' or '.join(str(place) for place in places(folder))}. "
-            f"`zoneout data fetch {dataset}` downloads it; ZONEOUT_DATA names a folder that has it."
+            f"`zoneout data fetch {dataset}` downloads it{hint}."
         )
     return path, there
 
