@@ -500,6 +500,30 @@ def test_the_tables_are_not_lost(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Nothing to run: every record is in res." in capsys.readouterr().out
 
 
+def test_records_of_another_precision_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Somebody who asks for a row in one precision takes the numbers of another for it."""
+    made_up("char_ptb_zoneout", 1, 1.360, 1.250)
+    asked = ["char_ptb_zoneout", "--results", "res"]
+    assert main(asked) == 0
+    said = capsys.readouterr().out
+    assert " Of another precision than fp32, which was asked for: char_ptb_zoneout, seed 1 (bf16). With" in said
+    assert main([*asked, "--precision", "bf16"]) == 0
+    assert "Nothing to run: every record is in res. With" in capsys.readouterr().out
+
+
+def test_tables_without_a_place_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of a clone `reproduce --write` trains for hours, and then says that a file of its own is not there."""
+    made_up("char_ptb_zoneout", 1, 1.360, 1.250)
+    monkeypatch.setattr(module, "train", None)
+    for task in ([], ["char_ptb_tiny"]):
+        with pytest.raises(
+            ValueError, match=r"--write: there is no folder docs here for results\.md; --write FILE says"
+        ):
+            main([*task, "--results", "res", "--write"])
+    with pytest.raises(RunError, match="Is a directory"):
+        main(["--results", "res", "--write", "res"])
+
+
 def test_a_trial_has_its_own_place() -> None:
     """A trial finds the recipe's own record, which is of other settings, or stands in its way."""
     for setting in ([], ["--set", "epochs=1"]):
@@ -523,10 +547,14 @@ def test_it_runs_where_the_command_lines_packages_are_not() -> None:
     assert done.returncode == 0 and "`char_ptb_zoneout`" in done.stdout, done.stderr
 
 
-def test_zoneout_reproduce_is_the_same_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_zoneout_reproduce_is_the_same_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`zoneout reproduce` is not there, or its errors are not sentences with a code."""
     from zoneout.paper import cli, codes
 
+    monkeypatch.setenv("ZONEOUT_CACHE", "nothing")
+    monkeypatch.delenv("ZONEOUT_DATA", raising=False)
     assert cli.main(["reproduce", "--help"]) == codes.OK and "\n$ zoneout reproduce char-ptb" in capsys.readouterr().out
     assert cli.main(["reproduce", "pmnist", "zonout"]) == codes.WRONG_USE
     assert "zoneout reproduce: row: there is no 'zonout' of pmnist" in capsys.readouterr().err

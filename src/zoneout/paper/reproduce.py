@@ -165,7 +165,10 @@ def reproduce(
         disk.check_writable(Path(results))  # before hours have gone into training
     say(table(results, recipes, details=False))
     if not missing:
-        say(f"Nothing to run: every record is in {results}. With --results and --out of their own, runs are made anew.")
+        say(
+            f"Nothing to run: every record is in {results}.{of_another_precision(jobs)} With --results and --out of "
+            "their own, runs are made anew."
+        )
     states: list[State] = []
     how = one_by_one if parallel == 1 else together if device_of(device).type == "cuda" else several
     for job, state in how(missing):
@@ -176,6 +179,15 @@ def reproduce(
     if len(states) < len(missing):  # there was no time to begin them
         states.append("interrupted")
     return max(states, key=lambda state: CODES[state], default="finished")
+
+
+def of_another_precision(jobs: Sequence[Job]) -> str:
+    """A sentence for whoever asks for a precision and finds records of another, which stand for the recipe as well."""
+    found = [(job, str(read_record(job.record)["precision"])) for job in jobs]
+    others = [f"{job.recipe}, seed {job.seed} ({there})" for job, there in found if there != job.precision]
+    return (
+        f" Of another precision than {jobs[0].precision}, which was asked for: {'; '.join(others)}." if others else ""
+    )
 
 
 def _urgency(recipe: Recipe) -> int:
@@ -362,7 +374,7 @@ tasks: {", ".join(MEASURES)}""",
     precisions = ("fp32", "tf32", "bf16", "fp16")
     add("--precision", choices=precisions, default="fp32", help="of the products in training (fp32)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    add("--data", metavar="DIR", type=Path, help="a folder to look for the data in; by default ZONEOUT_DATA")
+    add("--data", metavar="DIR", type=Path, help="a folder to look for the data in, before ZONEOUT_DATA")
     add("--minutes", metavar="M", type=float, default=math.inf, help="stop after so long, to be continued")
     add("--parallel", metavar="N", type=int, default=1, help="so many runs at once on the device (1)")
     add("--set", metavar="NAME=VALUE", action="append", default=[], help="a setting that is to be otherwise")
@@ -390,6 +402,11 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m zoneout.
         raise ValueError(f"--write: expected a file of its own for trials (--set), since {PAGE} is of the recipes")
     if options.write is not None and options.task is None and not any(results.glob("*/seed-*.json")):
         raise RunError(f"there are no records in {results}, so that --write would leave nothing of the tables")
+    if options.write is not None and not options.write.parent.is_dir():
+        raise ValueError(
+            f"--write: there is no folder {options.write.parent} here for {options.write.name}; --write FILE says "
+            "where else the tables go"
+        )
     state: State = "finished"
     said = streams.heard(sys.stdout)  # what is shown on the way is not what the command is for
     if options.task is not None:
@@ -410,10 +427,11 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m zoneout.
     elif options.write is None:
         print(table(results))
     if options.write is not None:
-        disk.write_text(options.write, document(results))
-        text = README.read_text(encoding="utf-8") if README.exists() else ""
-        if BEGIN in text and options.write == PAGE:
-            disk.write_text(README, put_summary(text, results))
+        with disk.explained(options.write):
+            disk.write_text(options.write, document(results))
+            text = README.read_text(encoding="utf-8") if README.exists() else ""
+            if BEGIN in text and options.write == PAGE:
+                disk.write_text(README, put_summary(text, results))
     return CODES[state]
 
 

@@ -382,7 +382,8 @@ def data_of(run: Path | str, config: Config, where: Path | str | None = None) ->
     try:
         data = load_data(config, where)
     except MissingError as error:
-        raise MissingError(f"{error}; if what {run} was trained on has moved, --data says where it is now") from None
+        missing = str(error).rstrip(".")
+        raise MissingError(f"{missing}. If what {run} was trained on has moved, --data says where it is now.") from None
     if not same_data(run, data):
         name = corpora.absolute_path(config.data.name, where)
         raise DataError(
