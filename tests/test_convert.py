@@ -827,6 +827,28 @@ def test_rates_of_a_wrapped_cell():
     assert "rates" in cell.extra_repr()
 
 
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_a_rate_of_0_or_1_takes_one_value_whatever_the_other_is(training):
+    """Weights in the log domain, which begin at −∞, would become nan at evaluation though nothing is done to them."""
+    infinite, cell = torch.full((20, 4), -torch.inf), zo.ZoneoutCell(Counter(), rates=[0.0, 1.0, 0.5]).train(training)
+    new, kept, _ = cell(torch.zeros(20), (infinite, torch.ones(20, 4), torch.zeros(20, 4)))
+    assert (new == -torch.inf).all() and (kept == 1).all()
+    for new, old in ((infinite, torch.ones(20, 4)), (torch.ones(20, 4), infinite)):
+        assert torch.equal(zo.zoneout(new, old, 0.0, training=training), new)
+        assert torch.equal(zo.zoneout(new, old, 1.0, training=training), old)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_a_state_of_integers(training):
+    """A counter in the state of a user's own cell, at rate 0, would stop it at evaluation; or be mixed like numbers."""
+    state = (torch.zeros(20, 4), torch.arange(20)[:, None])
+    cell = zo.ZoneoutCell(Counter(), rates=[0.5, 0.0]).train(training)
+    assert torch.equal(cell(torch.zeros(20), state)[1], state[1] + 1)
+    cell.rates = 0.5
+    with pytest.raises(TypeError, match=r"state: expected floating-point .* where a rate is not 0, got torch\.int64"):
+        cell(torch.zeros(20), state)
+
+
 class Named(NamedTuple):
     """A state whose tensors have names."""
 

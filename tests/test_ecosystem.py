@@ -362,10 +362,12 @@ def test_export_of_sorted_packed_input():
 def test_export_for_any_batch_and_time():
     """A program is tied to the number of steps or rows that it was exported with."""
     layer = zo.LSTM(INPUT, HIDDEN, noise=BOTH, norm=zo.RecurrentBatchNorm(4)).eval()
-    program = torch.export.export(layer, (x_of(),), dynamic_shapes={"input": {0: DYNAMIC, 1: DYNAMIC}}).module()
-    for steps, batch in ((STEPS, BATCH), (9, 2), (3, 7)):
-        x = torch.randn(steps, batch, INPUT)
-        close(program(x), layer(x))
+    named = {0: torch.export.Dim("time"), 1: torch.export.Dim("batch")}
+    for dynamic in ({0: DYNAMIC, 1: DYNAMIC}, named):
+        program = torch.export.export(layer, (x_of(),), dynamic_shapes={"input": dynamic}).module()
+        for steps, batch in ((STEPS, BATCH), (9, 2), (3, 7)):
+            x = torch.randn(steps, batch, INPUT)
+            close(program(x), layer(x))
 
 
 def test_export_of_a_cell_for_any_batch():

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -262,6 +263,20 @@ def test_results_are_shaped_as_torchs(layer, backend, device):
         assert not any(a.requires_grad for a in flat(ours(x)))
 
 
+@pytest.mark.parametrize("steps", [1, T])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_states_are_detached_in_place(layer, steps, backend, device):
+    """Truncated backpropagation that writes `h.detach_()` would stop at layers of one direction."""
+    theirs, ours = pair(layer, backend, device=device)
+    x = torch.randn(steps, B, I, device=device)
+    (y, states), wanted = ours(x), theirs(x)
+    for h in flat(states):
+        assert h.requires_grad and not h.detach_().requires_grad
+    assert_close([y, *flat(states)], flat(wanted))
+    parameters = [[one.get_parameter(n) for n, _ in theirs.named_parameters()] for one in (ours, theirs)]
+    assert_close(gradients([y], parameters[0]), gradients(flat(wanted)[:1], parameters[1]))
+
+
 @pytest.mark.parametrize("layer", LAYERS)
 def test_frozen_parameters_get_no_gradient(layer, backend, device):
     """A frozen weight would be trained, or its freezing would stop the others."""
@@ -297,15 +312,16 @@ EXTRAS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("extra", EXTRAS)
 @pytest.mark.parametrize("layer", LAYERS)
-def test_same_weights_from_the_same_seed(layer, extra):
+def test_same_weights_from_the_same_seed(layer, extra, dtype):
     """A run with the same torch.manual_seed would start from other weights than nn.LSTM's."""
     torch.manual_seed(3)
-    theirs = make(nn, layer, num_layers=2, bidirectional=True)
+    theirs = make(nn, layer, num_layers=2, bidirectional=True, dtype=dtype)
     after = torch.rand(4)
     torch.manual_seed(3)
-    ours = make(zo, layer, num_layers=2, bidirectional=True, **EXTRAS[extra])
+    ours = make(zo, layer, num_layers=2, bidirectional=True, dtype=dtype, **EXTRAS[extra])
     assert torch.equal(torch.rand(4), after), "the generator has moved on by another amount"
     for name, parameter in theirs.named_parameters():
         assert torch.equal(getattr(ours, name), parameter), name
@@ -579,7 +595,8 @@ def test_lengths_equal_packing(layer, noise, backend, device):
     cells = {"return_cells": True} if ours.kind == "lstm" else {}
     leaves = [x, *flat(hx), *ours.parameters()]
     packed = ours(packer(LENGTHS, False)(x), hx, seed=4, **cells)
-    for lengths in (LENGTHS, torch.tensor(LENGTHS), torch.tensor(LENGTHS, dtype=torch.int32, device=device)):
+    forms = [LENGTHS, torch.tensor(LENGTHS), torch.tensor(LENGTHS, dtype=torch.int32, device=device)]
+    for lengths in (*forms, np.array(LENGTHS, np.uint16), np.array(LENGTHS, np.uint64)):
         given = ours(x, hx, lengths=lengths, seed=4, **cells)
         assert_close(flat(given), padded(packed))
     assert_close(gradients(flat(given), leaves), gradients(padded(packed), leaves))
@@ -716,6 +733,18 @@ def test_resets_in_every_form_of_input(layer, backend, device):
     for row, length in enumerate(LENGTHS):  # a row alone, without its padding
         alone = flat(ours(x[:length, row], resets=resets[:length, row]))
         assert_close(alone, [short[0][:length, row], *(v[:, row] for v in short[1:])])
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_resets_of_an_array_that_is_written_to_again(recompute, backend, device):
+    """An environment's own array of ends, which it fills anew before the way back, would cut other steps there."""
+    ours = make(zo, "LSTM", backend=backend, device=device, recompute=recompute)
+    ends = np.zeros((T, B), bool)
+    ends[2, 0] = ends[1, 3] = True
+    y, _ = ours(torch.randn(T, B, I, device=device), resets=ends)
+    before = torch.autograd.grad(y.sum(), ours.weight_hh_l0, retain_graph=True)
+    ends[:] = ~ends
+    assert_close(torch.autograd.grad(y.sum(), ours.weight_hh_l0), before)
 
 
 def test_a_reset_at_the_start_lets_go_of_the_given_state(backend, device):

@@ -33,7 +33,8 @@ def zone(new: Tensor, old: Tensor, keep: Tensor | None) -> Tensor:
         return new
     if keep.dtype == torch.bool:
         return torch.where(keep, old, new)
-    return torch.lerp(new, old, keep.to(new.dtype))
+    mixed = torch.lerp(new, old, keep.to(new.dtype))  # 0 · ∞ in it is nothing that anybody asked for
+    return torch.where(keep == 0, new, torch.where(keep == 1, old, mixed))
 
 
 def drop(new: Tensor, zero: Tensor | None) -> Tensor:

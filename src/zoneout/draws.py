@@ -169,7 +169,7 @@ def as_integers(name: str, values: Any, expected: str = "integers") -> Tensor:
         raise TypeError(f"{name}: expected {expected}, got {values!r}") from None
     if integers.dtype == torch.bool or integers.is_floating_point() or integers.is_complex():
         raise TypeError(f"{name}: expected {expected}, got {integers.dtype}")
-    return integers
+    return integers.to(torch.int64)  # of the unsigned ones torch has not even the smallest
 
 
 def check_count(name: str, value: int, limit: int) -> int:

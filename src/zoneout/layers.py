@@ -6,6 +6,7 @@ not `nn.LSTM`, which `torch.compile` refuses to trace.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -67,7 +68,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Weights and biases as torch.nn starts them; scales, shifts and initial states as they start."""
-        bound = self.hidden_size**-0.5
+        bound = 1 / math.sqrt(self.hidden_size)  # as torch has it, to the bit
         for name in self._flat_weights_names:
             getattr(self, name).uniform_(-bound, bound)
         if hasattr(self, "_norm"):
@@ -108,7 +109,8 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         x = x if x.dtype in (dtype, torch.int64) else x.to(dtype)
         if return_cells and self.kind != "lstm":
             raise ValueError(f"return_cells: expected False, since a {self.kind.upper()} has no cell")
-        first_step = check_count("first_step", first_step, 2**32 - sequences.steps + 1)
+        if type(first_step) is not int or first_step:  # at 0 any number of steps will do, which an exporter asks
+            first_step = check_count("first_step", first_step, 2**32 - sequences.steps + 1)
         initial = self._initial_states(sequences.batch, dtype)  # all rows alike: there is nothing to sort
         h0, c0 = self._given_states(hx, initial, sequences)
         if examples is None and sequences.order is not None:
@@ -155,7 +157,8 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
                     cells.append(every_c)
             x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
-        ended = [torch.stack(states) if len(states) > 1 else states[0][None] for states in (h_n, c_n) if states]
+        # Where they are: a view could not be detached in place, as torch.nn's states can.
+        ended = [torch.stack(states) if len(states) > 1 else states[0].unsqueeze_(0) for states in (h_n, c_n) if states]
         if not sequences.batched:
             ended = [state.squeeze(1) for state in ended]
         elif sequences.back is not None:
@@ -464,7 +467,7 @@ def check_state_dtype(name: str, state: Tensor, x: Tensor) -> None:
 
 def _check_resets(resets: Any, shape: tuple[int, ...], names: str, device: torch.device) -> Tensor:
     if not isinstance(resets, Tensor) and hasattr(resets, "__array__"):  # NumPy's, as environments give them
-        resets = torch.as_tensor(resets, device="cpu")
+        resets = torch.as_tensor(resets, device="cpu").clone()  # they write to it again before the way back
     if not isinstance(resets, Tensor) or resets.dtype != torch.bool:
         got = resets.dtype if isinstance(resets, Tensor) else type(resets).__name__
         raise TypeError(f"resets: expected a bool tensor {names}, got {got}")

@@ -6,6 +6,7 @@ without a seed every call draws afresh.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,7 +55,7 @@ class RecurrentCell(Recurrent, nn.RNNCellBase):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Weights and biases as torch.nn starts them, scales and shifts as they start."""
-        bound = self.hidden_size**-0.5
+        bound = 1 / math.sqrt(self.hidden_size)  # as torch has it, to the bit
         for name, parameter in self.named_parameters(recurse=False):
             if name.startswith(("weight_", "bias_")):
                 parameter.uniform_(-bound, bound)

@@ -138,8 +138,16 @@ class ZoneoutCell(Settable):
             if fresh.dim() > 2:
                 fresh, old = fresh.flatten(1), old.flatten(1)
             units = fresh.shape[-1]
-            rate = _rate_on(rate_of_layer(self._checked, k, len(new_states), units, "rates"), fresh)
-            keep = rate
+            rate = rate_of_layer(self._checked, k, len(new_states), units, "rates")
+            if not fresh.is_floating_point():
+                if rate.any():
+                    raise TypeError(
+                        f"state: expected floating-point numbers where a rate is not 0, got {fresh.dtype}; rates=(…) "
+                        "has one for each tensor of the state"
+                    )
+                out.append(fresh.view(shape))
+                continue
+            keep = rate = _rate_on(rate, fresh)
             if self.training:
                 rows = example_ids(examples, fresh.shape[:-1].numel(), fresh.device)
                 steps = torch.full((1,), at, device=fresh.device)

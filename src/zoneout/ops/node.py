@@ -36,8 +36,8 @@ def run(runs: Sequence[Run]) -> list[Result]:
 
 
 _CHANGED = (
-    "the outputs, input or weights of a zoneout layer have been changed in place since its call, and its way back "
-    "needs them as they were: write y = y + x for y += x, and inplace=False."
+    "the outputs, input, resets or weights of a zoneout layer have been changed in place since its call, and its way "
+    "back needs them as they were: write y = y + x for y += x, and inplace=False."
 )
 
 

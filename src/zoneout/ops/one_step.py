@@ -42,7 +42,7 @@ def run(r: Run) -> Result:
         h0 = torch.where(cut, r.reset_h, h0)
         c0 = c0 if c0 is None or r.reset_c is None else torch.where(cut, r.reset_c, c0)
     h, c = step(r.cell, r.x[0], h0, c0, r.weights[:4], r.draws, r.examples, r.first_step)
-    cells = c[None] if c is not None and r.return_cells else None
+    cells = c.clone()[None] if c is not None and r.return_cells else None
     y = h.clone()[None]
     if r.cell.startswith("rnn") and not r.draws:  # its nonlinearity needs this h as it is on the way back
         h = h.clone()

@@ -82,7 +82,10 @@ def run(r: Run) -> Result:
         v = torch.stack(states)
         return turn(v if alive is None else torch.where(alive, v, 0.0))
 
-    return Result(over_time(hs), h, c, over_time(cs) if cs else None, norm.seen())
+    # Whoever gets the final states may change them, and the way back needs h and c as they were.
+    return Result(
+        over_time(hs), h.clone(), None if c is None else c.clone(), over_time(cs) if cs else None, norm.seen()
+    )
 
 
 # --- time: reversal, lengths, resets ---------------------------------------------------------------
