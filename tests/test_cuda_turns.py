@@ -1,4 +1,4 @@
-"""What threads share of a GPU: loops that fill it take turns; settings and parts last while somebody needs them."""
+"""What threads share of a GPU: loops that fill it take turns, parts last while somebody needs them, settings stay."""
 
 from __future__ import annotations
 

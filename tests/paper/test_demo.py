@@ -147,11 +147,15 @@ def test_keys_before_anything_was_begun(moment, there, tmp_path, monkeypatch, ca
         os.kill(os.getpid(), signal.SIGINT)
         return before(*arguments)
 
+    keys = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background has none
     folder, before = tmp_path / "demo", getattr(demo, moment)
     if there:
         folder.mkdir()
     monkeypatch.setattr(demo, moment, press)
-    assert main(["demo", "--out", str(folder), *TINY]) == INTERRUPTED
+    try:
+        assert main(["demo", "--out", str(folder), *TINY]) == INTERRUPTED
+    finally:
+        signal.signal(signal.SIGINT, keys)
     said = capfd.readouterr().err
     assert "nterrupted" in said and "continued" not in said and "kept" not in said
     assert folder.exists() == there and not list(tmp_path.glob("demo/*"))

@@ -66,7 +66,7 @@ class Result(NamedTuple):
     """What a pass gives; positions past a row's length are zero in `y` and `cells`. Of a packed run, packed."""
 
     y: Tensor  # [T, B, outputs]; packed: [N, outputs]
-    h: Tensor  # [B, outputs]
+    h: Tensor  # [B, outputs]; this and c in tensors of their own
     c: Tensor | None  # [B, H]
     cells: Tensor | None  # [T, B, H]; packed: [N, H]
     moments: Moments | None  # batch norm in training: what each processed step saw

@@ -136,7 +136,7 @@ def _stepping(layer: Recurrent, prefix: str, seen: dict[str, list[Tensor]]) -> C
             seen.setdefault(f"{prefix}{suffix.removeprefix('_')}.{name}", []).extend(in_time)
         y, cells = (torch.stack([each[t] for t in range(r.steps)]) if each else None for each in shown.values())
         assert y is not None
-        return Result(y, h, c, cells if r.return_cells else None, None)
+        return Result(y, h.clone(), None if c is None else c.clone(), cells if r.return_cells else None, None)
 
     return run
 
