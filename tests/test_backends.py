@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoneout as zo
-from zoneout.ops import TOLERANCES, cpu, native, reference, rows
+from zoneout.ops import TOLERANCES, cpu, kept, native, reference, rows
 from zoneout.ops.cuda import compiler
 from zoneout.ops.cuda.rows import Padded
 
@@ -553,6 +553,30 @@ def test_nothing_is_left_behind_without_a_cache(tmp_path):
     (tmp_path / "tmp").mkdir()
     load_with(ZONEOUT_CACHE=str(tmp_path / "file" / "cache"), TMPDIR=str(tmp_path / "tmp"))
     assert not list((tmp_path / "tmp").iterdir())
+
+
+@pytest.mark.skipif(os.name != "posix", reason="folders and rights as in Unix")
+def test_a_cache_that_is_no_use(tmp_path):
+    """A file in the place of the folder, or a user who has no home, would mean the slow loop or an error at every call."""
+    (tmp_path / "file").touch()
+    load_with(ZONEOUT_CACHE=str(tmp_path / "file"))
+    nobody = (
+        "import os, pathlib; from zoneout.ops import native\n"
+        "def home(): raise RuntimeError('Could not determine home directory.')\n"
+        "pathlib.Path.home = home; assert native.load() is not None, native.why_not()"
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in ("ZONEOUT_CACHE", "XDG_CACHE_HOME")}
+    done = subprocess.run([sys.executable, "-c", nobody], env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_cache_named_from_here(built, monkeypatch):
+    """A library named without its folder is looked for in the system's, and so built anew in every process."""
+    monkeypatch.chdir(built)
+    monkeypatch.setenv("ZONEOUT_CACHE", ".")
+    (path,) = built.iterdir()
+    found = kept.find(path.name.rpartition("-")[0], ".so")
+    assert found == path and found.is_absolute()
 
 
 def test_a_kernel_that_was_cut_short_is_compiled_anew(tmp_path, monkeypatch):

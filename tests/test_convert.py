@@ -1045,3 +1045,23 @@ def test_our_own_layers_get_new_noise_whatever_was_done_to_them(how: str) -> Non
     if how == "parametrized":
         zo.revert(nn.Sequential(layer), report=said.append)
         assert "it is parametrized" in said[1]
+
+
+def test_a_layer_that_recomputes_goes_there_and_back():
+    """What our own class has set passes for something of the user's, and the layer is left alone."""
+    model = nn.Sequential(zo.LSTM(I, H, recompute=True))
+    zo.revert(model)
+    assert type(model[0]) is nn.LSTM and not hasattr(model[0], "recompute")
+    zo.convert(model, zo.Zoneout(hidden=0.1))
+    assert type(model[0]) is zo.LSTM
+
+
+def test_parameters_that_are_swapped():
+    """The module that was replaced still looks at the parameters, which torch then cannot swap."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model = nn.Sequential(nn.LSTM(I, H))
+        zo.convert(model, zo.Zoneout(0.1, 0.1))
+        assert model.double()[0].weight_ih_l0.dtype == torch.float64
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)

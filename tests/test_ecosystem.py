@@ -848,3 +848,77 @@ def test_outputs_changed_in_place(kind):
     y, _ = kind(3, 4)(torch.randn(5, 2, 3))
     with pytest.raises(RuntimeError, match=r"zoneout layer have been changed in place.*y = y \+ x"):
         y.relu_().sum().backward()
+
+
+# --- tensors that wrap others, and sharding --------------------------------------------------------
+
+
+class Wrapped(Tensor):
+    """A tensor without memory of its own, as DTensor is one."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        def unwrap(v):
+            return v.inner if isinstance(v, Wrapped) else v
+
+        args, kwargs = torch.utils._pytree.tree_map(unwrap, (args, kwargs or {}))
+        return torch.utils._pytree.tree_map_only(Tensor, Wrapped, function(*args, **kwargs))
+
+
+@pytest.mark.parametrize("what", ["input", "weights", "state"])
+@pytest.mark.parametrize("kind", [zo.LSTM, zo.GRU])
+def test_tensors_that_wrap_others(kind, what):
+    """A loop in C reads from address 0, or memory that is nobody's."""
+    layer, x = kind(INPUT, HIDDEN, noise=zo.Zoneout(hidden=0.3)), x_of()
+    h = torch.randn(1, BATCH, HIDDEN)
+    state = (h, h.clone()) if kind is zo.LSTM else h
+    want = layer(x, state, seed=1)
+    if what == "weights":
+        for name, weight in list(layer.named_parameters()):
+            del layer._parameters[name]
+            setattr(layer, name, Wrapped(weight.detach()))
+    x = Wrapped(x) if what == "input" else x
+    state = torch.utils._pytree.tree_map_only(Tensor, Wrapped, state) if what == "state" else state
+    got = layer(x, state, seed=1)
+    close(torch.utils._pytree.tree_map_only(Wrapped, lambda v: v.inner, got), want)
+
+
+@pytest.fixture
+def one_process():
+    """A group of one process."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_sharded_models(one_process):
+    """FSDP goes on with the modules that were replaced: what is trained is not what is run; or a schedule ends it."""
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    cpu = torch.device("cpu")
+    said = []
+    for old in (True, False):
+        for make, change in ((nn.LSTM, lambda m: zo.convert(m, BOTH, report=said.append)),
+                             (zo.LSTM, lambda m: zo.revert(m, report=said.append))):  # fmt: skip
+            model = nn.Sequential(make(INPUT, HIDDEN))
+            whole = fsdp.FullyShardedDataParallel(model, device_id=cpu, use_orig_params=old)
+            change(whole)
+            assert type(model[0]) is make and "left alone" in said[-1]
+    model = nn.Sequential(zo.LSTM(INPUT, HIDDEN, noise=BOTH))
+    whole = fsdp.FullyShardedDataParallel(model, device_id=cpu)
+    model[0].noise = zo.Zoneout(cell=0.1, hidden=0.1)  # a schedule
+    whole(x_of())[0].sum().backward()
+    model = nn.Sequential(nn.LSTM(INPUT, HIDDEN))
+    fsdp.fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+    zo.convert(model, BOTH, report=said.append)
+    assert type(model[0]) is nn.LSTM and "sharding" in said[-1]
+    zo.convert(model[0], BOTH, report=said.append)  # its parent is not to be seen, its parameters are
+    assert "left alone" in said[-1]

@@ -662,3 +662,18 @@ def test_dtype_moves_with_the_layer(norm):
     single = copy.deepcopy(layer).float()
     assert {v.dtype for v in single.state_dict().values()} == {torch.float32}
     torch.testing.assert_close(single(data().float())[0], y.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_statistics_of_a_model_that_keeps_its_norm():
+    """A model that has the setting as an attribute of its own passes for a layer."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = zo.RecurrentBatchNorm(4)
+            self.rnn = zo.GRU(3, 5, norm=self.norm)
+
+        def forward(self, x):
+            return self.rnn(x)[0]
+
+    assert zo.estimate_statistics(Model(), [torch.randn(4, 8, 3)]) == 1

@@ -133,3 +133,57 @@ def test_a_final_state_may_be_changed_in_place(kind, steps):
     h = state[0] if kind is zo.LSTM else state
     h.mul_(torch.tensor([[[0.0], [1.0]]]))
     (y.sum() + layer(x, state)[0].sum()).backward()
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_rate_of_1_keeps_the_old_value_whatever_the_new_one_is(steps):
+    """One step with an input that is not finite makes nan of what was to be kept; or what is kept is the caller's own."""
+    layer = zo.RNN(3, 2, nonlinearity="relu", noise=zo.Zoneout(hidden=1.0)).eval()
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.abs_()
+        h0 = torch.full((1, 1, 2), 0.5)
+        y, h = layer(torch.full((steps, 1, 3), torch.inf), h0)
+        assert (y == 0.5).all() and (h == 0.5).all()
+        h.add_(1)
+    assert (h0 == 0.5).all() and h0.shape == (1, 1, 2)
+
+
+@pytest.mark.parametrize("cast", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["GRU", "GRUCell"])
+def test_rates_that_somebody_has_cast(name, cast):
+    """Buffers in another type (FSDP's mixed precision) are read as if they were doubles."""
+    layer = getattr(zo, name)(3, 64, noise=zo.Zoneout(hidden=torch.full((64,), 0.5)))
+    for buffer in layer.buffers():
+        buffer.data = buffer.to(cast)
+    x, h = torch.randn(100, 3), torch.randn(100, 64)
+    out = layer(x, h, seed=1, step=0) if name == "GRUCell" else layer(x[None], h[None], seed=1)[0][0]
+    assert 0.4 < (out == h).double().mean() < 0.6
+
+
+@pytest.mark.parametrize("name", ["GRU", "GRUCell"])
+def test_rates_of_another_number_of_units(name):
+    """A loop in C reads past the end of the rates that a call brings."""
+    layer = getattr(zo, name)(3, 64, noise=zo.Zoneout(hidden=torch.full((64,), 0.5)))
+    few = {n: torch.full((8,), 0.5, dtype=torch.float64) for n, _ in layer.named_buffers()}
+    x = torch.randn(100, 3) if name == "GRUCell" else torch.randn(4, 100, 3)
+    with pytest.raises(ValueError, match=r"hidden_rate: expected one number, or one for each of 64 units, got .*8"):
+        torch.func.functional_call(layer, few, (x,))
+
+
+def test_rates_that_lie_apart():
+    """Every second number of a tensor is read as if they stood side by side."""
+    cell = zo.ZoneoutCell(
+        torch.nn.GRUCell(3, 4), rates=torch.tensor([0, 1, 1, 0, 0, 1, 1, 0], dtype=torch.float64)[::2]
+    )
+    h = torch.randn(5, 4)
+    assert ((cell(torch.randn(5, 3), h) == h) == torch.tensor([False, True, False, True])).all()
+
+
+def test_memory_of_inference_mode():
+    """A way back in inference mode leaves memory to the next layer that this may not write to."""
+    layer, x = zo.LSTM(3, 5, backend="cpu"), torch.randn(4, 3, 3)
+    loss = layer(x)[0].sum()
+    with torch.inference_mode():
+        torch.autograd.grad(loss, list(layer.parameters()))
+    zo.LSTM(3, 5, backend="cpu")(x)[0].sum().backward()

@@ -142,3 +142,11 @@ def test_errors(shape, lengths, message):
     """Outputs or lengths of the wrong shape are accepted, or the error does not say which and what."""
     with pytest.raises(ValueError, match=message):
         zo.norm_stabilizer(torch.zeros(shape), 1.0, lengths=lengths)
+
+
+@pytest.mark.parametrize("ends", [None, [700, 784, 1]])
+def test_half_types(ends):
+    """What many steps add up to is more than float16 holds, and the loss is infinite."""
+    y = torch.randn(784, 3, 100)
+    want = zo.norm_stabilizer(y.half().float(), 5000.0, lengths=ends)
+    torch.testing.assert_close(zo.norm_stabilizer(y.half(), 5000.0, lengths=ends), want, rtol=1e-4, atol=0)

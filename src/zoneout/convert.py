@@ -7,6 +7,7 @@ weights and DDP stay valid, its hooks and their handles, its mode and whatever e
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 import weakref
 from collections import deque
@@ -158,8 +159,8 @@ def _patched(module: nn.Module) -> str | None:
     names = getattr(module, "_flat_weights_names", None)
     if names is None:
         names = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if module.bias else [])]
-    if any(module._parameters.get(name) is None for name in names):
-        return "left alone, a weight is not a plain parameter (weight norm or pruning); convert before that"
+    if any(type(module._parameters.get(name)) is not nn.Parameter for name in names):
+        return "left alone, a weight is not a plain parameter (weight norm, pruning or sharding); convert before that"
     if "forward" in module.__dict__:
         return "left alone, its forward was replaced"
     if module._compiled_call_impl is not None:
@@ -168,6 +169,13 @@ def _patched(module: nn.Module) -> str | None:
 
 
 _COMPILED = "left alone, it is compiled; convert the model before compiling it"
+_SHARDED = "left alone, the model is sharded, and FSDP holds on to it; convert the model before sharding it"
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP has taken a module."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # who has not imported it has not used it
+    return fsdp is not None and isinstance(module, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule))
 
 
 # --- twins -----------------------------------------------------------------------------------------
@@ -191,7 +199,7 @@ def _own(module: nn.Module) -> set[str]:
     parts = ("_parameters", "_buffers", "_modules")
     own = module.__dict__.keys() - fresh.__dict__.keys()
     if isinstance(module, Recurrent):
-        own -= set(module._noise_names)
+        own -= {*module._noise_names, "recompute"}
     return own.union(*(getattr(module, part).keys() - getattr(fresh, part).keys() for part in parts))
 
 
@@ -215,6 +223,8 @@ def _take_over(twin: Any, module: nn.Module, noise: Any) -> None:
     twin._modules.update(module._modules)
     twin._buffers.update({name: value for name, value in module._buffers.items() if name not in ours})
     twin._non_persistent_buffers_set.update(module._non_persistent_buffers_set - ours)
+    if isinstance(module, nn.RNNBase):
+        module._flat_weight_refs = []  # torch could not swap parameters that somebody else looks at
     if isinstance(twin, nn.RNNBase):
         twin._init_flat_weights()
     if isinstance(twin, Recurrent):
@@ -229,6 +239,7 @@ def _replace(model: nn.Module, plan: Callable[[nn.Module], Plan | None], report:
     plans: dict[nn.Module, Plan] = {}
     names: dict[nn.Module, str] = {}
     compiled = {m._orig_mod for m in model.modules() if hasattr(m, "_orig_mod")}
+    sharded = any(map(_is_sharded, model.modules()))
     for name, module in model.named_modules():
         try:
             planned = plan(module)
@@ -236,7 +247,9 @@ def _replace(model: nn.Module, plan: Callable[[nn.Module], Plan | None], report:
             where = f"in {name!r}" if name else "in the model"
             raise ValueError(f"{error} ({where}, a {type(module).__name__}; nothing was replaced)") from None
         if planned is not None:
-            plans[module] = Plan(None, _COMPILED) if module in compiled and planned.twin is not module else planned
+            stays = planned.twin is None or planned.twin is module
+            why = None if stays else _COMPILED if module in compiled else _SHARDED if sharded else None
+            plans[module] = planned if why is None else Plan(None, why)
             names[module] = name
 
     said = [(f"{names[m] or 'the model'}: {_name_of(m)} {p.said}", p) for m, p in plans.items()]

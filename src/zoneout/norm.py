@@ -163,7 +163,11 @@ def estimate_statistics(model: nn.Module, batches: Iterable[Any]) -> int:
     10
     """
     modules = list(model.modules())
-    layers: list[Any] = [m for m in modules if isinstance(getattr(m, "norm", None), RecurrentBatchNorm)]
+    layers: list[Any] = [
+        m
+        for m in modules
+        if isinstance(getattr(m, "norm", None), RecurrentBatchNorm) and hasattr(m, "statistics_names")
+    ]
     if not layers:
         raise ValueError("model: expected at least one layer with norm=RecurrentBatchNorm(…), found none")
     modes = [(m, m.training) for m in modules]

@@ -45,7 +45,8 @@ def norm_stabilizer(
         outputs = outputs[:, None]
     elif batch_first:
         outputs = outputs.transpose(0, 1)
-    norms = torch.linalg.vector_norm(outputs, dim=-1)  # [T, B]
+    wide = torch.float32 if outputs.dtype in (torch.float16, torch.bfloat16) else None  # what is added up is much
+    norms = torch.linalg.vector_norm(outputs, dim=-1, dtype=wide)  # [T, B]
     changes = (norms[1:] - norms[:-1]).square()
     if lengths is None:
         return beta * changes.sum() / max(1, changes.numel())

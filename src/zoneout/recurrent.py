@@ -183,7 +183,8 @@ class Recurrent(Settable):
 
     def _renew_buffers(self) -> None:
         """Numbers are written where the old ones stood, so that captured graphs see them change."""
-        device, buffers = next(self.parameters()).device, self.__dict__.get("_numbers")
+        weight: Tensor = getattr(self, f"weight_ih{self.suffixes()[0]}")  # which FSDP makes an attribute like others
+        device, buffers = weight.device, self.__dict__.get("_numbers")
         if buffers is None:  # a layer that was saved whole before it kept its numbers
             buffers = self._numbers = self._noise_buffers(as_noises(self._noise))
         for name in self._noise_names:
@@ -227,6 +228,8 @@ class Recurrent(Settable):
             if lasting:
                 own = own if own is None or rule.mask != "static" else own.clone()
                 rate = rate.clone() if rate.dtype == torch.float64 else rate.to(widest(rate.device), copy=True)
+            elif rate.dtype != torch.float64:  # somebody has cast the buffers
+                rate = rate.to(widest(rate.device))
             where = plane(rule.stream, layer if at is None else at, direction)
             draws.append(Draw(rule, rate, own if mode == "sample" else None, where))
         return draws
@@ -293,10 +296,21 @@ class Recurrent(Settable):
             values = (norm.scale_x, norm.scale_h, norm.scale_c, norm.shift_c)
             wide = (GATES[self.kind] * hidden,)
             _check_shapes(NORMS, values, (wide, wide, (hidden,), (hidden,)), device, suffix)
-        for draw in what.draws:
+        self._check_rates(what.draws, device)
+
+    def _check_rates(self, draws: Iterable[Draw], device: torch.device) -> None:
+        """The same of rates, which may be a call's own (`torch.func.functional_call`)."""
+        for draw in draws:
+            name, shape = f"{draw.rule.stream}_rate", tuple(draw.rate.shape)
             if draw.rate.device != device:
-                name = f"{draw.rule.stream}_rate"
                 raise ValueError(f"{name}: expected it on {device} as the input is, got {draw.rate.device}")
+            if shape:
+                outputs = getattr(self, "proj_size", 0) or self.hidden_size
+                units = outputs if draw.rule.stream in ("hidden", "variational_hidden") else self.hidden_size
+                if shape != (units,):
+                    raise ValueError(
+                        f"{name}: expected one number, or one for each of {units} units, got shape {shape}"
+                    )
 
     def _noisy_weights(self, suffix: str, draws: dict[str, Draw], dtype: torch.dtype) -> ops.Weights:
         w_ih, w_hh, b_ih, b_hh, w_hr = (

@@ -100,6 +100,7 @@ class RecurrentCell(Recurrent, nn.RNNCellBase):
             drawn = examples is not None or any(draw.seed is not None for draw in draws)
             ids = example_ids(examples, x.shape[0], x.device) if drawn else None
             self._check_weights(weights, self.input_size, x.device, "")
+            self._check_rates(draws, x.device)
             h, c = one_step.step(self._cell_name(), x, h, c, weights[:4], draws, ids, at)
         else:
             draws, ids = self._draws(0, 0, key, self.layer), example_ids(examples, x.shape[0], x.device)

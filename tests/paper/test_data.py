@@ -324,6 +324,21 @@ def test_parts_of_the_users_own(tmp_path, given):
     assert len(corpus.train) == rest
 
 
+def test_files_of_one_name_in_different_folders(tmp_path):
+    """With a folder to look in, validation and test become the training text, and nobody is told."""
+    for part in ("train", "valid", "test", "moved"):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "text.txt").write_text(f"the text to {part} with, of dilemmas and void\n" * 20)
+    paths = {part: tmp_path / part / "text.txt" for part in ("valid", "test")}
+    corpus = load("text.txt", folder=tmp_path / "train", **paths)
+    for part in ("train", "valid", "test"):
+        assert corpus.vocabulary.decode(getattr(corpus, part)).startswith(f"the text to {part}")
+    for path in paths.values():
+        path.unlink()
+    with pytest.raises(DataError, match=r"valid.text\.txt are both taken for .*train.text\.txt"):
+        load("text.txt", folder=tmp_path / "train", **paths)
+
+
 def test_a_limit_over_parts_in_files(tmp_path):
     """If this fails, a small trial on a corpus with parts of its own does not shrink them in proportion."""
     corpus = load(

@@ -136,6 +136,18 @@ def test_weight_decay_is_adamws_on_matrices_alone() -> None:
         torch.testing.assert_close(ours, theirs.detach(), rtol=1e-10, atol=1e-12)
 
 
+def test_weight_decay_leaves_learned_states_alone() -> None:
+    """Initial states, which have a row for each layer, are pulled towards zero as if they were weights."""
+    parameters = {name: torch.ones(1, 4) for name in ("recurrent.h0", "recurrent.c0", "recurrent.weight_hh_l0")}
+    optimizer = Optimizer(parameters, Settings("sgd", weight_decay=1.0))
+    optimizer.step([torch.zeros(1, 4) for _ in parameters], torch.tensor(0.1))
+    assert [p.mean().item() for p in parameters.values()] == pytest.approx([1, 1, 0.9])
+    states = dict(list(parameters.items())[:2])
+    Optimizer(states, Settings("sgd", weight_decay=1.0)).step(
+        [torch.zeros(1, 4)] * 2, torch.tensor(0.1)
+    )  # nothing to do
+
+
 def test_clipping_leaves_small_and_zero_gradients_alone() -> None:
     one = torch.tensor(1.0, dtype=torch.float64)
     assert clipped_factor(one, [torch.tensor([0.3, 0.4]), torch.tensor([0.0])], 1.0).item() == 1

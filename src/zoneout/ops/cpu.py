@@ -67,7 +67,8 @@ def scratch(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
 def give_back(*buffers: Tensor | None) -> None:
     """Keep scratch memory for the next call: its pages have been touched, which is half of what a small call costs."""
     for buffer in {id(b): b for b in buffers if b is not None}.values():
-        _spare.keep(buffer.view(-1))
+        if not buffer.is_inference():  # one that was made in inference mode can be written to nowhere else
+            _spare.keep(buffer.view(-1))
 
 
 class _Spare:

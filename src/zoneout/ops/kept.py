@@ -14,10 +14,13 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Where built libraries are kept."""
+    """Where built libraries are kept; an OSError where there is no such place."""
     if named := os.environ.get("ZONEOUT_CACHE"):
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zoneout"
+        return Path(named).absolute()  # a library is looked for elsewhere by its bare name
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zoneout"
+    except RuntimeError as error:  # a user without a home
+        raise OSError(str(error)) from None
 
 
 def find(name: str, ending: str) -> Path | None:
@@ -32,8 +35,8 @@ def find(name: str, ending: str) -> Path | None:
 
 def keep(name: str, ending: str, content: bytes) -> None:
     """Keep it, whole or not at all; where the folder cannot be written to, this process alone has it."""
-    folder = cache_folder()
     with suppress(OSError):
+        folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as side, open(Path(side) / "part", "wb") as part:
             part.write(content)

@@ -26,6 +26,7 @@ def masks_of(draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: int)
     steps, examples = steps.contiguous(), examples.contiguous()
     masks = []
     for draw in draws:
+        draw = draw._replace(rate=draw.rate.to(torch.float64).contiguous())  # as it is read
         mask = steps.new_empty(len(steps), batch, units if draw.rate.dim() else width, dtype=torch.bool)
         threads = torch.get_num_threads() if mask.numel() > _FEW else 1
         library.zoneout_mask(
@@ -42,6 +43,7 @@ _FEW = 2**15  # numbers that one thread draws before another has woken up
 def stream_of(draw: Draw) -> native.Stream:
     """The struct of one stream of noise, which holds only as long as the rate does."""
     step, example, unit, high = sees(draw)
+    assert draw.rate.dtype == torch.float64 and draw.rate.is_contiguous(), "rates are read as doubles"
     return native.Stream(
         mode=2 if draw.seed is None else 1,
         zero=draw.rule.by == "zero",

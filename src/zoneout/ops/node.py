@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ..draws import Draw
 from ..norm import Moments, StepNorm
@@ -28,13 +29,19 @@ def run(runs: Sequence[Run]) -> list[Result]:
     device = LOOPS[runs[0].x.device.type]
     for r in runs:
         device.check(r)
-    if not plain_eager():
+    if not plain_eager() or not all(map(_of_memory, runs)):
         return [operator.run(r) for r in runs]
     if len(runs) > 1 and not runs[0].recompute and device.together(runs):
         return _Eager.run(runs)
     return [result for r in runs for result in _Eager.run((r,))]
 
 
+def _of_memory(r: Run) -> bool:
+    """Whether all tensors of a run are memory: one that wraps others (DTensor) has none that a loop could read."""
+    return _PLAIN.issuperset(map(type, (*differentiable(r), r.examples, r.lengths, r.resets)))
+
+
+_PLAIN = {Tensor, Parameter, type(None)}
 _CHANGED = (
     "the outputs, input, resets or weights of a zoneout layer have been changed in place since its call, and its way "
     "back needs them as they were: write y = y + x for y += x, and inplace=False."

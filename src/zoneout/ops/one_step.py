@@ -78,6 +78,7 @@ def step(
         elif rate.dim():
             new = zone(new, old, rate.to(new.dtype, copy=True))
         else:
-            new = torch.lerp(new, old, float(rate))
+            share = float(rate)
+            new = new if share == 0 else old.clone() if share == 1 else torch.lerp(new, old, share)
         h, c = (new, c) if stream == "hidden" else (h, new)
     return h, c

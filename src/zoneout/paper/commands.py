@@ -24,7 +24,7 @@ from . import config as configs
 from . import disk, fetch, files, plots, runs, sweep, sweep_report
 from .codes import BAD_DATA, FAILED, INTERRUPTED, OK
 from .config import Config, Protocol
-from .data import Corpus, absolute_path, read_text
+from .data import Corpus, absolute_path, check_apart, read_text
 from .demo import Demo, free_folder
 from .describe import describe, described, ending
 from .evaluate import estimate_statistics, evaluate, evaluate_text, judged
@@ -524,7 +524,9 @@ def with_data(config: Config, data: str | None, *, begun: bool = False) -> tuple
 def _absolute_paths(config: Config, folder: Path | None = None) -> Config:
     plain = configs.to_json(config)
     given = {name: value for name in PATHS if (value := configs.at(plain, name)) is not None}
-    return configs.change(config, {name: absolute_path(value, folder) for name, value in given.items()})
+    found = {name: absolute_path(value, folder) for name, value in given.items()}
+    check_apart(given.values(), found.values())
+    return configs.change(config, found)
 
 
 def records_in(results: Path) -> Path:

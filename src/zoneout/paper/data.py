@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -179,15 +179,33 @@ def _sources(name: str, folder: PathLike | None, valid: PathLike | None, test: P
         wanted = DATASETS[name].files
         parts = PARTS if len(wanted) == 3 else ("",)
         return [Source(part, *files.locate(file, folder), file) for part, file in zip(parts, wanted)]
-    given = {"train" if valid or test else "": name, "valid": valid, "test": test}
-    return [Source(part, _text_file(path, folder)) for part, path in given.items() if path]
+    named = {"train" if valid or test else "": name, "valid": valid, "test": test}
+    given = {part: path for part, path in named.items() if path}
+    found = {part: _text_file(path, folder) for part, path in given.items()}
+    check_apart(given.values(), found.values())
+    return [Source(part, path) for part, path in found.items()]
 
 
 def text_path(path: PathLike, folder: PathLike | None = None) -> Path:
-    """Where a text file of the user's is: in the folder, if there is one of its name, or where its path says."""
+    """Where a text file of the user's is: in the folder, if there is one of its name, or where its path says.
+
+    A path with a folder of its own in it means that file, while it is there.
+    """
     own = Path(path).expanduser()
     inside = None if folder is None else Path(folder).expanduser() / own.name
-    return inside if inside is not None and inside.is_file() else own
+    if inside is None or not inside.is_file() or (own.parent != Path() and own.is_file()):
+        return own
+    return inside
+
+
+def check_apart(given: Iterable[PathLike], found: Iterable[PathLike]) -> None:
+    """An error where texts that were named apart are one file: what is trained on would be the test."""
+    named: dict[Path, Path] = {}
+    for name, path in zip(map(Path, given), map(Path, found)):
+        if (other := named.setdefault(path, name)) != name:
+            raise DataError(
+                f"{other} and {name} are both taken for {path}, the only one of that name there; see --data"
+            )
 
 
 def absolute_path(name: str, folder: PathLike | None = None) -> str:

@@ -20,6 +20,7 @@ from ..ops.cuda import optimizer as fused
 from .config import Optimizer as Settings
 
 Tensors = list[Tensor]
+STATES = ("h0", "c0")  # learned initial states, which are no weights though they have two dimensions
 
 
 def eps_of(settings: Settings) -> float:
@@ -43,6 +44,7 @@ class Optimizer:
         self.settings = settings
         self.names = list(parameters)
         self.parameters = list(parameters.values())
+        self.decays = [p.dim() > 1 and name.rpartition(".")[2] not in STATES for name, p in parameters.items()]
         slots = {"adam": ("mean", "square"), "sgd": ("momentum",), "rmsprop": ("square", "momentum")}[settings.rule]
         self.slots = {
             slot: [torch.zeros_like(p, requires_grad=False) for p in self.parameters]
@@ -100,12 +102,11 @@ class Optimizer:
         return self._with_momentum(grads)
 
     def _apply(self, steps: Tensors, by: Tensor, keep: Tensor | None) -> None:
-        """Take steps, times a number; matrices are multiplied by `keep` first, where weights decay."""
+        """Take steps, times a number; matrices of weights are multiplied by `keep` first, where weights decay."""
         if self._fused(steps):
-            fused.apply(self.parameters, steps, by, keep)
+            fused.apply(self.parameters, steps, by, keep, self.decays)
             return
-        if keep is not None:
-            matrices = [p for p in self.parameters if p.dim() > 1]
+        if keep is not None and (matrices := [p for p, decays in zip(self.parameters, self.decays) if decays]):
             torch._foreach_mul_(matrices, keep.to(matrices[0].dtype))
         torch._foreach_mul_(steps, by.to(steps[0].dtype))
         torch._foreach_sub_(self.parameters, steps)

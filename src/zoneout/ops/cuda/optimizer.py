@@ -59,10 +59,12 @@ def advance(
     _launch("advance", defines_of(RULES.index(rule), paper), _tensors(None, grads, slots), grads, how, factor, eps)
 
 
-def apply(parameters: Sequence[Tensor], steps: Sequence[Tensor], by: Tensor, keep: Tensor | None) -> None:
-    """Take steps, times `by`; matrices are multiplied by `keep` first."""
+def apply(
+    parameters: Sequence[Tensor], steps: Sequence[Tensor], by: Tensor, keep: Tensor | None, decays: Sequence[bool]
+) -> None:
+    """Take steps, times `by`; parameters that decay are multiplied by `keep` first."""
     given = _tensors(parameters, steps, ())
-    given.decays = sum(1 << i for i, p in enumerate(parameters) if p.dim() > 1 and keep is not None)
+    given.decays = sum(one << i for i, one in enumerate(decays) if keep is not None)
     _launch("apply", defines_of(0, False), given, steps, Rule(), None, None, by, keep)
 
 

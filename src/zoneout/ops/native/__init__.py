@@ -105,19 +105,26 @@ def _kept_or_built(compiler: list[str]) -> ctypes.CDLL:
     if (path := kept.find(name, ".so")) is not None:
         with suppress(OSError):
             return _declare(ctypes.CDLL(str(path)))
-    with tempfile.TemporaryDirectory(prefix="zoneout-", dir=_scratch(), ignore_cleanup_errors=True) as scratch:
-        path = Path(scratch) / "loop.so"
-        library = _build(compiler, path)
-        kept.keep(name, ".so", path.read_bytes())
-        return library
+    error = OSError()
+    for place in dict.fromkeys((_scratch(), None)):  # the first may be full, or nothing may be run from there
+        try:
+            with tempfile.TemporaryDirectory(prefix="zoneout-", dir=place, ignore_cleanup_errors=True) as scratch:
+                path = Path(scratch) / "loop.so"
+                library = _build(compiler, path)
+                kept.keep(name, ".so", path.read_bytes())
+                return library
+        except OSError as this:
+            error = this
+    raise error
 
 
 def _scratch() -> Path | None:
     """Where to build: in the cache, whose files can be loaded, or, with a read-only home, where the system says."""
-    folder = kept.cache_folder()
     with suppress(OSError):
+        folder = kept.cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
-    return folder if os.access(folder, os.W_OK) else None
+        return folder if os.access(folder, os.W_OK) else None
+    return None
 
 
 def _build(compiler: list[str], out: Path) -> ctypes.CDLL:
