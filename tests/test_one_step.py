@@ -137,7 +137,7 @@ def test_a_final_state_may_be_changed_in_place(kind, steps):
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_rate_of_1_keeps_the_old_value_whatever_the_new_one_is(steps):
-    """One step with an input that is not finite makes nan of what was to be kept; or what is kept is the caller's own."""
+    """One step with an infinite input makes nan of what was to be kept; or what is kept is the caller's own tensor."""
     layer = zo.RNN(3, 2, nonlinearity="relu", noise=zo.Zoneout(hidden=1.0)).eval()
     with torch.no_grad():
         for p in layer.parameters():
