@@ -557,7 +557,7 @@ def test_nothing_is_left_behind_without_a_cache(tmp_path):
 
 @pytest.mark.skipif(os.name != "posix", reason="folders and rights as in Unix")
 def test_a_cache_that_is_no_use(tmp_path):
-    """A file in the place of the folder, or a user without a home, would mean the slow loop, or an error at every call."""
+    """A file in the place of the folder, or a user without a home, means the slow loop, or an error at every call."""
     (tmp_path / "file").touch()
     load_with(ZONEOUT_CACHE=str(tmp_path / "file"))
     nobody = (
