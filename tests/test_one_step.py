@@ -167,7 +167,7 @@ def test_rates_of_another_number_of_units(name):
     layer = getattr(zo, name)(3, 64, noise=zo.Zoneout(hidden=torch.full((64,), 0.5)))
     few = {n: torch.full((8,), 0.5, dtype=torch.float64) for n, _ in layer.named_buffers()}
     x = torch.randn(100, 3) if name == "GRUCell" else torch.randn(4, 100, 3)
-    with pytest.raises(ValueError, match=r"hidden_rate: expected one number, or one for each of 64 units, got .*8"):
+    with pytest.raises(ValueError, match=r"hidden_rate: expected one number, or one a unit \(64\), got shape \(8,\)"):
         torch.func.functional_call(layer, few, (x,))
 
 

@@ -301,16 +301,14 @@ class Recurrent(Settable):
     def _check_rates(self, draws: Iterable[Draw], device: torch.device) -> None:
         """The same of rates, which may be a call's own (`torch.func.functional_call`)."""
         for draw in draws:
-            name, shape = f"{draw.rule.stream}_rate", tuple(draw.rate.shape)
-            if draw.rate.device != device:
-                raise ValueError(f"{name}: expected it on {device} as the input is, got {draw.rate.device}")
-            if shape:
-                outputs = getattr(self, "proj_size", 0) or self.hidden_size
-                units = outputs if draw.rule.stream in ("hidden", "variational_hidden") else self.hidden_size
+            stream, rate = draw.rule.stream, draw.rate
+            if rate.device != device:
+                raise ValueError(f"{stream}_rate: expected it on {device} as the input is, got {rate.device}")
+            if rate.dim():
+                shape = tuple(rate.shape)
+                units = stream_units(self.hidden_size, getattr(self, "proj_size", 0), self.input_sizes()[0]).get(stream)
                 if shape != (units,):
-                    raise ValueError(
-                        f"{name}: expected one number, or one for each of {units} units, got shape {shape}"
-                    )
+                    raise ValueError(f"{stream}_rate: expected one number, or one a unit ({units}), got shape {shape}")
 
     def _noisy_weights(self, suffix: str, draws: dict[str, Draw], dtype: torch.dtype) -> ops.Weights:
         w_ih, w_hh, b_ih, b_hh, w_hr = (

@@ -26,7 +26,8 @@ def masks_of(draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: int)
     steps, examples = steps.contiguous(), examples.contiguous()
     masks = []
     for draw in draws:
-        draw = draw._replace(rate=draw.rate.to(torch.float64).contiguous())  # as it is read
+        if draw.rate.dtype != torch.float64 or not draw.rate.is_contiguous():  # as it is read
+            draw = draw._replace(rate=draw.rate.to(torch.float64).contiguous())
         mask = steps.new_empty(len(steps), batch, units if draw.rate.dim() else width, dtype=torch.bool)
         threads = torch.get_num_threads() if mask.numel() > _FEW else 1
         library.zoneout_mask(
