@@ -20,7 +20,6 @@ from . import native, plain
 from .interface import Run
 from .loop import Backward, Loop
 from .masks import masks_of, stream_of
-from .products import parted as parted
 from .reference import kept_scale
 from .rows import Packed
 

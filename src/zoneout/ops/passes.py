@@ -21,7 +21,7 @@ from . import cpu, cuda
 from .cuda.rows import Padded
 from .interface import Run, Weights
 from .loop import GATES, Backward, Loop, by_gate, by_unit
-from .products import Parted, added_up, padded, product, spare, times, times_and_sum
+from .products import added_up, padded, parted, product, spare, times, times_and_sum
 from .rows import Packed, as_packed
 
 LOOPS: dict[str, Any] = {"cpu": cpu, "cuda": cuda}
@@ -376,7 +376,7 @@ def _backward(device: Any, of: Back) -> Generator[tuple[Loop, Backward], None, d
     added: list[Tensor] = []
     if one_hot and needs["w_ih"]:
         differences = rows.differences if loop.balanced else None
-        found["w_ih"], added = _rows_of_numbers(dgx, x, w_ih, differences, beside, device.parted)
+        found["w_ih"], added = _rows_of_numbers(dgx, x, w_ih, differences, beside)
     narrow = r.h0.dtype
     if ys.dtype != narrow and device.narrow_products(narrow):  # what is left are large products
         x, w_ih = rows.inputs(r.x), r.weights.w_ih
@@ -394,13 +394,13 @@ def _backward(device: Any, of: Back) -> Generator[tuple[Loop, Backward], None, d
         h_and_x = device.scratch(ys, n, sum(width) + ones, dtype=dgx.dtype)
         rows.beside(loop, x, h_and_x)
         columns = [(0, width[0]), (width[0], width[1]), *[(sum(width), 1)] * (beside if ones else 0)]
-        found["w_hh"], found["w_ih"], *of_ones = device.parted(product(dgx.t(), h_and_x), columns)
+        found["w_hh"], found["w_ih"], *of_ones = parted(product(dgx.t(), h_and_x), columns)
         added = [v[:, 0] for v in of_ones]
         device.give_back(h_and_x)
     else:
         if needs["w_ih"] and not one_hot:
             from_x = rows.differences(x) if loop.balanced else x
-            found["w_ih"], added = times_and_sum(dgx.t(), from_x, beside, device.parted)
+            found["w_ih"], added = times_and_sum(dgx.t(), from_x, beside)
         if needs["w_hh"]:
             found["w_hh"] = rows.times_entered(dgh, loop)
     if du is not None and u is not None and needs["w_hr"]:
@@ -420,13 +420,13 @@ def _backward(device: Any, of: Back) -> Generator[tuple[Loop, Backward], None, d
 
 
 def _rows_of_numbers(
-    d: Tensor, x: Tensor, w_ih: Tensor, differences: Callable[[Tensor], Tensor] | None, sums: int, apart: Parted
+    d: Tensor, x: Tensor, w_ih: Tensor, differences: Callable[[Tensor], Tensor] | None, sums: int
 ) -> tuple[Tensor, list[Tensor]]:
     """[G, input]: the derivative of the weights of one-hot rows, from that of the product; and sums beside it."""
     numbers, count = x.view(-1), w_ih.shape[1]
     if count <= 256:  # a product with a matrix of so few columns costs less than adding rows in order
         dense = d.new_zeros(len(d), count).scatter_(1, x, 1.0)
-        return times_and_sum(d.t(), dense if differences is None else differences(dense), sums, apart)
+        return times_and_sum(d.t(), dense if differences is None else differences(dense), sums)
     if differences is not None:  # a row is one at its own number less one at that of the row it is compared with
         away = differences(x).view(-1)
         d = d.masked_fill((away == 0).unsqueeze(-1), 0.0)

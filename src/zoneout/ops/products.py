@@ -5,37 +5,26 @@ A GPU wants rows in whole 16 bytes: its matrix units are not used to the full ot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-Parted = Callable[[Tensor, Sequence[tuple[int, int]]], list[Tensor]]
-
 FEW = 16  # columns: with fewer the product is not taken by the matrix units anyway
 MUCH = 1 << 26  # multiplications of a product that is padded; one of 2²⁷ neither gains nor loses by it
 
 
-def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """a·b, written to `out` if there is one.
+def product(a: Tensor, b: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
+    """a·b, written to `out` if there is one, or added to it.
 
     torch has one setting for its products and another for its recurrent layers', and both are the whole process's.
     """
     if a.is_cuda and a.dtype == torch.float32:
         from .cuda.blas import times  # that side knows this one
 
-        return times(a, b, a.new_empty(a.shape[0], b.shape[1]) if out is None else out)
-    return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
-
-
-def add_product(a: Tensor, b: Tensor, to: Tensor) -> Tensor:
-    """`to`, with a·b added."""
-    if a.is_cuda and a.dtype == torch.float32:
-        from .cuda.blas import times
-
-        return times(a, b, to, add=True)
-    return to.addmm_(a, b)
+        return times(a, b, a.new_empty(a.shape[0], b.shape[1]) if out is None else out, add)
+    return out.addmm_(a, b) if add and out is not None else torch.mm(a, b, out=out)
 
 
 def on_gpu(v: Tensor) -> bool:
@@ -65,17 +54,21 @@ def spare(columns: int, v: Tensor) -> int:
 
 
 def parted(v: Tensor, parts: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Columns of a matrix, each part from a first one and so many, in matrices of their own."""
+    """Columns of a matrix, each part from a first one and so many, in matrices of their own; on a GPU by one launch."""
+    if on_gpu(v):
+        from .cuda.rows import parted as by_kernel  # that side knows this one
+
+        return by_kernel(v, parts)
     return [v[:, first : first + width].clone(memory_format=torch.contiguous_format) for first, width in parts]
 
 
-def times_and_sum(a: Tensor, b: Tensor, sums: int, apart: Parted) -> tuple[Tensor, list[Tensor]]:
+def times_and_sum(a: Tensor, b: Tensor, sums: int) -> tuple[Tensor, list[Tensor]]:
     """a·b; and the columns of a added up, so many times, where that comes with it: where b has to be padded anyway."""
     width = b.shape[1]
     if not sums or not missing(width, b):
         return times(a, b), []
     both = product(a, functional.pad(b, (0, spare(width, b)), value=1.0))
-    found, *added = apart(both, [(0, width), *[(width, 1)] * sums])
+    found, *added = parted(both, [(0, width), *[(width, 1)] * sums])
     return found, [v[:, 0] for v in added]
 
 

@@ -28,7 +28,6 @@ from .turns import turns
 
 PATHS = (batch, small, wide, persistent, steps)  # the first that can take a loop runs it
 ROWS = rows.Padded
-parted = rows.parted
 WIDE = False  # half types enter the products as they are
 PIECE = 2**62  # numbers of gates at once where nobody will go back: all, in one launch
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..loop import Loop
-from ..products import add_product, padded, product, times, trimmed
+from ..products import padded, product, times, trimmed
 from .arguments import TYPES
 from .compiler import load, pack
 
@@ -302,4 +302,4 @@ class Padded:
             else (d[: self.batch], d[self.batch :], loop.y[:edge])
         )
         found = product(first.t(), padded(loop.h0))
-        return trimmed(found if self.steps == 1 else add_product(later.t(), padded(earlier), found), loop.outputs)
+        return trimmed(found if self.steps == 1 else product(later.t(), padded(earlier), found, add=True), loop.outputs)
