@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from zoneout.ops import products
 from zoneout.ops.cuda import blas
 from zoneout.ops.products import linear, padded_linear, times_and_sum
 
@@ -47,6 +48,22 @@ def test_sums_beside_a_product(columns: int, with_sum: bool, emulated: None) -> 
         assert len(added) == (wanted if with_sum else 0)
         for one in added:
             torch.testing.assert_close(one, a.sum(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_whose_precision_a_product_has(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product of float32 on a GPU follows torch's setting for others, or is not written or added where it should."""
+    asked: list[Any] = []
+    monkeypatch.setattr(blas, "times", lambda a, b, out, add=False: asked.append((out, add)) or out)
+    monkeypatch.setattr(torch, "mm", lambda a, b, out=None: "torch's")
+    new, kept = object(), SimpleNamespace(addmm_=lambda a, b: "torch's")
+    a: Any = SimpleNamespace(is_cuda=True, dtype=dtype, shape=(2, 3), new_empty=lambda *shape: new)
+    b: Any = SimpleNamespace(shape=(3, 4))
+    got = [products.product(a, b), products.product(a, b, kept), products.product(a, b, kept, add=True)]  # type: ignore[arg-type]
+    if dtype == torch.float32:
+        assert got == [new, kept, kept] and asked == [(new, False), (kept, False), (kept, True)]
+    else:
+        assert got == ["torch's"] * 3 and not asked
 
 
 def by_columns(at: int, pitch: int, columns: int) -> Any:
