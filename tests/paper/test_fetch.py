@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import hashlib
 import http.server
+import io
 import lzma
 import os
 import socket
@@ -473,3 +474,56 @@ def test_the_real_files_are_those_of_the_table():
     assert [status for status in found if status.state == "damaged"] == []
     if not any(status.state == "good" for status in found):
         pytest.skip("the folder named by ZONEOUT_DATA has none of the corpora")
+
+
+def archive_of(data, name="thing.txt"):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr(zipfile.ZipInfo(name), data)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("sent", ["the archive", "another archive", "no archive"])
+def test_of_a_file_without_a_strong_sum_only_its_archive_is_taken(server, tmp_path, monkeypatch, sent):
+    """If this fails, bytes of text8 that only a CRC guards may be anybody's, packed anew or not packed at all."""
+    good = archive_of(TEXT)
+    forged = {"the archive": good, "another archive": archive_of(TEXT, "other.txt"), "no archive": TEXT}
+    server.body = forged[sent]
+    checked = replace(at(server, "good"), sha256=None, crc32=zlib.crc32(TEXT), zip_md5=hashlib.md5(good).hexdigest())
+    if sent == "the archive":
+        assert files.read(download(checked, tmp_path), checked) == TEXT
+        return
+    monkeypatch.setattr(files, "_contents", lambda *args: pytest.fail("it was unpacked before it was checked"))
+    with pytest.raises(DataError, match=rf"its md5 is .*zip with md5 {checked.zip_md5}"):
+        download(checked, tmp_path)
+    assert names(tmp_path) == []
+
+
+def test_an_archive_that_is_there_is_checked_too(tmp_path):
+    """If this fails, somebody's text8.zip in a data folder is guarded by a CRC alone."""
+    known = replace(FILE, sha256=None, crc32=zlib.crc32(TEXT), zip_md5="0" * 32)
+    path = tmp_path / "thing.txt.zip"
+    path.write_bytes(archive_of(TEXT))
+    with pytest.raises(DataError, match="its md5 is"):
+        files.read(path, known)
+
+
+def test_homes_that_nobody_can_listen_in_on_come_first():
+    """If this fails, a file is asked for in the clear though it could be had otherwise, or has no sum that counts."""
+    for file in {file for dataset in DATASETS.values() for file in dataset.files}:
+        secure = [url.startswith("https://") for url in file.urls]
+        assert secure == sorted(secure, reverse=True), file.name
+        assert file.sha256 or file.zip_md5, file.name
+
+
+@pytest.mark.parametrize("name", [".lock", "part"])
+def test_a_download_does_not_write_through_a_link(server, tmp_path, name):
+    """If this fails, a data folder of somebody else's empties or overwrites a file of the user's."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    file = at(server, "rangeless")
+    part = part_at(file, tmp_path / "data")
+    (part if name == "part" else part.with_name(name)).symlink_to(victim)
+    with pytest.raises(DataError, match="it is a symbolic link, and no file is written through one"):
+        download(file, tmp_path / "data")
+    assert victim.read_text() == "precious"

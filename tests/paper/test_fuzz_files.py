@@ -48,7 +48,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run.create(CONFIG, VOCABULARY)
     run.save_best(model, {"update": 1, "bits": 2.0})
     for update in (1, 2):
-        run.append({"kind": "train", "update": update, "epoch": 0.5})
+        run.append({"kind": "train", "update": update, "epoch": 0.5, "nats": 1.0})
         weights = {f"model.{name}": value for name, value in runs.weights_of(model).items()}
         run.save({**weights, "number": torch.tensor(update)}, {"update": update, "epoch": 0})
     run.close()

@@ -35,7 +35,7 @@ def run(tmp_path: Path) -> Any:
 
 def checkpoint(run: Run, update: int) -> dict[str, torch.Tensor]:
     """A line of metrics and a checkpoint after it."""
-    run.append({"kind": "train", "update": update, "epoch": 0.5})
+    run.append({"kind": "train", "update": update, "epoch": 0.5, "nats": 1.0})
     tensors = {"model.a": torch.full((3,), float(update)), "loop.count": torch.tensor(update)}
     run.save(tensors, {"update": update, "epoch": 0})
     return tensors
@@ -111,10 +111,11 @@ def test_a_run_killed_while_it_was_created_can_be_created(tmp_path: Path) -> Non
     run = Run(tmp_path)
     run.create(CONFIG, VOCABULARY, "of one text")
     run.close()
-    (tmp_path / "config.json").rename(tmp_path / ".config.json")
+    (tmp_path / "config.json").rename(disk.side_of(tmp_path / "config.json"))
     run.create(CONFIG, VOCABULARY, "of another")
     run.close()
     assert runs.read_digest(tmp_path) == "of another"
+    assert not any(disk.is_side(path.name) for path in tmp_path.iterdir()), "something is left of the first try"
     (tmp_path / "lock").unlink()
     (tmp_path / "config.json").unlink()
     with pytest.raises(RunError, match=r"is not empty and not a run"):  # somebody else's vocabulary.json, perhaps
@@ -145,17 +146,17 @@ def test_the_latest_two_checkpoints_are_kept(run: Run) -> None:
 def test_metrics_are_cut_back_to_the_checkpoint(run: Run) -> None:
     """Lines after it come again when the run goes on, and half a line is what a crash leaves."""
     checkpoint(run, 1)
-    run.append({"kind": "train", "update": 2, "epoch": 0.5})
+    run.append({"kind": "train", "update": 2, "epoch": 0.5, "nats": 1.0})
     with open(run.metrics, "a") as file:
         file.write('{"kind": "tr')
     assert [row["update"] for row in read_metrics(run.folder)] == [1, 2]
     run.go_on(run.latest()[0], CONFIG)
-    assert run.metrics.read_text() == '{"kind": "train", "update": 1, "epoch": 0.5}\n'
+    assert run.metrics.read_text() == '{"kind": "train", "update": 1, "epoch": 0.5, "nats": 1.0}\n'
 
 
 def test_an_ended_run_without_checkpoints_is_not_begun_again(run: Run) -> None:
     """Somebody who has thrown away what takes most room, and asks for more of a run, loses what it had."""
-    run.append({"kind": "valid", "update": 1, "epoch": 0.5, "best": True})
+    run.append({"kind": "valid", "update": 1, "epoch": 0.5, "bits": 2.0, "best": True})
     run.finish({"status": "finished"})
     run.close()
     with pytest.raises(RunError, match=r"checkpoints .* are gone"):
@@ -166,8 +167,8 @@ def test_an_ended_run_without_checkpoints_is_not_begun_again(run: Run) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "lacks"),
     [
-        ("metrics.jsonl", '{"update": 1, "epoch": 1}', "line 1 has no field 'kind'"),
-        ("metrics.jsonl", '{"kind": "valid", "update": 1, "epoch": 1}', "line 1 has no field 'best'"),
+        ("metrics.jsonl", '{"update": 1, "epoch": 1}', "line 1: there is no field 'kind'"),
+        ("metrics.jsonl", '{"kind": "valid", "update": 1, "epoch": 1}', "line 1: there is no field 'best'"),
         ("summary.json", "{}", "there is no field 'status'"),
         ("summary.json", '{"status": "finished", "update": 1, "epoch": 1}', "there is no field 'parameters'"),
     ],
@@ -180,7 +181,7 @@ def test_good_json_without_what_is_needed_is_a_sentence(run: Run, name: str, con
 
 
 def test_without_a_checkpoint_a_run_begins_again(run: Run) -> None:
-    run.append({"kind": "train", "update": 1, "epoch": 0.5})
+    run.append({"kind": "train", "update": 1, "epoch": 0.5, "nats": 1.0})
     assert run.latest() == (None, [])
     run.go_on(None, CONFIG)
     assert read_metrics(run.folder) == []
@@ -261,9 +262,10 @@ def test_a_full_disk_leaves_the_checkpoint_before(run: Run, monkeypatch: pytest.
 
 
 def test_a_full_disk_while_metrics_are_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "metrics", Path("/dev/full"))
-    if not run.metrics.exists():
+    full = Path("/dev/full")
+    if not full.exists():
         pytest.skip("there is no /dev/full here to write to")
+    monkeypatch.setattr(runs, "opened", lambda path, mode: full.open(mode))
     with pytest.raises(RunError, match=r"the disk is full"):
         run.append({"kind": "train"})
 

@@ -39,11 +39,12 @@ def load(key: str) -> tuple[dict[str, Array], Any] | None:
     """
     folder = _folder("encoded") / key
     try:
-        page = json.loads((folder / _PAGE).read_text("utf-8"))
+        page = disk.read_json(folder / _PAGE)
         if page["key"] != key_of(key, page["arrays"], page["notes"]):
             return None
         arrays: dict[str, Array] = {}
         for name, crc in page["arrays"].items():
+            disk.check_plain(folder / f"{name}.npy")
             arrays[name] = np.load(folder / f"{name}.npy", mmap_mode="c", allow_pickle=False)
             if zlib.crc32(arrays[name].data) != crc:
                 return None
@@ -66,7 +67,7 @@ def save(key: str, arrays: Mapping[str, Array], notes: Any) -> None:
                 sums[name] = zlib.crc32(plain.data)
                 np.save(side / f"{name}.npy", plain, allow_pickle=False)
             page = {"key": key_of(key, sums, notes), "arrays": sums, "notes": notes}
-            (side / _PAGE).write_text(json.dumps(page), encoding="utf-8")
+            disk.write_text(side / _PAGE, json.dumps(page))
             if target.exists():  # a damaged one, or another process was faster with the same: ours is good
                 os.replace(target, Path(scratch) / "old")
             os.replace(side, target)
@@ -77,7 +78,7 @@ def save(key: str, arrays: Mapping[str, Array], notes: Any) -> None:
 def recall(path: Path) -> str | None:
     """The digest that `remember` was given for this file, if the file is still as it was then."""
     try:
-        stamp = json.loads(_stamp(path).read_text("utf-8"))
+        stamp = disk.read_json(_stamp(path))
         return str(stamp["digest"]) if stamp["file"] == _state(path) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -94,7 +95,7 @@ def remember(path: Path, digest: str) -> None:
             return
         stamp = _stamp(path)
         stamp.parent.mkdir(parents=True, exist_ok=True)
-        disk.write_json(stamp, {"file": state, "digest": digest}, shared=True)
+        disk.write_json(stamp, {"file": state, "digest": digest})
     except OSError:
         return
 

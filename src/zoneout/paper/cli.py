@@ -21,7 +21,8 @@ from . import gradients, reproduce, runs, streams
 from .codes import CODES, INTERRUPTED, OK, WRONG_USE, code_of
 from .commands import COMMANDS, Sweep, Train, complain
 from .disk import RunError
-from .files import DataError
+from .files import DataError, unpacking
+from .processes import memory_explained
 from .recipes import RECIPES
 
 
@@ -35,24 +36,8 @@ def run(args: Sequence[str]) -> int:
     """Run a command; its errors become sentences and codes."""
     name = args[0] if args else ""
     try:
-        if name in ("", "-h", "--help", "help"):
-            print(overview(), flush=True)
-            return OK if name else WRONG_USE
-        if name == "--version":
-            print(f"zoneout {zoneout.__version__}", flush=True)
-            return OK
-        if name not in COMMANDS:
-            near = difflib.get_close_matches(name, COMMANDS, n=2, cutoff=0.4)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"the commands are {', '.join(COMMANDS)}."
-            return complain("", f"there is no command {name!r}; {hint}", WRONG_USE)
-        if name == "bench":
-            return bench(args[1:])
-        if name == "reproduce":  # which has a parser of its own, to run where there is only torch
-            return reproduce.main(args[1:], "zoneout reproduce")
-        if name == "gradients":  # and so has this
-            return gradients.main(args[1:], "zoneout gradients")
-        code: int = parse(name, args[1:])()
-        return code
+        with memory_explained():
+            return do(name, args)
     except SystemExit as error:  # tyro has said what is wrong, or helped
         return error.code if isinstance(error.code, int) else WRONG_USE
     except KeyboardInterrupt:
@@ -62,6 +47,30 @@ def run(args: Sequence[str]) -> int:
         return OK
     except (RunError, DataError, OSError, ValueError) as error:
         return complain(name, error, code_of(error))
+
+
+def do(name: str, args: Sequence[str]) -> int:
+    """Run a command, by its name."""
+    if name in ("", "-h", "--help", "help"):
+        streams.show(overview())
+        return OK if name else WRONG_USE
+    if name == "--version":
+        streams.show(f"zoneout {zoneout.__version__}")
+        return OK
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=2, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"the commands are {', '.join(COMMANDS)}."
+        return complain("", f"there is no command {name!r}; {hint}", WRONG_USE)
+    if name == "bench":
+        return bench(args[1:])
+    if name == "reproduce":  # which has a parser of its own, to run where there is only torch
+        return reproduce.main(args[1:], "zoneout reproduce")
+    if name == "gradients":  # and so has this
+        return gradients.main(args[1:], "zoneout gradients")
+    command = parse(name, args[1:])
+    with unpacking(getattr(command, "unpacked", None)):
+        code: int = command()
+    return code
 
 
 def parse(name: str, args: Sequence[str]) -> Any:

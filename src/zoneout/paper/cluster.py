@@ -23,6 +23,7 @@ import torch
 
 from . import config as configs
 from .config import Config
+from .disk import own_folder
 from .measures import measure_in
 from .sweep import RETRIES, Job, Say, mark
 from .trials import Range, Trial, folders, known_trials, row_of, spelled, state_of, told, trial_of
@@ -194,7 +195,7 @@ def _tune(
             reuse_actors=True,  # a worker has imported torch once
         ),
         run_config=tune.RunConfig(
-            storage_path=str(scratch.absolute()),
+            storage_path=str(own_folder(scratch).absolute()),
             failure_config=tune.FailureConfig(max_failures=cluster.retries),
             verbose=0,
             callbacks=[Notes()],

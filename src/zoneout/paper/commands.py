@@ -5,7 +5,6 @@ Results go to standard output, progress to standard error; a command gives its e
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -34,6 +33,7 @@ from .measures import LABELS, figure_of, measure_of
 from .processes import device_of
 from .progress import TensorBoard, together, watch
 from .sample import sample
+from .streams import say, show, show_json
 from .train import data_of, train, values_of
 from .trials import PATHS
 from .unread import refuse_given, refuse_unread
@@ -62,6 +62,8 @@ class Train:
     """The folder of the run; by default a new one in runs/."""
     resume: Flag = False
     """Continue the run in --out exactly where it was."""
+    unpacked: Annotated[int | None, tyro.conf.arg(metavar="MIB")] = None
+    """What a packed text may unpack to, in MiB; by default 256."""
     tensorboard: Flag = False
     """Write the metrics for TensorBoard too, to RUN/tensorboard."""
     json: Flag = False
@@ -79,7 +81,10 @@ class Train:
             listeners: list[Any] = [*([shown.listener()] if shown else []), *([board] if board else [])]
             summary = train(config, out, resume=self.resume, progress=together(*listeners), data=where)
         if first:
-            print(json.dumps(asdict(summary)) if self.json else ending(summary), flush=True)
+            if self.json:
+                show_json(asdict(summary))
+            else:
+                show(ending(summary))
         return INTERRUPTED if summary.status == "interrupted" else OK
 
 
@@ -110,6 +115,8 @@ class Eval:
     """With batch norm: estimate its statistics anew before, so many training examples at a time (0: as in training)."""
     data: Annotated[Path | None, tyro.conf.arg(metavar="DIR|FILE")] = None
     """Where the run's data are now: a folder to look in, or the file that its text has moved to."""
+    unpacked: Annotated[int | None, tyro.conf.arg(metavar="MIB")] = None
+    """What a packed text may unpack to, in MiB; by default 256."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     json: Flag = False
@@ -155,9 +162,10 @@ class Eval:
                 protocol = fitted(protocol, len(getattr(data, part)))
             score = evaluate(loaded.model, data, part, loaded.config, protocol=protocol)
         where = str(self.text) if self.text else part
+        score = score.checked(f"{self.run} on {where}")
         if self.json:
             page = {"run": str(self.run), "part": where, "protocol": asdict(protocol)}
-            print(json.dumps(page | values_of(score, measure)))
+            show_json(page | values_of(score, measure))
             return OK
         how = {
             "chunks": f"chunks of {protocol.length:,}, each from the initial state",
@@ -165,7 +173,7 @@ class Eval:
             "whole": "one sequence, the state carried",
         }[protocol.kind]
         cut = "" if measure == "error" else f", as {how}"
-        print(f"{figure_of(getattr(score, measure), measure)} on {where}: {score.predictions:,} predictions{cut}")
+        show(f"{figure_of(getattr(score, measure), measure)} on {where}: {score.predictions:,} predictions{cut}")
         return OK
 
 
@@ -200,12 +208,12 @@ class Sample:
             say(f"--prompt: {strangers}")
         if self.json:
             text = "".join(pieces)
-            print(json.dumps({"run": str(self.run), "prompt": self.prompt, "text": text, "seed": self.seed}))
+            show_json({"run": str(self.run), "prompt": self.prompt, "text": text, "seed": self.seed})
             return OK
-        print(self.prompt, end="", flush=True)
+        show(self.prompt, end="")
         for piece in pieces:
-            print(piece, end="", flush=True)
-        print()
+            show(piece, end="")
+        show()
         return OK
 
 
@@ -238,11 +246,11 @@ class Show:
             unit, other = LABELS[measure], LABELS[curve.measure]
             say(f"{curve.name} is not drawn: its {other} does not go with {unit}, which the curves are in")
         if self.json:
-            print(json.dumps(pages if len(pages) > 1 else pages[0]))
+            show_json(pages if len(pages) > 1 else pages[0])
         else:
-            print("\n\n".join(described(page) for page in pages))
+            show("\n\n".join(described(page) for page in pages))
             width = min(shutil.get_terminal_size((80, 24)).columns, 100)
-            print(f"\n{LABELS[measure]}, validation:\n{plots.ascii_curves(curves, width)}")
+            show(f"\n{LABELS[measure]}, validation:\n{plots.ascii_curves(curves, width)}")
         if self.picture is not None:
             with disk.explained(self.picture):
                 plots.save(plots.figure(curves), self.picture)
@@ -280,7 +288,7 @@ class Data:
         for name in self.names or DATASETS:
             states = {status.state for status in found if status.dataset == name}
             here = "built in" if "built in" in states else "not here" if "missing" in states else "here"
-            print(f"{name:13} {here:9} {DATASETS[name].about}")
+            show(f"{name:13} {here:9} {DATASETS[name].about}")
         return OK
 
     def verify(self) -> int:
@@ -291,9 +299,9 @@ class Data:
             self.as_json(found)
         else:
             for status in found:
-                print(f"{status.dataset:13} {status.state:9} {status.path or status.file}")
+                show(f"{status.dataset:13} {status.state:9} {status.path or status.file}")
             for status in bad:
-                print(f"zoneout data: {status.note}", file=sys.stderr)
+                say(f"zoneout data: {status.note}")
         return BAD_DATA if bad else OK
 
     def fetch(self) -> int:
@@ -313,17 +321,17 @@ class Data:
             for name in self.names:
                 got += [(name, *one) for one in fetch.fetch(name, self.data, progress=progress)]
         if self.json:
-            print(json.dumps([{"dataset": name, "path": str(path), "fetched": new} for name, path, new in got]))
+            show_json([{"dataset": name, "path": str(path), "fetched": new} for name, path, new in got])
             return OK
         for name, path, new in got:
-            print(f"{name:13} {'fetched' if new else 'was here':9} {path}")
+            show(f"{name:13} {'fetched' if new else 'was here':9} {path}")
         for name in self.names:
             if not DATASETS[name].files:
-                print(f"{name:13} built in")
+                show(f"{name:13} built in")
         return OK
 
     def as_json(self, found: Sequence[files.Status]) -> int:
-        print(json.dumps([{**asdict(one), "path": one.path and str(one.path)} for one in found]))
+        show_json([{**asdict(one), "path": one.path and str(one.path)} for one in found])
         return OK
 
 
@@ -364,6 +372,8 @@ class Sweep:
     """Run only the K-th of N shares, for N machines that each take one."""
     data: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE|DIR")] = None
     """A corpus, a text file, or a folder in which to look for the corpus of --data.name."""
+    unpacked: Annotated[int | None, tyro.conf.arg(metavar="MIB")] = None
+    """What a packed text may unpack to, in MiB; by default 256."""
     json: Flag = False
     """Print the result of every run as JSON."""
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
@@ -376,7 +386,10 @@ class Sweep:
         seeds = "1 seed" if self.seeds == 1 else f"{self.seeds} seeds"
         title = f"{self.recipe or config.data.name}: {', '.join(self.grid) or 'no grid'}, {seeds}"
         sweep_report.write(rows, self.out, title)
-        print(json.dumps([asdict(row) for row in rows]) if self.json else sweep_report.table(rows), flush=True)
+        if self.json:
+            show_json([asdict(row) for row in rows])
+        else:
+            show(sweep_report.table(rows))
         if any(row.why == "interrupted" for row in rows):
             return complain("sweep", "interrupted; the same command goes on", INTERRUPTED)
         return FAILED if any(row.state == "failed" for row in rows) else OK
@@ -422,10 +435,10 @@ class Figures:
 
         made = figures.save_all(records_in(self.results), self.out, self.format, self.names)
         if self.json:
-            print(json.dumps([{"file": str(path), "text": d.text, "missing": d.missing} for path, d in made]))
+            show_json([{"file": str(path), "text": d.text, "missing": d.missing} for path, d in made])
             return OK
         for path, drawn in made:
-            print(path, f"(no results yet: {', '.join(drawn.missing)})" if drawn.missing else "")
+            show(f"{path} (no results yet: {', '.join(drawn.missing)})" if drawn.missing else path)
         return OK
 
 
@@ -458,7 +471,7 @@ class Report:
         else:
             page = report.paper_page(records_in(self.results), self.benchmarks)
         report.write(self.out, page)
-        print(f"The page is in {self.out}")
+        show(f"The page is in {self.out}")
         return OK
 
 
@@ -503,7 +516,7 @@ def with_data(config: Config, data: str | None, *, begun: bool = False) -> tuple
     Paths of texts are made absolute, so that a run can be continued from anywhere. A run that has begun knows what its
     data are: another file, too, is then only where they are now.
     """
-    path = None if data is None or data in DATASETS else Path(data).expanduser()
+    path = None if data is None or data in DATASETS else files.expanded(data)
     if begun and path is not None and str(path.absolute()) != config.data.name:
         return _absolute_paths(config), path
     folder = None
@@ -539,12 +552,8 @@ def records_in(results: Path) -> Path:
     return results
 
 
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def complain(name: str, what: object, code: int) -> int:
     if os.environ.get("ZONEOUT_TRACEBACK") and sys.exc_info()[0] is not None:
-        traceback.print_exc()
-    print(f"zoneout{f' {name}' if name else ''}: {what}", file=sys.stderr)
+        say(traceback.format_exc().rstrip())
+    say(f"zoneout{f' {name}' if name else ''}: {disk.in_words(what) if isinstance(what, Exception) else what}")
     return code

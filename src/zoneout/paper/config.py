@@ -14,10 +14,14 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from .streams import CONTROL, shown
+
 Mask: TypeAlias = Literal["unit", "shared", "step", "sequence", "static"]
 AtEval: TypeAlias = Literal["expectation", "off", "sample"]
 
 IMAGES = ("mnist",)  # data that are classified; everything else is text to be predicted
+LAYERS = 2**14  # of a model, at most: the planes of the generator beyond theirs are drawn from outside the layers
+MOST = 2**31 - 1  # of anything that is the size of a tensor
 CUT: dict[str, Literal["char", "word"]] = {"char-ptb": "char", "word-ptb": "word"}  # corpora that are cut in one way
 
 
@@ -44,6 +48,8 @@ class Data:
 
     def __post_init__(self) -> None:
         _check("data.name", self.name, self.name != "", "the name of a corpus or the path of a text file")
+        for name in ("name", "valid", "test"):
+            _check_text(f"data.{name}", getattr(self, name))
         for name in ("limit", "words"):
             value = getattr(self, name)
             _check(f"data.{name}", value, value is None or value > 0, "a number above 0, or none")
@@ -63,9 +69,10 @@ class Batches:
     """Cut the chunks of every epoch from another random offset."""
 
     def __post_init__(self) -> None:
-        _check("batches.size", self.size, self.size > 0, "a number above 0")
+        _check_size("batches.size", self.size)
         least = 2 if self.kind == "chunks" else 1
         _check("batches.length", self.length, self.length >= least, f"at least {least} for {self.kind}")
+        _check_size("batches.length", self.length)
 
 
 @dataclass(frozen=True)
@@ -100,9 +107,10 @@ class Model:
     """Learn the state that a sequence starts from."""
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "layers"):
-            _check(f"model.{name}", getattr(self, name), getattr(self, name) > 0, "a number above 0")
+        _check_size("model.hidden", self.hidden)
+        _check_size("model.layers", self.layers, LAYERS)
         _check("model.embedding", self.embedding, self.embedding >= 0, "a size, or 0 for one-hot input")
+        _check_size("model.embedding", max(self.embedding, 1))
         _check_rates("model", self, "dropout", "norm_momentum")
         _check("model.init_bound", self.init_bound, 0 < self.init_bound < math.inf, "a finite number above 0")
         _check("model.forget_bias", self.forget_bias, math.isfinite(self.forget_bias), "a finite number")
@@ -242,7 +250,8 @@ class Protocol:
     def __post_init__(self) -> None:
         least = 2 if self.kind == "chunks" else 1
         _check("length", self.length, self.length >= least, f"at least {least} for {self.kind}")
-        _check("size", self.size, self.size > 0, "a number above 0")
+        _check_size("length", self.length)
+        _check_size("size", self.size)
 
 
 @dataclass(frozen=True)
@@ -325,6 +334,8 @@ class Config:
             _check(name, getattr(self, name), getattr(self, name) >= 0, "0 or more")
         for name in ("epochs", "log_every"):
             _check(name, getattr(self, name), getattr(self, name) > 0, "a number above 0")
+        for name in ("device", "backend"):
+            _check_text(name, getattr(self, name))
         _check("seed", self.seed, -(2**63) <= self.seed < 2**64, "an integer of at most 64 bits")
         if self.model.norm == "batch":
             _check("batches.size", self.batches.size, self.batches.size >= 2, "at least 2 with batch norm")
@@ -444,7 +455,7 @@ def _parse(text: str, hint: Any) -> Any:
 
 def _build(kind: type, values: Any, prefix: str) -> Any:
     if not isinstance(values, dict):
-        raise ValueError(f"{prefix[:-1] or 'config'}: expected named fields in braces, got {values!r}")
+        raise ValueError(f"{prefix[:-1] or 'config'}: expected named fields in braces, got {shown(values)}")
     hints = typing.get_type_hints(kind)
     given: dict[str, Any] = {}
     for name, value in values.items():
@@ -456,7 +467,7 @@ def _build(kind: type, values: Any, prefix: str) -> Any:
             continue
         fitted = _fit(value, hint)
         if isinstance(fitted, _Misfit):
-            raise ValueError(f"{prefix}{name}: expected {fitted.expected}, got {value!r}")
+            raise ValueError(f"{prefix}{name}: expected {fitted.expected}, got {shown(value)}")
         given[name] = fitted
     return kind(**given)
 
@@ -502,7 +513,17 @@ def nearest(name: str, known: typing.Iterable[str]) -> str:
 
 def _check(name: str, value: Any, good: bool, expected: str) -> None:
     if not good:
-        raise ValueError(f"{name}: expected {expected}, got {value!r}")
+        raise ValueError(f"{name}: expected {expected}, got {shown(value)}")
+
+
+def _check_size(name: str, value: int, most: int = MOST) -> None:
+    _check(name, value, value > 0, "a number above 0")
+    _check(name, value, value <= most, f"at most {most:,}")
+
+
+def _check_text(name: str, value: str | None) -> None:
+    good = value is None or not CONTROL.search(value)
+    _check(name, value, good, "a name without control characters")
 
 
 def _check_rates(group: str, fields: Any, *rates: str) -> None:

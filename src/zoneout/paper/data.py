@@ -191,8 +191,8 @@ def text_path(path: PathLike, folder: PathLike | None = None) -> Path:
 
     A path with a folder of its own in it means that file, while it is there.
     """
-    own = Path(path).expanduser()
-    inside = None if folder is None else Path(folder).expanduser() / own.name
+    own = files.expanded(path)
+    inside = None if folder is None else files.expanded(folder) / own.name
     if inside is None or not inside.is_file() or (own.parent != Path() and own.is_file()):
         return own
     return inside
@@ -220,6 +220,8 @@ def _text_file(path: PathLike, folder: PathLike | None) -> Path:
         return found
     if found.is_dir():
         raise DataError(f"{found} is a folder; expected a text file, or one of {', '.join(DATASETS)}")
+    if found.exists():
+        raise DataError(f"{found} is a pipe or a device; expected a text file, or one of {', '.join(DATASETS)}")
     hint, inside = files.nearest(os.fspath(path)), f", nor one of its name in {folder}" if folder else ""
     raise files.MissingError(f"{path}: there is no such file{inside}, nor a corpus of this name; {hint}")
 
@@ -251,7 +253,7 @@ def _python_text() -> str:
 
 def read_text(path: PathLike, vocabulary: Vocabulary) -> Array:
     """A text file of the user's in the numbers of a vocabulary; unpacked, and with its ends of lines, as any is."""
-    file = Path(path).expanduser()
+    file = files.expanded(path)
     text = _decode(files.read(file), Source("", file))
     try:
         numbers = vocabulary.encode(text)

@@ -32,6 +32,7 @@ from .page import code, document, element, join, learning_curves, section, table
 from .processes import obey_the_parent, threads_of_each
 from .progress import duration, watch
 from .sample import sample
+from .streams import say, show
 from .train import stop_requests, train
 
 PLAIN, ZONED = "unregularised", "zoneout"
@@ -77,7 +78,7 @@ class Demo:
             if not begun(folder):
                 clear(folder, made)
         if "interrupted" in statuses.values():
-            print(f"\n{interrupted(folder)}", file=sys.stderr)
+            say(f"\n{interrupted(folder)}")
             return INTERRUPTED
         report(self, folder)
         return 0
@@ -100,7 +101,7 @@ class Demo:
             device="cpu",
         )
         configs = {PLAIN: plain, ZONED: replace(plain, zoneout=Zoneout(cell=0.5, hidden=0.05))}
-        print(fill(introduction(self, folder), columns()) + "\n", file=sys.stderr, flush=True)
+        say(fill(introduction(self, folder), columns()) + "\n")
         return side_by_side(configs, folder)
 
 
@@ -159,7 +160,7 @@ def write_text(folder: Path, characters: int) -> Data:
     with disk.explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for name, part in (("train", train_), ("valid", valid), ("test", test)):
-            (folder / f"{name}.txt").write_text(part, encoding="utf-8")
+            disk.write_text(folder / f"{name}.txt", part)
     train_file, valid_file, test_file = (str((folder / f"{n}.txt").absolute()) for n in ("train", "valid", "test"))
     return Data(name=train_file, valid=valid_file, test=test_file)
 
@@ -276,19 +277,19 @@ def report(demo: Demo, folder: Path) -> None:
         plots.save(fig, folder / f"curves.{suffix}")
     written = PROMPT + "".join(sample(runs.load(folder / better.name), PROMPT, length=400, temperature=0.6, seed=1))
     html = page(demo, results, better, curves, written, folder)
-    (folder / "index.html").write_text(html, encoding="utf-8")
+    disk.write_text(folder / "index.html", html)
 
-    print(f"\n{'bits per character':26}{PLAIN:>14}{ZONED:>14}")
+    show(f"\n{'bits per character':26}{PLAIN:>14}{ZONED:>14}")
     for label, value in ROWS:
-        print(f"{label:26}{value(results[0]):>14}{value(results[1]):>14}")
+        show(f"{label:26}{value(results[0]):>14}{value(results[1]):>14}")
     width = columns()
-    print(f"\n{plots.ascii_curves(curves, min(width, 80), 12)}\n\n{fill(verdict(results), width)}")
-    print(f"\nWhat the {better.name} model writes after {PROMPT!r}:\n")
-    print("\n".join(fill(line, width, initial_indent="  ", subsequent_indent="  ") for line in written.splitlines()))
-    print(f"\nTo try next{where_it_is()}:")
+    show(f"\n{plots.ascii_curves(curves, min(width, 80), 12)}\n\n{fill(verdict(results), width)}")
+    show(f"\nWhat the {better.name} model writes after {PROMPT!r}:\n")
+    show("\n".join(fill(line, width, initial_indent="  ", subsequent_indent="  ") for line in written.splitlines()))
+    show(f"\nTo try next{where_it_is()}:")
     for command, why in suggestions(folder, better):
-        print(f"  {command}\n      {why}")
-    print(f"\nThe curves are in {folder / 'curves.png'}, everything on one page in {folder / 'index.html'}")
+        show(f"  {command}\n      {why}")
+    show(f"\nThe curves are in {folder / 'curves.png'}, everything on one page in {folder / 'index.html'}")
 
 
 def where_it_is() -> str:

@@ -6,6 +6,7 @@ memory does not grow with the text.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,10 +22,15 @@ import zoneout as zo
 from . import batches
 from .config import Config, Protocol
 from .data import Corpus, Images
+from .disk import RunError
 from .feeds import Feed, as_sequences, on_device
 from .measures import in_measure
 from .models import at_least_float32
 from .processes import products_in
+
+
+class Diverged(RunError):
+    """The loss was no longer a finite number."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,12 @@ class Score:
     def perplexity(self) -> float:
         """e to the nats."""
         return in_measure(self.nats, "perplexity")
+
+    def checked(self, what: str) -> Score:
+        """The score, or an error where its loss is not a finite number, which no file or JSON can hold."""
+        if not math.isfinite(self.nats):
+            raise Diverged(f"{what}: the loss is {self.nats}, and no finite number; the weights cannot be good")
+        return self
 
 
 def nothing() -> None:

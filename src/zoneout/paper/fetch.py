@@ -12,8 +12,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeAlias, cast
 
-from . import cache
-from .files import DATASETS, DataError, File, MissingError, PathLike, damage, find_in, known, locate, packing, read
+from . import cache, disk
+from .files import (
+    DATASETS,
+    DataError,
+    File,
+    MissingError,
+    PathLike,
+    damage,
+    expanded,
+    find_in,
+    known,
+    locate,
+    packing,
+    read,
+)
 
 try:
     import fcntl
@@ -38,7 +51,7 @@ def fetch(name: str, folder: PathLike | None = None, *, progress: Progress | Non
 
 
 def _ensure(file: File, folder: PathLike | None, progress: Progress | None) -> tuple[Path, bool]:
-    target = Path(folder).expanduser() if folder else cache.downloads()
+    target = expanded(folder) if folder else cache.downloads()
     bad = None
     try:
         path, there = locate(file, folder)
@@ -78,14 +91,14 @@ def download(file: File, folder: Path, *, progress: Progress | None = None) -> P
                 if trouble := _bring(url, part, file, report):
                     troubles.append(f"\n  {url}: {trouble}")
                     continue
-                with part.open("rb") as stream:
+                with disk.opened(part) as stream:
                     path = target.with_name(file.name + packing(stream.read(6)))
                 os.replace(part, path)
                 for left in target.parent.glob(f".{file.name}-*.part"):
                     left.unlink(missing_ok=True)
                 return path
     except OSError as error:
-        raise DataError(f"{target}: could not be written: {error.strerror or error}") from error
+        raise DataError(f"{target}: could not be written: {disk.in_words(error)}") from error
     tried = "".join(troubles) or " no home is known"
     raise DataError(
         f"{file.name} could not be fetched:{tried}\nExpected {file.wanted()}. Where you have the file, put it into "
@@ -101,7 +114,7 @@ def _bring(url: str, part: Path, file: File, report: Progress) -> str:
         trouble = _transfer(url, part, file, report)
         here = part.stat().st_size if part.exists() else 0
         if trouble is None:
-            if not (trouble := damage(part, file)):
+            if not (trouble := damage(part, file, downloaded=True)):
                 return ""
             part.unlink()
             if not old:
@@ -124,7 +137,7 @@ def _transfer(url: str, part: Path, file: File, report: Progress) -> str | None:
             here = here if status == 206 else 0  # a server that knows no ranges begins again, and so do we
             length = headers.get("Content-Length", "")
             total = here + int(length) if length.isdecimal() else None
-            with part.open("ab" if here else "wb") as out:
+            with disk.opened(part, "ab" if here else "wb") as out:
                 while (total or here) <= most and (block := _block(response)):
                     out.write(block)
                     here += len(block)
@@ -169,7 +182,7 @@ def _block(response: http.client.HTTPResponse) -> bytes:
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """One download at a time into a folder; whoever comes second waits."""
-    with (folder / ".lock").open("w") as lock:
+    with disk.opened(folder / ".lock", "ab") as lock:
         with contextlib.suppress(AttributeError, OSError):  # no such locks here: the checks still hold
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield

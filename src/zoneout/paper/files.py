@@ -15,11 +15,12 @@ import os
 import zipfile
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import IO, Literal, TypeAlias
 
-from . import cache
+from . import cache, disk
 
 PathLike: TypeAlias = str | os.PathLike[str]
 
@@ -33,6 +34,7 @@ class File:
     sha256: str | None = None
     crc32: int | None = None
     start: tuple[int, str] | None = None  # so many first bytes, and their sha256
+    zip_md5: str | None = None  # of its one archive, which is all that may be downloaded
     part_of: File | None = None  # the first `size` bytes of another file
     urls: tuple[str, ...] = ()
 
@@ -50,6 +52,7 @@ class File:
         """The contents, in words."""
         sums = [f"sha256 {self.sha256}"] if self.sha256 else []
         sums += [f"CRC-32 {self.crc32:08x}"] if self.crc32 is not None else []
+        sums += [f"in a zip with md5 {self.zip_md5}"] if self.zip_md5 else []
         return f"{self.size:,} bytes unpacked, {', '.join(sums)}"
 
 
@@ -99,10 +102,11 @@ _TEXT8 = File(
     100_000_000,
     crc32=0x7D6BE66F,
     start=_PREFIX,
-    urls=(
-        "http://mattmahoney.net/dc/text8.zip",
+    zip_md5="3bea1919949baf155f99411df5fada7e",
+    urls=(  # of the zip: nothing stronger than a CRC is published of what is in it
+        "https://mattmahoney.net/dc/text8.zip",
         "https://data.deepai.org/text8.zip",
-        "https://huggingface.co/datasets/ardMLX/text8/resolve/main/text8",
+        "http://mattmahoney.net/dc/text8.zip",
     ),
 )
 _TEXT8_PREFIX = File("text8/text8-prefix-74090640", *_PREFIX, part_of=_TEXT8)
@@ -141,9 +145,46 @@ class MissingError(DataError):
     """A file that is not there."""
 
 
+UNPACKED = "ZONEOUT_UNPACKED"  # MiB that a packed text of the user's may unpack to
+UNPACKED_MIB = 256
+
+
+@contextmanager
+def unpacking(mebibytes: int | None) -> Iterator[None]:
+    """Let packed texts unpack to so much, in this process and those that it starts; None leaves it as it is."""
+    if mebibytes is not None and mebibytes < 1:
+        raise ValueError(f"--unpacked: expected 1 MiB or more, got {mebibytes}")
+    before = os.environ.get(UNPACKED)
+    if mebibytes is not None:
+        os.environ[UNPACKED] = str(mebibytes)
+    try:
+        yield
+    finally:
+        if mebibytes is not None:
+            os.environ.pop(UNPACKED)
+        if before is not None:
+            os.environ[UNPACKED] = before
+
+
+def _most_unpacked() -> int:
+    """The bytes that a packed text may unpack to: a small archive can hold more than any memory."""
+    text = os.environ.get(UNPACKED) or str(UNPACKED_MIB)
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{UNPACKED}: expected a number of MiB, got {text!r}")
+    return int(text) << 20
+
+
+def expanded(path: PathLike) -> Path:
+    """A path whose `~` stands for a home."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise MissingError(f"{path}: there is no such home folder") from None
+
+
 def places(folder: PathLike | None = None) -> list[Path]:
     """The folders where files are looked for, in order: `folder`, ZONEOUT_DATA, and what was fetched."""
-    named = [Path(name).expanduser() for name in (folder, os.environ.get("ZONEOUT_DATA")) if name]
+    named = [expanded(name) for name in (folder, os.environ.get("ZONEOUT_DATA")) if name]
     return list(dict.fromkeys([*named, cache.downloads()]))
 
 
@@ -177,10 +218,13 @@ def locate(file: File, folder: PathLike | None = None) -> tuple[Path, File]:
     return path, there
 
 
-def read(path: Path, file: File | None = None) -> bytes:
-    """The contents of a file, unpacked, and checked where it is one of the table's."""
+def read(path: Path, file: File | None = None, *, downloaded: bool = False) -> bytes:
+    """The contents of a file, unpacked, and checked where it is one of the table's.
+
+    Of one that was `downloaded`, and is published in an archive, nothing but this archive is taken.
+    """
     try:
-        data = _unpack(path, file)
+        data = _unpack(path, file, downloaded)
     except FileNotFoundError:
         raise MissingError(f"{path}: there is no such file") from None
     except OSError as error:
@@ -193,39 +237,59 @@ def read(path: Path, file: File | None = None) -> bytes:
     return data
 
 
-def damage(path: Path, file: File) -> str:
+def damage(path: Path, file: File, *, downloaded: bool = False) -> str:
     """What is wrong with a file, in a sentence, or nothing."""
     try:
-        read(path, file)
+        read(path, file, downloaded=downloaded)
         return ""
     except DataError as error:
         return str(error)
 
 
-def _unpack(path: Path, file: File | None) -> bytes:
-    most = -1 if file is None else file.size + 1  # one more byte than wanted shows that there are more
-    with path.open("rb") as raw:
+def _unpack(path: Path, file: File | None, downloaded: bool) -> bytes:
+    with disk.opened(path) as raw:
         kind = packing(raw.read(6))
+        if file is not None and file.zip_md5 and (kind == ".zip" or downloaded):
+            _check_md5(raw, path, file)
         raw.seek(0)
-        try:
-            if kind == ".xz":
-                with lzma.open(raw) as unpacked:
-                    return unpacked.read(most)
-            if kind == ".gz":
-                with gzip.open(raw) as unpacked:
-                    return unpacked.read(most)
-            if kind == ".zip":
-                with zipfile.ZipFile(raw) as archive, archive.open(_member(archive, path, file)) as unpacked:
-                    return unpacked.read(most)
-        except (lzma.LZMAError, gzip.BadGzipFile, zipfile.BadZipFile, zlib.error, EOFError) as error:
-            expected = f" Expected {file.wanted()}." if file else ""
-            raise DataError(
-                f"{path} is damaged or was cut short ({str(error).rstrip('.') or type(error).__name__}).{expected} "
-                "Remove it and get it again."
-            ) from None
-        except (RuntimeError, NotImplementedError) as error:  # a password, a method that Python does not know
-            raise DataError(f"{path} cannot be unpacked: {error}") from None
-        return raw.read(most)
+        # One more byte than wanted shows that there are more; a text that is not packed is as large as it looks.
+        most = file.size + 1 if file else _most_unpacked() + 1 if kind else -1
+        data = _contents(raw, kind, path, file, most)
+    if file is None and len(data) == most:
+        raise DataError(
+            f"{path} unpacks to more than {most >> 20:,} MiB; where that is meant, --unpacked MIB (or {UNPACKED}) "
+            "allows more"
+        )
+    return data
+
+
+def _check_md5(raw: IO[bytes], path: Path, file: File) -> None:
+    raw.seek(0)
+    found = hashlib.file_digest(raw, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()  # type: ignore[arg-type]
+    if found != file.zip_md5:
+        raise DataError(f"{path} is not {file.name}: its md5 is {found}. Expected {file.wanted()}. Remove it.")
+
+
+def _contents(raw: IO[bytes], kind: str, path: Path, file: File | None, most: int) -> bytes:
+    try:
+        if kind == ".xz":
+            with lzma.open(raw) as unpacked:
+                return unpacked.read(most)
+        if kind == ".gz":
+            with gzip.open(raw) as unpacked:
+                return unpacked.read(most)
+        if kind == ".zip":
+            with zipfile.ZipFile(raw) as archive, archive.open(_member(archive, path, file)) as unpacked:
+                return unpacked.read(most)
+    except (lzma.LZMAError, gzip.BadGzipFile, zipfile.BadZipFile, zlib.error, EOFError) as error:
+        expected = f" Expected {file.wanted()}." if file else ""
+        raise DataError(
+            f"{path} is damaged or was cut short ({str(error).rstrip('.') or type(error).__name__}).{expected} "
+            "Remove it and get it again."
+        ) from None
+    except (RuntimeError, NotImplementedError) as error:  # a password, a method that Python does not know
+        raise DataError(f"{path} cannot be unpacked: {error}") from None
+    return raw.read(most)
 
 
 def packing(first: bytes) -> str:

@@ -13,7 +13,6 @@ otherwise the methods would be measured at different places. So dL/dc of the las
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import shlex
 import sys
@@ -34,7 +33,7 @@ from .config import Config
 from .data import Corpus, Images
 from .disk import RunError
 from .feeds import make_feed
-from .files import DataError
+from .files import DataError, unpacking
 from .models import loss_of
 from .plots import check_name
 from .processes import device_of
@@ -256,15 +255,18 @@ def read_record(path: Path) -> Record:
     try:
         record = disk.read_json(path)
         if record["format"] != FORMAT:
-            raise ValueError(f"it has format {record['format']!r}, expected {FORMAT}")
+            raise ValueError(f"it has format {streams.shown(record['format'])}, expected {FORMAT}")
+        disk.check_fields(record, {"command": "text"}, {"seed": "number"})
         if not record["layers"] or not all(record["layers"].values()):
             raise ValueError("it has no layers, or one without states")
         for layer in record["layers"].values():
-            for state in layer.values():
-                if not all(isinstance(share, (int, float)) for share in state["share"]):
+            for name, state in layer.items():
+                if name not in NAMES.values():
+                    raise ValueError(f"there is no state {streams.shown(name)}")
+                if not all(map(disk.is_number, state["share"])):
                     raise ValueError("a share is not a number")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(f"{path} is not a gradient flow that can be read: {error}") from None
+        raise RunError(f"{path} is not a gradient flow that can be read: {disk.reason(error)}") from None
     return record
 
 
@@ -321,6 +323,7 @@ The numbers go to RUN/gradients.json, those of a recipe to RESULTS/RECIPE/gradie
     add("--out", metavar="DIR", type=Path, default=Path("runs/reproduce"), help="where recipes ran (runs/reproduce)")
     add("--results", metavar="DIR", type=Path, default=Path("results"), help="where records of recipes go (results)")
     add("--data", metavar="DIR|FILE", type=Path, help="where to look for the data, or the file a text has moved to")
+    add("--unpacked", metavar="MIB", type=int, help="what a packed text may unpack to, in MiB (256)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add("--picture", metavar="FILE", type=Path, help="draw it to this file: .svg, .pdf or .png")
     add("--json", action="store_true", help="print the records as JSON")
@@ -337,34 +340,37 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m zoneout.
         refuse_given(("seed", "out", "results"), options, command.get_default, why)
     flows: dict[str, Record] = {}
     for folder, path, recipe in places(options.what, options.seed, options.out, options.results):
-        record = make_record(
-            folder,
-            recipe=recipe,
-            weights=options.weights,
-            batches=options.batches,
-            data=options.data,
-            device=options.device,
-        )
+        with unpacking(options.unpacked):
+            record = make_record(
+                folder,
+                recipe=recipe,
+                weights=options.weights,
+                batches=options.batches,
+                data=options.data,
+                device=options.device,
+            )
         with disk.explained(path.parent):
             disk.write_record(path, record)
         name = RECIPES[recipe].row if recipe else str(folder)
         flows[name] = record
         if not options.json:
-            print(described(name, record, path), flush=True)
+            streams.show(described(name, record, path))
     if options.json:
-        print(json.dumps(list(flows.values())))
+        streams.show_json(list(flows.values()))
     if options.picture is not None:
         from .figures import flow_figure
         from .plots import save
 
-        save(flow_figure({name: [record] for name, record in flows.items()}), options.picture)
-        print(f"The picture is in {options.picture}", file=sys.stderr)
+        with disk.explained(options.picture):
+            save(flow_figure({name: [record] for name, record in flows.items()}), options.picture)
+        streams.say(f"The picture is in {options.picture}")
     return OK
 
 
 def described(name: str, record: Record, path: Path) -> str:
     """A record in a few lines."""
-    lines = [f"{name}: weights of epoch {record['epoch']:.4g}, {record['batches']} batches; in {path}"]
+    when = "" if record["epoch"] is None else f" of epoch {record['epoch']:.4g}"
+    lines = [f"{name}: weights{when}, {record['batches']} batches; in {path}"]
     for layer, states in record["layers"].items():
         for state, found in states.items():
             steps = len(found["share"])
@@ -378,5 +384,5 @@ if __name__ == "__main__":
         with streams.ready():
             sys.exit(main())
     except (RunError, OSError, ValueError, DataError) as error:
-        print(f"gradients: {error}", file=sys.stderr)
+        streams.say(f"gradients: {disk.in_words(error)}")
         sys.exit(code_of(error))

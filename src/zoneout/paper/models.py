@@ -6,6 +6,8 @@ the update and of their coordinates, as the masks inside the layers are.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -20,13 +22,13 @@ from ..ops.dropout import dropout
 from ..ops.products import linear
 from ..ops.weight_noise import weight_noise
 from ..philox import as_seed
-from .config import Config
-from .processes import alone, one_thread
+from .config import LAYERS, Config
+from .processes import alone, memory_of, one_thread
 
 CLASSES, PIXELS = 10, 784  # of mnist
 
 # Planes of the generator beyond those of any layer, one for each thing that is drawn outside the layers.
-_INPUT, _OUTPUT, _WORDS, _OUTPUT_OF_SEQUENCE = range(2**14, 2**14 + 4)
+_INPUT, _OUTPUT, _WORDS, _OUTPUT_OF_SEQUENCE = range(LAYERS, LAYERS + 4)
 
 
 class Output(NamedTuple):
@@ -211,10 +213,41 @@ def build(config: Config, symbols: int = 0) -> LanguageModel | Classifier:
     return model
 
 
-def check(config: Config) -> None:
-    """An error where the model of a config cannot be; nothing is made for it."""
+def outline(config: Config, symbols: int = 0) -> LanguageModel | Classifier:
+    """The model of a config without its weights: what it has, and in which shapes."""
+    check(config, symbols)
     with torch.device("meta"):
-        _model(config, 1)
+        return _model(config, symbols)
+
+
+def check(config: Config, symbols: int = 1, device: torch.device | None = None, copies: int = 1) -> None:
+    """An error where the model of a config cannot be, or so many copies of it have no room; nothing is made for it."""
+    room = memory_of(device or torch.device("cpu"))
+    needed = 4 * copies * _size(config, symbols)
+    if room is not None and needed > room:
+        raise ValueError(
+            f"model: expected one that has room in {room / 2**30:,.1f} GiB of memory, got one that needs at least "
+            f"{needed / 2**30:,.1f}; try a smaller --model.hidden, --model.layers or --model.embedding"
+        )
+
+
+def _size(config: Config, symbols: int) -> int:
+    """How many numbers a model consists of. From the second on its layers are alike: two of them tell it of all."""
+
+    def count(layers: int) -> int:
+        with torch.device("meta"):
+            model = _model(replace(config, model=replace(config.model, layers=layers)), symbols)
+        return sum(tensor.numel() for tensor in chain(model.parameters(), model.buffers()))
+
+    try:
+        one = count(1)
+        return one + (config.model.layers - 1) * (count(2) - one if config.model.layers > 1 else 0)
+    except RuntimeError as error:
+        if "overflow" not in str(error):
+            raise
+        raise ValueError(
+            "model: expected sizes that a tensor can have; try a smaller --model.hidden or --model.embedding"
+        ) from error
 
 
 def _model(config: Config, symbols: int) -> LanguageModel | Classifier:

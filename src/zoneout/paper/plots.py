@@ -15,6 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from .disk import write_bytes, write_text
 from .measures import LABELS, in_measure, measure_in
 from .runs import read_metrics
 
@@ -135,9 +136,12 @@ def save(fig: Any, path: Path, title: str = "") -> None:
     if path.suffix == ".svg":
         text = _svg(fig, title)
         at = text.index(">", text.index("<svg")) + 1
-        path.write_text(f"{text[:at]}\n <style>\n{dark_style()}</style>{text[at:]}", encoding="utf-8")
+        write_text(path, f"{text[:at]}\n <style>\n{dark_style()}</style>{text[at:]}")
     else:
-        fig.savefig(path, dpi=150, metadata={"CreationDate": None} if path.suffix == ".pdf" else None)
+        content = io.BytesIO()
+        metadata = {"CreationDate": None} if path.suffix == ".pdf" else None
+        fig.savefig(content, format=path.suffix[1:], dpi=150, metadata=metadata)
+        write_bytes(path, content.getvalue())
 
 
 def svg(fig: Any, name: str = "", title: str = "", description: str = "") -> str:

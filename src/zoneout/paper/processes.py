@@ -11,13 +11,16 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from .disk import RunError
 
 T = TypeVar("T")
 
@@ -200,3 +203,38 @@ def device_of(name: str, number: int | None = None) -> torch.device:
         if ":" not in name:
             device = torch.device("cuda", torch.cuda.current_device() if number is None else number)
     return device
+
+
+def memory_of(device: torch.device) -> int | None:
+    """The bytes that a device has in all, or that a container leaves of them; None where nothing tells."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    found = []
+    with suppress(AttributeError, ValueError, OSError):  # not a Unix
+        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # of a container, by either version of cgroups
+        with suppress(ValueError, OSError):  # "max", or none
+            found.append(int(Path("/sys/fs/cgroup", limit).read_text()))
+    return min(found, default=None)
+
+
+@contextmanager
+def memory_explained() -> Iterator[None]:
+    """Turn what torch, NumPy and Python say when there is no memory left into a sentence."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        raise RunError(
+            f"the memory ran out ({str(error).strip().splitlines()[0][:200] if str(error).strip() else 'Python'}); try "
+            "a smaller --model.hidden, --model.layers, --batches.size or --batches.length, or a shorter text"
+        ) from error
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether an error means that there is no memory left; torch has no kind of its own for that of the host."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    said = ("can't allocate memory", "not enough memory", "std::bad_alloc", "out of memory")
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in said)

@@ -16,7 +16,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
+from .disk import own_folder
 from .measures import LABELS, figure_of, in_measure, measure_in
+from .streams import show, visible
 
 Event: TypeAlias = dict[str, Any]
 Listener: TypeAlias = Callable[[Event], None]
@@ -150,7 +152,7 @@ class Lines:
             speed = f"  {run.pace.speed:.1f} updates/s  {run.left()} left" if run.pace.speed else ""
             line = f"{position(event)}  train {run.training()}{speed}"
         if line is not None:
-            print(named(name, line, self.shown), file=self.out, flush=True)
+            show(named(name, line, self.shown), self.out)
 
 
 class Live:
@@ -193,7 +195,8 @@ class Live:
             return  # the bars of several runs show it, one below the other
         if (line := said(event)) is not None:
             style = "green" if event.get("best") else "yellow" if event["kind"] == "note" else None
-            self.console.print(named(name, line, self.shown), style=style, highlight=False, markup=False)
+            line = visible(named(name, line, self.shown))
+            self.console.print(line, style=style, highlight=False, markup=False)
 
 
 class _Of(ProgressColumn):
@@ -223,7 +226,7 @@ class TensorBoard:
             raise ValueError(
                 "--tensorboard: the package tensorboard is not installed; pip install '.[tensorboard]' in a clone"
             ) from None
-        self.make = lambda update: SummaryWriter(str(Path(folder) / "tensorboard"), purge_step=update)
+        self.make = lambda update: SummaryWriter(str(own_folder(Path(folder) / "tensorboard")), purge_step=update)
         self.writer: Any = None
 
     def __call__(self, event: Event) -> None:

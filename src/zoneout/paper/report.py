@@ -7,6 +7,8 @@ leads to the command that makes it again.
 from __future__ import annotations
 
 import csv
+import io
+import math
 import re
 import shlex
 from collections.abc import Sequence
@@ -223,15 +225,15 @@ def speed(benchmarks: Path) -> list[Html]:
     if not benchmarks.is_file():
         return [element("p", "There are no measurements here: ", code(str(benchmarks)), " is not there. ", _bench())]
     try:
-        with benchmarks.open(encoding="utf-8", newline="") as file:
-            lines = list(csv.DictReader(file))
+        lines = list(csv.DictReader(io.StringIO(disk.read_text(benchmarks), newline="")))
         for line in lines:
             if missing := [name for name in (*WORDS, *NUMBERS) if line.get(name) is None]:
                 raise ValueError(f"a line lacks {', '.join(missing)}")
             for name in NUMBERS:
-                float(line[name])
+                if not math.isfinite(float(line[name])):
+                    raise ValueError(f"{name}: expected a finite number, got {line[name]}")
     except (OSError, ValueError, csv.Error) as error:
-        raise RunError(f"{benchmarks} is not a table of measurements: {error}") from None
+        raise RunError(f"{benchmarks} is not a table of measurements: {disk.reason(error)}") from None
     text = "Every ratio is ours divided by theirs, the median of paired runs: below 1 is faster (or smaller). "
     parts = [element("p", text, _bench())]
     groups = dict.fromkeys((line["backend"] == "cuda", line["device"], line["group"]) for line in lines)

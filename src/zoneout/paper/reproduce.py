@@ -97,7 +97,14 @@ class Job:
     def most_at_once(self) -> int:
         """How many runs shared the device, in this call or in one before it: the minutes are of all of them."""
         path = self.folder / SHARED
-        return max(self.at_once, int(disk.read_json(path)["at_once"]) if path.exists() else 1)
+        if not path.exists():
+            return self.at_once
+        try:
+            found = disk.read_json(path)
+            disk.check_fields(found, {"at_once": "count"})
+        except (OSError, ValueError) as error:
+            raise RunError(f"{path} cannot be read: {disk.reason(error)}") from None
+        return max(self.at_once, int(found["at_once"]))
 
     def __call__(self, progress: Progress | None = None) -> State:
         """Train, or go on, and write the record."""
@@ -127,7 +134,7 @@ def reproduce(
     minutes: float = math.inf,
     parallel: int = 1,
     settings: dict[str, Any] | None = None,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = streams.show,
 ) -> State:
     """Run the rows of a task (see `recipes.select`) that have no record yet, and say the table after each.
 
@@ -211,10 +218,10 @@ def attempt(job: Job) -> State:
     try:
         return job(lines(job))
     except Diverged as error:
-        print(f"{job.recipe}, seed {job.seed}: {error}", file=sys.stderr, flush=True)
+        streams.say(f"{job.recipe}, seed {job.seed}: {error}")
         return "diverged"
     except RunError as error:
-        print(f"{job.recipe}, seed {job.seed}: {error}", file=sys.stderr, flush=True)
+        streams.say(f"{job.recipe}, seed {job.seed}: {error}")
         return "failed"
 
 
@@ -292,7 +299,7 @@ def attempt_beside_others(job: Job) -> State:
     try:
         return attempt(job)
     except (DataError, ValueError) as error:
-        print(f"{job.recipe}, seed {job.seed}: {error}", file=sys.stderr, flush=True)
+        streams.say(f"{job.recipe}, seed {job.seed}: {error}")
         return "without data" if isinstance(error, DataError) else "refused"
 
 
@@ -338,7 +345,7 @@ def lines(job: Job) -> Progress:
         elif kind == "note":
             text = event["text"]
         if text:
-            print(f"{name}: {text}", file=sys.stderr, flush=True)
+            streams.say(f"{name}: {text}")
 
     return tell
 
@@ -422,14 +429,14 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m zoneout.
             minutes=options.minutes,
             parallel=options.parallel,
             settings={name: value for name, _, value in pairs},
-            say=lambda text: print(text, file=said, flush=True),
+            say=lambda text: streams.show(text, said),
         )
     elif options.write is None:
-        print(table(results))
+        streams.show(table(results))
     if options.write is not None:
         with disk.explained(options.write):
             disk.write_text(options.write, document(results))
-            text = README.read_text(encoding="utf-8") if README.exists() else ""
+            text = disk.read_text(README) if README.exists() else ""
             if BEGIN in text and options.write == PAGE:
                 disk.write_text(README, put_summary(text, results))
     return CODES[state]
@@ -440,5 +447,5 @@ if __name__ == "__main__":
         with streams.ready():
             sys.exit(main())
     except (RunError, OSError, ValueError, DataError) as error:
-        print(f"reproduce: {error}", file=sys.stderr)
+        streams.say(f"reproduce: {disk.in_words(error)}")
         sys.exit(code_of(error))

@@ -30,6 +30,7 @@ from .evaluate import evaluate
 from .measures import REACHED, UNITS, measure_of, reached, rounded, spread
 from .processes import device_of
 from .recipes import MEASURES, QUOTED, RECIPES, Recipe
+from .streams import shown
 from .train import data_of, values_of
 
 Record: TypeAlias = dict[str, Any]
@@ -71,8 +72,10 @@ def make_record(
     folder: Path, recipe: str, *, data: Path | str | None = None, device: str = "auto", at_once: int = 1
 ) -> Record:
     """The record of the finished run in a folder; `at_once` is how many runs shared the device."""
-    config, summary = runs.read_config(folder), disk.read_json(folder / "summary.json")
-    where, measure = device_of(device), summary["measure"]
+    config, summary = runs.read_config(folder), runs.read_summary(folder) or {}
+    where, measure = device_of(device), RECIPES[recipe].measure
+    if not all(measure in (summary.get(part) or {}) for part in ("best", "test")):
+        raise RunError(f"{folder / 'summary.json'} has no validation and test in {measure}, as the recipe has them")
     return {
         "format": FORMAT,
         "recipe": recipe,
@@ -140,7 +143,7 @@ def scores(folder: Path, config: Config, data: Path | str | None, device: torch.
             for part in PARTS:
                 score = evaluate(loaded.model, corpus, part, loaded.config, protocol=protocol)
                 how = {"part": part, "protocol": named(protocol), "at_eval": at_eval}
-                found.append(how | values_of(score, measure_of(corpus)))
+                found.append(how | values_of(score.checked(f"{folder} on {part}"), measure_of(corpus)))
     return found
 
 
@@ -173,14 +176,14 @@ def read_record(path: Path) -> Record:
             raise ValueError(f"it has format {record['format']!r}, expected {FORMAT}")
         for name, kind in KINDS.items():
             value = record.get(name)
-            if not isinstance(value, kind) or (kind is NUMBER and not math.isfinite(value)):
-                raise ValueError(f"its {name} is {value!r}")
+            if not isinstance(value, kind) or isinstance(value, bool) or (kind is NUMBER and not disk.is_number(value)):
+                raise ValueError(f"its {name} is {shown(value)}")
         if (record["recipe"], f"seed-{record['seed']}") != (path.parent.name, path.stem):
             raise ValueError(f"it is of {record['recipe']}, seed {record['seed']}")
         configs.from_json(record["config"])
         _check_parts(record)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{path} is not a record that can be read: {error}") from None
+        raise RunError(f"{path} is not a record that can be read: {disk.reason(error)}") from None
     return record
 
 
@@ -192,6 +195,10 @@ def _check_parts(record: Record) -> None:
     lengths = [len(curve[name]) for name in ("epoch", "valid", "train_nats")]
     if lengths[0] == 0 or len(set(lengths)) > 1:
         raise ValueError(f"its curve has {', '.join(map(str, lengths))} epochs, validations and training losses")
+    numbers = [*curve["epoch"], *curve["valid"], *(nats for nats in curve["train_nats"] if nats is not None)]
+    numbers += [score[measure] for score in record["scores"] if measure in score]
+    if strange := [value for value in numbers if not disk.is_number(value)]:
+        raise ValueError(f"a value of its curve or scores is {shown(strange[0])}")
     if not isinstance(record["versions"].get("torch"), str):
         raise ValueError("its versions have none of torch")
     for score in record["scores"]:

@@ -18,6 +18,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,16 +35,29 @@ from .data import Vocabulary
 from .disk import (
     RunError,
     bring_to_disk,
+    check_fields,
+    check_plain,
+    clear_sides,
     digest_of,
     explained,
     fields_of,
+    in_words,
+    is_side,
+    opened,
+    own_folder,
+    read_bytes,
     read_json,
+    read_text,
+    reason,
+    replacing,
     tensor_digest,
     write_json,
     write_tensors,
     write_text,
 )
-from .models import build
+from .measures import LABELS, measure_in
+from .models import build, outline
+from .streams import shown
 
 try:
     import fcntl
@@ -89,9 +103,8 @@ class Run:
                 f"{self.folder} holds a run already; continue it with --resume, or choose another folder. "
                 "Nothing was overwritten."
             )
-        # A run that was killed while it was created has its lock and perhaps one of these, but no config yet.
-        written = {f"{side}{name}.json" for side in ("", ".") for name in ("vocabulary", "data", "config")}
-        begun = {"lock", "metrics.jsonl", *written}
+        # A run that was killed while it was created has its lock and perhaps some of these, but no config yet.
+        begun = {"lock", "metrics.jsonl", "vocabulary.json", "data.json", *filter(is_side, there)}
         strangers = there - begun if "lock" in there else there
         if strangers:
             raise RunError(
@@ -113,8 +126,9 @@ class Run:
         self.lock()
         self.check_free()  # another process may have been here between the two
         with explained(self.folder):
+            clear_sides(self.folder)
             self.note_data(vocabulary, digest, where)
-            self.metrics.touch()
+            opened(self.metrics, "ab").close()
             # Last: a folder with a config is a run.
             write_json(self.folder / "config.json", {"format": FORMAT, **configs.to_json(config)})
 
@@ -172,11 +186,13 @@ class Run:
         the checkpoint is cut off. Whatever may still refuse it has to come before.
         """
         with explained(self.folder):
+            for folder in (self.folder, self.last):
+                clear_sides(folder)
             self.note_data(vocabulary, digest, where)
             (self.folder / "summary.json").unlink(missing_ok=True)
             if config != read_config(self.folder):
                 write_json(self.folder / "config.json", {"format": FORMAT, **configs.to_json(config)})
-            with open(self.metrics, "ab") as file:
+            with opened(self.metrics, "ab") as file:
                 file.truncate(0 if found is None else found.metrics_bytes)
         for folder in self.checkpoints():  # those after it would pass for later ones
             if found is None or int(folder.name) > int(found.folder.name):
@@ -185,7 +201,7 @@ class Run:
     def lock(self) -> None:
         """Keep other processes out until `close`; the system lets go when the process ends, however it ends."""
         with explained(self.folder):
-            handle = open(self.folder / "lock", "a")  # noqa: SIM115
+            handle = opened(self.folder / "lock", "ab")
         try:
             if fcntl is not None:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -195,6 +211,9 @@ class Run:
                 f"{self.folder} is in use by another process; wait for it, stop it, or choose another folder"
             ) from None
         self._lock = handle
+        if self.last.is_symlink():  # in which checkpoints are removed, or what looks like some
+            self.close()
+            raise RunError(f"{self.last} is a symbolic link, and nothing is removed or written through one; remove it")
 
     def close(self) -> None:
         if self._lock is not None:
@@ -205,8 +224,8 @@ class Run:
 
     def append(self, row: dict[str, Any]) -> None:
         """Add a line to the metrics."""
-        with explained(self.folder), open(self.metrics, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row, allow_nan=False) + "\n")
+        with explained(self.folder), opened(self.metrics, "ab") as file:
+            file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Say that the run is finished."""
@@ -225,28 +244,25 @@ class Run:
     def save(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Write a checkpoint, which stands for the metrics as they are now, and drop all but the latest two."""
         with explained(self.folder):
-            self.last.mkdir(exist_ok=True)
-            with open(self.metrics, "ab") as file:
+            target = own_folder(self.last) / f"{state['update']:08d}"
+            with opened(self.metrics, "ab") as file:
                 os.fsync(file.fileno())
                 length = file.tell()
-            side, target = self.last / f".{state['update']:08d}", self.last / f"{state['update']:08d}"
-            shutil.rmtree(side, ignore_errors=True)
-            side.mkdir()
-            write_tensors(side / "tensors.safetensors", tensors)
-            page = {
-                "format": FORMAT,
-                "state": state,
-                "config_sha256": self.config_digest(),
-                "metrics_bytes": length,
-                "metrics_sha256": digest_of(self.metrics, length),
-                "tensors_sha256": digest_of(side / "tensors.safetensors"),
-            }
-            write_json(side / "state.json", page | {"sha256": _page_digest(page)})
-            bring_to_disk(side)
-            if target.exists():  # of an earlier try, damaged or from before a longer run
-                shutil.rmtree(target)
-            side.rename(target)
-            bring_to_disk(self.last)
+            with replacing(target) as side:
+                side.mkdir()
+                write_tensors(side / "tensors.safetensors", tensors)
+                page = {
+                    "format": FORMAT,
+                    "state": state,
+                    "config_sha256": self.config_digest(),
+                    "metrics_bytes": length,
+                    "metrics_sha256": digest_of(self.metrics, length),
+                    "tensors_sha256": digest_of(side / "tensors.safetensors"),
+                }
+                write_json(side / "state.json", page | {"sha256": _page_digest(page)})
+                bring_to_disk(side)
+                if target.exists():  # of an earlier try, damaged or from before a longer run
+                    shutil.rmtree(target)
             for old in self.checkpoints()[KEEP:]:
                 shutil.rmtree(old, ignore_errors=True)
 
@@ -262,7 +278,7 @@ class Run:
     def checkpoints(self) -> list[Path]:
         """The checkpoints that are there, the latest first."""
         found = self.last.iterdir() if self.last.is_dir() else ()
-        return sorted((p for p in found if p.name.isdigit()), key=lambda p: int(p.name), reverse=True)
+        return sorted((p for p in found if re.fullmatch("[0-9]+", p.name)), key=lambda p: int(p.name), reverse=True)
 
     def latest(self) -> tuple[Checkpoint | None, list[str]]:
         """The latest whole checkpoint, and a sentence for each damaged one that is later. Nothing is written.
@@ -276,7 +292,7 @@ class Run:
                 found = read_checkpoint(folder, self.metrics, self.config_digest())
                 break
             except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-                problems.append(f"the checkpoint {folder} is damaged ({error}) and was passed over")
+                problems.append(f"the checkpoint {folder} is damaged ({in_words(error)}) and was passed over")
         if found is None and problems:
             raise RunError(
                 f"{self.folder} cannot be continued: {'; '.join(problems)}. Begin it anew in another folder; "
@@ -302,6 +318,8 @@ def read_checkpoint(folder: Path, metrics: Path, config: str | None = None) -> C
         raise ValueError(f"state.json has format {page.get('format')!r}, expected {FORMAT}")
     if page.pop("sha256", None) != _page_digest(page):
         raise ValueError("state.json has been altered")
+    check_fields(page, {"metrics_bytes": "count", "state": "fields"})
+    check_fields(page["state"], {"update": "count", "epoch": "count"})
     if config is not None and page.get("config_sha256", config) != config:
         raise ValueError("config.json has been altered since")
     if digest_of(folder / "tensors.safetensors") != page["tensors_sha256"]:
@@ -343,7 +361,6 @@ def load(
     vocabulary = read_vocabulary(folder)
     if vocabulary is None and config.task != "images":
         raise RunError(f"{folder / 'vocabulary.json'} is missing, which says what the symbols of the run's text are")
-    model = build(config, 0 if vocabulary is None else len(vocabulary))
     if weights == "best":
         tensors, info = read_tensors(folder / "best.safetensors")
     elif weights == "last":
@@ -354,11 +371,18 @@ def load(
         try:
             checkpoint = read_checkpoint(latest, run.metrics)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise RunError(f"{latest} is damaged: {error}") from None
+            raise RunError(f"{latest} is damaged: {in_words(error)}") from None
         tensors = {n.removeprefix("model."): t for n, t in checkpoint.tensors.items() if n.startswith("model.")}
         info = {"update": checkpoint.state["update"], "epoch": checkpoint.state["epoch"]}
     else:
         raise ValueError(f"weights: expected 'best' or 'last', got {weights!r}")
+    symbols = 0 if vocabulary is None else len(vocabulary)
+    try:
+        planned = outline(config, symbols)  # before anything is made for a config that may be absurd
+    except ValueError as error:
+        raise RunError(f"{folder / 'config.json'}: {error}") from None
+    check_weights(planned, tensors, folder)
+    model = build(config, symbols)
     load_weights(model, tensors, folder)
     return Loaded(config, vocabulary, model.to(device).eval(), info)
 
@@ -378,17 +402,17 @@ def read_config(folder: Path | str) -> Config:
         if values.pop("format", FORMAT) != FORMAT:
             raise ValueError(f"it was written by another version of zoneout (expected format {FORMAT})")
         return configs.from_json(values)
-    except (ValueError, TypeError) as error:
-        raise RunError(f"{path} cannot be read: {error}") from None
+    except (OSError, ValueError, TypeError) as error:
+        raise RunError(f"{path} cannot be read: {reason(error)}") from None
 
 
 def read_vocabulary(folder: Path | str) -> Vocabulary | None:
     """The symbols of a run's text; None for images."""
     path = Path(folder) / "vocabulary.json"
     try:
-        return Vocabulary.from_json(path.read_text(encoding="utf-8")) if path.exists() else None
-    except (ValueError, RecursionError) as error:
-        raise RunError(f"{path} cannot be read: {error}") from None
+        return Vocabulary.from_json(read_text(path)) if path.exists() else None
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} cannot be read: {reason(error)}") from None
 
 
 def read_summary(folder: Path | str) -> dict[str, Any] | None:
@@ -398,10 +422,12 @@ def read_summary(folder: Path | str) -> dict[str, Any] | None:
         return None
     try:
         summary = read_json(path)
-        if lacking := [name for name in ("status", "update", "epoch", "parameters", "seconds") if name not in summary]:
-            raise ValueError(f"there is no field {lacking[0]!r} in it")
-    except ValueError as error:
-        raise RunError(f"{path} cannot be read: {error}") from None
+        check_fields(summary, SUMMARY)
+        for name in ("best", "test"):
+            if summary.setdefault(name, None) is not None:
+                check_line(summary[name])
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} cannot be read: {reason(error)}") from None
     return summary
 
 
@@ -447,8 +473,8 @@ def read_digest(folder: Path | str) -> str | None:
     try:
         if path.exists():
             return str(read_json(path)["digest"])
-    except (ValueError, KeyError) as error:
-        raise RunError(f"{path} cannot be read: {error!r}") from None
+    except (OSError, ValueError, KeyError) as error:
+        raise RunError(f"{path} cannot be read: {reason(error)}") from None
     for checkpoint in Run(folder).checkpoints():  # where alone early versions noted it
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return str(read_json(checkpoint / "state.json")["state"]["digest"])
@@ -468,17 +494,45 @@ def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
     path = Path(folder) / "metrics.jsonl"
     if not path.exists():
         raise RunError(f"{folder} is not a run: there is no metrics.jsonl in it")
-    rows = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+    try:
+        lines = read_bytes(path).split(b"\n")[:-1]
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {reason(error)}") from None
+    rows: list[dict[str, Any]] = []
+    measures: set[str] = set()
+    for number, line in enumerate(lines, 1):
         try:
             row = fields_of(line.decode())
         except ValueError:
             raise RunError(f"{path} is damaged: line {number} is not JSON with named fields") from None
-        wanted = ("kind", "update", "epoch", *(("best",) if row.get("kind") == "valid" else ()))
-        if lacking := [name for name in wanted if name not in row]:
-            raise RunError(f"{path} is damaged: line {number} has no field {lacking[0]!r}")
+        try:
+            check_line(row)
+        except ValueError as error:
+            raise RunError(f"{path} is damaged: line {number}: {error}") from None
         rows.append(row)
+        measures.update(name for name in LABELS if name in row)
+    if len(measures) > 1:
+        raise RunError(f"{path} is damaged: its lines are in {' and '.join(sorted(measures))}")
     return rows
+
+
+SUMMARY = {"status": "text", "update": "count", "epoch": "number", "parameters": "count", "seconds": "number"}
+LINE = {"kind": "text", "update": "count", "epoch": "number"}
+NUMBERS = dict.fromkeys((*LABELS, "nats", "lr"), "number")
+
+
+def check_line(row: Any) -> None:
+    """A ValueError where a line of the metrics is not one."""
+    if not isinstance(row, dict):
+        raise ValueError(f"expected named fields in braces, got {type(row).__name__}")
+    judged = row.get("kind") in ("valid", "test")
+    also = {"best": "flag"} if row.get("kind") == "valid" else {"nats": "number"} if row.get("kind") == "train" else {}
+    check_fields(row, LINE | also, NUMBERS | {"predictions": "count"})
+    if judged and measure_in(row) is None:
+        raise ValueError(f"there is no field {' or '.join(map(repr, LABELS))} in it")
+    for name, value in row.items():
+        if isinstance(value, (list, dict)):
+            raise ValueError(f"{shown(name)}: expected a number or a text, got {shown(value)}")
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -490,15 +544,17 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         from safetensors import safe_open
 
+        check_plain(path)
         with safe_open(path, "pt") as file:
-            info = json.loads((file.metadata() or {}).get("info", "{}"))
+            info = fields_of((file.metadata() or {}).get("info", "{}"))
+        check_fields(info, {}, {"update": "count", "epoch": "number"})
         tensors, sealed = load_file(path), info.pop("sha256", None)
         if sealed is not None and sealed != tensor_digest(tensors, info):
             raise ValueError("it does not have the checksum that was written down")
         return tensors, info
-    except (SafetensorError, ValueError, TypeError) as error:
+    except (SafetensorError, OSError, ValueError, TypeError) as error:
         raise RunError(
-            f"{path} is damaged: {error}; only a new run, in another folder, can give these weights"
+            f"{path} is damaged: {reason(error)}; only a new run, in another folder, can give these weights"
         ) from None
 
 
@@ -506,9 +562,9 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and statistics by name, each tensor once (a tied softmax shares the embedding's)."""
     seen: dict[int, str] = {}
     return {
-        name: value
-        for name, value in model.state_dict().items()
-        if seen.setdefault(value.data_ptr() if value.numel() else id(value), name) == name
+        name: value.detach()
+        for name, value in model.state_dict(keep_vars=True).items()
+        if seen.setdefault(id(value), name) == name
     }
 
 
@@ -522,15 +578,23 @@ def load_weights(model: nn.Module, tensors: dict[str, Tensor], where: Path) -> N
 
 
 def check_weights(model: nn.Module, tensors: dict[str, Tensor], where: Path) -> None:
-    """An error where weights are not a model's."""
+    """An error where weights are not a model's, or not numbers."""
     own = weights_of(model)
-    if own.keys() != tensors.keys() or any(own[n].shape != t.shape for n, t in tensors.items()):
-        missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
-        wrong = [n for n in own.keys() & tensors.keys() if own[n].shape != tensors[n].shape]
-        raise RunError(
-            f"the weights in {where} do not fit its config (missing: {missing}, not known: {extra}, other shape: "
-            f"{sorted(wrong)})"
-        )
+    missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
+    both = sorted(own.keys() & tensors.keys())
+    shapes = [n for n in both if own[n].shape != tensors[n].shape]
+    types = [n for n in both if own[n].dtype != tensors[n].dtype]
+    wrong = {"missing": missing, "not known": extra, "other shape": shapes, "other type": types}
+    if any(wrong.values()):
+        said = ", ".join(f"{what}: {shown(names)}" for what, names in wrong.items())
+        raise RunError(f"the weights in {where} do not fit its config ({said})")
+    check_finite(tensors, where)
+
+
+def check_finite(tensors: dict[str, Tensor], where: Path) -> None:
+    """An error where a weight is not a finite number: nothing that is saved has any."""
+    if bad := [name for name, value in tensors.items() if not value.isfinite().all()]:
+        raise RunError(f"the weights in {where} are damaged: {shown(sorted(bad))} have numbers that are not finite")
 
 
 def _page_digest(page: dict[str, Any]) -> str:

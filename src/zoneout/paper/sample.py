@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .evaluate import Diverged
 from .runs import Loaded
 from .text import Vocabulary
 
@@ -50,6 +51,8 @@ def _written(
         output = model(x, state, seed=seed, first_step=step)
         state, step = output.state, step + len(fed)
         logits = output.logits[-1, 0].double().cpu()
+        if not logits.isfinite().all():
+            raise Diverged("the model's predictions are not finite numbers; its weights cannot be good")
         if vocabulary.unit == "char" and vocabulary.unknown is not None:
             logits[vocabulary.unknown] = -torch.inf  # it stands for characters that training never showed
         if temperature == 0:

@@ -194,7 +194,8 @@ class Step:
         own = {f"model.{name}": value for name, value in weights_of(self.model).items()} | self._own()
         whole = self.tensors()  # the shapes of the carried rows of all processes
         if tensors is not None:
-            if whole.keys() != tensors.keys() or any(whole[n].shape != t.shape for n, t in tensors.items()):
+            kinds = {name: (value.shape, value.dtype) for name, value in whole.items()}
+            if kinds != {name: (value.shape, value.dtype) for name, value in tensors.items()}:
                 raise ValueError("the checkpoint does not fit the run's config")
             whole = {name: tensors[name].to(value.device) for name, value in whole.items()}
         self.processes.share_(list(whole.values()))

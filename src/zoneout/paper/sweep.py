@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from . import disk, models
+from . import disk, models, streams
 from .config import Config
 from .data import absolute_path
 from .disk import RunError
@@ -185,7 +185,7 @@ def sweep(
     out: Path,
     *,
     data: Path | None = None,
-    say: Say = print,
+    say: Say = streams.say,
     engine: str | None = None,
     address: str | None = None,
     search: str | None = None,

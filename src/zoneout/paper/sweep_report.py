@@ -84,8 +84,8 @@ def write(rows: Sequence[Row], out: Path, title: str) -> None:
     """Write results.json and the page index.html; the parts of a sweep may end at the same time."""
     with disk.explained(out):
         out.mkdir(parents=True, exist_ok=True)
-        disk.write_json(out / "results.json", [asdict(row) for row in rows], shared=True)
-        disk.write_text(out / "index.html", page(rows, title), shared=True)
+        disk.write_json(out / "results.json", [asdict(row) for row in rows])
+        disk.write_text(out / "index.html", page(rows, title))
 
 
 def page(rows: Sequence[Row], title: str) -> str:

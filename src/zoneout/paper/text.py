@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from .cache import Array
+from .disk import fields_of
 from .files import DataError
 
 Unit: TypeAlias = Literal["char", "word"]
@@ -84,12 +85,12 @@ class Vocabulary:
     def from_json(cls, text: str) -> Vocabulary:
         """What `to_json` wrote."""
         try:
-            page = json.loads(text)
+            page = fields_of(text)
             unit, symbols = page["unit"], page["symbols"]
         except (ValueError, KeyError, TypeError):
             raise ValueError('vocabulary: expected JSON with "unit" and "symbols"') from None
-        good = isinstance(symbols, list) and all(isinstance(symbol, str) for symbol in symbols)
-        if unit not in UNKNOWN or not good or len(set(symbols)) != len(symbols) or not symbols:
+        good = isinstance(symbols, list) and all(isinstance(text, str) for text in (unit, *symbols))
+        if not good or unit not in UNKNOWN or len(set(symbols)) != len(symbols) or not symbols:
             raise ValueError(
                 'vocabulary: expected "unit" to be char or word and "symbols" to be a list of different strings'
             )

@@ -23,21 +23,18 @@ from . import data as corpora
 from . import runs
 from .config import Config
 from .data import Corpus, Images
-from .disk import RunError
-from .evaluate import Score, estimate_statistics, evaluate, predictions
+from .disk import RunError, check_fields
+from .evaluate import Diverged, Score, estimate_statistics, evaluate, predictions
 from .feeds import make_feed
 from .files import DataError, MissingError
 from .measures import measure_of
-from .models import build, parameters_of
-from .processes import Processes, join
+from .models import build, check, parameters_of
+from .processes import Processes, join, memory_explained
 from .runs import Run
 from .step import Step
+from .streams import shown
 
 Progress = Callable[[dict[str, Any]], None]
-
-
-class Diverged(RunError):
-    """The loss was no longer a finite number."""
 
 
 class Stopped(Exception):
@@ -72,6 +69,17 @@ class State:
     best: dict[str, Any] | None = None
     seconds: float = 0.0
 
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> State:
+        """What `asdict` gave, or a ValueError."""
+        counts = dict.fromkeys(("update", "epoch", "done", "validated", "stale"), "count")
+        check_fields(fields, {"digest": "text"}, {**counts, "seconds": "number"})
+        if strange := fields.keys() - vars(cls("")).keys():
+            raise ValueError(f"the checkpoint has fields that are not known: {shown(sorted(strange))}")
+        if fields.get("best") is not None:
+            runs.check_line(fields["best"])
+        return cls(**fields)
+
 
 def train(
     config: Config | None,
@@ -101,7 +109,8 @@ def train(
         config = processes.share(config)
         assert config is not None
         tell = progress if progress is not None and processes.first else lambda event: None
-        return Training(config, run, resume, tell, data, processes, deadline)()
+        with memory_explained():
+            return Training(config, run, resume, tell, data, processes, deadline)()
     finally:
         run.close()
 
@@ -132,7 +141,10 @@ class Training:
         check_protocols(config, self.data)
         vocabulary = self.data.vocabulary if isinstance(self.data, Corpus) else None
         self.measure = measure_of(self.data)
-        self.model = build(config, len(vocabulary) if vocabulary else 0).to(device)
+        symbols = len(vocabulary) if vocabulary else 0
+        check(config, symbols)
+        check(config, symbols, device, copies=2)  # the weights and their gradients, at the least
+        self.model = build(config, symbols).to(device)
         self.feed = make_feed(config, self.data, device, processes.rank, processes.size)
         check_statistics(config, self.data)
         self.step = Step(self.model, self.feed, config, processes)
@@ -262,7 +274,7 @@ class Training:
             if self.processes.first and self.state.best is not None:
                 self.run.save_best(self.model, self.state.best)
         score = self.processes.share(evaluate(self.model, self.data, "test", self.config, tick=self.tick))
-        return self.line("test", **values_of(score, self.measure))
+        return self.line("test", **values_of(score.checked("test of the best weights"), self.measure))
 
     def line(self, kind: str, **values: Any) -> dict[str, Any]:
         """Add a line to the metrics."""
@@ -294,12 +306,20 @@ class Training:
         saved = self.processes.share(None if found is None else found.state)
         if saved is None:  # stopped before the first checkpoint: the same begins again
             return None
-        self.state = State(**saved)
         try:
+            self.state = State.from_json(saved)
+            self.check_position()
             self.step.load(None if found is None else found.tensors)
         except ValueError as error:
             raise RunError(f"{self.run.folder}: {error}") from None
         return found
+
+    def check_position(self) -> None:
+        """A ValueError where a checkpoint is of a moment that the run cannot have."""
+        state, epochs = self.state, self.config.epochs
+        past = state.epoch > epochs or state.update > epochs * self.feed.updates()
+        if past or (state.done and state.done >= len(self.feed.order(state.epoch))):
+            raise ValueError(f"the checkpoint does not fit the run: update {state.update:,} of epoch {state.epoch:,}")
 
     def check_best(self) -> None:
         """An error where the best weights so far could not be tested, before more hours have gone into training."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from . import config as configs
-from . import disk, runs
+from . import disk, runs, streams
 from .config import Config
 from .disk import RunError
 from .measures import figure_of, measure_in
@@ -26,6 +26,7 @@ State: TypeAlias = Literal["missing", "begun", "finished", "stopped", "diverged"
 NAMES = tuple(configs.names())
 PATHS = ("data.name", "data.valid", "data.test")  # what may be a file
 INTERRUPTED = "interrupted"
+MOST = 100_000  # runs of a sweep
 
 
 # --- what there is to run --------------------------------------------------------------------------
@@ -131,6 +132,8 @@ def grid_of(base: Config, axes: Mapping[str, list[Any] | Range], seeds: int = 1)
     for name, values in axes.items():
         if isinstance(values, Range):
             raise ValueError(f"--grid: {name} is a range, which only a search can draw from; add --search optuna")
+    if (count := seeds * math.prod(map(len, axes.values()))) > MOST:  # type: ignore[arg-type]
+        raise ValueError(f"--grid, --seeds: expected at most {MOST:,} runs, got {count:,}")
     points = itertools.product(*axes.values())  # type: ignore[arg-type]
     every = [dict(zip(axes, point)) for point in points]
     trials = [trial_of(base, {**point, "seed": base.seed + k}) for point in every for k in range(seeds)]
@@ -182,9 +185,12 @@ def read_ended(folder: Path) -> dict[str, Any]:
     path = folder / "ended.json"
     try:
         found = disk.read_json(path)
-        return {"state": str(found["state"]), "why": str(found["why"])}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{path} cannot be read: {error}; without it the trial goes on") from None
+        disk.check_fields(found, {"state": "text", "why": "text"})
+        if found["state"] not in ("stopped", "diverged"):
+            raise ValueError(f"state: expected stopped or diverged, got {streams.shown(found['state'])}")
+        return found
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} cannot be read: {disk.reason(error)}; without it the trial goes on") from None
 
 
 def known_trials(base: Config, fields: Sequence[str], out: Path) -> list[Trial]:
