@@ -8,10 +8,10 @@ from .train import Diverged
 OK, FAILED, WRONG_USE, BAD_DATA, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 CODES = {
     OK: "done",
-    FAILED: "the run failed: a folder that is in use, full or damaged",
+    FAILED: "the run failed: a folder that is in use, full or damaged, or no memory left",
     WRONG_USE: "wrong use: an option or a value that cannot be",
     BAD_DATA: "data that are missing or not what they should be",
-    DIVERGED: "training diverged: a loss that is not a finite number",
+    DIVERGED: "a loss that is not a finite number: training diverged, or the weights cannot be good",
     INTERRUPTED: "interrupted (Ctrl-C or a polite kill); the run can be continued",
 }
 

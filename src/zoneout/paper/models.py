@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import zoneout as zo
 
@@ -213,10 +214,18 @@ def build(config: Config, symbols: int = 0) -> LanguageModel | Classifier:
     return model
 
 
+class _Undrawn(TorchFunctionMode):
+    """Leaves out the draws of nn.Embedding: on the meta device the first takes torch seconds, for importing sympy."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        return given["tensor"] if func is nn.init.normal_ and "tensor" in given else func(*args, **given)
+
+
 def outline(config: Config, symbols: int = 0) -> LanguageModel | Classifier:
     """The model of a config without its weights: what it has, and in which shapes."""
     check(config, symbols)
-    with torch.device("meta"):
+    with torch.device("meta"), _Undrawn():
         return _model(config, symbols)
 
 
@@ -235,7 +244,7 @@ def _size(config: Config, symbols: int) -> int:
     """How many numbers a model consists of. From the second on its layers are alike: two of them tell it of all."""
 
     def count(layers: int) -> int:
-        with torch.device("meta"):
+        with torch.device("meta"), _Undrawn():
             model = _model(replace(config, model=replace(config.model, layers=layers)), symbols)
         return sum(tensor.numel() for tensor in chain(model.parameters(), model.buffers()))
 
