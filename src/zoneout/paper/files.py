@@ -12,6 +12,7 @@ import gzip
 import hashlib
 import lzma
 import os
+import sys
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -171,7 +172,7 @@ def _most_unpacked() -> int:
     text = os.environ.get(UNPACKED) or str(UNPACKED_MIB)
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"{UNPACKED}: expected a number of MiB, got {text!r}")
-    return int(text) << 20
+    return min(int(text) << 20, sys.maxsize - 1)
 
 
 def expanded(path: PathLike) -> Path:
