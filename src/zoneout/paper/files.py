@@ -12,7 +12,6 @@ import gzip
 import hashlib
 import lzma
 import os
-import sys
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -172,7 +171,7 @@ def _most_unpacked() -> int:
     text = os.environ.get(UNPACKED) or str(UNPACKED_MIB)
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"{UNPACKED}: expected a number of MiB, got {text!r}")
-    return min(int(text) << 20, sys.maxsize - 1)
+    return int(text) << 20
 
 
 def expanded(path: PathLike) -> Path:
@@ -275,13 +274,13 @@ def _contents(raw: IO[bytes], kind: str, path: Path, file: File | None, most: in
     try:
         if kind == ".xz":
             with lzma.open(raw) as unpacked:
-                return unpacked.read(most)
+                return _read(unpacked, most)
         if kind == ".gz":
             with gzip.open(raw) as unpacked:
-                return unpacked.read(most)
+                return _read(unpacked, most)
         if kind == ".zip":
             with zipfile.ZipFile(raw) as archive, archive.open(_member(archive, path, file)) as unpacked:
-                return unpacked.read(most)
+                return _read(unpacked, most)
     except (lzma.LZMAError, gzip.BadGzipFile, zipfile.BadZipFile, zlib.error, EOFError) as error:
         expected = f" Expected {file.wanted()}." if file else ""
         raise DataError(
@@ -290,7 +289,18 @@ def _contents(raw: IO[bytes], kind: str, path: Path, file: File | None, most: in
         ) from None
     except (RuntimeError, NotImplementedError) as error:  # a password, a method that Python does not know
         raise DataError(f"{path} cannot be unpacked: {error}") from None
-    return raw.read(most)
+    return _read(raw, most)
+
+
+def _read(stream: IO[bytes] | gzip.GzipFile, most: int) -> bytes:
+    """At most so many bytes (below 0: all), for which no more room is made than there are."""
+    if most < 0:
+        return stream.read()
+    blocks = []
+    while most > 0 and (block := stream.read(min(most, 2**22))):
+        blocks.append(block)
+        most -= len(block)
+    return b"".join(blocks)
 
 
 def packing(first: bytes) -> str:
