@@ -574,13 +574,6 @@ def test_many_derivatives_at_once(backend):
     close(jacobian(ended, x, vectorize=True), jacobian(ended, x))
 
 
-def test_rates_of_another_type():
-    """Rates that somebody has cast with the parameters are read as what they are not, and the noise is gone."""
-    layer, x = zo.LSTM(INPUT, HIDDEN, noise=zo.Zoneout(cell=0.5, hidden=0.25)), x_of()
-    cast = {name: value.detach().float() for name, value in (*layer.named_parameters(), *layer.named_buffers())}
-    close(functional_call(layer, cast, (x,), {"seed": 3})[0], layer(x, seed=3)[0])
-
-
 def test_weights_given_to_a_layer_of_no_device():
     """A layer made on the meta device gets its weights and not its rates."""
     whole = zo.LSTM(INPUT, HIDDEN, noise=BOTH)

@@ -579,14 +579,39 @@ WEIGHTS: dict[str, Bad] = {
         with_weight(zo.LSTM(I, H, norm="layer"), "norm_cell_l0", torch.ones(2)), ValueError, "norm_cell_l0", r"\(2,\)"
     ),
     "a short bias": Bad(with_weight(zo.RNN(I, H), "bias_hh_l0", torch.ones(5)), ValueError, "bias_hh_l0", r"\(5,\)"),
-    "rates elsewhere": Bad(
-        lambda: torch.func.functional_call(
-            zo.GRU(I, H, noise=NOISE), {"hidden_rate_l0": torch.empty((), device="meta")}, (torch.randn(T, B, I),)
-        ),
+    "rates of no device": Bad(
+        lambda: zo.GRU(I, H, noise=NOISE)(X, rates={"hidden": torch.empty((), device="meta")}),
         ValueError,
-        "hidden_rate",
+        r"rates\['hidden'\]",
         "meta",
-        "on cpu",
+    ),
+    "too few rates": Bad(
+        lambda: zo.GRU(I, H, noise=NOISE)(X, rates={"hidden": torch.full((2,), 0.5)}),
+        ValueError,
+        r"rates\['hidden'\]: expected one rate for each of 6 units, got 2",
+    ),
+    "too few rates of a cell": Bad(
+        lambda: zo.GRUCell(I, H, noise=NOISE)(X[0], rates={"hidden": torch.full((2,), 0.5)}),
+        ValueError,
+        r"rates\['hidden'\]: expected one rate for each of 6 units, got 2",
+    ),
+    "a rate of a call": Bad(
+        lambda: zo.GRU(I, H, noise=NOISE)(X, rates={"hidden": torch.tensor(1.5)}), ValueError, "hidden", "1.5"
+    ),
+    "a stream that the noise has not": Bad(
+        lambda: zo.GRU(I, H, noise=NOISE)(X, rates={"cell": 0.5}), ValueError, r"rates: .*\(hidden\), got 'cell'"
+    ),
+    "rates without a noise": Bad(
+        lambda: zo.GRU(I, H)(X, rates={"hidden": 0.5}), ValueError, r"rates: .*it has none.*got 'hidden'"
+    ),
+    "a bare rate of a call": Bad(
+        lambda: zo.GRU(I, H, noise=NOISE)(X, rates=0.5), TypeError, r"rates: expected a dict .*, got float"
+    ),
+    "learned rates": Bad(
+        lambda: zo.GRU(I, H, noise=NOISE)(X, rates={"hidden": torch.tensor(0.5, requires_grad=True)}),
+        ValueError,
+        r"rates\['hidden'\]",
+        "requires_grad",
     ),
     "of no device": Bad(
         with_weight(zo.LSTM(I, H), "weight_hh_l0", torch.empty(4 * H, H, device="meta")),
@@ -709,10 +734,6 @@ def test_a_refused_noise_leaves_the_old_one():
         with pytest.raises((TypeError, ValueError)):
             layer.noise = noise
         assert layer.noise == zo.Zoneout(cell=0.5, hidden=0.25)
-        assert {n: b.item() for n, b in layer.named_buffers()} == {
-            "cell_rate_l0": 0.5,
-            "hidden_rate_l0": 0.25,
-        }
         assert torch.equal(layer(X, seed=1)[0], expected)
 
 

@@ -199,7 +199,7 @@ def _own(module: nn.Module) -> set[str]:
     parts = ("_parameters", "_buffers", "_modules")
     own = module.__dict__.keys() - fresh.__dict__.keys()
     if isinstance(module, Recurrent):
-        own -= {*module._noise_names, "recompute"}
+        own.discard("recompute")
     return own.union(*(getattr(module, part).keys() - getattr(fresh, part).keys() for part in parts))
 
 
@@ -218,11 +218,10 @@ def _take_over(twin: Any, module: nn.Module, noise: Any) -> None:
             for hook in value.values():
                 if isinstance(getattr(hook, "module", None), weakref.ref):
                     hook.module = weakref.ref(twin)  # some hooks are handed their module
-    ours = set(module._noise_names) if isinstance(module, Recurrent) else set()
     twin._parameters.update(module._parameters)
     twin._modules.update(module._modules)
-    twin._buffers.update({name: value for name, value in module._buffers.items() if name not in ours})
-    twin._non_persistent_buffers_set.update(module._non_persistent_buffers_set - ours)
+    twin._buffers.update(module._buffers)
+    twin._non_persistent_buffers_set.update(module._non_persistent_buffers_set)
     if isinstance(module, nn.RNNBase):
         module._flat_weight_refs = []  # torch could not swap parameters that somebody else looks at
     if isinstance(twin, nn.RNNBase):

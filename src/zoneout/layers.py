@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from .draws import as_integers, check_count, example_ids
-from .noise import Noise, plane
+from .noise import Noise, plane, readable
 from .norm import LayerNorm, RecurrentBatchNorm
 from .ops.dropout import dropout
 from .ops.packing import packed, packing_of, padded
 from .ops.rows import check_counts, places
 from .philox import as_seed, fresh_seed
-from .recurrent import Recurrent, autocast_on, check_device, no_tensor, working_dtype
+from .recurrent import CallNoise, Rates, Recurrent, autocast_on, check_device, drawn_rules, no_tensor, working_dtype
 
 Noises: TypeAlias = "Noise | Iterable[Noise] | None"
 Norm: TypeAlias = "str | LayerNorm | RecurrentBatchNorm | None"
@@ -90,6 +90,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         seed: int | Tensor | None = None,
         examples: int | Tensor | Sequence[int] | None = None,
         first_step: int = 0,
+        rates: Rates | None = None,
         return_cells: bool = False,
     ) -> Any:
         """Outputs and final state, as `torch.nn` gives them; with `return_cells` every c_t of the last layer.
@@ -100,6 +101,8 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         sequence before a step: there the state goes back to the initial one (zero or learned, not `hx`), and nothing
         crosses the cut in either direction. `seed` fixes the draws; `examples`, an offset or one id a row, and
         `first_step` say which rows and steps of a larger whole these are, so that they draw what they would draw there.
+        `rates`, such as `{"cell": 0.5, "hidden": 0.05}`, replaces rates of the layer's noise for this call: a number, a
+        list of one a layer, or a tensor of one a unit, which `torch.func.vmap` may batch.
         """
         weight = self.weight_ih_l0
         sequences = self._sequences(input, lengths, resets)
@@ -117,7 +120,8 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
             rows = sequences.order  # 0, 1, 2 and so on, in that order
         else:
             rows = sequences.sort(example_ids(examples, sequences.batch, x.device))
-        key = self._seed(seed, x)
+        noise = self._call_noise(rates, x.device)
+        key = self._seed(seed, x, noise)
 
         suffixes = self.suffixes()
         h_n: list[Tensor] = []
@@ -136,7 +140,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
                     h0[k],
                     None if c0 is None else c0[k],
                     suffixes[k],
-                    self._draws(layer, direction, key),
+                    self._draws(noise, layer, direction, key),
                     rows,
                     first_step,
                     dtype,
@@ -229,7 +233,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         if resets is not None:
             resets = _check_resets(resets, (steps, batch), "of packed rows [T, B]", x.device)
             resets = resets if order is None else resets.index_select(1, order)
-        if _readable(counts):
+        if readable(counts):
             check_counts(counts, batch, x.shape[0])
         if self._packs(x):
             if resets is not None:
@@ -252,7 +256,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
                 "input: expected floating-point numbers, or int64 [T, B] for one-hot rows by their numbers, "
                 f"got {x.dtype} with {x.dim()} dimensions"
             )
-        if x.numel() and _readable(x):
+        if x.numel() and readable(x):
             low, high = (int(v) for v in torch.aminmax(x))
             if low < 0 or high >= self.input_size:
                 raise ValueError(
@@ -297,12 +301,12 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
             states.append(sequences.sort(state, 1) if sequences.batched else state.unsqueeze(1))
         return states[0], states[1] if lstm else None
 
-    def _seed(self, seed: int | Tensor | None, x: Tensor) -> Tensor | None:
+    def _seed(self, seed: int | Tensor | None, x: Tensor, noise: CallNoise) -> Tensor | None:
         """The seed of this call; nothing is drawn from torch's generator unless a mask needs it."""
         if seed is not None:
             return as_seed(seed, x.device, copy=True)
         between = self.training and self.dropout > 0 and self.num_layers > 1
-        if between or any(rule.mask != "static" for rule in self._drawn_rules()):
+        if between or any(rule.mask != "static" for rule in drawn_rules(noise.rules, self.training)):
             return fresh_seed(x)
         return None
 
@@ -482,15 +486,9 @@ def check_lengths(lengths: Tensor | Sequence[int], steps: int, batch: int, batch
         ends = ends[None]
     if tuple(ends.shape) != (batch,):
         raise ValueError(f"lengths: expected one for each of {batch} sequences, got shape {tuple(ends.shape)}")
-    if batch and _readable(ends) and (int(ends.min()) < 0 or int(ends.max()) > steps):
+    if batch and readable(ends) and (int(ends.min()) < 0 or int(ends.max()) > steps):
         raise ValueError(
             f"lengths: expected numbers from 0 to {steps}, the steps of the input, "
             f"got {int(ends.min())} to {int(ends.max())}"
         )
     return ends.to(torch.int64).clamp(0, steps)  # on a device the values are not looked at: that would wait
-
-
-def _readable(x: Tensor) -> bool:
-    """Whether its numbers can be looked at here and now: on the CPU, outside of a compiler and of torch.func."""
-    hidden = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    return x.device.type == "cpu" and not hidden

@@ -264,8 +264,12 @@ torch.serialization.add_safe_globals(
 # --- rates -----------------------------------------------------------------------------------------
 
 
-def check_rate(rate: Rate, name: str, limit: float = 1.0) -> Rate:
-    """The rate in its plain form (float, float64 tensor, or a tuple of one of these a layer), or an error."""
+def check_rate(rate: Rate, name: str, limit: float = 1.0, in_call: bool = False) -> Rate:
+    """The rate in its plain form (float, float64 tensor, or a tuple of one of these a layer), or an error.
+
+    A tensor given `in_call` stays on its device. Where its values cannot be read at once (on a GPU, in a compiler,
+    under torch.func) they are clamped in place of an error.
+    """
     if type(rate) is float:  # first, since a compiler has numbers that are nothing else
         _check_range(rate, name, limit)
         return rate
@@ -283,11 +287,11 @@ def check_rate(rate: Rate, name: str, limit: float = 1.0) -> Rate:
             )
         if rate.is_meta:
             raise ValueError(f"{name}: expected numbers, got a tensor on the meta device, which has none")
-        if torch.compiler.is_compiling():  # where nobody can look at numbers
-            return rate.to(torch.float64)
+        if torch.compiler.is_compiling() or (in_call and not readable(rate)):
+            return rate.to(torch.float32 if rate.device.type == "mps" else torch.float64).clamp(0, limit)
         rate = rate.to("cpu", torch.float64, copy=True)
         if rate.dim() == 0:
-            return check_rate(rate.item(), name, limit)
+            return check_rate(rate.item(), name, limit, in_call)
         _check_range(rate.min().item(), name, limit)
         _check_range(rate.max().item(), name, limit)
         return rate
@@ -296,13 +300,19 @@ def check_rate(rate: Rate, name: str, limit: float = 1.0) -> Rate:
             raise ValueError(f"{name}: expected one rate a layer, got an empty list")
         if any(isinstance(one, (list, tuple)) for one in rate):
             raise TypeError(f"{name}: expected one rate a layer, got a list inside a list")
-        return tuple(check_rate(one, name, limit) for one in rate)  # type: ignore[misc]
+        return tuple(check_rate(one, name, limit, in_call) for one in rate)  # type: ignore[misc]
     if isinstance(rate, (bool, str)) or not isinstance(rate, SupportsFloat):  # NumPy's numbers are welcome
         raise TypeError(
             f"{name}: expected a number, a list of one a layer or a tensor of one a unit, got {type(rate).__name__}"
         )
     _check_range(float(rate), name, limit)
     return float(rate)
+
+
+def readable(x: Tensor) -> bool:
+    """Whether a tensor's values can be read without waiting: on the CPU, outside of a compiler and of torch.func."""
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return x.device.type == "cpu" and not traced
 
 
 def _check_range(value: float, name: str, limit: float) -> None:

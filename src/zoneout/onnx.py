@@ -18,7 +18,7 @@ from .draws import Draw
 from .ops.loop import GATES
 from .ops.operator import decode
 from .ops.reference import KEEPS
-from .recurrent import Recurrent
+from .recurrent import Recurrent, drawn_rules
 from .wrap import ZoneoutCell
 
 __all__ = ["export", "translations"]
@@ -64,7 +64,7 @@ def _check(model: nn.Module) -> None:
         where = f"model: {name or type(module).__name__}"
         if module.training:
             raise ValueError(f"{where} is in training mode, expected evaluation; call model.eval() first")
-        if isinstance(module, Recurrent) and (drawn := module._drawn_rules()):
+        if isinstance(module, Recurrent) and (drawn := drawn_rules(module._rules, module.training)):
             raise ValueError(
                 f"{where} draws its {drawn[0].stream} noise in evaluation too (at_eval='sample'), which ONNX cannot; "
                 "expected at_eval='expectation' or 'off'"
