@@ -355,6 +355,33 @@ def test_cuda_graph_draws_afresh(name, hidden):
         assert all(torch.equal(a, b) for a, b in zip(got, seeded()))
 
 
+def test_cuda_graph_reads_a_replaced_rate():
+    """A captured graph goes on with the rates that it was captured with."""
+    layer: Any = zo.GRU(8, 100, noise=zo.Zoneout(hidden=0.25), device="cuda").eval()
+    x = torch.randn(30, 16, 8, device="cuda")
+    with torch.no_grad():
+        layer(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = layer(x)[0]
+        for noise in (zo.Zoneout(hidden=0.9), None):
+            layer.noise = noise
+            graph.replay()
+            torch.testing.assert_close(out, layer(x)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_rates_of_a_layer_loaded_from_the_meta_device():
+    """Weights that are put on the GPU one by one come without their rates."""
+    whole: Any = zo.LSTM(8, 100, noise=zo.Zoneout(cell=0.5, hidden=0.1), device="cuda")
+    layer: Any = zo.LSTM(8, 100, noise=zo.Zoneout(cell=0.5, hidden=0.1), device="meta")
+    for name, value in whole.named_parameters():
+        layer.register_parameter(name, torch.nn.Parameter(value.detach()))
+    x = torch.randn(30, 16, 8, device="cuda")
+    with pytest.raises(RuntimeError, match="call the layer once"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        layer(x, seed=torch.zeros((), dtype=torch.int64, device="cuda"))
+    assert torch.equal(layer(x, seed=3)[0], whole(x, seed=3)[0])
+
+
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.parametrize(("hidden", "norm"), [(100, None), (100, "layer"), (100, "batch"), (512, None)])
 @pytest.mark.parametrize("precision", ["tf32", "bf16"], indirect=True)
