@@ -87,7 +87,7 @@ def test_directions_go_side_by_side(kernel, precision, monkeypatch):  # noqa: F8
     """Both directions wait for each other on the chip, or what only one of them gives is lost on the way back."""
     path, norm = KERNELS[kernel]
     monkeypatch.setattr(cuda, "PATHS", (path, cuda.small))  # which has batch norm at evaluation
-    layer = zo.LSTM(3, 9, num_layers=2, bidirectional=True, noise=zo.Zoneout(0.5, 0.05), norm=NORMS[norm])
+    layer = zo.LSTM(3, 9, num_layers=2, bidirectional=True, noise=zo.Zoneout(cell=0.5, hidden=0.05), norm=NORMS[norm])
     x = torch.randn(5, 20, 3, requires_grad=True)
     wanted = [x, *layer.parameters()]
 

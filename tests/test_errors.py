@@ -98,14 +98,14 @@ RATES: dict[str, Bad] = {
     "bools": Bad(rate(cell=torch.ones(2, dtype=torch.bool)), ValueError, r"Zoneout\(cell", "bool"),
     "complex": Bad(rate(cell=torch.ones(2, dtype=torch.cfloat)), ValueError, r"Zoneout\(cell", "complex"),
     "StateDropout": Bad(lambda: zo.StateDropout(hidden=2), ValueError, r"StateDropout\(hidden", "2"),
-    "RecurrentDropout": Bad(lambda: zo.RecurrentDropout(-1), ValueError, r"RecurrentDropout\(rate", "-1"),
-    "VariationalDropout": Bad(lambda: zo.VariationalDropout(3), ValueError, r"VariationalDropout\(input", "3"),
+    "RecurrentDropout": Bad(lambda: zo.RecurrentDropout(rate=-1), ValueError, r"RecurrentDropout\(rate", "-1"),
+    "VariationalDropout": Bad(lambda: zo.VariationalDropout(input=3), ValueError, r"VariationalDropout\(input", "3"),
     "WeightDrop": Bad(lambda: zo.WeightDrop(rate=1.1), ValueError, r"WeightDrop\(rate", r"1\.1"),
     "a rate that there is not": Bad(lambda: zo.Zoneout(hiden=0.1), TypeError, r"Zoneout\.", "hiden", "unexpected"),
-    "WeightNoise of one's own below 0": Bad(lambda: Mine(-1), ValueError, r"Mine\(std", "-1", "deviation"),
-    "WeightNoise below 0": Bad(lambda: zo.WeightNoise(-1), ValueError, r"WeightNoise\(std", "-1", "deviation"),
-    "WeightNoise infinite": Bad(lambda: zo.WeightNoise(math.inf), ValueError, r"WeightNoise\(std", "inf"),
-    "WeightNoise NaN": Bad(lambda: zo.WeightNoise(math.nan), ValueError, r"WeightNoise\(std", "nan"),
+    "WeightNoise of one's own below 0": Bad(lambda: Mine(std=-1), ValueError, r"Mine\(std", "-1", "deviation"),
+    "WeightNoise below 0": Bad(lambda: zo.WeightNoise(std=-1), ValueError, r"WeightNoise\(std", "-1", "deviation"),
+    "WeightNoise infinite": Bad(lambda: zo.WeightNoise(std=math.inf), ValueError, r"WeightNoise\(std", "inf"),
+    "WeightNoise NaN": Bad(lambda: zo.WeightNoise(std=math.nan), ValueError, r"WeightNoise\(std", "nan"),
     "on meta": Bad(rate(cell=torch.ones(3, device=META)), ValueError, r"Zoneout\(cell", "meta", "numbers"),
     "a scalar on meta": Bad(rate(cell=[torch.ones((), device=META)]), ValueError, r"Zoneout\(cell", "meta", "numbers"),
     "learned": Bad(rate(cell=nn.Parameter(torch.ones(H))), ValueError, r"Zoneout\(cell", "requires_grad", "detach"),
@@ -124,7 +124,7 @@ NOISES: dict[str, Bad] = {
     "mask name": Bad(rate(cell=0.5, mask="units"), ValueError, r"Zoneout\(mask", "'units'", "unit, shared"),
     "mask None": Bad(rate(cell=0.5, mask=None), (TypeError, ValueError), r"Zoneout\(mask", "None", "unit, shared"),
     "mask of RecurrentDropout": Bad(
-        lambda: zo.RecurrentDropout(0.5, mask="shared"),
+        lambda: zo.RecurrentDropout(rate=0.5, mask="shared"),
         ValueError,
         r"RecurrentDropout\(mask",
         "'shared'",
@@ -141,7 +141,9 @@ NOISES: dict[str, Bad] = {
     "a string": Bad(lstm(noise="zoneout"), TypeError, "noise", "str", "Zoneout"),
     "of convert": Bad(lambda: zo.convert(nn.LSTM(I, H), 0.5), TypeError, "noise", "float", "Zoneout"),
     "of masks": Bad(lambda: zo.masks(0.5, 1, 2, 3, 4), TypeError, "noise", "float", "Zoneout"),
-    "twice": Bad(lstm(noise=[zo.Zoneout(0.1), zo.Zoneout(0.2)]), ValueError, "noise", "Zoneout is there twice", "once"),
+    "twice": Bad(
+        lstm(noise=[zo.Zoneout(cell=0.1), zo.Zoneout(cell=0.2)]), ValueError, "noise", "Zoneout is there twice", "once"
+    ),
     "two on a state": Bad(
         lstm(noise=[zo.Zoneout(cell=0.1), zo.StateDropout(cell=0.2)]),
         ValueError,
@@ -170,21 +172,21 @@ NOISES: dict[str, Bad] = {
         lambda: zo.GRUCell(I, H, noise=zo.Zoneout(cell=0.5)), ValueError, "noise", r"Zoneout\(cell=0.5\)"
     ),
     "update in an RNN": Bad(
-        lambda: zo.RNN(I, H, noise=zo.RecurrentDropout(0.5)),
+        lambda: zo.RNN(I, H, noise=zo.RecurrentDropout(rate=0.5)),
         ValueError,
         "noise",
         r"RecurrentDropout\(rate=0.5\)",
         "rate to be left",
     ),
     "held gate in a GRU": Bad(
-        lambda: zo.GRU(I, H, noise=zo.RecurrentDropout(0.5, hold_output_gate=True)),
+        lambda: zo.GRU(I, H, noise=zo.RecurrentDropout(rate=0.5, hold_output_gate=True)),
         ValueError,
         "noise",
         "hold_output_gate=True",
         "hold_output_gate to be left",
     ),
     "held gate in an LSTMCell": Bad(
-        lambda: zo.LSTMCell(I, H, noise=zo.RecurrentDropout(0.5, hold_output_gate=True)),
+        lambda: zo.LSTMCell(I, H, noise=zo.RecurrentDropout(rate=0.5, hold_output_gate=True)),
         ValueError,
         "noise",
         "hold_output_gate=True",
@@ -215,7 +217,7 @@ NOISES: dict[str, Bad] = {
         f"{I} units",
     ),
     "rates a unit for weights": Bad(
-        lstm(noise=zo.WeightDrop(torch.ones(H))), ValueError, r"WeightDrop\(rate", "tensor", "a number"
+        lstm(noise=zo.WeightDrop(rate=torch.ones(H))), ValueError, r"WeightDrop\(rate", "tensor", "a number"
     ),
     "ZoneoutCell's number of rates": Bad(wrapped(rates=[0.5, 0.5]), ValueError, "rates", "got 2", "each of 1"),
     "ZoneoutCell's units": Bad(wrapped(rates=torch.ones(3)), ValueError, "rates", "got 3", f"{H} units"),
@@ -532,7 +534,7 @@ COORDINATES: dict[str, Bad] = {
         "the same seed",
     ),
     "no seed for dropped weights": Bad(
-        cell(layer=zo.GRUCell(I, H, noise=zo.WeightDrop(0.5))), ValueError, "seed", "weight", "the same seed"
+        cell(layer=zo.GRUCell(I, H, noise=zo.WeightDrop(rate=0.5))), ValueError, "seed", "weight", "the same seed"
     ),
     "ZoneoutCell without step": Bad(wrapped(seed=1), ValueError, "step", "fixed seed", "expected the number"),
     "ZoneoutCell's step": Bad(wrapped(seed=1, step=-1), ValueError, "step", "-1", "0 or more"),
@@ -703,7 +705,7 @@ def test_a_refused_noise_leaves_the_old_one():
     refused: list[Any] = [
         zo.Zoneout(cell=[0.1, 0.2]),
         zo.Zoneout(hidden=torch.ones(3)),
-        [zo.WeightDrop(0.1), "a"],
+        [zo.WeightDrop(rate=0.1), "a"],
     ]
     for noise in refused:
         with pytest.raises((TypeError, ValueError)):
@@ -754,6 +756,37 @@ things = st.one_of(
     st.complex_numbers(),
     st.sets(st.integers(), max_size=2),
 )
+
+
+@pytest.mark.parametrize(
+    ("make", "got", "write"),
+    [
+        (lambda: zo.Zoneout(0.1), "1 positional argument (0.1)", "Zoneout(cell=0.1, hidden=0.1), or only one of them"),
+        (lambda: zo.StateDropout(0.1, 0.2), "2 positional arguments (0.1, 0.2)", "StateDropout(cell=0.1, hidden=0.2)"),
+        (lambda: zo.VariationalDropout(0.1, input=0.2), "(0.1)", "VariationalDropout(hidden=0.1, input=0.2)"),
+        (lambda: zo.Zoneout(torch.ones(3)), "(…)", "Zoneout(cell=…, hidden=…), or only one of them"),
+        (lambda: zo.RecurrentDropout(0.1, "step"), "(0.1, 'step')", "RecurrentDropout(rate=0.1, mask='step')"),
+        (lambda: zo.WeightDrop(0.1), "1 positional argument (0.1)", "WeightDrop(rate=0.1)"),
+        (lambda: Mine(0.1), "1 positional argument (0.1)", "Mine(std=0.1)"),
+    ],
+)
+def test_noises_take_keywords(make, got, write):
+    """A single number would be the rate of the cell alone, where other toolkits mean both states."""
+    with pytest.raises(TypeError) as caught:
+        make()
+    name = write.partition("(")[0]
+    said = str(caught.value)
+    assert said.startswith(f"{name}: expected keywords, got ") and said.endswith(f"{got}; write {write}")
+
+
+def test_a_noise_with_a_constructor_of_its_own():
+    """A user's subclass could not take a number without a keyword, as any class may."""
+
+    class Both(zo.Zoneout):
+        def __init__(self, rate: float) -> None:
+            super().__init__(cell=rate, hidden=rate)
+
+    assert (Both(0.1).cell, Both(0.1).hidden) == (0.1, 0.1)
 
 
 @fuzz

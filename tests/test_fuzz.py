@@ -260,4 +260,4 @@ def test_an_empty_batch_with_a_norm_does_not_warn() -> None:
 def test_hold_output_gate_is_a_flag(value: Any) -> None:
     """Anything was taken for a flag, and the noise had no hash."""
     with pytest.raises((TypeError, ValueError), match="hold_output_gate"):
-        zo.RecurrentDropout(0.5, hold_output_gate=value)
+        zo.RecurrentDropout(rate=0.5, hold_output_gate=value)

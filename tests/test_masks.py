@@ -34,7 +34,7 @@ def every_stream(rate):
     """A noise on each stream that a step has."""
     return [
         zo.Zoneout(cell=rate, hidden=rate),
-        zo.RecurrentDropout(rate),
+        zo.RecurrentDropout(rate=rate),
         zo.VariationalDropout(input=rate, hidden=rate),
     ]
 
@@ -179,7 +179,7 @@ def test_every_method_sees_alike(kind):
     dropped = zo.masks(zo.StateDropout(cell=0.5, hidden=0.5, mask=kind, seed=own), seed=10, **SIZE)
     assert_same_masks(dropped, zo.masks(zoneout(kind), seed=10, **SIZE))
     if kind != "shared":  # recurrent dropout has one stream, so nothing to share
-        update = zo.masks(zo.RecurrentDropout(0.5, mask=kind, seed=own), seed=10, **SIZE)["update"]
+        update = zo.masks(zo.RecurrentDropout(rate=0.5, mask=kind, seed=own), seed=10, **SIZE)["update"]
         for axis, coordinate in enumerate(("step", "example", "unit")):
             assert (update != update.narrow(axis, 0, 1)).any().item() == (coordinate in SEES[kind])
 
@@ -224,7 +224,7 @@ def test_layout(kind, rate, per_unit, seed, layer, direction, first_step, exampl
     update = "unit" if kind == "shared" else kind
     noise = [
         zo.Zoneout(cell=rates("cell"), hidden=rates("hidden"), mask=kind, seed=own),
-        zo.RecurrentDropout(rates("update"), mask=update, seed=own if update == "static" else None),
+        zo.RecurrentDropout(rate=rates("update"), mask=update, seed=own if update == "static" else None),
         zo.VariationalDropout(input=rates("input"), hidden=rates("variational_hidden")),
     ]
     masks = zo.masks(
@@ -365,4 +365,4 @@ def test_one_step_draws_in_c(monkeypatch):
     monkeypatch.setattr("zoneout.draws.philox", lambda *words: pytest.fail("drawn in torch calls"))
     zo.ZoneoutCell(torch.nn.LSTMCell(3, 4), 0.5)(torch.ones(2, 3))
     zo.zoneout(torch.ones(2, 3), torch.zeros(2, 3), 0.5)
-    zo.LSTM(3, 4, 2, dropout=0.5, noise=zo.VariationalDropout(0.5, 0.5))(torch.ones(2, 1, 3))
+    zo.LSTM(3, 4, 2, dropout=0.5, noise=zo.VariationalDropout(input=0.5, hidden=0.5))(torch.ones(2, 1, 3))

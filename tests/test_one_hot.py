@@ -39,7 +39,7 @@ def test_equals_the_rows_written_out(name, features, form):
 
 def test_with_noise_on_the_input():
     """A variational mask on the features does not reach rows given by number."""
-    layer = zo.LSTM(5, 4, noise=zo.VariationalDropout(0.5, 0.2), norm="layer")
+    layer = zo.LSTM(5, 4, noise=zo.VariationalDropout(input=0.5, hidden=0.2), norm="layer")
     numbers = torch.randint(0, 5, (6, 3))
     for a, b in zip(results(layer, numbers), results(layer, F.one_hot(numbers, 5).float())):
         torch.testing.assert_close(a, b)

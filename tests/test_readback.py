@@ -48,7 +48,7 @@ METHODS: dict[str, tuple[str, Callable[[Any], Any]]] = {  # the stream, and the 
     "zoneout hidden": ("hidden", lambda rate: zo.Zoneout(hidden=rate)),
     "state dropout cell": ("cell", lambda rate: zo.StateDropout(cell=rate)),
     "state dropout hidden": ("hidden", lambda rate: zo.StateDropout(hidden=rate)),
-    "recurrent dropout": ("update", lambda rate: zo.RecurrentDropout(rate)),
+    "recurrent dropout": ("update", lambda rate: zo.RecurrentDropout(rate=rate)),
     "variational input": ("input", lambda rate: zo.VariationalDropout(input=rate)),
     "variational hidden": ("variational_hidden", lambda rate: zo.VariationalDropout(hidden=rate)),
 }
@@ -238,7 +238,7 @@ def test_kinds_of_masks(backend, kind, mask):
     """If this fails, a layer's mask of this kind is not the one shown, or its two states mix theirs up."""
     streams = ("hidden", "cell") if kind == "lstm" else ("hidden",)
     cell = 0.4 if kind == "lstm" else 0.0
-    noise = zo.Zoneout(cell, hidden=0.6, mask=mask, seed=99 if mask == "static" else None)
+    noise = zo.Zoneout(cell=cell, hidden=0.6, mask=mask, seed=99 if mask == "static" else None)
     layer = build(kind, backend, 2, noise=noise)
     wire(layer, "bias", at=1)
     x = inputs(backend, STEPS, BATCH, UNITS)
@@ -310,7 +310,7 @@ def test_dropout_between_layers(backend, kind, form):
 def test_methods_together(backend, kind):
     """If this fails, a method in company draws other masks than it draws alone, or one is forgotten."""
     noise = [zo.Zoneout(hidden=0.3), zo.VariationalDropout(input=0.2)]
-    noise += [zo.RecurrentDropout(0.2)] if kind in ("lstm", "gru") else []
+    noise += [zo.RecurrentDropout(rate=0.2)] if kind in ("lstm", "gru") else []
     noise += [zo.StateDropout(cell=0.2)] if kind == "lstm" else []
     layer = build(kind, backend, noise=noise)
     wire(layer)
@@ -330,7 +330,7 @@ def test_methods_together(backend, kind):
 @torch.no_grad()
 def test_held_output_gate(backend):
     """If this fails, the output gate is held by another mask than the one that drops the update."""
-    noise = zo.RecurrentDropout(0.5, hold_output_gate=True)
+    noise = zo.RecurrentDropout(rate=0.5, hold_output_gate=True)
     layer = build("lstm", backend, noise=noise)
     for suffix in layer.suffixes():  # c stays what it is, and unit u shows it by the gate σ(feature u)
         for name in WEIGHTS:

@@ -15,7 +15,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, SupportsFloat, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Self, SupportsFloat, TypeAlias
 
 import torch
 from torch import Tensor
@@ -89,13 +89,20 @@ class Rule(NamedTuple):
     holds_gate: bool = False  # the output gate too keeps its previous value where the update is dropped
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Noise:
-    """The common part of all methods. Two noises are equal when all their fields are."""
+    """The common part of all methods; arguments go by keyword. Two noises are equal when all their fields are."""
 
     fields: ClassVar[dict[str, str]] = {}  # the rate fields, and the stream each is the rate of
     limit: ClassVar[float] = 1.0  # of a rate; that of a standard deviation is infinite
     masks: ClassVar[tuple[str, ...]] = tuple(MASKS)
+
+    def __new__(cls, *positional: Any, **given: Any) -> Self:
+        if positional:
+            constructor = next(base for base in cls.__mro__ if "__init__" in base.__dict__)
+            if "__dataclass_params__" in constructor.__dict__:  # else a constructor that a user wrote
+                raise _positional_error(cls, positional, given)
+        return super().__new__(cls)
 
     def rules(self) -> tuple[Rule, ...]:
         """One rule a stream that has a rate other than zero."""
@@ -146,7 +153,24 @@ class Noise:
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+def _positional_error(cls: type[Noise], positional: tuple[Any, ...], given: dict[str, Any]) -> TypeError:
+    """The error for a noise made without keywords: toolkits differ on which state a single number is the rate of."""
+    name, free = cls.__name__, [field.name for field in dataclasses.fields(cls) if field.name not in given]
+    rates = [field for field in cls.fields if field in free]
+    one_for_several = len(positional) == 1 and len(rates) > 1
+    keywords = dict.fromkeys(rates, positional[0]) if one_for_several else dict(zip(free, positional))
+    written = ", ".join(f"{field}={_written(value)}" for field, value in (keywords | given).items())
+    return TypeError(
+        f"{name}: expected keywords, got {len(positional)} positional argument{'s' * (len(positional) > 1)} "
+        f"({', '.join(map(_written, positional))}); write {name}({written})" + ", or only one of them" * one_for_several
+    )
+
+
+def _written(value: Any) -> str:
+    return repr(value) if isinstance(value, (bool, int, float, str)) else "…"
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class StateNoise(Noise):
     """The common part of the methods that replace units of the states."""
 
@@ -163,7 +187,7 @@ class StateNoise(Noise):
         return Rule(field, self.by, self.mask, self.at_eval)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Zoneout(StateNoise):
     """Units of the states keep their previous value.
 
@@ -178,7 +202,7 @@ class Zoneout(StateNoise):
     by: ClassVar[str] = "previous"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class StateDropout(StateNoise):
     """Units of the states are set to zero: dropout on the recurrent connections.
 
@@ -188,7 +212,7 @@ class StateDropout(StateNoise):
     by: ClassVar[str] = "zero"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class RecurrentDropout(Noise):
     """The update i ⊙ g of the cell (in a GRU (1 − z) ⊙ n) is set to zero.
 
@@ -214,7 +238,7 @@ class RecurrentDropout(Noise):
         return Rule("update", "zero", self.mask, self.at_eval, self.hold_output_gate)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class VariationalDropout(Noise):
     """One mask a sequence on the layer's input and on h where it enters the gates, with inverted scaling."""
 
@@ -228,7 +252,7 @@ class VariationalDropout(Noise):
         return Rule(self.fields[field], "scaled zero", "sequence", self.at_eval)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class WeightDrop(Noise):
     """One mask a call on the recurrent matrices, with inverted scaling."""
 
@@ -241,7 +265,7 @@ class WeightDrop(Noise):
         return Rule("weight", "scaled zero", "sequence", self.at_eval)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class WeightNoise(Noise):
     """Gaussian noise on every weight matrix, one draw a call; none on biases or initial states."""
 
