@@ -224,13 +224,18 @@ def test_no_room_for_a_cluster(precision, monkeypatch):  # noqa: F811
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_comes_before_the_loop(dtype):
-    """Dropout or noise on weights draws other numbers in a kernel than elsewhere."""
+    """Dropout or noise on weights draws other numbers in a kernel than elsewhere, or scales by a rate not drawn."""
     x, w, rows = torch.randn(3, 5, 37).to(dtype), torch.randn(37, 21).to(dtype), torch.tensor([4, 1, 9, 0, 7])
     seed, rate = torch.tensor(3), torch.tensor(0.4, dtype=torch.float64)
     for mask in ("unit", "sequence"):
         rule = Rule("dropout", "scaled zero", mask, "expectation")
         dropped = fused_dropout(x, Draw(rule, rate, seed, 1), rows, 2)
         torch.testing.assert_close(dropped, dropout(x, 0.4, seed, 1, rows, 2, mask=mask))
+        ones = torch.ones(8, 20, 100, dtype=dtype)
+        high = torch.tensor(0.999, dtype=torch.float64)  # as drawn, 65470 / 65536
+        dropped = fused_dropout(ones, Draw(rule, high, seed, 1), torch.arange(20), 0)
+        assert dropped.unique().tolist() == [0, torch.tensor(65536 / 66).to(dtype)]
+        assert not fused_dropout(ones, Draw(rule, torch.ones_like(high), seed, 1), torch.arange(20), 0).any()
     torch.testing.assert_close(fused_noise(w, rate, seed, 0, 4), weight_noise(w, 0.4, seed, 4))
 
 

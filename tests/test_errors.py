@@ -779,6 +779,34 @@ def test_noises_take_keywords(make, got, write):
     assert said.startswith(f"{name}: expected keywords, got ") and said.endswith(f"{got}; write {write}")
 
 
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda: zo.Zoneout(cell=0.4 / 65536, hidden=0.0),
+            r"Zoneout\(cell=…\): 6\.1\d+e-06 rounds to 0, .* never used",
+        ),
+        (lambda: zo.WeightDrop(rate=[0.5, 0.999999]), r"WeightDrop\(rate=…\): 0\.999999 rounds to 1, .* always used"),
+        (lambda: zo.Zoneout(hidden=torch.tensor([0.0, 1e-6, 1.0])), r"Zoneout\(hidden=…\): 9.99\d+e-07 rounds to 0"),
+        (lambda: zo.zoneout(X, X, 1e-6), "rate: 1e-06 rounds to 0"),
+        (wrapped(rates=0.999999), "rates: 0.999999 rounds to 1"),
+        (lstm(2, dropout=1e-6), "dropout: 1e-06 rounds to 0"),
+    ],
+)
+def test_a_rate_that_is_drawn_as_none_or_all_is_warned_of(make, said):
+    """A rate too small to be drawn would be no noise at all in training, and nobody would know."""
+    with pytest.warns(UserWarning, match=said) as caught:
+        make()
+    assert len(caught) == 1 and caught[0].filename == __file__
+
+
+def test_rates_that_are_drawn_are_not_warned_of():
+    """A rate that is exactly 0 or 1, or one of 65,536ths between, would be warned of."""
+    for rate in (0.0, 1.0, 0.6 / 65536, 1 - 0.6 / 65536, torch.tensor([0.0, 1.0, 0.5])):  # warnings are errors here
+        zo.Zoneout(cell=rate)
+    zo.WeightNoise(std=1e-6)  # not a rate
+
+
 def test_a_noise_with_a_constructor_of_its_own():
     """A user's subclass could not take a number without a keyword, as any class may."""
 

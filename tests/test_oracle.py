@@ -18,6 +18,9 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import zoneout as zo
 from zoneout import cells, ops
+from zoneout.draws import Draw
+from zoneout.noise import Rule
+from zoneout.ops.dropout import dropout
 
 KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 MASKS = ("unit", "shared", "step", "sequence", "static")
@@ -649,6 +652,38 @@ def test_weight_drop_is_read_back(backend):
     np.testing.assert_allclose(w_hh, want, rtol=0, atol=1e-10)
     np.testing.assert_allclose(w_ih, layer.weight_ih_l0.detach().cpu().numpy(), rtol=0, atol=1e-10)
     np.testing.assert_allclose(bias, 1000, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("rate", [0.999, 0.99999])
+def test_scaling_keeps_the_mean_of_what_is_drawn(rate):
+    """Inverted scaling divides by another rate than the one drawn: the mean is 1.007 or 1.53 times too large."""
+    drawn = round(rate * 65536)
+    y = dropout(torch.ones(4, 8, 2**15, dtype=torch.float64), rate, torch.tensor(SEED), 0, torch.arange(8))
+    kept = y[y != 0]
+    assert len(kept) > 5 and (kept == 65536 / (65536 - drawn)).all()
+    rule = Rule("weight", "scaled zero", "sequence", "expectation")
+    draw = Draw(rule, torch.tensor([rate, 0.0, 0.5, 1.0], dtype=torch.float64), None, 0)
+    assert (draw.scale * (65536 - draw.threshold) / 65536).tolist() == [1.0, 1.0, 1.0, 0.0]
+
+
+@every_backend
+def test_a_scaled_rate_of_one_leaves_nothing(backend):
+    """What is all dropped is divided by zero: NaN, there or in the gradients, where torch's dropout gives zeros."""
+    noise = [zo.VariationalDropout(input=1.0, hidden=[0.0, 1.0]), zo.WeightDrop(rate=1.0)]
+    layer = make("lstm", noise, "train", backend, num_layers=2, dropout=1.0)
+    bare = make("lstm", None, "train", backend, num_layers=2)
+    x = torch.randn(T, B, I, dtype=layer.bias_ih_l0.dtype, device=layer.bias_ih_l0.device, requires_grad=True)
+    y = layer(x, seed=SEED)[0]
+    with torch.no_grad():
+        for name, value in bare.named_parameters():
+            value.mul_(0.0 if name.startswith("weight") else 1.0)
+        want = bare(x)[0]
+    torch.testing.assert_close(y, want)
+    y.square().sum().backward()
+    for name, value in (("x", x), *layer.named_parameters()):
+        assert value.grad.isfinite().all(), name
+    assert not x.grad.any() and not layer.weight_hh_l0.grad.any() and not layer.weight_ih_l1.grad.any()
+    assert layer.bias_ih_l1.grad.any()
 
 
 def read_matrices(layer: Any, seed: int | None = SEED) -> tuple[Any, Any, Any]:

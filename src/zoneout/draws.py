@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .noise import MASKS, STREAMS, Noise, Rule, as_noises, is_zero, plane, rate_of_layer
+from .noise import MASKS, STREAMS, Noise, Rule, as_noises, in_65536ths, is_zero, plane, rate_of_layer
 from .philox import as_integer, as_seed, philox
 
 
@@ -27,7 +27,13 @@ class Draw(NamedTuple):
     @property
     def threshold(self) -> Tensor:
         """The old value is kept where 16 random bits are below this."""
-        return (self.rate * 65536).round().to(torch.int64)
+        return in_65536ths(self.rate).to(torch.int64)
+
+    @property
+    def scale(self) -> Tensor:
+        """Inverted scaling: 1 / (1 − the rate as it is drawn), so that the mean is kept exactly; 0 at a rate of 1."""
+        drawn = in_65536ths(self.rate)
+        return torch.where(drawn < 65536, 65536 / (65536 - drawn), 0.0)
 
 
 def widest(device: torch.device) -> torch.dtype:

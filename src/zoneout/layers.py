@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from .draws import as_integers, check_count, example_ids
-from .noise import Noise, plane
+from .noise import Noise, plane, warn_if_rounded
 from .norm import LayerNorm, RecurrentBatchNorm
 from .ops.dropout import dropout
 from .ops.packing import packed, packing_of, padded
@@ -56,6 +56,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         if isinstance(num_layers, Noise):
             raise TypeError(f"num_layers: expected a whole number, got {num_layers!r}; noise goes by keyword, noise=…")
         super().__init__(mode, input_size, hidden_size, num_layers, *rest)
+        warn_if_rounded(self.dropout, "dropout")
 
     def suffixes(self) -> list[str]:
         ends = ("", "_reverse") if self.bidirectional else ("",)

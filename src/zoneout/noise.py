@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self, SupportsFloat, TypeAlias
@@ -292,6 +294,8 @@ def check_rate(rate: Rate, name: str, limit: float = 1.0) -> Rate:
     """The rate in its plain form (float, float64 tensor, or a tuple of one of these a layer), or an error."""
     if type(rate) is float:  # first, since a compiler has numbers that are nothing else
         _check_range(rate, name, limit)
+        if limit == 1:
+            warn_if_rounded(rate, name)
         return rate
     if not isinstance(rate, Tensor) and getattr(rate, "ndim", 0) and hasattr(rate, "__array__"):  # type: ignore[arg-type]
         rate = torch.as_tensor(rate, device="cpu")
@@ -314,6 +318,9 @@ def check_rate(rate: Rate, name: str, limit: float = 1.0) -> Rate:
             return check_rate(rate.item(), name, limit)
         _check_range(rate.min().item(), name, limit)
         _check_range(rate.max().item(), name, limit)
+        rounded = rate[(in_65536ths(rate) % 65536 == 0) & (rate % 1 != 0)]
+        if limit == 1 and len(rounded):
+            warn_if_rounded(rounded[0].item(), name)
         return rate
     if isinstance(rate, (list, tuple)):
         if not rate:
@@ -325,8 +332,7 @@ def check_rate(rate: Rate, name: str, limit: float = 1.0) -> Rate:
         raise TypeError(
             f"{name}: expected a number, a list of one a layer or a tensor of one a unit, got {type(rate).__name__}"
         )
-    _check_range(float(rate), name, limit)
-    return float(rate)
+    return check_rate(float(rate), name, limit)
 
 
 def _check_range(value: float, name: str, limit: float) -> None:
@@ -335,6 +341,31 @@ def _check_range(value: float, name: str, limit: float) -> None:
             raise ValueError(f"{name}: expected a standard deviation, finite and not negative, got {value}")
     elif not 0 <= value <= limit:
         raise ValueError(f"{name}: expected a rate between 0 and 1, got {value}")
+
+
+def warn_if_rounded(rate: float, name: str) -> None:
+    """Warn of a rate that is drawn as 0 or 1 and is neither."""
+    if torch.compiler.is_compiling() or rate in (0, 1) or round(rate * 65536) not in (0, 65536):
+        return
+    warnings.warn(
+        f"{name}: {rate} rounds to {round(rate)}, since rates are drawn in steps of 1/65536: in training the old "
+        f"value (or zero) is {'always' if rate > 0.5 else 'never'} used; expected {round(rate)}, or a rate from "
+        "1/65536 to 1 − 1/65536",
+        stacklevel=_outside(),
+    )
+
+
+def _outside() -> int:
+    """The stack level, for who calls this, of the first caller outside of the package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in (__package__, "torch"):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def in_65536ths(rate: Tensor) -> Tensor:
+    """A rate as it is drawn, by 16 random bits."""
+    return (rate * 65536).round()
 
 
 def is_zero(rate: Rate) -> bool:
