@@ -496,6 +496,28 @@ COORDINATES: dict[str, Bad] = {
     "an example below zero": Bad(call(examples=[0, -1, 2]), ValueError, "examples", "-1", "ids"),
     "an example too large": Bad(call(examples=[0, 2**32, 2]), ValueError, "examples", str(2**32), "ids"),
     "examples too large": Bad(call(examples=2**32 - 1), ValueError, "examples", str(2**32 - 1), "batch"),
+    "examples below zero in a tensor": Bad(call(examples=torch.tensor(-1)), ValueError, "examples", "-1", "an offset"),
+    "examples too large in a tensor": Bad(
+        call(examples=torch.tensor(2**32 - 1)), ValueError, "examples", str(2**32 - 1), "2³² − batch"
+    ),
+    "an example below zero in a tensor": Bad(
+        call(examples=torch.tensor([0, -1, 2])), ValueError, "examples", "-1 to 2", "ids between"
+    ),
+    "an example too large in a tensor": Bad(
+        call(examples=torch.tensor([0, 2**32, 2])), ValueError, "examples", f"0 to {2**32}", "ids between"
+    ),
+    "an example of 64 bits": Bad(
+        call(examples=torch.tensor([0, 2**64 - 1, 2], dtype=torch.uint64)), ValueError, "examples", "-1", "ids between"
+    ),
+    "examples in a tensor of a cell": Bad(
+        cell(examples=torch.tensor([0, 2**32, 2])), ValueError, "examples", f"0 to {2**32}", "ids between"
+    ),
+    "examples in a tensor of masks": Bad(
+        lambda: zo.masks(NOISE, 1, 2, 3, 4, examples=torch.tensor(-1)), ValueError, "examples", "-1", "an offset"
+    ),
+    "a first step in a tensor": Bad(
+        call(first_step=torch.tensor(2**32)), ValueError, "first_step", str(2**32), "whole number"
+    ),
     "examples of a cell": Bad(cell(examples=[1]), ValueError, "examples", r"\(1,\)", f"each of {B} rows"),
     "first_step below zero": Bad(call(first_step=-1), ValueError, "first_step", "-1", "0 or more"),
     "first_step a bool": Bad(call(first_step=True), ValueError, "first_step", "True", "0 or more"),

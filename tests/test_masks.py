@@ -299,7 +299,7 @@ def test_reordering_and_splitting_change_nobodys_mask(kind):
         assert_same_masks(joined, whole)
 
 
-@pytest.mark.parametrize("offset", [0, 5, 2**32 - 1, -1], ids=["zero", "five", "wraps", "negative"])
+@pytest.mark.parametrize("offset", [0, 5, 2**32 - 4], ids=["zero", "five", "last"])
 def test_offset_in_a_tensor_is_an_offset(offset):
     """If this fails, an offset on the device makes a counter wider than 32 bits, which no kernel has."""
     noise, sizes = zoneout(), dict(seed=18, steps=20, batch=4, hidden=9)

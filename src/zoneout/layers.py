@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from .draws import as_integers, check_count, example_ids
+from .draws import as_integers, check_count, example_ids, readable
 from .noise import Noise, plane, warn_if_rounded
 from .norm import LayerNorm, RecurrentBatchNorm
 from .ops.dropout import dropout
@@ -95,12 +95,15 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
     ) -> Any:
         """Outputs and final state, as `torch.nn` gives them; with `return_cells` every c_t of the last layer.
 
-        An int64 input, without the dimension of features, is one-hot rows given by their numbers: a look-up takes the
-        place of the product. `lengths` are the sequences' lengths in a padded batch: outputs past them are zero, and
-        the final state is that of each sequence's end. `resets`, a bool laid out as the input's steps and rows, cuts a
-        sequence before a step: there the state goes back to the initial one (zero or learned, not `hx`), and nothing
-        crosses the cut in either direction. `seed` fixes the draws; `examples`, an offset or one id a row, and
-        `first_step` say which rows and steps of a larger whole these are, so that they draw what they would draw there.
+        **An int64 input is read as ids, not as features**: [T, B], or [T] unbatched, stands for one-hot rows of
+        `input_size`, and a look-up takes the place of the product. Give token ids to an `nn.Embedding` first, and whole
+        numbers that are features as `input.float()`. On the CPU ids that do not fit are an error.
+
+        `lengths` are the sequences' lengths in a padded batch: outputs past them are zero, and the final state is that
+        of each sequence's end. `resets`, a bool laid out as the input's steps and rows, cuts a sequence before a step:
+        there the state goes back to the initial one (zero or learned, not `hx`), and nothing crosses the cut in either
+        direction. `seed` fixes the draws; `examples`, an offset or one id a row, and `first_step` say which rows and
+        steps of a larger whole these are, so that they draw what they would draw there.
         """
         weight = self.weight_ih_l0
         sequences = self._sequences(input, lengths, resets)
@@ -230,7 +233,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         if resets is not None:
             resets = _check_resets(resets, (steps, batch), "of packed rows [T, B]", x.device)
             resets = resets if order is None else resets.index_select(1, order)
-        if _readable(counts):
+        if readable(counts):
             check_counts(counts, batch, x.shape[0])
         if self._packs(x):
             if resets is not None:
@@ -250,15 +253,16 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         """Numbers of features that are 1 where all others are 0, with a last dimension of 1 in their place."""
         if x.dtype != torch.int64 or x.dim() > 2:
             raise ValueError(
-                "input: expected floating-point numbers, or int64 [T, B] for one-hot rows by their numbers, "
-                f"got {x.dtype} with {x.dim()} dimensions"
+                "input: expected floating-point numbers, or int64 [T, B], which is read as ids of one-hot rows, "
+                f"got {x.dtype} with {x.dim()} dimensions; for numbers as features pass input.float()"
             )
-        if x.numel() and _readable(x):
+        if x.numel() and readable(x):
             low, high = (int(v) for v in torch.aminmax(x))
             if low < 0 or high >= self.input_size:
                 raise ValueError(
-                    f"input: expected one-hot rows as numbers from 0 to {self.input_size - 1} (input_size − 1), "
-                    f"got {low} to {high}"
+                    f"input: integer input is read as ids of one-hot rows, expected 0 to {self.input_size - 1} "
+                    f"(input_size − 1), got {low} to {high}; for numbers as features pass input.float(), for token ids "
+                    "put an nn.Embedding before the layer, or make input_size the number of ids"
                 )
         return x.unsqueeze(-1)
 
@@ -483,15 +487,9 @@ def check_lengths(lengths: Tensor | Sequence[int], steps: int, batch: int, batch
         ends = ends[None]
     if tuple(ends.shape) != (batch,):
         raise ValueError(f"lengths: expected one for each of {batch} sequences, got shape {tuple(ends.shape)}")
-    if batch and _readable(ends) and (int(ends.min()) < 0 or int(ends.max()) > steps):
+    if batch and readable(ends) and (int(ends.min()) < 0 or int(ends.max()) > steps):
         raise ValueError(
             f"lengths: expected numbers from 0 to {steps}, the steps of the input, "
             f"got {int(ends.min())} to {int(ends.max())}"
         )
     return ends.to(torch.int64).clamp(0, steps)  # on a device the values are not looked at: that would wait
-
-
-def _readable(x: Tensor) -> bool:
-    """Whether its numbers can be looked at here and now: on the CPU, outside of a compiler and of torch.func."""
-    hidden = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    return x.device.type == "cpu" and not hidden
