@@ -5,6 +5,7 @@ from __future__ import annotations
 import emulator
 import pytest
 import torch
+from philox_numpy import rates_on_the_edge
 from test_backends import (
     CALLS,
     LAYERS,
@@ -16,6 +17,7 @@ from test_backends import (
     outputs_of_rows_alike,
 )
 from test_cuda import compare, given_with, precision  # noqa: F401 (a fixture)
+from test_readback import wire
 
 import zoneout as zo
 from zoneout.draws import Draw
@@ -235,8 +237,38 @@ def test_what_comes_before_the_loop(dtype):
         high = torch.tensor(0.999, dtype=torch.float64)  # as drawn, 65470 / 65536
         dropped = fused_dropout(ones, Draw(rule, high, seed, 1), torch.arange(20), 0)
         assert dropped.unique().tolist() == [0, torch.tensor(65536 / 66).to(dtype)]
+        rates, kept = rates_on_the_edge("dropout", mask, 3, 100)
+        edge = fused_dropout(
+            ones, Draw(rule, torch.tensor(rates, dtype=torch.float64), seed, 65536), torch.arange(20), 0
+        )
+        assert (edge[0, 0] == 0).tolist() == kept
         assert not fused_dropout(ones, Draw(rule, torch.ones_like(high), seed, 1), torch.arange(20), 0).any()
     torch.testing.assert_close(fused_noise(w, rate, seed, 0, 4), weight_noise(w, 0.4, seed, 4))
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("precision", ["tf32"], indirect=True)
+def test_rates_are_rounded(precision, monkeypatch):  # noqa: F811
+    """The kernels compare their bits with something else than round(rate · 65536): truncated, say."""
+    monkeypatch.setattr(cuda, "PATHS", (cuda.small,))  # all have the same lines for it
+    units, seed = 9, 2**40 + 7
+    rates, kept = {}, {}
+    for stream in ("cell", "hidden"):
+        rates[stream], kept[stream] = rates_on_the_edge(stream, "unit", seed, units)
+    layer = zo.LSTM(units, units)
+    wire(layer)
+    x = 0.5 + torch.rand(2, 1, units)
+
+    def read(**noise):
+        """Which units of the first step keep their old value, which is 0."""
+        layer.noise = zo.Zoneout(**noise)
+        y, _, cells = layer(x, seed=seed, return_cells=True)
+        return {"cell": (cells[0, 0] == 0).tolist(), "hidden": (y[0, 0] == 0).tolist()}
+
+    assert read(**{stream: torch.tensor(rate, dtype=torch.float64) for stream, rate in rates.items()}) == kept
+    for unit in (0, 1):  # the same rate for all units
+        found = read(**{stream: rate[unit] for stream, rate in rates.items()})
+        assert all(found[stream][unit] == kept[stream][unit] for stream in rates)
 
 
 @pytest.mark.usefixtures("emulated")
