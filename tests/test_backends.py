@@ -46,10 +46,14 @@ NOISES: dict[str, Any] = {
     "zoneout-units": lambda states: zo.Zoneout(hidden=torch.linspace(0, 1, 37)),
     "state-dropout": lambda states: zo.StateDropout(**states),
     "divided": lambda states: [zo.Zoneout(hidden=0.3), zo.StateDropout(cell=0.4)],
-    "recurrent-dropout": lambda states: zo.RecurrentDropout(0.4),
-    "held-gate": lambda states: zo.RecurrentDropout(0.4, hold_output_gate=True),
-    "variational": lambda states: zo.VariationalDropout(0.3, 0.4),
-    "together": lambda states: [zo.Zoneout(**states), zo.VariationalDropout(0.1, 0.3), zo.WeightDrop(0.2)],
+    "recurrent-dropout": lambda states: zo.RecurrentDropout(rate=0.4),
+    "held-gate": lambda states: zo.RecurrentDropout(rate=0.4, hold_output_gate=True),
+    "variational": lambda states: zo.VariationalDropout(input=0.3, hidden=0.4),
+    "together": lambda states: [
+        zo.Zoneout(**states),
+        zo.VariationalDropout(input=0.1, hidden=0.3),
+        zo.WeightDrop(rate=0.2),
+    ],
 }
 NOT_IN = {"gru": ("held-gate", "divided"), "rnn": ("held-gate", "recurrent-dropout", "divided")}
 CASES = [
@@ -264,7 +268,7 @@ def test_bfloat16_products(monkeypatch, name, norm, call):
     """Products of the way back, taken in bfloat16, miss a mask, a reset or a row, or add up their rounding."""
     torch.manual_seed(0)
     options = dict(proj_size=5) if name == "lstm" else {}
-    noise = [zo.Zoneout(**STATES[name]), zo.VariationalDropout(0.1, 0.3)]
+    noise = [zo.Zoneout(**STATES[name]), zo.VariationalDropout(input=0.1, hidden=0.3)]
     layer = LAYERS[name](INPUT, 37, bidirectional=True, noise=noise, norm=NORMS[norm], **options).bfloat16()
     x, h = torch.randn(STEPS, BATCH, INPUT).bfloat16(), torch.randn(2, BATCH, layer.output_size).bfloat16()
     hx = (h, torch.randn(2, BATCH, 37).bfloat16()) if name == "lstm" else h
@@ -627,7 +631,7 @@ def test_parameters_that_lie_apart(loop, name, how):
 
 def test_a_seed_that_counts_on():
     """A seed kept in a tensor, and counted on after the call, is not what the way back draws from."""
-    layer, seed, x = zo.LSTM(3, 4, noise=zo.Zoneout(0.3, 0.3)), torch.tensor(5), torch.randn(9, 2, 3)
+    layer, seed, x = zo.LSTM(3, 4, noise=zo.Zoneout(cell=0.3, hidden=0.3)), torch.tensor(5), torch.randn(9, 2, 3)
     y, _ = layer(x, seed=seed)
     seed += 1
     (got,) = torch.autograd.grad(y.sum(), layer.weight_hh_l0)
@@ -637,7 +641,7 @@ def test_a_seed_that_counts_on():
 
 def test_the_last_step_there_is():
     """The number of a last step that fits into 32 bits is refused."""
-    layer, x = zo.LSTM(3, 4, noise=zo.Zoneout(0.3, 0.3)), torch.randn(5, 2, 3)
+    layer, x = zo.LSTM(3, 4, noise=zo.Zoneout(cell=0.3, hidden=0.3)), torch.randn(5, 2, 3)
     layer(x, seed=1, first_step=2**32 - 5)
     with pytest.raises(ValueError, match="first_step"):
         layer(x, seed=1, first_step=2**32 - 4)

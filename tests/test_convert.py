@@ -227,13 +227,18 @@ def test_modules_that_are_held_twice():
 
 
 @pytest.mark.parametrize(
-    "noise", [zo.VariationalDropout(0.2, 0.2), zo.WeightDrop(0.2), zo.Zoneout(0.2, mask="static", seed=1)]
+    "noise",
+    [
+        zo.VariationalDropout(input=0.2, hidden=0.2),
+        zo.WeightDrop(rate=0.2),
+        zo.Zoneout(cell=0.2, mask="static", seed=1),
+    ],
 )
 def test_a_cell_gets_no_noise_that_it_would_have_to_be_told_of(noise):
     """A decoder, whose own code calls its cell without a seed, could no longer be run."""
     model = nn.Sequential(nn.LSTMCell(I, H))
-    _, said = convert(model, [noise, zo.RecurrentDropout(0.1)])
-    assert model[0].noise == zo.RecurrentDropout(0.1) and "neither seed nor step" in said[0]
+    _, said = convert(model, [noise, zo.RecurrentDropout(rate=0.1)])
+    assert model[0].noise == zo.RecurrentDropout(rate=0.1) and "neither seed nor step" in said[0]
     model[0](torch.randn(3, I))
 
 
@@ -1030,7 +1035,7 @@ def test_our_own_layers_get_new_noise_whatever_was_done_to_them(how: str) -> Non
     class Sub(zo.LSTM):
         """Somebody's own."""
 
-    layer = (Sub if how == "subclass" else zo.LSTM)(I, H, noise=zo.Zoneout(0.5, 0.1))
+    layer = (Sub if how == "subclass" else zo.LSTM)(I, H, noise=zo.Zoneout(cell=0.5, hidden=0.1))
     if how == "parametrized":
         parametrizations.weight_norm(layer, "weight_hh_l0")
     if how == "pruned":
@@ -1038,8 +1043,8 @@ def test_our_own_layers_get_new_noise_whatever_was_done_to_them(how: str) -> Non
     if how == "compiled":
         layer.compile(backend="eager")
     said: list[str] = []
-    zo.convert(nn.Sequential(layer), zo.Zoneout(0.2, 0.05), report=said.append)
-    assert layer.noise == zo.Zoneout(0.2, 0.05) and "already" in said[0]
+    zo.convert(nn.Sequential(layer), zo.Zoneout(cell=0.2, hidden=0.05), report=said.append)
+    assert layer.noise == zo.Zoneout(cell=0.2, hidden=0.05) and "already" in said[0]
     assert float(layer._numbers["cell_rate_l0"]) == 0.2
     if how == "parametrized":
         zo.revert(nn.Sequential(layer), report=said.append)
@@ -1060,7 +1065,7 @@ def test_parameters_that_are_swapped():
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         model = nn.Sequential(nn.LSTM(I, H))
-        zo.convert(model, zo.Zoneout(0.1, 0.1))
+        zo.convert(model, zo.Zoneout(cell=0.1, hidden=0.1))
         assert model.double()[0].weight_ih_l0.dtype == torch.float64
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)

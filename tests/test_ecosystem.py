@@ -93,7 +93,7 @@ class Tagger(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(7, INPUT)
         self.lstm = zo.LSTM(INPUT, 4, 2, bidirectional=True, dropout=0.2, noise=BOTH)
-        self.gru = zo.GRU(8, HIDDEN, noise=[zo.Zoneout(hidden=0.3), zo.VariationalDropout(0.1, 0.2)])
+        self.gru = zo.GRU(8, HIDDEN, noise=[zo.Zoneout(hidden=0.3), zo.VariationalDropout(input=0.1, hidden=0.2)])
         self.rnn = zo.RNN(HIDDEN, 6, noise=zo.Zoneout(hidden=0.3))
         self.head = nn.Linear(6, 7)
 
@@ -204,7 +204,7 @@ def test_compiled_lengths_and_resets(both_ways):
 @pytest.mark.parametrize("backend", [None, "reference"], ids=["as it is", "padded"])
 def test_compiled_packed_input(backend):
     """A packed batch breaks the graph, or is run in another order in it."""
-    noise = [BOTH, zo.VariationalDropout(0.1, 0.2)]
+    noise = [BOTH, zo.VariationalDropout(input=0.1, hidden=0.2)]
     layer = zo.LSTM(INPUT, HIDDEN, 2, bidirectional=True, dropout=0.2, noise=noise, backend=backend)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     packed = pack_padded_sequence(x_of(), torch.tensor([3, 6, 1, 2]), enforce_sorted=False)
@@ -393,7 +393,10 @@ ONNX: dict[str, Any] = {
     "projection": (
         lambda: zo.LSTM(
             INPUT, HIDDEN, proj_size=2, norm="layer", bidirectional=True,
-            noise=[zo.RecurrentDropout(0.3, hold_output_gate=True), zo.Zoneout(0.5, torch.linspace(0, 1, 2))],
+            noise=[
+                zo.RecurrentDropout(rate=0.3, hold_output_gate=True),
+                zo.Zoneout(cell=0.5, hidden=torch.linspace(0, 1, 2)),
+            ],
         ),
         {},
     ),
@@ -401,8 +404,8 @@ ONNX: dict[str, Any] = {
         lambda: zo.LSTM(
             INPUT, HIDDEN, norm=zo.RecurrentBatchNorm(4), learn_initial_state=True, bidirectional=True,
             noise=[
-                zo.StateDropout(cell=0.4), zo.Zoneout(hidden=0.5), zo.RecurrentDropout(0.3, hold_output_gate=True),
-                zo.VariationalDropout(0.1, 0.1), zo.WeightDrop(0.2),
+                zo.StateDropout(cell=0.4), zo.Zoneout(hidden=0.5), zo.RecurrentDropout(rate=0.3, hold_output_gate=True),
+                zo.VariationalDropout(input=0.1, hidden=0.1), zo.WeightDrop(rate=0.2),
             ],
         ),
         dict(lengths=LENGTHS, resets=RESETS),
@@ -410,7 +413,7 @@ ONNX: dict[str, Any] = {
     "gru": (
         lambda: zo.GRU(
             INPUT, HIDDEN, norm=zo.RecurrentBatchNorm(4, at_eval="batch"), bidirectional=True,
-            noise=[zo.RecurrentDropout(0.3), zo.Zoneout(hidden=0.5)],
+            noise=[zo.RecurrentDropout(rate=0.3), zo.Zoneout(hidden=0.5)],
         ),
         dict(lengths=LENGTHS),
     ),
@@ -500,7 +503,7 @@ def test_onnx_says_what_is_missing(monkeypatch):
 def ddp_case() -> tuple[nn.Module, Tensor, Tensor, Tensor]:
     """The same model, inputs, targets and example ids in every process."""
     torch.manual_seed(0)
-    layer = zo.LSTM(INPUT, HIDDEN, 2, dropout=0.3, noise=[BOTH, zo.VariationalDropout(0.1, 0.2)])
+    layer = zo.LSTM(INPUT, HIDDEN, 2, dropout=0.3, noise=[BOTH, zo.VariationalDropout(input=0.1, hidden=0.2)])
     return layer, x_of(), torch.randn(STEPS, BATCH, HIDDEN), torch.tensor([10, 7, 30, 2])
 
 

@@ -91,7 +91,7 @@ def test_a_reset_before_the_step_equals_the_reference(kind, both, learned, taken
     "options",
     [
         {"noise": zo.StateDropout(cell=0.3)},
-        {"noise": zo.RecurrentDropout(0.3)},
+        {"noise": zo.RecurrentDropout(rate=0.3)},
         {"norm": "layer"},
         {"backend": "cpu"},
         {"dtype": torch.bfloat16},

@@ -415,8 +415,9 @@ def test_a_layer_has_rates_of_its_own():
 def test_a_noise_is_loaded_without_trust(tmp_path):
     """A checkpoint with the rates beside the weights cannot be read as torch reads by default."""
     given = [
-        zo.Zoneout(cell=0.3, hidden=torch.linspace(0, 0.2, 4)), zo.StateDropout(hidden=0.1), zo.RecurrentDropout(0.2),
-        zo.VariationalDropout(hidden=0.2), zo.WeightDrop((0.1, 0.2)), zo.WeightNoise(0.05),
+        zo.Zoneout(cell=0.3, hidden=torch.linspace(0, 0.2, 4)), zo.StateDropout(hidden=0.1),
+        zo.RecurrentDropout(rate=0.2), zo.VariationalDropout(hidden=0.2),
+        zo.WeightDrop(rate=(0.1, 0.2)), zo.WeightNoise(std=0.05),
     ]  # fmt: skip
     torch.save(given, tmp_path / "noise.pt")
     assert torch.load(tmp_path / "noise.pt", weights_only=True) == given
@@ -425,7 +426,7 @@ def test_a_noise_is_loaded_without_trust(tmp_path):
 def test_noises_of_other_classes_differ():
     """A Zoneout and a StateDropout of the same rates would be taken for the same noise."""
     assert zo.Zoneout(cell=0.5) != zo.StateDropout(cell=0.5)
-    assert zo.WeightDrop(0.5) != zo.WeightNoise(0.5)
+    assert zo.WeightDrop(rate=0.5) != zo.WeightNoise(std=0.5)
 
 
 def test_numbers_of_any_kind_make_the_same_noise():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from .draws import as_integers, check_count, example_ids
-from .noise import Noise, plane, readable
+from .noise import Noise, plane, readable, warn_if_rounded
 from .norm import LayerNorm, RecurrentBatchNorm
 from .ops.dropout import dropout
 from .ops.packing import packed, packing_of, padded
@@ -56,6 +56,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         if isinstance(num_layers, Noise):
             raise TypeError(f"num_layers: expected a whole number, got {num_layers!r}; noise goes by keyword, noise=…")
         super().__init__(mode, input_size, hidden_size, num_layers, *rest)
+        warn_if_rounded(self.dropout, "dropout")
 
     def suffixes(self) -> list[str]:
         ends = ("", "_reverse") if self.bidirectional else ("",)
@@ -95,12 +96,16 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
     ) -> Any:
         """Outputs and final state, as `torch.nn` gives them; with `return_cells` every c_t of the last layer.
 
-        An int64 input, without the dimension of features, is one-hot rows given by their numbers: a look-up takes the
-        place of the product. `lengths` are the sequences' lengths in a padded batch: outputs past them are zero, and
-        the final state is that of each sequence's end. `resets`, a bool laid out as the input's steps and rows, cuts a
-        sequence before a step: there the state goes back to the initial one (zero or learned, not `hx`), and nothing
-        crosses the cut in either direction. `seed` fixes the draws; `examples`, an offset or one id a row, and
-        `first_step` say which rows and steps of a larger whole these are, so that they draw what they would draw there.
+        **An int64 input is read as ids, not as features**: [T, B], or [T] unbatched, stands for one-hot rows of
+        `input_size`, and a look-up takes the place of the product. Give token ids to an `nn.Embedding` first, and whole
+        numbers that are features as `input.float()`. On the CPU ids that do not fit are an error.
+
+        `lengths` are the sequences' lengths in a padded batch: outputs past them are zero, and the final state is that
+        of each sequence's end. `resets`, a bool laid out as the input's steps and rows, cuts a sequence before a step:
+        there the state goes back to the initial one (zero or learned, not `hx`), and nothing crosses the cut in either
+        direction. `seed` fixes the draws; `examples`, an offset or one id a row, and `first_step` say which rows and
+        steps of a larger whole these are, so that they draw what they would draw there.
+
         `rates`, such as `{"cell": 0.5, "hidden": 0.05}`, replaces rates of the layer's noise for this call: a number, a
         list of one a layer, or a tensor of one a unit, which `torch.func.vmap` may batch.
         """
@@ -253,15 +258,16 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         """Numbers of features that are 1 where all others are 0, with a last dimension of 1 in their place."""
         if x.dtype != torch.int64 or x.dim() > 2:
             raise ValueError(
-                "input: expected floating-point numbers, or int64 [T, B] for one-hot rows by their numbers, "
-                f"got {x.dtype} with {x.dim()} dimensions"
+                "input: expected floating-point numbers, or int64 [T, B], which is read as ids of one-hot rows, "
+                f"got {x.dtype} with {x.dim()} dimensions; for numbers as features pass input.float()"
             )
         if x.numel() and readable(x):
             low, high = (int(v) for v in torch.aminmax(x))
             if low < 0 or high >= self.input_size:
                 raise ValueError(
-                    f"input: expected one-hot rows as numbers from 0 to {self.input_size - 1} (input_size − 1), "
-                    f"got {low} to {high}"
+                    f"input: integer input is read as ids of one-hot rows, expected 0 to {self.input_size - 1} "
+                    f"(input_size − 1), got {low} to {high}; for numbers as features pass input.float(), for token ids "
+                    "put an nn.Embedding before the layer, or make input_size the number of ids"
                 )
         return x.unsqueeze(-1)
 

@@ -501,7 +501,7 @@ def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
         train(replace(CHARS, device="gpu"), tmp_path / "run")
     with pytest.raises(ValueError, match=r"a plain RNN has no gated update"):
         train(
-            replace(CHARS, model=Model("rnn"), zoneout=Zoneout(), recurrent_dropout=RecurrentDropout(0.5)),
+            replace(CHARS, model=Model("rnn"), zoneout=Zoneout(), recurrent_dropout=RecurrentDropout(rate=0.5)),
             tmp_path / "run",
         )
     with pytest.raises(ValueError, match=r"evaluation\.valid: size: 999 streams need a text of at least 1998 symbols"):

@@ -113,7 +113,7 @@ class Model:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Zoneout:
     """Units keep their previous value."""
 
@@ -128,7 +128,7 @@ class Zoneout:
         _check_rates("zoneout", self, "cell", "hidden")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RecurrentDropout:
     """The update of the state is dropped."""
 
@@ -143,7 +143,7 @@ class RecurrentDropout:
         _check_rates("recurrent_dropout", self, "rate")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StateDropout:
     """Units of the states are set to zero; on cells with mask=sequence it is rnnDrop."""
 
@@ -158,7 +158,7 @@ class StateDropout:
         _check_rates("state_dropout", self, "cell", "hidden")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class VariationalDropout:
     """One mask a sequence on a layer's input and on h where it enters the gates."""
 
