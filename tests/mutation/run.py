@@ -138,9 +138,9 @@ def in_fork(folder: Path, out: int, ids: list[str], traced: bool, mutant: Mutant
     os.chdir(folder)
     said = os.open("../said.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(said, 1), os.dup2(said, 2)
-    shared = {"PYTHONPATH": "src", "ZONEOUT_CACHE": "cache", "ZONEOUT_EMULATED": "emulated"}
-    os.environ |= {name: str((folder if name == "PYTHONPATH" else BUILD) / value) for name, value in shared.items()}
     sys.path[:1] = [str(folder / "src")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (sys.path[0], os.environ.get("PYTHONPATH"))))
+    os.environ |= {"ZONEOUT_CACHE": str(BUILD / "cache"), "ZONEOUT_EMULATED": str(BUILD / "emulated")}
     if mutant is not None and mutant.path.endswith((".c", ".h")):
         compiled = object_of(folder)
         if compiled is None or compiled == (BUILD / "loop.o").read_bytes():
