@@ -220,7 +220,16 @@ class Slot:
 def run_all(tasks: Iterator[Any], slots: list[Slot], deadline: float) -> None:
     """Run generators that yield the arguments of `Slot.start` and get what the fork said, so many at a time."""
     free, chosen = deque(slots), selectors.DefaultSelector()
-    while True:
+    try:
+        run_until(tasks, free, chosen, deadline)
+    finally:
+        for key in chosen.get_map().values():  # what has no result yet begins anew at the next call
+            key.data.end()
+
+
+def run_until(tasks: Iterator[Any], free: deque[Slot], chosen: selectors.BaseSelector, deadline: float) -> None:
+    """The loop of `run_all`; what is not done 20 seconds after the deadline is given up."""
+    while time.monotonic() < deadline + 20:
         while free and time.monotonic() < deadline and (task := next(tasks, None)) is not None:
             slot = free.popleft()
             slot.task = task
@@ -292,7 +301,7 @@ def mapped(slots: list[Slot], deadline: float, only: str) -> list[dict[str, Any]
         line["lines"] = {name: int(mask, 16) for name, mask in line.get("lines", {}).items()}
     passed = [line for line in found if line["passed"]]
     if not passed:
-        raise SystemExit(f"no test could be run: {BUILD}/slot0/said.txt says why")
+        raise SystemExit(f"No test has been run: {BUILD}/slot0/said.txt says why, or --limit-seconds was too short.")
     print(f"{len(passed)} of {len(ids)} tests pass here, in {sum(line['seconds'] for line in passed):.0f} seconds.")
     return passed
 
@@ -369,6 +378,7 @@ def mutate(tests: list[dict[str, Any]], slots: list[Slot], deadline: float, opti
     path = BUILD / "results.jsonl"
     results = {line["id"]: line for line in read_lines(path)}
     sample = mutants.sampled(ROOT)
+    shard, shards = map(int, options.shard.split("/"))
     kills: Counter[tuple[str, str]] = Counter()
     for line in results.values():
         if line["result"] == "killed":
@@ -388,7 +398,8 @@ def mutate(tests: list[dict[str, Any]], slots: list[Slot], deadline: float, opti
 
     def tasks() -> Iterator[Any]:
         while True:
-            new = [one for one in wanted(sample, results) if one.id not in started and options.only in one.path]
+            all_ = [one for one in wanted(sample, results) if options.only in one.path]
+            new = [one for n, one in enumerate(all_, 1) if n % shards == shard % shards and one.id not in started]
             if not new:
                 return
             started.add(new[0].id)
@@ -454,10 +465,11 @@ def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
-    parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="begin nothing new after this time")
+    parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="end then, to be called again")
     parser.add_argument("--budget", type=float, default=120, help="seconds of tests for a mutant")
     parser.add_argument("--again", action="store_true", help="try those that survived or timed out once more")
     parser.add_argument("--only", default="", help="only files whose path has this in it")
+    parser.add_argument("--shard", default="1/1", help="which part of the mutants, as in 2/3")
     parser.add_argument("--tests", default="", help="only tests whose id has this in it")
     parser.add_argument("--dry-run", action="store_true", help="print the sample, run nothing")
     parser.add_argument("--table", action="store_true", help="print the results so far, run nothing")
