@@ -188,7 +188,7 @@ class Slot:
             status = 70
             try:
                 status = in_fork(self.folder, out, ids, traced, mutant)
-                os.write(out, b'{"over": true}\n')  # a process that a test has started may still have the pipe
+                os.write(out, b'{"over": %d}\n' % status)  # a process that a test has started may still have the pipe
             except BaseException:
                 traceback.print_exc()
             os._exit(status)
@@ -210,7 +210,8 @@ class Slot:
         os.close(self.pipe)
         with suppress(OSError):
             os.killpg(self.pid, signal.SIGKILL)
-        status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        killed = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])  # or ended by itself
+        status = self.said.pop()["over"] if self.said and "over" in self.said[-1] else killed
         if self.mutant is not None:
             self.path.write_text(self.original)
             os.utime(self.path, (self.time, self.time))
@@ -361,7 +362,7 @@ def trial(mutant: Mutant, tests: list[dict[str, Any]], kills: Counter[tuple[str,
             kills[mutant.area, by.split("[")[0]] += 1
             result = "invalid" if failed[0]["why"] == "invalid" else "killed"
             return end(mutant, result, by, tried, of, seconds, said=failed[0]["said"])
-        if ended["late"]:
+        if ended["late"] or ended["status"] == -signal.SIGKILL:  # for want of memory, perhaps
             late.append(ended["test"])
             if len(late) == 2 or not ended["test"]:
                 return end(mutant, "timeout", ended["test"], tried, of, seconds)
@@ -414,6 +415,21 @@ def mutate(tests: list[dict[str, Any]], slots: list[Slot], deadline: float, opti
 
     run_all(Again(), slots, deadline)
     print(table(sample, results))
+
+
+def control(slots: list[Slot], deadline: float) -> None:
+    """Run the tests that killed a mutant on the source as it is, in another order: none may fail."""
+    killers = Counter(line["by"] for line in read_lines(BUILD / "results.jsonl") if line["result"] == "killed")
+    tests = sorted((one for one in killers if "::" in one), key=lambda one: hashlib.sha256(one.encode()).digest())
+    failed: list[str] = []
+
+    def part(some: list[str]) -> Any:
+        said = yield some, False, None, lambda test: 300
+        done = [line["id"] for line in said if line.get("passed")]
+        failed.extend(one for one in some if one not in done)
+
+    run_all((part(tests[at : at + 20]) for at in range(0, len(tests), 20)), slots, deadline)
+    print(f"Without a mutant {len(failed)} of the {len(tests)} tests that killed one fail.", *failed, sep="\n")
 
 
 def wanted(sample: list[tuple[int, list[Mutant]]], results: dict[str, Any]) -> list[Mutant]:
@@ -471,6 +487,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="only files whose path has this in it")
     parser.add_argument("--shard", default="1/1", help="which part of the mutants, as in 2/3")
     parser.add_argument("--tests", default="", help="only tests whose id has this in it")
+    parser.add_argument("--control", action="store_true", help="run the tests that killed on the source as it is")
     parser.add_argument("--dry-run", action="store_true", help="print the sample, run nothing")
     parser.add_argument("--table", action="store_true", help="print the results so far, run nothing")
     options = parser.parse_args()
@@ -488,6 +505,8 @@ def main() -> None:
     shutil.copytree(ROOT / "src", BUILD / "clean" / "tree" / "src", dirs_exist_ok=True)
     (BUILD / "loop.o").write_bytes(object_of(BUILD / "clean" / "tree") or b"")
     slots = [Slot(n) for n in range(options.jobs)]
+    if options.control:
+        return control(slots, deadline)
     mutate(mapped(slots, deadline, options.tests), slots, deadline, options)
 
 
