@@ -107,10 +107,11 @@ def everything(layer: Any, x: Tensor, hx: Any, call: dict[str, Any], cells: bool
     return out | {name: b.clone() for name, b in layer.named_buffers() if b.is_floating_point()}
 
 
-def compare(name: str, make: Any, call: dict[str, Any], training: bool, dtype: torch.dtype, **options: Any) -> None:
+def compare(
+    name: str, make: Any, call: dict[str, Any], training: bool, dtype: torch.dtype, hidden: int = 37, **options: Any
+) -> None:
     """One layer in the fused backend and in the reference, same weights, same seed."""
     torch.manual_seed(0)
-    hidden = 37
     ours = LAYERS[name](INPUT, hidden, noise=make(STATES[name]), dtype=dtype, backend="cpu", **options)
     theirs = LAYERS[name](INPUT, hidden, noise=make(STATES[name]), dtype=dtype, backend="reference", **options)
     theirs.load_state_dict(ours.state_dict())
@@ -237,6 +238,20 @@ def test_odd_sizes(loop, name, sizes):
     layer.backend = "reference"
     for key, value in everything(layer, x, hx, {}).items():
         assert (got[key] - value).norm() <= 1e-10 * value.norm().clamp(min=1e-30), key
+
+
+@pytest.mark.parametrize(
+    ("name", "noise", "hidden", "options"),
+    [
+        ("lstm", "variational", 300, {}),  # backwards, over 4 · 300 gates
+        ("gru", "none", 1030, {}),  # forwards, over the units
+        ("rnn", "none", 1030, {"norm": "layer"}),  # both ways, over the units
+        ("lstm", "none", 1030, {"proj_size": 3}),  # the projection
+    ],
+)
+def test_products_that_are_taken_in_parts(loop, name, noise, hidden, options):
+    """Of a product over more than 1,024 numbers only the last part is left, where nothing is there to be added to."""
+    compare(name, NOISES[noise], {}, True, torch.float64, hidden, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
