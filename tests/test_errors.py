@@ -241,8 +241,8 @@ CONSTRUCTORS: dict[str, Bad] = {  # what torch itself checks keeps torch's words
     "nonlinearity of a cell": Bad(
         lambda: zo.RNNCell(I, H, nonlinearity="elu"), ValueError, "nonlinearity", "'elu'", "'tanh' or 'relu'"
     ),
-    "cell input_size": Bad(lambda: zo.LSTMCell(0, H), ValueError, "input_size", "0", "positive"),
-    "cell hidden_size": Bad(lambda: zo.GRUCell(I, 2.5), ValueError, "hidden_size", r"2\.5", "positive"),
+    "cell input_size": Bad(lambda: zo.LSTMCell(-1, H), ValueError, "input_size", "-1", "at least 0"),
+    "cell hidden_size": Bad(lambda: zo.GRUCell(I, 2.5), ValueError, "hidden_size", r"2\.5", "at least 0"),
     "cell layer": Bad(lambda: zo.LSTMCell(I, H, layer=-1), ValueError, "layer", "-1", "below 32768"),
     "ZoneoutCell layer": Bad(
         lambda: zo.ZoneoutCell(nn.GRUCell(I, H), 0.5, layer=-1), ValueError, "layer", "-1", "below 32768"

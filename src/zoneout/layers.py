@@ -21,7 +21,17 @@ from .ops.dropout import dropout
 from .ops.packing import packed, packing_of, padded
 from .ops.rows import check_counts, places
 from .philox import as_seed, fresh_seed
-from .recurrent import CallNoise, Rates, Recurrent, autocast_on, check_device, drawn_rules, no_tensor, working_dtype
+from .recurrent import (
+    CallNoise,
+    Rates,
+    Recurrent,
+    autocast_on,
+    check_device,
+    check_parameter,
+    drawn_rules,
+    has_features,
+    no_tensor,
+)
 
 Noises: TypeAlias = "Noise | Iterable[Noise] | None"
 Norm: TypeAlias = "str | LayerNorm | RecurrentBatchNorm | None"
@@ -112,8 +122,9 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         weight = self.weight_ih_l0
         sequences = self._sequences(input, lengths, resets)
         x = sequences.x
+        check_parameter(weight)
         check_device("input", x, weight)
-        dtype = working_dtype(x, weight)
+        dtype = self._working_dtype(x, hx, weight)
         x = x if x.dtype in (dtype, torch.int64) else x.to(dtype)
         if return_cells and self.kind != "lstm":
             raise ValueError(f"return_cells: expected False, since a {self.kind.upper()} has no cell")
@@ -199,7 +210,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
             )
         if input.layout is not torch.strided:
             raise TypeError(f"input: expected a dense tensor, got one with layout {input.layout}; input.to_dense() is")
-        if not input.is_floating_point():
+        if not has_features(input):
             input = self._check_numbers(input)
         if input.dim() not in (2, 3):
             raise ValueError(f"input: expected 2 dimensions (unbatched) or 3 (batched), got {input.dim()}")
@@ -226,7 +237,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
     def _packed(self, input: PackedSequence, resets: Tensor | None) -> Sequences:
         """Packed rows as they are or, where a backend does not take them so, as [T, B, input], longest first."""
         x, counts, order, back = input
-        if not x.is_floating_point():
+        if not has_features(x):
             x = self._check_numbers(x)
         if x.dim() != 2:
             raise ValueError(f"input.data: expected rows of features, or int64 numbers, got {x.dim()} dimensions")
@@ -272,7 +283,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         return x.unsqueeze(-1)
 
     def _check_input(self, x: Tensor, name: str) -> None:
-        if x.is_floating_point() and x.shape[-1] != self.input_size:
+        if has_features(x) and x.shape[-1] != self.input_size:
             raise ValueError(
                 f"{name}: expected {self.input_size} features in the last dimension (input_size), got {x.shape[-1]}"
             )

@@ -318,9 +318,28 @@ class Recurrent(Settable):
 
     # --- one run over time ---
 
+    def _working_dtype(self, x: Tensor, hx: Any, weight: Tensor) -> torch.dtype:
+        """The dtype to compute in: autocast's where it is on, else the weights'; an error where they differ.
+
+        On the CPU torch.nn's GRU, GRUCell and LSTMCell leave the state in its own type under autocast. So do ours.
+        """
+        like = weight if x.dtype == torch.int64 else x  # int64: one-hot rows by their numbers
+        if autocast_on(x.device) and like.is_floating_point() and like.dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(x.device.type)
+            if x.device.type == "cpu" and (self.kind == "gru" or (self.kind == "lstm" and self.one_step)):
+                state = hx[-1] if isinstance(hx, (tuple, list)) and hx else hx
+                dtype = torch.promote_types(dtype, (state if isinstance(state, Tensor) else like).dtype)
+            return dtype
+        if like.dtype != weight.dtype:
+            raise ValueError(
+                f"input: expected {weight.dtype} as the weights have, got {x.dtype}; convert the input with "
+                f"input.to({weight.dtype}) or the module with .to({x.dtype})"
+            )
+        return like.dtype
+
     def _packs(self, x: Tensor) -> bool:
         """Whether packed rows are run as they are; elsewhere they are padded first."""
-        return x.device.type == "cpu" and self.backend in (None, "cpu")
+        return x.device.type == "cpu" and self.backend in (None, "cpu") and not x.is_complex()
 
     def _made(
         self,
@@ -337,6 +356,8 @@ class Recurrent(Settable):
     ) -> ops.Run:
         """The run of one layer and direction, noise on its input and weights already there."""
         by_stream = {draw.rule.stream: draw for draw in draws}
+        if dtype.is_complex and (self.norm is not None or "weight_noise" in by_stream):
+            raise TypeError(f"input: expected real numbers for a norm or noise on weights, got {dtype}")
         weights = self._noisy_weights(suffix, by_stream, dtype)
         if (draw := by_stream.get("input")) is not None:
             x = drop_units(ops.dense(x, weights.w_ih), draw, examples, counts=options.get("counts"))
@@ -368,7 +389,7 @@ class Recurrent(Settable):
     def _check_run(self, what: ops.Run, suffix: str) -> None:
         """The same of all parameters of a run."""
         norm, hidden, device = what.norm, self.hidden_size, what.x.device
-        inputs = what.x.shape[-1] if what.x.is_floating_point() else what.weights.w_ih.shape[-1]
+        inputs = what.x.shape[-1] if has_features(what.x) else what.weights.w_ih.shape[-1]
         self._check_weights(what.weights, inputs, device, suffix)
         if norm is not None:
             values = (norm.scale_x, norm.scale_h, norm.scale_c, norm.shift_c)
@@ -409,7 +430,7 @@ class Recurrent(Settable):
         """
         assert isinstance(self.norm, RecurrentBatchNorm)
         first_step = run.first_step
-        alive = torch.full_like(seen.mean_x[:, 0], run.batch)
+        alive = seen.mean_x.new_full((len(seen.mean_x),), run.batch)
         if run.counts is not None:
             alive = run.counts.to(alive)
         elif run.lengths is not None:
@@ -464,18 +485,18 @@ def _to_device(value: Tensor, device: torch.device) -> Tensor:
         return value.to(device, dtype)
 
 
-def working_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
-    """The dtype to compute in: autocast's where it is on, else the weights'; an error where they differ."""
-    if x.dtype == torch.int64:  # one-hot rows by their numbers
-        return torch.get_autocast_dtype(x.device.type) if autocast_on(x.device) else weight.dtype
-    if autocast_on(x.device) and x.dtype != torch.float64:
-        return torch.get_autocast_dtype(x.device.type)
-    if x.dtype != weight.dtype:
-        raise ValueError(
-            f"input: expected {weight.dtype} as the weights have, got {x.dtype}; convert the input with "
-            f"input.to({weight.dtype}) or the module with .to({x.dtype})"
+def has_features(x: Tensor) -> bool:
+    """Whether an input is given by its features, and not by the numbers of one-hot rows."""
+    return x.is_floating_point() or x.is_complex()
+
+
+def check_parameter(weight: Tensor) -> None:
+    """Raise if a weight is torch's wrapper for gradients of single examples, which takes no operators of others."""
+    if type(weight).__name__ == "ExpandedWeight":
+        raise NotImplementedError(
+            "call_for_per_sample_grads cannot take zoneout's modules; take the gradients of single examples with "
+            "torch.func.vmap(torch.func.grad(…)), as docs/ecosystem.md shows"
         )
-    return x.dtype
 
 
 def autocast_on(device: torch.device) -> bool:

@@ -19,7 +19,17 @@ from .noise import sees_step
 from .norm import RecurrentBatchNorm
 from .ops import Weights, one_step
 from .philox import as_seed, fresh_seed
-from .recurrent import GATES, CallNoise, Rates, Recurrent, check_device, drawn_rules, no_tensor, working_dtype
+from .recurrent import (
+    GATES,
+    CallNoise,
+    Rates,
+    Recurrent,
+    check_device,
+    check_parameter,
+    drawn_rules,
+    has_features,
+    no_tensor,
+)
 
 
 class RecurrentCell(Recurrent, nn.RNNCellBase):
@@ -40,8 +50,8 @@ class RecurrentCell(Recurrent, nn.RNNCellBase):
         backend: str | None,
     ) -> None:
         for name, value in (("input_size", input_size), ("hidden_size", hidden_size)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}: expected a positive whole number, got {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name}: expected a whole number of at least 0, got {value!r}")
         self.layer = check_count("layer", layer, 2**15)
         super().__init__(input_size, hidden_size, bias, GATES[self.kind], device, dtype)
         self._add_parts(noise, norm, backend)
@@ -55,7 +65,7 @@ class RecurrentCell(Recurrent, nn.RNNCellBase):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Weights and biases as torch.nn starts them, scales and shifts as they start."""
-        bound = 1 / math.sqrt(self.hidden_size)  # as torch has it, to the bit
+        bound = 1 / math.sqrt(self.hidden_size) if self.hidden_size > 0 else 0.0  # as torch has it, to the bit
         for name, parameter in self.named_parameters(recurse=False):
             if name.startswith(("weight_", "bias_")):
                 parameter.uniform_(-bound, bound)
@@ -88,10 +98,11 @@ class RecurrentCell(Recurrent, nn.RNNCellBase):
             raise ValueError(
                 f"input: expected {self.input_size} features in the last dimension (input_size), got {input.shape[-1]}"
             )
-        if not input.is_floating_point():
-            raise ValueError(f"input: expected floating-point numbers, got {input.dtype}")
+        if not has_features(input):
+            raise ValueError(f"input: expected floating-point or complex numbers, got {input.dtype}")
+        check_parameter(weight)
         check_device("input", input, weight)
-        dtype = working_dtype(input, weight)
+        dtype = self._working_dtype(input, hx, weight)
         batched = input.dim() == 2
         x = input if batched else input[None]
         x = x if x.dtype == dtype else x.to(dtype)
