@@ -71,7 +71,7 @@ def test_a_layer_without_noise_is_onnxs_own_operator(tmp_path):
         zo.LSTM(INPUT, HIDDEN, **TWO_WAYS),
         zo.LSTM(INPUT, HIDDEN, bias=False, noise=zo.Zoneout(cell=0.0, hidden=0.0)),
         zo.GRU(INPUT, HIDDEN, noise=[OFF, zo.VariationalDropout(input=0.2, hidden=0.2)], bidirectional=True),
-        zo.RNN(INPUT, HIDDEN, noise=zo.WeightDrop(0.2), bidirectional=True),
+        zo.RNN(INPUT, HIDDEN, noise=zo.WeightDrop(rate=0.2), bidirectional=True),
         zo.RNN(INPUT, HIDDEN, nonlinearity="relu", bias=False),
     )
     states = [states_of(layer) for layer in layers]

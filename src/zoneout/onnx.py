@@ -249,7 +249,8 @@ def _run(  # type: ignore[no-untyped-def]
     draws, given = decode(codes, numbers)
     given = [cast(v) for v in given]
     # ONNX's operators know neither projections nor every c_t, and onnxruntime's take no float64.
-    if not (draws or over or codes[2]) and resets is None and w_hr is None and wide == ir.DataType.FLOAT:
+    known = cell in OWN_OPERATORS and wide == ir.DataType.FLOAT
+    if known and not (draws or over or codes[2]) and resets is None and w_hr is None:
         weights = (w_ih, w_hh, b_ih, b_hh)
         return _outputs(op, narrow, *_own_operator(op, cell, units, x, h, c, weights, lengths, reverse))
     keep, holds = _expectations(op, draws)
