@@ -9,10 +9,10 @@ PIP   := $(RUN) -m pip --disable-pip-version-check install -qq -c constraints.tx
 READY := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-browser test-cluster check bench clean
+.PHONY: help demo test test-browser test-cluster test-ecosystem mutants check bench clean
 
 help: ## list what can be made
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  PYTHON=… chooses the Python that .venv is made with (after make clean), JOBS=… the test processes."
 
 demo: $(READY) ## train a small LSTM with and without zoneout, and compare them (runs/demo)
@@ -29,6 +29,13 @@ test-browser: $(READY) ## install Chromium (Debian's package) and playwright, an
 test-cluster: $(READY) ## install Ray, and run a sweep on a local cluster of two nodes
 	@$(PIP) 'ray[tune]' optuna
 	@$(RUN) -m pytest -q -rs tests/paper/test_cluster.py
+
+test-ecosystem: $(READY) ## install transformers and accelerate, and load models with them
+	@$(PIP) transformers accelerate
+	@$(RUN) -m pytest -q -rs tests/test_loaders.py
+
+mutants: $(READY) ## change 500 small things in the source, one at a time, and see that a test fails (hours with JOBS=2)
+	@$(RUN) tests/mutation/run.py --jobs $(JOBS)
 
 check: $(READY) ## ruff, mypy and the tests
 	@$(RUN) -m ruff check .

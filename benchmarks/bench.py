@@ -240,9 +240,9 @@ def variants(name: str, sizes: Sequence[int] = SHAPES["small"], device: str = "c
         "zoneout, rates a unit": {"noise": zo.Zoneout(hidden=torch.linspace(0, 0.1, hidden))},
         "no noise": {"noise": None},
         "state dropout": {"noise": zo.StateDropout(**rates)},
-        "variational dropout": {"noise": zo.VariationalDropout(0.2, 0.2)},
-        "weight drop": {"noise": zo.WeightDrop(0.2)},
-        "weight noise": {"noise": zo.WeightNoise(0.05)},
+        "variational dropout": {"noise": zo.VariationalDropout(input=0.2, hidden=0.2)},
+        "weight drop": {"noise": zo.WeightDrop(rate=0.2)},
+        "weight noise": {"noise": zo.WeightNoise(std=0.05)},
         "zoneout, resets": {"noise": plain, "resets": torch.rand(steps, batch, device=device) < 0.05},
         "zoneout, lengths": {"noise": plain, "lengths": mixed_lengths(steps, batch).to(device)},
         "zoneout, learned initial state": {"noise": plain, "learn_initial_state": True},
@@ -250,9 +250,9 @@ def variants(name: str, sizes: Sequence[int] = SHAPES["small"], device: str = "c
         "zoneout, batch norm": {"noise": plain, "norm": zo.RecurrentBatchNorm(steps)},
     }
     if name != "RNN":
-        out["recurrent dropout"] = {"noise": zo.RecurrentDropout(0.25)}
+        out["recurrent dropout"] = {"noise": zo.RecurrentDropout(rate=0.25)}
     if name == "LSTM":
-        out["recurrent dropout, held gate"] = {"noise": zo.RecurrentDropout(0.25, hold_output_gate=True)}
+        out["recurrent dropout, held gate"] = {"noise": zo.RecurrentDropout(rate=0.25, hold_output_gate=True)}
         out["zoneout, cells returned"] = {"noise": plain, "return_cells": True}
     return out
 

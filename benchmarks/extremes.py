@@ -80,7 +80,7 @@ Result = tuple[float, float, str]  # seconds, MiB, a note
 
 def streaming(symbols: int) -> Result:
     """Evaluate a text as one sequence, a thousand steps at a time, the state carried."""
-    model = build(Config(model=Model(hidden=512), zoneout=Zoneout(0.5, 0.05)), 50).eval().to(DEVICE)
+    model = build(Config(model=Model(hidden=512), zoneout=Zoneout(cell=0.5, hidden=0.05)), 50).eval().to(DEVICE)
     tokens = torch.randint(0, 50, (symbols,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     evaluate_text(model, tokens[:2000], Protocol("whole", length=1000))  # scratch memory is there from here on
     with Peak() as peak:
@@ -98,7 +98,7 @@ def growth(steps: int) -> Result:
         data=Data("random"),
         batches=Batches(size=8, length=20),
         model=Model(hidden=32),
-        zoneout=Zoneout(0.5, 0.05),
+        zoneout=Zoneout(cell=0.5, hidden=0.05),
         optimizer=Optimizer(clip_gradient=1.0),
     )
     tokens = torch.randint(0, 50, (8 * 20 * 100,), generator=torch.Generator().manual_seed(1)).numpy().astype("uint8")

@@ -85,7 +85,10 @@ CONFIGS = {
             optimizer=Optimizer("rmsprop", paper=True, lr=0.001, decay=0.5, clip_gradient=1.0),
         ),
     ),
-    "demo": (80, Config(batches=Batches(size=32, length=100), model=Model(hidden=256), zoneout=Zoneout(0.5, 0.05))),
+    "demo": (
+        80,
+        Config(batches=Batches(size=32, length=100), model=Model(hidden=256), zoneout=Zoneout(cell=0.5, hidden=0.05)),
+    ),
 }
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -134,14 +135,16 @@ def load(device: int, source: str, names: tuple[str, ...], defines: tuple[tuple[
     found = re.search(r"__cluster_dims__\((\w+)", text)
     cluster = 1 if found is None else dict(defines)[found[1]]
     known = [("__CUDA_ARCH__", 900), *defines]
-    text = "\n".join([f'#include "{HEADER}"', *(f"#define {name} {value}" for name, value in known), translated(text)])
+    text = "\n".join(['#include "emulator.h"', *(f"#define {name} {value}" for name, value in known), translated(text)])
     options = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-Wl,-Bsymbolic", "-fsanitize=alignment"]
     said = "\n".join((text, HEADER.read_text(), *options))
-    library = Path(_folder().name) / f"{hashlib.sha256(said.encode()).hexdigest()[:24]}.so"
+    library = _folder() / f"{hashlib.sha256(said.encode()).hexdigest()[:24]}.so"
     if not library.exists():
-        program = library.with_suffix(".cpp")
-        program.write_text(text)
-        subprocess.run([_compiler(), *options, "-o", library, program], check=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as side:  # another process may build the same
+            program, built = Path(side) / "kernel.cpp", Path(side) / "kernel.so"
+            program.write_text(text)
+            subprocess.run([_compiler(), *options, "-I", HEADER.parent, "-o", built, program], check=True)
+            os.replace(built, library)
     kernels = ctypes.CDLL(str(library))
     return tuple(Kernel(getattr(kernels, f"emulated_{name}"), cluster) for name in names)
 
@@ -212,5 +215,12 @@ def _compiler() -> str:
 
 
 @cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="zoneout-emulated-")  # until Python ends
+def _folder() -> Path:
+    """Where kernels are kept: in the folder that $ZONEOUT_EMULATED names, or until Python ends."""
+    named = os.environ.get("ZONEOUT_EMULATED")
+    return Path(named if named else _temporary().name)
+
+
+@cache
+def _temporary() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="zoneout-emulated-")

@@ -54,8 +54,8 @@ def run(kind, dtype, norm, plain, batch=BATCH, hidden=HIDDEN, lengths=None):
     """One training step; kernels are built for what it has: nothing but zoneout and these lengths, or everything."""
     noise = [zo.Zoneout(cell=0.5, hidden=0.1) if kind is zo.LSTM else zo.Zoneout(hidden=0.1)]
     if not plain:
-        noise += [zo.VariationalDropout(hidden=0.2), zo.WeightNoise(0.05)]
-        noise += [] if kind is zo.RNN else [zo.RecurrentDropout(0.1)]
+        noise += [zo.VariationalDropout(hidden=0.2), zo.WeightNoise(std=0.05)]
+        noise += [] if kind is zo.RNN else [zo.RecurrentDropout(rate=0.1)]
     options = {} if plain else {"num_layers": 2, "dropout": 0.2}
     layer = kind(INPUT, hidden, noise=noise, norm=norm, dtype=dtype, device="cuda", backend="cuda", **options)
     x = torch.randn(STEPS, batch, INPUT, dtype=dtype, device="cuda", requires_grad=True)
@@ -97,7 +97,9 @@ def rows():
                 cuda.rows.last([(h, h[:4]), (c, c[:4])], 3, ends, reverse, dtype)
         for width in (1, 3, 8, 37):
             cuda.rows.parted(torch.ones(5, width + 9, dtype=dtype, device="cuda"), [(0, width), (width, 8), (width, 1)])
-        layer = zo.LSTM(INPUT, HIDDEN, bidirectional=True, noise=zo.Zoneout(0.5, 0.1), dtype=dtype, device="cuda")
+        layer = zo.LSTM(
+            INPUT, HIDDEN, bidirectional=True, noise=zo.Zoneout(cell=0.5, hidden=0.1), dtype=dtype, device="cuda"
+        )
         x = torch.randn(STEPS, BATCH, INPUT, dtype=dtype, device="cuda", requires_grad=True)
         packed = pack_padded_sequence(x, torch.arange(BATCH) % STEPS + 1, enforce_sorted=False)
         layer(packed)[0].data.float().square().sum().backward()

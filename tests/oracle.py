@@ -307,6 +307,11 @@ def word(seed: int, stream: str, unit: int, example: int, step: int, layer: int,
     return philox(seed, unit // 4, example, step, plane)[unit % 4]
 
 
+def as_drawn(rate: Any) -> Any:
+    """A rate as 16 random bits have it."""
+    return np.round(np.asarray(rate) * 65536) / 65536
+
+
 def keep(seed: int, stream: str, rate: float, **coordinates: int) -> bool:
     """Whether the old value is kept there."""
     bits = word(seed, stream, **coordinates)
@@ -421,7 +426,8 @@ def expected(
         between = [
             np.concatenate(
                 [
-                    (1 - keeps(seed, "dropout", layer.dropout, at, ids, outputs, k, direction)) / (1 - layer.dropout)
+                    (1 - keeps(seed, "dropout", layer.dropout, at, ids, outputs, k, direction))
+                    / (1 - as_drawn(layer.dropout))
                     for direction in range(directions)
                 ],
                 axis=-1,
@@ -477,7 +483,7 @@ def _noise(layer: Any, k: int, direction: int, x: Array, input_size: int, seed: 
                 if not drawn:
                     continue  # inverted scaling: the expectation is 1
                 with np.errstate(divide="ignore", invalid="ignore"):
-                    d = np.where(d == 1, 0.0, 1 / (1 - rate))
+                    d = np.where(d == 1, 0.0, 1 / (1 - as_drawn(rate)))
             setattr(out, term, d)
             out.hold = out.hold or (name == "RecurrentDropout" and noise.hold_output_gate)
     return out
@@ -495,7 +501,7 @@ def _weights(module: Any, a: dict[str, Array], suffix: str, seed: int, layer: in
         if name == "WeightDrop":
             rate = float(_of_layer(noise.rate, layer))
             dropped = keeps(seed, "weight", rate, [0], [0], w_h.size, **where)  # a unit is an element
-            w_h = w_h * (1 - dropped.reshape(w_h.shape)) / (1 - rate)
+            w_h = w_h * (1 - dropped.reshape(w_h.shape)) / (1 - as_drawn(rate))
         else:
             std = float(_of_layer(noise.std, layer))
             w_x, w_h, w_hr = (

@@ -47,8 +47,8 @@ def key_of(seed):
     return seed % 2**32, seed // 2**32 % 2**32
 
 
-def mask(stream, kind, rate, seed, steps, examples, units, layer=0, direction=0):
-    """bool [steps, examples, units], True where the old value is kept; `rate` is a number or one a unit."""
+def bits(stream, kind, seed, steps, examples, units, layer=0, direction=0):
+    """The 16 random bits [steps, examples, units] of each draw."""
     group, half = GROUPS[stream]
     unseen = UNSEEN[kind]
     step, example, unit = np.meshgrid(
@@ -63,5 +63,20 @@ def mask(stream, kind, rate, seed, steps, examples, units, layer=0, direction=0)
     last = np.full_like(step, 2 * layer + direction + 65536 * group)
     four = philox(np.stack([unit // 4, example, step, last], axis=-1), key_of(seed))
     word = np.take_along_axis(four, (unit % 4)[..., None], axis=-1)[..., 0]
-    bits = word >> 16 if half == "high" and "stream" not in unseen else word & 0xFFFF
-    return bits < np.round(np.asarray(rate, dtype=np.float64) * 65536)
+    return word >> 16 if half == "high" and "stream" not in unseen else word & 0xFFFF
+
+
+def mask(stream, kind, rate, seed, steps, examples, units, layer=0, direction=0):
+    """bool [steps, examples, units], True where the old value is kept; `rate` is a number or one a unit."""
+    drawn = bits(stream, kind, seed, steps, examples, units, layer, direction)
+    return drawn < np.round(np.asarray(rate, dtype=np.float64) * 65536)
+
+
+def rates_on_the_edge(stream, kind, seed, units):
+    """A rate for each unit, as near as can be to what the first step of row 0 draws; and whether it is kept there.
+
+    The draw is k: a rate of k + 0.6 in 65,536ths rounds up to k + 1, and k is below that; one of k + 0.4 does not.
+    """
+    (((*drawn,),),) = bits(stream, kind, seed, [0], [0], units).tolist()
+    kept = [unit % 2 == 0 for unit in range(units)]
+    return [(k + (0.6 if up else 0.4)) / 65536 for k, up in zip(drawn, kept)], kept

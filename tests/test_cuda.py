@@ -298,7 +298,7 @@ def test_weight_noise_is_that_of_the_cpu(shape, precision):
 
 def test_a_side_stream():
     """The kernels run on another stream than the one they are called on, and read what is not there yet."""
-    layer = zo.LSTM(50, 300, noise=zo.Zoneout(0.5, 0.05), device="cuda")
+    layer = zo.LSTM(50, 300, noise=zo.Zoneout(cell=0.5, hidden=0.05), device="cuda")
     x = torch.randn(50, 16, 50, device="cuda")
     want = layer(x, seed=1)[0]
     torch.cuda.synchronize()
@@ -355,13 +355,40 @@ def test_cuda_graph_draws_afresh(name, hidden):
         assert all(torch.equal(a, b) for a, b in zip(got, seeded()))
 
 
+def test_cuda_graph_reads_a_replaced_rate():
+    """A captured graph goes on with the rates that it was captured with."""
+    layer: Any = zo.GRU(8, 100, noise=zo.Zoneout(hidden=0.25), device="cuda").eval()
+    x = torch.randn(30, 16, 8, device="cuda")
+    with torch.no_grad():
+        layer(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = layer(x)[0]
+        for noise in (zo.Zoneout(hidden=0.9), None):
+            layer.noise = noise
+            graph.replay()
+            torch.testing.assert_close(out, layer(x)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_rates_of_a_layer_loaded_from_the_meta_device():
+    """Weights that are put on the GPU one by one come without their rates."""
+    whole: Any = zo.LSTM(8, 100, noise=zo.Zoneout(cell=0.5, hidden=0.1), device="cuda")
+    layer: Any = zo.LSTM(8, 100, noise=zo.Zoneout(cell=0.5, hidden=0.1), device="meta")
+    for name, value in whole.named_parameters():
+        layer.register_parameter(name, torch.nn.Parameter(value.detach()))
+    x = torch.randn(30, 16, 8, device="cuda")
+    with pytest.raises(RuntimeError, match="call the layer once"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        layer(x, seed=torch.zeros((), dtype=torch.int64, device="cuda"))
+    assert torch.equal(layer(x, seed=3)[0], whole(x, seed=3)[0])
+
+
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.parametrize(("hidden", "norm"), [(100, None), (100, "layer"), (100, "batch"), (512, None)])
 @pytest.mark.parametrize("precision", ["tf32", "bf16"], indirect=True)
 def test_directions_side_by_side(hidden, norm, precision, monkeypatch):
     """A direction begins before its input is there, or is not waited for: alone, in a stream and in a graph."""
     norm = zo.RecurrentBatchNorm(200) if norm == "batch" else norm
-    noise, dtype = zo.Zoneout(0.5, 0.05), precision[0]
+    noise, dtype = zo.Zoneout(cell=0.5, hidden=0.05), precision[0]
     layer = zo.LSTM(8, hidden, bidirectional=True, noise=noise, norm=norm, device="cuda", dtype=dtype)
     x = torch.randn(200, 50, 8, device="cuda", dtype=dtype, requires_grad=True)
     seed = torch.tensor(5, device="cuda")
@@ -403,7 +430,7 @@ def test_directions_side_by_side(hidden, norm, precision, monkeypatch):
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_lengths_and_packed_input_do_not_wait(path):
     """Lengths on the GPU are read by the host, which then waits for all that was asked of it before."""
-    layer = zo.LSTM(5, 64, bidirectional=True, noise=zo.Zoneout(0.5, 0.05), device="cuda")
+    layer = zo.LSTM(5, 64, bidirectional=True, noise=zo.Zoneout(cell=0.5, hidden=0.05), device="cuda")
     x, lengths = torch.randn(9, 4, 5, device="cuda"), torch.tensor([9, 3, 7, 1], device="cuda")
     packed = pack_padded_sequence(x, lengths.cpu(), enforce_sorted=False)
     layer(x, lengths=lengths)[0].sum().backward()
@@ -462,7 +489,7 @@ def test_packed_input_cannot_be_captured():
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 def test_compiled_equals_eager():
     """torch.compile breaks the graph, or draws other masks."""
-    model = nn.Sequential(nn.Linear(8, 8), zo.LSTM(8, 128, 2, noise=zo.Zoneout(0.5, 0.05))).cuda()
+    model = nn.Sequential(nn.Linear(8, 8), zo.LSTM(8, 128, 2, noise=zo.Zoneout(cell=0.5, hidden=0.05))).cuda()
 
     def run(x, seed):
         return model[1](model[0](x), seed=seed)[0].square().mean()
@@ -525,7 +552,7 @@ def test_more_than_two_to_the_31_numbers():
     if torch.cuda.get_device_properties(0).total_memory < 100 * 2**30:
         pytest.skip("needs 100 GiB of GPU memory")
     steps, batch, hidden = 1100, 512, 1024  # times 4 gates: 2.3e9
-    layer = zo.LSTM(4, hidden, noise=zo.Zoneout(0.5, 0.05), device="cuda", dtype=torch.bfloat16)
+    layer = zo.LSTM(4, hidden, noise=zo.Zoneout(cell=0.5, hidden=0.05), device="cuda", dtype=torch.bfloat16)
     x = torch.randn(steps, batch, 4, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     y, state = layer(x, seed=3)
     (dx,) = torch.autograd.grad(y[-20:].float().sum(), x)
@@ -545,7 +572,7 @@ def test_more_than_two_to_the_31_numbers():
 def test_one_hot_rows_by_number(precision, features):
     """A look-up gives other numbers than the product with one-hot rows, or its way back forgets a row."""
     dtype, tolerance = precision
-    layer = zo.LSTM(features, 70, noise=zo.Zoneout(0.5, 0.05), device="cuda", dtype=dtype)
+    layer = zo.LSTM(features, 70, noise=zo.Zoneout(cell=0.5, hidden=0.05), device="cuda", dtype=dtype)
     numbers = torch.randint(0, features, (9, 6), device="cuda")
     found = []
     for x in (numbers, nn.functional.one_hot(numbers, features).to(dtype)):
@@ -559,7 +586,7 @@ def test_one_hot_rows_by_number(precision, features):
 
 def test_parameters_that_lie_anywhere(path):
     """Four units are read at once from where they are not aligned: a bias that is a view into something else."""
-    layer = zo.LSTM(8, 64, noise=zo.Zoneout(0.5, 0.05), device="cuda")
+    layer = zo.LSTM(8, 64, noise=zo.Zoneout(cell=0.5, hidden=0.05), device="cuda")
     x = torch.randn(5, 6, 8, device="cuda")
     want = layer(x, seed=1)[0]
     for name in ("bias_ih_l0", "bias_hh_l0"):

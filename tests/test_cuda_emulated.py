@@ -5,6 +5,7 @@ from __future__ import annotations
 import emulator
 import pytest
 import torch
+from philox_numpy import rates_on_the_edge
 from test_backends import (
     CALLS,
     LAYERS,
@@ -16,6 +17,7 @@ from test_backends import (
     outputs_of_rows_alike,
 )
 from test_cuda import compare, given_with, precision  # noqa: F401 (a fixture)
+from test_readback import wire
 
 import zoneout as zo
 from zoneout.draws import Draw
@@ -87,7 +89,7 @@ def test_directions_go_side_by_side(kernel, precision, monkeypatch):  # noqa: F8
     """Both directions wait for each other on the chip, or what only one of them gives is lost on the way back."""
     path, norm = KERNELS[kernel]
     monkeypatch.setattr(cuda, "PATHS", (path, cuda.small))  # which has batch norm at evaluation
-    layer = zo.LSTM(3, 9, num_layers=2, bidirectional=True, noise=zo.Zoneout(0.5, 0.05), norm=NORMS[norm])
+    layer = zo.LSTM(3, 9, num_layers=2, bidirectional=True, noise=zo.Zoneout(cell=0.5, hidden=0.05), norm=NORMS[norm])
     x = torch.randn(5, 20, 3, requires_grad=True)
     wanted = [x, *layer.parameters()]
 
@@ -224,14 +226,49 @@ def test_no_room_for_a_cluster(precision, monkeypatch):  # noqa: F811
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_comes_before_the_loop(dtype):
-    """Dropout or noise on weights draws other numbers in a kernel than elsewhere."""
+    """Dropout or noise on weights draws other numbers in a kernel than elsewhere, or scales by a rate not drawn."""
     x, w, rows = torch.randn(3, 5, 37).to(dtype), torch.randn(37, 21).to(dtype), torch.tensor([4, 1, 9, 0, 7])
     seed, rate = torch.tensor(3), torch.tensor(0.4, dtype=torch.float64)
     for mask in ("unit", "sequence"):
         rule = Rule("dropout", "scaled zero", mask, "expectation")
         dropped = fused_dropout(x, Draw(rule, rate, seed, 1), rows, 2)
         torch.testing.assert_close(dropped, dropout(x, 0.4, seed, 1, rows, 2, mask=mask))
+        ones = torch.ones(8, 20, 100, dtype=dtype)
+        high = torch.tensor(0.999, dtype=torch.float64)  # as drawn, 65470 / 65536
+        dropped = fused_dropout(ones, Draw(rule, high, seed, 1), torch.arange(20), 0)
+        assert dropped.unique().tolist() == [0, torch.tensor(65536 / 66).to(dtype)]
+        rates, kept = rates_on_the_edge("dropout", mask, 3, 100)
+        edge = fused_dropout(
+            ones, Draw(rule, torch.tensor(rates, dtype=torch.float64), seed, 65536), torch.arange(20), 0
+        )
+        assert (edge[0, 0] == 0).tolist() == kept
+        assert not fused_dropout(ones, Draw(rule, torch.ones_like(high), seed, 1), torch.arange(20), 0).any()
     torch.testing.assert_close(fused_noise(w, rate, seed, 0, 4), weight_noise(w, 0.4, seed, 4))
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("precision", ["tf32"], indirect=True)
+def test_rates_are_rounded(precision, monkeypatch):  # noqa: F811
+    """The kernels compare their bits with something else than round(rate · 65536): truncated, say."""
+    monkeypatch.setattr(cuda, "PATHS", (cuda.small,))  # all have the same lines for it
+    units, seed = 9, 2**40 + 7
+    rates, kept = {}, {}
+    for stream in ("cell", "hidden"):
+        rates[stream], kept[stream] = rates_on_the_edge(stream, "unit", seed, units)
+    layer = zo.LSTM(units, units)
+    wire(layer)
+    x = 0.5 + torch.rand(2, 1, units)
+
+    def read(**noise):
+        """Which units of the first step keep their old value, which is 0."""
+        layer.noise = zo.Zoneout(**noise)
+        y, _, cells = layer(x, seed=seed, return_cells=True)
+        return {"cell": (cells[0, 0] == 0).tolist(), "hidden": (y[0, 0] == 0).tolist()}
+
+    assert read(**{stream: torch.tensor(rate, dtype=torch.float64) for stream, rate in rates.items()}) == kept
+    for unit in (0, 1):  # the same rate for all units
+        found = read(**{stream: rate[unit] for stream, rate in rates.items()})
+        assert all(found[stream][unit] == kept[stream][unit] for stream in rates)
 
 
 @pytest.mark.usefixtures("emulated")

@@ -144,7 +144,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from zoneout.ops.cuda import rows
 from zoneout.ops.dropout import dropout
 
-layer = zo.LSTM(3, 5, noise=zo.Zoneout(0.5, 0.1), device="cuda")
+layer = zo.LSTM(3, 5, noise=zo.Zoneout(cell=0.5, hidden=0.1), device="cuda")
 x, ends = torch.randn(4, 2, 3, device="cuda", requires_grad=True), torch.tensor([4, 2], device="cuda")
 of_y, of_packed, done = torch.randn(4, 2, 5, device="cuda"), torch.randn(6, 5, device="cuda"), []
 """

@@ -117,8 +117,8 @@ def test_what_it_leaves_to_others(ran):
         (zo.LSTM(3, 41), {}),
         (zo.LSTM(3, 40, proj_size=8), {}),
         (zo.LSTM(3, 40, norm="layer"), {}),
-        (zo.LSTM(3, 40, noise=zo.RecurrentDropout(0.5)), {}),
-        (zo.LSTM(3, 40, noise=zo.Zoneout(0.5, 0.5, mask="step")), {}),
+        (zo.LSTM(3, 40, noise=zo.RecurrentDropout(rate=0.5)), {}),
+        (zo.LSTM(3, 40, noise=zo.Zoneout(cell=0.5, hidden=0.5, mask="step")), {}),
         (zo.LSTM(3, 40), {"resets": torch.ones(2, 70, dtype=torch.bool, device=ON)}),
         (zo.LSTM(3, 40, noise=zo.VariationalDropout(hidden=0.5)), {}),
     ):
@@ -143,6 +143,6 @@ def test_states_that_lie_oddly(ran):
 
 def test_the_same_bits_twice(ran):
     """The same seed gives other numbers the second time."""
-    layer = zo.LSTM(3, 72, noise=zo.Zoneout(0.5, 0.05), dtype=torch.bfloat16, device=ON)
+    layer = zo.LSTM(3, 72, noise=zo.Zoneout(cell=0.5, hidden=0.05), dtype=torch.bfloat16, device=ON)
     x = torch.randn(5, 128, 3, dtype=torch.bfloat16, device=ON)
     assert torch.equal(layer(x, seed=1)[0], layer(x, seed=1)[0]) and len(ran) == 2

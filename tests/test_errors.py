@@ -98,14 +98,14 @@ RATES: dict[str, Bad] = {
     "bools": Bad(rate(cell=torch.ones(2, dtype=torch.bool)), ValueError, r"Zoneout\(cell", "bool"),
     "complex": Bad(rate(cell=torch.ones(2, dtype=torch.cfloat)), ValueError, r"Zoneout\(cell", "complex"),
     "StateDropout": Bad(lambda: zo.StateDropout(hidden=2), ValueError, r"StateDropout\(hidden", "2"),
-    "RecurrentDropout": Bad(lambda: zo.RecurrentDropout(-1), ValueError, r"RecurrentDropout\(rate", "-1"),
-    "VariationalDropout": Bad(lambda: zo.VariationalDropout(3), ValueError, r"VariationalDropout\(input", "3"),
+    "RecurrentDropout": Bad(lambda: zo.RecurrentDropout(rate=-1), ValueError, r"RecurrentDropout\(rate", "-1"),
+    "VariationalDropout": Bad(lambda: zo.VariationalDropout(input=3), ValueError, r"VariationalDropout\(input", "3"),
     "WeightDrop": Bad(lambda: zo.WeightDrop(rate=1.1), ValueError, r"WeightDrop\(rate", r"1\.1"),
     "a rate that there is not": Bad(lambda: zo.Zoneout(hiden=0.1), TypeError, r"Zoneout\.", "hiden", "unexpected"),
-    "WeightNoise of one's own below 0": Bad(lambda: Mine(-1), ValueError, r"Mine\(std", "-1", "deviation"),
-    "WeightNoise below 0": Bad(lambda: zo.WeightNoise(-1), ValueError, r"WeightNoise\(std", "-1", "deviation"),
-    "WeightNoise infinite": Bad(lambda: zo.WeightNoise(math.inf), ValueError, r"WeightNoise\(std", "inf"),
-    "WeightNoise NaN": Bad(lambda: zo.WeightNoise(math.nan), ValueError, r"WeightNoise\(std", "nan"),
+    "WeightNoise of one's own below 0": Bad(lambda: Mine(std=-1), ValueError, r"Mine\(std", "-1", "deviation"),
+    "WeightNoise below 0": Bad(lambda: zo.WeightNoise(std=-1), ValueError, r"WeightNoise\(std", "-1", "deviation"),
+    "WeightNoise infinite": Bad(lambda: zo.WeightNoise(std=math.inf), ValueError, r"WeightNoise\(std", "inf"),
+    "WeightNoise NaN": Bad(lambda: zo.WeightNoise(std=math.nan), ValueError, r"WeightNoise\(std", "nan"),
     "on meta": Bad(rate(cell=torch.ones(3, device=META)), ValueError, r"Zoneout\(cell", "meta", "numbers"),
     "a scalar on meta": Bad(rate(cell=[torch.ones((), device=META)]), ValueError, r"Zoneout\(cell", "meta", "numbers"),
     "learned": Bad(rate(cell=nn.Parameter(torch.ones(H))), ValueError, r"Zoneout\(cell", "requires_grad", "detach"),
@@ -124,7 +124,7 @@ NOISES: dict[str, Bad] = {
     "mask name": Bad(rate(cell=0.5, mask="units"), ValueError, r"Zoneout\(mask", "'units'", "unit, shared"),
     "mask None": Bad(rate(cell=0.5, mask=None), (TypeError, ValueError), r"Zoneout\(mask", "None", "unit, shared"),
     "mask of RecurrentDropout": Bad(
-        lambda: zo.RecurrentDropout(0.5, mask="shared"),
+        lambda: zo.RecurrentDropout(rate=0.5, mask="shared"),
         ValueError,
         r"RecurrentDropout\(mask",
         "'shared'",
@@ -141,7 +141,9 @@ NOISES: dict[str, Bad] = {
     "a string": Bad(lstm(noise="zoneout"), TypeError, "noise", "str", "Zoneout"),
     "of convert": Bad(lambda: zo.convert(nn.LSTM(I, H), 0.5), TypeError, "noise", "float", "Zoneout"),
     "of masks": Bad(lambda: zo.masks(0.5, 1, 2, 3, 4), TypeError, "noise", "float", "Zoneout"),
-    "twice": Bad(lstm(noise=[zo.Zoneout(0.1), zo.Zoneout(0.2)]), ValueError, "noise", "Zoneout is there twice", "once"),
+    "twice": Bad(
+        lstm(noise=[zo.Zoneout(cell=0.1), zo.Zoneout(cell=0.2)]), ValueError, "noise", "Zoneout is there twice", "once"
+    ),
     "two on a state": Bad(
         lstm(noise=[zo.Zoneout(cell=0.1), zo.StateDropout(cell=0.2)]),
         ValueError,
@@ -170,21 +172,21 @@ NOISES: dict[str, Bad] = {
         lambda: zo.GRUCell(I, H, noise=zo.Zoneout(cell=0.5)), ValueError, "noise", r"Zoneout\(cell=0.5\)"
     ),
     "update in an RNN": Bad(
-        lambda: zo.RNN(I, H, noise=zo.RecurrentDropout(0.5)),
+        lambda: zo.RNN(I, H, noise=zo.RecurrentDropout(rate=0.5)),
         ValueError,
         "noise",
         r"RecurrentDropout\(rate=0.5\)",
         "rate to be left",
     ),
     "held gate in a GRU": Bad(
-        lambda: zo.GRU(I, H, noise=zo.RecurrentDropout(0.5, hold_output_gate=True)),
+        lambda: zo.GRU(I, H, noise=zo.RecurrentDropout(rate=0.5, hold_output_gate=True)),
         ValueError,
         "noise",
         "hold_output_gate=True",
         "hold_output_gate to be left",
     ),
     "held gate in an LSTMCell": Bad(
-        lambda: zo.LSTMCell(I, H, noise=zo.RecurrentDropout(0.5, hold_output_gate=True)),
+        lambda: zo.LSTMCell(I, H, noise=zo.RecurrentDropout(rate=0.5, hold_output_gate=True)),
         ValueError,
         "noise",
         "hold_output_gate=True",
@@ -215,7 +217,7 @@ NOISES: dict[str, Bad] = {
         f"{I} units",
     ),
     "rates a unit for weights": Bad(
-        lstm(noise=zo.WeightDrop(torch.ones(H))), ValueError, r"WeightDrop\(rate", "tensor", "a number"
+        lstm(noise=zo.WeightDrop(rate=torch.ones(H))), ValueError, r"WeightDrop\(rate", "tensor", "a number"
     ),
     "ZoneoutCell's number of rates": Bad(wrapped(rates=[0.5, 0.5]), ValueError, "rates", "got 2", "each of 1"),
     "ZoneoutCell's units": Bad(wrapped(rates=torch.ones(3)), ValueError, "rates", "got 3", f"{H} units"),
@@ -239,8 +241,8 @@ CONSTRUCTORS: dict[str, Bad] = {  # what torch itself checks keeps torch's words
     "nonlinearity of a cell": Bad(
         lambda: zo.RNNCell(I, H, nonlinearity="elu"), ValueError, "nonlinearity", "'elu'", "'tanh' or 'relu'"
     ),
-    "cell input_size": Bad(lambda: zo.LSTMCell(0, H), ValueError, "input_size", "0", "positive"),
-    "cell hidden_size": Bad(lambda: zo.GRUCell(I, 2.5), ValueError, "hidden_size", r"2\.5", "positive"),
+    "cell input_size": Bad(lambda: zo.LSTMCell(-1, H), ValueError, "input_size", "-1", "at least 0"),
+    "cell hidden_size": Bad(lambda: zo.GRUCell(I, 2.5), ValueError, "hidden_size", r"2\.5", "at least 0"),
     "cell layer": Bad(lambda: zo.LSTMCell(I, H, layer=-1), ValueError, "layer", "-1", "below 32768"),
     "ZoneoutCell layer": Bad(
         lambda: zo.ZoneoutCell(nn.GRUCell(I, H), 0.5, layer=-1), ValueError, "layer", "-1", "below 32768"
@@ -494,6 +496,28 @@ COORDINATES: dict[str, Bad] = {
     "an example below zero": Bad(call(examples=[0, -1, 2]), ValueError, "examples", "-1", "ids"),
     "an example too large": Bad(call(examples=[0, 2**32, 2]), ValueError, "examples", str(2**32), "ids"),
     "examples too large": Bad(call(examples=2**32 - 1), ValueError, "examples", str(2**32 - 1), "batch"),
+    "examples below zero in a tensor": Bad(call(examples=torch.tensor(-1)), ValueError, "examples", "-1", "an offset"),
+    "examples too large in a tensor": Bad(
+        call(examples=torch.tensor(2**32 - 1)), ValueError, "examples", str(2**32 - 1), "2³² − batch"
+    ),
+    "an example below zero in a tensor": Bad(
+        call(examples=torch.tensor([0, -1, 2])), ValueError, "examples", "-1 to 2", "ids between"
+    ),
+    "an example too large in a tensor": Bad(
+        call(examples=torch.tensor([0, 2**32, 2])), ValueError, "examples", f"0 to {2**32}", "ids between"
+    ),
+    "an example of 64 bits": Bad(
+        call(examples=torch.tensor([0, 2**64 - 1, 2], dtype=torch.uint64)), ValueError, "examples", "-1", "ids between"
+    ),
+    "examples in a tensor of a cell": Bad(
+        cell(examples=torch.tensor([0, 2**32, 2])), ValueError, "examples", f"0 to {2**32}", "ids between"
+    ),
+    "examples in a tensor of masks": Bad(
+        lambda: zo.masks(NOISE, 1, 2, 3, 4, examples=torch.tensor(-1)), ValueError, "examples", "-1", "an offset"
+    ),
+    "a first step in a tensor": Bad(
+        call(first_step=torch.tensor(2**32)), ValueError, "first_step", str(2**32), "whole number"
+    ),
     "examples of a cell": Bad(cell(examples=[1]), ValueError, "examples", r"\(1,\)", f"each of {B} rows"),
     "first_step below zero": Bad(call(first_step=-1), ValueError, "first_step", "-1", "0 or more"),
     "first_step a bool": Bad(call(first_step=True), ValueError, "first_step", "True", "0 or more"),
@@ -532,7 +556,7 @@ COORDINATES: dict[str, Bad] = {
         "the same seed",
     ),
     "no seed for dropped weights": Bad(
-        cell(layer=zo.GRUCell(I, H, noise=zo.WeightDrop(0.5))), ValueError, "seed", "weight", "the same seed"
+        cell(layer=zo.GRUCell(I, H, noise=zo.WeightDrop(rate=0.5))), ValueError, "seed", "weight", "the same seed"
     ),
     "ZoneoutCell without step": Bad(wrapped(seed=1), ValueError, "step", "fixed seed", "expected the number"),
     "ZoneoutCell's step": Bad(wrapped(seed=1, step=-1), ValueError, "step", "-1", "0 or more"),
@@ -579,14 +603,39 @@ WEIGHTS: dict[str, Bad] = {
         with_weight(zo.LSTM(I, H, norm="layer"), "norm_cell_l0", torch.ones(2)), ValueError, "norm_cell_l0", r"\(2,\)"
     ),
     "a short bias": Bad(with_weight(zo.RNN(I, H), "bias_hh_l0", torch.ones(5)), ValueError, "bias_hh_l0", r"\(5,\)"),
-    "rates elsewhere": Bad(
-        lambda: torch.func.functional_call(
-            zo.GRU(I, H, noise=NOISE), {"hidden_rate_l0": torch.empty((), device="meta")}, (torch.randn(T, B, I),)
-        ),
+    "rates of no device": Bad(
+        lambda: zo.GRU(I, H, noise=NOISE)(X, rates={"hidden": torch.empty((), device="meta")}),
         ValueError,
-        "hidden_rate",
+        r"rates\['hidden'\]",
         "meta",
-        "on cpu",
+    ),
+    "too few rates": Bad(
+        lambda: zo.GRU(I, H, noise=NOISE)(X, rates={"hidden": torch.full((2,), 0.5)}),
+        ValueError,
+        r"rates\['hidden'\]: expected one rate for each of 6 units, got 2",
+    ),
+    "too few rates of a cell": Bad(
+        lambda: zo.GRUCell(I, H, noise=NOISE)(X[0], rates={"hidden": torch.full((2,), 0.5)}),
+        ValueError,
+        r"rates\['hidden'\]: expected one rate for each of 6 units, got 2",
+    ),
+    "a rate of a call": Bad(
+        lambda: zo.GRU(I, H, noise=NOISE)(X, rates={"hidden": torch.tensor(1.5)}), ValueError, "hidden", "1.5"
+    ),
+    "a stream that the noise has not": Bad(
+        lambda: zo.GRU(I, H, noise=NOISE)(X, rates={"cell": 0.5}), ValueError, r"rates: .*\(hidden\), got 'cell'"
+    ),
+    "rates without a noise": Bad(
+        lambda: zo.GRU(I, H)(X, rates={"hidden": 0.5}), ValueError, r"rates: .*it has none.*got 'hidden'"
+    ),
+    "a bare rate of a call": Bad(
+        lambda: zo.GRU(I, H, noise=NOISE)(X, rates=0.5), TypeError, r"rates: expected a dict .*, got float"
+    ),
+    "learned rates": Bad(
+        lambda: zo.GRU(I, H, noise=NOISE)(X, rates={"hidden": torch.tensor(0.5, requires_grad=True)}),
+        ValueError,
+        r"rates\['hidden'\]",
+        "requires_grad",
     ),
     "of no device": Bad(
         with_weight(zo.LSTM(I, H), "weight_hh_l0", torch.empty(4 * H, H, device="meta")),
@@ -703,16 +752,12 @@ def test_a_refused_noise_leaves_the_old_one():
     refused: list[Any] = [
         zo.Zoneout(cell=[0.1, 0.2]),
         zo.Zoneout(hidden=torch.ones(3)),
-        [zo.WeightDrop(0.1), "a"],
+        [zo.WeightDrop(rate=0.1), "a"],
     ]
     for noise in refused:
         with pytest.raises((TypeError, ValueError)):
             layer.noise = noise
         assert layer.noise == zo.Zoneout(cell=0.5, hidden=0.25)
-        assert {n: b.item() for n, b in layer.named_buffers()} == {
-            "cell_rate_l0": 0.5,
-            "hidden_rate_l0": 0.25,
-        }
         assert torch.equal(layer(X, seed=1)[0], expected)
 
 
@@ -754,6 +799,65 @@ things = st.one_of(
     st.complex_numbers(),
     st.sets(st.integers(), max_size=2),
 )
+
+
+@pytest.mark.parametrize(
+    ("make", "got", "write"),
+    [
+        (lambda: zo.Zoneout(0.1), "1 positional argument (0.1)", "Zoneout(cell=0.1, hidden=0.1), or only one of them"),
+        (lambda: zo.StateDropout(0.1, 0.2), "2 positional arguments (0.1, 0.2)", "StateDropout(cell=0.1, hidden=0.2)"),
+        (lambda: zo.VariationalDropout(0.1, input=0.2), "(0.1)", "VariationalDropout(hidden=0.1, input=0.2)"),
+        (lambda: zo.Zoneout(torch.ones(3)), "(…)", "Zoneout(cell=…, hidden=…), or only one of them"),
+        (lambda: zo.RecurrentDropout(0.1, "step"), "(0.1, 'step')", "RecurrentDropout(rate=0.1, mask='step')"),
+        (lambda: zo.WeightDrop(0.1), "1 positional argument (0.1)", "WeightDrop(rate=0.1)"),
+        (lambda: Mine(0.1), "1 positional argument (0.1)", "Mine(std=0.1)"),
+    ],
+)
+def test_noises_take_keywords(make, got, write):
+    """A single number would be the rate of the cell alone, where other toolkits mean both states."""
+    with pytest.raises(TypeError) as caught:
+        make()
+    name = write.partition("(")[0]
+    said = str(caught.value)
+    assert said.startswith(f"{name}: expected keywords, got ") and said.endswith(f"{got}; write {write}")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda: zo.Zoneout(cell=0.4 / 65536, hidden=0.0),
+            r"Zoneout\(cell=…\): 6\.1\d+e-06 rounds to 0, .* never used",
+        ),
+        (lambda: zo.WeightDrop(rate=[0.5, 0.999999]), r"WeightDrop\(rate=…\): 0\.999999 rounds to 1, .* always used"),
+        (lambda: zo.Zoneout(hidden=torch.tensor([0.0, 1e-6, 1.0])), r"Zoneout\(hidden=…\): 9.99\d+e-07 rounds to 0"),
+        (lambda: zo.zoneout(X, X, 1e-6), "rate: 1e-06 rounds to 0"),
+        (wrapped(rates=0.999999), "rates: 0.999999 rounds to 1"),
+        (lstm(2, dropout=1e-6), "dropout: 1e-06 rounds to 0"),
+    ],
+)
+def test_a_rate_that_is_drawn_as_none_or_all_is_warned_of(make, said):
+    """A rate too small to be drawn would be no noise at all in training, and nobody would know."""
+    with pytest.warns(UserWarning, match=said) as caught:
+        make()
+    assert len(caught) == 1 and caught[0].filename == __file__
+
+
+def test_rates_that_are_drawn_are_not_warned_of():
+    """A rate that is exactly 0 or 1, or one of 65,536ths between, would be warned of."""
+    for rate in (0.0, 1.0, 0.6 / 65536, 1 - 0.6 / 65536, torch.tensor([0.0, 1.0, 0.5])):  # warnings are errors here
+        zo.Zoneout(cell=rate)
+    zo.WeightNoise(std=1e-6)  # not a rate
+
+
+def test_a_noise_with_a_constructor_of_its_own():
+    """A user's subclass could not take a number without a keyword, as any class may."""
+
+    class Both(zo.Zoneout):
+        def __init__(self, rate: float) -> None:
+            super().__init__(cell=rate, hidden=rate)
+
+    assert (Both(0.1).cell, Both(0.1).hidden) == (0.1, 0.1)
 
 
 @fuzz

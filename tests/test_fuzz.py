@@ -201,6 +201,7 @@ def outcome(case: dict[str, Any], backend: str) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:dropout option")  # torch's, of a dropout between layers where there is one
+@pytest.mark.filterwarnings("ignore:.* rounds to [01]")  # ours, of a rate that is drawn as 0 or 1
 @some(500)
 @given(calls())
 def test_any_layer_gives_the_right_result_or_a_sentence(case: dict[str, Any]) -> None:
@@ -226,6 +227,7 @@ def test_any_layer_gives_the_right_result_or_a_sentence(case: dict[str, Any]) ->
             assert error <= TOLERANCES[dtype] * largest, f"{name}: {error:.1e} from the reference"
 
 
+@pytest.mark.filterwarnings("ignore:.* rounds to [01]")  # ours, of a rate that is drawn as 0 or 1
 @some(300)
 @given(noises(0.3))
 def test_any_noise_is_made_or_refused(case: tuple[str, dict[str, Any]]) -> None:
@@ -260,4 +262,4 @@ def test_an_empty_batch_with_a_norm_does_not_warn() -> None:
 def test_hold_output_gate_is_a_flag(value: Any) -> None:
     """Anything was taken for a flag, and the noise had no hash."""
     with pytest.raises((TypeError, ValueError), match="hold_output_gate"):
-        zo.RecurrentDropout(0.5, hold_output_gate=value)
+        zo.RecurrentDropout(rate=0.5, hold_output_gate=value)

@@ -33,15 +33,15 @@ def noises(kind: str) -> dict[str, Any]:
         out[f"zoneout-{mask}"] = zo.Zoneout(**state, mask=mask, **seed)
         out[f"state-dropout-{mask}"] = zo.StateDropout(**state, mask=mask, **seed)
     if gated:
-        out["recurrent-dropout"] = zo.RecurrentDropout(0.4)
-        out["zoneout+recurrent-dropout"] = [zo.Zoneout(**state), zo.RecurrentDropout(0.4, mask="sequence")]
+        out["recurrent-dropout"] = zo.RecurrentDropout(rate=0.4)
+        out["zoneout+recurrent-dropout"] = [zo.Zoneout(**state), zo.RecurrentDropout(rate=0.4, mask="sequence")]
     if lstm:
-        out["hold"] = zo.RecurrentDropout(0.4, hold_output_gate=True)
+        out["hold"] = zo.RecurrentDropout(rate=0.4, hold_output_gate=True)
         out["zoneout-cell+zero-hidden"] = [zo.Zoneout(cell=0.4), zo.StateDropout(hidden=0.4)]
         out["zero-cell+zoneout-hidden"] = [zo.StateDropout(cell=0.4), zo.Zoneout(hidden=0.4)]
     out["variational"] = zo.VariationalDropout(input=0.4, hidden=0.4)
-    out["weight-drop"] = zo.WeightDrop(0.3)
-    out["weight-noise"] = zo.WeightNoise(0.1)
+    out["weight-drop"] = zo.WeightDrop(rate=0.3)
+    out["weight-noise"] = zo.WeightNoise(std=0.1)
     out["all"] = [zo.Zoneout(**state), out["variational"], out["weight-drop"], out["weight-noise"]]
     return out
 

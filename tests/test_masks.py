@@ -34,7 +34,7 @@ def every_stream(rate):
     """A noise on each stream that a step has."""
     return [
         zo.Zoneout(cell=rate, hidden=rate),
-        zo.RecurrentDropout(rate),
+        zo.RecurrentDropout(rate=rate),
         zo.VariationalDropout(input=rate, hidden=rate),
     ]
 
@@ -179,7 +179,7 @@ def test_every_method_sees_alike(kind):
     dropped = zo.masks(zo.StateDropout(cell=0.5, hidden=0.5, mask=kind, seed=own), seed=10, **SIZE)
     assert_same_masks(dropped, zo.masks(zoneout(kind), seed=10, **SIZE))
     if kind != "shared":  # recurrent dropout has one stream, so nothing to share
-        update = zo.masks(zo.RecurrentDropout(0.5, mask=kind, seed=own), seed=10, **SIZE)["update"]
+        update = zo.masks(zo.RecurrentDropout(rate=0.5, mask=kind, seed=own), seed=10, **SIZE)["update"]
         for axis, coordinate in enumerate(("step", "example", "unit")):
             assert (update != update.narrow(axis, 0, 1)).any().item() == (coordinate in SEES[kind])
 
@@ -198,6 +198,7 @@ def test_methods_that_divide_the_states(order):
 RATES = st.floats(0, 1) | st.sampled_from([0.0, 1.0, 0.5, 2**-16, 1 - 2**-16, 0.5 + 2**-17])
 
 
+@pytest.mark.filterwarnings("ignore:.* rounds to [01]")  # ours, of a rate that is drawn as 0 or 1
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(
     kind=st.sampled_from(KINDS),
@@ -224,7 +225,7 @@ def test_layout(kind, rate, per_unit, seed, layer, direction, first_step, exampl
     update = "unit" if kind == "shared" else kind
     noise = [
         zo.Zoneout(cell=rates("cell"), hidden=rates("hidden"), mask=kind, seed=own),
-        zo.RecurrentDropout(rates("update"), mask=update, seed=own if update == "static" else None),
+        zo.RecurrentDropout(rate=rates("update"), mask=update, seed=own if update == "static" else None),
         zo.VariationalDropout(input=rates("input"), hidden=rates("variational_hidden")),
     ]
     masks = zo.masks(
@@ -298,7 +299,7 @@ def test_reordering_and_splitting_change_nobodys_mask(kind):
         assert_same_masks(joined, whole)
 
 
-@pytest.mark.parametrize("offset", [0, 5, 2**32 - 1, -1], ids=["zero", "five", "wraps", "negative"])
+@pytest.mark.parametrize("offset", [0, 5, 2**32 - 4], ids=["zero", "five", "last"])
 def test_offset_in_a_tensor_is_an_offset(offset):
     """If this fails, an offset on the device makes a counter wider than 32 bits, which no kernel has."""
     noise, sizes = zoneout(), dict(seed=18, steps=20, batch=4, hidden=9)
@@ -365,4 +366,4 @@ def test_one_step_draws_in_c(monkeypatch):
     monkeypatch.setattr("zoneout.draws.philox", lambda *words: pytest.fail("drawn in torch calls"))
     zo.ZoneoutCell(torch.nn.LSTMCell(3, 4), 0.5)(torch.ones(2, 3))
     zo.zoneout(torch.ones(2, 3), torch.zeros(2, 3), 0.5)
-    zo.LSTM(3, 4, 2, dropout=0.5, noise=zo.VariationalDropout(0.5, 0.5))(torch.ones(2, 1, 3))
+    zo.LSTM(3, 4, 2, dropout=0.5, noise=zo.VariationalDropout(input=0.5, hidden=0.5))(torch.ones(2, 1, 3))

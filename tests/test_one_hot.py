@@ -39,7 +39,7 @@ def test_equals_the_rows_written_out(name, features, form):
 
 def test_with_noise_on_the_input():
     """A variational mask on the features does not reach rows given by number."""
-    layer = zo.LSTM(5, 4, noise=zo.VariationalDropout(0.5, 0.2), norm="layer")
+    layer = zo.LSTM(5, 4, noise=zo.VariationalDropout(input=0.5, hidden=0.2), norm="layer")
     numbers = torch.randint(0, 5, (6, 3))
     for a, b in zip(results(layer, numbers), results(layer, F.one_hot(numbers, 5).float())):
         torch.testing.assert_close(a, b)
@@ -58,8 +58,25 @@ def test_forms_of_input():
     torch.testing.assert_close(layer(packed)[0].data, layer(rows)[0].data)
 
 
-@pytest.mark.parametrize("wrong", [torch.tensor([[0, 5]]), torch.tensor([[-1, 2]]), torch.tensor([[0, 1]]).int()])
-def test_wrong_numbers_get_a_sentence(wrong):
-    """A number that no feature has reads somebody else's memory, or a small integer type is taken for features."""
-    with pytest.raises(ValueError, match="one-hot rows"):
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (torch.tensor([[0, 5]]), r"expected 0 to 4 \(input_size − 1\), got 0 to 5; .*input\.float\(\).*nn\.Embedding"),
+        (torch.tensor([[-1, 2]]), r"expected 0 to 4 \(input_size − 1\), got -1 to 2; .*input\.float\(\)"),
+        (torch.tensor([[0, 1]]).int(), r"got torch\.int32 with 2 dimensions; .*input\.float\(\)"),
+        (torch.zeros(2, 3, 5, dtype=torch.int64), r"got torch\.int64 with 3 dimensions; .*input\.float\(\)"),
+    ],
+)
+def test_wrong_numbers_get_a_sentence(wrong, said):
+    """A number that no feature has reads somebody else's memory, or nobody learns that integers are ids."""
+    with pytest.raises(ValueError, match=f"read as ids of one-hot rows, .*{said}"):
         zo.LSTM(5, 4)(wrong)
+
+
+@pytest.mark.parametrize("features", [5, 300], ids=["a product", "rows added up"])
+@pytest.mark.parametrize("wrong", [-1, 2**40], ids=["below", "above"])
+def test_wrong_numbers_that_cannot_be_looked_at(wrong, features):
+    """Under a transform, where ids are not looked at, one that does not fit reads or writes somebody else's memory."""
+    layer = zo.LSTM(features, 4)
+    with pytest.raises((IndexError, RuntimeError), match="index"):
+        torch.func.vmap(lambda ids: layer(ids)[0])(torch.tensor([[[0, wrong]]]))

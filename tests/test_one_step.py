@@ -91,7 +91,7 @@ def test_a_reset_before_the_step_equals_the_reference(kind, both, learned, taken
     "options",
     [
         {"noise": zo.StateDropout(cell=0.3)},
-        {"noise": zo.RecurrentDropout(0.3)},
+        {"noise": zo.RecurrentDropout(rate=0.3)},
         {"norm": "layer"},
         {"backend": "cpu"},
         {"dtype": torch.bfloat16},
@@ -147,28 +147,6 @@ def test_a_rate_of_1_keeps_the_old_value_whatever_the_new_one_is(steps):
         assert (y == 0.5).all() and (h == 0.5).all()
         h.add_(1)
     assert (h0 == 0.5).all() and h0.shape == (1, 1, 2)
-
-
-@pytest.mark.parametrize("cast", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["GRU", "GRUCell"])
-def test_rates_that_somebody_has_cast(name, cast):
-    """Buffers in another type (FSDP's mixed precision) are read as if they were doubles."""
-    layer = getattr(zo, name)(3, 64, noise=zo.Zoneout(hidden=torch.full((64,), 0.5)))
-    for buffer in layer.buffers():
-        buffer.data = buffer.to(cast)
-    x, h = torch.randn(100, 3), torch.randn(100, 64)
-    out = layer(x, h, seed=1, step=0) if name == "GRUCell" else layer(x[None], h[None], seed=1)[0][0]
-    assert 0.4 < (out == h).double().mean() < 0.6
-
-
-@pytest.mark.parametrize("name", ["GRU", "GRUCell"])
-def test_rates_of_another_number_of_units(name):
-    """A loop in C reads past the end of the rates that a call brings."""
-    layer = getattr(zo, name)(3, 64, noise=zo.Zoneout(hidden=torch.full((64,), 0.5)))
-    few = {n: torch.full((8,), 0.5, dtype=torch.float64) for n, _ in layer.named_buffers()}
-    x = torch.randn(100, 3) if name == "GRUCell" else torch.randn(4, 100, 3)
-    with pytest.raises(ValueError, match=r"hidden_rate: expected one number, or one a unit \(64\), got shape \(8,\)"):
-        torch.func.functional_call(layer, few, (x,))
 
 
 def test_rates_that_lie_apart():

@@ -18,6 +18,9 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import zoneout as zo
 from zoneout import cells, ops
+from zoneout.draws import Draw
+from zoneout.noise import Rule
+from zoneout.ops.dropout import dropout
 
 KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 MASKS = ("unit", "shared", "step", "sequence", "static")
@@ -134,20 +137,20 @@ def all_noises(kind: str) -> dict[str, Any]:
         "variational-input": zo.VariationalDropout(input=0.4),
         "variational-hidden": zo.VariationalDropout(hidden=0.4),
         "variational": zo.VariationalDropout(input=0.3, hidden=0.4),
-        "weight-drop": zo.WeightDrop(0.3),
-        "weight-noise": zo.WeightNoise(0.2),
+        "weight-drop": zo.WeightDrop(rate=0.3),
+        "weight-noise": zo.WeightNoise(std=0.2),
         "zoneout-always": zo.Zoneout(hidden=1.0),
         "zoneout+variational+weights": [
             zo.Zoneout(**state),
             zo.VariationalDropout(input=0.2, hidden=0.3),
-            zo.WeightDrop(0.2),
-            zo.WeightNoise(0.1),
+            zo.WeightDrop(rate=0.2),
+            zo.WeightNoise(std=0.1),
         ],
     }
     if gated:
         noises |= {
-            "zoneout+recurrent-dropout": [zo.Zoneout(**state), zo.RecurrentDropout(0.4)],
-            "state-dropout+recurrent-dropout": [zo.StateDropout(hidden=0.3), zo.RecurrentDropout(0.4)],
+            "zoneout+recurrent-dropout": [zo.Zoneout(**state), zo.RecurrentDropout(rate=0.4)],
+            "state-dropout+recurrent-dropout": [zo.StateDropout(hidden=0.3), zo.RecurrentDropout(rate=0.4)],
         }
     if lstm:
         noises |= {
@@ -159,7 +162,7 @@ def all_noises(kind: str) -> dict[str, Any]:
             "zero-cell+zoneout-hidden+hold": [
                 zo.StateDropout(cell=0.3, mask="sequence"),
                 zo.Zoneout(hidden=0.4, mask="step"),
-                zo.RecurrentDropout(0.4, hold_output_gate=True),
+                zo.RecurrentDropout(rate=0.4, hold_output_gate=True),
             ],
             "shared+shared": [
                 zo.Zoneout(cell=0.4, mask="shared"),
@@ -294,9 +297,9 @@ def test_norm(kind, norm, noise, mode, shape, backend):
         "batch-at-eval": zo.RecurrentBatchNorm(steps=6, at_eval="batch"),
     }
     state: dict[str, Any] = dict(cell=0.4, hidden=0.3) if kind == "lstm" else dict(hidden=0.4)
-    every: list[Any] = [zo.Zoneout(**state), zo.VariationalDropout(0.3, 0.3), zo.WeightDrop(0.2)]
+    every: list[Any] = [zo.Zoneout(**state), zo.VariationalDropout(input=0.3, hidden=0.3), zo.WeightDrop(rate=0.2)]
     if kind in ("lstm", "gru"):
-        every.append(zo.RecurrentDropout(0.3, hold_output_gate=kind == "lstm"))
+        every.append(zo.RecurrentDropout(rate=0.3, hold_output_gate=kind == "lstm"))
     noises = {"none": None, "zoneout": zo.Zoneout(**state), "all": every}
     options = rich(kind) if shape == "rich" else {}
     layer = make(kind, noises[noise], mode, backend, norm=norms[norm], **options)
@@ -352,8 +355,8 @@ def test_rates_of_layers_and_units(mask, mode, proj_size, backend):
     noise = [
         of_mask(zo.Zoneout, mask, cell=[cell, 0.3], hidden=[0.0, hidden]),
         zo.VariationalDropout(input=[torch.tensor([0.2, 0.9]), 0.0], hidden=[0.5, hidden]),
-        zo.WeightDrop([0.0, 0.4]),
-        zo.WeightNoise([0.3, 0.0]),
+        zo.WeightDrop(rate=[0.0, 0.4]),
+        zo.WeightNoise(std=[0.3, 0.0]),
     ]
     layer = make("lstm", noise, mode, backend, num_layers=2, proj_size=proj_size)
     check(layer, *inputs(layer))
@@ -372,7 +375,11 @@ def test_rates_of_units_on_the_update(mask, mode, backend):
 @pytest.mark.parametrize("hidden_size", [1, 3, 4, 8, 9])
 def test_odd_and_even_sizes(hidden_size, backend):
     """Units that share a draw, or the last ones left over, take each other's bits."""
-    noise = [zo.Zoneout(cell=0.5, hidden=0.5), zo.RecurrentDropout(0.5), zo.VariationalDropout(0.5, 0.5)]
+    noise = [
+        zo.Zoneout(cell=0.5, hidden=0.5),
+        zo.RecurrentDropout(rate=0.5),
+        zo.VariationalDropout(input=0.5, hidden=0.5),
+    ]
     layer = make("lstm", noise, "train", backend, hidden_size=hidden_size, input_size=hidden_size + 2)
     check(layer, *inputs(layer))
     check(layer, *inputs(layer, steps=1, batch=1))
@@ -422,7 +429,12 @@ def test_unbatched(kind, backend):
 def test_cells_step_by_step(kind, backend):
     """A cell called step by step with the layer's seed does not do what the layer does."""
     state: dict[str, Any] = dict(cell=0.4, hidden=0.3) if kind == "lstm" else dict(hidden=0.4)
-    noise = [zo.Zoneout(**state), zo.VariationalDropout(0.3, 0.3), zo.WeightDrop(0.2), zo.WeightNoise(0.1)]
+    noise = [
+        zo.Zoneout(**state),
+        zo.VariationalDropout(input=0.3, hidden=0.3),
+        zo.WeightDrop(rate=0.2),
+        zo.WeightNoise(std=0.1),
+    ]
     layer = make(kind, noise, "train", backend, norm="layer")
     x, hx = inputs(layer)
     classes = {"lstm": zo.LSTMCell, "gru": zo.GRUCell}
@@ -461,11 +473,11 @@ def combinations(draw):
     if gated and draw(st.booleans()):
         hold = lstm and draw(st.booleans())
         masks = ("unit", "step", "sequence", "static")
-        noise.append(zo.RecurrentDropout(draw(rate), hold_output_gate=hold, **mask(masks)))
+        noise.append(zo.RecurrentDropout(rate=draw(rate), hold_output_gate=hold, **mask(masks)))
     if draw(st.booleans()):
         noise.append(zo.VariationalDropout(input=draw(rate), hidden=draw(rate)))
     if draw(st.booleans()):
-        noise.append(zo.WeightDrop(draw(st.sampled_from([0.1, 0.5]))))
+        noise.append(zo.WeightDrop(rate=draw(st.sampled_from([0.1, 0.5]))))
     at_eval = st.sampled_from(["running", "batch"])
     batch_norm = st.builds(zo.RecurrentBatchNorm, steps=st.integers(1, 5), at_eval=at_eval)
     options: dict[str, Any] = dict(
@@ -579,7 +591,12 @@ def test_gradients(kind, noise, mode, backend):
 def test_gradients_of_rich_layers(kind, norm, mode, backend):
     """A gradient is lost or made up at a layer, a direction, a norm, a short sequence or a cut."""
     state: dict[str, Any] = dict(cell=0.4, hidden=0.3) if kind == "lstm" else dict(hidden=0.4)
-    noise = [zo.Zoneout(**state), zo.VariationalDropout(0.3, 0.3), zo.WeightDrop(0.2), zo.WeightNoise(0.1)]
+    noise = [
+        zo.Zoneout(**state),
+        zo.VariationalDropout(input=0.3, hidden=0.3),
+        zo.WeightDrop(rate=0.2),
+        zo.WeightNoise(std=0.1),
+    ]
     layer = make(kind, noise, mode, backend, norm=norm, **rich(kind))
     check_gradients(layer, **RICH_CALL)
     learned = make(kind, noise, mode, backend, norm=norm, learn_initial_state=True, bidirectional=True)
@@ -595,7 +612,7 @@ def test_masks_lie_where_the_design_puts_them(layer, direction):
     noises = {
         "cell": zo.Zoneout(cell=0.5),
         "hidden": zo.Zoneout(hidden=0.5),
-        "update": zo.RecurrentDropout(0.5),
+        "update": zo.RecurrentDropout(rate=0.5),
         "input": zo.VariationalDropout(input=0.5),
         "variational_hidden": zo.VariationalDropout(hidden=0.5),
     }
@@ -628,13 +645,45 @@ def test_masks_see_what_the_design_lets_them_see(mask, stream):
 def test_weight_drop_is_read_back(backend):
     """Weight drop drops other elements of weight_hh, scales them otherwise, or drops input weights."""
     rate = 0.25
-    layer = make("rnn_relu", zo.WeightDrop(rate), "train", backend, hidden_size=9)
+    layer = make("rnn_relu", zo.WeightDrop(rate=rate), "train", backend, hidden_size=9)
     w_ih, w_hh, bias = read_matrices(layer)
     dropped = oracle.keeps(SEED, "weight", rate, [0], [0], 81, 0, 0)  # a unit is an element of weight_hh
     want = layer.weight_hh_l0.detach().cpu().numpy() * (1 - dropped.reshape(9, 9)) / (1 - rate)
     np.testing.assert_allclose(w_hh, want, rtol=0, atol=1e-10)
     np.testing.assert_allclose(w_ih, layer.weight_ih_l0.detach().cpu().numpy(), rtol=0, atol=1e-10)
     np.testing.assert_allclose(bias, 1000, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("rate", [0.999, 0.99999])
+def test_scaling_keeps_the_mean_of_what_is_drawn(rate):
+    """Inverted scaling divides by another rate than the one drawn: the mean is 1.007 or 1.53 times too large."""
+    drawn = round(rate * 65536)
+    y = dropout(torch.ones(4, 8, 2**15, dtype=torch.float64), rate, torch.tensor(SEED), 0, torch.arange(8))
+    kept = y[y != 0]
+    assert len(kept) > 5 and (kept == 65536 / (65536 - drawn)).all()
+    rule = Rule("weight", "scaled zero", "sequence", "expectation")
+    draw = Draw(rule, torch.tensor([rate, 0.0, 0.5, 1.0], dtype=torch.float64), None, 0)
+    assert (draw.scale * (65536 - draw.threshold) / 65536).tolist() == [1.0, 1.0, 1.0, 0.0]
+
+
+@every_backend
+def test_a_scaled_rate_of_one_leaves_nothing(backend):
+    """What is all dropped is divided by zero: NaN, there or in the gradients, where torch's dropout gives zeros."""
+    noise = [zo.VariationalDropout(input=1.0, hidden=[0.0, 1.0]), zo.WeightDrop(rate=1.0)]
+    layer = make("lstm", noise, "train", backend, num_layers=2, dropout=1.0)
+    bare = make("lstm", None, "train", backend, num_layers=2)
+    x = torch.randn(T, B, I, dtype=layer.bias_ih_l0.dtype, device=layer.bias_ih_l0.device, requires_grad=True)
+    y = layer(x, seed=SEED)[0]
+    with torch.no_grad():
+        for name, value in bare.named_parameters():
+            value.mul_(0.0 if name.startswith("weight") else 1.0)
+        want = bare(x)[0]
+    torch.testing.assert_close(y, want)
+    y.square().sum().backward()
+    for name, value in (("x", x), *layer.named_parameters()):
+        assert value.grad.isfinite().all(), name
+    assert not x.grad.any() and not layer.weight_hh_l0.grad.any() and not layer.weight_ih_l1.grad.any()
+    assert layer.bias_ih_l1.grad.any()
 
 
 def read_matrices(layer: Any, seed: int | None = SEED) -> tuple[Any, Any, Any]:
@@ -655,7 +704,7 @@ def read_matrices(layer: Any, seed: int | None = SEED) -> tuple[Any, Any, Any]:
 def test_weight_noise_is_read_back(backend):
     """Weight noise is not N(0, std), is the same in two matrices, or falls on a bias."""
     std = 0.075
-    layer = make("rnn_relu", zo.WeightNoise(std), "train", backend, hidden_size=60)
+    layer = make("rnn_relu", zo.WeightNoise(std=std), "train", backend, hidden_size=60)
     w_ih, w_hh, bias = read_matrices(layer)
     on_ih = (w_ih - layer.weight_ih_l0.detach().cpu().numpy()) / std
     on_hh = (w_hh - layer.weight_hh_l0.detach().cpu().numpy()) / std
@@ -674,7 +723,7 @@ def test_weight_noise_is_read_back(backend):
 @in_float64
 def test_weight_noise_of_a_seed(backend):
     """The same seed gives other weight noise, another seed the same, or evaluation any at all."""
-    layer = make("rnn_relu", zo.WeightNoise(0.1), "train", backend)
+    layer = make("rnn_relu", zo.WeightNoise(std=0.1), "train", backend)
     first, again, other = (read_matrices(layer, seed)[1] for seed in (1, 1, 2))
     np.testing.assert_array_equal(first, again)
     assert (np.abs(first - other) > 1e-6).all()
@@ -690,7 +739,7 @@ def test_weight_noise_of_a_seed(backend):
 @in_float64
 def test_weight_noise_is_one_draw_a_call(backend):
     """Weight noise changes from step to step, or from example to example."""
-    layer = make("rnn_relu", zo.WeightNoise(0.1), "train", backend)
+    layer = make("rnn_relu", zo.WeightNoise(std=0.1), "train", backend)
     w_ih, _, _ = read_matrices(layer)
     x = np.eye(I).repeat(B, 0).reshape(I, B, I).repeat(3, 0)  # each feature at several steps, in every row
     with torch.no_grad():
@@ -712,7 +761,7 @@ def test_noise_may_be_replaced_between_calls(backend):
     for noise in (
         zo.Zoneout(cell=0.6, hidden=0.9, mask="static", seed=6),
         zo.Zoneout(cell=0.6),
-        [zo.RecurrentDropout(0.5, hold_output_gate=True), zo.VariationalDropout(hidden=0.2)],
+        [zo.RecurrentDropout(rate=0.5, hold_output_gate=True), zo.VariationalDropout(hidden=0.2)],
         zo.Zoneout(hidden=torch.linspace(0, 1, H)),
         None,
     ):

@@ -15,8 +15,8 @@ NOISES = {
     "zoneout": zo.Zoneout(cell=0.4, hidden=0.3),
     "zoneout of a GRU": zo.Zoneout(hidden=0.3),
     "static": zo.Zoneout(cell=0.4, hidden=0.3, mask="static", seed=3),
-    "recurrent dropout": zo.RecurrentDropout(0.3),
-    "variational": zo.VariationalDropout(0.3, 0.2),
+    "recurrent dropout": zo.RecurrentDropout(rate=0.3),
+    "variational": zo.VariationalDropout(input=0.3, hidden=0.2),
 }
 
 
@@ -88,7 +88,7 @@ def test_pieces_give_what_the_whole_gives(
 def test_what_cannot_come_apart_runs_whole(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """A pass is cut where a step needs more of the one before than its state."""
     norm = zo.RecurrentBatchNorm(STEPS) if what == "batch norm" else None
-    noise = zo.RecurrentDropout(0.4, hold_output_gate=True) if what == "held gate" else NOISES["zoneout"]
+    noise = zo.RecurrentDropout(rate=0.4, hold_output_gate=True) if what == "held gate" else NOISES["zoneout"]
     layer = zo.LSTM(INPUT, HIDDEN, noise=noise, norm=norm, backend="cpu")
     x: Any = torch.randn(STEPS, BATCH, INPUT)
     if what == "packed":

@@ -15,6 +15,7 @@ import pytest
 import torch
 from backends import Backend
 from philox_numpy import mask as numpy_mask
+from philox_numpy import rates_on_the_edge
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -48,7 +49,7 @@ METHODS: dict[str, tuple[str, Callable[[Any], Any]]] = {  # the stream, and the 
     "zoneout hidden": ("hidden", lambda rate: zo.Zoneout(hidden=rate)),
     "state dropout cell": ("cell", lambda rate: zo.StateDropout(cell=rate)),
     "state dropout hidden": ("hidden", lambda rate: zo.StateDropout(hidden=rate)),
-    "recurrent dropout": ("update", lambda rate: zo.RecurrentDropout(rate)),
+    "recurrent dropout": ("update", lambda rate: zo.RecurrentDropout(rate=rate)),
     "variational input": ("input", lambda rate: zo.VariationalDropout(input=rate)),
     "variational hidden": ("variational_hidden", lambda rate: zo.VariationalDropout(hidden=rate)),
 }
@@ -238,7 +239,7 @@ def test_kinds_of_masks(backend, kind, mask):
     """If this fails, a layer's mask of this kind is not the one shown, or its two states mix theirs up."""
     streams = ("hidden", "cell") if kind == "lstm" else ("hidden",)
     cell = 0.4 if kind == "lstm" else 0.0
-    noise = zo.Zoneout(cell, hidden=0.6, mask=mask, seed=99 if mask == "static" else None)
+    noise = zo.Zoneout(cell=cell, hidden=0.6, mask=mask, seed=99 if mask == "static" else None)
     layer = build(kind, backend, 2, noise=noise)
     wire(layer, "bias", at=1)
     x = inputs(backend, STEPS, BATCH, UNITS)
@@ -247,6 +248,32 @@ def test_kinds_of_masks(backend, kind, mask):
         for stream, shown in zip(streams, (y, cells), strict=False):
             read = shown.chunk(2, -1)[direction] == 0
             assert_reads(read, expected(noise, stream, 1, direction, "lengths"), alive)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("method", METHODS)
+def test_rates_are_rounded(backend, method, dtype):
+    """If this fails, a backend compares its bits with something else than round(rate · 65536): truncated, say."""
+    if backend.device == "cuda" and dtype == torch.float64:
+        pytest.skip("the kernels compute in float32")
+    stream, make = METHODS[method]
+    by_h = stream == "variational_hidden"
+    kind = "sequence" if stream in ("input", "variational_hidden") else "unit"
+    rates, kept = rates_on_the_edge(stream, kind, SEED, UNITS)
+    layer = zo.LSTM(UNITS, UNITS, backend=backend.name, device=backend.device, dtype=dtype)
+    wire(layer, "hidden" if by_h else "input")
+    x = inputs(backend, 2, 1, UNITS).to(dtype)  # of one step a layer would take torch's own cell
+    h0 = torch.full((1, 1, UNITS), float(by_h), dtype=dtype, device=x.device)
+
+    def read(rate):
+        """Which units of the first step keep their old value, which is 0, or are dropped."""
+        layer.noise = make(rate)
+        y, _, cells = layer(x, (h0, torch.zeros_like(h0)), seed=SEED, return_cells=True)
+        return ((cells if method == "zoneout cell" else y)[0, 0] == 0).tolist()
+
+    assert read(torch.tensor(rates, dtype=torch.float64)) == kept
+    for unit in (0, 1):  # the same rate for all units
+        assert read(rates[unit])[unit] == kept[unit]
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -310,7 +337,7 @@ def test_dropout_between_layers(backend, kind, form):
 def test_methods_together(backend, kind):
     """If this fails, a method in company draws other masks than it draws alone, or one is forgotten."""
     noise = [zo.Zoneout(hidden=0.3), zo.VariationalDropout(input=0.2)]
-    noise += [zo.RecurrentDropout(0.2)] if kind in ("lstm", "gru") else []
+    noise += [zo.RecurrentDropout(rate=0.2)] if kind in ("lstm", "gru") else []
     noise += [zo.StateDropout(cell=0.2)] if kind == "lstm" else []
     layer = build(kind, backend, noise=noise)
     wire(layer)
@@ -330,7 +357,7 @@ def test_methods_together(backend, kind):
 @torch.no_grad()
 def test_held_output_gate(backend):
     """If this fails, the output gate is held by another mask than the one that drops the update."""
-    noise = zo.RecurrentDropout(0.5, hold_output_gate=True)
+    noise = zo.RecurrentDropout(rate=0.5, hold_output_gate=True)
     layer = build("lstm", backend, noise=noise)
     for suffix in layer.suffixes():  # c stays what it is, and unit u shows it by the gate σ(feature u)
         for name in WEIGHTS:
@@ -437,6 +464,18 @@ def test_zoneout_cell_around_torchs_cell_is_ours(kind):
     for t, x in enumerate(torch.randn(STEPS, BATCH, UNITS)):
         a, b = ours(x, a, seed=SEED, step=t), wrapped(x, b, seed=SEED, step=t)
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("in_c", [True, False], ids=["C", "torch"])
+def test_rates_of_one_step_are_rounded(in_c, monkeypatch):
+    """If this fails, masks that are drawn by themselves are compared with a rate that is not rounded."""
+    if not in_c:
+        monkeypatch.setattr("zoneout.ops.masks.native.load", lambda: None)
+    rates, kept = rates_on_the_edge("hidden", "unit", SEED, UNITS)
+    new, old = torch.ones(1, UNITS), torch.zeros(1, UNITS)
+    assert (zo.zoneout(new, old, torch.tensor(rates, dtype=torch.float64), seed=SEED) == 0)[0].tolist() == kept
+    for unit in (0, 1):
+        assert (zo.zoneout(new, old, rates[unit], seed=SEED)[0, unit] == 0) == kept[unit]
 
 
 def test_bare_rule():

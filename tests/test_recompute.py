@@ -66,7 +66,7 @@ def test_finds_the_same(name: str, noise: str, options: str, how: str) -> None:
 @pytest.mark.parametrize("one_hot", [False, True])
 def test_other_types(dtype: torch.dtype, one_hot: bool) -> None:
     """In half types, with a projection or of one-hot rows a derivative is rounded more than it has to be, or lost."""
-    keeps, again = two("lstm", dtype, zo.Zoneout(0.5, 0.2), proj_size=4)
+    keeps, again = two("lstm", dtype, zo.Zoneout(cell=0.5, hidden=0.2), proj_size=4)
     x: Any = torch.randint(INPUT, (STEPS, BATCH)) if one_hot else torch.randn(STEPS, BATCH, INPUT).to(dtype)
     x = x if one_hot else x.requires_grad_()
     grads = []
@@ -110,7 +110,7 @@ def kept_numbers(layer: Any, x: Any) -> int:
 
 def test_keeps_little() -> None:
     """It keeps gates, cells or outputs of all steps after all."""
-    keeps, again = two("lstm", torch.float32, zo.Zoneout(0.5, 0.05))
+    keeps, again = two("lstm", torch.float32, zo.Zoneout(cell=0.5, hidden=0.05))
     x = torch.randn(400, BATCH, INPUT, requires_grad=True)
     each = BATCH * HIDDEN
     assert kept_numbers(keeps, x) >= 400 * each * 6  # h, c and four gates
@@ -120,7 +120,7 @@ def test_keeps_little() -> None:
 @pytest.mark.usefixtures("emulated")
 def test_keeps_little_on_a_gpu() -> None:
     """The state before a piece is a view of all states of the piece before."""
-    keeps, again = two("lstm", torch.bfloat16, zo.Zoneout(0.5, 0.05))
+    keeps, again = two("lstm", torch.bfloat16, zo.Zoneout(cell=0.5, hidden=0.05))
     x = torch.randn(100, BATCH, INPUT, dtype=torch.bfloat16, requires_grad=True)
     each = BATCH * HIDDEN
     assert kept_numbers(keeps, x) >= 100 * each * 3  # gates and h in half as many bytes
@@ -181,7 +181,7 @@ def test_compiled(name: str, dtype: torch.dtype, options: dict[str, Any]) -> Non
 
 def test_transformed() -> None:
     """`torch.func` takes the derivatives of another pass."""
-    keeps, again = two("lstm", torch.float64, zo.Zoneout(0.5, 0.2))
+    keeps, again = two("lstm", torch.float64, zo.Zoneout(cell=0.5, hidden=0.2))
     x = torch.randn(4, STEPS, 1, INPUT, dtype=torch.float64)
 
     def loss(layer: Any, weights: dict[str, torch.Tensor], one: torch.Tensor) -> torch.Tensor:

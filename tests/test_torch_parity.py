@@ -970,9 +970,6 @@ def test_noise_replaced_between_steps_takes_effect(backend, device):
         fresh.load_state_dict(ours.state_dict())
         for mode in (True, False):
             assert_close(flat(ours.train(mode)(x, hx, seed=2)), flat(fresh.train(mode)(x, hx, seed=2)))
-        own, wanted = dict(ours.named_buffers()), dict(fresh.named_buffers())
-        assert own.keys() >= wanted.keys()  # who was there once keeps a place, at zero
-        assert all(torch.equal(own[n], wanted[n]) if n in wanted else not own[n].any() for n in own)
         seen.append(ours.train()(x, hx, seed=2)[0])
     assert torch.equal(seen[0], seen[-1]) and torch.equal(seen[0], seen[-2])
     for a, b in itertools.combinations(seen[:-2], 2):

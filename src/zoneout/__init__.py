@@ -1,6 +1,6 @@
 """zoneout: recurrent layers for PyTorch, regularised."""
 
-from . import init
+from . import init, onnx
 from .convert import convert, revert
 from .draws import masks
 from .layers import GRU, LSTM, RNN
@@ -32,8 +32,11 @@ __all__ = [
     "init",
     "masks",
     "norm_stabilizer",
+    "onnx",
     "revert",
     "zoneout",
 ]
 
 __version__ = "0.1.0"
+
+onnx.register()

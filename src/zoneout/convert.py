@@ -6,6 +6,7 @@ weights and DDP stay valid, its hooks and their handles, its mode and whatever e
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 import warnings
@@ -20,21 +21,13 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from .layers import GRU, LSTM, RNN
+from .layers import RNN
 from .noise import Noise, as_noises, restrict
 from .recurrent import Recurrent
-from .step_cells import GRUCell, LSTMCell, RNNCell
+from .step_cells import RNNCell
+from .subclasses import BACK, TWINS, base_of, obstacle, rebased, statement, users_class
 from .wrap import ZoneoutCell
 
-TWINS: dict[type[nn.Module], type[nn.Module]] = {
-    nn.LSTM: LSTM,
-    nn.GRU: GRU,
-    nn.RNN: RNN,
-    nn.LSTMCell: LSTMCell,
-    nn.GRUCell: GRUCell,
-    nn.RNNCell: RNNCell,
-}
-BACK = {ours: theirs for theirs, ours in TWINS.items()}
 NAMES = {theirs.__name__ for theirs in TWINS}
 
 Report = Callable[[str], None]
@@ -57,9 +50,10 @@ def convert(model: nn.Module, noise: Noise | Iterable[Noise] | None, *, report: 
 
     Weights, hooks, modes, dtypes and devices are kept, and a module registered twice stays one. Our own
     layers inside the model get the new noise. What does not apply to a module (a cell rate to a GRU) is
-    dropped there, and from a cell what it would have to be told a seed or a step for. Subclasses and parametrized,
-    pruned, scripted, quantized and patched modules are left alone, and so is a cell inside a `ZoneoutCell`. A
-    model that is itself one of these layers cannot change in place: take what is returned.
+    dropped there, and from a cell what it would have to be told a seed or a step for. A module of a user's subclass
+    that adds methods becomes one of the same class on ours; of other subclasses the report says what to write.
+    Parametrized, pruned, scripted, quantized and patched modules are left alone, and so is a cell inside a
+    `ZoneoutCell`. A model that is itself one of these layers cannot change in place: take what is returned.
 
     `report` is called with a sentence for each recurrent module: `report=print` shows them. Without it, what
     was done is logged (logger "zoneout", level INFO) and what could not be done is warned about. An error
@@ -74,16 +68,16 @@ def convert(model: nn.Module, noise: Noise | Iterable[Noise] | None, *, report: 
     _check_model(model)
     wrapped = {m.cell for m in model.modules() if isinstance(m, ZoneoutCell)}
 
-    def plan(module: nn.Module) -> Plan | None:
+    def plan(name: str, module: nn.Module) -> Plan | None:
         if not _is_recurrent(module):
             return None
         if module in wrapped:
             return Plan(None, "left alone, the ZoneoutCell around it has rates of its own")
         ours = isinstance(module, Recurrent)  # only numbers change: whatever was done to it stays
-        if not ours and (why := _why_not(module) if type(module) not in TWINS else _patched(module)):
+        if not ours and (why := _why_not(module, name) or _patched(module)):
             return Plan(None, why)
-        cls: Any = TWINS.get(type(module), type(module))
-        fitting, dropped = restrict(noises, cls.kind, cls.one_step, told=type(module) not in TWINS)
+        cls: Any = type(module) if ours else rebased(type(module))
+        fitting, dropped = restrict(noises, cls.kind, cls.one_step, told=ours)
         missing = f"; dropped {', '.join(dropped)}" if dropped else ""
         if dropped and not fitting:
             return Plan(None, f"left alone, nothing of the noise applies{missing}")
@@ -92,10 +86,14 @@ def convert(model: nn.Module, noise: Noise | Iterable[Noise] | None, *, report: 
         if isinstance(module, Recurrent):  # one of ours already
             module.check_noise(given)
             return Plan(module, f"was one of zoneout's already, now with {said}{missing}", given, not dropped)
-        twin = cls(**_arguments(module), device="meta", noise=given)
-        if name := _in_the_way(module, twin):
-            return Plan(None, f"left alone, its attribute {name!r} has a meaning of its own in our layers")
-        return Plan(twin, f"replaced, with {said}{missing}", given, not dropped)
+        base: Any = base_of(cls)
+        twin = base(**_arguments(module), device="meta", noise=given)
+        if attribute := _in_the_way(module, twin):
+            return Plan(None, f"left alone, its attribute {attribute!r} has a meaning of its own in our layers")
+        if any(getattr(module, name).shape != weight.shape for name, weight in twin.named_parameters()):
+            return Plan(None, f"left alone, its weights are not those of an nn.{base.__name__} of its sizes")
+        by = "" if cls is base else f" by the same class on zo.{base.__name__}"
+        return Plan(_of_class(cls, twin), f"replaced{by}, with {said}{missing}", given, not dropped)
 
     if not any(_is_recurrent(module) for module in model.modules()):
         said = "the model: there is no LSTM, GRU or RNN in it, and nothing was replaced"
@@ -114,16 +112,19 @@ def revert(model: nn.Module, *, report: Report | None = None) -> nn.Module:
     """
     _check_model(model)
 
-    def plan(module: nn.Module) -> Plan | None:
+    def plan(name: str, module: nn.Module) -> Plan | None:
         if not isinstance(module, Recurrent):
             return None
-        if type(module) not in BACK:
-            return Plan(None, _why_not(module))
+        cls = BACK.get(type(module)) or users_class(type(module))
+        if cls is None:
+            return Plan(None, _changed(module) or f"left alone, {type(module).__name__} is a subclass of ours")
         if why := _patched(module):
             return Plan(None, why)
         if module.norm is not None or module.learn_initial_state:
             return Plan(None, "left alone, torch.nn has no norms or learned initial states")
-        return Plan(BACK[type(module)](**_arguments(module), device="meta"), "replaced by torch.nn's")
+        base: Any = base_of(cls)
+        twin = base(**_arguments(module), device="meta")
+        return Plan(_of_class(cls, twin), f"replaced by {'torch.nn' if cls is base else cls.__module__}'s")
 
     return _replace(model, plan, report)
 
@@ -144,14 +145,51 @@ def _is_recurrent(module: nn.Module) -> bool:
     return type(module).__name__ in NAMES and type(module).__module__.startswith("torch.ao.nn")
 
 
-def _why_not(module: nn.Module) -> str:
+def _changed(module: nn.Module) -> str | None:
+    """Why a module is left alone whose class torch has changed."""
     if isinstance(module, torch.jit.ScriptModule):
         return "left alone, it is scripted; convert the model before scripting it"
     if type(module).__module__.startswith("torch.ao.nn"):
         return "left alone, it is quantized"
     if parametrize.is_parametrized(module):
         return "left alone, it is parametrized; convert the model before parametrizing it"
-    return f"left alone, {type(module).__name__} is a subclass"
+    return _SHARDED if _is_sharded(module) else None
+
+
+def _why_not(module: nn.Module, name: str) -> str | None:
+    """Why a module of torch's, or of a user's class on torch's, cannot be replaced, and what to write instead."""
+    if type(module) in TWINS:
+        return None
+    if why := _changed(module):
+        return why
+    if (found := obstacle(type(module))) is None:
+        return None
+    if found.remedy == "base":
+        old, new = statement(type(module))
+        remedy = f"; write these two lines, the second in place of  {old}  and convert again:\n"
+        return f"left alone, {found.why}{remedy}    import zoneout as zo\n    {new}"
+    if found.remedy == "layer":
+        return f"left alone, {found.why}; {_plain_layer(module, name)}"
+    return f"left alone, {found.why}"
+
+
+def _plain_layer(module: nn.Module, name: str) -> str:
+    """The two lines that put a layer of ours in the place of a module of a user's class."""
+    base: Any = base_of(type(module))
+    ours = TWINS[base]
+    defaults = inspect.signature(ours).parameters
+    given = _arguments(module) | ({"dropout": module.dropout} if isinstance(module, nn.RNNBase) else {})
+    shown = [f"{key}={value!r}" for key, value in given.items() if value != defaults[key].default]
+    like = "weight_ih_l0" if isinstance(module, nn.RNNBase) else "weight_ih"
+    more = module.state_dict().keys() - base(**_arguments(module), device="meta").state_dict().keys()
+    find, put = (
+        (f"model.get_submodule({name!r})", f"model.set_submodule({name!r}, new)") if name else ("model", "model = new")
+    )
+    return (
+        f"for a plain zo.{ours.__name__} in its place, without its methods, write these two lines and convert again:\n"
+        f"    old = {find}; new = zo.{ours.__name__}({', '.join(shown)}).to(old.{like}).train(old.training)\n"
+        f"    new.load_state_dict(old.state_dict(){', strict=False' if more else ''}); {put}"
+    )
 
 
 def _patched(module: nn.Module) -> str | None:
@@ -195,12 +233,20 @@ def _arguments(module: Any) -> dict[str, Any]:
 
 def _own(module: nn.Module) -> set[str]:
     """The names of what somebody has set on a module beyond what its class sets."""
-    fresh = type(module)(**_arguments(module), device="meta")
+    base: Any = base_of(type(module))
+    fresh = base(**_arguments(module), device="meta")
     parts = ("_parameters", "_buffers", "_modules")
     own = module.__dict__.keys() - fresh.__dict__.keys()
     if isinstance(module, Recurrent):
-        own -= {*module._noise_names, "recompute"}
+        own.discard("recompute")
     return own.union(*(getattr(module, part).keys() - getattr(fresh, part).keys() for part in parts))
+
+
+def _of_class(cls: type[nn.Module], module: nn.Module) -> nn.Module:
+    """The module as one of `cls`, whose constructor may take anything and has run once already."""
+    made = object.__new__(cls)
+    made.__dict__.update(module.__dict__)
+    return made
 
 
 def _in_the_way(module: nn.Module, twin: nn.Module) -> str | None:
@@ -218,11 +264,10 @@ def _take_over(twin: Any, module: nn.Module, noise: Any) -> None:
             for hook in value.values():
                 if isinstance(getattr(hook, "module", None), weakref.ref):
                     hook.module = weakref.ref(twin)  # some hooks are handed their module
-    ours = set(module._noise_names) if isinstance(module, Recurrent) else set()
     twin._parameters.update(module._parameters)
     twin._modules.update(module._modules)
-    twin._buffers.update({name: value for name, value in module._buffers.items() if name not in ours})
-    twin._non_persistent_buffers_set.update(module._non_persistent_buffers_set - ours)
+    twin._buffers.update(module._buffers)
+    twin._non_persistent_buffers_set.update(module._non_persistent_buffers_set)
     if isinstance(module, nn.RNNBase):
         module._flat_weight_refs = []  # torch could not swap parameters that somebody else looks at
     if isinstance(twin, nn.RNNBase):
@@ -234,7 +279,7 @@ def _take_over(twin: Any, module: nn.Module, noise: Any) -> None:
 # --- the walk --------------------------------------------------------------------------------------
 
 
-def _replace(model: nn.Module, plan: Callable[[nn.Module], Plan | None], report: Report | None) -> nn.Module:
+def _replace(model: nn.Module, plan: Callable[[str, nn.Module], Plan | None], report: Report | None) -> nn.Module:
     """Plan for every module first, so that an error changes nothing; then put the twins in their places."""
     plans: dict[nn.Module, Plan] = {}
     names: dict[nn.Module, str] = {}
@@ -242,7 +287,7 @@ def _replace(model: nn.Module, plan: Callable[[nn.Module], Plan | None], report:
     sharded = any(map(_is_sharded, model.modules()))
     for name, module in model.named_modules():
         try:
-            planned = plan(module)
+            planned = plan(name, module)
         except ValueError as error:
             where = f"in {name!r}" if name else "in the model"
             raise ValueError(f"{error} ({where}, a {type(module).__name__}; nothing was replaced)") from None

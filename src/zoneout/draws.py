@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .noise import MASKS, STREAMS, Noise, Rule, as_noises, is_zero, plane, rate_of_layer
+from .noise import MASKS, STREAMS, Noise, Rule, as_noises, in_65536ths, is_zero, plane, rate_of_layer, readable
 from .philox import as_integer, as_seed, philox
 
 
@@ -27,7 +27,13 @@ class Draw(NamedTuple):
     @property
     def threshold(self) -> Tensor:
         """The old value is kept where 16 random bits are below this."""
-        return (self.rate * 65536).round().to(torch.int64)
+        return in_65536ths(self.rate).to(torch.int64)
+
+    @property
+    def scale(self) -> Tensor:
+        """Inverted scaling: 1 / (1 − the rate as it is drawn), so that the mean is kept exactly; 0 at a rate of 1."""
+        drawn = in_65536ths(self.rate)
+        return torch.where(drawn < 65536, 65536 / (65536 - drawn), 0.0)
 
 
 def widest(device: torch.device) -> torch.dtype:
@@ -194,19 +200,29 @@ def stream_units(hidden: int, proj_size: int, input_size: int) -> dict[str, int]
 
 
 def example_ids(examples: int | Tensor | Sequence[int] | None, batch: int, device: torch.device) -> Tensor:
-    """The example coordinate of each row of the batch: an offset, or one id a row."""
+    """The example coordinate of each row of the batch: an offset, or one id a row.
+
+    A tensor that is not `readable` is taken modulo 2³²: looking at it would wait for the device.
+    """
     if examples is None:
         return torch.arange(batch, device=device)
     first = None if isinstance(examples, Tensor) else as_integer(examples)
     if first is not None:
-        if not 0 <= first <= 2**32 - max(batch, 1):
-            raise ValueError(f"examples: expected an offset between 0 and 2³² − batch, got {first}")
+        _check_ids(first, first, batch)
         return torch.arange(first, first + batch, device=device)
     ids = as_integers("examples", examples, "an offset or integer ids")
-    if ids.dim() == 0:
-        return (torch.arange(batch, device=device) + ids.to(device)) & 0xFFFFFFFF
-    if ids.shape != (batch,):
+    offset = ids.dim() == 0
+    if not offset and ids.shape != (batch,):
         raise ValueError(f"examples: expected one id for each of {batch} rows, got shape {tuple(ids.shape)}")
-    if batch and not isinstance(examples, Tensor) and not 0 <= int(ids.min()) <= int(ids.max()) < 2**32:
-        raise ValueError(f"examples: expected ids between 0 and 2³² − 1, got {int(ids.min())} to {int(ids.max())}")
-    return ids.to(device=device, dtype=torch.int64) & 0xFFFFFFFF  # those on a device are not looked at
+    if ids.numel() and (readable(ids) or not isinstance(examples, Tensor)):
+        _check_ids(int(ids.min()), int(ids.max()), batch if offset else None)
+    ids = ids.to(device)
+    return (torch.arange(batch, device=device) + ids if offset else ids) & 0xFFFFFFFF
+
+
+def _check_ids(low: int, high: int, batch: int | None) -> None:
+    """Raise if ids, or the offset of a batch, leave the 32 bits that an example has."""
+    if batch is not None and not 0 <= low <= 2**32 - max(batch, 1):
+        raise ValueError(f"examples: expected an offset between 0 and 2³² − batch, got {low}")
+    if batch is None and not 0 <= low <= high < 2**32:
+        raise ValueError(f"examples: expected ids between 0 and 2³² − 1, got {low} to {high}")

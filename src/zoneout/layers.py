@@ -15,13 +15,23 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from .draws import as_integers, check_count, example_ids
-from .noise import Noise, plane
+from .noise import Noise, plane, readable, warn_if_rounded
 from .norm import LayerNorm, RecurrentBatchNorm
 from .ops.dropout import dropout
 from .ops.packing import packed, packing_of, padded
 from .ops.rows import check_counts, places
 from .philox import as_seed, fresh_seed
-from .recurrent import Recurrent, autocast_on, check_device, no_tensor, working_dtype
+from .recurrent import (
+    CallNoise,
+    Rates,
+    Recurrent,
+    autocast_on,
+    check_device,
+    check_parameter,
+    drawn_rules,
+    has_features,
+    no_tensor,
+)
 
 Noises: TypeAlias = "Noise | Iterable[Noise] | None"
 Norm: TypeAlias = "str | LayerNorm | RecurrentBatchNorm | None"
@@ -56,6 +66,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         if isinstance(num_layers, Noise):
             raise TypeError(f"num_layers: expected a whole number, got {num_layers!r}; noise goes by keyword, noise=…")
         super().__init__(mode, input_size, hidden_size, num_layers, *rest)
+        warn_if_rounded(self.dropout, "dropout")
 
     def suffixes(self) -> list[str]:
         ends = ("", "_reverse") if self.bidirectional else ("",)
@@ -90,22 +101,30 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         seed: int | Tensor | None = None,
         examples: int | Tensor | Sequence[int] | None = None,
         first_step: int = 0,
+        rates: Rates | None = None,
         return_cells: bool = False,
     ) -> Any:
         """Outputs and final state, as `torch.nn` gives them; with `return_cells` every c_t of the last layer.
 
-        An int64 input, without the dimension of features, is one-hot rows given by their numbers: a look-up takes the
-        place of the product. `lengths` are the sequences' lengths in a padded batch: outputs past them are zero, and
-        the final state is that of each sequence's end. `resets`, a bool laid out as the input's steps and rows, cuts a
-        sequence before a step: there the state goes back to the initial one (zero or learned, not `hx`), and nothing
-        crosses the cut in either direction. `seed` fixes the draws; `examples`, an offset or one id a row, and
-        `first_step` say which rows and steps of a larger whole these are, so that they draw what they would draw there.
+        **An int64 input is read as ids, not as features**: [T, B], or [T] unbatched, stands for one-hot rows of
+        `input_size`, and a look-up takes the place of the product. Give token ids to an `nn.Embedding` first, and whole
+        numbers that are features as `input.float()`. On the CPU ids that do not fit are an error.
+
+        `lengths` are the sequences' lengths in a padded batch: outputs past them are zero, and the final state is that
+        of each sequence's end. `resets`, a bool laid out as the input's steps and rows, cuts a sequence before a step:
+        there the state goes back to the initial one (zero or learned, not `hx`), and nothing crosses the cut in either
+        direction. `seed` fixes the draws; `examples`, an offset or one id a row, and `first_step` say which rows and
+        steps of a larger whole these are, so that they draw what they would draw there.
+
+        `rates`, such as `{"cell": 0.5, "hidden": 0.05}`, replaces rates of the layer's noise for this call: a number, a
+        list of one a layer, or a tensor of one a unit, which `torch.func.vmap` may batch.
         """
         weight = self.weight_ih_l0
         sequences = self._sequences(input, lengths, resets)
         x = sequences.x
+        check_parameter(weight)
         check_device("input", x, weight)
-        dtype = working_dtype(x, weight)
+        dtype = self._working_dtype(x, hx, weight)
         x = x if x.dtype in (dtype, torch.int64) else x.to(dtype)
         if return_cells and self.kind != "lstm":
             raise ValueError(f"return_cells: expected False, since a {self.kind.upper()} has no cell")
@@ -117,7 +136,8 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
             rows = sequences.order  # 0, 1, 2 and so on, in that order
         else:
             rows = sequences.sort(example_ids(examples, sequences.batch, x.device))
-        key = self._seed(seed, x)
+        noise = self._call_noise(rates, x.device)
+        key = self._seed(seed, x, noise)
 
         suffixes = self.suffixes()
         h_n: list[Tensor] = []
@@ -136,7 +156,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
                     h0[k],
                     None if c0 is None else c0[k],
                     suffixes[k],
-                    self._draws(layer, direction, key),
+                    self._draws(noise, layer, direction, key),
                     rows,
                     first_step,
                     dtype,
@@ -190,7 +210,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
             )
         if input.layout is not torch.strided:
             raise TypeError(f"input: expected a dense tensor, got one with layout {input.layout}; input.to_dense() is")
-        if not input.is_floating_point():
+        if not has_features(input):
             input = self._check_numbers(input)
         if input.dim() not in (2, 3):
             raise ValueError(f"input: expected 2 dimensions (unbatched) or 3 (batched), got {input.dim()}")
@@ -217,7 +237,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
     def _packed(self, input: PackedSequence, resets: Tensor | None) -> Sequences:
         """Packed rows as they are or, where a backend does not take them so, as [T, B, input], longest first."""
         x, counts, order, back = input
-        if not x.is_floating_point():
+        if not has_features(x):
             x = self._check_numbers(x)
         if x.dim() != 2:
             raise ValueError(f"input.data: expected rows of features, or int64 numbers, got {x.dim()} dimensions")
@@ -229,7 +249,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         if resets is not None:
             resets = _check_resets(resets, (steps, batch), "of packed rows [T, B]", x.device)
             resets = resets if order is None else resets.index_select(1, order)
-        if _readable(counts):
+        if readable(counts):
             check_counts(counts, batch, x.shape[0])
         if self._packs(x):
             if resets is not None:
@@ -249,20 +269,21 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         """Numbers of features that are 1 where all others are 0, with a last dimension of 1 in their place."""
         if x.dtype != torch.int64 or x.dim() > 2:
             raise ValueError(
-                "input: expected floating-point numbers, or int64 [T, B] for one-hot rows by their numbers, "
-                f"got {x.dtype} with {x.dim()} dimensions"
+                "input: expected floating-point numbers, or int64 [T, B], which is read as ids of one-hot rows, "
+                f"got {x.dtype} with {x.dim()} dimensions; for numbers as features pass input.float()"
             )
-        if x.numel() and _readable(x):
+        if x.numel() and readable(x):
             low, high = (int(v) for v in torch.aminmax(x))
             if low < 0 or high >= self.input_size:
                 raise ValueError(
-                    f"input: expected one-hot rows as numbers from 0 to {self.input_size - 1} (input_size − 1), "
-                    f"got {low} to {high}"
+                    f"input: integer input is read as ids of one-hot rows, expected 0 to {self.input_size - 1} "
+                    f"(input_size − 1), got {low} to {high}; for numbers as features pass input.float(), for token ids "
+                    "put an nn.Embedding before the layer, or make input_size the number of ids"
                 )
         return x.unsqueeze(-1)
 
     def _check_input(self, x: Tensor, name: str) -> None:
-        if x.is_floating_point() and x.shape[-1] != self.input_size:
+        if has_features(x) and x.shape[-1] != self.input_size:
             raise ValueError(
                 f"{name}: expected {self.input_size} features in the last dimension (input_size), got {x.shape[-1]}"
             )
@@ -297,12 +318,12 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
             states.append(sequences.sort(state, 1) if sequences.batched else state.unsqueeze(1))
         return states[0], states[1] if lstm else None
 
-    def _seed(self, seed: int | Tensor | None, x: Tensor) -> Tensor | None:
+    def _seed(self, seed: int | Tensor | None, x: Tensor, noise: CallNoise) -> Tensor | None:
         """The seed of this call; nothing is drawn from torch's generator unless a mask needs it."""
         if seed is not None:
             return as_seed(seed, x.device, copy=True)
         between = self.training and self.dropout > 0 and self.num_layers > 1
-        if between or any(rule.mask != "static" for rule in self._drawn_rules()):
+        if between or any(rule.mask != "static" for rule in drawn_rules(noise.rules, self.training)):
             return fresh_seed(x)
         return None
 
@@ -482,15 +503,9 @@ def check_lengths(lengths: Tensor | Sequence[int], steps: int, batch: int, batch
         ends = ends[None]
     if tuple(ends.shape) != (batch,):
         raise ValueError(f"lengths: expected one for each of {batch} sequences, got shape {tuple(ends.shape)}")
-    if batch and _readable(ends) and (int(ends.min()) < 0 or int(ends.max()) > steps):
+    if batch and readable(ends) and (int(ends.min()) < 0 or int(ends.max()) > steps):
         raise ValueError(
             f"lengths: expected numbers from 0 to {steps}, the steps of the input, "
             f"got {int(ends.min())} to {int(ends.max())}"
         )
     return ends.to(torch.int64).clamp(0, steps)  # on a device the values are not looked at: that would wait
-
-
-def _readable(x: Tensor) -> bool:
-    """Whether its numbers can be looked at here and now: on the CPU, outside of a compiler and of torch.func."""
-    hidden = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    return x.device.type == "cpu" and not hidden

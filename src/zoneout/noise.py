@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, SupportsFloat, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Self, SupportsFloat, TypeAlias
 
 import torch
 from torch import Tensor
@@ -89,13 +91,20 @@ class Rule(NamedTuple):
     holds_gate: bool = False  # the output gate too keeps its previous value where the update is dropped
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Noise:
-    """The common part of all methods. Two noises are equal when all their fields are."""
+    """The common part of all methods; arguments go by keyword. Two noises are equal when all their fields are."""
 
     fields: ClassVar[dict[str, str]] = {}  # the rate fields, and the stream each is the rate of
     limit: ClassVar[float] = 1.0  # of a rate; that of a standard deviation is infinite
     masks: ClassVar[tuple[str, ...]] = tuple(MASKS)
+
+    def __new__(cls, *positional: Any, **given: Any) -> Self:
+        if positional:
+            constructor = next(base for base in cls.__mro__ if "__init__" in base.__dict__)
+            if "__dataclass_params__" in constructor.__dict__:  # else a constructor that a user wrote
+                raise _positional_error(cls, positional, given)
+        return super().__new__(cls)
 
     def rules(self) -> tuple[Rule, ...]:
         """One rule a stream that has a rate other than zero."""
@@ -146,7 +155,24 @@ class Noise:
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+def _positional_error(cls: type[Noise], positional: tuple[Any, ...], given: dict[str, Any]) -> TypeError:
+    """The error for a noise made without keywords: toolkits differ on which state a single number is the rate of."""
+    name, free = cls.__name__, [field.name for field in dataclasses.fields(cls) if field.name not in given]
+    rates = [field for field in cls.fields if field in free]
+    one_for_several = len(positional) == 1 and len(rates) > 1
+    keywords = dict.fromkeys(rates, positional[0]) if one_for_several else dict(zip(free, positional))
+    written = ", ".join(f"{field}={_written(value)}" for field, value in (keywords | given).items())
+    return TypeError(
+        f"{name}: expected keywords, got {len(positional)} positional argument{'s' * (len(positional) > 1)} "
+        f"({', '.join(map(_written, positional))}); write {name}({written})" + ", or only one of them" * one_for_several
+    )
+
+
+def _written(value: Any) -> str:
+    return repr(value) if isinstance(value, (bool, int, float, str)) else "…"
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class StateNoise(Noise):
     """The common part of the methods that replace units of the states."""
 
@@ -163,7 +189,7 @@ class StateNoise(Noise):
         return Rule(field, self.by, self.mask, self.at_eval)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Zoneout(StateNoise):
     """Units of the states keep their previous value.
 
@@ -178,7 +204,7 @@ class Zoneout(StateNoise):
     by: ClassVar[str] = "previous"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class StateDropout(StateNoise):
     """Units of the states are set to zero: dropout on the recurrent connections.
 
@@ -188,7 +214,7 @@ class StateDropout(StateNoise):
     by: ClassVar[str] = "zero"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class RecurrentDropout(Noise):
     """The update i ⊙ g of the cell (in a GRU (1 − z) ⊙ n) is set to zero.
 
@@ -214,7 +240,7 @@ class RecurrentDropout(Noise):
         return Rule("update", "zero", self.mask, self.at_eval, self.hold_output_gate)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class VariationalDropout(Noise):
     """One mask a sequence on the layer's input and on h where it enters the gates, with inverted scaling."""
 
@@ -228,7 +254,7 @@ class VariationalDropout(Noise):
         return Rule(self.fields[field], "scaled zero", "sequence", self.at_eval)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class WeightDrop(Noise):
     """One mask a call on the recurrent matrices, with inverted scaling."""
 
@@ -241,7 +267,7 @@ class WeightDrop(Noise):
         return Rule("weight", "scaled zero", "sequence", self.at_eval)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class WeightNoise(Noise):
     """Gaussian noise on every weight matrix, one draw a call; none on biases or initial states."""
 
@@ -264,10 +290,16 @@ torch.serialization.add_safe_globals(
 # --- rates -----------------------------------------------------------------------------------------
 
 
-def check_rate(rate: Rate, name: str, limit: float = 1.0) -> Rate:
-    """The rate in its plain form (float, float64 tensor, or a tuple of one of these a layer), or an error."""
+def check_rate(rate: Rate, name: str, limit: float = 1.0, in_call: bool = False) -> Rate:
+    """The rate in its plain form (float, float64 tensor, or a tuple of one of these a layer), or an error.
+
+    A tensor given `in_call` stays on its device. Where its values cannot be read at once (on a GPU, in a compiler,
+    under torch.func) they are clamped in place of an error.
+    """
     if type(rate) is float:  # first, since a compiler has numbers that are nothing else
         _check_range(rate, name, limit)
+        if limit == 1:
+            warn_if_rounded(rate, name)
         return rate
     if not isinstance(rate, Tensor) and getattr(rate, "ndim", 0) and hasattr(rate, "__array__"):  # type: ignore[arg-type]
         rate = torch.as_tensor(rate, device="cpu")
@@ -283,26 +315,35 @@ def check_rate(rate: Rate, name: str, limit: float = 1.0) -> Rate:
             )
         if rate.is_meta:
             raise ValueError(f"{name}: expected numbers, got a tensor on the meta device, which has none")
-        if torch.compiler.is_compiling():  # where nobody can look at numbers
-            return rate.to(torch.float64)
+        if torch.compiler.is_compiling() or (in_call and not readable(rate)):
+            return rate.to(torch.float32 if rate.device.type == "mps" else torch.float64).clamp(0, limit)
         rate = rate.to("cpu", torch.float64, copy=True)
         if rate.dim() == 0:
-            return check_rate(rate.item(), name, limit)
+            return check_rate(rate.item(), name, limit, in_call)
         _check_range(rate.min().item(), name, limit)
         _check_range(rate.max().item(), name, limit)
+        rounded = rate[(in_65536ths(rate) % 65536 == 0) & (rate % 1 != 0)]
+        if limit == 1 and len(rounded):
+            warn_if_rounded(rounded[0].item(), name)
         return rate
     if isinstance(rate, (list, tuple)):
         if not rate:
             raise ValueError(f"{name}: expected one rate a layer, got an empty list")
         if any(isinstance(one, (list, tuple)) for one in rate):
             raise TypeError(f"{name}: expected one rate a layer, got a list inside a list")
-        return tuple(check_rate(one, name, limit) for one in rate)  # type: ignore[misc]
+        return tuple(check_rate(one, name, limit, in_call) for one in rate)  # type: ignore[misc]
     if isinstance(rate, (bool, str)) or not isinstance(rate, SupportsFloat):  # NumPy's numbers are welcome
         raise TypeError(
             f"{name}: expected a number, a list of one a layer or a tensor of one a unit, got {type(rate).__name__}"
         )
-    _check_range(float(rate), name, limit)
-    return float(rate)
+    return check_rate(float(rate), name, limit, in_call)
+
+
+def readable(x: Tensor) -> bool:
+    """Whether a tensor's values can be read without waiting: on the CPU, in plain eager mode."""
+    from .ops.modes import plain_eager  # which imports this module
+
+    return x.device.type == "cpu" and plain_eager()
 
 
 def _check_range(value: float, name: str, limit: float) -> None:
@@ -311,6 +352,31 @@ def _check_range(value: float, name: str, limit: float) -> None:
             raise ValueError(f"{name}: expected a standard deviation, finite and not negative, got {value}")
     elif not 0 <= value <= limit:
         raise ValueError(f"{name}: expected a rate between 0 and 1, got {value}")
+
+
+def warn_if_rounded(rate: float, name: str) -> None:
+    """Warn of a rate that is drawn as 0 or 1 and is neither."""
+    if torch.compiler.is_compiling() or rate in (0, 1) or round(rate * 65536) not in (0, 65536):
+        return
+    warnings.warn(
+        f"{name}: {rate} rounds to {round(rate)}, since rates are drawn in steps of 1/65536: in training the old "
+        f"value (or zero) is {'always' if rate > 0.5 else 'never'} used; expected {round(rate)}, or a rate from "
+        "1/65536 to 1 − 1/65536",
+        stacklevel=_outside(),
+    )
+
+
+def _outside() -> int:
+    """The stack level, for who calls this, of the first caller outside of the package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in (__package__, "torch"):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def in_65536ths(rate: Tensor) -> Tensor:
+    """A rate as it is drawn, by 16 random bits."""
+    return (rate * 65536).round()
 
 
 def is_zero(rate: Rate) -> bool:

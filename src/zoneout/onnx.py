@@ -1,13 +1,20 @@
 """Export of a model in evaluation mode to ONNX.
 
-ONNX's own LSTM, GRU and RNN have no place for a noise's expectation, nor for norms and resets inside the step. So the
-operator `zoneout::run` becomes a Scan over time, whose body is the step of `cells.py` once more, in ONNX's words. It
-needs the packages of the extra: `pip install '.[onnx]'` in a clone.
+The operator `zoneout::run` becomes ONNX's own LSTM, GRU or RNN wherever that computes the same. ONNX's operators have
+no place for a noise's expectation, nor for norms, resets and projections inside the step. There the operator becomes a
+Scan over time, whose body is the step of `cells.py` once more, in ONNX's words.
+
+`torch.onnx.export` knows the translation as soon as zoneout is imported. It needs the packages of the extra:
+`pip install '.[onnx]'` in a clone.
 """
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from itertools import count
 from typing import Any
 
@@ -18,7 +25,7 @@ from .draws import Draw
 from .ops.loop import GATES
 from .ops.operator import decode
 from .ops.reference import KEEPS
-from .recurrent import Recurrent
+from .recurrent import Recurrent, drawn_rules
 from .wrap import ZoneoutCell
 
 __all__ = ["export", "translations"]
@@ -27,8 +34,9 @@ __all__ = ["export", "translations"]
 def export(model: nn.Module, args: tuple[Any, ...] = (), path: Any = None, **options: Any) -> Any:
     """`torch.onnx.export` of a model that holds zoneout's layers, in evaluation mode.
 
-    `args` are what the model is called with; `options` are those of `torch.onnx.export`, such as `kwargs`,
-    `input_names` or `dynamic_shapes`. Batch and time may both be dynamic.
+    It checks the model first, and names the layer that ONNX cannot hold. `args` are what the model is called with;
+    `options` are those of `torch.onnx.export`, such as `kwargs`, `input_names` or `dynamic_shapes`. Batch
+    and time may both be dynamic.
     """
     _packages()
     _check(model)
@@ -39,9 +47,86 @@ def export(model: nn.Module, args: tuple[Any, ...] = (), path: Any = None, **opt
 
 
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """The `custom_translation_table` for those who call `torch.onnx.export(…, dynamo=True)` themselves."""
+    """The translations of zoneout's operators, in the form of `torch.onnx.export`'s `custom_translation_table`."""
     _packages()
     return {torch.ops.zoneout.run.default: _run, torch.ops.zoneout.fresh_seed.default: _fresh_seed}
+
+
+# --- plain torch.onnx.export -----------------------------------------------------------------------
+
+
+def register() -> None:
+    """Make plain `torch.onnx.export` know zoneout's operators, without importing it or onnxscript now.
+
+    Torch loads its exporters at their first use, and onnxscript takes most of a second to import. So the translations
+    are registered right after torch has loaded the registry they belong to, or now where it is loaded already.
+    """
+    waiting = _RegisterOnImport(
+        {
+            "torch.onnx._internal.exporter._torchlib.ops": _register_translations,
+            "torch.onnx": _register_refusal,
+        }
+    )
+    for name in [name for name in waiting.registrations if name in sys.modules]:
+        waiting.registered(name)
+    if waiting.registrations:
+        sys.meta_path.insert(0, waiting)
+
+
+class _RegisterOnImport(MetaPathFinder):
+    """Calls a function once the module of a given name has been imported."""
+
+    def __init__(self, registrations: dict[str, Callable[[], None]]) -> None:
+        self.registrations = registrations
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+        if name not in self.registrations:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        loader: Any = None if spec is None else spec.loader
+        if loader is None:
+            return None
+        run = loader.exec_module
+
+        def run_and_register(module: Any) -> None:
+            run(module)
+            self.registered(name)
+
+        loader.exec_module = run_and_register
+        return spec
+
+    def registered(self, name: str) -> None:
+        if (registration := self.registrations.pop(name, None)) is None:
+            return
+        try:
+            registration()
+        except Exception as error:  # a torch with another registry: its exporter must still work for other models
+            warnings.warn(
+                f"torch.onnx.export does not know zoneout's layers: expected the exporter's registry of torch 2.9 to "
+                f"2.14, got {type(error).__name__}: {error}; try zoneout.onnx.export",
+                stacklevel=2,
+            )
+
+
+def _register_translations() -> None:
+    """Register with the exporter that `torch.onnx.export` uses by default (dynamo=True)."""
+    from torch.onnx._internal.exporter._torchlib._torchlib_registry import onnx_impl
+
+    for operator, translation in translations().items():
+        onnx_impl(operator, no_compile=True)(translation)
+
+
+def _register_refusal() -> None:
+    """Register with the older exporter (dynamo=False), which has no subgraphs for a loop over time."""
+    for name in ("run", "fresh_seed"):
+        torch.onnx.register_custom_op_symbolic(f"zoneout::{name}", _refuse, 9)
+
+
+def _refuse(*args: Any) -> Any:
+    raise NotImplementedError(
+        "torch.onnx.export(dynamo=False) cannot export zoneout's layers; leave dynamo at its default, True, or use "
+        "zoneout.onnx.export"
+    )
 
 
 def _packages() -> None:
@@ -64,7 +149,7 @@ def _check(model: nn.Module) -> None:
         where = f"model: {name or type(module).__name__}"
         if module.training:
             raise ValueError(f"{where} is in training mode, expected evaluation; call model.eval() first")
-        if isinstance(module, Recurrent) and (drawn := module._drawn_rules()):
+        if isinstance(module, Recurrent) and (drawn := drawn_rules(module._rules, module.training)):
             raise ValueError(
                 f"{where} draws its {drawn[0].stream} noise in evaluation too (at_eval='sample'), which ONNX cannot; "
                 "expected at_eval='expectation' or 'off'"
@@ -144,14 +229,14 @@ def _run(  # type: ignore[no-untyped-def]
     cell, x, h0, c0, reset_h, reset_c, w_ih, w_hh, b_ih, b_hh, w_hr, scale_x, scale_h, scale_c, shift_c, over, eps,
     codes, numbers, lengths, resets, reverse, counts,
 ):  # fmt: skip
-    """`zoneout::run` as nodes of the graph that is being exported; see ops/reference.py for the same in torch."""
+    """`zoneout::run` as nodes of the graph that is being exported: one of ONNX's own operators, or a Scan."""
     import onnxscript.ir as ir
     from onnxscript import evaluator
 
     if counts is not None:
         raise ValueError("input: expected a padded batch and its `lengths`, which ONNX can hold; got a PackedSequence")
     recorder: Any = evaluator.default()
-    narrow = x.dtype
+    narrow, units = x.dtype, w_hh.shape[1]
     wide = ir.DataType.FLOAT if narrow in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) else narrow
     op = _Graph(recorder.nodes, recorder.opset.version, wide)
 
@@ -163,6 +248,11 @@ def _run(  # type: ignore[no-untyped-def]
     scale_x, scale_h, scale_c, shift_c = (cast(v) for v in (scale_x, scale_h, scale_c, shift_c))
     draws, given = decode(codes, numbers)
     given = [cast(v) for v in given]
+    # ONNX's operators know neither projections nor every c_t, and onnxruntime's take no float64.
+    known = cell in OWN_OPERATORS and wide == ir.DataType.FLOAT
+    if known and not (draws or over or codes[2]) and resets is None and w_hr is None:
+        weights = (w_ih, w_hh, b_ih, b_hh)
+        return _outputs(op, narrow, *_own_operator(op, cell, units, x, h, c, weights, lengths, reverse))
     keep, holds = _expectations(op, draws)
 
     steps = op("Squeeze", op("Shape", x, start=0, end=1), [0])
@@ -219,11 +309,63 @@ def _run(  # type: ignore[no-untyped-def]
         return turn(v if alive is None else op("Where", op.column(alive), v, 0.0))
 
     y, h_n = over_time(results[len(ended)]), results[0]
-    c_n, cells = (results[1], over_time(results[-1])) if lstm else (ir.Value(), ir.Value())
-    if narrow != wide:
-        y, h_n = (op("Cast", v, to=int(narrow)) for v in (y, h_n))
-        c_n = op("Cast", c_n, to=int(narrow)) if lstm else c_n
-    return [y, h_n, c_n, cells, *(ir.Value() for _ in range(8))]  # the rest is for the way back
+    c_n, cells = (results[1], over_time(results[-1])) if lstm else (None, None)
+    return _outputs(op, narrow, y, h_n, c_n, cells)
+
+
+def _outputs(op: _Graph, dtype: Any, y: Any, h_n: Any, c_n: Any, cells: Any = None) -> list[Any]:
+    """What the operator returns, with outputs and final states cast to `dtype`."""
+    import onnxscript.ir as ir
+
+    results = [v if v is None or dtype == op.like else op("Cast", v, to=int(dtype)) for v in (y, h_n, c_n)]
+    results += [cells, *(None,) * 8]  # the rest is for the way back
+    return [ir.Value() if v is None else v for v in results]
+
+
+# ONNX's operator for each cell, its attributes, and our gates in the order in which it has them.
+OWN_OPERATORS: dict[str, tuple[str, dict[str, Any], Sequence[int]]] = {
+    "lstm": ("LSTM", {}, (0, 3, 1, 2)),  # i, o, f, g
+    "gru": ("GRU", {"linear_before_reset": 1}, (1, 0, 2)),  # z, r, n
+    "rnn_tanh": ("RNN", {"activations": ["Tanh"]}, (0,)),
+    "rnn_relu": ("RNN", {"activations": ["Relu"]}, (0,)),
+}
+
+
+def _own_operator(
+    op: _Graph, cell: str, units: int, x: Any, h0: Any, c0: Any, weights: Sequence[Any], lengths: Any, reverse: bool
+) -> tuple[Any, Any, Any]:
+    """Outputs and final states of one direction by ONNX's LSTM, GRU or RNN."""
+    import onnxscript.ir as ir
+
+    kind, attributes, order = OWN_OPERATORS[cell]
+
+    def reorder(v: Any) -> Any:
+        """The gates of [G, ·] in ONNX's order."""
+        if len(order) == 1:
+            return v
+        gates = op("Split", v, outputs=len(order), axis=0, num_outputs=len(order))
+        return op("Concat", *(gates[k] for k in order), axis=0)
+
+    def add_direction(v: Any) -> Any:
+        return None if v is None else op("Unsqueeze", v, [0])
+
+    w_ih, w_hh, b_ih, b_hh = (None if v is None else reorder(v) for v in weights)
+    bias = None if b_ih is None else op("Concat", b_ih, b_hh, axis=0)
+    ends = None if lengths is None else op("Cast", lengths, to=int(ir.DataType.INT32))
+    states = [h0] if c0 is None else [h0, c0]
+    y, *ended = op(
+        kind, x, add_direction(w_ih), add_direction(w_hh), add_direction(bias), ends, *map(add_direction, states),
+        outputs=1 + len(states), hidden_size=units, direction="reverse" if reverse else "forward",
+        **attributes,
+    )  # fmt: skip
+    y, *ended = op("Squeeze", y, [1]), *(op("Squeeze", v, [0]) for v in ended)
+    if lengths is not None:  # ONNX leaves open what stands past the end, and where a sequence of no steps ends
+        steps = op("Squeeze", op("Shape", x, start=0, end=1), [0])
+        alive = op("Less", op.column(op("Range", 0, steps, 1)), lengths)  # [T, B]
+        y = op("Where", op.column(alive), y, 0.0)
+        begun = op.column(op("Greater", lengths, 0))  # [B, 1]
+        ended = [op("Where", begun, new, old) for new, old in zip(ended, states)]
+    return y, ended[0], ended[1] if len(ended) > 1 else None
 
 
 def _fresh_seed(x):  # type: ignore[no-untyped-def]

@@ -2,23 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
 
 from . import ops
 from .draws import Draw, stream_units, widest
-from .noise import KINDS, Noise, Rule, as_noises, check_fits, is_zero, plane, rate_of_layer
+from .noise import KINDS, Noise, Rate, Rule, as_noises, check_fits, check_rate, is_zero, plane, rate_of_layer
 from .norm import STATISTICS, LayerNorm, Moments, RecurrentBatchNorm, StepNorm, as_norm, record, rows
 from .ops.dropout import drop_units
+from .ops.modes import plain_eager
 from .ops.weight_noise import add_noise
 from .philox import as_seed
 
 GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")  # as `ops.Weights` has them
 NORMS = ("norm_ih", "norm_hh", "norm_cell", "norm_cell_shift")  # scales and shift
+
+
+Rates: TypeAlias = "Mapping[str, Rate]"  # the rates of one call, by stream
+
+
+class CallNoise(NamedTuple):
+    """What one call draws with."""
+
+    rules: tuple[Rule, ...]
+    numbers: dict[str, Tensor]  # rates and static seeds on the call's device, by `rate_name` and `seed_name`
+
+
+def drawn_rules(rules: Iterable[Rule], training: bool) -> list[Rule]:
+    """The rules that draw in training, or at evaluation."""
+    return [rule for rule in rules if training or rule.at_eval == "sample"]
+
+
+def rate_name(stream: str, layer: int) -> str:
+    return f"{stream}_rate_l{layer}"
+
+
+def seed_name(stream: str) -> str:
+    return f"{stream}_seed"
 
 
 class Settable(nn.Module):
@@ -94,8 +118,9 @@ class Recurrent(Settable):
                 self.c0 = nn.Parameter(like.new_empty(count, units))
         self._reset_parts()
         self._rules: tuple[Rule, ...] = ()
-        self._noise_names: tuple[str, ...] = ()
+        self._copies: dict[torch.device, dict[str, Tensor]] = {}
         self.noise = noise
+        self._copy_early()
 
     def _norm_sizes(self, suffix: str, wide: int, units: int) -> dict[str, int]:
         sizes = {f"norm_ih{suffix}": wide, f"norm_hh{suffix}": wide}
@@ -144,105 +169,177 @@ class Recurrent(Settable):
     @noise.setter
     def noise(self, noise: Noise | Iterable[Noise] | None) -> None:
         noises = self.check_noise(noise)
-        given = noise if noise is None or isinstance(noise, Noise) else noises
-        # What has no rate any more keeps a place, at zero: who has counted the buffers (DDP) finds them there.
-        gone = {name: torch.zeros_like(value) for name, value in self.__dict__.get("_numbers", {}).items()}
-        self._numbers = gone | {name: value.clone() for name, value in self._noise_buffers(noises).items()}
-        self._noise = given
+        self._noise = noise if noise is None or isinstance(noise, Noise) else noises
+        with torch.inference_mode(False):  # whose tensors could not be saved for a backward pass
+            self._numbers = {name: value.clone() for name, value in self._noise_numbers(noises).items()}
         rules = tuple(rule for one in noises for rule in one.rules())
         if rules != self._rules:  # the same tuple as long as only numbers change: nothing to recompile
             self._rules = rules
-        self._renew_buffers()
+        self._update_copies()
 
     def check_noise(self, noise: Noise | Iterable[Noise] | None) -> tuple[Noise, ...]:
         """The noise as a tuple, or an error where this module cannot have it."""
         noises = as_noises(noise)
         check_fits(noises, self.kind, self.one_step)
-        self._noise_buffers(noises)
+        self._noise_numbers(noises)
         return noises
 
-    def _noise_buffers(self, noises: tuple[Noise, ...]) -> dict[str, Tensor]:
-        """The numbers of the noises: a rate for each stream and layer, and the seeds of static masks.
+    def _noise_numbers(self, noises: tuple[Noise, ...]) -> dict[str, Tensor]:
+        """The numbers of the noises on the CPU: a rate for each stream and layer, and the seeds of static masks."""
+        numbers: dict[str, Tensor] = {}
+        for one, field, stream in self._fields(noises):
+            rates = getattr(one, field)
+            if is_zero(rates) and rate_name(stream, 0) in numbers:
+                continue  # another method has the stream
+            numbers |= self._layer_rates(rates, stream, f"{type(one).__name__}({field}=…)")
+            if getattr(one, "mask", None) == "static":
+                numbers[seed_name(stream)] = as_seed(one.seed)  # type: ignore[attr-defined]
+        return numbers
 
-        A rate of zero has its place too, so that a model has the same buffers whatever its rates become.
-        """
-        buffers: dict[str, Tensor] = {}
-        sizes = self.input_sizes()
-        for one in noises:
-            for field, stream in one.fields.items():
-                rates, name = getattr(one, field), f"{type(one).__name__}({field}=…)"
-                if stream not in KINDS[self.kind] or (is_zero(rates) and f"{stream}_rate_l0" in buffers):
-                    continue  # the cell has none, or another method has the stream
-                for layer, input_size in enumerate(sizes):
-                    units = stream_units(self.hidden_size, getattr(self, "proj_size", 0), input_size)
-                    rate = rate_of_layer(rates, layer, len(sizes), units.get(stream), name)
-                    buffers[f"{stream}_rate_l{layer}"] = rate
-                if getattr(one, "mask", None) == "static":
-                    buffers[f"{stream}_seed"] = as_seed(one.seed)  # type: ignore[attr-defined]
-        return buffers
+    def _fields(self, noises: Iterable[Noise]) -> list[tuple[Noise, str, str]]:
+        """Every noise, rate field and stream that a cell of this kind has."""
+        fields = ((one, field, stream) for one in noises for field, stream in one.fields.items())
+        return [found for found in fields if found[2] in KINDS[self.kind]]
 
-    def _renew_buffers(self) -> None:
-        """Numbers are written where the old ones stood, so that captured graphs see them change."""
-        weight: Tensor = getattr(self, f"weight_ih{self.suffixes()[0]}")  # which FSDP makes an attribute like others
-        device, buffers = weight.device, self.__dict__.get("_numbers")
-        if buffers is None:  # a layer that was saved whole before it kept its numbers
-            buffers = self._numbers = self._noise_buffers(as_noises(self._noise))
-        for name in self._noise_names:
-            if name not in buffers:
-                delattr(self, name)
-        self._noise_names = tuple(buffers)
-        for name, value in buffers.items():
-            if value.is_floating_point() and device.type == "mps":
-                value = value.float()
-            old = self._buffers.get(name)
-            same = old is not None and (old.shape, old.dtype, old.device) == (value.shape, value.dtype, device)
-            if same and old is not None and not old.is_inference():
-                old.copy_(value)
-            else:
-                self.register_buffer(name, value.to(device, copy=True), persistent=False)
+    def _layer_rates(self, rates: Rate, stream: str, name: str) -> dict[str, Tensor]:
+        """The rate of one stream in each layer, by its name."""
+        out, sizes = {}, self.input_sizes()
+        for layer, input_size in enumerate(sizes):
+            units = stream_units(self.hidden_size, getattr(self, "proj_size", 0), input_size).get(stream)
+            out[rate_name(stream, layer)] = rate_of_layer(rates, layer, len(sizes), units, name)
+        return out
+
+    # Rates and static seeds are plain attributes, not buffers: loaders that build a model on the meta device fill
+    # every buffer that is not in a checkpoint with arbitrary memory. The CPU numbers are never changed in place. A
+    # device's copies are, so that a captured CUDA graph reads a replaced rate.
+
+    def _numbers_on(self, device: torch.device) -> dict[str, Tensor]:
+        """The numbers on a device, copied at its first use."""
+        if device.type == "cpu":
+            return self._numbers
+        copies = self._copies.get(device)
+        if copies is None:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "noise: expected its rates on the GPU before a graph is captured; call the layer once, "
+                    "as torch.cuda.graph's warm-up does"
+                )
+            copies = {name: _to_device(value, device) for name, value in self._numbers.items()}
+            if plain_eager():  # what is made inside a trace or transform must not outlive it
+                self._copies[device] = copies
+        return copies
+
+    def _update_copies(self) -> None:
+        """Write the present numbers into the copies that devices have; copies of removed noises become zero."""
+        for device, copies in self._copies.items():
+            for name, old in copies.items():
+                if name not in self._numbers:
+                    old.zero_()
+            for name, value in self._numbers.items():
+                if name in copies and copies[name].shape == value.shape:
+                    copies[name].copy_(value)
+                else:
+                    copies[name] = _to_device(value, device)
+
+    def _copy_early(self) -> None:
+        """Copy the numbers to the weights' device before the first call, so that a compiler finds them there."""
+        device = getattr(self, f"weight_ih{self.suffixes()[0]}").device
+        self._copies = {at: copies for at, copies in self._copies.items() if at == device}
+        if device.type != "meta":
+            self._numbers_on(device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         out = super()._apply(fn, recurse)
-        if hasattr(self, "_rules"):  # rates move with the device but keep their precision
-            self._renew_buffers()
+        if hasattr(self, "_rules"):  # not while torch's constructor runs
+            self._copy_early()
         return out
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self._renew_buffers()  # a checkpoint has no rates: of a module made on no device they would stay there
+        self._copy_early()  # `assign=True` may have brought weights of another device
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the devices' copies, which are made anew."""
+        return {**super().__getstate__(), "_copies": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for name in self.__dict__.pop("_noise_names", ()):  # saved whole by a version whose rates were buffers
+            self._buffers.pop(name, None)
+            self._non_persistent_buffers_set.discard(name)
+        if "_copies" not in self.__dict__:
+            self._copies = {}
+            self.noise = self._noise
+
+    def _call_noise(self, rates: Rates | None, device: torch.device) -> CallNoise:
+        """The layer's rules and numbers, those of the streams that `rates` names replaced."""
+        own = CallNoise(self._rules, self._numbers_on(device))
+        if rates is None:
+            return own
+        if not isinstance(rates, Mapping):
+            raise TypeError(f"rates: expected a dict such as {{'hidden': 0.1}}, got {type(rates).__name__}")
+        known: dict[str, tuple[Noise, str]] = {}
+        for one, field, stream in self._fields(as_noises(self._noise)):
+            if stream not in known or not is_zero(getattr(one, field)):  # of two methods, the one that is on
+                known[stream] = one, field
+        rules, numbers = list(self._rules), dict(own.numbers)
+        for stream, rate in rates.items():
+            if stream not in known:
+                raise ValueError(
+                    f"rates: expected streams of the layer's noise ({', '.join(sorted(known)) or 'it has none'}), "
+                    f"got {stream!r}"
+                )
+            one, field = known[stream]
+            name = f"rates[{stream!r}]"
+            given = self._layer_rates(check_rate(rate, name, one.limit, in_call=True), stream, name)
+            numbers |= {key: _to_device(value, device) for key, value in given.items()}
+            if all(rule.stream != stream for rule in rules):
+                rules.append(one.rule(field))
+        return CallNoise(tuple(rules), numbers)
 
     def _draws(
-        self, layer: int, direction: int, seed: Tensor | None, at: int | None = None, lasting: bool = True
+        self, noise: CallNoise, layer: int, direction: int, seed: Tensor | None, at: int | None = None
     ) -> list[Draw]:
-        """The streams that have something to say now. `at` is the layer coordinate if not `layer`.
-
-        Lasting ones are copies, since the numbers may be replaced before the way back.
-        """
+        """The streams that have an effect in the present mode. `at` is the layer coordinate if not `layer`."""
         draws = []
-        for rule in self._rules:
+        for rule in noise.rules:
             mode = "sample" if self.training else rule.at_eval
             if mode == "off" or (mode == "expectation" and rule.by in ("scaled zero", "sum")):
                 continue
-            own = getattr(self, f"{rule.stream}_seed") if rule.mask == "static" else seed
-            rate = getattr(self, f"{rule.stream}_rate_l{layer}")
-            if lasting:
-                own = own if own is None or rule.mask != "static" else own.clone()
-                rate = rate.clone() if rate.dtype == torch.float64 else rate.to(widest(rate.device), copy=True)
-            elif rate.dtype != torch.float64:  # somebody has cast the buffers
-                rate = rate.to(widest(rate.device))
+            key, rate = seed, noise.numbers[rate_name(rule.stream, layer)]
+            if rule.mask == "static":
+                key = noise.numbers[seed_name(rule.stream)]
+            if rate.device.type != "cpu":  # a device's copies may be written to before the backward pass
+                rate = rate.clone()
+                key = key.clone() if key is not None and rule.mask == "static" else key
             where = plane(rule.stream, layer if at is None else at, direction)
-            draws.append(Draw(rule, rate, own if mode == "sample" else None, where))
+            draws.append(Draw(rule, rate, key if mode == "sample" else None, where))
         return draws
-
-    def _drawn_rules(self) -> list[Rule]:
-        """The rules that draw in the present mode."""
-        return [rule for rule in self._rules if self.training or rule.at_eval == "sample"]
 
     # --- one run over time ---
 
+    def _working_dtype(self, x: Tensor, hx: Any, weight: Tensor) -> torch.dtype:
+        """The dtype to compute in: autocast's where it is on, else the weights'; an error where they differ.
+
+        On the CPU torch.nn's GRU, GRUCell and LSTMCell leave the state in its own type under autocast. So do ours.
+        """
+        like = weight if x.dtype == torch.int64 else x  # int64: one-hot rows by their numbers
+        if autocast_on(x.device) and like.is_floating_point() and like.dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(x.device.type)
+            if x.device.type == "cpu" and (self.kind == "gru" or (self.kind == "lstm" and self.one_step)):
+                state = hx[-1] if isinstance(hx, (tuple, list)) and hx else hx
+                dtype = torch.promote_types(dtype, (state if isinstance(state, Tensor) else like).dtype)
+            return dtype
+        if like.dtype != weight.dtype:
+            raise ValueError(
+                f"input: expected {weight.dtype} as the weights have, got {x.dtype}; convert the input with "
+                f"input.to({weight.dtype}) or the module with .to({x.dtype})"
+            )
+        return like.dtype
+
     def _packs(self, x: Tensor) -> bool:
         """Whether packed rows are run as they are; elsewhere they are padded first."""
-        return x.device.type == "cpu" and self.backend in (None, "cpu")
+        return x.device.type == "cpu" and self.backend in (None, "cpu") and not x.is_complex()
 
     def _made(
         self,
@@ -259,6 +356,8 @@ class Recurrent(Settable):
     ) -> ops.Run:
         """The run of one layer and direction, noise on its input and weights already there."""
         by_stream = {draw.rule.stream: draw for draw in draws}
+        if dtype.is_complex and (self.norm is not None or "weight_noise" in by_stream):
+            raise TypeError(f"input: expected real numbers for a norm or noise on weights, got {dtype}")
         weights = self._noisy_weights(suffix, by_stream, dtype)
         if (draw := by_stream.get("input")) is not None:
             x = drop_units(ops.dense(x, weights.w_ih), draw, examples, counts=options.get("counts"))
@@ -288,27 +387,14 @@ class Recurrent(Settable):
         _check_shapes(WEIGHTS, weights, shapes, device, suffix)
 
     def _check_run(self, what: ops.Run, suffix: str) -> None:
-        """The same of all parameters of a run, and of the rates."""
+        """The same of all parameters of a run."""
         norm, hidden, device = what.norm, self.hidden_size, what.x.device
-        inputs = what.x.shape[-1] if what.x.is_floating_point() else what.weights.w_ih.shape[-1]
+        inputs = what.x.shape[-1] if has_features(what.x) else what.weights.w_ih.shape[-1]
         self._check_weights(what.weights, inputs, device, suffix)
         if norm is not None:
             values = (norm.scale_x, norm.scale_h, norm.scale_c, norm.shift_c)
             wide = (GATES[self.kind] * hidden,)
             _check_shapes(NORMS, values, (wide, wide, (hidden,), (hidden,)), device, suffix)
-        self._check_rates(what.draws, device)
-
-    def _check_rates(self, draws: Iterable[Draw], device: torch.device) -> None:
-        """The same of rates, which may be a call's own (`torch.func.functional_call`)."""
-        for draw in draws:
-            stream, rate = draw.rule.stream, draw.rate
-            if rate.device != device:
-                raise ValueError(f"{stream}_rate: expected it on {device} as the input is, got {rate.device}")
-            if rate.dim():
-                shape = tuple(rate.shape)
-                units = stream_units(self.hidden_size, getattr(self, "proj_size", 0), self.input_sizes()[0]).get(stream)
-                if shape != (units,):
-                    raise ValueError(f"{stream}_rate: expected one number, or one a unit ({units}), got shape {shape}")
 
     def _noisy_weights(self, suffix: str, draws: dict[str, Draw], dtype: torch.dtype) -> ops.Weights:
         w_ih, w_hh, b_ih, b_hh, w_hr = (
@@ -344,7 +430,7 @@ class Recurrent(Settable):
         """
         assert isinstance(self.norm, RecurrentBatchNorm)
         first_step = run.first_step
-        alive = torch.full_like(seen.mean_x[:, 0], run.batch)
+        alive = seen.mean_x.new_full((len(seen.mean_x),), run.batch)
         if run.counts is not None:
             alive = run.counts.to(alive)
         elif run.lengths is not None:
@@ -392,18 +478,25 @@ def _check_shapes(
             )
 
 
-def working_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
-    """The dtype to compute in: autocast's where it is on, else the weights'; an error where they differ."""
-    if x.dtype == torch.int64:  # one-hot rows by their numbers
-        return torch.get_autocast_dtype(x.device.type) if autocast_on(x.device) else weight.dtype
-    if autocast_on(x.device) and x.dtype != torch.float64:
-        return torch.get_autocast_dtype(x.device.type)
-    if x.dtype != weight.dtype:
-        raise ValueError(
-            f"input: expected {weight.dtype} as the weights have, got {x.dtype}; convert the input with "
-            f"input.to({weight.dtype}) or the module with .to({x.dtype})"
+def _to_device(value: Tensor, device: torch.device) -> Tensor:
+    """A rate or seed on a device; never an inference tensor, which could not be written to later."""
+    dtype = widest(device) if value.is_floating_point() else None
+    with torch.inference_mode(False):
+        return value.to(device, dtype)
+
+
+def has_features(x: Tensor) -> bool:
+    """Whether an input is given by its features, and not by the numbers of one-hot rows."""
+    return x.is_floating_point() or x.is_complex()
+
+
+def check_parameter(weight: Tensor) -> None:
+    """Raise if a weight is torch's wrapper for gradients of single examples, which takes no operators of others."""
+    if type(weight).__name__ == "ExpandedWeight":
+        raise NotImplementedError(
+            "call_for_per_sample_grads cannot take zoneout's modules; take the gradients of single examples with "
+            "torch.func.vmap(torch.func.grad(…)), as docs/ecosystem.md shows"
         )
-    return x.dtype
 
 
 def autocast_on(device: torch.device) -> bool:

@@ -19,7 +19,17 @@ from .noise import sees_step
 from .norm import RecurrentBatchNorm
 from .ops import Weights, one_step
 from .philox import as_seed, fresh_seed
-from .recurrent import GATES, Recurrent, check_device, no_tensor, working_dtype
+from .recurrent import (
+    GATES,
+    CallNoise,
+    Rates,
+    Recurrent,
+    check_device,
+    check_parameter,
+    drawn_rules,
+    has_features,
+    no_tensor,
+)
 
 
 class RecurrentCell(Recurrent, nn.RNNCellBase):
@@ -40,8 +50,8 @@ class RecurrentCell(Recurrent, nn.RNNCellBase):
         backend: str | None,
     ) -> None:
         for name, value in (("input_size", input_size), ("hidden_size", hidden_size)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}: expected a positive whole number, got {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name}: expected a whole number of at least 0, got {value!r}")
         self.layer = check_count("layer", layer, 2**15)
         super().__init__(input_size, hidden_size, bias, GATES[self.kind], device, dtype)
         self._add_parts(noise, norm, backend)
@@ -55,7 +65,7 @@ class RecurrentCell(Recurrent, nn.RNNCellBase):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Weights and biases as torch.nn starts them, scales and shifts as they start."""
-        bound = 1 / math.sqrt(self.hidden_size)  # as torch has it, to the bit
+        bound = 1 / math.sqrt(self.hidden_size) if self.hidden_size > 0 else 0.0  # as torch has it, to the bit
         for name, parameter in self.named_parameters(recurse=False):
             if name.startswith(("weight_", "bias_")):
                 parameter.uniform_(-bound, bound)
@@ -73,8 +83,12 @@ class RecurrentCell(Recurrent, nn.RNNCellBase):
         seed: int | Tensor | None = None,
         step: int | None = None,
         examples: int | Tensor | Sequence[int] | None = None,
+        rates: Rates | None = None,
     ) -> Any:
-        """The next state. `seed`, `step` and `examples` say which draw this is: see the module's text."""
+        """The next state. `seed`, `step` and `examples` say which draw this is: see the module's text.
+
+        `rates` replaces rates of the cell's noise for this call, as in a layer.
+        """
         weight = self.weight_ih
         if not isinstance(input, Tensor):
             raise no_tensor(input, "a tensor")
@@ -84,26 +98,27 @@ class RecurrentCell(Recurrent, nn.RNNCellBase):
             raise ValueError(
                 f"input: expected {self.input_size} features in the last dimension (input_size), got {input.shape[-1]}"
             )
-        if not input.is_floating_point():
-            raise ValueError(f"input: expected floating-point numbers, got {input.dtype}")
+        if not has_features(input):
+            raise ValueError(f"input: expected floating-point or complex numbers, got {input.dtype}")
+        check_parameter(weight)
         check_device("input", input, weight)
-        dtype = working_dtype(input, weight)
+        dtype = self._working_dtype(input, hx, weight)
         batched = input.dim() == 2
         x = input if batched else input[None]
         x = x if x.dtype == dtype else x.to(dtype)
         h, c = self._state(hx, x, batched)
-        at, key = self._step(seed, step), self._seed(seed, x)
-        draws = self._draws(0, 0, key, self.layer, lasting=False)
+        noise = self._call_noise(rates, x.device)
+        at, key = self._step(seed, step, noise), self._seed(seed, x, noise)
+        draws = self._draws(noise, 0, 0, key, self.layer)
         weights = Weights(weight, self.weight_hh, self.bias_ih, self.bias_hh, None)
         alike = self._norm is None and all(value is None or value.dtype == dtype for value in weights)
         if self.backend is None and alike and one_step.is_plain(x, draws):
             drawn = examples is not None or any(draw.seed is not None for draw in draws)
             ids = example_ids(examples, x.shape[0], x.device) if drawn else None
             self._check_weights(weights, self.input_size, x.device, "")
-            self._check_rates(draws, x.device)
             h, c = one_step.step(self._cell_name(), x, h, c, weights[:4], draws, ids, at)
         else:
-            draws, ids = self._draws(0, 0, key, self.layer), example_ids(examples, x.shape[0], x.device)
+            ids = example_ids(examples, x.shape[0], x.device)
             (result,) = self._run({"": self._made(self._cell_name(), x[None], h, c, "", draws, ids, at, dtype)})
             h, c = result.h, result.c
         states = [s if batched else s[0] for s in (h, c) if s is not None]
@@ -129,11 +144,11 @@ class RecurrentCell(Recurrent, nn.RNNCellBase):
             states.append(state if state.dtype == x.dtype else state.to(x.dtype))
         return states[0], states[1] if lstm else None
 
-    def _step(self, seed: int | Tensor | None, step: int | None) -> int:
+    def _step(self, seed: int | Tensor | None, step: int | None, noise: CallNoise) -> int:
         """The step coordinate, which may be left out only where no draw and no statistic depends on it."""
         if step is not None:
             return check_count("step", step, 2**32)
-        needs = [rule for rule in self._drawn_rules() if sees_step(rule)]
+        needs = [rule for rule in drawn_rules(noise.rules, self.training) if sees_step(rule)]
         if any(seed is not None or rule.mask == "static" for rule in needs):
             raise ValueError(
                 "step: expected the number of this step, since the masks are drawn from a fixed seed; "
@@ -143,10 +158,10 @@ class RecurrentCell(Recurrent, nn.RNNCellBase):
             raise ValueError("step: expected the number of this step, since batch norm keeps each apart")
         return 0
 
-    def _seed(self, seed: int | Tensor | None, x: Tensor) -> Tensor | None:
+    def _seed(self, seed: int | Tensor | None, x: Tensor, noise: CallNoise) -> Tensor | None:
         if seed is not None:
             return as_seed(seed, x.device, copy=True)
-        drawn = [rule for rule in self._drawn_rules() if rule.mask != "static"]
+        drawn = [rule for rule in drawn_rules(noise.rules, self.training) if rule.mask != "static"]
         for rule in drawn:
             if not sees_step(rule):
                 raise ValueError(

@@ -111,8 +111,13 @@ class ZoneoutCell(Settable):
         seed: int | Tensor | None = None,
         step: int | None = None,
         examples: int | Tensor | Sequence[int] | None = None,
+        rates: float | Tensor | Sequence[float | Tensor] | None = None,
     ) -> Any:
-        """The cell's next state, each unit of it at its previous value with the chance of its rate."""
+        """The cell's next state, each unit of it at its previous value with the chance of its rate.
+
+        `rates` takes the place of the wrapper's own for this call.
+        """
+        checked = self._checked if rates is None else check_rate(rates, "rates", in_call=True)
         new = self.cell(input, state)
         new_states = _as_tuple(new, "the wrapped cell's result")
         old_states = tuple(torch.zeros_like(s) for s in new_states) if state is None else _as_tuple(state, "state")
@@ -132,13 +137,13 @@ class ZoneoutCell(Settable):
         for k, (fresh, old) in enumerate(zip(new_states, old_states, strict=True)):
             if fresh.shape != old.shape:
                 raise ValueError(f"state: expected shape {tuple(fresh.shape)}, got {tuple(old.shape)}")
-            if isinstance(self._checked, tuple) and len(self._checked) != len(new_states):
-                raise ValueError(f"rates: expected one for each of {len(new_states)} states, got {len(self._checked)}")
+            if isinstance(checked, tuple) and len(checked) != len(new_states):
+                raise ValueError(f"rates: expected one for each of {len(new_states)} states, got {len(checked)}")
             shape = fresh.shape
             if fresh.dim() > 2:
                 fresh, old = fresh.flatten(1), old.flatten(1)
             units = fresh.shape[-1]
-            rate = rate_of_layer(self._checked, k, len(new_states), units, "rates")
+            rate = rate_of_layer(checked, k, len(new_states), units, "rates")
             if not fresh.is_floating_point():
                 if rate.any():
                     raise TypeError(

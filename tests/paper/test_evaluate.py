@@ -29,6 +29,7 @@ from zoneout.paper.models import build
 SYMBOLS = 7
 TEXT = torch.randint(0, SYMBOLS, (107,), generator=torch.Generator().manual_seed(0))
 CONFIG = Config(model=Model(hidden=8, learn_initial_state=True), zoneout=Zoneout(cell=0.5, hidden=0.05))
+SAMPLED = Evaluation(at_eval="sample")
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +145,29 @@ def test_a_static_mask_can_be_evaluated_as_it_was_trained() -> None:
     assert torch.equal(sampled.eval()(chunk).logits, trained)
     expected = build(config, SYMBOLS).eval()
     assert not torch.allclose(expected(chunk).logits, trained)
+
+
+@pytest.mark.parametrize("kind, length, size", [("whole", 10, 1), ("streams", 7, 5), ("chunks", 10, 3)])
+def test_masks_at_evaluation_do_not_depend_on_how_a_text_is_cut(kind: Any, length: int, size: int) -> None:
+    """With at_eval="sample" every piece, or every batch of chunks, would draw the masks of the first one again."""
+    config = Config(model=Model(hidden=8), zoneout=Zoneout(cell=0.5, hidden=0.5), evaluation=SAMPLED)
+    model = build(config, SYMBOLS).double().eval()
+    text = TEXT[:100]
+    cut = evaluate_text(model, text, Protocol(kind, length=length, size=size), seed=3)
+    uncut = Protocol(kind, length=length if kind == "chunks" else 1000, size=100 if kind == "chunks" else size)
+    assert cut.nats == pytest.approx(evaluate_text(model, text, uncut, seed=3).nats, rel=1e-12)
+    assert cut.nats != pytest.approx(evaluate_text(model, text, uncut, seed=4).nats, rel=1e-6), "nothing was drawn"
+
+
+def test_masks_at_evaluation_do_not_depend_on_the_size_of_a_batch() -> None:
+    """With at_eval="sample" the images of every batch would draw the masks of the first one's."""
+    config = Config(data=Data("mnist"), model=Model(hidden=8), zoneout=Zoneout(hidden=0.5), evaluation=SAMPLED)
+    model = build(config).eval()
+    pixels = torch.randint(0, 256, (7, 20), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    labels = torch.arange(7)
+    few, at_once = (evaluate_images(model, pixels, labels, size, seed=3).nats for size in (2, 7))
+    assert few == pytest.approx(at_once, rel=1e-6)
+    assert few != pytest.approx(evaluate_images(model, pixels, labels, 7, seed=4).nats, rel=1e-4), "nothing was drawn"
 
 
 # --- images and batch norm -------------------------------------------------------------------------

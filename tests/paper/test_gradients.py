@@ -49,13 +49,13 @@ LAYERS: dict[str, Any] = {
     "zoneout": lambda: zo.LSTM(I, H, noise=zo.Zoneout(cell=0.5, hidden=0.2), dtype=torch.float64),
     "state dropout": lambda: zo.LSTM(I, H, noise=zo.StateDropout(cell=0.5), dtype=torch.float64),
     "learned start": lambda: zo.LSTM(
-        I, H, noise=zo.RecurrentDropout(0.5), learn_initial_state=True, dtype=torch.float64
+        I, H, noise=zo.RecurrentDropout(rate=0.5), learn_initial_state=True, dtype=torch.float64
     ),
     "two layers": lambda: zo.LSTM(I, H, 2, dropout=0.3, noise=zo.Zoneout(cell=0.5, hidden=0.2), dtype=torch.float64),
     "both ways": lambda: zo.LSTM(I, H, bidirectional=True, noise=zo.Zoneout(cell=0.5), dtype=torch.float64),
     "layer norm": lambda: zo.LSTM(I, H, norm="layer", noise=zo.Zoneout(cell=0.5), dtype=torch.float64),
     "batch norm": lambda: zo.LSTM(I, H, norm=zo.RecurrentBatchNorm(T, 0.1), dtype=torch.float64),
-    "GRU": lambda: zo.GRU(I, H, noise=[zo.Zoneout(hidden=0.2), zo.WeightNoise(0.1)], dtype=torch.float64),
+    "GRU": lambda: zo.GRU(I, H, noise=[zo.Zoneout(hidden=0.2), zo.WeightNoise(std=0.1)], dtype=torch.float64),
     "RNN": lambda: zo.RNN(I, H, noise=zo.VariationalDropout(input=0.3, hidden=0.3), dtype=torch.float64),
     "reference": lambda: zo.LSTM(I, H, noise=zo.Zoneout(cell=0.5), backend="reference", dtype=torch.float64),
 }
@@ -193,7 +193,7 @@ def test_a_model_of_ones_own() -> None:
 
 def test_what_cannot_be_watched_says_so() -> None:
     """Wrong numbers come out without a word."""
-    held = zo.LSTM(I, H, noise=zo.RecurrentDropout(0.5, hold_output_gate=True))
+    held = zo.LSTM(I, H, noise=zo.RecurrentDropout(rate=0.5, hold_output_gate=True))
     with pytest.raises(ValueError, match="output gate"), watched(held):
         held(torch.randn(T, B, I))
     both = zo.LSTM(I, H, bidirectional=True)

@@ -172,6 +172,30 @@ def test_batch_norms_statistics_are_estimated_anew_and_kept(tmp_path: Path) -> N
     assert not torch.allclose(found.model.recurrent.mean_hh_l0, last.model.recurrent.mean_hh_l0)
 
 
+def test_of_weights_that_are_equally_good_the_first_are_the_best(tmp_path: Path) -> None:
+    """Without a new best the run would neither lose patience nor keep the weights that had the least training."""
+    config = replace(CHARS, epochs=9, patience=2, optimizer=Optimizer("sgd", lr=0.0))
+    summary = train(config, tmp_path / "run")
+    rows = [r for r in read_metrics(tmp_path / "run") if r["kind"] == "valid"]
+    assert [r["best"] for r in rows] == [True, False, False] and len({r["nats"] for r in rows}) == 1
+    assert summary.status == "patience" and summary.best == rows[0] == runs.load(tmp_path / "run").info
+
+
+def test_the_learning_rate_of_a_line_is_that_of_its_update(tmp_path: Path) -> None:
+    """A curve shows rates that belong to the update before or after, or to another epoch."""
+    from zoneout.paper.feeds import make_feed
+
+    config = replace(CHARS, schedule=Schedule("cosine"), log_every=1)
+    train(config, tmp_path / "run")
+    feed, first, rates = make_feed(config, load_data(config), torch.device("cpu")), 0, []
+    for epoch in range(config.epochs):
+        count = len(feed.order(epoch))
+        rates += learning_rates(config, epoch, first, count).tolist()
+        first += count
+    assert [r["lr"] for r in read_metrics(tmp_path / "run") if r["kind"] == "train"] == rates
+    assert len(set(rates)) == len(rates)
+
+
 def test_patience(tmp_path: Path) -> None:
     config = replace(CHARS, epochs=50, patience=2, optimizer=Optimizer("adam", lr=3.0))
     summary = train(config, tmp_path / "run")
@@ -199,6 +223,20 @@ def test_schedules() -> None:
     torch.testing.assert_close(by_updates, both)
     beyond = torch.cat([learning_rates(replace(cosine, updates=99), epoch, 4 * epoch, 4) for epoch in (0, 1)])
     torch.testing.assert_close(beyond, both)  # the epochs end before, and there the rate is to be zero
+
+
+def test_cosine_of_epochs_that_are_not_equally_long() -> None:
+    """A text read from a random offset has a chunk less in some epochs: the rate jumps, or does not end at zero."""
+    cosine = replace(CHARS, optimizer=Optimizer(lr=2.0), schedule=Schedule("cosine"), epochs=2)
+    for counts in ((4, 3), (3, 4)):
+        for updates in (0, 5, 6, 7, 8):
+            config = replace(cosine, updates=updates)
+            both = [learning_rates(config, 0, 0, counts[0]), learning_rates(config, 1, *counts)]
+            by_epochs = [number / counts[epoch] / 2 + epoch / 2 for epoch in (0, 1) for number in range(counts[epoch])]
+            done = [max(share, n / updates if updates else 0) for n, share in enumerate(by_epochs)]
+            expected = 1 + torch.cos(torch.pi * torch.tensor(done, dtype=torch.float64).clamp(max=1))
+            torch.testing.assert_close(torch.cat(both), expected)
+            assert (torch.cat(both)[: updates or None].diff() < 0).all()
 
 
 def test_the_seed_of_an_update_is_its_own() -> None:
@@ -501,7 +539,7 @@ def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
         train(replace(CHARS, device="gpu"), tmp_path / "run")
     with pytest.raises(ValueError, match=r"a plain RNN has no gated update"):
         train(
-            replace(CHARS, model=Model("rnn"), zoneout=Zoneout(), recurrent_dropout=RecurrentDropout(0.5)),
+            replace(CHARS, model=Model("rnn"), zoneout=Zoneout(), recurrent_dropout=RecurrentDropout(rate=0.5)),
             tmp_path / "run",
         )
     with pytest.raises(ValueError, match=r"evaluation\.valid: size: 999 streams need a text of at least 1998 symbols"):

@@ -43,7 +43,7 @@ def autocast_on(kind: str) -> bool:
 
 def dense(x: Tensor, w_ih: Tensor) -> Tensor:
     """An input as its features: one-hot rows that were given by their numbers, written out."""
-    return x if x.is_floating_point() else F.one_hot(x.squeeze(-1), w_ih.shape[1]).to(w_ih.dtype)
+    return x if x.dtype != torch.int64 else F.one_hot(x.squeeze(-1), w_ih.shape[1]).to(w_ih.dtype)
 
 
 def run(runs: Sequence[Run], backend: str | None = None) -> list[Result]:
@@ -51,17 +51,21 @@ def run(runs: Sequence[Run], backend: str | None = None) -> list[Result]:
 
     All are of one layer, on one device and of one type.
     """
-    kind = runs[0].x.device.type
-    if backend is None:
+    kind, complex_ = runs[0].x.device.type, runs[0].x.is_complex()
+    if runs[0].weights.w_ih.numel() == 0:  # a cell without inputs or units, for which no loop was written
+        backend = "reference"
+    elif backend is None:
         if kind == "cpu" and one_step.takes(runs[0]):
             return [one_step.run(r) for r in runs]
-        fused = kind in BACKENDS and (kind != "cuda" or cuda.takes(runs[0]))
+        fused = kind in BACKENDS and not complex_ and (kind != "cuda" or cuda.takes(runs[0]))
         backend = kind if fused else "reference"
     elif backend != "reference" and backend != kind:
         raise ValueError(
             f"backend: {backend!r} takes input on a {backend} device, got {runs[0].x.device}; backend=None would do"
         )
-    if not runs[0].x.is_floating_point() and (backend == "reference" or torch.onnx.is_in_onnx_export()):
+    elif backend != "reference" and complex_:
+        raise TypeError(f"backend: {backend!r} takes real numbers, got {runs[0].x.dtype}; backend=None would do")
+    if runs[0].x.dtype == torch.int64 and (backend == "reference" or torch.onnx.is_in_onnx_export()):
         runs = [r._replace(x=dense(r.x, r.weights.w_ih)) for r in runs]
     with torch.autocast(kind, enabled=False) if autocast_on(kind) else nullcontext():
         return BACKENDS[backend](runs)

@@ -19,7 +19,7 @@ from . import operator, passes, pieces
 from .interface import Result, Run, Weights
 from .modes import nobody_derives, plain_eager
 from .operator import call_backward, differentiable, filled, flatten, no_forward_mode
-from .passes import DIFFERENTIABLE, LOOPS, Back, Kept, as_outputs, gives_moments
+from .passes import DIFFERENTIABLE, LOOPS, Back, Kept, as_outputs, gives_moments, reached
 
 _COUNT = len(DIFFERENTIABLE)
 
@@ -108,10 +108,11 @@ class _Eager(torch.autograd.Function):
         needs, backs = ctx.needs_input_grad[1:], []
         for part in ctx.parts:
             r = _with_tensors(part.plain, values[part.inputs], values[part.rest])
-            backs.append((r, part, values[part.kept], needs[part.inputs]))
-        if not torch.is_grad_enabled():
+            backs.append((r, part, values[part.kept], reached(r.steps, d[part.outputs], needs[part.inputs])))
+        if not torch.is_grad_enabled() and not torch._C._len_torch_dispatch_stack():
             return (None, *_one_by_one(lambda d: _way_back(backs, d), d))
-        # A second derivative is asked for: it goes through the operator, which refuses it with a sentence.
+        # A dispatch mode (a counter) sees the operator, and not half of the products that are in it. Or a second
+        # derivative is asked for, which the operator refuses with a sentence.
         found: list[Tensor | None] = []
         for r, part, kept, needed in backs:
             there = [v is not None and bool(one) for v, one in zip(differentiable(r), needed)]

@@ -17,7 +17,7 @@ from ..noise import MASKS, STREAMS, Rule
 from ..norm import Moments, StepNorm
 from . import passes, pieces
 from .interface import Result, Run, Weights
-from .passes import DIFFERENTIABLE, LOOPS, Back, Kept, as_outputs, gives_moments
+from .passes import DIFFERENTIABLE, LOOPS, Back, Kept, as_outputs, gives_moments, reached
 
 _STREAMS, _MASKS, _BY = tuple(STREAMS), tuple(MASKS), ("previous", "zero", "scaled zero")
 _COUNT = len(DIFFERENTIABLE)
@@ -229,6 +229,7 @@ def _backward(ctx: Any, dy: Tensor, dh: Tensor, dc: Tensor, dcells: Tensor, *_: 
 
     tensors, (lengths, resets, counts), numbers, saved = take(_COUNT), take(3), take(count), list(values)
     needs = [bool(there and needed) for there, needed in zip(ctx.present, ctx.needs_input_grad[1 : 1 + _COUNT])]
+    needs = reached((tensors[0] if counts is None else counts).shape[0], (dy, dh, dc, dcells), needs)
     grads = call_backward(
         dy, dh, dc, dcells, saved, needs, cell, *tensors, over, eps, codes, numbers,
         lengths, resets, reverse, counts,
@@ -264,11 +265,21 @@ def _transformed() -> bool:
     return torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
 
 
+def _let_count() -> None:
+    """Make the operator known to `FlopCounterMode`, which is a dispatch mode."""
+    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
+        from . import flops  # that side knows this one
+
+        flops.register()
+
+
 def _call(*args: Any) -> tuple[Tensor, ...]:
+    _let_count()
     return (_Transformed.apply if _transformed() else torch.ops.zoneout.run)(*args)
 
 
 def call_backward(*args: Any) -> Sequence[Tensor]:
+    _let_count()
     return (_TransformedBackward.apply if _transformed() else torch.ops.zoneout.run_backward)(*args)
 
 

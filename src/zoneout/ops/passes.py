@@ -31,6 +31,8 @@ DIFFERENTIABLE = (
     "x", "h0", "c0", "reset_h", "reset_c", "w_ih", "w_hh", "b_ih", "b_hh", "w_hr",
     "scale_x", "scale_h", "scale_c", "shift_c",
 )  # fmt: skip
+# What of that only h depends on, and no other state.
+OF_OUTPUTS = ("w_hr", "scale_c", "shift_c")
 # What of that has a row for every gate: of the weights, and of a norm.
 OF_GATES = ("w_ih", "w_hh", "b_ih", "b_hh", "scale_x", "scale_h")
 
@@ -78,7 +80,10 @@ def derivatives(*backs: Back) -> list[list[Tensor | None]]:
     mixed = torch.is_autocast_enabled(kind)
     with torch.autocast(kind, enabled=False) if mixed else nullcontext():
         each = _together([_backward(device, back) for back in backs], device.backward)
-    return [[found.get(name) for name in DIFFERENTIABLE] for found in each]
+    return [
+        [found.get(name) if needed else None for name, needed in zip(DIFFERENTIABLE, back.needs)]
+        for found, back in zip(each, backs)
+    ]
 
 
 def _together(passes: Sequence[Generator[Any, None, Any]], loops: Callable[[list[Any]], None]) -> list[Any]:
@@ -93,6 +98,15 @@ def _end(one: Generator[Any, None, Any]) -> Any:
     except StopIteration as ended:
         return ended.value
     raise AssertionError("a pass has one loop")
+
+
+def reached(steps: int, d: Sequence[Tensor | None], needs: Sequence[bool]) -> list[bool]:
+    """Which of `DIFFERENTIABLE` are needed and have a path from the gradients `d` of y, h, c and cells.
+
+    Without one the gradient is None, as in torch.nn: the h of a single step does not enter its c.
+    """
+    only_c = steps == 1 and d[0] is None and d[1] is None
+    return [needed and not (only_c and name in OF_OUTPUTS) for needed, name in zip(needs, DIFFERENTIABLE)]
 
 
 def as_outputs(cells: Tensor | None, y: Tensor) -> Tensor | None:

@@ -152,10 +152,9 @@ def _keeps(r: Run, masks: dict[str, Tensor]) -> tuple[list[cells.Keep], Tensor |
 
 
 def kept_scale(draw: Draw, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Inverted scaling: zero where the mask says so, 1 / (1 − rate) elsewhere."""
+    """Inverted scaling: zero where the mask says so, `draw.scale` elsewhere."""
     assert mask is not None
-    scale = torch.where(draw.rate < 1, 1 / (1 - draw.rate), 0.0)
-    return torch.where(mask, 0.0, scale).to(dtype)
+    return torch.where(mask, 0.0, draw.scale).to(dtype)
 
 
 def _held(o: Tensor | None, gates: Tensor, cut: Tensor | None) -> Tensor:

@@ -15,12 +15,13 @@ import tempfile
 import time
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..ops.kept import cache_folder
+from ..ops.kept import cache_folder, create_cache_folder
 from . import disk
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -57,7 +58,7 @@ def save(key: str, arrays: Mapping[str, Array], notes: Any) -> None:
     """Keep an entry; where that cannot be done (a read-only folder, a full disk) nothing is left, and nothing said."""
     target = _folder("encoded") / key
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        create_folder(target.parent)
         with tempfile.TemporaryDirectory(prefix=".making-", dir=target.parent, ignore_cleanup_errors=True) as scratch:
             side = Path(scratch) / "entry"
             side.mkdir()
@@ -94,7 +95,7 @@ def remember(path: Path, digest: str) -> None:
         if time.time_ns() - state["time"] < 2_000_000_000:
             return
         stamp = _stamp(path)
-        stamp.parent.mkdir(parents=True, exist_ok=True)
+        create_folder(stamp.parent)
         disk.write_json(stamp, {"file": state, "digest": digest})
     except OSError:
         return
@@ -109,6 +110,14 @@ def clear() -> None:
 def downloads() -> Path:
     """Where fetched files go."""
     return _folder("data")
+
+
+def create_folder(folder: Path) -> None:
+    """Create a folder where it is missing; one in the cache needs the cache folder, which is for the user alone."""
+    with suppress(OSError):
+        if folder.absolute().is_relative_to(cache_folder()):
+            create_cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 def _folder(name: str) -> Path:

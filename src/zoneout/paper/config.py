@@ -121,7 +121,7 @@ class Model:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Zoneout:
     """Units keep their previous value."""
 
@@ -136,7 +136,7 @@ class Zoneout:
         _check_rates("zoneout", self, "cell", "hidden")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RecurrentDropout:
     """The update of the state is dropped."""
 
@@ -151,7 +151,7 @@ class RecurrentDropout:
         _check_rates("recurrent_dropout", self, "rate")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StateDropout:
     """Units of the states are set to zero; on cells with mask=sequence it is rnnDrop."""
 
@@ -166,7 +166,7 @@ class StateDropout:
         _check_rates("state_dropout", self, "cell", "hidden")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class VariationalDropout:
     """One mask a sequence on a layer's input and on h where it enters the gates."""
 

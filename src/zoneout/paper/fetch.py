@@ -81,7 +81,7 @@ def download(file: File, folder: Path, *, progress: Progress | None = None) -> P
     report = progress or (lambda name, here, total: None)
     troubles = []
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        cache.create_folder(target.parent)
         with _alone(target.parent):
             if (path := find_in(folder, file)) and not damage(path, file):
                 return path  # another process brought it while this one waited

@@ -198,9 +198,9 @@ def noises(config: Config) -> list[Any]:
         own = {"seed": zo.fold(config.seed, number)} if settings.mask == "static" else {}
         found.append(kind(**vars(settings), **own, at_eval=at_eval))
     tied = config.variational_dropout
-    found.append(zo.VariationalDropout(tied.input, tied.hidden, at_eval=at_eval))
-    found.append(zo.WeightDrop(config.weight_drop, at_eval=at_eval))
-    found.append(zo.WeightNoise(config.weight_noise, at_eval=at_eval))
+    found.append(zo.VariationalDropout(input=tied.input, hidden=tied.hidden, at_eval=at_eval))
+    found.append(zo.WeightDrop(rate=config.weight_drop, at_eval=at_eval))
+    found.append(zo.WeightNoise(std=config.weight_noise, at_eval=at_eval))
     return [noise for noise in found if noise.rules()]
 
 

@@ -191,7 +191,7 @@ def char_ptb_stochastic_depth() -> Config:
 @recipe("char-ptb", "Recurrent dropout 0.25", valid=1.396, test=1.286)
 def char_ptb_recurrent_dropout() -> Config:
     """The best of the paper's rates; at evaluation the update times 0.75, as the authors' code."""
-    return _char_ptb(recurrent_dropout=RecurrentDropout(0.25))
+    return _char_ptb(recurrent_dropout=RecurrentDropout(rate=0.25))
 
 
 @recipe("char-ptb", "Zoneout 0.5, 0.05", valid=1.362, test=1.252)
@@ -277,31 +277,31 @@ def char_ptb_zoneout_shared() -> Config:
 @recipe("char-ptb", "Recurrent dropout 0.25, output gate held", where="section 3.3")
 def char_ptb_recurrent_dropout_held() -> Config:
     """Where an update is dropped the output gate is the one before; the paper's equation has its mask inverted."""
-    return _char_ptb(recurrent_dropout=RecurrentDropout(0.25, hold_output_gate=True))
+    return _char_ptb(recurrent_dropout=RecurrentDropout(rate=0.25, hold_output_gate=True))
 
 
 @recipe("char-ptb", "Recurrent dropout 0.05", where="section 4.1")
 def char_ptb_recurrent_dropout_005() -> Config:
     """One of the rates that the paper searched."""
-    return _arm(recurrent_dropout=RecurrentDropout(0.05))
+    return _arm(recurrent_dropout=RecurrentDropout(rate=0.05))
 
 
 @recipe("char-ptb", "Recurrent dropout 0.2", where="section 4.1")
 def char_ptb_recurrent_dropout_020() -> Config:
     """One of the rates that the paper searched."""
-    return _arm(recurrent_dropout=RecurrentDropout(0.2))
+    return _arm(recurrent_dropout=RecurrentDropout(rate=0.2))
 
 
 @recipe("char-ptb", "Recurrent dropout 0.5", where="section 4.1")
 def char_ptb_recurrent_dropout_050() -> Config:
     """One of the rates that the paper searched."""
-    return _arm(recurrent_dropout=RecurrentDropout(0.5))
+    return _arm(recurrent_dropout=RecurrentDropout(rate=0.5))
 
 
 @recipe("char-ptb", "Recurrent dropout 0.7", where="section 4.1")
 def char_ptb_recurrent_dropout_070() -> Config:
     """One of the rates that the paper searched."""
-    return _arm(recurrent_dropout=RecurrentDropout(0.7))
+    return _arm(recurrent_dropout=RecurrentDropout(rate=0.7))
 
 
 # The two rates, alone and together (the first figure). The paper's text names 0.5 for cells and 0.05 for states as the
@@ -483,7 +483,7 @@ def word_ptb_recurrent_dropout() -> Config:
 
     `word_ptb_recurrent_dropout_010` and `_050` are the others to search, `_only` is without the other dropout.
     """
-    return _word_ptb(recurrent_dropout=RecurrentDropout(0.25))
+    return _word_ptb(recurrent_dropout=RecurrentDropout(rate=0.25))
 
 
 @recipe("word-ptb", "Zoneout 0.25, 0.025", valid=81.4, test=77.4)
@@ -539,19 +539,21 @@ def word_ptb_zoneout_only() -> Config:
 @recipe("word-ptb", "Recurrent dropout 0.1", beside="word_ptb_recurrent_dropout", where="search")
 def word_ptb_recurrent_dropout_010() -> Config:
     """Another rate of the recurrent dropout row."""
-    return _word_ptb(recurrent_dropout=RecurrentDropout(0.1))
+    return _word_ptb(recurrent_dropout=RecurrentDropout(rate=0.1))
 
 
 @recipe("word-ptb", "Recurrent dropout 0.5", beside="word_ptb_recurrent_dropout", where="search")
 def word_ptb_recurrent_dropout_050() -> Config:
     """Another rate of the recurrent dropout row."""
-    return _word_ptb(recurrent_dropout=RecurrentDropout(0.5))
+    return _word_ptb(recurrent_dropout=RecurrentDropout(rate=0.5))
 
 
 @recipe("word-ptb", "Recurrent dropout alone 0.25", beside="word_ptb_recurrent_dropout", where="search")
 def word_ptb_recurrent_dropout_only() -> Config:
     """Recurrent dropout as the only regularisation of the large model."""
-    return _word_ptb(model=replace(_WORD_PTB.model, dropout=0.0), recurrent_dropout=RecurrentDropout(0.25), epochs=30)
+    return _word_ptb(
+        model=replace(_WORD_PTB.model, dropout=0.0), recurrent_dropout=RecurrentDropout(rate=0.25), epochs=30
+    )
 
 
 # --- text8 -----------------------------------------------------------------------------------------
@@ -606,7 +608,7 @@ def text8_stochastic_depth() -> Config:
 @recipe("text8", "Recurrent dropout 0.5", valid=1.386, test=1.401)
 def text8_recurrent_dropout() -> Config:
     """The paper does not give the rate; 0.5 stands in the authors' examples of use."""
-    return _text8(recurrent_dropout=RecurrentDropout(0.5))
+    return _text8(recurrent_dropout=RecurrentDropout(rate=0.5))
 
 
 @recipe("text8", "Zoneout 0.5, 0.05", valid=1.331, test=1.336)
@@ -714,7 +716,7 @@ def pmnist_recurrent_dropout() -> Config:
     The authors' script, as published, zones out c and h with the same mask whenever it drops updates, which in training
     is zoneout with a shared mask and nothing else; this is the method of the paper's equation.
     """
-    return _pmnist(recurrent_dropout=RecurrentDropout(0.5))
+    return _pmnist(recurrent_dropout=RecurrentDropout(rate=0.5))
 
 
 @recipe("pmnist", "Zoneout 0.15, shared mask", valid=0.063, test=0.069, where="Table 2")
@@ -768,7 +770,7 @@ def pmnist_batch_norm_zoneout_decay_05() -> Config:
 @recipe("pmnist", "Recurrent dropout 0.15", where="section 4.3")
 def pmnist_recurrent_dropout_015() -> Config:
     """0.15 as the text has it; the table says 0.5."""
-    return _pmnist(recurrent_dropout=RecurrentDropout(0.15))
+    return _pmnist(recurrent_dropout=RecurrentDropout(rate=0.15))
 
 
 @recipe("pmnist-permuted", "Unregularised LSTM", where="Table 2, other order")

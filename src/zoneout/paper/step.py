@@ -49,8 +49,8 @@ def learning_rates(config: Config, epoch: int, first: int, count: int) -> Tensor
         lr /= schedule.by ** max(0, epoch + 1 - schedule.after)
     if schedule.kind == "cosine":
         done = (epoch + within / count) / config.epochs
-        if 0 < config.updates < config.epochs * count:
-            done = (first + within) / config.updates
+        if config.updates:  # the run ends with what comes first; epochs need not be equally long
+            done = torch.maximum(done, (first + within) / config.updates)
         return lr * (1 + torch.cos(math.pi * done.clamp(max=1))) / 2
     return torch.full((count,), lr, dtype=torch.float64)
 

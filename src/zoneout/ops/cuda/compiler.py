@@ -11,7 +11,7 @@ import hashlib
 import importlib.util
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -204,9 +204,8 @@ def _kept(text: str, options: Sequence[str]) -> bytes:
     """The compiled image, from the disk where it is there."""
     said = "\n".join((text, *options, *map(str, _version())))
     name = f"cuda-{hashlib.sha256(said.encode()).hexdigest()[:24]}"
-    with suppress(OSError):  # somebody may empty the folder just now
-        if (path := kept.find(name, ".cubin")) is not None:
-            return path.read_bytes()
+    if (image := kept.find(name, ".cubin")) is not None:
+        return image
     image, _ = compiled(text, options)
     kept.keep(name, ".cubin", image)
     return image

@@ -8,24 +8,16 @@ builds anew. Where no compiler makes it `load` gives None, and the same loop run
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
-import platform
 import shlex
-import shutil
-import subprocess
-import tempfile
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .. import kept
+from . import build
 
 HERE = Path(__file__).parent
-SOURCES = ("loop.c", "body.h", "loop.h")
-FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
-TUNED = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ("-mcpu=native",), ())
+SOURCES = tuple(HERE / name for name in ("loop.c", "body.h", "loop.h"))
 
 
 class Stream(ctypes.Structure):
@@ -69,11 +61,16 @@ def load() -> ctypes.CDLL | None:
     if os.environ.get("ZONEOUT_NATIVE", "1") == "0":
         _reasons.append("ZONEOUT_NATIVE=0 is set")
         return None
-    said = {}
+    said: dict[str, str] = {}
+    tried: list[build.Compiler] = []
     for command in dict.fromkeys((os.environ.get("CC") or "cc", "cc", "gcc", "clang")):
         try:
-            return _kept_or_built(shlex.split(command))
-        except (OSError, ValueError) as error:
+            compiler = build.find_compiler(shlex.split(command))
+            if any(map(compiler.same_as, tried)):
+                continue
+            tried.append(compiler)
+            return build.library(compiler, SOURCES, _declare)
+        except (OSError, ValueError, build.CompilerError) as error:
             said[command] = str(error)
     _reasons.append(
         f"no C compiler built it ({'; '.join(f'{command}: {why}' for command, why in said.items())}); "
@@ -90,68 +87,6 @@ def why_not() -> str:
     return _reasons[-1] if _reasons else ""
 
 
-def _kept_or_built(compiler: list[str]) -> ctypes.CDLL:
-    """The loop as this compiler makes it, from the disk where it is there; an error with what the compiler said."""
-    if not compiler or shutil.which(compiler[0]) is None:
-        raise OSError("not found")
-    said = [(HERE / name).read_bytes() for name in SOURCES]
-    said += [
-        _output([*compiler, "--version"]).encode(),
-        " ".join(compiler).encode(),
-        _processor().encode(),
-        repr((FLAGS, TUNED)).encode(),
-    ]
-    name = f"loop-{hashlib.sha256(b''.join(said)).hexdigest()[:20]}"
-    if (path := kept.find(name, ".so")) is not None:
-        with suppress(OSError):
-            return _declare(ctypes.CDLL(str(path)))
-    error = OSError()
-    for place in dict.fromkeys((_scratch(), None)):  # the first may be full, or nothing may be run from there
-        try:
-            with tempfile.TemporaryDirectory(prefix="zoneout-", dir=place, ignore_cleanup_errors=True) as scratch:
-                path = Path(scratch) / "loop.so"
-                library = _build(compiler, path)
-                kept.keep(name, ".so", path.read_bytes())
-                return library
-        except OSError as this:
-            error = this
-    raise error
-
-
-def _scratch() -> Path | None:
-    """Where to build: in the cache, whose files can be loaded, or, with a read-only home, where the system says."""
-    with suppress(OSError):
-        folder = kept.cache_folder()
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder if os.access(folder, os.W_OK) else None
-    return None
-
-
-def _build(compiler: list[str], out: Path) -> ctypes.CDLL:
-    """Build the loop with the best flags that this compiler and processor take, and load it."""
-    error = OSError()
-    for tuned in TUNED:
-        for openmp, link in ((["-fopenmp"], []), (["-fopenmp"], ["-fopenmp"]), ([], [])):
-            # First without linking an OpenMP runtime: torch has loaded its own for everyone to use, and two of
-            # them would fight over the cores.
-            made = out.with_suffix(".o")
-            try:
-                _output([*compiler, *FLAGS, *tuned, *openmp, "-c", str(HERE / "loop.c"), "-o", str(made)])
-                _output([*compiler, "-shared", str(made), "-o", str(out), *link, "-lm"])
-                return _declare(ctypes.CDLL(str(out)))
-            except OSError as this:
-                error = this
-    raise error
-
-
-def _output(command: list[str]) -> str:
-    """What a command prints; an error with what it said where it fails."""
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise OSError(done.stderr.strip()[:300] or f"exit status {done.returncode}")
-    return done.stdout
-
-
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     mask: Any = library.zoneout_mask
     pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -164,12 +99,3 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
             function: Any = getattr(library, f"zoneout_{name}_{kind}")
             function.argtypes, function.restype = [ctypes.POINTER(Loop)], None
     return library
-
-
-def _processor() -> str:
-    """What -march=native depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
-    except OSError:
-        return platform.platform() + platform.processor()

@@ -12,6 +12,8 @@
 #endif
 #include "loop.h"
 
+#pragma GCC visibility push(default) /* for Python to find, whatever -fvisibility the compiler is given */
+
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -196,3 +198,5 @@ INLINE double sigmoid_double(double x) { return 1.0 / (1.0 + exp(-x)); }
 #define TANH tanh
 #define SQRT sqrt
 #include "body.h"
+
+#pragma GCC visibility pop
