@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from test_cuda import precision  # noqa: F401 (a fixture)
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import zoneout as zo
-from zoneout.ops import TOLERANCES, native
+from zoneout.ops import TOLERANCES, cuda, native
 from zoneout.ops.cpu import product
+from zoneout.ops.cuda import compiler
 
 STEPS, ROWS = 3, 60  # 180 rows at once are more than a product takes in one block
 LAYERS = {"lstm": zo.LSTM, "gru": zo.GRU, "rnn": zo.RNN}
@@ -56,9 +58,11 @@ class Rows:
         ]
         self.dy = torch.randn(steps, ROWS, outputs).to(dtype)
 
-    def results(self, rows: list[int], lengths: Tensor | None = None, packed: bool = False) -> dict[str, Tensor]:
+    def results(
+        self, rows: list[int], lengths: Tensor | None = None, packed: bool = False, grad: bool = True
+    ) -> dict[str, Tensor]:
         """Outputs, final states and the gradient of x of these rows, one after the other."""
-        x = self.x[:, rows].requires_grad_()
+        x = self.x[:, rows].requires_grad_(grad)
         states = tuple(s[:, rows] for s in self.states)
         call: dict[str, Any] = {"seed": 7, "examples": torch.tensor(rows)}
         dy = self.dy[:, rows]
@@ -69,9 +73,11 @@ class Rows:
         elif lengths is not None:
             call["lengths"] = lengths
         y, ended = self.layer(given, states if len(states) == 2 else states[0], **call)
-        (dx,) = torch.autograd.grad(y.data if packed else y, x, dy)
         ended = ended if isinstance(ended, tuple) else (ended,)
-        found = {"h_n": ended[0][0], "dx": dx.transpose(0, 1)}
+        found = {"h_n": ended[0][0]}
+        if grad:
+            (dx,) = torch.autograd.grad(y.data if packed else y, x, dy)
+            found["dx"] = dx.transpose(0, 1)
         if len(ended) == 2:
             found["c_n"] = ended[1][0]
         if not packed:
@@ -137,3 +143,26 @@ def test_a_product_of_nothing() -> None:
     """The memory of a product without depth is left as it was."""
     out = torch.full((2, 3), torch.nan)
     assert product(torch.empty(2, 0), torch.empty(0, 3), out) and (out == 0).all()
+
+
+# --- the kernels of a GPU, on the CPU -----------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(("path", "cell", "hidden"), [("small", "lstm", 20), ("persistent", "gru", 40)])
+@pytest.mark.parametrize("precision", ["tf32"], indirect=True)
+def test_kernels(path: str, cell: str, hidden: int, precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """A kernel adds in another order where a larger batch gives it other tiles."""
+    module = getattr(cuda, path)
+    few = compiler.Chip(8, 232448, 9)  # so few processors that a block gets more rows in a larger batch
+    monkeypatch.setattr(module, "chip", lambda device: few)
+    if path == "small":
+        monkeypatch.setattr(module, "processors", lambda device: 2)
+    monkeypatch.setattr(cuda, "PATHS", (module,))
+    plans, make = [], module.defines_of
+    monkeypatch.setattr(module, "defines_of", lambda *given: plans.append(make(*given)) or make(*given))
+    rows = Rows(cell, 4, hidden, {})
+    rows.x = torch.randint(4, (STEPS, ROWS))  # ids: nothing is multiplied before the loop
+    alone, among = rows.results([4], grad=False), rows.results([*range(ROWS)], grad=False)
+    assert not differing(alone, among, 4)
+    assert len(set(plans)) > 1, "all batches had the same tiles"
