@@ -46,17 +46,17 @@ def threads() -> Iterator[None]:
 class Rows:
     """A layer, and rows that it is given in any order and company; they keep their masks."""
 
-    def __init__(self, cell: str, inputs: int, hidden: int, options: dict[str, Any], steps: int = STEPS) -> None:
+    def __init__(self, cell: str, inputs: int, hidden: int, options: dict[str, Any]) -> None:
         torch.manual_seed(0)
         noise = zo.Zoneout(hidden=0.2) if cell != "lstm" else zo.Zoneout(cell=0.3, hidden=0.2)
         self.layer = LAYERS[cell](inputs, hidden, **{"noise": noise, **options})
         dtype = options.get("dtype", torch.float32)
-        self.x = torch.randn(steps, ROWS, inputs).to(dtype)
+        self.x = torch.randn(STEPS, ROWS, inputs).to(dtype)
         outputs = options.get("proj_size", hidden)
         self.states = [
             torch.randn(1, ROWS, size).to(dtype) for size in ((outputs, hidden) if cell == "lstm" else (hidden,))
         ]
-        self.dy = torch.randn(steps, ROWS, outputs).to(dtype)
+        self.dy = torch.randn(STEPS, ROWS, outputs).to(dtype)
 
     def results(
         self, rows: list[int], lengths: Tensor | None = None, packed: bool = False, grad: bool = True
@@ -104,6 +104,20 @@ def test_the_rest_of_the_batch(case: str) -> None:
         (1, [*range(ROWS)]),
         (3, [*range(ROWS)]),
     ):
+        torch.set_num_threads(threads)
+        assert not differing(alone, rows.results(batch), batch.index(4)), (threads, len(batch))
+
+
+@pytest.mark.parametrize("case", ["lstm inside", "lstm before", "gru before", "layer norm"])
+def test_one_step(case: str) -> None:
+    """The loop in C takes one step of a decoder differently, alone or among others, or than as one of several."""
+    cell, inputs, hidden, options = CASES[case]
+    rows = Rows(cell, inputs, hidden, {**options, "backend": "cpu"})
+    first = {name: value for name, value in rows.results([4]).items() if name == "y"}
+    rows.x, rows.dy = rows.x[:1], rows.dy[:1]
+    alone = rows.results([4])
+    assert torch.equal(alone["y"], first["y"][:, :1])
+    for threads, batch in ((2, [9, 4, 1]), (1, [*range(ROWS)])):
         torch.set_num_threads(threads)
         assert not differing(alone, rows.results(batch), batch.index(4)), (threads, len(batch))
 

@@ -116,7 +116,7 @@ static void NAME(tiles)(int64_t width, int64_t rows, int64_t k, const REAL *a, i
 /* c[m][n] (+)= a[m][k] · b; each thread does its share of the tiles. b is packed, or else as `pack` takes it: then what is
  * needed of it is packed on the way. Each number of c is added up in the order of k, so that its bits depend neither on the
  * other rows nor on how the tiles are shared. */
-INLINE void NAME(product_of)(int64_t m, int64_t k, int64_t n, const REAL *a, int64_t lda, const REAL *packed,
+static void NAME(product_of)(int64_t m, int64_t k, int64_t n, const REAL *a, int64_t lda, const REAL *packed,
                              const REAL *w, int64_t sk, int64_t sn, REAL *c, int64_t ldc, int add) {
     int64_t blocks = (m + TILE_ROWS - 1) / TILE_ROWS, panels = (n + TILE - 1) / TILE, from, to;
     REAL edge[TILE_ROWS * TILE], piece[PIECE * TILE] __attribute__((aligned(64)));
@@ -698,8 +698,9 @@ static void NAME(run_forward)(const Loop *l, WORK *w) {
     static const int64_t gates_of[] = {4, 3, 1, 1};
     int64_t h = l->hidden, p = l->outputs, g = gates_of[l->cell] * h;
     int apart = l->norm || l->cell == GRU; /* h·Wh is not simply added to x's part */
-    NAME(pack)(w->w_hh, l->w_hh, p, g, 1, p);
-    if (l->x) NAME(pack)(w->w_ih, l->w_ih, l->inputs, g, 1, l->inputs);
+    int once = l->steps == 1;              /* weights are read once: nothing is gained by packing them first */
+    if (!once) NAME(pack)(w->w_hh, l->w_hh, p, g, 1, p);
+    if (l->x && !once) NAME(pack)(w->w_ih, l->w_ih, l->inputs, g, 1, l->inputs);
     if (l->w_hr) NAME(pack)(w->w_hr, l->w_hr, h, p, 1, h);
     barrier();
     for (int64_t t = 0; t < l->steps && l->counts[t] > 0; t++) {
@@ -707,9 +708,11 @@ static void NAME(run_forward)(const Loop *l, WORK *w) {
         REAL *gates = (REAL *)l->gates + l->offsets[t] * g;
         if (l->x) { /* the same tiles are this thread's in both products */
             const REAL *x = (const REAL *)l->x + l->offsets[t] * l->inputs;
-            NAME(product)(l->counts[t], l->inputs, g, x, l->inputs, w->w_ih, gates, g, 0);
+            NAME(product_of)(l->counts[t], l->inputs, g, x, l->inputs, once ? NULL : w->w_ih, l->w_ih, 1, l->inputs,
+                             gates, g, 0);
         }
-        NAME(product)(l->counts[t], p, g, left, p, w->w_hh, apart ? w->product : gates, g, !apart);
+        NAME(product_of)(l->counts[t], p, g, left, p, once ? NULL : w->w_hh, l->w_hh, 1, p,
+                         apart ? w->product : gates, g, !apart);
         barrier();
         if (l->cell == LSTM)
             NAME(lstm_forward)(l, w, t);
