@@ -21,7 +21,7 @@ from . import cpu, cuda
 from .cuda.rows import Padded
 from .interface import Run, Weights
 from .loop import GATES, Backward, Loop, by_gate, by_unit
-from .products import added_up, padded, parted, product, spare, times, times_and_sum
+from .products import added_up, padded, parted, product, row_by_row, spare, times, times_and_sum
 from .rows import Packed, as_packed
 
 LOOPS: dict[str, Any] = {"cpu": cpu, "cuda": cuda}
@@ -312,7 +312,7 @@ def _forward(device: Any, r: Run) -> Generator[Loop, None, Kept]:
 def _input_product(x: Tensor, w_ih: Tensor, out: Tensor) -> None:
     """x·Wx; of a one-hot x, given by its numbers, the rows of a table."""
     if x.is_floating_point():
-        product(padded(x), padded(w_ih).t(), out)
+        row_by_row(padded(x), padded(w_ih).t(), out)
     else:
         torch.index_select(w_ih.t().contiguous(), 0, x.view(-1), out=out)
 
@@ -420,7 +420,7 @@ def _backward(device: Any, of: Back) -> Generator[tuple[Loop, Backward], None, d
     if du is not None and u is not None and needs["w_hr"]:
         found["w_hr"] = product(du.t(), u)
     if needs["x"]:
-        found["x"] = rows.unpack(times(dgx, w_ih))
+        found["x"] = rows.unpack(times(dgx, w_ih, by_row=True))
     if alike and not added:
         one = added_up(back.dgx, loop.balanced) if back.db_x is None else back.db_x
         added = [one, *(one.clone() for _ in alike[1:])]

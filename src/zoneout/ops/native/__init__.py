@@ -98,4 +98,9 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         for name in ("forward", "backward"):
             function: Any = getattr(library, f"zoneout_{name}_{kind}")
             function.argtypes, function.restype = [ctypes.POINTER(Loop)], None
+        packed: Any = getattr(library, f"zoneout_packed_size_{kind}")
+        packed.argtypes, packed.restype = [number] * 3, number
+        product: Any = getattr(library, f"zoneout_product_{kind}")
+        product.argtypes = [number, number, number, pointer, pointer, number, number, pointer, pointer, number]
+        product.restype = None
     return library

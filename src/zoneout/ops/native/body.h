@@ -3,6 +3,8 @@
 #define LANES ((int64_t)(VECTOR_BYTES / sizeof(REAL)))
 #define TILE (LANES * TILE_VECTORS) /* columns of a packed panel */
 #define DEPTH 1024                  /* of a product at a time: a panel's part then stays in the cache */
+#define PIECE 64                    /* the same where it is packed on the way */
+#define BLOCK_ROWS 128              /* of a product of many at a time: they then stay in the cache */
 #define CHUNK 256                   /* units of a row at a time: what is held for them stays in the cache */
 
 typedef REAL NAME(vec) __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(REAL))));
@@ -16,24 +18,49 @@ INLINE int64_t NAME(panel_width)(int64_t n, int64_t panel) {
     return min64(TILE, (n - panel * TILE + LANES - 1) / LANES * LANES);
 }
 
-/* b[k][n] = w[k * sk + n * sn], cut into panels, each [k][width], the last filled up with zeros. */
+/* out[i][j] = w[i + j * sn] for LANES of each. */
+INLINE void NAME(transpose)(REAL *out, int64_t width, const REAL *w, int64_t sn) {
+#ifdef SHUFFLE
+    VEC rows[LANES], next[LANES];
+    for (int j = 0; j < LANES; j++) rows[j] = *(const VEC *)(w + j * sn);
+    for (int stage = 1; stage < LANES; stage *= 2) {
+        for (int j = 0; j < LANES / 2; j++) {
+            next[2 * j] = SHUFFLE(rows[j], rows[j + LANES / 2], LOW);
+            next[2 * j + 1] = SHUFFLE(rows[j], rows[j + LANES / 2], HIGH);
+        }
+        memcpy(rows, next, sizeof(rows));
+    }
+    for (int i = 0; i < LANES; i++) *(VEC *)(out + i * width) = rows[i];
+#else
+    for (int j = 0; j < LANES; j++)
+        for (int i = 0; i < LANES; i++) out[i * width + j] = w[i + j * sn];
+#endif
+}
+
+/* b[k][n] = w[k * sk + n * sn], of `cols` columns, filled up with zeros to [k][width]. */
+static void NAME(pack_panel)(REAL *out, const REAL *w, int64_t k, int64_t cols, int64_t width, int64_t sk, int64_t sn) {
+    if (cols < width) memset(out, 0, sizeof(REAL) * width * k);
+    if (sn == 1) {
+        for (int64_t i = 0; i < k; i++) memcpy(out + i * width, w + i * sk, sizeof(REAL) * cols);
+        return;
+    }
+    for (int64_t i0 = 0; i0 < k; i0 += PIECE)
+        for (int64_t j0 = 0; j0 < cols; j0 += LANES) {
+            int64_t i = i0, i1 = min64(k, i0 + PIECE), j1 = min64(cols, j0 + LANES);
+            for (; sk == 1 && j0 + LANES <= cols && i + LANES <= i1; i += LANES)
+                NAME(transpose)(out + i * width + j0, width, w + i + j0 * sn, sn);
+            for (; i < i1; i++)
+                for (int64_t j = j0; j < j1; j++) out[i * width + j] = w[i * sk + j * sn];
+        }
+}
+
+/* All columns, cut into panels; each thread does its share of them. */
 static void NAME(pack)(REAL *packed, const REAL *w, int64_t k, int64_t n, int64_t sk, int64_t sn) {
     int64_t from, to;
     share((n + TILE - 1) / TILE, 1, &from, &to);
-    for (int64_t panel = from; panel < to; panel++) {
-        REAL *out = packed + panel * TILE * k;
-        int64_t width = NAME(panel_width)(n, panel), cols = min64(TILE, n - panel * TILE);
-        const REAL *in = w + panel * TILE * sn;
-        for (int64_t i0 = 0; i0 < k; i0 += 16) {
-            int64_t i1 = min64(k, i0 + 16);
-            if (cols < width) memset(out + i0 * width, 0, sizeof(REAL) * width * (i1 - i0));
-            if (sn == 1)
-                for (int64_t i = i0; i < i1; i++) memcpy(out + i * width, in + i * sk, sizeof(REAL) * cols);
-            else
-                for (int64_t j = 0; j < cols; j++)
-                    for (int64_t i = i0; i < i1; i++) out[i * width + j] = in[i * sk + j * sn];
-        }
-    }
+    for (int64_t panel = from; panel < to; panel++)
+        NAME(pack_panel)(packed + panel * TILE * k, w + panel * TILE * sn, k, min64(TILE, n - panel * TILE),
+                         NAME(panel_width)(n, panel), sk, sn);
 }
 
 INLINE void NAME(tile)(int rows, int vectors, int64_t k, const REAL *a, int64_t lda, const REAL *b, REAL *c,
@@ -86,19 +113,22 @@ static void NAME(tiles)(int64_t width, int64_t rows, int64_t k, const REAL *a, i
 #endif
 }
 
-/* c[m][n] (+)= a[m][k] · b, b packed; each thread does its share of the tiles. */
-static void NAME(product)(int64_t m, int64_t k, int64_t n, const REAL *a, int64_t lda, const REAL *packed, REAL *c,
-                          int64_t ldc, int add) {
+/* c[m][n] (+)= a[m][k] · b; each thread does its share of the tiles. b is packed, or else as `pack` takes it: then what is
+ * needed of it is packed on the way. Each number of c is added up in the order of k, so that its bits depend neither on the
+ * other rows nor on how the tiles are shared. */
+static void NAME(product_of)(int64_t m, int64_t k, int64_t n, const REAL *a, int64_t lda, const REAL *packed,
+                             const REAL *w, int64_t sk, int64_t sn, REAL *c, int64_t ldc, int add) {
     int64_t blocks = (m + TILE_ROWS - 1) / TILE_ROWS, panels = (n + TILE - 1) / TILE, from, to;
-    REAL edge[TILE_ROWS * TILE];
+    REAL edge[TILE_ROWS * TILE], piece[PIECE * TILE] __attribute__((aligned(64)));
     share(blocks * panels, 1, &from, &to);
     for (int64_t task = from; task < to;) {
         int64_t panel = task / blocks, first = task % blocks, last = min64(blocks, first + to - task);
         int64_t width = NAME(panel_width)(n, panel), cols = min64(TILE, n - panel * TILE);
         int64_t row = first * TILE_ROWS, rows = min64(last * TILE_ROWS, m) - row;
-        for (int64_t k0 = 0; k0 < k; k0 += DEPTH) {
-            int64_t depth = min64(DEPTH, k - k0);
-            const REAL *b = packed + panel * TILE * k + k0 * width, *left = a + row * lda + k0;
+        for (int64_t k0 = 0, depth; k0 < k; k0 += depth) {
+            depth = min64(packed ? DEPTH : PIECE, k - k0);
+            const REAL *b = packed ? packed + panel * TILE * k + k0 * width : piece, *left = a + row * lda + k0;
+            if (!packed) NAME(pack_panel)(piece, w + panel * TILE * sn + k0 * sk, depth, cols, width, sk, sn);
             REAL *out = c + row * ldc + panel * TILE;
             int more = add || k0 > 0;
             if (cols == width) {
@@ -117,6 +147,32 @@ static void NAME(product)(int64_t m, int64_t k, int64_t n, const REAL *a, int64_
             }
         }
         task += last - first;
+    }
+}
+
+static void NAME(product)(int64_t m, int64_t k, int64_t n, const REAL *a, int64_t lda, const REAL *packed, REAL *c,
+                          int64_t ldc, int add) {
+    NAME(product_of)(m, k, n, a, lda, packed, NULL, 0, 0, c, ldc, add);
+}
+
+/* A product of many rows at once: c[m][n] = a[m][k] · b with b[k][n] = w[k * sk + n * sn]. `packed` has room for as many
+ * numbers as zoneout_packed_size says; few rows need none. */
+int64_t NAME(zoneout_packed_size)(int64_t m, int64_t k, int64_t n) {
+    return m > BLOCK_ROWS ? NAME(panel_size)(k, n) : 0;
+}
+
+void NAME(zoneout_product)(int64_t m, int64_t k, int64_t n, const REAL *a, const REAL *w, int64_t sk, int64_t sn, REAL *c,
+                           REAL *packed, int64_t threads) {
+#pragma omp parallel num_threads((int)(m * k * n < 1 << 16 ? 1 : threads))
+    {
+        if (m <= BLOCK_ROWS) {
+            NAME(product_of)(m, k, n, a, k, NULL, w, sk, sn, c, n, 0);
+        } else {
+            NAME(pack)(packed, w, k, n, sk, sn);
+            barrier();
+            for (int64_t row = 0; row < m; row += BLOCK_ROWS)
+                NAME(product)(min64(BLOCK_ROWS, m - row), k, n, a + row * k, k, packed, c + row * n, n, 0);
+        }
     }
 }
 
@@ -642,8 +698,9 @@ static void NAME(run_forward)(const Loop *l, WORK *w) {
     static const int64_t gates_of[] = {4, 3, 1, 1};
     int64_t h = l->hidden, p = l->outputs, g = gates_of[l->cell] * h;
     int apart = l->norm || l->cell == GRU; /* h·Wh is not simply added to x's part */
-    NAME(pack)(w->w_hh, l->w_hh, p, g, 1, p);
-    if (l->x) NAME(pack)(w->w_ih, l->w_ih, l->inputs, g, 1, l->inputs);
+    int once = l->steps == 1;              /* weights are read once: nothing is gained by packing them first */
+    if (!once) NAME(pack)(w->w_hh, l->w_hh, p, g, 1, p);
+    if (l->x && !once) NAME(pack)(w->w_ih, l->w_ih, l->inputs, g, 1, l->inputs);
     if (l->w_hr) NAME(pack)(w->w_hr, l->w_hr, h, p, 1, h);
     barrier();
     for (int64_t t = 0; t < l->steps && l->counts[t] > 0; t++) {
@@ -651,9 +708,11 @@ static void NAME(run_forward)(const Loop *l, WORK *w) {
         REAL *gates = (REAL *)l->gates + l->offsets[t] * g;
         if (l->x) { /* the same tiles are this thread's in both products */
             const REAL *x = (const REAL *)l->x + l->offsets[t] * l->inputs;
-            NAME(product)(l->counts[t], l->inputs, g, x, l->inputs, w->w_ih, gates, g, 0);
+            NAME(product_of)(l->counts[t], l->inputs, g, x, l->inputs, once ? NULL : w->w_ih, l->w_ih, 1, l->inputs,
+                             gates, g, 0);
         }
-        NAME(product)(l->counts[t], p, g, left, p, w->w_hh, apart ? w->product : gates, g, !apart);
+        NAME(product_of)(l->counts[t], p, g, left, p, once ? NULL : w->w_hh, l->w_hh, 1, p,
+                         apart ? w->product : gates, g, !apart);
         barrier();
         if (l->cell == LSTM)
             NAME(lstm_forward)(l, w, t);
@@ -969,6 +1028,8 @@ void NAME(zoneout_backward)(const Loop *l) { TEAM(NAME(run_backward)) }
 #undef LANES
 #undef TILE
 #undef DEPTH
+#undef PIECE
+#undef BLOCK_ROWS
 #undef CHUNK
 #undef VEC
 #undef KEEP

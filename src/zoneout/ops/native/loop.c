@@ -168,31 +168,58 @@ INLINE double sigmoid_double(double x) { return 1.0 / (1.0 + exp(-x)); }
 
 #if defined(__AVX512F__)
 #define VECTOR_BYTES 64
+#define FLOATS 16
+#define DOUBLES 8
 #define TILE_ROWS 8
 #define TILE_VECTORS 3
 #elif defined(__AVX__)
 #define VECTOR_BYTES 32
+#define FLOATS 8
+#define DOUBLES 4
 #define TILE_ROWS 6
 #define TILE_VECTORS 2
 #else
 #define VECTOR_BYTES 16
+#define FLOATS 4
+#define DOUBLES 2
 #define TILE_ROWS 6
 #define TILE_VECTORS 2
 #endif
 
+/* Two vectors in turn, number by number: their first halves, and their last ones. */
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, numbers) __builtin_shufflevector(a, b, numbers)
+#endif
+#define LOW_2 0, 2
+#define HIGH_2 1, 3
+#define LOW_4 0, 4, 1, 5
+#define HIGH_4 2, 6, 3, 7
+#define LOW_8 0, 8, 1, 9, 2, 10, 3, 11
+#define HIGH_8 4, 12, 5, 13, 6, 14, 7, 15
+#define LOW_16 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define HIGH_16 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#define JOINED(a, b) a##b
+#define NUMBERED(name, count) JOINED(name, count)
+
 #define REAL float
+#define LOW NUMBERED(LOW_, FLOATS)
+#define HIGH NUMBERED(HIGH_, FLOATS)
 #define NAME(x) x##_float
 #define SIGMOID sigmoid_float
 #define TANH tanh_float
 #define SQRT sqrtf
 #include "body.h"
 #undef REAL
+#undef LOW
+#undef HIGH
 #undef NAME
 #undef SIGMOID
 #undef TANH
 #undef SQRT
 
 #define REAL double
+#define LOW NUMBERED(LOW_, DOUBLES)
+#define HIGH NUMBERED(HIGH_, DOUBLES)
 #define NAME(x) x##_double
 #define SIGMOID sigmoid_double
 #define TANH tanh
