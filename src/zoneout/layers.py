@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.overrides import handle_torch_function
 
 from .draws import as_integers, check_count, example_ids
 from .noise import Noise, plane, readable, warn_if_rounded
@@ -20,6 +21,7 @@ from .norm import LayerNorm, RecurrentBatchNorm
 from .ops.dropout import dropout
 from .ops.packing import packed, packing_of, padded
 from .ops.rows import check_counts, places
+from .overrides import overriding
 from .philox import as_seed, fresh_seed
 from .recurrent import (
     CallNoise,
@@ -119,6 +121,10 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         `rates`, such as `{"cell": 0.5, "hidden": 0.05}`, replaces rates of the layer's noise for this call: a number, a
         list of one a layer, or a tensor of one a unit, which `torch.func.vmap` may batch.
         """
+        if given := overriding(input, hx):
+            call: dict[str, Any] = {"lengths": lengths, "resets": resets, "seed": seed, "examples": examples}
+            call |= {"first_step": first_step, "return_cells": return_cells, "rates": rates}
+            return handle_torch_function(RecurrentLayer.forward, given, self, input, hx, **call)
         weight = self.weight_ih_l0
         sequences = self._sequences(input, lengths, resets)
         x = sequences.x

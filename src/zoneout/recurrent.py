@@ -13,7 +13,7 @@ from .draws import Draw, stream_units, widest
 from .noise import KINDS, Noise, Rate, Rule, as_noises, check_fits, check_rate, is_zero, plane, rate_of_layer
 from .norm import STATISTICS, LayerNorm, Moments, RecurrentBatchNorm, StepNorm, as_norm, record, rows
 from .ops.dropout import drop_units
-from .ops.modes import plain_eager
+from .ops.modes import functionalizing, plain_eager
 from .ops.weight_noise import add_noise
 from .philox import as_seed
 
@@ -339,7 +339,8 @@ class Recurrent(Settable):
 
     def _packs(self, x: Tensor) -> bool:
         """Whether packed rows are run as they are; elsewhere they are padded first."""
-        return x.device.type == "cpu" and self.backend in (None, "cpu") and not x.is_complex()
+        takes = self.backend in (None, "cpu") and not x.is_complex() and not any(functionalizing())
+        return x.device.type == "cpu" and takes
 
     def _made(
         self,

@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function
 
 from .draws import check_count, example_ids
 from .layers import Noises, Norm, State, as_states, check_state_dtype
 from .noise import sees_step
 from .norm import RecurrentBatchNorm
 from .ops import Weights, one_step
+from .overrides import overriding
 from .philox import as_seed, fresh_seed
 from .recurrent import (
     GATES,
@@ -89,6 +91,9 @@ class RecurrentCell(Recurrent, nn.RNNCellBase):
 
         `rates` replaces rates of the cell's noise for this call, as in a layer.
         """
+        if given := overriding(input, hx):
+            call: dict[str, Any] = {"seed": seed, "step": step, "examples": examples, "rates": rates}
+            return handle_torch_function(RecurrentCell.forward, given, self, input, hx, **call)
         weight = self.weight_ih
         if not isinstance(input, Tensor):
             raise no_tensor(input, "a tensor")
@@ -112,7 +117,7 @@ class RecurrentCell(Recurrent, nn.RNNCellBase):
         draws = self._draws(noise, 0, 0, key, self.layer)
         weights = Weights(weight, self.weight_hh, self.bias_ih, self.bias_hh, None)
         alike = self._norm is None and all(value is None or value.dtype == dtype for value in weights)
-        if self.backend is None and alike and one_step.is_plain(x, draws):
+        if self.backend is None and alike and one_step.is_plain(x, (h, c, *weights), draws):
             drawn = examples is not None or any(draw.seed is not None for draw in draws)
             ids = example_ids(examples, x.shape[0], x.device) if drawn else None
             self._check_weights(weights, self.input_size, x.device, "")

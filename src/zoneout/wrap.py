@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function
 
 from .cells import zone
 from .draws import Draw, check_count, example_ids, widest
 from .noise import STREAMS, Rule, check_rate, plane, rate_of_layer
 from .ops.masks import masks_of
+from .overrides import overriding
 from .philox import as_seed, fresh_seed
 from .recurrent import Settable
 
@@ -40,6 +42,9 @@ def zoneout(
     >>> zo.zoneout(new, old, rate=0.25, seed=7).mean().item() < 0.8
     True
     """
+    if given := overriding(new, old):
+        call: dict[str, Any] = {"seed": seed, "step": step, "examples": examples}
+        return handle_torch_function(zoneout, given, new, old, rate, training, **call)
     for name, value in (("new", new), ("old", old)):
         if not isinstance(value, Tensor) or not value.is_floating_point():
             got = value.dtype if isinstance(value, Tensor) else type(value).__name__
@@ -117,6 +122,9 @@ class ZoneoutCell(Settable):
 
         `rates` takes the place of the wrapper's own for this call.
         """
+        if given := overriding(input, state):
+            call: dict[str, Any] = {"seed": seed, "step": step, "examples": examples, "rates": rates}
+            return handle_torch_function(ZoneoutCell.forward, given, self, input, state, **call)
         checked = self._checked if rates is None else check_rate(rates, "rates", in_call=True)
         new = self.cell(input, state)
         new_states = _as_tuple(new, "the wrapped cell's result")

@@ -20,6 +20,7 @@ from . import native, plain
 from .interface import Run
 from .loop import Backward, Loop
 from .masks import masks_of, stream_of
+from .memory import address
 from .reference import kept_scale
 from .rows import Packed
 
@@ -171,8 +172,9 @@ def prepare(*buffers: Tensor | None) -> None:
     advise = _advice()
     for buffer in buffers:
         if advise is not None and buffer is not None and buffer.nbytes >= _LARGE:
-            start = -(-buffer.data_ptr() // _PAGE) * _PAGE
-            size = (buffer.data_ptr() + buffer.nbytes) // _PAGE * _PAGE - start
+            at = address(buffer, "buffer")
+            start = -(-at // _PAGE) * _PAGE
+            size = (at + buffer.nbytes) // _PAGE * _PAGE - start
             advise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
 
 
@@ -198,14 +200,15 @@ def _call(library: ctypes.CDLL, name: str, loop: Loop, back: Backward | None) ->
     args = _arguments(loop, back)
     size = getattr(library, f"zoneout_work_size_{kind}")(ctypes.byref(args))
     work = scratch(loop.gates, size + 64, dtype=torch.uint8)
-    args.work = (work.data_ptr() + 63) // 64 * 64
+    args.work = (address(work, "work") + 63) // 64 * 64
     getattr(library, f"zoneout_{name}_{kind}")(ctypes.byref(args))
     give_back(work)
 
 
-_TENSORS = (
-    "counts", "offsets", "lengths", "examples", "resets", "scale_h", "x", "w_ih", "w_hh", "b_x", "b_h", "w_hr", "h0",
-    "c0", "reset_h", "reset_c", "gates", "gh", "y", "c", "mean_x", "var_x", "mean_h", "var_h", "mean_c", "var_c",
+_INTEGERS, _BITS = ("counts", "offsets", "lengths", "examples"), ("resets",)
+_NUMBERS = (
+    "scale_h", "x", "w_ih", "w_hh", "b_x", "b_h", "w_hr", "h0", "c0", "reset_h", "reset_c", "gates", "gh", "y", "c",
+    "mean_x", "var_x", "mean_h", "var_h", "mean_c", "var_c",
 )  # fmt: skip
 _BACKWARD = tuple(field.name for field in fields(Backward))
 _NORM = {"norm_x": "scale_x", "norm_h": "scale_h", "norm_c": "scale_c", "norm_c_shift": "shift_c"}
@@ -213,25 +216,25 @@ _NORM = {"norm_x": "scale_x", "norm_h": "scale_h", "norm_c": "scale_c", "norm_c_
 
 def _arguments(loop: Loop, back: Backward | None) -> native.Loop:
     """The struct of loop.h, which holds only as long as the tensors do; what is not there is left zero."""
-    args, norm = native.Loop(), loop.norm
+    args, norm, numbers = native.Loop(), loop.norm, loop.gates.dtype
     args.cell, args.steps, args.batch = CELLS.index(loop.cell), loop.steps, loop.batch
     args.hidden, args.outputs, args.threads = loop.hidden, loop.outputs, torch.get_num_threads()
     args.first_step, args.reverse = loop.first_step, loop.reverse
     args.inputs = 0 if loop.x is None else loop.x.shape[1]
     for name, draw in loop.draws.items():
         setattr(args, f"{name}_noise", stream_of(draw))
-    _put(args, loop.__dict__, _TENSORS)
+    _put(args, loop.__dict__, _INTEGERS, torch.int64)
+    _put(args, loop.__dict__, _BITS, torch.bool)
+    _put(args, loop.__dict__, _NUMBERS, numbers)
     if norm is not None:
         args.norm, args.norm_given, args.eps = 1 if norm.over == "units" else 2, loop.given, norm.eps
-        _put(args, {name: getattr(norm, own) for name, own in _NORM.items()}, _NORM)
+        _put(args, {name: getattr(norm, own) for name, own in _NORM.items()}, _NORM, numbers)
     if back is not None:
-        _put(args, back.__dict__, _BACKWARD)
+        _put(args, back.__dict__, _BACKWARD, numbers)
     return args
 
 
-def _put(args: native.Loop, tensors: dict[str, Any], names: Iterable[str]) -> None:
+def _put(args: native.Loop, tensors: dict[str, Any], names: Iterable[str], dtype: torch.dtype) -> None:
     for name in names:
         if (value := tensors[name]) is not None:
-            if not value.is_contiguous() or value.device.type != "cpu":
-                raise RuntimeError(f"{name}: a loop in C would read what is not there")
-            setattr(args, name, value.data_ptr())
+            setattr(args, name, address(value, name, dtype, -1))

@@ -11,12 +11,14 @@ from torch import Tensor
 from ..draws import Draw, draw_masks, seen
 from . import native
 from .loop import sees
+from .memory import address, are_memory
 from .modes import plain_eager
 
 
 def masks_of(draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: int) -> list[Tensor]:
     """The same as `draw_masks`."""
-    library = native.load() if steps.device.type == "cpu" and plain_eager() else None
+    given = (steps, examples, *(v for draw in draws for v in (draw.rate, draw.seed)))
+    library = native.load() if steps.is_cpu and plain_eager() and are_memory(given) else None
     if library is None:
         return draw_masks(draws, steps, examples, units)
     steps, examples, width = seen(draws, steps, examples, units)
@@ -31,8 +33,9 @@ def masks_of(draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: int)
         mask = steps.new_empty(len(steps), batch, units if draw.rate.dim() else width, dtype=torch.bool)
         threads = torch.get_num_threads() if mask.numel() > _FEW else 1
         library.zoneout_mask(
-            ctypes.byref(stream_of(draw)), steps.data_ptr(), len(steps), examples.data_ptr(), batch, each,
-            mask.shape[-1], threads, mask.data_ptr(),
+            ctypes.byref(stream_of(draw)), address(steps, "steps", torch.int64, -1), len(steps),
+            address(examples, "examples", torch.int64, -1), batch, each, mask.shape[-1], threads,
+            address(mask, "mask", torch.bool, -1),
         )  # fmt: skip
         masks.append(mask)
     return masks
@@ -44,7 +47,6 @@ _FEW = 2**15  # numbers that one thread draws before another has woken up
 def stream_of(draw: Draw) -> native.Stream:
     """The struct of one stream of noise, which holds only as long as the rate does."""
     step, example, unit, high = sees(draw)
-    assert draw.rate.dtype == torch.float64 and draw.rate.is_contiguous(), "rates are read as doubles"
     return native.Stream(
         mode=2 if draw.seed is None else 1,
         zero=draw.rule.by == "zero",
@@ -55,6 +57,6 @@ def stream_of(draw: Draw) -> native.Stream:
         high=high,
         plane=draw.plane,
         seed=0 if draw.seed is None else int(draw.seed) & (2**64 - 1),
-        rate=draw.rate.data_ptr(),
+        rate=address(draw.rate, "rate", torch.float64, -1),
         stride=int(draw.rate.dim() > 0),
     )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
 
 
 def plain_eager() -> bool:
@@ -16,6 +17,16 @@ def plain_eager() -> bool:
         or torch._C._len_torch_dispatch_stack()
         or torch.jit.is_tracing()
     )
+
+
+def functionalizing() -> list[bool]:
+    """For each transform of torch.func around this call, the outermost first: whether it is `functionalize`.
+
+    torch has no rule by which it would take a node of our own, unless the node itself does so as the innermost.
+    """
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return []
+    return [one.key() == TransformType.Functionalize for one in get_interpreter_stack() or ()]
 
 
 def nobody_derives(tensors: Sequence[Tensor | None]) -> bool:

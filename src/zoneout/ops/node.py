@@ -6,17 +6,17 @@ layer's directions, whose loops then go side by side.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from ..draws import Draw
 from ..norm import Moments, StepNorm
 from . import operator, passes, pieces
 from .interface import Result, Run, Weights
+from .memory import are_memory
 from .modes import nobody_derives, plain_eager
 from .operator import call_backward, differentiable, filled, flatten, no_forward_mode
 from .passes import DIFFERENTIABLE, LOOPS, Back, Kept, as_outputs, gives_moments, reached
@@ -29,19 +29,25 @@ def run(runs: Sequence[Run]) -> list[Result]:
     device = LOOPS[runs[0].x.device.type]
     for r in runs:
         device.check(r)
-    if not plain_eager() or not all(map(_of_memory, runs)):
+    if not plain_eager() or not all(are_memory(_tensors(r)) for r in runs):
         return [operator.run(r) for r in runs]
     if len(runs) > 1 and not runs[0].recompute and device.together(runs):
         return _Eager.run(runs)
     return [result for r in runs for result in _Eager.run((r,))]
 
 
-def _of_memory(r: Run) -> bool:
-    """Whether all tensors of a run are memory: one that wraps others (DTensor) has none that a loop could read."""
-    return _PLAIN.issuperset(map(type, (*differentiable(r), r.examples, r.lengths, r.resets)))
+def _tensors(r: Run) -> Iterable[Tensor | None]:
+    """All tensors of a run."""
+    return (*differentiable(r), *_undifferentiable(r))
 
 
-_PLAIN = {Tensor, Parameter, type(None)}
+def _undifferentiable(r: Run) -> list[Tensor | None]:
+    """The tensors that have no derivative, as `_with_tensors` takes them."""
+    drawn = [value for draw in r.draws for value in (draw.rate, draw.seed)]
+    given = () if r.norm is None or r.norm.given is None else r.norm.given
+    return [r.examples, r.lengths, r.resets, r.counts, *drawn, *given]
+
+
 _CHANGED = (
     "the outputs, input, resets or weights of a zoneout layer have been changed in place since its call, and its way "
     "back needs them as they were: write y = y + x for y += x, and inplace=False."
@@ -87,9 +93,7 @@ class _Eager(torch.autograd.Function):
             moments += seen
             inputs = slice(_COUNT * k, _COUNT * (k + 1))
             begin, middle, at = len(saved), len(saved) + len(kept), len(outputs)
-            given = () if r.norm is None or r.norm.given is None else r.norm.given
-            drawn = [value for draw in r.draws for value in (draw.rate, draw.seed)]
-            saved = (*saved, *kept, r.examples, r.lengths, r.resets, r.counts, *drawn, *given)
+            saved = (*saved, *kept, *_undifferentiable(r))
             places = (inputs, slice(begin, middle), slice(middle, len(saved)), slice(at, at + 4))
             ctx.parts.append(_Part(_plain(r), rows, *places))
             outputs += (*result[:4], *seen)
@@ -109,16 +113,11 @@ class _Eager(torch.autograd.Function):
         for part in ctx.parts:
             r = _with_tensors(part.plain, values[part.inputs], values[part.rest])
             backs.append((r, part, values[part.kept], reached(r.steps, d[part.outputs], needs[part.inputs])))
-        if not torch.is_grad_enabled() and not torch._C._len_torch_dispatch_stack():
-            return (None, *_one_by_one(lambda d: _way_back(backs, d), d))
         # A dispatch mode (a counter) sees the operator, and not half of the products that are in it. Or a second
         # derivative is asked for, which the operator refuses with a sentence.
-        found: list[Tensor | None] = []
-        for r, part, kept, needed in backs:
-            there = [v is not None and bool(one) for v, one in zip(differentiable(r), needed)]
-            grads = call_backward(*d[part.outputs], () if r.recompute else filled(r.h0, *kept), there, *flatten(r))
-            found += (grad if one else None for grad, one in zip(grads, there))
-        return (None, *found)
+        if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
+            return (None, *_by_operator(backs, d))
+        return (None, *_one_by_one(lambda d: (_way_back if are_memory((*d, *values)) else _by_operator)(backs, d), d))
 
     jvp = staticmethod(no_forward_mode)
 
@@ -150,6 +149,16 @@ def _way_back(backs: Sequence[tuple[Run, _Part, Any, Any]], d: Sequence[Any]) ->
         kept = Kept(y, r.h0, None, cells, gates, gh, tuple(moments), part.rows)
         due.append(Back(r, kept, d[part.outputs], needs))
     return [v for found in passes.backward(*due) for v in found]
+
+
+def _by_operator(backs: Sequence[tuple[Run, _Part, Any, Any]], d: Sequence[Any]) -> list[Tensor | None]:
+    """The same through the dispatcher."""
+    found: list[Tensor | None] = []
+    for r, part, kept, needs in backs:
+        there = [v is not None and bool(needed) for v, needed in zip(differentiable(r), needs)]
+        grads = call_backward(*d[part.outputs], () if r.recompute else filled(r.h0, *kept), there, *flatten(r))
+        found += (grad if one else None for grad, one in zip(grads, there))
+    return found
 
 
 def _one_by_one(backward: Callable[[Any], Sequence[Tensor | None]], d: Sequence[Any]) -> Sequence[Tensor | None]:

@@ -11,26 +11,35 @@ from ..cells import zone
 from ..draws import Draw, draw_all
 from .interface import Result, Run
 from .masks import masks_of
+from .memory import are_memory
 from .modes import plain_eager
 
+_ALWAYS = torch.ones((), dtype=torch.bool, device="cpu")
 _CELLS = {"gru": torch.gru_cell, "rnn_tanh": torch.rnn_tanh_cell, "rnn_relu": torch.rnn_relu_cell}
 
 
-def is_plain(x: Tensor, draws: Sequence[Draw]) -> bool:
-    """Whether there is nothing but zoneout, of numbers that torch's cell rounds no more than ours does."""
+def is_plain(x: Tensor, others: Sequence[Tensor | None], draws: Sequence[Draw]) -> bool:
+    """Whether there is nothing but zoneout, of numbers that torch's cell rounds no more than ours does.
+
+    What is not in memory goes through the operator, as it does in more steps: torch's cell writes to a sum in place,
+    which is wrong for zeros without storage and for a subclass that is added to a plain tensor. `others` are the states
+    and weights.
+    """
     return (
-        x.device.type == "cpu"
+        x.is_cpu
         and x.dtype in (torch.float32, torch.float64)
         and all(draw.rule.by == "previous" for draw in draws)
         and plain_eager()
         and not torch.is_autocast_enabled("cpu")
+        and are_memory((x, *others))
     )
 
 
 def takes(r: Run) -> bool:
     """Whether a run is one such step."""
     extra = (r.norm, r.weights.w_hr, r.lengths, r.counts)
-    return r.x.shape[0] == 1 and all(value is None for value in extra) and is_plain(r.x, r.draws)
+    others = (r.h0, r.c0, r.reset_h, r.reset_c, r.resets, *r.weights)
+    return r.x.shape[0] == 1 and all(value is None for value in extra) and is_plain(r.x, others, r.draws)
 
 
 def run(r: Run) -> Result:
@@ -79,6 +88,7 @@ def step(
             new = zone(new, old, rate.to(new.dtype, copy=True))
         else:
             share = float(rate)
-            new = new if share == 0 else old.clone() if share == 1 else torch.lerp(new, old, share)
+            # Of a rate of 1 too the derivative of the new value is zero, not missing.
+            new = new if share == 0 else torch.where(_ALWAYS, old, new) if share == 1 else torch.lerp(new, old, share)
         h, c = (new, c) if stream == "hidden" else (h, new)
     return h, c

@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
 
 from ..draws import Draw
 from ..noise import MASKS, STREAMS, Rule
@@ -275,12 +278,30 @@ def _let_count() -> None:
 
 def _call(*args: Any) -> tuple[Tensor, ...]:
     _let_count()
-    return (_Transformed.apply if _transformed() else torch.ops.zoneout.run)(*args)
+    return _through_transforms(_Transformed, torch.ops.zoneout.run, args)
 
 
 def call_backward(*args: Any) -> Sequence[Tensor]:
     _let_count()
-    return (_TransformedBackward.apply if _transformed() else torch.ops.zoneout.run_backward)(*args)
+    return _through_transforms(_TransformedBackward, torch.ops.zoneout.run_backward, args)
+
+
+def _through_transforms(node: type[torch.autograd.Function], op: Any, args: tuple[Any, ...]) -> Any:
+    """The operator, as the innermost transform takes it.
+
+    Neither operator writes to what it is given or gives it back, so `functionalize` has nothing to do but to unwrap and
+    to wrap again; torch has no such rule for a node.
+    """
+    if not _transformed():
+        return op(*args)
+    innermost: Any = retrieve_current_functorch_interpreter()
+    if innermost.key() != TransformType.Functionalize:
+        return node.apply(*args)
+    api = FunctorchFunctionalizeAPI(innermost)
+    given: Any = api.unwrap_tensors(args)
+    with api.redispatch_to_next():
+        found = _through_transforms(node, op, given)
+    return api.wrap_tensors(found)
 
 
 def _vmap(op: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from . import cuda
 from .cuda import rows as fused
-from .modes import nobody_derives, plain_eager
+from .memory import are_memory
+from .modes import functionalizing, nobody_derives, plain_eager
 from .rows import lengths_of
 
 
@@ -48,7 +49,7 @@ def _moved(v: Tensor, starts: Tensor, lengths: Tensor, total: int, pack: bool) -
     """Rows packed, or laid out padded."""
     if not has_kernel(v):
         how: Any = _by_torch
-    elif not plain_eager():
+    elif not (plain_eager() and are_memory((v, starts, lengths))):
         how = torch.ops.zoneout.move_rows
     else:
         how = _fused if nobody_derives((v,)) else _Moved.apply
@@ -75,7 +76,8 @@ def _by_torch(v: Tensor, starts: Tensor, lengths: Tensor, total: int, pack: bool
     if not pack:
         return v.new_zeros(steps * batch, width).index_copy_(0, at, v).view(steps, batch, width)
     v = v.reshape(steps * batch, width)
-    if torch.compiler.is_compiling():  # which takes no function that knows its forward-mode derivative
+    # Neither of these takes a function that knows its forward-mode derivative.
+    if torch.compiler.is_compiling() or any(functionalizing()):
         return v.index_select(0, at)
     return _Picked.apply(v, at)
 

@@ -167,7 +167,7 @@ def _ready(device: Any, r: Run, rows: Packed | Padded | None = None) -> _Ready:
 
 
 def in_one_piece(v: Tensor | None) -> Tensor | None:
-    """As loops read it: a parameter may be a column of something, or expanded."""
+    """As loops read it: a parameter, or what a hook gives back of a node, may be a column of something, or expanded."""
     return None if v is None else v.contiguous()
 
 
@@ -330,7 +330,8 @@ def _backward(device: Any, of: Back) -> Generator[tuple[Loop, Backward], None, d
     n, wide_ = ys.shape[0], w.w_hh.shape[0]
     hidden = wide_ // GATES[r.cell]
     moments = _turned_moments(by_unit, r.cell, kept.moments) if ready.by_unit else kept.moments
-    loop = _loop(r, ready, kept.gates, ys, cs, kept.gh, moments)
+    inner = (kept.gates.contiguous(), ys, cs, in_one_piece(kept.gh), [in_one_piece(v) for v in moments])
+    loop = _loop(r, ready, *inner)
     states = state_type(ys.dtype)
 
     def start(d: Tensor | None, like: Tensor) -> Tensor:

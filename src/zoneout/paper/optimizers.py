@@ -17,6 +17,7 @@ from torch.nn.utils import get_total_norm
 from ..draws import widest
 from ..ops import cuda
 from ..ops.cuda import optimizer as fused
+from ..ops.memory import in_memory
 from .config import Optimizer as Settings
 
 Tensors = list[Tensor]
@@ -143,7 +144,7 @@ def apart(gradients: Sequence[Tensor]) -> Tensors:
     """The same, each without gaps and in memory of its own: that of two biases may be one."""
     taken: set[int] = set()
     own = []
-    for gradient in map(Tensor.contiguous, gradients):
+    for gradient in map(in_memory, gradients):
         own.append(gradient.clone() if gradient.data_ptr() in taken else gradient)
         taken.add(gradient.data_ptr())
     return own

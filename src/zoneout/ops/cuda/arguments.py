@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...draws import Draw
 from ..loop import Backward, Loop, sees
+from ..memory import address
 
 CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -90,12 +91,10 @@ class Arguments:
         self.alive: list[Tensor] = []
 
     def put(self, name: str, value: Tensor | None, dtype: torch.dtype | None = None) -> None:
-        """Set a pointer; the tensor must be contiguous and of `dtype`."""
+        """Set a pointer; the tensor must be contiguous, of `dtype` and on the device of the others."""
         if value is not None:
-            if not value.is_contiguous() or (dtype is not None and value.dtype != dtype):
-                raise RuntimeError(f"{name}: a kernel would read what is not there")
             self.alive.append(value)
-            setattr(self.struct, name, value.data_ptr())
+            setattr(self.struct, name, address(value, name, dtype, self.alive[0].get_device()))
 
     def put_all(self, values: Any, names: Sequence[str], dtype: torch.dtype) -> None:
         """Set the pointers of these names to what `values` has under them."""
@@ -124,7 +123,7 @@ def loop_arguments(loop: Loop, back: Backward | None) -> Arguments:
         made.put_all(back, _NARROW_BACK, loop.gates.dtype)
         made.put_all(back, _WIDE_BACK, torch.float32)
     for name, draw in loop.draws.items():
-        fill_stream(getattr(s, _STREAMS[name]), draw)
+        fill_stream(getattr(s, _STREAMS[name]), draw, loop.gates.get_device())
     return made
 
 
@@ -145,17 +144,15 @@ def norm_arguments(loop: Loop, back: Backward | None) -> Arguments:
 _STREAMS = {"cell": "cell", "hidden": "hidden_state", "update": "update"}
 
 
-def fill_stream(to: Stream, draw: Draw) -> None:
-    """A stream of noise as the kernels know it."""
+def fill_stream(to: Stream, draw: Draw, device: int) -> None:
+    """A stream of noise as the kernels of a GPU know it."""
     to.mode = 2 if draw.seed is None else 1
     to.zero, to.hold = draw.rule.by == "zero", draw.rule.holds_gate
     to.sees_step, to.sees_example, to.sees_unit, to.high = sees(draw)
     to.plane = draw.plane
-    assert draw.rate.dtype == torch.float64 and draw.rate.is_contiguous()
-    to.rate, to.stride = draw.rate.data_ptr(), int(draw.rate.dim() > 0)
+    to.rate, to.stride = address(draw.rate, "rate", torch.float64, device), int(draw.rate.dim() > 0)
     if draw.seed is not None:
-        assert draw.seed.device == draw.rate.device and draw.seed.dtype == torch.int64
-        to.seed = draw.seed.data_ptr()
+        to.seed = address(draw.seed, "seed", torch.int64, device)
 
 
 # --- what kernels are compiled for -----------------------------------------------------------------
@@ -191,5 +188,5 @@ def modes_of(draws: dict[str, Draw]) -> tuple[int, int] | None:
             return None
         shared = name == "hidden" and draw.rule.mask == "shared"
         modes[name] = 2 if draw.seed is None else 3 if shared else 1
-    seeds = {draw.seed.data_ptr() for draw in draws.values() if draw.seed is not None}
+    seeds = {address(draw.seed) for draw in draws.values() if draw.seed is not None}
     return (modes["cell"], modes["hidden"]) if len(seeds) < 2 else None  # one draw serves both

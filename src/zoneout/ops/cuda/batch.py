@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..interface import Run
 from ..loop import GATES, Backward, Loop
+from ..memory import is_aligned
 from .arguments import CELLS, TYPES, has, known, loop_arguments, modes_of, norm_arguments
 from .compiler import Kernel, Ready, chip, load, pack, tf32
 from .small import MOST_NUMBERS
@@ -105,7 +106,7 @@ def pairs_lie_even(loop: Loop, given: list[Tensor]) -> bool:
     """Whether two neighbours, and all gates of both, can be read at once, wherever they lie."""
     numbers = (loop.gates.dtype, torch.float32)
     each = (value for value in given if value.dtype in numbers)
-    return loop.hidden % 2 == 0 and all(value.data_ptr() % 16 == 0 for value in each)
+    return loop.hidden % 2 == 0 and all(is_aligned(value, 16) for value in each)
 
 
 def defines_of(

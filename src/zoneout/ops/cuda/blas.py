@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..memory import address
 from .compiler import _wheels, tf32
 
 _KINDS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # cudaDataType
@@ -48,8 +49,10 @@ def times(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> Tensor:
         # The library counts columns first, so it is asked for outᵀ = bᵀ·aᵀ.
         _check(
             _gemm()(
-                handle, b_turned, a_turned, columns, rows, depth, _ONE, b.data_ptr(), _FLOAT, b_pitch, a.data_ptr(),
-                _FLOAT, a_pitch, _ONE if add else _ZERO, out.data_ptr(), _FLOAT, columns,
+                handle, b_turned, a_turned, columns, rows, depth, _ONE,
+                address(b, "b", torch.float32, device, gaps=True), _FLOAT, b_pitch,
+                address(a, "a", torch.float32, device, gaps=True), _FLOAT, a_pitch, _ONE if add else _ZERO,
+                address(out, "out", torch.float32, device), _FLOAT, columns,
                 _TF32 if tf32() else _EXACT, _DEFAULT,
             )
         )  # fmt: skip
@@ -88,9 +91,9 @@ def product(
     such blocks apart.
     """
     columns, depth = w.shape if transposed else (w.shape[1], w.shape[0])
-    assert w.is_contiguous() and depth % parts == 0
+    assert depth % parts == 0
     one, beta = ctypes.c_float(1.0), ctypes.c_float(float(add))
-    a, b, at = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p(w.data_ptr())
+    a, b, at = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p(address(w, "W"))
     call = library("Lt").cublasLtMatmul
     arguments: list[Any] = []
     alive: list[Tensor] = []
@@ -98,7 +101,7 @@ def product(
 
     def prepare(a_at: int, b_at: int) -> None:
         aligned = (
-            _alignment(w.data_ptr()),
+            _alignment(address(w, "W")),
             _alignment(a_at, rows * depth * w.element_size()),
             _alignment(b_at, rows * columns * out.itemsize),
         )
@@ -110,7 +113,7 @@ def product(
             (
                 ctypes.c_void_p(torch.cuda.current_blas_handle()), how.product, ctypes.byref(one), at, how.w, a, how.a,
                 ctypes.byref(beta), b, how.b, b, how.b, ctypes.byref(how.algorithm),
-                ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(how.workspace),
+                ctypes.c_void_p(address(memory, "memory")), ctypes.c_size_t(how.workspace),
                 ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(w.get_device())),
             )
         )  # fmt: skip

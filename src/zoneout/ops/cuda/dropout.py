@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...draws import Draw
+from ..memory import address
 from .arguments import TYPES, Stream, fill_stream
 from .compiler import load, pack
 
@@ -32,12 +33,15 @@ def dropout(x: Tensor, draw: Draw, examples: Tensor, first_step: int) -> Tensor:
     if x.numel() == 0:
         return y
     stream = Stream()
-    fill_stream(stream, draw)
-    pointers = (x.data_ptr(), y.data_ptr(), steps * batch, batch, units, first_step, examples.data_ptr())
-    dropped = Dropped(*pointers)  # which has to live until the launch
+    device = x.get_device()
+    fill_stream(stream, draw, device)
+    dropped = Dropped(  # which has to live until the launch
+        address(x, "x"), address(y, "y"), steps * batch, batch, units, first_step,
+        address(examples, "examples", torch.int64, device),
+    )  # fmt: skip
     defines = (("CELL", 0), ("TYPE", TYPES[x.dtype]), ("FAST", 1))
     with torch.cuda.device(x.device):
-        (kernel,) = load(x.get_device(), "dropout.cu", ("dropout",), defines)
+        (kernel,) = load(device, "dropout.cu", ("dropout",), defines)
         blocks = -(-(steps * batch * -(-units // 4)) // THREADS)
         kernel.launch(blocks, THREADS, pack((stream, dropped)))
     return y

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..loop import Backward, Loop
+from ..memory import is_aligned
 from .arguments import TYPES, Arguments
 from .compiler import Kernel, load, pack
 
@@ -108,7 +109,7 @@ def backward(loop: Loop, back: Backward) -> None:
     """Of x·Wx, from that of its normalised form; and of all the norms' scales and shifts."""
     assert back.dx is not None
     dtype, device, (rows, width) = back.dx.dtype, back.dx.get_device(), back.dx.shape
-    given, apart = _arguments(loop, back.dx), back.dsh.data_ptr() != back.dgx.data_ptr()
+    given, apart = _arguments(loop, back.dx), back.dsh is not back.dgx
     given.put("d", back.dgx, dtype)
     given.put("gh", loop.gh, torch.float32)
     if apart:
@@ -170,7 +171,7 @@ def _plan(loop: Loop, given: Arguments, back: bool) -> Plan:
 def _vector(width: int, given: Iterable[Tensor], most: int) -> int:
     """How many neighbours can be read at once, wherever they lie: `most`, or half of that, …"""
     numbers = [v for v in given if v.is_floating_point()]
-    while width % most or any(v.data_ptr() % min(16, most * v.element_size()) for v in numbers):
+    while width % most or not all(is_aligned(v, min(16, most * v.element_size())) for v in numbers):
         most //= 2
     return most
 

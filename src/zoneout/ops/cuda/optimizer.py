@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..memory import address
 from .compiler import load, pack
 
 MOST = 64  # tensors of a launch
@@ -76,14 +77,18 @@ def defines_of(rule: int, paper: bool) -> tuple[tuple[str, int], ...]:
 def _tensors(
     parameters: Sequence[Tensor] | None, grads: Sequence[Tensor], slots: Sequence[Sequence[Tensor]]
 ) -> Tensors:
-    given, end = Tensors(), 0
+    given, end, device = Tensors(), 0, grads[0].get_device()
+
+    def at(v: Tensor) -> int:
+        return address(v, "parameter", torch.float32, device)
+
     for i, grad in enumerate(grads):
         end += -(-grad.numel() // CHUNK)
-        given.g[i], given.size[i], given.end[i] = grad.data_ptr(), grad.numel(), end
+        given.g[i], given.size[i], given.end[i] = at(grad), grad.numel(), end
         if parameters is not None:
-            given.p[i] = parameters[i].data_ptr()
+            given.p[i] = at(parameters[i])
         for name, slot in zip(("first", "second"), slots):
-            getattr(given, name)[i] = slot[i].data_ptr()
+            getattr(given, name)[i] = at(slot[i])
     return given
 
 
@@ -97,7 +102,7 @@ def _launch(
 ) -> None:
     wide = [None if number is None else number.double() for number in numbers]  # which have to live until the launch
     for field, number in zip(("factor", "eps", "by", "keep"), wide):
-        setattr(how, field, None if number is None else number.data_ptr())
+        setattr(how, field, None if number is None else address(number, field))
     with torch.cuda.device(steps[0].device):
         kernels = load(steps[0].get_device(), "optimizer.cu", ("advance", "apply"), defines)
         kernels[name == "apply"].launch(given.end[len(steps) - 1], THREADS, pack((given, how)))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..loop import Loop
+from ..memory import address
 from ..products import padded, product, times, trimmed
 from .arguments import TYPES
 from .compiler import load, pack
@@ -118,27 +119,28 @@ def _moved(v: Tensor, v_starts: Tensor | None, out: Tensor, out_starts: Tensor |
     word = _word(width * size, source.at, source.step, source.row, to.at, to.step, to.row)
     words = width * size // word
     blocks = -(-(steps * batch * words) // THREADS)
-    _launch("move", v, blocks, Moved(source, to, steps, batch, words, word, lengths.data_ptr()))
+    _launch("move", v, blocks, Moved(source, to, steps, batch, words, word, _index(lengths, v)))
     return out
 
 
 def _side(v: Tensor, starts: Tensor | None, size: int) -> Side:
     if starts is not None:
-        return Side(v.data_ptr(), starts.data_ptr(), 0, v.stride(0) * size)
+        return Side(address(v, "rows", gaps=True), _index(starts, v), 0, v.stride(0) * size)
     step, row, _ = v.stride()
-    return Side(v.data_ptr(), None, step * size, row * size)
+    return Side(address(v, "rows", gaps=True), None, step * size, row * size)
 
 
 def clear(lengths: Tensor, steps: int, *arrays: Tensor | None) -> None:
     """Zero past the ends in several arrays [T · B, ·], each without gaps; the same one may be given twice."""
-    there = {v.data_ptr(): v for v in arrays if v is not None}
+    there = {address(v, "array"): v for v in arrays if v is not None}
     batch = lengths.shape[0]
     if steps * batch == 0 or not there:
         return
     first, *_ = there.values()
     widths = [v.shape[-1] * v.element_size() for v in there.values()]
     words = [_word(at, width) for at, width in zip(there, widths)]
-    given = Cleared(steps, batch, lengths.data_ptr(), len(there), _PLACES(*there), _NUMBERS(*widths), _NUMBERS(*words))
+    at = _index(lengths, first)
+    given = Cleared(steps, batch, at, len(there), _PLACES(*there), _NUMBERS(*widths), _NUMBERS(*words))
     _launch("clear", first, min(BLOCKS, -(-(steps * batch) // (THREADS // 32))), given)
 
 
@@ -150,11 +152,12 @@ def last(
     out = [initial.new_empty(initial.shape, dtype=dtype) for _, initial in states]
     initials = [initial.contiguous() for _, initial in states]
     given = [
-        State(every.data_ptr(), initial.data_ptr(), to.data_ptr(), to.shape[1], every.dtype == torch.float32)
+        State(_at(every), _at(initial), _at(to), to.shape[1], every.dtype == torch.float32)
         for (every, _), initial, to in zip(states, initials, out)
     ]
     if most := batch * max(to.shape[1] for to in out):
-        ends = Ends(steps, batch, reverse, _at(lengths), (State * 2)(*given))
+        at = None if lengths is None else _index(lengths, out[0])
+        ends = Ends(steps, batch, reverse, at, (State * 2)(*given))
         _launch("ends", out[0], (-(-most // THREADS), len(out)), ends)
     return out
 
@@ -165,14 +168,14 @@ def entered(loop: Loop, lengths: Tensor | None, reverse: bool, x: Tensor | None,
     h, beside, pitch = outputs * size, inputs * size, out.shape[1] * size
     if out.numel() == 0:
         return out
-    starts = [v.data_ptr() for v in (loop.y, loop.h0, loop.reset_h, out) if v is not None]
+    starts = [at for at in map(_at, (loop.y, loop.h0, loop.reset_h, out)) if at is not None]
     h_word = _word(h, pitch, *starts) if loop.scale_h is None else size
-    x_word = size if x is None else _word(beside, pitch, x.data_ptr(), out.data_ptr() + h)
+    x_word = size if x is None else _word(beside, pitch, address(x, "x"), starts[-1] + h)
     ones = out.shape[1] - outputs - inputs
     resets, reset_h = (loop.resets, loop.reset_h) if loop.reset_h is not None else (None, None)
     given = Entered(
-        loop.steps, loop.batch, reverse, _at(lengths), _at(resets), loop.y.data_ptr(), loop.h0.data_ptr(),
-        _at(reset_h), _at(loop.scale_h), _at(x), out.data_ptr(), h // h_word, h_word, beside // x_word, x_word, ones,
+        loop.steps, loop.batch, reverse, _at(lengths), _at(resets), _at(loop.y), _at(loop.h0),
+        _at(reset_h), _at(loop.scale_h), _at(x), starts[-1], h // h_word, h_word, beside // x_word, x_word, ones,
     )  # fmt: skip
     words = h // h_word + beside // x_word + ones
     _launch("entered", out, -(-(loop.steps * loop.batch * words) // THREADS), given)
@@ -183,8 +186,9 @@ def parted(v: Tensor, parts: Sequence[tuple[int, int]]) -> list[Tensor]:
     """Columns of a matrix without gaps, each part from a first one and so many, in matrices of their own."""
     count, size, pitch = len(v), v.element_size(), v.shape[1] * v.element_size()
     out = [v.new_empty(count, width) for _, width in parts]
-    sources = [v.data_ptr() + first * size for first, _ in parts]
-    places = [to.data_ptr() for to in out]
+    start = address(v, "matrix")
+    sources = [start + first * size for first, _ in parts]
+    places = [address(to, "part") for to in out]
     words = [_word(width * size, pitch, *at) for (_, width), *at in zip(parts, sources, places)]
     numbers = [width * size // word for (_, width), word in zip(parts, words)]
     if most := count * max(numbers):
@@ -194,7 +198,12 @@ def parted(v: Tensor, parts: Sequence[tuple[int, int]]) -> list[Tensor]:
 
 
 def _at(v: Tensor | None) -> int | None:
-    return None if v is None else v.data_ptr()
+    return None if v is None else address(v, "rows")
+
+
+def _index(v: Tensor, of: Tensor) -> int:
+    """The address of lengths or of starts of the rows of `of`."""
+    return address(v, "lengths", torch.int64, of.get_device())
 
 
 def _word(*addresses: int) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..loop import Backward, Loop
+from ..memory import address, is_aligned
 from ..products import padded
 from .arguments import CELLS, EVERYTHING, TYPES, Arguments, Normed, Scratch, has, known, loop_arguments, modes_of
 from .blas import product
@@ -43,22 +44,22 @@ def forward(loop: Loop) -> None:
     if dtype != torch.float32 and (loop.cell == "gru" or (draw is not None and draw.seed is None)):
         pass_.scratch("h", (batch, size))
     enters = loop.resets is not None or loop.scale_h is not None or pass_.apart
-    left = [loop.h0.data_ptr(), *pass_.addresses(loop.y)[:-1]]
+    left = [address(loop.h0, "h0"), *pass_.addresses(loop.y)[:-1]]
     w = padded(_halved(loop.w_hh) if pass_.half else loop.w_hh)
     if pass_.half:
         h_in = padded(_halved(loop.h0))
         pass_.own.put("next", h_in)
-        left, pass_.own.struct.pitch = [h_in.data_ptr()] * loop.steps, w.shape[1]
+        left, pass_.own.struct.pitch = [address(h_in, "h_in")] * loop.steps, w.shape[1]
     elif enters or w.shape[1] != size:
         h_in = pass_.scratch("h_in", (batch, w.shape[1]), dtype)
-        left, pass_.own.struct.pitch = [h_in.data_ptr()] * loop.steps, w.shape[1]
+        left, pass_.own.struct.pitch = [address(h_in, "h_in")] * loop.steps, w.shape[1]
         h_in.copy_(padded(loop.h0))
-        pass_.own.struct.next = None if enters else h_in.data_ptr()
+        pass_.own.struct.next = None if enters else address(h_in, "h_in")
     added = norm is None and loop.cell != "gru" and not pass_.apart  # the product goes straight to x's part
     right, into = pass_.addresses(loop.gates), dtype
     if not added:
         h_w = pass_.scratch("product", (batch, loop.gates.shape[1]))
-        right, into = [h_w.data_ptr()] * loop.steps, torch.float32
+        right, into = [address(h_w, "h_w")] * loop.steps, torch.float32
     multiply = product(w, batch, into, transposed=True, add=added)
 
     after: list[Step] = []
@@ -75,9 +76,10 @@ def forward(loop: Loop) -> None:
     else:
         after.append(pass_.step("forward", loop.hidden, GATES | end))
     if w_hr is not None:
-        u, projected = pass_.scratch("u", (batch, loop.hidden), dtype), pass_.scratch("shown", (batch, size))
+        u = address(pass_.scratch("u", (batch, loop.hidden), dtype), "u")
+        projected = address(pass_.scratch("shown", (batch, size)), "shown")
         project = product(w_hr, batch, torch.float32, transposed=True)
-        after.append(lambda t: project(u.data_ptr(), projected.data_ptr()))
+        after.append(lambda t: project(u, projected))
         after.append(pass_.step("carry", size))
     before: list[Step] = [pass_.step("enter", size)] if enters else []
     for t in range(loop.steps):
@@ -101,10 +103,10 @@ def backward(loop: Loop, back: Backward) -> None:
     before: list[Step] = []
     if w_hr is not None:
         assert back.du is not None
-        shown, rows = pass_.scratch("shown", (batch, loop.hidden)), pass_.rows(back.du)
+        shown, rows = address(pass_.scratch("shown", (batch, loop.hidden)), "shown"), pass_.rows(back.du)
         unproject = product(w_hr, batch, torch.float32, transposed=False)
         before.append(pass_.step("carry_back", size))
-        before.append(lambda t: unproject(rows(t), shown.data_ptr()))
+        before.append(lambda t: unproject(rows(t), shown))
     if lstm and norm is not None:
         assert back.dnc is not None and back.chat is not None
         raw = pass_.scratch("raw", (batch, loop.hidden))
@@ -123,8 +125,9 @@ def backward(loop: Loop, back: Backward) -> None:
         w, back_w = _scaled(loop.w_hh)
         w, transposed = padded(w), False
         pass_.own.put("back_w", back_w, torch.float32)
-        entering, back_d = pass_.scratch("d_half", (batch, depth), torch.float16), pass_.scratch("back", (batch,))
-        d: Callable[[int], int] = lambda t: entering.data_ptr()  # noqa: E731
+        entering = address(pass_.scratch("d_half", (batch, depth), torch.float16), "d_half")
+        back_d = pass_.scratch("back", (batch,))
+        d: Callable[[int], int] = lambda t: entering  # noqa: E731
     else:
         w, transposed = _for_the_way_back(loop.w_hh)
         d = pass_.rows(back.dgh)
@@ -132,7 +135,7 @@ def backward(loop: Loop, back: Backward) -> None:
     parts = parts_of(depth, pitch, batch, w.element_size(), chip(pass_.index).processors)
     rec = pass_.scratch("rec", (parts, batch, pitch))
     pass_.own.struct.pitch, pass_.own.struct.sums, pass_.own.struct.settled = pitch, parts, settles
-    multiply, to = product(w, batch, torch.float32, transposed, parts=parts), rec.data_ptr()
+    multiply, to = product(w, batch, torch.float32, transposed, parts=parts), address(rec, "rec")
     after: list[Step] = [pass_.centre()] if loop.balanced else []
     if settles:
         after.append(pass_.step("settle", max(size, loop.hidden)))
@@ -223,7 +226,7 @@ class _Pass:
             return False
         numbers = (self.loop.gates.dtype, torch.float32)
         given = [value for value in (*self.arguments.alive, *self.own.alive) if value.dtype in numbers]
-        return all(value.data_ptr() % (4 * value.element_size()) == 0 for value in given)
+        return all(is_aligned(value, 4 * value.element_size()) for value in given)
 
     def _half(self, back: bool) -> bool:
         """Whether what enters the product in TF32 goes in half precision, which has as many bits.
@@ -243,7 +246,7 @@ class _Pass:
 
     def addresses(self, values: Tensor) -> list[int]:
         """Where the rows of each processed step of [N, ·] begin, if they lie together."""
-        start, size = values.data_ptr(), self.loop.batch * values.shape[1] * values.element_size()
+        start, size = address(values, "values"), self.loop.batch * values.shape[1] * values.element_size()
         found = [start + t * size for t in range(self.loop.steps)]
         return found[::-1] if self.loop.reverse else found
 
@@ -254,13 +257,14 @@ class _Pass:
         width = values.shape[1]
         to = values.new_empty(self.loop.batch, width)
         self.own.alive.append(to)
-        given = (self.arguments.struct, ctypes.c_void_p(values.data_ptr()), ctypes.c_void_p(to.data_ptr()))
+        start = address(to, "to")
+        given = (self.arguments.struct, ctypes.c_void_p(address(values, "values")), ctypes.c_void_p(start))
         blocks = (self.loop.batch, -(-width // THREADS))
         gather = self._at_step("gather", blocks, (THREADS, 1), (*given, ctypes.c_int64(width)))
 
         def gathered(t: int) -> int:
             gather(t)
-            return to.data_ptr()
+            return start
 
         return gathered
 

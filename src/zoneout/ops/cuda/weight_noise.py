@@ -7,6 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from ..memory import address
 from .arguments import TYPES
 from .compiler import load, pack
 
@@ -30,10 +31,13 @@ def add_noise(weight: Tensor, std: Tensor, seed: Tensor, matrix: int, plane: int
     y = torch.empty_like(weight)
     if weight.numel() == 0:
         return y
-    pointers = (weight.data_ptr(), y.data_ptr(), weight.numel(), matrix, plane, seed.data_ptr(), std.data_ptr())
-    noisy = Noisy(*pointers)  # which has to live until the launch
+    device = weight.get_device()
+    noisy = Noisy(  # which has to live until the launch
+        address(weight, "weight"), address(y, "y"), weight.numel(), matrix, plane,
+        address(seed, "seed", torch.int64, device), address(std, "std", torch.float64, device),
+    )  # fmt: skip
     defines = (("CELL", 0), ("TYPE", TYPES[weight.dtype]), ("FAST", 1))
     with torch.cuda.device(weight.device):
-        (kernel,) = load(weight.get_device(), "weight_noise.cu", ("weight_noise",), defines)
+        (kernel,) = load(device, "weight_noise.cu", ("weight_noise",), defines)
         kernel.launch(-(-weight.numel() // (4 * THREADS)), THREADS, pack((noisy,)))
     return y

@@ -8,6 +8,7 @@ from functools import cache
 import torch
 
 from ..loop import Backward, Loop
+from ..memory import is_aligned
 from . import rows
 from .arguments import CELLS, TYPES, Arguments, Exchange, known, loop_arguments, modes_of
 from .compiler import Kernel, Ready, chip, load, pack
@@ -79,7 +80,7 @@ def ready(loop: Loop, back: Backward | None, loops: int) -> Ready | None:
         return None
     arguments, exchange = loop_arguments(loop, None), Arguments(Exchange)
     numbers = (loop.gates.dtype, torch.float32)
-    if any(value.data_ptr() % 16 for value in arguments.alive if value.dtype in numbers):
+    if not all(is_aligned(value, 16) for value in arguments.alive if value.dtype in numbers):
         return None
     kernel = _kernel(loop.gates.get_device(), loop.gates.dtype, tiles, modes)
     if kernel is None:
