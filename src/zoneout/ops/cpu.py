@@ -146,19 +146,16 @@ def product(a: Tensor, b: Tensor, out: Tensor) -> bool:
     library = native.load()
     if library is None or a.dtype not in (torch.float32, torch.float64):
         return False
-    for name, value in (("a", a), ("out", out)):
-        if not value.is_contiguous() or value.dtype != b.dtype or value.device.type != "cpu":
-            raise RuntimeError(f"{name}: a product in C would read what is not there")
     kind, (rows, depth), columns = "double" if a.dtype == torch.float64 else "float", a.shape, b.shape[1]
     if depth == 0 or out.numel() == 0:
         out.zero_()
         return True
     size = getattr(library, f"zoneout_packed_size_{kind}")(rows, depth, columns)
     packed = scratch(a, size + 64 // a.element_size(), dtype=a.dtype) if size else None
-    at = 0 if packed is None else (packed.data_ptr() + 63) // 64 * 64
-    sizes, strides, threads = (rows, depth, columns), b.stride(), torch.get_num_threads()
+    at = 0 if packed is None else (address(packed, "packed") + 63) // 64 * 64
+    left, right = address(a, "a", a.dtype, -1), address(b, "b", a.dtype, -1, gaps=True)
     getattr(library, f"zoneout_product_{kind}")(
-        *sizes, a.data_ptr(), b.data_ptr(), *strides, out.data_ptr(), at, threads
+        rows, depth, columns, left, right, *b.stride(), address(out, "out", a.dtype, -1), at, torch.get_num_threads()
     )
     give_back(packed)
     return True
