@@ -1,6 +1,7 @@
 """What holds for every test: which of them can run here, and on how many threads."""
 
 import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -9,8 +10,13 @@ from backends import EVERY, Backend
 from emulator import emulated  # noqa: F401 (a fixture)
 
 
-def pytest_configure() -> None:
-    """Give each of several test processes one thread: they share the cores already."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Give each of several test processes one thread, since they share the cores, and one folder of built kernels."""
+    if "PYTEST_XDIST_WORKER" not in os.environ and "ZONEOUT_EMULATED" not in os.environ:
+        kernels = tempfile.TemporaryDirectory(prefix="zoneout-emulated-")
+        os.environ["ZONEOUT_EMULATED"] = kernels.name
+        config.add_cleanup(kernels.cleanup)
+        config.add_cleanup(lambda: os.environ.pop("ZONEOUT_EMULATED", None))
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start

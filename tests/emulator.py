@@ -32,6 +32,7 @@ from zoneout.ops import cuda, packing, passes, products
 from zoneout.ops.cuda import compiler
 
 HEADER = Path(__file__).with_name("emulator.h")
+OPTIONS = ["-std=c++17", "-O1", "-w", "-fPIC", "-fsanitize=alignment"]
 
 
 def translated(text: str) -> str:
@@ -136,14 +137,15 @@ def load(device: int, source: str, names: tuple[str, ...], defines: tuple[tuple[
     cluster = 1 if found is None else dict(defines)[found[1]]
     known = [("__CUDA_ARCH__", 900), *defines]
     text = "\n".join(['#include "emulator.h"', *(f"#define {name} {value}" for name, value in known), translated(text)])
-    options = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-Wl,-Bsymbolic", "-fsanitize=alignment"]
-    said = "\n".join((text, HEADER.read_text(), *options))
+    said = "\n".join((text, HEADER.read_text(), *OPTIONS))
     library = _folder() / f"{hashlib.sha256(said.encode()).hexdigest()[:24]}.so"
     if not library.exists():
         with tempfile.TemporaryDirectory(dir=library.parent) as side:  # another process may build the same
             program, built = Path(side) / "kernel.cpp", Path(side) / "kernel.so"
             program.write_text(text)
-            subprocess.run([_compiler(), *options, "-I", HEADER.parent, "-o", built, program], check=True)
+            where = ["-I", _precompiled(), "-I", HEADER.parent]
+            linked = ["-shared", "-Wl,-Bsymbolic", "-o", built]
+            subprocess.run([_compiler(), *OPTIONS, *where, *linked, program], check=True)
             os.replace(built, library)
     kernels = ctypes.CDLL(str(library))
     return tuple(Kernel(getattr(kernels, f"emulated_{name}"), cluster) for name in names)
@@ -215,12 +217,19 @@ def _compiler() -> str:
 
 
 @cache
+def _precompiled() -> Path:
+    """A folder with the header in the form that GCC reads quickest; other compilers pass it over."""
+    folder = _folder() / hashlib.sha256(HEADER.read_bytes()).hexdigest()[:24]
+    folder.mkdir(exist_ok=True)
+    made = folder / f"{HEADER.name}.gch"
+    if not made.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as side:
+            built = Path(side) / made.name
+            subprocess.run([_compiler(), *OPTIONS, "-x", "c++-header", "-o", built, HEADER], check=True)
+            os.replace(built, made)
+    return folder
+
+
 def _folder() -> Path:
-    """Where kernels are kept: in the folder that $ZONEOUT_EMULATED names, or until Python ends."""
-    named = os.environ.get("ZONEOUT_EMULATED")
-    return Path(named if named else _temporary().name)
-
-
-@cache
-def _temporary() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="zoneout-emulated-")
+    """Where kernels are kept while the tests run: `conftest.py` makes it, for all processes."""
+    return Path(os.environ["ZONEOUT_EMULATED"])
