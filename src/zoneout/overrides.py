@@ -15,13 +15,11 @@ from torch.compiler import is_compiling
 def overriding(*values: Any) -> list[Any]:
     """The values, and elements of tuples and lists, that are no tensors and have a `__torch_function__`."""
     found: list[Any] = []
-    if is_compiling():  # which has none of them
-        return found
     for value in values:
-        if value is None or isinstance(value, Tensor):
+        if value is None or isinstance(value, Tensor) or is_compiling():  # a compiler has none of them
             continue
         if isinstance(value, (tuple, list)):
-            found += overriding(*value)
+            found += [one for one in value if not isinstance(one, Tensor) and overriding(one)]
         elif hasattr(type(value), "__torch_function__") and not isinstance(value, fx.Proxy):  # gets its own sentence
             found.append(value)
     return found

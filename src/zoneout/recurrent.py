@@ -309,7 +309,7 @@ class Recurrent(Settable):
             key, rate = seed, noise.numbers[rate_name(rule.stream, layer)]
             if rule.mask == "static":
                 key = noise.numbers[seed_name(rule.stream)]
-            if rate.device.type != "cpu":  # a device's copies may be written to before the backward pass
+            if not rate.is_cpu:  # a device's copies may be written to before the backward pass
                 rate = rate.clone()
                 key = key.clone() if key is not None and rule.mask == "static" else key
             where = plane(rule.stream, layer if at is None else at, direction)

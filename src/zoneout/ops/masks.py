@@ -26,6 +26,7 @@ def masks_of(draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: int)
     if examples.dim() == 2:  # each step has its own
         steps, each = steps.expand(len(examples)), batch
     steps, examples = steps.contiguous(), examples.contiguous()
+    steps_at, examples_at = address(steps, "steps", torch.int64, -1), address(examples, "examples", torch.int64, -1)
     masks = []
     for draw in draws:
         if draw.rate.dtype != torch.float64 or not draw.rate.is_contiguous():  # as it is read
@@ -33,8 +34,7 @@ def masks_of(draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: int)
         mask = steps.new_empty(len(steps), batch, units if draw.rate.dim() else width, dtype=torch.bool)
         threads = torch.get_num_threads() if mask.numel() > _FEW else 1
         library.zoneout_mask(
-            ctypes.byref(stream_of(draw)), address(steps, "steps", torch.int64, -1), len(steps),
-            address(examples, "examples", torch.int64, -1), batch, each, mask.shape[-1], threads,
+            ctypes.byref(stream_of(draw)), steps_at, len(steps), examples_at, batch, each, mask.shape[-1], threads,
             address(mask, "mask", torch.bool, -1),
         )  # fmt: skip
         masks.append(mask)

@@ -22,17 +22,17 @@ def are_memory(tensors: Iterable[Any]) -> bool:
     """Whether what lies behind the pointer of each tensor are its numbers; None is skipped."""
     try:
         for v in tensors:
-            if v is not None and (type(v) not in _PLAIN or v.is_neg() or (v.data_ptr() == _offset(v) and v.numel())):
+            if v is not None and (type(v) not in _PLAIN or v.is_neg() or not _has_memory(v, v.data_ptr())):
                 return False
     except RuntimeError:  # that of a sparse tensor, or inside of vmap, has no pointer to ask for
         return False
     return True
 
 
-def _offset(v: Tensor) -> int:
-    """How many bytes a tensor begins after its storage: its pointer, where the storage has no memory."""
-    numbers = v.storage_offset()
-    return int(numbers) * v.element_size() if numbers else 0
+def _has_memory(v: Tensor, at: int) -> bool:
+    """Whether there is memory at a tensor's pointer: without it the pointer is the tensor's offset in its storage."""
+    # No offset is as large as the first number: one comparison will do for nearly all tensors.
+    return at > 1 << 40 or at != v.storage_offset() * v.element_size() or not v.numel()
 
 
 def in_memory(v: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def address(
     """
     at = v.data_ptr()
     if (
-        (at == _offset(v) and v.numel())
+        not _has_memory(v, at)
         or v.is_neg()
         or not (gaps or v.is_contiguous())
         or (dtype is not None and v.dtype != dtype)
@@ -72,6 +72,6 @@ def _described(device: int | None) -> str:
 
 
 def _described_tensor(v: Tensor) -> str:
-    empty = v.data_ptr() == _offset(v)
+    empty = not _has_memory(v, v.data_ptr())
     lies = "no memory" if empty else "a negated view" if v.is_neg() else f"strides {tuple(v.stride())}"
     return f"{v.dtype} of shape {tuple(v.shape)} on {v.device} with {lies}"
