@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -20,6 +21,7 @@ from zoneout.paper.evaluate import (
     evaluate_images,
     evaluate_text,
     evaluation_mode,
+    judged,
     predictions,
     slices,
 )
@@ -233,3 +235,19 @@ def test_what_is_left_over_goes_with_those_before() -> None:
     """Batch norm has no statistics of a chunk or an image by itself."""
     found = {case: [s.stop - s.start for s in slices(*case)] for case in ((9, 4), (10, 4), (3, 1), (1, 4), (0, 4))}
     assert list(found.values()) == [[4, 5], [4, 4, 2], [1, 1, 1], [1], []]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_products_on_the_cpu_are_evaluated_in_float32(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model on the CPU is evaluated in another precision than its record says."""
+    asked: list[str] = []
+
+    def products_in(name: str, device: torch.device) -> Any:
+        asked.append(name)
+        return nullcontext()
+
+    monkeypatch.setattr("zoneout.paper.evaluate.products_in", products_in)
+    config = Config(model=Model(hidden=4), precision=precision)
+    with judged(build(config, 5), config, batch_statistics=False):
+        pass
+    assert asked == ["fp32"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zoneout.paper.config import Optimizer as Settings
-from zoneout.paper.optimizers import Optimizer, clipped_factor
+from zoneout.paper.optimizers import Optimizer, apart, clipped_factor
 
 SHAPES = {"weight": (4, 3), "bias": (4,), "start": (2, 5)}
 
@@ -186,3 +186,19 @@ def test_two_gradients_in_the_same_memory() -> None:
             optimizer.step(make(gradient), torch.tensor(0.01, dtype=torch.float64))
         found.append(list(parameters.values()) + list(optimizer.tensors().values()))
     assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
+def test_gradients_that_share_memory_are_taken_apart():
+    """Clipping in place multiplies the gradient of biases that share memory once for each of them."""
+    one, other = torch.ones(4), torch.ones(4)
+    own = apart([one, one, one, other])
+    assert len({gradient.data_ptr() for gradient in own}) == 4
+    assert own[0] is one and own[3] is other, "what has memory of its own is copied"
+
+
+def test_a_model_of_one_parameter():
+    """An optimizer looks for a second parameter."""
+    parameter = torch.ones(3, requires_grad=True)
+    optimizer = Optimizer({"weight": parameter}, Settings("sgd", lr=0.5))
+    optimizer.step([torch.ones(3)], torch.tensor(0.5))
+    assert parameter.tolist() == [0.5] * 3

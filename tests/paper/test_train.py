@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import groupby, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ from zoneout.paper.files import DataError
 from zoneout.paper.processes import products_in
 from zoneout.paper.runs import read_metrics
 from zoneout.paper.step import learning_rates, update_seeds
-from zoneout.paper.train import Diverged, Summary, load_data, train
+from zoneout.paper.train import Diverged, Summary, Training, load_data, train
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
@@ -170,6 +171,34 @@ def test_batch_norms_statistics_are_estimated_anew_and_kept(tmp_path: Path) -> N
     last = runs.load(tmp_path / "run", weights="last")  # the same weights here, with the averages of training
     assert torch.equal(found.model.softmax.weight, last.model.softmax.weight)
     assert not torch.allclose(found.model.recurrent.mean_hh_l0, last.model.recurrent.mean_hh_l0)
+
+
+@pytest.mark.parametrize(
+    ("epoch", "update", "updates", "complete"),
+    [(2, 10, 0, True), (1, 9, 0, False), (1, 9, 9, True), (1, 8, 9, False), (2, 8, 9, True)],
+)
+def test_a_run_is_complete_by_its_epochs_or_its_updates(epoch: int, update: int, updates: int, complete: bool) -> None:
+    """A run goes on for ever, or ends before it has done what was asked."""
+    given: Any = SimpleNamespace(
+        state=SimpleNamespace(epoch=epoch, update=update), config=SimpleNamespace(epochs=2, updates=updates)
+    )
+    assert Training.complete(given) is complete
+
+
+@pytest.mark.parametrize(
+    ("epoch", "update", "done", "fits"), [(0, 0, 0, True), (1, 5, 2, True), (1, 6, 3, False), (2, 6, 0, True),
+                                          (3, 6, 0, False), (1, 7, 0, False)],
+)  # fmt: skip
+def test_a_checkpoint_of_a_moment_that_cannot_be(epoch: int, update: int, done: int, fits: bool) -> None:
+    """Training goes on from a checkpoint past the end of an epoch, or of the run."""
+    feed = SimpleNamespace(updates=lambda: 3, order=lambda epoch: range(3))
+    state = SimpleNamespace(epoch=epoch, update=update, done=done)
+    given: Any = SimpleNamespace(state=state, config=SimpleNamespace(epochs=2), feed=feed)
+    if fits:
+        Training.check_position(given)
+        return
+    with pytest.raises(ValueError, match="does not fit the run"):
+        Training.check_position(given)
 
 
 def test_of_weights_that_are_equally_good_the_first_are_the_best(tmp_path: Path) -> None:

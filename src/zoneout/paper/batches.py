@@ -51,7 +51,7 @@ def chunk_starts(
 def image_order(n: int, *, seed: int = 0, epoch: int = 0) -> Tensor:
     """A random order of n examples: int64 [n].
 
-    >>> image_order(6, seed=1, epoch=0), image_order(6, seed=1, epoch=1)
+    >>> image_order(6, seed=1), image_order(6, seed=1, epoch=1)
     (tensor([4, 1, 5, 2, 0, 3]), tensor([1, 0, 5, 2, 4, 3]))
     """
     _at_least("n", n, 0)

@@ -153,7 +153,7 @@ class Eval:
                 say(f"{self.text}: {strangers}")
             symbols = on_device(numbers, device_of(self.device))
             protocol = fitted(protocol, len(numbers))
-            with judged(loaded.model, loaded.config):
+            with judged(loaded.model, loaded.config, batch_statistics=False):
                 score = evaluate_text(loaded.model, symbols, protocol, seed=loaded.config.seed)
         else:
             data = data_of(self.run, loaded.config, self.data)

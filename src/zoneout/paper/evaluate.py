@@ -173,7 +173,7 @@ def evaluation_mode(model: nn.Module, *, batch_statistics: bool = False) -> Iter
 
 
 @contextmanager
-def judged(model: nn.Module, config: Config, *, batch_statistics: bool = False) -> Iterator[None]:
+def judged(model: nn.Module, config: Config, *, batch_statistics: bool) -> Iterator[None]:
     """The model as it is evaluated after training with a config: its mode, and the precision of products."""
     device = next(model.parameters()).device
     precision = "tf32" if config.precision != "fp32" and device.type == "cuda" else "fp32"
