@@ -152,6 +152,7 @@ def test_every_dtype_of_a_corpus(dtype):
         (lambda: batches.chunk_starts(50, 1), "length: expected a whole number, 2 or more, got 1"),
         (lambda: batches.chunk_starts(50, 5, epoch=-1), "epoch: expected a whole number, 0 or more, got -1"),
         (lambda: batches.batched(torch.arange(3), 0), "batch: expected a whole number, 1 or more, got 0"),
+        (lambda: batches.streams(torch.arange(7), 0), "batch: expected a whole number, 1 or more, got 0"),
         (lambda: batches.streams(torch.arange(7), 4), "batch: 4 streams need at least 8 symbols, the text has 7"),
         (lambda: list(batches.whole(torch.arange(7), 0)), "length: expected a whole number, 1 or more, got 0"),
     ],
