@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_foreign_tensors import Wrapped
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, jvp, stack_module_state, vmap
@@ -848,25 +849,6 @@ def test_outputs_changed_in_place(kind):
 
 
 # --- tensors that wrap others, and sharding --------------------------------------------------------
-
-
-class Wrapped(Tensor):
-    """A tensor without memory of its own, as DTensor is one."""
-
-    @staticmethod
-    def __new__(cls, inner):
-        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        def unwrap(v):
-            return v.inner if isinstance(v, Wrapped) else v
-
-        args, kwargs = torch.utils._pytree.tree_map(unwrap, (args, kwargs or {}))
-        return torch.utils._pytree.tree_map_only(Tensor, Wrapped, function(*args, **kwargs))
 
 
 @pytest.mark.parametrize("what", ["input", "weights", "state"])

@@ -318,7 +318,7 @@ def _outputs(op: _Graph, dtype: Any, y: Any, h_n: Any, c_n: Any, cells: Any = No
     import onnxscript.ir as ir
 
     results = [v if v is None or dtype == op.like else op("Cast", v, to=int(dtype)) for v in (y, h_n, c_n)]
-    results += [cells, *(None,) * 8]  # the rest is for the way back
+    results += [cells, *(None,) * 8]  # the rest is saved for a backward pass
     return [ir.Value() if v is None else v for v in results]
 
 

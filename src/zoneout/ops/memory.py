@@ -63,7 +63,7 @@ def address(
 
 
 def is_aligned(v: Tensor, size: int) -> bool:
-    """Whether the first number lies at a multiple of so many bytes."""
+    """Whether the first number is aligned to `size` bytes."""
     return v.data_ptr() % size == 0
 
 

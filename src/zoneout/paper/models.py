@@ -230,7 +230,7 @@ def outline(config: Config, symbols: int = 0) -> LanguageModel | Classifier:
 
 
 def check(config: Config, symbols: int = 1, device: torch.device | None = None, copies: int = 1) -> None:
-    """An error where the model of a config cannot be, or so many copies of it have no room; nothing is made for it."""
+    """Raise if a tensor of the model would be too large, or `copies` of the model do not fit in memory."""
     room = memory_of(device or torch.device("cpu"))
     needed = 4 * copies * _size(config, symbols)
     if room is not None and needed > room:
