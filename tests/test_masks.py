@@ -367,3 +367,9 @@ def test_one_step_draws_in_c(monkeypatch):
     zo.ZoneoutCell(torch.nn.LSTMCell(3, 4), 0.5)(torch.ones(2, 3))
     zo.zoneout(torch.ones(2, 3), torch.zeros(2, 3), 0.5)
     zo.LSTM(3, 4, 2, dropout=0.5, noise=zo.VariationalDropout(input=0.5, hidden=0.5))(torch.ones(2, 1, 3))
+
+
+def test_the_last_example_of_all():
+    """The largest id is refused, or as an offset of a batch of one."""
+    last = [zo.masks(zo.Zoneout(hidden=0.5), 1, 2, 1, 40, examples=ids) for ids in (2**32 - 1, [2**32 - 1])]
+    assert torch.equal(last[0]["hidden"], last[1]["hidden"])

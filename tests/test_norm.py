@@ -677,3 +677,15 @@ def test_statistics_of_a_model_that_keeps_its_norm():
             return self.rnn(x)[0]
 
     assert zo.estimate_statistics(Model(), [torch.randn(4, 8, 3)]) == 1
+
+
+def test_statistics_of_batches_with_names():
+    """A batch in a dict, as tokenizers give it, is counted and not run."""
+    layer = zo.LSTM(3, 5, norm=zo.RecurrentBatchNorm(steps=4))
+    other = zo.LSTM(3, 5, norm=zo.RecurrentBatchNorm(steps=4))
+    other.load_state_dict(layer.state_dict())
+    batches = [torch.randn(4, 8, 3) for _ in range(2)]
+    assert zo.estimate_statistics(layer, [{"input": x} for x in batches]) == 2
+    zo.estimate_statistics(other, batches)
+    for name, value in layer.named_buffers():
+        assert torch.equal(value, other.get_buffer(name)) and value.any(), name

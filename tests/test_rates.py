@@ -124,6 +124,14 @@ def test_copies_of_a_removed_noise_become_zero():
     assert rate.item() == 0 and elsewhere["hidden_rate_l0"] is rate
 
 
+def test_moving_a_layer_drops_the_copies_of_other_devices():
+    """A layer that visits many GPUs would leave its rates on each of them."""
+    layer: Any = zo.GRU(I, H, noise=zo.Zoneout(hidden=0.5), device="meta")
+    layer._numbers_on(torch.device("meta"))
+    assert layer._copies
+    assert not layer.to_empty(device="cpu")._copies
+
+
 def test_numbers_on_the_cpu_are_never_changed_in_place():
     """A backward pass after a schedule has moved on would use the next rate."""
     layer: Any = zo.GRU(I, H, noise=zo.Zoneout(hidden=0.5)).eval()
@@ -239,6 +247,14 @@ def test_vmap_over_rates(backend):
     assert not torch.equal(got[0], got[2])
     beyond = vmap(lambda rate: layer(x, seed=7, rates={"cell": rate})[0])(torch.tensor([-1.0, 2.0]))
     torch.testing.assert_close(beyond[1], layer(x, seed=7, rates={"cell": 1.0})[0])  # unread, so clamped
+
+
+def test_rates_that_cannot_be_read_keep_their_precision():
+    """Under `vmap` a rate would be rounded to float32."""
+    layer: Any = zo.GRU(I, H, noise=zo.Zoneout(hidden=0.5), dtype=torch.float64).eval()
+    x, rate = x_of().double(), torch.tensor([0.1], dtype=torch.float64)
+    got = vmap(lambda rate: layer(x, rates={"hidden": rate})[0])(rate)[0]
+    torch.testing.assert_close(got, layer(x, rates={"hidden": 0.1})[0], rtol=0, atol=1e-13)
 
 
 def test_rates_of_a_call_under_a_compiler():
