@@ -178,8 +178,7 @@ class _Norm:
     def x(self, v: Tensor) -> Tensor:
         """x·Wx of all steps at once, [T, B, ·]."""
         n = self.norm
-        if n is None:
-            return v
+        assert n is not None
         if n.given is not None:
             mean, var = n.given.mean_x[:, None], n.given.var_x[:, None]
         else:
