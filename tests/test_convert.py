@@ -1242,3 +1242,48 @@ def test_parameters_that_are_swapped():
         assert model.double()[0].weight_ih_l0.dtype == torch.float64
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def test_the_module_that_was_converted_still_runs():
+    """Who has kept a reference to the old module gets an error of torch's about zip()."""
+    module, x = nn.LSTM(I, H), torch.randn(3, 2, I)
+    wanted = module(x)[0]
+    zo.convert(module, zo.Zoneout(hidden=0.5))
+    assert torch.equal(module(x)[0], wanted)
+
+
+def test_a_forward_that_only_names_super_and_forward_is_left_alone():
+    """A class whose forward computes by itself is reported as converted, and has no noise."""
+
+    class Named(nn.LSTM):
+        def forward(self, x, hx=None):
+            super().train(self.training)
+            self.flatten_parameters()
+            print(x.shape, self.all_weights[0][0].shape, sep=", ", end="")
+            return self.linear.forward(x), None
+
+    said: list[str] = []
+    model = zo.convert(nn.Sequential(Named(I, H)), zo.Zoneout(hidden=0.5), report=said.append)
+    assert type(model[0]) is Named and "super().forward" in said[0]
+
+
+def test_a_decorator_whose_functions_hold_each_other_is_left_alone():
+    """A class that cannot be made again ends the conversion of a whole model."""
+
+    def decorated(function):
+        def one(*args, **options):
+            return other(*args, **options)
+
+        def other(*args, **options):
+            return function(*args, **options) if args else one()
+
+        return one
+
+    class Mutual(nn.LSTM):
+        @decorated
+        def forward(self, x, hx=None):
+            return super().forward(x, hx)
+
+    said: list[str] = []
+    model = zo.convert(nn.Sequential(Mutual(I, H)), zo.Zoneout(hidden=0.5), report=said.append)
+    assert type(model[0]) is Mutual and "left alone" in said[0]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import vmap
 
 import zoneout as zo
@@ -130,6 +131,16 @@ def test_moving_a_layer_drops_the_copies_of_other_devices():
     layer._numbers_on(torch.device("meta"))
     assert layer._copies
     assert not layer.to_empty(device="cpu")._copies
+
+
+def test_rates_of_a_layer_made_under_fake_tensors():
+    """A layer built under a FakeTensorMode, or given its noise there, would have no rates outside of it."""
+    whole: Any = zo.LSTM(I, H, noise=NOISE)
+    with FakeTensorMode():
+        layer: Any = zo.LSTM(I, H, noise=zo.Zoneout(cell=0.1))
+        layer.noise = NOISE
+    layer.load_state_dict(whole.state_dict(), assign=True)
+    assert torch.equal(run(layer), run(whole))
 
 
 def test_numbers_on_the_cpu_are_never_changed_in_place():
@@ -275,5 +286,10 @@ def test_rates_of_a_wrapped_cell():
     cell = zo.ZoneoutCell(nn.GRUCell(I, H), rates=0.0)
     x, h = x_of()[0], torch.randn(B, H)
     assert torch.equal(cell(x, h, seed=7, step=0, rates=1.0), h)
-    got = vmap(lambda rate: cell(x, h, seed=7, step=0, rates=rate))(torch.tensor([0.0, 1.0]))
-    assert torch.equal(got[1], h) and torch.equal(got[0], cell(x, h))
+    new = cell(x, h)
+    for call in (
+        lambda rate: cell(x, h, seed=7, step=0, rates=rate),
+        lambda rate: zo.zoneout(new, h, rate, seed=7),
+    ):
+        got = vmap(call)(torch.tensor([0.0, 1.0]))
+        assert torch.equal(got[1], h) and torch.equal(got[0], new)

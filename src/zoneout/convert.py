@@ -269,7 +269,8 @@ def _take_over(twin: Any, module: nn.Module, noise: Any) -> None:
     twin._buffers.update(module._buffers)
     twin._non_persistent_buffers_set.update(module._non_persistent_buffers_set)
     if isinstance(module, nn.RNNBase):
-        module._flat_weight_refs = []  # torch could not swap parameters that somebody else looks at
+        # Weak references keep torch from swapping parameters; without them the old module still runs.
+        module._flat_weight_refs = [None] * len(module._flat_weights_names)
     if isinstance(twin, nn.RNNBase):
         twin._init_flat_weights()
     if isinstance(twin, Recurrent):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import ops
 from .draws import Draw, stream_units, widest
@@ -170,7 +172,7 @@ class Recurrent(Settable):
     def noise(self, noise: Noise | Iterable[Noise] | None) -> None:
         noises = self.check_noise(noise)
         self._noise = noise if noise is None or isinstance(noise, Noise) else noises
-        with torch.inference_mode(False):  # whose tensors could not be saved for a backward pass
+        with _real_tensors():
             self._numbers = {name: value.clone() for name, value in self._noise_numbers(noises).items()}
         rules = tuple(rule for one in noises for rule in one.rules())
         if rules != self._rules:  # the same tuple as long as only numbers change: nothing to recompile
@@ -477,6 +479,13 @@ def _check_shapes(
             raise ValueError(
                 f"{name}{suffix}: expected shape {shape} on {device}, got {tuple(value.shape)} on {value.device}"
             )
+
+
+@contextmanager
+def _real_tensors() -> Iterator[None]:
+    """Make tensors that outlast the modes around: inference mode's cannot be saved, a FakeTensorMode's hold nothing."""
+    with torch.inference_mode(False), nullcontext() if torch.compiler.is_compiling() else _disable_current_modes():
+        yield
 
 
 def _to_device(value: Tensor, device: torch.device) -> Tensor:

@@ -81,7 +81,7 @@ def obstacle(cls: type[nn.Module]) -> Obstacle | None:
                 return Obstacle(why, "base")
     try:
         rebased(cls)
-    except TypeError as error:
+    except (TypeError, RecursionError) as error:  # the second: functions that hold each other
         return Obstacle(f"its class cannot be made again ({error})", "base")
     return None
 
@@ -161,8 +161,14 @@ def _filled(cell: CellType) -> bool:
 
 
 def _calls_super(value: Any) -> bool:
-    """True if a method goes on to that of the next class."""
-    return any({"super", "forward"} <= {*code.co_names} for code in _codes(value))
+    """True if a method has a call of `super().forward` in it, on whichever of its paths."""
+    for code in _codes(value):
+        after = 0  # instructions since `super` was named; `super(Class, self).forward` has the most
+        for one in dis.get_instructions(code):
+            after = 1 if one.argval == "super" else after + 1 if after else 0
+            if one.argval == "forward" and one.opname.startswith("LOAD") and 1 < after <= 7:
+                return True
+    return False
 
 
 def _belongs(cls: type[Any], name: str, value: Any) -> str | None:

@@ -55,7 +55,7 @@ def zoneout(
         raise ValueError(f"old: expected shape {tuple(new.shape)} as new has, got {tuple(old.shape)}")
     if new.dim() == 0:
         raise ValueError("new: expected at least one dimension, the units, got a scalar")
-    checked = check_rate(rate, "rate")
+    checked = check_rate(rate, "rate", in_call=True)
     if isinstance(checked, tuple):
         raise TypeError("rate: expected a number, or a tensor of one for each unit, got a list")
     value = _rate_on(rate_of_layer(checked, 0, 1, new.shape[-1], "rate"), new)
