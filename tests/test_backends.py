@@ -536,12 +536,19 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+QUICKLY = (
+    "from zoneout.ops.native import build; build.FLAGS = ('-O0', *build.FLAGS[1:])\n"  # how fast it is, is not asked
+)
+LOADED = "from zoneout.ops import native; assert native.load() is not None, native.why_not()"
+
+
 def load_with(**environment: str) -> None:
     """Load the compiled loop in a process of its own."""
     if native.load() is None:
         pytest.skip(f"no compiled loop here: {native.why_not()}")
-    code = "from zoneout.ops import native; assert native.load() is not None, native.why_not()"
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", QUICKLY + LOADED], env={**os.environ, **environment}, capture_output=True
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -581,9 +588,8 @@ def test_a_cache_that_is_no_use(tmp_path):
     (tmp_path / "file").touch()
     load_with(ZONEOUT_CACHE=str(tmp_path / "file"))
     nobody = (
-        "import os, pathlib; from zoneout.ops import native\n"
-        "def home(): raise RuntimeError('Could not determine home directory.')\n"
-        "pathlib.Path.home = home; assert native.load() is not None, native.why_not()"
+        "import pathlib\ndef home(): raise RuntimeError('Could not determine home directory.')\n"
+        f"pathlib.Path.home = home\n{QUICKLY}{LOADED}"
     )
     environment = {k: v for k, v in os.environ.items() if k not in ("ZONEOUT_CACHE", "XDG_CACHE_HOME")}
     done = subprocess.run([sys.executable, "-c", nobody], env=environment, capture_output=True)

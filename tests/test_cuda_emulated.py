@@ -144,8 +144,12 @@ def test_both_directions_as_one_node(precision, monkeypatch):  # noqa: F811
 
 
 @pytest.mark.usefixtures("emulated", "poisoned")
-@pytest.mark.parametrize("precision", ["tf32", "bf16"], indirect=True)
-@pytest.mark.parametrize("sizes", [(7, 40, 2, 22), (3, 18, 2, 132)], ids=["pairs", "two parts"])
+@pytest.mark.parametrize(
+    ("sizes", "precision"),
+    [((7, 40, 2, 22), "bf16"), ((3, 18, 2, 132), "tf32")],
+    ids=["pairs", "two parts"],
+    indirect=["precision"],
+)
 @pytest.mark.parametrize("name", ["lstm", "gru", "rnn"])
 def test_sizes_with_batch_norm(name, sizes, precision, monkeypatch):  # noqa: F811
     """Numbers that lie even are read together, or a block has two parts: one is forgotten or comes too late."""

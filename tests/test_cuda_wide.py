@@ -53,9 +53,8 @@ SIZES = {
 }
 
 
-@half_types
 @pytest.mark.parametrize(("sizes", "given", "found"), SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("ragged", [False, True], ids=["whole", "ragged"])
+@pytest.mark.parametrize(("ragged", "precision"), [(False, "bf16"), (True, "fp16")], indirect=["precision"])
 def test_sizes(ragged, sizes, given, found, precision, ran, monkeypatch):  # noqa: F811
     """A block, a turn, a group, a chunk, a stage that is used again, or rows and units past the last go wrong.
 
