@@ -118,7 +118,7 @@ def test_plain_export_says_what_cannot_be_exported(tmp_path):
 
 
 def test_an_exporter_that_is_loaded_already_is_registered_with(monkeypatch):
-    """Whoever imports torch.onnx before zoneout cannot export."""
+    """A program that imports torch.onnx before zoneout cannot export."""
     assert torch.onnx.__name__ in sys.modules
     called = []
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))

@@ -219,7 +219,7 @@ class Slot:
 
 
 def run_all(tasks: Iterator[Any], slots: list[Slot], deadline: float) -> None:
-    """Run generators that yield the arguments of `Slot.start` and get what the fork said, so many at a time."""
+    """Run generators that yield the arguments of `Slot.start` and get what the fork said, one in each slot."""
     free, chosen = deque(slots), selectors.DefaultSelector()
     try:
         run_until(tasks, free, chosen, deadline)

@@ -293,7 +293,7 @@ def _contents(raw: IO[bytes], kind: str, path: Path, file: File | None, most: in
 
 
 def _read(stream: IO[bytes] | gzip.GzipFile, most: int) -> bytes:
-    """At most so many bytes (below 0: all), for which no more room is made than there are."""
+    """Read at most `most` bytes (below 0: all) without allocating more than the file has."""
     if most < 0:
         return stream.read()
     blocks = []

@@ -78,7 +78,7 @@ OPENMP = (Flags(openmp=("-fopenmp",)), Flags(openmp=("-fopenmp",), link=("-fopen
 
 
 class Compiler(NamedTuple):
-    """A compiler that is there."""
+    """An installed compiler."""
 
     command: tuple[str, ...]
     path: str  # of the program itself, links followed
