@@ -9,7 +9,7 @@ PIP   := $(RUN) -m pip --disable-pip-version-check install -qq -c constraints.tx
 READY := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-browser test-cluster test-ecosystem mutants check bench clean
+.PHONY: help demo test test-browser test-cluster test-ecosystem mutants check documents bench clean
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,11 @@ check: $(READY) ## ruff, mypy and the tests
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy
 	@$(MAKE) --no-print-directory test
+
+documents: $(READY) ## write the tables and pictures of the README and docs/ from results/ and benchmarks/results.csv
+	@$(RUN) -m zoneout reproduce --write
+	@$(RUN) -m zoneout figures with-and-without rates --out docs/pictures
+	@$(RUN) benchmarks/table.py --write
 
 bench: $(READY) ## run the benchmarks
 	@$(RUN) benchmarks/bench.py

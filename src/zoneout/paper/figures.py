@@ -1,7 +1,7 @@
-"""The paper's figures, drawn from the records in `results/`.
+"""The paper's figures and the README's, drawn from the records in `results/`.
 
-A figure is drawn of what is there; the recipes that have no record yet are named under it. Curves of several seeds have
-one colour. The records of gradient flow are those of `gradients`, all others those of `results`.
+A figure shows the recipes that have records; the caption names those that have none. Curves of several
+seeds share one colour. Gradient flow has its own records (`gradients`); all other figures use `results`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .plots import COLOURS, DASHED, INK, MARKERS, PAPER, SOFT
 from .recipes import RATES_EPOCHS, RECIPES, Recipe
 from .results import Record, best_epoch, fitting, named
 
-Records: TypeAlias = dict[str, list[Record]]  # by recipe; those without any are left out
+Records: TypeAlias = dict[str, list[Record]]  # by recipe; recipes without records are left out
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A figure, and in words what it shows and what it lacks."""
+    """A figure, its description in words, and the recipes that have no records."""
 
     name: str
     title: str
@@ -39,32 +39,33 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a figure is to be: its arms are recipes."""
+    """How to draw a figure; its arms are recipes."""
 
     title: str
     where: str
     arms: tuple[str, ...]
     draw: Callable[[Records], tuple[Any, str]]
     read: Callable[[Recipe, Path], list[Record]]
-    in_place_of: str = ""  # the figure whose place it takes while that has no results
+    in_place_of: str = ""  # replaces this figure on the page while that one has no results
 
 
 def own_records(recipe: Recipe, results: Path) -> list[Record]:
-    """The records of a recipe with its own settings."""
+    """Return the records that have the recipe's own settings."""
     return fitting(recipe, results)[0]
 
 
 def flow_records(recipe: Recipe, results: Path) -> list[Record]:
-    """The gradient flows of a recipe, by seed."""
+    """Return the gradient-flow records of a recipe in the order of their seeds."""
     found = map(gradients.read_record, (results / recipe.name).glob("gradients-seed-*.json"))
     return sorted(found, key=lambda record: int(record["seed"]))
 
 
 def draw(name: str, results: Path | str) -> Drawn:
-    """A figure by its name."""
-    if name not in FIGURES:
-        raise ValueError(f"figure: expected one of {', '.join(FIGURES)}, got {name!r}")
-    plan, results = FIGURES[name], Path(results)
+    """Draw a figure by its name."""
+    plans = FIGURES | {OVERVIEW: WITH_AND_WITHOUT}
+    if name not in plans:
+        raise ValueError(f"figure: expected one of {', '.join(plans)}, got {name!r}")
+    plan, results = plans[name], Path(results)
     found = {arm: plan.read(RECIPES[arm], results) for arm in plan.arms}
     records = {arm: each for arm, each in found.items() if each}
     missing = tuple(arm for arm in plan.arms if arm not in records)
@@ -76,7 +77,7 @@ def draw(name: str, results: Path | str) -> Drawn:
 
 
 def draw_all(results: Path | str) -> list[Drawn]:
-    """All figures, but for those without results whose place another takes."""
+    """Draw the page's figures, without empty ones that another figure replaces."""
     drawn = {name: draw(name, results) for name in FIGURES}
     empty = {name for name, one in drawn.items() if one.missing == one.recipes}
     replaced = {FIGURES[name].in_place_of for name in drawn.keys() - empty}
@@ -108,9 +109,9 @@ def _nothing() -> Any:
 
 
 def curves(records: Records, *, train: bool = True) -> tuple[Any, str]:
-    """Validation drawn full and, if asked, training dashed, over epochs; that of images on axes of its own."""
+    """Draw validation (solid) and optionally training (dashed) over epochs; images get separate axes."""
     measure = RECIPES[next(iter(records))].measure
-    apart = train and measure == "error"  # the loss of images is in nats
+    apart = train and measure == "error"  # the training loss of images is in nats
     fig, panels = plots.canvas(2 if apart else 1, (6.6 if apart else 3.9) + 0.1 * len(records))
     for number, (arm, runs) in enumerate(records.items()):
         colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
@@ -118,7 +119,7 @@ def curves(records: Records, *, train: bool = True) -> tuple[Any, str]:
             epochs, valid = record["curve"]["epoch"], record["curve"]["valid"]
             label = {"label": labelled(arm, runs)} if which == 0 else {}
             style = {"color": colour, "lw": 1.8 if which == 0 else 1.0, "alpha": 1.0 if which == 0 else 0.7}
-            # Of a short curve every point; else by the length of it, so that marks of several do not meet.
+            # Short curves: mark every point. Long curves: spread the marks so that curves do not share them.
             every: Any = 1 if len(epochs) <= 12 else (0.02 + 0.02 * number, 0.12)
             marked = {"marker": marker, "ms": 5, "mec": PAPER, "mew": 0.7, "markevery": every} if which == 0 else {}
             panels[0].plot(epochs, valid, **style, **label, **marked)
@@ -138,7 +139,7 @@ def curves(records: Records, *, train: bool = True) -> tuple[Any, str]:
 
 
 def limits(records: Records, measure: str, *, train: bool) -> tuple[float, float]:
-    """The part of the scale that matters: from the lowest value to well above every arm's best."""
+    """Return y limits from the lowest value to well above every arm's best."""
     best = [min(record["curve"]["valid"]) for runs in records.values() for record in runs]
     low, worst = min(best), max(best)
     every = [low]
@@ -153,7 +154,7 @@ def labelled(arm: str, runs: Sequence[Record]) -> str:
 
 
 def best_of(arm: str, runs: Sequence[Record]) -> str:
-    """An arm's best validation in words, beside the paper's."""
+    """Return an arm's best validation score in words, with the paper's."""
     recipe, value = RECIPES[arm], fmean(record["valid"] for record in runs)
     found = f"{labelled(arm, runs)} {rounded(value, recipe.measure)} at epoch {best_epoch(runs)}"
     return found if recipe.valid is None else f"{found} (paper {recipe.valid})"
@@ -164,7 +165,7 @@ def validation_curves(records: Records) -> tuple[Any, str]:
 
 
 def static_curves(records: Records) -> tuple[Any, str]:
-    """Learning curves, and what the static masks give when the expectation takes their place."""
+    """Draw learning curves, and the score of the static-mask model evaluated with the expectation."""
     fig, text = curves(records)
     for arm, runs in records.items():
         if runs[0]["config"]["zoneout"]["mask"] != "static":
@@ -187,10 +188,35 @@ def static_curves(records: Records) -> tuple[Any, str]:
     return fig, text
 
 
+def with_and_without(records: Records) -> tuple[Any, str]:
+    """Draw the README's picture: training and validation with and without zoneout, labelled in place."""
+    fig, (axes,) = plots.canvas(height=3.3, width=7.4)
+    _, text = curves(records)
+    epochs = max(record["epochs"] for runs in records.values() for record in runs)
+    for colour, (arm, runs) in zip(COLOURS, records.items()):
+        name = "with zoneout" if RECIPES[arm].make().zoneout.hidden else "without zoneout"
+        for number, record in enumerate(runs):
+            curve, style = record["curve"], {"color": colour, "alpha": 1.0 if number == 0 else 0.6}
+            training = [nats / math.log(2) for nats in curve["train_nats"]]
+            axes.plot(curve["epoch"], curve["valid"], lw=2.0 if number == 0 else 1.0, **style)
+            axes.plot(curve["epoch"], training, lw=1.0, ls=DASHED, **style)
+            if number == 0:
+                # A label stands right of its curve, or above the end of a curve that fills the width.
+                full = curve["epoch"][-1] == epochs
+                place: Any = {"ha": "right", "va": "bottom"} if full else {"va": "center"}
+                for part, values in (("validation", curve["valid"]), ("training", training)):
+                    at = (curve["epoch"][-1], values[-1])
+                    apart = {"xytext": (0, 5) if full else (6, 0), "textcoords": "offset points"}
+                    axes.annotate(f"{part}, {name}", at, color=colour, fontsize=10, **apart, **place)
+    axes.set(xlabel="epoch", ylabel=UNITS["bits"], xlim=(0, 1.01 * epochs))
+    axes.set_ylim(*limits(records, "bits", train=True))
+    return fig, text
+
+
 # --- rates -----------------------------------------------------------------------------------------
 
 _PLAIN = "char_ptb_unregularised"
-SERIES = {  # lines of the figure of the rates: recipes in the order of the rate
+SERIES = {  # the lines of the rates figure: recipes in the order of their rates
     "zoneout on cells": (
         _PLAIN, "char_ptb_zoneout_cells_005", "char_ptb_zoneout_cells_025", "char_ptb_zoneout_cells_050",
     ),
@@ -211,7 +237,7 @@ RATES = tuple(dict.fromkeys(arm for arms in SERIES.values() for arm in arms))
 
 
 def rate_of(series: str, arm: str) -> float:
-    """The rate that a line of the figure has on its axis.
+    """Return an arm's position on the rate axis of a line.
 
     >>> rate_of("zoneout on states", "char_ptb_zoneout_states_025"), rate_of("recurrent dropout", _PLAIN)
     (0.25, 0.0)
@@ -223,7 +249,7 @@ def rate_of(series: str, arm: str) -> float:
 
 
 def rates(records: Records) -> tuple[Any, str]:
-    """The best validation of the same number of epochs; of several seeds the mean, and a bar from least to most."""
+    """Draw the best validation score within `RATES_EPOCHS`; several seeds give a mean and a min–max bar."""
     fig, (axes,) = plots.canvas(height=4.2)
     words = []
     for number, (series, arms) in enumerate(SERIES.items()):
@@ -254,12 +280,12 @@ def _best(record: Record) -> float:
 
 # --- gradient flow ---------------------------------------------------------------------------------
 
-SHOWN = 1e-7  # of the largest share: what is below is nothing
+SHOWN = 1e-7  # fraction of the largest share below which nothing is drawn
 STATES = {"cell": "share of ‖dL/dcₜ‖", "hidden": "share of ‖dL/dhₜ‖"}
 
 
 def flow_figure(flows: dict[str, list[Record]]) -> Any:
-    """Gradient flow over time of the last layer, one colour an arm: above the cells, below the states."""
+    """Draw the last layer's gradient flow over time, one colour per arm: cells above, hidden states below."""
     found = {name: [_last_layer(record) for record in runs] for name, runs in flows.items()}
     states = [state for state in STATES if any(state in layer for runs in found.values() for layer in runs)]
     fig, panels = plots.canvas(len(states), 2.9 * len(states) + 0.6)
@@ -292,7 +318,7 @@ def flows(records: Records) -> tuple[Any, str]:
             parts.append(f"of dL/d{state[0]} in the last {steps:.0f}")
         words.append(f"{labelled(arm, runs)}, {', '.join(parts)}")
     every = len(next(iter(_last_layer(next(iter(records.values()))[0]).values()))["share"])
-    text = f"Half of the norm lies in so many of the {every} steps: {'; '.join(words)}."
+    text = f"Half of the norm lies in the last steps of {every}: {'; '.join(words)}."
     return flow_figure({labelled(arm, runs): runs for arm, runs in records.items()}), text
 
 
@@ -301,7 +327,7 @@ def _last_layer(record: Record) -> dict[str, Any]:
     return list(layers.values())[-1]
 
 
-# --- which there are -------------------------------------------------------------------------------
+# --- the figures -----------------------------------------------------------------------------------
 
 
 def _arms(task: str, *rows: str) -> tuple[str, ...]:
@@ -311,6 +337,15 @@ def _arms(task: str, *rows: str) -> tuple[str, ...]:
 _COMPARED = ("unregularised", "zoneout", "recurrent_dropout", "stochastic_depth", "norm_stabiliser", "weight_noise")
 _TEXT8 = ("unregularised", "zoneout", "recurrent_dropout")
 _PMNIST = ("unregularised", "zoneout", "recurrent_dropout", "batch_norm", "batch_norm_zoneout")
+
+OVERVIEW = "with-and-without"  # for the README; the page has the figures of the paper
+WITH_AND_WITHOUT = Plan(
+    "Character-level Penn Treebank with and without zoneout",
+    "not a figure of the paper",
+    _arms("char_ptb", "unregularised", "zoneout"),
+    with_and_without,
+    own_records,
+)
 
 FIGURES = {
     "rates": Plan(

@@ -1,7 +1,7 @@
-"""Learning curves: as a picture, and as characters for a terminal; and how every picture here looks.
+"""Learning curves as pictures and as characters for a terminal, and the style of all pictures.
 
-A picture has the colours of light paper written into it, which any program shows. An SVG also has a style sheet by
-which a browser in dark mode shows it in colours for that; its texts are texts, to be searched, selected and read aloud.
+Pictures are drawn in light colours. An SVG also has a style sheet with colours for a browser in dark mode.
+Its labels are text, so they can be searched, selected and read aloud.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .measures import LABELS, in_measure, measure_in
 from .runs import read_metrics
 
 MARKS = "ox+*#@"
-DARK = {  # every colour that is drawn, and what a dark page has in its place
+DARK = {  # every colour in use, and its replacement in dark mode
     "#0072b2": "#5cb8f0",
     "#c04d00": "#ff9459",
     "#00785a": "#3ccba0",
@@ -33,15 +33,15 @@ DARK = {  # every colour that is drawn, and what a dark page has in its place
     "#ffffff": "#1b1b1a",
 }
 *_COLOURS, INK, SOFT, GRID, PAPER = DARK
-COLOURS = tuple(_COLOURS)  # of curves, told apart by the colour-blind too
-MARKERS = "osD^vP"  # for print without colours
+COLOURS = tuple(_COLOURS)  # of curves; distinguishable with colour blindness
+MARKERS = "osD^vP"  # for black-and-white print
 DASHED: Any = (0, (4, 2))
-TRAINING = "on the training text, with its noise"  # what the dashed lines are
+TRAINING = "on the training text, with its noise"  # the label of dashed lines
 
 
 @dataclass(frozen=True)
 class Curve:
-    """What was measured as a run went on: points (update, value), in the run's measure."""
+    """The learning curve of a run: points (update, value), in the run's measure."""
 
     name: str
     measure: str
@@ -50,12 +50,12 @@ class Curve:
 
     @property
     def best(self) -> tuple[float, float]:
-        """Where the validation was best."""
+        """Return the point with the best validation score."""
         return min(self.valid, key=lambda point: point[1])
 
 
 def read_curve(folder: Path | str, name: str | None = None) -> Curve:
-    """The curve of a run."""
+    """Read the learning curve of a run."""
     rows = read_metrics(folder)
     valid = [row for row in rows if row["kind"] == "valid"]
     measure = next((found for row in valid if (found := measure_in(row))), "bits")
@@ -64,15 +64,15 @@ def read_curve(folder: Path | str, name: str | None = None) -> Curve:
     return Curve(name or Path(folder).name, measure, tuple(train) if measure != "error" else (), points)
 
 
-def canvas(panels: int = 1, height: float = 3.7) -> tuple[Any, list[Any]]:
-    """A figure and its axes, one below another: as wide as a phone shows at the size it is drawn."""
+def canvas(panels: int = 1, height: float = 3.7, width: float = 5.6) -> tuple[Any, list[Any]]:
+    """Return a figure and its axes, stacked vertically. The default width fits a phone without scaling."""
     import matplotlib
-    from matplotlib.figure import Figure  # its own canvas: no window, no global state
+    from matplotlib.figure import Figure  # without pyplot: no window, no global state
 
     coloured = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor")
     style: Any = dict.fromkeys(coloured, INK) | {"font.size": 10}
     with matplotlib.rc_context(style):
-        fig = Figure(figsize=(5.6, height), layout="constrained", facecolor=PAPER)
+        fig = Figure(figsize=(width, height), layout="constrained", facecolor=PAPER)
         found = list(fig.subplots(panels, 1, squeeze=False)[:, 0])
         for axes in found:
             axes.set_facecolor(PAPER)
@@ -85,7 +85,7 @@ def canvas(panels: int = 1, height: float = 3.7) -> tuple[Any, list[Any]]:
 
 
 def legend(axes: Any, below: bool = False, **options: Any) -> None:
-    """A legend without a frame; below the axes where it would hide what is drawn, in two columns where they fit."""
+    """Add a legend without a frame; `below` puts it under the axes, in two columns if they fit."""
     look = {"frameon": False, "labelcolor": INK, "fontsize": 9} | options
     if below:
         look |= {"loc": "upper center", "bbox_to_anchor": (0.5, -0.17)}
@@ -95,20 +95,20 @@ def legend(axes: Any, below: bool = False, **options: Any) -> None:
 
 
 def figure(curves: Sequence[Curve], title: str = "") -> Any:
-    """The curves as a matplotlib figure: validation drawn full, training thin, the best of each marked."""
+    """Draw the curves: validation solid, training thin and dashed, the best point of each marked."""
     fig, (axes,) = canvas()
     for curve, colour in zip(curves, COLOURS * len(curves)):
         if curve.train:
             axes.plot(*zip(*curve.train), color=colour, lw=1, ls=DASHED, alpha=0.7)
         if not curve.valid:
             continue
-        name = curve.name.replace("$", r"\$")  # between dollars matplotlib would read formulas
-        at, value = curve.best  # in the legend: beside the points those of several runs would lie on each other
+        name = curve.name.replace("$", r"\$")  # matplotlib reads text between dollars as a formula
+        at, value = curve.best  # in the legend, since labels at the points would overlap
         axes.plot(*zip(*curve.valid), color=colour, lw=2, label=f"{name}, best {value:.4g}")
         axes.plot([at], [value], "o", color=colour, ms=6, mec=PAPER, mew=1, zorder=3)
     unit = LABELS[curves[0].measure] if curves else ""
     axes.set(xlabel="update", ylabel=unit)
-    # What comes before the first validation is far above everything of interest.
+    # Training values before the first validation are far above the rest: leave them out of the range.
     seen = [value for curve in curves for _, value in curve.valid]
     low = [value for curve in curves for _, value in (*curve.valid, *curve.train)]
     if seen:
@@ -124,13 +124,13 @@ def figure(curves: Sequence[Curve], title: str = "") -> Any:
 
 
 def check_name(path: Path | None) -> None:
-    """An error where a picture cannot be written under a name, for before the work that it shows."""
+    """Raise `ValueError` if a picture cannot have this name; called before the work starts."""
     if path is not None and path.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"{path}: expected a name that ends in .png, .svg or .pdf")
 
 
 def save(fig: Any, path: Path, title: str = "") -> None:
-    """Write a figure to a file; its name says as what (.png, .svg or .pdf)."""
+    """Write a figure to a file; the suffix (.png, .svg or .pdf) gives the format."""
     check_name(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".svg":
@@ -145,9 +145,9 @@ def save(fig: Any, path: Path, title: str = "") -> None:
 
 
 def svg(fig: Any, name: str = "", title: str = "", description: str = "") -> str:
-    """A figure as an svg element, to be put into a page; `name` keeps its ids apart from those of other figures.
+    """Return a figure as an svg element for a page; `name` makes its ids unique within the page.
 
-    In a page with `dark_style` it follows the page into the dark.
+    With `dark_style` in the page, the figure follows the page's dark mode.
     """
     text = _svg(fig, title)
     text = text[text.index("<svg") :]
@@ -160,7 +160,7 @@ def svg(fig: Any, name: str = "", title: str = "", description: str = "") -> str
 
 
 def dark_style() -> str:
-    """The style sheet by which figures are shown in the dark."""
+    """Return the style sheet that gives figures their dark-mode colours."""
     rules = [
         f'[style*="{what}: {light}"] {{ {what}: {dark} !important }}'
         for light, dark in DARK.items()
@@ -173,7 +173,7 @@ def _svg(fig: Any, title: str = "") -> str:
     import matplotlib
 
     buffer = io.StringIO()
-    # Without dates and random names: the same numbers give the same file.
+    # No dates and no random ids, so that the same numbers give the same file.
     metadata = dict.fromkeys(("Date", "Creator", "Format", "Type")) | ({"Title": title} if title else {})
     with matplotlib.rc_context({"svg.hashsalt": "zoneout", "svg.fonttype": "none"}):
         fig.savefig(buffer, format="svg", metadata=metadata)
@@ -181,7 +181,7 @@ def _svg(fig: Any, title: str = "") -> str:
 
 
 def ascii_curves(curves: Sequence[Curve], width: int = 72, height: int = 14) -> str:
-    """The validation curves in characters.
+    """Return the validation curves as text for a terminal.
 
     >>> falling = Curve("a", "bits", (), ((100, 3.0), (200, 2.0), (300, 1.5), (400, 1.25), (500, 1.2)))
     >>> print(ascii_curves([falling], width=40, height=5))

@@ -1,9 +1,9 @@
-"""Run the paper's rows: what is missing, from where it was interrupted, one after another or several at once.
+"""Run the rows of the paper's tables that have no record yet, one at a time or several at once.
 
     python -m zoneout.paper.reproduce char-ptb zoneout unregularised --seeds 3 --precision bf16
 
-`zoneout reproduce` is the same. A run's folder is OUT/RECIPE/seed-N; its record, once it is finished, is
-RESULTS/RECIPE/seed-N.json (see `results`).
+`zoneout reproduce` is the same command. A run's folder is OUT/RECIPE/seed-N. An interrupted run continues
+from its last checkpoint. A finished run writes the record RESULTS/RECIPE/seed-N.json (see `results`).
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from .train import Diverged, Progress, stop_requests, train
 from .unread import refuse_given, refuse_unread
 
 State = Literal["finished", "interrupted", "diverged", "without data", "refused", "failed"]
-PAGE, README = Path("docs/results.md"), Path("README.md")  # where the tables stand
-OPTIONS = {"seed": "--first-seed", "precision": "--precision", "device": "--device"}  # of settings that have their own
-SHARED = "at_once.json"  # in a run's folder: with how many others it has been trained
+PAGE, README = Path("docs/results.md"), Path("README.md")  # the files that hold the tables
+OPTIONS = {"seed": "--first-seed", "precision": "--precision", "device": "--device"}  # settings that are options
+SHARED = "at_once.json"  # in a run's folder: how many runs shared the device
 RUNS, RESULTS, TRIALS = Path("runs/reproduce"), Path("results"), Path("runs/trials")
 CODES: dict[State, int] = {
     "finished": OK,
@@ -55,7 +55,7 @@ CODES: dict[State, int] = {
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a recipe, and where it belongs."""
+    """One run of a recipe, with its folder and the file of its record."""
 
     recipe: str
     seed: int
@@ -64,7 +64,7 @@ class Job:
     data: Path | None = None
     precision: str = "fp32"
     device: str = "auto"
-    settings: dict[str, Any] = field(default_factory=dict)  # what is to be otherwise than in the recipe
+    settings: dict[str, Any] = field(default_factory=dict)  # changes to the recipe's settings
     until: float = math.inf  # time.time() at which to stop
     at_once: int = 1
 
@@ -82,8 +82,8 @@ class Job:
         return configs.change(RECIPES[self.recipe].make(), self.settings | own)
 
     def missing(self) -> bool:
-        """Whether there is no record yet; an error if there is one of something else."""
-        config = self.config  # which says so where a setting cannot be
+        """Return True if there is no record yet; raise `RunError` if the record has other settings."""
+        config = self.config  # raises if a setting is invalid
         if not self.record.exists():
             return True
         there = configs.from_json(read_record(self.record)["config"])
@@ -95,7 +95,7 @@ class Job:
         return False
 
     def most_at_once(self) -> int:
-        """How many runs shared the device, in this call or in one before it: the minutes are of all of them."""
+        """Return how many runs shared the device, at most, in this call or an earlier one."""
         path = self.folder / SHARED
         if not path.exists():
             return self.at_once
@@ -107,7 +107,7 @@ class Job:
         return max(self.at_once, int(found["at_once"]))
 
     def __call__(self, progress: Progress | None = None) -> State:
-        """Train, or go on, and write the record."""
+        """Train or resume the run, then write its record."""
         config, folder = self.config, self.folder
         begun = (folder / "config.json").exists()
         if not (begun and (folder / "summary.json").exists() and runs.read_config(folder) == config):
@@ -136,11 +136,11 @@ def reproduce(
     settings: dict[str, Any] | None = None,
     say: Callable[[str], None] = streams.show,
 ) -> State:
-    """Run the rows of a task (see `recipes.select`) that have no record yet, and say the table after each.
+    """Run the rows of a task (see `recipes.select`) that have no record yet; print the table after each.
 
-    After `minutes` the runs that are under way stop with a checkpoint; the next call goes on. `parallel` runs share the
-    device, each in a process of its own, or on a GPU in a thread. A run that diverges does not keep the others from
-    running; how the worst of them ended is returned.
+    After `minutes` the current runs stop with a checkpoint, and the next call resumes them. `parallel` runs
+    share the device: as threads on a GPU, as processes elsewhere. A run that diverges does not stop the
+    others. Returns the worst final state of all runs.
     """
     if parallel < 1:
         raise ValueError(f"parallel: expected 1 or more, got {parallel}")
@@ -169,12 +169,12 @@ def reproduce(
     missing = [job for job in jobs if job.missing()]
     missing = [replace(job, at_once=min(parallel, len(missing))) for job in missing]
     if missing:
-        disk.check_writable(Path(results))  # before hours have gone into training
+        disk.check_writable(Path(results))  # before hours of training
     say(table(results, recipes, details=False))
     if not missing:
         say(
-            f"Nothing to run: every record is in {results}.{of_another_precision(jobs)} With --results and --out of "
-            "their own, runs are made anew."
+            f"Nothing to run: every record is in {results}.{of_another_precision(jobs)} With other "
+            "folders for --results and --out, they run again."
         )
     states: list[State] = []
     how = one_by_one if parallel == 1 else together if device_of(device).type == "cuda" else several
@@ -189,7 +189,7 @@ def reproduce(
 
 
 def of_another_precision(jobs: Sequence[Job]) -> str:
-    """A sentence for whoever asks for a precision and finds records of another, which stand for the recipe as well."""
+    """Return a sentence that names the records made in another precision than requested, or ""."""
     found = [(job, str(read_record(job.record)["precision"])) for job in jobs]
     others = [f"{job.recipe}, seed {job.seed} ({there})" for job, there in found if there != job.precision]
     return (
@@ -198,12 +198,12 @@ def of_another_precision(jobs: Sequence[Job]) -> str:
 
 
 def _urgency(recipe: Recipe) -> int:
-    """The zoneout and the unregularised row of a task come before the others."""
+    """Return a sort key: the zoneout and unregularised rows of a task run first."""
     return 0 if recipe.short in ("zoneout", "unregularised") else 1
 
 
 def one_by_one(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:
-    """Each job and how it ended, in this process; none is begun after one that was interrupted, or too late."""
+    """Run the jobs in this process; yield each with its final state. Stop after an interruption or at the deadline."""
     for job in jobs:
         if time.time() >= job.until:
             return
@@ -214,7 +214,7 @@ def one_by_one(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:
 
 
 def attempt(job: Job) -> State:
-    """Do a job; what went wrong with the run is said, and is not an error."""
+    """Run a job; print an error of the run instead of raising it."""
     try:
         return job(lines(job))
     except Diverged as error:
@@ -226,10 +226,10 @@ def attempt(job: Job) -> State:
 
 
 def together(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:
-    """Each job and how it ended, as many at a time as they say, each in a thread and a stream of the GPU of its own.
+    """Run `at_once` jobs at a time, each in a thread with its own CUDA stream; yield each with its final state.
 
-    What a run asks of the host between two validations is to replay a graph, so that one process serves many; processes
-    of their own would take turns on the GPU, a thread's work runs beside that of the others.
+    Threads of one process run concurrently on the GPU, while processes would take turns. One process suffices:
+    between two validations a run only replays a CUDA graph.
     """
 
     own = threading.local()
@@ -238,7 +238,7 @@ def together(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:
         if asked() or time.time() >= job.until:
             return None
         device = device_of(job.device)
-        if device.type == "cuda" and not hasattr(own, "stream"):  # one a thread: torch has 32 and then begins again
+        if device.type == "cuda" and not hasattr(own, "stream"):  # one per thread: torch reuses streams after 32
             own.stream = torch.cuda.Stream(device)
         with torch.cuda.stream(own.stream) if device.type == "cuda" else nullcontext():
             return attempt_beside_others(job)
@@ -256,14 +256,14 @@ def together(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:
         sys.setswitchinterval(patience)
 
 
-_GIVES_WAY = 1e-4  # seconds after which a run that validates lets the others ask for their next update
+_GIVES_WAY = 1e-4  # seconds after which a validating run lets the other threads launch their next update
 
 
 def several(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:
-    """Each job and how it ended, as many at a time as they say, each in a process that is its own from the start."""
+    """Run `at_once` jobs at a time, each in a spawned process; yield each with its final state."""
     waiting = list(jobs)
     running: dict[Any, Job] = {}
-    fresh = multiprocessing.get_context("spawn")  # what CUDA needs
+    fresh = multiprocessing.get_context("spawn")  # CUDA needs spawned processes
     with passing_on(running) as stopping:
         while running or waiting:
             begin = waiting and not stopping and time.time() < waiting[0].until
@@ -272,7 +272,7 @@ def several(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:
                 process = fresh.Process(target=_in_process, args=(job, threads_of_each(job.at_once)))
                 process.start()
                 running[process] = job
-                if stopping:  # since it was asked, and before it was there to be told
+                if stopping:  # the signal came while the process was being started
                     process.terminate()
                 continue
             if not running:
@@ -283,7 +283,7 @@ def several(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:
                 job = running.pop(process)
                 states: dict[int | None, State] = {code: state for state, code in CODES.items()}
                 state = states.get(process.exitcode, "failed")
-                # A process that was asked to stop where it does not train has ended without a word.
+                # A process that is told to stop outside of training ends without a state.
                 yield job, "interrupted" if stopping and state == "failed" else state
 
 
@@ -295,7 +295,7 @@ def _in_process(job: Job, threads: int) -> None:
 
 
 def attempt_beside_others(job: Job) -> State:
-    """Do a job; what is wrong with its data or settings, which alone would end everything, ends this one."""
+    """Run a job; print an error in its data or settings, so that it ends this job only."""
     try:
         return attempt(job)
     except (DataError, ValueError) as error:
@@ -305,10 +305,10 @@ def attempt_beside_others(job: Job) -> State:
 
 @contextmanager
 def passing_on(running: dict[Any, Job]) -> Iterator[list[int]]:
-    """A list that is no longer empty once somebody has asked to stop, which is passed on to the processes.
+    """Forward SIGINT and SIGTERM to the processes; yield a list that holds the signals received.
 
-    They hear of it from here alone (`obey_the_parent`), whoever it was that Ctrl-C or the polite kill was sent to; each
-    then stops with a checkpoint, and as everywhere at once when it is asked a second time.
+    The processes ignore these signals from the terminal and obey only their parent (`obey_the_parent`). After
+    the first signal each process stops with a checkpoint, after the second one at once.
     """
     stopping: list[int] = []
 
@@ -328,7 +328,7 @@ def passing_on(running: dict[Any, Job]) -> Iterator[list[int]]:
 
 
 def lines(job: Job) -> Progress:
-    """A line on standard error for every validation."""
+    """Return a progress callback that prints one line to standard error per validation."""
     began = time.monotonic()
     name = f"{job.recipe}, seed {job.seed}"
 
@@ -354,43 +354,43 @@ def lines(job: Job) -> Progress:
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
-    """The options, without any package that torch does not bring."""
+    """Return the argument parser. It uses `argparse`, so that only torch's dependencies are needed."""
     found = argparse.ArgumentParser(
         prog=prog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Run the paper's rows that have no record yet, and show the table as it fills.",
+        description="Run the rows of the paper's tables that have no record yet; print the table after each.",
         epilog=f"""examples:
 
 $ {prog} char-ptb                                  # the rows of Table 1
 $ {prog} char-ptb zoneout unregularised --seeds 3 --precision bf16
-$ {prog} pmnist all --parallel 3                   # figures and text too, three runs at a time
-$ {prog} char_ptb_zoneout --minutes 8              # stops after 8 minutes; the same command goes on
+$ {prog} pmnist all --parallel 3                   # also figures and text, three runs at a time
+$ {prog} char_ptb_zoneout --minutes 8              # stop after 8 minutes; repeat to resume
 $ {prog} char_ptb_gru word_ptb_zoneout             # recipes of any task
-$ {prog}                                           # only the tables of what there is
-$ {prog} --write                                   # put them into docs/results.md and README.md
+$ {prog}                                           # only print the tables
+$ {prog} --write                                   # write docs/results.md and the README's table
 
 tasks: {", ".join(MEASURES)}""",
     )
     add = found.add_argument
     add("task", metavar="TASK", nargs="?", help="a task, or a recipe by its name")
-    add("rows", metavar="ROW", nargs="*", help="rows of it, or recipes; by default the paper's tables, `all` is all")
-    add("--seeds", metavar="N", type=int, default=1, help="how many seeds (1)")
-    add("--first-seed", metavar="N", type=int, default=1, help="the first of them (1)")
-    add("--out", metavar="DIR", type=Path, help="where the runs go (runs/reproduce; with --set runs/trials)")
-    add("--results", metavar="DIR", type=Path, help="where the records go (results; with --set runs/trials/results)")
+    add("rows", metavar="ROW", nargs="*", help="rows or recipes (default: the paper's tables); `all` for all of them")
+    add("--seeds", metavar="N", type=int, default=1, help="number of seeds (1)")
+    add("--first-seed", metavar="N", type=int, default=1, help="the first seed (1)")
+    add("--out", metavar="DIR", type=Path, help="folder for the runs (runs/reproduce; with --set runs/trials)")
+    add("--results", metavar="DIR", type=Path, help="folder for the records (results; with --set runs/trials/results)")
     precisions = ("fp32", "tf32", "bf16", "fp16")
-    add("--precision", choices=precisions, default="fp32", help="of the products in training (fp32)")
+    add("--precision", choices=precisions, default="fp32", help="precision of the matrix products in training (fp32)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    add("--data", metavar="DIR", type=Path, help="a folder to look for the data in, before ZONEOUT_DATA")
-    add("--minutes", metavar="M", type=float, default=math.inf, help="stop after so long, to be continued")
-    add("--parallel", metavar="N", type=int, default=1, help="so many runs at once on the device (1)")
-    add("--set", metavar="NAME=VALUE", action="append", default=[], help="a setting that is to be otherwise")
+    add("--data", metavar="DIR", type=Path, help="folder with the data, searched before ZONEOUT_DATA")
+    add("--minutes", metavar="M", type=float, default=math.inf, help="stop after M minutes, with a checkpoint")
+    add("--parallel", metavar="N", type=int, default=1, help="number of runs at the same time on the device (1)")
+    add("--set", metavar="NAME=VALUE", action="append", default=[], help="change a setting of the recipe, for a trial")
     add("--write", metavar="FILE", nargs="?", const=PAGE, type=Path, help=f"write {PAGE} and the table of {README}")
     return found
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m zoneout.paper.reproduce") -> int:
-    """Run the command; its exit code."""
+    """Run the command and return its exit code."""
     command = parser(prog)
     options = command.parse_args(arguments)
     pairs = [setting.partition("=") for setting in options.set]
@@ -402,20 +402,20 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m zoneout.
     if options.task is None:
         of_runs = ("seeds", "first_seed", "out", "precision", "device", "data", "minutes", "parallel", "set")
         refuse_given(of_runs, options, command.get_default, "without a TASK nothing is run; say which")
-    # A trial neither finds the recipe's own record nor stands in its way.
+    # A trial has its own folders, so that it neither uses nor replaces the recipe's record.
     out = options.out or (TRIALS if pairs else RUNS)
     results = options.results or (TRIALS / "results" if pairs else RESULTS)
     if options.write == PAGE and pairs:
         raise ValueError(f"--write: expected a file of its own for trials (--set), since {PAGE} is of the recipes")
     if options.write is not None and options.task is None and not any(results.glob("*/seed-*.json")):
-        raise RunError(f"there are no records in {results}, so that --write would leave nothing of the tables")
+        raise RunError(f"there are no records in {results}, so that --write would empty the tables")
     if options.write is not None and not options.write.parent.is_dir():
         raise ValueError(
             f"--write: there is no folder {options.write.parent} here for {options.write.name}; --write FILE says "
-            "where else the tables go"
+            "which file to write instead"
         )
     state: State = "finished"
-    said = streams.heard(sys.stdout)  # what is shown on the way is not what the command is for
+    said = streams.heard(sys.stdout)  # the tables shown while running are progress, not the result
     if options.task is not None:
         state = reproduce(
             options.task,

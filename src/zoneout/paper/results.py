@@ -1,8 +1,8 @@
-"""Results: a small record of every finished run, and the tables that are made of the records.
+"""Results: one record per finished run, and the tables computed from the records.
 
-A record is a file `results/RECIPE/seed-N.json`. It holds the config, the scores by every protocol, a learning curve,
-and what the run was made with; all that `docs/results.md` says is computed from these files and from the paper's
-numbers in `recipes`.
+A record is a file `results/RECIPE/seed-N.json`. It holds the config, the scores under every evaluation
+protocol, a learning curve, the device and the versions. Every number of ours in `docs/results.md` is
+computed from these files. The paper's numbers come from `recipes`.
 """
 
 from __future__ import annotations
@@ -36,30 +36,41 @@ from .train import data_of, values_of
 Record: TypeAlias = dict[str, Any]
 
 FORMAT = 1
-FREE = ("seed", "precision", "device", "backend", "log_every", "save_every")  # what a recipe leaves to whoever runs it
+FREE = ("seed", "precision", "device", "backend", "log_every", "save_every")  # fields that a recipe leaves open
 COLUMNS = ("paper: valid, test", "ours: valid", "ours: test", "difference", "reached", "seeds", "epochs", "minutes")
-GROUPS = {  # of recipes, and what is written above their table
+GROUPS = {  # groups of recipes, and the line above each group's table
     "table": "",
-    "ours": "Past the paper, whose zoneout row stands beside:",
+    "ours": "Beyond the paper, compared with the paper's zoneout row:",
     "more": "In the paper's figures and text:",
 }
-POINTS = 200  # of a learning curve, at most
+CORPORA = {  # the tasks of the README's table, as its readers know them
+    "char-ptb": "PTB characters, bits",
+    "word-ptb": "PTB words, perplexity",
+    "pmnist": "permuted MNIST, error",
+}
+HEADLINES = (  # the recipes in the README's table
+    "char_ptb_unregularised", "char_ptb_recurrent_dropout", "char_ptb_zoneout",
+    "word_ptb_nr_dropout", "word_ptb_zoneout",
+    "pmnist_unregularised", "pmnist_zoneout", "pmnist_batch_norm_zoneout",
+)  # fmt: skip
+POINTS = 200  # maximum number of points kept of a learning curve
 NUMBER = (int, float)
-KINDS: dict[str, Any] = {  # what has to be in a record
+KINDS: dict[str, Any] = {  # the fields of a record and their types
     "recipe": str, "seed": int, "measure": str, "valid": NUMBER, "test": NUMBER, "best_epoch": NUMBER, "epochs": NUMBER,
     "seconds": NUMBER, "at_once": int, "precision": str, "device": str, "versions": dict, "date": str, "command": str,
     "scores": list, "curve": dict, "config": dict,
 }  # fmt: skip
 RULE = f"""
-Made by `zoneout reproduce --write` from the records in `results/`; [how those are made](reproducing.md). Lower is
-better. Ours is the mean over seeds ± their standard deviation, of the weights with the best validation. *Reached* means
-that {REACHED}. Minutes are those of one run, the mean over the seeds that had the fewest others beside them on their
-GPU. A run with batch norm is validated with the statistics of its batches, as the paper's were; the tables by protocol
-have what the test's give on both parts.
+Lower is better. `zoneout reproduce --write` makes this page from the records in `results/`;
+[Reproducing the paper](reproducing.md) says how to make the records. Our numbers are means over
+seeds ± standard deviation, for the weights with the best validation score. *Reached* means that
+{REACHED}. *Minutes* is the time of one run: the mean over the seeds that shared their GPU with the
+fewest other runs. Runs with batch norm use each batch's own statistics for validation, as the
+paper's runs did. The *by protocol* tables show both parts with the statistics of the test.
 """
 PAGE = f"""# Results
 
-{fill(RULE.strip(), 120, break_on_hyphens=False)}
+{fill(RULE.strip(), 100, break_on_hyphens=False)}
 """
 PARTS = ("valid", "test")
 BEGIN, END = "<!-- results: made by zoneout reproduce --write -->", "<!-- end -->"
@@ -71,7 +82,7 @@ BEGIN, END = "<!-- results: made by zoneout reproduce --write -->", "<!-- end --
 def make_record(
     folder: Path, recipe: str, *, data: Path | str | None = None, device: str = "auto", at_once: int = 1
 ) -> Record:
-    """The record of the finished run in a folder; `at_once` is how many runs shared the device."""
+    """Return the record of the finished run in `folder`; `at_once` runs shared the device."""
     config, summary = runs.read_config(folder), runs.read_summary(folder) or {}
     where, measure = device_of(device), RECIPES[recipe].measure
     if not all(measure in (summary.get(part) or {}) for part in ("best", "test")):
@@ -81,7 +92,7 @@ def make_record(
         "recipe": recipe,
         "seed": config.seed,
         "measure": measure,
-        "valid": summary["best"][measure],  # each by the protocol that the config has for it
+        "valid": summary["best"][measure],  # under the protocol that the config names
         "test": summary["test"][measure],
         "best_epoch": summary["best"]["epoch"],
         "epochs": summary["epoch"],
@@ -107,7 +118,7 @@ def make_record(
 
 
 def command_of(recipe: str, config: Config) -> str:
-    """The command that makes the run again."""
+    """Return the command that repeats the run."""
     words = ["zoneout", "reproduce", recipe, "--first-seed", str(config.seed), "--precision", config.precision]
     for name, ours, _ in changes(config, RECIPES[recipe].make()):
         words += ["--set", f"{name}={json.dumps(ours)}"]
@@ -115,13 +126,13 @@ def command_of(recipe: str, config: Config) -> str:
 
 
 def changes(config: Config, other: Config) -> list[tuple[str, Any, Any]]:
-    """The fields in which two configs differ, but for those that a recipe leaves open: name, here, there."""
+    """Return the differing fields as (name, value, other value), without the fields in `FREE`."""
     there = configs.to_json(other)
     return [(n, here, configs.at(there, n)) for n, here in configs.changed(config, other).items() if n not in FREE]
 
 
 def protocols(config: Config) -> list[Protocol | None]:
-    """The protocols that a run is judged by: its own for both parts, and the whole text as one sequence.
+    """Return the evaluation protocols of a run: its own two, and the whole text as one sequence.
 
     >>> [p.kind for p in protocols(RECIPES["word_ptb_zoneout"].make())]
     ['streams', 'whole']
@@ -133,7 +144,10 @@ def protocols(config: Config) -> list[Protocol | None]:
 
 
 def scores(folder: Path, config: Config, data: Path | str | None, device: torch.device) -> list[Record]:
-    """The best weights judged on both parts by every protocol; static masks also as the other thing they can be."""
+    """Evaluate the best weights on both parts under every protocol.
+
+    A model with static masks is evaluated twice: with its training masks and with their expectation.
+    """
     corpus = data_of(folder, config, data)
     found: list[Record] = []
     ways = ("sample", "expectation") if config.zoneout.mask == "static" else (config.evaluation.at_eval,)
@@ -148,7 +162,7 @@ def scores(folder: Path, config: Config, data: Path | str | None, device: torch.
 
 
 def named(protocol: Protocol | None) -> str:
-    """A protocol in words."""
+    """Describe a protocol in words."""
     if protocol is None:
         return "images"
     words = {"chunks": f"chunks of {protocol.length}", "streams": f"{protocol.size} streams", "whole": "one sequence"}
@@ -156,7 +170,7 @@ def named(protocol: Protocol | None) -> str:
 
 
 def curve(rows: Sequence[Record], measure: str) -> Record:
-    """The learning curve of a run: validations, and the mean training loss before each, thinned to some hundreds."""
+    """Return validation scores and the mean training loss before each, thinned to about `POINTS` points."""
     valid = [row for row in rows if row["kind"] == "valid"]
     points, before = [], 0
     for number, row in enumerate(valid):
@@ -169,7 +183,7 @@ def curve(rows: Sequence[Record], measure: str) -> Record:
 
 
 def read_record(path: Path) -> Record:
-    """A record, or a sentence that says why not."""
+    """Read a record; raise `RunError` with the reason if the file is not a valid record."""
     try:
         record = disk.read_json(path)
         if record["format"] != FORMAT:
@@ -188,7 +202,7 @@ def read_record(path: Path) -> Record:
 
 
 def _check_parts(record: Record) -> None:
-    """An error where something inside a record is not what tables and figures take it for."""
+    """Raise `ValueError` if a nested value cannot be used by the tables and figures."""
     curve, measure = record["curve"], record["measure"]
     if (known := RECIPES.get(record["recipe"])) is not None and measure != known.measure:
         raise ValueError(f"its measure is {measure!r}, expected {known.measure!r}")
@@ -207,15 +221,15 @@ def _check_parts(record: Record) -> None:
 
 
 def read_records(results: Path, recipe: str) -> list[Record]:
-    """The records of a recipe, by seed."""
+    """Return the records of a recipe in the order of their seeds."""
     return sorted(map(read_record, (results / recipe).glob("seed-*.json")), key=lambda record: int(record["seed"]))
 
 
-# --- what they say ---------------------------------------------------------------------------------
+# --- tables ----------------------------------------------------------------------------------------
 
 
 def table(results: Path | str, recipes: Sequence[Recipe] | None = None, *, details: bool = True) -> str:
-    """The records as a table for every task, in Markdown; with `details`, also every protocol and every run."""
+    """Return one Markdown table per task; `details` adds one table by protocol and one of all runs."""
     results = Path(results)
     chosen = list(RECIPES.values()) if recipes is None else list(recipes)
     parts = []
@@ -235,33 +249,30 @@ def table(results: Path | str, recipes: Sequence[Recipe] | None = None, *, detai
 
 
 def document(results: Path | str) -> str:
-    """The page docs/results.md."""
+    """Return the page docs/results.md."""
     return f"{PAGE}\n{table(results)}\n"
 
 
 def summary(results: Path | str) -> str:
-    """The rows of the paper's tables that have been run, and ours, in one table, for the README."""
-    lines = _head("", "", "paper: valid, test", "ours: valid, test", "seeds", "minutes", "precision")
-    for recipe in RECIPES.values():
-        own, _ = fitting(recipe, Path(results))
-        if recipe.group != "more" and own:
-            *scores, _, _, seeds, _, took = _ours(recipe, own)
-            marks = (" (missed)" if _verdict(recipe, own, part) == "no" else "" for part in PARTS)
-            paper, precisions = _paper(recipe.valid, recipe.test), sorted({record["precision"] for record in own})
-            ours = (", ".join(map("".join, zip(scores, marks))), seeds, took, ", ".join(precisions))
-            row = f"ours: {recipe.row}" if recipe.group == "ours" else recipe.row
-            lines.append(_row(f"{recipe.task}, {recipe.measure}", row, paper, *ours))
+    """Return the README's table: test scores of the `HEADLINES`, ours beside the paper's."""
+    lines = _head("test", "method", "paper", "ours", "seeds")
+    for recipe in (RECIPES[name] for name in HEADLINES):
+        if not (own := fitting(recipe, Path(results))[0]):
+            continue
+        missed = " (missed)" if _verdict(recipe, own, "test") == "no" else ""
+        score = spread([record["test"] for record in own], recipe.measure).replace(" ± ", "±")
+        lines.append(_row(CORPORA[recipe.task], recipe.row, str(recipe.test), f"{score}{missed}", str(len(own))))
     return "\n".join(lines)
 
 
 def put_summary(text: str, results: Path | str) -> str:
-    """A text with the summary between its two marks."""
+    """Return `text` with the README's table between its two marks."""
     before, mark, after = text.partition(BEGIN)
     return f"{before}{mark}\n\n{summary(results)}\n\n{END}{after.partition(END)[2]}"
 
 
 def fitting(recipe: Recipe, results: Path) -> tuple[list[Record], list[Record]]:
-    """A recipe's records: those of runs of this very recipe, and those with other settings."""
+    """Return a recipe's records in two lists: with the recipe's settings, and with other settings."""
     found = read_records(results, recipe.name)
     own = [r for r in found if not changes(configs.from_json(r["config"]), recipe.make())]
     return own, [r for r in found if r not in own]
@@ -284,12 +295,12 @@ def _main_table(recipes: Sequence[Recipe], results: Path, quoted: bool = False) 
 
 
 def best_epoch(records: Sequence[Record]) -> str:
-    """The epoch with the best validation, the mean over seeds."""
+    """Return the epoch of the best validation score, averaged over seeds."""
     return f"{round(fmean(record['best_epoch'] for record in records), 1):g}"
 
 
 def seeds_of(records: Sequence[Record]) -> str:
-    """The seeds, three or more in a row as the first and the last.
+    """List the seeds; three or more consecutive ones become a range.
 
     >>> seeds_of([{"seed": seed} for seed in (1, 2, 3, 4, 6, 7)])
     '1–4, 6, 7'
@@ -304,7 +315,7 @@ def seeds_of(records: Sequence[Record]) -> str:
 
 
 def minutes(records: Sequence[Record]) -> tuple[float, int]:
-    """The mean over the runs that had the fewest beside them on their GPU, and how many that were at once."""
+    """Return the mean minutes over the runs that shared their GPU least, and how many runs shared it."""
     fewest = min(record["at_once"] for record in records)
     return fmean(record["seconds"] for record in records if record["at_once"] == fewest) / 60, fewest
 
@@ -335,7 +346,7 @@ def _ours(recipe: Recipe, records: Sequence[Record]) -> list[str]:
 
 
 def _verdict(recipe: Recipe, records: Sequence[Record], part: str) -> str:
-    """Whether the paper's number for a part is reached, where ours is held to it."""
+    """Return "yes" or "no": is the paper's number reached? "–" if the row is not compared with it."""
     paper = getattr(recipe, part)
     if paper is None or not recipe.held:
         return "–"
@@ -347,7 +358,7 @@ def _blank(why: str) -> list[str]:
 
 
 def _other_tables(recipes: Sequence[Recipe], results: Path) -> list[str]:
-    """Every protocol on both parts, and every run; nothing where there are no records."""
+    """Return the table by protocol and the table of all runs; nothing without records."""
     found = [(recipe, own) for recipe in recipes if (own := fitting(recipe, results)[0])]
     if not found:
         return []
@@ -388,5 +399,5 @@ def _row(*cells: str) -> str:
 
 
 def _paper(valid: float | None, test: float | None) -> str:
-    """The paper's numbers, as it has them."""
+    """Format the paper's validation and test numbers."""
     return "–" if valid is None and test is None else ", ".join("–" if v is None else str(v) for v in (valid, test))
