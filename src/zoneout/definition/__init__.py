@@ -1,0 +1,356 @@
+"""A cell is a definition: its equation, written once as a plain function. Everything else is derived.
+
+`cell` is the decorator, `Definition` what it returns. The function is traced when it is decorated; the
+trace is checked against the function, and its derivative against finite differences.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from .checks import check_derivative, check_trace
+from .graph import Graph, Value, evaluate, from_text, to_text
+from .step import Backward, Step, backward_of, step_of
+from .trace import DefinitionError, Symbol, Tracer, candidate, held, shown, update
+
+__all__ = ["Definition", "DefinitionError", "candidate", "cell", "held", "shown", "update"]
+
+RECURRENCES = {  # how h enters the gates, and whether the function takes r
+    "dense": True,  # r = W_h h + b_h
+    "blocks": True,  # the same with a block-diagonal W_h, one block per head
+    "diagonal": False,  # the function multiplies h with a parameter
+    "none": False,  # the gates depend on x alone
+}
+MOST_GATES, MOST_STATES = 8, 4
+Group = str | tuple[str, ...]
+
+
+class Definition:
+    """A cell, as the graph of one step of one unit. Made by `cell`, or read from its text.
+
+    Two definitions are equal if they compute the same; names of functions do not count. A definition is
+    saved as its text, never as code.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        outputs: Sequence[int],
+        *,
+        gates: int,
+        groups: Sequence[tuple[str, ...]],
+        parameters: Sequence[str],
+        recurrence: str,
+        heads: int,
+        bounded: bool,
+        name: str = "cell",
+        function: Callable[..., Any] | None = None,
+    ) -> None:
+        self.graph, self.outputs = graph, tuple(outputs)
+        self.gates, self.groups, self.parameters = gates, tuple(groups), tuple(parameters)
+        self.recurrence, self.heads, self.bounded = recurrence, heads, bounded
+        self.name, self.function = name, function
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The names of the states; the first one is the output."""
+        return tuple(state for group in self.groups for state in group)
+
+    def group_of(self, state: str) -> str:
+        """Return the name of a state's group, which is that of the group's first state."""
+        return next(group[0] for group in self.groups if state in group)
+
+    @property
+    def has_r(self) -> bool:
+        """True if h enters the gates through a matrix."""
+        return RECURRENCES[self.recurrence]
+
+    @cached_property
+    def marks(self) -> frozenset[str]:
+        """The marks that the definition uses; a state's candidate counts only where it feeds another state."""
+        return frozenset(self.graph.nodes[node].op for node in self.graph.reached(self.outputs)) & {
+            "update",
+            "shown",
+            "held",
+        }
+
+    @cached_property
+    def reads_output(self) -> bool:
+        """True if the step reads h other than through r, so that h and its candidate have the same size."""
+        return any(name == self.states[0] for _, name in self.graph.leaves(self.outputs, "state"))
+
+    @cached_property
+    def text(self) -> str:
+        """The canonical text: it names everything but the function."""
+        head = {
+            "gates": self.gates,
+            "recurrence": self.recurrence,
+            "heads": self.heads,
+            "bounded": int(self.bounded),
+            "states": ",".join("+".join(group) for group in self.groups),
+            "parameters": ",".join(self.parameters),
+        }
+        return " ".join(f"{key}={value}" for key, value in head.items()) + " " + to_text(self.graph, self.outputs)
+
+    @cached_property
+    def step(self) -> Step:
+        """The forward pass of one step, with noise."""
+        return step_of(self)
+
+    @cached_property
+    def backward(self) -> Backward:
+        """The backward pass of one step, in the graph of `step`."""
+        return backward_of(self, self.step)
+
+    def __call__(self, *args: Any) -> Any:
+        """Compute one step on tensors, without noise and norm: the function that was decorated."""
+        if self.function is not None:
+            return self.function(*args)
+        wanted = 1 + self.has_r + len(self.states) + len(self.parameters)
+        if len(args) != wanted:
+            raise TypeError(f"cell {self.name!r}: expected {wanted} arguments, got {len(args)}")
+        new = self.evaluate(self.leaves(*args))
+        return tuple(new) if len(new) > 1 else new[0]
+
+    def leaves(self, *args: Any) -> dict[tuple[str, Value], Tensor]:
+        """Name the arguments of a call: x, r if there is one, states, parameters."""
+        x, rest = args[0], list(args[1:])
+        named = {("x", str(q)): v for q, v in enumerate(x)}
+        if self.has_r:
+            named |= {("r", str(q)): v for q, v in enumerate(rest.pop(0))}
+        count = len(self.states)
+        named |= {("state", name): v for name, v in zip(self.states, rest[:count], strict=True)}
+        return named | {("parameter", name): v for name, v in zip(self.parameters, rest[count:], strict=True)}
+
+    def evaluate(
+        self,
+        leaves: Mapping[tuple[str, Value], Tensor],
+        marks: Mapping[str, Callable[[Tensor, Value], Tensor]] | None = None,
+    ) -> list[Tensor]:
+        """Compute the candidates of all states from the graph; `marks` says what the marks do."""
+        return evaluate(self.graph, self.outputs, leaves, marks)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Definition) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __reduce__(self) -> Any:
+        return _read, (self.text, self.name)
+
+    def __deepcopy__(self, memo: Any) -> Definition:
+        return self
+
+    def __repr__(self) -> str:
+        states = ", ".join("+".join(group) for group in self.groups)
+        more = f", parameters {', '.join(self.parameters)}" if self.parameters else ""
+        return f"<cell {self.name}: {self.gates} gates, states {states}{more}, recurrence {self.recurrence}>"
+
+    @classmethod
+    def from_text(cls, text: str, name: str = "cell") -> Definition:
+        """Read the canonical text of a definition. Nothing in it is executed."""
+        words = text.split(" ", 6)
+        head = dict(word.partition("=")[::2] for word in words[:6])
+        if len(words) != 7 or list(head) != ["gates", "recurrence", "heads", "bounded", "states", "parameters"]:
+            raise ValueError(f"definition: expected the text of a cell, got {text[:80]!r}")
+        graph, outputs = from_text(words[6])
+        found = cls(
+            graph,
+            outputs,
+            gates=int(head["gates"]),
+            groups=_groups([g if "+" not in g else tuple(g.split("+")) for g in head["states"].split(",")], name),
+            parameters=tuple(head["parameters"].split(",")) if head["parameters"] else (),
+            recurrence=head["recurrence"],
+            heads=int(head["heads"]),
+            bounded=head["bounded"] == "1",
+            name=name,
+        )
+        _check_settings(found)
+        _check_leaves(found)
+        if found.text != text:
+            raise ValueError(f"definition: expected the canonical text of a cell, got {text[:80]!r}")
+        return found
+
+
+def _read(text: str, name: str) -> Definition:
+    return Definition.from_text(text, name)
+
+
+def cell(
+    *,
+    gates: int,
+    states: Sequence[Group] = ("h",),
+    recurrence: str = "dense",
+    heads: int = 1,
+    bounded: bool = False,
+    checked: bool = True,
+) -> Callable[[Callable[..., Any]], Definition]:
+    """Make a recurrent cell of a function that computes one step.
+
+    The function takes x, r, the states and the parameters, in this order. `x` is W_x x_t + b_x and `r` is
+    W_h h_{t−1} + b_h, each a tuple with one entry per gate. Every name after the states is a parameter with
+    one number per unit. The function returns the new states.
+
+    Args:
+        gates: the number of gates, 1 to 8.
+        states: the names of the states, 1 to 4; the first is the output. A tuple inside is a group of states
+            that share one rate and one mask.
+        recurrence: "dense", "blocks" (block-diagonal, see `heads`), "diagonal" or "none". The last two take
+            no `r`.
+        heads: the number of blocks of W_h, with `recurrence="blocks"`.
+        bounded: True promises that |h| ≤ 1, which lets a GPU exchange h in half precision.
+        checked: False leaves out the check of the trace and of the derivative.
+
+    >>> import torch, zoneout as zo
+    >>> @zo.cell(gates=2)
+    ... def light_gru(x, r, h):
+    ...     z, n = (a + b for a, b in zip(x, r))
+    ...     z = z.sigmoid()
+    ...     return z * h + zo.update((1 - z) * n.relu())
+    >>> light_gru
+    <cell light_gru: 2 gates, states h, recurrence dense>
+    """
+
+    def decorate(function: Callable[..., Any]) -> Definition:
+        name = getattr(function, "__name__", "cell")
+        groups = _groups(states, name)
+        made = Definition(
+            Graph(), (), gates=gates, groups=groups, parameters=(), recurrence=recurrence, heads=heads,
+            bounded=bounded, name=name, function=function,
+        )  # fmt: skip
+        _check_settings(made)
+        made.parameters = _parameters(made, function)
+        made.graph, made.outputs = _trace(made, function)
+        _check_leaves(made)
+        if checked:
+            check_trace(made, function)
+            check_derivative(made)
+        return made
+
+    return decorate
+
+
+# --- from a function to a graph --------------------------------------------------------------------
+
+
+def _groups(states: Sequence[Group], name: str) -> tuple[tuple[str, ...], ...]:
+    if isinstance(states, str):
+        raise DefinitionError(f"cell {name!r}: states: expected a tuple of names such as ('h',), got {states!r}")
+    return tuple((group,) if isinstance(group, str) else tuple(group) for group in states)
+
+
+def _check_settings(d: Definition) -> None:
+    def fail(what: str, expected: str, got: Any) -> None:
+        raise DefinitionError(f"cell {d.name!r}: {what}: expected {expected}, got {got!r}")
+
+    if isinstance(d.gates, bool) or not isinstance(d.gates, int) or not 1 <= d.gates <= MOST_GATES:
+        fail("gates", f"a number from 1 to {MOST_GATES}", d.gates)
+    names = d.states
+    if not 1 <= len(names) <= MOST_STATES or not all(isinstance(n, str) and n.isidentifier() for n in names):
+        fail("states", f"1 to {MOST_STATES} names", d.groups)
+    if len(set(names)) < len(names):
+        fail("states", "different names", names)
+    if len(d.groups[0]) > 1:
+        fail("states", "an output that is in no group", d.groups[0])
+    if d.recurrence not in RECURRENCES:
+        fail("recurrence", f"one of {', '.join(RECURRENCES)}", d.recurrence)
+    if isinstance(d.heads, bool) or not isinstance(d.heads, int) or d.heads < 1:
+        fail("heads", "1 or more", d.heads)
+    if d.heads > 1 and d.recurrence != "blocks":
+        fail("heads", f"1 with recurrence={d.recurrence!r}", d.heads)
+
+
+def _parameters(d: Definition, function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names after the states, which are parameters."""
+    arguments = inspect.signature(function).parameters.values()
+    if any(a.kind not in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD) or a.default is not a.empty for a in arguments):
+        raise DefinitionError(f"cell {d.name!r}: expected plain arguments without defaults, got {_listed(arguments)}")
+    names = [a.name for a in arguments]
+    first = 1 + d.has_r
+    expected = ["x", *(["r"] if d.has_r else []), *d.states]
+    if names[first : len(expected)] != list(d.states):
+        raise DefinitionError(
+            f"cell {d.name!r}: expected the arguments {', '.join(expected)} and then the parameters, "
+            f"got {', '.join(names)}"
+        )
+    return tuple(names[len(expected) :])
+
+
+def _listed(arguments: Any) -> str:
+    return ", ".join(str(a) for a in arguments)
+
+
+def _trace(d: Definition, function: Callable[..., Any]) -> tuple[Graph, tuple[int, ...]]:
+    tracer = Tracer(d.name, function.__code__)
+    args: list[Any] = [tuple(tracer.leaf("x", str(q)) for q in range(d.gates))]
+    if d.has_r:
+        args.append(tuple(tracer.leaf("r", str(q)) for q in range(d.gates)))
+    args += [tracer.leaf("state", state) for state in d.states]
+    args += [tracer.leaf("parameter", parameter) for parameter in d.parameters]
+    try:
+        found = function(*args)
+    except DefinitionError:
+        raise
+    except Exception as error:
+        raise DefinitionError(
+            f"cell {d.name!r}: the function failed on symbols: {error}; gates={d.gates} gives x"
+            f"{' and r' if d.has_r else ''} {d.gates} entries{' each' if d.has_r else ''}"
+        ) from error
+    new = list(found) if isinstance(found, (tuple, list)) else [found]
+    if len(new) != len(d.states) or not all(isinstance(v, Symbol) for v in new):
+        got = f"{len(new)} values" if len(new) != len(d.states) else ", ".join(type(v).__name__ for v in new)
+        raise DefinitionError(
+            f"cell {d.name!r}: expected the function to return {len(d.states)} values, the new "
+            f"{', '.join(d.states)}, got {got}"
+        )
+    return tracer.graph, _outputs(d, tracer, [v.node for v in new])
+
+
+def _outputs(d: Definition, tracer: Tracer, new: list[int]) -> tuple[int, ...]:
+    """Check the marks, and mark the candidates that feed no other state."""
+    graph = tracer.graph
+    of_state = dict(zip(d.states, new))
+    for mark in ("shown", "held"):
+        if sum(graph.nodes[node].op == mark for node in graph.reached(new)) > 1:
+            raise DefinitionError(f"cell {d.name!r}: zo.{mark} is used twice; expected it once at most")
+    for node in graph.reached(new):
+        op, _, value = graph.nodes[node]
+        if op == "candidate" and of_state.get(str(value)) != node:
+            known = f"returned as the new {value}" if value in of_state else f"one of {', '.join(d.states)}"
+            raise DefinitionError(f"cell {d.name!r}: zo.candidate({value!r}, …): expected it to be {known}")
+    for state, node in of_state.items():
+        others = [other for name, other in of_state.items() if name != state]
+        if graph.nodes[node].op not in ("candidate", "state") and node in graph.reached(others):
+            raise DefinitionError(
+                f"cell {d.name!r}: the new {state} is used to compute another state; "
+                f"mark it: zo.candidate({state!r}, …)"
+            )
+    return tuple(
+        node if graph.nodes[node].op == "candidate" else graph.add("candidate", node, value=state)
+        for state, node in of_state.items()
+    )
+
+
+def _check_leaves(d: Definition) -> None:
+    """Check that the graph has the leaves and candidates that the settings name."""
+    graph, known = d.graph, {"state": set(d.states), "parameter": set(d.parameters)}
+    known["x"] = {str(q) for q in range(d.gates)}
+    known["r"] = known["x"] if d.has_r else set()
+    for node in graph.reached(d.outputs):
+        op, _, value = graph.nodes[node]
+        if op in ("mask", "gradient", "mix", "less", "part") or (op in known and value not in known[op]):
+            raise DefinitionError(f"cell {d.name!r}: {op} {value} is not part of a cell with these settings")
+    marked = [graph.nodes[node] for node in d.outputs]
+    if [(node.op, node.value) for node in marked] != [("candidate", state) for state in d.states]:
+        raise DefinitionError(f"cell {d.name!r}: expected one candidate for each of {', '.join(d.states)}")
+    used = {str(name) for _, name in graph.leaves(d.outputs, "x")}
+    if missing := sorted(known["x"] - used):
+        raise DefinitionError(f"cell {d.name!r}: gate {missing[0]} of x is never used; gates={d.gates} may be too many")
+    if d.has_r and not list(graph.leaves(d.outputs, "r")):
+        raise DefinitionError(f"cell {d.name!r}: r is never used; write recurrence='none' and leave r out")

@@ -1,0 +1,86 @@
+"""Checks of a new definition: the trace against the function, the derivative against finite differences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .graph import Value, evaluate
+from .trace import DefinitionError
+
+if TYPE_CHECKING:
+    from . import Definition
+
+Leaves = dict[tuple[str, Value], Tensor]
+POINTS, STEP, TOLERANCE = 16, 1e-6, 1e-4
+
+
+def _samples(d: Definition) -> Iterator[tuple[list[Any], Leaves]]:
+    """Yield arguments of the cell at random points: about zero, then positive ones (for log and sqrt)."""
+    generator = torch.Generator().manual_seed(1)
+    for positive in (False, True, False):
+
+        def draw(positive: bool = positive) -> Tensor:
+            value = torch.randn(POINTS, generator=generator, dtype=torch.float64, device="cpu")
+            return value.abs() + 0.5 if positive else value
+
+        args: list[Any] = [tuple(draw() for _ in range(d.gates))]
+        args += [tuple(draw() for _ in range(d.gates))] if d.has_r else []
+        args += [draw() for _ in (*d.states, *d.parameters)]
+        yield args, d.leaves(*args)
+
+
+def check_trace(d: Definition, function: Callable[..., Any]) -> None:
+    """Raise `DefinitionError` if the graph does not compute what the function computes."""
+    for args, leaves in _samples(d):
+        found = function(*args)
+        expected = list(found) if isinstance(found, (tuple, list)) else [found]
+        for state, ours, theirs in zip(d.states, d.evaluate(leaves), expected, strict=True):
+            if not isinstance(theirs, Tensor) or not torch.allclose(ours, theirs, 1e-12, 1e-12, equal_nan=True):
+                raise DefinitionError(
+                    f"cell {d.name!r}: the function computes another {state} on numbers than on symbols; "
+                    "it must not depend on anything but its arguments"
+                )
+
+
+def check_derivative(d: Definition) -> None:
+    """Raise `DefinitionError` if the derivative disagrees with finite differences at every sampled point."""
+    worst = ""
+    for _, leaves in _samples(d):
+        worst = _disagreement(d, leaves)
+        if not worst:
+            return
+    raise DefinitionError(f"cell {d.name!r}: the derivative with respect to {worst} disagrees with finite differences")
+
+
+def _disagreement(d: Definition, leaves: Leaves) -> str:
+    """Return the name of an argument whose derivative is wrong at most points, or ""."""
+    step, backward = d.step, d.backward
+    masks = {("mask", value) for _, value in step.graph.leaves(step.new, "mask")}
+    like = next(iter(leaves.values()))
+    full: Leaves = dict(leaves) | {mask: torch.zeros_like(like) for mask in masks}
+    full["state", "held gate"] = torch.zeros_like(like)
+    ends = {("gradient", state): torch.full_like(like, 0.5 + k) for k, state in enumerate(d.states)}
+    ends["gradient", "held gate"] = torch.zeros_like(like)
+
+    def loss(at: Leaves) -> Tensor:
+        new = evaluate(step.graph, step.new, at)
+        return sum((ends["gradient", state] * v for state, v in zip(d.states, new)), torch.zeros_like(like))
+
+    names = [("x", str(q)) for q in range(d.gates)]
+    wanted: list[int | None] = [*backward.x]
+    names += [("r", str(q)) for q in range(d.gates)] if d.has_r else []
+    wanted += backward.r if d.has_r else []
+    names += [("state", state) for state in d.states] + [("parameter", name) for name in d.parameters]
+    wanted += [*backward.states, *backward.parameters]
+    for name, node in zip(names, wanted, strict=True):
+        above, below = (loss(full | {name: full[name] + by}) for by in (STEP, -STEP))
+        slope = (above - below) / (2 * STEP)
+        ours = evaluate(step.graph, [node], full | ends)[0] if node is not None else torch.zeros_like(like)
+        good = (ours - slope).abs() <= TOLERANCE * (1 + slope.abs())
+        if not (good | ~slope.isfinite()).float().mean() > 0.7 or not slope.isfinite().any():
+            return f"{name[0]}[{name[1]}]" if name[0] in ("x", "r") else str(name[1])
+    return ""

@@ -1,0 +1,152 @@
+"""The operations of a cell: for each one its name, torch function, C text and derivative.
+
+This table is the only place that knows an operation. The tracer, the reference, the derivative and the
+printers read it. `mix` and `less` are the two rules of noise: they select at 0 and 1 instead of
+multiplying, so that a NaN never reaches a unit that keeps its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .graph import Graph
+
+# (graph, arguments, result, gradient of the result) -> the gradients of the arguments; None for none
+Derivative = Callable[["Graph", tuple[int, ...], int, int], tuple[int | None, ...]]
+
+LEAVES = ("x", "r", "state", "parameter", "mask", "gradient", "number")  # nodes without arguments
+MARKS = ("candidate", "update", "shown", "held")  # nodes with one argument, the identity without noise and norm
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation on numbers."""
+
+    arguments: int
+    torch: Callable[..., Tensor]
+    c: str  # with {0}, {1}, … for the arguments; upper-case names are macros of the number type
+    derivative: Derivative | None = None  # None: a comparison
+    needs: str = "arguments"  # what the derivative reads: "nothing", "result" or "arguments"
+
+
+def mix(new: Tensor, old: Tensor, keep: Tensor) -> Tensor:
+    """Return `old` where `keep` is 1, `new` where it is 0, else new + keep · (old − new)."""
+    if keep.dtype == torch.bool:
+        return torch.where(keep, old, new)
+    between = torch.lerp(new, old, keep.to(new.dtype))
+    return torch.where(keep <= 0, new, torch.where(keep >= 1, old, between))
+
+
+def less(value: Tensor, drop: Tensor) -> Tensor:
+    """Return 0 where `drop` is 1, else value · (1 − drop)."""
+    if drop.dtype == torch.bool:
+        return value.masked_fill(drop, 0.0)
+    return torch.where(drop >= 1, 0.0, value * (1 - drop).to(value.dtype))
+
+
+def part(value: Tensor, share: Tensor) -> Tensor:
+    """Return 0 where `share` is 0, else value · share."""
+    if share.dtype == torch.bool:
+        return value.masked_fill(~share, 0.0)
+    return torch.where(share <= 0, 0.0, value * share.to(value.dtype))
+
+
+def _half_at_ties(wins: str) -> Derivative:
+    """The derivative of minimum or maximum: at a tie each argument gets half, as torch has it."""
+
+    def derivative(g: Graph, a: tuple[int, ...], y: int, d: int) -> tuple[int | None, ...]:
+        half, tie = g.mul(d, g.number(0.5)), g.add("eq", *a)
+        zero = g.number(0.0)
+        first = g.add("where", tie, half, g.add("where", g.add(wins, *a), d, zero))
+        second = g.add("where", tie, half, g.add("where", g.add(wins, *a), zero, d))
+        return first, second
+
+    return derivative
+
+
+def _compare(c: str, function: Callable[..., Tensor]) -> Operation:
+    return Operation(2, function, f"({{0}} {c} {{1}})")
+
+
+OPERATIONS: dict[str, Operation] = {
+    "add": Operation(2, torch.add, "({0} + {1})", lambda g, a, y, d: (d, d), "nothing"),
+    "sub": Operation(2, torch.sub, "({0} - {1})", lambda g, a, y, d: (d, g.add("neg", d)), "nothing"),
+    "mul": Operation(2, torch.mul, "({0} * {1})", lambda g, a, y, d: (g.mul(d, a[1]), g.mul(d, a[0]))),
+    "div": Operation(
+        2,
+        torch.div,
+        "({0} / {1})",
+        lambda g, a, y, d: (g.add("div", d, a[1]), g.add("neg", g.mul(g.add("div", d, a[1]), y))),
+    ),
+    "neg": Operation(1, torch.neg, "(-{0})", lambda g, a, y, d: (g.add("neg", d),), "nothing"),
+    "sigmoid": Operation(
+        1,
+        torch.sigmoid,
+        "SIGMOID({0})",
+        lambda g, a, y, d: (g.mul(d, g.mul(y, g.add("sub", g.number(1.0), y))),),
+        "result",
+    ),
+    "tanh": Operation(
+        1,
+        torch.tanh,
+        "TANH({0})",
+        lambda g, a, y, d: (g.mul(d, g.add("sub", g.number(1.0), g.mul(y, y))),),
+        "result",
+    ),
+    "relu": Operation(
+        1,
+        torch.relu,
+        "RELU({0})",
+        lambda g, a, y, d: (g.add("where", g.add("gt", y, g.number(0.0)), d, g.number(0.0)),),
+        "result",
+    ),
+    "exp": Operation(1, torch.exp, "EXP({0})", lambda g, a, y, d: (g.mul(d, y),), "result"),
+    "log": Operation(1, torch.log, "LOG({0})", lambda g, a, y, d: (g.add("div", d, a[0]),)),
+    "sqrt": Operation(
+        1,
+        torch.sqrt,
+        "SQRT({0})",
+        lambda g, a, y, d: (g.add("div", g.mul(d, g.number(0.5)), y),),
+        "result",
+    ),
+    "softplus": Operation(1, F.softplus, "SOFTPLUS({0})", lambda g, a, y, d: (g.mul(d, g.add("sigmoid", a[0])),)),
+    "abs": Operation(1, torch.abs, "ABS({0})", lambda g, a, y, d: (g.mul(d, g.add("sign", a[0])),)),
+    "sign": Operation(1, torch.sign, "SIGN({0})"),
+    "minimum": Operation(2, torch.minimum, "MINIMUM({0}, {1})", _half_at_ties("lt")),
+    "maximum": Operation(2, torch.maximum, "MAXIMUM({0}, {1})", _half_at_ties("gt")),
+    "where": Operation(
+        3,
+        torch.where,
+        "({0} ? {1} : {2})",
+        lambda g, a, y, d: (
+            None,
+            g.add("where", a[0], d, g.number(0.0)),
+            g.add("where", a[0], g.number(0.0), d),
+        ),
+    ),
+    "lt": _compare("<", torch.lt),
+    "le": _compare("<=", torch.le),
+    "gt": _compare(">", torch.gt),
+    "ge": _compare(">=", torch.ge),
+    "eq": _compare("==", torch.eq),
+    "ne": _compare("!=", torch.ne),
+    "mix": Operation(
+        3, mix, "MIX({0}, {1}, {2})", lambda g, a, y, d: (g.add("less", d, a[2]), g.add("part", d, a[2]), None)
+    ),
+    "less": Operation(2, less, "LESS({0}, {1})", lambda g, a, y, d: (g.add("less", d, a[1]), None)),
+    "part": Operation(2, part, "PART({0}, {1})"),
+}
+TRACED = tuple(name for name in OPERATIONS if name not in ("mix", "less", "part", "sign"))  # for use in a cell
+COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+
+
+def evaluate_operation(name: str, *args: Any) -> Tensor:
+    """Apply an operation to tensors or numbers."""
+    return OPERATIONS[name].torch(*args)

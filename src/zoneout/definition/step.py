@@ -1,0 +1,115 @@
+"""One time step with its noise, and its backward pass, as graphs: what kernels are printed from.
+
+A `Step` is a definition with its marks replaced by the rules of noise. Each rule reads a mask: 1 takes the
+old value (or zero), 0 the new one, a number between blends the two. A mask of zeros is no noise, so one
+step serves every combination of noises.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .derivative import differentiate
+from .graph import Graph, Node
+
+if TYPE_CHECKING:
+    from . import Definition
+
+HELD = "held gate"  # the state and gradient name of the gate that a step may take from the step before
+
+
+@dataclass(frozen=True)
+class Step:
+    """The forward pass of a step. Leaves are x, r, state, parameter and mask."""
+
+    graph: Graph
+    new: tuple[int, ...]  # the states that are carried on, in the order of the definition
+    gate: int | None  # the held gate as this step computed it
+    gates: tuple[tuple[int, ...], ...]  # per gate: the leaves of x and, if it is used, of r
+    merged: bool  # every gate is used only as x + r
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The backward pass: the gradients of a step's leaves, from those of the new states (leaves `gradient`)."""
+
+    x: tuple[int, ...]
+    r: tuple[int | None, ...]
+    states: tuple[int | None, ...]
+    gate: int | None
+    parameters: tuple[int | None, ...]
+
+
+def step_of(definition: Definition) -> Step:
+    """Return the step of a definition with all noises that it can have."""
+    graph = Graph()
+    places: dict[int, int] = {}
+    gate = None
+    for number in definition.graph.reached(definition.outputs):
+        op, args, value = definition.graph.nodes[number]
+        new_args = tuple(places[arg] for arg in args)
+        if op == "candidate":
+            places[number] = graph.add("less", *new_args, graph.add("mask", value=f"zero:{value}"))
+        elif op == "update":
+            places[number] = graph.add("less", *new_args, graph.add("mask", value="update"))
+        elif op == "held":
+            gate = new_args[0]
+            old = graph.add("state", value=HELD)
+            places[number] = graph.add("mix", gate, old, graph.add("mask", value="hold"))
+        elif op == "shown":
+            places[number] = new_args[0]
+        else:
+            places[number] = graph.add(op, *new_args, value=value)
+    new = []
+    for state, output in zip(definition.states, definition.outputs, strict=True):
+        keep = graph.add("mask", value=f"zone:{definition.group_of(state)}")
+        new.append(graph.add("mix", places[output], graph.add("state", value=state), keep))
+    return Step(graph, tuple(new), gate, _gates(graph, new, definition.gates), _merged(graph, new, definition))
+
+
+def _gates(graph: Graph, outputs: list[int], count: int) -> tuple[tuple[int, ...], ...]:
+    found: list[list[int]] = [[] for _ in range(count)]
+    for kind in ("x", "r"):
+        for node, name in graph.leaves(outputs, kind):
+            found[int(str(name))].append(node)
+    return tuple(map(tuple, found))
+
+
+def _merged(graph: Graph, outputs: list[int], definition: Definition) -> bool:
+    """Return True if x and r of every gate are used only as their sum."""
+    if not definition.has_r:
+        return False
+    users = graph.users(outputs)
+    for gate in _gates(graph, outputs, definition.gates):
+        if len(gate) != 2 or any(users[leaf] != users[gate[0]] for leaf in gate):
+            return False
+        if len(users[gate[0]]) != 1 or graph.nodes[users[gate[0]][0]] not in (
+            Node("add", gate),
+            Node("add", gate[::-1]),
+        ):
+            return False
+    return True
+
+
+def backward_of(definition: Definition, step: Step) -> Backward:
+    """Add the backward pass to the step's graph."""
+    graph = step.graph
+    outputs = [(node, graph.add("gradient", value=state)) for state, node in zip(definition.states, step.new)]
+    if step.gate is not None:
+        outputs.append((step.gate, graph.add("gradient", value=HELD)))
+    kinds = {
+        "x": [str(q) for q in range(definition.gates)],
+        "r": [str(q) for q in range(definition.gates)],
+        "state": [*definition.states, HELD],
+        "parameter": list(definition.parameters),
+    }
+    leaves = [graph.add(kind, value=name) for kind, names in kinds.items() for name in names]
+    found = dict(zip(((k, n) for k, names in kinds.items() for n in names), differentiate(graph, outputs, leaves)))
+
+    def of(kind: str) -> list[int | None]:
+        return [found[kind, name] for name in kinds[kind]]
+
+    *states, gate = of("state")
+    x = [graph.number(0.0) if d is None else d for d in of("x")]
+    return Backward(tuple(x), tuple(of("r")), tuple(states), gate, tuple(of("parameter")))

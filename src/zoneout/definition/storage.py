@@ -1,0 +1,94 @@
+"""What the forward pass of a step stores for the backward pass.
+
+Each gate stores one number per unit, in place of its input. The number is the gate's input (x, or x + r
+where the gate is used only so), carried through the operations above it as long as the derivative needs
+nothing below: for an LSTM that gives the activated gates. Values that the backward pass needs and cannot
+compute from these get a slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .graph import Graph
+from .operations import COMPARISONS, OPERATIONS
+
+if TYPE_CHECKING:
+    from . import Definition
+    from .step import Backward, Step
+
+MOST_SLOTS = 2
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Nodes of the step's graph."""
+
+    gates: tuple[int, ...]  # what each gate stores
+    slots: tuple[int, ...]  # what else is stored
+    held: int | None  # the held gate's place: a gate's number, or `gates` + a slot's number
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        return (*self.gates, *self.slots)
+
+
+def storage_of(definition: Definition) -> Storage:
+    """Return what a step of this definition stores."""
+    step, backward = definition.step, definition.backward
+    outputs = [*step.new, *([] if step.gate is None else [step.gate])]
+    users = step.graph.users(outputs)
+    gates = tuple(_climb(step.graph, users, leaves) for leaves in step.gates)
+    slots: list[int] = []
+    for node in needed(step, backward):
+        if not computable(step.graph, node, {*gates, *slots}):
+            slots.append(node)
+    held = None
+    if step.gate is not None:
+        if step.gate not in (*gates, *slots):
+            slots.append(step.gate)
+        held = (*gates, *slots).index(step.gate)
+    return Storage(gates, tuple(slots), held)
+
+
+def needed(step: Step, backward: Backward) -> list[int]:
+    """Return the nodes of the forward pass that the backward pass reads, arguments before results."""
+    graph = step.graph
+    forward = graph.reached([*step.new, *([] if step.gate is None else [step.gate])])
+    inside = set(forward)
+    ends = [node for node in (*backward.x, *backward.r, *backward.states, *backward.parameters) if node is not None]
+    ends += [] if backward.gate is None else [backward.gate]
+    found = {end for end in ends if end in inside}
+    for node in graph.reached(ends, stop=forward):
+        if node not in inside:
+            found |= {arg for arg in graph.nodes[node].args if arg in inside}
+    # The condition of a where is computed again from the numbers that it compares.
+    found |= {arg for node in found if graph.nodes[node].op in COMPARISONS for arg in graph.nodes[node].args}
+    found = {node for node in found if graph.nodes[node].op not in COMPARISONS}
+    return [node for node in forward if node in found]
+
+
+def computable(graph: Graph, node: int, stored: set[int]) -> bool:
+    """Return True if a node can be computed from stored nodes, old states, parameters, masks and numbers."""
+    return all(
+        at in stored or graph.nodes[at].op not in ("x", "r") for at in graph.reached([node], stop=stored)
+    )
+
+
+def _climb(graph: Graph, users: dict[int, list[int]], leaves: tuple[int, ...]) -> int:
+    """Return the last node above a gate's input whose storing makes the nodes below it unnecessary."""
+    node = leaves[0]
+    if len(leaves) == 2:
+        above = users[leaves[0]]
+        if len(above) == 1 and users[leaves[1]] == above and graph.nodes[above[0]].op == "add":
+            node = above[0]  # the gate is used only as x + r
+    while len(users[node]) == 1:
+        (above_it,) = users[node]
+        operation = OPERATIONS[graph.nodes[above_it].op]
+        if operation.needs == "arguments":
+            break
+        node = above_it
+        if operation.needs == "result":
+            break
+    return node

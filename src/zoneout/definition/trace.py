@@ -1,0 +1,182 @@
+"""Tracing: run a cell's function on symbols instead of tensors, and get its graph.
+
+A `Symbol` takes Python's operators, the methods of a tensor and torch's functions. Everything that is not
+in the table of operations is an error that names the operation and its line.
+"""
+
+from __future__ import annotations
+
+import linecache
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from types import CodeType
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .graph import Graph, Value
+from .operations import COMPARISONS, TRACED
+
+TRACES: dict[Any, str] = {  # torch's functions, and Python's where a number stands first
+    torch.add: "add", torch.sub: "sub", torch.mul: "mul", torch.div: "div", torch.neg: "neg",
+    torch.true_divide: "div", torch.sigmoid: "sigmoid", torch.special.expit: "sigmoid", F.sigmoid: "sigmoid",
+    torch.tanh: "tanh", F.tanh: "tanh", torch.relu: "relu", F.relu: "relu", torch.exp: "exp", torch.log: "log",
+    torch.sqrt: "sqrt", F.softplus: "softplus", torch.abs: "abs", torch.minimum: "minimum",
+    torch.maximum: "maximum", torch.where: "where", torch.lt: "lt", torch.le: "le", torch.gt: "gt",
+    torch.ge: "ge", torch.eq: "eq", torch.ne: "ne",
+}  # fmt: skip
+
+
+class DefinitionError(ValueError):
+    """A cell's function is not a definition; the message says what to change."""
+
+
+class Tracer:
+    """The graph under construction, and the function that it is made from."""
+
+    def __init__(self, name: str, code: CodeType) -> None:
+        self.graph, self.name, self.code = Graph(), name, code
+
+    def leaf(self, kind: str, name: str) -> Symbol:
+        return Symbol(self, self.graph.add(kind, value=name))
+
+    def fail(self, why: str) -> NoReturn:
+        """Raise an error that names the line of the function that is being run."""
+        frame = sys._getframe()
+        while frame is not None and frame.f_code is not self.code:
+            # A generator expression or comprehension inside the function has code of its own.
+            if frame.f_code in self.code.co_consts:
+                break
+            frame = frame.f_back  # type: ignore[assignment]
+        where = ""
+        if frame is not None:
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+            where = f" (line {frame.f_lineno}: {line})" if line else f" (line {frame.f_lineno})"
+        raise DefinitionError(f"cell {self.name!r}: {why}{where}")
+
+    def apply(self, op: str, args: Sequence[Any]) -> Symbol:
+        nodes = tuple(self.node(op, arg) for arg in args)
+        kinds = [self.graph.nodes[node].op in COMPARISONS for node in nodes]
+        if any(kinds) != (op == "where") or any(kinds[1:]):
+            self.fail(f"{op} was given a comparison" if any(kinds) else "where: expected a comparison of numbers first")
+        return Symbol(self, self.graph.add(op, *nodes))
+
+    def node(self, op: str, value: Any) -> int:
+        if isinstance(value, Symbol):
+            if value.tracer is not self:
+                self.fail(f"{op} was given a value of another cell")
+            return value.node
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            what = "a tensor that is not an argument of the cell" if isinstance(value, Tensor) else repr(value)
+            self.fail(f"{op} was given {what}; expected the cell's arguments and plain numbers")
+        return self.graph.number(float(value))
+
+
+class Symbol:
+    """A number per unit, in a cell that is being traced."""
+
+    __slots__ = ("node", "tracer")
+
+    def __init__(self, tracer: Tracer, node: int) -> None:
+        self.tracer, self.node = tracer, node
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Symbol:
+        tracer = next(a.tracer for a in args if isinstance(a, Symbol))
+        op = TRACES.get(func)
+        if op is None or kwargs:
+            extra = f" with {', '.join(kwargs)}" if kwargs and op else ""
+            tracer.fail(f"{getattr(func, '__name__', func)}{extra} is not an operation of a cell; {allowed()}")
+        return tracer.apply(op, args)
+
+    def __getattr__(self, name: str) -> Callable[..., Symbol]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name not in TRACED:
+            self.tracer.fail(f".{name} is not an operation of a cell; {allowed()}")
+        return lambda *args: self.tracer.apply(name, (self, *args))
+
+    def __bool__(self) -> bool:
+        self.tracer.fail("a Python condition depends on a value; write torch.where(condition, a, b)")
+
+    def __float__(self) -> float:
+        self.tracer.fail("a value was converted to a number; a definition works on symbols")
+
+    __int__ = __index__ = __float__  # type: ignore[assignment]
+
+    def __iter__(self) -> NoReturn:
+        self.tracer.fail("a single value was unpacked; x and r are tuples with one entry per gate, states are not")
+
+    def __neg__(self) -> Symbol:
+        return self.tracer.apply("neg", (self,))
+
+    def __abs__(self) -> Symbol:
+        return self.tracer.apply("abs", (self,))
+
+    __hash__ = object.__hash__
+
+
+def _binary(op: str, swapped: bool) -> Callable[[Symbol, Any], Symbol]:
+    def method(self: Symbol, other: Any) -> Symbol:
+        return self.tracer.apply(op, (other, self) if swapped else (self, other))
+
+    return method
+
+
+for _name, _op in (("add", "add"), ("sub", "sub"), ("mul", "mul"), ("truediv", "div")):
+    setattr(Symbol, f"__{_name}__", _binary(_op, swapped=False))
+    setattr(Symbol, f"__r{_name}__", _binary(_op, swapped=True))
+for _op in COMPARISONS:
+    setattr(Symbol, f"__{_op}__", _binary(_op, swapped=False))
+for _function in (operator.pow, operator.floordiv, operator.mod, operator.matmul, operator.and_, operator.or_):
+    _name = _function.__name__.strip("_")
+
+    def _refuse(self: Symbol, other: Any, name: str = _name) -> NoReturn:
+        self.tracer.fail(f"{name} is not an operation of a cell; {allowed()}")
+
+    setattr(Symbol, f"__{_name}__", _refuse)
+    setattr(Symbol, f"__r{_name}__", _refuse)
+
+
+def allowed() -> str:
+    names = [name for name in TRACED if name not in ("add", "sub", "mul", "div", "neg", *COMPARISONS)]
+    return f"expected + − × ÷, comparisons, {', '.join(names)}"
+
+
+# --- marks -----------------------------------------------------------------------------------------
+
+
+def _mark(op: str, value: Any, name: Value = None) -> Any:
+    if not isinstance(value, Symbol):
+        return value
+    tracer = value.tracer
+    if tracer.graph.nodes[value.node].op in COMPARISONS:
+        tracer.fail(f"{op} was given a comparison")
+    return Symbol(tracer, tracer.graph.add(op, value.node, value=name))
+
+
+def candidate(state: str, value: Any) -> Any:
+    """Mark the new value of a state, before noise. `StateDropout` sets it to zero here.
+
+    What the function computes from the result sees the dropped value. Zoneout is applied after the step,
+    so that other states are computed from the candidate itself. On tensors this is the identity.
+    """
+    return _mark("candidate", value, state)
+
+
+def update(value: Any) -> Any:
+    """Mark what `RecurrentDropout` drops. All marks of a step share one mask. On tensors the identity."""
+    return _mark("update", value)
+
+
+def shown(value: Any) -> Any:
+    """Mark what a norm normalises where a state feeds the output, once at most. On tensors the identity."""
+    return _mark("shown", value)
+
+
+def held(value: Any) -> Any:
+    """Mark the gate that `RecurrentDropout(hold_output_gate=True)` holds, once at most. On tensors the identity."""
+    return _mark("held", value)
