@@ -1,8 +1,8 @@
 """One step of each cell as a pure function (section 3 of the zoneout paper).
 
 Each function takes the products with the weights, the states of the previous step and a `Keep`. The
-products are `gates`, or `gx` and `gh` where the cell uses them separately. For each stream, `Keep`
-says where the old value (or zero) replaces the new value. In training it holds bool masks; in
+products are `gates`, or `gx` and `gh` if the cell does not simply add them. `Keep` says which units
+get their old value (or zero) instead of the new value. In training it holds bool masks. In
 evaluation it holds the expectation of each mask, which is the rate.
 """
 
@@ -34,8 +34,8 @@ NOTHING = Keep()
 def zone(new: Tensor, old: Tensor, keep: Tensor | None) -> Tensor:
     """Return `new`, replaced by `old` where the mask `keep` is True.
 
-    A rate in place of the mask gives the expectation. In the paper: T = d ⊙ identity + (1 − d) ⊙
-    T̃.
+    A rate in place of the mask gives the expectation.
+    In the paper: T = d ⊙ identity + (1 − d) ⊙ T̃.
     """
     if keep is None:
         return new
@@ -49,7 +49,8 @@ def zone(new: Tensor, old: Tensor, keep: Tensor | None) -> Tensor:
 def drop(new: Tensor, zero: Tensor | None) -> Tensor:
     """Return `new`, set to zero where the mask `zero` is True.
 
-    A rate in place of the mask gives the expectation. In the paper: T = (1 − d) ⊙ T̃.
+    A rate in place of the mask gives the expectation.
+    In the paper: T = (1 − d) ⊙ T̃.
     """
     if zero is None:
         return new

@@ -47,18 +47,18 @@ _log = logging.getLogger("zoneout")
 
 
 def convert(model: nn.Module, noise: Noise | Iterable[Noise] | None, *, report: Report | None = None) -> nn.Module:
-    """Replace every recurrent module of `torch.nn` in `model` by zoneout's, in place.
+    """Replace every recurrent module of `torch.nn` in `model` by its zoneout counterpart, in place.
 
     This covers `nn.LSTM`, `nn.GRU`, `nn.RNN` and their cells. Weights, hooks, training mode, dtype
-    and device are kept. A module that is registered twice stays one module. Modules that are
-    zoneout's already only get the new noise.
+    and device are kept. A module that is registered twice stays one module. Modules of zoneout that
+    are already in the model only get the new noise.
 
     Args:
         model: the model to change.
         noise: a noise, a list of noises, or None.
         report: a function that is called with one sentence for each recurrent module, for example
-            `print`. Without it, changes are logged (logger "zoneout", level INFO), and everything
-            that could not be done is a warning.
+            `print`. Without it, changes are logged (logger "zoneout", level INFO), and a warning
+            says what could not be done.
 
     Returns:
         The model. If `model` is itself a recurrent module, it cannot change in place: use the
@@ -104,7 +104,7 @@ def convert(model: nn.Module, noise: Noise | Iterable[Noise] | None, *, report: 
         base: Any = base_of(cls)
         twin = base(**_arguments(module), device="meta", noise=new_noise)
         if attribute := _in_the_way(module, twin):
-            return Plan(None, f"left alone, zoneout's layers use the name of its attribute {attribute!r}")
+            return Plan(None, f"left alone, its {attribute!r} would replace an attribute of zoneout's layers")
         if any(getattr(module, name).shape != weight.shape for name, weight in twin.named_parameters()):
             return Plan(None, f"left alone, its weights do not have the shapes of an nn.{base.__name__} of its sizes")
         by = "" if cls is base else f" by the same class on zo.{base.__name__}"
@@ -117,7 +117,7 @@ def convert(model: nn.Module, noise: Noise | Iterable[Noise] | None, *, report: 
 
 
 def revert(model: nn.Module, *, report: Report | None = None) -> nn.Module:
-    """Replace zoneout's modules in `model` by those of `torch.nn`, in place; undoes `convert`.
+    """Replace the zoneout modules in `model` by those of `torch.nn`, in place: undo `convert`.
 
     Weights, hooks, training mode, dtype and device are kept; the noise is removed. A layer with a
     norm or a learned initial state has no equivalent in `torch.nn` and is left alone.
@@ -157,6 +157,7 @@ def revert(model: nn.Module, *, report: Report | None = None) -> nn.Module:
 
 
 def _check_model(model: nn.Module) -> None:
+    """Raise if `model` is not a module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
 
@@ -171,7 +172,7 @@ def _is_recurrent(module: nn.Module) -> bool:
 
 
 def _changed(module: nn.Module) -> str | None:
-    """Return why a module whose class torch has changed is left alone, or None."""
+    """Return why a module is left alone that torch has scripted, quantized or otherwise changed."""
     if isinstance(module, torch.jit.ScriptModule):
         return "left alone, it is scripted; convert the model before scripting it"
     if type(module).__module__.startswith("torch.ao.nn"):

@@ -143,14 +143,13 @@ def masks(
         input_size: the input size of this layer of the stack; by default `hidden`.
         layer: the index of the layer in the stack.
         direction: 0 for forward, 1 for reverse.
-        examples: the example ids of the rows: an offset, or one id per row. By default 0 to batch −
-            1.
+        examples: the ids of the rows: an offset, or one id per row; by default 0, 1, 2, …
         first_step: the number of the first step.
 
     Returns:
         A dict from stream name to a bool tensor [steps, batch, units] on the CPU, True where the
         old value (or zero) is used. The streams are cell, hidden, update, input and
-        variational_hidden.
+        variational_hidden. Noise on weights has no entry.
 
     >>> import zoneout as zo
     >>> m = zo.masks(zo.Zoneout(cell=0.5, hidden=0.05), seed=7, steps=100, batch=32, hidden=1000)
@@ -178,8 +177,7 @@ def masks(
         for field, stream in one.fields.items():
             rates = getattr(one, field)
             if stream not in units or (stream in out and is_zero(rates)):
-                # Noise on weights has no steps. A rate of 0 must not replace the mask of another
-                # noise.
+                # Noise on weights has no steps. A rate of 0 does not replace another noise's mask.
                 continue
             name = f"{type(one).__name__}({field}=…)"
             if isinstance(rates, tuple) and layer >= len(rates):

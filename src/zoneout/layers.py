@@ -55,7 +55,7 @@ class Sequences(NamedTuple):
     back: Tensor | None = None  # [B]: `unsorted_indices`, the inverse of `order`
 
     def sort(self, v: Tensor, dim: int = 0) -> Tensor:
-        """Return `v`, which has one entry per row in `dim`, in the row order of `x`."""
+        """Return `v`, whose dimension `dim` holds the rows, in the row order of `x`."""
         return v if self.order is None else v.index_select(dim, self.order)
 
 
@@ -82,8 +82,8 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
     def reset_parameters(self) -> None:
         """Initialise weights and biases as `torch.nn` does, and all other parameters to constants.
 
-        Norm shifts and learned initial states become 0, norm scales the norm's `scale`. Batch-norm
-        statistics become mean 0 and variance 1.
+        Norm scales become the norm's `scale`. Norm shifts and learned initial states become 0.
+        Batch-norm statistics become mean 0 and variance 1.
         """
         bound = 1 / math.sqrt(self.hidden_size)  # exactly torch's expression: the same bits
         for name in self._flat_weights_names:
@@ -156,7 +156,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         x = x if x.dtype in (dtype, torch.int64) else x.to(dtype)
         if return_cells and self.kind != "lstm":
             raise ValueError(f"return_cells: expected False, since a {self.kind.upper()} has no cell state, got True")
-        # 0 is valid for any number of steps. Without this check an exporter can keep it symbolic.
+        # 0 is always valid. Without a check, an exporter keeps the number of steps symbolic.
         if type(first_step) is not int or first_step:
             first_step = check_count("first_step", first_step, 2**32 - sequences.steps + 1)
         initial = self._initial_states(sequences.batch, dtype)  # all rows are equal: no sorting
@@ -206,7 +206,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
                     cells.append(every_c)
             x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
-        # In place, so that the state is no view: detach_() fails on a view but works on torch.nn's.
+        # In place, so that the state is no view: detach_() must work, as on the states of torch.nn.
         final = [torch.stack(states) if len(states) > 1 else states[0].unsqueeze_(0) for states in (h_n, c_n) if states]
         if not sequences.batched:
             final = [state.squeeze(1) for state in final]
@@ -269,8 +269,8 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
     def _packed(self, input: PackedSequence, resets: Tensor | None) -> Sequences:
         """Check a packed input and return its rows.
 
-        The rows stay packed if the backend supports that. Otherwise they are padded to [T, B,
-        input], longest sequence first.
+        The rows stay packed if the backend supports that. Otherwise they are padded, with the
+        longest sequence first.
         """
         x, counts, order, back = input
         if not has_features(x):
@@ -319,6 +319,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         return x.unsqueeze(-1)
 
     def _check_input(self, x: Tensor, name: str) -> None:
+        """Raise if the number of features is not `input_size`."""
         if has_features(x) and x.shape[-1] != self.input_size:
             raise ValueError(
                 f"{name}: expected {self.input_size} features in the last dimension (input_size), got {x.shape[-1]}"
@@ -540,8 +541,7 @@ def check_state_dtype(name: str, state: Tensor, x: Tensor) -> None:
 def _check_resets(resets: Any, shape: tuple[int, ...], names: str, device: torch.device) -> Tensor:
     """Return `resets` as a bool tensor on `device`; raise if its type or shape is wrong."""
     if not isinstance(resets, Tensor) and hasattr(resets, "__array__"):
-        # A NumPy array. It is copied, because an environment may write to it before the backward
-        # pass.
+        # A copy of a NumPy array: its owner may write to it before the backward pass.
         resets = torch.as_tensor(resets, device="cpu").clone()
     if not isinstance(resets, Tensor) or resets.dtype != torch.bool:
         got = resets.dtype if isinstance(resets, Tensor) else type(resets).__name__
@@ -552,9 +552,9 @@ def _check_resets(resets: Any, shape: tuple[int, ...], names: str, device: torch
 
 
 def check_lengths(lengths: Tensor | Sequence[int], steps: int, batch: int, batched: bool) -> Tensor:
-    """Return `lengths` as an int64 tensor [B], one for each sequence, from 0 to `steps`; or raise.
+    """Return `lengths` as an int64 tensor [B]; raise if the shape or a value is wrong.
 
-    Values that cannot be read without waiting for the device are clamped instead.
+    Values must be from 0 to `steps`. On a device they are clamped, because reading them would wait.
     """
     ends = as_integers("lengths", lengths)
     if not batched and ends.dim() == 0:

@@ -3,7 +3,7 @@
 Three choices define a noise method for a recurrent network:
 
 * The stream is the value that is replaced: cell, hidden state, update, input or weight.
-* The replacement is the previous value of the stream, or zero.
+* The replacement is the previous value of the stream, or zero. (Weight noise is added instead.)
 * The mask kind is the set of coordinates that a Bernoulli draw depends on.
 
 Each class here is one method, under its name in the literature. `rules()` returns its choices,
@@ -98,8 +98,7 @@ class Rule(NamedTuple):
 class Noise:
     """The base class of all noise methods.
 
-    Arguments are keyword-only. Two noises of the same class are equal if all their fields are
-    equal.
+    Arguments are keyword-only. Two noises of one class are equal if all their fields are equal.
     """
 
     fields: ClassVar[dict[str, str]] = {}  # rate field -> stream
@@ -109,7 +108,8 @@ class Noise:
     def __new__(cls, *positional: Any, **given: Any) -> Self:
         if positional:
             constructor = next(base for base in cls.__mro__ if "__init__" in base.__dict__)
-            if "__dataclass_params__" in constructor.__dict__:  # a user's constructor may take them
+            # The constructor of a user's subclass may take positional arguments.
+            if "__dataclass_params__" in constructor.__dict__:
                 raise _positional_error(cls, positional, given)
         return super().__new__(cls)
 
@@ -152,6 +152,7 @@ class Noise:
         return hash((type(self), self._key()))
 
     def _key(self) -> tuple[Any, ...]:
+        """Return all fields as hashable values."""
         return tuple(_plain(getattr(self, field.name)) for field in dataclasses.fields(self))
 
     def __repr__(self) -> str:
@@ -211,7 +212,8 @@ class Zoneout(StateNoise):
         hidden: the same for h.
         mask: what the masks depend on. `"unit"` is the zoneout of the paper. `"shared"` uses one
             mask for both states. `"step"` is stochastic depth through time. `"sequence"` uses one
-            mask per sequence. `"static"` uses one mask for the whole training, drawn from `seed`.
+            mask per sequence. `"static"` draws masks from `seed` once for the whole training, the
+            same for all examples and calls.
         at_eval: the behaviour in evaluation: `"expectation"` uses the rate in place of the mask,
             `"off"` disables the noise, `"sample"` draws masks as in training.
         seed: the seed of a static mask; only with `mask="static"`.

@@ -6,12 +6,10 @@ Both normalise the same three values:
 * the product h·Wh, with a scale (the bias of the cell is the shift of both products);
 * in an LSTM the candidate c, with scale and shift, only where it feeds h = o ⊙ tanh(norm(c)).
 
-The candidate c is normalised before zoneout, and the state that is carried on is c without the
-norm.
+The candidate c is normalised before zoneout. The next step receives c without the norm.
 
-Layer norm computes its moments over the units of one example. Recurrent batch norm computes them
-over the sequences that have not ended, separately for each processed step, and keeps statistics per
-step.
+Layer norm computes mean and variance over the units of one example. Recurrent batch norm computes
+them at each processed step over the sequences that have not ended, and keeps statistics per step.
 """
 
 from __future__ import annotations

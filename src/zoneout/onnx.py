@@ -1,12 +1,12 @@
 """Export of a model in evaluation mode to ONNX.
 
 The operator `zoneout::run` becomes ONNX's LSTM, GRU or RNN operator where that computes the same.
-ONNX's operators do not support the expectation of a noise, nor norms, resets and projections inside the
-step. For these, `zoneout::run` becomes a Scan over time. The body of the Scan is the step of `cells.py`,
-written with ONNX operators.
+ONNX's operators do not support the expectation of a noise, nor norms, resets and projections inside
+the step. For these, `zoneout::run` becomes a Scan over time. The body of the Scan is the step of
+`cells.py`, written with ONNX operators.
 
-After `import zoneout`, `torch.onnx.export` has these translations. They need the packages of the extra
-"onnx": `pip install '.[onnx]'` in a clone.
+After `import zoneout`, `torch.onnx.export` has these translations. They need the packages of the
+extra "onnx": `pip install '.[onnx]'` in a clone.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ __all__ = ["export", "translations"]
 def export(model: nn.Module, args: tuple[Any, ...] = (), path: Any = None, **options: Any) -> Any:
     """Export a model with zoneout's layers, in evaluation mode, by `torch.onnx.export`.
 
-    The model is checked first: an error names the layer that ONNX cannot represent. The sizes of batch
-    and time may both be dynamic.
+    The model is checked first: an error names the layer that ONNX cannot represent. The sizes of
+    batch and time may both be dynamic.
 
     Args:
         model: the model, in evaluation mode.
@@ -67,15 +67,15 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     return {torch.ops.zoneout.run.default: _run, torch.ops.zoneout.fresh_seed.default: _fresh_seed}
 
 
-# --- registration for torch.onnx.export ------------------------------------------------------------
+# --- registration for torch.onnx.export -----------------------------------------------------------
 
 
 def register() -> None:
-    """Register zoneout's operators for plain `torch.onnx.export`, importing nothing now.
+    """Register zoneout's operators for plain `torch.onnx.export`, as late as possible.
 
     torch loads its exporters at the first use, and importing onnxscript takes most of a second. The
-    translations are therefore registered right after torch imports its registry, or immediately if the
-    registry is already imported.
+    translations are therefore registered right after torch imports its registry, or immediately if
+    the registry is already imported.
     """
     waiting = _RegisterOnImport(
         {
@@ -117,7 +117,8 @@ class _RegisterOnImport(MetaPathFinder):
             return
         try:
             registration()
-        except Exception as error:  # torch's registry has changed: export of other models must still work
+        except Exception as error:
+            # This torch has a different registry. The export of other models must still work.
             warnings.warn(
                 f"torch.onnx.export cannot export zoneout's layers: expected the exporter's registry of torch 2.9 to "
                 f"2.14, got {type(error).__name__}: {error}; try zoneout.onnx.export",
@@ -161,7 +162,7 @@ def _packages() -> None:
 
 
 def _check(model: nn.Module) -> None:
-    """Raise if the model would draw random numbers: an ONNX graph must be a function of its inputs."""
+    """Raise if the model would draw random numbers: an ONNX graph is a function of its inputs."""
     for name, module in model.named_modules():
         if not isinstance(module, (Recurrent, ZoneoutCell)):
             continue
@@ -175,7 +176,7 @@ def _check(model: nn.Module) -> None:
             )
 
 
-# --- building an ONNX graph ------------------------------------------------------------------------
+# --- building an ONNX graph -----------------------------------------------------------------------
 
 
 class _Graph:
@@ -230,7 +231,7 @@ class _Graph:
         return new if rate is None else self("Mul", new, self("Sub", 1.0, rate))
 
     def mean(self, v: Any, over: str, alive: Any) -> Any:
-        """The mean of […, B, units] over the units, or over the examples where `alive` […, B, 1]."""
+        """Mean of […, B, units] over the units, or over the examples where `alive` […, B, 1]."""
         if over == "units":
             return self("ReduceMean", v, [-1], keepdims=1)
         if alive is None:
@@ -249,14 +250,14 @@ class _Graph:
         return self("Mul", self("Div", centred, deviation), scale)
 
 
-# --- translation of the operators ------------------------------------------------------------------
+# --- translation of the operators -----------------------------------------------------------------
 
 
 def _run(  # type: ignore[no-untyped-def]
     cell, x, h0, c0, reset_h, reset_c, w_ih, w_hh, b_ih, b_hh, w_hr, scale_x, scale_h, scale_c, shift_c, over, eps,
     codes, numbers, lengths, resets, reverse, counts,
 ):  # fmt: skip
-    """Translate `zoneout::run` into nodes of the exported graph: an ONNX LSTM, GRU or RNN, or a Scan."""
+    """Translate `zoneout::run` into nodes of the graph: an ONNX LSTM, GRU or RNN, or a Scan."""
     import onnxscript.ir as ir
     from onnxscript import evaluator
 
@@ -469,6 +470,7 @@ class _Step:
         return self.op("Split", gates, outputs=gate_count, axis=-1, num_outputs=gate_count)
 
     def lstm(self, gates: Any, h: Any, c: Any, held: Any, expose: Callable[[Any], Any]) -> dict[str, Any]:
+        """Add the step of `cells.lstm`; `held` is (previous gate, is first step, is cut) or None."""
         op, keep = self.op, self.keep
         i, f, g, o = self.split(gates)
         i, f, g, o = op("Sigmoid", i), op("Sigmoid", f), op("Tanh", g), op("Sigmoid", o)
@@ -485,6 +487,7 @@ class _Step:
         return {"h": op.zone(h_new, h, keep.get("hidden")), "c": op.zone(c_new, c, keep.get("cell")), "o": o}
 
     def gru(self, gx: Any, gh: Any, h: Any) -> dict[str, Any]:
+        """Add the step of `cells.gru`."""
         op, keep = self.op, self.keep
         (rx, zx, nx), (rh, zh, nh) = self.split(gx), self.split(gh)
         r, z = op("Sigmoid", op("Add", rx, rh)), op("Sigmoid", op("Add", zx, zh))
@@ -494,6 +497,7 @@ class _Step:
         return {"h": op.zone(h_new, h, keep.get("hidden"))}
 
     def rnn(self, gates: Any, h: Any) -> dict[str, Any]:
+        """Add the step of `cells.rnn`."""
         op, keep = self.op, self.keep
         h_new = op("Relu" if self.cell == "rnn_relu" else "Tanh", gates)
         return {"h": op.zone(op.drop(h_new, keep.get("zero_hidden")), h, keep.get("hidden"))}

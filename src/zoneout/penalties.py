@@ -24,8 +24,8 @@ def norm_stabilizer(
     The change from the initial state to the first step is not included.
 
     Args:
-        outputs: the outputs of a layer: [T, B, H], [B, T, H] with `batch_first`, [T, H] unbatched, or
-            a PackedSequence.
+        outputs: the outputs of a layer: [T, B, H], [B, T, H] with `batch_first`, [T, H] unbatched,
+            or a PackedSequence.
         beta: the weight β of the term.
         batch_first: True if `outputs` is [B, T, H].
         lengths: the lengths of padded sequences, [B]; steps past a length are not included.

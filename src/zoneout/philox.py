@@ -1,11 +1,12 @@
 """Counter-based random bits: Philox 4×32-10, identical on every device.
 
 A draw is a pure function of a 64-bit seed and a 128-bit counter. Random bits are therefore never
-stored: the same counter gives the same bits again. This file contains only the generator; `noise.py`
-defines the counter of each mask.
+stored: the same counter gives the same bits again. This file contains only the generator;
+`noise.py` defines the counter of each mask.
 
-The 32-bit words are stored in int64 tensors. The product of two words wraps around in 64 bits exactly
-like an unsigned product, so both of its halves are correct even if the int64 value is negative.
+The 32-bit words are stored in int64 tensors. The product of two words wraps around in 64 bits
+exactly like an unsigned product, so both of its halves are correct even if the int64 value is
+negative.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 
-_FOLD = 0x666F6C64  # "fold" in ASCII: a last counter word that no mask uses
+_FOLD = 0x666F6C64  # "fold" in ASCII; no mask uses this value as its last counter word
 
 
 def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -35,11 +36,11 @@ def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tupl
 
 
 def _philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The ten rounds of Philox, in torch operations."""
+    """Run the ten rounds of Philox in torch operations."""
     k0, k1 = seed & WORD, (seed >> 32) & WORD
     for number in range(ROUNDS):
-        # Only the factors of the next product must be 32-bit words. The upper halves of c1 and c3 are
-        # arbitrary until the end.
+        # Only the factors of the next product must be 32-bit words. The upper halves of c1 and c3
+        # are arbitrary until the end.
         product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c2 = _mixed(product1, c1, k0, number), _mixed(product0, c3, k1, number)
         c1, c3 = product1, product0
@@ -61,8 +62,8 @@ def _mixed(product: Tensor, word: Tensor, key: Tensor, number: int) -> Tensor:
 _SPREAD = 4  # rounds until every word depends on every word of the counter and the key
 
 
-# A custom operator for compiled models. Inductor (torch 2.13) computes wrong bits where two planes are
-# drawn in one graph, and it would take seconds to compile the ten rounds.
+# A custom operator for compiled models. Inductor (torch 2.13) computes wrong bits where two planes
+# are drawn in one graph, and it would take seconds to compile the ten rounds.
 @torch.library.custom_op("zoneout::philox", mutates_args=())
 def _philox_operator(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> Tensor:
     return torch.stack(torch.broadcast_tensors(*_philox(seed, c0, c1, c2, c3)))
@@ -108,8 +109,8 @@ def as_seed(seed: int | Tensor, device: torch.device | str | None = None, copy: 
     Args:
         seed: an int of up to 64 bits, signed or unsigned, or an integer tensor with one element.
         device: the device of the result.
-        copy: True copies a tensor. Needed where the backward pass draws again, because the caller may
-            have changed the tensor by then.
+        copy: True copies a tensor. Needed where the backward pass draws again, because the caller
+            may have changed the tensor by then.
     """
     if isinstance(seed, Tensor):
         if seed.numel() != 1 or seed.is_floating_point() or seed.is_complex() or seed.dtype == torch.bool:
@@ -147,13 +148,13 @@ def fresh_seed(like: Tensor) -> Tensor:
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return _fresh_seed(like)
     if torch._C._are_functorch_transforms_active():
-        # vmap(randomness="different") refuses random_() here and accepts randint. The bits are equal.
+        # The same bits by randint: vmap(randomness="different") refuses random_() here.
         return torch.randint(-(2**62), 2**62, (), dtype=torch.int64, device=like.device) + 2**62
     return torch.empty((), dtype=torch.int64, device=like.device).random_()
 
 
-# A custom operator, so that a compiled model draws from the same generator, in the same order, as an
-# eager model. Inductor would otherwise replace torch's generator by its own.
+# A custom operator, so that a compiled model draws from the same generator, in the same order, as
+# an eager model. Inductor would otherwise replace torch's generator by its own.
 @torch.library.custom_op("zoneout::fresh_seed", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def _fresh_seed(like: Tensor) -> Tensor:
     return torch.empty((), dtype=torch.int64, device=like.device).random_()
