@@ -470,7 +470,7 @@ class _Step:
         return self.op("Split", gates, outputs=gate_count, axis=-1, num_outputs=gate_count)
 
     def lstm(self, gates: Any, h: Any, c: Any, held: Any, expose: Callable[[Any], Any]) -> dict[str, Any]:
-        """Add the step of `cells.lstm`; `held` is (previous gate, is first step, is cut) or None."""
+        """Add the step of `cells.lstm`; `held` is (previous gate, first step, cut) or None."""
         op, keep = self.op, self.keep
         i, f, g, o = self.split(gates)
         i, f, g, o = op("Sigmoid", i), op("Sigmoid", f), op("Tanh", g), op("Sigmoid", o)
