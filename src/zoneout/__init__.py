@@ -1,4 +1,4 @@
-"""zoneout: recurrent layers for PyTorch, regularised."""
+"""Regularised recurrent layers for PyTorch: LSTM, GRU and RNN with zoneout and related methods."""
 
 from . import init, onnx
 from .convert import convert, revert
@@ -39,4 +39,4 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-onnx.register()
+onnx.register()  # so that plain torch.onnx.export can translate zoneout's operators

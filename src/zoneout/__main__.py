@@ -1,14 +1,17 @@
-"""The command `zoneout`: also `python -m zoneout` and, for several processes, `torchrun … -m zoneout`."""
+"""Entry point of the command `zoneout`.
+
+It also runs as `python -m zoneout` and, for several processes, as `torchrun … -m zoneout`.
+"""
 
 from __future__ import annotations
 
 import sys
 
-TOOL = {"tyro", "rich", "safetensors", "matplotlib"}  # what the extra "tool" brings
+TOOL = {"tyro", "rich", "safetensors", "matplotlib"}  # the packages of the extra "tool"
 
 
 def main() -> int:
-    """Run the command line; its exit code."""
+    """Run the command line and return its exit code."""
     try:
         from .paper import cli
     except ModuleNotFoundError as error:
@@ -16,7 +19,7 @@ def main() -> int:
             raise
         print(
             f"zoneout: the command line needs the package {error.name}, which is not installed; "
-            "pip install '.[tool]' in a clone brings all that it needs. (The layers alone do not need it.)",
+            "try pip install '.[tool]' in a clone of the repository. (The layers do not need it.)",
             file=sys.stderr,
         )
         return 1

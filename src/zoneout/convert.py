@@ -1,7 +1,8 @@
-"""Put the noise into somebody's existing model, and take it out again.
+"""Add noise to an existing model (`convert`) and remove it again (`revert`).
 
-A replaced module hands everything it has to its twin: the very Parameter objects, so that optimizers, tied
-weights and DDP stay valid, its hooks and their handles, its mode and whatever else was set on it.
+Both functions replace recurrent modules. The replacement, called the twin, gets everything of the
+old module: the same Parameter objects, the hooks and their handles, the training mode, and all
+other attributes. Optimizers, tied weights and DDP therefore stay valid.
 """
 
 from __future__ import annotations
@@ -34,30 +35,44 @@ Report = Callable[[str], None]
 
 
 class Plan(NamedTuple):
-    """What is to happen to a recurrent module."""
+    """The planned change of one recurrent module."""
 
-    twin: nn.Module | None  # the module that takes its place; None leaves it alone
-    said: str
-    noise: Any = None  # the noise that the twin gets
-    whole: bool = True  # whether all that was asked for is done
+    twin: nn.Module | None  # the replacement; None keeps the module as it is
+    said: str  # the sentence for the report
+    noise: Any = None  # the noise of the twin
+    whole: bool = True  # False if a part of the noise is dropped
 
 
 _log = logging.getLogger("zoneout")
 
 
 def convert(model: nn.Module, noise: Noise | Iterable[Noise] | None, *, report: Report | None = None) -> nn.Module:
-    """Replace every nn.LSTM, GRU, RNN and their Cells inside `model` by ours, in place, and return the model.
+    """Replace every recurrent module of `torch.nn` in `model` by its zoneout counterpart, in place.
 
-    Weights, hooks, modes, dtypes and devices are kept, and a module registered twice stays one. Our own
-    layers inside the model get the new noise. What does not apply to a module (a cell rate to a GRU) is
-    dropped there, and from a cell what it would have to be told a seed or a step for. A module of a user's subclass
-    that adds methods becomes one of the same class on ours; of other subclasses the report says what to write.
-    Parametrized, pruned, scripted, quantized and patched modules are left alone, and so is a cell inside a
-    `ZoneoutCell`. A model that is itself one of these layers cannot change in place: take what is returned.
+    This covers `nn.LSTM`, `nn.GRU`, `nn.RNN` and their cells. Weights, hooks, training mode, dtype
+    and device are kept. A module that is registered twice stays one module. Modules of zoneout that
+    are already in the model only get the new noise.
 
-    `report` is called with a sentence for each recurrent module: `report=print` shows them. Without it, what
-    was done is logged (logger "zoneout", level INFO) and what could not be done is warned about. An error
-    leaves the model as it was.
+    Args:
+        model: the model to change.
+        noise: a noise, a list of noises, or None.
+        report: a function that is called with one sentence for each recurrent module, for example
+            `print`. Without it, changes are logged (logger "zoneout", level INFO), and a warning
+            says what could not be done.
+
+    Returns:
+        The model. If `model` is itself a recurrent module, it cannot change in place: use the
+        returned module.
+
+    Noise that does not apply to a module, such as a cell rate in a GRU, is dropped there. A
+    replaced cell does not get noise that needs a seed or a step, because the model does not pass
+    them.
+
+    A user's subclass that only adds methods becomes the same class with zoneout's layer as its
+    base. For other subclasses the report says what to write. These modules are left alone:
+    parametrized, pruned, scripted, quantized or patched ones, and a cell inside a `ZoneoutCell`.
+
+    If an error is raised, the model is unchanged.
 
     >>> import torch, zoneout as zo
     >>> model = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.GRU(8, 16))
@@ -73,27 +88,27 @@ def convert(model: nn.Module, noise: Noise | Iterable[Noise] | None, *, report: 
             return None
         if module in wrapped:
             return Plan(None, "left alone, the ZoneoutCell around it has rates of its own")
-        ours = isinstance(module, Recurrent)  # only numbers change: whatever was done to it stays
+        ours = isinstance(module, Recurrent)  # only its noise changes: no other check is needed
         if not ours and (why := _why_not(module, name) or _patched(module)):
             return Plan(None, why)
         cls: Any = type(module) if ours else rebased(type(module))
         fitting, dropped = restrict(noises, cls.kind, cls.one_step, told=ours)
         missing = f"; dropped {', '.join(dropped)}" if dropped else ""
         if dropped and not fitting:
-            return Plan(None, f"left alone, nothing of the noise applies{missing}")
-        given = fitting[0] if len(fitting) == 1 else fitting or None
+            return Plan(None, f"left alone, no part of the noise applies{missing}")
+        new_noise = fitting[0] if len(fitting) == 1 else fitting or None
         said = ", ".join(str(one) for one in fitting) or "no noise"
-        if isinstance(module, Recurrent):  # one of ours already
-            module.check_noise(given)
-            return Plan(module, f"was one of zoneout's already, now with {said}{missing}", given, not dropped)
+        if isinstance(module, Recurrent):
+            module.check_noise(new_noise)
+            return Plan(module, f"is already a zoneout module, now with {said}{missing}", new_noise, not dropped)
         base: Any = base_of(cls)
-        twin = base(**_arguments(module), device="meta", noise=given)
+        twin = base(**_arguments(module), device="meta", noise=new_noise)
         if attribute := _in_the_way(module, twin):
-            return Plan(None, f"left alone, its attribute {attribute!r} has a meaning of its own in our layers")
+            return Plan(None, f"left alone, its {attribute!r} would replace an attribute of zoneout's layers")
         if any(getattr(module, name).shape != weight.shape for name, weight in twin.named_parameters()):
-            return Plan(None, f"left alone, its weights are not those of an nn.{base.__name__} of its sizes")
+            return Plan(None, f"left alone, its weights do not have the shapes of an nn.{base.__name__} of its sizes")
         by = "" if cls is base else f" by the same class on zo.{base.__name__}"
-        return Plan(_of_class(cls, twin), f"replaced{by}, with {said}{missing}", given, not dropped)
+        return Plan(_of_class(cls, twin), f"replaced{by}, with {said}{missing}", new_noise, not dropped)
 
     if not any(_is_recurrent(module) for module in model.modules()):
         said = "the model: there is no LSTM, GRU or RNN in it, and nothing was replaced"
@@ -102,9 +117,17 @@ def convert(model: nn.Module, noise: Noise | Iterable[Noise] | None, *, report: 
 
 
 def revert(model: nn.Module, *, report: Report | None = None) -> nn.Module:
-    """Put torch.nn's own modules back in the place of ours, weights and all; the noise is gone.
+    """Replace the zoneout modules in `model` by those of `torch.nn`, in place: undo `convert`.
 
-    A layer with a norm or a learned initial state has no equal in torch.nn and is left alone.
+    Weights, hooks, training mode, dtype and device are kept; the noise is removed. A layer with a
+    norm or a learned initial state has no equivalent in `torch.nn` and is left alone.
+
+    Args:
+        model: the model to change.
+        report: as in `convert`.
+
+    Returns:
+        The model, or its replacement if `model` is itself a recurrent module.
 
     >>> import torch, zoneout as zo
     >>> zo.revert(zo.convert(torch.nn.GRU(8, 16), zo.Zoneout(hidden=0.1)))
@@ -117,11 +140,12 @@ def revert(model: nn.Module, *, report: Report | None = None) -> nn.Module:
             return None
         cls = BACK.get(type(module)) or users_class(type(module))
         if cls is None:
-            return Plan(None, _changed(module) or f"left alone, {type(module).__name__} is a subclass of ours")
+            changed = _changed(module)
+            return Plan(None, changed or f"left alone, {type(module).__name__} is a subclass of a zoneout layer")
         if why := _patched(module):
             return Plan(None, why)
         if module.norm is not None or module.learn_initial_state:
-            return Plan(None, "left alone, torch.nn has no norms or learned initial states")
+            return Plan(None, "left alone, torch.nn has no norm inside the step and no learned initial state")
         base: Any = base_of(cls)
         twin = base(**_arguments(module), device="meta")
         return Plan(_of_class(cls, twin), f"replaced by {'torch.nn' if cls is base else cls.__module__}'s")
@@ -129,15 +153,17 @@ def revert(model: nn.Module, *, report: Report | None = None) -> nn.Module:
     return _replace(model, plan, report)
 
 
-# --- which modules ---------------------------------------------------------------------------------
+# --- which modules are replaced -------------------------------------------------------------------
 
 
 def _check_model(model: nn.Module) -> None:
+    """Raise if `model` is not a module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
 
 
 def _is_recurrent(module: nn.Module) -> bool:
+    """Return True for recurrent layers and cells, including scripted and quantized ones."""
     if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
         return True
     if isinstance(module, torch.jit.ScriptModule):
@@ -146,7 +172,7 @@ def _is_recurrent(module: nn.Module) -> bool:
 
 
 def _changed(module: nn.Module) -> str | None:
-    """Why a module is left alone whose class torch has changed."""
+    """Return why a module is left alone that torch has scripted, quantized or otherwise changed."""
     if isinstance(module, torch.jit.ScriptModule):
         return "left alone, it is scripted; convert the model before scripting it"
     if type(module).__module__.startswith("torch.ao.nn"):
@@ -157,29 +183,32 @@ def _changed(module: nn.Module) -> str | None:
 
 
 def _why_not(module: nn.Module, name: str) -> str | None:
-    """Why a module of torch's, or of a user's class on torch's, cannot be replaced, and what to write instead."""
+    """Return why a torch.nn module, or a user's subclass of one, cannot be replaced, or None.
+
+    Where the user can change the code instead, the sentence says what to write.
+    """
     if type(module) in TWINS:
         return None
     if why := _changed(module):
         return why
-    if (found := obstacle(type(module))) is None:
+    if (problem := obstacle(type(module))) is None:
         return None
-    if found.remedy == "base":
+    if problem.remedy == "base":
         old, new = statement(type(module))
         remedy = f"; write these two lines, the second in place of  {old}  and convert again:\n"
-        return f"left alone, {found.why}{remedy}    import zoneout as zo\n    {new}"
-    if found.remedy == "layer":
-        return f"left alone, {found.why}; {_plain_layer(module, name)}"
-    return f"left alone, {found.why}"
+        return f"left alone, {problem.why}{remedy}    import zoneout as zo\n    {new}"
+    if problem.remedy == "layer":
+        return f"left alone, {problem.why}; {_plain_layer(module, name)}"
+    return f"left alone, {problem.why}"
 
 
 def _plain_layer(module: nn.Module, name: str) -> str:
-    """The two lines that put a layer of ours in the place of a module of a user's class."""
+    """Return the two lines of code that replace a module of a user's class by a zoneout layer."""
     base: Any = base_of(type(module))
     ours = TWINS[base]
     defaults = inspect.signature(ours).parameters
-    given = _arguments(module) | ({"dropout": module.dropout} if isinstance(module, nn.RNNBase) else {})
-    shown = [f"{key}={value!r}" for key, value in given.items() if value != defaults[key].default]
+    arguments = _arguments(module) | ({"dropout": module.dropout} if isinstance(module, nn.RNNBase) else {})
+    shown = [f"{key}={value!r}" for key, value in arguments.items() if value != defaults[key].default]
     like = "weight_ih_l0" if isinstance(module, nn.RNNBase) else "weight_ih"
     more = module.state_dict().keys() - base(**_arguments(module), device="meta").state_dict().keys()
     find, put = (
@@ -193,12 +222,12 @@ def _plain_layer(module: nn.Module, name: str) -> str:
 
 
 def _patched(module: nn.Module) -> str | None:
-    """Why a module of the right type cannot be replaced all the same."""
+    """Return why a module of a replaceable class still cannot be replaced, or None."""
     names = getattr(module, "_flat_weights_names", None)
     if names is None:
         names = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if module.bias else [])]
     if any(type(module._parameters.get(name)) is not nn.Parameter for name in names):
-        return "left alone, a weight is not a plain parameter (weight norm, pruning or sharding); convert before that"
+        return "left alone, a weight is not a plain parameter (weight norm, pruning or sharding); convert first"
     if "forward" in module.__dict__:
         return "left alone, its forward was replaced"
     if module._compiled_call_impl is not None:
@@ -207,20 +236,20 @@ def _patched(module: nn.Module) -> str | None:
 
 
 _COMPILED = "left alone, it is compiled; convert the model before compiling it"
-_SHARDED = "left alone, the model is sharded, and FSDP holds on to it; convert the model before sharding it"
+_SHARDED = "left alone, the model is sharded, and FSDP refers to its modules; convert the model before sharding it"
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP has taken a module."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # who has not imported it has not used it
+    """Return True if FSDP has sharded a module."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: nothing can be sharded
     return fsdp is not None and isinstance(module, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule))
 
 
-# --- twins -----------------------------------------------------------------------------------------
+# --- twins ----------------------------------------------------------------------------------------
 
 
 def _arguments(module: Any) -> dict[str, Any]:
-    """The constructor arguments that made a module."""
+    """Return the constructor arguments of a module, without `dropout`, device and dtype."""
     names = ["input_size", "hidden_size", "bias"]
     if isinstance(module, nn.RNNBase):
         names += ["num_layers", "batch_first", "bidirectional"]
@@ -232,44 +261,50 @@ def _arguments(module: Any) -> dict[str, Any]:
 
 
 def _own(module: nn.Module) -> set[str]:
-    """The names of what somebody has set on a module beyond what its class sets."""
+    """Return the names of the attributes that a user has added to a module.
+
+    These are the attributes that a newly built module of the base class does not have.
+    """
     base: Any = base_of(type(module))
     fresh = base(**_arguments(module), device="meta")
     parts = ("_parameters", "_buffers", "_modules")
-    own = module.__dict__.keys() - fresh.__dict__.keys()
+    added = module.__dict__.keys() - fresh.__dict__.keys()
     if isinstance(module, Recurrent):
-        own.discard("recompute")
-    return own.union(*(getattr(module, part).keys() - getattr(fresh, part).keys() for part in parts))
+        added.discard("recompute")
+    return added.union(*(getattr(module, part).keys() - getattr(fresh, part).keys() for part in parts))
 
 
 def _of_class(cls: type[nn.Module], module: nn.Module) -> nn.Module:
-    """The module as one of `cls`, whose constructor may take anything and has run once already."""
-    made = object.__new__(cls)
-    made.__dict__.update(module.__dict__)
-    return made
+    """Return the module as an instance of `cls`, without calling the constructor of `cls`.
+
+    That constructor may take any arguments, and it has already run for the module that is replaced.
+    """
+    instance = object.__new__(cls)
+    instance.__dict__.update(module.__dict__)
+    return instance
 
 
 def _in_the_way(module: nn.Module, twin: nn.Module) -> str | None:
-    """An attribute that somebody has set and that our class uses itself."""
+    """Return the name of an attribute that the user added and that the twin's class also uses."""
     return next((name for name in sorted(_own(module)) if hasattr(twin, name)), None)
 
 
 def _take_over(twin: Any, module: nn.Module, noise: Any) -> None:
-    """Give the twin everything that the module has."""
-    own = _own(module)
+    """Move everything that the module has to its twin."""
+    added = _own(module)
     for name, value in module.__dict__.items():
-        if "_hooks" in name or name in ("training", "dropout", "_is_full_backward_hook") or name in own:
-            twin.__dict__[name] = value  # hooks: the very dicts, so that the handles still remove them
+        if "_hooks" in name or name in ("training", "dropout", "_is_full_backward_hook") or name in added:
+            twin.__dict__[name] = value  # the same hook dicts, so that handles still remove hooks
         if "_hooks" in name and isinstance(value, dict):
             for hook in value.values():
                 if isinstance(getattr(hook, "module", None), weakref.ref):
-                    hook.module = weakref.ref(twin)  # some hooks are handed their module
+                    hook.module = weakref.ref(twin)  # this kind of hook receives its module
     twin._parameters.update(module._parameters)
     twin._modules.update(module._modules)
     twin._buffers.update(module._buffers)
     twin._non_persistent_buffers_set.update(module._non_persistent_buffers_set)
     if isinstance(module, nn.RNNBase):
-        # Weak references keep torch from swapping parameters; without them the old module still runs.
+        # torch cannot swap a parameter that has weak references. The old module runs without them.
         module._flat_weight_refs = [None] * len(module._flat_weights_names)
     if isinstance(twin, nn.RNNBase):
         twin._init_flat_weights()
@@ -277,11 +312,14 @@ def _take_over(twin: Any, module: nn.Module, noise: Any) -> None:
         twin.noise = noise
 
 
-# --- the walk --------------------------------------------------------------------------------------
+# --- replacement ----------------------------------------------------------------------------------
 
 
 def _replace(model: nn.Module, plan: Callable[[str, nn.Module], Plan | None], report: Report | None) -> nn.Module:
-    """Plan for every module first, so that an error changes nothing; then put the twins in their places."""
+    """Plan the change of every module, then replace the modules by their twins.
+
+    All plans are made before the first change, so an error leaves the model unchanged.
+    """
     plans: dict[nn.Module, Plan] = {}
     names: dict[nn.Module, str] = {}
     compiled = {m._orig_mod for m in model.modules() if hasattr(m, "_orig_mod")}
@@ -299,7 +337,7 @@ def _replace(model: nn.Module, plan: Callable[[str, nn.Module], Plan | None], re
             names[module] = name
 
     said = [(f"{names[m] or 'the model'}: {_name_of(m)} {p.said}", p) for m, p in plans.items()]
-    for sentence, planned in said:  # warnings before anything is changed: they may be errors
+    for sentence, planned in said:  # before any change: a warning filter may raise an error here
         if report is None and (planned.twin is None or not planned.whole):
             warnings.warn(sentence, stacklevel=3)
 
@@ -322,7 +360,10 @@ def _replace(model: nn.Module, plan: Callable[[str, nn.Module], Plan | None], re
 
 
 def _put_in_place(parent: nn.Module, twins: dict[nn.Module, nn.Module]) -> None:
-    """The twins wherever the parent has the modules: registered, or in plain attributes, however deep in containers."""
+    """Replace the modules by their twins in all attributes of the parent.
+
+    This covers registered submodules, plain attributes, and containers nested in them.
+    """
     seen: set[int] = set()
 
     def put(value: Any) -> Any:
@@ -360,4 +401,5 @@ def _put_in_place(parent: nn.Module, twins: dict[nn.Module, nn.Module]) -> None:
 
 
 def _name_of(module: nn.Module) -> str:
+    """Return the class name of a module; for a scripted module, the name of the original class."""
     return module.original_name if isinstance(module, torch.jit.ScriptModule) else type(module).__name__

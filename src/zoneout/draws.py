@@ -1,7 +1,7 @@
-"""Drawing: a mask is a function of its coordinates.
+"""Drawing the masks: every mask is a function of its coordinates.
 
-Every Bernoulli draw is a pure function of the seed and of (layer, direction, step, example, unit, stream), so that
-nothing random is stored: whoever needs a mask, on whatever device, draws it.
+Every Bernoulli draw is a pure function of the seed and of (layer, direction, step, example, unit,
+stream). Masks are therefore not stored: any code on any device can draw the same mask again.
 """
 
 from __future__ import annotations
@@ -17,51 +17,58 @@ from .philox import as_integer, as_seed, philox
 
 
 class Draw(NamedTuple):
-    """One stream of one run over time, ready for a backend: its rule, its numbers, where its bits are."""
+    """One stream of one run over time, as a backend needs it."""
 
     rule: Rule
-    rate: Tensor  # float64, a scalar or one a unit
-    seed: Tensor | None  # None: nothing is drawn, the expectation stands in the mask's place
-    plane: int
+    rate: Tensor  # float64, a scalar or [units]
+    seed: Tensor | None  # None: nothing is drawn, the expectation replaces the mask
+    plane: int  # the last word of the counter; see `noise.plane`
 
     @property
     def threshold(self) -> Tensor:
-        """The old value is kept where 16 random bits are below this."""
+        """The limit for 16 random bits: the old value is kept where the bits are below it."""
         return in_65536ths(self.rate).to(torch.int64)
 
     @property
     def scale(self) -> Tensor:
-        """Inverted scaling: 1 / (1 − the rate as it is drawn), so that the mean is kept exactly; 0 at a rate of 1."""
+        """The factor of inverted scaling, 1 / (1 − rate); 0 at a rate of 1.
+
+        It uses the rate as drawn, a multiple of 1/65536, so the mean is preserved exactly.
+        """
         drawn = in_65536ths(self.rate)
         return torch.where(drawn < 65536, 65536 / (65536 - drawn), 0.0)
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """The type of rates and of what is counted: float64, where a device has it."""
+    """Return the dtype of rates and counts on a device: float64, or float32 on MPS."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def constant(rule: Rule, rate: float, seed: Tensor, plane: int) -> Draw:
-    """A draw whose rate is one number."""
+    """Return a `Draw` with the same rate for all units."""
     return Draw(rule, torch.full((), rate, dtype=widest(seed.device), device=seed.device), seed, plane)
 
 
 def words(seed: Tensor, steps: Tensor, examples: Tensor, units: int, plane: int) -> Tensor:
-    """32 random bits for each coordinate, [steps, examples, units]; a step may have examples of its own."""
+    """Return 32 random bits for each coordinate, [steps, examples, units].
+
+    `examples` are the same for all steps, [examples], or given for each step, [steps, examples].
+    """
     c0 = torch.arange((units + 3) // 4, device=seed.device)
     c3 = torch.full((), plane, device=seed.device)
     four = philox(seed, c0, examples[..., None], steps[:, None, None], c3)
     return torch.stack(torch.broadcast_tensors(*four), dim=-1).flatten(-2)[..., :units]
 
 
-_BLOCK = 2**17  # counters at a time: enough for several threads, few enough to stay in their caches
+_BLOCK = 2**17  # counters per block: enough for several threads, few enough for their caches
 
 
 def draw_masks(draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: int) -> list[Tensor]:
-    """The masks of streams that share their group and mask kind, True where the old value is kept.
+    """Return the masks of streams that share their plane and mask kind.
 
-    Each is a bool tensor [steps, examples, units], of size 1 wherever the draw does not see. `examples` are the same
-    at every step, or [steps, examples].
+    A mask is True where the old value is kept. Each mask is a bool tensor [steps, examples, units].
+    Its size is 1 in every dimension that the mask kind does not depend on. `examples` are the same
+    for all steps, [examples], or [steps, examples].
     """
     seed, plane = draws[0].seed, draws[0].plane
     sees = MASKS[draws[0].rule.mask]
@@ -69,9 +76,9 @@ def draw_masks(draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: in
     steps, examples, units = seen(draws, steps, examples, units)
     block = max(1, 4 * _BLOCK // max(1, units * examples.shape[-1]))
     parts = []
-    for k, some in enumerate(steps.split(block)):
-        theirs = examples if examples.dim() == 1 else examples[k * block : (k + 1) * block]
-        bits = words(seed, some, theirs, units, plane)
+    for k, block_steps in enumerate(steps.split(block)):
+        block_examples = examples if examples.dim() == 1 else examples[k * block : (k + 1) * block]
+        bits = words(seed, block_steps, block_examples, units, plane)
         low, high = bits & 0xFFFF, bits >> 16
         halves = (high if sees.stream and STREAMS[d.rule.stream].half else low for d in draws)
         parts.append([half < d.threshold for half, d in zip(halves, draws)])
@@ -79,7 +86,10 @@ def draw_masks(draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: in
 
 
 def seen(draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: int) -> tuple[Tensor, Tensor, int]:
-    """The coordinates that the draws, all of one mask kind, depend on; one of each of the others."""
+    """Return steps, examples and units, each reduced to size 1 if the masks do not depend on it.
+
+    All draws must have the same mask kind.
+    """
     sees = MASKS[draws[0].rule.mask]
     return (
         steps if sees.step else steps.new_zeros(1),
@@ -91,7 +101,10 @@ def seen(draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: int) -> 
 def draw_all(
     draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: dict[str, int], draw_masks: Any = draw_masks
 ) -> dict[str, Tensor]:
-    """The mask of every stream that is drawn, by name; streams that share their bits draw them once."""
+    """Return the mask of every drawn stream, by stream name.
+
+    Streams that use the same random words are drawn together, so these words are computed once.
+    """
     groups: dict[tuple[Any, ...], list[Draw]] = {}
     for draw in draws:
         if draw.seed is not None:
@@ -118,10 +131,25 @@ def masks(
     examples: int | Tensor | Sequence[int] | None = None,
     first_step: int = 0,
 ) -> dict[str, Tensor]:
-    """The very masks that a layer draws from a seed: bool [steps, batch, units], True keeps the old value.
+    """Return the masks that a layer draws from `seed`, one for each stream of the noise.
 
-    One entry a stream of the noise: cell, hidden, update, input, variational_hidden. The input's mask has
-    `input_size` units (`hidden` when not given): what the layer asked about has as its input.
+    Args:
+        noise: a noise or a list of noises.
+        seed: the seed that is passed to the layer's call.
+        steps: the number of time steps.
+        batch: the number of rows in the batch.
+        hidden: the layer's `hidden_size`.
+        proj_size: the layer's `proj_size`.
+        input_size: the input size of this layer of the stack; by default `hidden`.
+        layer: the index of the layer in the stack.
+        direction: 0 for forward, 1 for reverse.
+        examples: the ids of the rows: an offset, or one id per row; by default 0, 1, 2, …
+        first_step: the number of the first step.
+
+    Returns:
+        A dict from stream name to a bool tensor [steps, batch, units] on the CPU, True where the
+        old value (or zero) is used. The streams are cell, hidden, update, input and
+        variational_hidden. Noise on weights has no entry.
 
     >>> import zoneout as zo
     >>> m = zo.masks(zo.Zoneout(cell=0.5, hidden=0.05), seed=7, steps=100, batch=32, hidden=1000)
@@ -149,16 +177,17 @@ def masks(
         for field, stream in one.fields.items():
             rates = getattr(one, field)
             if stream not in units or (stream in out and is_zero(rates)):
-                continue  # a weight has no step and no example; another method has the stream
+                # Noise on weights has no steps. A rate of 0 does not replace another noise's mask.
+                continue
             name = f"{type(one).__name__}({field}=…)"
             if isinstance(rates, tuple) and layer >= len(rates):
                 raise ValueError(
-                    f"layer: expected one of the {len(rates)} layers that {name} has rates for, got {layer}"
+                    f"layer: expected a number below {len(rates)}, the number of rates in {name}, got {layer}"
                 )
             count = len(rates) if isinstance(rates, tuple) else 1
             rate = rate_of_layer(rates, layer, count, units[stream], name)
-            own = getattr(one, "seed", None)
-            key = as_seed(seed if own is None else own, "cpu")
+            static_seed = getattr(one, "seed", None)
+            key = as_seed(seed if static_seed is None else static_seed, "cpu")
             draw = Draw(one.rule(field), rate, key, where + plane(stream, 0, 0))
             (mask,) = draw_masks([draw], at, rows, units[stream])
             out[stream] = mask.expand(steps, batch, units[stream]).contiguous()
@@ -166,20 +195,20 @@ def masks(
 
 
 def as_integers(name: str, values: Any, expected: str = "integers") -> Tensor:
-    """A tensor of the values (an empty list has no dtype of its own), or an error."""
-    empty = isinstance(values, (list, tuple)) and not values
+    """Return the values as an int64 tensor; raise if they are not integers."""
+    empty = isinstance(values, (list, tuple)) and not values  # torch would make it a float tensor
     try:
-        given = isinstance(values, Tensor)
-        integers = values if given else torch.as_tensor(values, dtype=torch.int64 if empty else None, device="cpu")
+        is_tensor = isinstance(values, Tensor)
+        integers = values if is_tensor else torch.as_tensor(values, dtype=torch.int64 if empty else None, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{name}: expected {expected}, got {values!r}") from None
     if integers.dtype == torch.bool or integers.is_floating_point() or integers.is_complex():
         raise TypeError(f"{name}: expected {expected}, got {integers.dtype}")
-    return integers.to(torch.int64)  # of the unsigned ones torch has not even the smallest
+    return integers.to(torch.int64)  # torch has no `min` for most unsigned types
 
 
 def check_count(name: str, value: int, limit: int) -> int:
-    """A whole number from 0 to below `limit`, or an error."""
+    """Return a whole number as an int; raise unless it is at least 0 and below `limit`."""
     number = as_integer(value)
     if number is None or not 0 <= number < limit:
         which = "0 or 1" if limit == 2 else f"a whole number, 0 or more and below {limit}"
@@ -188,7 +217,7 @@ def check_count(name: str, value: int, limit: int) -> int:
 
 
 def stream_units(hidden: int, proj_size: int, input_size: int) -> dict[str, int]:
-    """How many units the state or input behind each stream has."""
+    """Return the number of units of each stream."""
     outputs = proj_size or hidden
     return {
         "cell": hidden,
@@ -200,9 +229,10 @@ def stream_units(hidden: int, proj_size: int, input_size: int) -> dict[str, int]
 
 
 def example_ids(examples: int | Tensor | Sequence[int] | None, batch: int, device: torch.device) -> Tensor:
-    """The example coordinate of each row of the batch: an offset, or one id a row.
+    """Return the example coordinate of each row of the batch, [batch].
 
-    A tensor that is not `readable` is taken modulo 2³²: looking at it would wait for the device.
+    `examples` is an offset or one id per row. The values of a tensor that is not `readable` are not
+    checked, because that would wait for the device. They are taken modulo 2³² instead.
     """
     if examples is None:
         return torch.arange(batch, device=device)
@@ -221,7 +251,10 @@ def example_ids(examples: int | Tensor | Sequence[int] | None, batch: int, devic
 
 
 def _check_ids(low: int, high: int, batch: int | None) -> None:
-    """Raise if ids, or the offset of a batch, leave the 32 bits that an example has."""
+    """Raise if ids from `low` to `high` do not fit into 32 bits.
+
+    With `batch`, `low` is the offset of that many consecutive ids.
+    """
     if batch is not None and not 0 <= low <= 2**32 - max(batch, 1):
         raise ValueError(f"examples: expected an offset between 0 and 2³² − batch, got {low}")
     if batch is None and not 0 <= low <= high < 2**32:

@@ -1,4 +1,4 @@
-"""The initialisers of the paper's experiments."""
+"""The weight initialisers that the experiments of the zoneout paper use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ from .step_cells import LSTMCell
 
 @torch.no_grad()
 def block_orthogonal_(weight: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Cut a matrix into the largest equal squares and make each an independent random orthogonal matrix.
+    """Fill a matrix in place with independent random orthogonal blocks.
+
+    The blocks are the largest equal squares that the matrix can be divided into.
+
+    Args:
+        weight: a tensor with two dimensions.
+        generator: the random generator; by default torch's.
+
+    Returns:
+        `weight`.
 
     >>> w = block_orthogonal_(torch.empty(4000, 50))
     >>> block = w[50:100]
@@ -29,15 +38,37 @@ def block_orthogonal_(weight: Tensor, generator: torch.Generator | None = None) 
 
 @torch.no_grad()
 def orthogonal_(weight: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """One random matrix with orthonormal rows or columns, whichever are fewer."""
+    """Fill a matrix in place with a random matrix whose rows or columns are orthonormal.
+
+    The rows are orthonormal if there are fewer rows than columns, otherwise the columns are. Half
+    types are computed in float32.
+
+    Args:
+        weight: a tensor with two dimensions.
+        generator: the random generator; by default torch's.
+
+    Returns:
+        `weight`.
+    """
     _check_matrix(weight)
     wide = weight if weight.dtype == torch.float64 else torch.empty_like(weight, dtype=torch.float32)
     return weight.copy_(nn.init.orthogonal_(wide, generator=generator))
 
 
 def uniform_(module: nn.Module, bound: float, generator: torch.Generator | None = None) -> nn.Module:
-    """Every weight and bias of a module from U(−bound, bound); norms and initial states stay as they are."""
-    norms = {id(own) for part in module.modules() if isinstance(part, _NORMS) for own in part.parameters(False)}
+    """Fill every weight and bias of a module in place from U(−bound, bound).
+
+    Parameters of norms and learned initial states are unchanged.
+
+    Args:
+        module: the module, with all its submodules.
+        bound: the largest absolute value.
+        generator: the random generator; by default torch's.
+
+    Returns:
+        `module`.
+    """
+    norms = {id(param) for part in module.modules() if isinstance(part, _NORMS) for param in part.parameters(False)}
     for name, parameter in module.named_parameters():
         if id(parameter) not in norms and not name.rpartition(".")[2].startswith(("norm_", "h0", "c0")):
             nn.init.uniform_(parameter, -bound, bound, generator=generator)
@@ -49,7 +80,17 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase
 
 @torch.no_grad()
 def forget_bias_(module: nn.Module, value: float = 1.0) -> nn.Module:
-    """Set every bias of an LSTM (layer or cell) to zero, but that of the forget gate to `value`."""
+    """Set the forget-gate bias of an LSTM to `value` and all other biases to zero, in place.
+
+    Of the two bias vectors, `bias_ih` gets the value and `bias_hh` is zero.
+
+    Args:
+        module: an LSTM layer or LSTM cell, of zoneout or of `torch.nn`.
+        value: the bias of the forget gate.
+
+    Returns:
+        `module`.
+    """
     if getattr(module, "mode", "") != "LSTM" and not isinstance(module, (nn.LSTMCell, LSTMCell)):
         raise ValueError(f"module: expected an LSTM or an LSTMCell, got {type(module).__name__}")
     for name, parameter in module.named_parameters(recurse=False):
@@ -62,6 +103,7 @@ def forget_bias_(module: nn.Module, value: float = 1.0) -> nn.Module:
 
 
 def _check_matrix(weight: Tensor) -> None:
+    """Raise unless `weight` is a tensor with two dimensions."""
     if not isinstance(weight, Tensor):
         raise TypeError(f"weight: expected a matrix, got {type(weight).__name__}")
     if weight.dim() != 2:

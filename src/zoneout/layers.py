@@ -1,7 +1,7 @@
-"""LSTM, GRU and RNN as `torch.nn` has them, with noise and norms inside the step.
+"""LSTM, GRU and RNN layers with noise and norms inside the step.
 
-Constructor, inputs, outputs and `state_dict` are those of `torch.nn`. The layers subclass `nn.RNNBase`,
-not `nn.LSTM`, which `torch.compile` refuses to trace.
+Constructor, inputs, outputs and `state_dict` are those of `torch.nn`. The layers subclass
+`nn.RNNBase` and not `nn.LSTM`, because `torch.compile` refuses to trace `nn.LSTM`.
 """
 
 from __future__ import annotations
@@ -41,32 +41,32 @@ State: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 
 
 class Sequences(NamedTuple):
-    """An input in the one form that the layers work on, and the way back."""
+    """An input in the internal layout of the layers, and how to restore the caller's layout."""
 
-    x: Tensor  # [T, B, input]; packed: [N, input], longest first
+    x: Tensor  # [T, B, input]; packed: [N, input], rows sorted by length, longest first
     steps: int
     batch: int
     lengths: Tensor | None  # [B]
     resets: Tensor | None  # [T, B]; packed: [N]
     batched: bool
-    outputs: Callable[[Tensor], Any]  # [T, B, ·] -> the form in which the input came
-    counts: Tensor | None = None  # packed: [T], how many rows each step has
-    order: Tensor | None = None  # [B]: the caller's rows, longest first
-    back: Tensor | None = None  # [B]: and the way back from there
+    outputs: Callable[[Tensor], Any]  # [T, B, ·] -> the layout of the input
+    counts: Tensor | None = None  # packed: [T], the number of rows at each step
+    order: Tensor | None = None  # [B]: `sorted_indices` of the PackedSequence
+    back: Tensor | None = None  # [B]: `unsorted_indices`, the inverse of `order`
 
     def sort(self, v: Tensor, dim: int = 0) -> Tensor:
-        """What has one entry a row, in the order of the rows of `x`."""
+        """Return `v`, whose dimension `dim` holds the rows, in the row order of `x`."""
         return v if self.order is None else v.index_select(dim, self.order)
 
 
 class RecurrentLayer(Recurrent, nn.RNNBase):
-    """The common part of `LSTM`, `GRU` and `RNN`."""
+    """The base class of `LSTM`, `GRU` and `RNN`."""
 
     weight_ih_l0: Tensor
 
     def __init__(self, mode: str, input_size: int, hidden_size: int, num_layers: int, *rest: Any) -> None:
         if isinstance(num_layers, Noise):
-            raise TypeError(f"num_layers: expected a whole number, got {num_layers!r}; noise goes by keyword, noise=…")
+            raise TypeError(f"num_layers: expected a whole number, got {num_layers!r}; pass noise by keyword, noise=…")
         super().__init__(mode, input_size, hidden_size, num_layers, *rest)
         warn_if_rounded(self.dropout, "dropout")
 
@@ -80,15 +80,19 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Weights and biases as torch.nn starts them; scales, shifts and initial states as they start."""
-        bound = 1 / math.sqrt(self.hidden_size)  # as torch has it, to the bit
+        """Initialise weights and biases as `torch.nn` does, and all other parameters to constants.
+
+        Norm scales become the norm's `scale`. Norm shifts and learned initial states become 0.
+        Batch-norm statistics become mean 0 and variance 1.
+        """
+        bound = 1 / math.sqrt(self.hidden_size)  # exactly torch's expression: the same bits
         for name in self._flat_weights_names:
             getattr(self, name).uniform_(-bound, bound)
         if hasattr(self, "_norm"):
             self._reset_parts()
 
     def flatten_parameters(self) -> None:
-        """Nothing to do: the weights are used where they are."""
+        """Do nothing: zoneout's layers need no contiguous copy of the weights."""
 
     def extra_repr(self) -> str:
         return super().extra_repr() + self._extra()
@@ -106,25 +110,43 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         rates: Rates | None = None,
         return_cells: bool = False,
     ) -> Any:
-        """Outputs and final state, as `torch.nn` gives them; with `return_cells` every c_t of the last layer.
+        """Run the layer over a batch of sequences.
 
-        **An int64 input is read as ids, not as features**: [T, B], or [T] unbatched, stands for one-hot rows of
-        `input_size`, and a look-up takes the place of the product. Give token ids to an `nn.Embedding` first, and whole
-        numbers that are features as `input.float()`. On the CPU ids that do not fit are an error.
+        **An int64 input is read as ids, not as features.** Its shape is [T, B] ([B, T] with
+        `batch_first`), or [T] unbatched. Each id stands for a one-hot row of `input_size` features,
+        and a look-up replaces the matrix product. For token ids, put an `nn.Embedding` before the
+        layer. To use whole numbers as features, pass `input.float()`. On the CPU, an id outside of
+        0 to `input_size` − 1 is an error.
 
-        `lengths` are the sequences' lengths in a padded batch: outputs past them are zero, and the final state is that
-        of each sequence's end. `resets`, a bool laid out as the input's steps and rows, cuts a sequence before a step:
-        there the state goes back to the initial one (zero or learned, not `hx`), and nothing crosses the cut in either
-        direction. `seed` fixes the draws; `examples`, an offset or one id a row, and `first_step` say which rows and
-        steps of a larger whole these are, so that they draw what they would draw there.
+        Args:
+            input: [T, B, input_size], [B, T, input_size] with `batch_first`, [T, input_size]
+                unbatched, or a PackedSequence.
+            hx: the state before the first step, as in `torch.nn`; by default zero, or the learned
+                state.
+            lengths: the lengths of the sequences of a padded batch, [B]. Outputs past a length are
+                zero, and the final state is the state at the end of each sequence.
+            resets: a bool tensor or NumPy array, [T, B]; [B, T] for a padded input with
+                `batch_first`, [T] unbatched. True cuts the sequence before that step: the state
+                becomes the initial one (zero or learned, not `hx`), and nothing crosses the cut in
+                either direction.
+            seed: the seed of all masks; by default it is drawn from torch's generator.
+            examples: the ids of the rows for the masks: an offset, or one id per row.
+            first_step: the number of the first step for the masks. With `examples` and
+                `first_step`, a part of a larger batch or of a longer sequence draws the same masks
+                as the whole.
+            rates: rates that replace those of the layer's noise in this call, by stream, such as
+                `{"cell": 0.5, "hidden": 0.05}`. Each is a number, a list with one rate per layer,
+                or a tensor with one rate per unit, which `torch.func.vmap` may batch.
+            return_cells: also return c_t of the last layer at every step (LSTM only).
 
-        `rates`, such as `{"cell": 0.5, "hidden": 0.05}`, replaces rates of the layer's noise for this call: a number, a
-        list of one a layer, or a tensor of one a unit, which `torch.func.vmap` may batch.
+        Returns:
+            The outputs and the final state, as in `torch.nn`. With `return_cells`, a third result
+            holds the cells in the layout of the outputs.
         """
-        if given := overriding(input, hx):
+        if overriders := overriding(input, hx):
             call: dict[str, Any] = {"lengths": lengths, "resets": resets, "seed": seed, "examples": examples}
             call |= {"first_step": first_step, "return_cells": return_cells, "rates": rates}
-            return handle_torch_function(RecurrentLayer.forward, given, self, input, hx, **call)
+            return handle_torch_function(RecurrentLayer.forward, overriders, self, input, hx, **call)
         weight = self.weight_ih_l0
         sequences = self._sequences(input, lengths, resets)
         x = sequences.x
@@ -133,13 +155,14 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         dtype = self._working_dtype(x, hx, weight)
         x = x if x.dtype in (dtype, torch.int64) else x.to(dtype)
         if return_cells and self.kind != "lstm":
-            raise ValueError(f"return_cells: expected False, since a {self.kind.upper()} has no cell")
-        if type(first_step) is not int or first_step:  # at 0 any number of steps will do, which an exporter asks
+            raise ValueError(f"return_cells: expected False, since a {self.kind.upper()} has no cell state, got True")
+        # 0 is always valid. Without a check, an exporter keeps the number of steps symbolic.
+        if type(first_step) is not int or first_step:
             first_step = check_count("first_step", first_step, 2**32 - sequences.steps + 1)
-        initial = self._initial_states(sequences.batch, dtype)  # all rows alike: there is nothing to sort
+        initial = self._initial_states(sequences.batch, dtype)  # all rows are equal: no sorting
         h0, c0 = self._given_states(hx, initial, sequences)
         if examples is None and sequences.order is not None:
-            rows = sequences.order  # 0, 1, 2 and so on, in that order
+            rows = sequences.order  # the default ids 0, 1, 2, …, in sorted order
         else:
             rows = sequences.sort(example_ids(examples, sequences.batch, x.device))
         noise = self._call_noise(rates, x.device)
@@ -183,13 +206,13 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
                     cells.append(every_c)
             x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
-        # Where they are: a view could not be detached in place, as torch.nn's states can.
-        ended = [torch.stack(states) if len(states) > 1 else states[0].unsqueeze_(0) for states in (h_n, c_n) if states]
+        # In place, so that the state is no view: detach_() must work, as on the states of torch.nn.
+        final = [torch.stack(states) if len(states) > 1 else states[0].unsqueeze_(0) for states in (h_n, c_n) if states]
         if not sequences.batched:
-            ended = [state.squeeze(1) for state in ended]
+            final = [state.squeeze(1) for state in final]
         elif sequences.back is not None:
-            ended = [state.index_select(1, sequences.back) for state in ended]
-        state = tuple(ended) if self.kind == "lstm" else ended[0]
+            final = [state.index_select(1, sequences.back) for state in final]
+        state = tuple(final) if self.kind == "lstm" else final[0]
         if not return_cells:
             return sequences.outputs(x), state
         return sequences.outputs(x), state, sequences.outputs(torch.cat(cells, dim=-1))
@@ -197,25 +220,28 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
     def _cell_name(self) -> str:
         return self.mode.lower()
 
-    # --- what comes in ---
+    # --- inputs and states ---
 
     def _sequences(
         self, input: Tensor | PackedSequence, lengths: Tensor | Sequence[int] | None, resets: Tensor | None
     ) -> Sequences:
-        """Any input form as [T, B, input], in the caller's order of rows, or packed."""
+        """Check an input of any form and return it as [T, B, input] or as packed rows.
+
+        Rows of a padded input keep the caller's order.
+        """
         if isinstance(input, PackedSequence):
             if lengths is not None:
-                raise ValueError("lengths: expected None, since a packed input brings its own")
+                raise ValueError("lengths: expected None, since a packed input contains its lengths")
             return self._packed(input, resets)
         if not isinstance(input, Tensor):
             raise no_tensor(input, "a tensor or a PackedSequence")
         if input.is_nested:
             raise TypeError(
                 "input: expected a padded tensor with lengths=… or a PackedSequence, got a nested tensor; "
-                "torch.nested.to_padded_tensor pads it"
+                "try torch.nested.to_padded_tensor"
             )
         if input.layout is not torch.strided:
-            raise TypeError(f"input: expected a dense tensor, got one with layout {input.layout}; input.to_dense() is")
+            raise TypeError(f"input: expected a dense tensor, got one with layout {input.layout}; try input.to_dense()")
         if not has_features(input):
             input = self._check_numbers(input)
         if input.dim() not in (2, 3):
@@ -241,7 +267,11 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         return Sequences(x, steps, batch, lengths, resets, batched, outputs)
 
     def _packed(self, input: PackedSequence, resets: Tensor | None) -> Sequences:
-        """Packed rows as they are or, where a backend does not take them so, as [T, B, input], longest first."""
+        """Check a packed input and return its rows.
+
+        The rows stay packed if the backend supports that. Otherwise they are padded, with the
+        longest sequence first.
+        """
         x, counts, order, back = input
         if not has_features(x):
             x = self._check_numbers(x)
@@ -250,8 +280,8 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         self._check_input(x, "input.data")
         steps = counts.shape[0]
         if steps == 0:
-            raise ValueError("input.batch_sizes: expected one number a step, got none")
-        batch: Any = counts[0].item() if order is None else order.shape[0]  # an exporter makes a symbol of it
+            raise ValueError("input.batch_sizes: expected one number per step, got none")
+        batch: Any = counts[0].item() if order is None else order.shape[0]  # symbolic when exported
         if resets is not None:
             resets = _check_resets(resets, (steps, batch), "of packed rows [T, B]", x.device)
             resets = resets if order is None else resets.index_select(1, order)
@@ -272,7 +302,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         return Sequences(padded(x, packing), steps, batch, packing.lengths, resets, True, outputs, None, order, back)
 
     def _check_numbers(self, x: Tensor) -> Tensor:
-        """Numbers of features that are 1 where all others are 0, with a last dimension of 1 in their place."""
+        """Check that an input holds ids of one-hot rows; return it with a last dimension of 1."""
         if x.dtype != torch.int64 or x.dim() > 2:
             raise ValueError(
                 "input: expected floating-point numbers, or int64 [T, B], which is read as ids of one-hot rows, "
@@ -289,13 +319,14 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         return x.unsqueeze(-1)
 
     def _check_input(self, x: Tensor, name: str) -> None:
+        """Raise if the number of features is not `input_size`."""
         if has_features(x) and x.shape[-1] != self.input_size:
             raise ValueError(
                 f"{name}: expected {self.input_size} features in the last dimension (input_size), got {x.shape[-1]}"
             )
 
     def _initial_states(self, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """The states at the start of a sequence, learned or zero, as [layers · directions, B, ·]."""
+        """Return the initial states, learned or zero, as [layers · directions, B, ·]."""
         weight, count = self.weight_ih_l0, self.num_layers * (2 if self.bidirectional else 1)
         if self.learn_initial_state:
             learned = (self.h0, self.c0) if self.kind == "lstm" else (self.h0,)
@@ -308,7 +339,7 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
     def _given_states(
         self, hx: State | None, initial: tuple[Tensor, Tensor | None], sequences: Sequences
     ) -> tuple[Tensor, Tensor | None]:
-        """The states to begin with: those given, or the initial ones."""
+        """Return the states before the first step: `hx` if the caller passed it, else `initial`."""
         if hx is None:
             return initial
         lstm = self.kind == "lstm"
@@ -325,7 +356,10 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         return states[0], states[1] if lstm else None
 
     def _seed(self, seed: int | Tensor | None, x: Tensor, noise: CallNoise) -> Tensor | None:
-        """The seed of this call; nothing is drawn from torch's generator unless a mask needs it."""
+        """Return the seed of this call, or None if nothing is drawn.
+
+        torch's generator is used only if a mask needs it.
+        """
         if seed is not None:
             return as_seed(seed, x.device, copy=True)
         between = self.training and self.dropout > 0 and self.num_layers > 1
@@ -336,7 +370,10 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
     def _between_layers(
         self, layer: int, x: Tensor, key: Tensor, rows: Tensor, first_step: int, counts: Tensor | None
     ) -> Tensor:
-        """torch's dropout on the outputs of a layer, its mask drawn by the same rule as every other."""
+        """Apply the dropout between layers to the outputs of a layer.
+
+        Its mask is a function of seed and coordinates, like all other masks.
+        """
         parts = [
             dropout(part, self.dropout, key, plane("dropout", layer, direction), rows, first_step, counts)
             for direction, part in enumerate(x.split(self.output_size, dim=-1))
@@ -347,9 +384,15 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
 class LSTM(RecurrentLayer):
     """`nn.LSTM` with noise: the same arguments, inputs, outputs and `state_dict`.
 
-    Beyond torch's, all by keyword: `noise` (a noise, a list of them, or None), `norm` (`"layer"` or a
-    `RecurrentBatchNorm`), `learn_initial_state`, `backend` (by default the input's device decides), and `recompute`:
-    the way back runs the steps again instead of keeping what they found, which takes less memory and more time.
+    These keyword arguments are additional; for those of the call, see `forward`.
+
+    Args:
+        noise: a noise, a list of noises, or None.
+        norm: `"layer"`, a `RecurrentBatchNorm`, or None.
+        learn_initial_state: True makes h0 and c0 parameters.
+        backend: the implementation to use; by default the device of the input decides.
+        recompute: True makes the backward pass run the steps again instead of storing their
+            intermediate results, which takes less memory and more time.
 
     >>> import torch, zoneout as zo
     >>> layer = zo.LSTM(50, 100, noise=zo.Zoneout(cell=0.5, hidden=0.05))
@@ -393,7 +436,7 @@ class LSTM(RecurrentLayer):
 class GRU(RecurrentLayer):
     """`nn.GRU` with noise: the same arguments, inputs, outputs and `state_dict`.
 
-    The hidden state is the only state. Beyond torch's arguments: see `LSTM`.
+    The hidden state is the only state. The additional keyword arguments are those of `LSTM`.
 
     >>> import torch, zoneout as zo
     >>> layer = zo.GRU(50, 100, noise=zo.Zoneout(hidden=0.1))
@@ -430,7 +473,7 @@ class GRU(RecurrentLayer):
 class RNN(RecurrentLayer):
     """`nn.RNN` with noise: the same arguments, inputs, outputs and `state_dict`.
 
-    The hidden state is the only state. Beyond torch's arguments: see `LSTM`.
+    The hidden state is the only state. The additional keyword arguments are those of `LSTM`.
 
     >>> import torch, zoneout as zo
     >>> layer = zo.RNN(50, 100, nonlinearity="relu", noise=zo.Zoneout(hidden=0.1))
@@ -468,10 +511,11 @@ class RNN(RecurrentLayer):
         self._add_parts(noise, norm, backend, learn_initial_state, recompute)
 
 
-# --- shapes ----------------------------------------------------------------------------------------
+# --- checks ---------------------------------------------------------------------------------------
 
 
 def as_states(hx: Any, lstm: bool) -> tuple[Tensor, ...]:
+    """Return `hx` as a tuple, (h, c) for an LSTM or (h,); raise if it is anything else."""
     if lstm:
         if not isinstance(hx, (tuple, list)) or len(hx) != 2 or not all(isinstance(s, Tensor) for s in hx):
             raise TypeError(f"hx: expected a pair of tensors (h, c), got {_describe(hx)}")
@@ -482,19 +526,23 @@ def as_states(hx: Any, lstm: bool) -> tuple[Tensor, ...]:
 
 
 def _describe(value: Any) -> str:
+    """Return the type of a value, and those of the elements of a tuple or list, for a message."""
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {', '.join(type(one).__name__ for one in value) or 'nothing'}"
     return type(value).__name__
 
 
 def check_state_dtype(name: str, state: Tensor, x: Tensor) -> None:
+    """Raise if a state has another dtype than `x`, unless autocast is on."""
     if state.dtype != x.dtype and not autocast_on(x.device):
         raise ValueError(f"{name}: expected {x.dtype} as the input has, got {state.dtype}")
 
 
 def _check_resets(resets: Any, shape: tuple[int, ...], names: str, device: torch.device) -> Tensor:
-    if not isinstance(resets, Tensor) and hasattr(resets, "__array__"):  # NumPy's, as environments give them
-        resets = torch.as_tensor(resets, device="cpu").clone()  # they write to it again before the way back
+    """Return `resets` as a bool tensor on `device`; raise if its type or shape is wrong."""
+    if not isinstance(resets, Tensor) and hasattr(resets, "__array__"):
+        # A copy of a NumPy array: its owner may write to it before the backward pass.
+        resets = torch.as_tensor(resets, device="cpu").clone()
     if not isinstance(resets, Tensor) or resets.dtype != torch.bool:
         got = resets.dtype if isinstance(resets, Tensor) else type(resets).__name__
         raise TypeError(f"resets: expected a bool tensor {names}, got {got}")
@@ -504,6 +552,10 @@ def _check_resets(resets: Any, shape: tuple[int, ...], names: str, device: torch
 
 
 def check_lengths(lengths: Tensor | Sequence[int], steps: int, batch: int, batched: bool) -> Tensor:
+    """Return `lengths` as an int64 tensor [B]; raise if the shape or a value is wrong.
+
+    Values must be from 0 to `steps`. On a device they are clamped, because reading them would wait.
+    """
     ends = as_integers("lengths", lengths)
     if not batched and ends.dim() == 0:
         ends = ends[None]
@@ -514,4 +566,4 @@ def check_lengths(lengths: Tensor | Sequence[int], steps: int, batch: int, batch
             f"lengths: expected numbers from 0 to {steps}, the steps of the input, "
             f"got {int(ends.min())} to {int(ends.max())}"
         )
-    return ends.to(torch.int64).clamp(0, steps)  # on a device the values are not looked at: that would wait
+    return ends.to(torch.int64).clamp(0, steps)

@@ -1,12 +1,15 @@
-"""What is randomly replaced, by what, and what the draw may see.
+"""The noise methods: what is replaced at random, by what, and what the mask depends on.
 
-A method of regularising a recurrent network by noise is three answers. *What* is replaced is a stream:
-the cell, the hidden state, the update, the input, a weight. *By what* is the stream's previous value or
-zero. *What the draw may see* is a mask kind: which coordinates a Bernoulli draw depends on. The classes
-here are those answers under the names the literature gave them; `rules()` says them, and the step
-functions and kernels know nothing else.
+Three choices define a noise method for a recurrent network:
 
-A rate is always the chance that the previous value (or zero) is used: the paper's z.
+* The stream is the value that is replaced: cell, hidden state, update, input or weight.
+* The replacement is the previous value of the stream, or zero. (Weight noise is added instead.)
+* The mask kind is the set of coordinates that a Bernoulli draw depends on.
+
+Each class here is one method, under its name in the literature. `rules()` returns its choices,
+which are all that the step functions and kernels know about it.
+
+A rate is always the probability that the previous value (or zero) is used: z in the zoneout paper.
 """
 
 from __future__ import annotations
@@ -27,11 +30,11 @@ from .philox import as_seed
 Rate: TypeAlias = "float | Tensor | Sequence[float | Tensor]"
 
 
-# --- the coordinates -------------------------------------------------------------------------------
+# --- coordinates of a draw ------------------------------------------------------------------------
 
 
 class Sees(NamedTuple):
-    """Which coordinates a draw depends on; layer and direction are always seen."""
+    """The coordinates that a draw depends on, in addition to layer and direction."""
 
     stream: bool
     step: bool
@@ -43,23 +46,23 @@ MASKS = {
     "unit": Sees(True, True, True, True),  # zoneout
     "shared": Sees(False, True, True, True),  # one mask for cell and hidden state
     "step": Sees(True, True, True, False),  # stochastic depth through time
-    "sequence": Sees(True, False, True, True),  # rnnDrop, variational
-    "static": Sees(True, True, False, True),  # static identity connections; the noise brings the seed
+    "sequence": Sees(True, False, True, True),  # rnnDrop, variational dropout
+    "static": Sees(True, True, False, True),  # static identity connections; the noise has the seed
 }
 
 
 class Stream(NamedTuple):
-    """Where a stream's bits lie: a group is a plane of counters, a half 16 bits of each of its words."""
+    """The random bits of a stream: half of each 32-bit word of a group of counters."""
 
-    group: int
-    half: int
+    group: int  # part of the last counter word; see `plane`
+    half: int  # 0: the low 16 bits of a word, 1: the high 16 bits
 
 
 STREAMS = {
     "cell": Stream(0, 0),
     "hidden": Stream(0, 1),
     "update": Stream(1, 0),
-    "dropout": Stream(1, 1),  # torch's own, between the layers
+    "dropout": Stream(1, 1),  # the `dropout` argument of torch.nn, between the layers
     "input": Stream(2, 0),
     "variational_hidden": Stream(2, 1),
     "weight": Stream(3, 0),
@@ -74,43 +77,48 @@ KINDS = {  # the streams that each cell has
 
 
 def plane(stream: str, layer: int, direction: int) -> int:
-    """The last word of the counter: everything about a draw that is fixed for one run over time."""
+    """Return the last word of the counter, which is constant during one run over time."""
     return 2 * layer + direction + 65536 * STREAMS[stream].group
 
 
-# --- the methods -----------------------------------------------------------------------------------
+# --- the methods ----------------------------------------------------------------------------------
 
 
 class Rule(NamedTuple):
-    """One stream of a method: everything about it but the numbers."""
+    """One stream of a noise method, without rates and seeds."""
 
     stream: str
     by: str  # "previous", "zero", "scaled zero" (inverted scaling), or "sum" (noise is added)
     mask: str
     at_eval: str
-    holds_gate: bool = False  # the output gate too keeps its previous value where the update is dropped
+    holds_gate: bool = False  # units with a dropped update also keep their previous output gate
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Noise:
-    """The common part of all methods; arguments go by keyword. Two noises are equal when all their fields are."""
+    """The base class of all noise methods.
 
-    fields: ClassVar[dict[str, str]] = {}  # the rate fields, and the stream each is the rate of
-    limit: ClassVar[float] = 1.0  # of a rate; that of a standard deviation is infinite
-    masks: ClassVar[tuple[str, ...]] = tuple(MASKS)
+    Arguments are keyword-only. Two noises of one class are equal if all their fields are equal.
+    """
+
+    fields: ClassVar[dict[str, str]] = {}  # rate field -> stream
+    limit: ClassVar[float] = 1.0  # the largest rate; infinite for a standard deviation
+    masks: ClassVar[tuple[str, ...]] = tuple(MASKS)  # the valid mask kinds
 
     def __new__(cls, *positional: Any, **given: Any) -> Self:
         if positional:
             constructor = next(base for base in cls.__mro__ if "__init__" in base.__dict__)
-            if "__dataclass_params__" in constructor.__dict__:  # else a constructor that a user wrote
+            # The constructor of a user's subclass may take positional arguments.
+            if "__dataclass_params__" in constructor.__dict__:
                 raise _positional_error(cls, positional, given)
         return super().__new__(cls)
 
     def rules(self) -> tuple[Rule, ...]:
-        """One rule a stream that has a rate other than zero."""
+        """Return one rule for each stream with a rate other than zero."""
         return tuple(self.rule(field) for field in self.fields if not is_zero(getattr(self, field)))
 
     def rule(self, field: str) -> Rule:
+        """Return the rule of the stream that belongs to a rate field."""
         raise NotImplementedError
 
     def __post_init__(self) -> None:
@@ -127,8 +135,8 @@ class Noise:
             )
         if mask != "static" and seed is not None:
             raise ValueError(
-                f"{name}(seed=…): only mask='static' takes a seed of its own, got mask={mask!r}; "
-                "for the others pass seed= to the layer's call"
+                f"{name}(seed=…): expected mask='static' with a seed, got mask={mask!r}; "
+                "for other masks pass seed=… to the layer's call"
             )
         if seed is not None:
             as_seed(seed)
@@ -144,6 +152,7 @@ class Noise:
         return hash((type(self), self._key()))
 
     def _key(self) -> tuple[Any, ...]:
+        """Return all fields as hashable values."""
         return tuple(_plain(getattr(self, field.name)) for field in dataclasses.fields(self))
 
     def __repr__(self) -> str:
@@ -156,7 +165,10 @@ class Noise:
 
 
 def _positional_error(cls: type[Noise], positional: tuple[Any, ...], given: dict[str, Any]) -> TypeError:
-    """The error for a noise made without keywords: toolkits differ on which state a single number is the rate of."""
+    """Return the error for a noise that is built with positional arguments.
+
+    They are not allowed because libraries disagree on which state a single rate belongs to.
+    """
     name, free = cls.__name__, [field.name for field in dataclasses.fields(cls) if field.name not in given]
     rates = [field for field in cls.fields if field in free]
     one_for_several = len(positional) == 1 and len(rates) > 1
@@ -169,12 +181,13 @@ def _positional_error(cls: type[Noise], positional: tuple[Any, ...], given: dict
 
 
 def _written(value: Any) -> str:
+    """Return a value as it is written in code, or "…" for anything but a number or string."""
     return repr(value) if isinstance(value, (bool, int, float, str)) else "…"
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class StateNoise(Noise):
-    """The common part of the methods that replace units of the states."""
+    """The base class of the methods that replace units of the states."""
 
     cell: Rate = 0.0
     hidden: Rate = 0.0
@@ -191,11 +204,19 @@ class StateNoise(Noise):
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Zoneout(StateNoise):
-    """Units of the states keep their previous value.
+    """Zoneout: random units of the states keep their previous value.
 
-    `cell` and `hidden` are the chances of that. `mask` says what the draws see: `"unit"` is the paper's
-    zoneout, `"shared"` one mask for both states, `"step"` stochastic depth through time, `"sequence"` one
-    mask a sequence, `"static"` one mask for the whole training (drawn from `seed`).
+    Args:
+        cell: the probability that a unit of c keeps its previous value: a number, a list with one
+            rate per layer, or a tensor with one rate per unit.
+        hidden: the same for h.
+        mask: what the masks depend on. `"unit"` is the zoneout of the paper. `"shared"` uses one
+            mask for both states. `"step"` is stochastic depth through time. `"sequence"` uses one
+            mask per sequence. `"static"` draws masks from `seed` once for the whole training, the
+            same for all examples and calls.
+        at_eval: the behaviour in evaluation: `"expectation"` uses the rate in place of the mask,
+            `"off"` disables the noise, `"sample"` draws masks as in training.
+        seed: the seed of a static mask; only with `mask="static"`.
 
     >>> Zoneout(cell=0.5, hidden=0.05)
     Zoneout(cell=0.5, hidden=0.05)
@@ -206,9 +227,10 @@ class Zoneout(StateNoise):
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class StateDropout(StateNoise):
-    """Units of the states are set to zero: dropout on the recurrent connections.
+    """Dropout on the recurrent connections: random units of the states are set to zero.
 
-    h is computed from the masked c. With `mask="sequence"` and a cell rate it is rnnDrop.
+    h is computed from the masked c. With `mask="sequence"` and a cell rate this is rnnDrop. The
+    arguments are those of `Zoneout`; a rate is the probability that a unit becomes zero.
     """
 
     by: ClassVar[str] = "zero"
@@ -216,10 +238,17 @@ class StateDropout(StateNoise):
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class RecurrentDropout(Noise):
-    """The update i ⊙ g of the cell (in a GRU (1 − z) ⊙ n) is set to zero.
+    """Recurrent dropout: random units of the update are set to zero.
 
-    With `hold_output_gate` a unit whose update is dropped also keeps the output gate of the step
-    before, so that a cell which was not updated is not exposed (LSTM only).
+    The update is i ⊙ g in an LSTM and (1 − z) ⊙ n in a GRU. A plain RNN has no update.
+
+    Args:
+        rate: the probability that a unit of the update becomes zero; see `Zoneout` for its forms.
+        mask: as in `Zoneout`, except `"shared"`.
+        hold_output_gate: True makes a unit with a dropped update also keep its output gate of the
+            previous step, so that a cell without an update is not exposed (LSTM only).
+        at_eval: as in `Zoneout`.
+        seed: as in `Zoneout`.
     """
 
     rate: Rate = 0.0
@@ -242,7 +271,15 @@ class RecurrentDropout(Noise):
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class VariationalDropout(Noise):
-    """One mask a sequence on the layer's input and on h where it enters the gates, with inverted scaling."""
+    """Variational dropout: one mask per sequence on the input and on h where h enters the gates.
+
+    The units that are kept are scaled by 1 / (1 − rate).
+
+    Args:
+        input: the rate for the input of the layer; see `Zoneout` for its forms.
+        hidden: the rate for h.
+        at_eval: `"sample"` draws masks in evaluation too; otherwise evaluation has no noise.
+    """
 
     input: Rate = 0.0
     hidden: Rate = 0.0
@@ -256,7 +293,14 @@ class VariationalDropout(Noise):
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class WeightDrop(Noise):
-    """One mask a call on the recurrent matrices, with inverted scaling."""
+    """WeightDrop: one mask per call on the recurrent weight matrices.
+
+    The weights that are kept are scaled by 1 / (1 − rate).
+
+    Args:
+        rate: the probability that a weight becomes zero: a number, or a list with one per layer.
+        at_eval: `"sample"` draws masks in evaluation too; otherwise evaluation has no noise.
+    """
 
     rate: Rate = 0.0
     at_eval: str = "expectation"
@@ -269,7 +313,14 @@ class WeightDrop(Noise):
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class WeightNoise(Noise):
-    """Gaussian noise on every weight matrix, one draw a call; none on biases or initial states."""
+    """Gaussian noise on every weight matrix, drawn once per call.
+
+    Biases and initial states get no noise.
+
+    Args:
+        std: the standard deviation: a number, or a list with one per layer.
+        at_eval: `"sample"` draws noise in evaluation too; otherwise evaluation has no noise.
+    """
 
     std: Rate = 0.0
     at_eval: str = "expectation"
@@ -281,22 +332,23 @@ class WeightNoise(Noise):
         return Rule("weight_noise", "sum", "sequence", self.at_eval)
 
 
-# Numbers and words alone: `torch.load` reads them without being told to trust the file.
+# These classes hold only numbers and strings, so `torch.load(weights_only=True)` may build them.
 torch.serialization.add_safe_globals(
     [Zoneout, StateDropout, RecurrentDropout, VariationalDropout, WeightDrop, WeightNoise]
 )
 
 
-# --- rates -----------------------------------------------------------------------------------------
+# --- rates ----------------------------------------------------------------------------------------
 
 
 def check_rate(rate: Rate, name: str, limit: float = 1.0, in_call: bool = False) -> Rate:
-    """The rate in its plain form (float, float64 tensor, or a tuple of one of these a layer), or an error.
+    """Return a rate as a float, a float64 tensor, or a tuple of these with one per layer; or raise.
 
-    A tensor given `in_call` stays on its device. Where its values cannot be read at once (on a GPU, in a compiler,
-    under torch.func) they are clamped in place of an error.
+    In a compiler a tensor stays on its device. So does a tensor of a call (`in_call`) whose values
+    cannot be read immediately, on a GPU or under torch.func. Their values are not checked but
+    clamped to the valid range.
     """
-    if type(rate) is float:  # first, since a compiler has numbers that are nothing else
+    if type(rate) is float:  # first: the tests below do not work for the floats of a compiler
         _check_range(rate, name, limit)
         if limit == 1:
             warn_if_rounded(rate, name)
@@ -310,11 +362,11 @@ def check_rate(rate: Rate, name: str, limit: float = 1.0, in_call: bool = False)
             )
         if rate.requires_grad:
             raise ValueError(
-                f"{name}: expected rates that are not learned, since their numbers are copied, "
+                f"{name}: expected rates that are not learned, since their values are copied, "
                 "got a tensor with requires_grad; pass rate.detach()"
             )
         if rate.is_meta:
-            raise ValueError(f"{name}: expected numbers, got a tensor on the meta device, which has none")
+            raise ValueError(f"{name}: expected numbers, got a tensor on the meta device, which has no values")
         if torch.compiler.is_compiling() or (in_call and not readable(rate)):
             return rate.to(torch.float32 if rate.device.type == "mps" else torch.float64).clamp(0, limit)
         rate = rate.to("cpu", torch.float64, copy=True)
@@ -332,21 +384,23 @@ def check_rate(rate: Rate, name: str, limit: float = 1.0, in_call: bool = False)
         if any(isinstance(one, (list, tuple)) for one in rate):
             raise TypeError(f"{name}: expected one rate a layer, got a list inside a list")
         return tuple(check_rate(one, name, limit, in_call) for one in rate)  # type: ignore[misc]
-    if isinstance(rate, (bool, str)) or not isinstance(rate, SupportsFloat):  # NumPy's numbers are welcome
+    if isinstance(rate, (bool, str)) or not isinstance(rate, SupportsFloat):  # NumPy scalars pass
         raise TypeError(
-            f"{name}: expected a number, a list of one a layer or a tensor of one a unit, got {type(rate).__name__}"
+            f"{name}: expected a number, a list with one rate per layer or a tensor with one rate per unit, "
+            f"got {type(rate).__name__}"
         )
     return check_rate(float(rate), name, limit, in_call)
 
 
 def readable(x: Tensor) -> bool:
-    """Whether a tensor's values can be read without waiting: on the CPU, in plain eager mode."""
-    from .ops.modes import plain_eager  # which imports this module
+    """Return True if a tensor's values can be read without waiting: on the CPU, in eager mode."""
+    from .ops.modes import plain_eager  # here, because that module imports this one
 
     return x.device.type == "cpu" and plain_eager()
 
 
 def _check_range(value: float, name: str, limit: float) -> None:
+    """Raise if a rate is not in [0, limit], or a standard deviation not in [0, ∞)."""
     if limit == math.inf:
         if not 0 <= value < limit:
             raise ValueError(f"{name}: expected a standard deviation, finite and not negative, got {value}")
@@ -355,7 +409,7 @@ def _check_range(value: float, name: str, limit: float) -> None:
 
 
 def warn_if_rounded(rate: float, name: str) -> None:
-    """Warn of a rate that is drawn as 0 or 1 and is neither."""
+    """Warn if a rate is drawn as 0 or 1 although it is neither."""
     if torch.compiler.is_compiling() or rate in (0, 1) or round(rate * 65536) not in (0, 65536):
         return
     warnings.warn(
@@ -367,7 +421,10 @@ def warn_if_rounded(rate: float, name: str) -> None:
 
 
 def _outside() -> int:
-    """The stack level, for who calls this, of the first caller outside of the package."""
+    """Return the `stacklevel` of the first caller outside of zoneout and torch.
+
+    It is meant for `warnings.warn` in the function that calls this one.
+    """
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in (__package__, "torch"):
         level, frame = level + 1, frame.f_back
@@ -375,19 +432,25 @@ def _outside() -> int:
 
 
 def in_65536ths(rate: Tensor) -> Tensor:
-    """A rate as it is drawn, by 16 random bits."""
+    """Return a rate in units of 1/65536, rounded: the resolution of a draw with 16 random bits."""
     return (rate * 65536).round()
 
 
 def is_zero(rate: Rate) -> bool:
-    """Whether the stream is off. A tensor of rates never is: what it holds may follow a schedule."""
+    """Return True if a rate is the number 0, so that its stream is disabled.
+
+    A tensor of rates never counts as 0, because its values may change during training.
+    """
     if isinstance(rate, tuple):
         return all(is_zero(one) for one in rate)
     return not isinstance(rate, Tensor) and rate == 0
 
 
 def rate_of_layer(rate: Rate, layer: int, layers: int, units: int | None, name: str) -> Tensor:
-    """The rate of one layer as a float64 tensor: a scalar, or one a unit where the stream has units."""
+    """Return the rate of one layer as a float64 tensor, a scalar or [units].
+
+    `units` is the number of units of the stream, or None for noise on weights.
+    """
     if isinstance(rate, tuple):
         if len(rate) != layers:
             raise ValueError(f"{name}: expected one rate for each of {layers} layers, got {len(rate)}")
@@ -395,7 +458,7 @@ def rate_of_layer(rate: Rate, layer: int, layers: int, units: int | None, name: 
     if isinstance(rate, Tensor) and rate.dim() == 0:
         return rate
     if isinstance(rate, Tensor) and units is None:
-        raise ValueError(f"{name}: expected a number or a list of one a layer, got a tensor of one a unit")
+        raise ValueError(f"{name}: expected a number or a list with one rate per layer, got a tensor")
     if isinstance(rate, Tensor) and len(rate) != units:
         raise ValueError(f"{name}: expected one rate for each of {units} units, got {len(rate)}")
     if isinstance(rate, Tensor):
@@ -404,6 +467,7 @@ def rate_of_layer(rate: Rate, layer: int, layers: int, units: int | None, name: 
 
 
 def _plain(value: Any, short: bool = False) -> Any:
+    """Return a field as plain numbers; with `short`, show only the number of rates in a tensor."""
     if isinstance(value, Tensor):
         return f"<{len(value)} rates>" if short else tuple(value.tolist())
     if isinstance(value, tuple):
@@ -411,13 +475,13 @@ def _plain(value: Any, short: bool = False) -> Any:
     return value
 
 
-# --- several methods together ----------------------------------------------------------------------
+# --- combining methods ----------------------------------------------------------------------------
 
 
 def as_noises(noise: Noise | Iterable[Noise] | None) -> tuple[Noise, ...]:
-    """The noises as a tuple; each class once, and each stream replaced by one thing."""
-    given: Any = (noise,) if isinstance(noise, Noise) or not isinstance(noise, Iterable) else noise
-    noises: tuple[Noise, ...] = () if noise is None else tuple(given)
+    """Return the noises as a tuple; raise unless each class and each stream occurs only once."""
+    listed: Any = (noise,) if isinstance(noise, Noise) or not isinstance(noise, Iterable) else noise
+    noises: tuple[Noise, ...] = () if noise is None else tuple(listed)
     claimed: dict[str, Noise] = {}
     for index, one in enumerate(noises):
         if not isinstance(one, Noise):
@@ -438,14 +502,18 @@ def as_noises(noise: Noise | Iterable[Noise] | None) -> tuple[Noise, ...]:
 
 
 def sees_step(rule: Rule) -> bool:
-    """Whether a rule draws anew at every step."""
+    """Return True if a rule draws a new mask at every step."""
     return MASKS[rule.mask].step
 
 
 def misfits(noise: Noise, kind: str, one_step: bool = False, told: bool = True) -> list[tuple[str, str]]:
-    """The fields of a noise that mean nothing in a cell of this kind, each with the reason.
+    """Return the fields of a noise that do not apply to a cell of this kind, each with the reason.
 
-    `told` is whether those who call a cell of one step may tell it seed and step.
+    Args:
+        noise: the noise.
+        kind: "lstm", "gru" or "rnn".
+        one_step: True for a single-step cell.
+        told: True if the caller of a single-step cell can pass seed and step to it.
     """
     name, wrong = kind.upper(), []
     unknown = {rule.stream for rule in noise.rules() if rule.mask == "static" or not sees_step(rule)}
@@ -454,16 +522,17 @@ def misfits(noise: Noise, kind: str, one_step: bool = False, told: bool = True) 
             why = f"a {name} has no cell" if stream == "cell" else f"a plain {name} has no gated {stream}"
             wrong.append((field, why))
         elif one_step and not told and stream in unknown:
-            wrong.append((field, "drawn once for a whole sequence, and the model tells a cell neither seed nor step"))
+            why = "drawn once for a whole sequence, and the model passes neither seed nor step to a cell"
+            wrong.append((field, why))
     if kind != "lstm" and getattr(noise, "hold_output_gate", False):
         wrong.append(("hold_output_gate", f"a {name} has no output gate"))
     elif one_step and getattr(noise, "hold_output_gate", False):
-        wrong.append(("hold_output_gate", "a cell does not carry the output gate of the step before"))
+        wrong.append(("hold_output_gate", "a cell does not keep the output gate of the previous step"))
     return wrong
 
 
 def check_fits(noises: tuple[Noise, ...], kind: str, one_step: bool = False) -> None:
-    """An error where a noise means nothing in a cell of this kind."""
+    """Raise if a noise does not apply to a cell of this kind."""
     for noise in noises:
         for field, why in misfits(noise, kind, one_step):
             raise ValueError(
@@ -475,7 +544,10 @@ def check_fits(noises: tuple[Noise, ...], kind: str, one_step: bool = False) -> 
 def restrict(
     noises: tuple[Noise, ...], kind: str, one_step: bool = False, told: bool = True
 ) -> tuple[tuple[Noise, ...], list[str]]:
-    """What of the noises applies to a cell of this kind, and a phrase for each thing that does not; see `misfits`."""
+    """Return the noises without the fields that do not apply, and a phrase for each dropped field.
+
+    The arguments are those of `misfits`.
+    """
     kept, dropped = [], []
     for noise in noises:
         wrong = misfits(noise, kind, one_step, told)

@@ -1,9 +1,15 @@
 """Normalisation inside the step: layer norm and recurrent batch norm.
 
-Both normalise the same three things: the product x·Wx (scale only), the product h·Wh (scale; the cell's
-bias is the shift of both), and in an LSTM the candidate c, only where it feeds h = o ⊙ tanh(norm(c)), before
-zoning out; the raw c is carried. Layer norm takes its moments over the units of one example, recurrent
-batch norm over the examples that are still alive at one processed step, with statistics kept for each step.
+Both normalise the same three values:
+
+* the product x·Wx, with a scale;
+* the product h·Wh, with a scale (the bias of the cell is the shift of both products);
+* in an LSTM the candidate c, with scale and shift, only where it feeds h = o ⊙ tanh(norm(c)).
+
+The candidate c is normalised before zoneout. The next step receives c without the norm.
+
+Layer norm computes mean and variance over the units of one example. Recurrent batch norm computes
+them at each processed step over the sequences that have not ended, and keeps statistics per step.
 """
 
 from __future__ import annotations
@@ -20,19 +26,27 @@ from torch.nn.utils.rnn import PackedSequence
 
 @dataclass(frozen=True)
 class LayerNorm:
-    """What `norm="layer"` stands for."""
+    """Layer norm inside the step; `norm="layer"` means `LayerNorm()`."""
 
     eps: float = 1e-5
-    scale: float = 1.0  # what the scales start at
+    scale: float = 1.0  # the initial value of the scales
 
 
 @dataclass(frozen=True)
 class RecurrentBatchNorm:
-    """Batch norm with statistics for each time step, shared scales, and the last step's beyond `steps`.
+    """Batch norm inside the step, with statistics for each time step and scales shared over time.
 
-    `steps` is the length of the training sequences: statistics are kept for so many. `momentum` is the weight of a new
-    batch in the running averages. At evaluation these are used, or with `at_eval="batch"` the batch's own. As in
-    torch's batch norm a batch is normalised by its biased variance, the unbiased one is kept, and one is not enough.
+    As in torch's batch norm, a batch is normalised by its biased variance, the running average is
+    that of the unbiased variance, and training needs at least two sequences.
+
+    Args:
+        steps: the number of steps with statistics, usually the length of the training sequences.
+            Later steps use the statistics of the last one.
+        momentum: the weight of a new batch in the running averages.
+        eps: a small number that is added to the variance.
+        scale: the initial value of the scales.
+        at_eval: the statistics used in evaluation: `"running"` for the running averages, `"batch"`
+            for those of the batch.
 
     >>> import zoneout as zo
     >>> layer = zo.LSTM(1, 100, norm=zo.RecurrentBatchNorm(steps=784))
@@ -64,7 +78,7 @@ class RecurrentBatchNorm:
 
 
 def as_norm(norm: str | LayerNorm | RecurrentBatchNorm | None) -> LayerNorm | RecurrentBatchNorm | None:
-    """The norm as its dataclass, or an error."""
+    """Return the norm as a dataclass or None; raise if it is anything else."""
     if norm == "layer":
         return LayerNorm()
     if norm is None or isinstance(norm, (LayerNorm, RecurrentBatchNorm)):
@@ -72,11 +86,11 @@ def as_norm(norm: str | LayerNorm | RecurrentBatchNorm | None) -> LayerNorm | Re
     raise ValueError(f"norm: expected 'layer', a RecurrentBatchNorm or None, got {norm!r}")
 
 
-# --- inside the step -------------------------------------------------------------------------------
+# --- inside the step ------------------------------------------------------------------------------
 
 
 class Moments(NamedTuple):
-    """Mean and variance of the three normalised things at every processed step, [T, ·] each."""
+    """Mean and variance of the three normalised values at every processed step, each [T, ·]."""
 
     mean_x: Tensor
     var_x: Tensor
@@ -87,7 +101,7 @@ class Moments(NamedTuple):
 
 
 class StepNorm(NamedTuple):
-    """The normalisation of one run over time, ready for a backend."""
+    """The normalisation of one run over time, as a backend needs it."""
 
     over: str  # "units": layer norm; "examples": batch norm
     eps: float
@@ -95,12 +109,15 @@ class StepNorm(NamedTuple):
     scale_h: Tensor
     scale_c: Tensor | None = None
     shift_c: Tensor | None = None
-    given: Moments | None = None  # batch norm: moments to use; None: the batch's own
+    given: Moments | None = None  # batch norm: the moments to use; None: those of the batch
 
 
 def moments(v: Tensor, over: str, alive: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of [..., B, units], over the units or the examples alive ([..., B, 1])."""
-    if v.numel() == 0:  # of nothing, which torch would warn of
+    """Return mean and biased variance of `v` [..., B, units].
+
+    They are taken over the units, or over the examples where `alive` [..., B, 1] is True.
+    """
+    if v.numel() == 0:  # torch would warn about the variance of an empty tensor
         zero = v.sum(dim=-1 if over == "units" else -2, keepdim=True)
         return zero, zero
     if over == "units":
@@ -115,47 +132,62 @@ def moments(v: Tensor, over: str, alive: Tensor | None) -> tuple[Tensor, Tensor]
 
 
 def normalise(v: Tensor, mean: Tensor, var: Tensor, eps: float, scale: Tensor) -> Tensor:
+    """Return `v`, normalised by mean and variance, times `scale`."""
     return (v - mean) * torch.rsqrt(var + eps) * scale
 
 
-# --- statistics over time --------------------------------------------------------------------------
+# --- statistics of each step ----------------------------------------------------------------------
 
 STATISTICS = tuple(f"{what}_{of}" for of in ("ih", "hh", "cell") for what in ("mean", "var"))
 
 
 def rows(statistics: Tensor, first_step: int, steps: int) -> Tensor:
-    """The statistics of `steps` steps from `first_step` on; beyond the last one kept, that one again."""
+    """Return the statistics of `steps` steps from `first_step` on.
+
+    Steps beyond the last one with statistics get those of the last one.
+    """
     index = torch.arange(first_step, first_step + steps, device=statistics.device)
     return statistics[index.clamp(max=len(statistics) - 1)]
 
 
 @torch.no_grad()
 def record(statistics: Tensor, seen: Tensor, first_step: int, weight: Tensor) -> None:
-    """Move the running `statistics` towards what a batch has `seen` [T, ·], each step by its `weight` [T]."""
-    kept = max(0, min(len(seen), len(statistics) - first_step))
-    where = statistics[first_step : first_step + kept]
-    where.lerp_(seen[:kept].to(where.dtype), weight[:kept, None].to(where.dtype))
+    """Update the running `statistics` in place with the statistics of a batch, `seen` [T, ·].
+
+    `weight` [T] is the weight of the batch at each step.
+    """
+    count = max(0, min(len(seen), len(statistics) - first_step))
+    running = statistics[first_step : first_step + count]
+    running.lerp_(seen[:count].to(running.dtype), weight[:count, None].to(running.dtype))
 
 
 def _unpacked(model: nn.Module, batch: Sequence[Any]) -> None:
+    """Call the model with the elements of a batch; add a hint about labels to its errors."""
     try:
         model(*batch)
     except (TypeError, ValueError) as error:
         error.add_note(
-            f"zoneout.estimate_statistics called the model with all {len(batch)} values of a batch: leave out what is "
-            "not its input, as labels, by (x for x, _ in batches)"
+            f"zoneout.estimate_statistics called the model with all {len(batch)} values of a batch; "
+            "if some are labels, leave them out with (x for x, _ in batches)"
         )
         raise
 
 
 @torch.no_grad()
 def estimate_statistics(model: nn.Module, batches: Iterable[Any]) -> int:
-    """Estimate anew the statistics of every recurrent batch norm in `model`, as averages over `batches`.
+    """Replace the statistics of every recurrent batch norm in `model` by averages over `batches`.
 
-    Each batch is what `model` is called with (a tuple or list is unpacked, a dict gives keyword arguments; leave out
-    labels: `(x for x, _ in loader)`). The model runs in evaluation mode with each batch's own statistics, and a step's
-    statistics are averaged over the batches that reach it; modes are put back afterwards. Returns the number of batches
-    used. If anything fails, the statistics are as they were.
+    The model runs in evaluation mode, and each batch is normalised by its own statistics. The
+    statistics of a step are averaged over the batches that reach this step. Afterwards the training
+    modes are restored. If an error is raised, the statistics are unchanged.
+
+    Args:
+        model: the model.
+        batches: an iterable over the arguments of the model's calls. A tuple or list is unpacked, a
+            dict gives keyword arguments. Leave out labels: `(x for x, _ in loader)`.
+
+    Returns:
+        The number of batches used.
 
     >>> import torch, zoneout as zo
     >>> layer = zo.LSTM(3, 5, norm=zo.RecurrentBatchNorm(steps=4))
@@ -195,5 +227,5 @@ def estimate_statistics(model: nn.Module, batches: Iterable[Any]) -> int:
         for module, mode in modes:
             module.training = mode
     if not count:
-        raise ValueError("batches: expected at least one batch, got none; the statistics are as they were")
+        raise ValueError("batches: expected at least one batch, got none; the statistics are unchanged")
     return count

@@ -1,11 +1,12 @@
 """Export of a model in evaluation mode to ONNX.
 
-The operator `zoneout::run` becomes ONNX's own LSTM, GRU or RNN wherever that computes the same. ONNX's operators have
-no place for a noise's expectation, nor for norms, resets and projections inside the step. There the operator becomes a
-Scan over time, whose body is the step of `cells.py` once more, in ONNX's words.
+The operator `zoneout::run` becomes ONNX's LSTM, GRU or RNN operator where that computes the same.
+ONNX's operators do not support the expectation of a noise, nor norms, resets and projections inside
+the step. For these, `zoneout::run` becomes a Scan over time. The body of the Scan is the step of
+`cells.py`, written with ONNX operators.
 
-`torch.onnx.export` knows the translation as soon as zoneout is imported. It needs the packages of the extra:
-`pip install '.[onnx]'` in a clone.
+After `import zoneout`, `torch.onnx.export` has these translations. They need the packages of the
+extra "onnx": `pip install '.[onnx]'` in a clone.
 """
 
 from __future__ import annotations
@@ -32,34 +33,49 @@ __all__ = ["export", "translations"]
 
 
 def export(model: nn.Module, args: tuple[Any, ...] = (), path: Any = None, **options: Any) -> Any:
-    """`torch.onnx.export` of a model that holds zoneout's layers, in evaluation mode.
+    """Export a model with zoneout's layers, in evaluation mode, by `torch.onnx.export`.
 
-    It checks the model first, and names the layer that ONNX cannot hold. `args` are what the model is called with;
-    `options` are those of `torch.onnx.export`, such as `kwargs`, `input_names` or `dynamic_shapes`. Batch
-    and time may both be dynamic.
+    The model is checked first: an error names the layer that ONNX cannot represent. The sizes of
+    batch and time may both be dynamic.
+
+    Args:
+        model: the model, in evaluation mode.
+        args: the arguments of the model's call.
+        path: the file to write, or None.
+        options: further arguments of `torch.onnx.export`, such as `kwargs`, `input_names` or
+            `dynamic_shapes`.
+
+    Returns:
+        The result of `torch.onnx.export`.
     """
     _packages()
     _check(model)
     if options.setdefault("dynamo", True) is not True:
-        raise ValueError("dynamo: expected True, since the older exporter cannot hold a loop over time")
+        raise ValueError(
+            f"dynamo: expected True, since the older exporter has no loop over time, got {options['dynamo']!r}"
+        )
     table = translations() | (options.pop("custom_translation_table", None) or {})
     return torch.onnx.export(model, args, path, custom_translation_table=table, **options)
 
 
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """The translations of zoneout's operators, in the form of `torch.onnx.export`'s `custom_translation_table`."""
+    """Return the ONNX translations of zoneout's operators.
+
+    The dict has the form of the argument `custom_translation_table` of `torch.onnx.export`.
+    """
     _packages()
     return {torch.ops.zoneout.run.default: _run, torch.ops.zoneout.fresh_seed.default: _fresh_seed}
 
 
-# --- plain torch.onnx.export -----------------------------------------------------------------------
+# --- registration for torch.onnx.export -----------------------------------------------------------
 
 
 def register() -> None:
-    """Make plain `torch.onnx.export` know zoneout's operators, without importing it or onnxscript now.
+    """Register zoneout's operators for plain `torch.onnx.export`, as late as possible.
 
-    Torch loads its exporters at their first use, and onnxscript takes most of a second to import. So the translations
-    are registered right after torch has loaded the registry they belong to, or now where it is loaded already.
+    torch loads its exporters at the first use, and importing onnxscript takes most of a second. The
+    translations are therefore registered right after torch imports its registry, or immediately if
+    the registry is already imported.
     """
     waiting = _RegisterOnImport(
         {
@@ -74,7 +90,7 @@ def register() -> None:
 
 
 class _RegisterOnImport(MetaPathFinder):
-    """Calls a function once the module of a given name has been imported."""
+    """An import hook that calls a function after the module of a certain name is imported."""
 
     def __init__(self, registrations: dict[str, Callable[[], None]]) -> None:
         self.registrations = registrations
@@ -96,20 +112,22 @@ class _RegisterOnImport(MetaPathFinder):
         return spec
 
     def registered(self, name: str) -> None:
+        """Call the function of a module, once; an error in it becomes a warning."""
         if (registration := self.registrations.pop(name, None)) is None:
             return
         try:
             registration()
-        except Exception as error:  # a torch with another registry: its exporter must still work for other models
+        except Exception as error:
+            # This torch has a different registry. The export of other models must still work.
             warnings.warn(
-                f"torch.onnx.export does not know zoneout's layers: expected the exporter's registry of torch 2.9 to "
+                f"torch.onnx.export cannot export zoneout's layers: expected the exporter's registry of torch 2.9 to "
                 f"2.14, got {type(error).__name__}: {error}; try zoneout.onnx.export",
                 stacklevel=2,
             )
 
 
 def _register_translations() -> None:
-    """Register with the exporter that `torch.onnx.export` uses by default (dynamo=True)."""
+    """Register the translations with torch's default exporter (dynamo=True)."""
     from torch.onnx._internal.exporter._torchlib._torchlib_registry import onnx_impl
 
     for operator, translation in translations().items():
@@ -117,32 +135,34 @@ def _register_translations() -> None:
 
 
 def _register_refusal() -> None:
-    """Register with the older exporter (dynamo=False), which has no subgraphs for a loop over time."""
+    """Register an error with the older exporter (dynamo=False), which has no loop over time."""
     for name in ("run", "fresh_seed"):
         torch.onnx.register_custom_op_symbolic(f"zoneout::{name}", _refuse, 9)
 
 
 def _refuse(*args: Any) -> Any:
+    """Raise the error of the older exporter."""
     raise NotImplementedError(
-        "torch.onnx.export(dynamo=False) cannot export zoneout's layers; leave dynamo at its default, True, or use "
-        "zoneout.onnx.export"
+        "torch.onnx.export(dynamo=False) cannot export zoneout's layers; leave dynamo at its default, True, "
+        "or use zoneout.onnx.export"
     )
 
 
 def _packages() -> None:
+    """Raise if a package that the export needs is not installed."""
     try:
         import onnx
         import onnxscript  # noqa: F401
     except ImportError as missing:
         raise ImportError(
-            f"export to ONNX needs the packages onnx and onnxscript, and {missing.name} is not there; "
-            "install them with  pip install '.[onnx]'  in a clone"
+            f"export to ONNX needs the packages onnx and onnxscript, and {missing.name} is not installed; "
+            "try pip install '.[onnx]' in a clone of the repository"
         ) from missing
     del onnx
 
 
 def _check(model: nn.Module) -> None:
-    """An error where the model would draw: a graph in ONNX is a function of its inputs."""
+    """Raise if the model would draw random numbers: an ONNX graph is a function of its inputs."""
     for name, module in model.named_modules():
         if not isinstance(module, (Recurrent, ZoneoutCell)):
             continue
@@ -151,16 +171,19 @@ def _check(model: nn.Module) -> None:
             raise ValueError(f"{where} is in training mode, expected evaluation; call model.eval() first")
         if isinstance(module, Recurrent) and (drawn := drawn_rules(module._rules, module.training)):
             raise ValueError(
-                f"{where} draws its {drawn[0].stream} noise in evaluation too (at_eval='sample'), which ONNX cannot; "
-                "expected at_eval='expectation' or 'off'"
+                f"{where} draws its {drawn[0].stream} noise in evaluation too (at_eval='sample'), which ONNX does not "
+                "support; expected at_eval='expectation' or 'off'"
             )
 
 
-# --- ONNX's operators as Python's ------------------------------------------------------------------
+# --- building an ONNX graph -----------------------------------------------------------------------
 
 
 class _Graph:
-    """A list of nodes that grows: that of the model, or of the body of a Scan."""
+    """A builder that appends nodes to a graph: that of the model, or the body of a Scan.
+
+    Calling it adds one operator and returns its output, or a list of its outputs.
+    """
 
     names = count()
 
@@ -171,24 +194,26 @@ class _Graph:
         import onnxscript.ir as ir
 
         values = [v if v is None or isinstance(v, ir.Value) else self.constant(v) for v in inputs]
-        given = ir.convenience.convert_attributes(attributes)
-        node = ir.Node("", kind, values, given, num_outputs=outputs, version=self.version)
+        converted = ir.convenience.convert_attributes(attributes)
+        node = ir.Node("", kind, values, converted, num_outputs=outputs, version=self.version)
         for value in node.outputs:
             value.name = self.name()
         self.nodes.append(node)
         return node.outputs[0] if outputs == 1 else list(node.outputs)
 
     def name(self) -> str:
+        """Return a new, unique name."""
         return f"zoneout_{next(self.names)}"
 
     def constant(self, value: float | int | list[int]) -> Any:
-        """A float is of the kind that the states are of, all else int64."""
+        """Add a constant: a float in the dtype of the states, anything else as int64."""
         import onnxscript.ir as ir
 
         kind = self.like if isinstance(value, float) else ir.DataType.INT64
         return self("Constant", value=ir.tensor(value, dtype=kind))
 
     def linear(self, x: Any, weight: Any) -> Any:
+        """x · weightᵀ."""
         return self("MatMul", x, self("Transpose", weight, perm=[1, 0]))
 
     def column(self, v: Any) -> Any:
@@ -196,15 +221,17 @@ class _Graph:
         return self("Unsqueeze", v, [-1])
 
     def zone(self, new: Any, old: Any, rate: Any) -> Any:
+        """The expectation of `cells.zone`."""
         if rate is None:
             return new
         return self("Add", self.drop(new, rate), self("Mul", old, rate))
 
     def drop(self, new: Any, rate: Any) -> Any:
+        """The expectation of `cells.drop`."""
         return new if rate is None else self("Mul", new, self("Sub", 1.0, rate))
 
     def mean(self, v: Any, over: str, alive: Any) -> Any:
-        """The mean of […, B, units] over the units or over the examples alive, […, B, 1]."""
+        """Mean of […, B, units] over the units, or over the examples where `alive` […, B, 1]."""
         if over == "units":
             return self("ReduceMean", v, [-1], keepdims=1)
         if alive is None:
@@ -214,27 +241,28 @@ class _Graph:
         return self("Div", total, self("Max", self("ReduceSum", share, [-2], keepdims=1), 1.0))
 
     def normalise(self, v: Any, given: Sequence[Any] | None, over: str, eps: float, scale: Any, alive: Any) -> Any:
+        """`norm.normalise` with the moments `given`, or with the moments of `v` itself."""
         mean, var = given or (self.mean(v, over, alive), None)
-        apart = self("Sub", v, mean)
+        centred = self("Sub", v, mean)
         if var is None:
-            var = self.mean(self("Mul", apart, apart), over, alive)
+            var = self.mean(self("Mul", centred, centred), over, alive)
         deviation = self("Sqrt", self("Add", var, eps))
-        return self("Mul", self("Div", apart, deviation), scale)
+        return self("Mul", self("Div", centred, deviation), scale)
 
 
-# --- the operator ----------------------------------------------------------------------------------
+# --- translation of the operators -----------------------------------------------------------------
 
 
 def _run(  # type: ignore[no-untyped-def]
     cell, x, h0, c0, reset_h, reset_c, w_ih, w_hh, b_ih, b_hh, w_hr, scale_x, scale_h, scale_c, shift_c, over, eps,
     codes, numbers, lengths, resets, reverse, counts,
 ):  # fmt: skip
-    """`zoneout::run` as nodes of the graph that is being exported: one of ONNX's own operators, or a Scan."""
+    """Translate `zoneout::run` into nodes of the graph: an ONNX LSTM, GRU or RNN, or a Scan."""
     import onnxscript.ir as ir
     from onnxscript import evaluator
 
     if counts is not None:
-        raise ValueError("input: expected a padded batch and its `lengths`, which ONNX can hold; got a PackedSequence")
+        raise ValueError("input: expected a padded batch with lengths=… for ONNX, got a PackedSequence")
     recorder: Any = evaluator.default()
     narrow, units = x.dtype, w_hh.shape[1]
     wide = ir.DataType.FLOAT if narrow in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) else narrow
@@ -248,18 +276,19 @@ def _run(  # type: ignore[no-untyped-def]
     scale_x, scale_h, scale_c, shift_c = (cast(v) for v in (scale_x, scale_h, scale_c, shift_c))
     draws, given = decode(codes, numbers)
     given = [cast(v) for v in given]
-    # ONNX's operators know neither projections nor every c_t, and onnxruntime's take no float64.
-    known = cell in OWN_OPERATORS and wide == ir.DataType.FLOAT
-    if known and not (draws or over or codes[2]) and resets is None and w_hr is None:
+    # ONNX's operators have no projection and do not return every c_t. Those of onnxruntime do not
+    # support float64.
+    supported = cell in OWN_OPERATORS and wide == ir.DataType.FLOAT
+    if supported and not (draws or over or codes[2]) and resets is None and w_hr is None:
         weights = (w_ih, w_hh, b_ih, b_hh)
         return _outputs(op, narrow, *_own_operator(op, cell, units, x, h, c, weights, lengths, reverse))
     keep, holds = _expectations(op, draws)
 
     steps = op("Squeeze", op("Shape", x, start=0, end=1), [0])
-    at = op("Range", 0, steps, 1)  # [T]: the number of each processed step
+    at = op("Range", 0, steps, 1)  # [T]: the index of each processed step
 
     def turn(v: Any) -> Any:
-        """[T, B, ·] in the order of processing, and back."""
+        """Reverse [T, B, ·] over time if the direction is reversed."""
         if not reverse:
             return v
         if lengths is not None:
@@ -268,20 +297,21 @@ def _run(  # type: ignore[no-untyped-def]
 
     alive = None if lengths is None else op("Less", op.column(at), lengths)  # [T, B]
     cuts = resets
-    if resets is not None and reverse:  # the cut above a step, met on the way down
-        nothing = op("And", op("Slice", resets, [0], [1], [0]), op("Cast", 0, to=int(ir.DataType.BOOL)))
-        below = op("Concat", op("Slice", resets, [1], [2**63 - 1], [0]), nothing, axis=0)
-        cuts = op("And", turn(below), op.column(op("Greater", at, 0)))
+    if resets is not None and reverse:  # a reversed loop meets the cut before step t + 1 at step t
+        no_cut = op("And", op("Slice", resets, [0], [1], [0]), op("Cast", 0, to=int(ir.DataType.BOOL)))
+        shifted = op("Concat", op("Slice", resets, [1], [2**63 - 1], [0]), no_cut, axis=0)
+        cuts = op("And", turn(shifted), op.column(op("Greater", at, 0)))
 
     gx = turn(op.linear(x, w_ih))  # [T, B, G]
     if over:
         moments = [op("Unsqueeze", v, [1]) for v in given[:2]] or None
         gx = op.normalise(gx, moments, over, eps, scale_x, None if alive is None else op.column(alive))
-    apart = bool(over) or cell == "gru"  # whether h·Wh has a bias of its own
-    for bias in (b_ih,) if apart else (b_ih, b_hh):
+    separate = bool(over) or cell == "gru"  # True: b_hh is added to h·Wh inside the loop
+    for bias in (b_ih,) if separate else (b_ih, b_hh):
         gx = gx if bias is None else op("Add", gx, bias)
 
-    # What changes from step to step goes in as a scan; all else the body takes from around it.
+    # Values that change from step to step are scan inputs. The body reads all other values from the
+    # outer graph.
     lstm = cell == "lstm"
     scans = {"gx": gx, "at": at, "alive": alive, "cuts": cuts}
     scans |= dict(zip(("mean_h", "var_h", "mean_c", "var_c"), given[2:]))
@@ -295,34 +325,35 @@ def _run(  # type: ignore[no-untyped-def]
         name: ir.Value(name=f"{body.name()}_{name}", type=ir.TensorType(kinds.get(name, wide)))
         for name in (*states, *scans)
     }
-    step = _Step(body, cell, w_hh, w_hr, b_hh if apart else None, keep, holds, over, eps, scale_h, scale_c, shift_c)
+    step = _Step(body, cell, w_hh, w_hr, b_hh if separate else None, keep, holds, over, eps, scale_h, scale_c, shift_c)
     ends = step(inside, reset_h, reset_c)
     every = [body("Identity", ends[name]) for name in (("h", "c") if lstm else ("h",))]
-    ended = [body("Identity", ends[name]) for name in states]
-    graph = ir.Graph(list(inside.values()), [*ended, *every], nodes=body.nodes, name=body.name())
+    final = [body("Identity", ends[name]) for name in states]
+    graph = ir.Graph(list(inside.values()), [*final, *every], nodes=body.nodes, name=body.name())
     results = op(
-        "Scan", *states.values(), *scans.values(), outputs=len(ended) + len(every), body=graph,
+        "Scan", *states.values(), *scans.values(), outputs=len(final) + len(every), body=graph,
         num_scan_inputs=len(scans),
     )  # fmt: skip
 
     def over_time(v: Any) -> Any:
+        """Outputs of all steps, zero past the lengths, in the order of the input."""
         return turn(v if alive is None else op("Where", op.column(alive), v, 0.0))
 
-    y, h_n = over_time(results[len(ended)]), results[0]
+    y, h_n = over_time(results[len(final)]), results[0]
     c_n, cells = (results[1], over_time(results[-1])) if lstm else (None, None)
     return _outputs(op, narrow, y, h_n, c_n, cells)
 
 
 def _outputs(op: _Graph, dtype: Any, y: Any, h_n: Any, c_n: Any, cells: Any = None) -> list[Any]:
-    """What the operator returns, with outputs and final states cast to `dtype`."""
+    """Return all results of the operator, with outputs and final states cast to `dtype`."""
     import onnxscript.ir as ir
 
     results = [v if v is None or dtype == op.like else op("Cast", v, to=int(dtype)) for v in (y, h_n, c_n)]
-    results += [cells, *(None,) * 8]  # the rest is saved for a backward pass
+    results += [cells, *(None,) * 8]  # the other results are only used by a backward pass
     return [ir.Value() if v is None else v for v in results]
 
 
-# ONNX's operator for each cell, its attributes, and our gates in the order in which it has them.
+# For each cell: the ONNX operator, its attributes, and zoneout's gates in the order of ONNX.
 OWN_OPERATORS: dict[str, tuple[str, dict[str, Any], Sequence[int]]] = {
     "lstm": ("LSTM", {}, (0, 3, 1, 2)),  # i, o, f, g
     "gru": ("GRU", {"linear_before_reset": 1}, (1, 0, 2)),  # z, r, n
@@ -334,50 +365,52 @@ OWN_OPERATORS: dict[str, tuple[str, dict[str, Any], Sequence[int]]] = {
 def _own_operator(
     op: _Graph, cell: str, units: int, x: Any, h0: Any, c0: Any, weights: Sequence[Any], lengths: Any, reverse: bool
 ) -> tuple[Any, Any, Any]:
-    """Outputs and final states of one direction by ONNX's LSTM, GRU or RNN."""
+    """Add ONNX's LSTM, GRU or RNN for one direction; return outputs and final states."""
     import onnxscript.ir as ir
 
     kind, attributes, order = OWN_OPERATORS[cell]
 
     def reorder(v: Any) -> Any:
-        """The gates of [G, ·] in ONNX's order."""
+        """Return [G, ·] with the gates in ONNX's order."""
         if len(order) == 1:
             return v
         gates = op("Split", v, outputs=len(order), axis=0, num_outputs=len(order))
         return op("Concat", *(gates[k] for k in order), axis=0)
 
     def add_direction(v: Any) -> Any:
+        """[…] -> [1, …]: ONNX's weights and states have a dimension of directions."""
         return None if v is None else op("Unsqueeze", v, [0])
 
     w_ih, w_hh, b_ih, b_hh = (None if v is None else reorder(v) for v in weights)
     bias = None if b_ih is None else op("Concat", b_ih, b_hh, axis=0)
     ends = None if lengths is None else op("Cast", lengths, to=int(ir.DataType.INT32))
     states = [h0] if c0 is None else [h0, c0]
-    y, *ended = op(
+    y, *final = op(
         kind, x, add_direction(w_ih), add_direction(w_hh), add_direction(bias), ends, *map(add_direction, states),
         outputs=1 + len(states), hidden_size=units, direction="reverse" if reverse else "forward",
         **attributes,
     )  # fmt: skip
-    y, *ended = op("Squeeze", y, [1]), *(op("Squeeze", v, [0]) for v in ended)
-    if lengths is not None:  # ONNX leaves open what stands past the end, and where a sequence of no steps ends
+    y, *final = op("Squeeze", y, [1]), *(op("Squeeze", v, [0]) for v in final)
+    if lengths is not None:
+        # ONNX does not define outputs past the end, nor the final state of a sequence of length 0.
         steps = op("Squeeze", op("Shape", x, start=0, end=1), [0])
         alive = op("Less", op.column(op("Range", 0, steps, 1)), lengths)  # [T, B]
         y = op("Where", op.column(alive), y, 0.0)
-        begun = op.column(op("Greater", lengths, 0))  # [B, 1]
-        ended = [op("Where", begun, new, old) for new, old in zip(ended, states)]
-    return y, ended[0], ended[1] if len(ended) > 1 else None
+        not_empty = op.column(op("Greater", lengths, 0))  # [B, 1]
+        final = [op("Where", not_empty, new, old) for new, old in zip(final, states)]
+    return y, final[0], final[1] if len(final) > 1 else None
 
 
 def _fresh_seed(x):  # type: ignore[no-untyped-def]
-    """`zoneout::fresh_seed` comes first wherever something is drawn."""
+    """Raise: a graph that contains `zoneout::fresh_seed` draws random numbers."""
     raise ValueError(
-        "the model draws noise, which ONNX cannot; call model.eval() before the export, and give noises "
-        "at_eval='expectation' or 'off'"
+        "the model draws noise, which ONNX does not support; call model.eval() before the export, and build "
+        "noises with at_eval='expectation' or 'off'"
     )
 
 
 def _expectations(op: _Graph, draws: Sequence[Draw]) -> tuple[dict[str, Any], bool]:
-    """The rate of each field of `cells.Keep`, and whether the output gate may be held."""
+    """Return the rate of each field of `cells.Keep`, and True if the output gate may be held."""
     keep, holds = {}, False
     for draw in draws:
         if draw.seed is not None:
@@ -388,7 +421,7 @@ def _expectations(op: _Graph, draws: Sequence[Draw]) -> tuple[dict[str, Any], bo
 
 
 class _Step:
-    """The body of the Scan: one step of a cell, from the states of the step before."""
+    """The body of the Scan: one step of a cell, as in `cells.py`."""
 
     def __init__(
         self, op: _Graph, cell: str, w_hh: Any, w_hr: Any, b_h: Any, keep: dict[str, Any], holds: bool, over: str,
@@ -399,6 +432,7 @@ class _Step:
         self.scale_h, self.scale_c, self.shift_c = scale_h, scale_c, shift_c
 
     def __call__(self, now: dict[str, Any], reset_h: Any, reset_c: Any) -> dict[str, Any]:
+        """Add one step and return the new states; `now` holds the states and this step's inputs."""
         op, lstm = self.op, self.cell == "lstm"
         alive, cut = (op.column(now[name]) if name in now else None for name in ("alive", "cuts"))
         h, c = now["h"], now.get("c")
@@ -416,24 +450,27 @@ class _Step:
             new = self.gru(now["gx"], gh, h)
         else:
             new = self.rnn(op("Add", now["gx"], gh), h)
-        if alive is not None:  # a sequence that has ended keeps the state it ended with
+        if alive is not None:  # a sequence that has ended keeps its final state
             for name in ("h", "c") if lstm else ("h",):
                 new[name] = op("Where", alive, new[name], now[name])
         return new
 
     def normalise(self, v: Any, of: str, now: dict[str, Any], scale: Any, alive: Any) -> Any:
+        """Normalise h·Wh (`of` = "h") or c (`of` = "c")."""
         given = (now[f"mean_{of}"], now[f"var_{of}"]) if f"mean_{of}" in now else None
         return self.op.normalise(v, given, self.over, self.eps, scale, alive)
 
     def expose(self, c: Any, now: dict[str, Any], alive: Any) -> Any:
-        """c where it feeds h."""
+        """Return c as it feeds h: normalised, if there is a norm."""
         return self.op("Add", self.normalise(c, "c", now, self.scale_c, alive), self.shift_c) if self.over else c
 
     def split(self, gates: Any) -> Sequence[Any]:
-        parts = GATES[self.cell]
-        return self.op("Split", gates, outputs=parts, axis=-1, num_outputs=parts)
+        """Split [B, G·H] into one tensor per gate."""
+        gate_count = GATES[self.cell]
+        return self.op("Split", gates, outputs=gate_count, axis=-1, num_outputs=gate_count)
 
     def lstm(self, gates: Any, h: Any, c: Any, held: Any, expose: Callable[[Any], Any]) -> dict[str, Any]:
+        """Add the step of `cells.lstm`; `held` is (previous gate, first step, cut) or None."""
         op, keep = self.op, self.keep
         i, f, g, o = self.split(gates)
         i, f, g, o = op("Sigmoid", i), op("Sigmoid", f), op("Tanh", g), op("Sigmoid", o)
@@ -442,14 +479,15 @@ class _Step:
         shown = o
         if held is not None:
             before, first, cut = held
-            own = first if cut is None else op("Or", first, cut)
-            shown = op.zone(o, op("Where", own, o, before), keep["update"])
+            starts = first if cut is None else op("Or", first, cut)  # no previous gate to hold
+            shown = op.zone(o, op("Where", starts, o, before), keep["update"])
         h_new = op("Mul", shown, op("Tanh", expose(c_new)))
         h_new = h_new if self.w_hr is None else op.linear(h_new, self.w_hr)
         h_new = op.drop(h_new, keep.get("zero_hidden"))
         return {"h": op.zone(h_new, h, keep.get("hidden")), "c": op.zone(c_new, c, keep.get("cell")), "o": o}
 
     def gru(self, gx: Any, gh: Any, h: Any) -> dict[str, Any]:
+        """Add the step of `cells.gru`."""
         op, keep = self.op, self.keep
         (rx, zx, nx), (rh, zh, nh) = self.split(gx), self.split(gh)
         r, z = op("Sigmoid", op("Add", rx, rh)), op("Sigmoid", op("Add", zx, zh))
@@ -459,6 +497,7 @@ class _Step:
         return {"h": op.zone(h_new, h, keep.get("hidden"))}
 
     def rnn(self, gates: Any, h: Any) -> dict[str, Any]:
+        """Add the step of `cells.rnn`."""
         op, keep = self.op, self.keep
         h_new = op("Relu" if self.cell == "rnn_relu" else "Tanh", gates)
         return {"h": op.zone(op.drop(h_new, keep.get("zero_hidden")), h, keep.get("hidden"))}

@@ -1,4 +1,4 @@
-"""Terms that are added to the loss."""
+"""Regularisation terms to add to the loss."""
 
 from __future__ import annotations
 
@@ -19,10 +19,19 @@ def norm_stabilizer(
     batch_first: bool = False,
     lengths: Tensor | Sequence[int] | None = None,
 ) -> Tensor:
-    """β · mean over batch and steps of (‖h_t‖ − ‖h_{t−1}‖)², the initial state left out.
+    """Return the norm stabilizer, β · mean of (‖h_t‖ − ‖h_{t−1}‖)² over batch and steps.
 
-    `outputs` are a layer's, [T, B, H] or [T, H] (with `batch_first` [B, T, H]) or packed. Steps past the
-    `lengths` of padded sequences do not count.
+    The change from the initial state to the first step is not included.
+
+    Args:
+        outputs: the outputs of a layer: [T, B, H], [B, T, H] with `batch_first`, [T, H] unbatched,
+            or a PackedSequence.
+        beta: the weight β of the term.
+        batch_first: True if `outputs` is [B, T, H].
+        lengths: the lengths of padded sequences, [B]; steps past a length are not included.
+
+    Returns:
+        A scalar to add to the loss.
 
     >>> import torch, zoneout as zo
     >>> y = torch.tensor([3.0, 5.0, 4.0])[:, None, None] * torch.ones(3, 2, 1)
@@ -31,7 +40,7 @@ def norm_stabilizer(
     """
     if isinstance(outputs, PackedSequence):
         if lengths is not None:
-            raise ValueError("lengths: expected None, since packed outputs bring their own")
+            raise ValueError("lengths: expected None, since packed outputs contain their lengths")
         outputs, lengths = pad_packed_sequence(outputs)
         batch_first = False
     if not isinstance(outputs, Tensor) or not outputs.is_floating_point():
@@ -45,7 +54,8 @@ def norm_stabilizer(
         outputs = outputs[:, None]
     elif batch_first:
         outputs = outputs.transpose(0, 1)
-    wide = torch.float32 if outputs.dtype in (torch.float16, torch.bfloat16) else None  # what is added up is much
+    # Sums over many steps can exceed the range of float16, so half types are summed in float32.
+    wide = torch.float32 if outputs.dtype in (torch.float16, torch.bfloat16) else None
     norms = torch.linalg.vector_norm(outputs, dim=-1, dtype=wide)  # [T, B]
     changes = (norms[1:] - norms[:-1]).square()
     if lengths is None:

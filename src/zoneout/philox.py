@@ -1,11 +1,12 @@
-"""Counter-based random bits: Philox 4×32-10, the same on every device.
+"""Counter-based random bits: Philox 4×32-10, identical on every device.
 
-A draw is a pure function of a 64-bit seed and a 128-bit counter, so nothing random is ever stored:
-whoever knows the coordinates of a draw can make it again. This file is the generator alone; which
-coordinates a mask has is said in `noise.py`.
+A draw is a pure function of a 64-bit seed and a 128-bit counter. Random bits are therefore never
+stored: the same counter gives the same bits again. This file contains only the generator;
+`noise.py` defines the counter of each mask.
 
-The words are kept in int64 tensors. A product of two 32-bit words wraps around in 64 bits exactly as
-an unsigned one would, so its two halves come out right whatever its sign.
+The 32-bit words are stored in int64 tensors. The product of two words wraps around in 64 bits
+exactly like an unsigned product, so both of its halves are correct even if the int64 value is
+negative.
 """
 
 from __future__ import annotations
@@ -21,20 +22,25 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 
-_FOLD = 0x666F6C64  # "fold" in ASCII: a plane of the counter that no mask uses
+_FOLD = 0x666F6C64  # "fold" in ASCII; no mask uses this value as its last counter word
 
 
 def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four 32-bit words for every counter (c0, c1, c2, c3), which broadcast; `seed` is the 64-bit key."""
+    """Return four tensors of 32-bit words for the counters (c0, c1, c2, c3).
+
+    The counter words are broadcast against each other. `seed` is the 64-bit key.
+    """
     if torch.compiler.is_compiling():
         return torch.ops.zoneout.philox(seed, c0, c1, c2, c3).unbind(0)
     return _philox(seed, c0, c1, c2, c3)
 
 
 def _philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run the ten rounds of Philox in torch operations."""
     k0, k1 = seed & WORD, (seed >> 32) & WORD
     for number in range(ROUNDS):
-        # Only what is multiplied next has to be a word: of the others the upper halves may be anything.
+        # Only the factors of the next product must be 32-bit words. The upper halves of c1 and c3
+        # are arbitrary until the end.
         product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c2 = _mixed(product1, c1, k0, number), _mixed(product0, c3, k1, number)
         c1, c3 = product1, product0
@@ -43,18 +49,21 @@ def _philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tup
 
 
 def _mixed(product: Tensor, word: Tensor, key: Tensor, number: int) -> Tensor:
-    """The upper half of a product, with a word and a key; in place once everything has the shape that it ends with."""
+    """Return (upper half of `product`) xor `word` xor `key`.
+
+    After `_SPREAD` rounds every tensor has its final shape, and the operations run in place.
+    """
     high = product >> 32
     if number < _SPREAD or high.shape != word.shape:
         return (high ^ word ^ key) & WORD
     return high.bitwise_xor_(word).bitwise_xor_(key).bitwise_and_(WORD)
 
 
-_SPREAD = 4  # rounds until every word hangs on every part of counter and key
+_SPREAD = 4  # rounds until every word depends on every word of the counter and the key
 
 
-# An operator of its own for compiled models: inductor (torch 2.13) gets the bits wrong where two planes are drawn in
-# one graph, and would take seconds over the ten rounds.
+# A custom operator for compiled models. Inductor (torch 2.13) computes wrong bits where two planes
+# are drawn in one graph, and it would take seconds to compile the ten rounds.
 @torch.library.custom_op("zoneout::philox", mutates_args=())
 def _philox_operator(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> Tensor:
     return torch.stack(torch.broadcast_tensors(*_philox(seed, c0, c1, c2, c3)))
@@ -67,7 +76,16 @@ def _(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> Tensor:
 
 
 def fold(seed: int | Tensor, n: int) -> int | Tensor:
-    """A new seed from a seed and a number: give each of several modules its own. In a compiled model it is a tensor.
+    """Return a new seed, computed from a seed and a number.
+
+    Use it to give each of several modules its own seed.
+
+    Args:
+        seed: an int of up to 64 bits, or an integer tensor with one element.
+        n: the number, for example the index of the module.
+
+    Returns:
+        An int; a tensor if `seed` is a tensor, or in a compiled model.
 
     >>> import zoneout as zo
     >>> zo.fold(7, 0) != zo.fold(7, 1)
@@ -86,9 +104,13 @@ def fold(seed: int | Tensor, n: int) -> int | Tensor:
 
 
 def as_seed(seed: int | Tensor, device: torch.device | str | None = None, copy: bool = False) -> Tensor:
-    """The seed as an int64 scalar on `device`; an int of up to 64 bits, signed or not, is taken.
+    """Return the seed as an int64 scalar on `device`.
 
-    `copy` is for what draws again on the way back: a tensor may count on by then.
+    Args:
+        seed: an int of up to 64 bits, signed or unsigned, or an integer tensor with one element.
+        device: the device of the result.
+        copy: True copies a tensor. Needed where the backward pass draws again, because the caller
+            may have changed the tensor by then.
     """
     if isinstance(seed, Tensor):
         if seed.numel() != 1 or seed.is_floating_point() or seed.is_complex() or seed.dtype == torch.bool:
@@ -101,9 +123,8 @@ def as_seed(seed: int | Tensor, device: torch.device | str | None = None, copy: 
     if number is None:
         raise TypeError(f"seed: expected an int or an integer tensor, got {type(seed).__name__}")
     if torch.compiler.is_compiling() and -(2**63) <= number < 2**63:
-        return torch.full(
-            (), number, dtype=torch.int64, device=device or "cpu"
-        )  # a symbol: other seeds compile nothing anew
+        # `full` keeps a symbolic seed, so that another seed does not compile the model again.
+        return torch.full((), number, dtype=torch.int64, device=device or "cpu")
     if not -(2**63) <= number < 2**64:
         raise ValueError(f"seed: expected an integer of at most 64 bits, got {number}")
     signed = number - 2**64 if number >= 2**63 else number
@@ -111,10 +132,10 @@ def as_seed(seed: int | Tensor, device: torch.device | str | None = None, copy: 
 
 
 def as_integer(value: Any) -> int | None:
-    """A whole number of any library as an int, or None where it is something else."""
+    """Return an integer of any library as an int, or None for any other value."""
     if isinstance(value, bool):
         return None
-    if isinstance(value, int):  # in a compiled model a symbol, and it stays one
+    if isinstance(value, int):  # in a compiled model it may be symbolic, and stays so
         return value
     try:
         return operator.index(value)
@@ -123,16 +144,17 @@ def as_integer(value: Any) -> int | None:
 
 
 def fresh_seed(like: Tensor) -> Tensor:
-    """A seed on the device of `like`, drawn from torch's generator of that device."""
+    """Return a seed on the device of `like`, drawn from torch's generator of that device."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return _fresh_seed(like)
-    if torch._C._are_functorch_transforms_active():  # which know by this call alone if each of a batch has its own
-        return torch.randint(-(2**62), 2**62, (), dtype=torch.int64, device=like.device) + 2**62  # the same bits
+    if torch._C._are_functorch_transforms_active():
+        # The same bits by randint: vmap(randomness="different") refuses random_() here.
+        return torch.randint(-(2**62), 2**62, (), dtype=torch.int64, device=like.device) + 2**62
     return torch.empty((), dtype=torch.int64, device=like.device).random_()
 
 
-# An operator of its own, so that a compiled model draws from the same generator, in the same order, as
-# an eager one: inductor would otherwise put a generator of its own in the place of torch's.
+# A custom operator, so that a compiled model draws from the same generator, in the same order, as
+# an eager model. Inductor would otherwise replace torch's generator by its own.
 @torch.library.custom_op("zoneout::fresh_seed", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def _fresh_seed(like: Tensor) -> Tensor:
     return torch.empty((), dtype=torch.int64, device=like.device).random_()

@@ -1,4 +1,4 @@
-"""What layers and single-step cells share: noise, norm, initial state, and making a `Run` of them."""
+"""The common code of layers and single-step cells: noise, norm, initial state, building a `Run`."""
 
 from __future__ import annotations
 
@@ -20,39 +20,44 @@ from .ops.weight_noise import add_noise
 from .philox import as_seed
 
 GATES = {"lstm": 4, "gru": 3, "rnn": 1}
-WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")  # as `ops.Weights` has them
-NORMS = ("norm_ih", "norm_hh", "norm_cell", "norm_cell_shift")  # scales and shift
+WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")  # order of `ops.Weights`
+NORMS = ("norm_ih", "norm_hh", "norm_cell", "norm_cell_shift")  # three scales and one shift
 
 
 Rates: TypeAlias = "Mapping[str, Rate]"  # the rates of one call, by stream
 
 
 class CallNoise(NamedTuple):
-    """What one call draws with."""
+    """The noise of one call."""
 
     rules: tuple[Rule, ...]
-    numbers: dict[str, Tensor]  # rates and static seeds on the call's device, by `rate_name` and `seed_name`
+    numbers: dict[str, Tensor]  # rates by `rate_name`, static seeds by `seed_name`, on the device
 
 
 def drawn_rules(rules: Iterable[Rule], training: bool) -> list[Rule]:
-    """The rules that draw in training, or at evaluation."""
+    """Return the rules that draw masks: all in training, else those with `at_eval="sample"`."""
     return [rule for rule in rules if training or rule.at_eval == "sample"]
 
 
 def rate_name(stream: str, layer: int) -> str:
+    """Return the key of a rate in `CallNoise.numbers`."""
     return f"{stream}_rate_l{layer}"
 
 
 def seed_name(stream: str) -> str:
+    """Return the key of the seed of a static mask in `CallNoise.numbers`."""
     return f"{stream}_seed"
 
 
 class Settable(nn.Module):
-    """A module whose properties are asked first: torch takes a module or a parameter for itself, unseen."""
+    """A module that calls the setter of a property also for modules and parameters.
+
+    `nn.Module` registers such a value without calling the setter, so no setter could reject it.
+    """
 
     def __prepare_scriptable__(self) -> Any:
         raise NotImplementedError(
-            "torch.jit.script cannot take zoneout's modules; use torch.export, torch.compile or torch.jit.trace"
+            "torch.jit.script does not support zoneout's modules; use torch.export, torch.compile or torch.jit.trace"
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -63,28 +68,28 @@ class Settable(nn.Module):
 
 
 class Recurrent(Settable):
-    """Mixed into the layers and cells: everything about them that is not a matter of shapes."""
+    """A mixin for layers and cells: everything except input and output shapes."""
 
     kind: str  # "lstm", "gru" or "rnn"
-    one_step = False  # whether a call is one step of a sequence
+    one_step = False  # True if a call is one step of a sequence
     hidden_size: int
     backend: str | None
-    recompute = False  # whether a way back runs the steps again instead of keeping what they found
-    recording: dict[str, Tensor] | None  # while statistics are estimated anew: batches seen at each step
+    recompute = False  # True: the backward pass runs the steps again to save memory
+    recording: dict[str, Tensor] | None  # in `estimate_statistics`: the number of batches per step
 
-    # --- what a subclass says about itself ---
+    # --- defined by subclasses ---
 
     def suffixes(self) -> list[str]:
-        """The endings of parameter names, one for each layer and direction."""
+        """Return the suffixes of the parameter names, one for each layer and direction."""
         raise NotImplementedError
 
     def input_sizes(self) -> list[int]:
-        """The input size of each layer."""
+        """Return the input size of each layer."""
         raise NotImplementedError
 
     @property
     def output_size(self) -> int:
-        """The size of the hidden state: of the projection where there is one."""
+        """The size of the hidden state: `proj_size` with a projection, else `hidden_size`."""
         return getattr(self, "proj_size", 0) or self.hidden_size
 
     # --- construction ---
@@ -97,6 +102,7 @@ class Recurrent(Settable):
         learn_initial_state: bool = False,
         recompute: bool = False,
     ) -> None:
+        """Add noise, norm, batch-norm statistics and learned states; constructors call it last."""
         ops.check_backend(backend)
         self.backend = backend
         if recompute:
@@ -125,21 +131,23 @@ class Recurrent(Settable):
         self._copy_early()
 
     def _norm_sizes(self, suffix: str, wide: int, units: int) -> dict[str, int]:
+        """Return the names and sizes of the norm parameters of one layer and direction."""
         sizes = {f"norm_ih{suffix}": wide, f"norm_hh{suffix}": wide}
         if self.kind == "lstm":
             sizes |= {f"norm_cell{suffix}": units, f"norm_cell_shift{suffix}": units}
         return sizes
 
     def _statistics(self, suffix: str) -> list[str]:
+        """Return the names of the batch-norm statistics of one layer and direction."""
         return [f"{name}{suffix}" for name in STATISTICS if self.kind == "lstm" or "_cell" not in name]
 
     def statistics_names(self) -> list[str]:
-        """The names of the batch-norm statistics."""
+        """Return the names of all batch-norm statistics."""
         return [name for suffix in self.suffixes() for name in self._statistics(suffix)]
 
     @torch.no_grad()
     def _reset_parts(self) -> None:
-        """Scales, shifts, statistics and initial states as they start."""
+        """Set scales, shifts, statistics and learned initial states to their initial values."""
         for name, parameter in self.named_parameters(recurse=False):
             if (name in ("h0", "c0") and self.learn_initial_state) or name.startswith("norm_cell_shift"):
                 parameter.zero_()
@@ -151,21 +159,27 @@ class Recurrent(Settable):
 
     @property
     def norm(self) -> LayerNorm | RecurrentBatchNorm | None:
-        """The norm; another of the same kind (`at_eval`, `momentum`) may take its place."""
+        """The norm. A norm of the same class may replace it, for example with another `at_eval`.
+
+        A `RecurrentBatchNorm` must have the same `steps`.
+        """
         return self._norm
 
     @norm.setter
     def norm(self, norm: str | LayerNorm | RecurrentBatchNorm | None) -> None:
         new, old = as_norm(norm), self._norm
         if type(new) is not type(old) or getattr(new, "steps", 0) != getattr(old, "steps", 0):
-            raise ValueError(f"norm: expected one like {old}, which this layer was made with, got {norm!r}")
+            raise ValueError(f"norm: expected one like {old}, the norm of this layer, got {norm!r}")
         self._norm = new
 
     # --- noise ---
 
     @property
     def noise(self) -> Any:
-        """The noise, a tuple of them, or None; it may be replaced between steps, so that rates follow a schedule."""
+        """The noise, a tuple of noises, or None.
+
+        It may be replaced between training steps, for example for a schedule of rates.
+        """
         return self._noise
 
     @noise.setter
@@ -175,64 +189,68 @@ class Recurrent(Settable):
         with _real_tensors():
             self._numbers = {name: value.clone() for name, value in self._noise_numbers(noises).items()}
         rules = tuple(rule for one in noises for rule in one.rules())
-        if rules != self._rules:  # the same tuple as long as only numbers change: nothing to recompile
+        if rules != self._rules:  # a new rate alone keeps the tuple: nothing is recompiled
             self._rules = rules
         self._update_copies()
 
     def check_noise(self, noise: Noise | Iterable[Noise] | None) -> tuple[Noise, ...]:
-        """The noise as a tuple, or an error where this module cannot have it."""
+        """Return the noise as a tuple; raise if it does not apply to this module."""
         noises = as_noises(noise)
         check_fits(noises, self.kind, self.one_step)
         self._noise_numbers(noises)
         return noises
 
     def _noise_numbers(self, noises: tuple[Noise, ...]) -> dict[str, Tensor]:
-        """The numbers of the noises on the CPU: a rate for each stream and layer, and the seeds of static masks."""
+        """Return the rate of each stream and layer, and the seeds of static masks, on the CPU."""
         numbers: dict[str, Tensor] = {}
         for one, field, stream in self._fields(noises):
             rates = getattr(one, field)
             if is_zero(rates) and rate_name(stream, 0) in numbers:
-                continue  # another method has the stream
+                continue  # another noise uses this stream
             numbers |= self._layer_rates(rates, stream, f"{type(one).__name__}({field}=…)")
             if getattr(one, "mask", None) == "static":
                 numbers[seed_name(stream)] = as_seed(one.seed)  # type: ignore[attr-defined]
         return numbers
 
     def _fields(self, noises: Iterable[Noise]) -> list[tuple[Noise, str, str]]:
-        """Every noise, rate field and stream that a cell of this kind has."""
+        """Return (noise, rate field, stream) for each stream that a cell of this kind has."""
         fields = ((one, field, stream) for one in noises for field, stream in one.fields.items())
-        return [found for found in fields if found[2] in KINDS[self.kind]]
+        return [entry for entry in fields if entry[2] in KINDS[self.kind]]
 
     def _layer_rates(self, rates: Rate, stream: str, name: str) -> dict[str, Tensor]:
-        """The rate of one stream in each layer, by its name."""
+        """Return the rates of one stream in all layers, by `rate_name`."""
         out, sizes = {}, self.input_sizes()
         for layer, input_size in enumerate(sizes):
             units = stream_units(self.hidden_size, getattr(self, "proj_size", 0), input_size).get(stream)
             out[rate_name(stream, layer)] = rate_of_layer(rates, layer, len(sizes), units, name)
         return out
 
-    # Rates and static seeds are plain attributes, not buffers: loaders that build a model on the meta device fill
-    # every buffer that is not in a checkpoint with arbitrary memory. The CPU numbers are never changed in place. A
-    # device's copies are, so that a captured CUDA graph reads a replaced rate.
+    # Rates and static seeds ("the numbers") are plain attributes, not buffers. Loaders that build a
+    # model on the meta device fill every buffer that is not in a checkpoint with arbitrary memory.
+    # The numbers on the CPU are never changed in place. Their copies on a device are changed in
+    # place, so that a captured CUDA graph reads a replaced rate.
 
     def _numbers_on(self, device: torch.device) -> dict[str, Tensor]:
-        """The numbers on a device, copied at its first use."""
+        """Return rates and static seeds on a device; they are copied at the first use."""
         if device.type == "cpu":
             return self._numbers
         copies = self._copies.get(device)
         if copies is None:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    "noise: expected its rates on the GPU before a graph is captured; call the layer once, "
-                    "as torch.cuda.graph's warm-up does"
+                    "noise: expected its rates on the GPU before a CUDA graph is captured; call the layer once "
+                    "before the capture, as in the warm-up of torch.cuda.graph"
                 )
             copies = {name: _to_device(value, device) for name, value in self._numbers.items()}
-            if plain_eager():  # what is made inside a trace or transform must not outlive it
+            if plain_eager():  # a tensor made inside a trace or transform must not outlive it
                 self._copies[device] = copies
         return copies
 
     def _update_copies(self) -> None:
-        """Write the present numbers into the copies that devices have; copies of removed noises become zero."""
+        """Write the current numbers into the copies on all devices.
+
+        The copies of removed noises become zero.
+        """
         for device, copies in self._copies.items():
             for name, old in copies.items():
                 if name not in self._numbers:
@@ -244,7 +262,7 @@ class Recurrent(Settable):
                     copies[name] = _to_device(value, device)
 
     def _copy_early(self) -> None:
-        """Copy the numbers to the weights' device before the first call, so that a compiler finds them there."""
+        """Copy the numbers to the device of the weights before the first call, for compilers."""
         device = getattr(self, f"weight_ih{self.suffixes()[0]}").device
         self._copies = {at: copies for at, copies in self._copies.items() if at == device}
         if device.type != "meta":
@@ -252,21 +270,22 @@ class Recurrent(Settable):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         out = super()._apply(fn, recurse)
-        if hasattr(self, "_rules"):  # not while torch's constructor runs
+        if hasattr(self, "_rules"):  # False while the constructor of torch.nn runs
             self._copy_early()
         return out
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self._copy_early()  # `assign=True` may have brought weights of another device
+        self._copy_early()  # with `assign=True` the weights may be on another device now
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the devices' copies, which are made anew."""
+        """Return the state without the copies on devices, which are made again when needed."""
         return {**super().__getstate__(), "_copies": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for name in self.__dict__.pop("_noise_names", ()):  # saved whole by a version whose rates were buffers
+        # A module that was pickled by an older version has its rates as buffers.
+        for name in self.__dict__.pop("_noise_names", ()):
             self._buffers.pop(name, None)
             self._non_persistent_buffers_set.discard(name)
         if "_copies" not in self.__dict__:
@@ -274,17 +293,17 @@ class Recurrent(Settable):
             self.noise = self._noise
 
     def _call_noise(self, rates: Rates | None, device: torch.device) -> CallNoise:
-        """The layer's rules and numbers, those of the streams that `rates` names replaced."""
-        own = CallNoise(self._rules, self._numbers_on(device))
+        """Return the noise of one call: that of the module, with the rates in `rates` replaced."""
+        default = CallNoise(self._rules, self._numbers_on(device))
         if rates is None:
-            return own
+            return default
         if not isinstance(rates, Mapping):
             raise TypeError(f"rates: expected a dict such as {{'hidden': 0.1}}, got {type(rates).__name__}")
         known: dict[str, tuple[Noise, str]] = {}
         for one, field, stream in self._fields(as_noises(self._noise)):
-            if stream not in known or not is_zero(getattr(one, field)):  # of two methods, the one that is on
+            if stream not in known or not is_zero(getattr(one, field)):  # prefer an enabled noise
                 known[stream] = one, field
-        rules, numbers = list(self._rules), dict(own.numbers)
+        rules, numbers = list(self._rules), dict(default.numbers)
         for stream, rate in rates.items():
             if stream not in known:
                 raise ValueError(
@@ -293,8 +312,8 @@ class Recurrent(Settable):
                 )
             one, field = known[stream]
             name = f"rates[{stream!r}]"
-            given = self._layer_rates(check_rate(rate, name, one.limit, in_call=True), stream, name)
-            numbers |= {key: _to_device(value, device) for key, value in given.items()}
+            new_rates = self._layer_rates(check_rate(rate, name, one.limit, in_call=True), stream, name)
+            numbers |= {key: _to_device(value, device) for key, value in new_rates.items()}
             if all(rule.stream != stream for rule in rules):
                 rules.append(one.rule(field))
         return CallNoise(tuple(rules), numbers)
@@ -302,7 +321,10 @@ class Recurrent(Settable):
     def _draws(
         self, noise: CallNoise, layer: int, direction: int, seed: Tensor | None, at: int | None = None
     ) -> list[Draw]:
-        """The streams that have an effect in the present mode. `at` is the layer coordinate if not `layer`."""
+        """Return the draws of one layer and direction that have an effect in the current mode.
+
+        `at` is the layer coordinate of the draws; by default it is `layer`.
+        """
         draws = []
         for rule in noise.rules:
             mode = "sample" if self.training else rule.at_eval
@@ -311,7 +333,7 @@ class Recurrent(Settable):
             key, rate = seed, noise.numbers[rate_name(rule.stream, layer)]
             if rule.mask == "static":
                 key = noise.numbers[seed_name(rule.stream)]
-            if not rate.is_cpu:  # a device's copies may be written to before the backward pass
+            if not rate.is_cpu:  # the copies on a device may change before the backward pass
                 rate = rate.clone()
                 key = key.clone() if key is not None and rule.mask == "static" else key
             where = plane(rule.stream, layer if at is None else at, direction)
@@ -321,11 +343,12 @@ class Recurrent(Settable):
     # --- one run over time ---
 
     def _working_dtype(self, x: Tensor, hx: Any, weight: Tensor) -> torch.dtype:
-        """The dtype to compute in: autocast's where it is on, else the weights'; an error where they differ.
+        """Return the dtype to compute in: that of autocast if it is on, else that of the weights.
 
-        On the CPU torch.nn's GRU, GRUCell and LSTMCell leave the state in its own type under autocast. So do ours.
+        Raise if the dtypes of input and weights differ without autocast. Under autocast on the CPU,
+        GRU, GRUCell and LSTMCell keep the dtype of the state, as in torch.nn.
         """
-        like = weight if x.dtype == torch.int64 else x  # int64: one-hot rows by their numbers
+        like = weight if x.dtype == torch.int64 else x  # int64: ids of one-hot rows
         if autocast_on(x.device) and like.is_floating_point() and like.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(x.device.type)
             if x.device.type == "cpu" and (self.kind == "gru" or (self.kind == "lstm" and self.one_step)):
@@ -340,9 +363,9 @@ class Recurrent(Settable):
         return like.dtype
 
     def _packs(self, x: Tensor) -> bool:
-        """Whether packed rows are run as they are; elsewhere they are padded first."""
-        takes = self.backend in (None, "cpu") and not x.is_complex() and not any(functionalizing())
-        return x.device.type == "cpu" and takes
+        """Return True if the backend runs packed rows directly; otherwise they are padded first."""
+        supported = self.backend in (None, "cpu") and not x.is_complex() and not any(functionalizing())
+        return x.device.type == "cpu" and supported
 
     def _made(
         self,
@@ -357,7 +380,7 @@ class Recurrent(Settable):
         dtype: torch.dtype,
         **options: Any,
     ) -> ops.Run:
-        """The run of one layer and direction, noise on its input and weights already there."""
+        """Return the `Run` of one layer and direction, with noise on its input and weights."""
         by_stream = {draw.rule.stream: draw for draw in draws}
         if dtype.is_complex and (self.norm is not None or "weight_noise" in by_stream):
             raise TypeError(f"input: expected real numbers for a norm or noise on weights, got {dtype}")
@@ -372,25 +395,25 @@ class Recurrent(Settable):
         return what
 
     def _run(self, runs: dict[str, ops.Run]) -> list[ops.Result]:
-        """Run the directions of one layer, given by their suffixes."""
+        """Run all directions of one layer (by suffix) and update the batch-norm statistics."""
         learns = isinstance(self.norm, RecurrentBatchNorm) and (self.training or self.recording is not None)
-        made = list(runs.values())
-        if learns and made[0].batch == 1:
-            raise ValueError("input: expected at least 2 sequences for batch norm to learn from, got 1")
-        results = ops.run(made, self.backend)
+        directions = list(runs.values())
+        if learns and directions[0].batch == 1:
+            raise ValueError("input: expected at least 2 sequences for the statistics of batch norm, got 1")
+        results = ops.run(directions, self.backend)
         for (suffix, run), result in zip(runs.items(), results):
             if learns and result.moments is not None and run.batch > 0:
                 self._record(suffix, result.moments, run)
         return results
 
     def _check_weights(self, weights: ops.Weights, inputs: int, device: torch.device, suffix: str) -> None:
-        """An error where one is not what a loop would take it for: it would read what is not there."""
+        """Raise if a weight has a wrong shape or device: the loops would read out of bounds."""
         wide, hidden, outputs = GATES[self.kind] * self.hidden_size, self.hidden_size, self.output_size
         shapes = ((wide, inputs), (wide, outputs), (wide,), (wide,), (outputs, hidden))
         _check_shapes(WEIGHTS, weights, shapes, device, suffix)
 
     def _check_run(self, what: ops.Run, suffix: str) -> None:
-        """The same of all parameters of a run."""
+        """Raise if a weight or norm parameter of a run has a wrong shape or device."""
         norm, hidden, device = what.norm, self.hidden_size, what.x.device
         inputs = what.x.shape[-1] if has_features(what.x) else what.weights.w_ih.shape[-1]
         self._check_weights(what.weights, inputs, device, suffix)
@@ -400,6 +423,7 @@ class Recurrent(Settable):
             _check_shapes(NORMS, values, (wide, wide, (hidden,), (hidden,)), device, suffix)
 
     def _noisy_weights(self, suffix: str, draws: dict[str, Draw], dtype: torch.dtype) -> ops.Weights:
+        """Return the weights of one layer and direction in `dtype`, with noise applied to them."""
         w_ih, w_hh, b_ih, b_hh, w_hr = (
             value if (value := getattr(self, name + suffix, None)) is None or value.dtype == dtype else value.to(dtype)
             for name in WEIGHTS
@@ -414,22 +438,24 @@ class Recurrent(Settable):
         return ops.Weights(w_ih, w_hh, b_ih, b_hh, w_hr)
 
     def _step_norm(self, suffix: str, steps: int, first_step: int, dtype: torch.dtype) -> StepNorm:
+        """Return the norm of one layer and direction, with the moments to use in evaluation."""
         assert self.norm is not None
         scale_x, scale_h, scale_c, shift_c = (
             None if (value := getattr(self, name + suffix, None)) is None else value.to(dtype) for name in NORMS
         )
         assert scale_x is not None and scale_h is not None
-        given = None
+        running = None
         if isinstance(self.norm, RecurrentBatchNorm) and not self.training and self.norm.at_eval == "running":
-            kept = (getattr(self, name) for name in self._statistics(suffix))
-            given = Moments(*(rows(value, first_step, steps).to(dtype) for value in kept))
+            statistics = (getattr(self, name) for name in self._statistics(suffix))
+            running = Moments(*(rows(value, first_step, steps).to(dtype) for value in statistics))
         over = "units" if isinstance(self.norm, LayerNorm) else "examples"
-        return StepNorm(over, self.norm.eps, scale_x, scale_h, scale_c, shift_c, given)
+        return StepNorm(over, self.norm.eps, scale_x, scale_h, scale_c, shift_c, running)
 
     def _record(self, suffix: str, seen: Moments, run: ops.Run) -> None:
-        """Move the running statistics, in training or while they are estimated anew.
+        """Update the running statistics, in training or during `estimate_statistics`.
 
-        As torch's batch norm keeps it the variance is the unbiased one; a step with one sequence left has none.
+        As in torch's batch norm, the unbiased variance is stored. A step with fewer than two
+        sequences has no unbiased variance, so its statistics are not updated.
         """
         assert isinstance(self.norm, RecurrentBatchNorm)
         first_step = run.first_step
@@ -441,18 +467,18 @@ class Recurrent(Settable):
         counts = (alive > 1).to(alive)
         if self.recording is None:
             weight = counts * self.norm.momentum
-        else:  # an average: each step counts the batches that have reached it
-            reached = self.recording.setdefault(suffix, counts.new_zeros(self.norm.steps))
-            part = reached[first_step : first_step + run.steps]
-            part += counts[: len(part)]
-            weight = counts[: len(part)] / part.clamp(min=1)
+        else:  # an average over the batches that reached each step
+            batches = self.recording.setdefault(suffix, counts.new_zeros(self.norm.steps))
+            reached = batches[first_step : first_step + run.steps]
+            reached += counts[: len(reached)]
+            weight = counts[: len(reached)] / reached.clamp(min=1)
         unbiased = (alive / (alive - 1).clamp(min=1))[:, None]
         for name, value in zip(self._statistics(suffix), seen):
             assert value is not None
             record(getattr(self, name), value * unbiased if name.startswith("var") else value, first_step, weight)
 
     def _extra(self) -> str:
-        """What a printed layer says beyond torch's."""
+        """Return the part of `extra_repr` that torch.nn's modules do not have."""
         parts = []
         if self._noise is not None:
             parts.append(f"noise={list(self._noise) if isinstance(self._noise, tuple) else self._noise}")
@@ -474,6 +500,7 @@ def _check_shapes(
     device: torch.device,
     suffix: str,
 ) -> None:
+    """Raise if a value does not have its shape or is not on `device`; None is allowed."""
     for name, value, shape in zip(names, values, shapes):
         if value is not None and (value.shape != shape or value.device != device):
             raise ValueError(
@@ -483,43 +510,53 @@ def _check_shapes(
 
 @contextmanager
 def _real_tensors() -> Iterator[None]:
-    """Make tensors that outlast the modes around: inference mode's cannot be saved, a FakeTensorMode's hold nothing."""
+    """Create ordinary tensors even inside inference mode or a dispatch mode.
+
+    Autograd cannot save an inference tensor, and a tensor of a FakeTensorMode has no values.
+    """
     with torch.inference_mode(False), nullcontext() if torch.compiler.is_compiling() else _disable_current_modes():
         yield
 
 
 def _to_device(value: Tensor, device: torch.device) -> Tensor:
-    """A rate or seed on a device; never an inference tensor, which could not be written to later."""
+    """Return a rate or seed on a device.
+
+    The copy is never an inference tensor, because it must be writable later.
+    """
     dtype = widest(device) if value.is_floating_point() else None
     with torch.inference_mode(False):
         return value.to(device, dtype)
 
 
 def has_features(x: Tensor) -> bool:
-    """Whether an input is given by its features, and not by the numbers of one-hot rows."""
+    """Return True if an input holds features, and False if it holds ids of one-hot rows."""
     return x.is_floating_point() or x.is_complex()
 
 
 def check_parameter(weight: Tensor) -> None:
-    """Raise if a weight is torch's wrapper for gradients of single examples, which takes no operators of others."""
+    """Raise if a weight is an ExpandedWeight, torch's wrapper for per-sample gradients.
+
+    ExpandedWeight does not support custom operators.
+    """
     if type(weight).__name__ == "ExpandedWeight":
         raise NotImplementedError(
-            "call_for_per_sample_grads cannot take zoneout's modules; take the gradients of single examples with "
+            "call_for_per_sample_grads does not support zoneout's modules; compute per-sample gradients with "
             "torch.func.vmap(torch.func.grad(…)), as docs/ecosystem.md shows"
         )
 
 
 def autocast_on(device: torch.device) -> bool:
-    """Whether autocast is on for a device; not every device knows of it."""
+    """Return True if autocast is on for a device; False if the device has no autocast."""
     return ops.autocast_on(device.type)
 
 
 def check_device(name: str, value: Tensor, weight: Tensor) -> None:
+    """Raise if a value is not on the device of the weights."""
     if value.device != weight.device:
-        raise ValueError(f"{name}: expected it on {weight.device} as the weights are, got {value.device}")
+        raise ValueError(f"{name}: expected a tensor on {weight.device} as the weights are, got {value.device}")
 
 
 def no_tensor(input: Any, expected: str) -> TypeError:
-    """The error for an input that is no tensor."""
+    """Return the error for an input that is not a tensor."""
     leaf = "; make the layer a leaf of the tracer, as docs/ecosystem.md shows" if isinstance(input, fx.Proxy) else ""
     return TypeError(f"input: expected {expected}, got {type(input).__name__}{leaf}")

@@ -1,7 +1,7 @@
-"""LSTMCell, GRUCell and RNNCell: the layers one step at a time, for decoders that feed themselves.
+"""LSTMCell, GRUCell and RNNCell: single steps of the layers, for example for decoders.
 
-A cell keeps no counter. Given `seed`, `step` and `examples` it draws what the layer would draw there;
-without a seed every call draws afresh.
+A cell does not count its steps. With `seed`, `step` and `examples` it draws the masks that the
+layer would draw at that step. Without a seed, every call draws new masks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .recurrent import (
 
 
 class RecurrentCell(Recurrent, nn.RNNCellBase):
-    """The common part of `LSTMCell`, `GRUCell` and `RNNCell`."""
+    """The base class of `LSTMCell`, `GRUCell` and `RNNCell`."""
 
     one_step = True
 
@@ -66,8 +66,8 @@ class RecurrentCell(Recurrent, nn.RNNCellBase):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Weights and biases as torch.nn starts them, scales and shifts as they start."""
-        bound = 1 / math.sqrt(self.hidden_size) if self.hidden_size > 0 else 0.0  # as torch has it, to the bit
+        """Initialise weights and biases as `torch.nn` does, and norm parameters to constants."""
+        bound = 1 / math.sqrt(self.hidden_size) if self.hidden_size > 0 else 0.0  # same as torch
         for name, parameter in self.named_parameters(recurse=False):
             if name.startswith(("weight_", "bias_")):
                 parameter.uniform_(-bound, bound)
@@ -87,13 +87,25 @@ class RecurrentCell(Recurrent, nn.RNNCellBase):
         examples: int | Tensor | Sequence[int] | None = None,
         rates: Rates | None = None,
     ) -> Any:
-        """The next state. `seed`, `step` and `examples` say which draw this is: see the module's text.
+        """Run one step.
 
-        `rates` replaces rates of the cell's noise for this call, as in a layer.
+        Args:
+            input: [B, input_size], or [input_size] unbatched.
+            hx: the previous state: h, or (h, c) for an LSTM, each [B, hidden_size] or [hidden_size]
+                unbatched; by default zero.
+            seed: the seed of the masks; by default it is drawn from torch's generator. Noise that
+                is drawn once for a whole sequence needs the same seed at every step.
+            step: the number of this step in its sequence. It is required with batch norm, with a
+                static mask, and with a seed if the noise draws a new mask at every step.
+            examples: the ids of the rows for the masks: an offset, or one id per row.
+            rates: rates that replace those of the cell's noise in this call, as in a layer.
+
+        Returns:
+            The next state: h, or (h, c) for an LSTM.
         """
-        if given := overriding(input, hx):
+        if overriders := overriding(input, hx):
             call: dict[str, Any] = {"seed": seed, "step": step, "examples": examples, "rates": rates}
-            return handle_torch_function(RecurrentCell.forward, given, self, input, hx, **call)
+            return handle_torch_function(RecurrentCell.forward, overriders, self, input, hx, **call)
         weight = self.weight_ih
         if not isinstance(input, Tensor):
             raise no_tensor(input, "a tensor")
@@ -116,8 +128,8 @@ class RecurrentCell(Recurrent, nn.RNNCellBase):
         at, key = self._step(seed, step, noise), self._seed(seed, x, noise)
         draws = self._draws(noise, 0, 0, key, self.layer)
         weights = Weights(weight, self.weight_hh, self.bias_ih, self.bias_hh, None)
-        alike = self._norm is None and all(value is None or value.dtype == dtype for value in weights)
-        if self.backend is None and alike and one_step.is_plain(x, (h, c, *weights), draws):
+        no_cast = all(value is None or value.dtype == dtype for value in weights)
+        if self.backend is None and self._norm is None and no_cast and one_step.is_plain(x, (h, c, *weights), draws):
             drawn = examples is not None or any(draw.seed is not None for draw in draws)
             ids = example_ids(examples, x.shape[0], x.device) if drawn else None
             self._check_weights(weights, self.input_size, x.device, "")
@@ -133,13 +145,13 @@ class RecurrentCell(Recurrent, nn.RNNCellBase):
         return self.kind
 
     def _state(self, hx: State | None, x: Tensor, batched: bool) -> tuple[Tensor, Tensor | None]:
+        """Check `hx` and return h and c as [B, hidden_size]; zeros if `hx` is None."""
         lstm, shape = self.kind == "lstm", (x.shape[0], self.hidden_size)
         if hx is None:
             zero = x.new_zeros(shape)
             return zero, zero if lstm else None
         states = []
-        given = as_states(hx, lstm)
-        for name, state in zip(("hx[0]", "hx[1]") if lstm else ("hx",), given, strict=True):
+        for name, state in zip(("hx[0]", "hx[1]") if lstm else ("hx",), as_states(hx, lstm), strict=True):
             expected = shape if batched else shape[1:]
             if tuple(state.shape) != expected:
                 raise ValueError(f"{name}: expected shape {expected}, got {tuple(state.shape)}")
@@ -150,20 +162,23 @@ class RecurrentCell(Recurrent, nn.RNNCellBase):
         return states[0], states[1] if lstm else None
 
     def _step(self, seed: int | Tensor | None, step: int | None, noise: CallNoise) -> int:
-        """The step coordinate, which may be left out only where no draw and no statistic depends on it."""
+        """Return the step coordinate; raise if it is missing and a mask or statistic needs it."""
         if step is not None:
             return check_count("step", step, 2**32)
         needs = [rule for rule in drawn_rules(noise.rules, self.training) if sees_step(rule)]
         if any(seed is not None or rule.mask == "static" for rule in needs):
             raise ValueError(
-                "step: expected the number of this step, since the masks are drawn from a fixed seed; "
+                "step: expected the number of this step, since the masks are drawn from a fixed seed, got None; "
                 "without it every step would replace the same units"
             )
         if isinstance(self.norm, RecurrentBatchNorm):
-            raise ValueError("step: expected the number of this step, since batch norm keeps each apart")
+            raise ValueError(
+                "step: expected the number of this step, since batch norm has statistics for each step, got None"
+            )
         return 0
 
     def _seed(self, seed: int | Tensor | None, x: Tensor, noise: CallNoise) -> Tensor | None:
+        """Return the seed of this call, None if nothing is drawn; raise if a seed is required."""
         if seed is not None:
             return as_seed(seed, x.device, copy=True)
         drawn = [rule for rule in drawn_rules(noise.rules, self.training) if rule.mask != "static"]
@@ -171,13 +186,21 @@ class RecurrentCell(Recurrent, nn.RNNCellBase):
             if not sees_step(rule):
                 raise ValueError(
                     f"seed: expected a seed, since the {rule.stream} noise is drawn once for a whole "
-                    "sequence and a cell sees one step of it; pass the same seed at every step"
+                    "sequence and a cell runs one step of it, got None; pass the same seed at every step"
                 )
         return fresh_seed(x) if drawn else None
 
 
 class LSTMCell(RecurrentCell):
-    """`nn.LSTMCell` with noise. `layer` says which layer of a stack this is, for its draws.
+    """`nn.LSTMCell` with noise: the same arguments, inputs, outputs and `state_dict`.
+
+    These keyword arguments are additional; for those of the call, see `forward`.
+
+    Args:
+        noise: a noise, a list of noises, or None.
+        norm: `"layer"`, a `RecurrentBatchNorm`, or None.
+        layer: the index of this cell in a stack. A cell draws the masks of that layer.
+        backend: the implementation to use; by default the device of the input decides.
 
     >>> import torch, zoneout as zo
     >>> cell = zo.LSTMCell(10, 20, noise=zo.Zoneout(cell=0.1, hidden=0.1))
@@ -205,7 +228,9 @@ class LSTMCell(RecurrentCell):
 
 
 class GRUCell(RecurrentCell):
-    """`nn.GRUCell` with noise; see `LSTMCell`.
+    """`nn.GRUCell` with noise: the same arguments, inputs, outputs and `state_dict`.
+
+    The additional keyword arguments are those of `LSTMCell`.
 
     >>> import torch, zoneout as zo
     >>> cell = zo.GRUCell(10, 20, noise=zo.Zoneout(hidden=0.1))
@@ -231,7 +256,9 @@ class GRUCell(RecurrentCell):
 
 
 class RNNCell(RecurrentCell):
-    """`nn.RNNCell` with noise; see `LSTMCell`.
+    """`nn.RNNCell` with noise: the same arguments, inputs, outputs and `state_dict`.
+
+    The additional keyword arguments are those of `LSTMCell`.
 
     >>> import torch, zoneout as zo
     >>> cell = zo.RNNCell(10, 20, nonlinearity="relu", noise=zo.Zoneout(hidden=0.1))

@@ -1,7 +1,8 @@
-"""Users' subclasses of torch.nn's recurrent modules, made again as subclasses of ours.
+"""Users' subclasses of torch.nn's recurrent modules, rebuilt as subclasses of zoneout's modules.
 
-`rebased(cls)` is the class that the same class statement makes with `zo.LSTM` in the place of `nn.LSTM`. The user's
-methods stay, and so do the base classes that are not torch's. `obstacle(cls)` says why a class cannot be taken so.
+`rebased(cls)` returns the class that the user's class statement would create with `zo.LSTM` in
+place of `nn.LSTM`. The user's methods are kept, and so are the base classes that are not torch's.
+`obstacle(cls)` returns why this is not possible for a class.
 """
 
 from __future__ import annotations
@@ -28,61 +29,66 @@ TWINS: dict[type[nn.Module], type[nn.Module]] = {
 }
 BACK = {ours: theirs for theirs, ours in TWINS.items()}
 
-# What Python itself writes into a class.
+# Attributes that Python writes into every class.
 _BOOKKEEPING = {
     "__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__annotate__",
     "__annotate_func__", "__annotations_cache__", "__firstlineno__", "__static_attributes__", "__type_params__",
     "__orig_bases__", "__parameters__", "__abstractmethods__", "_abc_impl",
 }  # fmt: skip
-# Overrides that change nothing for a module that is built already and computes by its `forward`.
+# Overrides that have no effect on a forward pass of a module that is already built.
 _HARMLESS = {"__init__", "__repr__", "extra_repr", "reset_parameters", "flatten_parameters", "__constants__"}
 
 
 class Obstacle(NamedTuple):
-    """Why a class is not made again on ours."""
+    """Why a class cannot be rebuilt with zoneout's class as its base."""
 
     why: str
-    remedy: str  # "base": the user names our class in the class statement; "layer": a plain layer of ours; or ""
+    # What the user can do. "base": change the base class in the class statement; "layer": replace
+    # the module by a plain zoneout layer; "": nothing.
+    remedy: str
 
 
 def base_of(cls: type[Any]) -> type[nn.Module] | None:
-    """The class of torch.nn or of ours that `cls` is, or extends."""
+    """Return the recurrent class of torch.nn or zoneout that `cls` is or extends, or None."""
     return next((one for one in cls.__mro__ if one in TWINS or one in BACK), None)
 
 
 def users_class(cls: type[Any]) -> type[Any] | None:
-    """The user's class that `cls` was made from by `rebased`."""
+    """Return the user's class from which `rebased` built `cls`, or None."""
     return cls.__dict__.get("_rebased_from")
 
 
 def obstacle(cls: type[nn.Module]) -> Obstacle | None:
-    """Why `rebased(cls)` could compute something else than `cls`, or could not be made."""
+    """Return why `rebased(cls)` cannot be built or could compute another result, or None."""
     base = base_of(cls)
     if base not in TWINS:
-        return Obstacle(f"{cls.__name__} is a recurrent layer of its own, on none of torch.nn's or ours", "")
+        return Obstacle(f"{cls.__name__} is a layer of its own: it extends no LSTM, GRU or RNN of torch.nn", "")
     assert base is not None
     ours = TWINS[base]
     if type(cls) not in (type, ABCMeta):
-        return Obstacle("making its class again would run code of its metaclass", "base")
+        return Obstacle("rebuilding its class would run code of its metaclass", "base")
     for one in cls.__mro__:
         if one in base.__mro__ or one.__module__ in ("builtins", "abc", "typing"):
             continue
-        before = cls.__mro__.index(one) < cls.__mro__.index(base)  # or torch's methods hide those of `one`
+        # If `one` comes after torch's class in the MRO, torch's methods hide those of `one`.
+        before = cls.__mro__.index(one) < cls.__mro__.index(base)
         for name, value in vars(one).items():
             if name in _BOOKKEEPING:
                 continue
             if hasattr(ours, name) and not hasattr(base, name):
-                return Obstacle(f"its {name!r} has a meaning of its own in our layers; rename it and convert again", "")
+                return Obstacle(
+                    f"its {name!r} would replace an attribute of zoneout's layers; rename it and convert again", ""
+                )
             if name == "forward" and before and not _calls_super(value):
-                return Obstacle("its forward never calls super().forward, which is where the noise is", "layer")
+                return Obstacle("its forward never calls super().forward, which applies the noise", "layer")
             if name not in _HARMLESS | {"forward"} and hasattr(base, name) and before:
                 return Obstacle(f"it overrides {name} of nn.{base.__name__}", "base")
             if name != "__init__" and issubclass(one, base) and (why := _belongs(one, name, value)):
                 return Obstacle(why, "base")
     try:
         rebased(cls)
-    except (TypeError, RecursionError) as error:  # the second: functions that hold each other
-        return Obstacle(f"its class cannot be made again ({error})", "base")
+    except (TypeError, RecursionError) as error:  # RecursionError: closures that form a cycle
+        return Obstacle(f"its class cannot be rebuilt ({error})", "base")
     return None
 
 
@@ -90,7 +96,7 @@ _rebased: dict[type[Any], type[Any]] = dict(TWINS)
 
 
 def rebased(cls: type[Any]) -> type[Any]:
-    """The class that the class statement of `cls` makes with our class in place of torch's; always the same one."""
+    """Return `cls` rebuilt with zoneout's class in place of torch's; the result is cached."""
     if cls in _rebased:
         return _rebased[cls]
     if not issubclass(cls, tuple(TWINS)):
@@ -103,7 +109,7 @@ def rebased(cls: type[Any]) -> type[Any]:
             setattr(new, name, moved)
 
     def reduce(self: Any, protocol: Any) -> Any:
-        """Pickle knows the user's class by its name, and this one by the user's."""
+        """Pickle the user's class, which has an importable name; loading rebuilds this class."""
         _, _, *rest = super(new, self).__reduce_ex__(max(protocol, 2))
         return _blank, (cls,), *rest
 
@@ -113,12 +119,12 @@ def rebased(cls: type[Any]) -> type[Any]:
 
 
 def _blank(cls: type[Any]) -> Any:
-    """An instance of `rebased(cls)` without anything in it, for pickle and copy."""
+    """Return an empty instance of `rebased(cls)`, for pickle and copy."""
     return object.__new__(rebased(cls))
 
 
 def statement(cls: type[nn.Module]) -> tuple[str, str]:
-    """The class statement that names torch's class, and the same with ours."""
+    """Return the class statement that names torch's class, and the same with zoneout's class."""
     base = base_of(cls)
     assert base is not None
     cls = next(one for one in cls.__mro__ if base in one.__bases__)
@@ -131,11 +137,14 @@ def statement(cls: type[nn.Module]) -> tuple[str, str]:
     return write("nn"), write("zo")
 
 
-# --- what is in a class ----------------------------------------------------------------------------
+# --- attributes of a class ------------------------------------------------------------------------
 
 
 def _codes(value: Any) -> Iterator[CodeType]:
-    """The code of a function, of the functions inside it and of those that its decorators hold."""
+    """Yield the code of a function, of its inner functions, and of functions in its closure.
+
+    A decorated function is in the closure of its wrapper.
+    """
     if isinstance(value, (staticmethod, classmethod)):
         value = value.__func__
     todo: list[Any] = [value.fget, value.fset, value.fdel] if isinstance(value, property) else [value]
@@ -153,6 +162,7 @@ def _codes(value: Any) -> Iterator[CodeType]:
 
 
 def _filled(cell: CellType) -> bool:
+    """Return True if a closure cell has a value."""
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:
@@ -161,9 +171,9 @@ def _filled(cell: CellType) -> bool:
 
 
 def _calls_super(value: Any) -> bool:
-    """True if a method has a call of `super().forward` in it, on whichever of its paths."""
+    """Return True if a method contains a call of `super().forward`, on any of its paths."""
     for code in _codes(value):
-        after = 0  # instructions since `super` was named; `super(Class, self).forward` has the most
+        after = 0  # instructions since `super`; the longest form is `super(Class, self).forward`
         for one in dis.get_instructions(code):
             after = 1 if one.argval == "super" else after + 1 if after else 0
             if one.argval == "forward" and one.opname.startswith("LOAD") and 1 < after <= 7:
@@ -172,10 +182,10 @@ def _calls_super(value: Any) -> bool:
 
 
 def _belongs(cls: type[Any], name: str, value: Any) -> str | None:
-    """Why an attribute of a class works in that very class alone."""
+    """Return why an attribute works only in this class and cannot be moved to another; or None."""
     plain = (FunctionType, property, staticmethod, classmethod)
     if hasattr(type(value), "__get__") and not isinstance(value, plain):
-        return f"its {name!r} is a {type(value).__name__}, which belongs to its class"
+        return f"its {name!r} is a {type(value).__name__}, which cannot be moved to another class"
     for code in _codes(value):
         if any(one.opname == "LOAD_GLOBAL" and one.argval == cls.__name__ for one in dis.get_instructions(code)):
             return f"its {name!r} names {cls.__name__} itself"
@@ -183,7 +193,10 @@ def _belongs(cls: type[Any], name: str, value: Any) -> str | None:
 
 
 def _moved(value: Any, old: type[Any], new: type[Any]) -> Any:
-    """A method of `old` as one of `new`: the class that `super()` looks at is a variable of the function."""
+    """Return a method of class `old` as a method of class `new`.
+
+    `super()` reads its class from the closure of the function, so `old` is replaced by `new` there.
+    """
     if isinstance(value, (staticmethod, classmethod)):
         return type(value)(_moved(value.__func__, old, new))
     if isinstance(value, property):

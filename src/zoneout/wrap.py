@@ -1,4 +1,4 @@
-"""Zoneout for what is not one of our layers: the bare rule, and a wrapper for any cell."""
+"""Zoneout outside of zoneout's layers: the rule as a function, and a wrapper for any cell."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from .overrides import overriding
 from .philox import as_seed, fresh_seed
 from .recurrent import Settable
 
-_MORE_STATES = 8  # a wrapped cell's third state and beyond draw from groups of their own, two states each
+# The third and later states of a wrapped cell draw from groups above this one, two per group.
+_MORE_STATES = 8
 
 
 def zoneout(
@@ -30,10 +31,21 @@ def zoneout(
     step: int = 0,
     examples: int | Tensor | Sequence[int] | None = None,
 ) -> Tensor:
-    """The bare rule: `new`, with each unit at `old` with chance `rate`; at evaluation, the expectation.
+    """Return `new` with each unit replaced by that of `old` with probability `rate`.
 
-    The last dimension holds the units, the others are rows; of two types the result has the wider. Without a seed,
-    torch's generator decides; with one, `step` and `examples` say which draw of a larger whole this is.
+    In evaluation the result is the expectation, (1 − rate) · new + rate · old.
+
+    Args:
+        new: the new values, [..., units]. All dimensions but the last are rows.
+        old: the old values, in the shape of `new`.
+        rate: a number, or a tensor with one rate per unit.
+        training: False for the expectation.
+        seed: the seed of the mask; by default it is drawn from torch's generator.
+        step: the number of the step for the mask.
+        examples: the ids of the rows for the mask: an offset, or one id per row.
+
+    Returns:
+        A tensor in the shape of `new` and in the wider dtype of `new` and `old`.
 
     >>> import torch, zoneout as zo
     >>> new, old = torch.ones(4, 1000), torch.zeros(4, 1000)
@@ -42,9 +54,9 @@ def zoneout(
     >>> zo.zoneout(new, old, rate=0.25, seed=7).mean().item() < 0.8
     True
     """
-    if given := overriding(new, old):
+    if overriders := overriding(new, old):
         call: dict[str, Any] = {"seed": seed, "step": step, "examples": examples}
-        return handle_torch_function(zoneout, given, new, old, rate, training, **call)
+        return handle_torch_function(zoneout, overriders, new, old, rate, training, **call)
     for name, value in (("new", new), ("old", old)):
         if not isinstance(value, Tensor) or not value.is_floating_point():
             got = value.dtype if isinstance(value, Tensor) else type(value).__name__
@@ -57,7 +69,7 @@ def zoneout(
         raise ValueError("new: expected at least one dimension, the units, got a scalar")
     checked = check_rate(rate, "rate", in_call=True)
     if isinstance(checked, tuple):
-        raise TypeError("rate: expected a number, or a tensor of one for each unit, got a list")
+        raise TypeError("rate: expected a number, or a tensor with one rate per unit, got a list")
     value = _rate_on(rate_of_layer(checked, 0, 1, new.shape[-1], "rate"), new)
     if not training:
         return zone(new, old, value)
@@ -69,12 +81,18 @@ def zoneout(
 
 
 class ZoneoutCell(Settable):
-    """Zoneout around any cell: a module (x, state) -> state, whose state is a tensor or a tuple of them.
+    """Zoneout around any cell, a module (x, state) -> state.
 
-    `rates` is one rate for all states, or one for each in the order of the state tuple. States are [units] or
-    [B, …], and then all that an example has are its units. As in an `LSTMCell`, the first state is taken as hidden
-    and the second as cell: around an `nn.LSTMCell` the wrapper draws what our own `LSTMCell` draws. `seed`, `step`
-    and `examples` are as there.
+    The state is a tensor or a tuple of tensors. Each is [units] or [B, …], where all values of an
+    example are its units. As in an `LSTMCell`, the first state counts as the hidden state and the
+    second as the cell state. Around an `nn.LSTMCell`, the wrapper draws the same masks as
+    `zoneout.LSTMCell`.
+
+    Args:
+        cell: the module to wrap.
+        rates: one rate for all states, or a list with one for each state, in the order of the
+            tuple. Each is a number or a tensor with one rate per unit.
+        layer: the index of the cell in a stack. The wrapper draws the masks of that layer.
 
     >>> import torch, zoneout as zo
     >>> cell = zo.ZoneoutCell(torch.nn.GRUCell(10, 20), rates=0.1)
@@ -93,14 +111,14 @@ class ZoneoutCell(Settable):
 
     @property
     def rates(self) -> Any:
-        """The rates as they were given; they may be replaced between steps."""
+        """The rates, as the caller passed them. They may be replaced between training steps."""
         return self._rates
 
     @rates.setter
     def rates(self, rates: float | Tensor | Sequence[float | Tensor]) -> None:
         checked = check_rate(rates, "rates")
         each = checked if isinstance(checked, tuple) else (checked,)
-        # As tensors, so that a compiled model is not compiled again for another rate.
+        # Tensors, so that a compiled model is not compiled again for another rate.
         numbers = tuple(torch.as_tensor(rate, dtype=torch.float64, device="cpu") for rate in each)
         self._checked: Any = numbers if isinstance(checked, tuple) else numbers[0]
         self._rates = rates.detach() if isinstance(rates, nn.Parameter) else rates
@@ -118,25 +136,35 @@ class ZoneoutCell(Settable):
         examples: int | Tensor | Sequence[int] | None = None,
         rates: float | Tensor | Sequence[float | Tensor] | None = None,
     ) -> Any:
-        """The cell's next state, each unit of it at its previous value with the chance of its rate.
+        """Run the cell for one step, then apply zoneout to its state.
 
-        `rates` takes the place of the wrapper's own for this call.
+        Args:
+            input: the input of the wrapped cell.
+            state: the previous state. With None, the cell receives None, and zeros are the old
+                values for zoneout.
+            seed: the seed of the masks; by default it is drawn from torch's generator.
+            step: the number of this step in its sequence; in training required with a seed.
+            examples: the ids of the rows for the masks: an offset, or one id per row.
+            rates: rates that replace those of the wrapper in this call.
+
+        Returns:
+            The next state, in the form that the wrapped cell returns.
         """
-        if given := overriding(input, state):
+        if overriders := overriding(input, state):
             call: dict[str, Any] = {"seed": seed, "step": step, "examples": examples, "rates": rates}
-            return handle_torch_function(ZoneoutCell.forward, given, self, input, state, **call)
+            return handle_torch_function(ZoneoutCell.forward, overriders, self, input, state, **call)
         checked = self._checked if rates is None else check_rate(rates, "rates", in_call=True)
         new = self.cell(input, state)
         new_states = _as_tuple(new, "the wrapped cell's result")
         old_states = tuple(torch.zeros_like(s) for s in new_states) if state is None else _as_tuple(state, "state")
         if len(old_states) != len(new_states):
             raise ValueError(
-                f"state: expected {len(new_states)} tensors as the wrapped cell gives, got {len(old_states)}"
+                f"state: expected {len(new_states)} tensors as the wrapped cell returns, got {len(old_states)}"
             )
         at = 0 if step is None else check_count("step", step, 2**32)
         if self.training and seed is not None and step is None:
             raise ValueError(
-                "step: expected the number of this step, since the masks are drawn from a fixed seed; "
+                "step: expected the number of this step, since the masks are drawn from a fixed seed, got None; "
                 "without it every step would replace the same units"
             )
         if self.training:
@@ -155,8 +183,8 @@ class ZoneoutCell(Settable):
             if not fresh.is_floating_point():
                 if rate.any():
                     raise TypeError(
-                        f"state: expected floating-point numbers where a rate is not 0, got {fresh.dtype}; rates=(…) "
-                        "has one for each tensor of the state"
+                        f"state: expected floating-point numbers where a rate is not 0, got {fresh.dtype}; "
+                        "pass rates=(…) with one rate for each tensor of the state"
                     )
                 out.append(fresh.view(shape))
                 continue
@@ -171,18 +199,24 @@ class ZoneoutCell(Settable):
         return type(new)(*out) if hasattr(new, "_fields") else tuple(out)
 
     def _keep(self, k: int, rate: Tensor, key: Tensor, steps: Tensor, rows: Tensor, units: int) -> Tensor:
+        """Return the mask of the state with index `k`."""
         stream = ("hidden", "cell")[k % 2]
         more = 0 if k < 2 else 65536 * (_MORE_STATES + k // 2)
         return _mask(stream, plane(stream, self.layer, 0) + more, rate, key, steps, rows, units)
 
 
 def _mask(stream: str, plane: int, rate: Tensor, key: Tensor, steps: Tensor, rows: Tensor, units: int) -> Tensor:
+    """Return the zoneout mask of one step, [rows, units], True where the old value is kept."""
     draw = Draw(Rule(stream, "previous", "unit", "expectation"), rate, key, plane)
     return masks_of([draw], steps, rows, units)[0][0]
 
 
 def _rate_on(rate: Tensor, like: Tensor) -> Tensor:
-    """The rate where `like` is. A number is filled in on a GPU rather than copied, as a graph capture needs."""
+    """Return the rate on the device of `like`.
+
+    A single number is written by `torch.full` and not copied, because the capture of a CUDA graph
+    does not allow the copy.
+    """
     dtype = widest(like.device)
     if rate.dim() == 0 and rate.device.type == "cpu" != like.device.type and not torch.compiler.is_compiling():
         return torch.full((), rate.item(), dtype=dtype, device=like.device)
@@ -190,6 +224,7 @@ def _rate_on(rate: Tensor, like: Tensor) -> Tensor:
 
 
 def _as_tuple(state: Any, name: str) -> tuple[Tensor, ...]:
+    """Return a state as a tuple of tensors; raise if it is anything else."""
     states = (state,) if isinstance(state, Tensor) else state
     if not isinstance(states, (tuple, list)) or not states or not all(isinstance(s, Tensor) for s in states):
         inside = f" of {', '.join(type(s).__name__ for s in states)}" if isinstance(states, (tuple, list)) else ""
