@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .checks import check_derivative, check_trace
 from .graph import Graph, Value, evaluate, from_text, to_text
-from .step import Backward, Step, backward_of, step_of
+from .step import RULES, Passes, backward_of, step_of
 from .trace import DefinitionError, Symbol, Tracer, candidate, held, shown, update
 
 __all__ = ["Definition", "DefinitionError", "candidate", "cell", "held", "shown", "update"]
@@ -55,6 +55,7 @@ class Definition:
         self.gates, self.groups, self.parameters = gates, tuple(groups), tuple(parameters)
         self.recurrence, self.heads, self.bounded = recurrence, heads, bounded
         self.name, self.function = name, function
+        self._passes: dict[frozenset[str], Passes] = {}
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -97,15 +98,12 @@ class Definition:
         }
         return " ".join(f"{key}={value}" for key, value in head.items()) + " " + to_text(self.graph, self.outputs)
 
-    @cached_property
-    def step(self) -> Step:
-        """The forward pass of one step, with noise."""
-        return step_of(self)
-
-    @cached_property
-    def backward(self) -> Backward:
-        """The backward pass of one step, in the graph of `step`."""
-        return backward_of(self, self.step)
+    def passes(self, rules: frozenset[str] = RULES) -> Passes:
+        """Return the forward and backward pass of one step in one graph, with zoneout and these rules of noise."""
+        if rules not in self._passes:
+            step = step_of(self, rules)
+            self._passes[rules] = step, backward_of(self, step)
+        return self._passes[rules]
 
     def __call__(self, *args: Any) -> Any:
         """Compute one step on tensors, without noise and norm: the function that was decorated."""
@@ -344,7 +342,7 @@ def _check_leaves(d: Definition) -> None:
     known["r"] = known["x"] if d.has_r else set()
     for node in graph.reached(d.outputs):
         op, _, value = graph.nodes[node]
-        if op in ("mask", "gradient", "mix", "less", "part") or (op in known and value not in known[op]):
+        if op in ("mask", "gradient", "mix", "less") or (op in known and value not in known[op]):
             raise DefinitionError(f"cell {d.name!r}: {op} {value} is not part of a cell with these settings")
     marked = [graph.nodes[node] for node in d.outputs]
     if [(node.op, node.value) for node in marked] != [("candidate", state) for state in d.states]:

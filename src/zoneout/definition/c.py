@@ -6,29 +6,36 @@ one number type: REAL and the upper-case names are macros.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from .graph import Graph
 from .operations import COMPARISONS, OPERATIONS
-from .step import HELD
+from .step import HELD, RULES, Passes
 from .storage import Storage, storage_of
 
 if TYPE_CHECKING:
     from . import Definition
 
 
+VARIANTS = {"zoneout": frozenset[str](), "all": RULES}  # the functions of a definition, by the rules that they have
+
+
 def print_step(definition: Definition) -> str:
-    """Return the C functions `step_forward` and `step_backward` of a definition."""
-    storage = storage_of(definition)
-    return f"{_forward(definition, storage)}\n{_backward(definition, storage)}"
+    """Return the C functions of a definition: `forward_zoneout`, `backward_zoneout`, `forward_all`, `backward_all`."""
+    texts = []
+    for name, rules in VARIANTS.items():
+        passes = definition.passes(rules)
+        storage = storage_of(*passes)
+        texts += [_forward(f"forward_{name}", definition, passes, storage)]
+        texts += [_backward(f"backward_{name}", definition, passes, storage)]
+    return "\n".join(texts)
 
 
-def _forward(d: Definition, storage: Storage) -> str:
-    step = d.step
-    loads = _leaves(d)
-    sums = {node for node in storage.gates if step.graph.nodes[node].op == "add"}
-    del sums
+def _forward(name: str, d: Definition, passes: Passes, storage: Storage) -> str:
+    step, _ = passes
+    loads = _leaves(d, step.graph)
     if step.merged:
         users = step.graph.users(step.new)
         for q, leaves in enumerate(step.gates):
@@ -40,12 +47,12 @@ def _forward(d: Definition, storage: Storage) -> str:
     stores = [(f"s->gate[{q}][j]", node) for q, node in enumerate(storage.gates)]
     stores += [(f"s->slot[{k}][j]", node) for k, node in enumerate(storage.slots)]
     stores += [(f"s->new[{k}][j]", node) for k, node in enumerate(step.new)]
-    return _function("step_forward", step.graph, loads, stores)
+    return _function(name, step.graph, loads, stores)
 
 
-def _backward(d: Definition, storage: Storage) -> str:
-    step, backward, graph = d.step, d.backward, d.step.graph
-    loads = _leaves(d)
+def _backward(name: str, d: Definition, passes: Passes, storage: Storage) -> str:
+    step, backward = passes
+    graph, loads = step.graph, _leaves(d, step.graph)
     loads |= {node: f"s->gate[{q}][j]" for q, node in enumerate(storage.gates)}
     loads |= {node: f"s->slot[{k}][j]" for k, node in enumerate(storage.slots)}
     for k, state in enumerate(d.states):
@@ -55,17 +62,15 @@ def _backward(d: Definition, storage: Storage) -> str:
     if d.has_r and not step.merged:
         stores += [(f"s->dr[{q}][j]", graph.number(0.0) if n is None else n) for q, n in enumerate(backward.r)]
     stores += [
-        (f"s->dstate[{k}][j]", graph.number(0.0) if node is None else node)
-        for k, node in enumerate(backward.states)
+        (f"s->dstate[{k}][j]", graph.number(0.0) if node is None else node) for k, node in enumerate(backward.states)
     ]
     stores += [] if backward.gate is None else [("s->owed[j]", backward.gate)]
     added = [(f"s->dparameter[{k}][j]", node) for k, node in enumerate(backward.parameters) if node is not None]
-    return _function("step_backward", graph, loads, stores, added)
+    return _function(name, graph, loads, stores, added)
 
 
-def _leaves(d: Definition) -> dict[int, str]:
-    """Return how the leaves that both passes read are read."""
-    graph = d.step.graph
+def _leaves(d: Definition, graph: Graph) -> dict[int, str]:
+    """Return the C text for the leaves that both passes read."""
     loads = {graph.add("state", value=state): f"s->old[{k}][j]" for k, state in enumerate(d.states)}
     loads[graph.add("state", value=HELD)] = "s->held[j]"
     loads |= {graph.add("parameter", value=name): f"s->parameter[{k}][j]" for k, name in enumerate(d.parameters)}
@@ -103,8 +108,23 @@ def _function(
         lines.append(f"REAL v{node} = {text};")
     lines += [f"{place} = {texts[node]};" for place, node in stores]
     lines += [f"{place} += {texts[node]};" for place, node in added]
-    body = "\n        ".join(lines)
+    return _over_units(name, lines)
+
+
+def _over_units(name: str, lines: Sequence[str]) -> str:
+    """Return a function that runs the lines for every unit, with each pointer of the step in a local one.
+
+    A local pointer with `restrict` is what lets compilers keep numbers in registers and vectorise.
+    """
+    text = "\n        ".join(lines)
+    written = set(re.findall(r"(?m)^\s*(s->\w+(?:\[\d\])?)\[j\] \+?=", text))
+    pointers = []
+    for field in dict.fromkeys(re.findall(r"(s->\w+(?:\[\d\])?)\[j\]", text)):
+        local = re.sub(r"\W", "", field.removeprefix("s->").replace("[", "_"))
+        pointers.append(f"{'' if field in written else 'const '}REAL *restrict {local} = {field};")
+        text = text.replace(f"{field}[j]", f"{local}[j]")
+    declared = "\n    ".join(pointers)
     return (
-        f"static void NAME({name})(const STEP *restrict s, int64_t from, int64_t to) {{\n#pragma omp simd\n"
-        f"    for (int64_t j = from; j < to; j++) {{\n        {body}\n    }}\n}}\n"
+        f"static void NAME({name})(const STEP *s, int64_t from, int64_t to) {{\n    {declared}\n#pragma omp simd\n"
+        f"    for (int64_t j = from; j < to; j++) {{\n        {text}\n    }}\n}}\n"
     )

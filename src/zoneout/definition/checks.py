@@ -58,7 +58,7 @@ def check_derivative(d: Definition) -> None:
 
 def _disagreement(d: Definition, leaves: Leaves) -> str:
     """Return the name of an argument whose derivative is wrong at most points, or ""."""
-    step, backward = d.step, d.backward
+    step, backward = d.passes()
     masks = {("mask", value) for _, value in step.graph.leaves(step.new, "mask")}
     like = next(iter(leaves.values()))
     full: Leaves = dict(leaves) | {mask: torch.zeros_like(like) for mask in masks}

@@ -98,6 +98,7 @@ def evaluate(
     `marks` says what a mark does with its value; a mark that is not named is the identity.
     """
     values: dict[int, Tensor | float] = {}
+    like = next(iter(leaves.values()))
     for node in graph.reached(outputs):
         op, args, value = graph.nodes[node]
         if op == "number":
@@ -106,19 +107,17 @@ def evaluate(
         elif op in LEAVES:
             values[node] = leaves[op, value]
         elif op in MARKS:
-            found = values[args[0]]
-            assert isinstance(found, Tensor)
-            values[node] = found if marks is None or op not in marks else marks[op](found, value)
+            marked = values[args[0]]
+            marked = marked if isinstance(marked, Tensor) else like.new_full((), marked).expand_as(like)
+            values[node] = marked if marks is None or op not in marks else marks[op](marked, value)
         else:
-            values[node] = _apply(op, [values[arg] for arg in args])
-    like = next(v for v in leaves.values())
+            values[node] = _apply(op, [values[arg] for arg in args], like)
     return [v if isinstance(v := values[node], Tensor) else like.new_full((), v).expand_as(like) for node in outputs]
 
 
-def _apply(op: str, args: list[Tensor | float]) -> Tensor:
+def _apply(op: str, args: list[Tensor | float], like: Tensor) -> Tensor:
     """Apply an operation. torch takes a number in any place of some operations, in no place of others."""
-    like = next(a for a in args if isinstance(a, Tensor))
-    first = args[0] if isinstance(args[0], Tensor) or op in ("add", "mul") else like.new_full((), args[0])
+    first = args[0] if isinstance(args[0], Tensor) else like.new_full((), args[0])
     rest = [a if isinstance(a, Tensor) or op in _TAKE_NUMBERS else like.new_full((), a) for a in args[1:]]
     return OPERATIONS[op].torch(first, *rest)
 

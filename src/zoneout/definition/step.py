@@ -1,8 +1,8 @@
 """One time step with its noise, and its backward pass, as graphs: what kernels are printed from.
 
 A `Step` is a definition with its marks replaced by the rules of noise. Each rule reads a mask: 1 takes the
-old value (or zero), 0 the new one, a number between blends the two. A mask of zeros is no noise, so one
-step serves every combination of noises.
+old value (or zero), 0 the new one, a number between blends the two. A mask of zeros is no noise, so two
+steps serve every combination of noises: one with zoneout alone, the common case, and one with all rules.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from .graph import Graph, Node
 if TYPE_CHECKING:
     from . import Definition
 
+RULES = frozenset({"zero", "update", "hold"})  # the rules of a step beside zoneout
 HELD = "held gate"  # the state and gradient name of the gate that a step may take from the step before
 
 
@@ -41,24 +42,31 @@ class Backward:
     parameters: tuple[int | None, ...]
 
 
-def step_of(definition: Definition) -> Step:
-    """Return the step of a definition with all noises that it can have."""
+Passes = tuple[Step, Backward]
+
+
+def step_of(definition: Definition, rules: frozenset[str] = RULES) -> Step:
+    """Return the step of a definition, with zoneout and these other rules of noise."""
     graph = Graph()
+
+    def less(value: int, rule: str, mask: str) -> int:
+        return graph.add("less", value, graph.add("mask", value=mask)) if rule in rules else value
+
     places: dict[int, int] = {}
     gate = None
     for number in definition.graph.reached(definition.outputs):
         op, args, value = definition.graph.nodes[number]
         new_args = tuple(places[arg] for arg in args)
         if op == "candidate":
-            places[number] = graph.add("less", *new_args, graph.add("mask", value=f"zero:{value}"))
+            places[number] = less(*new_args, "zero", f"zero:{value}")
         elif op == "update":
-            places[number] = graph.add("less", *new_args, graph.add("mask", value="update"))
-        elif op == "held":
+            places[number] = less(*new_args, "update", "update")
+        elif op == "held" and "hold" in rules:
             gate = new_args[0]
             old = graph.add("state", value=HELD)
             places[number] = graph.add("mix", gate, old, graph.add("mask", value="hold"))
-        elif op == "shown":
-            places[number] = new_args[0]
+        elif op in ("held", "shown"):
+            (places[number],) = new_args
         else:
             places[number] = graph.add(op, *new_args, value=value)
     new = []

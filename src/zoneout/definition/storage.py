@@ -15,7 +15,6 @@ from .graph import Graph
 from .operations import COMPARISONS, OPERATIONS
 
 if TYPE_CHECKING:
-    from . import Definition
     from .step import Backward, Step
 
 MOST_SLOTS = 2
@@ -34,9 +33,8 @@ class Storage:
         return (*self.gates, *self.slots)
 
 
-def storage_of(definition: Definition) -> Storage:
-    """Return what a step of this definition stores."""
-    step, backward = definition.step, definition.backward
+def storage_of(step: Step, backward: Backward) -> Storage:
+    """Return what a step stores."""
     outputs = [*step.new, *([] if step.gate is None else [step.gate])]
     users = step.graph.users(outputs)
     gates = tuple(_climb(step.graph, users, leaves) for leaves in step.gates)
@@ -71,9 +69,7 @@ def needed(step: Step, backward: Backward) -> list[int]:
 
 def computable(graph: Graph, node: int, stored: set[int]) -> bool:
     """Return True if a node can be computed from stored nodes, old states, parameters, masks and numbers."""
-    return all(
-        at in stored or graph.nodes[at].op not in ("x", "r") for at in graph.reached([node], stop=stored)
-    )
+    return all(at in stored or graph.nodes[at].op not in ("x", "r") for at in graph.reached([node], stop=stored))
 
 
 def _climb(graph: Graph, users: dict[int, list[int]], leaves: tuple[int, ...]) -> int:

@@ -11,10 +11,9 @@
 #include <omp.h>
 #endif
 #include "loop.h"
+#include "functions.h"
 
 #pragma GCC visibility push(default) /* for Python to find, whatever -fvisibility the compiler is given */
-
-#define INLINE static inline __attribute__((always_inline))
 
 INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -125,44 +124,6 @@ INLINE int same_words(const Stream *a, const Stream *b) {
     return a->seed == b->seed && a->plane == b->plane && a->sees_step == b->sees_step &&
            a->sees_example == b->sees_example && a->sees_unit == b->sees_unit;
 }
-
-/* --- exp and tanh, in a form that compilers vectorise -------------------------------------------- */
-
-/* Saturated gates are exact: exp is 0 below the normal numbers, and infinite above the largest. */
-INLINE float exp_float(float arg) {
-    float x = arg < -87.3f ? -87.3f : arg;
-    x = x > 88.3f ? 88.3f : x;
-    float n = rintf(x * 1.44269504f);
-    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    union { int32_t i; float f; } two = {((int32_t)n + 127) << 23};
-    float e = p * two.f;
-    e = arg < -87.3f ? 0.0f : e;
-    return arg > 88.7f ? INFINITY : e;
-}
-
-INLINE float sigmoid_float(float x) { return 1.0f / (1.0f + exp_float(-x)); }
-
-INLINE float tanh_float(float x) {
-    float a = fabsf(x), z = x * x;
-    float far = 1.0f - 2.0f / (exp_float(2.0f * a) + 1.0f);
-    float p = -5.70498872745e-3f;
-    p = p * z + 2.06390887954e-2f;
-    p = p * z - 5.37397155531e-2f;
-    p = p * z + 1.33314422036e-1f;
-    p = p * z - 3.33332819422e-1f;
-    float near = a + a * z * p;
-    float t = a < 0.625f ? near : far;
-    return copysignf(t, x);
-}
-
-INLINE double sigmoid_double(double x) { return 1.0 / (1.0 + exp(-x)); }
 
 /* --- the same code for both types --------------------------------------------------------------- */
 

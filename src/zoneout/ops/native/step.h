@@ -1,0 +1,17 @@
+/* What a generated step function is given: pointers to one row's numbers, indexed by the unit. Included once per type. */
+typedef struct {
+    REAL *gate[8];                      /* in: x·W_x, and h·W_h where they are merged; out: what is stored */
+    const REAL *r[8];                   /* h·W_h where it stands apart */
+    const REAL *bias_x[8], *bias_r[8];
+    const REAL *old[4];                 /* the states before the step */
+    REAL *new[4];                       /* the states after it */
+    const REAL *zone[4], *zero[4];      /* masks of the states: keep the old value; set the candidate to zero */
+    const REAL *update, *hold, *held;   /* masks of update and held gate; the held gate of the step before */
+    const REAL *parameter[8];
+    REAL *slot[2];                      /* what else is stored */
+    /* the backward pass */
+    REAL *dstate[4];                    /* in: gradients of the new states; out: of the old ones */
+    REAL *owed;                         /* in: gradient of the gate, from the step after; out: of the held gate */
+    REAL *dx[8], *dr[8];                /* gradients of x and, apart, of r */
+    REAL *dparameter[8];                /* added to */
+} STEP;
