@@ -214,15 +214,19 @@ def test_lstm_step(mode, hold):
     w_hr, held, scale = rng.standard_normal((P, H)), rng.random((B, H)), rng.standard_normal(H)
     units = dict.fromkeys(("cell", "zero_cell", "update"), H) | dict.fromkeys(("hidden", "zero_hidden"), P)
     keep, noise = step_noise("lstm", units, mode, rng)
-    got = cells.lstm(
-        torch.tensor(gates),
-        torch.tensor(h),
-        torch.tensor(c),
+    r = rng.standard_normal((B, 4 * H))
+    states, gate = cells.step(
+        cells.lstm,
+        torch.tensor(gates - r),
+        torch.tensor(r),
+        [torch.tensor(h), torch.tensor(c)],
         keep,
-        held=torch.tensor(held) if hold else None,
+        held=cells.Held(torch.tensor(held)) if hold else None,
         expose=lambda v: v * torch.tensor(scale) + 0.1,
         project=lambda v: v @ torch.tensor(w_hr).T,
     )
+    assert (gate is not None) == hold
+    got = [*states, *([] if gate is None else [gate])]
     for b in range(B):
         d = noise.at(0, b)
         new_c, o = oracle.lstm_candidate(gates[b], c[b], d)
@@ -239,7 +243,7 @@ def test_gru_step(mode):
     gx, gh, h = rng.standard_normal((B, 3 * H)), rng.standard_normal((B, 3 * H)), rng.standard_normal((B, H))
     units = dict.fromkeys(cells.Keep._fields, H)
     keep, noise = step_noise("gru", units, mode, rng)
-    got = cells.gru(torch.tensor(gx), torch.tensor(gh), torch.tensor(h), keep)
+    (got,), _ = cells.step(cells.gru, torch.tensor(gx), torch.tensor(gh), [torch.tensor(h)], keep)
     for b in range(B):
         d = noise.at(0, b)
         want = oracle.zoned(oracle.gru_candidate(gx[b], gh[b], h[b], d), h[b], d.hidden)
@@ -254,8 +258,9 @@ def test_rnn_step(mode, nonlinearity):
     gates, h = rng.standard_normal((B, H)), rng.standard_normal((B, H))
     units = dict.fromkeys(cells.Keep._fields, H)
     keep, noise = step_noise("rnn", units, mode, rng)
-    ours, theirs = (torch.tanh, np.tanh) if nonlinearity == "tanh" else (torch.relu, oracle.relu)
-    got = cells.rnn(torch.tensor(gates), torch.tensor(h), keep, nonlinearity=ours)
+    definition, theirs = cells.CELLS[f"rnn_{nonlinearity}"], np.tanh if nonlinearity == "tanh" else oracle.relu
+    r = rng.standard_normal((B, H))
+    (got,), _ = cells.step(definition, torch.tensor(gates - r), torch.tensor(r), [torch.tensor(h)], keep)
     for b in range(B):
         d = noise.at(0, b)
         want = oracle.zoned(oracle.rnn_candidate(gates[b], d, theirs), h[b], d.hidden)

@@ -1,114 +1,136 @@
-"""One step of each cell as a pure function (section 3 of the zoneout paper).
+"""The cells, each as its equation (Section 3 of the paper), and one step of any cell with its noise.
 
-Each function takes the products with the weights, the states of the previous step and a `Keep`. The
-products are `gates`, or `gx` and `gh` if the cell does not simply add them. `Keep` says which units
-get their old value (or zero) instead of the new value. In training it holds bool masks. In
-evaluation it holds the expectation of each mask, which is the rate.
+A cell is a definition (`zoneout.definition`): a function of one unit's numbers, written once. `x` and `r` are
+the products W_x x_t + b_x and W_h h_{t−1} + b_h, one entry per gate, in torch's order of gates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
+
+from .definition import Definition, candidate, cell, held, shown, update
+from .definition.graph import Value
+from .definition.operations import less, mix
+
+
+@cell(gates=4, states=("h", "c"), bounded=True, checked=False)
+def lstm(x, r, h, c):  # type: ignore[no-untyped-def]
+    """h is computed from the candidate c, before zoneout."""
+    i, f, g, o = (a + b for a, b in zip(x, r))
+    c = candidate("c", f.sigmoid() * c + update(i.sigmoid() * g.tanh()))
+    return held(o.sigmoid()) * shown(c).tanh(), c
+
+
+@cell(gates=3, bounded=True, checked=False)
+def gru(x, r, h):  # type: ignore[no-untyped-def]
+    """torch's GRU: the reset gate is applied to the product W_h h."""
+    (reset_x, z_x, n_x), (reset_r, z_r, n_r) = x, r
+    reset, z = (reset_x + reset_r).sigmoid(), (z_x + z_r).sigmoid()
+    n = (n_x + reset * n_r).tanh()
+    return z * h + update((1 - z) * n)
+
+
+@cell(gates=1, bounded=True, checked=False)
+def rnn_tanh(x, r, h):  # type: ignore[no-untyped-def]
+    return (x[0] + r[0]).tanh()
+
+
+@cell(gates=1, checked=False)
+def rnn_relu(x, r, h):  # type: ignore[no-untyped-def]
+    return (x[0] + r[0]).relu()
+
+
+CELLS: dict[str, Definition] = {"lstm": lstm, "gru": gru, "rnn_tanh": rnn_tanh, "rnn_relu": rnn_relu}
 
 
 class Keep(NamedTuple):
-    """The units that are replaced in one step.
-
-    Each field is a bool mask (training), a rate (evaluation), or None if nothing is replaced.
-    """
+    """The units to replace in one step: a bool mask, a rate (evaluation), or None for no unit."""
 
     cell: Tensor | None = None  # c keeps its previous value
     hidden: Tensor | None = None  # h keeps its previous value
-    zero_cell: Tensor | None = None  # the candidate c is set to zero
-    zero_hidden: Tensor | None = None  # the candidate h is set to zero
-    update: Tensor | None = None  # the update of c (in a GRU: of h) is set to zero
+    zero_cell: Tensor | None = None  # the candidate c becomes zero
+    zero_hidden: Tensor | None = None  # the candidate h becomes zero
+    update: Tensor | None = None  # the update of c (in a GRU of h) becomes zero
 
 
 NOTHING = Keep()
 
 
 def zone(new: Tensor, old: Tensor, keep: Tensor | None) -> Tensor:
-    """Return `new`, replaced by `old` where the mask `keep` is True.
-
-    A rate in place of the mask gives the expectation.
-    In the paper: T = d ⊙ identity + (1 − d) ⊙ T̃.
-    """
-    if keep is None:
-        return new
-    if keep.dtype == torch.bool:
-        return torch.where(keep, old, new)
-    mixed = torch.lerp(new, old, keep.to(new.dtype))
-    # At the rates 0 and 1 the lerp could give NaN (0 · ∞), so one of the two values is selected.
-    return torch.where(keep == 0, new, torch.where(keep == 1, old, mixed))
+    """Return d ⊙ old + (1 − d) ⊙ new, where d is the mask or rate `keep`; `new` if `keep` is None."""
+    return new if keep is None else mix(new, old, keep)
 
 
 def drop(new: Tensor, zero: Tensor | None) -> Tensor:
-    """Return `new`, set to zero where the mask `zero` is True.
-
-    A rate in place of the mask gives the expectation.
-    In the paper: T = (1 − d) ⊙ T̃.
-    """
-    if zero is None:
-        return new
-    if zero.dtype == torch.bool:
-        return new.masked_fill(zero, 0.0)
-    return new * (1 - zero).to(new.dtype)
+    """Return (1 − d) ⊙ new, where d is the mask or rate `zero`; `new` if `zero` is None."""
+    return new if zero is None else less(new, zero)
 
 
 def same(x: Tensor) -> Tensor:
-    """Return `x` unchanged."""
+    """Return `x`."""
     return x
 
 
-def lstm(
-    gates: Tensor,  # [B, 4H]
-    h: Tensor,
-    c: Tensor,
+class Held(NamedTuple):
+    """The gate of the step before, for a step that may hold it; None at the first step."""
+
+    gate: Tensor | None
+    cut: Tensor | None = None  # [B, 1] bool: rows that were reset hold nothing
+
+
+def step(
+    definition: Definition,
+    x: Tensor,  # [B, gates · H]
+    r: Tensor,  # [B, gates · H]
+    states: Sequence[Tensor],
     keep: Keep = NOTHING,
     *,
-    held: Tensor | None = None,
+    held: Held | None = None,
     expose: Callable[[Tensor], Tensor] = same,
     project: Callable[[Tensor], Tensor] = same,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run one LSTM step and return h, c and the output gate o.
-
-    The candidate h is computed from the candidate c, before zoneout.
+) -> tuple[list[Tensor], Tensor | None]:
+    """Compute one step of a cell with its noise.
 
     Args:
-        gates: the sum of both products and biases, [B, 4H], in the order i, f, g, o.
-        h: the previous hidden state.
-        c: the previous cell state.
+        definition: the cell.
+        x, r: the products of the input and of h with the weights, gates side by side.
+        states: the states before the step; the first is h.
         keep: the units to replace.
-        held: the output gate used instead of o for units whose update is dropped.
-        expose: the normalisation of c where c feeds h.
-        project: the projection W_hr.
+        held: the gate that a unit shows where its update was dropped; None holds nothing.
+        expose: normalises what the cell shows of c (`zo.shown`).
+        project: the projection W_hr of the candidate h.
+
+    Returns:
+        The new states, and the gate that the next step may hold (None if nothing is held).
     """
-    i, f, g, o = gates.chunk(4, dim=-1)
-    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
-    c_new = drop(f * c + drop(i * g, keep.update), keep.zero_cell)
-    shown = o if held is None else zone(o, held, keep.update)
-    h_new = drop(project(shown * expose(c_new).tanh()), keep.zero_hidden)
-    return zone(h_new, h, keep.hidden), zone(c_new, c, keep.cell), o
+    gate: Tensor | None = None
+    zeroes = (None, keep.zero_cell)  # h becomes zero after its projection
 
+    def set_zero(v: Tensor, state: Value) -> Tensor:
+        return drop(v, zeroes[definition.states.index(str(state))])
 
-def gru(gx: Tensor, gh: Tensor, h: Tensor, keep: Keep = NOTHING) -> Tensor:
-    """Run one GRU step and return h.
+    def hold(own: Tensor, _: Value) -> Tensor:
+        nonlocal gate
+        if held is None:
+            return own
+        gate = own
+        if held.gate is None:
+            return own
+        before = held.gate if held.cut is None else mix(held.gate, own, held.cut)
+        return zone(own, before, keep.update)
 
-    `gx` and `gh` [B, 3H] are W_x x + b_x and W_h h + b_h. Their gates are in the order r, z, n.
-    """
-    (rx, zx, nx), (rh, zh, nh) = gx.chunk(3, dim=-1), gh.chunk(3, dim=-1)
-    r, z = (rx + rh).sigmoid(), (zx + zh).sigmoid()
-    n = (nx + r * nh).tanh()
-    h_new = drop(z * h + drop((1 - z) * n, keep.update), keep.zero_hidden)
-    return zone(h_new, h, keep.hidden)
-
-
-def rnn(
-    gates: Tensor, h: Tensor, keep: Keep = NOTHING, *, nonlinearity: Callable[[Tensor], Tensor] = torch.tanh
-) -> Tensor:
-    """Run one step of a plain RNN and return h; `gates` is [B, H]."""
-    return zone(drop(nonlinearity(gates), keep.zero_hidden), h, keep.hidden)
+    marks = {
+        "candidate": set_zero,
+        "update": lambda v, _: drop(v, keep.update),
+        "shown": lambda v, _: expose(v),
+        "held": hold,
+    }
+    gates = definition.gates
+    leaves = definition.leaves(x.chunk(gates, dim=-1), r.chunk(gates, dim=-1), *states)
+    output, *others = definition.evaluate(leaves, marks)
+    new = [drop(project(output), keep.zero_hidden), *others]
+    keeps = (keep.hidden, keep.cell)
+    return [zone(value, old, k) for value, old, k in zip(new, states, keeps)], gate

@@ -131,7 +131,11 @@ class Definition:
         marks: Mapping[str, Callable[[Tensor, Value], Tensor]] | None = None,
     ) -> list[Tensor]:
         """Compute the candidates of all states from the graph; `marks` says what the marks do."""
-        return evaluate(self.graph, self.outputs, leaves, marks)
+        return evaluate(self.graph, self.outputs, leaves, marks, self._order)
+
+    @cached_property
+    def _order(self) -> list[int]:
+        return self.graph.reached(self.outputs)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Definition) and self.text == other.text

@@ -92,14 +92,16 @@ def evaluate(
     outputs: Sequence[int],
     leaves: Mapping[tuple[str, Value], Tensor],
     marks: Mapping[str, Callable[[Tensor, Value], Tensor]] | None = None,
+    order: Sequence[int] | None = None,
 ) -> list[Tensor]:
     """Compute nodes with torch. `leaves` has a tensor for every leaf but the numbers, by kind and name.
 
-    `marks` says what a mark does with its value; a mark that is not named is the identity.
+    `marks` says what a mark does with its value; a mark that is not named is the identity. `order` is what
+    `graph.reached(outputs)` returns, if it is known.
     """
     values: dict[int, Tensor | float] = {}
     like = next(iter(leaves.values()))
-    for node in graph.reached(outputs):
+    for node in graph.reached(outputs) if order is None else order:
         op, args, value = graph.nodes[node]
         if op == "number":
             assert isinstance(value, float)

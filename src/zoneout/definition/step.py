@@ -58,9 +58,9 @@ def step_of(definition: Definition, rules: frozenset[str] = RULES) -> Step:
         op, args, value = definition.graph.nodes[number]
         new_args = tuple(places[arg] for arg in args)
         if op == "candidate":
-            places[number] = less(*new_args, "zero", f"zero:{value}")
+            places[number] = less(new_args[0], "zero", f"zero:{value}")
         elif op == "update":
-            places[number] = less(*new_args, "update", "update")
+            places[number] = less(new_args[0], "update", "update")
         elif op == "held" and "hold" in rules:
             gate = new_args[0]
             old = graph.add("state", value=HELD)

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..cells import CELLS
 from ..draws import Draw
 from ..noise import MASKS, STREAMS
 from ..norm import StepNorm
 
-GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+GATES = {name: definition.gates for name, definition in CELLS.items()}
 
 
 def by_unit(v: Tensor, cell: str, dim: int = 0) -> Tensor:

@@ -36,56 +36,46 @@ def run(r: Run) -> Result:
     keeps, scale_h = _keeps(r, masks)
     norm = _Norm(r.norm, alive)
 
-    lstm, gru = r.cell == "lstm", r.cell == "gru"
-    if r.norm is None:
-        bias_x = w.b_ih if gru or w.b_hh is None or w.b_ih is None else w.b_ih + w.b_hh
-        gx = F.linear(x, w.w_ih, bias_x)
-    else:
-        gx = norm.x(F.linear(x, w.w_ih))
+    definition = cells.CELLS[r.cell]
+    gx = F.linear(x, w.w_ih, w.b_ih if r.norm is None else None)
+    if r.norm is not None:
+        gx = norm.x(gx)
         gx = gx if w.b_ih is None else gx + w.b_ih
-    bias_h = w.b_hh if gru or r.norm is not None else None
-    nonlinearity = torch.relu if r.cell == "rnn_relu" else torch.tanh
     holds = any(draw.rule.holds_gate for draw in r.draws)
 
     def project(v: Tensor) -> Tensor:
         return v if w.w_hr is None else F.linear(v, w.w_hr)
 
-    h, c = r.h0, r.c0
-    o: Tensor | None = None
+    states = [r.h0] if r.c0 is None else [r.h0, r.c0]
+    reset_to = [r.reset_h, r.reset_c]
+    gate: Tensor | None = None
     hs: list[Tensor] = []
     cs: list[Tensor] = []
     for t, (g_t, keep) in enumerate(zip(gx.unbind(0), keeps, strict=True)):
-        old_h, old_c = h, c
-        if resets is not None and r.reset_h is not None:
-            h = torch.where(resets[t], r.reset_h, h)
-            c = c if c is None or r.reset_c is None else torch.where(resets[t], r.reset_c, c)
+        before, cut = states, None if resets is None else resets[t]
+        if cut is not None:
+            states = [s if to is None else torch.where(cut, to, s) for s, to in zip(states, reset_to)]
+        h = states[0]
         gh = F.linear(h if scale_h is None else h * scale_h, w.w_hh)
         gh = norm.h(t, gh)
-        gh = gh if bias_h is None else gh + bias_h
-        if lstm:
-            assert c is not None
-            held = _held(o, g_t + gh, None if resets is None else resets[t]) if holds else None
-            expose = partial(norm.c, t)
-            h, c, o = cells.lstm(g_t + gh, h, c, keep, held=held, expose=expose, project=project)
-        elif gru:
-            h = cells.gru(g_t, gh, h, keep)
-        else:
-            h = cells.rnn(g_t + gh, h, keep, nonlinearity=nonlinearity)
-        if alive is not None:  # a sequence that has ended keeps the state it ended with
-            h = torch.where(alive[t], h, old_h)
-            c = None if c is None or old_c is None else torch.where(alive[t], c, old_c)
-        hs.append(h)
-        if r.return_cells and c is not None:
-            cs.append(c)
+        gh = gh if w.b_hh is None else gh + w.b_hh
+        states, gate = cells.step(
+            definition, g_t, gh, states, keep,
+            held=cells.Held(gate, cut) if holds else None, expose=partial(norm.c, t), project=project,
+        )  # fmt: skip
+        if alive is not None:  # a sequence that has ended keeps its final state
+            states = [torch.where(alive[t], new, old) for new, old in zip(states, before)]
+        hs.append(states[0])
+        if r.return_cells and len(states) > 1:
+            cs.append(states[1])
 
     def over_time(states: list[Tensor]) -> Tensor:
         v = torch.stack(states)
         return turn(v if alive is None else torch.where(alive, v, 0.0))
 
-    # Whoever gets the final states may change them, and the way back needs h and c as they were.
-    return Result(
-        over_time(hs), h.clone(), None if c is None else c.clone(), over_time(cs) if cs else None, norm.seen()
-    )
+    # Clones: the caller may change the final states in place, and the backward pass needs the originals.
+    h, *rest = (state.clone() for state in states)
+    return Result(over_time(hs), h, rest[0] if rest else None, over_time(cs) if cs else None, norm.seen())
 
 
 # --- time: reversal, lengths, resets ---------------------------------------------------------------
@@ -130,7 +120,7 @@ def _cuts(resets: Tensor | None, turn: Callable[[Tensor], Tensor], reverse: bool
 
 def _masks(r: Run) -> dict[str, Tensor]:
     steps = torch.arange(r.first_step, r.first_step + len(r.x), device=r.x.device)
-    hidden = len(r.weights.w_hh) // {"lstm": 4, "gru": 3}.get(r.cell, 1)
+    hidden = len(r.weights.w_hh) // cells.CELLS[r.cell].gates
     units = stream_units(hidden, 0 if r.weights.w_hr is None else len(r.weights.w_hr), r.x.shape[-1])
     return draw_all(r.draws, steps, r.examples, units)
 
@@ -155,14 +145,6 @@ def kept_scale(draw: Draw, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Inverted scaling: zero where the mask says so, `draw.scale` elsewhere."""
     assert mask is not None
     return torch.where(mask, 0.0, draw.scale).to(dtype)
-
-
-def _held(o: Tensor | None, gates: Tensor, cut: Tensor | None) -> Tensor:
-    """The output gate that may be held. At the first step, and after a cut, there is none but its own."""
-    if o is None or cut is not None:
-        own = gates.chunk(4, dim=-1)[3].sigmoid()
-        return own if o is None or cut is None else torch.where(cut, own, o)
-    return o
 
 
 # --- norms -----------------------------------------------------------------------------------------
