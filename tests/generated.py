@@ -112,8 +112,8 @@ class Compiled:
     def run(self, name: str, **arrays: Any) -> None:
         """Call a function; an argument is an array, or a list of arrays for an array of pointers."""
         sizes = {"gate": 8, "r": 8, "bias_x": 8, "bias_r": 8, "old": 4, "new": 4, "zone": 4, "zero": 4, "update": 0}
-        sizes |= {"hold": 0, "held": 0, "parameter": 8, "slot": 2, "dstate": 4, "owed": 0, "dx": 8, "dr": 8}
-        sizes |= {"dparameter": 8}
+        sizes |= {"hold": 0, "held": 0, "parameter": 8, "slot": 2, "raw": 0, "shown": 0}
+        sizes |= {"dstate": 4, "dy": 0, "owed": 0, "dx": 8, "dr": 8, "dparameter": 8, "dshown": 0, "draw": 0}
         pointers: list[Any] = []
         units = len(arrays["gate"][0])
         for field, size in sizes.items():

@@ -275,7 +275,7 @@ def check_variant(made, compiled, variant, rules, seed, tolerance) -> None:
         "held": numpy(leaves["state", "held gate"]), "parameter": of("parameter", made.parameters),
         "slot": [np.empty(units, dtype) for _ in storage.slots],
     }  # fmt: skip
-    compiled.run(f"forward_{variant}", **fields)
+    compiled.run(f"step_forward_{variant}", **fields)
 
     def same(ours, expected, what):
         scale = 1 + expected.abs().numpy()
@@ -287,9 +287,9 @@ def check_variant(made, compiled, variant, rules, seed, tolerance) -> None:
         "dstate": [numpy(w) for w in weights[: len(made.states)]],
         "owed": numpy(weights[len(made.states)]) if step.gate is not None else np.zeros(units, dtype),
         "dx": [np.empty(units, dtype) for _ in numbers], "dr": [np.empty(units, dtype) for _ in numbers],
-        "dparameter": [np.ones(units, dtype) for _ in made.parameters],
+        "dparameter": [np.ones(units, dtype) for _ in made.parameters], "dy": np.zeros(units, dtype),
     }  # fmt: skip
-    compiled.run(f"backward_{variant}", **fields, **back)
+    compiled.run(f"step_backward_{variant}", **fields, **back)
     expected = gradients(made, leaves, weights, rules)
     for q in numbers:
         same(back["dx"][int(q)], expected["x", q], f"dx {q}")

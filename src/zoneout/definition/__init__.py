@@ -55,7 +55,7 @@ class Definition:
         self.gates, self.groups, self.parameters = gates, tuple(groups), tuple(parameters)
         self.recurrence, self.heads, self.bounded = recurrence, heads, bounded
         self.name, self.function = name, function
-        self._passes: dict[frozenset[str], Passes] = {}
+        self._passes: dict[tuple[frozenset[str], bool], Passes] = {}
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -98,12 +98,12 @@ class Definition:
         }
         return " ".join(f"{key}={value}" for key, value in head.items()) + " " + to_text(self.graph, self.outputs)
 
-    def passes(self, rules: frozenset[str] = RULES) -> Passes:
-        """Return the forward and backward pass of one step in one graph, with zoneout and these rules of noise."""
-        if rules not in self._passes:
-            step = step_of(self, rules)
-            self._passes[rules] = step, backward_of(self, step)
-        return self._passes[rules]
+    def passes(self, rules: frozenset[str] = RULES, split: bool = False) -> Passes:
+        """Return the forward and backward pass of one step in one graph (see `step_of`)."""
+        if (rules, split) not in self._passes:
+            step = step_of(self, rules, split)
+            self._passes[rules, split] = step, backward_of(self, step)
+        return self._passes[rules, split]
 
     def __call__(self, *args: Any) -> Any:
         """Compute one step on tensors, without noise and norm: the function that was decorated."""

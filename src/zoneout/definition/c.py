@@ -1,7 +1,21 @@
-"""C text of a step: one function for each pass, over a range of units of one row.
+"""C text of a step: functions over a range of units of one row.
 
 The functions take a `Step` (`ops/native/step.h`), whose pointers are those of the row. They are written for
-one number type: REAL and the upper-case names are macros.
+one number type: REAL, STEP and the upper-case names are macros, NAME(x) adds the type to a name.
+
+| function | reads | writes |
+|---|---|---|
+| forward | x, r, old states | what is stored, new states |
+| again | what is stored, old states | new states |
+| backward | what is stored, old states, gradients of the new states | gradients of x, r, the old states, parameters |
+| gates | x, r, old states | what is stored, what the norm normalises |
+| raw | what is stored, old states | what the norm normalises |
+| shows | what is stored, old states, the norm's result | new states |
+| back_shows | the same, and gradients of the new states | gradient of the norm's result |
+| back_gates | the same, and the gradient of what the norm normalises | as backward |
+
+`forward` and `backward` have two variants: zoneout alone, and all rules of noise. The others have all rules.
+The last five are those of a step with a norm, and exist where the definition has `zo.shown`.
 """
 
 from __future__ import annotations
@@ -12,86 +26,99 @@ from typing import TYPE_CHECKING
 
 from .graph import Graph
 from .operations import COMPARISONS, OPERATIONS
-from .step import HELD, RULES, Passes
+from .step import HELD, RAW, RULES, SHOWN, Passes
 from .storage import Storage, storage_of
 
 if TYPE_CHECKING:
     from . import Definition
 
+VARIANTS = {"zoneout": frozenset[str](), "all": RULES}  # by the rules of noise that a function has
+Stores = list[tuple[str, int]]
 
-VARIANTS = {"zoneout": frozenset[str](), "all": RULES}  # the functions of a definition, by the rules that they have
 
-
-def print_step(definition: Definition) -> str:
-    """Return the C functions of a definition: `forward_zoneout`, `backward_zoneout`, `forward_all`, `backward_all`."""
+def print_step(d: Definition, name: str = "step") -> str:
+    """Return the C functions of a definition; their names begin with `name`."""
     texts = []
-    for name, rules in VARIANTS.items():
-        passes = definition.passes(rules)
-        storage = storage_of(*passes)
-        texts += [_forward(f"forward_{name}", definition, passes, storage)]
-        texts += [_backward(f"backward_{name}", definition, passes, storage)]
+    for variant, rules in VARIANTS.items():
+        of = _Printer(d, d.passes(rules))
+        texts += [of.function(f"{name}_forward_{variant}", of.inputs, [*of.stored, *of.new])]
+        texts += [of.function(f"{name}_backward_{variant}", of.loads, of.gradients, of.sums)]
+    texts.append(of.function(f"{name}_again", of.loads, of.new))
+    if "shown" in d.marks:
+        of = _Printer(d, d.passes(RULES, split=True))
+        texts += [
+            of.function(f"{name}_gates", of.inputs, [*of.stored, *of.raw]),
+            of.function(f"{name}_raw", of.loads, of.raw),
+            of.function(f"{name}_shows", of.loads, of.new),
+            of.function(f"{name}_back_shows", of.loads, of.of_shown),
+            of.function(f"{name}_back_gates", of.loads, of.gradients, of.sums),
+        ]
     return "\n".join(texts)
 
 
-def _forward(name: str, d: Definition, passes: Passes, storage: Storage) -> str:
-    step, _ = passes
-    loads = _leaves(d, step.graph)
-    if step.merged:
-        users = step.graph.users(step.new)
+class _Printer:
+    """How the values of a step are read and written in C."""
+
+    def __init__(self, d: Definition, passes: Passes) -> None:
+        step, backward = passes
+        storage = storage_of(step, backward)
+        self.graph = graph = step.graph
+        leaves = self._leaves(d)
+        self.inputs = leaves | self._gates(passes)
+        self.loads = leaves | {node: f"s->gate[{q}][j]" for q, node in enumerate(storage.gates)}
+        self.loads |= {node: f"s->slot[{k}][j]" for k, node in enumerate(storage.slots)}
+        self.stored = self._stored(storage)
+        self.new: Stores = [(f"s->new[{k}][j]", node) for k, node in enumerate(step.new)]
+        self.raw: Stores = [] if step.raw is None else [("s->raw[j]", step.raw)]
+        self.of_shown: Stores = [] if backward.shown is None else [("s->dshown[j]", backward.shown)]
+        zero = graph.number(0.0)
+        grads = {f"dx[{q}]": node for q, node in enumerate(backward.x)}
+        if d.has_r and not step.merged:
+            grads |= {f"dr[{q}]": zero if node is None else node for q, node in enumerate(backward.r)}
+        grads |= {f"dstate[{k}]": zero if node is None else node for k, node in enumerate(backward.states)}
+        grads |= {} if backward.gate is None else {"owed": backward.gate}
+        self.gradients: Stores = [(f"s->{field}[j]", node) for field, node in grads.items()]
+        self.sums: Stores = [
+            (f"s->dparameter[{k}][j]", node) for k, node in enumerate(backward.parameters) if node is not None
+        ]
+
+    def _leaves(self, d: Definition) -> dict[int, str]:
+        """Return the C text of all leaves but those of the gates."""
+        add = self.graph.add
+        loads = {add("state", value=state): f"s->old[{k}][j]" for k, state in enumerate(d.states)}
+        loads |= {add("parameter", value=name): f"s->parameter[{k}][j]" for k, name in enumerate(d.parameters)}
+        for k, state in enumerate(d.states):
+            loads[add("mask", value=f"zero:{state}")] = f"s->zero[{k}][j]"
+            loads[add("mask", value=f"zone:{state}")] = f"s->zone[{k}][j]"
+            loads[add("gradient", value=state)] = f"s->dstate[{k}][j]" + (" + s->dy[j]" if k == 0 else "")
+        names = {("state", HELD): "held", ("state", SHOWN): "shown", ("mask", "update"): "update"}
+        names |= {("mask", "hold"): "hold", ("gradient", HELD): "owed", ("gradient", RAW): "draw"}
+        return loads | {add(kind, value=name): f"s->{field}[j]" for (kind, name), field in names.items()}
+
+    def _gates(self, passes: Passes) -> dict[int, str]:
+        """Return the C text of the gates' inputs: x and r, or their sum where they are merged."""
+        step, _ = passes
+        loads = {}
         for q, leaves in enumerate(step.gates):
-            loads[users[leaves[0]][0]] = f"s->gate[{q}][j] + s->bias_x[{q}][j]"
-    for q, leaves in enumerate(step.gates):
-        for leaf in leaves:
-            r = step.graph.nodes[leaf].op == "r"
-            loads[leaf] = f"s->r[{q}][j] + s->bias_r[{q}][j]" if r else f"s->gate[{q}][j] + s->bias_x[{q}][j]"
-    stores = [(f"s->gate[{q}][j]", node) for q, node in enumerate(storage.gates)]
-    stores += [(f"s->slot[{k}][j]", node) for k, node in enumerate(storage.slots)]
-    stores += [(f"s->new[{k}][j]", node) for k, node in enumerate(step.new)]
-    return _function(name, step.graph, loads, stores)
+            for leaf in leaves:
+                r = self.graph.nodes[leaf].op == "r"
+                loads[leaf] = f"s->r[{q}][j] + s->bias_r[{q}][j]" if r else f"s->gate[{q}][j] + s->bias_x[{q}][j]"
+            if step.merged:
+                loads[self.graph.add("add", *leaves)] = f"s->gate[{q}][j] + s->bias_x[{q}][j]"
+        return loads
+
+    def _stored(self, storage: Storage) -> Stores:
+        gates = [(f"s->gate[{q}][j]", node) for q, node in enumerate(storage.gates)]
+        return gates + [(f"s->slot[{k}][j]", node) for k, node in enumerate(storage.slots)]
+
+    def function(self, name: str, loads: Mapping[int, str], stores: Stores, sums: Stores | None = None) -> str:
+        """Return a function that loads, computes, stores, and adds to sums. It may store where it loads."""
+        return _function(name, self.graph, loads, stores, sums or [])
 
 
-def _backward(name: str, d: Definition, passes: Passes, storage: Storage) -> str:
-    step, backward = passes
-    graph, loads = step.graph, _leaves(d, step.graph)
-    loads |= {node: f"s->gate[{q}][j]" for q, node in enumerate(storage.gates)}
-    loads |= {node: f"s->slot[{k}][j]" for k, node in enumerate(storage.slots)}
-    for k, state in enumerate(d.states):
-        loads[graph.add("gradient", value=state)] = f"s->dstate[{k}][j]"
-    loads[graph.add("gradient", value=HELD)] = "s->owed[j]"
-    stores = [(f"s->dx[{q}][j]", node) for q, node in enumerate(backward.x)]
-    if d.has_r and not step.merged:
-        stores += [(f"s->dr[{q}][j]", graph.number(0.0) if n is None else n) for q, n in enumerate(backward.r)]
-    stores += [
-        (f"s->dstate[{k}][j]", graph.number(0.0) if node is None else node) for k, node in enumerate(backward.states)
-    ]
-    stores += [] if backward.gate is None else [("s->owed[j]", backward.gate)]
-    added = [(f"s->dparameter[{k}][j]", node) for k, node in enumerate(backward.parameters) if node is not None]
-    return _function(name, graph, loads, stores, added)
-
-
-def _leaves(d: Definition, graph: Graph) -> dict[int, str]:
-    """Return the C text for the leaves that both passes read."""
-    loads = {graph.add("state", value=state): f"s->old[{k}][j]" for k, state in enumerate(d.states)}
-    loads[graph.add("state", value=HELD)] = "s->held[j]"
-    loads |= {graph.add("parameter", value=name): f"s->parameter[{k}][j]" for k, name in enumerate(d.parameters)}
-    for k, state in enumerate(d.states):
-        loads[graph.add("mask", value=f"zero:{state}")] = f"s->zero[{k}][j]"
-        loads[graph.add("mask", value=f"zone:{state}")] = f"s->zone[{k}][j]"
-    loads[graph.add("mask", value="update")] = "s->update[j]"
-    loads[graph.add("mask", value="hold")] = "s->hold[j]"
-    return loads
-
-
-def _function(
-    name: str,
-    graph: Graph,
-    loads: Mapping[int, str],
-    stores: Sequence[tuple[str, int]],
-    added: Sequence[tuple[str, int]] = (),
-) -> str:
-    """Return a function that loads, computes and stores; what is stored may be what was loaded."""
+def _function(name: str, graph: Graph, loads: Mapping[int, str], stores: Stores, sums: Stores) -> str:
     lines, texts = [], {}
-    for node in graph.reached([node for _, node in (*stores, *added)], stop=loads):
+    for node in graph.reached([node for _, node in (*stores, *sums)], stop=loads):
         op, args, value = graph.nodes[node]
         if node in loads:
             text = loads[node]
@@ -104,10 +131,10 @@ def _function(
         if op in COMPARISONS:
             texts[node] = text
             continue
-        texts[node] = f"v{node}"
-        lines.append(f"REAL v{node} = {text};")
+        texts[node] = f"v{len(lines)}"
+        lines.append(f"REAL {texts[node]} = {text};")
     lines += [f"{place} = {texts[node]};" for place, node in stores]
-    lines += [f"{place} += {texts[node]};" for place, node in added]
+    lines += [f"{place} += {texts[node]};" for place, node in sums]
     return _over_units(name, lines)
 
 

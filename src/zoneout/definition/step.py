@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 RULES = frozenset({"zero", "update", "hold"})  # the rules of a step beside zoneout
 HELD = "held gate"  # the state and gradient name of the gate that a step may take from the step before
+SHOWN, RAW = "shown", "raw"  # a norm's result as a state, and the gradient of what it normalises
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Step:
     gate: int | None  # the held gate as this step computed it
     gates: tuple[tuple[int, ...], ...]  # per gate: the leaves of x and, if it is used, of r
     merged: bool  # every gate is used only as x + r
+    raw: int | None = None  # what a norm normalises, in a step that is split there
 
 
 @dataclass(frozen=True)
@@ -40,20 +42,25 @@ class Backward:
     states: tuple[int | None, ...]
     gate: int | None
     parameters: tuple[int | None, ...]
+    shown: int | None = None  # of the norm's result, in a step that is split there
 
 
 Passes = tuple[Step, Backward]
 
 
-def step_of(definition: Definition, rules: frozenset[str] = RULES) -> Step:
-    """Return the step of a definition, with zoneout and these other rules of noise."""
+def step_of(definition: Definition, rules: frozenset[str] = RULES, split: bool = False) -> Step:
+    """Return the step of a definition, with zoneout and these other rules of noise.
+
+    A split step has two parts, before and after the norm of what `zo.shown` marks. The second part reads
+    the norm's result as a state, and the backward pass of the first part the gradient of the norm's input.
+    """
     graph = Graph()
 
     def less(value: int, rule: str, mask: str) -> int:
         return graph.add("less", value, graph.add("mask", value=mask)) if rule in rules else value
 
     places: dict[int, int] = {}
-    gate = None
+    gate = raw = None
     for number in definition.graph.reached(definition.outputs):
         op, args, value = definition.graph.nodes[number]
         new_args = tuple(places[arg] for arg in args)
@@ -65,6 +72,9 @@ def step_of(definition: Definition, rules: frozenset[str] = RULES) -> Step:
             gate = new_args[0]
             old = graph.add("state", value=HELD)
             places[number] = graph.add("mix", gate, old, graph.add("mask", value="hold"))
+        elif op == "shown" and split:
+            (raw,) = new_args
+            places[number] = graph.add("state", value=SHOWN)
         elif op in ("held", "shown"):
             (places[number],) = new_args
         else:
@@ -73,7 +83,8 @@ def step_of(definition: Definition, rules: frozenset[str] = RULES) -> Step:
     for state, output in zip(definition.states, definition.outputs, strict=True):
         keep = graph.add("mask", value=f"zone:{definition.group_of(state)}")
         new.append(graph.add("mix", places[output], graph.add("state", value=state), keep))
-    return Step(graph, tuple(new), gate, _gates(graph, new, definition.gates), _merged(graph, new, definition))
+    ends = [*new, *([] if raw is None else [raw])]
+    return Step(graph, tuple(new), gate, _gates(graph, ends, definition.gates), _merged(graph, ends, definition), raw)
 
 
 def _gates(graph: Graph, outputs: list[int], count: int) -> tuple[tuple[int, ...], ...]:
@@ -106,10 +117,12 @@ def backward_of(definition: Definition, step: Step) -> Backward:
     outputs = [(node, graph.add("gradient", value=state)) for state, node in zip(definition.states, step.new)]
     if step.gate is not None:
         outputs.append((step.gate, graph.add("gradient", value=HELD)))
+    if step.raw is not None:
+        outputs.append((step.raw, graph.add("gradient", value=RAW)))
     kinds = {
         "x": [str(q) for q in range(definition.gates)],
         "r": [str(q) for q in range(definition.gates)],
-        "state": [*definition.states, HELD],
+        "state": [*definition.states, HELD, SHOWN],
         "parameter": list(definition.parameters),
     }
     leaves = [graph.add(kind, value=name) for kind, names in kinds.items() for name in names]
@@ -118,6 +131,6 @@ def backward_of(definition: Definition, step: Step) -> Backward:
     def of(kind: str) -> list[int | None]:
         return [found[kind, name] for name in kinds[kind]]
 
-    *states, gate = of("state")
+    *states, gate, shown = of("state")
     x = [graph.number(0.0) if d is None else d for d in of("x")]
-    return Backward(tuple(x), tuple(of("r")), tuple(states), gate, tuple(of("parameter")))
+    return Backward(tuple(x), tuple(of("r")), tuple(states), gate, tuple(of("parameter")), shown)

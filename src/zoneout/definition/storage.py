@@ -35,7 +35,7 @@ class Storage:
 
 def storage_of(step: Step, backward: Backward) -> Storage:
     """Return what a step stores."""
-    outputs = [*step.new, *([] if step.gate is None else [step.gate])]
+    outputs = ends_of(step)
     users = step.graph.users(outputs)
     gates = tuple(_climb(step.graph, users, leaves) for leaves in step.gates)
     slots: list[int] = []
@@ -50,13 +50,18 @@ def storage_of(step: Step, backward: Backward) -> Storage:
     return Storage(gates, tuple(slots), held)
 
 
+def ends_of(step: Step) -> list[int]:
+    """Return all results of the forward pass."""
+    return [*step.new, *(node for node in (step.gate, step.raw) if node is not None)]
+
+
 def needed(step: Step, backward: Backward) -> list[int]:
     """Return the nodes of the forward pass that the backward pass reads, arguments before results."""
     graph = step.graph
-    forward = graph.reached([*step.new, *([] if step.gate is None else [step.gate])])
+    forward = graph.reached(ends_of(step))
     inside = set(forward)
     ends = [node for node in (*backward.x, *backward.r, *backward.states, *backward.parameters) if node is not None]
-    ends += [] if backward.gate is None else [backward.gate]
+    ends += [node for node in (backward.gate, backward.shown) if node is not None]
     found = {end for end in ends if end in inside}
     for node in graph.reached(ends, stop=forward):
         if node not in inside:

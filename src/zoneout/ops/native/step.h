@@ -9,9 +9,14 @@ typedef struct {
     const REAL *update, *hold, *held;   /* masks of update and held gate; the held gate of the step before */
     const REAL *parameter[8];
     REAL *slot[2];                      /* what else is stored */
+    REAL *raw;                          /* what the norm normalises */
+    const REAL *shown;                  /* the norm's result */
     /* the backward pass */
     REAL *dstate[4];                    /* in: gradients of the new states; out: of the old ones */
+    const REAL *dy;                     /* gradient of the output, added to that of the new h */
     REAL *owed;                         /* in: gradient of the gate, from the step after; out: of the held gate */
     REAL *dx[8], *dr[8];                /* gradients of x and, apart, of r */
     REAL *dparameter[8];                /* added to */
+    REAL *dshown;                       /* gradient of the norm's result */
+    const REAL *draw;                   /* gradient of what the norm normalises */
 } STEP;
