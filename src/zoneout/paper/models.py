@@ -154,7 +154,7 @@ class LanguageModel(RecurrentModel):
         return Output(self.logits(hidden, key, rows, first_step), hidden, state)
 
     def drop_words(self, x: Tensor, tokens: Tensor, seed: Tensor | None, rows: Tensor) -> Tensor:
-        """Drop whole symbols in training mode: a dropped symbol is zero everywhere in its sequence."""
+        """Drop whole symbols in training mode: a dropped symbol is zero in its whole sequence."""
         rate = self.variational.words
         if not self.training or not rate:
             return x
@@ -245,7 +245,7 @@ def outline(config: Config, symbols: int = 0) -> LanguageModel | Classifier:
 
 
 def check(config: Config, symbols: int = 1, device: torch.device | None = None, copies: int = 1) -> None:
-    """Raise if a tensor of the model is too large, or if `copies` of the model do not fit in memory."""
+    """Raise if a tensor of the model is too large, or if `copies` of it do not fit in memory."""
     room = memory_of(device or torch.device("cpu"))
     needed = 4 * copies * _size(config, symbols)
     if room is not None and needed > room:
@@ -283,7 +283,10 @@ def _model(config: Config, symbols: int) -> LanguageModel | Classifier:
 
 @torch.no_grad()
 def initialise(model: RecurrentModel, config: Config) -> None:
-    """Initialise weights and biases as the config says; initial states and norm scales stay as they are."""
+    """Initialise weights and biases as the config says.
+
+    Initial states and the scales of norms keep the values of their constructors.
+    """
     settings = config.model
     if settings.init == "uniform":
         zo.init.uniform_(model, settings.init_bound)
@@ -314,7 +317,7 @@ def _matrix_(weight: Tensor, init: str, recurrent: bool, cell: str) -> None:
         others = torch.empty(len(weight) - side, side)
         if len(others):
             zo.init.orthogonal_(others)
-        before = {"lstm": 2, "gru": 2}.get(cell, 0) * side  # in both, the candidate is the third block
+        before = {"lstm": 2, "gru": 2}.get(cell, 0) * side  # the candidate is the third block
         weight.copy_(torch.cat([others[:before], torch.eye(side), others[before:]]))
 
 

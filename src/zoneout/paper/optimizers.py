@@ -28,7 +28,7 @@ STATES = ("h0", "c0")  # learned initial states: not weights, although they have
 
 
 def eps_of(settings: Settings) -> float:
-    """Return eps, which keeps divisions finite: the configured value, or the default of the rule."""
+    """Return eps, which keeps divisions finite: the configured value, or the rule's default."""
     if settings.eps is not None:
         return settings.eps
     return 1e-5 if settings.rule == "rmsprop" and settings.paper else 1e-8
@@ -73,8 +73,8 @@ class Optimizer:
         self.count += 1
         by, eps = lr, lr.new_full((), eps_of(settings))
         if settings.rule == "adam":
-            # m̂ / (√v̂ + eps), with both bias corrections in one factor. eps is therefore multiplied
-            # by √(1 − β₂ᵗ); the paper's rule leaves this multiplication out.
+            # m̂ / (√v̂ + eps), with both bias corrections in one factor. eps is therefore
+            # multiplied by √(1 − β₂ᵗ); the paper's rule leaves this multiplication out.
             bias1, bias2 = 1 - settings.betas[0] ** self.count, (1 - settings.betas[1] ** self.count).sqrt()
             by, eps = lr * bias2 / bias1, eps if settings.paper else eps * bias2
         if self.slots:
@@ -90,7 +90,7 @@ class Optimizer:
         return first.is_cuda and cuda.there(first) and fused.takes(self.parameters, steps)
 
     def _advance(self, grads: Tensors, factor: Tensor | None, eps: Tensor) -> Tensors:
-        """Update the optimizer's state and return the steps; gradients are scaled by `factor` first."""
+        """Multiply the gradients by `factor`, update the optimizer's state and return the steps."""
         settings = self.settings
         if self._fused(grads):
             kept = settings.betas[1] if settings.rule == "adam" else settings.decay

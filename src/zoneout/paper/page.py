@@ -36,7 +36,7 @@ def join(parts: Iterable[Any], between: str = "") -> Html:
 
 
 def code(text: str) -> Html:
-    """Return a command as a code element. Lines do not break inside options of under 30 characters."""
+    """Return a command as a code element. An option under 30 characters stays on one line."""
     words = text.split(" ")
     return element("code", join((element("span", w) if w.startswith("--") and len(w) < 30 else w for w in words), " "))
 
@@ -47,9 +47,10 @@ def link(to: str, text: Any) -> Html:
 
 
 def table(caption: Any, head: Sequence[Sequence[Any]], rows: Sequence[Sequence[Any]], name: str) -> Html:
-    """Return a table that scrolls sideways on a narrow screen. The first cell of a row is its heading.
+    """Return a table that scrolls sideways on a narrow screen.
 
-    A cell of `head` is a text, or a pair of a text and the number of columns that it spans.
+    The first cell of a row is its heading. A cell of `head` is a text, or a pair of a text and the
+    number of columns that it spans.
     """
     lines = []
     for number, line in enumerate(head):

@@ -117,7 +117,10 @@ _outside: list[str] = []  # the precisions to restore when the last of them ends
 
 @contextmanager
 def products_in(precision: str, device: torch.device) -> Iterator[None]:
-    """Compute all matrix products, also in recurrent layers, in fp32, tf32 (GPU only), bf16 or fp16."""
+    """Inside, compute matrix products in fp32, tf32 (GPU only), bf16 or fp16.
+
+    This applies to the products of recurrent layers and to all others.
+    """
     # autocast must not cache cast weights: the cache would outlive a captured graph.
     autocast = torch.autocast(device.type, HALF.get(precision), precision in HALF, cache_enabled=False)
     if device.type != "cuda":
@@ -188,9 +191,10 @@ def cores() -> int:
 
 
 def threads_of_each(processes: int) -> int:
-    """Return the number of threads of each process: its share of the cores, within this process's limit.
+    """Return the number of threads for each of `processes` processes.
 
-    On a busy machine, more threads than the user allows (OMP_NUM_THREADS) are many times slower.
+    It is a process's share of the cores, and at most the number of threads of this process. On a
+    busy machine, more threads than the user allows (OMP_NUM_THREADS) are many times slower.
     """
     return max(1, min(torch.get_num_threads(), cores() // processes))
 
@@ -224,7 +228,7 @@ def memory_of(device: torch.device) -> int | None:
     limits = []
     with suppress(AttributeError, ValueError, OSError):  # not a Unix system
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    for file in ("memory.max", "memory/memory.limit_in_bytes"):  # container limit, cgroups version 2 or 1
+    for file in ("memory.max", "memory/memory.limit_in_bytes"):  # a container's; cgroups 2, 1
         with suppress(ValueError, OSError):  # the file says "max" (no limit), or does not exist
             limits.append(int(Path("/sys/fs/cgroup", file).read_text()))
     return min(limits, default=None)

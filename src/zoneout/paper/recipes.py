@@ -68,7 +68,7 @@ class Recipe:
 
     @property
     def group(self) -> Literal["table", "ours", "more"]:
-        """The kind of row: of the paper's two tables, ours beyond them, or of its figures and text."""
+        """The kind of row: in the paper's two tables, ours, or in the paper's figures and text."""
         return "table" if self.where.startswith("Table") else "ours" if self.where == "ours" else "more"
 
 
@@ -255,13 +255,13 @@ def char_ptb_zoneout_cosine() -> Config:
 
 @recipe("char-ptb", "Zoneout 0.5, 0.1, learning rate to zero", beside="char_ptb_zoneout", where="ours")
 def char_ptb_zoneout_cosine_010() -> Config:
-    """More zoneout on h, because `char_ptb_zoneout_cosine` overfits towards its end."""
+    """More zoneout on h, because `char_ptb_zoneout_cosine` overfits near its end."""
     return _char_ptb(zoneout=Zoneout(cell=0.5, hidden=0.1), schedule=Schedule("cosine"))
 
 
 @recipe("char-ptb", "Zoneout, output dropout 0.2, learning rate to zero", beside="char_ptb_zoneout", where="ours")
 def char_ptb_zoneout_cosine_dropout() -> Config:
-    """Dropout on the softmax's input, because `char_ptb_zoneout_cosine` overfits towards its end."""
+    """Dropout on the softmax's input, because `char_ptb_zoneout_cosine` overfits near its end."""
     return _char_ptb(
         model=replace(_CHAR_PTB.model, dropout=0.2),
         zoneout=Zoneout(cell=0.5, hidden=0.05),
@@ -450,7 +450,10 @@ def char_ptb_gru_zoneout() -> Config:
 
 @recipe("char-ptb", "tanh-RNN, unregularised", valid=1.67, where="section 4.1")
 def char_ptb_rnn() -> Config:
-    """tanh, as the paper says, for 110 epochs. The authors' code had ReLU: see `char_ptb_relu_rnn`."""
+    """tanh, as the paper says, for 110 epochs.
+
+    The authors' code had ReLU: see `char_ptb_relu_rnn`.
+    """
     return _rnn("rnn")
 
 
@@ -508,11 +511,11 @@ def _word_ptb(**changes: Any) -> Config:
 
 @recipe("word-ptb", "Unregularised LSTM", valid=120.7, test=114.5)
 def word_ptb_unregularised() -> Config:
-    """The small model of the 2014 paper: 2 × 200 units, 20 steps, lr halved per epoch after 5 epochs.
+    """The small model of the 2014 paper, which is the model of this row's numbers.
 
-    The number of this row is the number of that model, whose published settings are said to give a
-    test perplexity of 115. A reader of the zoneout paper would expect the large model without
-    dropout here; that one is `word_ptb_unregularised_large`.
+    It has 2 × 200 units and 20 steps; after 5 epochs, lr is halved in every epoch. Its published
+    settings are said to give a test perplexity of 115. A reader of the zoneout paper would expect
+    the large model without dropout here; that one is `word_ptb_unregularised_large`.
     """
     return _word_ptb(
         batches=Batches("streams", size=20, length=20),
@@ -590,7 +593,7 @@ def word_ptb_unregularised_large() -> Config:
 
 @recipe("word-ptb", "Zoneout alone 0.25, 0.025", where="section 4.1")
 def word_ptb_zoneout_only() -> Config:
-    """Zoneout as the only regularisation, which the paper found insufficient for the large model."""
+    """Zoneout as the only regularisation, which the paper found not enough for the large model."""
     return _word_ptb(model=replace(_WORD_PTB.model, dropout=0.0), zoneout=Zoneout(cell=0.25, hidden=0.025), epochs=30)
 
 

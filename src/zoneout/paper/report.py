@@ -56,7 +56,7 @@ def write(out: Path, page: str) -> None:
 
 
 def paper_page(results: Path, benchmarks: Path) -> str:
-    """Return the page with the paper's tables and our numbers, its figures, the speed, and all commands."""
+    """Return the page of the paper: its tables with our numbers, figures, speed and commands."""
     found = {recipe.name: fitting(recipe, results) for recipe in RECIPES.values()}
     own = {name: records for name, (records, _) in found.items()}  # our records
     count = sum(len(records) for records in own.values())
@@ -87,7 +87,7 @@ def paper_page(results: Path, benchmarks: Path) -> str:
 
 
 def task_section(task: str, own: dict[str, list[Record]]) -> Html:
-    """Return the section of a task: the rows of the paper's table, our own rows, then all other rows."""
+    """Return the section of a task: the rows of the paper's table, our rows, then all others."""
     title, where = TASKS[task]
     recipes = [recipe for recipe in RECIPES.values() if recipe.task == task]
     quoted = [row for row in QUOTED if row[0] == task]
@@ -108,7 +108,7 @@ def task_section(task: str, own: dict[str, list[Record]]) -> Html:
 def results_table(
     caption: str, recipes: Sequence[Recipe], own: dict[str, list[Record]], quoted: Sequence[Any] = (), *, name: str
 ) -> Html:
-    """Return a table of the paper's numbers and ours. A recipe without a run has a row that says so."""
+    """Return a table of the paper's numbers and ours. The row of a recipe without a run says so."""
     head: list[list[Any]] = [
         ["Model", ("Validation", 3), ("Test", 3), "Reached", "Seeds", "Epoch", "Minutes"],
         ["paper", "ours", "difference"] * 2,
@@ -152,7 +152,7 @@ def as_paper(value: float | None) -> str:
 
 
 def drawn_figure(drawn: figures.Drawn) -> Html:
-    """Return a figure of the paper, with a caption that says what it shows and which results it lacks."""
+    """Return a figure of the paper. The caption says what it shows and which results it lacks."""
     picture = Html(plots.svg(drawn.figure, f"fig-{drawn.name}", drawn.title, drawn.text))
     words: list[Any] = [f"{drawn.where[0].upper()}{drawn.where[1:]}. {drawn.text}"]
     prefix = "flow-" if drawn.name == "gradient-flow" else "make-"
@@ -201,7 +201,7 @@ def commands(own: dict[str, list[Record]], results: Path) -> list[Html]:
 # --- speed -----------------------------------------------------------------------------------------
 
 _GPU = "python benchmarks/gpu.py"
-GROUPS = {  # groups in benchmarks/results.csv: a description, and the command that repeats the measurement
+GROUPS = {  # groups of benchmarks/results.csv: description, and the command that measures it again
     "train": ("a training step with zoneout, compared with torch.nn without", "python benchmarks/bench.py train"),
     "eval": ("evaluation", "python benchmarks/bench.py eval"),
     "packed": ("sequences of different lengths", "python benchmarks/bench.py packed"),
@@ -223,8 +223,9 @@ GROUPS = {  # groups in benchmarks/results.csv: a description, and the command t
     "gpu host": ("host time per call", f"{_GPU} host"),
     "gpu memory": ("peak memory, MiB", f"{_GPU} memory"),
 }
-WORDS = ("group", "layer", "what", "against", "shape", "dtype", "backend", "device")  # columns of text
-NUMBERS = ("ours", "theirs", "ratio", "goal")  # columns of numbers
+# Columns of text, and columns of numbers.
+WORDS = ("group", "layer", "what", "against", "shape", "dtype", "backend", "device")
+NUMBERS = ("ours", "theirs", "ratio", "goal")
 OPEN = ("train", "gpu graph")  # groups that are shown unfolded; the reader unfolds the others
 
 
@@ -263,7 +264,7 @@ def speed_table(group: str, device: str, on_gpu: bool, rows: Sequence[dict[str, 
     words, command = GROUPS.get(group, (group, _GPU if on_gpu else "python benchmarks/bench.py"))
     unit = "" if group.endswith("memory") else "; times in milliseconds"
     versions, dates = ([*dict.fromkeys(sorted(row.get(key) or "" for row in rows))] for key in ("torch", "date"))
-    # Rows that were measured again are last in the file: put the rows of one layer and shape together.
+    # Rows that were measured again are last in the file. Group the rows by layer and shape.
     places = [*dict.fromkeys((row["layer"], row["shape"]) for row in rows)]
     rows = sorted(rows, key=lambda row: (places.index((row["layer"], row["shape"])), row["dtype"]))
     name = slug(f"speed-{device}-{group}")
@@ -298,11 +299,11 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
-# --- the user's runs -------------------------------------------------------------------------------
+# --- the user's runs ------------------------------------------------------------------------------
 
 
 def runs_page(folders: Sequence[Path]) -> str:
-    """Return a page that compares runs: their results, curves, and the options in which they differ."""
+    """Return a page that compares runs: results, curves, and the options in which they differ."""
     pages = [describe(folder) for folder in folders]
     curves = [plots.read_curve(folder, str(folder)) for folder in folders]
     parts: list[tuple[str, str, Html]] = []
@@ -328,9 +329,9 @@ def runs_page(folders: Sequence[Path]) -> str:
 
 
 def runs_table(pages: dict[int, dict[str, Any]], measure: str) -> Html:
-    """Return a table of the results of every run, and the distance of its validation from the best run."""
+    """Return a table of the results of every run, and how far its validation is from the best."""
     best = min((page["best"][measure] for page in pages.values() if page["best"]), default=None)
-    names = ["best validation", "minus the best run", "at epoch", "test", "epochs", "parameters", "time", "state"]
+    names = ["best validation", "above the best run", "at epoch", "test", "epochs", "parameters", "time", "state"]
     rows = []
     for which, page in pages.items():
         valid, test, where = page["best"], page["test"], f"make-run-{which}"

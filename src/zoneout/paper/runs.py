@@ -5,7 +5,7 @@
     data.json           the digest of the data, which shows later whether the data have changed
     metrics.jsonl       all results: one line for every training loss, validation and test
     best.safetensors    the weights with the best validation
-    last/NNNNNNNN/      the two latest checkpoints: weights, optimizer, everything needed to continue
+    last/NNNNNNNN/      the two latest checkpoints: weights, optimizer and all else to continue
     summary.json        written when the run is finished
 
 A file with its final name is always complete, even if the process is killed (see `disk`). Nothing
@@ -68,7 +68,7 @@ except ImportError:  # not a Unix system: the folder is not locked against other
 FORMAT = 1
 KEEP = 2  # checkpoints
 ANYHOW = ("device", "log_every", "save_every")  # fields that do not change what a run computes
-LENGTH = ("epochs", "updates", "patience")  # runs that differ only in these are one run, made longer
+LENGTH = ("epochs", "updates", "patience")  # fields that can change to make a run longer
 # Fields that may change when a run is continued: where and how long it runs, and its test.
 MAY_CHANGE = (
     *LENGTH, *ANYHOW,
@@ -123,7 +123,8 @@ class Run:
     ) -> None:
         """Start a run in a new or empty folder.
 
-        `digest` is the digest of the run's data, and `where` the place of the data, if the user gave it.
+        `digest` is the digest of the run's data. `where` is the place of the data, if the user
+        gave it.
         """
         self.check_free()
         with explained(self.folder):
@@ -218,7 +219,8 @@ class Run:
                 f"{self.folder} is in use by another process; wait for it, stop it, or choose another folder"
             ) from None
         self._lock = handle
-        if self.last.is_symlink():  # old checkpoints, which are folders with a number as name, are deleted in it
+        # Old checkpoints in `last` are deleted. In another folder, other things may look like them.
+        if self.last.is_symlink():
             self.close()
             raise RunError(f"{self.last} is a symbolic link, and nothing is removed or written through one; remove it")
 
@@ -250,7 +252,7 @@ class Run:
             write_tensors(self.folder / "best.safetensors", weights, sealed)
 
     def save(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Write a checkpoint that belongs to the current metrics, and delete all but the latest two."""
+        """Write a checkpoint that belongs to the current metrics; delete all but the latest two."""
         with explained(self.folder):
             target = own_folder(self.last) / f"{state['update']:08d}"
             with opened(self.metrics, "ab") as file:
@@ -342,7 +344,7 @@ def read_checkpoint(folder: Path, metrics: Path, config: str | None = None) -> C
     return Checkpoint(folder, tensors, page["state"], page["metrics_bytes"])
 
 
-# --- reading a run ---------------------------------------------------------------------------------
+# --- reading a run --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -389,7 +391,8 @@ def load(
         raise ValueError(f"weights: expected 'best' or 'last', got {weights!r}")
     symbols = 0 if vocabulary is None else len(vocabulary)
     try:
-        planned = outline(config, symbols)  # no memory is allocated yet: an altered config may ask for too much
+        # The outline needs no memory for weights: a config that was edited may ask for too much.
+        planned = outline(config, symbols)
     except ValueError as error:
         raise RunError(f"{folder / 'config.json'}: {error}") from None
     check_weights(planned, tensors, folder)
@@ -443,7 +446,7 @@ def read_summary(folder: Path | str) -> dict[str, Any] | None:
 
 
 def check_length(folder: Path | str, config: Config) -> None:
-    """Raise if a run has had more training than the config allows: a run can only be made longer."""
+    """Raise if a run has had more training than the config allows: runs can only get longer."""
     update, epochs = trained(folder)
     asked = None
     if epochs > config.epochs:
@@ -472,9 +475,9 @@ def waited(folder: Path | str) -> int:
 
 
 def trained(folder: Path | str) -> tuple[int, int]:
-    """Return the updates and epochs that a run has had so far; an incomplete epoch counts as one."""
+    """Return the updates and epochs that a run has had; an incomplete epoch counts as one."""
     for checkpoint in Run(folder).checkpoints():
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # skip a damaged checkpoint
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # skip damaged ones
             state = read_json(checkpoint / "state.json")["state"]
             return int(state["update"]), int(state["epoch"]) + (state["done"] > 0)
     ended = read_summary(folder) or {}
@@ -553,7 +556,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read weights and the information stored with them."""
     if not path.exists():
         lost = (path.parent / "summary.json").exists()
-        why = "it was removed after the run ended" if lost else "the run has no best weights yet"
+        why = "it existed when the run ended" if lost else "the run has no best weights yet"
         raise RunError(f"{path} does not exist: {why}")
     try:
         from safetensors import safe_open
@@ -609,7 +612,7 @@ def check_weights(model: nn.Module, tensors: dict[str, Tensor], where: Path) -> 
 
 
 def check_finite(tensors: dict[str, Tensor], where: Path) -> None:
-    """Raise if a weight is not finite. Training never saves such weights, so the file is damaged."""
+    """Raise if a weight is not finite: training never saves such weights, so it is damage."""
     if bad := [name for name, value in tensors.items() if not value.isfinite().all()]:
         raise RunError(f"the weights in {where} are damaged: {shown(sorted(bad))} contain numbers that are not finite")
 

@@ -15,7 +15,7 @@ from .text import Vocabulary
 def sample(
     loaded: Loaded, prompt: str = "", *, length: int = 500, temperature: float = 0.8, seed: int = 0
 ) -> Iterator[str]:
-    """Return an iterator over the model's continuation of `prompt`, in pieces, `length` symbols in all.
+    """Generate the model's continuation of `prompt` in pieces, `length` symbols in total.
 
     A temperature of 1 draws from the model's predictions. A lower temperature prefers likely
     symbols, and 0 always takes the likeliest one. The same seed gives the same text. A wrong
@@ -59,7 +59,7 @@ def _written(
         if temperature == 0:
             number = int(logits.argmax())
         else:
-            # The maximum is subtracted before the division, so a very low temperature cannot overflow.
+            # Subtract the maximum before the division: a very low temperature must not overflow.
             probabilities = ((logits - logits.max()) / temperature).softmax(-1)
             number = int(torch.multinomial(probabilities, 1, generator=draw))
         before = numbers[-1:]

@@ -52,7 +52,7 @@ def learning_rates(config: Config, epoch: int, first: int, count: int) -> Tensor
         lr /= schedule.by ** max(0, epoch + 1 - schedule.after)
     if schedule.kind == "cosine":
         done = (epoch + within / count) / config.epochs
-        if config.updates:  # the run ends at the first of both limits; epochs may differ in length
+        if config.updates:  # the run ends at the earlier limit; epochs may differ in length
             done = torch.maximum(done, (first + within) / config.updates)
         return lr * (1 + torch.cos(math.pi * done.clamp(max=1))) / 2
     return torch.full((count,), lr, dtype=torch.float64)
@@ -155,7 +155,8 @@ class Step:
         with alone:
             stream.wait_stream(here)
             with torch.cuda.stream(stream):
-                for _ in range(3):  # warm-up: load kernels, allocate memory; the changes are undone below
+                # Warm-up: load kernels and allocate memory. The changes are undone below.
+                for _ in range(3):
                     self.position.zero_()
                     self._update()
             here.wait_stream(stream)
@@ -179,7 +180,7 @@ class Step:
         return mean
 
     def not_finite(self) -> int | None:
-        """Return the position in the epoch of the first update with a loss that was not finite, or None."""
+        """Return the position in the epoch of the first loss that was not finite, or None."""
         bad = int(self.bad)
         return None if bad < 0 else bad
 

@@ -86,7 +86,7 @@ class Unheard:
 
 
 def silence(stream: TextIO) -> None:
-    """Redirect a stream and its buffered output to the null device, so that Python can exit cleanly."""
+    """Redirect a stream and its buffer to the null device, so that Python can exit cleanly."""
     with suppress(OSError, ValueError):  # a custom or closed stream has no file descriptor
         number = stream.fileno()
         null = os.open(os.devnull, os.O_WRONLY)

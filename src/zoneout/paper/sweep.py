@@ -1,8 +1,8 @@
 """A sweep: runs over a grid of settings and seeds, each an ordinary run in a separate folder.
 
-    OUT/zoneout.cell=0.1,seed=2-5d41402a/   a run (see `runs`); its name ends in a digest of its settings
-    OUT/…/ended.json                        for a run without a summary: it diverged, or was stopped early
-    OUT/results.json, OUT/index.html        the results, for programs and for people
+    OUT/zoneout.cell=0.1,seed=2-5d41402a/  a run (see `runs`); the name ends in a settings digest
+    OUT/…/ended.json                       only without a summary: the run diverged or was stopped
+    OUT/results.json, OUT/index.html       the results, for programs and for people
 
 The folders are the only state of a sweep: they show which runs are missing. The same command
 continues a sweep, on this machine or another one. This module runs trials in plain processes;
@@ -81,7 +81,7 @@ class Job:
                 summary = train(self.trial.config, self.folder, resume=begun, progress=progress, data=self.data)
                 (self.folder / "ended.json").unlink(missing_ok=True)
                 return INTERRUPTED if summary.status == "interrupted" else ""
-            except (InUse, Begun) as error:  # another process has the run now: it may finish it, or leave it
+            except (InUse, Begun) as error:  # another process has the run, and may finish it or not
                 if time.monotonic() > until:
                     return str(error)
                 time.sleep(0.5)
@@ -90,7 +90,7 @@ class Job:
                 return str(error)
             except (RunError, DataError, ValueError) as error:
                 return str(error)
-            except Exception as error:  # one trial that fails (out of GPU memory, say) does not end the others
+            except Exception as error:  # a failed trial (GPU memory, say) does not end the others
                 return f"{type(error).__name__}: {error}"
 
 
@@ -119,11 +119,11 @@ def run_local(jobs: Sequence[Job], *, parallel: int, say: Say, retries: int = RE
                 if not idle:
                     idle.append(_start(fresh, next(numbers), threads_of_each(parallel)))
                     processes[idle[-1][1]] = None
-                    if stopping:  # the request came before the process was there to receive it
+                    if stopping:  # the request came before the process could receive it
                         break
                 pipe, process = idle.pop()
                 busy[pipe] = (process, waiting[0])
-                with contextlib.suppress(OSError):  # the process has died, which `wait` reports below
+                with contextlib.suppress(OSError):  # the process has died; `wait` reports it below
                     pipe.send(waiting[0])
                 waiting.popleft()
             if not busy:
@@ -139,7 +139,8 @@ def run_local(jobs: Sequence[Job], *, parallel: int, say: Say, retries: int = RE
                     process.join()
                     del processes[process]
                     deaths[name] += 1
-                    obeyed = stopping or process.exitcode == 0  # 0: a batch system asked it directly
+                    # Exit code 0: a batch system has asked all processes to stop, this one first.
+                    obeyed = stopping or process.exitcode == 0
                     if not obeyed and deaths[name] <= retries:
                         say(f"{name}: its process died (exit code {process.exitcode}); another goes on with it")
                         waiting.appendleft(job)
@@ -168,7 +169,7 @@ def _start(fresh: Any, number: int, threads: int) -> tuple[Any, Any]:
 
 
 def _work(number: int, threads: int, pipe: Any) -> None:
-    """Run the jobs that arrive through a pipe, one after another. Processes take the GPUs in turn."""
+    """Run the jobs that arrive through a pipe. The number of the process selects its GPU."""
     obey_the_parent()
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count > 1:
@@ -235,7 +236,8 @@ def sweep(
         refuse_unread(axes, [t.config for t in every])
         places = folders(every, out)
         chosen = part_of(every, part) if part else every
-        states = {t.name: state_of(t, places[t.name], scheduled=asha) for t in every}  # the table has all parts
+        # The table shows all trials, so the states of all are read, also with --part.
+        states = {t.name: state_of(t, places[t.name], scheduled=asha) for t in every}
         jobs = [Job(t, places[t.name], data) for t in chosen if states[t.name] in ("missing", "begun")]
         check_models([job.trial for job in jobs])
         there = [t for t in every if states[t.name] != "missing"]
@@ -267,7 +269,7 @@ def check_data(wanted: Iterable[Config], there: Iterable[Trial], places: dict[st
             loaded[config.data] = load_data(config, folder)
     for trial in there:
         config, run = trial.config, places[trial.name]
-        if config.data not in loaded:  # no run is left to train on these data, so they may be missing
+        if config.data not in loaded:  # no run will train on these data, so they may be missing
             try:
                 loaded[config.data] = load_data(config, folder)
             except MissingError:
@@ -285,7 +287,7 @@ def check_data(wanted: Iterable[Config], there: Iterable[Trial], places: dict[st
 
 
 def room_here(config: Config) -> int:
-    """Return the number of runs that this machine runs in parallel: one per GPU, or one per core."""
+    """Return how many runs this machine runs in parallel: one per GPU, or one per core."""
     if config.device != "cpu" and torch.cuda.is_available():
         return torch.cuda.device_count()
     return cores()

@@ -48,7 +48,7 @@ class Point:
         return figure_of(fmean(values), self.ended[0].measure) + spread
 
     def states(self) -> str:
-        """Format the number of finished trials, or the number in each state if some have not finished."""
+        """Format the number of finished trials, or the number in each state if not all finished."""
         counts = Counter(row.state for row in self.rows)
         return (
             str(counts["finished"]) if set(counts) == {"finished"} else ", ".join(f"{n} {s}" for s, n in counts.items())
@@ -85,7 +85,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def write(rows: Sequence[Row], out: Path, title: str) -> None:
-    """Write results.json and index.html. Other parts of the sweep may write them at the same time."""
+    """Write results.json and index.html; other parts of a sweep may do so at the same time."""
     with disk.explained(out):
         out.mkdir(parents=True, exist_ok=True)
         disk.write_json(out / "results.json", [asdict(row) for row in rows])

@@ -49,7 +49,7 @@ class Vocabulary:
 
     @property
     def unknown(self) -> int | None:
-        """The number of the symbol for everything outside the vocabulary, or None if it has none."""
+        """The number of the symbol for everything outside the vocabulary; None without one."""
         return self.number.get(UNKNOWN[self.unit])
 
     @property
@@ -71,7 +71,7 @@ class Vocabulary:
         return np.array(numbers, dtype=self.dtype)
 
     def strangers(self, numbers: Array) -> str:
-        """Return a sentence with the number of unknown symbols in a text, or "" if there are none."""
+        """Return a sentence with the number of unknown symbols in a text; "" if there are none."""
         count = 0 if self.unknown is None else int((numbers == self.unknown).sum())
         symbols = "characters" if self.unit == "char" else "words"
         return f"{count:,} of {len(numbers):,} {symbols} are unknown to the model" if count else ""
@@ -140,7 +140,7 @@ def cut(
 
 
 def encode_characters(texts: Sequence[str]) -> tuple[Vocabulary, list[Array]]:
-    """Return the vocabulary of the first text, in the order of code points, and all texts encoded."""
+    """Return the vocabulary of the first text, sorted by code point, and all texts encoded."""
     seen = [np.unique(np.concatenate([np.unique(codes) for codes in _codes(text)])) for text in texts]
     symbols = [chr(code) for code in seen[0]]
     strange = not np.isin(np.concatenate(seen), seen[0]).all()
@@ -166,7 +166,7 @@ def number_words(texts: Mapping[str, str]) -> tuple[dict[str, Array], list[str]]
 
 
 def _numbers(text: str, number: dict[str, int]) -> Iterator[Array]:
-    # A million characters at a time: a list of all words would need many times the memory of the text.
+    # A million characters at a time: a list of all words needs many times the memory of the text.
     space, start = re.compile(r"\s"), 0
     while start < len(text):
         found = space.search(text, start + 2**20)

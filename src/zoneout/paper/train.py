@@ -101,12 +101,12 @@ def train(
     `progress` is called with a dict for every event. With several processes, only the first one
     calls it. The "kind" of the event says which other fields it has:
 
-        "start"                     update, updates, epochs, data, parameters, device, measure, folder
-        "step"                      update, epoch, and on a CPU nats
-        "train", "valid", "test"    the fields of the metrics line
-        "save"                      update
-        "note"                      text
-        "end"                       the fields of the summary
+        "start"                   update, updates, epochs, data, parameters, device, measure, folder
+        "step"                    update, epoch, and on a CPU nats
+        "train", "valid", "test"  the fields of the metrics line
+        "save"                    update
+        "note"                    text
+        "end"                     the fields of the summary
     """
     if config is None and not resume:
         raise ValueError("config: expected a Config, got None; None is for resume=True, which uses the run's config")
@@ -161,7 +161,8 @@ class Training:
         self.state = State(self.data.digest)
         found = self.restore() if resume else None
         self.earlier = self.state.seconds
-        self.updates = self.step.begin(self.state.epoch, self.state.done, self.state.update)  # in this epoch
+        # `updates` is the number of updates in this epoch.
+        self.updates = self.step.begin(self.state.epoch, self.state.done, self.state.update)
         self.step.capture()
         # The folder is changed last, so an error above leaves it as it was.
         if processes.first and resume:
@@ -227,7 +228,7 @@ class Training:
                 self.save()
             if self.processes.size == 1:
                 self.tick()
-            elif logging and self.processes.any(self.asked()):  # all processes stop at the same update
+            elif logging and self.processes.any(self.asked()):  # all stop at the same update
                 raise Stopped
 
     # --- the position of the run ---
@@ -297,7 +298,7 @@ class Training:
         return line
 
     def save(self) -> None:
-        """Write a checkpoint; raise if training has diverged, since no run should continue from that."""
+        """Write a checkpoint; raise if training has diverged: no run should continue from that."""
         self.check_finite()
         self.state.seconds = self.seconds()
         tensors = self.step.tensors()
@@ -309,14 +310,14 @@ class Training:
         self.tell({"kind": "save", "update": self.state.update})
 
     def restore(self) -> runs.Checkpoint | None:
-        """Continue from the latest intact checkpoint; return it in the first process. Nothing is written."""
+        """Restore the latest intact checkpoint; the first process returns it. Write nothing."""
         found, problems = self.run.latest() if self.processes.first else (None, [])
         if found is not None and found.state.get("best") is not None:
             self.check_best()
         for problem in problems:
             self.tell({"kind": "note", "text": problem})
         saved = self.processes.share(None if found is None else found.state)
-        if saved is None:  # the run was stopped before its first checkpoint, and starts from the beginning
+        if saved is None:  # stopped before the first checkpoint: the run starts from the beginning
             return None
         try:
             self.state = State.from_json(saved)
@@ -382,7 +383,7 @@ class Training:
 
 
 def load_data(config: Config, folder: Path | str | None = None) -> Corpus | Images:
-    """Load the data of a config; `folder` is an additional folder to look in."""
+    """Load the data of a config; `folder` is a folder to look for them in."""
     wanted = config.data
     if folder is not None and Path(folder).is_file():
         raise DataError(f"{folder} is a file; expected a folder to look for {wanted.name} in")
@@ -406,7 +407,7 @@ def data_of(run: Path | str, config: Config, where: Path | str | None = None) ->
     `where` is a folder to look for the data in, or the new path of a text that has moved.
     """
     if where is None and (place := runs.read_place(run)) is not None:
-        with suppress(DataError, OSError):  # missing, changed or not readable: try the place in the config
+        with suppress(DataError, OSError):  # missing, changed or unreadable: try the config's place
             return data_of(run, config, place)
     if where is not None and not Path(where).exists():
         raise DataError(f"{where}: there is no such file or folder")

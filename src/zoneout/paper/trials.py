@@ -26,10 +26,10 @@ State: TypeAlias = Literal["missing", "begun", "finished", "stopped", "diverged"
 NAMES = tuple(configs.names())
 PATHS = ("data.name", "data.valid", "data.test")  # fields that may be the path of a file
 INTERRUPTED = "interrupted"
-MOST = 100_000  # runs in a sweep
+MOST = 100_000  # runs in a sweep, at most
 
 
-# --- the trials of a grid --------------------------------------------------------------------------
+# --- the trials of a grid -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def axes_of(grid: Sequence[str]) -> dict[str, list[Any] | Range]:
         if not equals or not values:
             raise ValueError(f"--grid: expected a field and its values, as in zoneout.cell=0,0.1,0.5, got {text!r}")
         if name in axes:
-            raise ValueError(f"--grid: expected each field once, got {name} twice; give all its values in one --grid")
+            raise ValueError(f"--grid: {name} is there twice; give all of its values in one --grid")
         if name == "seed":
             raise ValueError(
                 "--grid: seeds are not part of the grid; --seeds sets the number of seeds for each point of the grid"
@@ -113,19 +113,25 @@ def _range(text: str, low: str, high: str, log: str | None) -> Range:
 
 
 def _values(text: str) -> list[Any]:
-    with contextlib.suppress(ValueError):  # values may be lists: optimizer.betas=[0.9,0.99],[0.5,0.9]
+    # A value may be a list: optimizer.betas=[0.9,0.99],[0.5,0.9].
+    with contextlib.suppress(ValueError):
         return [v if isinstance(v, str) else json.dumps(v) for v in json.loads(f"[{text}]")]
     return text.split(",")
 
 
 def trial_of(base: Config, settings: Mapping[str, Any]) -> Trial:
-    """Return the trial of the base config with some fields replaced; strings are parsed by field type."""
+    """Return the trial of the base config with some fields replaced.
+
+    A string is parsed as the type of its field.
+    """
     config = configs.change(base, dict(settings))  # raises if a field does not exist
     return Trial(config, tuple(sorted({*settings, "seed"}, key=NAMES.index)))
 
 
 def grid_of(base: Config, axes: Mapping[str, list[Any] | Range], seeds: int = 1) -> list[Trial]:
-    """Return a trial for every combination of the values and `seeds` seeds, from the base's seed on.
+    """Return a trial for every combination of values and seeds.
+
+    There are `seeds` seeds, which count up from the seed of the base config.
 
     >>> [t.settings for t in grid_of(Config(), {"zoneout.cell": ["0", "0.5"]}, 2)][1:3]
     [{'zoneout.cell': 0.0, 'seed': 2}, {'zoneout.cell': 0.5, 'seed': 1}]
@@ -156,11 +162,11 @@ def part_of(trials: Sequence[Trial], part: str) -> list[Trial]:
     return list(trials[k - 1 :: n])
 
 
-# --- the state of the trials -----------------------------------------------------------------------
+# --- the state of the trials ----------------------------------------------------------------------
 
 
 def folders(trials: Sequence[Trial], out: Path) -> dict[str, Path]:
-    """Return the folder of every trial by name; a folder that another sweep made for the run is reused."""
+    """Return the folder of every trial by name; the same run of another sweep is reused."""
     existing = {p.name.rpartition("-")[2]: p for p in sorted(out.iterdir()) if p.is_dir()} if out.is_dir() else {}
     return {trial.name: existing.get(trial.digest, out / trial.name) for trial in trials}
 
