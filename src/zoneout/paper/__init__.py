@@ -1,1 +1,4 @@
-"""The paper: data, models, training and the command line. Built on the library, which never imports it."""
+"""The paper's experiments: data, models, training and the command line.
+
+This package imports the library; the library never imports this package.
+"""

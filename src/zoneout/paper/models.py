@@ -1,7 +1,8 @@
-"""The models of the paper: a language model for characters and words, and a classifier of sequences.
+"""The paper's models: a language model for characters or words, and a sequence classifier.
 
-Nothing here draws from torch's generators: weights are a function of the run's seed, dropout and noise of the seed of
-the update and of their coordinates, as the masks inside the layers are.
+Nothing here depends on the state of torch's random generators, or changes it. Weights are a
+function of the run's seed. Dropout and noise are functions of the update's seed and of their
+coordinates, like the masks inside the layers.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ from .processes import alone, memory_of, one_thread
 
 CLASSES, PIXELS = 10, 784  # of mnist
 
-# Planes of the generator beyond those of any layer, one for each thing that is drawn outside the layers.
+# Random draws outside the layers: each has a layer number that no recurrent layer can have.
 _INPUT, _OUTPUT, _WORDS, _OUTPUT_OF_SEQUENCE = range(LAYERS, LAYERS + 4)
 
 
 class Output(NamedTuple):
-    """What a model gives for a batch."""
+    """The output of a model for one batch."""
 
     logits: Tensor  # language: [T, B, symbols]; images: [B, classes]
-    hidden: Tensor  # [T, B, H]: what the last layer gives, before dropout
-    state: Any  # to go on from
+    hidden: Tensor  # [T, B, H]: the output of the last recurrent layer, before dropout
+    state: Any  # the final recurrent state, from which the next batch can continue
 
 
 class RecurrentModel(nn.Module):
-    """Input, recurrent layers, softmax: what both models share."""
+    """Base class of both models: input, recurrent layers, softmax."""
 
     def __init__(self, config: Config, inputs: int, outputs: int, steps: int) -> None:
         super().__init__()
@@ -69,7 +70,7 @@ class RecurrentModel(nn.Module):
             self.softmax.weight = self.embedding.weight
 
     def initial_state(self, batch: int) -> Any:
-        """The state that a sequence starts from: learned, or zero."""
+        """Return the initial state of a sequence: learned, or zero."""
         layer = self.recurrent
         shape = (layer.num_layers, batch, layer.hidden_size)
         names = ("h0", "c0") if layer.mode == "LSTM" else ("h0",)
@@ -80,7 +81,7 @@ class RecurrentModel(nn.Module):
         return states if len(states) > 1 else states[0]
 
     def logits(self, hidden: Tensor, seed: Tensor | None, rows: Tensor, first_step: int) -> Tensor:
-        """The softmax's input, [T, B, outputs]."""
+        """Return the logits [T, B, outputs], the input of the softmax."""
         hidden = self.drop(hidden, self.dropout, _OUTPUT, seed, rows, first_step)
         hidden = self.drop(hidden, self.variational.output, _OUTPUT_OF_SEQUENCE, seed, rows, mask="sequence")
         return linear(hidden, self.noisy(self.softmax.weight, _OUTPUT, seed), self.softmax.bias)
@@ -95,22 +96,23 @@ class RecurrentModel(nn.Module):
         first_step: int = 0,
         mask: str = "unit",
     ) -> Tensor:
-        """Dropout, while training."""
+        """Apply dropout in training mode; otherwise return `x`."""
         if not self.training or not rate:
             return x
         assert seed is not None
         return dropout(x, rate, seed, plane("dropout", where, 0), rows, first_step, mask=mask)
 
     def noisy(self, weight: Tensor, where: int, seed: Tensor | None) -> Tensor:
-        """A weight matrix with Gaussian noise added, while training."""
+        """Return the weight matrix, in training mode with Gaussian noise added."""
         if not self.training or not self.weight_noise:
             return weight
         assert seed is not None
         return weight_noise(weight, self.weight_noise, seed, plane("weight_noise", where, 0))
 
     def seed(self, seed: int | Tensor | None) -> Tensor | None:
+        """Return the seed as a tensor on the model's device; raise if it is None in training."""
         if seed is None and self.training:
-            raise ValueError("seed: expected one in training, since dropout and masks are drawn from it; got None")
+            raise ValueError("seed: expected one in training, got None; dropout and masks are drawn from the seed")
         return None if seed is None else as_seed(seed, self.softmax.weight.device)
 
 
@@ -134,13 +136,17 @@ class LanguageModel(RecurrentModel):
         examples: int | Tensor | None = None,
         first_step: int = 0,
     ) -> Output:
-        """Logits for what comes after each of `tokens` [T, B]; `seed` and the rest as the layers take them."""
+        """Return the logits of the symbol that follows each of `tokens` [T, B].
+
+        `seed`, `examples` and `first_step` have the same meaning as in the recurrent layers.
+        """
         key = self.seed(seed)
         rows = example_ids(examples, tokens.shape[1], tokens.device)
-        x = tokens  # which the layer takes for one-hot rows
+        x = tokens  # without an embedding, the layer treats integer tokens as one-hot rows
         if self.embedding is not None:
             table = self.noisy(self.embedding.weight, _INPUT, key)
-            # On a GPU the way back of F.embedding waits for the host, which a captured graph must not.
+            # On a GPU the backward pass of F.embedding synchronises with the host. A CUDA graph
+            # must not do that, so the rows are indexed instead.
             x = table[tokens] if table.is_cuda else F.embedding(tokens, table)
             x = self.drop(x, self.dropout, _INPUT, key, rows, first_step)
             x = self.drop_words(x, tokens, key, rows)
@@ -148,7 +154,7 @@ class LanguageModel(RecurrentModel):
         return Output(self.logits(hidden, key, rows, first_step), hidden, state)
 
     def drop_words(self, x: Tensor, tokens: Tensor, seed: Tensor | None, rows: Tensor) -> Tensor:
-        """Dropout of whole symbols, while training: each is kept or not wherever it stands in a sequence."""
+        """Drop whole symbols in training mode: a dropped symbol is zero in its whole sequence."""
         rate = self.variational.words
         if not self.training or not rate:
             return x
@@ -158,7 +164,7 @@ class LanguageModel(RecurrentModel):
 
 
 class Classifier(RecurrentModel):
-    """Reads an image one pixel a step and classifies it from the last hidden state.
+    """Reads an image one pixel per step and classifies it from the last hidden state.
 
     >>> model = Classifier(Config()).eval()
     >>> model(torch.zeros(20, 3, 1)).logits.shape
@@ -177,7 +183,7 @@ class Classifier(RecurrentModel):
         examples: int | Tensor | None = None,
         first_step: int = 0,
     ) -> Output:
-        """Logits for images [T, B, 1], each pixel a number from 0 to 1."""
+        """Return the logits of images [T, B, 1], whose pixels are numbers from 0 to 1."""
         key = self.seed(seed)
         rows = example_ids(examples, pixels.shape[1], pixels.device)
         hidden, state = self.recurrent(pixels, state, seed=key, examples=rows, first_step=first_step)
@@ -186,27 +192,33 @@ class Classifier(RecurrentModel):
 
 
 def noises(config: Config) -> list[Any]:
-    """The noises inside the layers. A static mask is the run's own: another seed has another mask."""
+    """Return the noises inside the layers that have a rate other than zero.
+
+    A static mask depends on the run's seed: another seed gives another mask.
+    """
     at_eval = config.evaluation.at_eval
-    found: list[Any] = []
+    made: list[Any] = []
     methods: list[tuple[Any, Any]] = [
         (zo.Zoneout, config.zoneout),
         (zo.RecurrentDropout, config.recurrent_dropout),
         (zo.StateDropout, config.state_dropout),
     ]
     for number, (kind, settings) in enumerate(methods):
-        own = {"seed": zo.fold(config.seed, number)} if settings.mask == "static" else {}
-        found.append(kind(**vars(settings), **own, at_eval=at_eval))
-    tied = config.variational_dropout
-    found.append(zo.VariationalDropout(input=tied.input, hidden=tied.hidden, at_eval=at_eval))
-    found.append(zo.WeightDrop(rate=config.weight_drop, at_eval=at_eval))
-    found.append(zo.WeightNoise(std=config.weight_noise, at_eval=at_eval))
-    return [noise for noise in found if noise.rules()]
+        seed = {"seed": zo.fold(config.seed, number)} if settings.mask == "static" else {}
+        made.append(kind(**vars(settings), **seed, at_eval=at_eval))
+    variational = config.variational_dropout
+    made.append(zo.VariationalDropout(input=variational.input, hidden=variational.hidden, at_eval=at_eval))
+    made.append(zo.WeightDrop(rate=config.weight_drop, at_eval=at_eval))
+    made.append(zo.WeightNoise(std=config.weight_noise, at_eval=at_eval))
+    return [noise for noise in made if noise.rules()]
 
 
 def build(config: Config, symbols: int = 0) -> LanguageModel | Classifier:
-    """The model of a config, its weights a function of `config.seed`; `symbols` is the size of a text's vocabulary."""
-    # torch's own initialisers draw from the global generator: it is put back afterwards.
+    """Build the model of a config, with weights that are a function of `config.seed`.
+
+    `symbols` is the size of a text's vocabulary.
+    """
+    # torch's initialisers draw from the global generator, so its state is restored afterwards.
     with alone, torch.random.fork_rng(devices=[]), one_thread():
         torch.manual_seed(int(zo.fold(config.seed, _INPUT)) % 2**63)
         model = _model(config, symbols)
@@ -215,33 +227,39 @@ def build(config: Config, symbols: int = 0) -> LanguageModel | Classifier:
 
 
 class _Undrawn(TorchFunctionMode):
-    """Leaves out the draws of nn.Embedding: on the meta device the first takes torch seconds, for importing sympy."""
+    """Skip the random initialisation of nn.Embedding on the meta device.
+
+    The first such draw on the meta device takes seconds, because torch then imports sympy.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        return given["tensor"] if func is nn.init.normal_ and "tensor" in given else func(*args, **given)
+        kwargs = kwargs or {}
+        return kwargs["tensor"] if func is nn.init.normal_ and "tensor" in kwargs else func(*args, **kwargs)
 
 
 def outline(config: Config, symbols: int = 0) -> LanguageModel | Classifier:
-    """The model of a config without its weights: what it has, and in which shapes."""
+    """Build the model of a config on the meta device: names and shapes, but no weights."""
     check(config, symbols)
     with torch.device("meta"), _Undrawn():
         return _model(config, symbols)
 
 
 def check(config: Config, symbols: int = 1, device: torch.device | None = None, copies: int = 1) -> None:
-    """Raise if a tensor of the model would be too large, or `copies` of the model do not fit in memory."""
+    """Raise if a tensor of the model is too large, or if `copies` of it do not fit in memory."""
     room = memory_of(device or torch.device("cpu"))
     needed = 4 * copies * _size(config, symbols)
     if room is not None and needed > room:
         raise ValueError(
-            f"model: expected one that has room in {room / 2**30:,.1f} GiB of memory, got one that needs at least "
-            f"{needed / 2**30:,.1f}; try a smaller --model.hidden, --model.layers or --model.embedding"
+            f"model: expected one that fits in {room / 2**30:,.1f} GiB of memory, got one that needs at least "
+            f"{needed / 2**30:,.1f} GiB; try a smaller --model.hidden, --model.layers or --model.embedding"
         )
 
 
 def _size(config: Config, symbols: int) -> int:
-    """How many numbers a model consists of. From the second on its layers are alike: two of them tell it of all."""
+    """Return the number of elements of all parameters and buffers of a model.
+
+    All layers from the second on have the same size, so it is computed from one and two layers.
+    """
 
     def count(layers: int) -> int:
         with torch.device("meta"), _Undrawn():
@@ -265,7 +283,10 @@ def _model(config: Config, symbols: int) -> LanguageModel | Classifier:
 
 @torch.no_grad()
 def initialise(model: RecurrentModel, config: Config) -> None:
-    """Start weights and biases as the config says; initial states and the scales of norms start as they do."""
+    """Initialise weights and biases as the config says.
+
+    Initial states and the scales of norms keep the values of their constructors.
+    """
     settings = config.model
     if settings.init == "uniform":
         zo.init.uniform_(model, settings.init_bound)
@@ -290,22 +311,23 @@ def _matrix_(weight: Tensor, init: str, recurrent: bool, cell: str) -> None:
         return
     zo.init.orthogonal_(weight)
     if init == "identity" and recurrent:
-        # As the paper's classifier had it: g is the identity, the other gates are one orthogonal matrix.
+        # As in the paper's classifier: the candidate (g) starts as the identity, and the other
+        # gates together as one orthogonal matrix.
         side = weight.shape[1]
         others = torch.empty(len(weight) - side, side)
         if len(others):
             zo.init.orthogonal_(others)
-        before = {"lstm": 2, "gru": 2}.get(cell, 0) * side  # the candidate is the third block of both
+        before = {"lstm": 2, "gru": 2}.get(cell, 0) * side  # the candidate is the third block
         weight.copy_(torch.cat([others[:before], torch.eye(side), others[before:]]))
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that are trained, by name."""
+    """Return the trainable parameters by name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def loss_of(output: Output, targets: Tensor, config: Config) -> tuple[Tensor, Tensor]:
-    """What is minimised, and the mean negative log-likelihood in nats, which is what is shown."""
+    """Return the loss to minimise, and the mean negative log-likelihood in nats to report."""
     nats = F.cross_entropy(at_least_float32(output.logits).flatten(0, -2), targets.flatten())
     loss = nats
     if config.loss == "sum" and config.task == "language":
@@ -316,10 +338,10 @@ def loss_of(output: Output, targets: Tensor, config: Config) -> tuple[Tensor, Te
 
 
 def loss_scale(targets: Tensor, config: Config) -> float:
-    """What the loss is multiplied by on the way back, for derivatives that would be too small for fp16.
+    """Return the loss scale of the backward pass, which keeps fp16 gradients from underflow.
 
-    Whatever the loss is a mean of, a prediction's own derivative is then at most a quarter: far from both ends of fp16,
-    also where a few thousand of them are added up.
+    With this scale the derivative of one prediction is at most 1/4, however many predictions the
+    loss averages. That is far from both ends of the fp16 range, even for a sum of a few thousand.
     """
     if config.precision != "fp16":
         return 1.0
@@ -327,5 +349,5 @@ def loss_scale(targets: Tensor, config: Config) -> float:
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Half precision widened: losses are not computed in it."""
+    """Cast half precision to float32, because losses are never computed in half precision."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

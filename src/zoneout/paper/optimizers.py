@@ -1,8 +1,11 @@
-"""Adam, SGD and RMSProp, as the paper's code had them and in their ordinary form.
+"""Adam, SGD and RMSProp, both in the form of the paper's code and in the ordinary form.
 
-torch's own cannot be used for the paper's: they change the weights at once, while the update of char-PTB is clipped
-before it is applied, and two of the rules differ from torch's in where eps stands. All numbers that change from update
-to update are tensors, so that a step can be captured in a CUDA graph. On a GPU a rule is one kernel for all parameters.
+torch's optimizers cannot compute the paper's rules, for two reasons. They change the weights
+immediately, but the update of char-PTB is clipped before it is applied. And two of the paper's
+rules use eps in another place than torch does.
+
+All numbers that change between updates are tensors, so a step can be captured in a CUDA graph.
+On a GPU, each rule is one kernel for all parameters.
 """
 
 from __future__ import annotations
@@ -21,18 +24,18 @@ from ..ops.memory import in_memory
 from .config import Optimizer as Settings
 
 Tensors = list[Tensor]
-STATES = ("h0", "c0")  # learned initial states, which are no weights though they have two dimensions
+STATES = ("h0", "c0")  # learned initial states: not weights, although they have two dimensions
 
 
 def eps_of(settings: Settings) -> float:
-    """The small number that keeps a division finite: the one given, or the rule's own."""
+    """Return eps, which keeps divisions finite: the configured value, or the rule's default."""
     if settings.eps is not None:
         return settings.eps
     return 1e-5 if settings.rule == "rmsprop" and settings.paper else 1e-8
 
 
 class Optimizer:
-    """Changes parameters in place, given their gradients.
+    """Updates parameters in place from their gradients.
 
     >>> weight = torch.ones(3)
     >>> sgd = Optimizer({"weight": weight}, Settings(rule="sgd", clip_gradient=1.0))
@@ -56,27 +59,27 @@ class Optimizer:
         self.count = torch.zeros((), dtype=widest(device), device=device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that the optimizer remembers, by name: saved and loaded with a checkpoint."""
-        kept = {"count": self.count}
+        """Return the state of the optimizer by name, which a checkpoint saves and restores."""
+        state = {"count": self.count}
         for slot, values in self.slots.items():
-            kept |= {f"{slot}.{name}": value for name, value in zip(self.names, values)}
-        return kept
+            state |= {f"{slot}.{name}": value for name, value in zip(self.names, values)}
+        return state
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], lr: Tensor) -> None:
-        """One update. The gradients are used up: what they hold afterwards means nothing."""
+        """Apply one update. The gradients are used as workspace and are undefined afterwards."""
         settings, steps = self.settings, apart(gradients)
         factor = clipped_factor(lr.new_ones(()), steps, settings.clip_gradient) if settings.clip_gradient else None
         self.count += 1
         by, eps = lr, lr.new_full((), eps_of(settings))
         if settings.rule == "adam":
-            # m̂ / (√v̂ + eps), with both corrections in one factor: eps is then √(1 − β₂ᵗ) times itself, which the
-            # paper's rule leaves out.
+            # m̂ / (√v̂ + eps), with both bias corrections in one factor. eps is therefore
+            # multiplied by √(1 − β₂ᵗ); the paper's rule leaves this multiplication out.
             bias1, bias2 = 1 - settings.betas[0] ** self.count, (1 - settings.betas[1] ** self.count).sqrt()
             by, eps = lr * bias2 / bias1, eps if settings.paper else eps * bias2
         if self.slots:
             steps = self._advance(steps, factor, eps)
-        elif factor is not None:  # steps are the gradients
+        elif factor is not None:  # SGD without momentum: the steps are the gradients
             by = by * factor
         if settings.clip_update:
             by = clipped_factor(by, steps, settings.clip_update)
@@ -87,7 +90,7 @@ class Optimizer:
         return first.is_cuda and cuda.there(first) and fused.takes(self.parameters, steps)
 
     def _advance(self, grads: Tensors, factor: Tensor | None, eps: Tensor) -> Tensors:
-        """Steps from gradients, which are multiplied by `factor` first; what is remembered is moved."""
+        """Multiply the gradients by `factor`, update the optimizer's state and return the steps."""
         settings = self.settings
         if self._fused(grads):
             kept = settings.betas[1] if settings.rule == "adam" else settings.decay
@@ -103,7 +106,10 @@ class Optimizer:
         return self._with_momentum(grads)
 
     def _apply(self, steps: Tensors, by: Tensor, keep: Tensor | None) -> None:
-        """Take steps, times a number; matrices of weights are multiplied by `keep` first, where weights decay."""
+        """Subtract `by` times the steps from the parameters, after weight decay.
+
+        Weight decay multiplies the weight matrices by `keep`; None is no decay.
+        """
         if self._fused(steps):
             fused.apply(self.parameters, steps, by, keep, self.decays)
             return
@@ -141,21 +147,27 @@ class Optimizer:
 
 
 def apart(gradients: Sequence[Tensor]) -> Tensors:
-    """The same, each without gaps and in memory of its own: that of two biases may be one."""
+    """Return the gradients as contiguous tensors that share no memory.
+
+    The gradients of two biases may be the same tensor.
+    """
     taken: set[int] = set()
-    own = []
+    separate = []
     for gradient in map(in_memory, gradients):
-        own.append(gradient.clone() if gradient.data_ptr() in taken else gradient)
+        separate.append(gradient.clone() if gradient.data_ptr() in taken else gradient)
         taken.add(gradient.data_ptr())
-    return own
+    return separate
 
 
 def added(tensors: Any, number: Tensor) -> Any:
-    """A number added in place; in a list, since a single one would be read by the host."""
+    """Add a number to the tensors in place and return them.
+
+    The number is passed as a list, because torch copies a single tensor to the host.
+    """
     torch._foreach_add_(tensors, [number.to(tensors[0].dtype)] * len(tensors))
     return tensors
 
 
 def clipped_factor(by: Tensor, tensors: Tensors, limit: float) -> Tensor:
-    """What to multiply the tensors by instead of `by`, so that their global norm is then at most `limit`."""
+    """Return `by`, or the smaller factor that reduces the tensors' global norm to `limit`."""
     return torch.minimum(by, limit / get_total_norm(tensors, foreach=True))

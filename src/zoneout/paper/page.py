@@ -1,7 +1,7 @@
-"""Pages: HTML in which everything is escaped unless it was made here, and the look that the pages share.
+"""HTML pages: functions that build escaped HTML, and the style sheet of all pages.
 
-A page is one file that needs nothing else: no network, no scripts. It is light or dark as the reader's system is,
-narrow or wide as the screen is, and can be read with the keyboard and aloud.
+A page is a single file and needs no network and no scripts. It follows the light or dark mode of
+the reader's system, fits narrow and wide screens, and works with a keyboard and a screen reader.
 """
 
 from __future__ import annotations
@@ -15,39 +15,42 @@ from .measures import LABELS
 
 
 class Html(str):
-    """A text that is HTML already."""
+    """A string that is HTML already and is not escaped again."""
 
 
 def element(name: str, *children: Any, **attributes: Any) -> Html:
-    """An element. What is not `Html` is text and escaped; an attribute's `_` is a `-`, and at its end nothing.
+    """Return an HTML element. Children that are not `Html` are escaped.
+
+    In the name of an attribute, `_` becomes `-`, and a `_` at the end is removed.
 
     >>> element("p", "1 < 2 ", element("b", "&"), class_="a b")
     '<p class="a b">1 &lt; 2 <b>&amp;</b></p>'
     """
-    given = (f' {key.rstrip("_").replace("_", "-")}="{escape(str(value))}"' for key, value in attributes.items())
-    return Html(f"<{name}{''.join(given)}>{join(children)}</{name}>")
+    pairs = (f' {key.rstrip("_").replace("_", "-")}="{escape(str(value))}"' for key, value in attributes.items())
+    return Html(f"<{name}{''.join(pairs)}>{join(children)}</{name}>")
 
 
 def join(parts: Iterable[Any], between: str = "") -> Html:
-    """Parts one after another, each escaped unless it is `Html`."""
+    """Concatenate parts, with `between` between them. A part that is not `Html` is escaped."""
     return Html(between.join(part if isinstance(part, Html) else escape(str(part)) for part in parts))
 
 
 def code(text: str) -> Html:
-    """What is typed. A line ends between words, not after the hyphens of an option."""
+    """Return a command as a code element. An option under 30 characters stays on one line."""
     words = text.split(" ")
     return element("code", join((element("span", w) if w.startswith("--") and len(w) < 30 else w for w in words), " "))
 
 
 def link(to: str, text: Any) -> Html:
-    """A link to a place on this page."""
+    """Return a link to an id on the same page."""
     return element("a", text, href=f"#{to}")
 
 
 def table(caption: Any, head: Sequence[Sequence[Any]], rows: Sequence[Sequence[Any]], name: str) -> Html:
-    """A table that scrolls by itself where the screen is narrow; the first cell of a row is its heading.
+    """Return a table that scrolls sideways on a narrow screen.
 
-    A cell of the head is a text, or a text with how many columns it spans.
+    The first cell of a row is its heading. A cell of `head` is a text, or a pair of a text and the
+    number of columns that it spans.
     """
     lines = []
     for number, line in enumerate(head):
@@ -80,13 +83,16 @@ def table(caption: Any, head: Sequence[Sequence[Any]], rows: Sequence[Sequence[A
 
 
 def figure(picture: Html, title: str, *words: Any, name: str) -> Html:
-    """A picture (an svg element) with its caption, in paragraphs."""
+    """Return a figure: a picture (an svg element), a title, and a caption in paragraphs."""
     caption = element("figcaption", element("p", element("strong", f"{title}.")), *(element("p", w) for w in words))
     return element("figure", element("div", picture, class_="picture"), caption, id=name)
 
 
 def learning_curves(curves: Sequence[plots.Curve], *words: Any) -> list[Html]:
-    """A figure for each measure of the curves with a validation; its caption is the words, then the best of each."""
+    """Return a figure for each measure, with all curves that have a validation.
+
+    The caption is `words`, then the best validation of each curve.
+    """
     figures = []
     for measure in dict.fromkeys(curve.measure for curve in curves if curve.valid):
         shown = [curve for curve in curves if curve.valid and curve.measure == measure]
@@ -98,13 +104,14 @@ def learning_curves(curves: Sequence[plots.Curve], *words: Any) -> list[Html]:
 
 
 def section(name: str, title: str, *children: Any, level: int = 2) -> Html:
+    """Return a section with a heading."""
     heading = element(f"h{level}", title, id=f"{name}-title")
     return element("section", heading, "\n", join(children, "\n"), id=name, aria_labelledby=f"{name}-title")
 
 
 def document(title: str, lead: Any, sections: Sequence[tuple[str, str, Html]], footer: Any) -> str:
-    """A whole page: its sections are (id, what the contents call it, section)."""
-    contents = element("ul", *(element("li", link(name, called)) for name, called, _ in sections))
+    """Return a whole page. Each section is (id, label in the table of contents, HTML)."""
+    contents = element("ul", *(element("li", link(name, label)) for name, label, _ in sections))
     body = join(
         [
             element("a", "Skip to the results", class_="skip", href="#main"),

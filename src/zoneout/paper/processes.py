@@ -1,6 +1,6 @@
-"""Where a run is computed: on which device, in which precision, and in how many processes.
+"""The device, the precision and the processes of a run.
 
-Of several processes each has its rows of every batch, and all have the same weights.
+With several processes, each computes its own rows of every batch, and all hold the same weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Processes:
-    """Which of how many processes this is; alone, nothing here does anything."""
+    """The device, rank and number of processes. With one process, no method communicates."""
 
     device: torch.device
     rank: int = 0
@@ -35,11 +35,11 @@ class Processes:
 
     @property
     def first(self) -> bool:
-        """Whether this is the process that writes files."""
+        """Whether this process is the one that writes files."""
         return self.rank == 0
 
     def mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The mean of every tensor over the processes."""
+        """Return the mean of every tensor over the processes."""
         if self.size == 1:
             return list(tensors)
         flat = torch.cat([t.reshape(-1) for t in tensors])
@@ -48,7 +48,7 @@ class Processes:
         return [part.view_as(t) for part, t in zip(parts, tensors)]
 
     def share(self, value: T) -> T:
-        """What the first process has, in all of them."""
+        """Return the first process's value in every process."""
         if self.size == 1:
             return value
         box: list[Any] = [value]
@@ -62,7 +62,7 @@ class Processes:
             dist.broadcast(tensor.detach(), 0)
 
     def gather(self, tensor: Tensor, dim: int) -> Tensor:
-        """The parts of all processes, one after another."""
+        """Concatenate the tensors of all processes along `dim`."""
         if self.size == 1:
             return tensor
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -70,11 +70,11 @@ class Processes:
         return torch.cat(parts, dim)
 
     def own(self, tensor: Tensor, dim: int) -> Tensor:
-        """This process's part of what `gather` gave."""
+        """Return this process's part of a tensor from `gather`."""
         return tensor.chunk(self.size, dim)[self.rank]
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is up in any process."""
+        """Return whether the flag is True in any process."""
         if self.size == 1:
             return flag
         count = torch.tensor(float(flag), device=self.device)
@@ -83,7 +83,7 @@ class Processes:
 
 
 def join(device: str) -> Processes:
-    """The processes that torchrun started, or this one alone; `device` as the config has it."""
+    """Join the processes that torchrun started, or run alone; `device` is the config's field."""
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     where = device_of(device, int(os.environ.get("LOCAL_RANK", "0")) if size > 1 else None)
     if size == 1:
@@ -91,7 +91,8 @@ def join(device: str) -> Processes:
     if where.type == "cuda":
         torch.cuda.set_device(where)
     if not dist.is_initialized():
-        # Until the process ends: who is ahead of the others when a new group is made would find the old one's store.
+        # The group is kept until the process ends. If a new group were created for each run, a
+        # process that is ahead of the others could connect to the store of the old group.
         dist.init_process_group("cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo")
         atexit.register(_leave)
     return Processes(where, rank, size)
@@ -104,19 +105,23 @@ def _leave() -> None:
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-# Runs that share a process take turns at what all of it sees: torch's generator, a graph that is being captured.
+# Lock for state that all threads of the process share: torch's generator, a CUDA graph capture.
 alone = threading.RLock()
 
-# Its settings for products are seen by all too; those who want the same ones are inside together.
+# The precision of matrix products is shared by all threads too. Threads that need the same
+# precision run at the same time; a thread that needs another one waits.
 _turn = threading.Condition()
-_inside: list[tuple[int, str]] = []  # thread and setting
-_outside: list[str] = []  # the settings that are put back when the last one leaves
+_inside: list[tuple[int, str]] = []  # (thread, precision) of every active `products_in`
+_outside: list[str] = []  # the precisions to restore when the last of them ends
 
 
 @contextmanager
 def products_in(precision: str, device: torch.device) -> Iterator[None]:
-    """Matrix products in fp32, tf32 (on a GPU), bf16 or fp16, those of recurrent layers and all others."""
-    # Without the cache of cast weights, which would outlive a captured graph.
+    """Inside, compute matrix products in fp32, tf32 (GPU only), bf16 or fp16.
+
+    This applies to the products of recurrent layers and to all others.
+    """
+    # autocast must not cache cast weights: the cache would outlive a captured graph.
     autocast = torch.autocast(device.type, HALF.get(precision), precision in HALF, cache_enabled=False)
     if device.type != "cuda":
         with autocast:
@@ -149,9 +154,10 @@ def _set(*settings: str) -> None:
 
 
 def obey_the_parent() -> None:
-    """From now on this process stops when the one that started it asks, or is gone; the terminal's keys are not for it.
+    """Make this process stop when its parent asks or ends, and ignore Ctrl-C from the terminal.
 
-    Otherwise Ctrl-C would come twice, by the terminal and from the parent, and the second stops without a checkpoint.
+    Otherwise Ctrl-C would arrive twice, from the terminal and from the parent, and the second one
+    stops the process without a checkpoint.
     """
     if hasattr(os, "setsid"):
         os.setsid()
@@ -160,14 +166,17 @@ def obey_the_parent() -> None:
         parent = multiprocessing.parent_process()
         if parent is not None:
             parent.join()
-            os.kill(os.getpid(), signal.SIGTERM)  # a checkpoint is written first
+            os.kill(os.getpid(), signal.SIGTERM)  # training then writes a checkpoint and stops
 
     threading.Thread(target=watch, daemon=True).start()
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """As one thread computes: LAPACK's factors, of which orthogonal matrices are made, differ by how many there are."""
+    """Compute with one thread.
+
+    Orthogonal matrices are made with LAPACK, whose results depend on the number of threads.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -177,20 +186,24 @@ def one_thread() -> Iterator[None]:
 
 
 def cores() -> int:
-    """How many processors this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def threads_of_each(processes: int) -> int:
-    """How many threads each of so many processes has: its share of the processors, and no more than this one may have.
+    """Return the number of threads for each of `processes` processes.
 
-    More than somebody has allowed (OMP_NUM_THREADS), on a machine with much else to do, take many times as long.
+    It is a process's share of the cores, and at most the number of threads of this process. On a
+    busy machine, more threads than the user allows (OMP_NUM_THREADS) are many times slower.
     """
     return max(1, min(torch.get_num_threads(), cores() // processes))
 
 
 def device_of(name: str, number: int | None = None) -> torch.device:
-    """The device that a config names; `number` is this process's GPU where several share a machine."""
+    """Return the device that a config names.
+
+    `number` is the GPU of this process when several processes share a machine.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -199,28 +212,31 @@ def device_of(name: str, number: int | None = None) -> torch.device:
         raise ValueError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}") from None
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise ValueError(f"device: {name} is not there (torch sees no GPU); use --device cpu")
+            raise ValueError(f"device: {name} is not available (torch sees no GPU); use --device cpu")
         if ":" not in name:
             device = torch.device("cuda", torch.cuda.current_device() if number is None else number)
     return device
 
 
 def memory_of(device: torch.device) -> int | None:
-    """The bytes that a device has in all, or that a container leaves of them; None where nothing tells."""
+    """Return the total memory of a device in bytes, or a container's limit if that is lower.
+
+    The result is None if neither is known.
+    """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    found = []
-    with suppress(AttributeError, ValueError, OSError):  # not a Unix
-        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # of a container, by either version of cgroups
-        with suppress(ValueError, OSError):  # "max", or none
-            found.append(int(Path("/sys/fs/cgroup", limit).read_text()))
-    return min(found, default=None)
+    limits = []
+    with suppress(AttributeError, ValueError, OSError):  # not a Unix system
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    for file in ("memory.max", "memory/memory.limit_in_bytes"):  # a container's; cgroups 2, 1
+        with suppress(ValueError, OSError):  # the file says "max" (no limit), or does not exist
+            limits.append(int(Path("/sys/fs/cgroup", file).read_text()))
+    return min(limits, default=None)
 
 
 @contextmanager
 def memory_explained() -> Iterator[None]:
-    """Turn what torch, NumPy and Python say when there is no memory left into a sentence."""
+    """Turn an out-of-memory error of torch, NumPy or Python into a RunError with advice."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -233,8 +249,11 @@ def memory_explained() -> Iterator[None]:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether an error means that there is no memory left; torch has no kind of its own for that of the host."""
+    """Return whether an error means out of memory.
+
+    When host memory runs out, torch raises a plain RuntimeError, so its text is searched.
+    """
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    said = ("can't allocate memory", "not enough memory", "std::bad_alloc", "out of memory")
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in said)
+    phrases = ("can't allocate memory", "not enough memory", "std::bad_alloc", "out of memory")
+    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in phrases)

@@ -1,7 +1,8 @@
-"""Progress: what a person sees while a model trains, and what TensorBoard gets.
+"""Progress of training: a live display, plain lines, and TensorBoard files.
 
-`train` tells what happens as dicts (see there); each class here listens to them. A terminal shows a live bar for every
-run and a line for every validation; anything else gets plain lines.
+`train` reports events as dicts (its docstring lists them), and each class here is a listener.
+A terminal shows a live bar for each run and a line for each validation. Files and pipes get
+plain lines.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Listener: TypeAlias = Callable[[Event], None]
 
 
 def worth(row: Event) -> str:
-    """The value of a line of the metrics, with its unit.
+    """Format the value of a metrics line, with its unit.
 
     >>> worth({"kind": "valid", "bits": 1.60123, "nats": 1.1099})
     '1.601 bits'
@@ -35,7 +36,7 @@ def worth(row: Event) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time, as short as it can be said.
+    """Format seconds as minutes and seconds, with hours only if needed.
 
     >>> duration(7), duration(75), duration(4000)
     ('0:07', '1:15', '1:06:40')
@@ -46,7 +47,7 @@ def duration(seconds: float) -> str:
 
 
 class Pace:
-    """How fast a run goes now: updates a second, the recent ones counting most."""
+    """The current speed of a run in updates per second, an average that favours recent updates."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -64,7 +65,7 @@ class Pace:
 
 
 class Shown:
-    """What is known of a run from what it has told."""
+    """What the display knows about a run, collected from the run's events."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.measure, self.update, self.updates, self.pace = "bits", 0, 0, Pace(clock)
@@ -73,7 +74,7 @@ class Shown:
         self.loss: float | None = None  # nats, smoothed
 
     def hear(self, event: Event) -> None:
-        """Take in what a run tells."""
+        """Record an event of the run."""
         kind = event["kind"]
         if kind == "start":
             self.measure, self.updates, self.update = event["measure"], event["updates"], event["update"]
@@ -88,7 +89,7 @@ class Shown:
             self.valid, self.best = event, event if event["best"] else self.best
 
     def training(self) -> str:
-        """The loss on the training data."""
+        """Format the training loss."""
         if self.loss is None:
             return ""
         if self.measure == "error":
@@ -96,17 +97,17 @@ class Shown:
         return figure_of(in_measure(self.loss, self.measure), self.measure)
 
     def left(self) -> str:
-        """The time that the rest will take at this pace."""
+        """Format the time that the remaining updates will take at the current speed."""
         return duration((self.updates - self.update) / self.pace.speed) if self.pace.speed else "–:––"
 
 
 def position(row: Event) -> str:
-    """Where a run was when it wrote a line of its metrics."""
+    """Format the epoch and update of a metrics line."""
     return f"epoch {row['epoch']:6.2f}  update {row['update']:7,}"
 
 
 def said(event: Event) -> str | None:
-    """What is written down of an event, as a line; None for those that come too often, or say nothing new."""
+    """Return the log line for an event; None for events that are too frequent or add nothing."""
     kind = event["kind"]
     if kind == "start":
         again = f", continued after update {event['update']:,}" if event["update"] else ""
@@ -122,14 +123,14 @@ def said(event: Event) -> str | None:
 
 
 def named(name: str, line: str, names: Iterable[str]) -> str:
-    """A line with the name of its run before it, where there are several."""
+    """Put the name of the run before a line, if the run has a name."""
     return f"{name:{max(map(len, names))}}  {line}" if name else line
 
 
 class Lines:
-    """Plain lines, one for every line of the metrics: for files, pipes and logs.
+    """Plain progress lines, one for each line of the metrics: for files, pipes and logs.
 
-    `names` are the runs that are shown side by side; `listener(name)` is what to give to the `train` of each.
+    `names` are the runs to show. Pass `listener(name)` to `train` as the `progress` of that run.
     """
 
     def __init__(self, out: IO[str], names: Sequence[str] = ("",), clock: Callable[[], float] = time.monotonic) -> None:
@@ -142,7 +143,7 @@ class Lines:
         pass
 
     def listener(self, name: str = "") -> Listener:
-        """What one run tells."""
+        """Return the listener for one run."""
         return lambda event: self._hear(event, name, self.shown[name])
 
     def _hear(self, event: Event, name: str, run: Shown) -> None:
@@ -156,7 +157,10 @@ class Lines:
 
 
 class Live:
-    """A live bar for each run, and a line above them for each validation; `names` and `listener` as in `Lines`."""
+    """A live bar for each run; with one run, also a line above the bar for each validation.
+
+    `names` and `listener` are the same as in `Lines`.
+    """
 
     def __init__(
         self, console: Console, names: Sequence[str] = ("",), clock: Callable[[], float] = time.monotonic
@@ -166,7 +170,7 @@ class Live:
         columns.append(BarColumn(bar_width=None))
         columns.append(_Of(lambda run: f"{run.update:,}/{run.updates:,}" if run.updates else "starting"))
         columns.append(_Of(lambda run: f"train {run.training()}" if run.loss is not None else ""))
-        if console.width >= 80:  # what does not fit is left out, the least important first
+        if console.width >= 80:  # a narrow terminal shows fewer columns, the most important ones
             columns.append(_Of(lambda run: f"valid {worth(run.valid)}" if run.valid else ""))
         if console.width >= 100:
             columns.append(_Of(lambda run: f"best {worth(run.best)}" if run.best else "", "green"))
@@ -184,7 +188,7 @@ class Live:
         self.progress.stop()
 
     def listener(self, name: str = "") -> Listener:
-        """What one run tells."""
+        """Return the listener for one run."""
         return lambda event: self._hear(event, name, self.shown[name])
 
     def _hear(self, event: Event, name: str, run: Shown) -> None:
@@ -192,7 +196,7 @@ class Live:
         if event["kind"] in ("start", "step"):
             self.progress.update(self.tasks[name], completed=run.update, total=run.updates or None)
         if event["kind"] == "valid" and len(self.shown) > 1:
-            return  # the bars of several runs show it, one below the other
+            return  # with several runs, only the bars show validations
         if (line := said(event)) is not None:
             style = "green" if event.get("best") else "yellow" if event["kind"] == "note" else None
             line = visible(named(name, line, self.shown))
@@ -200,7 +204,7 @@ class Live:
 
 
 class _Of(ProgressColumn):
-    """A column that asks the task's run."""
+    """A column whose text is computed from the run of the task."""
 
     def __init__(self, ask: Callable[[Shown], str], style: str = "") -> None:
         super().__init__()
@@ -211,27 +215,28 @@ class _Of(ProgressColumn):
 
 
 def watch(names: Sequence[str] = ("",)) -> Lines | Live:
-    """What shows the progress of runs on standard error: live on a terminal, as lines elsewhere."""
+    """Return a progress display on standard error: live on a terminal, plain lines elsewhere."""
     console = Console(stderr=True)
     return Live(console, names) if console.is_terminal else Lines(sys.stderr, names)
 
 
 class TensorBoard:
-    """Writes the metrics for TensorBoard, into the run's folder."""
+    """A listener that writes the metrics for TensorBoard into the run's folder."""
 
     def __init__(self, folder: Path | str) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise ValueError(
-                "--tensorboard: the package tensorboard is not installed; pip install '.[tensorboard]' in a clone"
+                "--tensorboard: the package tensorboard is not installed; "
+                "run pip install '.[tensorboard]' in a clone of the project"
             ) from None
         self.make = lambda update: SummaryWriter(str(own_folder(Path(folder) / "tensorboard")), purge_step=update)
         self.writer: Any = None
 
     def __call__(self, event: Event) -> None:
         kind = event["kind"]
-        if kind == "start":  # what was written after the checkpoint that a run is continued from is passed over
+        if kind == "start":  # in a continued run, TensorBoard drops the values after the checkpoint
             self.writer = self.make(event["update"] + 1 if event["update"] else None)
         if kind in ("train", "valid", "test"):
             for name in ("nats", "lr", *LABELS):
@@ -243,14 +248,14 @@ class TensorBoard:
             self.close()
 
     def close(self) -> None:
-        """Bring everything to the disk."""
+        """Write everything to disk and close the file."""
         if self.writer is not None:
             self.writer.close()
             self.writer = None
 
 
 def together(*listeners: Listener) -> Listener:
-    """One listener that tells several."""
+    """Return one listener that passes each event to several listeners."""
 
     def tell(event: Event) -> None:
         for listener in listeners:

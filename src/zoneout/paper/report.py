@@ -1,7 +1,8 @@
-"""The report: one page with the paper's tables beside ours, its figures and the speed; or one that compares runs.
+"""The report: a page of the paper's results and ours, or a page that compares runs.
 
-Everything on it is computed from `results/`, `benchmarks/results.csv` or the runs' folders, and every number of ours
-leads to the command that makes it again.
+The first page has the paper's tables with our numbers, its figures, and the speed of the layers.
+Everything on a page is computed from `results/`, `benchmarks/results.csv` or the runs' folders.
+Each of our numbers is a link to the command that reproduces it.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ from .recipes import MEASURES, QUOTED, RECIPES, Recipe
 from .results import Record, best_epoch, fitting, minutes, seeds_of
 
 NONE = "–"
-TASKS = {  # what a table is called, and where in the paper its rows are
+TASKS = {  # the title of each table, and the place of its rows in the paper
     "char-ptb": ("Penn Treebank, characters", "Table 1"),
     "word-ptb": ("Penn Treebank, words", "Table 1"),
     "text8": ("text8", "Table 1"),
-    "text8-prefix": ("The first 74 million characters of text8", "not in the paper; as Table 1, on less text"),
+    "text8-prefix": ("The first 74 million characters of text8", "not in the paper; like Table 1, on less text"),
     "pmnist": ("Permuted sequential MNIST, in the paper's order", "Table 2"),
-    "pmnist-permuted": ("Sequential MNIST, truly permuted", "not in the paper; as Table 2, in another order"),
+    "pmnist-permuted": ("Sequential MNIST, truly permuted", "not in the paper; like Table 2, in another order"),
 }
 _REACHED = REACHED.replace("'", "’").replace(" %", "\N{NO-BREAK SPACE}%")
 RULE = (
-    "Lower is better. Ours is the mean over seeds ± their standard deviation, of the weights with the best validation; "
-    f"the epoch is that of this validation, the minutes are those of one run. Reached means that {_REACHED}. A run "
-    "with batch norm is validated with the statistics of its batches, as the paper’s were."
+    "Lower is better. Our numbers are the mean over seeds ± the standard deviation, for the weights with the best "
+    "validation. “Epoch” is the epoch of that validation. “Minutes” is the time of one run. “Reached” means that "
+    f"{_REACHED}. With batch norm, a run is validated with the statistics of the validation batches, as in the paper."
 )
 
 
 def write(out: Path, page: str) -> None:
-    """Write a page to a file, or say why not."""
+    """Write a page to a file; if that fails, raise an error that says why."""
     with disk.explained(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         disk.write_text(out, page)
@@ -55,26 +56,26 @@ def write(out: Path, page: str) -> None:
 
 
 def paper_page(results: Path, benchmarks: Path) -> str:
-    """The paper's tables beside ours, its figures, the speed, and how all of it is made."""
+    """Return the page of the paper: its tables with our numbers, figures, speed and commands."""
     found = {recipe.name: fitting(recipe, results) for recipe in RECIPES.values()}
-    own = {name: records for name, (records, _) in found.items()}
+    own = {name: records for name, (records, _) in found.items()}  # our records
     count = sum(len(records) for records in own.values())
     with_any = sum(bool(records) for records in own.values())
     lead = element(
         "p",
-        "The paper’s experiments, run again: its tables beside ours, its figures, and the speed of the layers. Made "
-        f"from {count} records of {with_any} recipes; {len(own) - with_any} of the {len(own)} recipes have not been "
-        "run yet. A number of ours is a link to the command that makes it, and so is a ratio of speed.",
+        "The paper’s experiments, reproduced: its tables with our numbers, its figures, and the speed of the layers. "
+        f"Made from {count} records of {with_any} recipes; {len(own) - with_any} of the {len(own)} recipes have not "
+        "been run yet. Each of our numbers, and each speed ratio, is a link to the command that reproduces it.",
     )
     tables = [task_section(task, own) for task in TASKS]
-    strangers = [(name, record) for name, (_, others) in found.items() for record in others]
+    others = [(name, record) for name, (_, unfit) in found.items() for record in unfit]
     notes = [
-        element("p", f"Left out, since its settings are not the recipe’s: {name}, seed {record['seed']}.")
-        for name, record in strangers
+        element("p", f"Left out because its settings differ from the recipe: {name}, seed {record['seed']}.")
+        for name, record in others
     ]
     drawn = figures.draw_all(results)
     sections = [
-        ("tables", "Tables", section("tables", "The paper’s tables and ours", element("p", RULE), *tables, *notes)),
+        ("tables", "Tables", section("tables", "The paper’s numbers and ours", element("p", RULE), *tables, *notes)),
         ("figures", "Figures", section("figures", "Figures", *map(drawn_figure, drawn))),
         ("speed", "Speed", section("speed", "Speed", *speed(benchmarks))),
         ("commands", "Commands", section("commands", "The commands", *commands(own, results))),
@@ -82,11 +83,11 @@ def paper_page(results: Path, benchmarks: Path) -> str:
     footer = join(
         ["Made by ", code("zoneout report"), " from ", code(str(results)), " and ", code(str(benchmarks)), "."]
     )
-    return document("Zoneout: the paper’s results, run again", lead, sections, element("p", footer))
+    return document("Zoneout: the paper’s results, reproduced", lead, sections, element("p", footer))
 
 
 def task_section(task: str, own: dict[str, list[Record]]) -> Html:
-    """A task: the rows of the paper's table, ours, then those of its figures and text."""
+    """Return the section of a task: the rows of the paper's table, our rows, then all others."""
     title, where = TASKS[task]
     recipes = [recipe for recipe in RECIPES.values() if recipe.task == task]
     quoted = [row for row in QUOTED if row[0] == task]
@@ -94,19 +95,20 @@ def task_section(task: str, own: dict[str, list[Record]]) -> Html:
     main, ours, rest = ([r for r in recipes if r.group == group] for group in ("table", "ours", "more"))
     parts = [results_table(f"{title}: {where}. In {unit}.", main, own, quoted, name=task)]
     if ours:
-        caption = f"{title}: past the paper, whose zoneout row stands beside. In {unit}."
+        caption = f"{title}: beyond the paper, compared with the paper’s zoneout row. In {unit}."
         parts.append(results_table(caption, ours, own, name=f"{task}-ours"))
     if rest:
-        caption = f"{title}: what else the paper has in its figures and its text. In {unit}."
+        caption = f"{title}: other rows, for the paper’s figures and text. In {unit}."
         shown = results_table(caption, rest, own, name=f"{task}-more")
-        parts.append(element("details", element("summary", f"{len(rest)} more, of its figures and its text"), shown))
+        summary = element("summary", f"{len(rest)} more rows, for the paper’s figures and text")
+        parts.append(element("details", summary, shown))
     return section(f"task-{task}", title, *parts, level=3)
 
 
 def results_table(
     caption: str, recipes: Sequence[Recipe], own: dict[str, list[Record]], quoted: Sequence[Any] = (), *, name: str
 ) -> Html:
-    """Rows of the paper beside ours; a row that has not been run is there, and says so."""
+    """Return a table of the paper's numbers and ours. The row of a recipe without a run says so."""
     head: list[list[Any]] = [
         ["Model", ("Validation", 3), ("Test", 3), "Reached", "Seeds", "Epoch", "Minutes"],
         ["paper", "ours", "difference"] * 2,
@@ -119,24 +121,24 @@ def results_table(
 
 
 def cells(recipe: Recipe, records: Sequence[Record]) -> list[Any]:
-    """What a row of a table says of a recipe."""
+    """Return the cells of a recipe's row, without the title."""
     papers = {"valid": recipe.valid, "test": recipe.test}
     where = f"make-{recipe.name}"
     if not records:
         missing = link(where, "no run yet")
         return [cell for paper in papers.values() for cell in (as_paper(paper), missing, NONE)] + [NONE] * 4
-    found: list[Any] = []
+    numbers: list[Any] = []
     verdicts = []
     for part, paper in papers.items():
         values = [record[part] for record in records]
-        found += [as_paper(paper), link(where, spread(values, recipe.measure))]
-        found.append(NONE if paper is None else rounded(fmean(values) - paper, recipe.measure, "+"))
+        numbers += [as_paper(paper), link(where, spread(values, recipe.measure))]
+        numbers.append(NONE if paper is None else rounded(fmean(values) - paper, recipe.measure, "+"))
         if paper is not None and recipe.held:
             verdicts.append("yes" if reached(values, paper, recipe.measure) else "no")
     verdict = verdicts[0] if len(set(verdicts)) == 1 else ", ".join(verdicts)
     mean, at_once = minutes(records)
     return [
-        *found,
+        *numbers,
         verdict or NONE,
         seeds_of(records),
         best_epoch(records),
@@ -145,12 +147,12 @@ def cells(recipe: Recipe, records: Sequence[Record]) -> list[Any]:
 
 
 def as_paper(value: float | None) -> str:
-    """A number as the paper has it."""
+    """Format a number as the paper prints it."""
     return NONE if value is None else str(value)
 
 
 def drawn_figure(drawn: figures.Drawn) -> Html:
-    """A figure of the paper on the page, with what it shows and lacks in words."""
+    """Return a figure of the paper. The caption says what it shows and which results it lacks."""
     picture = Html(plots.svg(drawn.figure, f"fig-{drawn.name}", drawn.title, drawn.text))
     words: list[Any] = [f"{drawn.where[0].upper()}{drawn.where[1:]}. {drawn.text}"]
     prefix = "flow-" if drawn.name == "gradient-flow" else "make-"
@@ -163,9 +165,15 @@ def drawn_figure(drawn: figures.Drawn) -> Html:
 
 
 def commands(own: dict[str, list[Record]], results: Path) -> list[Html]:
-    """For every recipe the commands that made its records, or the one that would; and of gradient flow those too."""
-    text = "A run whose record is here already, as in a clone of the project, is made anew where it finds none: with "
-    parts: list[Html] = [element("p", text, code("--out again --results again/results"), " behind its command.")]
+    """Return the commands of every recipe: those that made its records, or the one to run.
+
+    The recipes of gradient flow also have the commands that measure the gradients.
+    """
+    text = (
+        "A command skips a run whose record already exists; a clone of the project contains records. To run it "
+        "again, add "
+    )
+    parts: list[Html] = [element("p", text, code("--out again --results again/results"), " to the command.")]
     for task in MEASURES:
         lines = []
         for recipe in (recipe for recipe in RECIPES.values() if recipe.task == task):
@@ -193,8 +201,8 @@ def commands(own: dict[str, list[Record]], results: Path) -> list[Html]:
 # --- speed -----------------------------------------------------------------------------------------
 
 _GPU = "python benchmarks/gpu.py"
-GROUPS = {  # of benchmarks/results.csv: what it is in words, and the command that measures it again
-    "train": ("a training step with zoneout against torch.nn without", "python benchmarks/bench.py train"),
+GROUPS = {  # groups of benchmarks/results.csv: description, and the command that measures it again
+    "train": ("a training step with zoneout, compared with torch.nn without", "python benchmarks/bench.py train"),
     "eval": ("evaluation", "python benchmarks/bench.py eval"),
     "packed": ("sequences of different lengths", "python benchmarks/bench.py packed"),
     "memory": ("peak memory, MiB", "python benchmarks/bench.py memory"),
@@ -203,38 +211,42 @@ GROUPS = {  # of benchmarks/results.csv: what it is in words, and the command th
     "norm": ("with norms", "python benchmarks/bench.py combinations"),
     "bf16": ("bf16", "python benchmarks/bench.py bf16"),
     "cell": ("one step of a cell", "python benchmarks/bench.py cells"),
-    "gpu graph": ("a training step with zoneout against torch.nn without, in a CUDA graph", f"{_GPU} headline"),
-    "gpu eager": ("a training step with zoneout against torch.nn without, eager", f"{_GPU} headline"),
+    "gpu graph": ("a training step with zoneout, compared with torch.nn without, in a CUDA graph", f"{_GPU} headline"),
+    "gpu eager": ("a training step with zoneout, compared with torch.nn without, eager", f"{_GPU} headline"),
     "gpu grid graph": ("a grid of sizes, in a CUDA graph", f"{_GPU} grid"),
     "gpu grid eager": ("a grid of sizes, eager", f"{_GPU} grid"),
     "gpu combination": (
         "other noises, lengths, resets and directions in a CUDA graph, packed input eager",
         f"{_GPU} combinations",
     ),
-    "gpu norm": ("with norms, against plain zoneout", f"{_GPU} combinations"),
-    "gpu host": ("what the host needs for a call", f"{_GPU} host"),
+    "gpu norm": ("with norms, compared with plain zoneout", f"{_GPU} combinations"),
+    "gpu host": ("host time per call", f"{_GPU} host"),
     "gpu memory": ("peak memory, MiB", f"{_GPU} memory"),
 }
-WORDS = ("group", "layer", "what", "against", "shape", "dtype", "backend", "device")  # columns
+# Columns of text, and columns of numbers.
+WORDS = ("group", "layer", "what", "against", "shape", "dtype", "backend", "device")
 NUMBERS = ("ours", "theirs", "ratio", "goal")
-OPEN = ("train", "gpu graph")  # shown at once; the rest is folded
+OPEN = ("train", "gpu graph")  # groups that are shown unfolded; the reader unfolds the others
 
 
 def speed(benchmarks: Path) -> list[Html]:
-    """A table for every group of measurements and device."""
+    """Return a table for each group of measurements and each device."""
     if not benchmarks.is_file():
-        return [element("p", "There are no measurements here: ", code(str(benchmarks)), " is not there. ", _bench())]
+        return [element("p", "No measurements: the file ", code(str(benchmarks)), " is not there. ", _bench())]
     try:
         lines = list(csv.DictReader(io.StringIO(disk.read_text(benchmarks), newline="")))
         for line in lines:
             if missing := [name for name in (*WORDS, *NUMBERS) if line.get(name) is None]:
-                raise ValueError(f"a line lacks {', '.join(missing)}")
+                raise ValueError(f"a line has no value for {', '.join(missing)}")
             for name in NUMBERS:
                 if not math.isfinite(float(line[name])):
                     raise ValueError(f"{name}: expected a finite number, got {line[name]}")
     except (OSError, ValueError, csv.Error) as error:
         raise RunError(f"{benchmarks} is not a table of measurements: {disk.reason(error)}") from None
-    text = "Every ratio is ours divided by theirs, the median of paired runs: below 1 is faster (or smaller). "
+    text = (
+        "A ratio is our value divided by theirs, the median of paired runs. Below 1, ours is faster (or needs less "
+        "memory). "
+    )
     parts = [element("p", text, _bench())]
     groups = dict.fromkeys((line["backend"] == "cuda", line["device"], line["group"]) for line in lines)
     for on_gpu, device, group in sorted(groups, key=lambda key: (key[2] not in OPEN, key[0])):
@@ -244,15 +256,15 @@ def speed(benchmarks: Path) -> list[Html]:
 
 
 def _bench() -> Html:
-    return join(["To measure again: ", code("make bench"), ", on a GPU ", code("python benchmarks/gpu.py"), "."])
+    return join(["To measure, run ", code("make bench"), ", on a GPU ", code("python benchmarks/gpu.py"), "."])
 
 
 def speed_table(group: str, device: str, on_gpu: bool, rows: Sequence[dict[str, str]]) -> Html:
-    """One group of measurements on one device."""
+    """Return the table of one group of measurements on one device."""
     words, command = GROUPS.get(group, (group, _GPU if on_gpu else "python benchmarks/bench.py"))
     unit = "" if group.endswith("memory") else "; times in milliseconds"
     versions, dates = ([*dict.fromkeys(sorted(row.get(key) or "" for row in rows))] for key in ("torch", "date"))
-    # Rows that were measured again stand last in the file: those of one layer and shape belong together.
+    # Rows that were measured again are last in the file. Group the rows by layer and shape.
     places = [*dict.fromkeys((row["layer"], row["shape"]) for row in rows)]
     rows = sorted(rows, key=lambda row: (places.index((row["layer"], row["shape"])), row["dtype"]))
     name = slug(f"speed-{device}-{group}")
@@ -264,22 +276,22 @@ def speed_table(group: str, device: str, on_gpu: bool, rows: Sequence[dict[str, 
             element("span", code(command), id=f"{name}-command"),
         ]
     )
-    head = [["Layer, shape", "What", "Type", "Ours", "Theirs", "Against", "Ratio", "Goal", "Met"]]
+    head = [["Layer, shape", "What", "Type", "Ours", "Theirs", "Compared with", "Ratio", "Goal", "Met"]]
     body = []
     for row in rows:
         ours, theirs, ratio, goal = (float(row[key]) for key in NUMBERS)
         times = [row["what"], row["dtype"], f"{ours:.3g}", f"{theirs:.3g}", row["against"]]
         verdict = [link(f"{name}-command", f"{ratio:.2f}"), f"{goal:.3g}", "yes" if ratio <= goal else "no"]
         body.append([f"{row['layer']}, {row['shape']}", *times, *verdict])
-    found = table(caption, head, body, name)
+    shown = table(caption, head, body, name)
     if group in OPEN:
-        return found
+        return shown
     met = sum(line[-1] == "yes" for line in body)
-    return element("details", element("summary", f"{device}: {words}: {met} of {len(body)} within their goal"), found)
+    return element("details", element("summary", f"{device}: {words}: {met} of {len(body)} within their goal"), shown)
 
 
 def slug(text: str) -> str:
-    """A text as an id.
+    """Turn a text into an id for HTML.
 
     >>> slug("AMD EPYC <9>: train")
     'amd-epyc-9-train'
@@ -287,11 +299,11 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
-# --- runs of the reader's own ----------------------------------------------------------------------
+# --- the user's runs ------------------------------------------------------------------------------
 
 
 def runs_page(folders: Sequence[Path]) -> str:
-    """Runs compared with each other: their results, their curves, and in which options they differ."""
+    """Return a page that compares runs: results, curves, and the options in which they differ."""
     pages = [describe(folder) for folder in folders]
     curves = [plots.read_curve(folder, str(folder)) for folder in folders]
     parts: list[tuple[str, str, Html]] = []
@@ -302,24 +314,24 @@ def runs_page(folders: Sequence[Path]) -> str:
     flows = {str(f): gradients.read_record(f / "gradients.json") for f in folders if (f / "gradients.json").exists()}
     if flows:
         title = "Gradient flow"
-        text = "How the norm of the loss’s gradient is spread over the steps, in the last layer."
+        text = "How the norm of the loss’s gradient is distributed over the time steps, in the last layer."
         drawn = figures.flow_figure({name: [record] for name, record in flows.items()})
         picture = Html(plots.svg(drawn, "fig-flow", title, text))
         pictures.append(figure(picture, title, text, code("zoneout gradients"), name="figure-flow"))
     if pictures:
         parts.append(("figures", "Figures", section("figures", "Figures", *pictures)))
     if differing := options_table(pages):
-        parts.append(("options", "Options", section("options", "Options in which they differ", differing)))
+        parts.append(("options", "Options", section("options", "Options in which the runs differ", differing)))
     parts.append(("commands", "Commands", section("commands", "The commands", run_commands(pages))))
-    lead = element("p", f"{len(pages)} runs side by side." if len(pages) > 1 else "One run.")
+    lead = element("p", f"A comparison of {len(pages)} runs." if len(pages) > 1 else "One run.")
     footer = join(["Made by ", code("zoneout report"), "."])
     return document("Runs compared" if len(pages) > 1 else f"The run {folders[0]}", lead, parts, element("p", footer))
 
 
 def runs_table(pages: dict[int, dict[str, Any]], measure: str) -> Html:
-    """What came out of every run, and how far its validation is from the best of them."""
+    """Return a table of the results of every run, and how far its validation is from the best."""
     best = min((page["best"][measure] for page in pages.values() if page["best"]), default=None)
-    names = ["best validation", "from the best run", "at epoch", "test", "epochs", "parameters", "time", "state"]
+    names = ["best validation", "above the best run", "at epoch", "test", "epochs", "parameters", "time", "state"]
     rows = []
     for which, page in pages.items():
         valid, test, where = page["best"], page["test"], f"make-run-{which}"
@@ -340,7 +352,7 @@ def runs_table(pages: dict[int, dict[str, Any]], measure: str) -> Html:
 
 
 def options_table(pages: Sequence[dict[str, Any]]) -> Html | None:
-    """The options that are not the same in all runs."""
+    """Return a table of the options that differ between the runs, or None if there are none."""
     names = [n for n in configs.names() if len({spelled(at(page["config"], n)) for page in pages}) > 1]
     rows = [[code(f"--{n.replace('_', '-')}"), *(spelled(at(page["config"], n)) for page in pages)] for n in names]
     head = [["Option", *(page["run"] for page in pages)]]
@@ -348,12 +360,12 @@ def options_table(pages: Sequence[dict[str, Any]]) -> Html | None:
 
 
 def spelled(value: Any) -> str:
-    """The value of an option, in a table."""
+    """Format the value of an option for a table."""
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def run_commands(pages: Sequence[dict[str, Any]]) -> Html:
-    """The command that makes each run again."""
+    """Return a list of the commands that repeat the runs."""
     lines: list[Html] = []
     for which, page in enumerate(pages):
         words = ["zoneout", "train", "--out", page["run"], *configs.flags(page["changed"])]

@@ -1,14 +1,15 @@
-"""A run is a folder.
+"""The folder of a run: reading, writing, checkpoints.
 
-    config.json         what the run is
-    vocabulary.json     of a text, the symbols in the order of their numbers
-    data.json           the digest of the data, by which they are known again
-    metrics.jsonl       the truth: one line for every training loss, validation and test
+    config.json         the config of the run
+    vocabulary.json     for a text: the symbols in the order of their numbers
+    data.json           the digest of the data, which shows later whether the data have changed
+    metrics.jsonl       all results: one line for every training loss, validation and test
     best.safetensors    the weights with the best validation
-    last/NNNNNNNN/      the two latest checkpoints: weights, optimizer and everything else needed to continue
+    last/NNNNNNNN/      the two latest checkpoints: weights, optimizer and all else to continue
     summary.json        written when the run is finished
 
-At any moment, whatever happens, what is under its own name is whole (see `disk`). Nothing is ever unpickled.
+A file with its final name is always complete, even if the process is killed (see `disk`). Nothing
+is ever unpickled.
 """
 
 from __future__ import annotations
@@ -61,14 +62,14 @@ from .streams import shown
 
 try:
     import fcntl
-except ImportError:  # not a Unix: there, nothing keeps two processes out of one folder
+except ImportError:  # not a Unix system: the folder is not locked against other processes
     fcntl = None  # type: ignore[assignment]
 
 FORMAT = 1
 KEEP = 2  # checkpoints
-ANYHOW = ("device", "log_every", "save_every")  # what a run may have otherwise and still be the same
-LENGTH = ("epochs", "updates", "patience")  # a run that differs in these alone is the same, to be made longer
-# When a run is continued: how long and where it runs, and what comes after training.
+ANYHOW = ("device", "log_every", "save_every")  # fields that do not change what a run computes
+LENGTH = ("epochs", "updates", "patience")  # fields that can change to make a run longer
+# Fields that may change when a run is continued: where and how long it runs, and its test.
 MAY_CHANGE = (
     *LENGTH, *ANYHOW,
     *(f"evaluation.{name}" for name in ("test.kind", "test.length", "test.size", "statistics", "statistics_size")),
@@ -76,15 +77,15 @@ MAY_CHANGE = (
 
 
 class InUse(RunError):
-    """Another process holds the folder."""
+    """Another process has locked the folder."""
 
 
 class Begun(RunError):
-    """There is a run in the folder already."""
+    """The folder already contains a run."""
 
 
 class Run:
-    """The folder of a run, held by one process at a time."""
+    """The folder of a run, locked by one process at a time."""
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
@@ -95,21 +96,22 @@ class Run:
     # --- opening ---
 
     def check_free(self) -> None:
-        """An error if the folder holds anything already."""
+        """Raise if the folder already contains something."""
         with explained(self.folder):
-            there = {p.name for p in self.folder.iterdir()} if self.folder.exists() else set()
+            names = {p.name for p in self.folder.iterdir()} if self.folder.exists() else set()
         if (self.folder / "config.json").exists():
             raise Begun(
                 f"{self.folder} holds a run already; continue it with --resume, or choose another folder. "
                 "Nothing was overwritten."
             )
-        # A run that was killed while it was created has its lock and perhaps some of these, but no config yet.
-        begun = {"lock", "metrics.jsonl", "vocabulary.json", "data.json", *filter(is_side, there)}
-        strangers = there - begun if "lock" in there else there
-        if strangers:
+        # A run that was killed during `create` left a lock and perhaps some of these files, but no
+        # config.
+        unfinished = {"lock", "metrics.jsonl", "vocabulary.json", "data.json", *filter(is_side, names)}
+        foreign = names - unfinished if "lock" in names else names
+        if foreign:
             raise RunError(
-                f"{self.folder} is not empty and not a run (it holds {', '.join(sorted(strangers)[:3])}"
-                f"{', …' if len(strangers) > 3 else ''}); choose another folder. Nothing was overwritten."
+                f"{self.folder} is not empty and not a run (it holds {', '.join(sorted(foreign)[:3])}"
+                f"{', …' if len(foreign) > 3 else ''}); choose another folder. Nothing was overwritten."
             )
 
     def create(
@@ -119,21 +121,25 @@ class Run:
         digest: str | None = None,
         where: Path | str | None = None,
     ) -> None:
-        """Begin a run in a folder that is not there yet, or is empty; the digest is of its data, found in `where`."""
+        """Start a run in a new or empty folder.
+
+        `digest` is the digest of the run's data. `where` is the place of the data, if the user
+        gave it.
+        """
         self.check_free()
         with explained(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         self.lock()
-        self.check_free()  # another process may have been here between the two
+        self.check_free()  # another process may have started a run before the folder was locked
         with explained(self.folder):
             clear_sides(self.folder)
             self.note_data(vocabulary, digest, where)
             opened(self.metrics, "ab").close()
-            # Last: a folder with a config is a run.
+            # The config is written last, because a folder with a config counts as a run.
             write_json(self.folder / "config.json", {"format": FORMAT, **configs.to_json(config)})
 
     def note_data(self, vocabulary: Vocabulary | None, digest: str | None, where: Path | str | None) -> None:
-        """Write down what the data are: their symbols, their digest, and where somebody said that they lie."""
+        """Write the vocabulary and the digest of the data, and their place if the user gave it."""
         if vocabulary is not None:
             write_text(self.folder / "vocabulary.json", vocabulary.to_json() + "\n")
         if digest is not None:
@@ -141,23 +147,24 @@ class Run:
             write_json(self.folder / "data.json", {"digest": digest} | ({"where": place} if place else {}))
 
     def open(self, config: Config | None = None) -> Config:
-        """Hold a run to continue it; `config` may differ from its own only in how long and where it runs, and its test.
+        """Lock a run to continue it, and return the config to continue with.
 
-        Nothing is written before `go_on`.
+        `config` may differ from the run's config only in where and how long it runs, and in its
+        test. Nothing is written until `go_on`.
         """
         own = read_config(self.folder)
         config = config or own
         ours, theirs = configs.to_json(own), configs.to_json(config)
         other = [n for n in configs.names() if configs.at(ours, n) != configs.at(theirs, n)]
         may = set(MAY_CHANGE)
-        if own.schedule.kind == "cosine":  # whose learning rates depend on how long the run is
+        if own.schedule.kind == "cosine":  # the learning rates depend on the length of the run
             may -= {"epochs", "updates"}
         if different := [n for n in other if n not in may]:
             shown = "; ".join(
                 f"{n} is {configs.at(ours, n)!r} there and {configs.at(theirs, n)!r} here" for n in different[:3]
             )
             if not set(different) - set(MAY_CHANGE):
-                shown += ", and with a cosine schedule every learning rate depends on how long the run is"
+                shown += ", and with a cosine schedule every learning rate depends on the length of the run"
             raise RunError(
                 f"{self.folder} holds another run: {shown}. Continue it without these options, or choose another "
                 "folder. Nothing was overwritten."
@@ -166,8 +173,8 @@ class Run:
             check_length(self.folder, config)
         if (self.folder / "summary.json").exists() and not self.checkpoints():
             raise RunError(
-                f"{self.folder} has ended and its checkpoints (last/) are gone, so that it cannot be continued; begin "
-                "it anew in another folder. Nothing was overwritten."
+                f"{self.folder} has ended and its checkpoints (last/) are gone, so it cannot be continued; start a "
+                "new run in another folder. Nothing was overwritten."
             )
         self.lock()
         return config
@@ -180,10 +187,11 @@ class Run:
         digest: str | None = None,
         where: Path | str | None = None,
     ) -> None:
-        """Make an open run one that goes on from the checkpoint that was found, or from its start: all that is written.
+        """Write everything that has to change to continue an open run from a checkpoint.
 
-        It is no longer finished, its config is what it has become, its data are noted again, and what it wrote after
-        the checkpoint is cut off. Whatever may still refuse it has to come before.
+        The summary is deleted, the config is updated, and the data are noted again. Metrics and
+        checkpoints after the checkpoint are deleted. `found` is None to continue from the start.
+        Call this last: every check that can refuse the run has to come before.
         """
         with explained(self.folder):
             for folder in (self.folder, self.last):
@@ -194,12 +202,12 @@ class Run:
                 write_json(self.folder / "config.json", {"format": FORMAT, **configs.to_json(config)})
             with opened(self.metrics, "ab") as file:
                 file.truncate(0 if found is None else found.metrics_bytes)
-        for folder in self.checkpoints():  # those after it would pass for later ones
+        for folder in self.checkpoints():  # later checkpoints are no longer part of the run
             if found is None or int(folder.name) > int(found.folder.name):
                 shutil.rmtree(folder, ignore_errors=True)
 
     def lock(self) -> None:
-        """Keep other processes out until `close`; the system lets go when the process ends, however it ends."""
+        """Lock the folder until `close`. The system unlocks it when the process ends in any way."""
         with explained(self.folder):
             handle = opened(self.folder / "lock", "ab")
         try:
@@ -211,11 +219,13 @@ class Run:
                 f"{self.folder} is in use by another process; wait for it, stop it, or choose another folder"
             ) from None
         self._lock = handle
-        if self.last.is_symlink():  # in which checkpoints are removed, or what looks like some
+        # Old checkpoints in `last` are deleted. In another folder, other things may look like them.
+        if self.last.is_symlink():
             self.close()
             raise RunError(f"{self.last} is a symbolic link, and nothing is removed or written through one; remove it")
 
     def close(self) -> None:
+        """Unlock the folder."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -223,26 +233,26 @@ class Run:
     # --- metrics ---
 
     def append(self, row: dict[str, Any]) -> None:
-        """Add a line to the metrics."""
+        """Append a line to the metrics."""
         with explained(self.folder), opened(self.metrics, "ab") as file:
             file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Say that the run is finished."""
+        """Write the summary, which marks the run as finished."""
         with explained(self.folder):
             write_json(self.folder / "summary.json", summary)
 
     # --- weights and checkpoints ---
 
     def save_best(self, model: nn.Module, info: dict[str, Any]) -> None:
-        """Keep the weights as the best so far; `info` goes into the file."""
+        """Save the weights as the best so far; `info` is stored in the same file."""
         with explained(self.folder):
             weights = {name: value.detach().cpu().contiguous() for name, value in weights_of(model).items()}
             sealed = {**info, "sha256": tensor_digest(weights, info)}
             write_tensors(self.folder / "best.safetensors", weights, sealed)
 
     def save(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Write a checkpoint, which stands for the metrics as they are now, and drop all but the latest two."""
+        """Write a checkpoint that belongs to the current metrics; delete all but the latest two."""
         with explained(self.folder):
             target = own_folder(self.last) / f"{state['update']:08d}"
             with opened(self.metrics, "ab") as file:
@@ -261,29 +271,31 @@ class Run:
                 }
                 write_json(side / "state.json", page | {"sha256": _page_digest(page)})
                 bring_to_disk(side)
-                if target.exists():  # of an earlier try, damaged or from before a longer run
+                if target.exists():  # damaged, or written before the run was made longer
                     shutil.rmtree(target)
             for old in self.checkpoints()[KEEP:]:
                 shutil.rmtree(old, ignore_errors=True)
 
     def config_digest(self) -> str:
-        """Of the config as it is in the folder, but for what may change: a checkpoint belongs to it.
+        """Return the digest of the fields in config.json that may not change, for the checkpoints.
 
-        Settings that are as they are by default do not count, so that a version with new ones can continue the run.
+        Fields with their default value do not count, so a version with new fields can continue the
+        run.
         """
-        plain, usual = configs.to_json(read_config(self.folder)), configs.to_json(Config())
-        own = {name: configs.at(plain, name) for name in configs.names() if name not in MAY_CHANGE}
-        return _page_digest({name: value for name, value in own.items() if value != configs.at(usual, name)})
+        plain, default = configs.to_json(read_config(self.folder)), configs.to_json(Config())
+        fixed = {name: configs.at(plain, name) for name in configs.names() if name not in MAY_CHANGE}
+        return _page_digest({name: value for name, value in fixed.items() if value != configs.at(default, name)})
 
     def checkpoints(self) -> list[Path]:
-        """The checkpoints that are there, the latest first."""
-        found = self.last.iterdir() if self.last.is_dir() else ()
-        return sorted((p for p in found if re.fullmatch("[0-9]+", p.name)), key=lambda p: int(p.name), reverse=True)
+        """Return the folders of the checkpoints, the latest first."""
+        paths = self.last.iterdir() if self.last.is_dir() else ()
+        return sorted((p for p in paths if re.fullmatch("[0-9]+", p.name)), key=lambda p: int(p.name), reverse=True)
 
     def latest(self) -> tuple[Checkpoint | None, list[str]]:
-        """The latest whole checkpoint, and a sentence for each damaged one that is later. Nothing is written.
+        """Return the latest intact checkpoint, and a sentence for each later one that is damaged.
 
-        None where there is no checkpoint yet: the run begins again from the start, which gives the same.
+        The checkpoint is None if there is none yet. The run then starts again from the beginning,
+        which gives the same result. Nothing is written.
         """
         problems = []
         found = None
@@ -292,10 +304,10 @@ class Run:
                 found = read_checkpoint(folder, self.metrics, self.config_digest())
                 break
             except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-                problems.append(f"the checkpoint {folder} is damaged ({in_words(error)}) and was passed over")
+                problems.append(f"the checkpoint {folder} is damaged ({in_words(error)}) and was skipped")
         if found is None and problems:
             raise RunError(
-                f"{self.folder} cannot be continued: {'; '.join(problems)}. Begin it anew in another folder; "
+                f"{self.folder} cannot be continued: {'; '.join(problems)}. Start a new run in another folder; "
                 "best.safetensors can still be used. Nothing was overwritten."
             )
         return found, problems
@@ -303,7 +315,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a run continues from."""
+    """A checkpoint, from which a run can continue."""
 
     folder: Path
     tensors: dict[str, Tensor]
@@ -312,7 +324,7 @@ class Checkpoint:
 
 
 def read_checkpoint(folder: Path, metrics: Path, config: str | None = None) -> Checkpoint:
-    """A checkpoint, after every checksum has been compared; an error says what is wrong."""
+    """Read a checkpoint and compare all its checksums; raise an error that says what is wrong."""
     page = read_json(folder / "state.json")
     if page.get("format") != FORMAT:
         raise ValueError(f"state.json has format {page.get('format')!r}, expected {FORMAT}")
@@ -323,26 +335,26 @@ def read_checkpoint(folder: Path, metrics: Path, config: str | None = None) -> C
     if config is not None and page.get("config_sha256", config) != config:
         raise ValueError("config.json has been altered since")
     if digest_of(folder / "tensors.safetensors") != page["tensors_sha256"]:
-        raise ValueError("tensors.safetensors does not have the checksum that was written down")
+        raise ValueError("tensors.safetensors does not match its recorded checksum")
     if metrics.stat().st_size < page["metrics_bytes"]:
-        raise ValueError("metrics.jsonl is shorter than it was then")
+        raise ValueError("metrics.jsonl is shorter than when the checkpoint was written")
     if digest_of(metrics, page["metrics_bytes"]) != page["metrics_sha256"]:
         raise ValueError("metrics.jsonl has been altered since")
     tensors = load_file(folder / "tensors.safetensors")
     return Checkpoint(folder, tensors, page["state"], page["metrics_bytes"])
 
 
-# --- what others read ------------------------------------------------------------------------------
+# --- reading a run --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A trained model and what belongs to it."""
+    """A trained model, with its config and its vocabulary."""
 
     config: Config
     vocabulary: Vocabulary | None
     model: Any
-    info: dict[str, Any]  # of the weights: update, epoch, valid
+    info: dict[str, Any]  # about the weights: update, epoch, valid
 
 
 def load(
@@ -352,15 +364,16 @@ def load(
     device: torch.device | str = "cpu",
     changes: dict[str, Any] | None = None,
 ) -> Loaded:
-    """The model of a run in evaluation mode, with its best or its last weights.
+    """Load the model of a run in evaluation mode, with its best or its last weights.
 
-    `changes` to the config, by dotted name, say what is to be otherwise than in training: evaluation.at_eval, backend.
+    `changes` replaces fields of the config by dotted name, such as evaluation.at_eval or backend,
+    that are to differ from training.
     """
     folder = Path(folder)
     config = configs.change(read_config(folder), changes or {})
     vocabulary = read_vocabulary(folder)
     if vocabulary is None and config.task != "images":
-        raise RunError(f"{folder / 'vocabulary.json'} is missing, which says what the symbols of the run's text are")
+        raise RunError(f"{folder / 'vocabulary.json'} is missing; it lists the symbols of the run's text")
     if weights == "best":
         tensors, info = read_tensors(folder / "best.safetensors")
     elif weights == "last":
@@ -378,7 +391,8 @@ def load(
         raise ValueError(f"weights: expected 'best' or 'last', got {weights!r}")
     symbols = 0 if vocabulary is None else len(vocabulary)
     try:
-        planned = outline(config, symbols)  # before anything is made for a config that may be absurd
+        # The outline needs no memory for weights: a config that was edited may ask for too much.
+        planned = outline(config, symbols)
     except ValueError as error:
         raise RunError(f"{folder / 'config.json'}: {error}") from None
     check_weights(planned, tensors, folder)
@@ -388,12 +402,12 @@ def load(
 
 
 def read_config(folder: Path | str) -> Config:
-    """The config of a run."""
+    """Read the config of a run."""
     path = Path(folder) / "config.json"
     if not path.exists():
         page = path.with_name("index.html")
         if page.exists() and path.with_name("results.json").exists():
-            raise RunError(f"{folder} is not a run but a sweep: its page is {page}, and its runs are the folders in it")
+            raise RunError(f"{folder} is not a run but a sweep: its page is {page}, and each folder in it is a run")
         if not path.parent.exists():
             raise ValueError(f"there is no folder {folder}")
         raise RunError(f"{folder} is not a run: there is no config.json in it")
@@ -407,7 +421,7 @@ def read_config(folder: Path | str) -> Config:
 
 
 def read_vocabulary(folder: Path | str) -> Vocabulary | None:
-    """The symbols of a run's text; None for images."""
+    """Read the vocabulary of a run; None for images."""
     path = Path(folder) / "vocabulary.json"
     try:
         return Vocabulary.from_json(read_text(path)) if path.exists() else None
@@ -416,7 +430,7 @@ def read_vocabulary(folder: Path | str) -> Vocabulary | None:
 
 
 def read_summary(folder: Path | str) -> dict[str, Any] | None:
-    """How a run ended; None where it has not."""
+    """Read the summary of a run; None if the run has not finished."""
     path = Path(folder) / "summary.json"
     if not path.exists():
         return None
@@ -432,7 +446,7 @@ def read_summary(folder: Path | str) -> dict[str, Any] | None:
 
 
 def check_length(folder: Path | str, config: Config) -> None:
-    """An error where a run has had more training than the config allows: it can be made longer, and never shorter."""
+    """Raise if a run has had more training than the config allows: runs can only get longer."""
     update, epochs = trained(folder)
     asked = None
     if epochs > config.epochs:
@@ -449,7 +463,10 @@ def check_length(folder: Path | str, config: Config) -> None:
 
 
 def waited(folder: Path | str) -> int:
-    """After how many validations without a new best a run went on, at most: with such patience it had ended there."""
+    """Return the most validations without a new best after which a run still went on.
+
+    With that number as its patience, the run would have ended there.
+    """
     most = stale = 0
     for row in read_metrics(folder):
         if row["kind"] == "valid":
@@ -458,9 +475,9 @@ def waited(folder: Path | str) -> int:
 
 
 def trained(folder: Path | str) -> tuple[int, int]:
-    """How many updates a run that is continued has had, and in how many epochs, the last of them complete or not."""
+    """Return the updates and epochs that a run has had; an incomplete epoch counts as one."""
     for checkpoint in Run(folder).checkpoints():
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damaged: it is passed over
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # skip damaged ones
             state = read_json(checkpoint / "state.json")["state"]
             return int(state["update"]), int(state["epoch"]) + (state["done"] > 0)
     ended = read_summary(folder) or {}
@@ -468,21 +485,21 @@ def trained(folder: Path | str) -> tuple[int, int]:
 
 
 def read_digest(folder: Path | str) -> str | None:
-    """The digest of the data that a run was begun with; None where nothing tells it any more."""
+    """Return the digest of the data that a run was started with; None if it is not recorded."""
     path = Path(folder) / "data.json"
     try:
         if path.exists():
             return str(read_json(path)["digest"])
     except (OSError, ValueError, KeyError) as error:
         raise RunError(f"{path} cannot be read: {reason(error)}") from None
-    for checkpoint in Run(folder).checkpoints():  # where alone early versions noted it
+    for checkpoint in Run(folder).checkpoints():  # early versions recorded it only there
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return str(read_json(checkpoint / "state.json")["state"]["digest"])
     return None
 
 
 def read_place(folder: Path | str) -> str | None:
-    """Where a run's data were when somebody last said so."""
+    """Return the place of a run's data that the user gave last; None if there is none."""
     with contextlib.suppress(OSError, ValueError):
         place = read_json(Path(folder) / "data.json").get("where")
         return place if isinstance(place, str) else None
@@ -490,7 +507,7 @@ def read_place(folder: Path | str) -> str | None:
 
 
 def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
-    """The lines of a run's metrics; one that was cut off by a crash is left out."""
+    """Read the lines of a run's metrics, without a last line that a crash cut off."""
     path = Path(folder) / "metrics.jsonl"
     if not path.exists():
         raise RunError(f"{folder} is not a run: there is no metrics.jsonl in it")
@@ -512,7 +529,7 @@ def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
         rows.append(row)
         measures.update(name for name in LABELS if name in row)
     if len(measures) > 1:
-        raise RunError(f"{path} is damaged: its lines are in {' and '.join(sorted(measures))}")
+        raise RunError(f"{path} is damaged: its lines have different measures, {' and '.join(sorted(measures))}")
     return rows
 
 
@@ -522,7 +539,7 @@ NUMBERS = dict.fromkeys((*LABELS, "nats", "lr"), "number")
 
 
 def check_line(row: Any) -> None:
-    """A ValueError where a line of the metrics is not one."""
+    """Raise a ValueError if `row` is not a valid line of the metrics."""
     if not isinstance(row, dict):
         raise ValueError(f"expected named fields in braces, got {type(row).__name__}")
     judged = row.get("kind") in ("valid", "test")
@@ -536,11 +553,11 @@ def check_line(row: Any) -> None:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights and what was written beside them."""
+    """Read weights and the information stored with them."""
     if not path.exists():
         lost = (path.parent / "summary.json").exists()
-        why = "they were there when the run ended" if lost else "the run has no best weights yet"
-        raise RunError(f"{path} is not there: {why}")
+        why = "it existed when the run ended" if lost else "the run has no best weights yet"
+        raise RunError(f"{path} does not exist: {why}")
     try:
         from safetensors import safe_open
 
@@ -550,7 +567,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         check_fields(info, {}, {"update": "count", "epoch": "number"})
         tensors, sealed = load_file(path), info.pop("sha256", None)
         if sealed is not None and sealed != tensor_digest(tensors, info):
-            raise ValueError("it does not have the checksum that was written down")
+            raise ValueError("it does not match its recorded checksum")
         return tensors, info
     except (SafetensorError, OSError, ValueError, TypeError) as error:
         raise RunError(
@@ -559,7 +576,10 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and statistics by name, each tensor once (a tied softmax shares the embedding's)."""
+    """Return parameters and statistics by name, each tensor once.
+
+    A tied softmax and the embedding are one tensor.
+    """
     seen: dict[int, str] = {}
     return {
         name: value.detach()
@@ -569,7 +589,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_weights(model: nn.Module, tensors: dict[str, Tensor], where: Path) -> None:
-    """Put weights into a model, or say what does not fit."""
+    """Copy weights into a model; raise an error that says what does not fit."""
     check_weights(model, tensors, where)
     own = weights_of(model)
     with torch.no_grad():
@@ -578,23 +598,23 @@ def load_weights(model: nn.Module, tensors: dict[str, Tensor], where: Path) -> N
 
 
 def check_weights(model: nn.Module, tensors: dict[str, Tensor], where: Path) -> None:
-    """An error where weights are not a model's, or not numbers."""
+    """Raise if weights do not fit a model, or are not finite."""
     own = weights_of(model)
     missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
     both = sorted(own.keys() & tensors.keys())
     shapes = [n for n in both if own[n].shape != tensors[n].shape]
     types = [n for n in both if own[n].dtype != tensors[n].dtype]
-    wrong = {"missing": missing, "not known": extra, "other shape": shapes, "other type": types}
+    wrong = {"missing": missing, "unknown": extra, "other shape": shapes, "other type": types}
     if any(wrong.values()):
-        said = ", ".join(f"{what}: {shown(names)}" for what, names in wrong.items())
-        raise RunError(f"the weights in {where} do not fit its config ({said})")
+        details = ", ".join(f"{what}: {shown(names)}" for what, names in wrong.items())
+        raise RunError(f"the weights in {where} do not fit its config ({details})")
     check_finite(tensors, where)
 
 
 def check_finite(tensors: dict[str, Tensor], where: Path) -> None:
-    """An error where a weight is not a finite number: nothing that is saved has any."""
+    """Raise if a weight is not finite: training never saves such weights, so it is damage."""
     if bad := [name for name, value in tensors.items() if not value.isfinite().all()]:
-        raise RunError(f"the weights in {where} are damaged: {shown(sorted(bad))} have numbers that are not finite")
+        raise RunError(f"the weights in {where} are damaged: {shown(sorted(bad))} contain numbers that are not finite")
 
 
 def _page_digest(page: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Sampling: let a trained language model write."""
+"""Sampling: generate text with a trained language model."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from .text import Vocabulary
 def sample(
     loaded: Loaded, prompt: str = "", *, length: int = 500, temperature: float = 0.8, seed: int = 0
 ) -> Iterator[str]:
-    """The model's continuation of `prompt`, piece by piece, `length` symbols in all.
+    """Generate the model's continuation of `prompt` in pieces, `length` symbols in total.
 
-    A temperature of 1 draws from what the model predicts, a lower one prefers what is likely, 0 always takes the
-    likeliest. The same seed gives the same text. What cannot be is an error at once, before anything is written.
+    A temperature of 1 draws from the model's predictions. A lower temperature prefers likely
+    symbols, and 0 always takes the likeliest one. The same seed gives the same text. A wrong
+    argument raises at the call, before the first piece.
     """
     vocabulary = loaded.vocabulary
     if vocabulary is None:
-        raise ValueError("run: this one classifies images, and writes nothing; sample from a run on text")
+        raise ValueError("run: expected a language model, got one that classifies images; sample from a run on text")
     if not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed: expected an integer of at most 64 bits, got {seed}")
     if length < 0:
@@ -40,7 +41,7 @@ def sample(
 def _written(
     model: Any, vocabulary: Vocabulary, numbers: list[int], length: int, temperature: float, seed: int
 ) -> Iterator[str]:
-    # Without a prompt the text begins as a line does: after the end of another.
+    # Without a prompt, the model continues from the end of a line.
     start = next((vocabulary.number[s] for s in ("\n", "<eos>", " ") if s in vocabulary.number), 0)
     fed = numbers or [start]
     draw = torch.Generator().manual_seed(seed)
@@ -54,14 +55,14 @@ def _written(
         if not logits.isfinite().all():
             raise Diverged("the model's predictions are not finite numbers; its weights cannot be good")
         if vocabulary.unit == "char" and vocabulary.unknown is not None:
-            logits[vocabulary.unknown] = -torch.inf  # it stands for characters that training never showed
+            logits[vocabulary.unknown] = -torch.inf  # the training text has no such character
         if temperature == 0:
             number = int(logits.argmax())
         else:
-            # Shifted before it is divided: a very low temperature must not overflow.
-            chances = ((logits - logits.max()) / temperature).softmax(-1)
-            number = int(torch.multinomial(chances, 1, generator=draw))
+            # Subtract the maximum before the division: a very low temperature must not overflow.
+            probabilities = ((logits - logits.max()) / temperature).softmax(-1)
+            number = int(torch.multinomial(probabilities, 1, generator=draw))
         before = numbers[-1:]
         numbers, fed = [*before, number], [number]
-        # A word is written with what parts it from the one before it.
+        # A word is decoded together with the previous one, which adds the space between them.
         yield vocabulary.decode(numbers)[len(vocabulary.decode(before)) :]

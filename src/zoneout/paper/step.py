@@ -1,8 +1,8 @@
-"""One update: gather the batch, forward, backward, clipping, optimizer.
+"""One update: gather the batch, forward pass, backward pass, clipping, optimizer.
 
-What the updates of an epoch need is laid out on the device beforehand: which examples, which seed, which learning rate.
-An update then takes nothing from the host and gives nothing back unless it is asked, so that on a GPU all of it is one
-CUDA graph. The same function runs eagerly elsewhere.
+Before an epoch, the examples, seeds and learning rates of all its updates are copied to the
+device. An update then needs nothing from the host, and returns nothing to it unless asked. On a
+GPU the whole update is therefore one CUDA graph. Elsewhere the same function runs eagerly.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ from .optimizers import Optimizer
 from .processes import Processes, alone, products_in
 from .runs import weights_of
 
-_UPDATES = 0x75706474  # a plane of the generator that no mask uses: the seeds of updates
+_UPDATES = 0x75706474  # counter word of the generator for the seeds of updates; no mask uses it
 
 
 def update_seeds(seed: int, first: int, count: int) -> Tensor:
-    """The seeds of updates `first` to `first + count`: int64 [count], each a function of (seed, update)."""
+    """Return the seeds of `count` updates from number `first` on, int64 [count].
+
+    Each is a function of (seed, update).
+    """
     number = torch.arange(first, first + count)
     zero = torch.zeros((), dtype=torch.int64)
     low, high, _, _ = philox(as_seed(seed), number & WORD, number >> 32, zero, zero + _UPDATES)
@@ -36,7 +39,7 @@ def update_seeds(seed: int, first: int, count: int) -> Tensor:
 
 
 def learning_rates(config: Config, epoch: int, first: int, count: int) -> Tensor:
-    """The learning rates of an epoch whose first update is number `first`: float64 [count].
+    """Return the learning rates of an epoch whose first update is number `first`, float64 [count].
 
     >>> from .config import Optimizer, Schedule
     >>> config = Config(optimizer=Optimizer(lr=1.0), schedule=Schedule("divide", after=2, by=2.0))
@@ -49,14 +52,14 @@ def learning_rates(config: Config, epoch: int, first: int, count: int) -> Tensor
         lr /= schedule.by ** max(0, epoch + 1 - schedule.after)
     if schedule.kind == "cosine":
         done = (epoch + within / count) / config.epochs
-        if config.updates:  # the run ends with what comes first; epochs need not be equally long
+        if config.updates:  # the run ends at the earlier limit; epochs may differ in length
             done = torch.maximum(done, (first + within) / config.updates)
         return lr * (1 + torch.cos(math.pi * done.clamp(max=1))) / 2
     return torch.full((count,), lr, dtype=torch.float64)
 
 
 class Step:
-    """The update of a run, and every tensor that it changes."""
+    """The update of a run, and all tensors that it changes."""
 
     def __init__(self, model: Any, feed: Feed, config: Config, processes: Processes) -> None:
         self.model, self.feed, self.config, self.processes = model.train(), feed, config, processes
@@ -64,22 +67,22 @@ class Step:
         self.parameters = list(parameters.values())
         self.optimizer = Optimizer(parameters, config.optimizer)
         self.graph: Any = None
-        self.fills = False  # whether the graph has a loop in it that fills the GPU
+        self.fills = False  # whether the graph contains a kernel that needs the whole GPU
         device, rows = self.parameters[0].device, feed.updates()
         wide = widest(device)
 
-        # The epoch's table, and where in it the next update is.
+        # One row for each update of the epoch, and the position of the next update.
         self.order = torch.zeros(rows, feed.order(0).shape[1], dtype=torch.int64, device=device)
         self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
         self.rates = torch.zeros(rows, dtype=wide, device=device)
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
-        # What is reported: nats of the latest update, their sum and number since it was last read, and the first
-        # position at which the loss was not finite.
+        # Results: the loss of the latest update in nats, the sum and count of these losses since
+        # they were last read, and the first position at which the loss was not finite.
         self.nats = torch.zeros((), device=device)
         self.total = torch.zeros((), dtype=wide, device=device)
         self.count = torch.zeros((), dtype=torch.int64, device=device)
         self.bad = torch.full((1,), -1, dtype=torch.int64, device=device)
-        # The state that streams carry from update to update.
+        # The recurrent state that streams carry from one update to the next.
         self.carried: list[Tensor] = []
         if feed.carried:
             self.carried = [s.detach().clone() for s in as_tuple(model.initial_state(feed.rows))]
@@ -87,7 +90,10 @@ class Step:
     # --- the epoch ---
 
     def begin(self, epoch: int, done: int, update: int) -> int:
-        """Lay out an epoch of which `done` updates are done; the next is number `update`. How many updates it has."""
+        """Copy the table of an epoch to the device and return the number of its updates.
+
+        `done` of them are already done, and the next one is number `update` of the run.
+        """
         order = self.feed.order(epoch)
         first, count = update - done, len(order)
         self.order[:count].copy_(order)
@@ -99,7 +105,7 @@ class Step:
     # --- the update ---
 
     def __call__(self) -> None:
-        """One update."""
+        """Run one update."""
         if self.graph is None:
             self._update()
             return
@@ -128,7 +134,7 @@ class Step:
         self.position += 1
 
     def _start(self) -> Any:
-        """The state that this update starts from; None is the initial one."""
+        """Return the state that this update starts from; None is the initial state."""
         if not self.carried:
             return None
         initial = as_tuple(self.model.initial_state(self.feed.rows))
@@ -136,43 +142,45 @@ class Step:
         return tuple(states) if len(states) > 1 else states[0]
 
     def capture(self) -> None:
-        """On a GPU, make the update one CUDA graph; elsewhere nothing. An epoch has to be laid out already."""
+        """Capture the update in a CUDA graph; without a GPU, do nothing. Call `begin` before."""
         if self.parameters[0].device.type != "cuda":
             return
         changed = [*weights_of(self.model).values(), *self._own().values(), self.position, self.nats]
         before = [t.detach().clone() for t in changed]
-        # Memory that cuBLAS works in belongs to a stream, and a graph keeps its address: graphs captured in the same
-        # stream may neither run side by side nor outlive each other (pytorch issue 193402). So a run has its own.
+        # cuBLAS has a workspace for each stream, and a graph keeps the address of the workspace.
+        # Graphs captured in the same stream may therefore neither run at the same time nor outlive
+        # each other (pytorch issue 193402). So each run captures in its own stream.
         here, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream() if here == torch.cuda.default_stream() else here
         with alone:
             stream.wait_stream(here)
             with torch.cuda.stream(stream):
-                for _ in range(3):  # kernels are loaded and memory is found; what this changes is put back
+                # Warm-up: load kernels and allocate memory. The changes are undone below.
+                for _ in range(3):
                     self.position.zero_()
                     self._update()
             here.wait_stream(stream)
             with torch.no_grad():
                 for tensor, value in zip(changed, before):
                     tensor.copy_(value)
-            # Other threads may go on with their own streams meanwhile.
+            # thread_local: other threads may use their own streams during the capture.
             filled = turns(self.nats.get_device()).captured
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self._update()
             self.fills = turns(self.nats.get_device()).captured > filled
         self.graph = graph
 
-    # --- what is read ---
+    # --- results ---
 
     def mean_loss(self) -> float:
-        """Mean nats since this was last asked."""
+        """Return the mean loss in nats since the last call."""
         mean = self.total.item() / max(1, int(self.count))
         self.total.zero_()
         self.count.zero_()
         return mean
 
     def not_finite(self) -> int | None:
-        """The position in the epoch of the first update whose loss was not finite, if there is one."""
+        """Return the position in the epoch of the first loss that was not finite, or None."""
         bad = int(self.bad)
         return None if bad < 0 else bad
 
@@ -184,13 +192,13 @@ class Step:
         return own | {f"carried.{number}": value for number, value in enumerate(self.carried)}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything needed to continue; of what streams carry, the rows of all processes."""
+        """Return all tensors needed to continue; carried states have the rows of all processes."""
         tensors = {f"model.{name}": value for name, value in weights_of(self.model).items()} | self._own()
         return {n: self.processes.gather(t, 1) if n.startswith("carried.") else t for n, t in tensors.items()}
 
     @torch.no_grad()
     def load(self, tensors: dict[str, Tensor] | None) -> None:
-        """What `tensors` gave; only the first of several processes needs to have it."""
+        """Restore the tensors that `tensors` returned; only the first process has to pass them."""
         own = {f"model.{name}": value for name, value in weights_of(self.model).items()} | self._own()
         whole = self.tensors()  # the shapes of the carried rows of all processes
         if tensors is not None:

@@ -1,7 +1,7 @@
-"""The standard streams of a command: nothing that is only said may end the work that it is about.
+"""Standard output and standard error: printing is safe, and a failed write does not end a run.
 
-Everything that is printed goes through `show` or `say`: what comes from files may hold what commands a terminal, and is
-shown by its number instead.
+All output goes through `show` or `say`. Text from files may contain control characters, which can
+command a terminal. They are printed as escape codes instead.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
-# What commands a terminal, or turns the order of letters round: control characters, and those for directions.
+# Control characters, which can command a terminal, and characters that change the text direction.
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def visible(text: str) -> str:
-    r"""A text whose control characters, but for new lines and tabs, are shown by their numbers.
+    r"""Return the text with escape codes for all control characters except new lines and tabs.
 
     >>> visible("a\tb\n\x1b[31mred\r")
     'a\tb\n\\x1b[31mred\\r'
@@ -30,7 +30,7 @@ def visible(text: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value from a file for a message, whatever its size and depth.
+    """Format a value from a file for a message, shortened if it is long or deeply nested.
 
     >>> shown([[[]]]), shown("x" * 1000)
     ('[[[]]]', "'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx'")
@@ -41,12 +41,12 @@ def shown(value: Any) -> str:
 
 
 def show(text: object = "", to: Any = None, end: str = "\n") -> None:
-    """Print a text, to standard output unless another stream is given."""
+    """Print a text to standard output, or to the stream `to`."""
     print(visible(str(text)), file=to, end=end, flush=True)
 
 
 def show_json(value: Any) -> None:
-    """Print a value as JSON, a ValueError where it holds what JSON has not: nan and the infinities."""
+    """Print a value as JSON. Raise a ValueError for nan and infinity, which JSON does not have."""
     show(json.dumps(value, allow_nan=False))
 
 
@@ -56,7 +56,10 @@ def say(text: object) -> None:
 
 
 class Unheard:
-    """A stream that may fail (its reader or terminal goes, its disk is full): what comes after is lost, and no more."""
+    """A stream whose failures are ignored: its reader or terminal is gone, or the disk is full.
+
+    After a failure, all further output to the stream is lost.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -83,17 +86,20 @@ class Unheard:
 
 
 def silence(stream: TextIO) -> None:
-    """Send a stream to nowhere, with what it still holds, so that nothing is left to fail when Python ends."""
-    with suppress(OSError, ValueError):  # a stream of somebody's own making, or one that is closed, has no number
+    """Redirect a stream and its buffer to the null device, so that Python can exit cleanly."""
+    with suppress(OSError, ValueError):  # a custom or closed stream has no file descriptor
         number = stream.fileno()
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, number)
-        os.close(nowhere)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, number)
+        os.close(null)
 
 
 @contextmanager
 def ready() -> Iterator[None]:
-    """Inside, progress need not be heard, and a letter that the terminal does not have is written by its number."""
+    """Inside, failures of standard error are ignored.
+
+    A character that the terminal's encoding does not have is printed as an escape code.
+    """
     before = sys.stderr
     errors = {s: s.errors for s in (sys.stdout, sys.stderr) if isinstance(s, io.TextIOWrapper)}
     for stream in errors:
@@ -108,5 +114,5 @@ def ready() -> Iterator[None]:
 
 
 def heard(stream: Any) -> Any:
-    """A stream that may fail; None, which `print` passes over, where there is none from the beginning."""
+    """Return the stream with failures ignored; None if the process has no such stream."""
     return None if stream is None else Unheard(stream)

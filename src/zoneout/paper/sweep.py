@@ -1,11 +1,12 @@
-"""Many runs: a grid of settings and seeds, each an ordinary run in a folder of its own.
+"""A sweep: runs over a grid of settings and seeds, each an ordinary run in a separate folder.
 
-    OUT/zoneout.cell=0.1,seed=2-5d41402a/     a run (see `runs`); its name ends in a digest of its settings
-    OUT/…/ended.json                          of a run without a summary: it diverged, or was stopped as hopeless
-    OUT/results.json, OUT/index.html          what came out, for programs and for people
+    OUT/zoneout.cell=0.1,seed=2-5d41402a/  a run (see `runs`); the name ends in a settings digest
+    OUT/…/ended.json                       only without a summary: the run diverged or was stopped
+    OUT/results.json, OUT/index.html       the results, for programs and for people
 
-The folders are all that is known of a sweep: what is missing is seen from them, and the same command goes on from
-there, on this machine or another. Here runs are given to plain processes; `cluster` gives the same runs to Ray.
+The folders are the only state of a sweep: they show which runs are missing. The same command
+continues a sweep, on this machine or another one. This module runs trials in plain processes;
+`cluster` runs the same trials with Ray.
 """
 
 from __future__ import annotations
@@ -54,33 +55,33 @@ from .unread import refuse_unread
 
 Say: TypeAlias = Callable[[str], None]
 
-RETRIES = 10  # times that a run is given to another process after its own has died
-WAIT = 120.0  # seconds that a run is waited for whose folder is held: the process that held it may be dying
+RETRIES = 10  # how many times a run is given to another process after its process died
+WAIT = 120.0  # seconds to wait for a locked folder: the process that locked it may be about to end
 
 
 @dataclass(frozen=True)
 class Job:
-    """A trial that has not ended, and where it belongs."""
+    """A trial that has not ended, with its folder and the folder of its data."""
 
     trial: Trial
     folder: Path
     data: Path | None = None
 
     def __call__(self, progress: Progress | None = None) -> str:
-        """Train, or go on; what went wrong as a sentence, or nothing.
+        """Train or continue the run; return an error message, or "" if there is none.
 
-        An error that would come again is written down, so that nothing is trained for it twice.
+        If training diverges, that is recorded in the folder, so that it is not repeated.
         """
         until = time.monotonic() + WAIT
         while True:
             try:
                 begun = (self.folder / "config.json").exists()
                 if begun and state_of(self.trial, self.folder) == "finished":
-                    return ""  # by another process, in the meantime
+                    return ""  # another process has finished it in the meantime
                 summary = train(self.trial.config, self.folder, resume=begun, progress=progress, data=self.data)
                 (self.folder / "ended.json").unlink(missing_ok=True)
                 return INTERRUPTED if summary.status == "interrupted" else ""
-            except (InUse, Begun) as error:  # by another process, since we looked: it may end it, or leave it to us
+            except (InUse, Begun) as error:  # another process has the run, and may finish it or not
                 if time.monotonic() > until:
                     return str(error)
                 time.sleep(0.5)
@@ -89,24 +90,25 @@ class Job:
                 return str(error)
             except (RunError, DataError, ValueError) as error:
                 return str(error)
-            except Exception as error:  # one trial that cannot be (a GPU without room, say) does not end the others
+            except Exception as error:  # a failed trial (GPU memory, say) does not end the others
                 return f"{type(error).__name__}: {error}"
 
 
 def mark(folder: Path, state: State, why: str) -> None:
-    """Note that a run has ended without a summary."""
+    """Record that a run has ended without a summary, and why."""
     with disk.explained(folder):
         disk.write_json(folder / "ended.json", {"state": state, "why": why})
 
 
 def run_local(jobs: Sequence[Job], *, parallel: int, say: Say, retries: int = RETRIES) -> dict[str, str]:
-    """Run jobs in so many processes; what went wrong, by the name of the trial. Ctrl-C stops with checkpoints.
+    """Run jobs in `parallel` processes; return the error messages, by the name of the trial.
 
-    A process runs one job after another. When one dies its job goes to another, which continues from the checkpoint.
+    A process runs one job after another. If a process dies, another one continues its job from the
+    checkpoint. Ctrl-C stops all runs, each with a checkpoint.
     """
-    fresh = multiprocessing.get_context("spawn")  # what CUDA needs
+    fresh = multiprocessing.get_context("spawn")  # CUDA does not work in a forked process
     waiting, deaths, problems = deque(jobs), Counter[str](), dict[str, str]()
-    busy: dict[Any, tuple[Any, Job]] = {}  # by the pipe
+    busy: dict[Any, tuple[Any, Job]] = {}  # pipe: process and job
     idle: list[tuple[Any, Any]] = []
     numbers = itertools.count()
     processes: dict[Any, Any] = {}
@@ -117,11 +119,11 @@ def run_local(jobs: Sequence[Job], *, parallel: int, say: Say, retries: int = RE
                 if not idle:
                     idle.append(_start(fresh, next(numbers), threads_of_each(parallel)))
                     processes[idle[-1][1]] = None
-                    if stopping:  # since it was asked, and before it was there to be told
+                    if stopping:  # the request came before the process could receive it
                         break
                 pipe, process = idle.pop()
                 busy[pipe] = (process, waiting[0])
-                with contextlib.suppress(OSError):  # it has died: as if it had died after
+                with contextlib.suppress(OSError):  # the process has died; `wait` reports it below
                     pipe.send(waiting[0])
                 waiting.popleft()
             if not busy:
@@ -137,7 +139,8 @@ def run_local(jobs: Sequence[Job], *, parallel: int, say: Say, retries: int = RE
                     process.join()
                     del processes[process]
                     deaths[name] += 1
-                    obeyed = stopping or process.exitcode == 0  # a batch system asks all processes to stop at once
+                    # Exit code 0: a batch system has asked all processes to stop, this one first.
+                    obeyed = stopping or process.exitcode == 0
                     if not obeyed and deaths[name] <= retries:
                         say(f"{name}: its process died (exit code {process.exitcode}); another goes on with it")
                         waiting.appendleft(job)
@@ -157,16 +160,16 @@ def run_local(jobs: Sequence[Job], *, parallel: int, say: Say, retries: int = RE
 
 
 def _start(fresh: Any, number: int, threads: int) -> tuple[Any, Any]:
-    """A process that waits for jobs, and the pipe to it."""
+    """Start a process that waits for jobs; return the pipe to it and the process."""
     pipe, other = fresh.Pipe()
     process = fresh.Process(target=_work, args=(number, threads, other))
     process.start()
-    other.close()  # so that its death is seen as the end of the pipe
+    other.close()  # then the pipe ends when the process dies
     return pipe, process
 
 
 def _work(number: int, threads: int, pipe: Any) -> None:
-    """Do the jobs that come through a pipe, one after another, on the GPU that is this process's turn."""
+    """Run the jobs that arrive through a pipe. The number of the process selects its GPU."""
     obey_the_parent()
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count > 1:
@@ -196,22 +199,28 @@ def sweep(
     cpus: float | None = None,
     gpus: float | None = None,
 ) -> list[Row]:
-    """Run what is missing of a grid or a search; what is known of every trial then. The options are the command's."""
+    """Run the missing trials of a grid or a search; return a row for every trial.
+
+    The arguments are the options of the command `zoneout sweep`.
+    """
     if parallel < 0 or (trials is not None and trials < 1):
-        raise ValueError(f"--parallel, --trials: expected 0 or more, and 1 or more, got {parallel} and {trials}")
+        raise ValueError(
+            "--parallel, --trials: expected 0 or more for --parallel and 1 or more for --trials, "
+            f"got {parallel} and {trials}"
+        )
     with_ray = engine == "ray" or (engine is None and any((address, search, scheduler)))
     of_ray = {"address": address, "search": search, "scheduler": scheduler, "cpus": cpus, "gpus": gpus}
     if not with_ray and (given := [name for name, value in of_ray.items() if value is not None]):
         raise ValueError(f"--{given[0]}: plain processes have no such thing; use --engine ray")
     if trials is not None and search is None:
-        raise ValueError("--trials: without --search every combination of the grid is run")
+        raise ValueError("--trials: without --search, every combination of the grid is run; leave it out")
     axes, out, data = axes_of(grid), out.absolute(), data and data.absolute()
     for name in PATHS:
         if isinstance(values := axes.get(name), list):
             axes[name] = [absolute_path(path, data) for path in values]
     asha = scheduler is not None
     if with_ray:
-        from . import cluster  # which needs another package
+        from . import cluster  # needs the package ray
 
         room = cluster.Cluster(address or "local", 1.0 if cpus is None else cpus, gpus, parallel, asha)
     if search is not None:
@@ -227,7 +236,8 @@ def sweep(
         refuse_unread(axes, [t.config for t in every])
         places = folders(every, out)
         chosen = part_of(every, part) if part else every
-        states = {t.name: state_of(t, places[t.name], scheduled=asha) for t in every}  # all are in the table
+        # The table shows all trials, so the states of all are read, also with --part.
+        states = {t.name: state_of(t, places[t.name], scheduled=asha) for t in every}
         jobs = [Job(t, places[t.name], data) for t in chosen if states[t.name] in ("missing", "begun")]
         check_models([job.trial for job in jobs])
         there = [t for t in every if states[t.name] != "missing"]
@@ -243,7 +253,7 @@ def sweep(
 
 
 def check_models(trials: Iterable[Trial]) -> None:
-    """An error where a combination of settings cannot be, before others are trained for hours."""
+    """Raise if a model of some trial cannot be built, before other trials are trained for hours."""
     for trial in {replace(trial.config, seed=0): trial for trial in trials}.values():
         try:
             models.check(trial.config)
@@ -252,14 +262,14 @@ def check_models(trials: Iterable[Trial]) -> None:
 
 
 def check_data(wanted: Iterable[Config], there: Iterable[Trial], places: dict[str, Path], folder: Path | None) -> None:
-    """An error where data are missing, before every run has to find out by itself, or are not those of earlier runs."""
+    """Raise, before any run starts, if data are missing or differ from the data of earlier runs."""
     loaded: dict[Any, Any] = {}
     for config in wanted:
         if config.data not in loaded:
             loaded[config.data] = load_data(config, folder)
     for trial in there:
         config, run = trial.config, places[trial.name]
-        if config.data not in loaded:  # where nothing is left to train, the table needs no data
+        if config.data not in loaded:  # no run will train on these data, so they may be missing
             try:
                 loaded[config.data] = load_data(config, folder)
             except MissingError:
@@ -267,17 +277,17 @@ def check_data(wanted: Iterable[Config], there: Iterable[Trial], places: dict[st
         if (data := loaded[config.data]) is not None and not same_data(run, data):
             raise DataError(
                 f"{run} was trained on other data than {config.data.name} is now, and one table would compare the two; "
-                "choose another folder with --out, or bring back the data of then. Nothing was run."
+                "choose another folder with --out, or restore the original data. Nothing was run."
             )
     if len(measures := {measure_of(data) for data in loaded.values() if data is not None}) > 1:
         raise ValueError(
-            f"--grid: {' and '.join(sorted(measures))} would stand in one table, and cannot be compared; make a sweep "
-            "of each. Nothing was run."
+            f"--grid: {' and '.join(sorted(measures))} would stand in one table, but they cannot be compared; run a "
+            "sweep for each. Nothing was run."
         )
 
 
 def room_here(config: Config) -> int:
-    """How many runs this machine has room for: one a GPU, or one a core."""
+    """Return how many runs this machine runs in parallel: one per GPU, or one per core."""
     if config.device != "cpu" and torch.cuda.is_available():
         return torch.cuda.device_count()
     return cores()

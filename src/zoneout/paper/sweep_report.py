@@ -1,4 +1,4 @@
-"""What came out of a sweep: one table, and one page."""
+"""The results of a sweep: a table for the terminal, and an HTML page."""
 
 from __future__ import annotations
 
@@ -20,22 +20,26 @@ from .trials import Row, spelled
 
 @dataclass(frozen=True)
 class Point:
-    """The trials of one point of the grid, which differ in their seeds alone."""
+    """One point of the grid: its trials differ only in their seeds."""
 
     settings: dict[str, Any]
     rows: list[Row]
 
     @property
     def ended(self) -> list[Row]:
-        """Those to be averaged."""
+        """The finished trials, over which the mean is taken."""
         return [row for row in self.rows if row.state == "finished"]
 
     def mean(self, part: str) -> float | None:
+        """Return the mean over the finished trials; `part` is "valid" or "test"."""
         values = [v for row in self.ended if (v := getattr(row, part)) is not None]
         return fmean(values) if values else None
 
     def shown(self, part: str) -> str:
-        """The mean and standard deviation over seeds; of a run that was stopped, its best so far."""
+        """Format the mean and standard deviation over seeds.
+
+        If no trial has finished, it is the best validation of the stopped trials, in parentheses.
+        """
         values = [v for row in self.ended if (v := getattr(row, part)) is not None]
         if not values:
             stopped = [row.valid for row in self.rows if row.state == "stopped" and row.valid is not None]
@@ -44,7 +48,7 @@ class Point:
         return figure_of(fmean(values), self.ended[0].measure) + spread
 
     def states(self) -> str:
-        """How its trials ended, where not all are finished."""
+        """Format the number of finished trials, or the number in each state if not all finished."""
         counts = Counter(row.state for row in self.rows)
         return (
             str(counts["finished"]) if set(counts) == {"finished"} else ", ".join(f"{n} {s}" for s, n in counts.items())
@@ -52,7 +56,7 @@ class Point:
 
 
 def points_of(rows: Sequence[Row]) -> list[Point]:
-    """The points of the grid, the best validation first, those without any last."""
+    """Return the points of the grid, the best mean validation first, points without one last."""
     grouped: dict[str, Point] = {}
     for row in rows:
         settings = {name: value for name, value in row.settings.items() if name != "seed"}
@@ -62,7 +66,7 @@ def points_of(rows: Sequence[Row]) -> list[Point]:
 
 
 def cells_of(rows: Sequence[Row]) -> list[list[str]]:
-    """The table: a line of headings, and a line for every point of the grid."""
+    """Return the table: a line of headings, and a line for every point of the grid."""
     points = points_of(rows)
     names = list(points[0].settings) if points else []
     body = [[*map(spelled, p.settings.values()), p.shown("valid"), p.shown("test"), p.states()] for p in points]
@@ -70,7 +74,7 @@ def cells_of(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The table in Markdown, laid out to be read as it is."""
+    """Format the table in Markdown, with aligned columns for the terminal."""
     lines = cells_of(rows)
     widths = [max(map(len, column)) for column in zip(*lines)]
     head, *body = ("| " + " | ".join(f"{cell:{w}}" for cell, w in zip(line, widths)) + " |" for line in lines)
@@ -81,7 +85,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def write(rows: Sequence[Row], out: Path, title: str) -> None:
-    """Write results.json and the page index.html; the parts of a sweep may end at the same time."""
+    """Write results.json and index.html; other parts of a sweep may do so at the same time."""
     with disk.explained(out):
         out.mkdir(parents=True, exist_ok=True)
         disk.write_json(out / "results.json", [asdict(row) for row in rows])
@@ -89,14 +93,19 @@ def write(rows: Sequence[Row], out: Path, title: str) -> None:
 
 
 def page(rows: Sequence[Row], title: str) -> str:
-    """The table and the learning curves of the best on one page that needs nothing else."""
+    """Return one self-contained page with the table and the learning curves of the best points."""
     head, *body = cells_of(rows)
-    caption = "The best validation first; the mean over runs that differ in their seeds alone ± the standard deviation."
+    caption = (
+        "The best validation first. Each number is the mean ± the standard deviation over runs that differ only in "
+        "their seeds. A number in parentheses is the best validation of a run that was stopped early."
+    )
     parts = [html_table(caption, [head], body, "points")]
     if notes := [element("li", f"{row.name}: {row.why}") for row in rows if row.why]:
         parts.append(element("ul", *notes))
     sections = [("results", "Results", section("results", "Results", *parts))]
     best = [p.ended[0] for p in points_of(rows) if p.ended][: len(plots.COLOURS)]
     if figures := learning_curves([plots.read_curve(row.folder, row.name.rpartition("-")[0]) for row in best]):
-        sections.append(("curves", "Learning curves", section("curves", "Learning curves of the best", *figures)))
+        sections.append(
+            ("curves", "Learning curves", section("curves", "Learning curves of the best points", *figures))
+        )
     return document(title, "", sections, element("p", "Made by ", code("zoneout sweep"), "."))

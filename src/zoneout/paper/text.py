@@ -1,7 +1,8 @@
-"""From a text to numbers: vocabularies, the cut into three parts, and encoding.
+"""From a text to numbers: vocabularies, the split into three parts, and encoding.
 
-The vocabulary is that of the training part. A word that is not in it becomes `<unk>`; characters that only the
-validation or test part has become one symbol, U+FFFD, that training never shows: they count as the failures they are.
+The vocabulary is that of the training part. A word outside it becomes `<unk>`. Characters that
+only the validation or test part has become one symbol, U+FFFD. The model never sees this symbol in
+training, so it predicts such characters badly; they still count in the results.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from .files import DataError
 Unit: TypeAlias = Literal["char", "word"]
 
 UNKNOWN = {"char": "\ufffd", "word": "<unk>"}
-EOS = "<eos>"  # the end of a line, where a text is cut into words
+EOS = "<eos>"  # the end of a line, in a text of words
 PARTS = ("train", "valid", "test")
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The symbols of a corpus: characters, or words; a symbol's number is its place.
+    """The symbols of a corpus, characters or words. The number of a symbol is its index.
 
     >>> v = Vocabulary("word", ("<eos>", "<unk>", "a", "rose", "is"))
     >>> v.encode("a rose is\\nred"), v.decode([2, 3, 0, 4])
@@ -48,16 +49,19 @@ class Vocabulary:
 
     @property
     def unknown(self) -> int | None:
-        """The number that stands for everything that is not in the vocabulary, if there is one."""
+        """The number of the symbol for everything outside the vocabulary; None without one."""
         return self.number.get(UNKNOWN[self.unit])
 
     @property
     def dtype(self) -> type[np.uint8] | type[np.uint16] | type[np.int32]:
-        """The smallest integers that hold all numbers."""
+        """The smallest integer type that holds all numbers."""
         return np.uint8 if len(self) <= 2**8 else np.uint16 if len(self) <= 2**16 else np.int32
 
     def encode(self, text: str) -> Array:
-        """The numbers of a text. What the vocabulary has not is the unknown symbol, or an error where there is none."""
+        """Return the numbers of a text.
+
+        A symbol outside the vocabulary becomes the unknown symbol; without one, it is an error.
+        """
         symbols = text if self.unit == "char" else split_words(text)
         numbers = [self.number.get(symbol, self.unknown) for symbol in symbols]
         if None in numbers:
@@ -67,23 +71,23 @@ class Vocabulary:
         return np.array(numbers, dtype=self.dtype)
 
     def strangers(self, numbers: Array) -> str:
-        """A sentence on how many symbols of a text the vocabulary has not, or nothing where it has all."""
+        """Return a sentence with the number of unknown symbols in a text; "" if there are none."""
         count = 0 if self.unknown is None else int((numbers == self.unknown).sum())
         symbols = "characters" if self.unit == "char" else "words"
         return f"{count:,} of {len(numbers):,} {symbols} are unknown to the model" if count else ""
 
     def decode(self, numbers: Iterable[int]) -> str:
-        """The text of numbers; words are joined by spaces, and `<eos>` is a new line."""
+        """Return the text of numbers. Words are joined by spaces, and `<eos>` is a new line."""
         symbols = [self.symbols[int(number)] for number in numbers]
         return "".join(symbols) if self.unit == "char" else re.sub(f" ?{EOS} ?", "\n", " ".join(symbols))
 
     def to_json(self) -> str:
-        """Plain JSON, for a model to keep beside its weights."""
+        """Return the vocabulary as JSON, to be stored with the weights of a model."""
         return json.dumps({"unit": self.unit, "symbols": self.symbols}, ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str) -> Vocabulary:
-        """What `to_json` wrote."""
+        """Read a vocabulary that `to_json` wrote."""
         try:
             page = fields_of(text)
             unit, symbols = page["unit"], page["symbols"]
@@ -98,17 +102,18 @@ class Vocabulary:
 
 
 def split_words(text: str) -> list[str]:
-    """The words of a text, cut at white space; each new line is a word of its own, `<eos>`."""
+    """Split a text into words at white space. Each new line becomes the word `<eos>`."""
     return text.replace("\n", f" {EOS} ").split()
 
 
 def cut(
     parts: Mapping[str, Any], *, limit: int | None = None, tail: int | None = None, name: str = "text"
 ) -> list[Any]:
-    """Training, validation and test part of anything with a length: of one piece (""), or of the parts that are given.
+    """Return the training, validation and test part of a text, or of any other sequence.
 
-    A part that is not given is cut from the end: 5 in 100, or `tail` symbols. `limit` keeps about so many symbols in
-    all, the first of each piece.
+    `parts` has the whole text under the key "", or the parts by name. A part that is not given is
+    cut from the end: 5 in 100 symbols, or `tail` symbols. `limit` keeps about `limit` symbols in
+    total, the first ones of each piece.
 
     >>> cut({"": "x" * 90 + "v" * 5 + "t" * 5}, limit=None)[1:]
     ['vvvvv', 'ttttt']
@@ -135,7 +140,7 @@ def cut(
 
 
 def encode_characters(texts: Sequence[str]) -> tuple[Vocabulary, list[Array]]:
-    """The vocabulary of the first text, in the order of code points, and all texts in its numbers."""
+    """Return the vocabulary of the first text, sorted by code point, and all texts encoded."""
     seen = [np.unique(np.concatenate([np.unique(codes) for codes in _codes(text)])) for text in texts]
     symbols = [chr(code) for code in seen[0]]
     strange = not np.isin(np.concatenate(seen), seen[0]).all()
@@ -148,20 +153,20 @@ def encode_characters(texts: Sequence[str]) -> tuple[Vocabulary, list[Array]]:
 
 
 def _codes(text: str) -> Iterator[Array]:
-    """The code points of a text, some millions at a time."""
+    """Yield the code points of a text, 2**22 (about 4 million) at a time."""
     for start in range(0, len(text), 2**22):
         yield np.frombuffer(text[start : start + 2**22].encode("utf-32-le"), dtype="<u4")
 
 
 def number_words(texts: Mapping[str, str]) -> tuple[dict[str, Array], list[str]]:
-    """Each text as numbers of its words, and the words, in the order of their first appearance."""
+    """Return each text as word numbers, and the words in the order of their first appearance."""
     number: dict[str, int] = {}
     out = {part: np.concatenate([np.zeros(0, np.int32), *_numbers(text, number)]) for part, text in texts.items()}
     return out, list(number)
 
 
 def _numbers(text: str, number: dict[str, int]) -> Iterator[Array]:
-    # A million characters at a time: a list of all the words would take many times the room of the text.
+    # A million characters at a time: a list of all words needs many times the memory of the text.
     space, start = re.compile(r"\s"), 0
     while start < len(text):
         found = space.search(text, start + 2**20)
@@ -172,9 +177,10 @@ def _numbers(text: str, number: dict[str, int]) -> Iterator[Array]:
 
 
 def encode_words(numbers: Sequence[Array], spelled: Sequence[str], most: int | None) -> tuple[Vocabulary, list[Array]]:
-    """The vocabulary of the first text, at most so many words, the frequent first, and all texts in its numbers.
+    """Return the vocabulary of the first text, and all texts encoded.
 
-    `<unk>` is always one of them, so that texts to come can be read.
+    The vocabulary has at most `most` words, the most frequent first. `<unk>` is always one of
+    them, so that other texts can be encoded later.
     """
     counts = np.bincount(numbers[0], minlength=len(spelled))
     common = sorted(np.flatnonzero(counts).tolist(), key=lambda word: (-counts[word], spelled[word]))[:most]

@@ -1,8 +1,9 @@
 """Training: one loop.
 
-Everything random is a function of the run's seed and of where it is used: weights of the seed, the order of the data of
-(seed, epoch), masks of (seed, update) and the row of the whole batch. So a run that is continued, or that several
-processes share, computes what it would have computed; no generator has a state to be saved.
+Everything random is a function of the run's seed and of the place where it is used. Weights depend
+on the seed, the order of the data on (seed, epoch), and masks on (seed, update) and the row in the
+whole batch. A run that is continued, or shared by several processes, therefore computes the same
+as an uninterrupted run in one process. There is no generator state to save.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Progress = Callable[[dict[str, Any]], None]
 
 
 class Stopped(Exception):
-    """Somebody asked the run to stop."""
+    """The run was asked to stop."""
 
 
 @dataclass(frozen=True)
@@ -50,20 +51,20 @@ class Summary:
     measure: str  # "bits", "perplexity" or "error"
     update: int
     epoch: float
-    best: dict[str, Any] | None  # the line of the metrics with the best validation
-    test: dict[str, Any] | None  # the line of the test with these weights
+    best: dict[str, Any] | None  # the metrics line of the best validation
+    test: dict[str, Any] | None  # the metrics line of the test with these weights
     parameters: int
     seconds: float
 
 
 @dataclass
 class State:
-    """Where a run is: all that is not a tensor. Saved with every checkpoint."""
+    """The position of a run: everything in a checkpoint that is not a tensor."""
 
     digest: str  # of the data
     update: int = 0
-    epoch: int = 0  # epochs that are complete
-    done: int = 0  # updates of the epoch that is not
+    epoch: int = 0  # complete epochs
+    done: int = 0  # updates in the current, incomplete epoch
     validated: int = 0  # the update of the latest validation
     stale: int = 0  # validations since the best
     best: dict[str, Any] | None = None
@@ -71,11 +72,11 @@ class State:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> State:
-        """What `asdict` gave, or a ValueError."""
+        """Read a state that `asdict` wrote; raise a ValueError if it is not valid."""
         counts = dict.fromkeys(("update", "epoch", "done", "validated", "stale"), "count")
         check_fields(fields, {"digest": "text"}, {**counts, "seconds": "number"})
         if strange := fields.keys() - vars(cls("")).keys():
-            raise ValueError(f"the checkpoint has fields that are not known: {shown(sorted(strange))}")
+            raise ValueError(f"the checkpoint has unknown fields: {shown(sorted(strange))}")
         if fields.get("best") is not None:
             runs.check_line(fields["best"])
         return cls(**fields)
@@ -90,17 +91,25 @@ def train(
     data: Path | str | None = None,
     deadline: float = math.inf,
 ) -> Summary:
-    """Train a model in a folder of its own, or continue (`resume`) the run that is there; `config` may then be None.
+    """Train a model in a new folder, or continue the run in the folder (`resume`).
 
-    `data` is a folder to look for the data in; of a run that is continued, also the file that its text has moved to.
-    At `deadline` (by `time.monotonic`) the run stops as if it had been interrupted: with a checkpoint, to be continued.
-    `progress` is called with a dict for everything that happens, whose
-    "kind" is "start" (update, updates, epochs, data, parameters, device, measure, folder), "step" (update, epoch, and
-    on a CPU nats), "train", "valid" or "test" (the lines of the metrics), "save" (update), "note" (text) or "end" (the
-    summary). Of several processes only the first calls it.
+    `config` may be None with `resume`. `data` is a folder to look for the data in; when a run is
+    continued, it may also be the new path of a text that has moved. At `deadline` (a time of
+    `time.monotonic`) the run stops as if it had been interrupted: with a checkpoint, from which it
+    can be continued.
+
+    `progress` is called with a dict for every event. With several processes, only the first one
+    calls it. The "kind" of the event says which other fields it has:
+
+        "start"                   update, updates, epochs, data, parameters, device, measure, folder
+        "step"                    update, epoch, and on a CPU nats
+        "train", "valid", "test"  the fields of the metrics line
+        "save"                    update
+        "note"                    text
+        "end"                     the fields of the summary
     """
     if config is None and not resume:
-        raise ValueError("config: expected a Config; None is only for continuing a run, with resume=True")
+        raise ValueError("config: expected a Config, got None; None is for resume=True, which uses the run's config")
     run = Run(folder)
     processes = join((config or runs.read_config(folder)).device)
     try:
@@ -136,14 +145,14 @@ class Training:
             raise ValueError("precision: tf32 is there on NVIDIA GPUs only; use fp32, bf16 or fp16 on this device")
 
         if not resume and processes.first:
-            run.check_free()  # before anything takes time
+            run.check_free()  # before the slow steps
         self.data = data_of(run.folder, config, data) if resume else load_data(config, data)
         check_protocols(config, self.data)
         vocabulary = self.data.vocabulary if isinstance(self.data, Corpus) else None
         self.measure = measure_of(self.data)
         symbols = len(vocabulary) if vocabulary else 0
         check(config, symbols)
-        check(config, symbols, device, copies=2)  # the weights and their gradients, at the least
+        check(config, symbols, device, copies=2)  # at least the weights and their gradients
         self.model = build(config, symbols).to(device)
         self.feed = make_feed(config, self.data, device, processes.rank, processes.size)
         check_statistics(config, self.data)
@@ -152,16 +161,17 @@ class Training:
         self.state = State(self.data.digest)
         found = self.restore() if resume else None
         self.earlier = self.state.seconds
-        self.updates = self.step.begin(self.state.epoch, self.state.done, self.state.update)  # of this epoch
+        # `updates` is the number of updates in this epoch.
+        self.updates = self.step.begin(self.state.epoch, self.state.done, self.state.update)
         self.step.capture()
-        # Last: what is refused above leaves the folder as it was.
+        # The folder is changed last, so an error above leaves it as it was.
         if processes.first and resume:
             run.go_on(found, config, vocabulary, self.data.digest, data)
         elif processes.first:
             run.create(config, vocabulary, self.data.digest, data)
 
     def __call__(self) -> Summary:
-        """Train, validate as often as is asked, and test."""
+        """Train, validate when due, and test; return the summary."""
         state, config, deadline = self.state, self.config, self.deadline
         total = config.epochs * self.feed.updates()
         self.tell(
@@ -194,9 +204,9 @@ class Training:
         return summary
 
     def loop(self) -> None:
-        """The training loop."""
+        """Run the training loop."""
         state, config = self.state, self.config
-        if self.due():  # the run was stopped before it could
+        if self.due():  # the run was stopped before this validation
             self.validate()
         while not self.complete() and not (config.patience and state.stale >= config.patience):
             self.step()
@@ -218,34 +228,37 @@ class Training:
                 self.save()
             if self.processes.size == 1:
                 self.tick()
-            elif logging and self.processes.any(self.asked()):  # all have to stop at the same update
+            elif logging and self.processes.any(self.asked()):  # all stop at the same update
                 raise Stopped
 
-    # --- where the run is ---
+    # --- the position of the run ---
 
     def complete(self) -> bool:
-        """Whether there is nothing left to train."""
+        """Return whether all training is done."""
         return self.state.epoch >= self.config.epochs or 0 < self.config.updates <= self.state.update
 
     def due(self) -> bool:
-        """Whether a validation is due."""
+        """Return whether a validation is due."""
         every = self.config.evaluation.every
         now = self.state.update % every == 0 if every else self.state.done == 0
         return self.state.validated != self.state.update and (now or self.complete())
 
     def epoch(self) -> float:
-        """How many epochs have been trained."""
+        """Return the number of epochs so far, with a fraction for the current one."""
         return round(self.state.epoch + self.state.done / self.updates, 6)
 
     def tick(self) -> None:
-        """Stop here if that is asked for; several processes stop at their next line of training loss instead."""
+        """Raise `Stopped` if a stop was requested.
+
+        Several processes do nothing here: they stop together when the next training loss is logged.
+        """
         if self.processes.size == 1 and self.asked():
             raise Stopped
 
-    # --- what is done now and then ---
+    # --- validation, test, metrics and checkpoints ---
 
     def validate(self) -> None:
-        """Validate, keep the weights if they are the best, and save."""
+        """Validate, save the weights if they are the best so far, and write a checkpoint."""
         self.check_finite()
         score = evaluate(self.model, self.data, "valid", self.config, batch_statistics=True, tick=self.tick)
         score = self.processes.share(score)
@@ -262,13 +275,13 @@ class Training:
         self.save()
 
     def test(self) -> dict[str, Any]:
-        """Evaluate the best weights on the test part, if there is one."""
+        """Evaluate the best weights on the test part and return the metrics line."""
         if self.processes.first:
             path = self.run.folder / "best.safetensors"
             runs.load_weights(self.model, runs.read_tensors(path)[0], path)
         self.processes.share_(list(runs.weights_of(self.model).values()))
         if self.config.model.norm == "batch":
-            # They are kept with the best weights, for whoever uses these later.
+            # The statistics for the test are saved with the best weights, for later use.
             how = self.config.evaluation
             estimate_statistics(self.model, self.feed, how.statistics, how.statistics_size, self.tick)
             if self.processes.first and self.state.best is not None:
@@ -277,7 +290,7 @@ class Training:
         return self.line("test", **values_of(score.checked("test of the best weights"), self.measure))
 
     def line(self, kind: str, **values: Any) -> dict[str, Any]:
-        """Add a line to the metrics."""
+        """Append a line to the metrics, report it to `progress`, and return it."""
         line = {"kind": kind, "update": self.state.update, "epoch": self.epoch(), **values}
         if self.processes.first:
             self.run.append(line)
@@ -285,7 +298,7 @@ class Training:
         return line
 
     def save(self) -> None:
-        """Write a checkpoint, unless there is something in it that no run should continue from."""
+        """Write a checkpoint; raise if training has diverged: no run should continue from that."""
         self.check_finite()
         self.state.seconds = self.seconds()
         tensors = self.step.tensors()
@@ -297,14 +310,14 @@ class Training:
         self.tell({"kind": "save", "update": self.state.update})
 
     def restore(self) -> runs.Checkpoint | None:
-        """Be where the latest whole checkpoint was, which the first process gets. Nothing is written."""
+        """Restore the latest intact checkpoint; the first process returns it. Write nothing."""
         found, problems = self.run.latest() if self.processes.first else (None, [])
         if found is not None and found.state.get("best") is not None:
             self.check_best()
         for problem in problems:
             self.tell({"kind": "note", "text": problem})
         saved = self.processes.share(None if found is None else found.state)
-        if saved is None:  # stopped before the first checkpoint: the same begins again
+        if saved is None:  # stopped before the first checkpoint: the run starts from the beginning
             return None
         try:
             self.state = State.from_json(saved)
@@ -315,24 +328,24 @@ class Training:
         return found
 
     def check_position(self) -> None:
-        """A ValueError where a checkpoint is of a moment that the run cannot have."""
+        """Raise a ValueError if the run can never be at the position of the checkpoint."""
         state, epochs = self.state, self.config.epochs
         past = state.epoch > epochs or state.update > epochs * self.feed.updates()
         if past or (state.done and state.done >= len(self.feed.order(state.epoch))):
             raise ValueError(f"the checkpoint does not fit the run: update {state.update:,} of epoch {state.epoch:,}")
 
     def check_best(self) -> None:
-        """An error where the best weights so far could not be tested, before more hours have gone into training."""
+        """Raise if the best weights so far cannot be loaded, before more hours of training."""
         path = self.run.folder / "best.safetensors"
         if not path.exists():
             raise RunError(
-                f"{self.run.folder} cannot be continued: its best weights so far, {path.name}, are gone. Begin it anew "
-                "in another folder. Nothing was overwritten."
+                f"{self.run.folder} cannot be continued: its best weights so far, {path.name}, are gone. Start a new "
+                "run in another folder. Nothing was overwritten."
             )
         runs.check_weights(self.model, runs.read_tensors(path)[0], path)
 
     def summary(self, status: str, test: dict[str, Any] | None = None) -> Summary:
-        """How the run ended."""
+        """Return the summary of the run, and report it to `progress`."""
         summary = Summary(
             folder=str(self.run.folder),
             status=status,
@@ -348,20 +361,21 @@ class Training:
         return summary
 
     def seconds(self) -> float:
-        """Time spent on the run, before it was continued included."""
+        """Return the time spent on the run, including the time before it was continued."""
         return self.earlier + time.monotonic() - self.began
 
-    # --- when it goes wrong ---
+    # --- divergence ---
 
     def check_finite(self) -> None:
-        """An error if the loss of any update so far was not finite."""
+        """Raise if the loss of any update so far was not finite."""
         bad = self.step.not_finite()
         if bad is not None:
             raise self.diverged(f"the loss was not finite at update {self.state.update - self.state.done + bad + 1}")
 
     def diverged(self, what: str) -> Diverged:
+        """Return the error for a run that has diverged."""
         kept = self.run.checkpoints()
-        where = f"the last good checkpoint, of update {int(kept[0].name)}, is kept" if kept else "there is none to keep"
+        where = f"the last good checkpoint, of update {int(kept[0].name)}, is kept" if kept else "it has no checkpoint"
         return Diverged(
             f"{what}: training has diverged; {where}. Try again in another folder, with a smaller --optimizer.lr, with "
             "--optimizer.clip-gradient 1, or with --precision fp32."
@@ -369,7 +383,7 @@ class Training:
 
 
 def load_data(config: Config, folder: Path | str | None = None) -> Corpus | Images:
-    """The data of a config, which may lie in a folder."""
+    """Load the data of a config; `folder` is a folder to look for them in."""
     wanted = config.data
     if folder is not None and Path(folder).is_file():
         raise DataError(f"{folder} is a file; expected a folder to look for {wanted.name} in")
@@ -388,12 +402,12 @@ def load_data(config: Config, folder: Path | str | None = None) -> Corpus | Imag
 
 
 def data_of(run: Path | str, config: Config, where: Path | str | None = None) -> Corpus | Images:
-    """The data of a run that is there already; an error where they are no longer what it was begun with.
+    """Load the data of an existing run; raise if they are not the data that it was started with.
 
-    `where` is a folder to look for them in, or the file that its text has moved to.
+    `where` is a folder to look for the data in, or the new path of a text that has moved.
     """
     if where is None and (place := runs.read_place(run)) is not None:
-        with suppress(DataError, OSError):  # gone, changed or not ours to see: they may be where the config says
+        with suppress(DataError, OSError):  # missing, changed or unreadable: try the config's place
             return data_of(run, config, place)
     if where is not None and not Path(where).exists():
         raise DataError(f"{where}: there is no such file or folder")
@@ -407,22 +421,23 @@ def data_of(run: Path | str, config: Config, where: Path | str | None = None) ->
     if not same_data(run, data):
         name = corpora.absolute_path(config.data.name, where)
         raise DataError(
-            f"{run} was trained on other data than {name} is now, whose test part may hold what it was "
-            "trained on; --data says where the data of then are, and `zoneout eval --text` evaluates any other text"
+            f"{run} was trained on other data than {name} is now, and the test part may now contain data that it was "
+            "trained on; give the original data with --data, or evaluate another text with `zoneout eval --text`"
         )
     return data
 
 
 def same_data(run: Path | str, data: Corpus | Images) -> bool:
-    """Whether a run was begun with these data."""
+    """Return whether a run was started with these data."""
     digest = runs.read_digest(run)
     if digest is not None:
         return data.digest == digest
-    return isinstance(data, Images) or data.vocabulary == runs.read_vocabulary(run)  # the least that its weights need
+    # Without a digest, only the vocabulary can be compared: the weights depend on it.
+    return isinstance(data, Images) or data.vocabulary == runs.read_vocabulary(run)
 
 
 def check_protocols(config: Config, data: Corpus | Images) -> None:
-    """An error where a part is too small to be evaluated, before hours have gone into training."""
+    """Raise if a part is too small to be evaluated, before hours of training."""
     if isinstance(data, Corpus):
         parts = [("valid", data.valid, config.evaluation.valid), ("test", data.test, config.evaluation.test)]
         for name, part, protocol in parts:
@@ -433,7 +448,10 @@ def check_protocols(config: Config, data: Corpus | Images) -> None:
 
 
 def check_statistics(config: Config, data: Corpus | Images) -> None:
-    """An error where batch norm would be validated by the statistics of single rows, which leave nothing of them."""
+    """Raise if batch norm would be validated with the statistics of single rows.
+
+    A row minus its own mean is zero, so nothing of the row would be left.
+    """
     valid, rows = config.evaluation.valid, config.evaluation.valid.size
     if isinstance(data, Images):
         rows = min(rows, len(data.valid[1][: config.data.limit]))
@@ -441,31 +459,32 @@ def check_statistics(config: Config, data: Corpus | Images) -> None:
         rows = min(rows, len(data.valid) // valid.length)
     if config.model.norm == "batch" and (valid.kind == "whole" or rows < 2):
         raise ValueError(
-            "evaluation.valid: expected at least two rows at once, by whose statistics batch norm is judged, got one: "
-            "a whole text, a size of 1, or a text of less than two chunks"
+            "evaluation.valid: expected at least two rows at once, since batch norm is validated with their "
+            "statistics, got one: a whole text, a size of 1, or a text of less than two chunks"
         )
 
 
 def in_words(config: Config, data: Corpus | Images) -> str:
-    """What is trained on, and how much of it."""
+    """Describe the training data and their size."""
     if isinstance(data, Images):
         return f"{len(data.train[1][: config.data.limit]):,} images of {config.data.name}"
     return f"{len(data.train):,} {'characters' if data.unit == 'char' else 'words'} of {data.name}"
 
 
 def values_of(score: Score, measure: str) -> dict[str, Any]:
-    """A score as a line of the metrics has it."""
+    """Return the fields of a score for a metrics line."""
     return {measure: getattr(score, measure), "nats": score.nats, "predictions": score.predictions}
 
 
-_asked: list[int] = []  # the signals that have asked the runs of this process to stop
+_asked: list[int] = []  # the signals that asked the runs of this process to stop
 
 
 @contextmanager
 def stop_requests() -> Iterator[Callable[[], bool]]:
-    """Tells whether Ctrl-C (or a polite kill) has asked to stop; a second one stops at once.
+    """Yield a function that returns whether Ctrl-C or SIGTERM has asked to stop.
 
-    Signals are the main thread's: a run in another thread is told what that one is told, while it listens.
+    A second signal stops immediately. Only the main thread receives signals. A run in another
+    thread sees the same requests, as long as the main thread is inside this context manager.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: bool(_asked)

@@ -1,4 +1,4 @@
-"""The runs of a sweep: which there are, and how it stands with each, as its folder says."""
+"""The trials of a sweep: which runs it has, and the state of each run, read from its folder."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from .runs import ANYHOW, LENGTH
 State: TypeAlias = Literal["missing", "begun", "finished", "stopped", "diverged", "failed"]
 
 NAMES = tuple(configs.names())
-PATHS = ("data.name", "data.valid", "data.test")  # what may be a file
+PATHS = ("data.name", "data.valid", "data.test")  # fields that may be the path of a file
 INTERRUPTED = "interrupted"
-MOST = 100_000  # runs of a sweep
+MOST = 100_000  # runs in a sweep, at most
 
 
-# --- what there is to run --------------------------------------------------------------------------
+# --- the trials of a grid -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers from `low` to `high`, for a search; `log` where their orders of magnitude are alike."""
+    """The numbers from `low` to `high`, for a search; with `log`, drawn on a logarithmic scale."""
 
     low: float
     high: float
@@ -43,20 +43,23 @@ class Range:
 
 @dataclass(frozen=True)
 class Trial:
-    """A run of a sweep: its config, and which settings of it the sweep is about."""
+    """A run of a sweep: its config, and the names of the fields that the sweep varies."""
 
     config: Config
     fields: tuple[str, ...]
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The values of those settings, by name."""
+        """The values of these fields, by name."""
         plain = configs.to_json(self.config)
         return {name: configs.at(plain, name) for name in self.fields}
 
     @cached_property
     def digest(self) -> str:
-        """Of all that makes the run what it is: equal digests, equal runs, though one may be longer."""
+        """The digest of all fields that identify the run.
+
+        Runs with equal digests are equal, except that one may be longer.
+        """
         length = () if self.config.schedule.kind == "cosine" else tuple(n for n in LENGTH if n not in self.fields)
         own = {n: v for n, v in configs.changed(self.config).items() if n not in (*ANYHOW, *length)}
         page = json.dumps(own, sort_keys=True)
@@ -64,18 +67,18 @@ class Trial:
 
     @cached_property
     def name(self) -> str:
-        """The name of its folder.
+        """The name of the run's folder.
 
         >>> Trial(configs.change(Config(), {"zoneout.cell": 0.5}), ("zoneout.cell", "seed")).name
         'zoneout.cell=0.5,seed=1-e5256b2e'
         """
         short = {n: Path(v).name if v and n in PATHS else v for n, v in self.settings.items()}
-        said = ",".join(f"{name}={spelled(value)}" for name, value in short.items())
-        return f"{re.sub(r'[^A-Za-z0-9._=,+-]', '_', said)[:120]}-{self.digest}"
+        text = ",".join(f"{name}={spelled(value)}" for name, value in short.items())
+        return f"{re.sub(r'[^A-Za-z0-9._=,+-]', '_', text)[:120]}-{self.digest}"
 
 
 def axes_of(grid: Sequence[str]) -> dict[str, list[Any] | Range]:
-    """What each --grid says: a field and its values, or for a search the range that they come from.
+    """Parse the --grid options: each is a field with its values, or with a range for a search.
 
     >>> axes_of(["zoneout.cell=0,0.5", "model.cell=lstm,gru", "optimizer.lr=0.0001..0.01,log"])
     {'zoneout.cell': ['0', '0.5'], 'model.cell': ['lstm', 'gru'],
@@ -88,10 +91,10 @@ def axes_of(grid: Sequence[str]) -> dict[str, list[Any] | Range]:
         if not equals or not values:
             raise ValueError(f"--grid: expected a field and its values, as in zoneout.cell=0,0.1,0.5, got {text!r}")
         if name in axes:
-            raise ValueError(f"--grid: {name} is there twice; give all of its values at once")
+            raise ValueError(f"--grid: {name} is there twice; give all of its values in one --grid")
         if name == "seed":
             raise ValueError(
-                "--grid: seeds are not part of the grid; --seeds says how many there are for each point of it"
+                "--grid: seeds are not part of the grid; --seeds sets the number of seeds for each point of the grid"
             )
         number = r"[-+0-9.eE]+?"
         span = re.fullmatch(rf"({number})\.\.({number})(,log)?", values)
@@ -110,19 +113,25 @@ def _range(text: str, low: str, high: str, log: str | None) -> Range:
 
 
 def _values(text: str) -> list[Any]:
-    with contextlib.suppress(ValueError):  # lists among them: optimizer.betas=[0.9,0.99],[0.5,0.9]
+    # A value may be a list: optimizer.betas=[0.9,0.99],[0.5,0.9].
+    with contextlib.suppress(ValueError):
         return [v if isinstance(v, str) else json.dumps(v) for v in json.loads(f"[{text}]")]
     return text.split(",")
 
 
 def trial_of(base: Config, settings: Mapping[str, Any]) -> Trial:
-    """The base with some settings otherwise; strings are read as their fields' types."""
-    config = configs.change(base, dict(settings))  # which says so where there is no such field
+    """Return the trial of the base config with some fields replaced.
+
+    A string is parsed as the type of its field.
+    """
+    config = configs.change(base, dict(settings))  # raises if a field does not exist
     return Trial(config, tuple(sorted({*settings, "seed"}, key=NAMES.index)))
 
 
 def grid_of(base: Config, axes: Mapping[str, list[Any] | Range], seeds: int = 1) -> list[Trial]:
-    """Every combination of the values, with so many seeds each, from the base's on.
+    """Return a trial for every combination of values and seeds.
+
+    There are `seeds` seeds, which count up from the seed of the base config.
 
     >>> [t.settings for t in grid_of(Config(), {"zoneout.cell": ["0", "0.5"]}, 2)][1:3]
     [{'zoneout.cell': 0.0, 'seed': 2}, {'zoneout.cell': 0.5, 'seed': 1}]
@@ -137,11 +146,11 @@ def grid_of(base: Config, axes: Mapping[str, list[Any] | Range], seeds: int = 1)
     points = itertools.product(*axes.values())  # type: ignore[arg-type]
     every = [dict(zip(axes, point)) for point in points]
     trials = [trial_of(base, {**point, "seed": base.seed + k}) for point in every for k in range(seeds)]
-    return list({trial.name: trial for trial in trials}.values())  # a value that is there twice is one
+    return list({trial.name: trial for trial in trials}.values())  # a repeated value counts once
 
 
 def part_of(trials: Sequence[Trial], part: str) -> list[Trial]:
-    """The share K/N of the trials, for N machines that each take theirs.
+    """Return share K of N of the trials, for N machines that each run one share.
 
     >>> len(part_of(grid_of(Config(), {}, 10), "2/3"))
     3
@@ -153,24 +162,28 @@ def part_of(trials: Sequence[Trial], part: str) -> list[Trial]:
     return list(trials[k - 1 :: n])
 
 
-# --- what there is already -------------------------------------------------------------------------
+# --- the state of the trials ----------------------------------------------------------------------
 
 
 def folders(trials: Sequence[Trial], out: Path) -> dict[str, Path]:
-    """The folder of every trial, by name; one that another sweep made for the same run is used."""
-    there = {p.name.rpartition("-")[2]: p for p in sorted(out.iterdir()) if p.is_dir()} if out.is_dir() else {}
-    return {trial.name: there.get(trial.digest, out / trial.name) for trial in trials}
+    """Return the folder of every trial by name; the same run of another sweep is reused."""
+    existing = {p.name.rpartition("-")[2]: p for p in sorted(out.iterdir()) if p.is_dir()} if out.is_dir() else {}
+    return {trial.name: existing.get(trial.digest, out / trial.name) for trial in trials}
 
 
 def state_of(trial: Trial, folder: Path, *, scheduled: bool = False) -> State:
-    """How it stands with a trial. What a scheduler stopped is only ended where there is a scheduler."""
+    """Return the state of a trial.
+
+    A trial that a scheduler stopped counts as stopped only if the sweep has a scheduler
+    (`scheduled`); otherwise it is continued.
+    """
     if not (folder / "config.json").exists():
         return "missing"
     other = [n for n in configs.changed(trial.config, runs.read_config(folder)) if n not in ANYHOW]
     if other:
         if set(other) <= set(LENGTH):
             runs.check_length(folder, trial.config)
-            return "begun"  # it is to be longer
+            return "begun"  # the run is to be made longer
         raise RunError(f"{folder} holds another run ({other[0]} differs); choose another folder with --out")
     if (folder / "summary.json").exists():
         return "finished"
@@ -181,50 +194,53 @@ def state_of(trial: Trial, folder: Path, *, scheduled: bool = False) -> State:
 
 
 def read_ended(folder: Path) -> dict[str, Any]:
-    """How a trial ended that did not finish."""
+    """Read why a trial ended without a summary."""
     path = folder / "ended.json"
     try:
-        found = disk.read_json(path)
-        disk.check_fields(found, {"state": "text", "why": "text"})
-        if found["state"] not in ("stopped", "diverged"):
-            raise ValueError(f"state: expected stopped or diverged, got {streams.shown(found['state'])}")
-        return found
+        ended = disk.read_json(path)
+        disk.check_fields(ended, {"state": "text", "why": "text"})
+        if ended["state"] not in ("stopped", "diverged"):
+            raise ValueError(f"state: expected stopped or diverged, got {streams.shown(ended['state'])}")
+        return ended
     except (OSError, ValueError) as error:
-        raise RunError(f"{path} cannot be read: {disk.reason(error)}; without it the trial goes on") from None
+        raise RunError(f"{path} cannot be read: {disk.reason(error)}; delete it to continue the trial") from None
 
 
 def known_trials(base: Config, fields: Sequence[str], out: Path) -> list[Trial]:
-    """The trials of earlier searches: runs in `out` that differ from the base in these fields (and the seed) alone."""
-    found = []
+    """Return the trials of earlier searches.
+
+    These are the runs in `out` that differ from the base only in these fields and the seed.
+    """
+    trials = []
     for folder in sorted(out.iterdir()) if out.is_dir() else ():
         if (folder / "config.json").exists():
             theirs = configs.to_json(runs.read_config(folder))
             trial = trial_of(base, {name: configs.at(theirs, name) for name in (*fields, "seed")})
             if folder.name.endswith(f"-{trial.digest}"):
-                found.append(trial)
-    return found
+                trials.append(trial)
+    return trials
 
 
 @dataclass(frozen=True)
 class Row:
-    """What is known of a trial."""
+    """The state and the results of a trial, for the table."""
 
     name: str
     folder: str
     settings: dict[str, Any]
     state: State
     measure: str = ""
-    valid: float | None = None  # the best so far
+    valid: float | None = None  # the best validation so far
     test: float | None = None
-    update: int = 0  # of the best
-    updates: int = 0
+    update: int = 0  # of the best validation
+    updates: int = 0  # so far
     epoch: float = 0.0
     seconds: float | None = None
     why: str = ""
 
 
 def row_of(trial: Trial, folder: Path, why: str = "", *, scheduled: bool = False) -> Row:
-    """What a trial's folder says of it; `why` is what went wrong, if anything."""
+    """Read the row of a trial from its folder; `why` is the error message of its run, if any."""
     state = state_of(trial, folder, scheduled=scheduled)
     name, settings = trial.name, trial.settings
     if why and why != INTERRUPTED and state in ("missing", "begun"):
@@ -256,7 +272,7 @@ def row_of(trial: Trial, folder: Path, why: str = "", *, scheduled: bool = False
 
 
 def told(row: Row) -> str:
-    """How a trial ended, in a few words."""
+    """Describe how a trial ended, in a few words."""
     values = [
         f"{kind} {figure_of(v, row.measure)}" for kind in ("valid", "test") if (v := getattr(row, kind)) is not None
     ]
@@ -264,5 +280,5 @@ def told(row: Row) -> str:
 
 
 def spelled(value: Any) -> str:
-    """A value as --grid takes it."""
+    """Format a value as --grid accepts it."""
     return value if isinstance(value, str) else json.dumps(value)

@@ -1,4 +1,7 @@
-"""Settings that a config has and nobody reads: somebody who gave one believes that it does something."""
+"""Options without effect: fields that a config has but does not use.
+
+A user who sets such an option expects an effect, so the option is refused.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from .config import CUT, Config
 
 _Read = Callable[[Config], bool]
 
-
+# Fields, the condition under which they are used, and the reason to show when they are not.
 _RULES: tuple[tuple[tuple[str, ...], _Read, str], ...] = (
     (("schedule.after", "schedule.by"), lambda c: c.schedule.kind == "divide", "only the schedule divide has it"),
     (("optimizer.decay",), lambda c: c.optimizer.rule == "rmsprop", "only rmsprop has it"),
@@ -28,16 +31,16 @@ _RULES: tuple[tuple[tuple[str, ...], _Read, str], ...] = (
     (
         ("batches.offset",),
         lambda c: c.batches.kind == "chunks" and c.task == "language",
-        "only a text is cut into chunks, and not into streams",
+        "only a text that is cut into chunks has it",
     ),
     (("evaluation.statistics",), lambda c: c.model.norm == "batch", "only batch norm has statistics"),
     (
         ("evaluation.statistics_size",),
         lambda c: c.model.norm == "batch" and (c.batches.kind == "chunks" or c.task == "images"),
-        "only batch norm has statistics, and streams have as many examples as in training",
+        "only batch norm has statistics, and with streams the batches are as large as in training",
     ),
     (("data.order",), lambda c: c.task == "images", "only the pixels of mnist have an order"),
-    (("data.preparation",), lambda c: c.data.name == "char-ptb", "it is of char-ptb only"),
+    (("data.preparation",), lambda c: c.data.name == "char-ptb", "only char-ptb has it"),
     (
         ("data.by",),
         lambda c: c.task == "language" and CUT.get(c.data.name, c.data.by) == c.data.by,
@@ -55,7 +58,7 @@ _RULES: tuple[tuple[tuple[str, ...], _Read, str], ...] = (
 
 
 def unread(config: Config) -> dict[str, str]:
-    """The fields whose value changes nothing in this config, each with the reason.
+    """Return the fields that have no effect in this config, each with the reason.
 
     >>> unread(Config())["schedule.by"]
     'only the schedule divide has it'
@@ -64,7 +67,7 @@ def unread(config: Config) -> dict[str, str]:
 
 
 def refuse_unread(given: Iterable[str], configs: Sequence[Config]) -> None:
-    """An error where a setting that somebody has given is read in none of the configs.
+    """Raise if an option that the user gave has no effect in any of the configs.
 
     >>> refuse_unread(["schedule.by"], [Config()])
     Traceback (most recent call last):
@@ -78,7 +81,7 @@ def refuse_unread(given: Iterable[str], configs: Sequence[Config]) -> None:
 
 
 def refuse_given(names: Iterable[str], options: Any, default: Callable[[str], Any], why: str) -> None:
-    """An error where one of the options is not as it is by default, though nothing will read it."""
+    """Raise if an option without effect differs from its default; `why` is the message."""
     for name in names:
         if getattr(options, name) != default(name):
             raise ValueError(f"--{name.replace('_', '-')}: {why}")
