@@ -44,8 +44,7 @@ def chunk_starts(
     _at_least("length", length, 2)
     if n < length:
         raise ValueError(
-            f"batches.length: a chunk of {length} symbols does not fit into a text of {n} symbols; "
-            "use a smaller length"
+            f"batches.length: a chunk of {length} symbols does not fit into a text of {n} symbols; use a smaller length"
         )
     first = 0
     if offset:
@@ -111,8 +110,7 @@ def streams(tokens: Tensor | np.ndarray[Any, Any], batch: int) -> Tensor:
     rows = len(tokens) // batch
     if rows < 2:
         raise ValueError(
-            f"batch: {batch} streams need at least {2 * batch} symbols, the text has {len(tokens)}; "
-            "use a smaller batch"
+            f"batch: {batch} streams need at least {2 * batch} symbols, the text has {len(tokens)}; use a smaller batch"
         )
     return torch.as_tensor(tokens)[: rows * batch].view(batch, rows).T
 

@@ -396,7 +396,7 @@ class Sweep:
     HOST:PORT: use the Ray cluster at this address.
     """
     search: Literal["optuna"] | None = None
-    """Let Optuna choose from the values and ranges of --grid. By default all combinations are run."""
+    """Let Optuna choose from the values and ranges of --grid, instead of running every one."""
     scheduler: Literal["asha"] | None = None
     """Stop runs early if they are worse than others after the same amount of training."""
     trials: int | None = None
