@@ -22,7 +22,8 @@ from torch import Tensor
 
 from ..philox import as_seed, philox
 
-# Words of the Philox counter, one for each kind of draw. No mask uses these values.
+# The last word of the Philox counter ("plane"), one value for each kind of draw. No mask uses
+# these values.
 _CHUNKS, _OFFSET, _IMAGES = 0x6368756E, 0x6F666673, 0x696D6167
 
 

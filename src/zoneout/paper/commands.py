@@ -387,7 +387,7 @@ class Sweep:
     Runs that it already contains are not repeated.
     """
     engine: Literal["local", "ray"] | None = None
-    """local: processes on this machine. ray: Ray.
+    """local: processes on this machine. ray: Ray, on this machine or on a cluster.
     By default ray if --address, --search or --scheduler is given, otherwise local.
     """
     address: Annotated[str | None, tyro.conf.arg(metavar="local|auto|HOST:PORT")] = None
@@ -396,11 +396,11 @@ class Sweep:
     HOST:PORT: use the Ray cluster at this address.
     """
     search: Literal["optuna"] | None = None
-    """Let Optuna choose from the values and ranges of --grid, instead of running every one."""
+    """Let Optuna choose from the values and ranges of --grid, instead of running all of them."""
     scheduler: Literal["asha"] | None = None
     """Stop runs early if they are worse than others after the same amount of training."""
     trials: int | None = None
-    """Number of runs of a search; by default 50."""
+    """Only with --search: number of runs; by default 50."""
     parallel: int = 0
     """Number of runs at the same time; 0: one per GPU, or without a GPU one per CPU core.
     With Ray, 0: as many as fit into the cluster.

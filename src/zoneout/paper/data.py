@@ -120,7 +120,8 @@ def load(
 def load_images(order: Order = "paper", *, folder: PathLike | None = None) -> Images:
     """Load MNIST, one pixel per time step.
 
-    The training part is the first 50,000 training images; the validation part is the last 10,000.
+    The training part is the first 50,000 training images, the validation part is the last 10,000.
+    The test part is all test images.
     """
     _one_of("order", order, ("paper", "permuted", "rows"))
     sources = [Source("", *files.locate(file, folder), file) for file in DATASETS["mnist"].files]

@@ -229,7 +229,8 @@ def work(name: str, config: Config, folder: str, threads: int, events: Any) -> N
     """Train one model; runs in a worker process."""
     obey_the_parent()
     torch.set_num_threads(threads)
-    # Also before and after training, a signal must not interrupt the writing of an event.
+    # `train` handles signals only while it runs. Before and after that, a signal must not interrupt
+    # the writing of an event either.
     with stop_requests():
         try:
             train(config, folder, progress=lambda event: events.put((name, event)))

@@ -41,7 +41,7 @@ def describe(folder: Path) -> dict[str, Any]:
     if ended and ended["update"] > (rows[-1]["update"] if rows else 0):
         at = Path(folder) / "metrics.jsonl"
         raise disk.RunError(
-            f"{at} is damaged: the run ended after {ended['update']:,} updates, but the file is shorter"
+            f"{at} is damaged: the run ended after {ended['update']:,} updates, but the file ends earlier"
         )
     return {
         "run": str(folder),

@@ -162,7 +162,7 @@ def evaluate_images(
 
 
 def nats(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the sum of all negative log-likelihoods, computed in double precision."""
+    """Return the sum of all negative log-likelihoods, added in double precision."""
     return F.cross_entropy(at_least_float32(logits), targets, reduction="none").sum(dtype=torch.float64)
 
 

@@ -28,7 +28,7 @@ PathLike: TypeAlias = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class File:
-    """A file of the table: its path in a data folder; size and checksums of the uncompressed data."""
+    """A file of the table: its path in a data folder; size and checksums, uncompressed."""
 
     path: str
     size: int
@@ -309,7 +309,7 @@ def _contents(raw: IO[bytes], kind: str, path: Path, file: File | None, most: in
 
 
 def _read(stream: IO[bytes] | gzip.GzipFile, most: int) -> bytes:
-    """Read at most `most` bytes (negative: all) in blocks, to allocate no more than the file has."""
+    """Read at most `most` bytes (negative: all) in blocks; allocate no more than the file has."""
     if most < 0:
         return stream.read()
     blocks = []

@@ -6,8 +6,8 @@ at step t, so dL/dh_t includes the loss of that output.
 
 dL/dc_t does not include the path from the cell to h_t inside step t. With zoneout this path does
 not exist, because h_t is computed from the candidate cell. Without zoneout the path exists, but is
-left out, so that all methods are measured at the same place. So dL/dc of the last step of a
-classifier is zero.
+left out, so that all methods are measured at the same place. Therefore dL/dc of the last step
+of a classifier is zero.
 
     python -m zoneout.paper.gradients gradient-flow
 
