@@ -184,8 +184,8 @@ class Eval:
             return OK
         how = {
             "chunks": f"chunks of {protocol.length:,}, each from the initial state",
-            "streams": f"{protocol.size:,} parallel streams with the state carried",
-            "whole": "one sequence with the state carried",
+            "streams": f"{protocol.size:,} streams in parallel, with the state carried",
+            "whole": "one sequence, with the state carried",
         }[protocol.kind]
         cut = "" if measure == "error" else f", as {how}"
         show(f"{figure_of(getattr(score, measure), measure)} on {where}: {score.predictions:,} predictions{cut}")
