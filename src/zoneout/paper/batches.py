@@ -1,9 +1,14 @@
-"""Batches: in what order a corpus is read, and how it is cut.
+"""Batches: the order in which a corpus is read, and how it is cut.
 
-Three ways of reading a text: chunks in a random order, each from a fresh state (`chunk_starts`, `chunks`); parallel
-streams whose state is carried on (`streams`, `pieces`); the whole text as one sequence (`whole`). Orders and offsets
-are pure functions of (seed, epoch), made of the library's own random bits, so that they are the same on every machine,
-with every version of torch and NumPy, and after a resume.
+A text can be read in three ways:
+
+* chunks in a random order, each from the initial state (`chunk_starts`, `chunks`);
+* parallel streams whose state is carried from batch to batch (`streams`, `pieces`);
+* the whole text as one sequence (`whole`).
+
+Orders and offsets are pure functions of (seed, epoch). They come from this library's random
+generator (Philox), so they are the same on every machine, with every version of torch and NumPy,
+and after a resume.
 """
 
 from __future__ import annotations
@@ -17,28 +22,30 @@ from torch import Tensor
 
 from ..philox import as_seed, philox
 
-# Planes of the counter, one for each thing that is drawn; no mask uses them.
+# The last word of the Philox counter ("plane"), one value for each kind of draw. No mask uses
+# these values.
 _CHUNKS, _OFFSET, _IMAGES = 0x6368756E, 0x6F666673, 0x696D6167
 
 
 def chunk_starts(
     n: int, length: int, *, seed: int = 0, epoch: int = 0, offset: bool = True, shuffle: bool = True
 ) -> Tensor:
-    """Where the chunks of an epoch begin in a text of n symbols: int64 [chunks].
+    """Return the start of every chunk of an epoch in a text of n symbols: int64 [chunks].
 
-    Chunks of `length` symbols (`length` − 1 predictions) lie one after another from a random offset in [0, length), and
-    are then shuffled. What does not fill a chunk at the end is left out. A text of less than two chunks takes only an
-    offset that leaves one.
+    A chunk has `length` symbols and makes `length` − 1 predictions. The chunks follow one another
+    from a random offset in [0, length), and are then shuffled. Symbols at the end that do not fill
+    a chunk are left out. If the text is shorter than two chunks, the offset is limited so that one
+    chunk still fits.
 
     >>> chunk_starts(1000, 300, offset=False, shuffle=False)
     tensor([  0, 300, 600])
-    >>> chunk_starts(1000, 300, seed=1, epoch=0) % 300  # one offset for all
+    >>> chunk_starts(1000, 300, seed=1, epoch=0) % 300  # all chunks have the same offset
     tensor([169, 169])
     """
     _at_least("length", length, 2)
     if n < length:
         raise ValueError(
-            f"batches.length: a chunk of {length} symbols does not fit into a text of {n}; use a smaller length"
+            f"batches.length: a chunk of {length} symbols does not fit into a text of {n} symbols; use a smaller length"
         )
     first = 0
     if offset:
@@ -49,7 +56,7 @@ def chunk_starts(
 
 
 def image_order(n: int, *, seed: int = 0, epoch: int = 0) -> Tensor:
-    """A random order of n examples: int64 [n].
+    """Return a random order of n examples: int64 [n].
 
     >>> image_order(6, seed=1), image_order(6, seed=1, epoch=1)
     (tensor([4, 1, 5, 2, 0, 3]), tensor([1, 0, 5, 2, 4, 3]))
@@ -59,9 +66,10 @@ def image_order(n: int, *, seed: int = 0, epoch: int = 0) -> Tensor:
 
 
 def batched(order: Tensor, batch: int, *, complete: bool = True) -> tuple[Tensor, ...]:
-    """Cut an order (chunk starts, image numbers) into batches: batch k is order[k·batch : (k + 1)·batch].
+    """Cut an order into batches: batch k is order[k·batch : (k + 1)·batch].
 
-    With `complete` (training) an incomplete last batch is left out, unless it is the only one.
+    The order holds chunk starts or image numbers. With `complete` (training), an incomplete last
+    batch is left out, unless it is the only one.
 
     >>> [len(b) for b in batched(torch.arange(10), 4)], [len(b) for b in batched(torch.arange(10), 4, complete=False)]
     ([4, 4], [4, 4, 2])
@@ -73,9 +81,10 @@ def batched(order: Tensor, batch: int, *, complete: bool = True) -> tuple[Tensor
 
 
 def chunks(tokens: Tensor, starts: Tensor, length: int) -> Tensor:
-    """The chunks that begin at `starts`, time first: int64 [length, len(starts)], on the tokens' device.
+    """Return the chunks that begin at `starts`, time first: int64 [length, len(starts)].
 
-    Its rows up to the last are inputs, its rows from the second are targets.
+    The result is on the device of `tokens`. All rows but the last are inputs; all rows but the
+    first are targets.
 
     >>> chunks(torch.arange(10), torch.tensor([5, 1]), 3)
     tensor([[5, 1],
@@ -87,9 +96,11 @@ def chunks(tokens: Tensor, starts: Tensor, length: int) -> Tensor:
 
 
 def streams(tokens: Tensor | np.ndarray[Any, Any], batch: int) -> Tensor:
-    """The text as parallel streams [n // batch, batch]: column b is the b-th of `batch` equal parts, read downwards.
+    """Return the text as parallel streams [n // batch, batch].
 
-    What does not fill the streams at the end of the text is left out. A view of the tokens, in their dtype.
+    Column b holds the b-th of `batch` equal parts of the text, from top to bottom. Symbols at the
+    end of the text that do not fill a row are left out. The result is a view of the tokens, in
+    their dtype.
 
     >>> streams(torch.arange(7), 2)
     tensor([[0, 3],
@@ -106,10 +117,11 @@ def streams(tokens: Tensor | np.ndarray[Any, Any], batch: int) -> Tensor:
 
 
 def pieces(rows: Tensor, length: int, *, complete: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
-    """Streams cut into pieces of `length` steps: pairs (inputs, targets), each [steps, batch], in order.
+    """Cut streams into pieces of `length` steps: pairs (inputs, targets), each [steps, batch].
 
-    The state is to be carried from one to the next. Every row after the first is a target exactly once; with `complete`
-    (training) a shorter last piece is left out, unless it is the only one.
+    The pieces are in order, and the caller carries the state from one to the next. Every row after
+    the first is a target exactly once. With `complete` (training), a shorter last piece is left
+    out, unless it is the only one.
 
     >>> [(x[:, 0].tolist(), y[:, 0].tolist()) for x, y in pieces(streams(torch.arange(6), 1), 3)]
     [([0, 1, 2], [1, 2, 3]), ([3, 4], [4, 5])]
@@ -124,17 +136,20 @@ def pieces(rows: Tensor, length: int, *, complete: bool = False) -> Iterator[tup
 
 
 def whole(tokens: Tensor | np.ndarray[Any, Any], length: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The whole text as one sequence, in pieces [steps, 1] with the state to be carried: n − 1 predictions in all."""
+    """Cut the whole text, as one sequence, into pieces [steps, 1]: n − 1 predictions in total.
+
+    The caller carries the state from one piece to the next.
+    """
     return pieces(streams(tokens, 1), length)
 
 
 def _permutation(n: int, *, seed: int, epoch: int, plane: int) -> Tensor:
-    # Sorting 64 random bits for each place; equal ones, which hardly ever come, keep their order.
+    # Sort positions by 64 random bits each. Positions with equal bits (very rare) keep their order.
     return _bits(n, seed=seed, epoch=epoch, plane=plane).argsort(stable=True)
 
 
 def _bits(count: int, *, seed: int, epoch: int, plane: int) -> Tensor:
-    """64 random bits for each of `count` places, as int64."""
+    """Return 64 random bits for each of `count` positions, as int64."""
     if isinstance(epoch, bool) or not isinstance(epoch, int) or not 0 <= epoch < 2**32:
         raise ValueError(f"epoch: expected a whole number, 0 or more, got {epoch!r}")
     zero = torch.zeros((), dtype=torch.int64)

@@ -1,8 +1,11 @@
-"""The cache: encoded data, kept as memory-mapped arrays, so that the second start takes no time.
+"""The data cache: encoded corpora as memory-mapped arrays, so that they are encoded only once.
 
-An entry is a folder named by a key that says what was encoded and how; it holds one .npy file an array and a page of
-JSON with their checksums. It is written to the side and renamed, so that two processes may make the same one at once;
-one that is damaged is not used but made again. Where the folder cannot be written everything works without it.
+A cache entry is a folder. Its name is a hash of what was encoded and how. The folder holds one
+.npy file for each array, and a JSON file with the checksums.
+
+An entry is written to a temporary folder and then renamed, so two processes can write the same
+entry at the same time. A damaged entry is not used; it is written again. If the cache folder is
+not writable, everything works without the cache.
 """
 
 from __future__ import annotations
@@ -29,14 +32,14 @@ _PAGE = "entry.json"
 
 
 def key_of(*parts: Any) -> str:
-    """A name for what is made of these parts (anything that JSON can hold)."""
+    """Return the SHA-256 of these parts (any values that JSON can represent), as a cache key."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def load(key: str) -> tuple[dict[str, Array], Any] | None:
-    """The arrays and the notes of an entry, or None where it is missing or damaged.
+    """Return the arrays and notes of an entry, or None if it is missing or damaged.
 
-    The arrays are mapped copy-on-write: nothing that is done to them reaches the file.
+    The arrays are mapped copy-on-write: changes to them never reach the file.
     """
     folder = _folder("encoded") / key
     try:
@@ -50,12 +53,17 @@ def load(key: str) -> tuple[dict[str, Array], Any] | None:
             if zlib.crc32(arrays[name].data) != crc:
                 return None
         return arrays, page["notes"]
-    except Exception:  # a damaged header makes NumPy raise nearly anything, a TokenError or a MemoryError among it
+    except Exception:
+        # A damaged .npy header can make NumPy raise almost any exception, such as TokenError or
+        # MemoryError.
         return None
 
 
 def save(key: str, arrays: Mapping[str, Array], notes: Any) -> None:
-    """Keep an entry; where that cannot be done (a read-only folder, a full disk) nothing is left, and nothing said."""
+    """Write an entry.
+
+    If that fails (read-only folder, full disk), remove the partial entry and raise no error.
+    """
     target = _folder("encoded") / key
     try:
         create_folder(target.parent)
@@ -69,7 +77,9 @@ def save(key: str, arrays: Mapping[str, Array], notes: Any) -> None:
                 np.save(side / f"{name}.npy", plain, allow_pickle=False)
             page = {"key": key_of(key, sums, notes), "arrays": sums, "notes": notes}
             disk.write_text(side / _PAGE, json.dumps(page))
-            if target.exists():  # a damaged one, or another process was faster with the same: ours is good
+            if target.exists():
+                # The old entry is damaged, or another process has just written the same data.
+                # Either way the new entry can replace it.
                 os.replace(target, Path(scratch) / "old")
             os.replace(side, target)
     except OSError:
@@ -77,7 +87,7 @@ def save(key: str, arrays: Mapping[str, Array], notes: Any) -> None:
 
 
 def recall(path: Path) -> str | None:
-    """The digest that `remember` was given for this file, if the file is still as it was then."""
+    """Return the digest that `remember` stored for this file, or None if the file has changed."""
     try:
         stamp = disk.read_json(_stamp(path))
         return str(stamp["digest"]) if stamp["file"] == _state(path) else None
@@ -86,9 +96,11 @@ def recall(path: Path) -> str | None:
 
 
 def remember(path: Path, digest: str) -> None:
-    """Note the digest of a file's contents beside its size and time, so that the file need not be read again.
+    """Store the digest of a file's contents, so that the file need not be read again.
 
-    A file written a moment ago is not noted: it could change once more without its size and time showing it.
+    The digest is stored together with the file's size and times, which `recall` compares. The
+    digest of a file that was modified less than two seconds ago is not stored: the file could
+    change again without a change of its size or its times.
     """
     try:
         state = _state(path)
@@ -102,18 +114,21 @@ def remember(path: Path, digest: str) -> None:
 
 
 def clear() -> None:
-    """Remove all that is kept here; downloads stay."""
+    """Remove all cache entries and stored digests; downloaded files stay."""
     for name in ("encoded", "stamps"):
         shutil.rmtree(_folder(name), ignore_errors=True)
 
 
 def downloads() -> Path:
-    """Where fetched files go."""
+    """Return the folder for downloaded files."""
     return _folder("data")
 
 
 def create_folder(folder: Path) -> None:
-    """Create a folder where it is missing; one in the cache needs the cache folder, which is for the user alone."""
+    """Create a folder if it is missing.
+
+    If it is inside the cache, the cache folder is created first, with access for the user only.
+    """
     with suppress(OSError):
         if folder.absolute().is_relative_to(cache_folder()):
             create_cache_folder()
@@ -130,6 +145,6 @@ def _stamp(path: Path) -> Path:
 
 def _state(path: Path) -> dict[str, Any]:
     stat = path.stat()
-    changed = stat.st_ctime_ns  # by the system's own clock: a time can be put back, this cannot
+    changed = stat.st_ctime_ns  # set by the system: a program can set mtime back, but not ctime
     named = {"path": str(path.resolve()), "size": stat.st_size, "inode": stat.st_ino}
     return {**named, "time": stat.st_mtime_ns, "changed": changed}

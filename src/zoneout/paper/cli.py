@@ -1,6 +1,7 @@
-"""The command line: which command is meant, its options, and what is said when it ends in an error.
+"""The command line: parse the arguments, run the command, and report its errors.
 
-Errors are sentences on standard error; the exit code says what kind they are (`codes`).
+An error is printed on standard error as a sentence. The exit code gives the kind of error (see
+`codes`).
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ from .recipes import RECIPES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; its exit code."""
+    """Run a command and return its exit code."""
     with streams.ready():
         return run(list(sys.argv[1:] if arguments is None else arguments))
 
 
 def run(args: Sequence[str]) -> int:
-    """Run a command; its errors become sentences and codes."""
+    """Run a command, print its error if it raises one, and return the exit code."""
     name = args[0] if args else ""
     try:
         with memory_explained():
             return do(name, args)
-    except SystemExit as error:  # tyro has said what is wrong, or helped
+    except SystemExit as error:  # tyro has already printed an error or the help text
         return error.code if isinstance(error.code, int) else WRONG_USE
     except KeyboardInterrupt:
         return complain(name, "interrupted", INTERRUPTED)
-    except BrokenPipeError:  # whoever read the output has enough of it
+    except BrokenPipeError:  # the reader of the output (such as `head`) has closed the pipe
         streams.silence(sys.stdout)
         return OK
     except (RunError, DataError, OSError, ValueError) as error:
@@ -50,7 +51,7 @@ def run(args: Sequence[str]) -> int:
 
 
 def do(name: str, args: Sequence[str]) -> int:
-    """Run a command, by its name."""
+    """Run the command with this name and return its exit code."""
     if name in ("", "-h", "--help", "help"):
         streams.show(overview())
         return OK if name else WRONG_USE
@@ -63,9 +64,10 @@ def do(name: str, args: Sequence[str]) -> int:
         return complain("", f"there is no command {name!r}; {hint}", WRONG_USE)
     if name == "bench":
         return bench(args[1:])
-    if name == "reproduce":  # which has a parser of its own, to run where there is only torch
+    # reproduce and gradients use argparse: their modules also run where only torch is installed.
+    if name == "reproduce":
         return reproduce.main(args[1:], "zoneout reproduce")
-    if name == "gradients":  # and so has this
+    if name == "gradients":
         return gradients.main(args[1:], "zoneout gradients")
     command = parse(name, args[1:])
     with unpacking(getattr(command, "unpacked", None)):
@@ -74,7 +76,10 @@ def do(name: str, args: Sequence[str]) -> int:
 
 
 def parse(name: str, args: Sequence[str]) -> Any:
-    """The command with its options. Those of a run that is continued are, where nothing else is said, its own."""
+    """Return the command with its options.
+
+    With --resume, the options that are not given have the values of the run's config.
+    """
     prog = f"zoneout {name}"
     command, unknown = tyro.cli(COMMANDS[name], prog=prog, args=args, return_unknown_args=True)
     if unknown and isinstance(command, Train) and not unknown[0].startswith("-"):
@@ -82,7 +87,7 @@ def parse(name: str, args: Sequence[str]) -> Any:
         meant = f"zoneout reproduce {what}" if what in RECIPES else f"--data {what}"
         raise ValueError(f"expected options only, got {what!r}; did you mean {meant}?")
     if unknown:
-        tyro.cli(COMMANDS[name], prog=prog, args=args)  # which says what is wrong, and what is near
+        tyro.cli(COMMANDS[name], prog=prog, args=args)  # prints the error and similar options
     if isinstance(command, Sweep) and command.recipe is not None:
         if command.recipe not in RECIPES:
             if Path(command.recipe).exists():
@@ -93,25 +98,25 @@ def parse(name: str, args: Sequence[str]) -> Any:
     if not isinstance(command, Train):
         return command
     if command.resume and command.out is None:
-        raise ValueError("--resume: say which run, as in `zoneout train --resume --out runs/ptb`")
+        raise ValueError("--resume: say which run to continue, as in `zoneout train --resume --out runs/ptb`")
     if command.resume and command.out is not None:
         command = tyro.cli(Train, prog=prog, args=args, default=Train(config=runs.read_config(command.out)))
     if command.out is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("--out: several processes have to be told the folder of their run")
+        raise ValueError("--out: expected the folder of the run, since several processes share it")
     return command
 
 
 def overview() -> str:
-    """What `zoneout --help` says."""
+    """Return the text of `zoneout --help`."""
     lines = [f"  {name:9} {(kind.__doc__ or '').splitlines()[0]}" for name, kind in COMMANDS.items()]
     codes = [f"  {code:<9} {meaning}" for code, meaning in CODES.items()]
     return "\n".join(
         [
             "usage: zoneout COMMAND [OPTIONS]",
             "",
-            "Recurrent models with zoneout: from a text to a trained model.",
+            "Train recurrent models with zoneout on a text, evaluate them and sample from them.",
             "",
-            "commands (zoneout COMMAND --help says more):",
+            "commands (for the options: zoneout COMMAND --help):",
             *lines,
             "",
             "examples:",
@@ -126,11 +131,11 @@ def overview() -> str:
 
 
 def bench(args: Sequence[str]) -> int:
-    """Run a benchmark of the clone that this package is used from."""
+    """Run a benchmark script of the repository clone that contains this package."""
     which, args = (args[0], args[1:]) if args and args[0] in ("gpu", "step") else ("bench", args)
     script = Path(zoneout.__file__).parents[2] / "benchmarks" / f"{which}.py"
     if not script.is_file():
         raise RunError(
-            "the benchmark is not part of the installed package: in a clone of the repository, `make bench` runs it"
+            "the installed package does not contain the benchmarks; run `make bench` in a clone of the repository"
         )
     return subprocess.call([sys.executable, str(script), *args])

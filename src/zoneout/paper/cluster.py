@@ -1,8 +1,11 @@
-"""The runs of a sweep on a Ray cluster, or on a Ray that is started here: `pip install '.[cluster]'` in a clone.
+"""Run a sweep on a Ray cluster, or on a Ray that this process starts.
 
-Ray Tune decides what runs where and when; what runs is a job of `sweep`, in its own folder, which every machine has to
-see under the same path. A job whose worker or machine dies is begun again by Tune and continues from its checkpoint.
-Nothing of Tune's own state is needed to go on with a sweep: the folders say what is missing.
+To install Ray: `pip install '.[cluster]'` in a clone.
+
+Ray Tune decides where and when each job of `sweep` runs. Each job has a folder, which must have the
+same path on every machine. If a worker or a machine dies, Tune starts the job again, and the job
+continues from its checkpoint. To continue a sweep, only the run folders are needed: they show which
+runs are missing. Tune's state files are not needed.
 """
 
 from __future__ import annotations
@@ -28,25 +31,26 @@ from .measures import measure_in
 from .sweep import RETRIES, Job, Say, mark
 from .trials import Range, Trial, folders, known_trials, row_of, spelled, state_of, told, trial_of
 
-SCRATCH = ".ray"  # in the sweep's folder, for as long as Tune works
-STOPPED = "stopped by the scheduler: others were better after as much training"
+SCRATCH = ".ray"  # folder for Tune's files inside the sweep's folder; removed when Tune ends
+STOPPED = "stopped by the scheduler: other runs were better after the same amount of training"
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Which Ray, and what of it a run gets."""
+    """The Ray cluster to use, and the resources of each run."""
 
-    address: str = "local"  # "local" starts one here; "auto" is the one that this machine belongs to; or HOST:PORT
-    cpus: float = 1.0  # of each run
-    gpus: float | None = None  # of each run, 0.25 for four on one; None is one where there are any
-    parallel: int = 0  # runs at a time; 0 is as many as there is room for
-    asha: bool = False  # stop runs that fall behind
-    grace: float = 10.0  # asha: per cent of its updates before which no run is stopped
-    retries: int = RETRIES
+    # "local" starts Ray on this machine; "auto" uses the cluster of this machine; or HOST:PORT.
+    address: str = "local"
+    cpus: float = 1.0  # CPU cores per run
+    gpus: float | None = None  # GPUs per run; 0.25: four runs share one; None: 1 if there are GPUs
+    parallel: int = 0  # number of runs at the same time; 0: as many as fit into the cluster
+    asha: bool = False  # stop runs that fall behind the others
+    grace: float = 10.0  # with asha: no run is stopped before this percentage of its updates
+    retries: int = RETRIES  # how often a run is started again after its worker died
 
 
 def run_ray(jobs: Sequence[Job], cluster: Cluster, say: Say) -> dict[str, str]:
-    """Run jobs; what went wrong, by the name of the trial."""
+    """Run jobs on Ray; return the error messages by trial name."""
     if not jobs:
         return {}
     named = {job.trial.name: job for job in jobs}
@@ -72,7 +76,10 @@ def search_ray(
     say: Say,
     data: Path | None = None,
 ) -> dict[str, str]:
-    """Let Optuna choose settings until there are `count` trials, those of earlier calls included."""
+    """Let Optuna choose settings until there are `count` trials, including those of earlier calls.
+
+    Return the error messages by trial name.
+    """
     try:
         optuna: Any = importlib.import_module("optuna")
     except ImportError:
@@ -108,7 +115,8 @@ def search_ray(
         from ray.tune.search.optuna import OptunaSearch
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        # Another seed after a restart: the first draws would otherwise be those that are there already.
+        # Use another seed after a restart. With the same seed, the first draws would repeat the
+        # known trials.
         searcher = OptunaSearch(
             space,
             metric="valid",
@@ -133,7 +141,10 @@ def _tune(
     space: dict[str, Any] | None,
     searcher: Any = None,
 ) -> dict[str, str]:
-    """Give trials to Tune, which keeps its own files in a folder for as long; what went wrong, by the trial's name."""
+    """Run trials with Tune; return the error messages by trial name.
+
+    Tune writes its files to `scratch`, which is removed at the end.
+    """
     import ray
     from ray import tune
     from ray.tune.schedulers import ASHAScheduler
@@ -142,10 +153,12 @@ def _tune(
     done = 0
 
     class Notes(tune.Callback):
-        """Says how each trial ended, and marks those that the scheduler stopped."""
+        """Prints how each trial ended, and marks the trials that the scheduler stopped."""
 
         def __reduce__(self) -> Any:
-            return tune.Callback, ()  # Tune writes it down with all else, to go on by itself, which we do not need
+            # Tune pickles callbacks with its state, so that it can resume. A sweep does not use
+            # that state, so an empty callback is pickled instead.
+            return tune.Callback, ()
 
         def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
             job, last = make(trial.config), trial.last_result or {}
@@ -167,15 +180,19 @@ def _tune(
             row = row_of(job.trial, job.folder, problem, scheduled=cluster.asha)
             say(f"{done}/{count} {job.trial.name}: {problem or told(row)}")
 
-    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # what it would say is said above, without a traceback
+    # Silence Tune's log: `Notes` prints the same facts without tracebacks.
+    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
     gpus = cluster.gpus
     if gpus is None:
         gpus = 1.0 if config.device != "cpu" and ray.cluster_resources().get("GPU") else 0.0
     needed = {"CPU": cluster.cpus, "GPU": gpus}
     for name, amount in needed.items():
         if amount > ray.cluster_resources().get(name, 0):
-            there = ray.cluster_resources().get(name, 0)
-            raise ValueError(f"--{name.lower()}s: a run asks for {amount:g}, and the cluster has {there:g} in all")
+            total = ray.cluster_resources().get(name, 0)
+            raise ValueError(
+                f"--{name.lower()}s: expected at most {total:g} for each run, which is all that the "
+                f"cluster has, got {amount:g}"
+            )
     threads = max(1, int(cluster.cpus))
 
     def trainable(settings: dict[str, Any]) -> None:
@@ -192,7 +209,7 @@ def _tune(
             search_alg=searcher,
             num_samples=count if searcher else 1,
             max_concurrent_trials=cluster.parallel or None,
-            reuse_actors=True,  # a worker has imported torch once
+            reuse_actors=True,  # so that a worker imports torch only once
         ),
         run_config=tune.RunConfig(
             storage_path=str(own_folder(scratch).absolute()),
@@ -209,7 +226,7 @@ def _tune(
 
 
 def _train(job: Job, threads: int) -> None:
-    """A job, in a worker; Tune hears of every validation, and at the end of what went wrong."""
+    """Run a job in a worker; report every validation, and at the end any error, to Tune."""
     from ray import tune
 
     torch.set_num_threads(threads)
@@ -225,15 +242,16 @@ def _train(job: Job, threads: int) -> None:
 
     problem = job(tell)
     valid = row_of(job.trial, job.folder, problem).valid
-    # What went wrong is worse than all that went right; what was trained before it is no result.
+    # A failed run counts as infinitely bad, even if it had finite validations before.
     worth = math.inf if problem or valid is None else valid
     tune.report({"valid": worth, "progress": 100.0, "ended": True, "problem": problem})
 
 
 @contextlib.contextmanager
 def _ray(cluster: Cluster) -> Iterator[None]:
-    """A Ray to work with: that which is there already, or the one of the address."""
-    # Runs are found by absolute paths; Tune's own files (none is needed to go on) are not for the user to read.
+    """Connect to Ray, or use the Ray that is already initialised in this process."""
+    # Run folders have absolute paths, so Ray must not change the working directory. Tune's log
+    # files and messages are turned off: no run needs them, and users do not read them.
     quiet = {
         "RAY_CHDIR_TO_TRIAL_DIR": "0",
         "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
@@ -257,8 +275,8 @@ def _ray(cluster: Cluster) -> Iterator[None]:
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     except ConnectionError as error:
         raise ValueError(
-            f"--address: there is no Ray at {cluster.address} ({str(error).splitlines()[0]}); `ray start --head` "
-            "starts one, and --address local needs none"
+            f"--address: there is no Ray at {cluster.address} ({str(error).splitlines()[0]}); start "
+            "it with `ray start --head`, or use --address local"
         ) from None
     try:
         yield

@@ -1,4 +1,4 @@
-"""Exit codes: what a command gives back, and which error has which."""
+"""Exit codes of the commands, and the exit code of each kind of error."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from .train import Diverged
 
 OK, FAILED, WRONG_USE, BAD_DATA, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 CODES = {
-    OK: "done",
-    FAILED: "the run failed: a folder that is in use, full or damaged, or no memory left",
-    WRONG_USE: "wrong use: an option or a value that cannot be",
-    BAD_DATA: "data that are missing or not what they should be",
-    DIVERGED: "a loss that is not a finite number: training diverged, or the weights cannot be good",
-    INTERRUPTED: "interrupted (Ctrl-C or a polite kill); the run can be continued",
+    OK: "success",
+    FAILED: "the run failed: its folder is in use or damaged, the disk is full, or memory ran out",
+    WRONG_USE: "wrong usage: an option or a value is not valid",
+    BAD_DATA: "data are missing, or their contents are not as expected",
+    DIVERGED: "the loss is not a finite number: training diverged, or the weights are not usable",
+    INTERRUPTED: "interrupted (Ctrl-C or SIGTERM); the run can be continued",
 }
 
 
 def code_of(error: Exception) -> int:
-    """The exit code of an error.
+    """Return the exit code of an error.
 
     >>> code_of(ValueError("model.hidden: expected a number above 0, got 0")), code_of(OSError("no space left"))
     (2, 1)

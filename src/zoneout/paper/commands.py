@@ -1,6 +1,7 @@
-"""What the commands do: one frozen dataclass a command, whose fields are its options.
+"""The commands: one frozen dataclass for each command. Its fields are the command's options.
 
-Results go to standard output, progress to standard error; a command gives its exit code (`codes`).
+Results go to standard output, progress to standard error. Calling a command returns its exit code
+(see `codes`).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ RunFolder: TypeAlias = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metav
 
 @dataclass(frozen=True)
 class Train:
-    """Train a model on a text, in a folder of its own.
+    """Train a model on a text or on MNIST, and write the run to a folder.
 
     $ zoneout train --data my.txt --zoneout.cell 0.5 --zoneout.hidden 0.05
     $ zoneout train --data char-ptb --out runs/ptb --model.hidden 1000 --epochs 40
@@ -54,20 +55,20 @@ class Train:
     """
 
     data: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE|DIR")] = None
-    """A corpus (zoneout data list), a text file, or a folder in which to look for the corpus of --data.name.
-
-    With --resume: where the run's data are now, a folder to look in, or the file that its text has moved to.
+    """A corpus (`zoneout data list` shows the names), a text file, or a data folder.
+    In a data folder, the corpus or text of --data.name is used.
+    With --resume, if the run's data have moved: the folder that contains them, or the text file.
     """
     out: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
-    """The folder of the run; by default a new one in runs/."""
+    """The folder of the run; by default a new folder in runs/."""
     resume: Flag = False
-    """Continue the run in --out exactly where it was."""
+    """Continue the run in --out exactly where it stopped."""
     unpacked: Annotated[int | None, tyro.conf.arg(metavar="MIB")] = None
-    """What a packed text may unpack to, in MiB; by default 256."""
+    """Maximum size of a compressed text after decompression, in MiB; by default 256."""
     tensorboard: Flag = False
-    """Write the metrics for TensorBoard too, to RUN/tensorboard."""
+    """Also write the metrics for TensorBoard, to RUN/tensorboard."""
     json: Flag = False
-    """Print how the run ended as JSON."""
+    """Print the summary of the run as JSON."""
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
     def __call__(self) -> int:
@@ -100,23 +101,33 @@ class Eval:
     run: RunFolder
     """The folder of the run."""
     part: Literal["train", "valid", "test"] | None = None
-    """Which part of the run's data; by default test."""
+    """The part of the run's data to evaluate on; by default test."""
     text: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Another text, instead of the run's data."""
+    """Evaluate on this text file instead of the run's data."""
     protocol: Literal["chunks", "streams", "whole"] | None = None
-    """Chunks from the initial state, parallel streams, or the whole text as one; by default as the run has it."""
+    """How to cut the text; by default as in the run's config.
+    chunks: chunks of the text, each from the initial state.
+    streams: parallel streams, with the state carried from batch to batch.
+    whole: the whole text as one sequence.
+    """
     length: int | None = None
-    """Symbols in a chunk; otherwise steps to run at a time."""
+    """chunks: symbols in a chunk. streams, whole: steps per forward pass.
+    By default as in the run's config.
+    """
     size: int | None = None
-    """Chunks in a batch, or how many streams."""
+    """chunks: chunks in a batch. streams: number of streams. mnist: images in a batch.
+    By default as in the run's config.
+    """
     weights: Literal["best", "last"] = "best"
-    """The best weights, or those of the latest checkpoint."""
+    """best: the weights with the best validation. last: the weights of the latest checkpoint."""
     statistics: int | None = None
-    """With batch norm: estimate its statistics anew before, so many training examples at a time (0: as in training)."""
+    """Only with batch norm: first estimate the batch norm statistics again on the training part.
+    The value is the number of training examples in a batch (0: as many as in training).
+    """
     data: Annotated[Path | None, tyro.conf.arg(metavar="DIR|FILE")] = None
-    """Where the run's data are now: a folder to look in, or the file that its text has moved to."""
+    """If the run's data have moved: the folder that contains them, or the text file."""
     unpacked: Annotated[int | None, tyro.conf.arg(metavar="MIB")] = None
-    """What a packed text may unpack to, in MiB; by default 256."""
+    """Maximum size of a compressed text after decompression, in MiB; by default 256."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     json: Flag = False
@@ -124,23 +135,27 @@ class Eval:
 
     def __call__(self) -> int:
         if self.text is not None and self.part is not None:
-            raise ValueError(f"--part: {self.text} has no parts, as the run's data have; give --text or --part")
+            raise ValueError(f"--part: {self.text} has no parts, as the run's data have; give either --text or --part")
         if self.text is not None and self.data is not None and self.statistics is None:
-            raise ValueError("--data: the run's data are not needed where --text is evaluated; give one of the two")
+            raise ValueError(
+                "--data: the run's data are not needed where --text is evaluated; give only one of the two"
+            )
         part = self.part or "test"
         loaded = runs.load(self.run, weights=self.weights, device=device_of(self.device))
         if self.statistics is not None:
             if self.statistics < 0 or self.statistics == 1:
                 raise ValueError(f"--statistics: expected 0, or a number of examples above 1, got {self.statistics}")
             if loaded.config.model.norm != "batch":
-                raise ValueError(f"--statistics: {self.run} has no batch norm, whose statistics these are")
+                raise ValueError(f"--statistics: expected a run with batch norm, but {self.run} has no batch norm")
             data = data_of(self.run, loaded.config, self.data)
             feed = make_feed(loaded.config, data, device_of(self.device))
             estimate_statistics(loaded.model, feed, size=self.statistics)
         own = loaded.config.evaluation.test if part == "test" else loaded.config.evaluation.valid
         given = {"kind": self.protocol, "length": self.length, "size": self.size}
         if loaded.config.task == "images" and (self.protocol or self.length):
-            raise ValueError(f"--protocol, --length: {self.run} classifies images, which are not cut as a text is")
+            raise ValueError(
+                f"--protocol, --length: {self.run} classifies images, which are not cut as a text is; leave them out"
+            )
         protocol = replace(own, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
         if protocol.kind == "whole" and self.size is not None and loaded.config.task == "language":
             raise ValueError("--size: the whole text is one sequence; leave it out or use --protocol chunks or streams")
@@ -169,8 +184,8 @@ class Eval:
             return OK
         how = {
             "chunks": f"chunks of {protocol.length:,}, each from the initial state",
-            "streams": f"{protocol.size:,} streams, the state carried",
-            "whole": "one sequence, the state carried",
+            "streams": f"{protocol.size:,} streams in parallel, with the state carried",
+            "whole": "one sequence, with the state carried",
         }[protocol.kind]
         cut = "" if measure == "error" else f", as {how}"
         show(f"{figure_of(getattr(score, measure), measure)} on {where}: {score.predictions:,} predictions{cut}")
@@ -179,7 +194,7 @@ class Eval:
 
 @dataclass(frozen=True)
 class Sample:
-    """Let a trained model write.
+    """Generate text with a trained model.
 
     $ zoneout sample runs/ptb --prompt "the company " --length 500 --temperature 0.8
     """
@@ -187,15 +202,17 @@ class Sample:
     run: RunFolder
     """The folder of the run."""
     prompt: str = ""
-    """What the text begins with."""
+    """The beginning of the text, which the model continues."""
     length: int = 500
-    """How many symbols to write."""
+    """Number of symbols to generate."""
     temperature: float = 0.8
-    """1 draws from what the model predicts; lower prefers what is likely; 0 always takes the likeliest."""
+    """1: sample from the predicted distribution. Below 1: prefer likely symbols.
+    0: always take the most likely symbol.
+    """
     seed: int = 0
-    """Another seed writes another text."""
+    """Seed of the sampling; another seed generates another text."""
     weights: Literal["best", "last"] = "best"
-    """The best weights, or those of the latest checkpoint."""
+    """best: the weights with the best validation. last: the weights of the latest checkpoint."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     json: Flag = False
@@ -219,7 +236,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Show:
-    """Show what a run is and how it went; several runs are compared.
+    """Show the settings, results and learning curve of a run; compare several runs.
 
     $ zoneout show runs/ptb
     $ zoneout show runs/plain runs/zoneout --picture curves.png
@@ -228,9 +245,9 @@ class Show:
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN …]")]
     """The folders of the runs."""
     picture: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write the learning curves to this file: .png, .svg or .pdf."""
+    """Save the learning curves as a picture in this file: .png, .svg or .pdf."""
     json: Flag = False
-    """Print everything as JSON."""
+    """Print settings and results as JSON."""
 
     def __call__(self) -> int:
         if not self.runs:
@@ -244,7 +261,7 @@ class Show:
         curves = [curve for curve in curves if curve not in strangers]
         for curve in strangers:
             unit, other = LABELS[measure], LABELS[curve.measure]
-            say(f"{curve.name} is not drawn: its {other} does not go with {unit}, which the curves are in")
+            say(f"{curve.name} is not drawn: its {other} does not go with {unit}, the unit of the other curves")
         if self.json:
             show_json(pages if len(pages) > 1 else pages[0])
         else:
@@ -260,7 +277,7 @@ class Show:
 
 @dataclass(frozen=True)
 class Data:
-    """List, fetch or verify the corpora.
+    """List, download or verify the corpora.
 
     $ zoneout data list
     $ zoneout data fetch char-ptb
@@ -268,11 +285,16 @@ class Data:
     """
 
     action: Annotated[Literal["list", "fetch", "verify"], tyro.conf.Positional]
-    """list says what there is; fetch downloads; verify reads every file and compares checksums."""
+    """list: show the corpora, and whether their files are on this machine.
+    fetch: download the files that are missing or damaged.
+    verify: read every file and compare its checksum.
+    """
     names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME …]")] = ()
-    """The corpora meant; for list and verify, all by default."""
+    """The names of the corpora. Without a name, list and verify apply to all corpora."""
     data: Folder = None
-    """A folder to look in before ZONEOUT_DATA and the cache, or to download to instead of the cache."""
+    """Search this folder first, then ZONEOUT_DATA and the cache.
+    fetch: download to this folder instead of the cache.
+    """
     json: Flag = False
     """Print the result as JSON."""
 
@@ -282,6 +304,7 @@ class Data:
         return {"list": self.list, "fetch": self.fetch, "verify": self.verify}[self.action]()
 
     def list(self) -> int:
+        """Print whether the files of each corpus are on this machine."""
         found = [status for status in files.listing(self.data) if status.dataset in (self.names or DATASETS)]
         if self.json:
             return self.as_json(found)
@@ -292,8 +315,9 @@ class Data:
         return OK
 
     def verify(self) -> int:
+        """Read the files of each corpus and print whether their contents are right."""
         found = [status for name in self.names or DATASETS for status in files.verify(name, self.data)]
-        # Without names it is a question about what is there; with names, whether it is there too.
+        # A missing file is an error only if its corpus was named.
         bad = [s for s in found if s.state == "damaged" or (s.state == "missing" and self.names)]
         if self.json:
             self.as_json(found)
@@ -305,6 +329,7 @@ class Data:
         return BAD_DATA if bad else OK
 
     def fetch(self) -> int:
+        """Download the files that are missing or damaged."""
         if not self.names:
             raise ValueError(f"fetch: expected the name of a corpus, one of {', '.join(DATASETS)}")
         console = Console(stderr=True)
@@ -324,20 +349,23 @@ class Data:
             show_json([{"dataset": name, "path": str(path), "fetched": new} for name, path, new in got])
             return OK
         for name, path, new in got:
-            show(f"{name:13} {'fetched' if new else 'was here':9} {path}")
+            show(f"{name:13} {'fetched' if new else 'present':9} {path}")
         for name in self.names:
             if not DATASETS[name].files:
                 show(f"{name:13} built in")
         return OK
 
     def as_json(self, found: Sequence[files.Status]) -> int:
+        """Print the states of files as JSON."""
         show_json([{**asdict(one), "path": one.path and str(one.path)} for one in found])
         return OK
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Train a grid of settings and seeds, on this machine or on a Ray cluster; the same command goes on with it.
+    """Train a grid of settings and seeds, on this machine or on a Ray cluster.
+
+    To continue an interrupted sweep, run the same command again.
 
     $ zoneout sweep --data my.txt --grid zoneout.cell=0,0.25,0.5 --grid zoneout.hidden=0,0.05 --seeds 3 --epochs 5
     $ zoneout sweep char_ptb_zoneout --grid zoneout.cell=0.25,0.5 --engine ray --address auto --gpus 0.25
@@ -345,35 +373,52 @@ class Sweep:
     """
 
     recipe: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RECIPE]")] = None
-    """One of the paper's (zoneout reproduce); what the options below leave open is as it has it."""
+    """A recipe of `zoneout reproduce`, such as char_ptb_zoneout.
+    Options that are not given have the recipe's values.
+    """
     grid: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=A,B,…")] = ()
-    """A field and its values; every combination is run. For a search also a range: NAME=LOW..HIGH or …,log."""
+    """A config field and its values. Every combination of the values of all --grid options is run.
+    With --search also a range: NAME=LOW..HIGH, or NAME=LOW..HIGH,log for a logarithmic scale.
+    """
     seeds: int = 1
-    """How many seeds, from --seed on, for each combination."""
+    """Number of seeds for each combination; the first is --seed."""
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs/sweep")
-    """The folder for the runs, the table and the page; what is there already is not run again."""
+    """The folder for the runs, the results and the HTML page.
+    Runs that it already contains are not repeated.
+    """
     engine: Literal["local", "ray"] | None = None
-    """Plain processes, or Ray; by default Ray where one of the next three asks for it."""
+    """local: processes on this machine. ray: Ray, on this machine or on a cluster.
+    By default ray if --address, --search or --scheduler is given, otherwise local.
+    """
     address: Annotated[str | None, tyro.conf.arg(metavar="local|auto|HOST:PORT")] = None
-    """Start a Ray here, use the one that this machine belongs to, or another."""
+    """local (the default): start Ray on this machine.
+    auto: use the Ray cluster that this machine belongs to.
+    HOST:PORT: use the Ray cluster at this address.
+    """
     search: Literal["optuna"] | None = None
-    """Let Optuna choose from the values and ranges of --grid, instead of running every combination."""
+    """Let Optuna choose from the values and ranges of --grid, instead of running all of them."""
     scheduler: Literal["asha"] | None = None
-    """Stop runs that fall behind the others."""
+    """Stop runs early if they are worse than others after the same amount of training."""
     trials: int | None = None
-    """How many runs a search makes; by default 50."""
+    """Only with --search: number of runs; by default 50."""
     parallel: int = 0
-    """Runs at a time; by default one a core, or one a GPU."""
+    """Number of runs at the same time; 0: one per GPU, or without a GPU one per CPU core.
+    With Ray, 0: as many as fit into the cluster.
+    """
     cpus: float | None = None
-    """Of each run, with Ray; by default 1."""
+    """Only with Ray: number of CPU cores per run; by default 1."""
     gpus: float | None = None
-    """Of each run, with Ray: 0.25 lets four share one."""
+    """Only with Ray: number of GPUs per run. With 0.25, four runs share one GPU.
+    By default 1 if the cluster has GPUs and --device is not cpu, otherwise 0.
+    """
     part: Annotated[str | None, tyro.conf.arg(metavar="K/N")] = None
-    """Run only the K-th of N shares, for N machines that each take one."""
+    """Divide the runs into N parts and run only part K, so that N machines can share a sweep."""
     data: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE|DIR")] = None
-    """A corpus, a text file, or a folder in which to look for the corpus of --data.name."""
+    """A corpus (`zoneout data list` shows the names), a text file, or a data folder.
+    In a data folder, the corpus or text of --data.name is used.
+    """
     unpacked: Annotated[int | None, tyro.conf.arg(metavar="MIB")] = None
-    """What a packed text may unpack to, in MiB; by default 256."""
+    """Maximum size of a compressed text after decompression, in MiB; by default 256."""
     json: Flag = False
     """Print the result of every run as JSON."""
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
@@ -391,13 +436,13 @@ class Sweep:
         else:
             show(sweep_report.table(rows))
         if any(row.why == "interrupted" for row in rows):
-            return complain("sweep", "interrupted; the same command goes on", INTERRUPTED)
+            return complain("sweep", "interrupted; the same command goes on where this one stopped", INTERRUPTED)
         return FAILED if any(row.state == "failed" for row in rows) else OK
 
 
 @dataclass(frozen=True)
 class Reproduce:
-    """Run the rows of the paper's tables that are missing, and show them beside its numbers.
+    """Reproduce the paper's tables: run missing rows, and compare the results with the paper.
 
     $ zoneout reproduce --help
     """
@@ -405,7 +450,7 @@ class Reproduce:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Measure how much of the gradient of runs, or of the paper's arms, reaches every step.
+    """Measure how much of the gradient reaches every time step, in runs or paper recipes.
 
     $ zoneout gradients --help
     """
@@ -413,25 +458,25 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Figures:
-    """Draw the paper's figures from the records that reproduce has made.
+    """Draw the paper's figures from the records of `zoneout reproduce`.
 
     $ zoneout figures
     $ zoneout figures rates gradient-flow --format pdf --out paper/figures
     """
 
     names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME …]")] = ()
-    """Which; all by default."""
+    """The names of the figures; by default all."""
     results: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("results")
-    """Where the records are."""
+    """The folder with the records of `zoneout reproduce`."""
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("figures")
     """The folder for the figures."""
     format: Literal["svg", "pdf", "png"] = "svg"
-    """Vector graphics for screens and pages, for print, or pixels."""
+    """svg: vector graphics for web pages. pdf: vector graphics for print. png: pixel graphics."""
     json: Flag = False
-    """Print what was drawn, and what is missing, as JSON."""
+    """Print the files and the missing results as JSON."""
 
     def __call__(self) -> int:
-        from . import figures  # which needs matplotlib, and a second for it
+        from . import figures  # needs matplotlib, whose import takes about a second
 
         made = figures.save_all(records_in(self.results), self.out, self.format, self.names)
         if self.json:
@@ -444,28 +489,30 @@ class Figures:
 
 @dataclass(frozen=True)
 class Report:
-    """Write one page with the paper's tables and figures beside ours; of runs, one that compares them.
+    """Write an HTML page: the paper's results next to ours, or a comparison of runs.
 
     $ zoneout report --out report.html
     $ zoneout report runs/plain runs/zoneout --out compared.html
     """
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[RUN …]")] = ()
-    """Folders of runs to compare with each other; without any, the page is about the paper."""
+    """The folders of the runs to compare.
+    Without a run, the page compares our results with the paper's tables and figures.
+    """
     out: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("report.html")
-    """The page, which needs no other file."""
+    """The HTML page. It needs no other file."""
     results: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("results")
-    """Where the records of the paper's rows are."""
+    """The folder with the records of `zoneout reproduce`."""
     benchmarks: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("benchmarks/results.csv")
-    """The measurements of speed."""
+    """The file with the speed measurements."""
 
     def __call__(self) -> int:
-        from . import report  # which needs matplotlib, and a second for it
+        from . import report  # needs matplotlib, whose import takes about a second
 
-        if self.out.suffix != ".html":  # a slip of the hand would otherwise write over a text
+        if self.out.suffix != ".html":  # so that a typing mistake cannot overwrite another file
             raise ValueError(f"--out: expected a name that ends in .html, got {self.out}")
         if self.runs:
-            why = "a page that compares runs does not need it; leave it out"
+            why = "a comparison of runs does not use it; leave it out"
             refuse_given(("results", "benchmarks"), self, lambda name: getattr(Report, name), why)
             page = report.runs_page(self.runs)
         else:
@@ -477,11 +524,11 @@ class Report:
 
 @dataclass(frozen=True)
 class Bench:
-    """Measure the speed of the layers against torch.nn's, with the benchmarks of a clone of the repository.
+    """Compare the speed of the layers with torch.nn (needs a clone of the repository).
 
-    $ zoneout bench                  # on this machine's processor
-    $ zoneout bench gpu              # on its NVIDIA GPU, against cuDNN
-    $ zoneout bench step             # a whole training step against its layers alone
+    $ zoneout bench                  # on the CPU
+    $ zoneout bench gpu              # on the NVIDIA GPU, compared with cuDNN
+    $ zoneout bench step             # a whole training step compared with its layers alone
     $ zoneout bench gpu --help
     """
 
@@ -502,19 +549,20 @@ COMMANDS: dict[str, Any] = {
 }
 
 
-# --- what the commands share -----------------------------------------------------------------------
+# --- shared by the commands ------------------------------------------------------------------------
 
 
 def fitted(protocol: Protocol, size: int) -> Protocol:
-    """The protocol as it is for a text of so many symbols: a chunk is no longer than that."""
+    """Return the protocol for a text of `size` symbols: a chunk is at most as long as the text."""
     return replace(protocol, length=min(protocol.length, size)) if protocol.kind == "chunks" else protocol
 
 
 def with_data(config: Config, data: str | None, *, begun: bool = False) -> tuple[Config, Path | None]:
-    """The config with what --data says, and where to look for the data.
+    """Return the config with the corpus of --data, and the folder or file with the data (or None).
 
-    Paths of texts are made absolute, so that a run can be continued from anywhere. A run that has begun knows what its
-    data are: another file, too, is then only where they are now.
+    Paths of texts are made absolute, so that a run can be continued from any working directory.
+    `begun` is True when a run is continued. Its config already names its data, so another file in
+    --data does not change the config: it is where the data are now.
     """
     path = None if data is None or data in DATASETS else files.expanded(data)
     if begun and path is not None and str(path.absolute()) != config.data.name:
@@ -529,7 +577,7 @@ def with_data(config: Config, data: str | None, *, begun: bool = False) -> tuple
             )
     if data is not None:
         if not begun and config.data.name not in (Config().data.name, data, absolute_path(data)):
-            raise ValueError(f"--data: {data} is not what --data.name says ({config.data.name}); give one of the two")
+            raise ValueError(f"--data: {data} is not what --data.name says ({config.data.name}); give only one")
         config = configs.change(config, {"data.name": data})
     return _absolute_paths(config, folder), folder
 
@@ -543,16 +591,17 @@ def _absolute_paths(config: Config, folder: Path | None = None) -> Config:
 
 
 def records_in(results: Path) -> Path:
-    """The folder, if it is there."""
+    """Return the folder `results`, or raise if it does not exist."""
     if not results.is_dir():
         raise ValueError(
-            f"--results: there is no folder {results} with records of the paper's rows; a clone of the repository has "
-            "one, and `zoneout reproduce` makes one"
+            f"--results: there is no folder {results} with records of the paper's rows; use the folder results of a "
+            "clone of the repository, or make records with `zoneout reproduce`"
         )
     return results
 
 
 def complain(name: str, what: object, code: int) -> int:
+    """Print an error of the command `name` on standard error and return the exit code."""
     if os.environ.get("ZONEOUT_TRACEBACK") and sys.exc_info()[0] is not None:
         say(traceback.format_exc().rstrip())
     say(f"zoneout{f' {name}' if name else ''}: {disk.in_words(what) if isinstance(what, Exception) else what}")

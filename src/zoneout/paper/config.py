@@ -1,6 +1,8 @@
-"""What a run is: frozen dataclasses that the command line, `config.json` and the training loop all share.
+"""The configuration of a run: frozen dataclasses.
 
-A field's docstring is its help on the command line. A rate is always the chance that the old value (or zero) is used.
+The command line, `config.json` and the training loop all use these classes. The docstring of a
+field is its help text on the command line, with the same line breaks. A rate is always the
+probability that the previous value (or zero) is used instead of the new value.
 """
 
 from __future__ import annotations
@@ -19,32 +21,51 @@ from .streams import CONTROL, shown
 Mask: TypeAlias = Literal["unit", "shared", "step", "sequence", "static"]
 AtEval: TypeAlias = Literal["expectation", "off", "sample"]
 
-IMAGES = ("mnist",)  # data that are classified; everything else is text to be predicted
-LAYERS = 2**14  # of a model, at most: the planes of the generator beyond theirs are drawn from outside the layers
-MOST = 2**31 - 1  # of anything that is the size of a tensor
-CUT: dict[str, Literal["char", "word"]] = {"char-ptb": "char", "word-ptb": "word"}  # corpora that are cut in one way
+IMAGES = ("mnist",)  # corpora for classification; all others are texts for prediction
+# Maximum number of layers of a model. Higher planes of the random generator are reserved for the
+# draws outside the layers (see `models`).
+LAYERS = 2**14
+MOST = 2**31 - 1  # maximum of any field that is the size of a tensor
+# Corpora whose unit (characters or words) cannot be chosen.
+CUT: dict[str, Literal["char", "word"]] = {"char-ptb": "char", "word-ptb": "word"}
 
 
 @dataclass(frozen=True)
 class Data:
-    """What is learned from."""
+    """The data, and how they are prepared."""
 
     name: str = "python"
-    """A corpus (`zoneout data list` names them) or the path of a text file."""
+    """A corpus (`zoneout data list` shows the names) or the path of a text file."""
     by: Literal["char", "word"] = "char"
-    """What a text is cut into; char-ptb is always characters and word-ptb words."""
+    """Read the text as characters or as words.
+    char-ptb is always read as characters, word-ptb always as words.
+    """
     preparation: Literal["paper", "stripped"] = "paper"
-    """Of the Penn Treebank's characters: as the paper's files had them, or without the spaces around lines."""
+    """Only for char-ptb. paper: one space at each line break, as in the paper's files.
+    stripped: without the spaces at the start and end of lines.
+    """
     order: Literal["paper", "permuted", "rows"] = "paper"
-    """Of the pixels of mnist: the paper's draw with repeats, a true permutation, or row by row."""
+    """Only for mnist, the order of the pixels.
+    paper: the paper's random draw, which repeats some pixels and omits others.
+    permuted: a random permutation. rows: row by row.
+    """
     valid: str | None = None
-    """A text file to validate on, when `name` is a file; by default the end of the text is split off."""
+    """A text file for validation, if --data.name is a text file.
+    By default the validation part is split off the end of the text.
+    """
     test: str | None = None
-    """A text file to test on, when `name` is a file."""
+    """A text file for the test, if --data.name is a text file.
+    By default the test part is split off the end of the text.
+    """
     limit: int | None = None
-    """Use only so many symbols in all, the first of a text or of each part in proportion; of mnist, images a part."""
+    """Use only about this many symbols: the first of the text.
+    If the parts are separate files, the first of each part in proportion.
+    For mnist: the number of images in each part.
+    """
     words: int | None = None
-    """Keep only so many words, the most frequent; the others become <unk>."""
+    """Size of the vocabulary, if the text is read as words.
+    Only the most frequent words are kept; all others become <unk>.
+    """
 
     def __post_init__(self) -> None:
         _check("data.name", self.name, self.name != "", "the name of a corpus or the path of a text file")
@@ -57,16 +78,20 @@ class Data:
 
 @dataclass(frozen=True)
 class Batches:
-    """How training examples are cut from a text; mnist uses `size` alone."""
+    """How training batches are cut from a text; mnist uses only the size."""
 
     kind: Literal["chunks", "streams"] = "chunks"
-    """Shuffled chunks that each start from the initial state, or parallel streams with the state carried."""
+    """chunks: shuffled chunks of the text, each from the initial state.
+    streams: parallel streams, with the state carried from batch to batch.
+    """
     size: int = 32
-    """Chunks, streams or images in a batch, over all processes together."""
+    """Chunks, streams or images in a batch, summed over all processes."""
     length: int = 100
-    """Symbols in a chunk (of which all but the first are predicted), or steps that streams go at a time."""
+    """chunks: symbols in a chunk; all but the first are predicted.
+    streams: steps in a batch.
+    """
     offset: bool = True
-    """Cut the chunks of every epoch from another random offset."""
+    """chunks: start the first chunk at another random offset in every epoch."""
 
     def __post_init__(self) -> None:
         _check_size("batches.size", self.size)
@@ -82,29 +107,32 @@ class Model:
     cell: Literal["lstm", "gru", "rnn", "rnn-relu"] = "lstm"
     """The recurrent cell."""
     hidden: int = 256
-    """Units in a layer."""
+    """Number of units in a layer."""
     layers: int = 1
-    """Recurrent layers, one above the other."""
+    """Number of recurrent layers."""
     embedding: int = 0
-    """Size of the input's embedding; 0 feeds symbols in as one-hot rows."""
+    """Size of the input embedding; 0: the input is one-hot, without an embedding."""
     dropout: float = 0.0
     """Rate of non-recurrent dropout: on the embedding, between layers and before the softmax."""
     tied: bool = False
-    """Use the embedding as the softmax's matrix as well."""
+    """Use the embedding matrix also as the weight matrix of the softmax."""
     norm: Literal["none", "layer", "batch"] = "none"
-    """Normalisation inside the step."""
+    """Normalisation inside the recurrent step."""
     norm_momentum: float = 0.01
     """Weight of a new batch in the running averages of batch norm."""
     init: Literal["torch", "block-orthogonal", "orthogonal", "identity", "uniform"] = "torch"
-    """How weights start. identity: orthogonal, but the recurrent candidate (g, in a plain RNN all) the identity."""
+    """Initial weights.
+    identity: orthogonal, but the recurrent matrix of the candidate is the identity matrix.
+    The candidate is g in an LSTM, n in a GRU; a plain RNN has only this matrix.
+    """
     init_bound: float = 0.04
-    """The bound of init=uniform, which biases are drawn from too."""
+    """init=uniform: weights and biases are drawn from U(-bound, bound)."""
     forget_bias: float = 1.0
-    """Added to the biases of an LSTM's forget gates at the start."""
+    """Number added to the initial biases of the forget gates (LSTM only)."""
     one_bias: bool = False
-    """One bias a gate: torch's second (bias_hh) stays at zero."""
+    """Use one bias for each gate: torch's second bias (bias_hh) stays at zero."""
     learn_initial_state: bool = False
-    """Learn the state that a sequence starts from."""
+    """Learn the initial state of a sequence."""
 
     def __post_init__(self) -> None:
         _check_size("model.hidden", self.hidden)
@@ -123,14 +151,20 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Zoneout:
-    """Units keep their previous value."""
+    """Zoneout: units of the state keep their previous value. A rate is the probability of this."""
 
     cell: float = 0.0
-    """Rate of the cell (LSTM only)."""
+    """Rate for the cell state (LSTM only)."""
     hidden: float = 0.0
-    """Rate of the hidden state."""
+    """Rate for the hidden state."""
     mask: Mask = "unit"
-    """What the draws see. step is stochastic depth; static is drawn once for the whole run."""
+    """Where one random draw applies.
+    unit: to one unit, in one step of one sequence (the paper's zoneout).
+    shared: to a unit of both the cell and the hidden state.
+    step: to all units of a state (stochastic depth through time).
+    sequence: to all steps of a sequence.
+    static: to all sequences of the whole run.
+    """
 
     def __post_init__(self) -> None:
         _check_rates("zoneout", self, "cell", "hidden")
@@ -138,14 +172,14 @@ class Zoneout:
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentDropout:
-    """The update of the state is dropped."""
+    """Recurrent dropout: with probability `rate`, the update of a unit's state is set to zero."""
 
     rate: float = 0.0
-    """Rate of the update (not in a plain RNN)."""
+    """Rate for the update (LSTM and GRU only)."""
     mask: Literal["unit", "step", "sequence", "static"] = "unit"
-    """What the draws see."""
+    """Where one random draw applies; see --zoneout.mask."""
     hold_output_gate: bool = False
-    """Where an update is dropped, keep the output gate of the step before (LSTM only)."""
+    """If the update of a unit is dropped, also keep its previous output gate (LSTM only)."""
 
     def __post_init__(self) -> None:
         _check_rates("recurrent_dropout", self, "rate")
@@ -153,14 +187,17 @@ class RecurrentDropout:
 
 @dataclass(frozen=True, kw_only=True)
 class StateDropout:
-    """Units of the states are set to zero; on cells with mask=sequence it is rnnDrop."""
+    """State dropout: units of the state are set to zero. A rate is the probability of this.
+
+    With a cell rate and mask=sequence, the method is rnnDrop.
+    """
 
     cell: float = 0.0
-    """Rate of the cell (LSTM only)."""
+    """Rate for the cell state (LSTM only)."""
     hidden: float = 0.0
-    """Rate of the hidden state."""
+    """Rate for the hidden state."""
     mask: Mask = "unit"
-    """What the draws see."""
+    """Where one random draw applies; see --zoneout.mask."""
 
     def __post_init__(self) -> None:
         _check_rates("state_dropout", self, "cell", "hidden")
@@ -168,16 +205,19 @@ class StateDropout:
 
 @dataclass(frozen=True, kw_only=True)
 class VariationalDropout:
-    """One mask a sequence on a layer's input and on h where it enters the gates."""
+    """Variational dropout: one mask for all steps of a sequence.
+
+    The masks apply to a layer's input and to the hidden state before the gates.
+    """
 
     input: float = 0.0
-    """Rate of the layer's input."""
+    """Rate for the input of each layer."""
     hidden: float = 0.0
-    """Rate of the hidden state."""
+    """Rate for the hidden state before the gates."""
     output: float = 0.0
-    """Rate of what the softmax reads."""
+    """Rate for the input of the softmax."""
     words: float = 0.0
-    """Rate of whole symbols, whose embedding is zero wherever they stand in a sequence."""
+    """Rate for whole symbols: a dropped symbol has a zero embedding everywhere in its sequence."""
 
     def __post_init__(self) -> None:
         _check_rates("variational_dropout", self, "input", "hidden", "output", "words")
@@ -185,28 +225,34 @@ class VariationalDropout:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """How gradients become updates."""
+    """The optimizer."""
 
     rule: Literal["adam", "sgd", "rmsprop"] = "adam"
     """The update rule."""
     paper: bool = False
-    """The rule as the paper's code had it: Adam adds eps to the uncorrected √v, RMSProp divides by max(rms, eps)."""
+    """Use the rule as in the paper's code.
+    Adam adds eps to √v without bias correction. RMSProp divides by max(rms, eps).
+    """
     lr: float = 0.002
     """The learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Adam's decays."""
+    """adam: decay rates of the running averages of the gradient and of its square."""
     eps: float | None = None
-    """By default 1e-8, and 1e-5 in the paper's RMSProp."""
+    """adam, rmsprop: term in the denominator against division by zero.
+    By default 1e-8, or 1e-5 for rmsprop with --optimizer.paper.
+    """
     decay: float = 0.9
-    """RMSProp's decay; the paper's is 0.5."""
+    """rmsprop: decay rate of the running average of the squared gradient; 0.5 in the paper."""
     momentum: float = 0.0
-    """Of SGD and RMSProp."""
+    """sgd, rmsprop: the momentum."""
     weight_decay: float = 0.0
-    """Shrink weight matrices by this times the learning rate at each update (decoupled, as in AdamW)."""
+    """Decoupled weight decay, as in AdamW.
+    Each update shrinks the weight matrices by this number times the learning rate.
+    """
     clip_gradient: float = 0.0
-    """Clip the gradient to this global norm; 0 does not."""
+    """Clip the gradient to this global norm; 0: no clipping."""
     clip_update: float = 0.0
-    """Clip the update, learning rate included, to this global norm; 0 does not."""
+    """Clip the update, which includes the learning rate, to this global norm; 0: no clipping."""
 
     def __post_init__(self) -> None:
         for name in ("lr", "weight_decay", "clip_gradient", "clip_update"):
@@ -217,35 +263,45 @@ class Optimizer:
         _check("optimizer.momentum", self.momentum, 0 <= self.momentum < 1, "a number from 0 to below 1")
         _check("optimizer.eps", self.eps, self.eps is None or 0 < self.eps < math.inf, "a number above 0")
         if self.momentum and self.rule == "adam":
-            raise ValueError("optimizer.momentum: expected 0 with rule adam, whose momentum is the first of its betas")
+            raise ValueError("optimizer.momentum: expected 0 with rule adam; its momentum is the first of the betas")
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the learning rate changes."""
+    """The schedule of the learning rate."""
 
     kind: Literal["constant", "divide", "cosine"] = "constant"
-    """divide: after some epochs, divide after every epoch; cosine: down to zero at the end of the run."""
+    """constant: the same rate in all epochs.
+    divide: the full rate for some epochs, then divided again before every epoch.
+    cosine: a cosine curve from the full rate to zero at the end of the run.
+    """
     after: int = 14
-    """divide: epochs at the full rate."""
+    """divide: number of epochs at the full rate."""
     by: float = 1.15
-    """divide: what the rate is divided by."""
+    """divide: the divisor of the rate."""
 
     def __post_init__(self) -> None:
-        _check("schedule.after", self.after, self.after >= 0, "a number of epochs")
+        _check("schedule.after", self.after, self.after >= 0, "a number of epochs, 0 or more")
         _check("schedule.by", self.by, 0 < self.by < math.inf, "a finite number above 0")
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a text is cut for evaluation; mnist uses `size` alone."""
+    """How a text is cut for evaluation; mnist uses only `size`."""
 
     kind: Literal["chunks", "streams", "whole"] = "chunks"
-    """Chunks that each start from the initial state, parallel streams, or the whole text as one sequence."""
+    """chunks: chunks of the text, each from the initial state.
+    streams: parallel streams, with the state carried from batch to batch.
+    whole: the whole text as one sequence.
+    """
     length: int = 100
-    """Symbols in a chunk; for streams and the whole text, steps to run at a time, which changes nothing but memory."""
+    """chunks: symbols in a chunk.
+    streams, whole: steps per forward pass; affects only the memory use.
+    """
     size: int = 100
-    """Chunks (or images) in a batch (memory alone; in validations batch norm's statistics too), or how many streams."""
+    """streams: number of streams. chunks: chunks in a batch. mnist: images in a batch.
+    A batch size affects only the memory use and, in validations, the batch norm statistics.
+    """
 
     def __post_init__(self) -> None:
         least = 2 if self.kind == "chunks" else 1
@@ -256,20 +312,27 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """When and how a run is judged."""
+    """When and how a run is evaluated."""
 
     valid: Protocol = field(default_factory=Protocol)
-    """The validation part, while training."""
+    """Evaluation on the validation part, during training."""
     test: Protocol = field(default_factory=lambda: Protocol("whole", length=1000))
-    """The test part, after training, with the best weights."""
+    """Evaluation on the test part, after training, with the best weights."""
     every: int = 0
-    """Updates from one validation to the next; 0 is after every epoch."""
+    """Number of updates between validations; 0: one validation after every epoch."""
     at_eval: AtEval = "expectation"
-    """What stands in the place of the recurrent layers' masks; dropout around them is off in any case."""
+    """The noise inside the recurrent layers during evaluation. Other dropout is then off.
+    expectation: each mask is replaced by its expected value.
+    off: no noise. sample: masks are drawn, as in training.
+    """
     statistics: int = 0
-    """Training batches on which batch norm's statistics are estimated anew for the test; 0 is a whole epoch."""
+    """Only with batch norm: after training, estimate its statistics again for the test,
+    on this many training batches; 0: on all batches of one epoch.
+    """
     statistics_size: int = 0
-    """Examples in each of these batches, where they are independent; 0 is as many as in training."""
+    """Number of examples in each of these batches; 0: as many as in training.
+    Not for streams, whose batches depend on each other.
+    """
 
     def __post_init__(self) -> None:
         _check("evaluation.every", self.every, self.every >= 0, "a number of updates, or 0")
@@ -280,7 +343,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that decides what a run computes.
+    """All settings that determine what a run computes.
 
     >>> config = Config(zoneout=Zoneout(cell=0.5, hidden=0.05))
     >>> from_json(to_json(config)) == config
@@ -299,32 +362,36 @@ class Config:
     weight_noise: float = 0.0
     """Standard deviation of Gaussian noise on the weight matrices, drawn for each batch."""
     weight_drop: float = 0.0
-    """Rate of dropping entries of the recurrent matrices, drawn for each batch."""
+    """Rate of dropout on the entries of the recurrent matrices, drawn for each batch."""
     norm_stabilizer: float = 0.0
-    """β of the penalty on changes of the norm of h."""
+    """Factor β of the norm stabilizer: a penalty on changes of the norm of the hidden state."""
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
     evaluation: Evaluation = field(default_factory=Evaluation)
     loss: Literal["mean", "sum"] = "mean"
-    """Over time; over the batch it is always the mean."""
+    """Mean or sum of the loss over time steps. Over the batch it is always the mean."""
     epochs: int = 20
-    """Passes over the training part."""
+    """Maximum number of passes over the training part."""
     updates: int = 0
-    """Stop after so many updates even in the middle of an epoch, unless the epochs end before; 0 is no limit."""
+    """Maximum number of updates, even in the middle of an epoch; 0: only --epochs is the limit."""
     patience: int = 0
-    """Stop after so many validations without a new best; 0 never does."""
+    """Stop after this many validations in a row without a new best; 0: never."""
     seed: int = 1
-    """Of weights, order and masks: all that is random is a function of it."""
+    """Seed of everything random: initial weights, order of the data, and masks."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
-    """Of the products in training. Evaluation is in fp32 or, on a GPU after training in a lower precision, in tf32."""
+    """Precision of the matrix products in training. Evaluation uses fp32;
+    on a GPU, after training in a lower precision, it uses tf32.
+    """
     device: str = "auto"
-    """auto (a GPU where there is one), cpu, cuda or cuda:1."""
+    """auto (a GPU if there is one, otherwise the CPU), cpu, cuda or cuda:N."""
     backend: str | None = None
-    """Of the recurrent layers: reference, cpu, cuda; by default the device decides."""
+    """Backend of the recurrent layers: reference, cpu or cuda; by default chosen by the device."""
     log_every: int = 100
-    """Updates from one line of training loss to the next."""
+    """Number of updates between lines of training loss."""
     save_every: int = 0
-    """Updates from one checkpoint to the next; 0 is after every validation, where there is one anyway."""
+    """Number of updates between checkpoints; 0: checkpoints only after validations.
+    There is always a checkpoint after a validation.
+    """
 
     def __post_init__(self) -> None:
         for name in ("weight_noise", "norm_stabilizer"):
@@ -346,7 +413,7 @@ class Config:
 
     @property
     def task(self) -> Literal["language", "images"]:
-        """What the model does: predict the next symbol, or classify."""
+        """The task of the model: "language" predicts the next symbol, "images" classifies."""
         return "images" if self.data.name in IMAGES else "language"
 
 
@@ -354,20 +421,20 @@ class Config:
 
 
 def to_json(config: Config) -> dict[str, Any]:
-    """The config as plain dicts, lists, strings, numbers and None."""
+    """Return the config as plain dicts, lists, strings, numbers and None."""
     plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
     return plain
 
 
 def from_json(values: Any) -> Config:
-    """The config that `to_json` gave; fields that are left out have their defaults."""
+    """Return the config of a value from `to_json`; fields that are missing have their defaults."""
     config = _build(Config, values, "")
     assert isinstance(config, Config)
     return config
 
 
 def names(kind: type = Config, prefix: str = "") -> dict[str, Any]:
-    """Every field that holds a value, by its dotted name, with its type.
+    """Return the type of every field that holds a value, by its dotted name.
 
     >>> "zoneout.cell" in names(), "zoneout" in names()
     (True, False)
@@ -382,7 +449,7 @@ def names(kind: type = Config, prefix: str = "") -> dict[str, Any]:
 
 
 def at(values: Any, name: str) -> Any:
-    """What a config as JSON has under a dotted name.
+    """Return the value with this dotted name from a config in JSON form.
 
     >>> at(to_json(Config()), "model.cell")
     'lstm'
@@ -393,7 +460,9 @@ def at(values: Any, name: str) -> Any:
 
 
 def change(config: Config, values: dict[str, Any]) -> Config:
-    """The config with some fields replaced, by dotted name; a string is read as the field's type.
+    """Return the config with the fields of these dotted names replaced.
+
+    A string is converted to the field's type.
 
     >>> change(Config(), {"zoneout.cell": "0.5", "model.tied": "false"}).zoneout.cell
     0.5
@@ -414,7 +483,9 @@ def change(config: Config, values: dict[str, Any]) -> Config:
 
 
 def changed(config: Config, other: Config | None = None) -> dict[str, Any]:
-    """The fields that a config has otherwise than another, or than the default: by dotted name, as JSON has them.
+    """Return the fields in which a config differs from another one, or from the defaults.
+
+    The result has dotted names and JSON values.
 
     >>> changed(Config(model=Model(one_bias=True), optimizer=Optimizer(betas=(0.5, 0.9))))
     {'model.one_bias': True, 'optimizer.betas': [0.5, 0.9]}
@@ -424,7 +495,7 @@ def changed(config: Config, other: Config | None = None) -> dict[str, Any]:
 
 
 def flags(settings: dict[str, Any]) -> list[str]:
-    """Settings, as JSON has them, in the words that the command line takes.
+    """Return settings (dotted names and JSON values) as command-line arguments.
 
     >>> " ".join(flags({"model.one_bias": True, "batches.offset": False, "optimizer.betas": [0.5, 0.9]}))
     '--model.one-bias --batches.no-offset --optimizer.betas 0.5 0.9'
@@ -437,13 +508,14 @@ def flags(settings: dict[str, Any]) -> list[str]:
             continue
         first, *rest = map(str, value if isinstance(value, list) else [value])
         option = f"--{group}{dot}{last}"
-        words += [f"{option}={first}"] if first.startswith("-") else [option, first]  # which is not an option itself
+        # A value that starts with "-" would be read as another option.
+        words += [f"{option}={first}"] if first.startswith("-") else [option, first]
         words += rest
     return words
 
 
 def _parse(text: str, hint: Any) -> Any:
-    """A string as the JSON it spells, where the field is not itself a string."""
+    """Parse a string as JSON, unless only the string itself fits the field's type."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError:
@@ -474,11 +546,13 @@ def _build(kind: type, values: Any, prefix: str) -> Any:
 
 @dataclass(frozen=True)
 class _Misfit:
+    """The value does not fit the field's type; `expected` describes the values that do."""
+
     expected: str
 
 
 def _fit(value: Any, hint: Any) -> Any:
-    """The value as the field's type, where nothing is lost by it; otherwise what was expected."""
+    """Return the value converted to the field's type without loss, or a `_Misfit`."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         choices = ", ".join(map(str, arguments))
@@ -503,10 +577,11 @@ def _fit(value: Any, hint: Any) -> Any:
     try:
         return float(value)
     except OverflowError:
-        return _Misfit("a number that a float can be")
+        return _Misfit("a number that fits in a float")
 
 
 def nearest(name: str, known: typing.Iterable[str]) -> str:
+    """Return the end of an error message that suggests similar names, or ""."""
     close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
     return f"; the nearest are {', '.join(close)}" if close else ""
 

@@ -1,6 +1,7 @@
-"""Corpora: the paper's texts and images, and any text of the user's, as arrays of small integers.
+"""Corpora: the paper's texts and images, and the user's text files, as arrays of small integers.
 
-`load` and `load_images` find the files (see `files`), check them, encode them once and keep the result in the cache.
+`load` and `load_images` find the files (see `files`), check them, encode them once and store the
+result in the cache.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from .text import PARTS, Unit, Vocabulary, cut, encode_characters, encode_words,
 
 Order: TypeAlias = Literal["paper", "permuted", "rows"]
 
-_FORMAT = 1  # of what is kept in the cache: another number, and everything is encoded anew
+_FORMAT = 1  # format of cache entries; a new number makes all old entries invalid
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text, encoded: three parts of numbers (1-D, memory-mapped) and what they stand for."""
+    """An encoded text: a vocabulary, and three parts as arrays of numbers (1-D, memory-mapped)."""
 
     name: str
     unit: Unit
@@ -37,12 +38,15 @@ class Corpus:
     valid: Array
     test: Array
     digest: str
-    """Of the source and of how it was prepared: equal digests, equal numbers."""
+    """Hash of the source files and of the preparation: equal digests mean equal numbers."""
 
 
 @dataclass(frozen=True)
 class Images:
-    """MNIST as sequences: for each part the pixels uint8 [N, 784], in the order named, and the labels uint8 [N]."""
+    """MNIST as sequences: for each part the pixels uint8 [N, 784] and the labels uint8 [N].
+
+    The pixels of an image are in the order `order`.
+    """
 
     order: Order
     train: tuple[Array, Array]
@@ -62,14 +66,19 @@ def load(
     limit: int | None = None,
     words: int | None = None,
 ) -> Corpus:
-    """A text by its name (`zoneout data list`) or the path of a UTF-8 file, in characters or words.
+    """Load a text as characters or words.
 
-    In `folder` a corpus is looked for, and before its own path a file of this name.
+    `name` is a corpus (`zoneout data list` shows the names) or the path of a UTF-8 text file.
+    `folder` is searched first: for the files of the corpus, or for a text file with the same name.
 
-    Texts in one piece are split 90 / 5 / 5 (text8-prefix: the last two 5,000,000 each); a file of the user's may have
-    its validation and test parts in files of their own. `preparation` is of char-ptb: the paper's files, which kept one
-    of the two spaces around each line, or "stripped" of both. `limit` uses about so many symbols in all: the first of a
-    text, or of each part in proportion. `words` keeps only the most frequent words; the others become `<unk>`.
+    A text in one file is split 90 / 5 / 5 into training, validation and test part. In text8-prefix
+    the last two parts have 5,000,000 characters each. For a text file of the user, `valid` and
+    `test` name separate files for these parts.
+
+    `preparation` applies only to char-ptb: "paper" keeps one of the two spaces around each line, as
+    in the paper's files; "stripped" removes both. `limit` uses only about that many symbols in
+    total: the first of the text, or of each part in proportion. `words` is the size of the
+    vocabulary: only the most frequent words are kept, and all others become `<unk>`.
 
     >>> corpus = load("python", limit=40_000)
     >>> len(corpus.train), len(corpus.valid), len(corpus.test), corpus.train.dtype
@@ -82,10 +91,10 @@ def load(
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"{argument}: expected a whole number above 0, or None, got {value!r}")
     if name in DATASETS and (valid or test):
-        raise ValueError(f"valid, test: {name} has parts of its own; these are for a text file of yours")
+        raise ValueError(f"valid, test: {name} has parts of its own; use these options only with a text file")
     unit: Unit = CUT.get(name, by)
     if words is not None and unit == "char":
-        raise ValueError("words: a text in characters has no words to choose from; use by='word'")
+        raise ValueError("words: a text in characters has no words; use by='word' to read the text as words")
     sources = _sources(name, folder, valid, test)
     prepared = preparation if name == "char-ptb" else None
     tail = 5_000_000 if name == "text8-prefix" and limit is None else None
@@ -109,7 +118,11 @@ def load(
 
 
 def load_images(order: Order = "paper", *, folder: PathLike | None = None) -> Images:
-    """MNIST, one pixel a step: the first 50,000 training images, the last 10,000 as validation, and the test images."""
+    """Load MNIST, one pixel per time step.
+
+    The training part is the first 50,000 training images, the validation part is the last 10,000.
+    The test part is all test images.
+    """
     _one_of("order", order, ("paper", "permuted", "rows"))
     sources = [Source("", *files.locate(file, folder), file) for file in DATASETS["mnist"].files]
 
@@ -126,15 +139,16 @@ def load_images(order: Order = "paper", *, folder: PathLike | None = None) -> Im
 
 
 def pixel_order(order: Order) -> Array:
-    """Which of the 784 pixels each step sees.
+    """Return the number of the pixel (0 to 783) that each time step reads.
 
-    "paper" is the authors' draw **with** replacement, which their rows need: 501 different pixels, some seen again.
-    "permuted" is a true permutation, "rows" the plain order.
+    "paper" is the authors' draw **with** replacement, which is needed to reproduce their results:
+    it has 501 different pixels, some of them repeated. "permuted" is a permutation of all pixels.
+    "rows" reads the image row by row.
 
     >>> pixel_order("paper")[:5], len(set(pixel_order("paper"))), len(set(pixel_order("permuted")))
     (array([ 37, 235,  72, 767, 715]), 501, 784)
     """
-    legacy = np.random.RandomState(1)  # the authors' generator, whose numbers NumPy keeps for ever
+    legacy = np.random.RandomState(1)  # the authors' generator; NumPy guarantees its numbers
     if order == "paper":
         return legacy.randint(0, 784, 784)
     return legacy.permutation(784) if order == "permuted" else np.arange(784)
@@ -142,22 +156,22 @@ def pixel_order(order: Order) -> Array:
 
 @dataclass(frozen=True)
 class Source:
-    """A part of a corpus ("" where a text is in one piece) and the file it comes from."""
+    """A part of a corpus ("" if the text is not divided into parts) and its file."""
 
     part: str
-    path: Path | None = None  # None: Python's own text
-    there: File | None = None  # what the table says of the file
-    file: File | None = None  # what is wanted of it: the file itself, or its beginning
+    path: Path | None = None  # None: the text that comes with Python
+    there: File | None = None  # the table's entry for the file at `path`
+    file: File | None = None  # the table's entry for the wanted file: the same, or its beginning
 
     def known_digest(self) -> str | None:
-        """The digest of the contents, where it can be told without reading them."""
+        """Return the digest of the contents if it is known without reading them, otherwise None."""
         known = cache.recall(self.path) if self.path else None
         if self.file is None or self.there is None:
             return known
         return self.file.digest if known == self.there.digest else None
 
     def read(self) -> tuple[bytes, str]:
-        """The contents, unpacked and checked, and their digest."""
+        """Return the contents, decompressed and checked, and their digest."""
         if self.path is None:
             data = _python_text().encode()
             return data, hashlib.sha256(data).hexdigest()
@@ -187,9 +201,10 @@ def _sources(name: str, folder: PathLike | None, valid: PathLike | None, test: P
 
 
 def text_path(path: PathLike, folder: PathLike | None = None) -> Path:
-    """Where a text file of the user's is: in the folder, if there is one of its name, or where its path says.
+    """Return the path of a user's text file.
 
-    A path with a folder of its own in it means that file, while it is there.
+    If `folder` contains a file with the same name, that file is used instead of `path`. Exception:
+    if `path` includes a folder and the file exists there, `path` is used.
     """
     own = files.expanded(path)
     inside = None if folder is None else files.expanded(folder) / own.name
@@ -199,17 +214,20 @@ def text_path(path: PathLike, folder: PathLike | None = None) -> Path:
 
 
 def check_apart(given: Iterable[PathLike], found: Iterable[PathLike]) -> None:
-    """An error where texts that were named apart are one file: what is trained on would be the test."""
+    """Raise if two different names were resolved to the same file.
+
+    Otherwise a model could be tested on its training text.
+    """
     named: dict[Path, Path] = {}
     for name, path in zip(map(Path, given), map(Path, found)):
         if (other := named.setdefault(path, name)) != name:
             raise DataError(
-                f"{other} and {name} are both taken for {path}, the only one of that name there; see --data"
+                f"{other} and {name} are both taken for {path}, the only file of that name in the folder of --data"
             )
 
 
 def absolute_path(name: str, folder: PathLike | None = None) -> str:
-    """The path of a text file from the root, so that it is found from anywhere; anything else as it is."""
+    """Return the absolute path of a text file; return the name of a corpus unchanged."""
     found = text_path(name, folder)
     return str(found.absolute()) if name not in DATASETS and found.exists() else name
 
@@ -222,14 +240,17 @@ def _text_file(path: PathLike, folder: PathLike | None) -> Path:
         raise DataError(f"{found} is a folder; expected a text file, or one of {', '.join(DATASETS)}")
     if found.exists():
         raise DataError(f"{found} is a pipe or a device; expected a text file, or one of {', '.join(DATASETS)}")
-    hint, inside = files.nearest(os.fspath(path)), f", nor one of its name in {folder}" if folder else ""
+    hint, inside = files.nearest(os.fspath(path)), f", nor a file of this name in {folder}" if folder else ""
     raise files.MissingError(f"{path}: there is no such file{inside}, nor a corpus of this name; {hint}")
 
 
 def _cached(
     how: Sequence[Any], sources: Sequence[Source], make: Callable[[Sequence[bytes]], tuple[dict[str, Array], Any]]
 ) -> tuple[dict[str, Array], Any, str]:
-    """What `make` makes of the sources' contents, and its digest; made once, then from the cache."""
+    """Return the arrays and notes that `make` returns for the sources' contents, and their digest.
+
+    If the cache has them, `make` is not called.
+    """
     known = [source.known_digest() for source in sources]
     if None not in known and (kept := cache.load(key := cache.key_of(how, known))):
         return *kept, key
@@ -243,16 +264,19 @@ def _cached(
 
 
 def _python_text() -> str:
-    """The help texts of the language, which every Python carries; they differ a little from version to version."""
+    """Return Python's help texts (`pydoc_data`), which differ slightly between Python versions."""
     try:
         from pydoc_data.topics import topics
     except ImportError:
-        raise DataError("this Python comes without pydoc_data; give a text file of your own instead") from None
+        raise DataError("this Python comes without pydoc_data; give a text file instead, with --data") from None
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
 def read_text(path: PathLike, vocabulary: Vocabulary) -> Array:
-    """A text file of the user's in the numbers of a vocabulary; unpacked, and with its ends of lines, as any is."""
+    """Read a user's text file and encode it with a vocabulary.
+
+    The file can be compressed. Line ends are converted to "\\n", as in `load`.
+    """
     file = files.expanded(path)
     text = _decode(files.read(file), Source("", file))
     try:
@@ -260,7 +284,7 @@ def read_text(path: PathLike, vocabulary: Vocabulary) -> Array:
     except ValueError as error:
         raise DataError(f"{path}: {error}") from None
     if len(numbers) < 2:
-        raise DataError(f"{path}: it has {len(numbers)} symbols, and at least 2 are needed")
+        raise DataError(f"{path}: expected a text of at least 2 symbols, got {len(numbers)}")
     return numbers
 
 
@@ -272,19 +296,22 @@ def _decode(data: bytes, source: Source) -> str:
         guess = "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "ISO-8859-1"
         raise DataError(
             f"{source.path}: byte {error.start:,} (0x{data[error.start]:02x}, line {line:,}) is not UTF-8. Expected a "
-            f"text in UTF-8; if this one is {guess}, say, `iconv -f {guess} -t UTF-8` converts it."
+            f"text in UTF-8; if the file is {guess}, for example, `iconv -f {guess} -t UTF-8` converts it."
         ) from None
     return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
 
 
 def _ptb_characters(text: str, preparation: str) -> str:
-    # Every line of the files is " words \n". The paper's had one space less; which of the two makes no odds, since
-    # newline and space then always come together.
+    # Every line of the files is " words \n". The lines of the paper's files had one of the two
+    # spaces. It does not matter which one: either way each newline comes with exactly one space.
     return re.sub("^ | $" if preparation == "stripped" else "^ ", "", text, flags=re.MULTILINE)
 
 
 def _idx(data: bytes) -> Array:
-    """An array of bytes in the format of the MNIST files: two zeros, a type, the number of sizes, the sizes."""
+    """Parse an array of bytes in the IDX format of MNIST.
+
+    The header has two zero bytes, the data type, the number of dimensions and the dimensions.
+    """
     dimensions = data[3]
     shape = np.frombuffer(data, ">i4", dimensions, offset=4)
     return np.frombuffer(data, np.uint8, offset=4 + 4 * dimensions).reshape(shape).copy()

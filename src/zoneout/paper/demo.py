@@ -1,7 +1,8 @@
-"""The demo: one small text, two models that differ in zoneout alone, trained side by side and compared.
+"""The demo: train two models, without and with zoneout, on a small text and compare them.
 
-Both are ordinary runs (see `runs`), each trained by a process of its own; what they tell is shown live. At the end a
-folder holds both runs, the text, the learning curves as a picture and a page that shows it all.
+Both models are ordinary runs (see `runs`) that differ only in zoneout. A separate process trains
+each model, and the progress of both is shown live. At the end the folder contains both runs, the
+text, a picture of the learning curves, and an HTML page with all results.
 """
 
 from __future__ import annotations
@@ -36,38 +37,38 @@ from .streams import say, show
 from .train import stop_requests, train
 
 PLAIN, ZONED = "unregularised", "zoneout"
-LEAST = 2_000  # characters to train on
-HELD_OUT = 10_000  # characters to validate on, and as many to test on
+LEAST = 2_000  # minimum number of characters to train on
+HELD_OUT = 10_000  # number of characters in the validation part, and also in the test part
 PROMPT = "The "
 
 
 @dataclass(frozen=True)
 class Demo:
-    """Train an LSTM without and with zoneout, side by side on a small text, and compare them.
+    """Train an LSTM without and with zoneout on a small text, and compare the two.
 
     $ zoneout demo
     $ zoneout demo --characters 250000 --out runs/more-text
     """
 
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """The folder for both runs, the curves and the page; by default a new one in runs/."""
+    """The folder for both runs and the results; by default a new folder in runs/."""
     characters: int = 37_000
-    """How much of the text that comes with Python to train on."""
+    """Number of characters to train on. The text is the manual that comes with Python."""
     updates: int = 1500
-    """Updates of each model."""
+    """Number of training updates for each model."""
     hidden: int = 256
-    """Units of each model."""
+    """Number of hidden units of each model."""
     seed: int = 1
-    """Of the weights, the order of the batches and the masks, for both."""
+    """Seed of the initial weights, the order of the batches and the masks, for both models."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Of the products in training."""
+    """Precision of the matrix products in training."""
 
     def __call__(self) -> int:
         for name in ("characters", "updates", "hidden"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name}: expected a number above 0, got {getattr(self, name)}")
         if self.characters < LEAST:
-            raise ValueError(f"--characters: expected at least {LEAST:,}, to have a text, got {self.characters}")
+            raise ValueError(f"--characters: expected at least {LEAST:,}, got {self.characters}")
         folder = self.out or free_folder(Path("runs") / "demo")
         if folder.exists() and any(folder.iterdir()):
             raise RunError(f"{folder} is not empty; choose another folder with --out. Nothing was overwritten.")
@@ -84,16 +85,17 @@ class Demo:
         return 0
 
     def run(self, folder: Path) -> dict[str, str]:
-        """Write the text and train both on it; how each ended."""
+        """Write the text and train both models on it; return the final status of each run."""
         text = write_text(folder / "text", self.characters)
-        streams = Protocol("streams", size=20, length=500)  # almost as one sequence, and twenty times as fast
+        # Twenty streams give almost the same result as one sequence, and are twenty times as fast.
+        streams = Protocol("streams", size=20, length=500)
         plain = Config(
             data=text,
             batches=Batches(length=50),
             model=Model(hidden=self.hidden),
             optimizer=Optimizer(lr=0.006, clip_gradient=1.0),
             evaluation=Evaluation(valid=streams, test=streams, every=max(1, self.updates // 30)),
-            epochs=self.updates,  # more than there will be: the updates are what is limited
+            epochs=self.updates,  # never reached: `updates` ends the run first
             updates=self.updates,
             log_every=max(1, self.updates // 30),
             seed=self.seed,
@@ -106,7 +108,7 @@ class Demo:
 
 
 def free_folder(base: Path) -> Path:
-    """The folder itself, or with the first number after its name that makes it new."""
+    """Return a folder that does not exist yet: `base`, or `base`-2, `base`-3 and so on."""
     number, folder = 1, base
     while folder.exists():
         number += 1
@@ -115,38 +117,39 @@ def free_folder(base: Path) -> Path:
 
 
 def begun(folder: Path) -> list[Path]:
-    """The runs that there are."""
+    """Return the folders of the runs that have been started."""
     return [folder / name for name in (PLAIN, ZONED) if (folder / name / "config.json").exists()]
 
 
 def clear(folder: Path, made: bool) -> None:
-    """Remove what a demo without a run leaves, and its folder where it was `made` by it.
+    """Remove the files of a demo that started no run; also remove its folder if the demo `made` it.
 
-    The same command would refuse the folder, or take another one.
+    Otherwise the same command would later refuse the folder, or choose another one.
     """
     for name in ("text", PLAIN, ZONED):
         shutil.rmtree(folder / name, ignore_errors=True)
     if made:
-        with suppress(OSError):  # it was not made after all, or somebody has put something there
+        with suppress(OSError):  # the folder does not exist, or contains other files
             folder.rmdir()
 
 
 def interrupted(folder: Path) -> str:
-    """What is said when a demo was stopped: which runs can be continued, and how."""
+    """Return the message after an interrupted demo: which runs can be continued, and how."""
     kept = begun(folder)
     if not kept:
-        return "Interrupted before a run was begun; nothing is left of it."
+        return "Interrupted before a run was started; all files of the demo were removed."
     both = len(kept) > 1
-    what = "both runs are kept. Each" if both else f"the {kept[0].name} run is kept, the other had not begun. It"
+    what = "both runs are kept. Each" if both else f"the {kept[0].name} run is kept, the other was not started. It"
     again = "\n".join(f"  zoneout train --resume --out {shlex.quote(str(run))}" for run in kept)
     return f"Interrupted; {what} can be continued:\n{again}"
 
 
 def write_text(folder: Path, characters: int) -> Data:
-    """Cut training, validation and test text from what comes with Python, and write them to files.
+    """Cut training, validation and test text from Python's manual, and write them to files.
 
-    Its paragraphs, each once, in a random order: then the three are about the same things, and have none in common.
-    Without tables, underlined headings and the longest: one of them would be a good part of a text this small.
+    Every paragraph is used once, in a random order: the three parts then have the same topics but
+    no paragraph in common. Tables, underlined headings and very long paragraphs are left out: a
+    single one would be a large share of such a small text.
     """
     corpus = data.load("python")
     whole = "".join(corpus.vocabulary.decode(part) for part in (corpus.train, corpus.valid, corpus.test))
@@ -155,7 +158,9 @@ def write_text(folder: Path, characters: int) -> Data:
     random.Random(0).shuffle(paragraphs)
     text = "\n\n".join(paragraphs)
     if characters > len(text) - 2 * HELD_OUT:
-        raise ValueError(f"--characters: expected at most {len(text) - 2 * HELD_OUT:,} (there is no more text)")
+        raise ValueError(
+            f"--characters: expected at most {len(text) - 2 * HELD_OUT:,} (all of the text), got {characters:,}"
+        )
     valid, test, train_ = text[:HELD_OUT], text[HELD_OUT : 2 * HELD_OUT], text[2 * HELD_OUT :][:characters]
     with disk.explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -166,20 +171,23 @@ def write_text(folder: Path, characters: int) -> Data:
 
 
 def introduction(demo: Demo, folder: Path) -> str:
-    """What is going to happen."""
+    """Return the paragraph that explains the experiment."""
     return (
-        f"Two LSTMs of {demo.hidden} units learn to predict the next character of Python's own manual, one as it is, "
-        f"one with zoneout. Each gets {demo.updates:,} updates on the same {demo.characters:,} characters, from the "
-        f"same weights and in the same order, and is judged on {HELD_OUT:,} others. Everything goes to {folder}."
+        f"Two LSTMs of {demo.hidden} units learn to predict the next character of Python's manual: one without "
+        f"regularisation, one with zoneout. Both train for {demo.updates:,} updates on the same {demo.characters:,} "
+        "characters, with the same initial weights and the same order of batches. Both are evaluated on "
+        f"{HELD_OUT:,} other characters. All files go to {folder}."
     )
 
 
-# --- training both ---------------------------------------------------------------------------------
+# --- training both models --------------------------------------------------------------------------
 
 
 def side_by_side(configs: dict[str, Config], folder: Path) -> dict[str, str]:
-    """Train all at once, a process each, and show them live; how each ended."""
-    # A process each, and not a thread: each has torch's threads and signals to itself.
+    """Train all models at the same time and show their progress; return the final status of each.
+
+    Each model has a process, not a thread: so each has its own torch threads and signal handlers.
+    """
     context = multiprocessing.get_context("spawn")
     events: Any = context.Queue()
     threads = threads_of_each(len(configs))
@@ -188,7 +196,8 @@ def side_by_side(configs: dict[str, Config], folder: Path) -> dict[str, str]:
         for name, config in configs.items()
     }
     ended: dict[str, str] = {}
-    with stop_requests() as stopped:  # and nothing is raised here, where it would leave half a piece of news unread
+    # While `stop_requests` is active, Ctrl-C raises no exception, so no event is read only in part.
+    with stop_requests() as stopped:
         for worker in workers.values():
             worker.start()
         try:
@@ -208,18 +217,21 @@ def side_by_side(configs: dict[str, Config], folder: Path) -> dict[str, str]:
         finally:
             for name, worker in workers.items():
                 if worker.is_alive() and name not in ended:
-                    worker.terminate()  # politely: it writes a checkpoint first
-            while any(worker.is_alive() for worker in workers.values()):  # which do not end before their news are read
+                    worker.terminate()  # SIGTERM: the worker writes a checkpoint before it ends
+            # A worker ends only when all its events have been read from the queue.
+            while any(worker.is_alive() for worker in workers.values()):
                 with suppress(queue.Empty):
                     events.get(timeout=0.1)
     return {name: ended.get(name, "interrupted") for name in configs}
 
 
 def work(name: str, config: Config, folder: str, threads: int, events: Any) -> None:
-    """Train one, in a process of its own."""
+    """Train one model; runs in a worker process."""
     obey_the_parent()
     torch.set_num_threads(threads)
-    with stop_requests():  # before and after those of the run: nobody goes in the middle of a word
+    # `train` handles signals only while it runs. Before and after that, a signal must not interrupt
+    # the writing of an event either.
+    with stop_requests():
         try:
             train(config, folder, progress=lambda event: events.put((name, event)))
         except KeyboardInterrupt:
@@ -229,29 +241,29 @@ def work(name: str, config: Config, folder: str, threads: int, events: Any) -> N
 
 
 def check_alive(workers: dict[str, Any], ended: dict[str, str]) -> None:
-    """An error if a process has gone without a word (for want of memory, say)."""
+    """Raise if a worker process died without reporting an error (out of memory, for example)."""
     for name, worker in workers.items():
         if name not in ended and worker.exitcode is not None:
-            raise RunError(f"the process that trained the {name} model ended early, with code {worker.exitcode}")
+            raise RunError(f"the process that trained the {name} model ended early, with exit code {worker.exitcode}")
 
 
-# --- what came out ---------------------------------------------------------------------------------
+# --- results ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Result:
-    """How one of the models did."""
+    """The results of one model, in bits per character."""
 
     name: str
-    best: float
-    at: int
+    best: float  # best validation
+    at: int  # update of the best validation
     test: float
-    train: float
+    train: float  # last training loss
     seconds: float
 
 
 def result(folder: Path, name: str) -> Result:
-    """What a run's files say of it."""
+    """Read the results of a run from its files."""
     rows, ended = runs.read_metrics(folder / name), disk.read_json(folder / name / "summary.json")
     trained = [in_measure(row["nats"], "bits") for row in rows if row["kind"] == "train"]
     best, test = ended["best"], ended["test"]
@@ -261,8 +273,8 @@ def result(folder: Path, name: str) -> Result:
 ROWS: list[tuple[str, Callable[[Result], str]]] = [
     ("best validation", lambda r: f"{r.best:.3f}"),
     ("… at update", lambda r: f"{r.at:,}"),
-    ("test, with those weights", lambda r: f"{r.test:.3f}"),
-    ("training loss at the end", lambda r: f"{r.train:.3f}"),
+    ("test with these weights", lambda r: f"{r.test:.3f}"),
+    ("final training loss", lambda r: f"{r.train:.3f}"),
     ("time", lambda r: duration(r.seconds)),
 ]
 
@@ -272,7 +284,7 @@ def report(demo: Demo, folder: Path) -> None:
     results = [result(folder, name) for name in (PLAIN, ZONED)]
     better = min(results, key=lambda r: r.best)
     curves = [plots.read_curve(folder / name) for name in (PLAIN, ZONED)]
-    fig = plots.figure(curves, "Bits per character on text that the models have not seen; dashed: on their own")
+    fig = plots.figure(curves, "Bits per character on unseen text (solid) and on the training text (dashed)")
     for suffix in ("png", "svg"):
         plots.save(fig, folder / f"curves.{suffix}")
     written = PROMPT + "".join(sample(runs.load(folder / better.name), PROMPT, length=400, temperature=0.6, seed=1))
@@ -284,16 +296,19 @@ def report(demo: Demo, folder: Path) -> None:
         show(f"{label:26}{value(results[0]):>14}{value(results[1]):>14}")
     width = columns()
     show(f"\n{plots.ascii_curves(curves, min(width, 80), 12)}\n\n{fill(verdict(results), width)}")
-    show(f"\nWhat the {better.name} model writes after {PROMPT!r}:\n")
+    show(f"\nText generated by the {better.name} model after {PROMPT!r}:\n")
     show("\n".join(fill(line, width, initial_indent="  ", subsequent_indent="  ") for line in written.splitlines()))
-    show(f"\nTo try next{where_it_is()}:")
+    show(f"\nCommands to try next{where_it_is()}:")
     for command, why in suggestions(folder, better):
         show(f"  {command}\n      {why}")
-    show(f"\nThe curves are in {folder / 'curves.png'}, everything on one page in {folder / 'index.html'}")
+    show(f"\nLearning curves: {folder / 'curves.png'}\nAll results on one page: {folder / 'index.html'}")
 
 
 def where_it_is() -> str:
-    """Where the command is, for whoever has not got it on the path: `make demo` runs it from a folder of its own."""
+    """Return a note with the path of the command `zoneout` if it is not on PATH, otherwise "".
+
+    `make demo` runs the command from a virtual environment, which is usually not on PATH.
+    """
     script = Path(sys.executable).parent / "zoneout"
     if shutil.which("zoneout") or not script.exists():
         return ""
@@ -301,57 +316,57 @@ def where_it_is() -> str:
 
 
 def columns() -> int:
-    """How wide a paragraph is printed."""
+    """Return the width of printed paragraphs, in characters."""
     return min(shutil.get_terminal_size((100, 24)).columns, 100)
 
 
 def verdict(results: list[Result]) -> str:
-    """What the numbers say, whichever way they came out."""
+    """Return a paragraph that compares the best validations of the two models."""
     plain, zoned = results
     gap = plain.best - zoned.best
     if gap > 0.01:
         return (
-            f"At its best the zoneout model needs {gap:.2f} bits less for a character that it has not seen. The other "
-            "soon knows so small a text by heart, and then gets worse on everything else; zoneout keeps it from that. "
-            "On several times the text the unregularised model still wins in as many updates: it has no time to learn "
-            "it by heart, and zoneout learns more slowly."
+            f"At its best validation, the zoneout model needs {gap:.2f} bits less per character of unseen text. The "
+            "unregularised model soon memorises such a small text, and then gets worse on other text. Zoneout "
+            "prevents this. With several times as much text, the unregularised model is still better after the same "
+            "number of updates: it has no time to memorise the text, and zoneout learns more slowly."
         )
-    found = "Here the two are as good as each other."
+    found = "Here the two models are as good as each other."
     if gap < -0.01:
-        found = f"Here the unregularised model is better, by {-gap:.2f} bits a character."
+        found = f"Here the unregularised model is better, by {-gap:.2f} bits per character."
     return found + (
-        " Zoneout learns more slowly, and pays off where training goes on until a model knows its text by heart: with "
-        "more updates than these, or less text."
+        " Zoneout learns more slowly. It helps when training is long enough for a model to memorise its text: with "
+        "more updates than here, or with less text."
     )
 
 
 def suggestions(folder: Path, better: Result) -> list[tuple[str, str]]:
-    """Commands to go on with, and what each is for."""
+    """Return commands to try next, each with its purpose."""
     run = shlex.quote(str(folder / better.name))
     return [
-        (f'zoneout sample {run} --prompt "If " --temperature 0.5', "lets it write more"),
-        ("zoneout demo --characters 250000", "the same with more text: zoneout does not win there"),
-        ("zoneout train --data my.txt --zoneout.cell 0.5 --zoneout.hidden 0.05", "trains on a text of yours"),
-        ("zoneout train --help", "says all that can be changed"),
+        (f'zoneout sample {run} --prompt "If " --temperature 0.5', "generate more text"),
+        ("zoneout demo --characters 250000", "the same comparison with more text, where zoneout does not win"),
+        ("zoneout train --data my.txt --zoneout.cell 0.5 --zoneout.hidden 0.05", "train on your text file my.txt"),
+        ("zoneout train --help", "show all training options"),
     ]
 
 
 def page(
     demo: Demo, results: list[Result], better: Result, curves: Sequence[plots.Curve], written: str, folder: Path
 ) -> str:
-    """Everything on one page that needs nothing else."""
+    """Return the HTML page with all results; it needs no other file."""
     rows = [[label, *(value(r) for r in results)] for label, value in ROWS]
     parts = [
         table("In bits per character; lower is better.", [["Measure", *(r.name for r in results)]], rows, "models"),
-        *learning_curves(curves, "On text that the models have not seen; dashed: on their own."),
+        *learning_curves(curves, "On unseen text (solid) and on the training text (dashed)."),
         element("p", verdict(results)),
     ]
-    heading = f"What the {better.name} model writes after “{PROMPT}”"
+    heading = f"Text generated by the {better.name} model after “{PROMPT}”"
     tries = [join([element("dt", code(what)), element("dd", why)]) for what, why in suggestions(folder, better)]
     sections = [
         ("results", "Results", section("results", "Results", *parts)),
-        ("sample", "What it writes", section("sample", heading, element("pre", written))),
-        ("next", "To try next", section("next", "To try next", element("dl", *tries))),
+        ("sample", "Generated text", section("sample", heading, element("pre", written))),
+        ("next", "Next steps", section("next", "Commands to try next", element("dl", *tries))),
     ]
     lead, footer = element("p", introduction(demo, folder)), element("p", "Made by ", code("zoneout demo"), ".")
     return document("An LSTM without and with zoneout", lead, sections, footer)

@@ -1,4 +1,4 @@
-"""What is said of a run: how it ended, what it is and how it went."""
+"""Descriptions of a run for the user: the message at its end, and its settings and results."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from .unread import unread
 
 
 def ending(summary: Summary) -> str:
-    """What is said when training ends."""
+    """Return the message that is printed when training ends."""
     folder = shlex.quote(str(summary.folder))
     lines = []
     if summary.status == "interrupted":
-        lines.append(f"Interrupted at update {summary.update:,}; everything is kept. To continue:")
+        lines.append(f"Interrupted at update {summary.update:,}; the run is saved. To continue:")
         lines.append(f"  zoneout train --resume --out {folder}")
         return "\n".join(lines)
-    why = "" if summary.status == "finished" else ", since the validation had not improved for long enough"
-    took = f"{summary.update:,} updates, {summary.epoch:.4g} epochs, in {duration(summary.seconds)}"
+    why = "" if summary.status == "finished" else "; stopped early, since the validation did not improve (--patience)"
+    took = f"{summary.update:,} updates ({summary.epoch:.4g} epochs) in {duration(summary.seconds)}"
     lines.append(f"Finished after {took}{why}.")
     if summary.best is not None:
         lines.append(f"  best valid  {worth(summary.best)} (update {summary.best['update']:,})")
     if summary.test is not None:
         lines.append(f"  test        {worth(summary.test)}")
-    also = "" if summary.measure == "error" else f"; zoneout sample {folder} writes"
+    also = "" if summary.measure == "error" else f"; zoneout sample {folder} generates text"
     lines.append(f"zoneout show {folder} draws the learning curve{also}.")
     return "\n".join(lines)
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """What a run is and how it went."""
+    """Return the settings, the status and the results of a run."""
     config, rows = runs.read_config(folder), runs.read_metrics(folder)
     valid = [row for row in rows if row["kind"] == "valid"]
     ended = runs.read_summary(folder)
     if ended and ended["update"] > (rows[-1]["update"] if rows else 0):
         at = Path(folder) / "metrics.jsonl"
         raise disk.RunError(
-            f"{at} is damaged: the run ended after {ended['update']:,} updates, and it has not all of them"
+            f"{at} is damaged: the run ended after {ended['update']:,} updates, but the file ends earlier"
         )
     return {
         "run": str(folder),
@@ -58,7 +58,7 @@ def describe(folder: Path) -> dict[str, Any]:
 
 
 def described(page: dict[str, Any]) -> str:
-    """A page of `describe`, to be read."""
+    """Return the result of `describe` as text."""
     model = page["config"]["model"]
     size = f", {page['parameters']:,} parameters" if page["parameters"] else ""
     layers = f"{model['layers']} layers" if model["layers"] > 1 else "one layer"

@@ -1,8 +1,14 @@
-"""The one place where files are opened: those of runs, sweeps, data and reports, which may come from anybody.
+"""File access: all files of runs, sweeps, data and reports are opened here.
 
-What is read is a plain file: a pipe or a device is refused, never waited for. What is written is whole at any moment
-(written to the side, brought to the disk and renamed), and never goes through a symbolic link: the names on the side
-cannot be foreseen. Folders are followed, since users move them; those in which runs remove things are not.
+The files may come from an untrusted source, so these rules hold:
+
+* Only regular files are read. A pipe or a device is refused immediately, so nothing waits for it.
+* A written file is complete at every moment: the content goes to a temporary file, which is flushed
+  to disk (fsync) and then renamed.
+* No file is written through a symbolic link. The names of temporary files are random, so that an
+  attacker cannot predict them.
+* Symbolic links to folders are followed, because users move folders. Exception: folders in which a
+  run removes files (see `own_folder`).
 """
 
 from __future__ import annotations
@@ -32,12 +38,12 @@ from .streams import shown
 
 
 class RunError(Exception):
-    """Something about a run that its user should know, as a sentence."""
+    """An error of a run, with a message for the user."""
 
 
 @contextlib.contextmanager
 def explained(folder: Path) -> Iterator[None]:
-    """Turn what the system says about a file into a sentence."""
+    """Replace errors of the operating system about files by a `RunError` with a clear message."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -51,25 +57,25 @@ def explained(folder: Path) -> Iterator[None]:
             why = "it is not a folder; choose another name"
         else:
             why = in_words(error)
-        raise RunError(f"{folder}: {why}. What was written before is whole.") from error
+        raise RunError(f"{folder}: {why}. Files that were written before are complete.") from error
 
 
 def check_writable(folder: Path) -> None:
-    """An error where nothing can be written in a folder, which need not be there yet; nothing is left of the try."""
-    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    with explained(folder), tempfile.TemporaryDirectory(dir=there):
+    """Raise if a folder is not writable; the folder need not exist yet. The test leaves no file."""
+    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    with explained(folder), tempfile.TemporaryDirectory(dir=existing):
         pass
 
 
 def in_words(error: Exception) -> str:
-    """What an error says; of one of the system's, the file and what is wrong with it."""
+    """Return the message of an error; for an OSError, the file and the reason."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     return str(error)
 
 
 def reason(error: Exception) -> str:
-    """What is wrong with a file whose name is said already."""
+    """Return the reason of an error, for a message that already has the file name."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
@@ -79,20 +85,20 @@ _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a fo
 
 
 def opened(path: Path, mode: str = "rb") -> IO[bytes]:
-    """Open a plain file; anything else, and for writing a symbolic link, is an OSError at once."""
+    """Open a regular file; raise OSError for anything else, and for writing to a symbolic link."""
     return open(path, mode, opener=_open_plain)
 
 
 def _open_plain(path: str, flags: int) -> int:
     writing = flags & (os.O_WRONLY | os.O_RDWR)
-    # Without blocking: a pipe would be waited for. Windows has neither flag.
+    # O_NONBLOCK: opening a pipe would otherwise wait for the other end. Windows has neither flag.
     flags |= getattr(os, "O_NONBLOCK", 0) | (getattr(os, "O_NOFOLLOW", 0) if writing else 0)
     try:
         handle = os.open(path, flags, 0o666)
     except OSError as error:
         if writing and os.path.islink(path):
             raise OSError(error.errno, "it is a symbolic link, and no file is written through one", path) from None
-        if error.errno == errno.ENXIO:  # a pipe that nobody reads, a socket
+        if error.errno == errno.ENXIO:  # a pipe without a reader, or a socket
             raise OSError(errno.EINVAL, "expected a file, got a pipe or a socket", path) from None
         raise
     mode = os.fstat(handle).st_mode
@@ -104,12 +110,15 @@ def _open_plain(path: str, flags: int) -> int:
 
 
 def check_plain(path: Path) -> None:
-    """An OSError where something is not a plain file, for files that others open by their names."""
+    """Raise OSError if a file, which another library will open, is not a regular file."""
     opened(path).close()
 
 
 def own_folder(path: Path) -> Path:
-    """A folder, made if it is not there, in which things are removed: an OSError where it is a symbolic link."""
+    """Create a folder if it is missing, and return it; raise OSError if it is a symbolic link.
+
+    For folders in which files are removed.
+    """
     if path.is_symlink():
         raise OSError(errno.ELOOP, "it is a symbolic link, and nothing is removed or written through one", str(path))
     path.mkdir(parents=True, exist_ok=True)
@@ -122,17 +131,20 @@ _SIDE = re.compile(r"\..+\.[0-9a-f]{16}")
 
 
 def side_of(path: Path) -> Path:
-    """A name beside a path that nobody can foresee."""
+    """Return a path with a random name in the same folder, for a temporary file."""
     return path.with_name(f".{path.name[:200]}.{secrets.token_hex(8)}")
 
 
 def is_side(name: str) -> bool:
-    """Whether a name is one of `side_of`: what a process that was killed leaves."""
+    """Return whether a name is from `side_of`: a temporary file, left by a killed process."""
     return _SIDE.fullmatch(name) is not None
 
 
 def clear_sides(folder: Path) -> None:
-    """Remove what processes that were killed have left in a folder, which nobody else may be writing in."""
+    """Remove the temporary files of killed processes from a folder.
+
+    No other process may be writing to the folder at the same time.
+    """
     for path in folder.iterdir() if folder.is_dir() else ():
         if is_side(path.name):
             _remove(path)
@@ -148,7 +160,10 @@ def _remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path to write to, which then takes the place of `path`; after an error nothing is left of it."""
+    """Provide a temporary path to write to, and rename it to `path` at the end.
+
+    After an error the temporary file is removed.
+    """
     side = side_of(path)
     try:
         yield side
@@ -160,7 +175,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file to the side and rename it."""
+    """Write a file: to a temporary file first, which is then renamed."""
     with replacing(path) as side, opened(side, "xb") as file:
         file.write(content)
         file.flush()
@@ -168,35 +183,35 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text in UTF-8."""
+    """Write a text file in UTF-8."""
     write_bytes(path, text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as JSON."""
+    """Write a value to a JSON file."""
     write_text(path, json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
-    """Write a record as JSON: a line for every part of it, so that changes to it can be read."""
+    """Write a record to a JSON file, with one line per field, so that diffs are easy to read."""
     lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in record.items()]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], info: dict[str, Any] | None = None) -> None:
-    """Write tensors to the side and rename them."""
+    """Write tensors in the safetensors format: to a temporary file first, which is then renamed."""
     plain = {name: value.detach().contiguous() for name, value in tensors.items()}
     with replacing(path) as side:
-        opened(side, "xb").close()  # safetensors itself would follow a link
+        opened(side, "xb").close()  # create the file here, since safetensors would follow a link
         save_file(plain, side, {"info": json.dumps(info or {}, allow_nan=False)})
-        side.chmod(0o644)  # safetensors lets nobody else read them
+        side.chmod(0o644)  # safetensors creates files that only the owner can read
         with opened(side, "rb+") as file:
             os.fsync(file.fileno())
 
 
 def bring_to_disk(folder: Path) -> None:
-    """Bring a folder's names to the disk, so that a rename is not lost."""
+    """Flush a folder's entries to disk (fsync), so that a rename is not lost in a crash."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -208,23 +223,23 @@ def bring_to_disk(folder: Path) -> None:
 
 
 def read_bytes(path: Path) -> bytes:
-    """What is in a plain file."""
+    """Return the contents of a regular file."""
     with opened(path) as file:
         return file.read()
 
 
 def read_text(path: Path) -> str:
-    """The text in a plain file in UTF-8."""
+    """Return the text of a regular file in UTF-8."""
     return read_bytes(path).decode()
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The named fields in a file."""
+    """Return the JSON object in a file."""
     return fields_of(read_text(path))
 
 
 def fields_of(text: str) -> dict[str, Any]:
-    """The named fields of a JSON text, all of whose numbers are finite, or a ValueError."""
+    """Parse a JSON object; raise ValueError if it is not one, or if a number is not finite."""
     value = parse_json(text)
     if not isinstance(value, dict):
         raise ValueError(f"expected named fields in braces, got {type(value).__name__}")
@@ -232,11 +247,11 @@ def fields_of(text: str) -> dict[str, Any]:
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text, or a ValueError; NaN and infinite numbers, which JSON has not, are refused."""
+    """Parse JSON; raise ValueError if it is not valid, or has NaN or an infinite number."""
     try:
         return json.loads(text, parse_constant=_finite, parse_float=_finite)
     except RecursionError:
-        raise ValueError("expected a few brackets, got brackets without end") from None
+        raise ValueError("expected a few levels of brackets, got too many levels") from None
 
 
 def _finite(text: str) -> float:
@@ -246,21 +261,22 @@ def _finite(text: str) -> float:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number that a float can be."""
+    """Return whether a value is a number that fits in a finite float."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-FIELDS: dict[str, tuple[str, Any]] = {  # what a field of a file can be: in words, and whether a value is that
+# The kinds of fields in a file: the description for error messages, and the test for a value.
+FIELDS: dict[str, tuple[str, Any]] = {
     "count": ("a whole number", lambda v: isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 2**63),
     "number": ("a finite number", is_number),
-    "text": ("a text", lambda v: isinstance(v, str)),
+    "text": ("a string", lambda v: isinstance(v, str)),
     "flag": ("true or false", lambda v: isinstance(v, bool)),
     "fields": ("named fields in braces", lambda v: isinstance(v, dict)),
 }
 
 
 def check_fields(fields: dict[str, Any], kinds: dict[str, str], optional: dict[str, str] | None = None) -> None:
-    """A ValueError where a field is missing, or is not what it has to be (see `FIELDS`)."""
+    """Raise ValueError if a field is missing or has a value of the wrong kind (see `FIELDS`)."""
     if missing := [name for name in kinds if name not in fields]:
         raise ValueError(f"there is no field {missing[0]!r} in it")
     for name, kind in (*kinds.items(), *(optional or {}).items()):
@@ -270,7 +286,7 @@ def check_fields(fields: dict[str, Any], kinds: dict[str, str], optional: dict[s
 
 
 def digest_of(path: Path, length: float = math.inf) -> str:
-    """The SHA-256 of a file's first `length` bytes."""
+    """Return the SHA-256 of the first `length` bytes of a file."""
     digest = hashlib.sha256()
     with opened(path) as file:
         while length > 0 and (block := file.read(int(min(length, 2**20)))):
@@ -280,7 +296,7 @@ def digest_of(path: Path, length: float = math.inf) -> str:
 
 
 def tensor_digest(tensors: dict[str, Tensor], info: dict[str, Any]) -> str:
-    """The SHA-256 of tensors and what is noted beside them: safetensors has none of its own."""
+    """Return the SHA-256 of tensors and their notes. The safetensors format has no checksum."""
     digest = hashlib.sha256(json.dumps(info, sort_keys=True).encode())
     for name, value in sorted(tensors.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())

@@ -1,7 +1,8 @@
-"""Evaluation: how well a model predicts, by a protocol, with every prediction counted.
+"""Evaluation: the mean loss of a model on a text or on images, over every prediction.
 
-Chunks each start from the initial state; streams and the whole text are run in pieces with the state carried, so that
-memory does not grow with the text.
+A protocol says how the text is cut. Each chunk starts from the initial state. Streams, and the
+whole text, are processed in pieces, with the state carried from piece to piece, so that memory use
+does not grow with the length of the text.
 """
 
 from __future__ import annotations
@@ -30,12 +31,15 @@ from .processes import products_in
 
 
 class Diverged(RunError):
-    """The loss was no longer a finite number."""
+    """The loss is not a finite number."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """What came out: nats a prediction, how many predictions, and of images the share that is wrong.
+    """The result of an evaluation.
+
+    `nats` is the mean loss per prediction; `predictions` is their number; `error` is the share of
+    images that were classified wrongly, or None for a text.
 
     >>> score = Score(nats=0.693147, predictions=99)
     >>> round(score.bits, 5), round(score.perplexity, 5)
@@ -48,35 +52,38 @@ class Score:
 
     @property
     def bits(self) -> float:
-        """Bits a prediction."""
+        """The mean loss in bits per prediction."""
         return in_measure(self.nats, "bits")
 
     @property
     def perplexity(self) -> float:
-        """e to the nats."""
+        """The perplexity: e to the power of the mean loss in nats."""
         return in_measure(self.nats, "perplexity")
 
     def checked(self, what: str) -> Score:
-        """The score, or an error where its loss is not a finite number, which no file or JSON can hold."""
+        """Return the score; raise `Diverged` if the loss is not a finite number.
+
+        JSON, and so the files of a run, cannot contain such a number.
+        """
         if not math.isfinite(self.nats):
             raise Diverged(f"{what}: the loss is {self.nats}, and no finite number; the weights cannot be good")
         return self
 
 
 def nothing() -> None:
-    """Called between batches where nobody listens."""
+    """Do nothing: the default of `tick`."""
 
 
 @torch.no_grad()
 def evaluate_text(
     model: Any, tokens: Tensor, protocol: Protocol, *, seed: int = 0, tick: Callable[[], None] = nothing
 ) -> Score:
-    """How well a language model predicts a text, by a protocol.
+    """Evaluate a language model on a text, by a protocol.
 
-    The model should be in evaluation mode. `seed` is for noises with at_eval="sample"; `tick` is called between
-    batches, and may raise to stop.
+    The model should be in evaluation mode. `seed` is used by noises with at_eval="sample". `tick`
+    is called after every batch, and may raise an exception to stop the evaluation.
     """
-    predictions(len(tokens), protocol)  # whether it can make any
+    predictions(len(tokens), protocol)  # raises if the text is too short
     total = torch.zeros((), dtype=torch.float64, device=tokens.device)
     count = 0
     state, step, first_row = None, 0, 0
@@ -93,7 +100,7 @@ def evaluate_text(
 
 
 def predictions(size: int, protocol: Protocol) -> int:
-    """How many predictions a protocol makes on a text of so many symbols; an error where it cannot make any.
+    """Return the number of predictions on a text of `size` symbols; raise if the text is too short.
 
     >>> predictions(396_412, Protocol("chunks", length=100)), predictions(446_184, Protocol("whole"))
     (392436, 446183)
@@ -110,7 +117,7 @@ def predictions(size: int, protocol: Protocol) -> int:
 
 
 def _pieces(tokens: Tensor, protocol: Protocol) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of inputs and targets [T, B]."""
+    """Yield pairs of inputs and targets, each [T, B]."""
     if protocol.kind == "chunks":
         length = min(protocol.length, len(tokens))
         starts = batches.chunk_starts(len(tokens), length, offset=False, shuffle=False)
@@ -124,7 +131,10 @@ def _pieces(tokens: Tensor, protocol: Protocol) -> Iterator[tuple[Tensor, Tensor
 
 
 def slices(count: int, size: int) -> list[slice]:
-    """So many at a time; one that would be left over, of which batch norm has no statistics, goes with those before.
+    """Cut `count` rows into slices of `size` rows.
+
+    A last slice of one row is merged into the slice before it, because batch norm cannot compute
+    statistics of one row.
 
     >>> [(s.start, s.stop) for s in slices(9, 4)], [(s.start, s.stop) for s in slices(10, 4)]
     ([(0, 4), (4, 9)], [(0, 4), (4, 8), (8, 10)])
@@ -139,7 +149,7 @@ def slices(count: int, size: int) -> list[slice]:
 def evaluate_images(
     model: Any, pixels: Tensor, labels: Tensor, size: int, *, seed: int = 0, tick: Callable[[], None] = nothing
 ) -> Score:
-    """How well a classifier does on images [N, 784]."""
+    """Evaluate a classifier on images [N, 784]."""
     total = torch.zeros(2, dtype=torch.float64, device=pixels.device)
     for some in slices(len(pixels), size):
         truth = labels[some].to(torch.int64)
@@ -152,13 +162,16 @@ def evaluate_images(
 
 
 def nats(logits: Tensor, targets: Tensor) -> Tensor:
-    """The sum of all negative log-likelihoods, added up in double precision."""
+    """Return the sum of all negative log-likelihoods, added in double precision."""
     return F.cross_entropy(at_least_float32(logits), targets, reduction="none").sum(dtype=torch.float64)
 
 
 @contextmanager
 def evaluation_mode(model: nn.Module, *, batch_statistics: bool = False) -> Iterator[None]:
-    """The model in evaluation mode; batch norm, if asked, with each batch's own statistics."""
+    """Put the model in evaluation mode inside the `with` block.
+
+    With `batch_statistics`, batch norm uses the statistics of the current batch.
+    """
     layers = [m for m in model.modules() if isinstance(getattr(m, "norm", None), zo.RecurrentBatchNorm)]
     norms, mode = [layer.norm for layer in layers], model.training
     model.eval()
@@ -174,7 +187,10 @@ def evaluation_mode(model: nn.Module, *, batch_statistics: bool = False) -> Iter
 
 @contextmanager
 def judged(model: nn.Module, config: Config, *, batch_statistics: bool) -> Iterator[None]:
-    """The model as it is evaluated after training with a config: its mode, and the precision of products."""
+    """Put the model in evaluation mode and set the precision of matrix products for a config.
+
+    Evaluation uses fp32; on a GPU, after training in a lower precision, it uses tf32.
+    """
     device = next(model.parameters()).device
     precision = "tf32" if config.precision != "fp32" and device.type == "cuda" else "fp32"
     with evaluation_mode(model, batch_statistics=batch_statistics), products_in(precision, device):
@@ -191,10 +207,11 @@ def evaluate(
     batch_statistics: bool = False,
     tick: Callable[[], None] = nothing,
 ) -> Score:
-    """Evaluate on a part of the data ("train", "valid" or "test"), by the config's protocol for it or another.
+    """Evaluate a model on a part of the data: "train", "valid" or "test".
 
-    A part without a protocol of its own is evaluated as the validation part is. Products are in fp32, on a GPU after
-    training in less (tf32, bf16) in tf32.
+    By default the protocol is the config's protocol for the test part, or, for the other two parts,
+    the one for the validation part. Matrix products are in fp32; on a GPU, after training in a
+    lower precision (tf32, bf16, fp16), they are in tf32.
     """
     if part not in ("train", "valid", "test"):
         raise ValueError(f"part: expected 'train', 'valid' or 'test', got {part!r}")
@@ -211,16 +228,18 @@ def evaluate(
 def estimate_statistics(
     model: nn.Module, feed: Feed, count: int = 0, size: int = 0, tick: Callable[[], None] = nothing
 ) -> int:
-    """Estimate batch norm's statistics anew on `count` training batches, or a whole epoch; how many it took.
+    """Estimate the batch norm statistics again on `count` training batches (0: one epoch).
 
-    `size` is how many examples a batch has, if not as many as in training. Large batches are closer to what the
-    statistics are for: in small ones every step is normalised by what happens to be in the batch.
+    Return the number of batches used. `size` is the number of examples in a batch (0: as in
+    training). Large batches give better estimates, because in a small batch the normalisation
+    depends on the few examples in it.
     """
     device = next(model.parameters()).device
     order: Sequence[Tensor] = list(feed.order(0))
     if size and not feed.carried:
         order = torch.cat(list(order)).split(size)
-        order = [row for row in order if len(row) == size] or order  # what is left over would count as a whole batch
+        # Leave out a smaller last batch, since it would have the same weight as a full batch.
+        order = [row for row in order if len(row) == size] or order
 
     def inputs() -> Iterator[tuple[Tensor]]:
         for row in order[: count or None]:

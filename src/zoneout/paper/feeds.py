@@ -1,7 +1,8 @@
-"""Feeds: the training part on the device, and the batch that each update takes from it.
+"""Feeds: the training part on the device, and the batch of each update.
 
-`batches.py` says in which order a corpus is read; a feed keeps the corpus on the device and gathers a batch there from
-one row of that order, without the host. Of several processes each takes its own columns of every batch.
+`batches.py` defines the order in which a corpus is read. A feed keeps the corpus on the device. It
+gathers each batch there from one row of that order, without synchronising with the host. With
+several processes, each process takes its share of the columns of every batch.
 """
 
 from __future__ import annotations
@@ -18,40 +19,44 @@ from .data import Corpus, Images
 
 
 def on_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
-    """A copy on the device, in a dtype that torch can index by and gather."""
+    """Copy an array to the device, in a dtype that torch can gather: uint8 or int32."""
     return torch.from_numpy(np.array(array, dtype=array.dtype if array.dtype == np.uint8 else np.int32)).to(device)
 
 
 class Feed:
-    """The common part: which columns of a batch are this process's."""
+    """Base class of all feeds; it knows which columns of a batch belong to this process."""
 
-    carried = False  # whether a batch goes on where the one before it ended
+    carried = False  # whether the state is carried from one batch to the next
 
     def __init__(self, config: Config, rows: int, rank: int, processes: int) -> None:
         if rows % processes:
             raise ValueError(
-                f"batches.size: expected a multiple of the {processes} processes, so that each has as many rows of a "
-                f"batch, got a batch of {rows}"
+                f"batches.size: expected a multiple of the {processes} processes, so that all have the same number "
+                f"of rows, got a batch of {rows}"
             )
         self.config, self.all_rows = config, rows
         self.rows = rows // processes
         if config.model.norm == "batch" and self.rows < 2:
             raise ValueError(
                 "batches.size: expected at least 2 rows of a batch for each process with batch norm, got "
-                f"{self.rows}; of a short text, a smaller --batches.length makes more"
+                f"{self.rows}; of a short text, a smaller --batches.length gives more rows"
             )
-        self.first = rank * self.rows  # the example id of the first of them
+        self.first = rank * self.rows  # the example id of this process's first row
 
     def updates(self) -> int:
-        """The most updates that an epoch can have."""
+        """Return the maximum number of updates in an epoch."""
         return len(self.order(0))
 
     def order(self, epoch: int) -> Tensor:
-        """What each update of an epoch takes: int64 [updates, columns], on the CPU."""
+        """Return the order of an epoch: int64 [updates, columns], on the CPU.
+
+        A row belongs to one update. It holds the starts of the chunks, the numbers of the images,
+        or, for streams, the first step.
+        """
         raise NotImplementedError
 
     def batch(self, row: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of one update."""
+        """Return the inputs and targets of one update, from its row of the order."""
         raise NotImplementedError
 
     def _cut(self, order: Tensor) -> Tensor:
@@ -59,11 +64,12 @@ class Feed:
 
 
 class ChunkFeed(Feed):
-    """Shuffled chunks of a text, each from the initial state."""
+    """Feed of shuffled chunks of a text, each from the initial state."""
 
     def __init__(self, config: Config, tokens: Tensor, rank: int, processes: int) -> None:
         self.tokens, self.length = tokens, config.batches.length
-        # A batch has as many rows in every epoch, even where a short text and its offset leave few chunks.
+        # A batch has the same number of rows in every epoch, even if the text is short and the
+        # random offset leaves fewer chunks.
         most = len(tokens) // self.length
         fewest = (len(tokens) - self.length + 1) // self.length if config.batches.offset else most
         super().__init__(config, max(1, min(config.batches.size, fewest)), rank, processes)
@@ -82,7 +88,7 @@ class ChunkFeed(Feed):
 
 
 class StreamFeed(Feed):
-    """Parallel streams of a text, the state carried from batch to batch."""
+    """Feed of parallel streams of a text, with the state carried from batch to batch."""
 
     carried = True
 
@@ -103,7 +109,7 @@ class StreamFeed(Feed):
 
 
 class ImageFeed(Feed):
-    """Images, one pixel a step."""
+    """Feed of images, one pixel per time step."""
 
     def __init__(self, config: Config, pixels: Tensor, labels: Tensor, rank: int, processes: int) -> None:
         self.pixels, self.labels = pixels, labels
@@ -117,12 +123,12 @@ class ImageFeed(Feed):
 
 
 def as_sequences(pixels: Tensor) -> Tensor:
-    """Images [B, 784] of bytes as sequences [784, B, 1] of numbers from 0 to 1."""
+    """Convert images of bytes [B, 784] to sequences of numbers from 0 to 1: [784, B, 1]."""
     return (pixels.t().float() / 255).unsqueeze(-1)
 
 
 def make_feed(config: Config, data: Corpus | Images, device: torch.device, rank: int = 0, processes: int = 1) -> Feed:
-    """The feed of a config's training part."""
+    """Return the feed of the training part for a config."""
     if isinstance(data, Images):
         pixels, labels = (on_device(array[: config.data.limit], device) for array in data.train)
         return ImageFeed(config, pixels, labels, rank, processes)

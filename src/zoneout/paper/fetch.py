@@ -1,4 +1,8 @@
-"""Downloads: several homes a file, continued where they broke off, and never half used."""
+"""Downloads of data files.
+
+Every file has several addresses. An interrupted download is continued. A file is used only when it
+is complete and its contents have been checked.
+"""
 
 from __future__ import annotations
 
@@ -30,22 +34,23 @@ from .files import (
 
 try:
     import fcntl
-except ImportError:  # Windows: two downloads of one file at once only cost time there
+except ImportError:  # Windows has no file locks: two downloads of one file at once only take longer
     fcntl = None  # type: ignore[assignment]
 
 Progress: TypeAlias = Callable[[str, int, int | None], None]
-"""Told of a download: the file's name, the bytes that are here, and all its bytes where the server says how many."""
+"""Called during a download with the file's name, the bytes so far, and the total size if known."""
 
-_TIMEOUT = 30.0  # seconds without a byte
+_TIMEOUT = 30.0  # seconds without data until a download is aborted
 _BLOCK = 2**18
 
 
 def fetch(name: str, folder: PathLike | None = None, *, progress: Progress | None = None) -> list[tuple[Path, bool]]:
-    """See to it that all files of a data set are there and good: their paths, and whether each was downloaded now.
+    """Download the files of a data set that are missing or damaged.
 
-    Files go to `folder`, or to the cache. What is there and good is kept. A damaged file in the same folder is replaced
-    (and kept with `.damaged` after its name where it would be in the way); one in ZONEOUT_DATA is the user's to remove,
-    and an error.
+    Return the path of each file, and whether it was downloaded now. Files go to `folder`, or to the
+    cache. A file that exists and is good is kept. A damaged file in the same folder is replaced; if
+    its name differs from the name of the new file, it is renamed to end in `.damaged`. A damaged
+    file in ZONEOUT_DATA is an error, because only the user may remove it.
     """
     return [_ensure(file, folder, progress) for file in DATASETS[known(name)].files]
 
@@ -72,10 +77,11 @@ def _ensure(file: File, folder: PathLike | None, progress: Progress | None) -> t
 
 
 def download(file: File, folder: Path, *, progress: Progress | None = None) -> Path:
-    """Fetch one file from the first of its homes that gives it whole and unaltered, and say where it lies.
+    """Download a file from the first address that sends it complete and unaltered; return its path.
 
-    It comes to the side, under a name that ends in `.part`, and is renamed when it has been checked; what an
-    interrupted download left is continued. It is kept as it came, packed or not.
+    The data go to a temporary file whose name ends in `.part`. The file is renamed after its
+    contents have been checked. An interrupted download is continued. The file is stored as it was
+    sent, compressed or not.
     """
     target = folder / file.path
     report = progress or (lambda name, here, total: None)
@@ -84,9 +90,9 @@ def download(file: File, folder: Path, *, progress: Progress | None = None) -> P
         cache.create_folder(target.parent)
         with _alone(target.parent):
             if (path := find_in(folder, file)) and not damage(path, file):
-                return path  # another process brought it while this one waited
+                return path  # another process has downloaded it while this one waited for the lock
             for url in file.urls:
-                # A part belongs to its home: another may pack the file differently.
+                # Each address has a separate part file: another server may compress differently.
                 part = target.with_name(f".{file.name}-{hashlib.sha256(url.encode()).hexdigest()[:8]}.part")
                 if trouble := _bring(url, part, file, report):
                     troubles.append(f"\n  {url}: {trouble}")
@@ -99,15 +105,18 @@ def download(file: File, folder: Path, *, progress: Progress | None = None) -> P
                 return path
     except OSError as error:
         raise DataError(f"{target}: could not be written: {disk.in_words(error)}") from error
-    tried = "".join(troubles) or " no home is known"
+    tried = "".join(troubles) or " no address is known"
     raise DataError(
-        f"{file.name} could not be fetched:{tried}\nExpected {file.wanted()}. Where you have the file, put it into "
-        f"{target.parent}, or name its folder in ZONEOUT_DATA."
+        f"{file.name} could not be downloaded:{tried}\nExpected {file.wanted()}. If you have the file, put it into "
+        f"{target.parent}, or set ZONEOUT_DATA to the folder that contains it."
     )
 
 
 def _bring(url: str, part: Path, file: File, report: Progress) -> str:
-    """Bring a part to its end and check it: "" or what went wrong. One that only broke off is left to be continued."""
+    """Complete a part file from one address and check it; return "" or an error message.
+
+    If the transfer only broke off, the part file is kept, so that it can be continued.
+    """
     old = part.exists() and part.stat().st_size > 0
     while True:
         before = part.stat().st_size if part.exists() else 0
@@ -119,22 +128,22 @@ def _bring(url: str, part: Path, file: File, report: Progress) -> str:
             part.unlink()
             if not old:
                 return trouble
-            old = False  # what was left from another time did not belong to this: once more from the start
+            old = False  # the old part file had other contents: try once more from the start
         elif here <= before:
             return trouble
 
 
 def _transfer(url: str, part: Path, file: File, report: Progress) -> str | None:
-    """Append to the part what the server still has: None when it says that this is all, else why it stopped."""
+    """Append the missing bytes to the part file; return None if it is complete, else the reason."""
     here = part.stat().st_size if part.exists() else 0
-    most = file.size + 2**24  # an archive may hold other files too, but no server shall fill the disk
+    most = file.size + 2**24  # an archive may contain other files too, but must not fill the disk
     try:
         with _open(url, here) as response:
             status, headers = response.status, response.headers
             if status == 206 and not headers.get("Content-Range", "").startswith(f"bytes {here}-"):
                 part.unlink(missing_ok=True)
-                return "it sent another range than it was asked for"
-            here = here if status == 206 else 0  # a server that knows no ranges begins again, and so do we
+                return "the server sent another range than requested"
+            here = here if status == 206 else 0  # without ranges the server sends the whole file
             length = headers.get("Content-Length", "")
             total = here + int(length) if length.isdecimal() else None
             with disk.opened(part, "ab" if here else "wb") as out:
@@ -146,18 +155,19 @@ def _transfer(url: str, part: Path, file: File, report: Progress) -> str | None:
                 os.fsync(out.fileno())
     except urllib.error.HTTPError as error:
         with error:
-            # "Range not satisfiable": nothing is left to send, so the part is whole, or of something else.
+            # 416, range not satisfiable: no bytes are left to send. The part file is complete, or
+            # it has other contents.
             return None if error.code == 416 and here else f"{error.code} {error.reason}"
     except _BrokenError as error:
         return str(error)
     if (total or here) > most:
         part.unlink()
-        return "it sends far more than expected"
-    return None if total is None or here >= total else f"it broke off after {here:,} of {total:,} bytes"
+        return "the server sends far more than expected"
+    return None if total is None or here >= total else f"the transfer broke off after {here:,} of {total:,} bytes"
 
 
 class _BrokenError(Exception):
-    """The connection failed, as against the disk."""
+    """The connection failed (not the disk)."""
 
 
 def _open(url: str, here: int) -> http.client.HTTPResponse:
@@ -169,20 +179,21 @@ def _open(url: str, here: int) -> http.client.HTTPResponse:
         raise
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
-        raise _BrokenError(f"it cannot be reached ({reason or type(error).__name__})") from None
+        raise _BrokenError(f"the server cannot be reached ({reason or type(error).__name__})") from None
 
 
 def _block(response: http.client.HTTPResponse) -> bytes:
     try:
         return response.read(_BLOCK)
     except (OSError, http.client.HTTPException) as error:
-        raise _BrokenError(f"it broke off ({error or type(error).__name__})") from None
+        raise _BrokenError(f"the transfer broke off ({error or type(error).__name__})") from None
 
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """One download at a time into a folder; whoever comes second waits."""
+    """Lock a folder, so that only one process at a time downloads into it; other processes wait."""
     with disk.opened(folder / ".lock", "ab") as lock:
-        with contextlib.suppress(AttributeError, OSError):  # no such locks here: the checks still hold
+        # Without file locks (Windows, some file systems) the checksums still protect the files.
+        with contextlib.suppress(AttributeError, OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield

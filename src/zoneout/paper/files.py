@@ -1,8 +1,9 @@
-"""The paper's files: what they are, where they are found, and whether they are what they should be.
+"""The data files of the paper: a table of their sizes and checksums, their location, and checks.
 
-One table says of each file its size, its checksum and its public homes. Files are used from folders of the user's
-(`folder=`, `ZONEOUT_DATA`) or from the cache, packed (.xz, .gz, .zip) or not, and only when their contents are those of
-the table. Nothing is ever unpacked to disk: an archive's one member is read, so its names can write nowhere.
+The table has the size, the checksum and the public addresses of each file. Files are read from
+folders of the user (`folder=`, `ZONEOUT_DATA`) or from the cache, compressed (.xz, .gz, .zip) or
+not. A file is used only if its contents match the table. Archives are never unpacked to disk: the
+one member is read directly, so the names in an archive cannot cause a write.
 """
 
 from __future__ import annotations
@@ -27,29 +28,29 @@ PathLike: TypeAlias = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class File:
-    """One file of the table: its place in a data folder, and its contents, unpacked."""
+    """A file of the table: its path in a data folder; size and checksums, uncompressed."""
 
     path: str
     size: int
     sha256: str | None = None
     crc32: int | None = None
-    start: tuple[int, str] | None = None  # so many first bytes, and their sha256
-    zip_md5: str | None = None  # of its one archive, which is all that may be downloaded
-    part_of: File | None = None  # the first `size` bytes of another file
+    start: tuple[int, str] | None = None  # a number of bytes, and the sha256 of these first bytes
+    zip_md5: str | None = None  # md5 of the published archive; no other download is accepted
+    part_of: File | None = None  # this file is the first `size` bytes of that file
     urls: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
-        """Its name without folders."""
+        """The file name without folders."""
         return self.path.rpartition("/")[2]
 
     @property
     def digest(self) -> str:
-        """A name for the contents, once they are checked."""
+        """A string that identifies the checked contents: the sha256, or size and CRC-32."""
         return self.sha256 or f"{self.size} bytes, CRC-32 {self.crc32:08x}"
 
     def wanted(self) -> str:
-        """The contents, in words."""
+        """Return a description of the expected contents, for error messages."""
         sums = [f"sha256 {self.sha256}"] if self.sha256 else []
         sums += [f"CRC-32 {self.crc32:08x}"] if self.crc32 is not None else []
         sums += [f"in a zip with md5 {self.zip_md5}"] if self.zip_md5 else []
@@ -58,7 +59,7 @@ class File:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A name that can be loaded, what it is, and the files that it is made of."""
+    """A data set: its name, a description for the user, and its files."""
 
     name: str
     about: str
@@ -72,7 +73,7 @@ def _ptb(part: str, size: int, sha256: str) -> File:
         "townie/PTB-dataset-from-Tomas-Mikolov-s-webpage/master/data",
     ]
     urls = [f"https://raw.githubusercontent.com/{home}/ptb.{part}.txt" for home in homes]
-    urls.append("https://data.deepai.org/ptbdataset.zip")  # all three in one
+    urls.append("https://data.deepai.org/ptbdataset.zip")  # one archive with all three files
     return File(f"ptb/ptb.{part}.txt", size, sha256, urls=tuple(urls))
 
 
@@ -103,7 +104,7 @@ _TEXT8 = File(
     crc32=0x7D6BE66F,
     start=_PREFIX,
     zip_md5="3bea1919949baf155f99411df5fada7e",
-    urls=(  # of the zip: nothing stronger than a CRC is published of what is in it
+    urls=(  # addresses of the zip; for its contents, only a CRC is published
         "https://mattmahoney.net/dc/text8.zip",
         "https://data.deepai.org/text8.zip",
         "http://mattmahoney.net/dc/text8.zip",
@@ -138,20 +139,24 @@ DATASETS: dict[str, Dataset] = {
 
 
 class DataError(RuntimeError):
-    """A file that is not there, is not what it should be, or could not be fetched."""
+    """A data file is missing, has wrong contents, or could not be downloaded."""
 
 
 class MissingError(DataError):
-    """A file that is not there."""
+    """A data file is missing."""
 
 
-UNPACKED = "ZONEOUT_UNPACKED"  # MiB that a packed text of the user's may unpack to
-UNPACKED_MIB = 256
+# Environment variable: maximum size of a user's compressed text after decompression, in MiB.
+UNPACKED = "ZONEOUT_UNPACKED"
+UNPACKED_MIB = 256  # its default
 
 
 @contextmanager
 def unpacking(mebibytes: int | None) -> Iterator[None]:
-    """Let packed texts unpack to so much, in this process and those that it starts; None leaves it as it is."""
+    """Set the maximum decompressed size of texts, in this process and in processes that it starts.
+
+    None leaves the maximum unchanged.
+    """
     if mebibytes is not None and mebibytes < 1:
         raise ValueError(f"--unpacked: expected 1 MiB or more, got {mebibytes}")
     before = os.environ.get(UNPACKED)
@@ -167,7 +172,10 @@ def unpacking(mebibytes: int | None) -> Iterator[None]:
 
 
 def _most_unpacked() -> int:
-    """The bytes that a packed text may unpack to: a small archive can hold more than any memory."""
+    """Return the maximum decompressed size of a text, in bytes.
+
+    There is a maximum because a small archive can expand to more data than fit in memory.
+    """
     text = os.environ.get(UNPACKED) or str(UNPACKED_MIB)
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"{UNPACKED}: expected a number of MiB, got {text!r}")
@@ -175,7 +183,7 @@ def _most_unpacked() -> int:
 
 
 def expanded(path: PathLike) -> Path:
-    """A path whose `~` stands for a home."""
+    """Return the path with a leading `~` replaced by the home folder."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -183,18 +191,21 @@ def expanded(path: PathLike) -> Path:
 
 
 def places(folder: PathLike | None = None) -> list[Path]:
-    """The folders where files are looked for, in order: `folder`, ZONEOUT_DATA, and what was fetched."""
+    """Return the folders to search, in this order: `folder`, ZONEOUT_DATA, downloaded files."""
     named = [expanded(name) for name in (folder, os.environ.get("ZONEOUT_DATA")) if name]
     return list(dict.fromkeys([*named, cache.downloads()]))
 
 
 def find(file: File, folder: PathLike | None = None) -> Path | None:
-    """Where a file lies: under its own path or straight in the folder, packed or not. It is not read."""
+    """Return the path of a file in the folders of `places`, or None. The file is not read."""
     return next((path for place in places(folder) if (path := find_in(place, file))), None)
 
 
 def find_in(place: Path, file: File) -> Path | None:
-    """Where a file lies in one folder."""
+    """Return the path of a file in one folder, or None.
+
+    The file can be in its subfolder or directly in the folder, compressed or not.
+    """
     for base in (place / file.path, place / file.name):
         for suffix in ("", ".xz", ".gz", ".zip"):
             path = base.with_name(base.name + suffix)
@@ -204,7 +215,11 @@ def find_in(place: Path, file: File) -> Path | None:
 
 
 def locate(file: File, folder: PathLike | None = None) -> tuple[Path, File]:
-    """The path of a file, and which file of the table lies there (the whole one where `file` is a part of it)."""
+    """Return the path of a file, and its entry in the table; raise `MissingError` if not found.
+
+    If only the file that `file` is a part of exists, the path and the entry of that file are
+    returned.
+    """
     path, there = find(file, folder), file
     if path is None and file.part_of is not None:
         path, there = find(file.part_of, folder), file.part_of
@@ -212,16 +227,16 @@ def locate(file: File, folder: PathLike | None = None) -> tuple[Path, File]:
         dataset = next((d.name for d in DATASETS.values() if file in d.files), "NAME")
         hint = "" if os.environ.get("ZONEOUT_DATA") else "; ZONEOUT_DATA may name a folder that has it"
         raise MissingError(
-            f"{file.path} was not found (packed or not) in {' or '.join(str(place) for place in places(folder))}. "
+            f"{file.path} was not found (compressed or not) in {' or '.join(str(place) for place in places(folder))}. "
             f"`zoneout data fetch {dataset}` downloads it{hint}."
         )
     return path, there
 
 
 def read(path: Path, file: File | None = None, *, downloaded: bool = False) -> bytes:
-    """The contents of a file, unpacked, and checked where it is one of the table's.
+    """Return the uncompressed contents of a file; check them if `file`, its table entry, is given.
 
-    Of one that was `downloaded`, and is published in an archive, nothing but this archive is taken.
+    If the file was `downloaded` and is published as an archive, only that archive is accepted.
     """
     try:
         data = _unpack(path, file, downloaded)
@@ -231,14 +246,14 @@ def read(path: Path, file: File | None = None, *, downloaded: bool = False) -> b
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
     if file is not None and (wrong := _complaint(data, file)):
         raise DataError(
-            f"{path} is not {file.name}: {wrong}. Expected {file.wanted()}. Remove it or fetch it again "
-            f"(`zoneout data fetch`)."
+            f"{path} is not {file.name}: {wrong}. Expected {file.wanted()}. Remove the file, or download it again "
+            "with `zoneout data fetch`."
         )
     return data
 
 
 def damage(path: Path, file: File, *, downloaded: bool = False) -> str:
-    """What is wrong with a file, in a sentence, or nothing."""
+    """Return an error message if a file is missing or damaged, otherwise ""."""
     try:
         read(path, file, downloaded=downloaded)
         return ""
@@ -252,13 +267,14 @@ def _unpack(path: Path, file: File | None, downloaded: bool) -> bytes:
         if file is not None and file.zip_md5 and (kind == ".zip" or downloaded):
             _check_md5(raw, path, file)
         raw.seek(0)
-        # One more byte than wanted shows that there are more; a text that is not packed is as large as it looks.
+        # Read one byte more than the limit, to detect contents that are too large. A text that is
+        # not compressed has no limit.
         most = file.size + 1 if file else _most_unpacked() + 1 if kind else -1
         data = _contents(raw, kind, path, file, most)
     if file is None and len(data) == most:
         raise DataError(
-            f"{path} unpacks to more than {most >> 20:,} MiB; where that is meant, --unpacked MIB (or {UNPACKED}) "
-            "allows more"
+            f"{path} unpacks to more than {most >> 20:,} MiB; if that is intended, raise the limit with --unpacked "
+            f"MIB, or with the environment variable {UNPACKED}"
         )
     return data
 
@@ -267,7 +283,7 @@ def _check_md5(raw: IO[bytes], path: Path, file: File) -> None:
     raw.seek(0)
     found = hashlib.file_digest(raw, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()  # type: ignore[arg-type]
     if found != file.zip_md5:
-        raise DataError(f"{path} is not {file.name}: its md5 is {found}. Expected {file.wanted()}. Remove it.")
+        raise DataError(f"{path} is not {file.name}: its md5 is {found}. Expected {file.wanted()}. Remove the file.")
 
 
 def _contents(raw: IO[bytes], kind: str, path: Path, file: File | None, most: int) -> bytes:
@@ -285,15 +301,15 @@ def _contents(raw: IO[bytes], kind: str, path: Path, file: File | None, most: in
         expected = f" Expected {file.wanted()}." if file else ""
         raise DataError(
             f"{path} is damaged or was cut short ({str(error).rstrip('.') or type(error).__name__}).{expected} "
-            "Remove it and get it again."
+            "Remove the file and get a new copy."
         ) from None
-    except (RuntimeError, NotImplementedError) as error:  # a password, a method that Python does not know
+    except (RuntimeError, NotImplementedError) as error:  # a password, or an unknown compression
         raise DataError(f"{path} cannot be unpacked: {error}") from None
     return _read(raw, most)
 
 
 def _read(stream: IO[bytes] | gzip.GzipFile, most: int) -> bytes:
-    """Read at most `most` bytes (below 0: all) without allocating more than the file has."""
+    """Read at most `most` bytes (negative: all) in blocks; allocate no more than the file has."""
     if most < 0:
         return stream.read()
     blocks = []
@@ -304,7 +320,7 @@ def _read(stream: IO[bytes] | gzip.GzipFile, most: int) -> bytes:
 
 
 def packing(first: bytes) -> str:
-    """How a file is packed, told by its first bytes: .xz, .gz, .zip, or nothing."""
+    """Return the compression of a file from its first bytes: ".xz", ".gz", ".zip" or ""."""
     for suffix, magic in ((".xz", b"\xfd7zXZ\x00"), (".gz", b"\x1f\x8b"), (".zip", b"PK\x03\x04")):
         if first.startswith(magic):
             return suffix
@@ -317,13 +333,14 @@ def _member(archive: zipfile.ZipFile, path: Path, file: File | None) -> zipfile.
         members = [m for m in members if m.filename.rpartition("/")[2] == file.name]
     if len(members) != 1:
         raise DataError(
-            f"{path}: expected a zip with one file in it{f', {file.name}' if file else ''}; it has another content"
+            f"{path}: expected a zip with one file in it{f', {file.name}' if file else ''}, got {len(members)} files"
+            f"{' with this name' if file else ''}"
         )
     return members[0]
 
 
 def _complaint(data: bytes, file: File) -> str:
-    """What is wrong with the contents, or nothing."""
+    """Return what is wrong with the contents of a file, or ""."""
     page = " (a web page)" if data[:200].lstrip().lower().startswith((b"<!doctype", b"<html")) else ""
     if len(data) != file.size:
         many = f"more than {file.size:,}" if len(data) > file.size else f"{len(data):,}"
@@ -341,38 +358,38 @@ def _complaint(data: bytes, file: File) -> str:
 
 @dataclass(frozen=True)
 class Status:
-    """How it stands with one file of a data set."""
+    """The state of one file of a data set."""
 
     dataset: str
     file: str
     state: Literal["present", "good", "missing", "damaged", "built in"]
     path: Path | None = None
     size: int = 0
-    """In bytes, unpacked."""
+    """Uncompressed size in bytes."""
     note: str = ""
-    """What is wrong, in a sentence."""
+    """The error message, if the file is missing or damaged."""
 
 
 def listing(folder: PathLike | None = None) -> list[Status]:
-    """Every file of every data set and whether it is there; nothing is read."""
+    """Return the state of every file of every data set: missing or present. No file is read."""
     return [status for name in DATASETS for status in _statuses(name, folder, reading=False)]
 
 
 def verify(name: str | None = None, folder: PathLike | None = None) -> list[Status]:
-    """The files of a data set (None: of all), read whole and held against the table."""
+    """Read the files of a data set (None: of all) and return which are good, damaged or missing."""
     names = DATASETS if name is None else [known(name)]
     return [status for name in names for status in _statuses(name, folder, reading=True)]
 
 
 def known(name: str) -> str:
-    """The name, if it is one of the data sets, or an error with the nearest."""
+    """Return the name if it is a data set; otherwise raise an error that suggests similar names."""
     if name not in DATASETS:
         raise ValueError(f"name: there is no data set {name!r}; {nearest(name)}")
     return name
 
 
 def nearest(name: str) -> str:
-    """What may have been meant by a name that is not known.
+    """Return a hint for an unknown name: the most similar data set, or all names.
 
     >>> nearest("charptb")
     'did you mean char-ptb?'

@@ -1,13 +1,18 @@
-"""Gradient flow: how much of a loss's gradient reaches the state at every step.
+"""Gradient flow: how much of the loss's gradient reaches the state at every time step.
 
-dL/dh_t and dL/dc_t are total derivatives: of the loss as a function of the state that step t hands on, through all that
-is computed from it afterwards. h_t is also what the layer gives at t, so a loss that reads it there counts. The way
-from the cell to h_t inside step t does not: with zoneout there is none (h_t is made of the candidate cell), and
-otherwise the methods would be measured at different places. So dL/dc of the last step of a classifier is zero.
+dL/dh_t and dL/dc_t are total derivatives of the loss with respect to the state after step t: they
+include everything that is computed from this state in later steps. h_t is also the layer's output
+at step t, so dL/dh_t includes the loss of that output.
+
+dL/dc_t does not include the path from the cell to h_t inside step t. With zoneout this path does
+not exist, because h_t is computed from the candidate cell. Without zoneout the path exists, but is
+left out, so that all methods are measured at the same place. Therefore dL/dc of the last step
+of a classifier is zero.
 
     python -m zoneout.paper.gradients gradient-flow
 
-`zoneout gradients` is the same. For a model of your own: `watched` and `gradients_of`.
+`zoneout gradients` is the same command. To measure another model, use `watched` and
+`gradients_of`.
 """
 
 from __future__ import annotations
@@ -44,7 +49,7 @@ from .train import data_of
 from .unread import refuse_given
 
 Record: TypeAlias = dict[str, Any]
-Runs: TypeAlias = dict[str, Run]  # the directions of a layer, by their suffixes
+Runs: TypeAlias = dict[str, Run]  # the directions of a layer, by parameter name suffix
 
 FORMAT = 1
 NAMES = {"h": "hidden", "c": "cell"}
@@ -55,10 +60,12 @@ NAMES = {"h": "hidden", "c": "cell"}
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """Our recurrent layers in a model run a step at a time, and every state that they hand on is kept, by layer.
+    """Record the state of every zoneout layer in a model after every time step.
 
-    What they compute is what they always do: a step is a function of where it is, not of the call that it is part of.
-    Layers of `torch.nn` are passed over: `zoneout.convert` makes them ours.
+    Inside the `with` block the recurrent layers of this package run one step at a time. Their
+    states are collected by layer. The results do not change, because the masks of a step depend on
+    its position in the sequence, not on the call. Layers of `torch.nn` are not recorded;
+    `zoneout.convert` replaces them by layers of this package.
 
     >>> import torch, zoneout as zo
     >>> layer = zo.LSTM(5, 8, noise=zo.Zoneout(cell=0.5))
@@ -72,8 +79,8 @@ def watched(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     layers = {name: m for name, m in model.named_modules() if isinstance(m, Recurrent) and not m.one_step}
     if not layers:
         raise ValueError(
-            "model: expected one with a recurrent layer of zoneout in it; zoneout.convert puts them in the place of "
-            "torch.nn's"
+            "model: expected one with a recurrent layer of zoneout, got none; zoneout.convert replaces the layers of "
+            "torch.nn"
         )
     for name, layer in layers.items():
         layer._run = _stepping(layer, f"{name}.".lstrip("."), seen)  # type: ignore[assignment, method-assign]
@@ -87,22 +94,22 @@ def watched(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
 
 def gradients_of(loss: Tensor, states: dict[str, list[Tensor]]) -> dict[str, Tensor]:
-    """The derivative of a loss with respect to every state that was watched, each as [T, B, units]."""
+    """Return the gradient of a loss with respect to every recorded state, each [T, B, units]."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        raise ValueError("loss: expected one number with a gradient, computed while the model was watched")
+        raise ValueError("loss: expected one number with a gradient, computed inside `with watched(model)`")
     every = [state for each in states.values() for state in each]
     found = iter(torch.autograd.grad(loss, every, allow_unused=True, materialize_grads=True))
     return {name: torch.stack([next(found) for _ in each]) for name, each in states.items()}
 
 
 def mean_norms(gradient: Tensor) -> Tensor:
-    """The L2 norm over units, averaged over the batch: [T] of [T, B, units]."""
+    """Return the L2 norm over units, averaged over the batch: [T, B, units] to [T]."""
     return gradient.double().norm(dim=-1).mean(dim=-1)
 
 
 def _stepping(layer: Recurrent, prefix: str, seen: dict[str, list[Tensor]]) -> Callable[[Runs], list[Result]]:
-    """Passes of one layer's directions over time, in as many calls as there are steps."""
-    whole = layer._run  # bound to the class's own, which is hidden only while the layer is watched
+    """Return a replacement for `layer._run` that runs one step per call and records the states."""
+    whole = layer._run  # the method of the class; it is hidden only while the layer is watched
 
     def run(runs: Runs) -> list[Result]:
         return [stepped(suffix, r) for suffix, r in runs.items()]
@@ -110,20 +117,21 @@ def _stepping(layer: Recurrent, prefix: str, seen: dict[str, list[Tensor]]) -> C
     def stepped(suffix: str, r: Run) -> Result:
         if any(draw.rule.holds_gate for draw in r.draws):
             raise ValueError(
-                "model: its recurrent dropout holds the output gate, which is not a state that can be watched"
+                "model: expected no recurrent dropout with hold_output_gate, since the held output gate is not a "
+                "state that can be watched"
             )
         no_batch_norm = r.norm is None or r.norm.over == "units"
         if r.reverse and not (r.lengths is None and r.resets is None and no_batch_norm):
             raise ValueError("model: expected no lengths, resets or batch norm together with a bidirectional layer")
         h, c = r.h0, r.c0
-        if not h.requires_grad:  # there is a gradient of the states even where all weights are frozen
+        if not h.requires_grad:  # so that the states have gradients even if all weights are frozen
             h = h.detach().requires_grad_()
         states: dict[str, dict[int, Tensor]] = {"h": {}} if c is None else {"h": {}, "c": {}}
         shown: dict[str, dict[int, Tensor]] = {"h": {}, "c": {}}
         for t in range(r.steps)[:: -1 if r.reverse else 1]:
             own = _step(r, t, h, c)
             (step,) = whole({suffix: own})
-            # Tensors of their own, so that what leads from one to the other inside the step is not counted.
+            # Separate views of h and c: the path from c to h inside the step is not counted.
             h, c = step.h.view_as(step.h), None if step.c is None else step.c.view_as(step.c)
             for name, state in (("h", h), ("c", c)):
                 if state is not None:
@@ -141,7 +149,7 @@ def _stepping(layer: Recurrent, prefix: str, seen: dict[str, list[Tensor]]) -> C
 
 
 def _step(r: Run, t: int, h: Tensor, c: Tensor | None) -> Run:
-    """Step t of a run, from a state on."""
+    """Return the run of the single step t, with the initial state h, c."""
     here, norm = slice(t, t + 1), r.norm
     if norm is not None and norm.given is not None:
         norm = norm._replace(given=Moments(*(v if v is None else v[here] for v in norm.given)))  # type: ignore[arg-type]
@@ -156,17 +164,18 @@ def _step(r: Run, t: int, h: Tensor, c: Tensor | None) -> Run:
 
 
 class Measured(NamedTuple):
-    """Mean norms, and what they are the mean of."""
+    """Mean gradient norms, and the number of batches and rows in the mean."""
 
     norms: dict[str, Tensor]  # by layer and state, each [T]
     batches: int
-    rows: int  # of a batch
+    rows: int  # rows of one batch
 
 
 def measure(model: Any, config: Config, data: Corpus | Images, *, batches: int = 10) -> Measured:
-    """The mean norms of a trained model in training mode, masks drawn, on batches that its training would take next.
+    """Return the mean gradient norms of a trained model.
 
-    The average over all sequences of these batches, of which there are no more than an epoch has.
+    The model is in training mode, so masks are drawn. The batches are those that training would use
+    next: at most `batches`, and at most one epoch. The mean is over all sequences of these batches.
     """
     if batches < 1:
         raise ValueError(f"batches: expected 1 or more, got {batches}")
@@ -199,11 +208,14 @@ def make_record(
     data: Path | None = None,
     device: str = "auto",
 ) -> Record:
-    """The gradient flow of the run in a folder: for every layer and state the sum over steps, and each step's share."""
+    """Measure the gradient flow of the run in a folder, and return its record.
+
+    For every layer and state, it has the sum of the norms over all steps and each step's share.
+    """
     where = device_of(device)
     loaded = runs.load(folder, weights=weights, device=where, changes={"device": str(where), "precision": "fp32"})
     config = loaded.config
-    loaded.model.requires_grad_(False)  # saves the gradients of the weights
+    loaded.model.requires_grad_(False)  # the gradients of the weights are not needed
     measured = measure(loaded.model, config, data_of(folder, config, data), batches=batches)
     made: dict[str, dict[str, Any]] = {}
     for name, each in measured.norms.items():
@@ -225,20 +237,20 @@ def make_record(
 
 
 def flow(norms: Tensor) -> dict[str, Any]:
-    """The norms of all steps as their sum and the share of each, to six digits.
+    """Return the sum of the norms of all steps, and the share of each step, with six digits.
 
     >>> flow(torch.tensor([1.0, 1.0, 2.0]))
     {'sum': 4.0, 'share': [0.25, 0.25, 0.5]}
     """
     total = norms.sum().item()
     if not math.isfinite(total):
-        raise RunError("the gradients are not finite numbers: the run's weights cannot be good")
+        raise RunError("the gradients are not finite numbers; the weights of the run are not usable")
     shares = norms / total if total > 0 else norms
     return {"sum": float(f"{total:.6g}"), "share": [float(f"{share:.6g}") for share in shares.tolist()]}
 
 
 def half_in_last(share: Sequence[float]) -> int:
-    """In how many of the last steps half of the norm lies: few where gradients vanish.
+    """Return how many of the last steps have half of the norm; few if gradients vanish.
 
     >>> half_in_last([0.25, 0.25, 0.25, 0.25]), half_in_last([0.0, 0.0, 0.1, 0.9])
     (2, 1)
@@ -251,11 +263,11 @@ def half_in_last(share: Sequence[float]) -> int:
 
 
 def read_record(path: Path) -> Record:
-    """The record of a gradient flow, or a sentence that says why not."""
+    """Read the record of a gradient flow; raise `RunError` if it is not valid."""
     try:
         record = disk.read_json(path)
         if record["format"] != FORMAT:
-            raise ValueError(f"it has format {streams.shown(record['format'])}, expected {FORMAT}")
+            raise ValueError(f"expected format {FORMAT}, got {streams.shown(record['format'])}")
         disk.check_fields(record, {"command": "text"}, {"seed": "number"})
         if not record["layers"] or not all(record["layers"].values()):
             raise ValueError("it has no layers, or one without states")
@@ -274,7 +286,7 @@ def read_record(path: Path) -> Record:
 
 
 def places(what: Sequence[str], seed: int, out: Path, results: Path) -> list[tuple[Path, Path, str | None]]:
-    """For every run that is meant its folder, where its record belongs, and its recipe if it is of one."""
+    """Return for every run its folder, the path of its record, and its recipe (or None)."""
     found: list[tuple[Path, Path, str | None]] = []
     for name in what:
         if (Path(name) / "config.json").exists():
@@ -284,14 +296,14 @@ def places(what: Sequence[str], seed: int, out: Path, results: Path) -> list[tup
                 folder = out / recipe.name / f"seed-{seed}"
                 if not (folder / "config.json").exists():
                     raise RunError(
-                        f"{recipe.name} has not been run: {folder} is not there. "
+                        f"{recipe.name} has not been run: {folder} does not exist. "
                         f"`zoneout reproduce {recipe.name} --first-seed {seed} --out {shlex.quote(str(out))} "
-                        f"--results {shlex.quote(str(out / 'results'))}` makes it."
+                        f"--results {shlex.quote(str(out / 'results'))}` runs it."
                     )
                 for name, ours, theirs in changes(runs.read_config(folder), recipe.make()):
                     raise RunError(
-                        f"{folder} is a trial of {recipe.name} ({name} is {ours}, not {theirs}), and no record of it; "
-                        f"`zoneout gradients {shlex.quote(str(folder))}` measures it by itself"
+                        f"{folder} is a trial of {recipe.name} with another setting ({name} is {ours}, not {theirs}); "
+                        f"to measure it as a single run, use `zoneout gradients {shlex.quote(str(folder))}`"
                     )
                 found.append((folder, results / recipe.name / f"gradients-seed-{seed}.json", recipe.name))
         else:
@@ -302,41 +314,63 @@ def places(what: Sequence[str], seed: int, out: Path, results: Path) -> list[tup
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
-    """The options, without any package that torch does not bring."""
+    """Return the parser of the options; it uses argparse, which needs no other package."""
     found = argparse.ArgumentParser(
         prog=prog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Measure how much of a run's gradient reaches every step: the average over the batch of the norms "
-        "of dL/dc_t and dL/dh_t, divided by their sum over t.",
+        description="Measure how much of a run's gradient reaches every time step t:\n"
+        "the norms of dL/dc_t and dL/dh_t, averaged over the batch and divided by their sum over t.",
         epilog=f"""examples:
 
-$ {prog} gradient-flow                             # the arms of the paper's figure, after `zoneout reproduce`
+$ {prog} gradient-flow                             # the runs of the paper's figure, after `zoneout reproduce`
 $ {prog} runs/plain runs/zoned --picture flow.svg
 
-The numbers go to RUN/gradients.json, those of a recipe to RESULTS/RECIPE/gradients-seed-N.json.""",
+The results are written to RUN/gradients.json, those of a recipe to RESULTS/RECIPE/gradients-seed-N.json.""",
     )
     add = found.add_argument
-    add("what", metavar="RUN|RECIPE|TASK", nargs="+", help="folders of runs, or what was reproduced")
-    add("--batches", metavar="N", type=int, default=10, help="how many training batches to average over (10)")
-    add("--weights", choices=("best", "last"), default="best", help="which weights of the run (best)")
-    add("--seed", metavar="N", type=int, default=1, help="of a recipe, which run (1)")
-    add("--out", metavar="DIR", type=Path, default=Path("runs/reproduce"), help="where recipes ran (runs/reproduce)")
-    add("--results", metavar="DIR", type=Path, default=Path("results"), help="where records of recipes go (results)")
-    add("--data", metavar="DIR|FILE", type=Path, help="where to look for the data, or the file a text has moved to")
-    add("--unpacked", metavar="MIB", type=int, help="what a packed text may unpack to, in MiB (256)")
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    add("--picture", metavar="FILE", type=Path, help="draw it to this file: .svg, .pdf or .png")
+    add("what", metavar="RUN|RECIPE|TASK", nargs="+", help="the folder of a run, or a recipe or task that was run")
+    add("--batches", metavar="N", type=int, default=10, help="number of training batches to average over (10)")
+    add("--weights", choices=("best", "last"), default="best", help="best or last weights of the run (best)")
+    add("--seed", metavar="N", type=int, default=1, help="recipes only: the seed of the run (1)")
+    add(
+        "--out",
+        metavar="DIR",
+        type=Path,
+        default=Path("runs/reproduce"),
+        help="folder of the runs of recipes (runs/reproduce)",
+    )
+    add(
+        "--results",
+        metavar="DIR",
+        type=Path,
+        default=Path("results"),
+        help="folder for the records of recipes (results)",
+    )
+    add(
+        "--data",
+        metavar="DIR|FILE",
+        type=Path,
+        help="if the data have moved: the folder that contains them, or the text file",
+    )
+    add(
+        "--unpacked",
+        metavar="MIB",
+        type=int,
+        help="maximum size of a compressed text after decompression, in MiB (256)",
+    )
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (auto)")
+    add("--picture", metavar="FILE", type=Path, help="save a picture to this file: .svg, .pdf or .png")
     add("--json", action="store_true", help="print the records as JSON")
     return found
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m zoneout.paper.gradients") -> int:
-    """Run the command; its exit code."""
+    """Run the command and return its exit code."""
     command = parser(prog)
     options = command.parse_args(arguments)
     check_name(options.picture)
     if all((Path(name) / "config.json").exists() for name in options.what):
-        why = "it is for recipes, and the folder of a run says it all; leave it out"
+        why = "it is for recipes, not for the folder of a run; leave it out"
         refuse_given(("seed", "out", "results"), options, command.get_default, why)
     flows: dict[str, Record] = {}
     for folder, path, recipe in places(options.what, options.seed, options.out, options.results):
@@ -368,9 +402,9 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m zoneout.
 
 
 def described(name: str, record: Record, path: Path) -> str:
-    """A record in a few lines."""
+    """Return a description of a record in a few lines."""
     when = "" if record["epoch"] is None else f" of epoch {record['epoch']:.4g}"
-    lines = [f"{name}: weights{when}, {record['batches']} batches; in {path}"]
+    lines = [f"{name}: weights{when}, {record['batches']} batches; record: {path}"]
     for layer, states in record["layers"].items():
         for state, found in states.items():
             steps = len(found["share"])

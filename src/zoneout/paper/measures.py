@@ -1,4 +1,7 @@
-"""Measures: what a model is judged by, how values of it are shown, and when a number of the paper is reached."""
+"""Measures (bits, perplexity, error): their names, units and formats.
+
+Also the rule for when a result reaches the paper's number.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,13 @@ from typing import Any
 from .data import Corpus, Images
 from .text import Vocabulary
 
-LABELS = {"bits": "bits per character", "perplexity": "perplexity", "error": "error"}  # of curves
-UNITS = LABELS | {"error": "share that is wrong"}  # of tables
-DIGITS = {"bits": 3, "perplexity": 1, "error": 3}  # after the point: as many as the paper gives
-SPREADS = {name: digits + 1 for name, digits in DIGITS.items()}  # of a mean over seeds, and of their standard deviation
-SCATTER = {"bits": 0.004, "perplexity": 0.01, "error": 0.005}  # of single runs; of perplexities the share
+LABELS = {"bits": "bits per character", "perplexity": "perplexity", "error": "error"}  # in plots
+UNITS = LABELS | {"error": "share that is wrong"}  # in tables
+DIGITS = {"bits": 3, "perplexity": 1, "error": 3}  # decimal places, as in the paper
+# Decimal places of a mean over seeds and of its standard deviation.
+SPREADS = {name: digits + 1 for name, digits in DIGITS.items()}
+# Tolerance for a result of a single seed; for perplexity, relative to the paper's number.
+SCATTER = {"bits": 0.004, "perplexity": 0.01, "error": 0.005}
 REACHED = (
     "the mean is at or below the paper's number plus one standard deviation over our seeds; with one seed, plus "
     f"{SCATTER['bits']} bits, {SCATTER['perplexity'] * 100:g} % of the perplexity or {SCATTER['error']} of error"
@@ -22,31 +27,34 @@ REACHED = (
 
 
 def measure_of(data: Corpus | Images | Vocabulary) -> str:
-    """What the data are judged by."""
+    """Return the measure for these data: "bits", "perplexity" or "error"."""
     return "error" if isinstance(data, Images) else "bits" if data.unit == "char" else "perplexity"
 
 
 def measure_in(row: dict[str, Any]) -> str | None:
-    """What a line of the metrics is judged by."""
+    """Return the measure in a line of the metrics, or None if it has none."""
     return next((name for name in LABELS if name in row), None)
 
 
 def in_measure(nats: float, measure: str) -> float:
-    """A loss in nats, in the unit of the measure; a number for every finite loss, however bad. Of images it stays."""
+    """Convert a loss from nats to bits or perplexity; for the measure "error" it stays in nats.
+
+    The perplexity of a very large loss is limited, so that it is always a finite number.
+    """
     if measure == "bits":
         return nats / math.log(2)
     return math.exp(min(nats, 700.0)) if measure == "perplexity" else nats
 
 
 def figure_of(value: float, measure: str) -> str:
-    """A value as it is shown: bits to a thousandth, perplexities to five digits, errors in per cent."""
+    """Format a value with its unit: bits with 3 decimals, perplexity with 5 digits, error in %."""
     if measure == "error":
         return f"{value:.2%} wrong"
     return f"{value:.3f} bits" if measure == "bits" else f"{value:.5g} ppl"
 
 
 def rounded(value: float, measure: str, sign: str = "") -> str:
-    """A value beside the paper's, with as many digits.
+    """Format a value with as many decimals as the paper has.
 
     >>> rounded(1.36249, "bits"), rounded(-0.31, "perplexity", "+")
     ('1.362', '-0.3')
@@ -55,7 +63,9 @@ def rounded(value: float, measure: str, sign: str = "") -> str:
 
 
 def spread(values: Sequence[float], measure: str) -> str:
-    """The value of one seed, or the mean over seeds and their standard deviation, with a digit more to be judged by.
+    """Format the value of one seed, or the mean ± standard deviation of several seeds.
+
+    The mean and the standard deviation have one more decimal than a single value.
 
     >>> spread([82.4], "perplexity"), spread([82.4, 82.71], "perplexity")
     ('82.4', '82.56 ± 0.22')
@@ -67,7 +77,10 @@ def spread(values: Sequence[float], measure: str) -> str:
 
 
 def reached(values: Sequence[float], paper: float, measure: str) -> bool:
-    """Whether the mean over seeds is at or below the paper's number, give or take what single runs scatter by.
+    """Return whether the results reach the paper's number (lower is better).
+
+    The mean over seeds must be at most the paper's number plus one standard deviation. A single
+    seed must be at most the paper's number plus the tolerance in `SCATTER`.
 
     >>> reached([1.3655], 1.362, "bits"), reached([1.367], 1.362, "bits"), reached([1.361, 1.367], 1.362, "bits")
     (True, False, True)
