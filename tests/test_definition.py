@@ -15,8 +15,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from zoneout.cells import CELLS as CELLS_IN
 from zoneout.definition import Definition, DefinitionError, candidate, cell, held, shown, update
-from zoneout.definition.c import VARIANTS
+from zoneout.definition.c import VARIANTS, print_cells
 from zoneout.definition.graph import evaluate
 from zoneout.definition.operations import COMPARISONS, OPERATIONS, TRACED
 from zoneout.definition.step import RULES
@@ -324,6 +325,11 @@ def test_the_c_step_of_any_cell_is_the_definition(data, tmp_path_factory):
     if len(storage_of(*made.passes()).slots) <= MOST_SLOTS:
         compiled = generated.Compiled(made, tmp_path_factory.mktemp("cell"))
         check_compiled(made, compiled, data.draw(st.integers(0, 2**31)), 1e-9)
+
+
+def test_the_c_of_the_built_in_cells_is_up_to_date():
+    """The library would be compiled from other equations than those of cells.py."""
+    assert (generated.NATIVE / "cells.h").read_text(encoding="utf-8") == print_cells(CELLS_IN)
 
 
 # --- what is refused -------------------------------------------------------------------------------

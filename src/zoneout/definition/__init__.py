@@ -51,11 +51,15 @@ class Definition:
         name: str = "cell",
         function: Callable[..., Any] | None = None,
     ) -> None:
-        self.graph, self.outputs = graph, tuple(outputs)
+        self._set_graph(graph, outputs)
         self.gates, self.groups, self.parameters = gates, tuple(groups), tuple(parameters)
         self.recurrence, self.heads, self.bounded = recurrence, heads, bounded
         self.name, self.function = name, function
         self._passes: dict[tuple[frozenset[str], bool], Passes] = {}
+
+    def _set_graph(self, graph: Graph, outputs: Sequence[int]) -> None:
+        self.graph, self.outputs = graph, tuple(outputs)
+        self._order = graph.reached(outputs)
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -132,10 +136,6 @@ class Definition:
     ) -> list[Tensor]:
         """Compute the candidates of all states from the graph; `marks` says what the marks do."""
         return evaluate(self.graph, self.outputs, leaves, marks, self._order)
-
-    @cached_property
-    def _order(self) -> list[int]:
-        return self.graph.reached(self.outputs)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Definition) and self.text == other.text
@@ -228,7 +228,7 @@ def cell(
         )  # fmt: skip
         _check_settings(made)
         made.parameters = _parameters(made, function)
-        made.graph, made.outputs = _trace(made, function)
+        made._set_graph(*_trace(made, function))
         _check_leaves(made)
         if checked:
             check_trace(made, function)

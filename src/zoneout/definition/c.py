@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from . import Definition
 
 VARIANTS = {"zoneout": frozenset[str](), "all": RULES}  # by the rules of noise that a function has
+PASSES = ("forward", "backward")
+NORM_PARTS = ("gates", "raw", "shows", "back_shows", "back_gates")
 Stores = list[tuple[str, int]]
 
 
@@ -54,6 +56,24 @@ def print_step(d: Definition, name: str = "step") -> str:
             of.function(f"{name}_back_gates", of.loads, of.gradients, of.sums),
         ]
     return "\n".join(texts)
+
+
+def print_cells(cells: Mapping[str, Definition]) -> str:
+    """Return the file `ops/native/cells.h`: the functions of the built-in cells, and the table of them."""
+    rows = []
+    for name, d in cells.items():
+        step, backward = d.passes()
+        held = storage_of(step, backward).held
+        both = {kind: ", ".join(f"NAME({name}_{kind}_{variant})" for variant in VARIANTS) for kind in PASSES}
+        fields = [f"{d.gates}, {len(d.states)}, {int(d.has_r and not step.merged)}, {-1 if held is None else held}"]
+        fields += [f"{{{both[kind]}}}" for kind in PASSES] + [f"NAME({name}_again)"]
+        fields += [f"NAME({name}_{part})" if "shown" in d.marks else "NULL" for part in NORM_PARTS]
+        rows.append(f"    {{{', '.join(fields)}}}, /* {name} */")
+    functions = "\n".join(print_step(d, name) for name, d in cells.items())
+    table = "\n".join(["static const CELL NAME(cells)[] = {", *rows, "};"])
+    return (
+        f"/* Made from cells.py by `python -m zoneout.ops.native`. Included once per type. */\n\n{functions}\n{table}\n"
+    )
 
 
 class _Printer:
@@ -117,7 +137,8 @@ class _Printer:
 
 
 def _function(name: str, graph: Graph, loads: Mapping[int, str], stores: Stores, sums: Stores) -> str:
-    lines, texts = [], {}
+    lines: list[str] = []
+    texts: dict[int, str] = {}
     for node in graph.reached([node for _, node in (*stores, *sums)], stop=loads):
         op, args, value = graph.nodes[node]
         if node in loads:

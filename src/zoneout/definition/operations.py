@@ -42,14 +42,14 @@ def mix(new: Tensor, old: Tensor, keep: Tensor) -> Tensor:
     if keep.dtype == torch.bool:
         return torch.where(keep, old, new)
     between = torch.lerp(new, old, keep.to(new.dtype))
-    return torch.where(keep <= 0, new, torch.where(keep >= 1, old, between))
+    return torch.where(keep == 0, new, torch.where(keep == 1, old, between))
 
 
 def less(value: Tensor, drop: Tensor) -> Tensor:
     """Return 0 where `drop` is 1, else value · (1 − drop)."""
     if drop.dtype == torch.bool:
         return value.masked_fill(drop, 0.0)
-    return torch.where(drop >= 1, 0.0, value * (1 - drop).to(value.dtype))
+    return torch.where(drop == 1, 0.0, value * (1 - drop).to(value.dtype))
 
 
 def _half_at_ties(wins: str) -> Derivative:

@@ -105,7 +105,7 @@ class Symbol:
     def __float__(self) -> float:
         self.tracer.fail("a value was converted to a number; a definition works on symbols")
 
-    __int__ = __index__ = __float__  # type: ignore[assignment]
+    __int__ = __index__ = __float__
 
     def __iter__(self) -> NoReturn:
         self.tracer.fail("a single value was unpacked; x and r are tuples with one entry per gate, states are not")

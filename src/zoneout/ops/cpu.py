@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..cells import CELLS
 from ..draws import Draw
 from . import native, plain
 from .interface import Run
@@ -23,9 +24,6 @@ from .masks import masks_of, stream_of
 from .memory import address
 from .reference import kept_scale
 from .rows import Packed
-
-CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-
 
 ROWS = Packed
 WIDE = True  # half types are worked on in float32
@@ -214,7 +212,7 @@ _NORM = {"norm_x": "scale_x", "norm_h": "scale_h", "norm_c": "scale_c", "norm_c_
 def _arguments(loop: Loop, back: Backward | None) -> native.Loop:
     """The struct of loop.h, which holds only as long as the tensors do; what is not there is left zero."""
     args, norm, numbers = native.Loop(), loop.norm, loop.gates.dtype
-    args.cell, args.steps, args.batch = CELLS.index(loop.cell), loop.steps, loop.batch
+    args.cell, args.steps, args.batch = list(CELLS).index(loop.cell), loop.steps, loop.batch
     args.hidden, args.outputs, args.threads = loop.hidden, loop.outputs, torch.get_num_threads()
     args.first_step, args.reverse = loop.first_step, loop.reverse
     args.inputs = 0 if loop.x is None else loop.x.shape[1]

@@ -17,7 +17,7 @@ from typing import Any
 from . import build
 
 HERE = Path(__file__).parent
-SOURCES = tuple(HERE / name for name in ("loop.c", "body.h", "loop.h", "functions.h"))
+SOURCES = tuple(HERE / name for name in ("loop.c", "body.h", "loop.h", "functions.h", "step.h", "cells.h"))
 
 
 class Stream(ctypes.Structure):

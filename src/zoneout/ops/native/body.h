@@ -225,12 +225,16 @@ static void NAME(keeps)(const Loop *l, KEEP *keep, int64_t t, int64_t row, int64
     }
 }
 
-INLINE REAL NAME(mix)(REAL new, REAL old, REAL keep) {
-    REAL between = new + keep * (old - new);
-    return keep <= 0 ? new : keep >= 1 ? old : between;
-}
+/* --- cells --------------------------------------------------------------------------------------- */
 
-INLINE REAL NAME(less)(REAL value, REAL drop) { return drop >= 1 ? (REAL)0 : value * (1 - drop); }
+#define STEP NAME(Step)
+#define CELL NAME(Cell)
+#define FUNCTION NAME(Function)
+#include "step.h"
+#include "cells.h"
+
+INLINE const CELL *NAME(cell_of)(const Loop *l) { return &NAME(cells)[l->cell]; }
+INLINE int64_t NAME(width)(const Loop *l) { return NAME(cell_of)(l)->gates * l->hidden; }
 
 /* --- norms --------------------------------------------------------------------------------------- */
 
@@ -354,8 +358,7 @@ typedef struct { /* scratch, shared by the threads */
 #define WORK NAME(Work)
 
 static int64_t NAME(layout)(const Loop *l, WORK *w) {
-    static const int64_t gates_of[] = {4, 3, 1, 1};
-    int64_t b = l->batch, h = l->hidden, p = l->outputs, g = gates_of[l->cell] * h, at = 0;
+    int64_t b = l->batch, h = l->hidden, p = l->outputs, g = NAME(width)(l), at = 0;
     char *base = (char *)l->work;
 #define PLACE(name, count) (w->name = (REAL *)(base + at), at += ((count) * (int64_t)sizeof(REAL) + 63) / 64 * 64)
     PLACE(w_ih, l->x ? NAME(panel_size)(l->inputs, g) : 0);
@@ -376,8 +379,7 @@ static int64_t NAME(layout)(const Loop *l, WORK *w) {
 /* Whether each thread is better off with rows of its own for all steps: no barrier at all, but every thread reads all
  * of the weights, so they must fit its cache. Batch norm needs all rows at every step. */
 static int NAME(rows_apart)(const Loop *l) {
-    int64_t bytes = l->outputs + (l->x ? l->inputs : 0);
-    bytes *= (l->cell == LSTM ? 4 : l->cell == GRU ? 3 : 1) * l->hidden * (int64_t)sizeof(REAL);
+    int64_t bytes = (l->outputs + (l->x ? l->inputs : 0)) * NAME(width)(l) * (int64_t)sizeof(REAL);
     return l->threads > 1 && l->norm != NORM_EXAMPLES && l->batch >= 4 * l->threads && bytes <= 1 << 20 &&
            l->counts[l->steps - 1] == l->batch;
 }
@@ -393,10 +395,9 @@ int64_t NAME(zoneout_work_size)(const Loop *l) {
 
 /* The loop of this thread's rows alone. */
 static Loop NAME(own_rows)(const Loop *l) {
-    static const int64_t gates_of[] = {4, 3, 1, 1};
     Loop own = *l;
     WORK w;
-    int64_t from, to, h = l->hidden, p = l->outputs, g = gates_of[l->cell] * h, id = real_thread_id();
+    int64_t from, to, h = l->hidden, p = l->outputs, g = NAME(width)(l), id = real_thread_id();
     int64_t size = NAME(layout)(l, &w) + NAME(spans_size)(l);
     int64_t *spans = (int64_t *)((char *)l->work + size * id);
     share(l->batch, 1, &from, &to);
@@ -449,12 +450,6 @@ INLINE const REAL *NAME(old_c)(const Loop *l, int64_t t, int64_t row) {
     return NAME(before)(l, l->c, l->c0, l->reset_c, t, row, l->hidden);
 }
 
-/* The output gate that may be held: the step before's, or its own where there is none. */
-INLINE const REAL *NAME(held)(const Loop *l, int64_t t, int64_t row) {
-    int cut = t == 0 || (l->resets && l->resets[l->offsets[t] + row]);
-    return (const REAL *)l->gates + ((cut ? l->offsets[t] : l->offsets[t - 1]) + row) * 4 * l->hidden + 3 * l->hidden;
-}
-
 /* --- forwards ------------------------------------------------------------------------------------ */
 
 /* Batch norm: the moments of some columns at a step, taken or given, and 1 / deviation. Each thread has its columns; all
@@ -468,11 +463,11 @@ static void NAME(columns)(const Loop *l, const REAL *v, int64_t size, void *mean
     for (int64_t j = from; j < to; j++) rstd[j] = NAME(inverse)(var[j], l->eps);
 }
 
-/* Both products of a step normalised, scaled and shifted, each where it is and h's also in `gh`; but for the GRU the sum
- * takes the place of x's. Layer norm: rows [b0, b1). Batch norm: each thread has the columns that it took the moments of,
+/* Both products of a step normalised, scaled and shifted, each where it is and h's also in `gh`; where the cell takes them
+ * merged, the sum takes the place of x's. Layer norm: rows [b0, b1). Batch norm: each thread has the columns that it took the moments of,
  * so that little goes from one to another, and all must be done before any is used. */
 static void NAME(normalise_both)(const Loop *l, WORK *w, int64_t t, int64_t g, int64_t b0, int64_t b1) {
-    int rows = l->norm == NORM_UNITS, apart = l->cell == GRU;
+    int rows = l->norm == NORM_UNITS, apart = (int)NAME(cell_of)(l)->apart;
     int64_t off = l->offsets[t], moments = rows ? off : t * g, from = 0, to = g;
     REAL *x = (REAL *)l->gates + off * g, *hats = (REAL *)l->gh + off * g;
     REAL *mean_x = (REAL *)l->mean_x + moments, *var_x = (REAL *)l->var_x + moments;
@@ -530,39 +525,40 @@ INLINE const REAL *NAME(holds)(const Loop *l, const KEEP *keep) {
     return l->update_noise.mode != OFF && l->update_noise.hold ? keep->update : NOTHING;
 }
 
-/* Gates, and the candidate c. */
-static void NAME(lstm_gates)(const Loop *l, WORK *w, const KEEP *keep, int64_t t, int64_t row, int64_t from,
-                             int64_t to) {
-    int64_t h = l->hidden;
-    REAL *restrict i = (REAL *)l->gates + (l->offsets[t] + row) * 4 * h, *restrict f = i + h, *restrict g = f + h,
-         *restrict o = g + h, *restrict raw = w->raw + row * h;
-    const REAL *restrict old = NAME(old_c)(l, t, row);
-    const REAL *restrict ku = NAME(drops)(l, keep) - from, *restrict kz = NAME(zeroes)(l, keep) - from;
-    const REAL *restrict bi = l->b_x, *restrict bf = bi + h, *restrict bg = bf + h, *restrict bo = bg + h;
-#pragma omp simd
-    for (int64_t j = from; j < to; j++) {
-        i[j] = SIGMOID(i[j] + bi[j]), f[j] = SIGMOID(f[j] + bf[j]);
-        g[j] = TANH(g[j] + bg[j]), o[j] = SIGMOID(o[j] + bo[j]);
-        raw[j] = NAME(less)(f[j] * old[j] + NAME(less)(i[j] * g[j], ku[j]), kz[j]);
+/* The masks and states of one row for units from `from` on. Where h is projected, its masks are used after that. */
+static void NAME(point)(const Loop *l, WORK *w, const KEEP *keep, STEP *s, int64_t t, int64_t row, int64_t from) {
+    const CELL *cell = NAME(cell_of)(l);
+    const Stream *hidden = &l->hidden_noise;
+    int64_t h = l->hidden, g = cell->gates * h, at = l->offsets[t] + row;
+    int plain = !l->w_hr, keeps = plain && hidden->mode != OFF;
+    const REAL *none = NOTHING - from;
+    for (int64_t q = 0; q < cell->gates; q++) {
+        s->gate[q] = (REAL *)l->gates + at * g + q * h;
+        s->bias_x[q] = (const REAL *)l->b_x + q * h;
+        if (cell->apart) {
+            s->r[q] = w->product + row * g + q * h;
+            s->bias_r[q] = l->b_h && !l->norm ? (const REAL *)l->b_h + q * h : none; /* a norm has added it already */
+        }
+    }
+    s->old[0] = plain ? NAME(old_h)(l, t, row) : none;
+    s->zone[0] = keeps && !hidden->zero ? keep->hidden - from : none;
+    s->zero[0] = keeps && hidden->zero ? keep->hidden - from : none;
+    if (cell->states > 1) {
+        s->old[1] = NAME(old_c)(l, t, row);
+        s->zone[1] = NAME(zones)(l, keep) - from, s->zero[1] = NAME(zeroes)(l, keep) - from;
+    }
+    s->update = NAME(drops)(l, keep) - from;
+    s->hold = s->held = none;
+    if (l->update_noise.hold && t > 0 && !(l->resets && l->resets[at])) { /* else there is no gate to hold */
+        s->hold = NAME(holds)(l, keep) - from;
+        s->held = (const REAL *)l->gates + (l->offsets[t - 1] + row) * g + cell->held * h;
     }
 }
 
-/* What the cell shows, u = o tanh(c), and the c that is carried. */
-static void NAME(lstm_shows)(const Loop *l, WORK *w, const KEEP *keep, int64_t t, int64_t row, int64_t from,
-                             int64_t to) {
-    int64_t h = l->hidden, at = l->offsets[t] + row;
-    const REAL *restrict o = (REAL *)l->gates + at * 4 * h + 3 * h, *restrict raw = w->raw + row * h;
-    const REAL *restrict old = NAME(old_c)(l, t, row), *restrict held = NAME(held)(l, t, row);
-    const REAL *restrict kh = NAME(holds)(l, keep) - from, *restrict kc = NAME(zones)(l, keep) - from;
-    REAL *restrict c = (REAL *)l->c + at * h, *restrict u = w->shown + row * h;
-    REAL hat[CHUNK];
-    if (l->norm) NAME(normalise_c)(l, w, raw, hat - from, u, t, row, from, to);
-    const REAL *restrict seen = l->norm ? u : raw;
-#pragma omp simd
-    for (int64_t j = from; j < to; j++) {
-        c[j] = NAME(mix)(raw[j], old[j], kc[j]);
-        u[j] = NAME(mix)(o[j], held[j], kh[j]) * TANH(seen[j]);
-    }
+/* Which variant of a step runs: 0 has zoneout alone, 1 all rules of noise. */
+INLINE int NAME(variant)(const Loop *l) {
+    const Stream *c = &l->cell_noise, *h = &l->hidden_noise;
+    return l->update_noise.mode != OFF || (c->mode != OFF && c->zero) || (h->mode != OFF && h->zero);
 }
 
 /* The h that is carried, from the candidate. */
@@ -575,45 +571,52 @@ INLINE void NAME(carry_h)(const Loop *l, const KEEP *keep, const REAL *new, int6
         memcpy(y + from, new + from, sizeof(REAL) * (to - from));
     } else if (l->hidden_noise.zero) {
 #pragma omp simd
-        for (int64_t j = from; j < to; j++) y[j] = NAME(less)(new[j], k[j]);
+        for (int64_t j = from; j < to; j++) y[j] = LESS(new[j], k[j]);
     } else {
 #pragma omp simd
-        for (int64_t j = from; j < to; j++) y[j] = NAME(mix)(new[j], old[j], k[j]);
+        for (int64_t j = from; j < to; j++) y[j] = MIX(new[j], old[j], k[j]);
     }
 }
 
-static void NAME(lstm_forward)(const Loop *l, WORK *w, int64_t t) {
-    int64_t h = l->hidden, off = l->offsets[t], n = l->counts[t], b0, b1, j0, j1;
-    int project = l->w_hr != NULL;
+/* One step of all rows: gates and states from the products. */
+static void NAME(step_forward)(const Loop *l, WORK *w, int64_t t) {
+    const CELL *cell = NAME(cell_of)(l);
+    int64_t h = l->hidden, p = l->outputs, off = l->offsets[t], n = l->counts[t], b0, b1, j0, j1;
+    int project = l->w_hr != NULL, split = l->norm && cell->norm_shows;
+    FUNCTION *forward = split ? cell->norm_gates : cell->forward[NAME(variant)(l)];
+    REAL slot[CHUNK], hat[CHUNK], shown[CHUNK];
     KEEP keep;
+    STEP s;
     NAME(region)(l, n, h, &b0, &b1, &j0, &j1);
-    if (l->norm) NAME(normalise_both)(l, w, t, 4 * h, b0, b1);
-    for (int64_t b = b0; b < b1; b++)
-        for (int64_t from = j0; from < j1; from += CHUNK) {
-            int64_t to = min64(j1, from + CHUNK);
-            NAME(keeps)(l, &keep, t, b, from, to, 1, !project);
-            NAME(lstm_gates)(l, w, &keep, t, b, from, to);
-            if (l->norm) continue;
-            NAME(lstm_shows)(l, w, &keep, t, b, from, to);
-            if (!project) NAME(carry_h)(l, &keep, w->shown + b * h, t, b, from, to);
+    if (l->norm) NAME(normalise_both)(l, w, t, cell->gates * h, b0, b1);
+    for (int second = 0; second <= split; second++) { /* a norm of what the cell shows lies between the two parts */
+        if (second && l->norm == NORM_EXAMPLES) {
+            barrier();
+            NAME(columns)(l, w->raw, h, l->mean_c, l->var_c, w->rstd_c, t);
+            barrier();
         }
-    if (l->norm == NORM_EXAMPLES) {
-        barrier();
-        NAME(columns)(l, w->raw, h, l->mean_c, l->var_c, w->rstd_c, t);
-        barrier();
-    }
-    for (int64_t b = b0; l->norm && b < b1; b++) {
-        if (l->norm == NORM_UNITS)
-            NAME(row_moments)(w->raw + b * h, h, (REAL *)l->mean_c + off + b, (REAL *)l->var_c + off + b);
-        for (int64_t from = j0; from < j1; from += CHUNK) {
-            int64_t to = min64(j1, from + CHUNK);
-            NAME(keeps)(l, &keep, t, b, from, to, 1, !project);
-            NAME(lstm_shows)(l, w, &keep, t, b, from, to);
-            if (!project) NAME(carry_h)(l, &keep, w->shown + b * h, t, b, from, to);
+        for (int64_t b = b0; b < b1; b++) {
+            if (second && l->norm == NORM_UNITS)
+                NAME(row_moments)(w->raw + b * h, h, (REAL *)l->mean_c + off + b, (REAL *)l->var_c + off + b);
+            for (int64_t from = j0; from < j1; from += CHUNK) {
+                int64_t to = min64(j1, from + CHUNK);
+                NAME(keeps)(l, &keep, t, b, from, to, 1, !project);
+                NAME(point)(l, w, &keep, &s, t, b, from);
+                s.new[0] = project ? w->shown + b * h : (REAL *)l->y + (off + b) * p;
+                s.new[1] = (REAL *)l->c + (off + b) * h;
+                s.slot[0] = l->norm ? slot - from : (REAL *)l->gh + (off + b) * h;
+                s.raw = w->raw + b * h;
+                if (second) {
+                    NAME(normalise_c)(l, w, s.raw, hat - from, shown - from, t, b, from, to);
+                    s.shown = shown - from;
+                    cell->norm_shows(&s, from, to);
+                } else {
+                    forward(&s, from, to);
+                }
+            }
         }
     }
     if (!project) return;
-    int64_t p = l->outputs;
     barrier();
     NAME(product)(n, h, p, w->shown, h, w->w_hr, w->product, p, 0);
     barrier();
@@ -623,60 +626,6 @@ static void NAME(lstm_forward)(const Loop *l, WORK *w, int64_t t) {
             int64_t to = min64(p, from + CHUNK);
             NAME(keeps)(l, &keep, t, b, from, to, 0, 1);
             NAME(carry_h)(l, &keep, w->product + b * p, t, b, from, to);
-        }
-}
-
-static void NAME(gru_forward)(const Loop *l, WORK *w, int64_t t) {
-    int64_t h = l->hidden, off = l->offsets[t], n = l->counts[t], b0, b1, j0, j1;
-    const REAL *bias = l->b_h;
-    REAL new[CHUNK];
-    KEEP keep;
-    NAME(region)(l, n, h, &b0, &b1, &j0, &j1);
-    if (l->norm) NAME(normalise_both)(l, w, t, 3 * h, b0, b1);
-    for (int64_t b = b0; b < b1; b++)
-        for (int64_t from = j0; from < j1; from += CHUNK) {
-            int64_t to = min64(j1, from + CHUNK);
-            REAL *restrict r = (REAL *)l->gates + (off + b) * 3 * h, *restrict z = r + h, *restrict c = z + h;
-            REAL *restrict v = w->product + b * 3 * h;
-            const REAL *restrict old = NAME(old_h)(l, t, b);
-            const REAL *restrict ku = NAME(drops)(l, &keep) - from, *restrict bx = l->b_x;
-            if (!l->norm) {
-                if (bias)
-                    for (int q = 0; q < 3; q++)
-                        for (int64_t j = q * h + from; j < q * h + to; j++) v[j] += bias[j];
-                memcpy((REAL *)l->gh + (off + b) * h + from, v + 2 * h + from, sizeof(REAL) * (to - from));
-            }
-            NAME(keeps)(l, &keep, t, b, from, to, 1, 1);
-#pragma omp simd
-            for (int64_t j = from; j < to; j++) {
-                r[j] = SIGMOID(r[j] + bx[j] + v[j]), z[j] = SIGMOID(z[j] + bx[h + j] + v[h + j]);
-                c[j] = TANH(c[j] + bx[2 * h + j] + r[j] * v[2 * h + j]);
-                new[j - from] = z[j] * old[j] + NAME(less)((1 - z[j]) * c[j], ku[j]);
-            }
-            NAME(carry_h)(l, &keep, new - from, t, b, from, to);
-        }
-}
-
-static void NAME(rnn_forward)(const Loop *l, WORK *w, int64_t t) {
-    int64_t h = l->hidden, off = l->offsets[t], n = l->counts[t], b0, b1, j0, j1;
-    int relu = l->cell == RNN_RELU;
-    KEEP keep;
-    NAME(region)(l, n, h, &b0, &b1, &j0, &j1);
-    if (l->norm) NAME(normalise_both)(l, w, t, h, b0, b1);
-    for (int64_t b = b0; b < b1; b++)
-        for (int64_t from = j0; from < j1; from += CHUNK) {
-            int64_t to = min64(j1, from + CHUNK);
-            REAL *restrict v = (REAL *)l->gates + (off + b) * h;
-            const REAL *restrict bx = l->b_x;
-            if (relu) {
-#pragma omp simd
-                for (int64_t j = from; j < to; j++) v[j] = v[j] + bx[j] < 0 ? 0 : v[j] + bx[j];
-            } else {
-#pragma omp simd
-                for (int64_t j = from; j < to; j++) v[j] = TANH(v[j] + bx[j]);
-            }
-            NAME(keeps)(l, &keep, t, b, from, to, 0, 1);
-            NAME(carry_h)(l, &keep, v, t, b, from, to);
         }
 }
 
@@ -695,9 +644,8 @@ static const REAL *NAME(left_side)(const Loop *l, WORK *w, int64_t t) {
 
 /* All steps, by the threads that are here. */
 static void NAME(run_forward)(const Loop *l, WORK *w) {
-    static const int64_t gates_of[] = {4, 3, 1, 1};
-    int64_t h = l->hidden, p = l->outputs, g = gates_of[l->cell] * h;
-    int apart = l->norm || l->cell == GRU; /* h·Wh is not simply added to x's part */
+    int64_t h = l->hidden, p = l->outputs, g = NAME(width)(l);
+    int apart = l->norm || NAME(cell_of)(l)->apart; /* h·Wh is not simply added to x's part */
     int once = l->steps == 1;              /* weights are read once: nothing is gained by packing them first */
     if (!once) NAME(pack)(w->w_hh, l->w_hh, p, g, 1, p);
     if (l->x && !once) NAME(pack)(w->w_ih, l->w_ih, l->inputs, g, 1, l->inputs);
@@ -714,12 +662,7 @@ static void NAME(run_forward)(const Loop *l, WORK *w) {
         NAME(product_of)(l->counts[t], p, g, left, p, once ? NULL : w->w_hh, l->w_hh, 1, p,
                          apart ? w->product : gates, g, !apart);
         barrier();
-        if (l->cell == LSTM)
-            NAME(lstm_forward)(l, w, t);
-        else if (l->cell == GRU)
-            NAME(gru_forward)(l, w, t);
-        else
-            NAME(rnn_forward)(l, w, t);
+        NAME(step_forward)(l, w, t);
         barrier();
     }
 }
@@ -762,70 +705,6 @@ INLINE void NAME(carry_back)(const Loop *l, const KEEP *keep, REAL *d, int64_t t
     }
 }
 
-/* The candidate c once more, and of u = o tanh(norm(c)): of c (or of its normalised form), and of the gate. */
-static void NAME(lstm_back_shows)(const Loop *l, WORK *w, const KEEP *keep, const REAL *du, int64_t t, int64_t row,
-                                  int64_t from, int64_t to) {
-    int64_t h = l->hidden, at = l->offsets[t] + row;
-    const REAL *restrict i = (REAL *)l->gates + at * 4 * h, *restrict f = i + h, *restrict g = f + h,
-               *restrict o = g + h;
-    const REAL *restrict old = NAME(old_c)(l, t, row), *restrict held = NAME(held)(l, t, row);
-    const REAL *restrict ku = NAME(drops)(l, keep) - from, *restrict kz = NAME(zeroes)(l, keep) - from;
-    const REAL *restrict kh = NAME(holds)(l, keep) - from;
-    REAL *restrict dc = (l->norm ? (REAL *)l->dnc + at * h : w->raw + row * h);
-    REAL *restrict dgo = (REAL *)l->dgx + at * 4 * h + 3 * h;
-    REAL c[CHUNK], shows[CHUNK];
-#pragma omp simd
-    for (int64_t j = from; j < to; j++)
-        c[j - from] = NAME(less)(f[j] * old[j] + NAME(less)(i[j] * g[j], ku[j]), kz[j]);
-    if (l->norm) NAME(normalise_c)(l, w, c - from, (REAL *)l->chat + at * h, c - from, t, row, from, to);
-#pragma omp simd
-    for (int64_t j = from; j < to; j++) {
-        REAL tc = TANH(c[j - from]);
-        dgo[j] = du[j] * tc;
-        dc[j] = du[j] * NAME(mix)(o[j], held[j], kh[j]) * (1 - tc * tc);
-        shows[j - from] = tc;
-    }
-    if (l->u) {
-        REAL *restrict u = (REAL *)l->u + at * h;
-        for (int64_t j = from; j < to; j++) u[j] = NAME(mix)(o[j], held[j], kh[j]) * shows[j - from];
-    }
-    if (kh != NOTHING - from) {
-        REAL *restrict owed = w->gate + row * h, own = held == o ? 0 : 1;
-        for (int64_t j = from; j < to; j++) {
-            REAL all = dgo[j], kept = kh[j] * own;
-            dgo[j] = all * (1 - kept) + owed[j];
-            owed[j] = all * kept;
-        }
-    }
-#pragma omp simd
-    for (int64_t j = from; j < to; j++) dgo[j] *= o[j] * (1 - o[j]);
-}
-
-/* Of the gates and of the c before, from that of the candidate c. */
-static void NAME(lstm_back_gates)(const Loop *l, WORK *w, const KEEP *keep, int64_t t, int64_t row, int64_t from,
-                                  int64_t to) {
-    int64_t h = l->hidden, at = l->offsets[t] + row;
-    const REAL *restrict i = (REAL *)l->gates + at * 4 * h, *restrict f = i + h, *restrict g = f + h;
-    const REAL *restrict old = NAME(old_c)(l, t, row);
-    const REAL *restrict ku = NAME(drops)(l, keep) - from, *restrict kz = NAME(zeroes)(l, keep) - from;
-    const REAL *restrict kc = NAME(zones)(l, keep) - from;
-    const REAL *restrict draw = w->raw + row * h;
-    REAL *restrict di = (REAL *)l->dgx + at * 4 * h, *restrict df = di + h, *restrict dg = df + h;
-    REAL *restrict dc = (REAL *)l->dc + row * h;
-    if (l->dcells) {
-        const REAL *restrict more = (const REAL *)l->dcells + at * h;
-        for (int64_t j = from; j < to; j++) dc[j] += more[j];
-    }
-#pragma omp simd
-    for (int64_t j = from; j < to; j++) {
-        REAL d = (draw[j] + dc[j] * (1 - kc[j])) * (1 - kz[j]), du = d * (1 - ku[j]);
-        di[j] = du * g[j] * i[j] * (1 - i[j]);
-        df[j] = d * old[j] * f[j] * (1 - f[j]);
-        dg[j] = du * i[j] * (1 - g[j] * g[j]);
-        dc[j] = dc[j] * kc[j] + d * f[j];
-    }
-}
-
 /* Through a normalisation, from the derivative of its result: rows [b0, b1), or this thread's columns. */
 static void NAME(normalise_back)(const Loop *l, REAL *dv, const REAL *d, const REAL *hat, const void *means,
                                  const void *vars, const REAL *scale, void *dscales, void *dshifts, int64_t t,
@@ -860,10 +739,38 @@ static void NAME(normalise_both_back)(const Loop *l, int64_t t, int64_t g, int64
                          l->norm_h, l->dscale_h, NULL, t, g, b0, b1);
 }
 
-static void NAME(lstm_backward)(const Loop *l, WORK *w, int64_t t) {
+/* The gradients of one row go to and come from here. */
+static void NAME(point_back)(const Loop *l, WORK *w, STEP *s, int64_t t, int64_t row, int64_t from, REAL *slot) {
+    const CELL *cell = NAME(cell_of)(l);
+    int64_t h = l->hidden, p = l->outputs, g = cell->gates * h, at = l->offsets[t] + row;
+    for (int64_t q = 0; q < cell->gates; q++) {
+        s->dx[q] = (REAL *)l->dgx + at * g + q * h;
+        s->dr[q] = (REAL *)l->dsh + at * g + q * h;
+    }
+    s->dstate[0] = l->w_hr ? w->shown + row * h : (REAL *)l->dh + row * p;
+    s->dy = l->w_hr ? NOTHING - from : (const REAL *)l->dy + at * p;
+    s->dstate[1] = (REAL *)l->dc + row * h;
+    s->owed = w->gate + row * h;
+    s->slot[0] = l->norm ? slot - from : (REAL *)l->gh + at * h;
+}
+
+/* With a norm, the slot of a cell that takes h·W_h apart: its last gate's part, normalised, scaled and shifted. */
+static void NAME(slot_again)(const Loop *l, REAL *slot, int64_t t, int64_t row, int64_t from, int64_t to) {
+    int64_t h = l->hidden, g = NAME(width)(l), last = g - h;
+    const REAL *restrict hat = (const REAL *)l->gh + (l->offsets[t] + row) * g + last;
+    const REAL *restrict scale = (const REAL *)l->norm_h + last, *restrict bias = (const REAL *)l->b_h + last;
+    for (int64_t j = from; j < to; j++) slot[j - from] = hat[j] * scale[j] + (l->b_h ? bias[j] : 0);
+}
+
+/* One step of all rows, backwards. */
+static void NAME(step_backward)(const Loop *l, WORK *w, int64_t t) {
+    const CELL *cell = NAME(cell_of)(l);
     int64_t h = l->hidden, p = l->outputs, off = l->offsets[t], n = l->counts[t], b0, b1, j0, j1;
-    int project = l->w_hr != NULL;
+    int project = l->w_hr != NULL, split = l->norm && cell->norm_shows;
+    FUNCTION *backward = cell->backward[NAME(variant)(l)];
+    REAL slot[CHUNK], raw[CHUNK], shown[CHUNK], unused[CHUNK];
     KEEP keep;
+    STEP s;
     if (project) {
         share(n, 1, &b0, &b1);
         for (int64_t b = b0; b < b1; b++)
@@ -877,86 +784,44 @@ static void NAME(lstm_backward)(const Loop *l, WORK *w, int64_t t) {
         barrier();
     }
     NAME(region)(l, n, h, &b0, &b1, &j0, &j1);
-    WORK own = *w; /* 1 / deviation of c: each thread has its own, and waits for nobody */
-    if (l->norm == NORM_EXAMPLES) {
+    WORK own = *w; /* 1 / deviation of c: each thread has its own, and waits for no other */
+    if (split && l->norm == NORM_EXAMPLES) {
         const REAL *restrict var = (const REAL *)l->var_c + t * h;
         own.rstd_c = w->rstd_c + thread_id() * h;
 #pragma omp simd
         for (int64_t j = 0; j < h; j++) own.rstd_c[j] = NAME(inverse)(var[j], l->eps);
     }
-    w = &own;
-    for (int64_t b = b0; b < b1; b++)
-        for (int64_t from = j0; from < j1; from += CHUNK) {
-            int64_t to = min64(j1, from + CHUNK);
-            NAME(keeps)(l, &keep, t, b, from, to, 1, !project);
-            if (!project) NAME(carry_back)(l, &keep, w->shown + b * h, t, b, from, to);
-            NAME(lstm_back_shows)(l, w, &keep, w->shown + b * h, t, b, from, to);
-            if (!l->norm) NAME(lstm_back_gates)(l, w, &keep, t, b, from, to);
+    for (int second = 0; second <= split; second++) {
+        if (second) {
+            if (l->norm == NORM_EXAMPLES) barrier();
+            NAME(normalise_back)(l, w->raw, (const REAL *)l->dnc + off * h, (const REAL *)l->chat + off * h, NULL,
+                                 l->var_c, l->norm_c, l->dscale_c, l->dshift_c, t, h, b0, b1);
+            if (l->norm == NORM_EXAMPLES) barrier();
         }
-    if (!l->norm) return;
-    if (l->norm == NORM_EXAMPLES) barrier();
-    NAME(normalise_back)(l, w->raw, (const REAL *)l->dnc + off * h, (const REAL *)l->chat + off * h, NULL, l->var_c,
-                         l->norm_c, l->dscale_c, l->dshift_c, t, h, b0, b1);
-    if (l->norm == NORM_EXAMPLES) barrier();
-    for (int64_t b = b0; b < b1; b++)
-        for (int64_t from = j0; from < j1; from += CHUNK) {
-            int64_t to = min64(j1, from + CHUNK);
-            NAME(keeps)(l, &keep, t, b, from, to, 1, 0);
-            NAME(lstm_back_gates)(l, w, &keep, t, b, from, to);
-        }
-    NAME(normalise_both_back)(l, t, 4 * h, b0, b1);
-}
-
-static void NAME(gru_backward)(const Loop *l, int64_t t) {
-    int64_t h = l->hidden, off = l->offsets[t], n = l->counts[t], b0, b1, j0, j1;
-    REAL d[CHUNK], product[CHUNK];
-    KEEP keep;
-    NAME(region)(l, n, h, &b0, &b1, &j0, &j1);
-    for (int64_t b = b0; b < b1; b++)
-        for (int64_t from = j0; from < j1; from += CHUNK) {
-            int64_t to = min64(j1, from + CHUNK), at = off + b;
-            const REAL *restrict r = (REAL *)l->gates + at * 3 * h, *restrict z = r + h, *restrict c = z + h;
-            const REAL *restrict old = NAME(old_h)(l, t, b);
-            const REAL *restrict ku = NAME(drops)(l, &keep) - from;
-            const REAL *restrict v = l->norm ? (REAL *)l->gh + at * 3 * h + 2 * h : (REAL *)l->gh + at * h;
-            const REAL *restrict scale = (const REAL *)l->norm_h + 2 * h, *restrict bias = (const REAL *)l->b_h + 2 * h;
-            REAL *restrict dr = (REAL *)l->dgx + at * 3 * h, *restrict dz = dr + h, *restrict dn = dz + h;
-            REAL *restrict er = (REAL *)l->dsh + at * 3 * h, *restrict ez = er + h, *restrict en = ez + h;
-            REAL *restrict dh = (REAL *)l->dh + b * h;
-            for (int64_t j = from; j < to; j++)
-                product[j - from] = l->norm ? v[j] * scale[j] + (l->b_h ? bias[j] : 0) : v[j];
-            NAME(keeps)(l, &keep, t, b, from, to, 1, 1);
-            NAME(carry_back)(l, &keep, d - from, t, b, from, to);
-#pragma omp simd
-            for (int64_t j = from; j < to; j++) {
-                REAL one = d[j - from], du = one * (1 - ku[j]);
-                REAL back = du * (1 - z[j]) * (1 - c[j] * c[j]);
-                er[j] = dr[j] = back * product[j - from] * r[j] * (1 - r[j]);
-                ez[j] = dz[j] = (one * old[j] - du * c[j]) * z[j] * (1 - z[j]);
-                dn[j] = back;
-                en[j] = back * r[j];
-                dh[j] += one * z[j];
+        for (int64_t b = b0; b < b1; b++)
+            for (int64_t from = j0; from < j1; from += CHUNK) {
+                int64_t to = min64(j1, from + CHUNK), at = (off + b) * h;
+                NAME(keeps)(l, &keep, t, b, from, to, 1, !project);
+                NAME(point)(l, w, &keep, &s, t, b, from);
+                NAME(point_back)(l, w, &s, t, b, from, slot);
+                if (l->norm && cell->apart) NAME(slot_again)(l, slot, t, b, from, to);
+                if (l->dcells && !second) {
+                    const REAL *restrict more = (const REAL *)l->dcells + at;
+                    for (int64_t j = from; j < to; j++) s.dstate[1][j] += more[j];
+                }
+                s.raw = raw - from, s.shown = shown - from, s.draw = w->raw + b * h, s.dshown = (REAL *)l->dnc + at;
+                if (split) { /* what the cell showed, once more */
+                    cell->norm_raw(&s, from, to);
+                    NAME(normalise_c)(l, &own, raw - from, (REAL *)l->chat + at, shown - from, t, b, from, to);
+                }
+                if (l->u && !second) {
+                    s.new[0] = (REAL *)l->u + at, s.new[1] = unused - from;
+                    (split ? cell->norm_shows : cell->again)(&s, from, to);
+                }
+                (split ? second ? cell->norm_back_gates : cell->norm_back_shows : backward)(&s, from, to);
             }
-        }
-    if (l->norm) NAME(normalise_both_back)(l, t, 3 * h, b0, b1);
-}
-
-static void NAME(rnn_backward)(const Loop *l, int64_t t) {
-    int64_t h = l->hidden, off = l->offsets[t], n = l->counts[t], b0, b1, j0, j1;
-    int relu = l->cell == RNN_RELU;
-    KEEP keep;
-    NAME(region)(l, n, h, &b0, &b1, &j0, &j1);
-    for (int64_t b = b0; b < b1; b++)
-        for (int64_t from = j0; from < j1; from += CHUNK) {
-            int64_t to = min64(j1, from + CHUNK);
-            const REAL *restrict v = (REAL *)l->gates + (off + b) * h;
-            REAL *restrict d = (REAL *)l->dgx + (off + b) * h;
-            NAME(keeps)(l, &keep, t, b, from, to, 0, 1);
-            NAME(carry_back)(l, &keep, d, t, b, from, to);
-#pragma omp simd
-            for (int64_t j = from; j < to; j++) d[j] *= relu ? (v[j] > 0 ? (REAL)1 : (REAL)0) : 1 - v[j] * v[j];
-        }
-    if (l->norm) NAME(normalise_both_back)(l, t, h, b0, b1);
+    }
+    if (l->norm) NAME(normalise_both_back)(l, t, cell->gates * h, b0, b1);
 }
 
 /* What goes back to the state after a reset, and no further. */
@@ -968,7 +833,7 @@ static void NAME(cut_back)(const Loop *l, int64_t t) {
         REAL *dh = (REAL *)l->dh + b * p, *dc = (REAL *)l->dc + b * h;
         REAL *back_h = (REAL *)l->dreset_h + b * p, *back_c = (REAL *)l->dreset_c + b * h;
         for (int64_t j = 0; j < p; j++) back_h[j] += dh[j], dh[j] = 0;
-        for (int64_t j = 0; l->cell == LSTM && j < h; j++) back_c[j] += dc[j], dc[j] = 0;
+        for (int64_t j = 0; NAME(cell_of)(l)->states > 1 && j < h; j++) back_c[j] += dc[j], dc[j] = 0;
     }
     barrier();
 }
@@ -985,8 +850,7 @@ static void NAME(add_centred)(REAL *restrict out, const REAL *restrict v, int64_
 }
 
 static void NAME(run_backward)(const Loop *l, WORK *w) {
-    static const int64_t gates_of[] = {4, 3, 1, 1};
-    int64_t h = l->hidden, p = l->outputs, g = gates_of[l->cell] * h, from, to;
+    int64_t h = l->hidden, p = l->outputs, g = NAME(width)(l), from, to;
     share(l->batch, 1, &from, &to);
     memset(w->gate + from * h, 0, sizeof(REAL) * (to - from) * h);
     NAME(pack)(w->w_hh, l->w_hh, g, p, p, 1);
@@ -995,12 +859,7 @@ static void NAME(run_backward)(const Loop *l, WORK *w) {
     for (int64_t t = l->steps - 1; t >= 0; t--) {
         int64_t n = l->counts[t];
         if (n == 0) continue;
-        if (l->cell == LSTM)
-            NAME(lstm_backward)(l, w, t);
-        else if (l->cell == GRU)
-            NAME(gru_backward)(l, t);
-        else
-            NAME(rnn_backward)(l, t);
+        NAME(step_backward)(l, w, t);
         barrier();
         const REAL *left = (const REAL *)l->dgh + l->offsets[t] * g;
         /* What goes back to the initial h adds up to zero behind a batch norm: its mean is rounding (Loop.balanced). */
@@ -1035,3 +894,6 @@ void NAME(zoneout_backward)(const Loop *l) { TEAM(NAME(run_backward)) }
 #undef KEEP
 #undef NOTHING
 #undef WORK
+#undef STEP
+#undef CELL
+#undef FUNCTION

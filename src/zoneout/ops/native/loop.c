@@ -169,6 +169,10 @@ INLINE int same_words(const Stream *a, const Stream *b) {
 #define SIGMOID sigmoid_float
 #define TANH tanh_float
 #define SQRT sqrtf
+#define EXP exp_float
+#define LOG log_float
+#define SOFTPLUS softplus_float
+#define ABS fabsf
 #include "body.h"
 #undef REAL
 #undef LOW
@@ -177,6 +181,10 @@ INLINE int same_words(const Stream *a, const Stream *b) {
 #undef SIGMOID
 #undef TANH
 #undef SQRT
+#undef EXP
+#undef LOG
+#undef SOFTPLUS
+#undef ABS
 
 #define REAL double
 #define LOW NUMBERED(LOW_, DOUBLES)
@@ -185,6 +193,10 @@ INLINE int same_words(const Stream *a, const Stream *b) {
 #define SIGMOID sigmoid_double
 #define TANH tanh
 #define SQRT sqrt
+#define EXP exp
+#define LOG log
+#define SOFTPLUS softplus_double
+#define ABS fabs
 #include "body.h"
 
 #pragma GCC visibility pop

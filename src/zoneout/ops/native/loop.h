@@ -7,7 +7,6 @@
 #define ZONEOUT_LOOP_H
 #include <stdint.h>
 
-enum { LSTM, GRU, RNN_TANH, RNN_RELU };
 enum { NORM_NONE, NORM_UNITS, NORM_EXAMPLES };
 enum { OFF, DRAWN, EXPECTED };
 
@@ -24,7 +23,8 @@ typedef struct { /* one stream of noise */
 } Stream;
 
 typedef struct {
-    int64_t cell, steps, batch, hidden, outputs, threads;
+    int64_t cell; /* its place in `cells` of cells.h */
+    int64_t steps, batch, hidden, outputs, threads;
     int64_t first_step, reverse; /* reversed: position = lengths[row] - 1 - t */
     const int64_t *counts, *offsets; /* [T] */
     const int64_t *lengths;          /* [B] */
