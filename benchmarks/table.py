@@ -123,8 +123,8 @@ def gpu_table(results: Rows) -> str:
         lines += [
             "",
             f"On a grid of {len(ratios['graph'])} points (H 64 to 2048, B 1 to 256, T 100, bf16 and TF32), our LSTM is "
-            f"no slower than cuDNN's at {within['graph']} points in a graph and at {within['eager']} in eager mode. That "
-            f"allows 5 % for noise; without it the counts are {faster['graph']} and {faster['eager']}.",
+            f"no slower than cuDNN's at {within['graph']} points in a graph and at {within['eager']} in eager mode. "
+            f"That allows 5 % for noise; without it the counts are {faster['graph']} and {faster['eager']}.",
         ]
     return "\n".join(lines)
 

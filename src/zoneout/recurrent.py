@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import ops
+from .cells import CELLS
 from .draws import Draw, stream_units, widest
 from .noise import KINDS, Noise, Rate, Rule, as_noises, check_fits, check_rate, is_zero, plane, rate_of_layer
 from .norm import STATISTICS, LayerNorm, Moments, RecurrentBatchNorm, StepNorm, as_norm, record, rows
@@ -19,7 +20,7 @@ from .ops.modes import functionalizing, plain_eager
 from .ops.weight_noise import add_noise
 from .philox import as_seed
 
-GATES = {"lstm": 4, "gru": 3, "rnn": 1}
+GATES = {kind: CELLS[cell].gates for kind, cell in (("lstm", "lstm"), ("gru", "gru"), ("rnn", "rnn_tanh"))}
 WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")  # order of `ops.Weights`
 NORMS = ("norm_ih", "norm_hh", "norm_cell", "norm_cell_shift")  # three scales and one shift
 

@@ -1,0 +1,112 @@
+"""Compare the speed of two checkouts on the CPU: their layers run in turn, in one process each.
+
+    git worktree add ../old COMMIT
+    python benchmarks/compare.py ../old . --threads 1 LSTM:pMNIST:train GRU:small:eval LSTM:small:train:layer-norm
+
+A case is LAYER:SHAPE:MODE[:NOISE]. Without cases all layers and shapes are compared, in training and evaluation. The
+ratio is the median of new / old over pairs that follow each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SHAPES = {"char-PTB": (100, 32, 50, 1000), "pMNIST": (784, 100, 1, 100)}  # T, B, input, H
+SHAPES |= {"medium": (100, 32, 256, 256), "small": (100, 32, 64, 128)}
+REPEATS = {"char-PTB": 1, "pMNIST": 2, "medium": 4, "small": 12}  # calls per measurement
+LAYERS, MODES = ("LSTM", "GRU", "RNN"), ("train", "eval")
+NOISES = ("zoneout", "none", "dropout", "layer-norm", "batch-norm")
+
+
+def make(case: str) -> Callable[[], Any]:
+    """Return a function that runs the case once."""
+    import torch
+
+    import zoneout as zo
+
+    layer, shape, mode, noise = (*case.split(":"), "zoneout")[:4]
+    steps, batch, inputs, hidden = SHAPES[shape]
+    rates = {"hidden": 0.05, "cell": 0.5} if layer == "LSTM" else {"hidden": 0.05}
+    options: dict[str, Any] = {"noise": None if noise == "none" else zo.Zoneout(**rates)}
+    if noise == "dropout":
+        options["noise"] = zo.StateDropout(hidden=0.1) if layer == "RNN" else zo.RecurrentDropout(rate=0.25)
+    if noise.endswith("norm"):
+        options["norm"] = "layer" if noise == "layer-norm" else zo.RecurrentBatchNorm(steps=steps)
+    torch.manual_seed(0)
+    module = getattr(zo, layer)(inputs, hidden, **options).train(mode == "train")
+    x = torch.randn(steps, batch, inputs, requires_grad=mode == "train")
+
+    def run() -> None:
+        with torch.set_grad_enabled(mode == "train"):
+            y, _ = module(x, seed=3)
+        if mode == "train":
+            y.sum().backward()
+
+    run()
+    return run
+
+
+def serve() -> None:
+    """Time the cases that are named on standard input, one at a time."""
+    cases: dict[str, Callable[[], Any]] = {}
+    for line in sys.stdin:
+        case = line.strip()
+        if case not in cases:
+            cases[case] = make(case)
+        run = cases[case]
+        repeats = REPEATS[case.split(":")[1]]
+        began = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        print((time.perf_counter() - began) / repeats, flush=True)
+
+
+class Checkout:
+    """A process that has imported one checkout's package."""
+
+    def __init__(self, folder: Path, threads: int) -> None:
+        environment = os.environ | {"PYTHONPATH": str(folder.resolve() / "src"), "OMP_NUM_THREADS": str(threads)}
+        command = [sys.executable, str(Path(__file__).resolve()), "--serve"]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def seconds(self, case: str) -> float:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(f"{case}\n")
+        self.process.stdin.flush()
+        return float(self.process.stdout.readline())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old", type=Path)
+    parser.add_argument("new", type=Path)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"noises: {', '.join(NOISES)}")
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_intermixed_args()
+    checkouts = [Checkout(folder, options.threads) for folder in (options.old, options.new)]
+    everything = [f"{layer}:{shape}:{mode}" for layer in LAYERS for shape in SHAPES for mode in MODES]
+    print("case                             old ms    new ms   new / old")
+    for case in options.cases or everything:
+        pairs: list[tuple[float, float]] = []
+        for number in range(options.pairs + 1):
+            order = checkouts if number % 2 else checkouts[::-1]
+            times = {id(checkout): checkout.seconds(case) for checkout in order}
+            pairs.append((times[id(checkouts[0])], times[id(checkouts[1])]))
+        old, new = (1e3 * statistics.median(column) for column in zip(*pairs[1:]))  # the first pair warms up
+        ratio = statistics.median(b / a for a, b in pairs[1:])
+        print(f"{case:30s} {old:9.2f} {new:9.2f} {ratio:11.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    serve() if "--serve" in sys.argv else main()
