@@ -225,6 +225,9 @@ def test_streams_that_are_closed(tmp_path) -> None:
     """`zoneout train … 2>&-`, as some services start it, ends without a word."""
     words = " ".join(["train", "--data", "my.txt", "--out", "run", "--updates", "10", *SMALL])
     assert subprocess.run(f"{sys.executable} -m zoneout {words} 2>&-", shell=True, env=environment()).returncode == OK
+    lost = f"{sys.executable} -m zoneout show {tmp_path / 'nothing'} 2>&-"
+    ended = subprocess.run(lost, shell=True, env=environment(), capture_output=True, text=True)
+    assert ended.returncode != OK and ended.stdout == "", "an error went to standard output"
     assert runs.read_summary("run")["update"] == 10
     command = f"{sys.executable} -m zoneout reproduce char_ptb_gru --minutes 0 >&-"
     assert subprocess.run(command, shell=True, env=environment()).returncode == INTERRUPTED

@@ -51,8 +51,9 @@ def show_json(value: Any) -> None:
 
 
 def say(text: object) -> None:
-    """Print a text to standard error."""
-    show(text, sys.stderr)
+    """Print a text to standard error; nothing if the process was started without one."""
+    if sys.stderr is not None:  # print(file=None) would use standard output
+        show(text, sys.stderr)
 
 
 class Unheard:
