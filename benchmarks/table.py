@@ -129,6 +129,7 @@ def gpu_table(results: Rows) -> str:
     return "\n".join(lines)
 
 
+UNITS = {"char-PTB": "1000", "word-PTB": "2 × 1500", "pMNIST": "100", "speech decoder": "1024"}
 HEADLINES = (  # the rows of the README: layer, shape, type on the GPU or "cpu"
     ("LSTM", "char-PTB", "bf16"),
     ("LSTM", "word-PTB", "bf16"),
@@ -140,30 +141,30 @@ HEADLINES = (  # the rows of the README: layer, shape, type on the GPU or "cpu"
 
 
 def headlines(results: Rows) -> list[tuple[str, str, dict[str, str], dict[str, str] | None]]:
-    """Return the README's rows: name of the backend they are compared with, sizes, measurement, eager measurement."""
+    """Return the README's rows: device, layer, measurement, eager measurement on a GPU."""
     found = {(r["group"], r["layer"], r["shape"], r["dtype"]): r for r in results}
     made = []
     for layer, shape, kind in HEADLINES:
         name = {"cpu": "CPU", "bf16": "H200, bf16", "tf32": "H200, TF32"}[kind]
-        sizes = (SHAPES if kind == "cpu" else GPU_SHAPES)[shape]
+        what = f"{layer} {shape}, {UNITS[shape]}"
         if kind == "cpu":
-            made.append((name, f"{layer} char-PTB {sizes}", found["train", layer, shape, "float32"], None))
+            made.append((name, what, found["train", layer, shape, "float32"], None))
         else:
-            measured = (found[f"gpu {mode}", layer, shape, kind] for mode in ("graph", "eager"))
-            made.append((name, f"{layer} {sizes}", *measured))
+            graph, eager = (found[f"gpu {mode}", layer, shape, kind] for mode in ("graph", "eager"))
+            made.append((name, what, graph, eager))
     return made
 
 
 def short_table(results: Rows) -> str:
     """Return the README's table: a training step in milliseconds, and the ratios."""
     lines = [
-        "| device | layer (T, B, input, H) | `torch.nn` ms | ours ms | ratio | eager |",
+        "| device | layer, units | `torch.nn` ms | ours ms | ratio | eager |",
         "|---|---|---|---|---|---|",
     ]
-    for name, sizes, graph, eager in headlines(results):
+    for name, layer, graph, eager in headlines(results):
         times = [f"{float(graph[key]):.3g}" for key in ("theirs", "ours")]
         ratios = (held(graph), "" if eager is None else held(eager))
-        lines.append("| " + " | ".join([name, sizes, *times, *ratios]) + " |")
+        lines.append("| " + " | ".join([name, layer, *times, *ratios]) + " |")
     return "\n".join(lines)
 
 
@@ -173,7 +174,7 @@ def chart(results: Rows) -> Any:
 
     entries = headlines(results)
     fig, (axes,) = plots.canvas(height=0.4 * len(entries) + 1.1, width=7.4)
-    labels = [f"{sizes.split(' (')[0]}, {name}" for name, sizes, _, _ in entries]
+    labels = [f"{layer.rpartition(',')[0]}, {name}" for name, layer, _, _ in entries]
     values = [float(row["ratio"]) for _, _, row, _ in entries]
     places = range(len(entries), 0, -1)
     axes.barh(places, values, color=plots.COLOURS[1], height=0.62)
@@ -187,7 +188,7 @@ def chart(results: Rows) -> Any:
     axes.annotate("1 is torch.nn without zoneout (cuDNN, oneDNN)", (1, len(entries) + 0.85), color=plots.SOFT, **of_one)
     axes.set_yticks(list(places), labels)
     axes.grid(visible=False)
-    axes.set(xlim=(0, 1.08), ylim=(0.5, len(entries) + 1.2), xlabel="time of a training step with zoneout")
+    axes.set(xlim=(0, 1.08), ylim=(0.5, len(entries) + 1.2), xlabel="training step with zoneout, relative to torch.nn")
     return fig
 
 

@@ -373,7 +373,7 @@ tasks: {", ".join(MEASURES)}""",
     )
     add = found.add_argument
     add("task", metavar="TASK", nargs="?", help="a task, or a recipe by its name")
-    add("rows", metavar="ROW", nargs="*", help="rows or recipes (default: the paper's tables); `all` for all of them")
+    add("rows", metavar="ROW", nargs="*", help="rows or recipes (default: the paper's tables); `all` adds figures")
     add("--seeds", metavar="N", type=int, default=1, help="number of seeds (1)")
     add("--first-seed", metavar="N", type=int, default=1, help="the first seed (1)")
     add("--out", metavar="DIR", type=Path, help="folder for the runs (runs/reproduce; with --set runs/trials)")
