@@ -18,13 +18,14 @@ from torch import Tensor
 from ..draws import Draw
 from ..norm import Moments, StepNorm
 from . import cpu, cuda
+from .backend import Backend
 from .cuda.rows import Padded
 from .interface import Run, Weights
 from .loop import GATES, Backward, Loop, by_gate, by_unit
 from .products import added_up, padded, parted, product, row_by_row, spare, times, times_and_sum
 from .rows import Packed, as_packed
 
-LOOPS: dict[str, Any] = {"cpu": cpu, "cuda": cuda}
+LOOPS: dict[str, Backend] = {"cpu": cpu, "cuda": cuda}
 
 # What has a derivative, in the order of the operator's arguments.
 DIFFERENTIABLE = (
@@ -146,7 +147,7 @@ class _Ready(NamedTuple):
     by_unit: bool
 
 
-def _ready(device: Any, r: Run, rows: Packed | Padded | None = None) -> _Ready:
+def _ready(device: Backend, r: Run, rows: Packed | Padded | None = None) -> _Ready:
     rows = rows or (device.ROWS(r.lengths, r.steps, r.batch, r.reverse) if r.counts is None else as_packed(r))
     norm = r.norm
     if norm is not None:
@@ -276,7 +277,7 @@ def _apart(r: Run) -> bool:
 # --- forwards --------------------------------------------------------------------------------------
 
 
-def _forward(device: Any, r: Run) -> Generator[Loop, None, Kept]:
+def _forward(device: Backend, r: Run) -> Generator[Loop, None, Kept]:
     narrow = r.h0.dtype
     ready = _ready(device, r)
     rows, w = ready.rows, ready.w
@@ -320,7 +321,7 @@ def _input_product(x: Tensor, w_ih: Tensor, out: Tensor) -> None:
 # --- backwards -------------------------------------------------------------------------------------
 
 
-def _backward(device: Any, of: Back) -> Generator[tuple[Loop, Backward], None, dict[str, Tensor]]:
+def _backward(device: Backend, of: Back) -> Generator[tuple[Loop, Backward], None, dict[str, Tensor]]:
     r, kept, (dy, dh, dc, dcells), needs = of.r, of.kept, of.d, dict(zip(DIFFERENTIABLE, of.needs))
     ready = _ready(device, r, kept.rows)
     rows, w, norm = ready.rows, ready.w, ready.norm
