@@ -209,7 +209,7 @@ def cell(
         bounded: True promises that |h| ≤ 1, which lets a GPU exchange h in half precision.
         checked: False leaves out the check of the trace and of the derivative.
 
-    >>> import torch, zoneout as zo
+    >>> import zoneout.definition as zo
     >>> @zo.cell(gates=2)
     ... def light_gru(x, r, h):
     ...     z, n = (a + b for a, b in zip(x, r))
