@@ -196,6 +196,9 @@ def test_the_derivative_of_any_cell_is_autograds(made, seed):
     """Some graph of allowed operations has a wrong gradient, or its text is not canonical."""
     assert Definition.from_text(made.text) == made
     check_derivative(made, seed)
+    leaves = generated.tensors(made, 3, np.random.default_rng(seed))
+    for ours, expected in zip(made.evaluate(leaves), evaluate(made.graph, made.outputs, leaves), strict=True):
+        assert torch.equal(ours, expected), "as one function, and node by node"
 
 
 def test_ties_are_torchs():

@@ -128,8 +128,8 @@ def step(
         "shown": lambda v, _: expose(v),
         "held": hold,
     }
-    gates = definition.gates
-    leaves = definition.leaves(x.chunk(gates, dim=-1), r.chunk(gates, dim=-1), *states)
+    x_gates, r_gates = ((v,) if definition.gates == 1 else v.chunk(definition.gates, dim=-1) for v in (x, r))
+    leaves = definition.leaves(x_gates, r_gates, *states)
     output, *others = definition.evaluate(leaves, marks)
     new = [drop(project(output), keep.zero_hidden), *others]
     keeps = (keep.hidden, keep.cell)

@@ -14,8 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from .checks import check_derivative, check_trace
-from .graph import Graph, Value, evaluate, from_text, to_text
+from .graph import Graph, Value, from_text, to_text
 from .step import RULES, Passes, backward_of, step_of
+from .torch_calls import compile_step
 from .trace import DefinitionError, Symbol, Tracer, candidate, held, shown, update
 
 __all__ = ["Definition", "DefinitionError", "candidate", "cell", "held", "shown", "update"]
@@ -59,7 +60,7 @@ class Definition:
 
     def _set_graph(self, graph: Graph, outputs: Sequence[int]) -> None:
         self.graph, self.outputs = graph, tuple(outputs)
-        self._order = graph.reached(outputs)
+        self._step = compile_step(graph, outputs)
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -135,7 +136,7 @@ class Definition:
         marks: Mapping[str, Callable[[Tensor, Value], Tensor]] | None = None,
     ) -> list[Tensor]:
         """Compute the candidates of all states from the graph; `marks` says what the marks do."""
-        return evaluate(self.graph, self.outputs, leaves, marks, self._order)
+        return self._step(leaves, marks or {})
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Definition) and self.text == other.text

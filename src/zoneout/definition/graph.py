@@ -92,16 +92,14 @@ def evaluate(
     outputs: Sequence[int],
     leaves: Mapping[tuple[str, Value], Tensor],
     marks: Mapping[str, Callable[[Tensor, Value], Tensor]] | None = None,
-    order: Sequence[int] | None = None,
 ) -> list[Tensor]:
     """Compute nodes with torch. `leaves` has a tensor for every leaf but the numbers, by kind and name.
 
-    `marks` says what a mark does with its value; a mark that is not named is the identity. `order` is what
-    `graph.reached(outputs)` returns, if it is known.
+    `marks` says what a mark does with its value; a mark that is not named is the identity.
     """
     values: dict[int, Tensor | float] = {}
     like = next(iter(leaves.values()))
-    for node in graph.reached(outputs) if order is None else order:
+    for node in graph.reached(outputs):
         op, args, value = graph.nodes[node]
         if op == "number":
             assert isinstance(value, float)
@@ -113,11 +111,11 @@ def evaluate(
             marked = marked if isinstance(marked, Tensor) else like.new_full((), marked).expand_as(like)
             values[node] = marked if marks is None or op not in marks else marks[op](marked, value)
         else:
-            values[node] = _apply(op, [values[arg] for arg in args], like)
+            values[node] = apply(op, [values[arg] for arg in args], like)
     return [v if isinstance(v := values[node], Tensor) else like.new_full((), v).expand_as(like) for node in outputs]
 
 
-def _apply(op: str, args: list[Tensor | float], like: Tensor) -> Tensor:
+def apply(op: str, args: list[Tensor | float], like: Tensor) -> Tensor:
     """Apply an operation. torch takes a number in any place of some operations, in no place of others."""
     first = args[0] if isinstance(args[0], Tensor) else like.new_full((), args[0])
     rest = [a if isinstance(a, Tensor) or op in _TAKE_NUMBERS else like.new_full((), a) for a in args[1:]]

@@ -56,9 +56,10 @@ def run(r: Run) -> Result:
         if cut is not None:
             states = [s if to is None else torch.where(cut, to, s) for s, to in zip(states, reset_to)]
         h = states[0]
-        gh = F.linear(h if scale_h is None else h * scale_h, w.w_hh)
-        gh = norm.h(t, gh)
-        gh = gh if w.b_hh is None else gh + w.b_hh
+        gh = F.linear(h if scale_h is None else h * scale_h, w.w_hh, w.b_hh if r.norm is None else None)
+        if r.norm is not None:
+            gh = norm.h(t, gh)
+            gh = gh if w.b_hh is None else gh + w.b_hh
         states, gate = cells.step(
             definition, g_t, gh, states, keep,
             held=cells.Held(gate, cut) if holds else None, expose=partial(norm.c, t), project=project,
@@ -171,8 +172,7 @@ class _Norm:
     def h(self, t: int, v: Tensor) -> Tensor:
         """h·Wh of one step, [B, ·]."""
         n = self.norm
-        if n is None:
-            return v
+        assert n is not None
         given = None if n.given is None else (n.given.mean_h[t], n.given.var_h[t])
         return self._step("h", v, t, given, n.scale_h)
 
