@@ -26,7 +26,7 @@ from zoneout.ops import cuda
 from zoneout.ops.cuda.dropout import dropout as fused_dropout
 from zoneout.ops.cuda.weight_noise import add_noise as fused_noise
 from zoneout.ops.dropout import dropout
-from zoneout.ops.weight_noise import weight_noise
+from zoneout.ops.weight_noise import add_noise, weight_noise
 
 KERNELS = {
     "small": (cuda.small, "plain"),
@@ -76,6 +76,7 @@ def test_equals_the_reference(kernel, name, call, noise, precision, monkeypatch)
         ("persistent", "zoneout-unit", "whole", {"bidirectional": True}),
         ("batch-norm", "zoneout-unit", "lengths", {}),
         ("batch-norm", "zoneout-unit", "resets", {}),
+        ("batch-norm", "held-gate", "whole", {}),
     ],
     ids=lambda value: "both directions" if value == {"bidirectional": True} else str(value or ""),
 )
@@ -87,6 +88,32 @@ def test_compiled_for_one_thing(kernel, noise, call, options, precision, monkeyp
     compare(
         "lstm", NOISES[noise], given, True, precision, sizes, device="cpu", cells=False, norm=NORMS[norm], **options
     )
+
+
+@pytest.mark.usefixtures("emulated", "poisoned")
+@pytest.mark.parametrize("precision", ["tf32"], indirect=True)
+@pytest.mark.parametrize(
+    ("path", "registers"), [(cuda.small, {"OWN": 225}), (cuda.persistent, {"ALL": 0, "SOME": 36, "MOST": 0})]
+)
+def test_weights_in_shared_memory(path, registers, precision, monkeypatch):  # noqa: F811
+    """Weights that do not fit in registers are read from another place of shared memory than they are written to."""
+    monkeypatch.setattr(cuda, "PATHS", (path,))
+    for name, value in registers.items():
+        monkeypatch.setattr(path, name, value)
+    plans, plan = [], path.plan.__wrapped__  # which remembers nothing
+    monkeypatch.setattr(path, "plan", lambda *given: plans.append(plan(*given)) or plans[-1])
+    compare("lstm", NOISES["zoneout-unit"], {}, True, precision, device="cpu", cells=False)
+    assert any(made.k_steps > getattr(made, "layout", made).resident for made in plans)
+
+
+@pytest.mark.usefixtures("emulated", "poisoned")
+@pytest.mark.parametrize("precision", ["tf32"], indirect=True)
+@pytest.mark.parametrize("kernel", ["small", "steps"])
+def test_batch_norm_at_evaluation(kernel, precision, monkeypatch):  # noqa: F811
+    """With the moments of training a unit has another one's, or rates are taken for chances to draw."""
+    monkeypatch.setattr(cuda, "PATHS", (KERNELS[kernel][0],))
+    noise, norm = NOISES["zoneout-unit"], NORMS["batch-norm"]
+    compare("lstm", noise, {}, False, precision, device="cpu", cells=False, norm=norm)
 
 
 @pytest.mark.usefixtures("emulated")
@@ -255,6 +282,11 @@ def test_what_comes_before_the_loop(dtype):
         assert (edge[0, 0] == 0).tolist() == kept
         assert not fused_dropout(ones, Draw(rule, torch.ones_like(high), seed, 1), torch.arange(20), 0).any()
     torch.testing.assert_close(fused_noise(w, rate, seed, 0, 4), weight_noise(w, 0.4, seed, 4))
+    draw = Draw(Rule("weight_noise", "sum", "sequence", "expectation"), rate, seed, 4)
+    for matrix in (15707670, 15873843):  # whose first words are 39 and 2³² - 24: the ends of the distribution
+        zero = torch.zeros(1, dtype=dtype)
+        got, want = fused_noise(zero, rate, seed, matrix, 4), add_noise(zero, draw, matrix)
+        torch.testing.assert_close(got, want, rtol=1e-5 if dtype == torch.float32 else 0.01, atol=0)
 
 
 @pytest.mark.usefixtures("emulated")
