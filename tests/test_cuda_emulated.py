@@ -123,6 +123,8 @@ def test_directions_go_side_by_side(kernel, precision, monkeypatch):  # noqa: F8
     """Both directions wait for each other on the chip, or what only one of them gives is lost on the way back."""
     path, norm = KERNELS[kernel]
     monkeypatch.setattr(cuda, "PATHS", (path, cuda.small))  # which has batch norm at evaluation
+    if path is cuda.persistent:  # which is asked second whether there is room
+        monkeypatch.setattr(cuda.small, "fits", lambda r, loops: False)
     layer = zo.LSTM(3, 9, num_layers=2, bidirectional=True, noise=zo.Zoneout(cell=0.5, hidden=0.05), norm=NORMS[norm])
     x = torch.randn(5, 20, 3, requires_grad=True)
     wanted = [x, *layer.parameters()]
@@ -249,6 +251,13 @@ def test_steps(options, precision, monkeypatch):  # noqa: F811
     monkeypatch.setattr(cuda, "PATHS", (cuda.steps,))
     for noise, call in (("held-gate", "whole"), ("state-dropout", "all")):
         compare("lstm", NOISES[noise], CALLS[call], True, precision, device="cpu", **options)
+
+
+def test_all_shared_memory_may_be_used():
+    """Batch norm's cluster is given up where it just fits, or launched where a byte is missing."""
+    how = ("lstm", 2, 100, 20, True, False)
+    made = cuda.batch.plan(*how, 2**20)
+    assert cuda.batch.plan(*how, made.shared) == made and cuda.batch.plan(*how, made.shared - 1) is None
 
 
 @pytest.mark.usefixtures("emulated", "poisoned")
