@@ -125,7 +125,7 @@ class Kernel:
         """Run to the end."""
         launched.append(stream)
         grid, block = (value if isinstance(value, tuple) else (value, 1) for value in (blocks, threads))
-        assert min(*grid, *block) > 0, "a grid of nothing is an error"
+        assert min(*grid, *block) > 0 and max(grid) < 2**31, "a grid of nothing, or of too much, is an error"
         together = grid[0] * grid[1] if cooperative else self.cluster
         wrong = self.function(*grid, *block, shared, together, self.cluster, arguments)
         assert not wrong, MISTAKES[wrong - 1]

@@ -23,6 +23,7 @@ import zoneout as zo
 from zoneout.draws import Draw
 from zoneout.noise import Rule
 from zoneout.ops import cuda
+from zoneout.ops.cuda.compiler import Chip
 from zoneout.ops.cuda.dropout import dropout as fused_dropout
 from zoneout.ops.cuda.weight_noise import add_noise as fused_noise
 from zoneout.ops.dropout import dropout
@@ -245,12 +246,37 @@ def test_directions_and_layers(path, precision, monkeypatch):  # noqa: F811
 
 @pytest.mark.usefixtures("emulated", "poisoned")
 @pytest.mark.parametrize("precision", ["exact", "bf16"], indirect=True)
-@pytest.mark.parametrize("options", [{}, {"proj_size": 11}], ids=["plain", "projection"])
+@pytest.mark.parametrize("options", [{}, {"proj_size": 9}], ids=["plain", "projection"])
 def test_steps(options, precision, monkeypatch):  # noqa: F811
     """A projection, or float32 without TF32, which goes step by step alone."""
     monkeypatch.setattr(cuda, "PATHS", (cuda.steps,))
     for noise, call in (("held-gate", "whole"), ("state-dropout", "all")):
-        compare("lstm", NOISES[noise], CALLS[call], True, precision, device="cpu", **options)
+        sizes = (7, 5, 3, 40 if options else 37)  # h of a projection cannot be read in fours, c can
+        compare("lstm", NOISES[noise], CALLS[call], True, precision, sizes, device="cpu", **options)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_a_carried_h_is_not_rounded(monkeypatch):
+    """In half types h stays where it is: what a step adds to it is less than its last bit."""
+    monkeypatch.setattr(cuda, "PATHS", (cuda.steps,))
+    layer = zo.GRU(1, 4, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.zero_()
+        layer.bias_ih_l0[4:8], layer.bias_ih_l0[8:] = 6, 2
+    _, h = layer(torch.zeros(50, 1, 1, dtype=torch.bfloat16), torch.full((1, 1, 4), 0.5, dtype=torch.bfloat16))
+    z, n = torch.sigmoid(torch.tensor(6.0)), torch.tanh(torch.tensor(2.0))
+    torch.testing.assert_close(h.float(), (n + (0.5 - n) * z**50).expand(1, 1, 4), rtol=0.01, atol=0)
+
+
+@pytest.mark.usefixtures("emulated", "poisoned")
+@pytest.mark.parametrize("precision", ["tf32"], indirect=True)
+@pytest.mark.parametrize("path", [cuda.small, cuda.persistent], ids=["small", "persistent"])
+def test_older_gpus_take_all_steps_at_once(path, precision, monkeypatch):  # noqa: F811
+    """A GPU of compute capability 8 gets none of the kernels that it can run."""
+    monkeypatch.setattr(cuda, "PATHS", (path,))
+    monkeypatch.setattr(path, "chip", lambda device: Chip(132, 232448, 8))
+    compare("lstm", NOISES["zoneout-unit"], {}, True, precision, device="cpu", cells=False)
 
 
 def test_all_shared_memory_may_be_used():
