@@ -118,12 +118,13 @@ static void begin() {
 }
 static char *shared() { return self->home->shared.data(); }
 static bool misaligned; /* whether something was read or written where a GPU would not */
+static bool outside;    /* whether an index was past the end of its array */
 
 template <class Body>
 static int run(int across, int down, int x, int y, int size, int together, int side, Body one) {
     body = [](void *of) { (*(Body *)of)(); };
     body_of = &one;
-    gridDim = {across, down, 1}, blockDim = {x, y, 1}, misaligned = false;
+    gridDim = {across, down, 1}, blockDim = {x, y, 1}, misaligned = outside = false;
     const int threads = x * y, warps = (threads + 31) / 32;
     std::unique_ptr<char[]> stacks(new char[(size_t)STACK * together * threads]); /* not touched before it is needed */
     for (int first = 0; first < across * down; first += together) {
@@ -169,7 +170,7 @@ static int run(int across, int down, int x, int y, int size, int together, int s
             if (idle == 100 || turns == PATIENCE) return 1;
         }
     }
-    return misaligned ? 2 : 0;
+    return misaligned ? 2 : outside ? 3 : 0;
 }
 
 /* --- a warp --------------------------------------------------------------------------------------- */
@@ -381,6 +382,8 @@ static void wgmma_wait_group_sync_aligned(int) {}
 
 /* What the compiler calls (-fsanitize=alignment) where an address does not fit what is read or written there. */
 extern "C" void __ubsan_handle_type_mismatch_v1(void *, void *) { emulated::misaligned = true; }
+/* The same (-fsanitize=bounds) where an index is past the end of an array. */
+extern "C" void __ubsan_handle_out_of_bounds(void *, void *) { emulated::outside = true; }
 
 static inline size_t __cvta_generic_to_shared(const void *at) { return (const char *)at - emulated::shared(); }
 static inline float __uint_as_float(uint32_t v) { return emulated::from_word<float>(v); }

@@ -33,7 +33,7 @@ from zoneout.ops.cuda import compiler
 
 HEADER = Path(__file__).with_name("emulator.h")
 # Without the checks of jumps, which take one to another stack for a mistake.
-OPTIONS = ["-std=c++17", "-O1", "-w", "-fPIC", "-fsanitize=alignment", "-U_FORTIFY_SOURCE"]
+OPTIONS = ["-std=c++17", "-O1", "-w", "-fPIC", "-fsanitize=alignment,bounds", "-U_FORTIFY_SOURCE"]
 
 
 def translated(text: str) -> str:
@@ -97,6 +97,7 @@ def _with_entry(found: re.Match[str], body: str) -> str:
     )
 
 
+MISTAKES = ("threads wait for each other for ever", "an address is not aligned", "an index is past its array")
 launched: list[Any] = []  # the stream of each launch since `emulated` began, None: the current one
 
 
@@ -124,10 +125,10 @@ class Kernel:
         """Run to the end."""
         launched.append(stream)
         grid, block = (value if isinstance(value, tuple) else (value, 1) for value in (blocks, threads))
-        assert min(*grid, *block) > 0, "a grid of nothing is an error"
+        assert min(*grid, *block) > 0 and max(grid) < 2**31, "a grid of nothing, or of too much, is an error"
         together = grid[0] * grid[1] if cooperative else self.cluster
         wrong = self.function(*grid, *block, shared, together, self.cluster, arguments)
-        assert not wrong, ("threads wait for each other for ever", "an address is not aligned")[wrong - 1]
+        assert not wrong, MISTAKES[wrong - 1]
 
 
 @cache

@@ -4,6 +4,7 @@ The CPU's loop is run both ways, compiled and in torch calls. Memory that is han
 """
 
 import copy
+import math
 import os
 import subprocess
 import sys
@@ -458,6 +459,18 @@ def test_saturated_gates_are_exact(name):
     y, _ = layer(torch.zeros(3, 2, 1))
     layer.backend = "reference"
     assert torch.equal(y, layer(torch.zeros(3, 2, 1))[0])
+
+
+@pytest.mark.parametrize(("rate", "x", "h", "want"), [(1 / 65536, 0, math.inf, 0), (1, math.inf, 3, 3)])
+def test_what_is_not_chosen_is_not_seen(rate, x, h, want):
+    """An infinite value that zoneout does not choose turns the other one into NaN."""
+    if native.load() is None:
+        pytest.skip("torch calls multiply where the compiled loop chooses")
+    layer = zo.RNN(1, 1, nonlinearity="relu", bias=False, noise=zo.Zoneout(hidden=rate), backend="cpu")
+    with torch.no_grad():
+        layer.weight_ih_l0.fill_(1), layer.weight_hh_l0.fill_(-1)
+    y, _ = layer(torch.full((2, 1, 1), float(x)), torch.full((1, 1, 1), float(h)), seed=1)
+    assert y.flatten().tolist() == [want, want]
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -23,10 +23,11 @@ import zoneout as zo
 from zoneout.draws import Draw
 from zoneout.noise import Rule
 from zoneout.ops import cuda
+from zoneout.ops.cuda.compiler import Chip
 from zoneout.ops.cuda.dropout import dropout as fused_dropout
 from zoneout.ops.cuda.weight_noise import add_noise as fused_noise
 from zoneout.ops.dropout import dropout
-from zoneout.ops.weight_noise import weight_noise
+from zoneout.ops.weight_noise import add_noise, weight_noise
 
 KERNELS = {
     "small": (cuda.small, "plain"),
@@ -76,6 +77,7 @@ def test_equals_the_reference(kernel, name, call, noise, precision, monkeypatch)
         ("persistent", "zoneout-unit", "whole", {"bidirectional": True}),
         ("batch-norm", "zoneout-unit", "lengths", {}),
         ("batch-norm", "zoneout-unit", "resets", {}),
+        ("batch-norm", "held-gate", "whole", {}),
     ],
     ids=lambda value: "both directions" if value == {"bidirectional": True} else str(value or ""),
 )
@@ -89,6 +91,32 @@ def test_compiled_for_one_thing(kernel, noise, call, options, precision, monkeyp
     )
 
 
+@pytest.mark.usefixtures("emulated", "poisoned")
+@pytest.mark.parametrize("precision", ["tf32"], indirect=True)
+@pytest.mark.parametrize(
+    ("path", "registers"), [(cuda.small, {"OWN": 225}), (cuda.persistent, {"ALL": 0, "SOME": 36, "MOST": 0})]
+)
+def test_weights_in_shared_memory(path, registers, precision, monkeypatch):  # noqa: F811
+    """Weights that do not fit in registers are read from another place of shared memory than they are written to."""
+    monkeypatch.setattr(cuda, "PATHS", (path,))
+    for name, value in registers.items():
+        monkeypatch.setattr(path, name, value)
+    plans, plan = [], path.plan.__wrapped__  # which remembers nothing
+    monkeypatch.setattr(path, "plan", lambda *given: plans.append(plan(*given)) or plans[-1])
+    compare("lstm", NOISES["zoneout-unit"], {}, True, precision, device="cpu", cells=False)
+    assert any(made.k_steps > getattr(made, "layout", made).resident for made in plans)
+
+
+@pytest.mark.usefixtures("emulated", "poisoned")
+@pytest.mark.parametrize("precision", ["tf32"], indirect=True)
+@pytest.mark.parametrize("kernel", ["small", "steps"])
+def test_batch_norm_at_evaluation(kernel, precision, monkeypatch):  # noqa: F811
+    """With the moments of training a unit has another one's, or rates are taken for chances to draw."""
+    monkeypatch.setattr(cuda, "PATHS", (KERNELS[kernel][0],))
+    noise, norm = NOISES["zoneout-unit"], NORMS["batch-norm"]
+    compare("lstm", noise, {}, False, precision, device="cpu", cells=False, norm=norm)
+
+
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("precision", ["tf32"], indirect=True)
 @pytest.mark.parametrize("kernel", ["small", "small-layer-norm", "batch-norm", "persistent"])
@@ -96,6 +124,8 @@ def test_directions_go_side_by_side(kernel, precision, monkeypatch):  # noqa: F8
     """Both directions wait for each other on the chip, or what only one of them gives is lost on the way back."""
     path, norm = KERNELS[kernel]
     monkeypatch.setattr(cuda, "PATHS", (path, cuda.small))  # which has batch norm at evaluation
+    if path is cuda.persistent:  # which is asked second whether there is room
+        monkeypatch.setattr(cuda.small, "fits", lambda r, loops: False)
     layer = zo.LSTM(3, 9, num_layers=2, bidirectional=True, noise=zo.Zoneout(cell=0.5, hidden=0.05), norm=NORMS[norm])
     x = torch.randn(5, 20, 3, requires_grad=True)
     wanted = [x, *layer.parameters()]
@@ -216,12 +246,44 @@ def test_directions_and_layers(path, precision, monkeypatch):  # noqa: F811
 
 @pytest.mark.usefixtures("emulated", "poisoned")
 @pytest.mark.parametrize("precision", ["exact", "bf16"], indirect=True)
-@pytest.mark.parametrize("options", [{}, {"proj_size": 11}], ids=["plain", "projection"])
+@pytest.mark.parametrize("options", [{}, {"proj_size": 9}], ids=["plain", "projection"])
 def test_steps(options, precision, monkeypatch):  # noqa: F811
     """A projection, or float32 without TF32, which goes step by step alone."""
     monkeypatch.setattr(cuda, "PATHS", (cuda.steps,))
     for noise, call in (("held-gate", "whole"), ("state-dropout", "all")):
-        compare("lstm", NOISES[noise], CALLS[call], True, precision, device="cpu", **options)
+        sizes = (7, 5, 3, 40 if options else 37)  # h of a projection cannot be read in fours, c can
+        compare("lstm", NOISES[noise], CALLS[call], True, precision, sizes, device="cpu", **options)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_a_carried_h_is_not_rounded(monkeypatch):
+    """In half types h stays where it is: what a step adds to it is less than its last bit."""
+    monkeypatch.setattr(cuda, "PATHS", (cuda.steps,))
+    layer = zo.GRU(1, 4, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.zero_()
+        layer.bias_ih_l0[4:8], layer.bias_ih_l0[8:] = 6, 2
+    _, h = layer(torch.zeros(50, 1, 1, dtype=torch.bfloat16), torch.full((1, 1, 4), 0.5, dtype=torch.bfloat16))
+    z, n = torch.sigmoid(torch.tensor(6.0)), torch.tanh(torch.tensor(2.0))
+    torch.testing.assert_close(h.float(), (n + (0.5 - n) * z**50).expand(1, 1, 4), rtol=0.01, atol=0)
+
+
+@pytest.mark.usefixtures("emulated", "poisoned")
+@pytest.mark.parametrize("precision", ["tf32"], indirect=True)
+@pytest.mark.parametrize("path", [cuda.small, cuda.persistent], ids=["small", "persistent"])
+def test_older_gpus_take_all_steps_at_once(path, precision, monkeypatch):  # noqa: F811
+    """A GPU of compute capability 8 gets none of the kernels that it can run."""
+    monkeypatch.setattr(cuda, "PATHS", (path,))
+    monkeypatch.setattr(path, "chip", lambda device: Chip(132, 232448, 8))
+    compare("lstm", NOISES["zoneout-unit"], {}, True, precision, device="cpu", cells=False)
+
+
+def test_all_shared_memory_may_be_used():
+    """Batch norm's cluster is given up where it just fits, or launched where a byte is missing."""
+    how = ("lstm", 2, 100, 20, True, False)
+    made = cuda.batch.plan(*how, 2**20)
+    assert cuda.batch.plan(*how, made.shared) == made and cuda.batch.plan(*how, made.shared - 1) is None
 
 
 @pytest.mark.usefixtures("emulated", "poisoned")
@@ -255,6 +317,11 @@ def test_what_comes_before_the_loop(dtype):
         assert (edge[0, 0] == 0).tolist() == kept
         assert not fused_dropout(ones, Draw(rule, torch.ones_like(high), seed, 1), torch.arange(20), 0).any()
     torch.testing.assert_close(fused_noise(w, rate, seed, 0, 4), weight_noise(w, 0.4, seed, 4))
+    draw = Draw(Rule("weight_noise", "sum", "sequence", "expectation"), rate, seed, 4)
+    for matrix in (15707670, 15873843):  # whose first words are 39 and 2³² - 24: the ends of the distribution
+        zero = torch.zeros(1, dtype=dtype)
+        got, want = fused_noise(zero, rate, seed, matrix, 4), add_noise(zero, draw, matrix)
+        torch.testing.assert_close(got, want, rtol=1e-5 if dtype == torch.float32 else 0.01, atol=0)
 
 
 @pytest.mark.usefixtures("emulated")

@@ -5,6 +5,8 @@ On a GPU where there is one, else on the CPU, thread by thread; against the refe
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from test_backends import NOISES
@@ -145,3 +147,9 @@ def test_the_same_bits_twice(ran):
     layer = zo.LSTM(3, 72, noise=zo.Zoneout(cell=0.5, hidden=0.05), dtype=torch.bfloat16, device=ON)
     x = torch.randn(5, 128, 3, dtype=torch.bfloat16, device=ON)
     assert torch.equal(layer(x, seed=1)[0], layer(x, seed=1)[0]) and len(ran) == 2
+
+
+def test_two_loops_side_by_side_are_left_to_others():
+    """The kernel takes the whole chip though another one is to run at the same time."""
+    loop = SimpleNamespace(reverse=False, resets=None, scale_h=None)
+    assert wide.ready(loop, None, 2) is None

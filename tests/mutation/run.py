@@ -15,6 +15,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import resource
 import selectors
 import shutil
@@ -270,7 +271,7 @@ def mapped(slots: list[Slot], deadline: float, only: str) -> list[dict[str, Any]
 
     def collect() -> Any:
         said = yield [], False, None, lambda test: 120
-        ids.extend(line["id"] for line in said if "id" in line and only in line["id"])
+        ids.extend(line["id"] for line in said if "id" in line and re.search(only, line["id"]))
 
     run_all(iter([collect()]), slots, deadline)
     of_file: dict[str, list[str]] = {}
@@ -399,7 +400,7 @@ def mutate(tests: list[dict[str, Any]], slots: list[Slot], deadline: float, opti
 
     def tasks() -> Iterator[Any]:
         while True:
-            all_ = [one for one in wanted(sample, results) if options.only in one.path]
+            all_ = [one for one in wanted(sample, results) if options.only in one.path and options.area in one.area]
             new = [one for n, one in enumerate(all_, 1) if n % shards == shard % shards and one.id not in started]
             if not new:
                 return
@@ -485,8 +486,9 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=120, help="seconds of tests for a mutant")
     parser.add_argument("--again", action="store_true", help="try those that survived or timed out once more")
     parser.add_argument("--only", default="", help="only files whose path has this in it")
+    parser.add_argument("--area", default="", help="only areas whose name has this in it, as in kernels")
     parser.add_argument("--shard", default="1/1", help="which part of the mutants, as in 2/3")
-    parser.add_argument("--tests", default="", help="only tests whose id has this in it")
+    parser.add_argument("--tests", default="", help="only tests whose id matches this regular expression")
     parser.add_argument("--control", action="store_true", help="run the tests that killed on the source as it is")
     parser.add_argument("--dry-run", action="store_true", help="print the sample, run nothing")
     parser.add_argument("--table", action="store_true", help="print the results so far, run nothing")

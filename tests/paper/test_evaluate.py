@@ -251,3 +251,10 @@ def test_products_on_the_cpu_are_evaluated_in_float32(precision: Any, monkeypatc
     with judged(build(config, 5), config, batch_statistics=False):
         pass
     assert asked == ["fp32"]
+
+
+def test_the_shortest_text_has_one_prediction() -> None:
+    """A text of two symbols is refused, or one of a single symbol is not."""
+    assert predictions(2, Protocol("whole")) == 1
+    with pytest.raises(ValueError, match="at least 2 symbols, got 1"):
+        predictions(1, Protocol("whole"))

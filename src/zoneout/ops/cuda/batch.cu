@@ -262,7 +262,7 @@ __device__ __forceinline__ void await_turn(int turn, u32 phase, const Mine &m) {
 /* All blocks of the cluster begin with counters that wait for the first two turns. */
 __device__ __forceinline__ void begin(const Mine &m) {
     if (threadIdx.x < 2 * WARPS)
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(of_shared(&here().there[0][threadIdx.x])), "r"(1) : "memory");
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(of_shared((u64 *)here().there + threadIdx.x)), "r"(1) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     __syncthreads();
     expect(0, m), expect(1, m);

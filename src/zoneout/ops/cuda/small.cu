@@ -458,7 +458,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop give
     EACH_GATE if (m.in) scale_h[q] = n.scale_h[q * HIDDEN + m.unit];
     if (LSTM && m.in) scale_c = n.scale_c[m.unit], shift_c = n.shift_c[m.unit];
 #endif
-    for (int i = threadIdx.x; i < 2 * R * PITCH; i += THREADS) entering[0][i] = 0;
+    for (int i = threadIdx.x; i < 2 * R * PITCH; i += THREADS) ((u32 *)entering)[i] = 0;
     __syncthreads();
 
     float h[NC], state[NC], o[NC];
@@ -640,7 +640,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
     if (LSTM && m.in) scale_c = n.scale_c[m.unit], shift_c = n.shift_c[m.unit];
     if (GRU && m.in && l.b_h) bias = widen(((const narrow *)l.b_h)[2 * HIDDEN + m.unit]);
 #endif
-    for (int i = threadIdx.x; i < 2 * R * PITCH; i += THREADS) entering[0][i] = 0;
+    for (int i = threadIdx.x; i < 2 * R * PITCH; i += THREADS) ((u32 *)entering)[i] = 0;
     __syncthreads();
 
     float dh[NC], dc[NC], back_h[NC], back_c[NC], owed[NC];
