@@ -29,7 +29,8 @@ def _same(value: Tensor, name: Value) -> Tensor:
 
 def compile_step(graph: Graph, outputs: Sequence[int]) -> Step:
     """Return a function (leaves, marks) -> values of the outputs."""
-    lines, texts = [f"{mark} = marks.get({mark!r}, same)" for mark in MARKS], {}
+    lines = [f"{mark} = marks.get({mark!r}, same)" for mark in MARKS]
+    texts: dict[int, str] = {}
     for node in graph.reached(outputs):
         op, args, value = graph.nodes[node]
         names = [texts[arg] for arg in args]
