@@ -34,7 +34,7 @@ PREFIX = """
 """
 DOUBLE = {"real": "double", "sigmoid": "sigmoid_double", "tanh": "tanh", "exp": "exp", "log": "log", "sqrt": "sqrt"}
 DOUBLE |= {"softplus": "softplus_double", "abs": "fabs"}
-FLOAT = {"real": "float", "sigmoid": "sigmoid_float", "tanh": "tanh_float", "exp": "exp_float", "log": "log_float"}
+FLOAT = {"real": "float", "sigmoid": "sigmoid_float", "tanh": "tanh_float", "exp": "exp_wide_float", "log": "log_float"}
 FLOAT |= {"sqrt": "sqrtf", "softplus": "softplus_float", "abs": "fabsf"}
 
 UNARY = ("neg", "sigmoid", "tanh", "relu", "exp", "softplus", "abs")

@@ -107,10 +107,10 @@ def step(
         The new states, and the gate that the next step may hold (None if nothing is held).
     """
     gate: Tensor | None = None
-    zeroes = (None, keep.zero_cell)  # h becomes zero after its projection
+    zeroes = dict(zip(definition.states[1:], (keep.zero_cell,)))  # h becomes zero after its projection
 
     def set_zero(v: Tensor, state: Value) -> Tensor:
-        return drop(v, zeroes[definition.states.index(str(state))])
+        return drop(v, zeroes.get(str(state)))
 
     def hold(own: Tensor, _: Value) -> Tensor:
         nonlocal gate
@@ -132,5 +132,5 @@ def step(
     leaves = definition.leaves(x_gates, r_gates, *states)
     output, *others = definition.evaluate(leaves, marks)
     new = [drop(project(output), keep.zero_hidden), *others]
-    keeps = (keep.hidden, keep.cell)
+    keeps = (keep.hidden, keep.cell, *[None] * len(others))
     return [zone(value, old, k) for value, old, k in zip(new, states, keeps)], gate

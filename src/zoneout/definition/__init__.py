@@ -7,6 +7,7 @@ trace is checked against the function, and its derivative against finite differe
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from .checks import check_derivative, check_trace
 from .graph import Graph, Value, from_text, to_text
+from .operations import COMPARISONS, MARKS, TRACED
 from .step import RULES, Passes, backward_of, step_of
 from .torch_calls import compile_step
 from .trace import DefinitionError, Symbol, Tracer, candidate, held, shown, update
@@ -27,7 +29,7 @@ RECURRENCES = {  # how h enters the gates, and whether the function takes r
     "diagonal": False,  # the function multiplies h with a parameter
     "none": False,  # the gates depend on x alone
 }
-MOST_GATES, MOST_STATES = 8, 4
+MOST_GATES, MOST_STATES, MOST_PARAMETERS = 8, 4, 8
 Group = str | tuple[str, ...]
 
 
@@ -175,7 +177,7 @@ class Definition:
             name=name,
         )
         _check_settings(found)
-        _check_leaves(found)
+        _check_graph(found)
         if found.text != text:
             raise ValueError(f"definition: expected the canonical text of a cell, got {text[:80]!r}")
         return found
@@ -229,8 +231,9 @@ def cell(
         )  # fmt: skip
         _check_settings(made)
         made.parameters = _parameters(made, function)
+        _check_parameters(made)
         made._set_graph(*_trace(made, function))
-        _check_leaves(made)
+        _check_graph(made)
         if checked:
             check_trace(made, function)
             check_derivative(made)
@@ -267,6 +270,17 @@ def _check_settings(d: Definition) -> None:
         fail("heads", "1 or more", d.heads)
     if d.heads > 1 and d.recurrence != "blocks":
         fail("heads", f"1 with recurrence={d.recurrence!r}", d.heads)
+    _check_parameters(d)
+
+
+def _check_parameters(d: Definition) -> None:
+    names = d.parameters
+    good = all(name.isidentifier() for name in names) and len({*names, *d.states}) == len(names) + len(d.states)
+    if len(names) > MOST_PARAMETERS or not good:
+        raise DefinitionError(
+            f"cell {d.name!r}: expected at most {MOST_PARAMETERS} parameters with names of their own, "
+            f"got {len(names)}: {', '.join(names)[:80]}"
+        )
 
 
 def _parameters(d: Definition, function: Callable[..., Any]) -> tuple[str, ...]:
@@ -290,6 +304,8 @@ def _listed(arguments: Any) -> str:
 
 
 def _trace(d: Definition, function: Callable[..., Any]) -> tuple[Graph, tuple[int, ...]]:
+    if not hasattr(function, "__code__"):
+        raise DefinitionError(f"cell {d.name!r}: expected a plain function, got {type(function).__name__}")
     tracer = Tracer(d.name, function.__code__)
     args: list[Any] = [tuple(tracer.leaf("x", str(q)) for q in range(d.gates))]
     if d.has_r:
@@ -316,17 +332,9 @@ def _trace(d: Definition, function: Callable[..., Any]) -> tuple[Graph, tuple[in
 
 
 def _outputs(d: Definition, tracer: Tracer, new: list[int]) -> tuple[int, ...]:
-    """Check the marks, and mark the candidates that feed no other state."""
+    """Mark the candidates that feed no other state; raise if one that does is not marked."""
     graph = tracer.graph
     of_state = dict(zip(d.states, new))
-    for mark in ("shown", "held"):
-        if sum(graph.nodes[node].op == mark for node in graph.reached(new)) > 1:
-            raise DefinitionError(f"cell {d.name!r}: zo.{mark} is used twice; expected it once at most")
-    for node in graph.reached(new):
-        op, _, value = graph.nodes[node]
-        if op == "candidate" and of_state.get(str(value)) != node:
-            known = f"returned as the new {value}" if value in of_state else f"one of {', '.join(d.states)}"
-            raise DefinitionError(f"cell {d.name!r}: zo.candidate({value!r}, …): expected it to be {known}")
     for state, node in of_state.items():
         others = [other for name, other in of_state.items() if name != state]
         if graph.nodes[node].op not in ("candidate", "state") and node in graph.reached(others):
@@ -340,14 +348,24 @@ def _outputs(d: Definition, tracer: Tracer, new: list[int]) -> tuple[int, ...]:
     )
 
 
-def _check_leaves(d: Definition) -> None:
-    """Check that the graph has the leaves and candidates that the settings name."""
+def _check_graph(d: Definition) -> None:
+    """Check that the graph is one that a function with these settings can have."""
     graph, known = d.graph, {"state": set(d.states), "parameter": set(d.parameters)}
     known["x"] = {str(q) for q in range(d.gates)}
     known["r"] = known["x"] if d.has_r else set()
-    for node in graph.reached(d.outputs):
-        op, _, value = graph.nodes[node]
-        if op in ("mask", "gradient", "mix", "less") or (op in known and value not in known[op]):
+    reached = graph.reached(d.outputs)
+    for mark in ("shown", "held"):
+        if sum(graph.nodes[node].op == mark for node in reached) > 1:
+            raise DefinitionError(f"cell {d.name!r}: zo.{mark} is used twice; expected it once at most")
+    of_state = dict(zip(d.states, d.outputs))
+    for node in reached:
+        op, args, value = graph.nodes[node]
+        if op == "candidate" and of_state.get(str(value)) != node:
+            place = f"returned as the new {value}" if value in of_state else f"one of {', '.join(d.states)}"
+            raise DefinitionError(f"cell {d.name!r}: zo.candidate({value!r}, …): expected it to be {place}")
+        compared = [graph.nodes[arg].op in COMPARISONS for arg in args]
+        allowed = op in MARKS or op in TRACED or (op == "number" and math.isfinite(float(str(value))))
+        if not (allowed or value in known.get(op, ())) or any(compared) != (op == "where") or any(compared[1:]):
             raise DefinitionError(f"cell {d.name!r}: {op} {value} is not part of a cell with these settings")
     marked = [graph.nodes[node] for node in d.outputs]
     if [(node.op, node.value) for node in marked] != [("candidate", state) for state in d.states]:

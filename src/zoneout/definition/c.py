@@ -6,7 +6,7 @@ one number type: REAL, STEP and the upper-case names are macros, NAME(x) adds th
 | function | reads | writes |
 |---|---|---|
 | forward | x, r, old states | what is stored, new states |
-| again | what is stored, old states | new states |
+| again | what is stored, old states | new states; only where these can be computed so |
 | backward | what is stored, old states, gradients of the new states | gradients of x, r, the old states, parameters |
 | gates | x, r, old states | what is stored, what the norm normalises |
 | raw | what is stored, old states | what the norm normalises |
@@ -14,7 +14,8 @@ one number type: REAL, STEP and the upper-case names are macros, NAME(x) adds th
 | back_shows | the same, and gradients of the new states | gradient of the norm's result |
 | back_gates | the same, and the gradient of what the norm normalises | as backward |
 
-`forward` and `backward` have two variants: zoneout alone, and all rules of noise. The others have all rules.
+`forward`, `again` and `backward` have two variants: zoneout alone, and all rules of noise. The others have
+all rules.
 The last five are those of a step with a norm, and exist where the definition has `zo.shown`.
 """
 
@@ -27,7 +28,8 @@ from typing import TYPE_CHECKING
 from .graph import Graph
 from .operations import COMPARISONS, OPERATIONS
 from .step import HELD, RAW, RULES, SHOWN, Passes
-from .storage import Storage, storage_of
+from .storage import MOST_SLOTS, Storage, computable, storage_of
+from .trace import DefinitionError
 
 if TYPE_CHECKING:
     from . import Definition
@@ -39,13 +41,17 @@ Stores = list[tuple[str, int]]
 
 
 def print_step(d: Definition, name: str = "step") -> str:
-    """Return the C functions of a definition; their names begin with `name`."""
+    """Return the C functions of a definition; their names begin with `name`.
+
+    Raises `DefinitionError` if a step stores more than two values per unit beside its gates.
+    """
     texts = []
     for variant, rules in VARIANTS.items():
         of = _Printer(d, d.passes(rules))
-        texts += [of.function(f"{name}_forward_{variant}", of.inputs, [*of.stored, *of.new])]
-        texts += [of.function(f"{name}_backward_{variant}", of.loads, of.gradients, of.sums)]
-    texts.append(of.function(f"{name}_again", of.loads, of.new))
+        texts.append(of.function(f"{name}_forward_{variant}", of.inputs, [*of.stored, *of.new]))
+        texts.append(of.function(f"{name}_backward_{variant}", of.loads, of.gradients, of.sums))
+        if of.has_again:
+            texts.append(of.function(f"{name}_again_{variant}", of.loads, of.new))
     if "shown" in d.marks:
         of = _Printer(d, d.passes(RULES, split=True))
         texts += [
@@ -66,7 +72,8 @@ def print_cells(cells: Mapping[str, Definition]) -> str:
         held = storage_of(step, backward).held
         both = {kind: ", ".join(f"NAME({name}_{kind}_{variant})" for variant in VARIANTS) for kind in PASSES}
         fields = [f"{d.gates}, {len(d.states)}, {int(d.has_r and not step.merged)}, {-1 if held is None else held}"]
-        fields += [f"{{{both[kind]}}}" for kind in PASSES] + [f"NAME({name}_again)"]
+        fields += [f"{{{both[kind]}}}" for kind in PASSES]
+        fields.append(f"{{{', '.join(f'NAME({name}_again_{v})' if _has_again(d, v) else 'NULL' for v in VARIANTS)}}}")
         fields += [f"NAME({name}_{part})" if "shown" in d.marks else "NULL" for part in NORM_PARTS]
         rows.append(f"    {{{', '.join(fields)}}}, /* {name} */")
     functions = "\n".join(print_step(d, name) for name, d in cells.items())
@@ -76,13 +83,23 @@ def print_cells(cells: Mapping[str, Definition]) -> str:
     )
 
 
+def _has_again(d: Definition, variant: str) -> bool:
+    return _Printer(d, d.passes(VARIANTS[variant])).has_again
+
+
 class _Printer:
     """How the values of a step are read and written in C."""
 
     def __init__(self, d: Definition, passes: Passes) -> None:
         step, backward = passes
         storage = storage_of(step, backward)
+        if len(storage.slots) > MOST_SLOTS:
+            raise DefinitionError(
+                f"cell {d.name!r}: expected at most {MOST_SLOTS} values per unit to store beside the gates, "
+                f"got {len(storage.slots)}; the reference runs it"
+            )
         self.graph = graph = step.graph
+        self.has_again = all(computable(graph, node, set(storage.nodes)) for node in step.new)
         leaves = self._leaves(d)
         self.inputs = leaves | self._gates(passes)
         self.loads = leaves | {node: f"s->gate[{q}][j]" for q, node in enumerate(storage.gates)}

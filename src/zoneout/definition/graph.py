@@ -122,7 +122,7 @@ def apply(op: str, args: list[Tensor | float], like: Tensor) -> Tensor:
     return OPERATIONS[op].torch(first, *rest)
 
 
-_TAKE_NUMBERS = ("add", "sub", "mul", "div", "where", *COMPARISONS)
+_TAKE_NUMBERS = ("add", "sub", "mul", "div", *COMPARISONS)  # where(…, number, …) would have float32's precision
 
 
 # --- text ------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 RULES = frozenset({"zero", "update", "hold"})  # the rules of a step beside zoneout
 HELD = "held gate"  # the state and gradient name of the gate that a step may take from the step before
-SHOWN, RAW = "shown", "raw"  # a norm's result as a state, and the gradient of what it normalises
+SHOWN, RAW = "norm's result", "norm's input"  # as a state, and as a gradient; no state can have such a name
 
 
 @dataclass(frozen=True)

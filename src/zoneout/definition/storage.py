@@ -42,6 +42,10 @@ def storage_of(step: Step, backward: Backward) -> Storage:
     for node in needed(step, backward):
         if not computable(step.graph, node, {*gates, *slots}):
             slots.append(node)
+    if step.raw is not None:  # the second part of a split step computes the new states from what is stored
+        for node in step.graph.reached(step.new, stop={*gates, *slots}):
+            if step.graph.nodes[node].op in ("x", "r") and node not in gates:
+                slots.append(node)
     held = None
     if step.gate is not None:
         if step.gate not in (*gates, *slots):

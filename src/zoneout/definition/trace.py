@@ -7,6 +7,7 @@ in the table of operations is an error that names the operation and its line.
 from __future__ import annotations
 
 import linecache
+import math
 import operator
 import sys
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .graph import Graph, Value
-from .operations import COMPARISONS, TRACED
+from .operations import COMPARISONS, OPERATIONS, TRACED
 
 TRACES: dict[Any, str] = {  # torch's functions, and Python's where a number stands first
     torch.add: "add", torch.sub: "sub", torch.mul: "mul", torch.div: "div", torch.neg: "neg",
@@ -58,6 +59,8 @@ class Tracer:
         raise DefinitionError(f"cell {self.name!r}: {why}{where}")
 
     def apply(self, op: str, args: Sequence[Any]) -> Symbol:
+        if len(args) != OPERATIONS[op].arguments:
+            self.fail(f"{op}: expected {OPERATIONS[op].arguments} arguments, got {len(args)}")
         nodes = tuple(self.node(op, arg) for arg in args)
         kinds = [self.graph.nodes[node].op in COMPARISONS for node in nodes]
         if any(kinds) != (op == "where") or any(kinds[1:]):
@@ -72,6 +75,8 @@ class Tracer:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             what = "a tensor that is not an argument of the cell" if isinstance(value, Tensor) else repr(value)
             self.fail(f"{op} was given {what}; expected the cell's arguments and plain numbers")
+        if not math.isfinite(value):
+            self.fail(f"{op} was given {value}; expected a finite number")
         return self.graph.number(float(value))
 
 

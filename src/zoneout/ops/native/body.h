@@ -816,7 +816,7 @@ static void NAME(step_backward)(const Loop *l, WORK *w, int64_t t) {
                 }
                 if (l->u && !second) {
                     s.new[0] = (REAL *)l->u + at, s.new[1] = unused - from;
-                    (split ? cell->norm_shows : cell->again)(&s, from, to);
+                    (split ? cell->norm_shows : cell->again[NAME(variant)(l)])(&s, from, to);
                 }
                 (split ? second ? cell->norm_back_gates : cell->norm_back_shows : backward)(&s, from, to);
             }

@@ -113,6 +113,39 @@ static void NAME(lstm_backward_zoneout)(const STEP *s, int64_t from, int64_t to)
     }
 }
 
+static void NAME(lstm_again_zoneout)(const STEP *s, int64_t from, int64_t to) {
+    const REAL *restrict gate_3 = s->gate[3];
+    const REAL *restrict gate_1 = s->gate[1];
+    const REAL *restrict old_1 = s->old[1];
+    const REAL *restrict gate_0 = s->gate[0];
+    const REAL *restrict gate_2 = s->gate[2];
+    const REAL *restrict old_0 = s->old[0];
+    const REAL *restrict zone_0 = s->zone[0];
+    const REAL *restrict zone_1 = s->zone[1];
+    REAL *restrict new_0 = s->new[0];
+    REAL *restrict new_1 = s->new[1];
+#pragma omp simd
+    for (int64_t j = from; j < to; j++) {
+        REAL v0 = gate_3[j];
+        REAL v1 = gate_1[j];
+        REAL v2 = old_1[j];
+        REAL v3 = (v1 * v2);
+        REAL v4 = gate_0[j];
+        REAL v5 = gate_2[j];
+        REAL v6 = (v4 * v5);
+        REAL v7 = (v3 + v6);
+        REAL v8 = TANH(v7);
+        REAL v9 = (v0 * v8);
+        REAL v10 = old_0[j];
+        REAL v11 = zone_0[j];
+        REAL v12 = MIX(v9, v10, v11);
+        REAL v13 = zone_1[j];
+        REAL v14 = MIX(v7, v2, v13);
+        new_0[j] = v12;
+        new_1[j] = v14;
+    }
+}
+
 static void NAME(lstm_forward_all)(const STEP *s, int64_t from, int64_t to) {
     REAL *restrict gate_0 = s->gate[0];
     const REAL *restrict bias_x_0 = s->bias_x[0];
@@ -266,7 +299,7 @@ static void NAME(lstm_backward_all)(const STEP *s, int64_t from, int64_t to) {
     }
 }
 
-static void NAME(lstm_again)(const STEP *s, int64_t from, int64_t to) {
+static void NAME(lstm_again_all)(const STEP *s, int64_t from, int64_t to) {
     const REAL *restrict gate_3 = s->gate[3];
     const REAL *restrict held = s->held;
     const REAL *restrict hold = s->hold;
@@ -647,6 +680,27 @@ static void NAME(gru_backward_zoneout)(const STEP *s, int64_t from, int64_t to) 
     }
 }
 
+static void NAME(gru_again_zoneout)(const STEP *s, int64_t from, int64_t to) {
+    const REAL *restrict gate_1 = s->gate[1];
+    const REAL *restrict old_0 = s->old[0];
+    const REAL *restrict gate_2 = s->gate[2];
+    const REAL *restrict zone_0 = s->zone[0];
+    REAL *restrict new_0 = s->new[0];
+#pragma omp simd
+    for (int64_t j = from; j < to; j++) {
+        REAL v0 = gate_1[j];
+        REAL v1 = old_0[j];
+        REAL v2 = (v0 * v1);
+        REAL v3 = ((REAL)1.0 - v0);
+        REAL v4 = gate_2[j];
+        REAL v5 = (v3 * v4);
+        REAL v6 = (v2 + v5);
+        REAL v7 = zone_0[j];
+        REAL v8 = MIX(v6, v1, v7);
+        new_0[j] = v8;
+    }
+}
+
 static void NAME(gru_forward_all)(const STEP *s, int64_t from, int64_t to) {
     REAL *restrict gate_0 = s->gate[0];
     const REAL *restrict bias_x_0 = s->bias_x[0];
@@ -763,7 +817,7 @@ static void NAME(gru_backward_all)(const STEP *s, int64_t from, int64_t to) {
     }
 }
 
-static void NAME(gru_again)(const STEP *s, int64_t from, int64_t to) {
+static void NAME(gru_again_all)(const STEP *s, int64_t from, int64_t to) {
     const REAL *restrict gate_1 = s->gate[1];
     const REAL *restrict old_0 = s->old[0];
     const REAL *restrict gate_2 = s->gate[2];
@@ -830,6 +884,21 @@ static void NAME(rnn_tanh_backward_zoneout)(const STEP *s, int64_t from, int64_t
     }
 }
 
+static void NAME(rnn_tanh_again_zoneout)(const STEP *s, int64_t from, int64_t to) {
+    const REAL *restrict gate_0 = s->gate[0];
+    const REAL *restrict old_0 = s->old[0];
+    const REAL *restrict zone_0 = s->zone[0];
+    REAL *restrict new_0 = s->new[0];
+#pragma omp simd
+    for (int64_t j = from; j < to; j++) {
+        REAL v0 = gate_0[j];
+        REAL v1 = old_0[j];
+        REAL v2 = zone_0[j];
+        REAL v3 = MIX(v0, v1, v2);
+        new_0[j] = v3;
+    }
+}
+
 static void NAME(rnn_tanh_forward_all)(const STEP *s, int64_t from, int64_t to) {
     REAL *restrict gate_0 = s->gate[0];
     const REAL *restrict bias_x_0 = s->bias_x[0];
@@ -877,7 +946,7 @@ static void NAME(rnn_tanh_backward_all)(const STEP *s, int64_t from, int64_t to)
     }
 }
 
-static void NAME(rnn_tanh_again)(const STEP *s, int64_t from, int64_t to) {
+static void NAME(rnn_tanh_again_all)(const STEP *s, int64_t from, int64_t to) {
     const REAL *restrict gate_0 = s->gate[0];
     const REAL *restrict zero_0 = s->zero[0];
     const REAL *restrict old_0 = s->old[0];
@@ -933,6 +1002,21 @@ static void NAME(rnn_relu_backward_zoneout)(const STEP *s, int64_t from, int64_t
     }
 }
 
+static void NAME(rnn_relu_again_zoneout)(const STEP *s, int64_t from, int64_t to) {
+    const REAL *restrict gate_0 = s->gate[0];
+    const REAL *restrict old_0 = s->old[0];
+    const REAL *restrict zone_0 = s->zone[0];
+    REAL *restrict new_0 = s->new[0];
+#pragma omp simd
+    for (int64_t j = from; j < to; j++) {
+        REAL v0 = gate_0[j];
+        REAL v1 = old_0[j];
+        REAL v2 = zone_0[j];
+        REAL v3 = MIX(v0, v1, v2);
+        new_0[j] = v3;
+    }
+}
+
 static void NAME(rnn_relu_forward_all)(const STEP *s, int64_t from, int64_t to) {
     REAL *restrict gate_0 = s->gate[0];
     const REAL *restrict bias_x_0 = s->bias_x[0];
@@ -978,7 +1062,7 @@ static void NAME(rnn_relu_backward_all)(const STEP *s, int64_t from, int64_t to)
     }
 }
 
-static void NAME(rnn_relu_again)(const STEP *s, int64_t from, int64_t to) {
+static void NAME(rnn_relu_again_all)(const STEP *s, int64_t from, int64_t to) {
     const REAL *restrict gate_0 = s->gate[0];
     const REAL *restrict zero_0 = s->zero[0];
     const REAL *restrict old_0 = s->old[0];
@@ -997,8 +1081,8 @@ static void NAME(rnn_relu_again)(const STEP *s, int64_t from, int64_t to) {
 }
 
 static const CELL NAME(cells)[] = {
-    {4, 2, 0, 3, {NAME(lstm_forward_zoneout), NAME(lstm_forward_all)}, {NAME(lstm_backward_zoneout), NAME(lstm_backward_all)}, NAME(lstm_again), NAME(lstm_gates), NAME(lstm_raw), NAME(lstm_shows), NAME(lstm_back_shows), NAME(lstm_back_gates)}, /* lstm */
-    {3, 1, 1, -1, {NAME(gru_forward_zoneout), NAME(gru_forward_all)}, {NAME(gru_backward_zoneout), NAME(gru_backward_all)}, NAME(gru_again), NULL, NULL, NULL, NULL, NULL}, /* gru */
-    {1, 1, 0, -1, {NAME(rnn_tanh_forward_zoneout), NAME(rnn_tanh_forward_all)}, {NAME(rnn_tanh_backward_zoneout), NAME(rnn_tanh_backward_all)}, NAME(rnn_tanh_again), NULL, NULL, NULL, NULL, NULL}, /* rnn_tanh */
-    {1, 1, 0, -1, {NAME(rnn_relu_forward_zoneout), NAME(rnn_relu_forward_all)}, {NAME(rnn_relu_backward_zoneout), NAME(rnn_relu_backward_all)}, NAME(rnn_relu_again), NULL, NULL, NULL, NULL, NULL}, /* rnn_relu */
+    {4, 2, 0, 3, {NAME(lstm_forward_zoneout), NAME(lstm_forward_all)}, {NAME(lstm_backward_zoneout), NAME(lstm_backward_all)}, {NAME(lstm_again_zoneout), NAME(lstm_again_all)}, NAME(lstm_gates), NAME(lstm_raw), NAME(lstm_shows), NAME(lstm_back_shows), NAME(lstm_back_gates)}, /* lstm */
+    {3, 1, 1, -1, {NAME(gru_forward_zoneout), NAME(gru_forward_all)}, {NAME(gru_backward_zoneout), NAME(gru_backward_all)}, {NAME(gru_again_zoneout), NAME(gru_again_all)}, NULL, NULL, NULL, NULL, NULL}, /* gru */
+    {1, 1, 0, -1, {NAME(rnn_tanh_forward_zoneout), NAME(rnn_tanh_forward_all)}, {NAME(rnn_tanh_backward_zoneout), NAME(rnn_tanh_backward_all)}, {NAME(rnn_tanh_again_zoneout), NAME(rnn_tanh_again_all)}, NULL, NULL, NULL, NULL, NULL}, /* rnn_tanh */
+    {1, 1, 0, -1, {NAME(rnn_relu_forward_zoneout), NAME(rnn_relu_forward_all)}, {NAME(rnn_relu_backward_zoneout), NAME(rnn_relu_backward_all)}, {NAME(rnn_relu_again_zoneout), NAME(rnn_relu_again_all)}, NULL, NULL, NULL, NULL, NULL}, /* rnn_relu */
 };

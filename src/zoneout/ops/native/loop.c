@@ -169,7 +169,7 @@ INLINE int same_words(const Stream *a, const Stream *b) {
 #define SIGMOID sigmoid_float
 #define TANH tanh_float
 #define SQRT sqrtf
-#define EXP exp_float
+#define EXP exp_wide_float
 #define LOG log_float
 #define SOFTPLUS softplus_float
 #define ABS fabsf

@@ -27,7 +27,6 @@ typedef struct { /* a cell: its sizes and its functions, as definition/c.py desc
     int64_t gates, states;
     int64_t apart; /* h·W_h is not simply added to x·W_x */
     int64_t held;  /* the gate that may be held */
-    FUNCTION *forward[2], *backward[2]; /* with zoneout alone, with all rules of noise */
-    FUNCTION *again;
+    FUNCTION *forward[2], *backward[2], *again[2]; /* with zoneout alone, with all rules of noise */
     FUNCTION *norm_gates, *norm_raw, *norm_shows, *norm_back_shows, *norm_back_gates; /* NULL: no zo.shown */
 } CELL;
