@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .graph import Value, evaluate
+from .graph import Value
+from .torch_calls import compile_step, evaluate
 from .trace import DefinitionError
 
 if TYPE_CHECKING:
@@ -68,8 +69,10 @@ def _disagreement(d: Definition, leaves: Leaves) -> str:
     ends = {("gradient", state): torch.full_like(like, 0.5 + k) for k, state in enumerate(d.states)}
     ends["gradient", "held gate"] = torch.zeros_like(like)
 
+    forward = compile_step(step.graph, step.new)
+
     def loss(at: Leaves) -> Tensor:
-        new = evaluate(step.graph, step.new, at)
+        new = forward(at, {})
         return sum((ends["gradient", state] * v for state, v in zip(d.states, new)), torch.zeros_like(like))
 
     names = [("x", str(q)) for q in range(d.gates)]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from torch import Tensor
-
-from .operations import COMPARISONS, LEAVES, MARKS, OPERATIONS
+from .operations import LEAVES, MARKS, OPERATIONS
 
 Value = float | str | None
 
@@ -85,44 +83,6 @@ class Graph:
         for node in self.reached(outputs):
             if self.nodes[node].op == op:
                 yield node, self.nodes[node].value
-
-
-def evaluate(
-    graph: Graph,
-    outputs: Sequence[int],
-    leaves: Mapping[tuple[str, Value], Tensor],
-    marks: Mapping[str, Callable[[Tensor, Value], Tensor]] | None = None,
-) -> list[Tensor]:
-    """Compute nodes with torch. `leaves` has a tensor for every leaf but the numbers, by kind and name.
-
-    `marks` says what a mark does with its value; a mark that is not named is the identity.
-    """
-    values: dict[int, Tensor | float] = {}
-    like = next(iter(leaves.values()))
-    for node in graph.reached(outputs):
-        op, args, value = graph.nodes[node]
-        if op == "number":
-            assert isinstance(value, float)
-            values[node] = value
-        elif op in LEAVES:
-            values[node] = leaves[op, value]
-        elif op in MARKS:
-            marked = values[args[0]]
-            marked = marked if isinstance(marked, Tensor) else like.new_full((), marked).expand_as(like)
-            values[node] = marked if marks is None or op not in marks else marks[op](marked, value)
-        else:
-            values[node] = apply(op, [values[arg] for arg in args], like)
-    return [v if isinstance(v := values[node], Tensor) else like.new_full((), v).expand_as(like) for node in outputs]
-
-
-def apply(op: str, args: list[Tensor | float], like: Tensor) -> Tensor:
-    """Apply an operation. torch takes a number in any place of some operations, in no place of others."""
-    first = args[0] if isinstance(args[0], Tensor) else like.new_full((), args[0])
-    rest = [a if isinstance(a, Tensor) or op in _TAKE_NUMBERS else like.new_full((), a) for a in args[1:]]
-    return OPERATIONS[op].torch(first, *rest)
-
-
-_TAKE_NUMBERS = ("add", "sub", "mul", "div", *COMPARISONS)  # where(…, number, …) would have float32's precision
 
 
 # --- text ------------------------------------------------------------------------------------------

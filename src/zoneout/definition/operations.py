@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -140,8 +140,3 @@ OPERATIONS: dict[str, Operation] = {
 }
 TRACED = tuple(name for name in OPERATIONS if name not in ("mix", "less", "sign"))  # for use in a cell
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
-
-
-def evaluate_operation(name: str, *args: Any) -> Tensor:
-    """Apply an operation to tensors or numbers."""
-    return OPERATIONS[name].torch(*args)

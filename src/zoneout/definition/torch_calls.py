@@ -1,6 +1,6 @@
-"""A graph as one Python function of torch calls: the reference backend runs it at every step.
+"""A graph as one Python function of torch calls. The reference backend runs it at every step.
 
-`graph.evaluate` computes the same, node by node, and is the slower of the two by half.
+Computing node by node would take the reference 1.3 to 1.6 times as long.
 """
 
 from __future__ import annotations
@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from .graph import Graph, Value, apply
-from .operations import LEAVES, MARKS, OPERATIONS
+from .graph import Graph, Value
+from .operations import COMPARISONS, LEAVES, MARKS, OPERATIONS
 
 Marks = Mapping[str, Callable[[Tensor, Value], Tensor]]
 Step = Callable[[Mapping[tuple[str, Value], Tensor], Marks], list[Tensor]]
@@ -27,8 +26,17 @@ def _same(value: Tensor, name: Value) -> Tensor:
     return value
 
 
+def evaluate(graph: Graph, outputs: Sequence[int], leaves: Mapping[tuple[str, Value], Tensor]) -> list[Tensor]:
+    """Compute nodes once, with marks as the identity."""
+    return compile_step(graph, outputs)(leaves, {})
+
+
 def compile_step(graph: Graph, outputs: Sequence[int]) -> Step:
-    """Return a function (leaves, marks) -> values of the outputs."""
+    """Return a function (leaves, marks) -> values of the outputs.
+
+    `leaves` has a tensor for every leaf but the numbers, by kind and name. `marks` says what a mark does
+    with its value; a mark that is not named is the identity.
+    """
     lines = [f"{mark} = marks.get({mark!r}, same)" for mark in MARKS]
     texts: dict[int, str] = {}
     for node in graph.reached(outputs):
@@ -60,6 +68,16 @@ def compile_step(graph: Graph, outputs: Sequence[int]) -> Step:
     return made
 
 
+def apply(op: str, args: list[Tensor | float], like: Tensor) -> Tensor:
+    """Apply an operation. torch takes a number in any place of some operations, in no place of others."""
+    first = args[0] if isinstance(args[0], Tensor) else like.new_full((), args[0])
+    rest = [a if isinstance(a, Tensor) or op in _TAKE_NUMBERS else like.new_full((), a) for a in args[1:]]
+    return OPERATIONS[op].torch(first, *rest)
+
+
+_TAKE_NUMBERS = ("add", "sub", "mul", "div", *COMPARISONS)  # where(…, number, …) would have float32's precision
+
+
 def _like(leaves: Mapping[Any, Tensor]) -> Tensor:
     return next(iter(leaves.values()))
 
@@ -67,6 +85,3 @@ def _like(leaves: Mapping[Any, Tensor]) -> Tensor:
 def _filled(number: float, leaves: Mapping[Any, Tensor]) -> Tensor:
     like = _like(leaves)
     return like.new_full((), number).expand_as(like)
-
-
-assert set(METHODS) <= set(OPERATIONS) and all(hasattr(torch.Tensor, name) for name in METHODS)
