@@ -338,6 +338,40 @@ def test_the_c_step_is_the_definition(made, dtype, tmp_path):
 
 
 @needs_compiler
+@pytest.mark.parametrize("made", [lstm, awkward], ids=["lstm", "awkward"])
+def test_the_two_parts_of_a_split_step_are_the_step(made, tmp_path):
+    """With a norm that changes nothing, the parts around it compute another step or gradient than the whole."""
+    compiled, units = generated.Compiled(made, tmp_path), 19
+    storage = storage_of(*made.passes(split=True))
+
+    def fields():
+        draws = np.random.default_rng(11)
+        sizes = {"gate": 8, "r": 8, "bias_x": 8, "bias_r": 8, "old": 4, "new": 4, "zone": 4, "zero": 4}
+        sizes |= {"slot": len(storage.slots), "dstate": 4, "dx": 8, "dr": 8}
+        found = {name: [draws.standard_normal(units) for _ in range(count)] for name, count in sizes.items()}
+        for name in ("zone", "zero"):
+            found[name] = [draws.choice([0.0, 1.0, 0.3], units) for _ in range(4)]
+        names = ("update", "hold", "held", "raw", "shown", "dy", "owed", "dshown", "draw")
+        return found | {name: draws.random(units) for name in names}
+
+    whole, parts = fields(), fields()
+    compiled.run("step_forward_all", **whole)
+    compiled.run("step_gates", **parts)
+    raw = parts["raw"].copy()
+    compiled.run("step_raw", **parts)  # once more, from what was stored
+    np.testing.assert_allclose(parts["raw"], raw, rtol=1e-12)
+    parts["shown"] = raw
+    compiled.run("step_shows", **parts)
+    compiled.run("step_backward_all", **whole)
+    compiled.run("step_back_shows", **parts)
+    parts["draw"] = parts["dshown"]
+    compiled.run("step_back_gates", **parts)
+    for name in ("new", "dstate", "dx", "dr"):
+        for ours, expected in zip(parts[name], whole[name], strict=True):
+            np.testing.assert_allclose(ours, expected, rtol=1e-10, atol=1e-12, err_msg=name)
+
+
+@needs_compiler
 @given(data=st.data())
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 def test_the_c_step_of_any_cell_is_the_definition(data, tmp_path_factory):

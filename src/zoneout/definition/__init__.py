@@ -80,17 +80,9 @@ class Definition:
 
     @cached_property
     def marks(self) -> frozenset[str]:
-        """The marks that the definition uses; a state's candidate counts only where it feeds another state."""
-        return frozenset(self.graph.nodes[node].op for node in self.graph.reached(self.outputs)) & {
-            "update",
-            "shown",
-            "held",
-        }
-
-    @cached_property
-    def reads_output(self) -> bool:
-        """True if the step reads h other than through r, so that h and its candidate have the same size."""
-        return any(name == self.states[0] for _, name in self.graph.leaves(self.outputs, "state"))
+        """The marks that the definition uses, without the candidates, which every definition has."""
+        used = (self.graph.nodes[node].op for node in self.graph.reached(self.outputs))
+        return frozenset(used) & {"update", "shown", "held"}
 
     @cached_property
     def text(self) -> str:
