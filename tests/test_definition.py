@@ -56,8 +56,8 @@ def indrnn(x, h, u):
 @cell(gates=2, states=("h", "shown", "raw"))
 def awkward(x, r, h, shown, raw):
     """States with the names of marks; what is stored is not enough to compute the new states again."""
-    new = candidate("raw", x[0] * raw + r[0] * shown)
-    return shown_as(new).tanh() + h, x[1] + r[1] * torch.where(h > 0, 0.1, -0.3), new
+    new = candidate("raw", x[0] * raw + r[0])
+    return shown_as(new).tanh() + h, x[1] * shown + r[1] * torch.where(h > 0, 0.1, -0.3), new
 
 
 CELLS = [lstm, gru, peephole, indrnn]
