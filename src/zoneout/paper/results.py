@@ -46,7 +46,7 @@ GROUPS = {  # groups of recipes, and the line above each group's table
 CORPORA = {  # the tasks of the README's table, as its readers know them
     "char-ptb": "PTB characters, bits",
     "word-ptb": "PTB words, perplexity",
-    "pmnist": "permuted MNIST, error",
+    "pmnist": "MNIST (paper's order), error",
 }
 HEADLINES = (  # the recipes in the README's table
     "char_ptb_unregularised", "char_ptb_recurrent_dropout", "char_ptb_zoneout",
