@@ -1,12 +1,14 @@
-"""The cells, each as its equation (Section 3 of the paper), and one step of any cell with its noise.
+"""The cells, each as its equation (Section 3 of the paper), and one step of any cell with its
+noise.
 
-A cell is a definition (`zoneout.definition`): a function of one unit's numbers, written once. `x` and `r` are
-the products W_x x_t + b_x and W_h h_{t−1} + b_h, one entry per gate, in torch's order of gates.
+A cell is a definition (`zoneout.definition`): a function of one unit's numbers, written once. `x`
+and `r` are the products W_x x_t + b_x and W_h h_{t−1} + b_h, one entry per gate, in torch's order
+of gates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -43,24 +45,33 @@ def rnn_relu(x, r, h):  # type: ignore[no-untyped-def]
     return (x[0] + r[0]).relu()
 
 
-CELLS: dict[str, Definition] = {"lstm": lstm, "gru": gru, "rnn_tanh": rnn_tanh, "rnn_relu": rnn_relu}
+CELLS: dict[str, Definition] = {
+    "lstm": lstm,
+    "gru": gru,
+    "rnn_tanh": rnn_tanh,
+    "rnn_relu": rnn_relu,
+}
 
 
 class Keep(NamedTuple):
-    """The units to replace in one step: a bool mask, a rate (evaluation), or None for no unit."""
+    """The units to replace in one step: bool masks, or rates (evaluation). States are named as in
+    the definition.
 
-    cell: Tensor | None = None  # c keeps its previous value
-    hidden: Tensor | None = None  # h keeps its previous value
-    zero_cell: Tensor | None = None  # the candidate c becomes zero
-    zero_hidden: Tensor | None = None  # the candidate h becomes zero
-    update: Tensor | None = None  # the update of c (in a GRU of h) becomes zero
+    A group of states is named after its first one.
+    """
+
+    zone: Mapping[str, Tensor] = {}  # the state keeps its previous value
+    zero: Mapping[str, Tensor] = {}  # the candidate becomes zero
+    update: Tensor | None = None  # the update becomes zero
 
 
 NOTHING = Keep()
 
 
 def zone(new: Tensor, old: Tensor, keep: Tensor | None) -> Tensor:
-    """Return d ⊙ old + (1 − d) ⊙ new, where d is the mask or rate `keep`; `new` if `keep` is None."""
+    """Return d ⊙ old + (1 − d) ⊙ new, where d is the mask or rate `keep`; `new` if `keep` is
+    None.
+    """
     return new if keep is None else mix(new, old, keep)
 
 
@@ -84,33 +95,38 @@ class Held(NamedTuple):
 def step(
     definition: Definition,
     x: Tensor,  # [B, gates · H]
-    r: Tensor,  # [B, gates · H]
+    r: Tensor | None,  # [B, gates · H]
     states: Sequence[Tensor],
+    parameters: Sequence[Tensor] = (),
     keep: Keep = NOTHING,
     *,
     held: Held | None = None,
     expose: Callable[[Tensor], Tensor] = same,
-    project: Callable[[Tensor], Tensor] = same,
+    project: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[list[Tensor], Tensor | None]:
     """Compute one step of a cell with its noise.
 
     Args:
         definition: the cell.
-        x, r: the products of the input and of h with the weights, gates side by side.
+        x, r: the products of the input and of h with the weights, gates side by side; r is None if
+            h meets no matrix.
         states: the states before the step; the first is h.
+        parameters: the cell's own parameters, [H] each.
         keep: the units to replace.
         held: the gate that a unit shows where its update was dropped; None holds nothing.
         expose: normalises what the cell shows of c (`zo.shown`).
-        project: the projection W_hr of the candidate h.
+        project: the projection W_hr of the candidate h; None if there is none.
 
     Returns:
         The new states, and the gate that the next step may hold (None if nothing is held).
     """
     gate: Tensor | None = None
-    zeroes = dict(zip(definition.states[1:], (keep.zero_cell,)))  # h becomes zero after its projection
+    h, *_ = definition.states
 
     def set_zero(v: Tensor, state: Value) -> Tensor:
-        return drop(v, zeroes.get(str(state)))
+        if state == h and project is not None:  # it becomes zero after its projection
+            return v
+        return drop(v, keep.zero.get(definition.group_of(str(state))))
 
     def hold(own: Tensor, _: Value) -> Tensor:
         nonlocal gate
@@ -128,9 +144,16 @@ def step(
         "shown": lambda v, _: expose(v),
         "held": hold,
     }
-    x_gates, r_gates = ((v,) if definition.gates == 1 else v.chunk(definition.gates, dim=-1) for v in (x, r))
-    leaves = definition.leaves(x_gates, r_gates, *states)
-    output, *others = definition.evaluate(leaves, marks)
-    new = [drop(project(output), keep.zero_hidden), *others]
-    keeps = (keep.hidden, keep.cell, *[None] * len(others))
-    return [zone(value, old, k) for value, old, k in zip(new, states, keeps)], gate
+    gates = [_split(definition, v) for v in (x, r) if v is not None]
+    leaves = definition.leaves(*gates, *states, *parameters)
+    new = definition.evaluate(leaves, marks)
+    if project is not None:
+        new[0] = drop(project(new[0]), keep.zero.get(h))
+    keeps = [keep.zone.get(definition.group_of(state)) for state in definition.states]
+    # A state that is computed from parameters alone has no rows yet.
+    return [zone(value.expand_as(old), old, k) for value, old, k in zip(new, states, keeps)], gate
+
+
+def _split(definition: Definition, v: Tensor) -> tuple[Tensor, ...]:
+    """Return the gates of a product."""
+    return (v,) if definition.gates == 1 else v.chunk(definition.gates, dim=-1)

@@ -1,7 +1,8 @@
-"""A cell is a definition: its equation, written once as a plain function. Everything else is derived.
+"""A cell is a definition: its equation, written once as a plain function. Everything else is
+derived.
 
-`cell` is the decorator, `Definition` what it returns. The function is traced when it is decorated; the
-trace is checked against the function, and its derivative against finite differences.
+`cell` is the decorator, `Definition` what it returns. The function is traced when it is decorated;
+the trace is checked against the function, and its derivative against finite differences.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .checks import check_derivative, check_trace
 from .graph import Graph, Value, from_text, to_text
 from .operations import COMPARISONS, MARKS, TRACED
 from .step import RULES, Passes, backward_of, step_of
+from .storage import Layout, layout_of
 from .torch_calls import compile_step
 from .trace import DefinitionError, Symbol, Tracer, candidate, held, shown, update
 
-__all__ = ["Definition", "DefinitionError", "candidate", "cell", "held", "shown", "update"]
+__all__ = ["Definition", "DefinitionError", "candidate", "cell", "held", "read", "shown", "update"]
 
 RECURRENCES = {  # how h enters the gates, and whether the function takes r
     "dense": True,  # r = W_h h + b_h
@@ -36,8 +39,8 @@ Group = str | tuple[str, ...]
 class Definition:
     """A cell, as the graph of one step of one unit. Made by `cell`, or read from its text.
 
-    Two definitions are equal if they compute the same; names of functions do not count. A definition is
-    saved as its text, never as code.
+    Two definitions are equal if their graphs are equal; names of functions do not count. A
+    definition is saved as its text, never as code.
     """
 
     def __init__(
@@ -56,6 +59,12 @@ class Definition:
     ) -> None:
         self._set_graph(graph, outputs)
         self.gates, self.groups, self.parameters = gates, tuple(groups), tuple(parameters)
+        self.states = tuple(
+            state for group in self.groups for state in group
+        )  # the first one is the output
+        self.has_r = RECURRENCES.get(
+            recurrence, True
+        )  # True if h enters the gates through a matrix
         self.recurrence, self.heads, self.bounded = recurrence, heads, bounded
         self.name, self.function = name, function
         self._passes: dict[tuple[frozenset[str], bool], Passes] = {}
@@ -63,26 +72,33 @@ class Definition:
     def _set_graph(self, graph: Graph, outputs: Sequence[int]) -> None:
         self.graph, self.outputs = graph, tuple(outputs)
         self._step = compile_step(graph, outputs)
-
-    @property
-    def states(self) -> tuple[str, ...]:
-        """The names of the states; the first one is the output."""
-        return tuple(state for group in self.groups for state in group)
+        for derived in ("text", "marks", "shows_only_h", "reads_h", "storage", "_hash"):
+            self.__dict__.pop(derived, None)
 
     def group_of(self, state: str) -> str:
         """Return the name of a state's group, which is that of the group's first state."""
         return next(group[0] for group in self.groups if state in group)
 
-    @property
-    def has_r(self) -> bool:
-        """True if h enters the gates through a matrix."""
-        return RECURRENCES[self.recurrence]
-
     @cached_property
     def marks(self) -> frozenset[str]:
-        """The marks that the definition uses, without the candidates, which every definition has."""
+        """The marks that the definition uses, without the candidates, which every definition
+        has.
+        """
         used = (self.graph.nodes[node].op for node in self.graph.reached(self.outputs))
         return frozenset(used) & {"update", "shown", "held"}
+
+    @cached_property
+    def shows_only_h(self) -> bool:
+        """True if only h is computed from what `zo.shown` marks."""
+        return all(
+            self.graph.nodes[node].op != "shown" for node in self.graph.reached(self.outputs[1:])
+        )
+
+    @cached_property
+    def reads_h(self) -> bool:
+        """True if the function reads h itself, and not only its product r."""
+        h = self.states[0]
+        return any(state == h for _, state in self.graph.leaves(self.outputs, "state"))
 
     @cached_property
     def text(self) -> str:
@@ -95,7 +111,22 @@ class Definition:
             "states": ",".join("+".join(group) for group in self.groups),
             "parameters": ",".join(self.parameters),
         }
-        return " ".join(f"{key}={value}" for key, value in head.items()) + " " + to_text(self.graph, self.outputs)
+        text = (
+            " ".join(f"{key}={value}" for key, value in head.items())
+            + " "
+            + to_text(self.graph, self.outputs)
+        )
+        _known.setdefault(text, self)
+        return text
+
+    @cached_property
+    def storage(self) -> Layout:
+        """What a loop over time stores of this cell, and how its products meet."""
+        return layout_of(self)
+
+    def derive(self) -> None:
+        """Compute the cached properties: a compiler cannot."""
+        _ = self.text, self.marks, self.shows_only_h, self.reads_h, self.storage, self._hash
 
     def passes(self, rules: frozenset[str] = RULES, split: bool = False) -> Passes:
         """Return the forward and backward pass of one step in one graph (see `step_of`)."""
@@ -122,7 +153,9 @@ class Definition:
             named |= {("r", str(q)): v for q, v in enumerate(rest.pop(0))}
         count = len(self.states)
         named |= {("state", name): v for name, v in zip(self.states, rest[:count], strict=True)}
-        return named | {("parameter", name): v for name, v in zip(self.parameters, rest[count:], strict=True)}
+        return named | {
+            ("parameter", name): v for name, v in zip(self.parameters, rest[count:], strict=True)
+        }
 
     def evaluate(
         self,
@@ -133,13 +166,17 @@ class Definition:
         return self._step(leaves, marks or {})
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Definition) and self.text == other.text
+        return self is other or (isinstance(other, Definition) and self.text == other.text)
 
     def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
         return hash(self.text)
 
     def __reduce__(self) -> Any:
-        return _read, (self.text, self.name)
+        return read, (self.text, self.name)
 
     def __deepcopy__(self, memo: Any) -> Definition:
         return self
@@ -147,21 +184,32 @@ class Definition:
     def __repr__(self) -> str:
         states = ", ".join("+".join(group) for group in self.groups)
         more = f", parameters {', '.join(self.parameters)}" if self.parameters else ""
-        return f"<cell {self.name}: {self.gates} gates, states {states}{more}, recurrence {self.recurrence}>"
+        gates = f"{self.gates} gate{'s' * (self.gates > 1)}"
+        return f"<cell {self.name}: {gates}, states {states}{more}, recurrence {self.recurrence}>"
 
     @classmethod
     def from_text(cls, text: str, name: str = "cell") -> Definition:
         """Read the canonical text of a definition. Nothing in it is executed."""
         words = text.split(" ", 6)
         head = dict(word.partition("=")[::2] for word in words[:6])
-        if len(words) != 7 or list(head) != ["gates", "recurrence", "heads", "bounded", "states", "parameters"]:
+        if len(words) != 7 or list(head) != [
+            "gates",
+            "recurrence",
+            "heads",
+            "bounded",
+            "states",
+            "parameters",
+        ]:
             raise ValueError(f"definition: expected the text of a cell, got {text[:80]!r}")
         graph, outputs = from_text(words[6])
         found = cls(
             graph,
             outputs,
             gates=int(head["gates"]),
-            groups=_groups([g if "+" not in g else tuple(g.split("+")) for g in head["states"].split(",")], name),
+            groups=_groups(
+                [g if "+" not in g else tuple(g.split("+")) for g in head["states"].split(",")],
+                name,
+            ),
             parameters=tuple(head["parameters"].split(",")) if head["parameters"] else (),
             recurrence=head["recurrence"],
             heads=int(head["heads"]),
@@ -171,17 +219,33 @@ class Definition:
         _check_settings(found)
         _check_graph(found)
         if found.text != text:
-            raise ValueError(f"definition: expected the canonical text of a cell, got {text[:80]!r}")
+            raise ValueError(
+                f"definition: expected the canonical text of a cell, got {text[:80]!r}"
+            )
+        found.derive()
         return found
 
 
-def _read(text: str, name: str) -> Definition:
-    return Definition.from_text(text, name)
+_known: dict[str, Definition] = {}  # by text
+
+
+def read(text: str, name: str = "cell") -> Definition:
+    """Return the definition with this canonical text, that of the function if this process has
+    it.
+    """
+    if text not in _known:
+        _known[text] = Definition.from_text(text, name)
+    return _known[text]
+
+
+torch.serialization.add_safe_globals([read])  # it reads data only
 
 
 def cell(
+    function: Any = None,
+    /,
     *,
-    gates: int,
+    gates: int = 0,
     states: Sequence[Group] = ("h",),
     recurrence: str = "dense",
     heads: int = 1,
@@ -190,16 +254,16 @@ def cell(
 ) -> Callable[[Callable[..., Any]], Definition]:
     """Make a recurrent cell of a function that computes one step.
 
-    The function takes x, r, the states and the parameters, in this order. `x` is W_x x_t + b_x and `r` is
-    W_h h_{t−1} + b_h, each a tuple with one entry per gate. Every name after the states is a parameter with
-    one number per unit. The function returns the new states.
+    The function takes x, r, the states and the parameters, in this order. `x` is W_x x_t + b_x and
+    `r` is W_h h_{t−1} + b_h, each a tuple with one entry per gate. Every name after the states is a
+    parameter with one number per unit. The function returns the new states.
 
     Args:
         gates: the number of gates, 1 to 8.
-        states: the names of the states, 1 to 4; the first is the output. A tuple inside is a group of states
-            that share one rate and one mask.
-        recurrence: "dense", "blocks" (block-diagonal, see `heads`), "diagonal" or "none". The last two take
-            no `r`.
+        states: the names of the states, 1 to 4; the first is the output. A tuple inside is a group
+            of states that share one rate and one mask.
+        recurrence: "dense", "blocks" (block-diagonal, see `heads`), "diagonal" or "none". The last
+            two take no `r`.
         heads: the number of blocks of W_h, with `recurrence="blocks"`.
         bounded: True promises that |h| ≤ 1, which lets a GPU exchange h in half precision.
         checked: False leaves out the check of the trace and of the derivative.
@@ -214,32 +278,53 @@ def cell(
     <cell light_gru: 2 gates, states h, recurrence dense>
     """
 
+    if function is not None:
+        raise DefinitionError(
+            "zo.cell: expected the number of gates; write @zo.cell(gates=…) above the function"
+        )
+
     def decorate(function: Callable[..., Any]) -> Definition:
+        if not hasattr(function, "__code__"):
+            raise DefinitionError(
+                f"zo.cell: expected a plain function, got {type(function).__name__}"
+            )
         name = getattr(function, "__name__", "cell")
         groups = _groups(states, name)
         made = Definition(
-            Graph(), (), gates=gates, groups=groups, parameters=(), recurrence=recurrence, heads=heads,
-            bounded=bounded, name=name, function=function,
+            Graph(), (), gates=gates, groups=groups, parameters=(), recurrence=recurrence,
+            heads=heads, bounded=bounded, name=name, function=function,
         )  # fmt: skip
         _check_settings(made)
         made.parameters = _parameters(made, function)
         _check_parameters(made)
         made._set_graph(*_trace(made, function))
+        used = {name for _, name in made.graph.leaves(made.outputs, "parameter")}
+        if missing := [name for name in made.parameters if name not in used]:
+            raise DefinitionError(
+                f"cell {name!r}: the parameter {missing[0]} is never used; leave it out"
+            )
         _check_graph(made)
         if checked:
             check_trace(made, function)
             check_derivative(made)
+        made.derive()
         return made
 
     return decorate
 
 
-# --- from a function to a graph --------------------------------------------------------------------
+# --- from a function to a graph
+# --------------------------------------------------------------------
 
 
-def _groups(states: Sequence[Group], name: str) -> tuple[tuple[str, ...], ...]:
-    if isinstance(states, str):
-        raise DefinitionError(f"cell {name!r}: states: expected a tuple of names such as ('h',), got {states!r}")
+def _groups(states: Any, name: str) -> tuple[tuple[str, ...], ...]:
+    good = isinstance(states, (tuple, list)) and all(
+        isinstance(group, str) or (isinstance(group, (tuple, list)) and group) for group in states
+    )
+    if not good:
+        raise DefinitionError(
+            f"cell {name!r}: states: expected a tuple of names such as ('h',), got {states!r}"
+        )
     return tuple((group,) if isinstance(group, str) else tuple(group) for group in states)
 
 
@@ -250,12 +335,16 @@ def _check_settings(d: Definition) -> None:
     if isinstance(d.gates, bool) or not isinstance(d.gates, int) or not 1 <= d.gates <= MOST_GATES:
         fail("gates", f"a number from 1 to {MOST_GATES}", d.gates)
     names = d.states
-    if not 1 <= len(names) <= MOST_STATES or not all(isinstance(n, str) and n.isidentifier() for n in names):
+    if not 1 <= len(names) <= MOST_STATES or not all(
+        isinstance(n, str) and n.isidentifier() for n in names
+    ):
         fail("states", f"1 to {MOST_STATES} names", d.groups)
     if len(set(names)) < len(names):
         fail("states", "different names", names)
     if len(d.groups[0]) > 1:
         fail("states", "an output that is in no group", d.groups[0])
+    if d.bounded not in (True, False):
+        fail("bounded", "True or False", d.bounded)
     if d.recurrence not in RECURRENCES:
         fail("recurrence", f"one of {', '.join(RECURRENCES)}", d.recurrence)
     if isinstance(d.heads, bool) or not isinstance(d.heads, int) or d.heads < 1:
@@ -267,10 +356,13 @@ def _check_settings(d: Definition) -> None:
 
 def _check_parameters(d: Definition) -> None:
     names = d.parameters
-    good = all(name.isidentifier() for name in names) and len({*names, *d.states}) == len(names) + len(d.states)
+    good = all(name.isidentifier() for name in names) and len({*names, *d.states}) == len(
+        names
+    ) + len(d.states)
     if len(names) > MOST_PARAMETERS or not good:
         raise DefinitionError(
-            f"cell {d.name!r}: expected at most {MOST_PARAMETERS} parameters with names of their own, "
+            f"cell {d.name!r}: expected at most {MOST_PARAMETERS} parameters with names of their "
+            "own, "
             f"got {len(names)}: {', '.join(names)[:80]}"
         )
 
@@ -278,14 +370,21 @@ def _check_parameters(d: Definition) -> None:
 def _parameters(d: Definition, function: Callable[..., Any]) -> tuple[str, ...]:
     """Return the names after the states, which are parameters."""
     arguments = inspect.signature(function).parameters.values()
-    if any(a.kind not in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD) or a.default is not a.empty for a in arguments):
-        raise DefinitionError(f"cell {d.name!r}: expected plain arguments without defaults, got {_listed(arguments)}")
+    if any(
+        a.kind not in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD) or a.default is not a.empty
+        for a in arguments
+    ):
+        raise DefinitionError(
+            f"cell {d.name!r}: expected plain arguments without defaults, got {_listed(arguments)}"
+        )
     names = [a.name for a in arguments]
     first = 1 + d.has_r
     expected = ["x", *(["r"] if d.has_r else []), *d.states]
-    if names[first : len(expected)] != list(d.states):
+    swapped = names[0:1] == ["r"] or names[1:2] == ["x"]
+    if swapped or names[first : len(expected)] != list(d.states):
         raise DefinitionError(
-            f"cell {d.name!r}: expected the arguments {', '.join(expected)} and then the parameters, "
+            f"cell {d.name!r}: expected the arguments {', '.join(expected)} and then the "
+            "parameters, "
             f"got {', '.join(names)}"
         )
     return tuple(names[len(expected) :])
@@ -296,9 +395,7 @@ def _listed(arguments: Any) -> str:
 
 
 def _trace(d: Definition, function: Callable[..., Any]) -> tuple[Graph, tuple[int, ...]]:
-    if not hasattr(function, "__code__"):
-        raise DefinitionError(f"cell {d.name!r}: expected a plain function, got {type(function).__name__}")
-    tracer = Tracer(d.name, function.__code__)
+    tracer = Tracer(d.name, function.__code__, d.states)
     args: list[Any] = [tuple(tracer.leaf("x", str(q)) for q in range(d.gates))]
     if d.has_r:
         args.append(tuple(tracer.leaf("r", str(q)) for q in range(d.gates)))
@@ -309,18 +406,50 @@ def _trace(d: Definition, function: Callable[..., Any]) -> tuple[Graph, tuple[in
     except DefinitionError:
         raise
     except Exception as error:
-        raise DefinitionError(
-            f"cell {d.name!r}: the function failed on symbols: {error}; gates={d.gates} gives x"
-            f"{' and r' if d.has_r else ''} {d.gates} entries{' each' if d.has_r else ''}"
-        ) from error
+        hint = ""
+        if "unpack" in str(error) or isinstance(error, IndexError):
+            both, each = (" and r", " each") if d.has_r else ("", "")
+            hint = f"; gates={d.gates} gives x{both} {d.gates} entries{each}"
+        why = f"{type(error).__name__}: {error}{tracer.where(error)}"
+        raise DefinitionError(f"cell {d.name!r}: the function failed: {why}{hint}") from error
     new = list(found) if isinstance(found, (tuple, list)) else [found]
     if len(new) != len(d.states) or not all(isinstance(v, Symbol) for v in new):
-        got = f"{len(new)} values" if len(new) != len(d.states) else ", ".join(type(v).__name__ for v in new)
+        got = (
+            f"{len(new)} values"
+            if len(new) != len(d.states)
+            else ", ".join(type(v).__name__ for v in new)
+        )
         raise DefinitionError(
             f"cell {d.name!r}: expected the function to return {len(d.states)} values, the new "
             f"{', '.join(d.states)}, got {got}"
         )
-    return tracer.graph, _outputs(d, tracer, [v.node for v in new])
+    nodes = [v.node for v in new]
+    _check_returned(d, tracer.graph, nodes)
+    return tracer.graph, _outputs(d, tracer, nodes)
+
+
+def _check_returned(d: Definition, graph: Graph, new: list[int]) -> None:
+    """Raise if a returned value cannot be the new value of a state."""
+    first: dict[int, str] = {}
+    for state, node in zip(d.states, new):
+        op, args, _ = graph.nodes[node]
+        if op in COMPARISONS:
+            raise DefinitionError(
+                f"cell {d.name!r}: the new {state} is a comparison; write torch.where(…, a, b)"
+            )
+        if op == "shown" and graph.nodes[args[0]].op == "candidate":
+            raise DefinitionError(
+                f"cell {d.name!r}: the new {state} is zo.shown(…) of a candidate; return the "
+                "candidate itself, and use "
+                "zo.shown only where another state is computed from it"
+            )
+        if node in first and op != "state":
+            other = first[node]
+            raise DefinitionError(
+                f"cell {d.name!r}: {other} and {state} are the same value; "
+                f"return zo.candidate({other!r}, …) of it for {other}"
+            )
+        first.setdefault(node, state)
 
 
 def _outputs(d: Definition, tracer: Tracer, new: list[int]) -> tuple[int, ...]:
@@ -348,22 +477,45 @@ def _check_graph(d: Definition) -> None:
     reached = graph.reached(d.outputs)
     for mark in ("shown", "held"):
         if sum(graph.nodes[node].op == mark for node in reached) > 1:
-            raise DefinitionError(f"cell {d.name!r}: zo.{mark} is used twice; expected it once at most")
+            raise DefinitionError(
+                f"cell {d.name!r}: zo.{mark} is used twice; expected it once at most"
+            )
     of_state = dict(zip(d.states, d.outputs))
     for node in reached:
         op, args, value = graph.nodes[node]
         if op == "candidate" and of_state.get(str(value)) != node:
-            place = f"returned as the new {value}" if value in of_state else f"one of {', '.join(d.states)}"
-            raise DefinitionError(f"cell {d.name!r}: zo.candidate({value!r}, …): expected it to be {place}")
+            place = (
+                f"returned as the new {value}"
+                if value in of_state
+                else f"one of {', '.join(d.states)}"
+            )
+            raise DefinitionError(
+                f"cell {d.name!r}: zo.candidate({value!r}, …): expected it to be {place}"
+            )
         compared = [graph.nodes[arg].op in COMPARISONS for arg in args]
-        allowed = op in MARKS or op in TRACED or (op == "number" and math.isfinite(float(str(value))))
-        if not (allowed or value in known.get(op, ())) or any(compared) != (op == "where") or any(compared[1:]):
-            raise DefinitionError(f"cell {d.name!r}: {op} {value} is not part of a cell with these settings")
+        allowed = (
+            op in MARKS or op in TRACED or (op == "number" and math.isfinite(float(str(value))))
+        )
+        if (
+            not (allowed or value in known.get(op, ()))
+            or any(compared) != (op == "where")
+            or any(compared[1:])
+        ):
+            raise DefinitionError(
+                f"cell {d.name!r}: {op} {value} is not part of a cell with these settings"
+            )
     marked = [graph.nodes[node] for node in d.outputs]
     if [(node.op, node.value) for node in marked] != [("candidate", state) for state in d.states]:
-        raise DefinitionError(f"cell {d.name!r}: expected one candidate for each of {', '.join(d.states)}")
+        raise DefinitionError(
+            f"cell {d.name!r}: expected one candidate for each of {', '.join(d.states)}"
+        )
     used = {str(name) for _, name in graph.leaves(d.outputs, "x")}
     if missing := sorted(known["x"] - used):
-        raise DefinitionError(f"cell {d.name!r}: gate {missing[0]} of x is never used; gates={d.gates} may be too many")
+        raise DefinitionError(
+            f"cell {d.name!r}: gate {missing[0]} of x is never used; gates={d.gates} may be too "
+            "many"
+        )
     if d.has_r and not list(graph.leaves(d.outputs, "r")):
-        raise DefinitionError(f"cell {d.name!r}: r is never used; write recurrence='none' and leave r out")
+        raise DefinitionError(
+            f"cell {d.name!r}: r is never used; write recurrence='none' and leave r out"
+        )

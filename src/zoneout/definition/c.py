@@ -1,28 +1,30 @@
 """C text of a step: functions over a range of units of one row.
 
-The functions take a `Step` (`ops/native/step.h`), whose pointers are those of the row. They are written for
-one number type: REAL, STEP and the upper-case names are macros, NAME(x) adds the type to a name.
+The functions take a `Step` (`ops/cpu/step.h`), whose pointers are those of the row. They are
+written for one number type: REAL, STEP and the upper-case names are macros, NAME(x) adds the type
+to a name.
 
 | function | reads | writes |
 |---|---|---|
 | forward | x, r, old states | what is stored, new states |
 | again | what is stored, old states | new states; only where these can be computed so |
-| backward | what is stored, old states, gradients of the new states | gradients of x, r, the old states, parameters |
+| backward | what is stored, old states, gradients of the new states | gradients of x, r, the old
+states, parameters |
 | gates | x, r, old states | what is stored, what the norm normalises |
 | raw | what is stored, old states | what the norm normalises |
 | shows | what is stored, old states, the norm's result | new states |
 | back_shows | the same, and gradients of the new states | gradient of the norm's result |
 | back_gates | the same, and the gradient of what the norm normalises | as backward |
 
-`forward`, `again` and `backward` have two variants: zoneout alone, and all rules of noise. The others have
-all rules.
-The last five are those of a step with a norm, and exist where the definition has `zo.shown`.
+`forward`, `again` and `backward` have two variants: zoneout alone, and all rules of noise. The
+others have all rules. The last five are those of a step with a norm, and exist where the definition
+has `zo.shown`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from .graph import Graph
@@ -65,22 +67,42 @@ def print_step(d: Definition, name: str = "step") -> str:
 
 
 def print_cells(cells: Mapping[str, Definition]) -> str:
-    """Return the file `ops/native/cells.h`: the functions of the built-in cells, and the table of them."""
-    rows = []
-    for name, d in cells.items():
-        step, backward = d.passes()
-        held = storage_of(step, backward).held
-        both = {kind: ", ".join(f"NAME({name}_{kind}_{variant})" for variant in VARIANTS) for kind in PASSES}
-        fields = [f"{d.gates}, {len(d.states)}, {int(d.has_r and not step.merged)}, {-1 if held is None else held}"]
-        fields += [f"{{{both[kind]}}}" for kind in PASSES]
-        fields.append(f"{{{', '.join(f'NAME({name}_again_{v})' if _has_again(d, v) else 'NULL' for v in VARIANTS)}}}")
-        fields += [f"NAME({name}_{part})" if "shown" in d.marks else "NULL" for part in NORM_PARTS]
-        rows.append(f"    {{{', '.join(fields)}}}, /* {name} */")
+    """Return the file `ops/cpu/cells.h`: the functions of the built-in cells, and the table of
+    them.
+    """
+    rows = [f"    {_row(d, name)}, /* {name} */" for name, d in cells.items()]
     functions = "\n".join(print_step(d, name) for name, d in cells.items())
     table = "\n".join(["static const CELL NAME(cells)[] = {", *rows, "};"])
     return (
-        f"/* Made from cells.py by `python -m zoneout.ops.native`. Included once per type. */\n\n{functions}\n{table}\n"
+        "/* Made from cells.py by `python -m zoneout.ops.cpu`. Included once per type. "
+        f"*/\n\n{functions}\n{table}\n"
     )
+
+
+def print_cell(d: Definition) -> str:
+    """Return the C functions of one cell and its entry, `zoneout_own_cell`, to compile alone.
+    Included once per type.
+    """
+    return f"{print_step(d)}\nconst CELL NAME(zoneout_own_cell) = {_row(d, 'step')};\n"
+
+
+def _row(d: Definition, name: str) -> str:
+    """Return a cell's entry in the table, as the struct of `ops/cpu/step.h`."""
+    layout, states = d.storage, d.states
+    slots = (*layout.slots, -1, -1)[:MOST_SLOTS]
+    lead = [states.index(d.group_of(state)) for state in states] + [0] * (4 - len(states))
+    numbers = [d.gates, len(states), int(layout.apart), layout.held, len(layout.slots)]
+
+    def listed(values: Iterable[object]) -> str:
+        return f"{{{', '.join(map(str, values))}}}"
+
+    fields = [*map(str, numbers), listed(slots), listed(lead), str(len(d.parameters))]
+    fields += [listed(f"NAME({name}_{kind}_{variant})" for variant in VARIANTS) for kind in PASSES]
+    fields.append(
+        listed(f"NAME({name}_again_{v})" if _has_again(d, v) else "NULL" for v in VARIANTS)
+    )
+    fields += [f"NAME({name}_{part})" if "shown" in d.marks else "NULL" for part in NORM_PARTS]
+    return listed(fields)
 
 
 def _has_again(d: Definition, variant: str) -> bool:
@@ -95,7 +117,8 @@ class _Printer:
         storage = storage_of(step, backward)
         if len(storage.slots) > MOST_SLOTS:
             raise DefinitionError(
-                f"cell {d.name!r}: expected at most {MOST_SLOTS} values per unit to store beside the gates, "
+                f"cell {d.name!r}: expected at most {MOST_SLOTS} values per unit to store beside "
+                "the gates, "
                 f"got {len(storage.slots)}; the reference runs it"
             )
         self.graph = graph = step.graph
@@ -111,26 +134,39 @@ class _Printer:
         zero = graph.number(0.0)
         grads = {f"dx[{q}]": node for q, node in enumerate(backward.x)}
         if d.has_r and not step.merged:
-            grads |= {f"dr[{q}]": zero if node is None else node for q, node in enumerate(backward.r)}
-        grads |= {f"dstate[{k}]": zero if node is None else node for k, node in enumerate(backward.states)}
+            grads |= {
+                f"dr[{q}]": zero if node is None else node for q, node in enumerate(backward.r)
+            }
+        grads |= {
+            f"dstate[{k}]": zero if node is None else node for k, node in enumerate(backward.states)
+        }
         grads |= {} if backward.gate is None else {"owed": backward.gate}
         self.gradients: Stores = [(f"s->{field}[j]", node) for field, node in grads.items()]
         self.sums: Stores = [
-            (f"s->dparameter[{k}][j]", node) for k, node in enumerate(backward.parameters) if node is not None
+            (f"s->dparameter[{k}][j]", node)
+            for k, node in enumerate(backward.parameters)
+            if node is not None
         ]
 
     def _leaves(self, d: Definition) -> dict[int, str]:
         """Return the C text of all leaves but those of the gates."""
         add = self.graph.add
         loads = {add("state", value=state): f"s->old[{k}][j]" for k, state in enumerate(d.states)}
-        loads |= {add("parameter", value=name): f"s->parameter[{k}][j]" for k, name in enumerate(d.parameters)}
+        loads |= {
+            add("parameter", value=name): f"s->parameter[{k}][j]"
+            for k, name in enumerate(d.parameters)
+        }
         for k, state in enumerate(d.states):
             loads[add("mask", value=f"zero:{state}")] = f"s->zero[{k}][j]"
             loads[add("mask", value=f"zone:{state}")] = f"s->zone[{k}][j]"
-            loads[add("gradient", value=state)] = f"s->dstate[{k}][j]" + (" + s->dy[j]" if k == 0 else "")
+            loads[add("gradient", value=state)] = f"s->dstate[{k}][j]" + (
+                " + s->dy[j]" if k == 0 else ""
+            )
         names = {("state", HELD): "held", ("state", SHOWN): "shown", ("mask", "update"): "update"}
         names |= {("mask", "hold"): "hold", ("gradient", HELD): "owed", ("gradient", RAW): "draw"}
-        return loads | {add(kind, value=name): f"s->{field}[j]" for (kind, name), field in names.items()}
+        return loads | {
+            add(kind, value=name): f"s->{field}[j]" for (kind, name), field in names.items()
+        }
 
     def _gates(self, passes: Passes) -> dict[int, str]:
         """Return the C text of the gates' inputs: x and r, or their sum where they are merged."""
@@ -139,7 +175,11 @@ class _Printer:
         for q, leaves in enumerate(step.gates):
             for leaf in leaves:
                 r = self.graph.nodes[leaf].op == "r"
-                loads[leaf] = f"s->r[{q}][j] + s->bias_r[{q}][j]" if r else f"s->gate[{q}][j] + s->bias_x[{q}][j]"
+                loads[leaf] = (
+                    f"s->r[{q}][j] + s->bias_r[{q}][j]"
+                    if r
+                    else f"s->gate[{q}][j] + s->bias_x[{q}][j]"
+                )
             if step.merged:
                 loads[self.graph.add("add", *leaves)] = f"s->gate[{q}][j] + s->bias_x[{q}][j]"
         return loads
@@ -148,12 +188,18 @@ class _Printer:
         gates = [(f"s->gate[{q}][j]", node) for q, node in enumerate(storage.gates)]
         return gates + [(f"s->slot[{k}][j]", node) for k, node in enumerate(storage.slots)]
 
-    def function(self, name: str, loads: Mapping[int, str], stores: Stores, sums: Stores | None = None) -> str:
-        """Return a function that loads, computes, stores, and adds to sums. It may store where it loads."""
+    def function(
+        self, name: str, loads: Mapping[int, str], stores: Stores, sums: Stores | None = None
+    ) -> str:
+        """Return a function that loads, computes, stores, and adds to sums. It may store where
+        it loads.
+        """
         return _function(name, self.graph, loads, stores, sums or [])
 
 
-def _function(name: str, graph: Graph, loads: Mapping[int, str], stores: Stores, sums: Stores) -> str:
+def _function(
+    name: str, graph: Graph, loads: Mapping[int, str], stores: Stores, sums: Stores
+) -> str:
     lines: list[str] = []
     texts: dict[int, str] = {}
     for node in graph.reached([node for _, node in (*stores, *sums)], stop=loads):
@@ -177,7 +223,8 @@ def _function(name: str, graph: Graph, loads: Mapping[int, str], stores: Stores,
 
 
 def _over_units(name: str, lines: Sequence[str]) -> str:
-    """Return a function that runs the lines for every unit, with each pointer of the step in a local one.
+    """Return a function that runs the lines for every unit, with each pointer of the step in a
+    local one.
 
     A local pointer with `restrict` is what lets compilers keep numbers in registers and vectorise.
     """
@@ -190,6 +237,7 @@ def _over_units(name: str, lines: Sequence[str]) -> str:
         text = text.replace(f"{field}[j]", f"{local}[j]")
     declared = "\n    ".join(pointers)
     return (
-        f"static void NAME({name})(const STEP *s, int64_t from, int64_t to) {{\n    {declared}\n#pragma omp simd\n"
+        f"static void NAME({name})(const STEP *s, int64_t from, int64_t to) "
+        f"{{\n    {declared}\n#pragma omp simd\n"
         f"    for (int64_t j = from; j < to; j++) {{\n        {text}\n    }}\n}}\n"
     )

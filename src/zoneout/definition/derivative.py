@@ -8,8 +8,12 @@ from .graph import Graph
 from .operations import COMPARISONS, LEAVES, MARKS, OPERATIONS
 
 
-def differentiate(graph: Graph, outputs: Iterable[tuple[int, int]], wrt: Sequence[int]) -> list[int | None]:
-    """Return nodes for the gradients of `wrt`, given (node, its gradient) pairs; None where there is none."""
+def differentiate(
+    graph: Graph, outputs: Iterable[tuple[int, int]], wrt: Sequence[int]
+) -> list[int | None]:
+    """Return nodes for the gradients of `wrt`, given (node, its gradient) pairs; None where
+    there is none.
+    """
     gradients: dict[int, int] = {}
     pairs = list(outputs)
     for node, gradient in pairs:

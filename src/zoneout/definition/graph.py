@@ -1,4 +1,6 @@
-"""The graph of a cell's step: operations on one unit's numbers, equal ones shared, with a canonical text."""
+"""The graph of a cell's step: operations on one unit's numbers, equal ones shared, with a
+canonical text.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ Value = float | str | None
 
 
 class Node(NamedTuple):
-    """An operation on earlier nodes, or a leaf; `value` is a leaf's name or number, or a candidate's state."""
+    """An operation on earlier nodes, or a leaf; `value` is a leaf's name or number, or a
+    candidate's state.
+    """
 
     op: str
     args: tuple[int, ...] = ()
@@ -55,7 +59,9 @@ class Graph:
         return b if a is None else self.add("add", a, b)
 
     def reached(self, outputs: Iterable[int], stop: Iterable[int] = ()) -> list[int]:
-        """Return the nodes that the outputs depend on, arguments first; nodes in `stop` count as leaves."""
+        """Return the nodes that the outputs depend on, arguments first; nodes in `stop` count as
+        leaves.
+        """
         stopped, seen, order = set(stop), set(), []
         stack = [(node, False) for node in reversed(list(outputs))]
         while stack:
@@ -66,7 +72,9 @@ class Graph:
                 seen.add(node)
                 stack.append((node, True))
                 if node not in stopped:
-                    stack += [(arg, False) for arg in reversed(self.nodes[node].args) if arg not in seen]
+                    stack += [
+                        (arg, False) for arg in reversed(self.nodes[node].args) if arg not in seen
+                    ]
         return order
 
     def users(self, outputs: Iterable[int]) -> dict[int, list[int]]:
@@ -85,7 +93,8 @@ class Graph:
                 yield node, self.nodes[node].value
 
 
-# --- text ------------------------------------------------------------------------------------------
+# --- text
+# ------------------------------------------------------------------------------------------
 
 
 def to_text(graph: Graph, outputs: Sequence[int]) -> str:
@@ -106,7 +115,9 @@ def to_text(graph: Graph, outputs: Sequence[int]) -> str:
 
 
 def from_text(text: str) -> tuple[Graph, list[int]]:
-    """Read a canonical text. It is data: operations come from the table, and nothing is executed."""
+    """Read a canonical text. It is data: operations come from the table, and nothing is
+    executed.
+    """
     graph = Graph()
     try:
         body, _, ends = text.partition("|")
@@ -125,5 +136,7 @@ def from_text(text: str) -> tuple[Graph, list[int]]:
         if not all(0 <= end < len(graph.nodes) for end in outputs):
             raise ValueError(f"outputs {ends!r} are not nodes")
     except (KeyError, ValueError) as error:
-        raise ValueError(f"definition: expected the text of a cell, got {text[:80]!r} ({error})") from None
+        raise ValueError(
+            f"definition: expected the text of a cell, got {text[:80]!r} ({error})"
+        ) from None
     return graph, outputs

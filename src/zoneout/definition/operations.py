@@ -1,9 +1,9 @@
 """The operations of a cell: for each one its name, torch function, C text and derivative.
 
-This table is the only place that knows an operation. The tracer, the reference, the derivative and the
-printers read it. `mix` and `less` are the two rules of noise: they select at 0 and 1 instead of
-multiplying, so that a NaN never reaches a unit that keeps its value. Their gradients are products: a
-gradient that is not finite is lost anyway, and selecting costs a third more time.
+This table is the only place that knows an operation. The tracer, the reference, the derivative and
+the printers read it. `mix` and `less` are the two rules of noise: they select at 0 and 1 instead of
+multiplying, so that a NaN never reaches a unit that keeps its value. Their gradients are products:
+a gradient that is not finite is lost anyway, and selecting costs a third more time.
 """
 
 from __future__ import annotations
@@ -19,11 +19,17 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .graph import Graph
 
-# (graph, arguments, result, gradient of the result) -> the gradients of the arguments; None for none
+# (graph, arguments, result, gradient of the result) -> the gradients of the arguments; None for
+# none
 Derivative = Callable[["Graph", tuple[int, ...], int, int], tuple[int | None, ...]]
 
 LEAVES = ("x", "r", "state", "parameter", "mask", "gradient", "number")  # nodes without arguments
-MARKS = ("candidate", "update", "shown", "held")  # nodes with one argument, the identity without noise and norm
+MARKS = (
+    "candidate",
+    "update",
+    "shown",
+    "held",
+)  # nodes with one argument, the identity without noise and norm
 
 
 @dataclass(frozen=True)
@@ -75,8 +81,12 @@ def _compare(c: str, function: Callable[..., Tensor]) -> Operation:
 
 OPERATIONS: dict[str, Operation] = {
     "add": Operation(2, torch.add, "({0} + {1})", lambda g, a, y, d: (d, d), "nothing"),
-    "sub": Operation(2, torch.sub, "({0} - {1})", lambda g, a, y, d: (d, g.add("neg", d)), "nothing"),
-    "mul": Operation(2, torch.mul, "({0} * {1})", lambda g, a, y, d: (g.mul(d, a[1]), g.mul(d, a[0]))),
+    "sub": Operation(
+        2, torch.sub, "({0} - {1})", lambda g, a, y, d: (d, g.add("neg", d)), "nothing"
+    ),
+    "mul": Operation(
+        2, torch.mul, "({0} * {1})", lambda g, a, y, d: (g.mul(d, a[1]), g.mul(d, a[0]))
+    ),
     "div": Operation(
         2,
         torch.div,
@@ -114,7 +124,9 @@ OPERATIONS: dict[str, Operation] = {
         lambda g, a, y, d: (g.add("div", g.mul(d, g.number(0.5)), y),),
         "result",
     ),
-    "softplus": Operation(1, F.softplus, "SOFTPLUS({0})", lambda g, a, y, d: (g.mul(d, g.add("sigmoid", a[0])),)),
+    "softplus": Operation(
+        1, F.softplus, "SOFTPLUS({0})", lambda g, a, y, d: (g.mul(d, g.add("sigmoid", a[0])),)
+    ),
     "abs": Operation(1, torch.abs, "ABS({0})", lambda g, a, y, d: (g.mul(d, g.add("sign", a[0])),)),
     "sign": Operation(1, torch.sign, "SIGN({0})"),
     "minimum": Operation(2, torch.minimum, "MINIMUM({0}, {1})", _half_at_ties("lt")),
@@ -135,8 +147,17 @@ OPERATIONS: dict[str, Operation] = {
     "ge": _compare(">=", torch.ge),
     "eq": _compare("==", torch.eq),
     "ne": _compare("!=", torch.ne),
-    "mix": Operation(3, mix, "MIX({0}, {1}, {2})", lambda g, a, y, d: (g.mul(d, _rest(g, a[2])), g.mul(d, a[2]), None)),
-    "less": Operation(2, less, "LESS({0}, {1})", lambda g, a, y, d: (g.mul(d, _rest(g, a[1])), None)),
+    "mix": Operation(
+        3,
+        mix,
+        "MIX({0}, {1}, {2})",
+        lambda g, a, y, d: (g.mul(d, _rest(g, a[2])), g.mul(d, a[2]), None),
+    ),
+    "less": Operation(
+        2, less, "LESS({0}, {1})", lambda g, a, y, d: (g.mul(d, _rest(g, a[1])), None)
+    ),
 }
-TRACED = tuple(name for name in OPERATIONS if name not in ("mix", "less", "sign"))  # for use in a cell
+TRACED = tuple(
+    name for name in OPERATIONS if name not in ("mix", "less", "sign")
+)  # for use in a cell
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")

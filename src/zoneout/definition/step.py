@@ -1,8 +1,9 @@
 """One time step with its noise, and its backward pass, as graphs: what kernels are printed from.
 
-A `Step` is a definition with its marks replaced by the rules of noise. Each rule reads a mask: 1 takes the
-old value (or zero), 0 the new one, a number between blends the two. A mask of zeros is no noise, so two
-steps serve every combination of noises: one with zoneout alone, the common case, and one with all rules.
+A `Step` is a definition with its marks replaced by the rules of noise. Each rule reads a mask: 1
+takes the old value (or zero), 0 the new one, a number between blends the two. A mask of zeros is no
+noise, so two steps serve every combination of noises: one with zoneout alone, the common case, and
+one with all rules.
 """
 
 from __future__ import annotations
@@ -17,8 +18,13 @@ if TYPE_CHECKING:
     from . import Definition
 
 RULES = frozenset({"zero", "update", "hold"})  # the rules of a step beside zoneout
-HELD = "held gate"  # the state and gradient name of the gate that a step may take from the step before
-SHOWN, RAW = "norm's result", "norm's input"  # as a state, and as a gradient; no state can have such a name
+HELD = (
+    "held gate"  # the state and gradient name of the gate that a step may take from the step before
+)
+SHOWN, RAW = (
+    "norm's result",
+    "norm's input",
+)  # as a state, and as a gradient; no state can have such a name
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Backward:
-    """The backward pass: the gradients of a step's leaves, from those of the new states (leaves `gradient`)."""
+    """The backward pass: the gradients of a step's leaves, from those of the new states (leaves
+    `gradient`).
+    """
 
     x: tuple[int, ...]
     r: tuple[int | None, ...]
@@ -51,8 +59,9 @@ Passes = tuple[Step, Backward]
 def step_of(definition: Definition, rules: frozenset[str] = RULES, split: bool = False) -> Step:
     """Return the step of a definition, with zoneout and these other rules of noise.
 
-    A split step has two parts, before and after the norm of what `zo.shown` marks. The second part reads
-    the norm's result as a state, and the backward pass of the first part the gradient of the norm's input.
+    A split step has two parts, before and after the norm of what `zo.shown` marks. The second part
+    reads the norm's result as a state, and the backward pass of the first part the gradient of the
+    norm's input.
     """
     graph = Graph()
 
@@ -65,7 +74,7 @@ def step_of(definition: Definition, rules: frozenset[str] = RULES, split: bool =
         op, args, value = definition.graph.nodes[number]
         new_args = tuple(places[arg] for arg in args)
         if op == "candidate":
-            places[number] = less(new_args[0], "zero", f"zero:{value}")
+            places[number] = less(new_args[0], "zero", f"zero:{definition.group_of(str(value))}")
         elif op == "update":
             places[number] = less(new_args[0], "update", "update")
         elif op == "held" and "hold" in rules:
@@ -84,7 +93,14 @@ def step_of(definition: Definition, rules: frozenset[str] = RULES, split: bool =
         keep = graph.add("mask", value=f"zone:{definition.group_of(state)}")
         new.append(graph.add("mix", places[output], graph.add("state", value=state), keep))
     ends = [*new, *([] if raw is None else [raw])]
-    return Step(graph, tuple(new), gate, _gates(graph, ends, definition.gates), _merged(graph, ends, definition), raw)
+    return Step(
+        graph,
+        tuple(new),
+        gate,
+        _gates(graph, ends, definition.gates),
+        _merged(graph, ends, definition),
+        raw,
+    )
 
 
 def _gates(graph: Graph, outputs: list[int], count: int) -> tuple[tuple[int, ...], ...]:
@@ -114,7 +130,10 @@ def _merged(graph: Graph, outputs: list[int], definition: Definition) -> bool:
 def backward_of(definition: Definition, step: Step) -> Backward:
     """Add the backward pass to the step's graph."""
     graph = step.graph
-    outputs = [(node, graph.add("gradient", value=state)) for state, node in zip(definition.states, step.new)]
+    outputs = [
+        (node, graph.add("gradient", value=state))
+        for state, node in zip(definition.states, step.new)
+    ]
     if step.gate is not None:
         outputs.append((step.gate, graph.add("gradient", value=HELD)))
     if step.raw is not None:
@@ -126,7 +145,12 @@ def backward_of(definition: Definition, step: Step) -> Backward:
         "parameter": list(definition.parameters),
     }
     leaves = [graph.add(kind, value=name) for kind, names in kinds.items() for name in names]
-    found = dict(zip(((k, n) for k, names in kinds.items() for n in names), differentiate(graph, outputs, leaves)))
+    found = dict(
+        zip(
+            ((k, n) for k, names in kinds.items() for n in names),
+            differentiate(graph, outputs, leaves),
+        )
+    )
 
     def of(kind: str) -> list[int | None]:
         return [found[kind, name] for name in kinds[kind]]

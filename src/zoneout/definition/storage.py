@@ -1,9 +1,9 @@
 """What the forward pass of a step stores for the backward pass.
 
-Each gate stores one number per unit, in place of its input. The number is the gate's input (x, or x + r
-where the gate is used only so), carried through the operations above it as long as the derivative needs
-nothing below: for an LSTM that gives the activated gates. Values that the backward pass needs and cannot
-compute from these get a slot.
+Each gate stores one number per unit, in place of its input. The number is the gate's input (x, or x
++ r where the gate is used only so), carried through the operations above it as long as the
+derivative needs nothing below: for an LSTM that gives the activated gates. Values that the backward
+pass needs and cannot compute from these get a slot.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 
 from .graph import Graph
 from .operations import COMPARISONS, OPERATIONS
+from .step import RULES
 
 if TYPE_CHECKING:
+    from . import Definition
     from .step import Backward, Step
 
 MOST_SLOTS = 2
@@ -33,6 +35,53 @@ class Storage:
         return (*self.gates, *self.slots)
 
 
+@dataclass(frozen=True)
+class Layout:
+    """What a loop over time needs to know of a cell's step, whatever its noise and norm."""
+
+    apart: bool  # h·W_h is not simply added to x·W_x: the two have biases of their own
+    # where the held gate is stored: a gate's number, or `gates` + a slot's number; −1: nowhere
+    held: int
+    again: bool  # the new states can be computed from what is stored, which a projection needs
+    slots: tuple[int, ...]  # per slot: the gate whose h·W_h it stores, −1: another value
+
+    @property
+    def fits(self) -> bool:
+        """True if a compiled loop has room for what is stored."""
+        return len(self.slots) <= MOST_SLOTS
+
+    def with_norm(self) -> tuple[int, ...]:
+        """Return the slots that a norm leaves to store: it stores h·W_h of every gate itself."""
+        return tuple(k for k, gate in enumerate(self.slots) if gate < 0)
+
+
+def layout_of(d: Definition) -> Layout:
+    """Return the layout that serves all variants of a cell's step."""
+    variants = [(frozenset[str](), False), (RULES, False)]
+    variants += [(RULES, True)] if "shown" in d.marks else []
+    slots: list[set[int]] = []
+    held: set[int] = set()
+    again = True
+    for rules, split in variants:
+        step, backward = d.passes(rules, split)
+        storage = storage_of(step, backward)
+        held |= set() if storage.held is None else {storage.held}
+        again &= all(computable(step.graph, node, set(storage.nodes)) for node in step.new)
+        for k, node in enumerate(storage.slots):
+            kind, _, name = step.graph.nodes[node]
+            slots += [set()] if k == len(slots) else []
+            slots[k].add(int(str(name)) if kind == "r" else -1)
+    apart = d.has_r and not d.passes()[0].merged
+    if len(held) > 1:  # a loop looks for the gate of the step before in one place
+        slots += [{-1}] * (MOST_SLOTS + 1)
+    return Layout(
+        apart,
+        max(held, default=-1),
+        again,
+        tuple(min(gates) if len(gates) == 1 else -1 for gates in slots),
+    )
+
+
 def storage_of(step: Step, backward: Backward) -> Storage:
     """Return what a step stores."""
     outputs = ends_of(step)
@@ -42,7 +91,9 @@ def storage_of(step: Step, backward: Backward) -> Storage:
     for node in needed(step, backward):
         if not computable(step.graph, node, {*gates, *slots}):
             slots.append(node)
-    if step.raw is not None:  # the second part of a split step computes the new states from what is stored
+    if (
+        step.raw is not None
+    ):  # the second part of a split step computes the new states from what is stored
         for node in step.graph.reached(step.new, stop={*gates, *slots}):
             if step.graph.nodes[node].op in ("x", "r") and node not in gates:
                 slots.append(node)
@@ -60,29 +111,47 @@ def ends_of(step: Step) -> list[int]:
 
 
 def needed(step: Step, backward: Backward) -> list[int]:
-    """Return the nodes of the forward pass that the backward pass reads, arguments before results."""
+    """Return the nodes of the forward pass that the backward pass reads, arguments before
+    results.
+    """
     graph = step.graph
     forward = graph.reached(ends_of(step))
     inside = set(forward)
-    ends = [node for node in (*backward.x, *backward.r, *backward.states, *backward.parameters) if node is not None]
+    ends = [
+        node
+        for node in (*backward.x, *backward.r, *backward.states, *backward.parameters)
+        if node is not None
+    ]
     ends += [node for node in (backward.gate, backward.shown) if node is not None]
     found = {end for end in ends if end in inside}
     for node in graph.reached(ends, stop=forward):
         if node not in inside:
             found |= {arg for arg in graph.nodes[node].args if arg in inside}
     # The condition of a where is computed again from the numbers that it compares.
-    found |= {arg for node in found if graph.nodes[node].op in COMPARISONS for arg in graph.nodes[node].args}
+    found |= {
+        arg
+        for node in found
+        if graph.nodes[node].op in COMPARISONS
+        for arg in graph.nodes[node].args
+    }
     found = {node for node in found if graph.nodes[node].op not in COMPARISONS}
     return [node for node in forward if node in found]
 
 
 def computable(graph: Graph, node: int, stored: set[int]) -> bool:
-    """Return True if a node can be computed from stored nodes, old states, parameters, masks and numbers."""
-    return all(at in stored or graph.nodes[at].op not in ("x", "r") for at in graph.reached([node], stop=stored))
+    """Return True if a node can be computed from stored nodes, old states, parameters, masks and
+    numbers.
+    """
+    return all(
+        at in stored or graph.nodes[at].op not in ("x", "r")
+        for at in graph.reached([node], stop=stored)
+    )
 
 
 def _climb(graph: Graph, users: dict[int, list[int]], leaves: tuple[int, ...]) -> int:
-    """Return the last node above a gate's input whose storing makes the nodes below it unnecessary."""
+    """Return the last node above a gate's input whose storing makes the nodes below it
+    unnecessary.
+    """
     node = leaves[0]
     if len(leaves) == 2:
         above = users[leaves[0]]

@@ -1,7 +1,7 @@
 """Tracing: run a cell's function on symbols instead of tensors, and get its graph.
 
-A `Symbol` takes Python's operators, the methods of a tensor and torch's functions. Everything that is not
-in the table of operations is an error that names the operation and its line.
+A `Symbol` takes Python's operators, the methods of a tensor and torch's functions. Everything that
+is not in the table of operations is an error that names the operation and its line.
 """
 
 from __future__ import annotations
@@ -10,24 +10,26 @@ import linecache
 import math
 import operator
 import sys
-from collections.abc import Callable, Sequence
-from types import CodeType
+from collections.abc import Callable, Iterator, Sequence
+from numbers import Real
+from traceback import walk_tb
+from types import CodeType, FrameType
 from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .graph import Graph, Value
+from .graph import Graph
 from .operations import COMPARISONS, OPERATIONS, TRACED
 
 TRACES: dict[Any, str] = {  # torch's functions, and Python's where a number stands first
     torch.add: "add", torch.sub: "sub", torch.mul: "mul", torch.div: "div", torch.neg: "neg",
-    torch.true_divide: "div", torch.sigmoid: "sigmoid", torch.special.expit: "sigmoid", F.sigmoid: "sigmoid",
-    torch.tanh: "tanh", F.tanh: "tanh", torch.relu: "relu", F.relu: "relu", torch.exp: "exp", torch.log: "log",
-    torch.sqrt: "sqrt", F.softplus: "softplus", torch.abs: "abs", torch.minimum: "minimum",
-    torch.maximum: "maximum", torch.where: "where", torch.lt: "lt", torch.le: "le", torch.gt: "gt",
-    torch.ge: "ge", torch.eq: "eq", torch.ne: "ne",
+    torch.true_divide: "div", torch.sigmoid: "sigmoid", torch.special.expit: "sigmoid",
+    F.sigmoid: "sigmoid", torch.tanh: "tanh", F.tanh: "tanh", torch.relu: "relu", F.relu: "relu",
+    torch.exp: "exp", torch.log: "log", torch.sqrt: "sqrt", F.softplus: "softplus",
+    torch.abs: "abs", torch.minimum: "minimum", torch.maximum: "maximum", torch.where: "where",
+    torch.lt: "lt", torch.le: "le", torch.gt: "gt", torch.ge: "ge", torch.eq: "eq", torch.ne: "ne",
 }  # fmt: skip
 
 
@@ -38,33 +40,47 @@ class DefinitionError(ValueError):
 class Tracer:
     """The graph under construction, and the function that it is made from."""
 
-    def __init__(self, name: str, code: CodeType) -> None:
-        self.graph, self.name, self.code = Graph(), name, code
+    def __init__(self, name: str, code: CodeType, states: Sequence[str]) -> None:
+        self.graph, self.name, self.code, self.states = Graph(), name, code, tuple(states)
+        self.with_gradients = torch.is_grad_enabled()
 
     def leaf(self, kind: str, name: str) -> Symbol:
         return Symbol(self, self.graph.add(kind, value=name))
 
     def fail(self, why: str) -> NoReturn:
         """Raise an error that names the line of the function that is being run."""
-        frame = sys._getframe()
-        while frame is not None and frame.f_code is not self.code:
-            # A generator expression or comprehension inside the function has code of its own.
-            if frame.f_code in self.code.co_consts:
-                break
-            frame = frame.f_back  # type: ignore[assignment]
-        where = ""
-        if frame is not None:
-            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-            where = f" (line {frame.f_lineno}: {line})" if line else f" (line {frame.f_lineno})"
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and not self.is_own(frame.f_code):
+            frame = frame.f_back
+        where = "" if frame is None else line_of(self.code, frame.f_lineno)
         raise DefinitionError(f"cell {self.name!r}: {why}{where}")
 
+    def is_own(self, code: CodeType) -> bool:
+        """Return True for the function's code; a comprehension inside the function has code of
+        its own.
+        """
+        return code is self.code or code in self.code.co_consts
+
+    def where(self, error: BaseException) -> str:
+        """Return the line of the function that raised an error."""
+        lines = [at for frame, at in walk_tb(error.__traceback__) if self.is_own(frame.f_code)]
+        return line_of(self.code, lines[-1]) if lines else ""
+
     def apply(self, op: str, args: Sequence[Any]) -> Symbol:
+        if torch.is_grad_enabled() != self.with_gradients:
+            self.fail(
+                "torch.no_grad and torch.enable_grad have no effect in a definition; leave them out"
+            )
         if len(args) != OPERATIONS[op].arguments:
             self.fail(f"{op}: expected {OPERATIONS[op].arguments} arguments, got {len(args)}")
         nodes = tuple(self.node(op, arg) for arg in args)
         kinds = [self.graph.nodes[node].op in COMPARISONS for node in nodes]
         if any(kinds) != (op == "where") or any(kinds[1:]):
-            self.fail(f"{op} was given a comparison" if any(kinds) else "where: expected a comparison of numbers first")
+            self.fail(
+                f"{op} was given a comparison"
+                if any(kinds)
+                else "where: expected a comparison of numbers first"
+            )
         return Symbol(self, self.graph.add(op, *nodes))
 
     def node(self, op: str, value: Any) -> int:
@@ -72,8 +88,12 @@ class Tracer:
             if value.tracer is not self:
                 self.fail(f"{op} was given a value of another cell")
             return value.node
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            what = "a tensor that is not an argument of the cell" if isinstance(value, Tensor) else repr(value)
+        if isinstance(value, bool) or not isinstance(value, Real):  # NumPy's numbers are Real
+            what = (
+                "a tensor that is not an argument of the cell"
+                if isinstance(value, Tensor)
+                else repr(value)
+            )
             self.fail(f"{op} was given {what}; expected the cell's arguments and plain numbers")
         if not math.isfinite(value):
             self.fail(f"{op} was given {value}; expected a finite number")
@@ -89,31 +109,57 @@ class Symbol:
         self.tracer, self.node = tracer, node
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Symbol:
-        tracer = next(a.tracer for a in args if isinstance(a, Symbol))
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Symbol:
+        kwargs = dict(kwargs or {})
+        tracer = next(symbol.tracer for symbol in _symbols((args, kwargs)))
+        name = getattr(func, "__name__", func)
+        if any(isinstance(arg, Tensor) for arg in args):
+            tracer.fail(
+                f"{name} was given a tensor that is not an argument of the cell; expected plain "
+                "numbers"
+            )
         op = TRACES.get(func)
+        args = _without_defaults(op, args, kwargs)
         if op is None or kwargs:
             extra = f" with {', '.join(kwargs)}" if kwargs and op else ""
-            tracer.fail(f"{getattr(func, '__name__', func)}{extra} is not an operation of a cell; {allowed()}")
+            hint = PRODUCT if name in PRODUCTS else allowed()
+            tracer.fail(f"{name}{extra} is not an operation of a cell; {hint}")
         return tracer.apply(op, args)
 
     def __getattr__(self, name: str) -> Callable[..., Symbol]:
         if name.startswith("__"):
             raise AttributeError(name)
-        if name not in TRACED:
-            self.tracer.fail(f".{name} is not an operation of a cell; {allowed()}")
+        if name not in TRACED or not hasattr(Tensor, name):
+            if name in TRACED:
+                self.tracer.fail(
+                    f".{name} is not a method of tensors; write torch.nn.functional.{name}(v)"
+                )
+            hint = PRODUCT if name in PRODUCTS else allowed()
+            self.tracer.fail(f".{name} is not an operation of a cell; {hint}")
         return lambda *args: self.tracer.apply(name, (self, *args))
 
     def __bool__(self) -> bool:
-        self.tracer.fail("a Python condition depends on a value; write torch.where(condition, a, b)")
+        self.tracer.fail(
+            "a Python condition depends on a value; write torch.where(condition, a, b)"
+        )
 
     def __float__(self) -> float:
         self.tracer.fail("a value was converted to a number; a definition works on symbols")
 
     __int__ = __index__ = __float__
 
+    def __getitem__(self, index: Any) -> NoReturn:
+        self.tracer.fail(
+            "a single value was indexed; x and r are tuples with one entry per gate, states are not"
+        )
+
     def __iter__(self) -> NoReturn:
-        self.tracer.fail("a single value was unpacked; x and r are tuples with one entry per gate, states are not")
+        self.tracer.fail(
+            "a single value was unpacked; x and r are tuples with one entry per gate, states are "
+            "not"
+        )
 
     def __neg__(self) -> Symbol:
         return self.tracer.apply("neg", (self,))
@@ -136,7 +182,14 @@ for _name, _op in (("add", "add"), ("sub", "sub"), ("mul", "mul"), ("truediv", "
     setattr(Symbol, f"__r{_name}__", _binary(_op, swapped=True))
 for _op in COMPARISONS:
     setattr(Symbol, f"__{_op}__", _binary(_op, swapped=False))
-for _function in (operator.pow, operator.floordiv, operator.mod, operator.matmul, operator.and_, operator.or_):
+for _function in (
+    operator.pow,
+    operator.floordiv,
+    operator.mod,
+    operator.matmul,
+    operator.and_,
+    operator.or_,
+):
     _name = _function.__name__.strip("_")
 
     def _refuse(self: Symbol, other: Any, name: str = _name) -> NoReturn:
@@ -146,18 +199,82 @@ for _function in (operator.pow, operator.floordiv, operator.mod, operator.matmul
     setattr(Symbol, f"__r{_name}__", _refuse)
 
 
+for _name in ("add", "sub", "mul", "truediv"):
+
+    def _in_place(self: Symbol, other: Any) -> NoReturn:
+        self.tracer.fail("a value was changed in place; write a = a + b for a += b")
+
+    setattr(Symbol, f"__i{_name}__", _in_place)
+
+
+def _symbols(value: Any) -> Iterator[Symbol]:
+    """Yield the symbols in nested arguments."""
+    if isinstance(value, Symbol):
+        yield value
+    elif isinstance(value, (tuple, list, dict)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _symbols(one)
+
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "relu": {"inplace": False},
+    "softplus": {"beta": 1, "threshold": 20},
+}
+PRODUCTS = ("linear", "matmul", "mm", "bmm", "einsum", "addmm")
+PRODUCT = (
+    "the products with W_x and W_h are computed before the step, and x and r hold them; for a cell "
+    "with another product "
+    "inside, see zo.ZoneoutCell"
+)
+
+
+def _without_defaults(
+    op: str | None, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Return the positional arguments without those that repeat torch's defaults; remove them
+    from `kwargs` too.
+    """
+    defaults = DEFAULTS.get(op or "", {})
+    for name, value in defaults.items():
+        if not isinstance(kwargs.get(name, value), Symbol) and kwargs.get(name, value) == value:
+            kwargs.pop(name, None)
+    count = 1 if defaults else len(args)
+    given, rest = tuple(args[:count]), tuple(args[count:])
+    return given if rest == tuple(defaults.values())[: len(rest)] else tuple(args)
+
+
+def line_of(code: CodeType, number: int) -> str:
+    """Return a line of a function for a message."""
+    line = linecache.getline(code.co_filename, number).strip()
+    return f" (line {number}: {line})" if line else f" (line {number})"
+
+
 def allowed() -> str:
-    names = [name for name in TRACED if name not in ("add", "sub", "mul", "div", "neg", *COMPARISONS)]
+    names = [
+        name for name in TRACED if name not in ("add", "sub", "mul", "div", "neg", *COMPARISONS)
+    ]
     return f"expected + − × ÷, comparisons, {', '.join(names)}"
 
 
-# --- marks -----------------------------------------------------------------------------------------
+# --- marks
+# -----------------------------------------------------------------------------------------
 
 
-def _mark(op: str, value: Any, name: Value = None) -> Any:
-    if not isinstance(value, Symbol):
+def _mark(op: str, value: Any, name: Any = None) -> Any:
+    inside = next(_symbols((name, value)), None)
+    if inside is None:
         return value
-    tracer = value.tracer
+    tracer = inside.tracer
+    if op == "candidate" and (not isinstance(name, str) or name not in tracer.states):
+        got = "a value" if isinstance(name, Symbol) else repr(name)
+        tracer.fail(
+            "zo.candidate: expected the name of a state first, "
+            f"{' or '.join(map(repr, tracer.states))}, got {got}"
+        )
+    if not isinstance(value, Symbol):
+        tracer.fail(
+            f"zo.{op}: expected one value, got {type(value).__name__}; mark one value at a time"
+        )
     if tracer.graph.nodes[value.node].op in COMPARISONS:
         tracer.fail(f"{op} was given a comparison")
     return Symbol(tracer, tracer.graph.add(op, value.node, value=name))
@@ -166,22 +283,29 @@ def _mark(op: str, value: Any, name: Value = None) -> Any:
 def candidate(state: str, value: Any) -> Any:
     """Mark the new value of a state, before noise. `StateDropout` sets it to zero here.
 
-    What the function computes from the result sees the dropped value. Zoneout is applied after the step,
-    so that other states are computed from the candidate itself. On tensors this is the identity.
+    What the function computes from the result sees the dropped value. Zoneout is applied after the
+    step, so that other states are computed from the candidate itself. On tensors this is the
+    identity.
     """
     return _mark("candidate", value, state)
 
 
 def update(value: Any) -> Any:
-    """Mark what `RecurrentDropout` drops. All marks of a step share one mask. On tensors the identity."""
+    """Mark what `RecurrentDropout` drops. All marks of a step share one mask. On tensors the
+    identity.
+    """
     return _mark("update", value)
 
 
 def shown(value: Any) -> Any:
-    """Mark what a norm normalises where a state feeds the output, once at most. On tensors the identity."""
+    """Mark what a norm normalises where a state feeds the output, once at most. On tensors the
+    identity.
+    """
     return _mark("shown", value)
 
 
 def held(value: Any) -> Any:
-    """Mark the gate that `RecurrentDropout(hold_output_gate=True)` holds, once at most. On tensors the identity."""
+    """Mark the gate that `RecurrentDropout(hold_output_gate=True)` holds, once at most. On
+    tensors the identity.
+    """
     return _mark("held", value)
