@@ -1,4 +1,6 @@
-"""The masks that a seed gives: their rates, their independence, and what each kind of mask may see."""
+"""The masks that a seed gives: their rates, their independence, and what each kind of mask may
+see.
+"""
 
 import itertools
 
@@ -12,11 +14,12 @@ from hypothesis import strategies as st
 import zoneout as zo
 from zoneout.draws import Draw, draw_masks
 from zoneout.noise import Rule
-from zoneout.ops import native
-from zoneout.ops.masks import masks_of
+from zoneout.ops.cpu import native
+from zoneout.ops.cpu.masks import masks_of
 
 KINDS = ("unit", "shared", "step", "sequence", "static")
-SEES = {  # the design's table; layer, direction and seed are always seen (a static mask brings its own seed)
+# the design's table; layer, direction and seed are always seen (a static mask brings its own seed)
+SEES = {
     "unit": {"stream", "step", "example", "unit"},
     "shared": {"step", "example", "unit"},
     "step": {"stream", "step", "example"},
@@ -61,13 +64,16 @@ def assert_same_masks(a, b):
         assert torch.equal(a[stream], b[stream]), stream
 
 
-# --- how often -------------------------------------------------------------------------------------
+# --- how often
+# -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rate", [0.05, 0.5, 0.85])
 def test_rate_of_zoneout(kind, rate):
-    """If this fails, a rate is not the chance that the old value is kept (but perhaps that it is not)."""
+    """If this fails, a rate is not the chance that the old value is kept (but perhaps that it is
+    not).
+    """
     sizes = SIZE | {"step": dict(steps=200, batch=200, hidden=2)}.get(kind, {})
     for stream, mask in zo.masks(zoneout(kind, rate, rate), seed=1, **sizes).items():
         draws = draws_of(mask, kind)
@@ -86,19 +92,25 @@ def test_rate_of_every_stream():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rates_zero_and_one_are_exact(kind):
-    """If this fails, a state that must never (or always) be replaced once in a while is not (or is)."""
+    """If this fails, a state that must never (or always) be replaced once in a while is not (or
+    is).
+    """
     masks = zo.masks(zoneout(kind, cell=0.0, hidden=1.0), seed=3, **SIZE)
     assert not masks["cell"].any() and masks["hidden"].all()
 
 
 def test_rate_of_each_unit():
-    """If this fails, a tensor of rates is not one a unit, or a rate moves the bits it is compared with."""
+    """If this fails, a tensor of rates is not one a unit, or a rate moves the bits it is
+    compared with.
+    """
     rates = torch.linspace(0, 1, 64)
     mask = zo.masks(zoneout(cell=rates), seed=4, steps=100, batch=100, hidden=64)["cell"]
     deviation = (rates * (1 - rates) / 1e4).sqrt()
     assert ((mask.float().mean((0, 1)) - rates).abs() <= 5 * deviation + 1e-4).all()
     for unit in (0, 13, 62, 63):
-        scalar = zo.masks(zoneout(cell=rates[unit].item()), seed=4, steps=100, batch=100, hidden=64)["cell"]
+        scalar = zo.masks(
+            zoneout(cell=rates[unit].item()), seed=4, steps=100, batch=100, hidden=64
+        )["cell"]
         assert torch.equal(mask[..., unit], scalar[..., unit])
 
 
@@ -106,11 +118,14 @@ def test_rate_of_each_layer():
     """If this fails, a list of rates is not one a layer, in the order of the layers."""
     noise = zo.Zoneout(cell=[0.1, 0.9], hidden=[torch.full((64,), 0.9), 0.1])
     for layer, (cell, hidden) in enumerate([(0.1, 0.9), (0.9, 0.1)]):
-        given, plain = (zo.masks(n, 5, layer=layer, **SIZE) for n in (noise, zoneout("unit", cell, hidden)))
+        given, plain = (
+            zo.masks(n, 5, layer=layer, **SIZE) for n in (noise, zoneout("unit", cell, hidden))
+        )
         assert_same_masks(given, plain)
 
 
-# --- independence ----------------------------------------------------------------------------------
+# --- independence
+# ----------------------------------------------------------------------------------
 
 RATE = 0.3
 
@@ -118,7 +133,9 @@ RATE = 0.3
 @pytest.mark.parametrize("lag", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=["steps", "examples", "units"])
 def test_independent_along(axis, lag):
-    """If this fails, neighbouring steps, examples or units share bits of one word, or a whole counter."""
+    """If this fails, neighbouring steps, examples or units share bits of one word, or a whole
+    counter.
+    """
     for mask in zo.masks(zoneout("unit", RATE, RATE), seed=6, **SIZE).values():
         n = mask.shape[axis]
         assert_independent(mask.narrow(axis, 0, n - lag), mask.narrow(axis, lag, n - lag), RATE)
@@ -130,7 +147,8 @@ def test_independent_layers_directions_and_seeds(kind):
     places = [dict(layer=layer, direction=direction) for layer in (0, 1, 2) for direction in (0, 1)]
     calls = [(7, place) for place in places] + [(seed, places[0]) for seed in (8, -7, 7 + 2**32)]
     drawn = [  # a static mask brings the seed in its noise
-        zo.masks(zoneout(kind, RATE, RATE, seed), seed, steps=60, batch=60, hidden=60, **place) for seed, place in calls
+        zo.masks(zoneout(kind, RATE, RATE, seed), seed, steps=60, batch=60, hidden=60, **place)
+        for seed, place in calls
     ]
     for a, b in itertools.combinations(drawn, 2):
         for stream in ("cell", "hidden"):
@@ -144,12 +162,15 @@ def test_independent_streams():
         assert_independent(masks[a][0], masks[b][0], RATE)
 
 
-# --- what a mask may see ---------------------------------------------------------------------------
+# --- what a mask may see
+# ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sees(kind):
-    """If this fails, a mask varies in a coordinate that it must not see, or ignores one that it must."""
+    """If this fails, a mask varies in a coordinate that it must not see, or ignores one that it
+    must.
+    """
     masks = zo.masks(zoneout(kind), seed=10, **SIZE)
     for mask in masks.values():
         for axis, coordinate in enumerate(("step", "example", "unit")):
@@ -159,15 +180,21 @@ def test_sees(kind):
 
 
 def test_shared_mask_is_nested():
-    """If this fails, states with unequal rates do not share one draw: some keep only the rarer one."""
+    """If this fails, states with unequal rates do not share one draw: some keep only the rarer
+    one.
+    """
     masks = zo.masks(zoneout("shared", cell=0.2, hidden=0.6), seed=11, **SIZE)
     assert not (masks["cell"] & ~masks["hidden"]).any()
 
 
 def test_static_mask_is_part_of_the_noise():
-    """If this fails, a mask that is drawn once for the training changes with the call or the example."""
+    """If this fails, a mask that is drawn once for the training changes with the call or the
+    example.
+    """
     masks = zo.masks(zoneout("static"), seed=12, **SIZE)
-    assert_same_masks(masks, zo.masks(zoneout("static"), seed=13, examples=torch.arange(50).flip(0), **SIZE))
+    assert_same_masks(
+        masks, zo.masks(zoneout("static"), seed=13, examples=torch.arange(50).flip(0), **SIZE)
+    )
     other = zo.masks(zoneout("static", seed=100), seed=12, **SIZE)
     assert not torch.equal(masks["cell"], other["cell"])
 
@@ -179,21 +206,26 @@ def test_every_method_sees_alike(kind):
     dropped = zo.masks(zo.StateDropout(cell=0.5, hidden=0.5, mask=kind, seed=own), seed=10, **SIZE)
     assert_same_masks(dropped, zo.masks(zoneout(kind), seed=10, **SIZE))
     if kind != "shared":  # recurrent dropout has one stream, so nothing to share
-        update = zo.masks(zo.RecurrentDropout(rate=0.5, mask=kind, seed=own), seed=10, **SIZE)["update"]
+        update = zo.masks(zo.RecurrentDropout(rate=0.5, mask=kind, seed=own), seed=10, **SIZE)[
+            "update"
+        ]
         for axis, coordinate in enumerate(("step", "example", "unit")):
             assert (update != update.narrow(axis, 0, 1)).any().item() == (coordinate in SEES[kind])
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["zoneout_first", "dropout_first"])
 def test_methods_that_divide_the_states(order):
-    """If this fails, a method that leaves a state alone hides the mask of the one that replaces it."""
+    """If this fails, a method that leaves a state alone hides the mask of the one that replaces
+    it.
+    """
     alone = zo.Zoneout(hidden=0.5), zo.StateDropout(cell=0.5)
     masks = zo.masks(alone[::order], seed=19, **SIZE)
     for stream, noise in zip(("hidden", "cell"), alone, strict=True):
         assert torch.equal(masks[stream], zo.masks(noise, seed=19, **SIZE)[stream]), stream
 
 
-# --- the exact layout ------------------------------------------------------------------------------
+# --- the exact layout
+# ------------------------------------------------------------------------------
 
 RATES = st.floats(0, 1) | st.sampled_from([0.0, 1.0, 0.5, 2**-16, 1 - 2**-16, 0.5 + 2**-17])
 
@@ -225,7 +257,9 @@ def test_layout(kind, rate, per_unit, seed, layer, direction, first_step, exampl
     update = "unit" if kind == "shared" else kind
     noise = [
         zo.Zoneout(cell=rates("cell"), hidden=rates("hidden"), mask=kind, seed=own),
-        zo.RecurrentDropout(rate=rates("update"), mask=update, seed=own if update == "static" else None),
+        zo.RecurrentDropout(
+            rate=rates("update"), mask=update, seed=own if update == "static" else None
+        ),
         zo.VariationalDropout(input=rates("input"), hidden=rates("variational_hidden")),
     ]
     masks = zo.masks(
@@ -270,12 +304,15 @@ def test_threshold(stream, shift):
             assert zo.masks(noise, seed, 1, 1, 1)[stream].item() == kept
 
 
-# --- the promises ----------------------------------------------------------------------------------
+# --- the promises
+# ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_changes_nobodys_mask(kind):
-    """If this fails, what a sequence draws depends on how long, wide or full the batch is that it came in."""
+    """If this fails, what a sequence draws depends on how long, wide or full the batch is that
+    it came in.
+    """
     noise = [zoneout(kind), *every_stream(0.5)[1:]]
     small = zo.masks(noise, seed=14, steps=5, batch=3, hidden=7)
     large = zo.masks(noise, seed=14, steps=90, batch=50, hidden=130)  # several blocks of counters
@@ -284,7 +321,9 @@ def test_padding_changes_nobodys_mask(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_reordering_and_splitting_change_nobodys_mask(kind):
-    """If this fails, data-parallel processes, or a shuffled batch, draw other masks than one process."""
+    """If this fails, data-parallel processes, or a shuffled batch, draw other masks than one
+    process.
+    """
     noise = [zoneout(kind), *every_stream(0.5)[1:]]
 
     def masks(batch, examples=None):
@@ -301,10 +340,15 @@ def test_reordering_and_splitting_change_nobodys_mask(kind):
 
 @pytest.mark.parametrize("offset", [0, 5, 2**32 - 4], ids=["zero", "five", "last"])
 def test_offset_in_a_tensor_is_an_offset(offset):
-    """If this fails, an offset on the device makes a counter wider than 32 bits, which no kernel has."""
+    """If this fails, an offset on the device makes a counter wider than 32 bits, which no kernel
+    has.
+    """
     noise, sizes = zoneout(), dict(seed=18, steps=20, batch=4, hidden=9)
     ids = torch.arange(offset, offset + 4)
-    assert_same_masks(zo.masks(noise, **sizes, examples=torch.tensor(offset)), zo.masks(noise, **sizes, examples=ids))
+    assert_same_masks(
+        zo.masks(noise, **sizes, examples=torch.tensor(offset)),
+        zo.masks(noise, **sizes, examples=ids),
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -317,8 +361,12 @@ def test_first_step_goes_on_counting(kind):
 
 
 def test_units_of_a_projection():
-    """If this fails, the mask of a projected h has the cell's units, or other bits than an h that wide."""
-    masks = zo.masks(every_stream(0.5), seed=17, steps=3, batch=2, hidden=12, proj_size=5, input_size=7)
+    """If this fails, the mask of a projected h has the cell's units, or other bits than an h
+    that wide.
+    """
+    masks = zo.masks(
+        every_stream(0.5), seed=17, steps=3, batch=2, hidden=12, proj_size=5, input_size=7
+    )
     units = {stream: mask.shape[-1] for stream, mask in masks.items()}
     assert units == {"cell": 12, "hidden": 5, "update": 12, "input": 7, "variational_hidden": 5}
     wide = zo.masks(every_stream(0.5), seed=17, steps=3, batch=2, hidden=12)
@@ -326,7 +374,9 @@ def test_units_of_a_projection():
 
 
 def test_seed_as_tensor_and_empty_batch():
-    """If this fails, a seed kept in a tensor is another seed, or a batch without rows has no masks."""
+    """If this fails, a seed kept in a tensor is another seed, or a batch without rows has no
+    masks.
+    """
     noise = every_stream(0.5)
     a, b = (zo.masks(noise, seed, steps=3, batch=2, hidden=5) for seed in (-7, torch.tensor(-7)))
     assert_same_masks(a, b)
@@ -334,29 +384,43 @@ def test_seed_as_tensor_and_empty_batch():
         assert (mask.shape, mask.dtype) == ((3, 0, 5), torch.bool)
 
 
-# --- masks by themselves, drawn in C -----------------------------------------------------------------
+# --- masks by themselves, drawn in C
+# -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("units", [1, 6, 1024, 2051])
-@pytest.mark.parametrize("stream", ["cell", "hidden", "dropout"])
+@pytest.mark.parametrize("stream", ["cell", "hidden", "dropout", "state2", "state3"])
 @pytest.mark.parametrize("mask", KINDS)
 def test_masks_in_c_are_those_of_the_torch_calls(mask, stream, units):
-    """The compiled loop draws other bits than the generator that everything is held to, or into other places."""
-    draw = Draw(Rule(stream, "previous", mask, ""), torch.tensor(0.3).double(), torch.tensor(-7), 65536 * 9 + 3)
+    """The compiled loop draws other bits than the generator that everything is held to, or into
+    other places.
+    """
+    draw = Draw(
+        Rule(stream, "previous", mask, ""),
+        torch.tensor(0.3).double(),
+        torch.tensor(-7),
+        65536 * 9 + 3,
+    )
     each = draw._replace(rate=torch.linspace(0, 1, units).double())
     steps, examples = torch.tensor([2**32 - 1, 0, 5]), torch.tensor([9, 2**32 - 1])
     for rows in (examples, examples + torch.arange(3)[:, None]):
-        for got, want in zip(masks_of([draw, each], steps, rows, units), draw_masks([draw, each], steps, rows, units)):
+        for got, want in zip(
+            masks_of([draw, each], steps, rows, units), draw_masks([draw, each], steps, rows, units)
+        ):
             assert got.shape == want.shape and torch.equal(got, want)
 
 
 def test_masks_in_c_are_the_same_with_any_number_of_threads(monkeypatch):
     """Threads that share a mask would write over each other's part, or leave some out."""
-    draw = Draw(Rule("hidden", "previous", "unit", ""), torch.tensor(0.3).double(), torch.tensor(7), 0)
+    draw = Draw(
+        Rule("hidden", "previous", "unit", ""), torch.tensor(0.3).double(), torch.tensor(7), 0
+    )
     steps, examples = torch.arange(5), torch.arange(3)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr("zoneout.ops.masks._FEW", 0)
-    assert torch.equal(masks_of([draw], steps, examples, 1500)[0], draw_masks([draw], steps, examples, 1500)[0])
+    monkeypatch.setattr("zoneout.ops.cpu.masks._FEW", 0)
+    assert torch.equal(
+        masks_of([draw], steps, examples, 1500)[0], draw_masks([draw], steps, examples, 1500)[0]
+    )
 
 
 def test_one_step_draws_in_c(monkeypatch):
@@ -366,10 +430,15 @@ def test_one_step_draws_in_c(monkeypatch):
     monkeypatch.setattr("zoneout.draws.philox", lambda *words: pytest.fail("drawn in torch calls"))
     zo.ZoneoutCell(torch.nn.LSTMCell(3, 4), 0.5)(torch.ones(2, 3))
     zo.zoneout(torch.ones(2, 3), torch.zeros(2, 3), 0.5)
-    zo.LSTM(3, 4, 2, dropout=0.5, noise=zo.VariationalDropout(input=0.5, hidden=0.5))(torch.ones(2, 1, 3))
+    zo.LSTM(3, 4, 2, dropout=0.5, noise=zo.VariationalDropout(input=0.5, hidden=0.5))(
+        torch.ones(2, 1, 3)
+    )
 
 
 def test_the_last_example_of_all():
     """The largest id is refused, or as an offset of a batch of one."""
-    last = [zo.masks(zo.Zoneout(hidden=0.5), 1, 2, 1, 40, examples=ids) for ids in (2**32 - 1, [2**32 - 1])]
+    last = [
+        zo.masks(zo.Zoneout(hidden=0.5), 1, 2, 1, 40, examples=ids)
+        for ids in (2**32 - 1, [2**32 - 1])
+    ]
     assert torch.equal(last[0]["hidden"], last[1]["hidden"])

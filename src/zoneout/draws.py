@@ -12,7 +12,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .noise import MASKS, STREAMS, Noise, Rule, as_noises, in_65536ths, is_zero, plane, rate_of_layer, readable
+from .definition import Definition
+from .noise import (
+    MASKS,
+    Noise,
+    Rule,
+    as_noises,
+    bits_of,
+    check_fits,
+    in_65536ths,
+    is_zero,
+    plane,
+    rate_of_layer,
+    readable,
+    state_groups,
+)
 from .philox import as_integer, as_seed, philox
 
 
@@ -46,7 +60,9 @@ def widest(device: torch.device) -> torch.dtype:
 
 def constant(rule: Rule, rate: float, seed: Tensor, plane: int) -> Draw:
     """Return a `Draw` with the same rate for all units."""
-    return Draw(rule, torch.full((), rate, dtype=widest(seed.device), device=seed.device), seed, plane)
+    return Draw(
+        rule, torch.full((), rate, dtype=widest(seed.device), device=seed.device), seed, plane
+    )
 
 
 def words(seed: Tensor, steps: Tensor, examples: Tensor, units: int, plane: int) -> Tensor:
@@ -71,7 +87,6 @@ def draw_masks(draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: in
     for all steps, [examples], or [steps, examples].
     """
     seed, plane = draws[0].seed, draws[0].plane
-    sees = MASKS[draws[0].rule.mask]
     assert seed is not None and all(d.plane == plane for d in draws)
     steps, examples, units = seen(draws, steps, examples, units)
     block = max(1, 4 * _BLOCK // max(1, units * examples.shape[-1]))
@@ -80,12 +95,14 @@ def draw_masks(draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: in
         block_examples = examples if examples.dim() == 1 else examples[k * block : (k + 1) * block]
         bits = words(seed, block_steps, block_examples, units, plane)
         low, high = bits & 0xFFFF, bits >> 16
-        halves = (high if sees.stream and STREAMS[d.rule.stream].half else low for d in draws)
+        halves = (high if bits_of(d.rule).half else low for d in draws)
         parts.append([half < d.threshold for half, d in zip(halves, draws)])
     return [torch.cat(part) if len(part) > 1 else part[0] for part in zip(*parts, strict=True)]
 
 
-def seen(draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: int) -> tuple[Tensor, Tensor, int]:
+def seen(
+    draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: int
+) -> tuple[Tensor, Tensor, int]:
     """Return steps, examples and units, each reduced to size 1 if the masks do not depend on it.
 
     All draws must have the same mask kind.
@@ -99,7 +116,11 @@ def seen(draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: int) -> 
 
 
 def draw_all(
-    draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: dict[str, int], draw_masks: Any = draw_masks
+    draws: Sequence[Draw],
+    steps: Tensor,
+    examples: Tensor,
+    units: dict[str, int],
+    draw_masks: Any = draw_masks,
 ) -> dict[str, Tensor]:
     """Return the mask of every drawn stream, by stream name.
 
@@ -130,6 +151,7 @@ def masks(
     direction: int = 0,
     examples: int | Tensor | Sequence[int] | None = None,
     first_step: int = 0,
+    cell: Definition | None = None,
 ) -> dict[str, Tensor]:
     """Return the masks that a layer draws from `seed`, one for each stream of the noise.
 
@@ -145,16 +167,18 @@ def masks(
         direction: 0 for forward, 1 for reverse.
         examples: the ids of the rows: an offset, or one id per row; by default 0, 1, 2, …
         first_step: the number of the first step.
+        cell: the definition of the layer's cell.
 
     Returns:
         A dict from stream name to a bool tensor [steps, batch, units] on the CPU, True where the
         old value (or zero) is used. The streams are cell, hidden, update, input and
-        variational_hidden. Noise on weights has no entry.
+        variational_hidden. Noise on weights has no entry. With `cell`, masks of states have the
+        names of the definition's states in place of cell and hidden.
 
     >>> import zoneout as zo
     >>> m = zo.masks(zo.Zoneout(cell=0.5, hidden=0.05), seed=7, steps=100, batch=32, hidden=1000)
-    >>> {stream: (tuple(mask.shape), round(mask.float().mean().item(), 2)) for stream, mask in m.items()}
-    {'cell': ((100, 32, 1000), 0.5), 'hidden': ((100, 32, 1000), 0.05)}
+    >>> {stream: (tuple(mask.shape), round(mask.float().mean().item(), 2)) for stream, mask in
+    m.items()} {'cell': ((100, 32, 1000), 0.5), 'hidden': ((100, 32, 1000), 0.05)}
     """
     steps, batch, hidden, proj_size, inputs = (
         check_count(name, value, 2**32)
@@ -169,29 +193,51 @@ def masks(
     layer, direction = check_count("layer", layer, 2**15), check_count("direction", direction, 2)
     first_step = check_count("first_step", first_step, 2**32 - steps + 1)
     units = stream_units(hidden, proj_size, inputs)
-    where = plane("cell", layer, direction)
     at = torch.arange(first_step, first_step + steps, device="cpu")
     rows = example_ids(examples, batch, torch.device("cpu"))
+    noises = as_noises(noise)
+    if cell is not None:
+        _check_cell(cell, noises)
     out: dict[str, Tensor] = {}
-    for one in as_noises(noise):
-        for field, stream in one.fields.items():
-            rates = getattr(one, field)
+    for one in noises:
+        for entry in one.entries(cell):
+            stream, rates = entry.stream, entry.rate
             if stream not in units or (stream in out and is_zero(rates)):
                 # Noise on weights has no steps. A rate of 0 does not replace another noise's mask.
                 continue
-            name = f"{type(one).__name__}({field}=…)"
+            name = f"{type(one).__name__}({entry.written()})"
             if isinstance(rates, tuple) and layer >= len(rates):
                 raise ValueError(
-                    f"layer: expected a number below {len(rates)}, the number of rates in {name}, got {layer}"
+                    f"layer: expected a number below {len(rates)}, the number of rates in {name}, "
+                    f"got {layer}"
                 )
             count = len(rates) if isinstance(rates, tuple) else 1
             rate = rate_of_layer(rates, layer, count, units[stream], name)
             static_seed = getattr(one, "seed", None)
             key = as_seed(seed if static_seed is None else static_seed, "cpu")
-            draw = Draw(one.rule(field), rate, key, where + plane(stream, 0, 0))
+            rule = one.rule(stream)
+            draw = Draw(rule, rate, key, plane(rule, layer, direction))
             (mask,) = draw_masks([draw], at, rows, units[stream])
             out[stream] = mask.expand(steps, batch, units[stream]).contiguous()
-    return out
+    return out if cell is None else _by_state(out, cell)
+
+
+def _check_cell(cell: Any, noises: tuple[Noise, ...]) -> None:
+    """Raise if `cell` is not a definition, or if a noise does not apply to it."""
+    if not isinstance(cell, Definition):
+        raise TypeError(f"cell: expected the definition of a cell, got {type(cell).__name__}")
+    check_fits(noises, cell, cell.name)
+
+
+def _by_state(masks: dict[str, Tensor], cell: Definition) -> dict[str, Tensor]:
+    """Return masks under the names of a cell's states; the states of a group share one mask."""
+    groups = state_groups(cell)
+    drawn = [(stream, group) for stream, group in groups.items() if stream in masks]
+    states = {state: masks[stream] for stream, group in drawn for state in group}
+    others = {stream: mask for stream, mask in masks.items() if stream not in groups}
+    if both := ", ".join(sorted(states.keys() & others.keys())):
+        raise ValueError(f"cell: expected states with other names than the streams, got {both}")
+    return states | others
 
 
 def as_integers(name: str, values: Any, expected: str = "integers") -> Tensor:
@@ -199,7 +245,11 @@ def as_integers(name: str, values: Any, expected: str = "integers") -> Tensor:
     empty = isinstance(values, (list, tuple)) and not values  # torch would make it a float tensor
     try:
         is_tensor = isinstance(values, Tensor)
-        integers = values if is_tensor else torch.as_tensor(values, dtype=torch.int64 if empty else None, device="cpu")
+        integers = (
+            values
+            if is_tensor
+            else torch.as_tensor(values, dtype=torch.int64 if empty else None, device="cpu")
+        )
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{name}: expected {expected}, got {values!r}") from None
     if integers.dtype == torch.bool or integers.is_floating_point() or integers.is_complex():
@@ -225,10 +275,14 @@ def stream_units(hidden: int, proj_size: int, input_size: int) -> dict[str, int]
         "update": hidden,
         "input": input_size,
         "variational_hidden": outputs,
+        "state2": hidden,
+        "state3": hidden,
     }
 
 
-def example_ids(examples: int | Tensor | Sequence[int] | None, batch: int, device: torch.device) -> Tensor:
+def example_ids(
+    examples: int | Tensor | Sequence[int] | None, batch: int, device: torch.device
+) -> Tensor:
     """Return the example coordinate of each row of the batch, [batch].
 
     `examples` is an offset or one id per row. The values of a tensor that is not `readable` are not
@@ -243,7 +297,9 @@ def example_ids(examples: int | Tensor | Sequence[int] | None, batch: int, devic
     ids = as_integers("examples", examples, "an offset or integer ids")
     offset = ids.dim() == 0
     if not offset and ids.shape != (batch,):
-        raise ValueError(f"examples: expected one id for each of {batch} rows, got shape {tuple(ids.shape)}")
+        raise ValueError(
+            f"examples: expected one id for each of {batch} rows, got shape {tuple(ids.shape)}"
+        )
     if ids.numel() and (readable(ids) or not isinstance(examples, Tensor)):
         _check_ids(int(ids.min()), int(ids.max()), batch if offset else None)
     ids = ids.to(device)

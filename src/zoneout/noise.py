@@ -2,12 +2,13 @@
 
 Three choices define a noise method for a recurrent network:
 
-* The stream is the value that is replaced: cell, hidden state, update, input or weight.
+* The stream is the value that is replaced: a state, the update, the input or a weight.
 * The replacement is the previous value of the stream, or zero. (Weight noise is added instead.)
 * The mask kind is the set of coordinates that a Bernoulli draw depends on.
 
 Each class here is one method, under its name in the literature. `rules()` returns its choices,
-which are all that the step functions and kernels know about it.
+which are all that the step functions and kernels know about it. The streams of a cell follow from
+its definition (`streams_of`).
 
 A rate is always the probability that the previous value (or zero) is used: z in the zoneout paper.
 """
@@ -18,16 +19,19 @@ import dataclasses
 import math
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self, SupportsFloat, TypeAlias
 
 import torch
 from torch import Tensor
 
+from .definition import Definition
 from .philox import as_seed
+from .torch_state import plain_eager
 
 Rate: TypeAlias = "float | Tensor | Sequence[float | Tensor]"
+StateRates: TypeAlias = "Mapping[str, Rate] | tuple[tuple[str, Rate], ...]"  # by a state's name
 
 
 # --- coordinates of a draw ------------------------------------------------------------------------
@@ -44,7 +48,7 @@ class Sees(NamedTuple):
 
 MASKS = {
     "unit": Sees(True, True, True, True),  # zoneout
-    "shared": Sees(False, True, True, True),  # one mask for cell and hidden state
+    "shared": Sees(False, True, True, True),  # one mask for all states
     "step": Sees(True, True, True, False),  # stochastic depth through time
     "sequence": Sees(True, False, True, True),  # rnnDrop, variational dropout
     "static": Sees(True, True, False, True),  # static identity connections; the noise has the seed
@@ -67,21 +71,11 @@ STREAMS = {
     "variational_hidden": Stream(2, 1),
     "weight": Stream(3, 0),
     "weight_noise": Stream(4, 0),
+    "state2": Stream(5, 0),
+    "state3": Stream(5, 1),
 }
-
-KINDS = {  # the streams that each cell has
-    "lstm": ("cell", "hidden", "update", "input", "variational_hidden", "weight", "weight_noise"),
-    "gru": ("hidden", "update", "input", "variational_hidden", "weight", "weight_noise"),
-    "rnn": ("hidden", "input", "variational_hidden", "weight", "weight_noise"),
-}
-
-
-def plane(stream: str, layer: int, direction: int) -> int:
-    """Return the last word of the counter, which is constant during one run over time."""
-    return 2 * layer + direction + 65536 * STREAMS[stream].group
-
-
-# --- the methods ----------------------------------------------------------------------------------
+STATE_STREAMS = ("hidden", "cell", "state2", "state3")  # the stream of each state, by position
+SHARED = "cell"  # the stream whose bits all states use if they share a mask
 
 
 class Rule(NamedTuple):
@@ -92,6 +86,59 @@ class Rule(NamedTuple):
     mask: str
     at_eval: str
     holds_gate: bool = False  # units with a dropped update also keep their previous output gate
+
+
+def bits_of(rule: Rule) -> Stream:
+    """Return the random bits that the masks of a rule are drawn from."""
+    return STREAMS[rule.stream if MASKS[rule.mask].stream else SHARED]
+
+
+def plane(source: str | Rule, layer: int, direction: int) -> int:
+    """Return the last word of the counter, which is constant during one run over time.
+
+    `source` is a rule, or the name of a stream whose mask is not shared.
+    """
+    bits = STREAMS[source] if isinstance(source, str) else bits_of(source)
+    return 2 * layer + direction + 65536 * bits.group
+
+
+# --- the streams of a cell ------------------------------------------------------------------------
+
+
+def state_groups(cell: Definition) -> dict[str, tuple[str, ...]]:
+    """Return the states of each stream of a cell, by stream.
+
+    States that form a group share the stream of the group's first state.
+    """
+    return {STATE_STREAMS[cell.states.index(group[0])]: group for group in cell.groups}
+
+
+def streams_of(cell: Definition) -> tuple[str, ...]:
+    """Return the streams that a cell has, those of its states first."""
+    update = ("update",) if "update" in cell.marks else ()
+    matrix = ("variational_hidden", "weight") if cell.has_r else ()
+    return (*state_groups(cell), *update, "input", *matrix, "weight_noise")
+
+
+# --- the methods ----------------------------------------------------------------------------------
+
+
+class Entry(NamedTuple):
+    """One rate of a noise, and the stream that it belongs to."""
+
+    field: str  # the field of the noise that holds the rate
+    stream: str
+    rate: Rate
+    state: str = ""  # the key of the rate if the field is `states`
+
+    def written(self) -> str:
+        """Return the entry as an argument in code: "hidden=…" or "states={'n': …}"."""
+        return _argument(self.field, self.state, "…")
+
+
+def _argument(field: str, state: str, value: str) -> str:
+    """Return a field as an argument in code; with `state`, the part of `states` for that state."""
+    return f"{field}={{{state!r}: {value}}}" if state else f"{field}={value}"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -113,24 +160,43 @@ class Noise:
                 raise _positional_error(cls, positional, given)
         return super().__new__(cls)
 
-    def rules(self) -> tuple[Rule, ...]:
-        """Return one rule for each stream with a rate other than zero."""
-        return tuple(self.rule(field) for field in self.fields if not is_zero(getattr(self, field)))
+    def field_entries(self) -> list[Entry]:
+        """Return one entry for each rate field."""
+        return [Entry(field, stream, getattr(self, field)) for field, stream in self.fields.items()]
 
-    def rule(self, field: str) -> Rule:
-        """Return the rule of the stream that belongs to a rate field."""
+    def state_entries(self, cell: Definition) -> list[Entry]:
+        """Return one entry for each rate in `states`; its stream is "" if no state has its name."""
+        return []
+
+    def entries(self, cell: Definition | None = None) -> list[Entry]:
+        """Return the rates, one entry for each stream of this method; with a cell, of those it has.
+
+        Rates in `states` need the cell, whose definition says which states they name.
+        """
+        entries = self.field_entries()
+        return entries if cell is None else [e for e in entries if e.stream in streams_of(cell)]
+
+    def rules(self, cell: Definition | None = None) -> tuple[Rule, ...]:
+        """Return one rule for each stream with a rate other than zero."""
+        return tuple(self.rule(e.stream) for e in self.entries(cell) if not is_zero(e.rate))
+
+    def rule(self, stream: str) -> Rule:
+        """Return the rule of a stream of this method."""
         raise NotImplementedError
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        for field in self.fields:
-            object.__setattr__(self, field, check_rate(getattr(self, field), f"{name}({field}=…)", self.limit))
+        for field, _, rate, _ in self.field_entries():
+            object.__setattr__(self, field, check_rate(rate, f"{name}({field}=…)", self.limit))
         mask, seed = getattr(self, "mask", "unit"), getattr(self, "seed", None)
         if mask not in self.masks:
-            raise ValueError(f"{name}(mask=…): expected one of {', '.join(self.masks)}, got {mask!r}")
+            raise ValueError(
+                f"{name}(mask=…): expected one of {', '.join(self.masks)}, got {mask!r}"
+            )
         if mask == "static" and seed is None:
             raise ValueError(
-                f"{name}(mask='static'): expected seed=… as well, since a static mask is drawn once "
+                f"{name}(mask='static'): expected seed=… as well, since a static mask is drawn "
+                "once "
                 "for the whole training; got no seed"
             )
         if mask != "static" and seed is not None:
@@ -143,10 +209,14 @@ class Noise:
         choices = ("expectation", "off", "sample")
         at_eval = getattr(self, "at_eval", "expectation")
         if at_eval not in choices:
-            raise ValueError(f"{name}(at_eval=…): expected one of {', '.join(choices)}, got {at_eval!r}")
+            raise ValueError(
+                f"{name}(at_eval=…): expected one of {', '.join(choices)}, got {at_eval!r}"
+            )
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Noise) and type(self) is type(other) and self._key() == other._key()
+        return (
+            isinstance(other, Noise) and type(self) is type(other) and self._key() == other._key()
+        )
 
     def __hash__(self) -> int:
         return hash((type(self), self._key()))
@@ -157,26 +227,40 @@ class Noise:
 
     def __repr__(self) -> str:
         shown = (
-            f"{field.name}={_plain(getattr(self, field.name), short=True)!r}"
+            f"{field.name}={self._shown(field.name)!r}"
             for field in dataclasses.fields(self)
             if _plain(getattr(self, field.name)) != _plain(field.default)
         )
         return f"{type(self).__name__}({', '.join(shown)})"
 
+    def _shown(self, field: str) -> Any:
+        """Return a field as messages show it, without the values of tensors."""
+        return _plain(getattr(self, field), short=True)
 
-def _positional_error(cls: type[Noise], positional: tuple[Any, ...], given: dict[str, Any]) -> TypeError:
+
+def _positional_error(
+    cls: type[Noise], positional: tuple[Any, ...], given: dict[str, Any]
+) -> TypeError:
     """Return the error for a noise that is built with positional arguments.
 
     They are not allowed because libraries disagree on which state a single rate belongs to.
     """
-    name, free = cls.__name__, [field.name for field in dataclasses.fields(cls) if field.name not in given]
+    name, free = (
+        cls.__name__,
+        [field.name for field in dataclasses.fields(cls) if field.name not in given],
+    )
     rates = [field for field in cls.fields if field in free]
     one_for_several = len(positional) == 1 and len(rates) > 1
-    keywords = dict.fromkeys(rates, positional[0]) if one_for_several else dict(zip(free, positional))
+    keywords = (
+        dict.fromkeys(rates, positional[0]) if one_for_several else dict(zip(free, positional))
+    )
     written = ", ".join(f"{field}={_written(value)}" for field, value in (keywords | given).items())
     return TypeError(
-        f"{name}: expected keywords, got {len(positional)} positional argument{'s' * (len(positional) > 1)} "
-        f"({', '.join(map(_written, positional))}); write {name}({written})" + ", or only one of them" * one_for_several
+        f"{name}: expected keywords, got {len(positional)} positional "
+        f"argument{'s' * (len(positional) > 1)} "
+        f"({', '.join(map(_written, positional))}); write {name}({written})"
+        + ", or only one of them"
+        * one_for_several
     )
 
 
@@ -194,12 +278,73 @@ class StateNoise(Noise):
     mask: str = "unit"
     at_eval: str = "expectation"
     seed: int | None = None
+    states: StateRates = ()  # kept as sorted pairs: hashable, and nobody can change them
 
     fields: ClassVar[dict[str, str]] = {"cell": "cell", "hidden": "hidden"}
     by: ClassVar[str]
 
-    def rule(self, field: str) -> Rule:
-        return Rule(field, self.by, self.mask, self.at_eval)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        pairs = _check_states(self.states, type(self).__name__, self.limit)
+        object.__setattr__(self, "states", pairs)
+
+    def state_entries(self, cell: Definition) -> list[Entry]:
+        streams = {group[0]: stream for stream, group in state_groups(cell).items()}
+        rates = dict(self.states).items()
+        return [Entry("states", streams.get(state, ""), rate, state) for state, rate in rates]
+
+    def entries(self, cell: Definition | None = None) -> list[Entry]:
+        if cell is None:
+            self._check_no_states()
+            return self.field_entries()
+        entries = {entry.stream: entry for entry in super().entries(cell)}
+        for stream, group in state_groups(cell).items():
+            entries.setdefault(stream, Entry("states", stream, 0.0, group[0]))
+        for entry in self.state_entries(cell):
+            if not entry.stream:
+                raise _misfit_error(self, _no_state(cell, cell.name, entry.state))
+            if not is_zero((other := entries[entry.stream]).rate):
+                raise ValueError(
+                    f"noise: expected one rate for the state {entry.state}, got {other.field} and "
+                    f"states[{entry.state!r}] in {self}; leave one of them out"
+                )
+            entries[entry.stream] = entry
+        return list(entries.values())
+
+    def _check_no_states(self) -> None:
+        """Raise if there are rates in `states`, whose streams depend on the cell."""
+        if self.states:
+            name, states = type(self).__name__, ", ".join(dict(self.states))
+            raise ValueError(
+                f"{name}(states=…): expected the definition of a cell with the states {states}, "
+                "got none; pass cell=…, or use only hidden=… and cell=… for its first two states"
+            )
+
+    def rule(self, stream: str) -> Rule:
+        return Rule(stream, self.by, self.mask, self.at_eval)
+
+    def _shown(self, field: str) -> Any:
+        if field != "states":
+            return super()._shown(field)
+        return {state: _plain(rate, short=True) for state, rate in dict(self.states).items()}
+
+
+def _check_states(states: Any, name: str, limit: float) -> tuple[tuple[str, Rate], ...]:
+    """Return the rates of states as pairs, sorted by the name of the state; or raise."""
+    pairs = tuple(states.items()) if isinstance(states, Mapping) else states
+    if not isinstance(pairs, tuple) or not all(_is_pair(pair) for pair in pairs):
+        got = type(states).__name__
+        raise TypeError(f"{name}(states=…): expected a dict such as {{'n': 0.1}}, got {got}")
+    checked = {}
+    for state, rate in pairs:
+        if not isinstance(state, str) or not state.isidentifier():
+            raise ValueError(f"{name}(states=…): expected names of states, got {state!r}")
+        checked[state] = check_rate(rate, f"{name}({_argument('states', state, '…')})", limit)
+    return tuple((state, checked[state]) for state in sorted(checked))
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -207,19 +352,23 @@ class Zoneout(StateNoise):
     """Zoneout: random units of the states keep their previous value.
 
     Args:
-        cell: the probability that a unit of c keeps its previous value: a number, a list with one
-            rate per layer, or a tensor with one rate per unit.
-        hidden: the same for h.
+        cell: the probability that a unit of c, the second state, keeps its previous value: a
+            number, a list with one rate per layer, or a tensor with one rate per unit.
+        hidden: the same for h, the first state.
         mask: what the masks depend on. `"unit"` is the zoneout of the paper. `"shared"` uses one
-            mask for both states. `"step"` is stochastic depth through time. `"sequence"` uses one
+            mask for all states. `"step"` is stochastic depth through time. `"sequence"` uses one
             mask per sequence. `"static"` draws masks from `seed` once for the whole training, the
             same for all examples and calls.
         at_eval: the behaviour in evaluation: `"expectation"` uses the rate in place of the mask,
             `"off"` disables the noise, `"sample"` draws masks as in training.
         seed: the seed of a static mask; only with `mask="static"`.
+        states: rates by the names that the definition of a cell gives to its states, as a dict.
+            A group of states has one rate, under the name of its first state.
 
     >>> Zoneout(cell=0.5, hidden=0.05)
     Zoneout(cell=0.5, hidden=0.05)
+    >>> Zoneout(hidden=0.05, states={"n": 0.1})
+    Zoneout(hidden=0.05, states={'n': 0.1})
     """
 
     by: ClassVar[str] = "previous"
@@ -240,13 +389,15 @@ class StateDropout(StateNoise):
 class RecurrentDropout(Noise):
     """Recurrent dropout: random units of the update are set to zero.
 
-    The update is i ⊙ g in an LSTM and (1 − z) ⊙ n in a GRU. A plain RNN has no update.
+    The update is i ⊙ g in an LSTM and (1 − z) ⊙ n in a GRU. A plain RNN has no update. The
+    definition of another cell marks its update.
 
     Args:
         rate: the probability that a unit of the update becomes zero; see `Zoneout` for its forms.
         mask: as in `Zoneout`, except `"shared"`.
         hold_output_gate: True makes a unit with a dropped update also keep its output gate of the
-            previous step, so that a cell without an update is not exposed (LSTM only).
+            previous step, so that a cell without an update is not exposed (LSTM, and
+            cells whose definition marks such a gate).
         at_eval: as in `Zoneout`.
         seed: as in `Zoneout`.
     """
@@ -263,10 +414,13 @@ class RecurrentDropout(Noise):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.hold_output_gate, bool):
-            raise TypeError(f"RecurrentDropout(hold_output_gate=…): expected a bool, got {self.hold_output_gate!r}")
+            raise TypeError(
+                "RecurrentDropout(hold_output_gate=…): expected a bool, got "
+                f"{self.hold_output_gate!r}"
+            )
 
-    def rule(self, field: str) -> Rule:
-        return Rule("update", "zero", self.mask, self.at_eval, self.hold_output_gate)
+    def rule(self, stream: str) -> Rule:
+        return Rule(stream, "zero", self.mask, self.at_eval, self.hold_output_gate)
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -287,8 +441,8 @@ class VariationalDropout(Noise):
 
     fields: ClassVar[dict[str, str]] = {"input": "input", "hidden": "variational_hidden"}
 
-    def rule(self, field: str) -> Rule:
-        return Rule(self.fields[field], "scaled zero", "sequence", self.at_eval)
+    def rule(self, stream: str) -> Rule:
+        return Rule(stream, "scaled zero", "sequence", self.at_eval)
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -307,8 +461,8 @@ class WeightDrop(Noise):
 
     fields: ClassVar[dict[str, str]] = {"rate": "weight"}
 
-    def rule(self, field: str) -> Rule:
-        return Rule("weight", "scaled zero", "sequence", self.at_eval)
+    def rule(self, stream: str) -> Rule:
+        return Rule(stream, "scaled zero", "sequence", self.at_eval)
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -328,8 +482,8 @@ class WeightNoise(Noise):
     fields: ClassVar[dict[str, str]] = {"std": "weight_noise"}
     limit: ClassVar[float] = math.inf
 
-    def rule(self, field: str) -> Rule:
-        return Rule("weight_noise", "sum", "sequence", self.at_eval)
+    def rule(self, stream: str) -> Rule:
+        return Rule(stream, "sum", "sequence", self.at_eval)
 
 
 # These classes hold only numbers and strings, so `torch.load(weights_only=True)` may build them.
@@ -358,7 +512,8 @@ def check_rate(rate: Rate, name: str, limit: float = 1.0, in_call: bool = False)
     if isinstance(rate, Tensor):
         if rate.is_complex() or rate.dtype == torch.bool or rate.dim() > 1 or rate.numel() == 0:
             raise ValueError(
-                f"{name}: expected a tensor with one rate a unit, got {rate.dtype} of shape {tuple(rate.shape)}"
+                f"{name}: expected a tensor with one rate a unit, got {rate.dtype} of shape "
+                f"{tuple(rate.shape)}"
             )
         if rate.requires_grad:
             raise ValueError(
@@ -366,9 +521,13 @@ def check_rate(rate: Rate, name: str, limit: float = 1.0, in_call: bool = False)
                 "got a tensor with requires_grad; pass rate.detach()"
             )
         if rate.is_meta:
-            raise ValueError(f"{name}: expected numbers, got a tensor on the meta device, which has no values")
+            raise ValueError(
+                f"{name}: expected numbers, got a tensor on the meta device, which has no values"
+            )
         if torch.compiler.is_compiling() or (in_call and not readable(rate)):
-            return rate.to(torch.float32 if rate.device.type == "mps" else torch.float64).clamp(0, limit)
+            return rate.to(torch.float32 if rate.device.type == "mps" else torch.float64).clamp(
+                0, limit
+            )
         rate = rate.to("cpu", torch.float64, copy=True)
         if rate.dim() == 0:
             return check_rate(rate.item(), name, limit, in_call)
@@ -386,7 +545,8 @@ def check_rate(rate: Rate, name: str, limit: float = 1.0, in_call: bool = False)
         return tuple(check_rate(one, name, limit, in_call) for one in rate)  # type: ignore[misc]
     if isinstance(rate, (bool, str)) or not isinstance(rate, SupportsFloat):  # NumPy scalars pass
         raise TypeError(
-            f"{name}: expected a number, a list with one rate per layer or a tensor with one rate per unit, "
+            f"{name}: expected a number, a list with one rate per layer or a tensor with one rate "
+            "per unit, "
             f"got {type(rate).__name__}"
         )
     return check_rate(float(rate), name, limit, in_call)
@@ -394,8 +554,6 @@ def check_rate(rate: Rate, name: str, limit: float = 1.0, in_call: bool = False)
 
 def readable(x: Tensor) -> bool:
     """Return True if a tensor's values can be read without waiting: on the CPU, in eager mode."""
-    from .ops.modes import plain_eager  # here, because that module imports this one
-
     return x.device.type == "cpu" and plain_eager()
 
 
@@ -403,7 +561,9 @@ def _check_range(value: float, name: str, limit: float) -> None:
     """Raise if a rate is not in [0, limit], or a standard deviation not in [0, ∞)."""
     if limit == math.inf:
         if not 0 <= value < limit:
-            raise ValueError(f"{name}: expected a standard deviation, finite and not negative, got {value}")
+            raise ValueError(
+                f"{name}: expected a standard deviation, finite and not negative, got {value}"
+            )
     elif not 0 <= value <= limit:
         raise ValueError(f"{name}: expected a rate between 0 and 1, got {value}")
 
@@ -413,8 +573,10 @@ def warn_if_rounded(rate: float, name: str) -> None:
     if torch.compiler.is_compiling() or rate in (0, 1) or round(rate * 65536) not in (0, 65536):
         return
     warnings.warn(
-        f"{name}: {rate} rounds to {round(rate)}, since rates are drawn in steps of 1/65536: in training the old "
-        f"value (or zero) is {'always' if rate > 0.5 else 'never'} used; expected {round(rate)}, or a rate from "
+        f"{name}: {rate} rounds to {round(rate)}, since rates are drawn in steps of 1/65536: in "
+        "training the old "
+        f"value (or zero) is {'always' if rate > 0.5 else 'never'} used; expected {round(rate)}, "
+        "or a rate from "
         "1/65536 to 1 − 1/65536",
         stacklevel=_outside(),
     )
@@ -426,7 +588,10 @@ def _outside() -> int:
     It is meant for `warnings.warn` in the function that calls this one.
     """
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in (__package__, "torch"):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in (
+        __package__,
+        "torch",
+    ):
         level, frame = level + 1, frame.f_back
     return level
 
@@ -453,12 +618,16 @@ def rate_of_layer(rate: Rate, layer: int, layers: int, units: int | None, name: 
     """
     if isinstance(rate, tuple):
         if len(rate) != layers:
-            raise ValueError(f"{name}: expected one rate for each of {layers} layers, got {len(rate)}")
+            raise ValueError(
+                f"{name}: expected one rate for each of {layers} layers, got {len(rate)}"
+            )
         rate = rate[layer]
     if isinstance(rate, Tensor) and rate.dim() == 0:
         return rate
     if isinstance(rate, Tensor) and units is None:
-        raise ValueError(f"{name}: expected a number or a list with one rate per layer, got a tensor")
+        raise ValueError(
+            f"{name}: expected a number or a list with one rate per layer, got a tensor"
+        )
     if isinstance(rate, Tensor) and len(rate) != units:
         raise ValueError(f"{name}: expected one rate for each of {units} units, got {len(rate)}")
     if isinstance(rate, Tensor):
@@ -471,7 +640,9 @@ def _plain(value: Any, short: bool = False) -> Any:
     if isinstance(value, Tensor):
         return f"<{len(value)} rates>" if short else tuple(value.tolist())
     if isinstance(value, tuple):
-        return [_plain(one, short) for one in value] if short else tuple(_plain(one) for one in value)
+        return (
+            [_plain(one, short) for one in value] if short else tuple(_plain(one) for one in value)
+        )
     return value
 
 
@@ -479,26 +650,146 @@ def _plain(value: Any, short: bool = False) -> Any:
 
 
 def as_noises(noise: Noise | Iterable[Noise] | None) -> tuple[Noise, ...]:
-    """Return the noises as a tuple; raise unless each class and each stream occurs only once."""
+    """Return the noises as a tuple; raise unless each class and each stream occurs only once.
+
+    What rates in `states` belong to is known with a cell only: see `check_fits`.
+    """
     listed: Any = (noise,) if isinstance(noise, Noise) or not isinstance(noise, Iterable) else noise
     noises: tuple[Noise, ...] = () if noise is None else tuple(listed)
-    claimed: dict[str, Noise] = {}
     for index, one in enumerate(noises):
         if not isinstance(one, Noise):
             raise TypeError(
-                "noise: expected Zoneout, RecurrentDropout, StateDropout, VariationalDropout, WeightNoise, "
+                "noise: expected Zoneout, RecurrentDropout, StateDropout, VariationalDropout, "
+                "WeightNoise, "
                 f"WeightDrop, a list of them or None, got {type(one).__name__}"
             )
         if any(type(one) is type(other) for other in noises[:index]):
-            raise ValueError(f"noise: {type(one).__name__} is there twice, expected each method once")
-        for rule in one.rules():
-            if rule.stream in claimed:
+            raise ValueError(
+                f"noise: {type(one).__name__} is there twice, expected each method once"
+            )
+    _check_claims(noises)
+    return noises
+
+
+def _check_claims(noises: tuple[Noise, ...], cell: Definition | None = None) -> None:
+    """Raise if two noises replace the same stream; with a cell, rates in `states` count too."""
+    claimed: dict[str, Noise] = {}
+    for one in noises:
+        for entry in one.field_entries() if cell is None else one.entries(cell):
+            if is_zero(entry.rate):
+                continue
+            if entry.stream in claimed:
+                groups = {} if cell is None else state_groups(cell)
+                named = entry.stream in groups
+                what = f"state {groups[entry.stream][0]}" if named else f"{entry.stream} state"
                 raise ValueError(
-                    f"noise: both {claimed[rule.stream]} and {one} replace the {rule.stream} state, "
+                    f"noise: both {claimed[entry.stream]} and {one} replace the {what}, "
                     "expected one method for each state"
                 )
-            claimed[rule.stream] = one
-    return noises
+            claimed[entry.stream] = one
+
+
+# --- a noise and a cell ---------------------------------------------------------------------------
+
+TORCH_CELLS = ("LSTM", "GRU", "RNN")  # names that a reader knows; messages say what they lack
+
+
+class Misfit(NamedTuple):
+    """A field of a noise that does not apply to a cell; of `states`, one of its rates."""
+
+    field: str
+    why: str
+    remedy: str
+    state: str = ""
+
+
+def misfits(
+    noise: Noise,
+    cell: Definition,
+    name: str,
+    one_step: bool = False,
+    told: bool = True,
+) -> list[Misfit]:
+    """Return the fields of a noise that do not apply to a cell, each with the reason.
+
+    Args:
+        noise: the noise.
+        cell: the definition of the cell.
+        name: the name of the cell in messages, such as "LSTM".
+        one_step: True for a single-step cell.
+        told: True if the caller of a single-step cell can pass seed and step to it.
+    """
+    entries = [*noise.field_entries(), *noise.state_entries(cell)]
+    found = [_misfit(noise, entry, cell, name, one_step and not told) for entry in entries]
+    wrong = [misfit for misfit in found if misfit is not None]
+    if getattr(noise, "hold_output_gate", False):
+        if "held" not in cell.marks:
+            wrong.append(_left_out("hold_output_gate", _no_stream("held", cell, name)))
+        elif one_step:
+            why = "a cell does not keep the output gate of the previous step"
+            wrong.append(_left_out("hold_output_gate", why))
+    return wrong
+
+
+def _left_out(field: str, why: str, state: str = "") -> Misfit:
+    """Return a misfit whose remedy is to leave the field out, or the state in `states`."""
+    return Misfit(field, why, f"expected {repr(state) if state else field} to be left out", state)
+
+
+_ONCE = "drawn once for a whole sequence, and the model passes neither seed nor step to a cell"
+
+
+def _misfit(noise: Noise, entry: Entry, cell: Definition, name: str, untold: bool) -> Misfit | None:
+    """Return why a rate does not apply to a cell; None if it applies.
+
+    `untold` is True if a single-step cell is not told seed and step.
+    """
+    field, stream, rate, state = entry
+    if not stream:
+        return _no_state(cell, name, state)
+    if is_zero(rate):
+        return None
+    if stream not in streams_of(cell):
+        return _left_out(field, _no_stream(stream, cell, name))
+    rule = noise.rule(stream)
+    if untold and (rule.mask == "static" or not sees_step(rule)):
+        return _left_out(field, _ONCE, state)
+    group = state_groups(cell).get(stream, ())
+    if len(group) > 1 and rule.at_eval == "expectation":
+        states = ", ".join(group)
+        why = f"the expectation of one mask for the states {states} of {name} is not defined"
+        return Misfit(field, why, "try at_eval='sample' or at_eval='off'", state)
+    return None
+
+
+def _no_stream(stream: str, cell: Definition, name: str) -> str:
+    """Return a sentence that says that a cell does not have a stream, or a gate to hold."""
+    known = name in TORCH_CELLS
+    if stream == "cell":
+        return f"a {name} has no cell" if known else _states_of(cell, name)
+    if stream == "update":
+        return f"a plain {name} has no gated update" if known else f"{name} has no zo.update(…)"
+    if stream == "held":
+        return f"a {name} has no output gate" if known else f"{name} has no zo.held(…)"
+    return f"{name} has no recurrent weight matrix"
+
+
+def _no_state(cell: Definition, name: str, state: str) -> Misfit:
+    """Return the misfit for a key of `states` that is not the name of a state or group."""
+    if state not in cell.states:
+        remedy = f"expected the name of a state, got {state!r}"
+        return Misfit("states", _states_of(cell, name), remedy, state)
+    group = next(group for group in cell.groups if state in group)
+    why = f"the states {', '.join(group)} of {name} form a group, with one rate under {group[0]!r}"
+    return Misfit("states", why, f"expected {group[0]!r}, got {state!r}", state)
+
+
+def _states_of(cell: Definition, name: str) -> str:
+    """Return a sentence with the states of a cell; a group is in parentheses."""
+    if len(cell.states) == 1:
+        return f"{name} has one state, {cell.states[0]}"
+    groups = [group[0] if len(group) == 1 else f"({', '.join(group)})" for group in cell.groups]
+    return f"{name} has the states {', '.join(groups)}"
 
 
 def sees_step(rule: Rule) -> bool:
@@ -506,43 +797,36 @@ def sees_step(rule: Rule) -> bool:
     return MASKS[rule.mask].step
 
 
-def misfits(noise: Noise, kind: str, one_step: bool = False, told: bool = True) -> list[tuple[str, str]]:
-    """Return the fields of a noise that do not apply to a cell of this kind, each with the reason.
+def check_fits(
+    noises: tuple[Noise, ...],
+    cell: Definition,
+    name: str,
+    one_step: bool = False,
+) -> None:
+    """Raise if a noise does not apply to a cell, or if two noises replace one of its states.
 
-    Args:
-        noise: the noise.
-        kind: "lstm", "gru" or "rnn".
-        one_step: True for a single-step cell.
-        told: True if the caller of a single-step cell can pass seed and step to it.
+    The arguments are those of `misfits`.
     """
-    name, wrong = kind.upper(), []
-    unknown = {rule.stream for rule in noise.rules() if rule.mask == "static" or not sees_step(rule)}
-    for field, stream in noise.fields.items():
-        if stream not in KINDS[kind] and not is_zero(getattr(noise, field)):
-            why = f"a {name} has no cell" if stream == "cell" else f"a plain {name} has no gated {stream}"
-            wrong.append((field, why))
-        elif one_step and not told and stream in unknown:
-            why = "drawn once for a whole sequence, and the model passes neither seed nor step to a cell"
-            wrong.append((field, why))
-    if kind != "lstm" and getattr(noise, "hold_output_gate", False):
-        wrong.append(("hold_output_gate", f"a {name} has no output gate"))
-    elif one_step and getattr(noise, "hold_output_gate", False):
-        wrong.append(("hold_output_gate", "a cell does not keep the output gate of the previous step"))
-    return wrong
-
-
-def check_fits(noises: tuple[Noise, ...], kind: str, one_step: bool = False) -> None:
-    """Raise if a noise does not apply to a cell of this kind."""
     for noise in noises:
-        for field, why in misfits(noise, kind, one_step):
-            raise ValueError(
-                f"noise: {type(noise).__name__}({field}={_plain(getattr(noise, field), short=True)!r}) "
-                f"does not apply, {why}; expected {field} to be left out"
-            )
+        for misfit in misfits(noise, cell, name, one_step):
+            raise _misfit_error(noise, misfit)
+    _check_claims(noises, cell)
+
+
+def _misfit_error(noise: Noise, misfit: Misfit) -> ValueError:
+    """Return the error for a field that does not apply."""
+    field, why, remedy, state = misfit
+    shown = noise._shown(field)[state] if state else noise._shown(field)
+    argument = _argument(field, state, repr(shown))
+    return ValueError(f"noise: {type(noise).__name__}({argument}) does not apply, {why}; {remedy}")
 
 
 def restrict(
-    noises: tuple[Noise, ...], kind: str, one_step: bool = False, told: bool = True
+    noises: tuple[Noise, ...],
+    cell: Definition,
+    name: str,
+    one_step: bool = False,
+    told: bool = True,
 ) -> tuple[tuple[Noise, ...], list[str]]:
     """Return the noises without the fields that do not apply, and a phrase for each dropped field.
 
@@ -550,10 +834,24 @@ def restrict(
     """
     kept, dropped = [], []
     for noise in noises:
-        wrong = misfits(noise, kind, one_step, told)
-        changes: dict[str, Any] = {field: False if field == "hold_output_gate" else 0.0 for field, _ in wrong}
-        dropped += [f"{type(noise).__name__}'s {field} ({why})" for field, why in wrong]
-        noise = dataclasses.replace(noise, **changes)
-        if noise.rules() or not wrong:
+        wrong = misfits(noise, cell, name, one_step, told)
+        for field, why, _, state in wrong:
+            what = f"{field}[{state!r}]" if state else field
+            dropped.append(f"{type(noise).__name__}'s {what} ({why})")
+        if wrong:
+            noise = dataclasses.replace(noise, **_without(noise, wrong))
+        if noise.rules(cell) or not wrong:
             kept.append(noise)
     return tuple(kept), dropped
+
+
+def _without(noise: Noise, wrong: list[Misfit]) -> dict[str, Any]:
+    """Return new values for the fields that do not apply, which have no effect."""
+    changes: dict[str, Any] = {}
+    for field, _, _, state in wrong:
+        if state:
+            rates = changes.get("states", dict(getattr(noise, "states", ())))
+            changes["states"] = {other: rate for other, rate in rates.items() if other != state}
+        else:
+            changes[field] = False if field == "hold_output_gate" else 0.0
+    return changes
