@@ -1,10 +1,11 @@
 """CUDA C++ on the CPU, to hold kernels to the reference where there is no GPU.
 
-The source is compiled by the C++ compiler of the machine. Each thread of a block is a fiber with a stack of its own;
-they take turns, and give way where threads wait for each other: at barriers, shuffles, votes and products of a warp.
-The blocks of a cluster or of a cooperative launch run side by side, at speeds that change at random; others one after
-another. Instructions written in assembly become calls of functions named after them. What only timing, the order of
-memory or a special function unit's rounding would show is not seen here.
+The source is compiled by the C++ compiler of the machine. Each thread of a block is a fiber with a
+stack of its own; they take turns, and give way where threads wait for each other: at barriers,
+shuffles, votes and products of a warp. The blocks of a cluster or of a cooperative launch run side
+by side, at speeds that change at random; others one after another. Instructions written in assembly
+become calls of functions named after them. What only timing, the order of memory or a special
+function unit's rounding would show is not seen here.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from zoneout.ops import cuda, packing, passes, products
-from zoneout.ops.cuda import compiler
+from zoneout.ops import cuda
+from zoneout.ops.cuda.runtime import compiler
+from zoneout.ops.sequence import packing, passes, products
 
 HEADER = Path(__file__).with_name("emulator.h")
 # Without the checks of jumps, which take one to another stack for a mistake.
@@ -39,14 +41,18 @@ OPTIONS = ["-std=c++17", "-O1", "-w", "-fPIC", "-fsanitize=alignment,bounds", "-
 def translated(text: str) -> str:
     """A kernel's source as the C++ compiler takes it."""
     text = re.sub(
-        r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];", r"\1 *\2 = (\1 *)emulated::shared();", text
+        r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];",
+        r"\1 *\2 = (\1 *)emulated::shared();",
+        text,
     )
     text = _each(r"\basm\b(?: volatile)?\s*\(", text, lambda found, inside: _call(inside))
     return _each(r'extern "C" __global__ void[^{};]*?(\w+)\(([^()]*)\)\s*\{', text, _with_entry)
 
 
 def _each(pattern: str, text: str, new: Callable[[re.Match[str], str], str]) -> str:
-    """What begins as the pattern says and ends where its last bracket is closed, made into something else."""
+    """What begins as the pattern says and ends where its last bracket is closed, made into
+    something else.
+    """
     out, at = [], 0
     for found in re.finditer(pattern, text):
         if found.start() < at:
@@ -70,7 +76,9 @@ def _closing(text: str, at: int) -> int:
 
 
 def _call(inside: str) -> str:
-    """What is between the brackets of an assembly statement, as a call of the function named after the instruction."""
+    """What is between the brackets of an assembly statement, as a call of the function named
+    after the instruction.
+    """
     if "mma.sync" in inside:
         return "emulated::mma(how, sum, a, b0, b1)"
     if "HOW OUT" in inside:
@@ -87,17 +95,25 @@ def _call(inside: str) -> str:
 def _with_entry(found: re.Match[str], body: str) -> str:
     """A kernel, and after it a function that takes pointers to the kernel's arguments."""
     name, parameters = found.groups()
-    kinds = [p[: p.rindex("*") + 1] if "*" in p else p.replace("const ", "").split()[0] for p in parameters.split(",")]
+    kinds = [
+        p[: p.rindex("*") + 1] if "*" in p else p.replace("const ", "").split()[0]
+        for p in parameters.split(",")
+    ]
     given = ", ".join(f"*({kind} *)given[{i}]" for i, kind in enumerate(kinds))
     return (
         f"{found.group()}{body}}}\n"
         f'extern "C" int emulated_{name}(int across, int down, int x, int y, int size, int together, int side,\n'
         f"                               void **given) {{\n"
-        f"    return emulated::run(across, down, x, y, size, together, side, [&] {{ {name}({given}); }});\n}}\n"
+        "    return emulated::run(across, down, x, y, size, together, side, [&] "
+        f"{{ {name}({given}); }});\n}}\n"
     )
 
 
-MISTAKES = ("threads wait for each other for ever", "an address is not aligned", "an index is past its array")
+MISTAKES = (
+    "threads wait for each other for ever",
+    "an address is not aligned",
+    "an index is past its array",
+)
 launched: list[Any] = []  # the stream of each launch since `emulated` began, None: the current one
 
 
@@ -120,29 +136,49 @@ class Kernel:
         return True
 
     def launch(
-        self, blocks: Any, threads: Any, arguments: Any, shared: int = 0, cooperative: bool = False, stream: Any = None
+        self,
+        blocks: Any,
+        threads: Any,
+        arguments: Any,
+        shared: int = 0,
+        cooperative: bool = False,
+        stream: Any = None,
     ) -> None:
         """Run to the end."""
         launched.append(stream)
-        grid, block = (value if isinstance(value, tuple) else (value, 1) for value in (blocks, threads))
-        assert min(*grid, *block) > 0 and max(grid) < 2**31, "a grid of nothing, or of too much, is an error"
+        grid, block = (
+            value if isinstance(value, tuple) else (value, 1) for value in (blocks, threads)
+        )
+        assert min(*grid, *block) > 0 and max(grid) < 2**31, (
+            "a grid of nothing, or of too much, is an error"
+        )
         together = grid[0] * grid[1] if cooperative else self.cluster
         wrong = self.function(*grid, *block, shared, together, self.cluster, arguments)
         assert not wrong, MISTAKES[wrong - 1]
 
 
 @cache
-def load(device: int, source: str, names: tuple[str, ...], defines: tuple[tuple[str, int], ...]) -> tuple[Kernel, ...]:
+def load(
+    device: int, source: str, names: tuple[str, ...], defines: tuple[tuple[str, int], ...]
+) -> tuple[Kernel, ...]:
     """As the compiler's `load`."""
     text, _ = compiler.program((9, 0), source, defines)
     found = re.search(r"__cluster_dims__\((\w+)", text)
     cluster = 1 if found is None else dict(defines)[found[1]]
     known = [("__CUDA_ARCH__", 900), *defines]
-    text = "\n".join(['#include "emulator.h"', *(f"#define {name} {value}" for name, value in known), translated(text)])
+    text = "\n".join(
+        [
+            '#include "emulator.h"',
+            *(f"#define {name} {value}" for name, value in known),
+            translated(text),
+        ]
+    )
     said = "\n".join((text, HEADER.read_text(), *OPTIONS))
     library = _folder() / f"{hashlib.sha256(said.encode()).hexdigest()[:24]}.so"
     if not library.exists():
-        with tempfile.TemporaryDirectory(dir=library.parent) as side:  # another process may build the same
+        with tempfile.TemporaryDirectory(
+            dir=library.parent
+        ) as side:  # another process may build the same
             program, built = Path(side) / "kernel.cpp", Path(side) / "kernel.so"
             program.write_text(text)
             where = ["-I", _precompiled(), "-I", HEADER.parent]
@@ -156,12 +192,19 @@ def load(device: int, source: str, names: tuple[str, ...], defines: tuple[tuple[
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Layers on the CPU run what a GPU would, of the paths that `cuda.PATHS` has."""
-    kept = (cuda.batch._kernel, cuda.small._kernel, cuda.persistent._kernel, cuda.wide._kernel, cuda.norms._ready)
+    kept = (
+        cuda.batch._kernel,
+        cuda.small._kernel,
+        cuda.persistent._kernel,
+        cuda.wide._kernel,
+        cuda.norms._ready,
+    )
     for made in kept:
         made.cache_clear()
-    around = ("norms", "dropout", "weight_noise", "optimizer", "rows")
-    for name in ("batch", "small", "persistent", "wide", "steps", *around):
-        monkeypatch.setattr(f"zoneout.ops.cuda.{name}.load", load)
+    own = [f"ops.cuda.kernels.{name}" for name in ("batch", "small", "persistent", "wide", "steps")]
+    own += [f"ops.cuda.pointwise.{name}" for name in ("norms", "dropout", "weight_noise", "rows")]
+    for name in (*own, "paper.optimizer_kernel"):
+        monkeypatch.setattr(f"zoneout.{name}.load", load)
     for module in (cuda.batch, cuda.small, cuda.persistent, cuda.wide, cuda.steps, compiler):
         monkeypatch.setattr(module, "chip", lambda device: compiler.Chip(132, 232448, 9))
     monkeypatch.setattr(cuda.steps, "driver", lambda: SimpleNamespace(cuLaunchKernelEx=_launch))
@@ -172,12 +215,19 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     stream = SimpleNamespace(record_event=lambda event: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(cuda.lanes, "beside", lambda device, count: nullcontext([*range(1, count + 1)]))
+    monkeypatch.setattr(
+        cuda.side_streams, "fork", lambda device, count: nullcontext([*range(1, count + 1)])
+    )
     launched.clear()
     monkeypatch.setitem(passes.LOOPS, "cpu", cuda)
+    monkeypatch.setattr(cuda, "is_available", lambda like: True)
     monkeypatch.setattr(products, "on_gpu", lambda v: True)
-    monkeypatch.setattr("zoneout.recurrent.Recurrent._packs", lambda self, x: False)  # which only the CPU's loop does
-    monkeypatch.setattr(packing, "has_kernel", lambda v: v.dtype in cuda.TYPES)  # the truth, in float64, goes without
+    monkeypatch.setattr(
+        "zoneout.recurrent.RecurrentModule._packs", lambda self, x: False
+    )  # only the CPU's loop packs
+    monkeypatch.setattr(
+        packing, "has_kernel", lambda v: v.dtype in cuda.TYPES
+    )  # the truth, in float64, goes without
     yield
     for made in kept:
         made.cache_clear()
@@ -186,7 +236,9 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _launch(at: Any, kernel: Kernel, arguments: Any, extra: None) -> int:
     """In place of the driver's: `at` refers to what a launch is."""
     how = at._obj
-    kernel.launch((how.blocks_x, how.blocks_y), (how.threads_x, how.threads_y), arguments, how.shared)
+    kernel.launch(
+        (how.blocks_x, how.blocks_y), (how.threads_x, how.threads_y), arguments, how.shared
+    )
     return 0
 
 
@@ -220,14 +272,18 @@ def _compiler() -> str:
 
 @cache
 def _precompiled() -> Path:
-    """A folder with the header in the form that GCC reads quickest; other compilers pass it over."""
+    """A folder with the header in the form that GCC reads quickest; other compilers pass it
+    over.
+    """
     folder = _folder() / hashlib.sha256(HEADER.read_bytes()).hexdigest()[:24]
     folder.mkdir(exist_ok=True)
     made = folder / f"{HEADER.name}.gch"
     if not made.exists():
         with tempfile.TemporaryDirectory(dir=folder) as side:
             built = Path(side) / made.name
-            subprocess.run([_compiler(), *OPTIONS, "-x", "c++-header", "-o", built, HEADER], check=True)
+            subprocess.run(
+                [_compiler(), *OPTIONS, "-x", "c++-header", "-o", built, HEADER], check=True
+            )
             os.replace(built, made)
     return folder
 

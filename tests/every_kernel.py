@@ -1,10 +1,11 @@
 """A small case of every kernel, for compute-sanitizer on a GPU:
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python tests/every_kernel.py
-    compute-sanitizer --tool racecheck --error-exitcode 1 python tests/every_kernel.py
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python
+    tests/every_kernel.py compute-sanitizer --tool racecheck --error-exitcode 1 python
+    tests/every_kernel.py
 
-Names of paths after it, `rows` or `optimizers`, run those alone. Without torch's cache of memory every tensor has an
-allocation of its own, so that a step over its end is seen.
+Names of paths after it, `rows` or `optimizers`, run those alone. Without torch's cache of memory
+every tensor has an allocation of its own, so that a step over its end is seen.
 """
 
 import sys
@@ -14,11 +15,16 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import zoneout as zo
 from zoneout.ops import cuda
-from zoneout.ops.cuda.compiler import Chip
+from zoneout.ops.cuda.runtime.compiler import Chip
 from zoneout.paper.config import Optimizer as Settings
 from zoneout.paper.optimizers import Optimizer
 
-PATHS = {"small": (cuda.batch, cuda.small), "persistent": (cuda.persistent,), "wide": (cuda.wide,), "steps": ()}
+PATHS = {
+    "small": (cuda.batch, cuda.small),
+    "persistent": (cuda.persistent,),
+    "wide": (cuda.wide,),
+    "steps": (),
+}
 STEPS, BATCH, INPUT, HIDDEN = 4, 9, 5, 19
 
 
@@ -38,26 +44,40 @@ def main() -> None:
             print(path, zo.LSTM.__name__, flush=True)
             continue
         for kind in (zo.LSTM, zo.GRU, zo.RNN):
-            for norm in (None,) if path == "persistent" else (None, "layer", zo.RecurrentBatchNorm(STEPS)):
+            for norm in (
+                (None,) if path == "persistent" else (None, "layer", zo.RecurrentBatchNorm(STEPS))
+            ):
                 for dtype in (torch.bfloat16, torch.float32):
                     run(kind, dtype, norm, plain=True)
-                    run(kind, dtype, norm, plain=True, lengths=torch.arange(BATCH, device="cuda") % STEPS + 1)
+                    run(
+                        kind,
+                        dtype,
+                        norm,
+                        plain=True,
+                        lengths=torch.arange(BATCH, device="cuda") % STEPS + 1,
+                    )
                 run(kind, torch.bfloat16, norm, plain=False)
             print(path, kind.__name__, flush=True)
-        if path == "persistent":  # its last block has places past the depth, and h goes in half precision
+        if (
+            path == "persistent"
+        ):  # its last block has places past the depth, and h goes in half precision
             for dtype in (torch.bfloat16, torch.float32):
                 run(zo.LSTM, dtype, None, plain=True, batch=48, hidden=512)
             print(path, "wide", flush=True)
 
 
 def run(kind, dtype, norm, plain, batch=BATCH, hidden=HIDDEN, lengths=None):
-    """One training step; kernels are built for what it has: nothing but zoneout and these lengths, or everything."""
+    """One training step; kernels are built for what it has: nothing but zoneout and these
+    lengths, or everything.
+    """
     noise = [zo.Zoneout(cell=0.5, hidden=0.1) if kind is zo.LSTM else zo.Zoneout(hidden=0.1)]
     if not plain:
         noise += [zo.VariationalDropout(hidden=0.2), zo.WeightNoise(std=0.05)]
         noise += [] if kind is zo.RNN else [zo.RecurrentDropout(rate=0.1)]
     options = {} if plain else {"num_layers": 2, "dropout": 0.2}
-    layer = kind(INPUT, hidden, noise=noise, norm=norm, dtype=dtype, device="cuda", backend="cuda", **options)
+    layer = kind(
+        INPUT, hidden, noise=noise, norm=norm, dtype=dtype, device="cuda", backend="cuda", **options
+    )
     x = torch.randn(STEPS, batch, INPUT, dtype=dtype, device="cuda", requires_grad=True)
     lengths = lengths if plain else torch.arange(batch, device="cuda") % STEPS + 1
     resets = None if plain else torch.rand(STEPS, batch, device="cuda") < 0.3
@@ -72,7 +92,9 @@ def optimizers():
     for rule in ("sgd", "rmsprop", "adam"):
         for paper in (False, True):
             parameters = {str(n): torch.randn(n, 7, device="cuda") for n in (1, 33, 600)}
-            optimizer = Optimizer(parameters, Settings(rule, paper=paper, momentum=0 if rule == "adam" else 0.9))
+            optimizer = Optimizer(
+                parameters, Settings(rule, paper=paper, momentum=0 if rule == "adam" else 0.9)
+            )
             for _ in range(3):
                 optimizer.step([torch.randn_like(p) for p in parameters.values()], rate)
         torch.cuda.synchronize()
@@ -80,15 +102,21 @@ def optimizers():
 
 
 def rows():
-    """Packed input in every type, with rows of odd widths and addresses, and the states at the ends."""
+    """Packed input in every type, with rows of odd widths and addresses, and the states at the
+    ends.
+    """
     lengths = torch.tensor([3, 3, 2, 0], device="cuda")
     starts, total = torch.tensor([0, 3, 6], device="cuda"), 8
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.bool):
         for width in (1, 3, 8, 37):
             whole = torch.ones(4, 4, width + 1, dtype=dtype, device="cuda")
-            for v in (whole[:3, :, :width].contiguous(), whole[:3, :, 1:], whole[:, :3, 1:].transpose(0, 1)):
+            for v in (
+                whole[:3, :, :width].contiguous(),
+                whole[:3, :, 1:],
+                whole[:, :3, 1:].transpose(0, 1),
+            ):
                 packed = cuda.rows.packed(v, starts, lengths, total)
-                cuda.rows.unpacked(packed, starts, lengths), cuda.rows.within(v, lengths)
+                cuda.rows.unpacked(packed, starts, lengths), cuda.rows.zero_past_lengths(v, lengths)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         h, c = torch.ones(12, 37, dtype=dtype, device="cuda"), torch.ones(12, 51, device="cuda")
         cuda.rows.clear(lengths, 3, h, c)
@@ -96,9 +124,17 @@ def rows():
             for ends in (lengths, None):
                 cuda.rows.last([(h, h[:4]), (c, c[:4])], 3, ends, reverse, dtype)
         for width in (1, 3, 8, 37):
-            cuda.rows.parted(torch.ones(5, width + 9, dtype=dtype, device="cuda"), [(0, width), (width, 8), (width, 1)])
+            cuda.rows.split_columns(
+                torch.ones(5, width + 9, dtype=dtype, device="cuda"),
+                [(0, width), (width, 8), (width, 1)],
+            )
         layer = zo.LSTM(
-            INPUT, HIDDEN, bidirectional=True, noise=zo.Zoneout(cell=0.5, hidden=0.1), dtype=dtype, device="cuda"
+            INPUT,
+            HIDDEN,
+            bidirectional=True,
+            noise=zo.Zoneout(cell=0.5, hidden=0.1),
+            dtype=dtype,
+            device="cuda",
         )
         x = torch.randn(STEPS, BATCH, INPUT, dtype=dtype, device="cuda", requires_grad=True)
         packed = pack_padded_sequence(x, torch.arange(BATCH) % STEPS + 1, enforce_sorted=False)

@@ -1,14 +1,19 @@
 """The paper's equations in NumPy: what every cell, layer and backend is held to.
 
-Written out from section 3 of the paper and from what its experiments did, not from the package: plain loops
-over steps and examples, one vector at a time. A mask is called d, as in the paper: d = 1 keeps the old value
-(or sets to zero, for the methods that do). The expectation is the same equation with the rate in d's place.
+Written out from section 3 of the paper and from what its experiments did, not from the package:
+    plain loops
+over steps and examples, one vector at a time. A mask is called d, as in the paper: d = 1 keeps the
+old value (or sets to zero, for the methods that do). The expectation is the same equation with the
+rate in d's place.
 
-Only sums, products and analytic functions stand here, so a complex number goes through: the derivative of
-anything in a direction v is the imaginary part of its value at x + i·10⁻³⁰·v, exact to the last digits.
+Only sums, products and analytic functions stand here, so a complex number goes through: the
+    derivative of
+anything in a direction v is the imaginary part of its value at x + i·10⁻³⁰·v, exact to the last
+digits.
 
-`run` is one layer in one direction, `stack` is several. `expected` reads a layer of the package, takes its
-masks from `zo.masks` (or, where that has no entry, from `keep`) and says what a call must return.
+`run` is one layer in one direction, `stack` is several. `expected` reads a layer of the package,
+takes its masks from `zo.masks` (or, where that has no entry, from `keep`) and says what a call must
+return.
 """
 
 from __future__ import annotations
@@ -22,7 +27,8 @@ from philox_numpy import GROUPS
 
 Array = Any  # an ndarray of floats, or of complex numbers for a derivative
 
-# --- the cells -------------------------------------------------------------------------------------
+# --- the cells
+# -------------------------------------------------------------------------------------
 
 
 def sigmoid(a: Array) -> Array:
@@ -44,8 +50,12 @@ def lstm_candidate(gates: Array, c: Array, d: Any) -> tuple[Array, Array]:
     return (1 - d.zero_cell) * (f * c + update), o  # state dropout, rnnDrop
 
 
-def lstm_exposed(o: Array, o_before: Array | None, shown: Array, d: Any, w_hr: Array | None) -> Array:
-    """The candidate h from what is shown of the candidate c. `o_before` None: there is no gate to hold."""
+def lstm_exposed(
+    o: Array, o_before: Array | None, shown: Array, d: Any, w_hr: Array | None
+) -> Array:
+    """The candidate h from what is shown of the candidate c. `o_before` None: there is no gate
+    to hold.
+    """
     if o_before is not None:
         o = d.update * o_before + (1 - d.update) * o
     h = o * np.tanh(shown)
@@ -70,7 +80,8 @@ def zoned(new: Array, old: Array, d: Array) -> Array:
     return d * old + (1 - d) * new
 
 
-# --- one layer and direction -----------------------------------------------------------------------
+# --- one layer and direction
+# -----------------------------------------------------------------------
 
 
 class Weights(NamedTuple):
@@ -111,10 +122,14 @@ class Norm:
     scale_h: Array
     scale_c: Array | None = None
     shift_c: Array | None = None
-    given: dict[str, tuple[Array, Array]] | None = None  # {"x": (means, variances), …}, a row a step
+    given: dict[str, tuple[Array, Array]] | None = (
+        None  # {"x": (means, variances), …}, a row a step
+    )
     first_step: int = 0
 
-    def __call__(self, what: str, p: int, vectors: dict[int, Array], seen: Seen) -> dict[int, Array]:
+    def __call__(
+        self, what: str, p: int, vectors: dict[int, Array], seen: Seen
+    ) -> dict[int, Array]:
         """Normalise what the examples alive at the processed step p have: {example: vector}."""
         scale = {"x": self.scale_x, "h": self.scale_h, "c": self.scale_c}[what]
         shift = self.shift_c if what == "c" else 0.0
@@ -136,7 +151,9 @@ class Norm:
         return out
 
 
-Seen = dict[str, dict[int, tuple[Array, Array]]]  # what -> processed step -> mean and variance of the batch
+Seen = dict[
+    str, dict[int, tuple[Array, Array]]
+]  # what -> processed step -> mean and variance of the batch
 
 
 @dataclass
@@ -162,7 +179,9 @@ def run(
     norm: Norm | None = None,
     back_to: tuple[Array, Array | None] | None = None,
 ) -> Result:
-    """One layer in one direction over [T, B, input]. A cut goes back to `back_to`: by default to zero."""
+    """One layer in one direction over [T, B, input]. A cut goes back to `back_to`: by default to
+    zero.
+    """
     steps, batch, _ = x.shape
     noise = noise or Noise()
     back_h, back_c = back_to or (np.zeros_like(h0), None if c0 is None else np.zeros_like(c0))
@@ -177,7 +196,8 @@ def run(
     for p in range(steps):  # the p-th step that is processed, of the examples that are still alive
         at = {b: ends[b] - 1 - p if reverse else p for b in range(batch) if p < ends[b]}
 
-        # The cut marked at step t lies between t − 1 and t. Backwards it is crossed on the way to t − 1.
+        # The cut marked at step t lies between t − 1 and t. Backwards it is crossed on the way to t
+        # − 1.
         for b, t in at.items():
             crossed = t + 1 if reverse else t
             if resets is not None and not (reverse and p == 0) and resets[crossed][b]:
@@ -187,8 +207,12 @@ def run(
 
         g_x, g_h = {}, {}
         for b, t in at.items():
-            g_x[b] = w.w_x @ (x[t, b] if noise.times_input is None else x[t, b] * noise.times_input[t, b])
-            g_h[b] = w.w_h @ (h[b] if noise.times_hidden is None else h[b] * noise.times_hidden[t, b])
+            g_x[b] = w.w_x @ (
+                x[t, b] if noise.times_input is None else x[t, b] * noise.times_input[t, b]
+            )
+            g_h[b] = w.w_h @ (
+                h[b] if noise.times_hidden is None else h[b] * noise.times_hidden[t, b]
+            )
         if norm is not None:
             g_x, g_h = norm("x", p, g_x, seen), norm("h", p, g_h, seen)
         for b in at:
@@ -230,7 +254,8 @@ def run(
     )
 
 
-# --- stacked layers and directions -----------------------------------------------------------------
+# --- stacked layers and directions
+# -----------------------------------------------------------------
 
 
 class Part(NamedTuple):
@@ -272,10 +297,20 @@ def stack(
         for direction, part in enumerate(directions):
             at = len(results)
             one = run(
-                cell, x, h0[at], None if c0 is None else c0[at], part.weights, part.noise,
-                lengths=lengths, resets=resets, reverse=direction == 1, norm=part.norm,
-                back_to=None if back_to is None else (back_to[0][at], None if back_to[1] is None else back_to[1][at]),
-            )  # fmt: skip
+                cell,
+                x,
+                h0[at],
+                None if c0 is None else c0[at],
+                part.weights,
+                part.noise,
+                lengths=lengths,
+                resets=resets,
+                reverse=direction == 1,
+                norm=part.norm,
+                back_to=None
+                if back_to is None
+                else (back_to[0][at], None if back_to[1] is None else back_to[1][at]),
+            )
             results.append(one)
             last.append(one)
         x = np.concatenate([one.y for one in last], axis=-1)
@@ -288,7 +323,8 @@ def stack(
     )
 
 
-# --- random bits, by the design's layout -----------------------------------------------------------
+# --- random bits, by the design's layout
+# -----------------------------------------------------------
 
 
 def philox(seed: int, c0: int, c1: int, c2: int, c3: int) -> list[int]:
@@ -301,7 +337,9 @@ def philox(seed: int, c0: int, c1: int, c2: int, c3: int) -> list[int]:
     return [c0, c1, c2, c3]
 
 
-def word(seed: int, stream: str, unit: int, example: int, step: int, layer: int, direction: int) -> int:
+def word(
+    seed: int, stream: str, unit: int, example: int, step: int, layer: int, direction: int
+) -> int:
     """The 32 bits of a coordinate."""
     plane = 2 * layer + direction + 65536 * GROUPS[stream][0]
     return philox(seed, unit // 4, example, step, plane)[unit % 4]
@@ -320,14 +358,30 @@ def keep(seed: int, stream: str, rate: float, **coordinates: int) -> bool:
 
 
 def keeps(
-    seed: int, stream: str, rate: float, steps: Any, examples: Any, units: int, layer: int, direction: int
+    seed: int,
+    stream: str,
+    rate: float,
+    steps: Any,
+    examples: Any,
+    units: int,
+    layer: int,
+    direction: int,
 ) -> Array:
     """The mask [T, B, units] of a draw that sees every coordinate."""
     return np.array(
         [
             [
                 [
-                    keep(seed, stream, rate, unit=u, example=e, step=s, layer=layer, direction=direction)
+                    keep(
+                        seed,
+                        stream,
+                        rate,
+                        unit=u,
+                        example=e,
+                        step=s,
+                        layer=layer,
+                        direction=direction,
+                    )
                     for u in range(units)
                 ]
                 for e in examples
@@ -341,7 +395,9 @@ def normal_numbers(seed: int, count: int, matrix: int, layer: int, direction: in
     """Standard normal numbers, Box and Muller's: each pair of words is a radius and an angle."""
     out = []
     for first in range(0, count, 4):
-        words = philox(seed, first // 4, matrix, 0, 2 * layer + direction + 65536 * GROUPS["weight_noise"][0])
+        words = philox(
+            seed, first // 4, matrix, 0, 2 * layer + direction + 65536 * GROUPS["weight_noise"][0]
+        )
         u = [(one + 0.5) / 2**32 for one in words]
         for a, b in ((u[0], u[1]), (u[2], u[3])):
             radius, angle = np.sqrt(-2 * np.log(a)), 2 * np.pi * b
@@ -349,7 +405,8 @@ def normal_numbers(seed: int, count: int, matrix: int, layer: int, direction: in
     return np.array(out[:count])
 
 
-# --- what a layer of the package must return -------------------------------------------------------
+# --- what a layer of the package must return
+# -------------------------------------------------------
 
 
 def values(module: Any) -> dict[str, Array]:
@@ -386,10 +443,17 @@ def expected(
         start = a["h0"][:, None] * every, a["c0"][:, None] * every if lstm else None
     else:
         count = layer.num_layers * directions
-        start = np.zeros((count, batch, outputs)), np.zeros((count, batch, layer.hidden_size)) if lstm else None
+        start = (
+            np.zeros((count, batch, outputs)),
+            np.zeros((count, batch, layer.hidden_size)) if lstm else None,
+        )
     h0, c0 = start if hx is None else hx if lstm else (hx, None)
 
-    ids = np.arange(batch) + (examples or 0) if examples is None or np.ndim(examples) == 0 else examples
+    ids = (
+        np.arange(batch) + (examples or 0)
+        if examples is None or np.ndim(examples) == 0
+        else examples
+    )
     ids = [int(one) for one in ids]
     layers: list[list[Part]] = []
     for k in range(layer.num_layers):
@@ -434,7 +498,17 @@ def expected(
             )
             for k in range(layer.num_layers - 1)
         ]
-    return stack(layer.mode.lower(), x, h0, c0, layers, between, lengths=lengths, resets=resets, back_to=start)
+    return stack(
+        layer.mode.lower(),
+        x,
+        h0,
+        c0,
+        layers,
+        between,
+        lengths=lengths,
+        resets=resets,
+        back_to=start,
+    )
 
 
 def _noises(layer: Any) -> dict[str, Any]:
@@ -450,16 +524,24 @@ def _of_layer(rate: Any, layer: int) -> Any:
     return np.asarray(rate, dtype=np.float64)
 
 
-def _noise(layer: Any, k: int, direction: int, x: Array, input_size: int, seed: int, ids: Any, first: int) -> Noise:
-    """What the noises of a layer are in its present mode: masks, rates in their place, or nothing."""
+def _noise(
+    layer: Any, k: int, direction: int, x: Array, input_size: int, seed: int, ids: Any, first: int
+) -> Noise:
+    """What the noises of a layer are in its present mode: masks, rates in their place, or
+    nothing.
+    """
     import torch
 
     import zoneout as zo
 
     out = Noise()
     steps, batch, _ = x.shape
-    where: dict[str, Any] = dict(layer=k, direction=direction, examples=torch.tensor(ids), first_step=first)
-    sizes: dict[str, Any] = dict(hidden=layer.hidden_size, proj_size=layer.proj_size, input_size=input_size)
+    where: dict[str, Any] = dict(
+        layer=k, direction=direction, examples=torch.tensor(ids), first_step=first
+    )
+    sizes: dict[str, Any] = dict(
+        hidden=layer.hidden_size, proj_size=layer.proj_size, input_size=input_size
+    )
     fields = {
         "Zoneout": {"cell": ("cell", "cell"), "hidden": ("hidden", "hidden")},
         "StateDropout": {"cell": ("cell", "zero_cell"), "hidden": ("hidden", "zero_hidden")},
@@ -489,7 +571,9 @@ def _noise(layer: Any, k: int, direction: int, x: Array, input_size: int, seed: 
     return out
 
 
-def _weights(module: Any, a: dict[str, Array], suffix: str, seed: int, layer: int, direction: int) -> Weights:
+def _weights(
+    module: Any, a: dict[str, Array], suffix: str, seed: int, layer: int, direction: int
+) -> Weights:
     """The matrices as one call sees them: with weight drop, then weight noise."""
     where = dict(layer=layer, direction=direction)
     w_x, w_h, w_hr = a["weight_ih" + suffix], a["weight_hh" + suffix], a.get("weight_hr" + suffix)
@@ -500,12 +584,16 @@ def _weights(module: Any, a: dict[str, Array], suffix: str, seed: int, layer: in
             continue
         if name == "WeightDrop":
             rate = float(_of_layer(noise.rate, layer))
-            dropped = keeps(seed, "weight", rate, [0], [0], w_h.size, **where)  # a unit is an element
+            dropped = keeps(
+                seed, "weight", rate, [0], [0], w_h.size, **where
+            )  # a unit is an element
             w_h = w_h * (1 - dropped.reshape(w_h.shape)) / (1 - as_drawn(rate))
         else:
             std = float(_of_layer(noise.std, layer))
             w_x, w_h, w_hr = (
-                w if w is None else w + std * normal_numbers(seed, w.size, matrix, **where).reshape(w.shape)
+                w
+                if w is None
+                else w + std * normal_numbers(seed, w.size, matrix, **where).reshape(w.shape)
                 for matrix, w in enumerate((w_x, w_h, w_hr))
             )
     return Weights(w_x, w_h, a.get("bias_ih" + suffix), a.get("bias_hh" + suffix), w_hr)

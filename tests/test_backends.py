@@ -1,6 +1,8 @@
-"""Every fused backend against the reference: outputs, final states, every gradient and batch norm's statistics.
+"""Every fused backend against the reference: outputs, final states, every gradient and batch norm's
+statistics.
 
-The CPU's loop is run both ways, compiled and in torch calls. Memory that is handed out unwritten is filled with NaN.
+The CPU's loop is run both ways, compiled and in torch calls. Memory that is handed out unwritten is
+filled with NaN.
 """
 
 import copy
@@ -19,9 +21,13 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoneout as zo
-from zoneout.ops import TOLERANCES, cpu, kept, native, reference, rows
-from zoneout.ops.cuda import compiler
-from zoneout.ops.cuda.rows import Padded
+from zoneout import cells
+from zoneout.ops import TOLERANCES, cpu, reference
+from zoneout.ops import build_cache as kept
+from zoneout.ops.cpu import native
+from zoneout.ops.cuda.pointwise.rows import Padded
+from zoneout.ops.cuda.runtime import compiler
+from zoneout.ops.sequence import rows
 
 STEPS, BATCH, INPUT = 7, 5, 3
 LAYERS: dict[str, Any] = {
@@ -67,7 +73,9 @@ NORMS = {"plain": None, "layer-norm": "layer", "batch-norm": zo.RecurrentBatchNo
 CALLS: dict[str, dict[str, Any]] = {
     "whole": {},
     "lengths": dict(lengths=[3, 7, 1, 0, 5]),
-    "resets": dict(resets=torch.rand(STEPS, BATCH, generator=torch.Generator().manual_seed(1)) < 0.3),
+    "resets": dict(
+        resets=torch.rand(STEPS, BATCH, generator=torch.Generator().manual_seed(1)) < 0.3
+    ),
 }
 PLACES = dict(first_step=4, examples=[9, 3, 5, 1, 100])
 CALLS["all"] = CALLS["lengths"] | CALLS["resets"] | PLACES
@@ -80,26 +88,42 @@ def loop(request, monkeypatch):
     if request.param == "torch calls":
         monkeypatch.setattr(native, "load", lambda: None)
         monkeypatch.setattr("zoneout.ops.cpu._say_once", lambda reason: None)
-        monkeypatch.setattr("zoneout.ops.parts._NUMBERS", 2 * BATCH * 37)  # two steps at once
+        monkeypatch.setattr("zoneout.ops.cpu.chunks._NUMBERS", 2 * BATCH * 37)  # two steps at once
     elif native.load() is None:
         pytest.skip(f"no compiled loop here: {native.why_not()}")
     return request.param
 
 
-def everything(layer: Any, x: Tensor, hx: Any, call: dict[str, Any], cells: bool = True) -> dict[str, Tensor]:
-    """All that a call and its way back give, by name; of an LSTM also every c, unless that is not wanted."""
+def everything(
+    layer: Any, x: Tensor, hx: Any, call: dict[str, Any], cells: bool = True
+) -> dict[str, Tensor]:
+    """All that a call and its way back give, by name; of an LSTM also every c, unless that is
+    not wanted.
+    """
     x = x.clone().requires_grad_()
     call = dict(call)
     lengths = call.pop("packed", None)  # the lengths of what is to be packed
-    given = x if lengths is None else pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=False)
+    given = (
+        x
+        if lengths is None
+        else pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=False)
+    )
     states = [s.clone().requires_grad_() for s in (hx if isinstance(hx, tuple) else (hx,))]
     more = {"return_cells": True} if layer.kind == "lstm" and cells else {}
-    y, ended, *every_c = layer(given, tuple(states) if layer.kind == "lstm" else states[0], seed=5, **more, **call)
-    out = {"y": y, **{f"end {k}": s for k, s in enumerate(ended if layer.kind == "lstm" else [ended])}}
+    y, ended, *every_c = layer(
+        given, tuple(states) if layer.kind == "lstm" else states[0], seed=5, **more, **call
+    )
+    out = {
+        "y": y,
+        **{f"end {k}": s for k, s in enumerate(ended if layer.kind == "lstm" else [ended])},
+    }
     out |= {"cells": every_c[0]} if every_c else {}
     out = {name: v.data if isinstance(v, PackedSequence) else v for name, v in out.items()}
     weights = torch.Generator().manual_seed(1)
-    loss = sum((v * torch.randn(v.shape, generator=weights, dtype=torch.float64).to(v)).sum() for v in out.values())
+    loss = sum(
+        (v * torch.randn(v.shape, generator=weights, dtype=torch.float64).to(v)).sum()
+        for v in out.values()
+    )
     layer.zero_grad()
     loss.backward()
     grads: dict[str, Any] = {"x": x.grad} | {f"hx {k}": s.grad for k, s in enumerate(states)}
@@ -109,12 +133,22 @@ def everything(layer: Any, x: Tensor, hx: Any, call: dict[str, Any], cells: bool
 
 
 def compare(
-    name: str, make: Any, call: dict[str, Any], training: bool, dtype: torch.dtype, hidden: int = 37, **options: Any
+    name: str,
+    make: Any,
+    call: dict[str, Any],
+    training: bool,
+    dtype: torch.dtype,
+    hidden: int = 37,
+    **options: Any,
 ) -> None:
     """One layer in the fused backend and in the reference, same weights, same seed."""
     torch.manual_seed(0)
-    ours = LAYERS[name](INPUT, hidden, noise=make(STATES[name]), dtype=dtype, backend="cpu", **options)
-    theirs = LAYERS[name](INPUT, hidden, noise=make(STATES[name]), dtype=dtype, backend="reference", **options)
+    ours = LAYERS[name](
+        INPUT, hidden, noise=make(STATES[name]), dtype=dtype, backend="cpu", **options
+    )
+    theirs = LAYERS[name](
+        INPUT, hidden, noise=make(STATES[name]), dtype=dtype, backend="reference", **options
+    )
     theirs.load_state_dict(ours.state_dict())
     ours.train(training), theirs.train(training)
     x = torch.randn(STEPS, BATCH, INPUT, dtype=dtype)
@@ -132,7 +166,9 @@ def compare(
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(("name", "noise"), CASES)
 def test_equals_the_reference(loop, poisoned, name, noise, norm, call):
-    """A fused path computes something else than the cells of the paper, or reads what nobody wrote."""
+    """A fused path computes something else than the cells of the paper, or reads what nobody
+    wrote.
+    """
     for training in (True, False):
         compare(name, NOISES[noise], CALLS[call], training, torch.float64, norm=NORMS[norm])
 
@@ -140,7 +176,9 @@ def test_equals_the_reference(loop, poisoned, name, noise, norm, call):
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_float32(loop, name, call):
-    """Single precision, where the compiled loop has its own exp and tanh, is off by more than rounding."""
+    """Single precision, where the compiled loop has its own exp and tanh, is off by more than
+    rounding.
+    """
     for noise in ("zoneout-unit", "variational"):
         compare(name, NOISES[noise], CALLS[call], True, torch.float32)
 
@@ -151,7 +189,11 @@ def test_float32(loop, name, call):
 def test_directions_and_layers(loop, poisoned, name, norm, call):
     """A reversed direction, a second layer, a missing bias or a learned state goes wrong."""
     rich: dict[str, Any] = dict(num_layers=2, bidirectional=True, dropout=0.3, norm=NORMS[norm])
-    for options in (rich, dict(bias=False, norm=NORMS[norm]), dict(learn_initial_state=True, bidirectional=True)):
+    for options in (
+        rich,
+        dict(bias=False, norm=NORMS[norm]),
+        dict(learn_initial_state=True, bidirectional=True),
+    ):
         compare(name, NOISES["zoneout-unit"], CALLS[call], True, torch.float64, **options)
 
 
@@ -166,34 +208,48 @@ def test_projections(loop, poisoned, noise, norm, call):
 @pytest.mark.parametrize("lengths", [[7, 5, 3, 2, 1], [7] * 5, [1] * 5, [1, 1, 7, 1, 1]])
 @pytest.mark.parametrize("name", LAYERS)
 def test_packed_lengths(loop, poisoned, name, lengths):
-    """Packed rows of equal, ordered or single steps are taken for others, or without resets for a whole batch."""
+    """Packed rows of equal, ordered or single steps are taken for others, or without resets for
+    a whole batch.
+    """
     for options in (dict(), dict(num_layers=2, bidirectional=True, dropout=0.3)):
         compare(name, NOISES["together"], dict(packed=lengths), True, torch.float64, **options)
 
 
 def test_packed_rows_are_not_padded(monkeypatch):
-    """On the CPU a packed batch would be copied into a padded one and back, with outputs and gradients."""
+    """On the CPU a packed batch would be copied into a padded one and back, with outputs and
+    gradients.
+    """
     monkeypatch.setattr("zoneout.layers.padded", lambda *_: pytest.fail("it was padded"))
-    packed = pack_padded_sequence(torch.randn(STEPS, BATCH, INPUT), torch.tensor([1, 7, 1, 1, 1]), enforce_sorted=False)
+    packed = pack_padded_sequence(
+        torch.randn(STEPS, BATCH, INPUT), torch.tensor([1, 7, 1, 1, 1]), enforce_sorted=False
+    )
     for make in LAYERS.values():
         y = make(INPUT, 8, 2, bidirectional=True, dropout=0.5, norm="layer")(packed)[0]
         assert y.data.shape == (11, 16) and torch.equal(y.batch_sizes, packed.batch_sizes)
 
 
 def test_spare_memory():
-    """Memory of another size or type is handed out, the same to two calls, or it is kept without bound."""
+    """Memory of another size or type is handed out, the same to two calls, or it is kept without
+    bound.
+    """
     spare = cpu._Spare(100)
     one = torch.empty(10)
     spare.keep(one)
     assert spare.take(torch.float32, 9) is None and spare.take(torch.int32, 10) is None
-    assert spare.take(torch.float32, 10) is one and spare.take(torch.float32, 10) is None and spare.bytes == 0
+    assert (
+        spare.take(torch.float32, 10) is one
+        and spare.take(torch.float32, 10) is None
+        and spare.bytes == 0
+    )
     for size in (10, 10, 11):  # 124 bytes
         spare.keep(torch.empty(size))
     assert spare.bytes == 0 and spare.take(torch.float32, 11) is None
 
 
 def test_padding_is_no_work_for_each_length():
-    """Where packed rows are padded, a batch takes as many calls as it has lengths, as it does in torch's own way."""
+    """Where packed rows are padded, a batch takes as many calls as it has lengths, as it does in
+    torch's own way.
+    """
 
     class Count(TorchDispatchMode):
         calls = 0
@@ -224,7 +280,9 @@ def test_padding_is_no_work_for_each_length():
     assert calls(torchs, 40) > 5 * calls(torchs, 4), "it was no trial"
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 1, 3, 50), (3, 9, 1, 300), (1, 33, 2, 16), (4, 2, 5, 513)])
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1, 1), (2, 1, 3, 50), (3, 9, 1, 300), (1, 33, 2, 16), (4, 2, 5, 513)]
+)
 @pytest.mark.parametrize("name", LAYERS)
 def test_odd_sizes(loop, name, sizes):
     """A size that is no multiple of a vector, a tile or a chunk is computed wrongly at its edge."""
@@ -251,14 +309,18 @@ def test_odd_sizes(loop, name, sizes):
     ],
 )
 def test_products_that_are_taken_in_parts(loop, name, noise, hidden, options):
-    """Of a product over more than 1,024 numbers only the last part is left, where nothing is there to be added to."""
+    """Of a product over more than 1,024 numbers only the last part is left, where nothing is
+    there to be added to.
+    """
     compare(name, NOISES[noise], {}, True, torch.float64, hidden, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", LAYERS)
 def test_half_types(loop, name, dtype):
-    """In half precision a backend keeps its states in too few bits: it is held to the reference in float32."""
+    """In half precision a backend keeps its states in too few bits: it is held to the reference
+    in float32.
+    """
     torch.manual_seed(0)
     layer = LAYERS[name](INPUT, 37, noise=zo.Zoneout(**STATES[name])).to(dtype)
     x = torch.randn(40, BATCH, INPUT).to(dtype)
@@ -281,12 +343,19 @@ def test_half_types(loop, name, dtype):
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_bfloat16_products(monkeypatch, name, norm, call):
-    """Products of the way back, taken in bfloat16, miss a mask, a reset or a row, or add up their rounding."""
+    """Products of the way back, taken in bfloat16, miss a mask, a reset or a row, or add up
+    their rounding.
+    """
     torch.manual_seed(0)
     options = dict(proj_size=5) if name == "lstm" else {}
     noise = [zo.Zoneout(**STATES[name]), zo.VariationalDropout(input=0.1, hidden=0.3)]
-    layer = LAYERS[name](INPUT, 37, bidirectional=True, noise=noise, norm=NORMS[norm], **options).bfloat16()
-    x, h = torch.randn(STEPS, BATCH, INPUT).bfloat16(), torch.randn(2, BATCH, layer.output_size).bfloat16()
+    layer = LAYERS[name](
+        INPUT, 37, bidirectional=True, noise=noise, norm=NORMS[norm], **options
+    ).bfloat16()
+    x, h = (
+        torch.randn(STEPS, BATCH, INPUT).bfloat16(),
+        torch.randn(2, BATCH, layer.output_size).bfloat16(),
+    )
     hx = (h, torch.randn(2, BATCH, 37).bfloat16()) if name == "lstm" else h
     found = []
     for narrow in (True, False):
@@ -295,13 +364,17 @@ def test_bfloat16_products(monkeypatch, name, norm, call):
     got, want = found
     for key, value in want.items():
         error = (got[key] - value).float().norm() / value.float().norm().clamp(min=1e-30)
-        assert error <= TOLERANCES[torch.bfloat16], f"{key}: {error:.1e} from the product in float32"
+        assert error <= TOLERANCES[torch.bfloat16], (
+            f"{key}: {error:.1e} from the product in float32"
+        )
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_same_bits_twice(name, threads):
-    """The same seed gives other numbers the second time, or on another number of threads another mask."""
+    """The same seed gives other numbers the second time, or on another number of threads another
+    mask.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -333,22 +406,37 @@ def test_threads(name, threads, norm):
         ):
             torch.manual_seed(0)
             noise = [zo.Zoneout(**STATES[name]), zo.VariationalDropout(hidden=0.2)]
-            layer = LAYERS[name](INPUT, 70, noise=noise, norm=NORMS[norm], dtype=torch.float64, backend="cpu")
+            layer = LAYERS[name](
+                INPUT, 70, noise=noise, norm=NORMS[norm], dtype=torch.float64, backend="cpu"
+            )
             exact = copy.deepcopy(layer)
             exact.backend = "reference"
-            x, h = torch.randn(6, batch, INPUT, dtype=torch.float64), torch.randn(1, batch, 70, dtype=torch.float64)
+            x, h = (
+                torch.randn(6, batch, INPUT, dtype=torch.float64),
+                torch.randn(1, batch, 70, dtype=torch.float64),
+            )
             hx = (h, h.clone()) if name == "lstm" else h
             want, got = everything(exact, x, hx, call), everything(layer, x, hx, call)
             for key, value in want.items():
-                assert (got[key] - value).norm() <= 1e-10 * value.norm().clamp(min=1e-30), (key, batch, call.keys())
+                assert (got[key] - value).norm() <= 1e-10 * value.norm().clamp(min=1e-30), (
+                    key,
+                    batch,
+                    call.keys(),
+                )
     finally:
         torch.set_num_threads(before)
 
 
-def of_rows_that_begin_alike(backend: str, device: str, dtype: torch.dtype, lengths: Any) -> dict[str, Tensor]:
-    """Derivatives of a layer with batch norm and learned states, for rows that differ from their third step on."""
+def of_rows_that_begin_alike(
+    backend: str, device: str, dtype: torch.dtype, lengths: Any
+) -> dict[str, Tensor]:
+    """Derivatives of a layer with batch norm and learned states, for rows that differ from their
+    third step on.
+    """
     torch.manual_seed(0)
-    layer = zo.LSTM(1, 32, norm=zo.RecurrentBatchNorm(12), learn_initial_state=True, backend=backend)
+    layer = zo.LSTM(
+        1, 32, norm=zo.RecurrentBatchNorm(12), learn_initial_state=True, backend=backend
+    )
     assert isinstance(layer.h0, Tensor) and isinstance(layer.c0, Tensor)
     with torch.no_grad():
         layer.h0.normal_(), layer.c0.normal_()
@@ -356,35 +444,59 @@ def of_rows_that_begin_alike(backend: str, device: str, dtype: torch.dtype, leng
     x[:2] = 1.0
     layer = layer.to(device, dtype)
     _, (h, _) = layer(x.to(device, dtype), lengths=lengths)
-    names = ("weight_hh_l0", "weight_ih_l0", "norm_hh_l0", "norm_cell_l0", "norm_cell_shift_l0", "bias_ih_l0", "h0")
-    found = torch.autograd.grad(h[0], [getattr(layer, name) for name in names], dy.to(device, dtype))
+    names = (
+        "weight_hh_l0",
+        "weight_ih_l0",
+        "norm_hh_l0",
+        "norm_cell_l0",
+        "norm_cell_shift_l0",
+        "bias_ih_l0",
+        "h0",
+    )
+    found = torch.autograd.grad(
+        h[0], [getattr(layer, name) for name in names], dy.to(device, dtype)
+    )
     return {name: value.double().cpu() for name, value in zip(names, found)}
 
 
-def check_rows_that_begin_alike(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -> None:
+def check_rows_that_begin_alike(
+    got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float
+) -> None:
     """An error where a derivative is what rounding leaves of sums that should cancel."""
     far = {name: float((got[name] - value).norm() / value.norm()) for name, value in want.items()}
     for name in ("weight_hh_l0", "weight_ih_l0", "norm_hh_l0", "norm_cell_l0"):
         assert far[name] <= tolerance, name
     # These two are sums that nearly cancel, and float32 has no more of them.
     assert far["norm_cell_shift_l0"] <= max(tolerance, 2e-3) and far["bias_ih_l0"] <= 0.3, far
-    assert got["h0"].norm() <= want["weight_hh_l0"].norm()  # truly zero; with the sum left in, a hundred times as much
+    assert (
+        got["h0"].norm() <= want["weight_hh_l0"].norm()
+    )  # truly zero; with the sum left in, a hundred times as much
 
 
 @pytest.mark.parametrize("lengths", [None, [12] * 40 + [7] * 24], ids=["whole", "ragged"])
 def test_batch_norm_of_rows_that_begin_alike(loop, lengths):
-    """The norm makes their derivatives huge, and the weights' is what rounding leaves of sums that should cancel."""
+    """The norm makes their derivatives huge, and the weights' is what rounding leaves of sums
+    that should cancel.
+    """
     want = of_rows_that_begin_alike("reference", "cpu", torch.float64, lengths)
     got = of_rows_that_begin_alike("cpu", "cpu", torch.float32, lengths)
     check_rows_that_begin_alike(got, want, 1e-3)
     rough = of_rows_that_begin_alike("reference", "cpu", torch.float32, lengths)
-    assert (rough["weight_hh_l0"] - want["weight_hh_l0"]).norm() > 0.1 * want["weight_hh_l0"].norm(), "it was no trial"
+    assert (rough["weight_hh_l0"] - want["weight_hh_l0"]).norm() > 0.1 * want[
+        "weight_hh_l0"
+    ].norm(), "it was no trial"
 
 
-def outputs_of_rows_alike(backend: str, device: str, dtype: torch.dtype, lengths: Any, hidden: int = 16) -> Tensor:
-    """Of a new layer whose rows are alike for four steps, but that noise on h alone would tell them apart."""
+def outputs_of_rows_alike(
+    backend: str, device: str, dtype: torch.dtype, lengths: Any, hidden: int = 16
+) -> Tensor:
+    """Of a new layer whose rows are alike for four steps, but that noise on h alone would tell
+    them apart.
+    """
     torch.manual_seed(0)
-    layer = zo.LSTM(1, hidden, norm=zo.RecurrentBatchNorm(12), noise=zo.Zoneout(hidden=0.15), backend=backend)
+    layer = zo.LSTM(
+        1, hidden, norm=zo.RecurrentBatchNorm(12), noise=zo.Zoneout(hidden=0.15), backend=backend
+    )
     x = torch.rand(12, 50, 1)
     x[:4] = 0.0
     y, _ = layer.to(device, dtype)(x.to(device, dtype), lengths=lengths, seed=1)
@@ -396,7 +508,9 @@ RAGGED = [0] * 20 + [12] * 13 + [7] * 17
 
 @pytest.mark.parametrize("lengths", [None, RAGGED], ids=["whole", "ragged"])
 def test_the_mean_of_rows_that_are_alike_is_that_row(loop, lengths):
-    """What is left of c less its mean becomes h, which noise makes differ, and grows a hundred times a step."""
+    """What is left of c less its mean becomes h, which noise makes differ, and grows a hundred
+    times a step.
+    """
     want = outputs_of_rows_alike("reference", "cpu", torch.float64, lengths)
     got = outputs_of_rows_alike("cpu", "cpu", torch.float32, lengths)
     assert (got - want).norm() <= 1e-5 * want.norm()
@@ -404,11 +518,15 @@ def test_the_mean_of_rows_that_are_alike_is_that_row(loop, lengths):
 
 @pytest.mark.parametrize("numbers", [256, 257])
 def test_one_hot_rows_that_begin_alike(loop, numbers):
-    """The weights of a first symbol that all rows have get what rounding leaves of a sum that should be zero."""
+    """The weights of a first symbol that all rows have get what rounding leaves of a sum that
+    should be zero.
+    """
     found = {}
     for backend, dtype in (("reference", torch.float64), ("cpu", torch.float32)):
         torch.manual_seed(0)
-        layer = zo.LSTM(numbers, 16, norm=zo.RecurrentBatchNorm(9), learn_initial_state=True, backend=backend)
+        layer = zo.LSTM(
+            numbers, 16, norm=zo.RecurrentBatchNorm(9), learn_initial_state=True, backend=backend
+        )
         x = torch.randint(numbers, (9, 40))
         x[:2] = 5
         y, _ = layer.to(dtype)(x)
@@ -421,16 +539,23 @@ def test_one_hot_rows_that_begin_alike(loop, numbers):
 @pytest.mark.parametrize("lengths", [None, [3, 6, 0, 5, 6]], ids=["whole", "ragged"])
 @pytest.mark.usefixtures("emulated")  # the rows of a GPU
 @pytest.mark.parametrize(
-    ("rows", "dtype", "off"), [(rows.Packed, torch.float64, 1e-12), (Padded, torch.float32, 1e-5)], ids=["cpu", "cuda"]
+    ("rows", "dtype", "off"),
+    [(rows.Packed, torch.float64, 1e-12), (Padded, torch.float32, 1e-5)],
+    ids=["cpu", "cuda"],
 )
-def test_differences_of_h_give_the_same_where_derivatives_cancel(rows, dtype, off, lengths, reverse):
-    """What is taken off is of another step than what it is taken from: a reversed row begins at its own end."""
+def test_differences_of_h_give_the_same_where_derivatives_cancel(
+    rows, dtype, off, lengths, reverse
+):
+    """What is taken off is of another step than what it is taken from: a reversed row begins at
+    its own end.
+    """
     steps, batch, units = 6, 5, 4
     torch.manual_seed(0)
     ends = None if lengths is None else torch.tensor(lengths)
     lie = rows(ends, steps, batch, reverse)
     d, y, h0 = (
-        torch.randn(*shape, dtype=dtype) for shape in ((steps, batch, 3), (steps, batch, units), (batch, units))
+        torch.randn(*shape, dtype=dtype)
+        for shape in ((steps, batch, 3), (steps, batch, units), (batch, units))
     )
     for row, end in enumerate(lengths or [steps] * batch):
         d[end:, row] = y[end:, row] = 0.0
@@ -442,9 +567,19 @@ def test_differences_of_h_give_the_same_where_derivatives_cancel(rows, dtype, of
         ]
         at, row = (torch.tensor(v) for v in zip(*alive))
         d[at, row] -= d[at, row].mean(0)
-    given: dict[str, Any] = dict(y=lie.pack(y), h0=lie.sort(h0), resets=None, reset_h=None, scale_h=None, outputs=units)
+    given: dict[str, Any] = dict(
+        y=lie.pack(y),
+        h0=lie.sort(h0),
+        resets=None,
+        reset_h=None,
+        scale_h=None,
+        outputs=units,
+        cell=cells.lstm,
+    )
     given |= dict(steps=steps, batch=batch)
-    plain, apart = (lie.times_entered(lie.pack(d), SimpleNamespace(**given, balanced=b)) for b in (False, True))
+    plain, apart = (
+        lie.grad_w_hh(lie.pack(d), SimpleNamespace(**given, balanced=b)) for b in (False, True)
+    )
     assert torch.allclose(plain, apart, rtol=0, atol=off)
 
 
@@ -461,12 +596,14 @@ def test_saturated_gates_are_exact(name):
     assert torch.equal(y, layer(torch.zeros(3, 2, 1))[0])
 
 
-@pytest.mark.parametrize(("rate", "x", "h", "want"), [(1 / 65536, 0, math.inf, 0), (1, math.inf, 3, 3)])
+@pytest.mark.parametrize(
+    ("rate", "x", "h", "want"), [(1 / 65536, 0, math.inf, 0), (1, math.inf, 3, 3)]
+)
 def test_what_is_not_chosen_is_not_seen(rate, x, h, want):
     """An infinite value that zoneout does not choose turns the other one into NaN."""
-    if native.load() is None:
-        pytest.skip("torch calls multiply where the compiled loop chooses")
-    layer = zo.RNN(1, 1, nonlinearity="relu", bias=False, noise=zo.Zoneout(hidden=rate), backend="cpu")
+    layer = zo.RNN(
+        1, 1, nonlinearity="relu", bias=False, noise=zo.Zoneout(hidden=rate), backend="cpu"
+    )
     with torch.no_grad():
         layer.weight_ih_l0.fill_(1), layer.weight_hh_l0.fill_(-1)
     y, _ = layer(torch.full((2, 1, 1), float(x)), torch.full((1, 1, 1), float(h)), seed=1)
@@ -477,10 +614,14 @@ def test_what_is_not_chosen_is_not_seen(rate, x, h, want):
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_opcheck(name, norm, packed):
-    """The operator tells torch.compile other shapes than it returns, changes an input, or hides one in an output."""
+    """The operator tells torch.compile other shapes than it returns, changes an input, or hides
+    one in an output.
+    """
     seen: list[Any] = []
     run = torch.ops.zoneout.run.default
-    layer = LAYERS[name](INPUT, 8, noise=zo.Zoneout(**STATES[name]), norm=NORMS[norm], backend="cpu")
+    layer = LAYERS[name](
+        INPUT, 8, noise=zo.Zoneout(**STATES[name]), norm=NORMS[norm], backend="cpu"
+    )
 
     class Spy(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -490,10 +631,13 @@ def test_opcheck(name, norm, packed):
 
     x, lengths = torch.randn(4, 3, INPUT), torch.tensor([4, 2, 1])
     with Spy(), torch.no_grad():
-        layer(pack_padded_sequence(x, lengths), seed=1) if packed else layer(x, seed=1, lengths=lengths)
+        layer(pack_padded_sequence(x, lengths), seed=1) if packed else layer(
+            x, seed=1, lengths=lengths
+        )
     (args,) = seen
     fresh = tuple(
-        v.detach().clone().requires_grad_(1 <= k <= 14) if isinstance(v, Tensor) else v for k, v in enumerate(args)
+        v.detach().clone().requires_grad_(1 <= k <= 14) if isinstance(v, Tensor) else v
+        for k, v in enumerate(args)
     )
     torch.library.opcheck(run, fresh)
 
@@ -517,7 +661,9 @@ def test_fused_backend_never_falls_back(monkeypatch):
     """backend="cpu" would run the slow reference without saying so."""
     monkeypatch.setattr(reference, "run", lambda r: pytest.fail("the reference was run"))
     for name, make in LAYERS.items():
-        make(INPUT, 8, noise=zo.Zoneout(**STATES[name]), norm="layer", backend="cpu")(torch.randn(3, 2, INPUT))
+        make(INPUT, 8, noise=zo.Zoneout(**STATES[name]), norm="layer", backend="cpu")(
+            torch.randn(3, 2, INPUT)
+        )
 
 
 def test_without_a_compiler_it_says_so_once(tmp_path):
@@ -531,12 +677,17 @@ def test_without_a_compiler_it_says_so_once(tmp_path):
     )
     for wrong, reason in (
         (dict(ZONEOUT_NATIVE="0"), "ZONEOUT_NATIVE=0"),
-        (dict(PATH="", CC="no-such-compiler"), "no-such-compiler: not found; cc: not found; gcc: not found"),
+        (
+            dict(PATH="", CC="no-such-compiler"),
+            "no-such-compiler: not found; cc: not found; gcc: not found",
+        ),
         (dict(PATH="", CC="/bin/false"), "/bin/false: exit status 1; cc: not found"),
         (dict(PATH="", CC="cc '"), "No closing quotation"),
     ):
         environment = {**os.environ, "ZONEOUT_CACHE": str(tmp_path), **wrong}
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("compiled loop is not available") == 1 and reason in done.stdout
 
@@ -549,10 +700,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-QUICKLY = (
-    "from zoneout.ops.native import build; build.FLAGS = ('-O0', *build.FLAGS[1:])\n"  # how fast it is, is not asked
-)
-LOADED = "from zoneout.ops import native; assert native.load() is not None, native.why_not()"
+# how fast it is, is not asked
+QUICKLY = "from zoneout.ops.cpu.native import build; build.FLAGS = ('-O0', *build.FLAGS[1:])\n"
+LOADED = "from zoneout.ops.cpu import native; assert native.load() is not None, native.why_not()"
 
 
 def load_with(**environment: str) -> None:
@@ -560,7 +710,9 @@ def load_with(**environment: str) -> None:
     if native.load() is None:
         pytest.skip(f"no compiled loop here: {native.why_not()}")
     done = subprocess.run(
-        [sys.executable, "-c", QUICKLY + LOADED], env={**os.environ, **environment}, capture_output=True
+        [sys.executable, "-c", QUICKLY + LOADED],
+        env={**os.environ, **environment},
+        capture_output=True,
     )
     assert done.returncode == 0, done.stderr
 
@@ -575,12 +727,16 @@ def test_the_library_is_built_where_it_is_told_and_kept(built):
 
 @pytest.mark.parametrize("wrong", ["no-such-compiler", "/bin/false", "cc '"])
 def test_a_wrong_compiler_is_passed_over(wrong, built):
-    """Somebody whose $CC is meant for something else would get the slow loop, with a compiler at hand."""
+    """Somebody whose $CC is meant for something else would get the slow loop, with a compiler at
+    hand.
+    """
     load_with(CC=wrong, ZONEOUT_CACHE=str(built))
 
 
 def test_a_library_that_was_cut_short_is_built_anew(built, tmp_path):
-    """Loading it would end Python with SIGBUS at every start, until somebody finds out which file to delete."""
+    """Loading it would end Python with SIGBUS at every start, until somebody finds out which
+    file to delete.
+    """
     (kept,) = built.glob("loop-*")
     (tmp_path / kept.name).write_bytes(kept.read_bytes()[:3000])
     load_with(ZONEOUT_CACHE=str(tmp_path))
@@ -597,14 +753,18 @@ def test_nothing_is_left_behind_without_a_cache(tmp_path):
 
 @pytest.mark.skipif(os.name != "posix", reason="folders and rights as in Unix")
 def test_a_cache_that_is_no_use(tmp_path):
-    """A file in the place of the folder, or a user without a home, means the slow loop, or an error at every call."""
+    """A file in the place of the folder, or a user without a home, means the slow loop, or an
+    error at every call.
+    """
     (tmp_path / "file").touch()
     load_with(ZONEOUT_CACHE=str(tmp_path / "file"))
     nobody = (
         "import pathlib\ndef home(): raise RuntimeError('Could not determine home directory.')\n"
         f"pathlib.Path.home = home\n{QUICKLY}{LOADED}"
     )
-    environment = {k: v for k, v in os.environ.items() if k not in ("ZONEOUT_CACHE", "XDG_CACHE_HOME")}
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("ZONEOUT_CACHE", "XDG_CACHE_HOME")
+    }
     done = subprocess.run([sys.executable, "-c", nobody], env=environment, capture_output=True)
     assert done.returncode == 0, done.stderr
 
@@ -618,11 +778,15 @@ def test_a_cache_named_from_here(built, monkeypatch):
 
 
 def test_a_kernel_that_was_cut_short_is_compiled_anew(tmp_path, monkeypatch):
-    """The driver, which is not told where an image ends, would be given half of one at every start."""
+    """The driver, which is not told where an image ends, would be given half of one at every
+    start.
+    """
     made = []
     monkeypatch.setenv("ZONEOUT_CACHE", str(tmp_path))
     monkeypatch.setattr(compiler, "_version", lambda: (13, 0))
-    monkeypatch.setattr(compiler, "compiled", lambda *source: made.append(source) or (b"machine code", ""))
+    monkeypatch.setattr(
+        compiler, "compiled", lambda *source: made.append(source) or (b"machine code", "")
+    )
     for damage in (None, b"machine", b""):
         for _ in range(2):
             assert compiler.machine_code((9, 0), "dropout.cu", []) == b"machine code"
@@ -639,10 +803,12 @@ def test_the_struct_is_the_one_of_the_header():
     header = (native.HERE / "loop.h").read_text()
     text = re.sub(r"/\*.*?\*/", "", header, flags=re.S)
     for struct, cls in (("Stream", native.Stream), ("Loop", native.Loop)):
-        body = re.search(r"typedef struct \{((?:(?!typedef struct).)*?)\} " + struct + ";", text, re.S)
+        body = re.search(
+            r"typedef struct \{((?:(?!typedef struct).)*?)\} " + struct + ";", text, re.S
+        )
         assert body is not None
         names = [
-            name.strip(" *\n")
+            re.sub(r"\[\w+\]", "", name).strip(" *\n")
             for declaration in body[1].split(";")
             for name in re.sub(r"^\s*(const )?(\w+)\s", "", declaration.strip() + " ").split(",")
             if name.strip(" *\n")
@@ -656,16 +822,27 @@ def test_parameters_that_lie_apart(loop, name, how):
     """A bias that is a column of something larger is refused, or read as if it lay in one piece."""
     ours, theirs = (zo.GRU(3, 4, norm="layer", backend=backend) for backend in ("cpu", "reference"))
     values = {key: value.detach() for key, value in ours.named_parameters()}
-    apart = torch.randn(len(values[name]), 2)[:, 0] if how == "column" else torch.randn(1).expand(len(values[name]))
+    apart = (
+        torch.randn(len(values[name]), 2)[:, 0]
+        if how == "column"
+        else torch.randn(1).expand(len(values[name]))
+    )
     got, want = (
-        torch.func.functional_call(layer, values | {name: apart}, torch.ones(5, 2, 3)) for layer in (ours, theirs)
+        torch.func.functional_call(layer, values | {name: apart}, torch.ones(5, 2, 3))
+        for layer in (ours, theirs)
     )
     torch.testing.assert_close(got[0], want[0])
 
 
 def test_a_seed_that_counts_on():
-    """A seed kept in a tensor, and counted on after the call, is not what the way back draws from."""
-    layer, seed, x = zo.LSTM(3, 4, noise=zo.Zoneout(cell=0.3, hidden=0.3)), torch.tensor(5), torch.randn(9, 2, 3)
+    """A seed kept in a tensor, and counted on after the call, is not what the way back draws
+    from.
+    """
+    layer, seed, x = (
+        zo.LSTM(3, 4, noise=zo.Zoneout(cell=0.3, hidden=0.3)),
+        torch.tensor(5),
+        torch.randn(9, 2, 3),
+    )
     y, _ = layer(x, seed=seed)
     seed += 1
     (got,) = torch.autograd.grad(y.sum(), layer.weight_hh_l0)

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from zoneout.ops import kept, native
-from zoneout.ops.cuda import compiler as cuda_compiler
-from zoneout.ops.native import build
+from zoneout.ops import build_cache
+from zoneout.ops.cpu import native
+from zoneout.ops.cpu.native import build
+from zoneout.ops.cuda.runtime import compiler as cuda_compiler
 from zoneout.paper import cache as paper_cache
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="owners and rights as in Unix")
@@ -26,20 +27,21 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="owners and rights as
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The cache folder of a test, which is not there yet."""
     monkeypatch.setenv("ZONEOUT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(kept, "_warned", set())
+    monkeypatch.setattr(build_cache, "_warned", set())
     return tmp_path / "cache"
 
 
 def found(match: str) -> bytes | None:
     """What `find` gives, twice, with exactly one warning."""
     with pytest.warns(UserWarning, match=match) as caught:
-        result = kept.find("name", ".so")
-        kept.find("name", ".so")
+        result = build_cache.find("name", ".so")
+        build_cache.find("name", ".so")
     assert len(caught) == 1
     return result
 
 
-# --- whose files are taken -------------------------------------------------------------------------
+# --- whose files are taken
+# -------------------------------------------------------------------------
 
 
 def test_the_folder_is_for_the_user_alone(folder, monkeypatch):
@@ -47,38 +49,43 @@ def test_the_folder_is_for_the_user_alone(folder, monkeypatch):
     before = os.umask(0)
     try:
         for create in (
-            lambda: kept.keep("name", ".so", b"content"),
+            lambda: build_cache.keep("name", ".so", b"content"),
             lambda: paper_cache.save("key", {}, None),
             lambda: paper_cache.create_folder(paper_cache.downloads()),
         ):
             create()
             assert stat.S_IMODE(folder.stat().st_mode) == 0o700
             shutil.rmtree(folder)
-        kept.keep("name", ".so", b"content")
+        build_cache.keep("name", ".so", b"content")
     finally:
         os.umask(before)
     assert [stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()] == [0o600]
-    assert kept.find("name", ".so") == b"content"
+    assert build_cache.find("name", ".so") == b"content"
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o757, 0o1777])
 def test_a_folder_that_others_can_write_to(mode, folder):
     """Anybody could put a library there, and it would be run."""
-    kept.keep("name", ".so", b"content")
+    build_cache.keep("name", ".so", b"content")
     folder.chmod(mode)
     assert found(rf"cache folder {folder}: .*\(mode {mode:o}\); run `chmod go-w {folder}`") is None
-    kept.keep("other", ".so", b"content")
+    build_cache.keep("other", ".so", b"content")
     assert len(list(folder.iterdir())) == 1, "written where others can change it"
     folder.chmod(0o755)  # as an older version has created it
-    assert kept.find("name", ".so") == b"content"
+    assert build_cache.find("name", ".so") == b"content"
 
 
 def test_a_folder_of_somebody_else(folder, monkeypatch):
     """Who owns the folder chooses what is run."""
-    kept.keep("name", ".so", b"content")
+    build_cache.keep("name", ".so", b"content")
     monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
-    assert found(f"cache folder {folder}: .* belongs to user {folder.stat().st_uid}; set ZONEOUT_CACHE") is None
-    kept.keep("other", ".so", b"content")
+    assert (
+        found(
+            f"cache folder {folder}: .* belongs to user {folder.stat().st_uid}; set ZONEOUT_CACHE"
+        )
+        is None
+    )
+    build_cache.keep("other", ".so", b"content")
     assert len(list(folder.iterdir())) == 1
 
 
@@ -102,25 +109,31 @@ UNSAFE: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("how", UNSAFE)
 def test_an_unsafe_file_is_not_used(how, folder):
-    """What somebody else has written would be run; or the process would wait for a pipe for ever."""
+    """What somebody else has written would be run; or the process would wait for a pipe for
+    ever.
+    """
     spoil, why = UNSAFE[how]
-    kept.keep("name", ".so", b"content")
+    build_cache.keep("name", ".so", b"content")
     (path,) = folder.iterdir()
     spoil(path)
     assert found(rf"cache file {path}: .*{why}") is None
     assert not list(folder.iterdir()), "it is in the way of every process"
-    kept.keep("name", ".so", b"content")
-    assert kept.find("name", ".so") == b"content"
+    build_cache.keep("name", ".so", b"content")
+    assert build_cache.find("name", ".so") == b"content"
 
 
 def test_a_file_of_somebody_else_is_not_used(folder, monkeypatch):
     """In a folder that others could once write to, a file of theirs may lie."""
-    kept.keep("name", ".so", b"content")
+    build_cache.keep("name", ".so", b"content")
     real = os.fstat
 
     def fstat(fd: int) -> os.stat_result:
         status = real(fd)
-        return status if stat.S_ISDIR(status.st_mode) else os.stat_result((*status[:4], status.st_uid + 1, *status[5:]))
+        return (
+            status
+            if stat.S_ISDIR(status.st_mode)
+            else os.stat_result((*status[:4], status.st_uid + 1, *status[5:]))
+        )
 
     monkeypatch.setattr(os, "fstat", fstat)
     assert found("cache file .* belongs to user") is None
@@ -131,14 +144,14 @@ def test_a_folder_in_the_way_of_a_file(folder):
     (folder / "name-0.so").mkdir(parents=True)
     folder.chmod(0o700)
     assert found("something else") is None
-    kept.keep("name", ".so", b"content")
-    assert kept.find("name", ".so") == b"content"
+    build_cache.keep("name", ".so", b"content")
+    assert build_cache.find("name", ".so") == b"content"
 
 
 @pytest.mark.parametrize("what", ["folder", "file"])
 def test_what_was_checked_is_what_is_read(what, folder, monkeypatch):
     """Somebody who can rename things would swap them between the check and the reading."""
-    kept.keep("name", ".so", b"content")
+    build_cache.keep("name", ".so", b"content")
     (path,) = folder.iterdir()
     real = os.fstat
 
@@ -153,7 +166,7 @@ def test_what_was_checked_is_what_is_read(what, folder, monkeypatch):
         return status
 
     monkeypatch.setattr(os, "fstat", fstat)
-    assert kept.find("name", ".so") == b"content"
+    assert build_cache.find("name", ".so") == b"content"
     assert path.read_bytes() == b"hostile", "the test did not swap anything"
 
 
@@ -162,7 +175,9 @@ def test_kernels_from_a_refused_folder(folder, monkeypatch):
     made: list[Any] = []
     monkeypatch.setattr(cuda_compiler, "_version", lambda: (13, 0))
     monkeypatch.setattr(cuda_compiler, "architecture", lambda capability: 90)
-    monkeypatch.setattr(cuda_compiler, "compiled", lambda *source: made.append(source) or (b"machine code", ""))
+    monkeypatch.setattr(
+        cuda_compiler, "compiled", lambda *source: made.append(source) or (b"machine code", "")
+    )
 
     def machine_code() -> bytes:
         return cuda_compiler.machine_code((9, 0), "dropout.cu", [])
@@ -173,7 +188,8 @@ def test_kernels_from_a_refused_folder(folder, monkeypatch):
         assert machine_code() == machine_code() == b"machine code" and len(made) == 3
 
 
-# --- loading ---------------------------------------------------------------------------------------
+# --- loading
+# ---------------------------------------------------------------------------------------
 
 CC = shutil.which("cc")
 compiles = pytest.mark.skipif(CC is None, reason="no C compiler here")
@@ -203,7 +219,7 @@ def test_the_bytes_that_were_checked_are_loaded(source, folder, monkeypatch):
     other.write_text("int answer(void) { return 2; }\n")
     assert built(source).answer() == 1 and built(other).answer() == 2
     (good,), (bad,) = folder.glob("tiny-*"), folder.glob("other-*")
-    find = kept.find
+    find = build_cache.find
 
     def find_and_swap(*name: Any) -> bytes | None:
         content = find(*name)
@@ -211,7 +227,7 @@ def test_the_bytes_that_were_checked_are_loaded(source, folder, monkeypatch):
             shutil.copy(bad, good)
         return content
 
-    monkeypatch.setattr(kept, "find", find_and_swap)
+    monkeypatch.setattr(build_cache, "find", find_and_swap)
     monkeypatch.setattr(build, "_build", lambda *how: pytest.fail("built though it was kept"))
     assert built(source).answer() == 1
     assert good.read_bytes() == bad.read_bytes(), "the test did not swap anything"
@@ -220,7 +236,9 @@ def test_the_bytes_that_were_checked_are_loaded(source, folder, monkeypatch):
 @compiles
 @pytest.mark.parametrize("noexec", [False, True], ids=["temporary", "noexec"])
 def test_without_files_in_memory(noexec, source, folder, tmp_path, monkeypatch):
-    """macOS has none; and where /tmp is mounted noexec, a library has to be loaded from the cache."""
+    """macOS has none; and where /tmp is mounted noexec, a library has to be loaded from the
+    cache.
+    """
     loaded: list[str] = []
     cdll = ctypes.CDLL
     temporary = tmp_path / "tmp"
@@ -242,7 +260,9 @@ def test_without_files_in_memory(noexec, source, folder, tmp_path, monkeypatch):
     for _ in range(2):
         assert built(source).answer() == 1
         assert loaded[-1].startswith(str(folder if noexec else temporary))
-    assert not list(temporary.iterdir()) and len(list(folder.iterdir())) == 1, "something was left behind"
+    assert not list(temporary.iterdir()) and len(list(folder.iterdir())) == 1, (
+        "something was left behind"
+    )
 
 
 @compiles
@@ -269,15 +289,20 @@ def test_with_a_refused_folder(source, folder):
 def test_whatever_visibility_the_compiler_is_told(monkeypatch):
     """`CC="gcc -fvisibility=hidden"` would make a library in which nothing is found."""
     monkeypatch.setattr(build, "FLAGS", ("-O0", "-std=gnu11", "-fPIC"))
-    build.library(build.find_compiler(["cc", "-fvisibility=hidden"]), native.SOURCES, native._declare)
+    build.library(
+        build.find_compiler(["cc", "-fvisibility=hidden"]), native.SOURCES, native._declare
+    )
 
 
-# --- compilers that fail ---------------------------------------------------------------------------
+# --- compilers that fail
+# ---------------------------------------------------------------------------
 
 
 @pytest.fixture
 def fake(tmp_path: Path) -> Any:
-    """Make a compiler that writes down how it is called and, before it calls the real one, does something else."""
+    """Make a compiler that writes down how it is called and, before it calls the real one, does
+    something else.
+    """
 
     def make(first: str, name: str = "fake") -> tuple[str, Any]:
         path, log = tmp_path / name, tmp_path / f"{name}.log"
@@ -298,7 +323,9 @@ def test_where_linking_fails(source, fake):
     command, runs = fake('case "$*" in *-shared*) echo cannot link >&2; exit 1;; esac')
     with pytest.raises(build.CompilerError, match=r"^cannot link$"):
         built(source, command)
-    assert len(runs()) == 5, "the version, and an object and a library with the best flags and with none"
+    assert len(runs()) == 5, (
+        "the version, and an object and a library with the best flags and with none"
+    )
     assert not any("tiny.c" in run for run in runs()), "compiled though it cannot be linked"
     with pytest.raises(build.CompilerError, match=r"cannot link .*delete .*failed-"):
         built(source, command)
@@ -321,7 +348,11 @@ def test_where_only_this_library_cannot_be_linked(source, fake):
         ("-mprefer-vector-width=512", 1, "-march=native"),
         ("-march=native*", 1, "-fopenmp"),
         ("-fopenmp", 1, "-march=native"),
-        ("-march=native*tiny.c", 2, "-fopenmp"),  # an assembler that does not know the processor's instructions
+        (
+            "-march=native*tiny.c",
+            2,
+            "-fopenmp",
+        ),  # an assembler that does not know the processor's instructions
     ],
 )
 def test_flags_that_a_compiler_does_not_take(refused, compilations, last, source, fake):
@@ -335,7 +366,8 @@ def test_flags_that_a_compiler_does_not_take(refused, compilations, last, source
 
 @pytest.fixture
 def hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
-    """What a fake compiler does to hang for ever, and a descriptor that ends when it and its children have ended.
+    """What a fake compiler does to hang for ever, and a descriptor that ends when it and its
+    children have ended.
 
     The time limit is over as soon as the compiler hangs, however slow the machine is.
     """
@@ -366,14 +398,18 @@ def test_a_compiler_that_hangs(source, fake, hangs):
     with pytest.raises(build.TimedOut, match=r"not finished after 120 s: .*/fake "):
         built(source, command)
     assert len(runs()) == 2, "asked again with other flags"
-    assert select.select([alive], [], [], 10)[0] and os.read(alive, 1) == b"", "something still runs"
+    assert select.select([alive], [], [], 10)[0] and os.read(alive, 1) == b"", (
+        "something still runs"
+    )
     with pytest.raises(build.CompilerError, match="not finished"):
         built(source, command)
     assert len(runs()) == 3, "waited for again"
 
 
 def test_a_compiler_that_does_not_say_its_version(folder, fake, hangs):
-    """The name of what is remembered holds the version, which would be waited for in every process."""
+    """The name of what is remembered holds the version, which would be waited for in every
+    process.
+    """
     command, runs = fake(hangs[0])
     for _ in range(2):
         with pytest.raises(build.CompilerError, match="not finished"):
@@ -394,7 +430,10 @@ def test_a_failure_is_forgotten(source, folder, fake, monkeypatch):
 
     assert fails() and not fails()
     (note,) = notes(folder)
-    for age in (build.REMEMBERED + 60, -60):  # a day ago; and in the future, which only a wrong clock can have written
+    for age in (
+        build.REMEMBERED + 60,
+        -60,
+    ):  # a day ago; and in the future, which only a wrong clock can have written
         os.utime(note, (note.stat().st_mtime - age,) * 2)
         assert fails() and not fails()
         (note,) = notes(folder)
@@ -426,15 +465,22 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("why", ["killed", "child killed", "full"])
 def test_what_passes_is_not_remembered(why, source, folder, fake, monkeypatch):
     """A full disk or memory that ran out once would mean the slow loop for a day."""
-    fail = {"killed": "kill -9 $$", "child killed": "echo Killed signal terminated program cc1 >&2; exit 1"}
+    fail = {
+        "killed": "kill -9 $$",
+        "child killed": "echo Killed signal terminated program cc1 >&2; exit 1",
+    }
     command, runs = fake(f'case "$*" in *-c*) {fail.get(why, "exit 1")};; esac')
     if why == "full":
         fill_disk(monkeypatch)
     for _ in range(2):
         before = len(runs())
-        with pytest.raises((build.Killed, OSError), match="No space left" if why == "full" else "(?i)killed"):
+        with pytest.raises(
+            (build.Killed, OSError), match="No space left" if why == "full" else "(?i)killed"
+        ):
             built(source, command)
-        assert len(runs()) == before + (5 if why == "full" else 2), "another place, or flags, tried for no reason"
+        assert len(runs()) == before + (5 if why == "full" else 2), (
+            "another place, or flags, tried for no reason"
+        )
     assert not notes(folder)
 
 
@@ -470,4 +516,6 @@ def test_the_next_compiler_is_tried(fake, monkeypatch, tmp_path):
     monkeypatch.setattr(native, "_declare", lambda made: made.no_such_function)
     assert native.load.__wrapped__() is None
     assert "a function is missing: " in native.why_not() and "undefined symbol" in native.why_not()
-    assert sum("loop.c" in run for run in same_runs()) == 2, "the same compiler was asked twice, by two names"
+    assert sum("loop.c" in run for run in same_runs()) == 2, (
+        "the same compiler was asked twice, by two names"
+    )

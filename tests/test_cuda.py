@@ -1,4 +1,5 @@
-"""The kernels of a GPU against the reference in float64, each way of running them; and how they live in torch.
+"""The kernels of a GPU against the reference in float64, each way of running them; and how they
+live in torch.
 
 The errors allowed are relative: 1e-5 in float32 with TF32 off, 1e-3 with it on, 1e-2 in half types.
 """
@@ -66,26 +67,45 @@ def to_gpu(value: Any) -> Any:
     return value.cuda() if isinstance(value, torch.Tensor) else value
 
 
-def compare(name, make, call, training, precision, sizes=(7, 5, INPUT, 37), cells=True, device="cuda", **options):
-    """One layer on the GPU and its twin in the reference, the same numbers in float64, same seed."""
+def compare(
+    name,
+    make,
+    call,
+    training,
+    precision,
+    sizes=(7, 5, INPUT, 37),
+    cells=True,
+    device="cuda",
+    **options,
+):
+    """One layer on the GPU and its twin in the reference, the same numbers in float64, same
+    seed.
+    """
     dtype, tolerance = precision
     steps, batch, input, hidden = sizes
     torch.manual_seed(0)
-    ours = LAYERS[name](input, hidden, noise=make(STATES[name]), dtype=dtype, backend=device, **options)
+    ours = LAYERS[name](
+        input, hidden, noise=make(STATES[name]), dtype=dtype, backend=device, **options
+    )
     if device == "cpu":  # scales that are all alike would hide that a unit has another one's
         some = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for key, p in ours.named_parameters():
                 if key.startswith("norm_"):
                     p.sub_(0.05 * torch.rand(p.shape, generator=some).to(dtype))
-    theirs = LAYERS[name](input, hidden, noise=make(STATES[name]), dtype=torch.float64, backend="reference", **options)
+    theirs = LAYERS[name](
+        input, hidden, noise=make(STATES[name]), dtype=torch.float64, backend="reference", **options
+    )
     theirs.load_state_dict({key: value.double() for key, value in ours.state_dict().items()})
     ours.train(training), theirs.train(training)
     count = len(ours.suffixes())
-    x, h = torch.randn(steps, batch, input).to(dtype), torch.randn(count, batch, ours.output_size).to(dtype)
+    x, h = (
+        torch.randn(steps, batch, input).to(dtype),
+        torch.randn(count, batch, ours.output_size).to(dtype),
+    )
     if name == "relu" and tolerance > 1e-5:
-        # A number that rounding takes over zero opens or shuts its whole way back: stay away from the corner. In exact
-        # float32 the same cases are run on both sides of it.
+        # A number that rounding takes over zero opens or shuts its whole way back: stay away from
+        # the corner. In exact float32 the same cases are run on both sides of it.
         x, h = x.abs(), h.abs()
         with torch.no_grad():
             for key, p in ours.named_parameters():
@@ -93,24 +113,30 @@ def compare(name, make, call, training, precision, sizes=(7, 5, INPUT, 37), cell
         theirs.load_state_dict({key: value.double() for key, value in ours.state_dict().items()})
     c = torch.randn(count, batch, hidden).to(dtype)
     ours = ours.to(device)
-    want = everything(theirs, x.double(), (h.double(), c.double()) if name == "lstm" else h.double(), call, cells)
+    want = everything(
+        theirs, x.double(), (h.double(), c.double()) if name == "lstm" else h.double(), call, cells
+    )
     call = {key: to_gpu(value) if device == "cuda" else value for key, value in call.items()}
     there = x.to(device), (h.to(device), c.to(device)) if name == "lstm" else h.to(device)
     got = everything(ours, *there, call, cells)
     assert want.keys() == got.keys()
     errors = {key: far(got[key], value) for key, value in want.items()}
     if any(not error <= tolerance for error in errors.values()):
-        # Where rounding is magnified (a norm over few numbers) torch's own calls in the same type are as far off: twice
-        # that has to do. Which gradient it hits is chance (a last bit can make it 0.5 or 1.2 % of dx, docs/log.md), so
-        # theirs are taken together.
+        # Where rounding is magnified (a norm over few numbers) torch's own calls in the same type
+        # are as far off: twice that has to do. Which gradient it hits is chance (a last bit can
+        # make it 0.5 or 1.2 % of dx, docs/log.md), so theirs are taken together.
         ours.backend = "reference"
-        with products_in("tf32" if precision[1] == PRECISIONS["tf32"][2] else "fp32", torch.device(device)):
+        with products_in(
+            "tf32" if precision[1] == PRECISIONS["tf32"][2] else "fp32", torch.device(device)
+        ):
             theirs_in_type = everything(ours, *there, call, cells)
         rounding = {key: far(theirs_in_type[key], value) for key, value in want.items()}
         gradients = [error for key, error in rounding.items() if key.startswith("of ")]
         together = (sum(error**2 for error in gradients) / len(gradients)) ** 0.5
         for key, error in errors.items():
-            allowed = max(tolerance, 2 * rounding[key], 2 * together if key.startswith("of ") else 0)
+            allowed = max(
+                tolerance, 2 * rounding[key], 2 * together if key.startswith("of ") else 0
+            )
             assert error <= allowed, f"{key}: {error:.1e} from the reference, allowed {allowed:.1e}"
 
 
@@ -153,16 +179,21 @@ def test_other_types(path, name, call, precision):
 def test_norms(path, poisoned, name, noise, norm, call, precision):
     """A norm takes its moments over the wrong numbers, or its way back misses a term."""
     if name == "relu" and precision[1] > 1e-5:
-        pytest.skip("what is normalised lies on both sides of the corner; test_sizes has ReLU in these types")
+        pytest.skip(
+            "what is normalised lies on both sides of the corner; test_sizes has ReLU in these "
+            "types"
+        )
     given, sizes = given_with(norm, call)
     for training in (True, False):
         compare(name, NOISES[noise], given, training, precision, sizes, norm=NORMS[norm])
 
 
 def given_with(norm, call):
-    """What a layer is called with, and its sizes: for batch norm four of each example, most of them to the end.
+    """What a layer is called with, and its sizes: for batch norm four of each example, most of them
+    to the end.
 
-    The moments of three or four examples magnify rounding ten times: inputs and weights that are off by half a rounding
+    The moments of three or four examples magnify rounding ten times: inputs and weights that are
+        off by half a rounding
     of bf16 move gradients by up to 5 %, with four times as many by 0.5 %.
     """
     given, batch = dict(CALLS[call]), 5
@@ -191,7 +222,9 @@ def test_directions_and_layers(path, poisoned, name, call, precision):
 @pytest.mark.parametrize("precision", ["tf32", "exact"], indirect=True)
 @pytest.mark.parametrize("lengths", [None, [12] * 40 + [7] * 24], ids=["whole", "ragged"])
 def test_batch_norm_of_rows_that_begin_alike(path, lengths, precision):
-    """W_h's derivative or a learned state's is what rounding leaves of sums over rows that should cancel."""
+    """W_h's derivative or a learned state's is what rounding leaves of sums over rows that
+    should cancel.
+    """
     want = of_rows_that_begin_alike("reference", "cpu", torch.float64, lengths)
     got = of_rows_that_begin_alike("cuda", "cuda", precision[0], lengths)
     check_rows_that_begin_alike(got, want, 0.05)
@@ -217,20 +250,38 @@ def test_projections(poisoned, noise, norm, call, precision):
     compare("lstm", NOISES[noise], given, True, precision, sizes, **options)
 
 
-SIZES = [(1, 1, 1, 1), (2, 1, 3, 50), (3, 9, 1, 300), (1, 33, 2, 16), (4, 2, 5, 513), (9, 100, 1, 100), (5, 70, 7, 129)]
+SIZES = [
+    (1, 1, 1, 1),
+    (2, 1, 3, 50),
+    (3, 9, 1, 300),
+    (1, 33, 2, 16),
+    (4, 2, 5, 513),
+    (9, 100, 1, 100),
+    (5, 70, 7, 129),
+]
 
 
 LARGE = [
-    (3, 32, 50, 1000), (3, 130, 3, 260), (2, 20, 4, 1500), (3, 32, 8, 768), (3, 128, 5, 512), (3, 64, 5, 1024),
-    (4, 48, 5, 512), (3, 9, 2, 1280), (3, 40, 2, 1024), (3, 20, 2, 640),  # the last block has places past the depth
-]  # fmt: skip
+    (3, 32, 50, 1000),
+    (3, 130, 3, 260),
+    (2, 20, 4, 1500),
+    (3, 32, 8, 768),
+    (3, 128, 5, 512),
+    (3, 64, 5, 1024),
+    # the last block has places past the depth
+    (4, 48, 5, 512),
+    (3, 9, 2, 1280),
+    (3, 40, 2, 1024),
+    (3, 20, 2, 640),
+]
 
 
 @every_precision
 @pytest.mark.parametrize("sizes", [*SIZES, *LARGE])
 @pytest.mark.parametrize("name", LAYERS)
 def test_sizes(path, name, sizes, precision):
-    """A size that is no multiple of a tile is wrong at its edge, or a kernel for one size is compiled wrongly.
+    """A size that is no multiple of a tile is wrong at its edge, or a kernel for one size is
+    compiled wrongly.
 
     Without what `return_cells` asks for, since a call without it has kernels of its own.
     """
@@ -238,20 +289,44 @@ def test_sizes(path, name, sizes, precision):
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16"], indirect=True)
-@pytest.mark.parametrize("sizes", [(3, 21, 2, 8), (5, 100, 1, 100), (3, 128, 2, 128), (3, 33, 2, 129), (3, 64, 2, 256)])
+@pytest.mark.parametrize(
+    "sizes", [(3, 21, 2, 8), (5, 100, 1, 100), (3, 128, 2, 128), (3, 33, 2, 129), (3, 64, 2, 256)]
+)
 @pytest.mark.parametrize("name", ["lstm", "gru", "rnn"])
 def test_sizes_with_batch_norm(name, sizes, precision):
-    """A block, a band of rows or the second part of a block's units is forgotten where the blocks exchange."""
-    compare(name, NOISES["zoneout-unit"], {}, True, precision, sizes=sizes, cells=False, norm=NORMS["batch-norm"])
+    """A block, a band of rows or the second part of a block's units is forgotten where the
+    blocks exchange.
+    """
+    compare(
+        name,
+        NOISES["zoneout-unit"],
+        {},
+        True,
+        precision,
+        sizes=sizes,
+        cells=False,
+        norm=NORMS["batch-norm"],
+    )
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16"], indirect=True)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("name", ["lstm", "gru", "rnn"])
 def test_one_mask_for_both_states(name, norm, precision):
-    """A kernel for plain zoneout gives the hidden state bits of its own where it should have the cell's."""
+    """A kernel for plain zoneout gives the hidden state bits of its own where it should have the
+    cell's.
+    """
     sizes = (5, 100, 1, 100)
-    compare(name, NOISES["zoneout-shared"], {}, True, precision, sizes=sizes, cells=False, norm=NORMS[norm])
+    compare(
+        name,
+        NOISES["zoneout-shared"],
+        {},
+        True,
+        precision,
+        sizes=sizes,
+        cells=False,
+        norm=NORMS[norm],
+    )
 
 
 @every_precision
@@ -262,7 +337,10 @@ def test_the_same_bits_twice(path, name, norm, precision):
     torch.manual_seed(0)
     noise = zo.Zoneout(**STATES[name])
     layer = LAYERS[name](INPUT, 100, noise=noise, norm=NORMS[norm]).to("cuda", precision[0])
-    x, h = (torch.randn(*shape, device="cuda", dtype=precision[0]) for shape in ((20, 40, INPUT), (1, 40, 100)))
+    x, h = (
+        torch.randn(*shape, device="cuda", dtype=precision[0])
+        for shape in ((20, 40, INPUT), (1, 40, 100))
+    )
     hx = (h, h.clone()) if name == "lstm" else h
     first, second = (everything(copy.deepcopy(layer), x, hx, {}) for _ in range(2))
     assert all(torch.equal(first[key], second[key]) for key in first)
@@ -272,7 +350,9 @@ def test_the_same_bits_twice(path, name, norm, precision):
 @pytest.mark.parametrize("mask", ["unit", "shared", "step", "sequence", "static"])
 @pytest.mark.parametrize("name", ["lstm", "gru", "rnn"])
 def test_masks_are_those_of_the_cpu(path, name, mask, precision):
-    """A kernel draws other bits than `zo.masks` shows: read back with a candidate of 1 and an old value of 0."""
+    """A kernel draws other bits than `zo.masks` shows: read back with a candidate of 1 and an
+    old value of 0.
+    """
     own = dict(seed=3) if mask == "static" else {}
     noise = zo.Zoneout(hidden=0.4, mask=mask, **own)
     layer = LAYERS[name](1, 101, noise=noise, device="cuda", dtype=precision[0])
@@ -286,24 +366,32 @@ def test_masks_are_those_of_the_cpu(path, name, mask, precision):
     first = layer(x, seed=11, examples=5)[0][0] < 0.5
     want = zo.masks(noise, seed=11, steps=6, batch=9, hidden=101, examples=5)["hidden"]
     assert torch.equal(first.cpu(), want[0])
-    steps = torch.cat([layer(x[t : t + 1], seed=11, examples=5, first_step=t)[0] < 0.5 for t in range(6)])
+    steps = torch.cat(
+        [layer(x[t : t + 1], seed=11, examples=5, first_step=t)[0] < 0.5 for t in range(6)]
+    )
     assert torch.equal(steps.cpu(), want)
 
 
 @exact_and_half
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (400, 1000)], ids=str)
 def test_weight_noise_is_that_of_the_cpu(shape, precision):
-    """Noise on weights is drawn from other bits on a GPU, has another width, or does not let derivatives through."""
+    """Noise on weights is drawn from other bits on a GPU, has another width, or does not let
+    derivatives through.
+    """
     weight = torch.randn(shape, dtype=precision[0])
     there = weight.cuda().requires_grad_()
     want = weight_noise(weight, 0.075, torch.tensor(11), 5)
     got = weight_noise(there, 0.075, torch.tensor(11, device="cuda"), 5)
-    torch.testing.assert_close(got.detach().cpu(), want, rtol=1e-2 if precision[0] == torch.bfloat16 else 0, atol=1e-6)
+    torch.testing.assert_close(
+        got.detach().cpu(), want, rtol=1e-2 if precision[0] == torch.bfloat16 else 0, atol=1e-6
+    )
     assert torch.equal(torch.autograd.grad(got.sum(), there)[0], torch.ones_like(there))
 
 
 def test_a_side_stream():
-    """The kernels run on another stream than the one they are called on, and read what is not there yet."""
+    """The kernels run on another stream than the one they are called on, and read what is not
+    there yet.
+    """
     layer = zo.LSTM(50, 300, noise=zo.Zoneout(cell=0.5, hidden=0.05), device="cuda")
     x = torch.randn(50, 16, 50, device="cuda")
     want = layer(x, seed=1)[0]
@@ -383,19 +471,28 @@ def test_rates_of_a_layer_loaded_from_the_meta_device():
     for name, value in whole.named_parameters():
         layer.register_parameter(name, torch.nn.Parameter(value.detach()))
     x = torch.randn(30, 16, 8, device="cuda")
-    with pytest.raises(RuntimeError, match="call the layer once"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with (
+        pytest.raises(RuntimeError, match="call the layer once"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
         layer(x, seed=torch.zeros((), dtype=torch.int64, device="cuda"))
     assert torch.equal(layer(x, seed=3)[0], whole(x, seed=3)[0])
 
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
-@pytest.mark.parametrize(("hidden", "norm"), [(100, None), (100, "layer"), (100, "batch"), (512, None)])
+@pytest.mark.parametrize(
+    ("hidden", "norm"), [(100, None), (100, "layer"), (100, "batch"), (512, None)]
+)
 @pytest.mark.parametrize("precision", ["tf32", "bf16"], indirect=True)
 def test_directions_side_by_side(hidden, norm, precision, monkeypatch):
-    """A direction begins before its input is there, or is not waited for: alone, in a stream and in a graph."""
+    """A direction begins before its input is there, or is not waited for: alone, in a stream and
+    in a graph.
+    """
     norm = zo.RecurrentBatchNorm(200) if norm == "batch" else norm
     noise, dtype = zo.Zoneout(cell=0.5, hidden=0.05), precision[0]
-    layer = zo.LSTM(8, hidden, bidirectional=True, noise=noise, norm=norm, device="cuda", dtype=dtype)
+    layer = zo.LSTM(
+        8, hidden, bidirectional=True, noise=noise, norm=norm, device="cuda", dtype=dtype
+    )
     x = torch.randn(200, 50, 8, device="cuda", dtype=dtype, requires_grad=True)
     seed = torch.tensor(5, device="cuda")
 
@@ -404,13 +501,15 @@ def test_directions_side_by_side(hidden, norm, precision, monkeypatch):
         y, (h, c) = layer(late, seed=seed)
         late = y * 2 - y  # what is behind it begins at once
         grads = torch.autograd.grad(late.square().sum(), [x, *layer.parameters()])
-        return [v.detach() for v in (late, h, c, *grads)]  # of what lives on, nothing may go into a graph
+        return [
+            v.detach() for v in (late, h, c, *grads)
+        ]  # of what lives on, nothing may go into a graph
 
     with monkeypatch.context() as patch:
-        patch.setattr(cuda, "together", lambda runs: False)
+        patch.setattr(cuda, "side_by_side", lambda runs: False)
         apart = step(x)
-    asked, whether = [], cuda.together
-    monkeypatch.setattr(cuda, "together", lambda runs: asked.append(whether(runs)) or asked[-1])
+    asked, whether = [], cuda.side_by_side
+    monkeypatch.setattr(cuda, "side_by_side", lambda runs: asked.append(whether(runs)) or asked[-1])
     want = step(x)
     for one, other in zip(want, apart, strict=True):
         assert (one - other).norm() <= precision[1] * other.norm()
@@ -435,8 +534,12 @@ def test_directions_side_by_side(hidden, norm, precision, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_lengths_and_packed_input_do_not_wait(path):
-    """Lengths on the GPU are read by the host, which then waits for all that was asked of it before."""
-    layer = zo.LSTM(5, 64, bidirectional=True, noise=zo.Zoneout(cell=0.5, hidden=0.05), device="cuda")
+    """Lengths on the GPU are read by the host, which then waits for all that was asked of it
+    before.
+    """
+    layer = zo.LSTM(
+        5, 64, bidirectional=True, noise=zo.Zoneout(cell=0.5, hidden=0.05), device="cuda"
+    )
     x, lengths = torch.randn(9, 4, 5, device="cuda"), torch.tensor([9, 3, 7, 1], device="cuda")
     packed = pack_padded_sequence(x, lengths.cpu(), enforce_sorted=False)
     layer(x, lengths=lengths)[0].sum().backward()
@@ -457,9 +560,13 @@ def test_lengths_and_packed_input_do_not_wait(path):
 @pytest.mark.parametrize("sorted_first", [True, False])
 @pytest.mark.parametrize("name", ["lstm", "gru", "rnn"])
 def test_packed_input_is_the_padded_batch(path, poisoned, name, sorted_first, precision):
-    """Packed rows give other outputs, states or gradients than the same rows in a padded batch with lengths."""
+    """Packed rows give other outputs, states or gradients than the same rows in a padded batch
+    with lengths.
+    """
     dtype, tolerance = precision
-    layer = LAYERS[name](INPUT, 37, bidirectional=True, noise=zo.Zoneout(**STATES[name]), dtype=dtype, device="cuda")
+    layer = LAYERS[name](
+        INPUT, 37, bidirectional=True, noise=zo.Zoneout(**STATES[name]), dtype=dtype, device="cuda"
+    )
     lengths = torch.tensor([7, 5, 5, 2, 1] if sorted_first else [2, 7, 5, 1, 5])
     x = torch.randn(7, 5, INPUT, device="cuda", dtype=dtype, requires_grad=True)
     h = torch.randn(2, 5, 37, device="cuda", dtype=dtype, requires_grad=True)
@@ -477,17 +584,24 @@ def test_packed_input_is_the_padded_batch(path, poisoned, name, sorted_first, pr
         total = (y * dy).sum() + sum(s.square().sum() for s in states)
         found.append([y, *states, *torch.autograd.grad(total, wanted)])
     for a, b in zip(*found):
-        assert far(a, b.cpu()) <= tolerance  # the rows lie in another order: sums over them are rounded otherwise
+        assert (
+            far(a, b.cpu()) <= tolerance
+        )  # the rows lie in another order: sums over them are rounded otherwise
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_packed_input_cannot_be_captured():
-    """A CUDA graph is captured with the sizes of one batch, or the error speaks of pinned memory."""
+    """A CUDA graph is captured with the sizes of one batch, or the error speaks of pinned
+    memory.
+    """
     layer = zo.LSTM(3, 8, device="cuda")
     packed = pack_padded_sequence(torch.randn(4, 2, 3, device="cuda"), torch.tensor([4, 2]))
     layer(packed)
     torch.cuda.synchronize()
-    with pytest.raises(RuntimeError, match="lengths=… on the GPU instead"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with (
+        pytest.raises(RuntimeError, match="lengths=… on the GPU instead"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
         layer(packed)
 
 
@@ -495,7 +609,9 @@ def test_packed_input_cannot_be_captured():
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 def test_compiled_equals_eager():
     """torch.compile breaks the graph, or draws other masks."""
-    model = nn.Sequential(nn.Linear(8, 8), zo.LSTM(8, 128, 2, noise=zo.Zoneout(cell=0.5, hidden=0.05))).cuda()
+    model = nn.Sequential(
+        nn.Linear(8, 8), zo.LSTM(8, 128, 2, noise=zo.Zoneout(cell=0.5, hidden=0.05))
+    ).cuda()
 
     def run(x, seed):
         return model[1](model[0](x), seed=seed)[0].square().mean()
@@ -534,7 +650,9 @@ def test_never_falls_back(monkeypatch):
     """backend="cuda" would run the slow reference without saying so."""
     monkeypatch.setattr(reference, "run", lambda r: pytest.fail("the reference was run"))
     for name, make in LAYERS.items():
-        layer = make(INPUT, 8, noise=zo.Zoneout(**STATES[name]), norm="layer", backend="cuda", device="cuda")
+        layer = make(
+            INPUT, 8, noise=zo.Zoneout(**STATES[name]), norm="layer", backend="cuda", device="cuda"
+        )
         layer(torch.randn(3, 2, INPUT, device="cuda"))
     with pytest.raises(ValueError, match="'cuda' takes input on a cuda device"):
         zo.LSTM(2, 3, backend="cuda")(torch.randn(4, 1, 2))
@@ -543,12 +661,14 @@ def test_never_falls_back(monkeypatch):
 def test_a_grid_that_does_not_fit_goes_step_by_step(monkeypatch):
     """A grid that is not wholly on the GPU waits for blocks that never come."""
     from zoneout.ops.cuda import persistent
-    from zoneout.ops.cuda.compiler import Kernel
+    from zoneout.ops.cuda.runtime.compiler import Kernel
 
     monkeypatch.setattr(Kernel, "resident_blocks", lambda *_: 1)
     persistent._kernel.cache_clear()
     try:
-        compare("lstm", NOISES["zoneout-unit"], {}, True, (torch.bfloat16, 1e-2), sizes=(3, 40, 4, 600))
+        compare(
+            "lstm", NOISES["zoneout-unit"], {}, True, (torch.bfloat16, 1e-2), sizes=(3, 40, 4, 600)
+        )
     finally:
         persistent._kernel.cache_clear()
 
@@ -558,7 +678,9 @@ def test_more_than_two_to_the_31_numbers():
     if torch.cuda.get_device_properties(0).total_memory < 100 * 2**30:
         pytest.skip("needs 100 GiB of GPU memory")
     steps, batch, hidden = 1100, 512, 1024  # times 4 gates: 2.3e9
-    layer = zo.LSTM(4, hidden, noise=zo.Zoneout(cell=0.5, hidden=0.05), device="cuda", dtype=torch.bfloat16)
+    layer = zo.LSTM(
+        4, hidden, noise=zo.Zoneout(cell=0.5, hidden=0.05), device="cuda", dtype=torch.bfloat16
+    )
     x = torch.randn(steps, batch, 4, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     y, state = layer(x, seed=3)
     (dx,) = torch.autograd.grad(y[-20:].float().sum(), x)
@@ -568,7 +690,10 @@ def test_more_than_two_to_the_31_numbers():
     tail = x[cut:].detach().requires_grad_()
     y_tail, state_tail = layer(tail, middle, seed=3, first_step=cut)
     (d_tail,) = torch.autograd.grad(y_tail[-20:].float().sum(), tail)
-    assert torch.equal(y[cut:], y_tail) or (y[cut:].float() - y_tail.float()).norm() < 1e-2 * y_tail.float().norm()
+    assert (
+        torch.equal(y[cut:], y_tail)
+        or (y[cut:].float() - y_tail.float()).norm() < 1e-2 * y_tail.float().norm()
+    )
     assert (dx[cut:].float() - d_tail.float()).norm() < 1e-2 * d_tail.float().norm()
     assert (state[1].float() - state_tail[1].float()).norm() < 1e-2 * state_tail[1].float().norm()
 
@@ -576,9 +701,13 @@ def test_more_than_two_to_the_31_numbers():
 @exact_and_half
 @pytest.mark.parametrize("features", [50, 400])
 def test_one_hot_rows_by_number(precision, features):
-    """A look-up gives other numbers than the product with one-hot rows, or its way back forgets a row."""
+    """A look-up gives other numbers than the product with one-hot rows, or its way back forgets
+    a row.
+    """
     dtype, tolerance = precision
-    layer = zo.LSTM(features, 70, noise=zo.Zoneout(cell=0.5, hidden=0.05), device="cuda", dtype=dtype)
+    layer = zo.LSTM(
+        features, 70, noise=zo.Zoneout(cell=0.5, hidden=0.05), device="cuda", dtype=dtype
+    )
     numbers = torch.randint(0, features, (9, 6), device="cuda")
     found = []
     for x in (numbers, nn.functional.one_hot(numbers, features).to(dtype)):
@@ -591,7 +720,9 @@ def test_one_hot_rows_by_number(precision, features):
 
 
 def test_parameters_that_lie_anywhere(path):
-    """Four units are read at once from where they are not aligned: a bias that is a view into something else."""
+    """Four units are read at once from where they are not aligned: a bias that is a view into
+    something else.
+    """
     layer = zo.LSTM(8, 64, noise=zo.Zoneout(cell=0.5, hidden=0.05), device="cuda")
     x = torch.randn(5, 6, 8, device="cuda")
     want = layer(x, seed=1)[0]

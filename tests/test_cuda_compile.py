@@ -1,15 +1,27 @@
-"""Every kernel is compiled for the H200 at the paper's shapes, with no GPU: it compiles, and fits on the chip."""
+"""Every kernel is compiled for the H200 at the paper's shapes, with no GPU: it compiles, and
+fits on the chip.
+"""
 
 import re
 
 import pytest
 import torch
 
-from zoneout.ops.cuda import batch, compiler, norms, optimizer, persistent, rows, small, steps, wide
-from zoneout.ops.cuda.arguments import CELLS, EVERYTHING, TYPES
+from zoneout import cells
+from zoneout.ops.cuda.kernels import batch, persistent, small, steps, wide
+from zoneout.ops.cuda.pointwise import norms, rows
+from zoneout.ops.cuda.runtime import compiler
+from zoneout.ops.cuda.runtime.arguments import CELLS, EVERYTHING, TYPES
+from zoneout.paper import optimizer_kernel as optimizer
 
 HOPPER, PROCESSORS, SHARED = (9, 0), 132, 232448
-SHAPES = {"char-PTB": (32, 1000), "word-PTB": (20, 1500), "pMNIST": (100, 100), "speech": (64, 1024), "512": (64, 512)}
+SHAPES = {
+    "char-PTB": (32, 1000),
+    "word-PTB": (20, 1500),
+    "pMNIST": (100, 100),
+    "speech": (64, 1024),
+    "512": (64, 512),
+}
 
 
 def setup_module() -> None:
@@ -20,10 +32,14 @@ def setup_module() -> None:
 
 
 def build(source, defines, capability=HOPPER):
-    """What the assembler says of a source's kernels: registers, bytes spilled, bytes of shared memory."""
+    """What the assembler says of a source's kernels: registers, bytes spilled, bytes of shared
+    memory.
+    """
     text, options = compiler.program(capability, source, defines)
     image, said = compiler.compiled(text, [*options, "--ptxas-options=-v"])
-    assert "Potential Performance Loss" not in said, said  # products of warpgroups one after another
+    assert "Potential Performance Loss" not in said, (
+        said
+    )  # products of warpgroups one after another
     assert image[:4] == b"\x7fELF"
     spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", said)]
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", said)]
@@ -35,8 +51,12 @@ def build(source, defines, capability=HOPPER):
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("cell", CELLS)
 def test_steps(cell, dtype, plain):
-    """A kernel of the path step by step does not compile, or needs more registers than a thread has."""
-    vector = 4 if dtype == torch.bfloat16 else 1  # units of a thread, where they are aligned and where not
+    """A kernel of the path step by step does not compile, or needs more registers than a thread
+    has.
+    """
+    vector = (
+        4 if dtype == torch.bfloat16 else 1
+    )  # units of a thread, where they are aligned and where not
     _, spilled = build("steps.cu", steps.defines_of(cell, dtype, vector, plain))
     assert max(spilled) == 0
 
@@ -46,38 +66,52 @@ def test_steps(cell, dtype, plain):
 @pytest.mark.parametrize("vector", [4, 1])
 @pytest.mark.parametrize("cell", CELLS[:3])
 def test_steps_in_half(cell, vector, block, modes, monkeypatch):
-    """A kernel for products in half precision does not compile, or a block has not the registers for its threads."""
+    """A kernel for products in half precision does not compile, or a block has not the registers
+    for its threads.
+    """
     monkeypatch.setattr(steps, "tf32", lambda: True)
     defines = steps.defines_of(cell, torch.float32, vector, True, block, modes, modes is not None)
     registers, spilled = build("steps.cu", defines)
-    assert len(registers) == (1 if cell == "rnn_tanh" else 2)
-    assert max(spilled) <= (0 if block == 512 else 20 if modes is None else 8)  # with more than 2,048 units
-    assert cell == "rnn_tanh" or min(registers) <= 2**16 // block
+    assert len(registers) == (1 if cell == cells.rnn_tanh else 2)
+    assert max(spilled) <= (
+        0 if block == 512 else 20 if modes is None else 8
+    )  # with more than 2,048 units
+    assert cell == cells.rnn_tanh or min(registers) <= 2**16 // block
 
 
 @pytest.mark.parametrize("back", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("norm", [0, 1, 2], ids=["plain", "layer norm", "running statistics"])
 def test_small(norm, dtype, back):
-    """The paper's pMNIST model no longer fits in one block, or spills what it reads at every step."""
-    tiles = small.plan("lstm", 2 if dtype == torch.bfloat16 else 4, 100, 100, back, PROCESSORS, SHARED, norm)
+    """The paper's pMNIST model no longer fits in one block, or spills what it reads at every
+    step.
+    """
+    tiles = small.plan(
+        cells.lstm, 2 if dtype == torch.bfloat16 else 4, 100, 100, back, PROCESSORS, SHARED, norm
+    )
     assert tiles is not None and tiles.shared <= SHARED
-    _, spilled = build("small.cu", small.defines_of("lstm", dtype, back, tiles, 0, (1, 1)))
+    _, spilled = build("small.cu", small.defines_of(cells.lstm, dtype, back, tiles, 0, (1, 1)))
     assert max(spilled) <= 256  # bytes: TF32 has twice the weights
 
 
 @pytest.mark.parametrize("back", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("cell", ["gru", "rnn_tanh"])
+@pytest.mark.parametrize("cell", [cells.gru, cells.rnn_tanh])
 def test_other_cells(cell, dtype, back):
-    """The weights of another cell no longer fit at the sizes of the character model and of pMNIST, or are spilled."""
+    """The weights of another cell no longer fit at the sizes of the character model and of
+    pMNIST, or are spilled.
+    """
     tiles = small.plan(cell, dtype.itemsize, 100, 100, back, PROCESSORS, SHARED)
     assert tiles is not None and tiles.shared <= SHARED
     _, spilled = build("small.cu", small.defines_of(cell, dtype, back, tiles, 0, (1, 1)))
     assert max(spilled) <= 288  # bytes: a GRU's way back in TF32
     batch, hidden = SHAPES["char-PTB"]
     large = persistent.plan(cell, dtype, hidden, batch, back, PROCESSORS, SHARED)
-    assert large is not None and large.blocks * large.groups <= PROCESSORS and large.layout.shared <= SHARED
+    assert (
+        large is not None
+        and large.blocks * large.groups <= PROCESSORS
+        and large.layout.shared <= SHARED
+    )
     _, spilled = build("persistent.cu", persistent.defines_of(cell, dtype, back, large, 0))
     assert max(spilled) <= 256
 
@@ -85,10 +119,16 @@ def test_other_cells(cell, dtype, back):
 @pytest.mark.parametrize("back", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_batch(dtype, back):
-    """The paper's pMNIST model with batch norm no longer fits in one cluster, or spills what it reads at every step."""
-    tiles = batch.plan("lstm", 2 if dtype == torch.bfloat16 else 4, 100, 100, back, True, SHARED)
+    """The paper's pMNIST model with batch norm no longer fits in one cluster, or spills what it
+    reads at every step.
+    """
+    tiles = batch.plan(
+        cells.lstm, 2 if dtype == torch.bfloat16 else 4, 100, 100, back, True, SHARED
+    )
     assert tiles is not None and tiles.blocks <= batch.MOST_BLOCKS and tiles.shared <= SHARED
-    _, spilled = build("batch.cu", batch.defines_of("lstm", dtype, back, tiles, True, 0, (1, 1)))
+    _, spilled = build(
+        "batch.cu", batch.defines_of(cells.lstm, dtype, back, tiles, True, 0, (1, 1))
+    )
     assert max(spilled) == 0
 
 
@@ -96,7 +136,9 @@ def test_batch(dtype, back):
 @pytest.mark.parametrize("hidden", [37, 200])
 @pytest.mark.parametrize("cell", CELLS)
 def test_batch_with_everything(cell, hidden, back):
-    """The kernel for every noise, lengths, resets and directions does not compile for some cell or number of parts."""
+    """The kernel for every noise, lengths, resets and directions does not compile for some cell
+    or number of parts.
+    """
     tiles = batch.plan(cell, 2, hidden, 40, back, False, SHARED)
     assert tiles is not None and tiles.parts == (1 if hidden <= 128 else 2)
     defines = batch.defines_of(cell, torch.float16, back, tiles, hidden % 2 == 0, EVERYTHING, None)
@@ -105,13 +147,15 @@ def test_batch_with_everything(cell, hidden, back):
 
 
 def test_batch_knows_its_limits():
-    """A batch or a hidden size is taken that a cluster does not have the threads, blocks or memory for."""
+    """A batch or a hidden size is taken that a cluster does not have the threads, blocks or
+    memory for.
+    """
     for size in (2, 4):
         for back in (False, True):
-            assert batch.plan("lstm", size, 129, 65, back, True, SHARED) is None
-            assert batch.plan("lstm", size, 100, 129, back, True, SHARED) is None
-            assert batch.plan("lstm", size, 257, 1, back, True, SHARED) is None
-            assert batch.plan("lstm", size, 128, 128, back, False, SHARED) is not None
+            assert batch.plan(cells.lstm, size, 129, 65, back, True, SHARED) is None
+            assert batch.plan(cells.lstm, size, 100, 129, back, True, SHARED) is None
+            assert batch.plan(cells.lstm, size, 257, 1, back, True, SHARED) is None
+            assert batch.plan(cells.lstm, size, 128, 128, back, False, SHARED) is not None
 
 
 @pytest.mark.parametrize("source", ["dropout.cu", "weight_noise.cu"])
@@ -123,7 +167,9 @@ def test_dropout_and_weight_noise(dtype, source):
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_rows(dtype):
-    """What is done to rows does not compile, or leaves no room for as many threads as hide its waiting."""
+    """What is done to rows does not compile, or leaves no room for as many threads as hide its
+    waiting.
+    """
     registers, spilled = build("rows.cu", rows.defines_of(dtype))
     assert len(registers) == 5 and max(spilled) == 0 and max(registers) <= 32
 
@@ -140,12 +186,14 @@ def test_optimizers(rule, paper):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_persistent(shape, dtype, back):
-    """The weights of a paper's shape no longer fit: what is spilled is read from memory at every step."""
+    """The weights of a paper's shape no longer fit: what is spilled is read from memory at every
+    step.
+    """
     batch, hidden = SHAPES[shape]
-    tiles = persistent.plan("lstm", dtype, hidden, batch, back, PROCESSORS, SHARED)
+    tiles = persistent.plan(cells.lstm, dtype, hidden, batch, back, PROCESSORS, SHARED)
     assert tiles is not None
     assert tiles.blocks * tiles.groups <= PROCESSORS and tiles.layout.shared <= SHARED
-    _, spilled = build("persistent.cu", persistent.defines_of("lstm", dtype, back, tiles, 0))
+    _, spilled = build("persistent.cu", persistent.defines_of(cells.lstm, dtype, back, tiles, 0))
     assert max(spilled) <= 256
 
 
@@ -158,21 +206,38 @@ def test_plans_fit(cell, processors):
         for back in (False, True):
             for hidden in (1, 31, 32, 100, 513, 1000, 1056, 1500, 2048, 3000):
                 for batch_size in (1, 8, 9, 16, 17, 64, 100, 128, 300):
-                    tiles = persistent.plan(cell, dtype, hidden, batch_size, back, processors, SHARED)
+                    tiles = persistent.plan(
+                        cell, dtype, hidden, batch_size, back, processors, SHARED
+                    )
                     if tiles is None:
                         continue
                     found += 1
-                    size, gates = 2 if tiles.half else dtype.itemsize, {"lstm": 4, "gru": 4 if back else 3}.get(cell, 1)
-                    assert tiles.blocks * tiles.units >= hidden and tiles.groups * tiles.rows >= batch_size
+                    size, gates = (
+                        2 if tiles.half else dtype.itemsize,
+                        {cells.lstm: 4, cells.gru: 4 if back else 3}.get(cell, 1),
+                    )
+                    assert (
+                        tiles.blocks * tiles.units >= hidden
+                        and tiles.groups * tiles.rows >= batch_size
+                    )
                     assert tiles.groups == 1 or tiles.eights == 2 * tiles.tiles
-                    assert 8 * tiles.eights >= min(batch_size, tiles.rows) and tiles.eights <= 2 * tiles.tiles
-                    assert tiles.blocks * tiles.groups <= processors and tiles.layout.shared <= SHARED
-                    assert tiles.k_steps * persistent.WARPS * 32 // size >= hidden * (gates if back else 1)
+                    assert (
+                        8 * tiles.eights >= min(batch_size, tiles.rows)
+                        and tiles.eights <= 2 * tiles.tiles
+                    )
+                    assert (
+                        tiles.blocks * tiles.groups <= processors and tiles.layout.shared <= SHARED
+                    )
+                    assert tiles.k_steps * persistent.WARPS * 32 // size >= hidden * (
+                        gates if back else 1
+                    )
                     assert 1 <= tiles.layout.resident <= tiles.k_steps and tiles.k_steps % 2 == 0
                     assert tiles.layout.in_flight >= 1
                     columns = -(-(tiles.units if back else tiles.units * gates) // 8)
                     assert 2 * columns * tiles.layout.resident <= persistent.MOST
-                    assert not tiles.half or (dtype == torch.float32 and (not back or cell in ("lstm", "gru")))
+                    assert not tiles.half or (
+                        dtype == torch.float32 and (not back or cell in (cells.lstm, cells.gru))
+                    )
                     assert bool(tiles.makers) == (tiles.half and back)
                     if tiles.makers:
                         check_folds(tiles)
@@ -180,7 +245,9 @@ def test_plans_fit(cell, processors):
 
 
 def check_folds(tiles):
-    """A fold has k-steps of two blocks, or a warp reads the factors of fewer blocks than it has numbers of."""
+    """A fold has k-steps of two blocks, or a warp reads the factors of fewer blocks than it has
+    numbers of.
+    """
     of_block, k = tiles.units // 4, tiles.k_steps
     for warp in range(persistent.WARPS):
         makers = [step // of_block for step in range(warp * k, (warp + 1) * k)]
@@ -206,7 +273,9 @@ def test_persistent_with_everything(cell, dtype, back):
 def test_wide(batch, hidden, dtype):
     """The weights of text8 no longer fit, or a product waits for the one before it."""
     tiles = wide.plan(hidden, batch, PROCESSORS, SHARED)
-    assert tiles is not None and tiles.shared <= SHARED and tiles.groups * tiles.k_steps <= PROCESSORS
+    assert (
+        tiles is not None and tiles.shared <= SHARED and tiles.groups * tiles.k_steps <= PROCESSORS
+    )
     registers, spilled = build("wide.cu", wide.defines_of(dtype, tiles, (1, 1)))
     # What two warpgroups take has to be what the third one gives, or they wait for it for ever.
     assert max(spilled) == 0 and registers == [(2 * 232 + 40) // 3]
@@ -221,20 +290,32 @@ def test_plans_of_many_rows():
             if tiles is None:
                 continue
             found += 1
-            assert tiles.k_steps * wide.OWNED >= hidden and tiles.groups * tiles.turns * wide.ROWS >= batch_size
-            assert tiles.groups * tiles.k_steps <= PROCESSORS and tiles.shared <= SHARED and tiles.stages >= 2
+            assert (
+                tiles.k_steps * wide.OWNED >= hidden
+                and tiles.groups * tiles.turns * wide.ROWS >= batch_size
+            )
+            assert (
+                tiles.groups * tiles.k_steps <= PROCESSORS
+                and tiles.shared <= SHARED
+                and tiles.stages >= 2
+            )
             assert tiles.resident % (wide.CHUNK // 2) == 0
     assert found > 500
-    assert wide.plan(2000, 129, PROCESSORS, SHARED) is None and wide.plan(2120, 8, PROCESSORS, SHARED) is None
+    assert (
+        wide.plan(2000, 129, PROCESSORS, SHARED) is None
+        and wide.plan(2120, 8, PROCESSORS, SHARED) is None
+    )
     assert wide.plan(100, 64, PROCESSORS, SHARED) is None
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("capability", [(7, 5), (8, 6), (12, 0)], ids=str)
 def test_other_chips(capability, dtype):
-    """What runs where the faster kernels do not is written for one chip: the others have not all instructions."""
+    """What runs where the faster kernels do not is written for one chip: the others have not all
+    instructions.
+    """
     plain = (("CELL", 0), ("TYPE", TYPES[dtype]), ("FAST", 1))
-    build("steps.cu", steps.defines_of("lstm", dtype, 1, True), capability)
+    build("steps.cu", steps.defines_of(cells.lstm, dtype, 1, True), capability)
     for layer in (True, False):
         made = norms.plan(layer, dtype.itemsize, 400, 9, 1, False)
         build("norms.cu", norms.defines_of(dtype, made, False, True), capability)

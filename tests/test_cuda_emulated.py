@@ -20,12 +20,13 @@ from test_cuda import compare, given_with, precision  # noqa: F401 (a fixture)
 from test_readback import wire
 
 import zoneout as zo
+from zoneout.cells import CELLS
 from zoneout.draws import Draw
 from zoneout.noise import Rule
 from zoneout.ops import cuda
-from zoneout.ops.cuda.compiler import Chip
-from zoneout.ops.cuda.dropout import dropout as fused_dropout
-from zoneout.ops.cuda.weight_noise import add_noise as fused_noise
+from zoneout.ops.cuda.pointwise.dropout import dropout as fused_dropout
+from zoneout.ops.cuda.pointwise.weight_noise import add_noise as fused_noise
+from zoneout.ops.cuda.runtime.compiler import Chip
 from zoneout.ops.dropout import dropout
 from zoneout.ops.weight_noise import add_noise, weight_noise
 
@@ -40,7 +41,8 @@ KERNELS = {
 }
 
 
-# Everything in both types for the LSTM; each call and each type once for the others, which share most of its code.
+# Everything in both types for the LSTM; each call and each type once for the others, which share
+# most of its code.
 CASES = [
     (name, call, noise, kind)
     for name in LAYERS
@@ -53,7 +55,9 @@ CASES = [
 @pytest.mark.parametrize(("name", "call", "noise", "precision"), CASES, indirect=["precision"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_equals_the_reference(kernel, name, call, noise, precision, monkeypatch):  # noqa: F811
-    """A kernel computes something else than the cells of the paper, or its threads wait for each other for ever."""
+    """A kernel computes something else than the cells of the paper, or its threads wait for each
+    other for ever.
+    """
     path, norm = KERNELS[kernel]
     if name == "relu" and norm != "plain":
         pytest.skip("what is normalised lies on both sides of the corner")
@@ -87,17 +91,29 @@ def test_compiled_for_one_thing(kernel, noise, call, options, precision, monkeyp
     monkeypatch.setattr(cuda, "PATHS", (path,))
     given, sizes = given_with(norm, call)
     compare(
-        "lstm", NOISES[noise], given, True, precision, sizes, device="cpu", cells=False, norm=NORMS[norm], **options
+        "lstm",
+        NOISES[noise],
+        given,
+        True,
+        precision,
+        sizes,
+        device="cpu",
+        cells=False,
+        norm=NORMS[norm],
+        **options,
     )
 
 
 @pytest.mark.usefixtures("emulated", "poisoned")
 @pytest.mark.parametrize("precision", ["tf32"], indirect=True)
 @pytest.mark.parametrize(
-    ("path", "registers"), [(cuda.small, {"OWN": 225}), (cuda.persistent, {"ALL": 0, "SOME": 36, "MOST": 0})]
+    ("path", "registers"),
+    [(cuda.small, {"OWN": 225}), (cuda.persistent, {"ALL": 0, "SOME": 36, "MOST": 0})],
 )
 def test_weights_in_shared_memory(path, registers, precision, monkeypatch):  # noqa: F811
-    """Weights that do not fit in registers are read from another place of shared memory than they are written to."""
+    """Weights that do not fit in registers are read from another place of shared memory than
+    they are written to.
+    """
     monkeypatch.setattr(cuda, "PATHS", (path,))
     for name, value in registers.items():
         monkeypatch.setattr(path, name, value)
@@ -111,7 +127,9 @@ def test_weights_in_shared_memory(path, registers, precision, monkeypatch):  # n
 @pytest.mark.parametrize("precision", ["tf32"], indirect=True)
 @pytest.mark.parametrize("kernel", ["small", "steps"])
 def test_batch_norm_at_evaluation(kernel, precision, monkeypatch):  # noqa: F811
-    """With the moments of training a unit has another one's, or rates are taken for chances to draw."""
+    """With the moments of training a unit has another one's, or rates are taken for chances to
+    draw.
+    """
     monkeypatch.setattr(cuda, "PATHS", (KERNELS[kernel][0],))
     noise, norm = NOISES["zoneout-unit"], NORMS["batch-norm"]
     compare("lstm", noise, {}, False, precision, device="cpu", cells=False, norm=norm)
@@ -121,12 +139,21 @@ def test_batch_norm_at_evaluation(kernel, precision, monkeypatch):  # noqa: F811
 @pytest.mark.parametrize("precision", ["tf32"], indirect=True)
 @pytest.mark.parametrize("kernel", ["small", "small-layer-norm", "batch-norm", "persistent"])
 def test_directions_go_side_by_side(kernel, precision, monkeypatch):  # noqa: F811
-    """Both directions wait for each other on the chip, or what only one of them gives is lost on the way back."""
+    """Both directions wait for each other on the chip, or what only one of them gives is lost on
+    the way back.
+    """
     path, norm = KERNELS[kernel]
     monkeypatch.setattr(cuda, "PATHS", (path, cuda.small))  # which has batch norm at evaluation
     if path is cuda.persistent:  # which is asked second whether there is room
         monkeypatch.setattr(cuda.small, "fits", lambda r, loops: False)
-    layer = zo.LSTM(3, 9, num_layers=2, bidirectional=True, noise=zo.Zoneout(cell=0.5, hidden=0.05), norm=NORMS[norm])
+    layer = zo.LSTM(
+        3,
+        9,
+        num_layers=2,
+        bidirectional=True,
+        noise=zo.Zoneout(cell=0.5, hidden=0.05),
+        norm=NORMS[norm],
+    )
     x = torch.randn(5, 20, 3, requires_grad=True)
     wanted = [x, *layer.parameters()]
 
@@ -137,14 +164,15 @@ def test_directions_go_side_by_side(kernel, precision, monkeypatch):  # noqa: F8
         loss = y.square().sum() if of is None else h[of].square().sum()
         return [y, *torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)]
 
-    # Of all outputs, of one direction, of the other; and of all at evaluation, where each has statistics of its own.
+    # Of all outputs, of one direction, of the other; and of all at evaluation, where each has
+    # statistics of its own.
     for of, training in ((None, True), (slice(2, 3), True), (slice(3, 4), True), (None, False)):
         layer.train(training)
         together = found(of)
         aside = [stream for stream in emulator.launched if stream is not None]
         assert aside == [1] * 4  # of two layers, there and back
         with monkeypatch.context() as patch:
-            patch.setattr(cuda, "together", lambda runs: False)
+            patch.setattr(cuda, "side_by_side", lambda runs: False)
             apart = found(of)
         assert all(stream is None for stream in emulator.launched)
         assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
@@ -153,7 +181,9 @@ def test_directions_go_side_by_side(kernel, precision, monkeypatch):  # noqa: F8
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("precision", ["tf32"], indirect=True)
 def test_both_directions_as_one_node(precision, monkeypatch):  # noqa: F811
-    """A node of two runs takes several derivatives at once wrongly, or second ones, or weights changed in place."""
+    """A node of two runs takes several derivatives at once wrongly, or second ones, or weights
+    changed in place.
+    """
     monkeypatch.setattr(cuda, "PATHS", (cuda.small,))
     layer, x = zo.LSTM(3, 9, bidirectional=True), torch.randn(5, 4, 3, requires_grad=True)
     with torch.no_grad():
@@ -182,7 +212,9 @@ def test_both_directions_as_one_node(precision, monkeypatch):  # noqa: F811
 )
 @pytest.mark.parametrize("name", ["lstm", "gru", "rnn"])
 def test_sizes_with_batch_norm(name, sizes, precision, monkeypatch):  # noqa: F811
-    """Numbers that lie even are read together, or a block has two parts: one is forgotten or comes too late."""
+    """Numbers that lie even are read together, or a block has two parts: one is forgotten or
+    comes too late.
+    """
     monkeypatch.setattr(cuda, "PATHS", (cuda.batch,))
     noise, norm = NOISES["zoneout-unit"], NORMS["batch-norm"]
     compare(name, noise, {}, True, precision, sizes, device="cpu", cells=False, norm=norm)
@@ -192,12 +224,16 @@ def test_sizes_with_batch_norm(name, sizes, precision, monkeypatch):  # noqa: F8
 @pytest.mark.parametrize("precision", ["tf32"], indirect=True)
 @pytest.mark.parametrize("hidden", [37, 131], ids=["one part", "two parts"])
 def test_both_directions_with_batch_norm(hidden, precision, monkeypatch):  # noqa: F811
-    """Rows that end, or begin anew, are taken into the moments of a reversed direction or of a second part."""
+    """Rows that end, or begin anew, are taken into the moments of a reversed direction or of a
+    second part.
+    """
     monkeypatch.setattr(cuda, "PATHS", (cuda.batch,))
     given, (steps, batch, size, _) = given_with("batch-norm", "all")
     sizes, norm = (steps, batch, size, hidden), NORMS["batch-norm"]
     noise = NOISES["zoneout-unit"]
-    compare("lstm", noise, given, True, precision, sizes, False, "cpu", norm=norm, bidirectional=True)
+    compare(
+        "lstm", noise, given, True, precision, sizes, False, "cpu", norm=norm, bidirectional=True
+    )
 
 
 @pytest.mark.usefixtures("emulated", "poisoned")
@@ -213,7 +249,9 @@ def test_batch_norm_of_rows_that_begin_alike(path, lengths, precision, monkeypat
 
 
 @pytest.mark.usefixtures("emulated", "poisoned")
-@pytest.mark.parametrize(("path", "precision"), [(cuda.batch, "tf32"), (cuda.steps, "exact")], indirect=["precision"])
+@pytest.mark.parametrize(
+    ("path", "precision"), [(cuda.batch, "tf32"), (cuda.steps, "exact")], indirect=["precision"]
+)
 @pytest.mark.parametrize("lengths", [None, RAGGED], ids=["whole", "ragged"])
 def test_the_mean_of_rows_that_are_alike_is_that_row(path, lengths, precision, monkeypatch):  # noqa: F811
     """What is left of c less its mean grows a hundred times a step."""
@@ -226,7 +264,9 @@ def test_the_mean_of_rows_that_are_alike_is_that_row(path, lengths, precision, m
 @pytest.mark.usefixtures("emulated", "poisoned")
 @pytest.mark.parametrize("precision", ["bf16"], indirect=True)
 def test_biases_of_rows_that_begin_alike(precision, monkeypatch):  # noqa: F811
-    """In half types the derivatives of the gates are rounded before those of the biases are added up."""
+    """In half types the derivatives of the gates are rounded before those of the biases are
+    added up.
+    """
     want = of_rows_that_begin_alike("reference", "cpu", torch.float64, None)
     monkeypatch.setattr(cuda, "PATHS", (cuda.batch,))
     got = of_rows_that_begin_alike("cpu", "cpu", precision[0], None)
@@ -236,12 +276,16 @@ def test_biases_of_rows_that_begin_alike(precision, monkeypatch):  # noqa: F811
 
 @pytest.mark.usefixtures("emulated", "poisoned")
 @pytest.mark.parametrize("precision", ["tf32", "bf16"], indirect=True)
-@pytest.mark.parametrize("path", [cuda.small, cuda.persistent, cuda.steps], ids=["small", "persistent", "steps"])
+@pytest.mark.parametrize(
+    "path", [cuda.small, cuda.persistent, cuda.steps], ids=["small", "persistent", "steps"]
+)
 def test_directions_and_layers(path, precision, monkeypatch):  # noqa: F811
     """A reversed direction, a second layer or a learned state goes wrong."""
     monkeypatch.setattr(cuda, "PATHS", (path,))
     options = dict(num_layers=2, bidirectional=True, dropout=0.3, learn_initial_state=True)
-    compare("lstm", NOISES["zoneout-unit"], CALLS["packed"], True, precision, device="cpu", **options)
+    compare(
+        "lstm", NOISES["zoneout-unit"], CALLS["packed"], True, precision, device="cpu", **options
+    )
 
 
 @pytest.mark.usefixtures("emulated", "poisoned")
@@ -264,9 +308,14 @@ def test_a_carried_h_is_not_rounded(monkeypatch):
         for p in layer.parameters():
             p.zero_()
         layer.bias_ih_l0[4:8], layer.bias_ih_l0[8:] = 6, 2
-    _, h = layer(torch.zeros(50, 1, 1, dtype=torch.bfloat16), torch.full((1, 1, 4), 0.5, dtype=torch.bfloat16))
+    _, h = layer(
+        torch.zeros(50, 1, 1, dtype=torch.bfloat16),
+        torch.full((1, 1, 4), 0.5, dtype=torch.bfloat16),
+    )
     z, n = torch.sigmoid(torch.tensor(6.0)), torch.tanh(torch.tensor(2.0))
-    torch.testing.assert_close(h.float(), (n + (0.5 - n) * z**50).expand(1, 1, 4), rtol=0.01, atol=0)
+    torch.testing.assert_close(
+        h.float(), (n + (0.5 - n) * z**50).expand(1, 1, 4), rtol=0.01, atol=0
+    )
 
 
 @pytest.mark.usefixtures("emulated", "poisoned")
@@ -281,26 +330,46 @@ def test_older_gpus_take_all_steps_at_once(path, precision, monkeypatch):  # noq
 
 def test_all_shared_memory_may_be_used():
     """Batch norm's cluster is given up where it just fits, or launched where a byte is missing."""
-    how = ("lstm", 2, 100, 20, True, False)
+    how = (CELLS["lstm"], 2, 100, 20, True, False)
     made = cuda.batch.plan(*how, 2**20)
-    assert cuda.batch.plan(*how, made.shared) == made and cuda.batch.plan(*how, made.shared - 1) is None
+    assert (
+        cuda.batch.plan(*how, made.shared) == made
+        and cuda.batch.plan(*how, made.shared - 1) is None
+    )
 
 
 @pytest.mark.usefixtures("emulated", "poisoned")
 @pytest.mark.parametrize("precision", ["bf16"], indirect=True)
 def test_no_room_for_a_cluster(precision, monkeypatch):  # noqa: F811
-    """A GPU on which batch norm's cluster does not fit gets an error instead of the kernels step by step."""
+    """A GPU on which batch norm's cluster does not fit gets an error instead of the kernels step
+    by step.
+    """
     monkeypatch.setattr(emulator.Kernel, "fits", lambda *_: False)
     monkeypatch.setattr(cuda, "PATHS", (cuda.batch, cuda.steps))
     given, sizes = given_with("batch-norm", "whole")
-    compare("lstm", NOISES["zoneout-unit"], given, True, precision, sizes, device="cpu", norm=NORMS["batch-norm"])
+    compare(
+        "lstm",
+        NOISES["zoneout-unit"],
+        given,
+        True,
+        precision,
+        sizes,
+        device="cpu",
+        norm=NORMS["batch-norm"],
+    )
 
 
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_comes_before_the_loop(dtype):
-    """Dropout or noise on weights draws other numbers in a kernel than elsewhere, or scales by a rate not drawn."""
-    x, w, rows = torch.randn(3, 5, 37).to(dtype), torch.randn(37, 21).to(dtype), torch.tensor([4, 1, 9, 0, 7])
+    """Dropout or noise on weights draws other numbers in a kernel than elsewhere, or scales by a
+    rate not drawn.
+    """
+    x, w, rows = (
+        torch.randn(3, 5, 37).to(dtype),
+        torch.randn(37, 21).to(dtype),
+        torch.tensor([4, 1, 9, 0, 7]),
+    )
     seed, rate = torch.tensor(3), torch.tensor(0.4, dtype=torch.float64)
     for mask in ("unit", "sequence"):
         rule = Rule("dropout", "scaled zero", mask, "expectation")
@@ -312,13 +381,21 @@ def test_what_comes_before_the_loop(dtype):
         assert dropped.unique().tolist() == [0, torch.tensor(65536 / 66).to(dtype)]
         rates, kept = rates_on_the_edge("dropout", mask, 3, 100)
         edge = fused_dropout(
-            ones, Draw(rule, torch.tensor(rates, dtype=torch.float64), seed, 65536), torch.arange(20), 0
+            ones,
+            Draw(rule, torch.tensor(rates, dtype=torch.float64), seed, 65536),
+            torch.arange(20),
+            0,
         )
         assert (edge[0, 0] == 0).tolist() == kept
-        assert not fused_dropout(ones, Draw(rule, torch.ones_like(high), seed, 1), torch.arange(20), 0).any()
+        assert not fused_dropout(
+            ones, Draw(rule, torch.ones_like(high), seed, 1), torch.arange(20), 0
+        ).any()
     torch.testing.assert_close(fused_noise(w, rate, seed, 0, 4), weight_noise(w, 0.4, seed, 4))
     draw = Draw(Rule("weight_noise", "sum", "sequence", "expectation"), rate, seed, 4)
-    for matrix in (15707670, 15873843):  # whose first words are 39 and 2³² - 24: the ends of the distribution
+    for matrix in (
+        15707670,
+        15873843,
+    ):  # whose first words are 39 and 2³² - 24: the ends of the distribution
         zero = torch.zeros(1, dtype=dtype)
         got, want = fused_noise(zero, rate, seed, matrix, 4), add_noise(zero, draw, matrix)
         torch.testing.assert_close(got, want, rtol=1e-5 if dtype == torch.float32 else 0.01, atol=0)
@@ -327,7 +404,9 @@ def test_what_comes_before_the_loop(dtype):
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("precision", ["tf32"], indirect=True)
 def test_rates_are_rounded(precision, monkeypatch):  # noqa: F811
-    """The kernels compare their bits with something else than round(rate · 65536): truncated, say."""
+    """The kernels compare their bits with something else than round(rate · 65536): truncated,
+    say.
+    """
     monkeypatch.setattr(cuda, "PATHS", (cuda.small,))  # all have the same lines for it
     units, seed = 9, 2**40 + 7
     rates, kept = {}, {}
@@ -343,7 +422,10 @@ def test_rates_are_rounded(precision, monkeypatch):  # noqa: F811
         y, _, cells = layer(x, seed=seed, return_cells=True)
         return {"cell": (cells[0, 0] == 0).tolist(), "hidden": (y[0, 0] == 0).tolist()}
 
-    assert read(**{stream: torch.tensor(rate, dtype=torch.float64) for stream, rate in rates.items()}) == kept
+    assert (
+        read(**{stream: torch.tensor(rate, dtype=torch.float64) for stream, rate in rates.items()})
+        == kept
+    )
     for unit in (0, 1):  # the same rate for all units
         found = read(**{stream: rate[unit] for stream, rate in rates.items()})
         assert all(found[stream][unit] == kept[stream][unit] for stream in rates)
@@ -352,7 +434,9 @@ def test_rates_are_rounded(precision, monkeypatch):  # noqa: F811
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("exponent", [-60, 40])
 def test_derivatives_of_any_size_with_batch_norm(exponent, monkeypatch):
-    """In TF32 derivatives go around in half precision: a power of two is not undone, or they are cut off."""
+    """In TF32 derivatives go around in half precision: a power of two is not undone, or they are
+    cut off.
+    """
     monkeypatch.setattr(cuda, "PATHS", (cuda.batch,))
     monkeypatch.setattr(torch.backends.cudnn.rnn, "fp32_precision", "tf32")
     torch.manual_seed(0)

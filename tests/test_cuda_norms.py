@@ -1,4 +1,6 @@
-"""The kernels that normalise x·Wx: compiled for the H200 with no GPU, and on one held to autograd in float64."""
+"""The kernels that normalise x·Wx: compiled for the H200 with no GPU, and on one held to
+autograd in float64.
+"""
 
 from itertools import product
 from typing import Any, NamedTuple
@@ -8,10 +10,11 @@ import torch
 from test_cuda_compile import build, setup_module  # noqa: F401
 from torch import Tensor
 
+from zoneout.cells import CELLS
 from zoneout.norm import Moments, StepNorm, moments, normalise
-from zoneout.ops.cuda import norms
-from zoneout.ops.cuda.arguments import TYPES
-from zoneout.ops.loop import GATES, Backward, Loop
+from zoneout.ops.backend import Loop, LoopGrads
+from zoneout.ops.cuda.pointwise import norms
+from zoneout.ops.cuda.runtime.arguments import TYPES
 from zoneout.ops.reference import alive_rows, turn_around
 
 OVER = {"units": "layer norm", "examples": "batch norm"}
@@ -19,7 +22,8 @@ every_norm = pytest.mark.parametrize("over", OVER, ids=OVER.values())
 every_type = pytest.mark.parametrize("dtype", TYPES, ids=str)
 both_ways = pytest.mark.parametrize("back", [False, True], ids=["forward", "backward"])
 
-# --- without a GPU ---------------------------------------------------------------------------------
+# --- without a GPU
+# ---------------------------------------------------------------------------------
 
 SHAPES = {"pMNIST": (100, 400), "wide": (1000, 16384), "odd": (9, 513), "large batch": (300, 32)}
 
@@ -40,7 +44,9 @@ def test_compiled(shape, over, dtype, back):
     batch, width = SHAPES[shape]
     made = plan_of(over, dtype, batch, width, back)
     for everything in (False, True) if shape == "pMNIST" else (True,):
-        defines = norms.defines_of(dtype, made, back, ends=everything, apart=everything, cell=1 if width % 4 else 4)
+        defines = norms.defines_of(
+            dtype, made, back, ends=everything, apart=everything, cell=1 if width % 4 else 4
+        )
         _, spilled = build("norms.cu", defines)
         assert max(spilled) == 0
 
@@ -48,15 +54,22 @@ def test_compiled(shape, over, dtype, back):
 @both_ways
 @every_norm
 def test_everything_has_a_thread(over, back):
-    """Some column or example is left out, a block is larger than it was compiled for, or a thread keeps too much."""
-    sizes = product(TYPES, (1, 2, 20, 33, 100, 128, 257, 1000), (1, 3, 30, 400, 513, 2052, 6000, 16384, 40000))
+    """Some column or example is left out, a block is larger than it was compiled for, or a
+    thread keeps too much.
+    """
+    sizes = product(
+        TYPES, (1, 2, 20, 33, 100, 128, 257, 1000), (1, 3, 30, 400, 513, 2052, 6000, 16384, 40000)
+    )
     for dtype, batch, width in sizes:
         made = plan_of(over, dtype, batch, width, back)
         x, y = made.threads
         assert width % made.vector == 0 and x * y <= made.bound <= 1024
         if over == "units":
             assert x % made.team == 0 and made.tiles == 1
-            assert not made.held or 0 <= made.each * made.vector * made.team - width < made.team * made.vector
+            assert (
+                not made.held
+                or 0 <= made.each * made.vector * made.team - width < made.team * made.vector
+            )
             assert not made.held or made.each * made.vector <= norms.MOST_HELD[back]
         else:
             assert 0 <= made.tiles * x * made.vector - width < x * made.vector
@@ -68,14 +81,38 @@ def test_unaligned():
     """Sixteen bytes are read at once from where that is not allowed."""
     numbers = torch.zeros(64, dtype=torch.bfloat16)
     start = -numbers.data_ptr() // 2 % 8  # from here on aligned
-    assert [norms._vector(8, [numbers[start + k :]], 8) for k in range(9)] == [8, 1, 2, 1, 4, 1, 2, 1, 8]
+    assert [norms._vector(8, [numbers[start + k :]], 8) for k in range(9)] == [
+        8,
+        1,
+        2,
+        1,
+        4,
+        1,
+        2,
+        1,
+        8,
+    ]
     assert [norms._vector(width, [], 8) for width in (400, 300, 6, 7)] == [8, 4, 2, 1]
 
 
-# --- on a GPU --------------------------------------------------------------------------------------
+# --- on a GPU
+# --------------------------------------------------------------------------------------
 
-TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}  # of what is written in the type
-SIZES = [(7, 5, 37), (5, 100, 100), (3, 4, 1), (2, 9, 513), (3, 2, 2048), (1, 33, 16), (3, 300, 8), (2, 6, 4099)]
+TOLERANCES = {
+    torch.float32: 1e-5,
+    torch.bfloat16: 4e-3,
+    torch.float16: 5e-4,
+}  # of what is written in the type
+SIZES = [
+    (7, 5, 37),
+    (5, 100, 100),
+    (3, 4, 1),
+    (2, 9, 513),
+    (3, 2, 2048),
+    (1, 33, 16),
+    (3, 300, 8),
+    (2, 6, 4099),
+]
 CALLS: dict[str, dict[str, Any]] = {
     "whole": {},
     "reversed": dict(reverse=True),
@@ -89,7 +126,7 @@ class Case(NamedTuple):
 
     start: Tensor  # x·Wx
     loop: Loop
-    back: Backward
+    back: LoopGrads
     want: dict[str, Tensor]
 
     def run(self) -> dict[str, Tensor]:
@@ -99,15 +136,25 @@ class Case(NamedTuple):
         norms.forward(loop)
         norms.backward(loop, back)
         found = {"gates": loop.gates, "mean": loop.mean_x, "var": loop.var_x, "dx": back.dx}
-        found |= {name: getattr(back, name) for name in self.want if name.startswith(("dscale", "dshift"))}
+        found |= {
+            name: getattr(back, name) for name in self.want if name.startswith(("dscale", "dshift"))
+        }
         return {name: value.clone() for name, value in found.items() if value is not None}
 
 
 def case(
-    over, dtype, sizes, cell="lstm", given=False, lengths=False, reverse=False, device="cuda", aligned=True
+    over,
+    dtype,
+    sizes,
+    cell="lstm",
+    given=False,
+    lengths=False,
+    reverse=False,
+    device="cuda",
+    aligned=True,
 ) -> Case:
     steps, batch, hidden = sizes
-    width, rows = GATES[cell] * hidden, steps * batch
+    width, rows = CELLS[cell].gates * hidden, steps * batch
     random = torch.Generator().manual_seed(0)
 
     def draw(*shape: int, like: torch.dtype = torch.float32) -> Tensor:
@@ -116,8 +163,12 @@ def case(
         return room[:-1].view(shape) if aligned else room[1:].view(shape)
 
     ends = None
-    if lengths:  # zero, and else two different ones: the spread of very few examples is mostly rounding
-        ends = torch.tensor([0 if b % 5 == 3 else steps - b % 2 for b in range(batch)], device=device)
+    if (
+        lengths
+    ):  # zero, and else two different ones: the spread of very few examples is mostly rounding
+        ends = torch.tensor(
+            [0 if b % 5 == 3 else steps - b % 2 for b in range(batch)], device=device
+        )
     turn = turn_around(ends, steps, reverse)
     alive = None if ends is None else alive_rows(ends, steps)
     there = torch.ones(rows, 1, device=device) if alive is None else alive.view(rows, 1).float()
@@ -126,27 +177,42 @@ def case(
     d_h = d_h if cell == "gru" else d
     scale, scale_h, bias = draw(width), draw(width), draw(width, like=dtype)
     size = (rows,) if over == "units" else (steps, width)
-    mean, var = (draw(*size), draw(*size).abs() + 0.5) if given else (draw(*size) * 0, draw(*size) * 0)
-    norm = StepNorm(over, 1e-5, scale, scale_h, given=Moments(mean, var, mean, var) if given else None)
-    h0, w_hh = torch.zeros(batch, hidden, device=device, dtype=dtype), torch.empty(width, hidden, device="meta")
+    mean, var = (
+        (draw(*size), draw(*size).abs() + 0.5) if given else (draw(*size) * 0, draw(*size) * 0)
+    )
+    norm = StepNorm(
+        over, 1e-5, scale, scale_h, given=Moments(mean, var, mean, var) if given else None
+    )
+    h0, w_hh = (
+        torch.zeros(batch, hidden, device=device, dtype=dtype),
+        torch.empty(width, hidden, device="meta"),
+    )
     loop = Loop(
-        cell, steps, None, None, h0, None, None, None, w_hh, bias, None, None, {}, None, norm, ends, h0, 0, reverse,
-        None, None, None, v, h0, None, gh, mean, var, None, None, None, None,
+        CELLS[cell], hidden, steps, None, None, (h0,), None, None, w_hh, bias, None, None, (), {},
+        None, norm, ends, h0, 0, reverse, None, (), v, (h0,), gh, (), mean, var, None, None, None,
+        None,
     )  # fmt: skip
     c = (dnc, chat) if cell == "lstm" else (None, None)
     sums = [torch.zeros(1, n, device=device) for n in (width, width, hidden, hidden)]
     sums = sums if cell == "lstm" else [*sums[:2], None, None]  # type: ignore[list-item]
-    back = Backward(h0, None, h0, None, None, None, d, d, d_h, None, None, *c, v, *sums)
+    back = LoopGrads(h0, (), (h0,), (), d, d, d_h, None, None, *c, v, *sums)
 
     # The same in float64, its derivatives by autograd.
     wide, of_scale = v.double().requires_grad_(), scale.double().requires_grad_()
     ordered = turn(wide.view(steps, batch, width))
-    found = (mean[:, None].double(), var[:, None].double()) if given else moments(ordered, over, alive)
-    gates = turn(normalise(ordered, *found, norm.eps, of_scale) + bias.double()).reshape(rows, width)
+    found = (
+        (mean[:, None].double(), var[:, None].double()) if given else moments(ordered, over, alive)
+    )
+    gates = turn(normalise(ordered, *found, norm.eps, of_scale) + bias.double()).reshape(
+        rows, width
+    )
     dx, dscale_x = torch.autograd.grad(gates, (wide, of_scale), d.double())
     gates = torch.where(there > 0, gates, wide)  # past the ends nothing is done
     lie = turn if over == "units" else torch.Tensor.clone
-    mean, var = (lie(value.detach().expand(-1, batch if over == "units" else 1, -1)).reshape(size) for value in found)
+    mean, var = (
+        lie(value.detach().expand(-1, batch if over == "units" else 1, -1)).reshape(size)
+        for value in found
+    )
     mean, var = (mean * there[:, 0], var * there[:, 0]) if over == "units" else (mean, var)
     want = dict(gates=gates.detach(), mean=mean, var=var, dx=dx, dscale_x=dscale_x)
     want["dscale_h"] = (d_h.double() * gh.double()).sum(0)
@@ -158,7 +224,9 @@ def case(
 def check(made: Case) -> None:
     got, tolerance = made.run(), TOLERANCES[made.loop.gates.dtype]
     for name, want in made.want.items():
-        error = float((got[name].double().view_as(want) - want).norm() / want.norm().clamp(min=1e-30))
+        error = float(
+            (got[name].double().view_as(want) - want).norm() / want.norm().clamp(min=1e-30)
+        )
         allowed = tolerance if name in ("gates", "dx") else 1e-5
         assert error <= allowed, f"{name}: {error:.1e}, allowed {allowed:.0e}"
     if made.loop.lengths is not None:
@@ -172,16 +240,20 @@ def check(made: Case) -> None:
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_equal_to_autograd(poisoned, sizes, call, over, dtype):
-    """Moments over the wrong numbers, a missing term of a derivative, a size that is wrong at its edge."""
+    """Moments over the wrong numbers, a missing term of a derivative, a size that is wrong at
+    its edge.
+    """
     check(case(over, dtype, sizes, **CALLS[call]))
 
 
 @pytest.mark.gpu
 @every_type
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("cell", GATES)
+@pytest.mark.parametrize("cell", CELLS)
 def test_given_moments_and_cells(poisoned, cell, call, dtype):
-    """Given moments are not used or have derivatives; a cell whose dsh is not dgx, or that has no c, goes wrong."""
+    """Given moments are not used or have derivatives; a cell whose dsh is not dgx, or that has
+    no c, goes wrong.
+    """
     for sizes in ((7, 5, 36), (4, 70, 129)):
         check(case("examples", dtype, sizes, cell, given=True, **CALLS[call]))
         for over in OVER:
@@ -224,5 +296,10 @@ def test_in_a_graph(over):
     for _ in range(2):
         back.dscale_x.fill_(7.0)
         graph.replay()
-        found = {"gates": loop.gates, "dx": back.dx, "dscale_x": back.dscale_x, "dshift_c": back.dshift_c}
+        found = {
+            "gates": loop.gates,
+            "dx": back.dx,
+            "dscale_x": back.dscale_x,
+            "dshift_c": back.dshift_c,
+        }
         assert all(torch.equal(value, want[name]) for name, value in found.items())

@@ -1,4 +1,6 @@
-"""What threads share of a GPU: loops that fill it take turns, parts last while somebody needs them, settings stay."""
+"""What threads share of a GPU: loops that fill it take turns, parts last while somebody needs
+them, settings stay.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ import pytest
 import torch
 
 import zoneout as zo
-from zoneout.ops.cuda import compiler
-from zoneout.ops.cuda.turns import Turns
+from zoneout.ops.cuda.runtime import compiler
+from zoneout.ops.cuda.runtime.exclusive import Turns
 
 
 class Stream:
@@ -51,7 +53,17 @@ def test_another_stream_waits(streams):
     for stream in (a, a, b, a, a, b):
         enter(stream)
         launch(turns, stream)
-    assert a.told == ["launch", "record", "launch", "record", "wait b3", "launch", "record", "launch", "record"]
+    assert a.told == [
+        "launch",
+        "record",
+        "launch",
+        "record",
+        "wait b3",
+        "launch",
+        "record",
+        "launch",
+        "record",
+    ]
     assert b.told == ["wait a4", "launch", "record", "wait a9", "launch", "record"]
 
 
@@ -68,7 +80,9 @@ def test_a_launch_that_fails_is_waited_for(streams):
 
 
 def test_what_is_captured_is_counted(streams):
-    """A captured loop waits for something outside of its graph, which CUDA refuses, or is taken for one that runs."""
+    """A captured loop waits for something outside of its graph, which CUDA refuses, or is taken
+    for one that runs.
+    """
     a, b, enter = streams
     turns = Turns(0)
     enter(a)
@@ -84,8 +98,16 @@ def test_what_is_captured_is_counted(streams):
 @pytest.mark.gpu
 def test_side_by_side():
     """Loops of two streams, each of which fills the GPU, wait for each other for ever."""
-    layers = [zo.LSTM(50, 1000, noise=zo.Zoneout(cell=0.5, hidden=0.05), device="cuda", dtype=torch.bfloat16)]
-    layers += [zo.LSTM(50, 1500, noise=zo.Zoneout(cell=0.5, hidden=0.05), device="cuda", dtype=torch.bfloat16)]
+    layers = [
+        zo.LSTM(
+            50, 1000, noise=zo.Zoneout(cell=0.5, hidden=0.05), device="cuda", dtype=torch.bfloat16
+        )
+    ]
+    layers += [
+        zo.LSTM(
+            50, 1500, noise=zo.Zoneout(cell=0.5, hidden=0.05), device="cuda", dtype=torch.bfloat16
+        )
+    ]
     inputs = [torch.randn(20, batch, 50, device="cuda", dtype=torch.bfloat16) for batch in (32, 20)]
     want = [layer(x, seed=1)[0].sum().item() for layer, x in zip(layers, inputs)]
     ended = []
@@ -99,7 +121,9 @@ def test_side_by_side():
         ended.append(layer)
 
     torch.cuda.synchronize()
-    threads = [threading.Thread(target=work, args=of, daemon=True) for of in zip(layers, inputs, want)]
+    threads = [
+        threading.Thread(target=work, args=of, daemon=True) for of in zip(layers, inputs, want)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -110,10 +134,16 @@ def test_side_by_side():
 @pytest.mark.gpu
 @pytest.mark.parametrize("own", ["tf32", "ieee"])
 def test_products_of_another_thread(own):
-    """A layer's precision becomes that of every product that is taken meanwhile, or theirs becomes the layer's."""
+    """A layer's precision becomes that of every product that is taken meanwhile, or theirs
+    becomes the layer's.
+    """
     others = {"tf32": "ieee", "ieee": "tf32"}[own]
     rnn, matmul = torch.backends.cudnn.rnn, torch.backends.cuda.matmul
-    before, rnn.fp32_precision, matmul.fp32_precision = (rnn.fp32_precision, matmul.fp32_precision), own, others
+    before, rnn.fp32_precision, matmul.fp32_precision = (
+        (rnn.fp32_precision, matmul.fp32_precision),
+        own,
+        others,
+    )
     try:
         layer, x = zo.LSTM(50, 300, device="cuda"), torch.randn(20, 32, 50, device="cuda")
         a, ended, seen = torch.randn(256, 256, device="cuda"), threading.Event(), []
@@ -141,7 +171,7 @@ import threading
 import torch
 import zoneout as zo
 from torch.nn.utils.rnn import pack_padded_sequence
-from zoneout.ops.cuda import rows
+from zoneout.ops.cuda.pointwise import rows
 from zoneout.ops.dropout import dropout
 
 layer = zo.LSTM(3, 5, noise=zo.Zoneout(cell=0.5, hidden=0.1), device="cuda")
@@ -152,7 +182,7 @@ CALLS = {
     "packed": "layer(pack_padded_sequence(x, [4, 2]))[0].data.backward(of_packed)",
     "recomputed": "layer.recompute = True; layer(x, lengths=ends)[0].backward(of_y)",
     "dropout": "dropout(x, 0.5, torch.tensor(1, device='cuda'), 0, ends).backward(of_y[..., :3])",
-    "rows": "x = x.detach(); work = threading.Thread(target=lambda: done.append(rows.within(x, ends))); work.start(); "
+    "rows": "x = x.detach(); work = threading.Thread(target=lambda: done.append(rows.zero_past_lengths(x, ends))); work.start(); "
     "work.join(); done[0]",
 }
 
@@ -160,7 +190,9 @@ CALLS = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("call", CALLS)
 def test_the_first_that_a_thread_does(call):
-    """A thread that CUDA has not seen, as autograd's is, has no device yet: a launch of ours is an error."""
+    """A thread that CUDA has not seen, as autograd's is, has no device yet: a launch of ours is
+    an error.
+    """
     script = f"{FIRST}\n{CALLS[call]}\ntorch.cuda.synchronize()"
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert ended.returncode == 0 and "Error" not in ended.stderr, ended.stderr
@@ -199,7 +231,9 @@ def test_a_thread_gets_a_device_where_it_has_none(monkeypatch):
 
 
 def test_shares_that_overlap(monkeypatch):
-    """The first of two who leaves takes the share of the other with it, or leaves its own behind."""
+    """The first of two who leaves takes the share of the other with it, or leaves its own
+    behind.
+    """
     monkeypatch.setattr(compiler, "chip", lambda device: compiler.Chip(132, 232448, 9))
     first, second = compiler.shared_by(4), compiler.shared_by(2)
     seen = []

@@ -14,7 +14,8 @@ from test_cuda import compare, precision  # noqa: F401 (a fixture)
 
 import zoneout as zo
 from zoneout.ops import cuda
-from zoneout.ops.cuda import compiler, wide
+from zoneout.ops.cuda.kernels import wide
+from zoneout.ops.cuda.runtime import compiler
 
 ON = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if ON == "cuda" else []
@@ -23,7 +24,9 @@ half_types = pytest.mark.parametrize("precision", ["bf16", "fp16"], indirect=Tru
 
 @pytest.fixture
 def ran(request, poisoned, monkeypatch):
-    """Loops go forwards by this kernel, wherever it fits, and back step by step; those that it took."""
+    """Loops go forwards by this kernel, wherever it fits, and back step by step; those that it
+    took.
+    """
     if ON == "cpu":
         request.getfixturevalue("emulated")
     taken, ready = [], wide.ready
@@ -41,8 +44,9 @@ def ran(request, poisoned, monkeypatch):
 
 
 SHARED = 232448
-# Fewer weights in registers, smaller chunks, a smaller chip: so that small layers have all that large ones do. Sizes;
-# k-steps in registers and of a chunk, processors, bytes of shared memory; and the turns, groups and stages of it.
+# Fewer weights in registers, smaller chunks, a smaller chip: so that small layers have all that
+# large ones do. Sizes; k-steps in registers and of a chunk, processors, bytes of shared memory; and
+# the turns, groups and stages of it.
 SIZES = {
     "one block": ((3, 5, 2, 8), (1, 2, 132, SHARED), (1, 1, 2)),
     "an odd end": ((5, 9, 3, 40), (2, 4, 132, SHARED), (1, 1, 2)),
@@ -56,11 +60,15 @@ SIZES = {
 
 
 @pytest.mark.parametrize(("sizes", "given", "found"), SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize(("ragged", "precision"), [(False, "bf16"), (True, "fp16")], indirect=["precision"])
+@pytest.mark.parametrize(
+    ("ragged", "precision"), [(False, "bf16"), (True, "fp16")], indirect=["precision"]
+)
 def test_sizes(ragged, sizes, given, found, precision, ran, monkeypatch):  # noqa: F811
-    """A block, a turn, a group, a chunk, a stage that is used again, or rows and units past the last go wrong.
+    """A block, a turn, a group, a chunk, a stage that is used again, or rows and units past the
+    last go wrong.
 
-    And of rows that end early: something is written past their ends, or their last state is not that of the end.
+    And of rows that end early: something is written past their ends, or their last state is not
+        that of the end.
     """
     resident, chunk, processors, shared = given
     monkeypatch.setattr(wide, "RESIDENT", resident)
@@ -78,23 +86,37 @@ def test_sizes(ragged, sizes, given, found, precision, ran, monkeypatch):  # noq
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("make", ["unit", "shared", "cells", "states", "by unit", "none"])
 def test_noises(make, training, precision, ran, monkeypatch):  # noqa: F811
-    """A kernel for some of the masks draws others, or takes their rates for those of another unit."""
+    """A kernel for some of the masks draws others, or takes their rates for those of another
+    unit.
+    """
     monkeypatch.setattr(wide, "chip", lambda device: compiler.Chip(2, SHARED, 9))  # two turns
     rates = torch.linspace(0, 1, 24, dtype=torch.float64)
     noise = {
-        "unit": zo.Zoneout(cell=0.5, hidden=0.2), "shared": zo.Zoneout(cell=0.4, hidden=0.2, mask="shared"),
-        "cells": zo.Zoneout(cell=0.5), "states": zo.Zoneout(hidden=0.5), "none": None,
+        "unit": zo.Zoneout(cell=0.5, hidden=0.2),
+        "shared": zo.Zoneout(cell=0.4, hidden=0.2, mask="shared"), "cells": zo.Zoneout(cell=0.5),
+        "states": zo.Zoneout(hidden=0.5), "none": None,
         "by unit": zo.Zoneout(cell=rates, hidden=rates.flip(0)),
     }[make]  # fmt: skip
     call = {"examples": list(range(2**32 - 70, 2**32)), "first_step": 2**32 - 5}
     options = dict(num_layers=2, learn_initial_state=True)
-    compare("lstm", lambda states: noise, call, training, precision, (4, 70, 3, 24), device=ON, **options)
+    compare(
+        "lstm",
+        lambda states: noise,
+        call,
+        training,
+        precision,
+        (4, 70, 3, 24),
+        device=ON,
+        **options,
+    )
     assert len(ran) == 2  # both layers
 
 
 @pytest.mark.parametrize("mask", ["unit", "shared"])
 def test_masks_are_those_of_the_cpu(mask, ran):
-    """Its bits are not those that `zo.masks` shows: read back with a candidate of 1 and an old value of 0."""
+    """Its bits are not those that `zo.masks` shows: read back with a candidate of 1 and an old
+    value of 0.
+    """
     noise = zo.Zoneout(cell=0.3, hidden=0.4, mask=mask)
     layer = zo.LSTM(1, 40, noise=noise, dtype=torch.bfloat16, device=ON)
     with torch.no_grad():
@@ -111,7 +133,9 @@ def test_masks_are_those_of_the_cpu(mask, ran):
 
 
 def test_what_it_leaves_to_others(ran):
-    """It takes a loop that it cannot run: other cells, noises and norms, resets, odd sizes, the way back."""
+    """It takes a loop that it cannot run: other cells, noises and norms, resets, odd sizes, the
+    way back.
+    """
     x = torch.randn(2, 70, 3, dtype=torch.bfloat16, device=ON)
     for layer, call in (
         (zo.GRU(3, 40), {}),
@@ -135,7 +159,10 @@ def test_what_it_leaves_to_others(ran):
 def test_states_that_lie_oddly(ran):
     """It reads 16 bytes at once where none begin."""
     layer = zo.LSTM(3, 40, dtype=torch.bfloat16, device=ON)
-    x, numbers = torch.randn(2, 70, 3, device=ON).bfloat16(), torch.randn(70 * 40 + 1, device=ON).bfloat16()
+    x, numbers = (
+        torch.randn(2, 70, 3, device=ON).bfloat16(),
+        torch.randn(70 * 40 + 1, device=ON).bfloat16(),
+    )
     h, c = numbers[1:].view(1, 70, 40), torch.zeros(1, 70, 40, device=ON).bfloat16()
     got = layer(x, (h, c))[0]
     assert not ran

@@ -37,16 +37,23 @@ def on_gpu(backend: str | None) -> bool:
     return backend == "cuda"
 
 
-BACKENDS = [pytest.param(name, marks=[pytest.mark.gpu] if on_gpu(name) else []) for name in ops.BACKENDS]
+BACKENDS = [
+    pytest.param(name, marks=[pytest.mark.gpu] if on_gpu(name) else []) for name in ops.BACKENDS
+]
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 in_float64 = pytest.mark.parametrize("backend", [name for name in ops.BACKENDS if not on_gpu(name)])
 
 
-# --- making layers and calling them ----------------------------------------------------------------
+# --- making layers and calling them
+# ----------------------------------------------------------------
 
 
-def make(kind: str, noise: Any = None, mode: str = "train", backend: Any = None, **options: Any) -> Any:
-    """A layer with every parameter and statistic random, so that nothing hides behind a zero or a one."""
+def make(
+    kind: str, noise: Any = None, mode: str = "train", backend: Any = None, **options: Any
+) -> Any:
+    """A layer with every parameter and statistic random, so that nothing hides behind a zero or
+    a one.
+    """
     if mode not in ("train", "expectation"):
         noise = tuple(dataclasses.replace(one, at_eval=mode) for one in as_tuple(noise))
     classes = {"lstm": zo.LSTM, "gru": zo.GRU}
@@ -55,7 +62,9 @@ def make(kind: str, noise: Any = None, mode: str = "train", backend: Any = None,
     sizes = (options.pop("input_size", I), options.pop("hidden_size", H))
     device = "cuda" if on_gpu(backend) else "cpu"
     dtype = torch.float32 if on_gpu(backend) else torch.float64
-    layer = classes.get(kind, zo.RNN)(*sizes, noise=noise, backend=backend, dtype=dtype, device=device, **options)
+    layer = classes.get(kind, zo.RNN)(
+        *sizes, noise=noise, backend=backend, dtype=dtype, device=device, **options
+    )
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for name, value in layer.state_dict().items():
@@ -87,14 +96,18 @@ def tensors(layer: Any, arrays: Any) -> Any:
     return values.to(layer.weight_ih_l0.dtype) if values.is_floating_point() else values
 
 
-def call(layer: Any, x: Any, hx: Any, resets: Any = None, seed: int = SEED, **options: Any) -> dict[str, Any]:
+def call(
+    layer: Any, x: Any, hx: Any, resets: Any = None, seed: int = SEED, **options: Any
+) -> dict[str, Any]:
     """What a layer returns, as arrays [T, B, ·]."""
     swap = (lambda v: v.transpose(0, 1)) if layer.batch_first else (lambda v: v)
     if resets is not None:
         options["resets"] = swap(tensors(layer, np.asarray(resets)))
     lstm = layer.mode == "LSTM"
     with torch.no_grad():
-        out = layer(swap(tensors(layer, x)), tensors(layer, hx), seed=seed, return_cells=lstm, **options)
+        out = layer(
+            swap(tensors(layer, x)), tensors(layer, hx), seed=seed, return_cells=lstm, **options
+        )
     h, c = out[1] if lstm else (out[1], None)
     got = {"y": swap(out[0]), "h": h}
     if lstm:
@@ -114,7 +127,8 @@ def check(layer: Any, x: Any, hx: Any, **options: Any) -> None:
         np.testing.assert_allclose(value, getattr(want, name), **tolerance(layer), err_msg=name)
 
 
-# --- what is tested --------------------------------------------------------------------------------
+# --- what is tested
+# --------------------------------------------------------------------------------
 
 
 def of_mask(kind: type, mask: str, **options: Any) -> Any:
@@ -132,7 +146,9 @@ def all_noises(kind: str) -> dict[str, Any]:
         if gated and mask != "shared":
             noises[f"recurrent-dropout-{mask}"] = of_mask(zo.RecurrentDropout, mask, rate=0.4)
         if lstm and mask != "shared":
-            noises[f"hold-{mask}"] = of_mask(zo.RecurrentDropout, mask, rate=0.4, hold_output_gate=True)
+            noises[f"hold-{mask}"] = of_mask(
+                zo.RecurrentDropout, mask, rate=0.4, hold_output_gate=True
+            )
     noises |= {
         "variational-input": zo.VariationalDropout(input=0.4),
         "variational-hidden": zo.VariationalDropout(hidden=0.4),
@@ -150,7 +166,10 @@ def all_noises(kind: str) -> dict[str, Any]:
     if gated:
         noises |= {
             "zoneout+recurrent-dropout": [zo.Zoneout(**state), zo.RecurrentDropout(rate=0.4)],
-            "state-dropout+recurrent-dropout": [zo.StateDropout(hidden=0.3), zo.RecurrentDropout(rate=0.4)],
+            "state-dropout+recurrent-dropout": [
+                zo.StateDropout(hidden=0.3),
+                zo.RecurrentDropout(rate=0.4),
+            ],
         }
     if lstm:
         noises |= {
@@ -187,32 +206,57 @@ def rich(kind: str) -> dict[str, Any]:
     return RICH | ({"proj_size": P} if kind == "lstm" else {})
 
 
-# --- the step functions ----------------------------------------------------------------------------
+# --- the step functions
+# ----------------------------------------------------------------------------
 
 
-def step_noise(kind: str, units: dict[str, int], mode: str, rng: Any) -> tuple[cells.Keep, oracle.Noise]:
-    """A random mask (or a rate in its place) for everything that a step can replace, in both forms."""
+STREAMS = ("cell", "hidden", "zero_cell", "zero_hidden", "update")
+
+
+def step_noise(
+    kind: str, units: dict[str, int], mode: str, rng: Any
+) -> tuple[cells.Keep, oracle.Noise]:
+    """A random mask (or a rate in its place) for everything that a step can replace, in both
+    forms.
+    """
     if mode == "nothing":
         return cells.Keep(), oracle.Noise()
-    streams = [s for s in cells.Keep._fields if kind == "lstm" or "cell" not in s]
+    streams = [s for s in STREAMS if kind == "lstm" or "cell" not in s]
     streams = [s for s in streams if s != "update" or kind in ("lstm", "gru")]
-    keep, noise = {}, oracle.Noise()
+    masks, noise = {}, oracle.Noise()
     for stream in streams:
         shape = (1, B, units[stream])
         d = rng.random(shape) < 0.4 if mode == "mask" else rng.random(shape)
-        keep[stream] = torch.tensor(d[0])
+        masks[stream] = torch.tensor(d[0])
         setattr(noise, stream, d * 1.0)
-    return cells.Keep(**keep), noise
+    states = {"h": "hidden", "c": "cell"}
+    zone, zero = (
+        {
+            state: masks[before + stream]
+            for state, stream in states.items()
+            if before + stream in masks
+        }
+        for before in ("", "zero_")
+    )
+    return cells.Keep(zone, zero, masks.get("update")), noise
 
 
 @pytest.mark.parametrize("mode", ["nothing", "mask", "rate"])
 @pytest.mark.parametrize("hold", [False, True])
 def test_lstm_step(mode, hold):
-    """The LSTM's step function is not the paper's: a gate, a mask or the projection is in the wrong place."""
+    """The LSTM's step function is not the paper's: a gate, a mask or the projection is in the
+    wrong place.
+    """
     rng = np.random.default_rng(1)
-    gates, c, h = rng.standard_normal((B, 4 * H)), rng.standard_normal((B, H)), rng.standard_normal((B, P))
+    gates, c, h = (
+        rng.standard_normal((B, 4 * H)),
+        rng.standard_normal((B, H)),
+        rng.standard_normal((B, P)),
+    )
     w_hr, held, scale = rng.standard_normal((P, H)), rng.random((B, H)), rng.standard_normal(H)
-    units = dict.fromkeys(("cell", "zero_cell", "update"), H) | dict.fromkeys(("hidden", "zero_hidden"), P)
+    units = dict.fromkeys(("cell", "zero_cell", "update"), H) | dict.fromkeys(
+        ("hidden", "zero_hidden"), P
+    )
     keep, noise = step_noise("lstm", units, mode, rng)
     r = rng.standard_normal((B, 4 * H))
     states, gate = cells.step(
@@ -220,7 +264,7 @@ def test_lstm_step(mode, hold):
         torch.tensor(gates - r),
         torch.tensor(r),
         [torch.tensor(h), torch.tensor(c)],
-        keep,
+        keep=keep,
         held=cells.Held(torch.tensor(held)) if hold else None,
         expose=lambda v: v * torch.tensor(scale) + 0.1,
         project=lambda v: v @ torch.tensor(w_hr).T,
@@ -240,10 +284,16 @@ def test_lstm_step(mode, hold):
 def test_gru_step(mode):
     """The GRU's step function is not torch's equations with the masks where FACTS puts them."""
     rng = np.random.default_rng(2)
-    gx, gh, h = rng.standard_normal((B, 3 * H)), rng.standard_normal((B, 3 * H)), rng.standard_normal((B, H))
-    units = dict.fromkeys(cells.Keep._fields, H)
+    gx, gh, h = (
+        rng.standard_normal((B, 3 * H)),
+        rng.standard_normal((B, 3 * H)),
+        rng.standard_normal((B, H)),
+    )
+    units = dict.fromkeys(STREAMS, H)
     keep, noise = step_noise("gru", units, mode, rng)
-    (got,), _ = cells.step(cells.gru, torch.tensor(gx), torch.tensor(gh), [torch.tensor(h)], keep)
+    (got,), _ = cells.step(
+        cells.gru, torch.tensor(gx), torch.tensor(gh), [torch.tensor(h)], keep=keep
+    )
     for b in range(B):
         d = noise.at(0, b)
         want = oracle.zoned(oracle.gru_candidate(gx[b], gh[b], h[b], d), h[b], d.hidden)
@@ -256,18 +306,24 @@ def test_rnn_step(mode, nonlinearity):
     """The plain RNN's step function is not h = f(gates) with the masks after it."""
     rng = np.random.default_rng(3)
     gates, h = rng.standard_normal((B, H)), rng.standard_normal((B, H))
-    units = dict.fromkeys(cells.Keep._fields, H)
+    units = dict.fromkeys(STREAMS, H)
     keep, noise = step_noise("rnn", units, mode, rng)
-    definition, theirs = cells.CELLS[f"rnn_{nonlinearity}"], np.tanh if nonlinearity == "tanh" else oracle.relu
+    definition, theirs = (
+        cells.CELLS[f"rnn_{nonlinearity}"],
+        np.tanh if nonlinearity == "tanh" else oracle.relu,
+    )
     r = rng.standard_normal((B, H))
-    (got,), _ = cells.step(definition, torch.tensor(gates - r), torch.tensor(r), [torch.tensor(h)], keep)
+    (got,), _ = cells.step(
+        definition, torch.tensor(gates - r), torch.tensor(r), [torch.tensor(h)], keep=keep
+    )
     for b in range(B):
         d = noise.at(0, b)
         want = oracle.zoned(oracle.rnn_candidate(gates[b], d, theirs), h[b], d.hidden)
         np.testing.assert_allclose(got[b].numpy(), want, **TOLERANCES[torch.float64])
 
 
-# --- whole layers ----------------------------------------------------------------------------------
+# --- whole layers
+# ----------------------------------------------------------------------------------
 
 
 @every_backend
@@ -295,14 +351,20 @@ def test_rich_layer(kind, noise, mode, backend):
 @pytest.mark.parametrize("norm", ["layer", "batch", "batch-at-eval"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_norm(kind, norm, noise, mode, shape, backend):
-    """A norm takes the wrong moments, normalises the wrong thing, or meets the noise in the wrong order."""
+    """A norm takes the wrong moments, normalises the wrong thing, or meets the noise in the
+    wrong order.
+    """
     norms = {
         "layer": "layer",
         "batch": zo.RecurrentBatchNorm(steps=6, eps=1e-3),
         "batch-at-eval": zo.RecurrentBatchNorm(steps=6, at_eval="batch"),
     }
     state: dict[str, Any] = dict(cell=0.4, hidden=0.3) if kind == "lstm" else dict(hidden=0.4)
-    every: list[Any] = [zo.Zoneout(**state), zo.VariationalDropout(input=0.3, hidden=0.3), zo.WeightDrop(rate=0.2)]
+    every: list[Any] = [
+        zo.Zoneout(**state),
+        zo.VariationalDropout(input=0.3, hidden=0.3),
+        zo.WeightDrop(rate=0.2),
+    ]
     if kind in ("lstm", "gru"):
         every.append(zo.RecurrentDropout(rate=0.3, hold_output_gate=kind == "lstm"))
     noises = {"none": None, "zoneout": zo.Zoneout(**state), "all": every}
@@ -385,7 +447,9 @@ def test_odd_and_even_sizes(hidden_size, backend):
         zo.RecurrentDropout(rate=0.5),
         zo.VariationalDropout(input=0.5, hidden=0.5),
     ]
-    layer = make("lstm", noise, "train", backend, hidden_size=hidden_size, input_size=hidden_size + 2)
+    layer = make(
+        "lstm", noise, "train", backend, hidden_size=hidden_size, input_size=hidden_size + 2
+    )
     check(layer, *inputs(layer))
     check(layer, *inputs(layer, steps=1, batch=1))
 
@@ -394,7 +458,9 @@ def test_odd_and_even_sizes(hidden_size, backend):
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_is_padded(kind, bidirectional, backend):
-    """A packed batch, sorted or not, is not what the equations give in the caller's order of rows."""
+    """A packed batch, sorted or not, is not what the equations give in the caller's order of
+    rows.
+    """
     state: dict[str, Any] = dict(cell=0.4, hidden=0.3) if kind == "lstm" else dict(hidden=0.4)
     layer = make(kind, zo.Zoneout(**state), "train", backend, bidirectional=bidirectional)
     x, hx = inputs(layer)
@@ -444,10 +510,12 @@ def test_cells_step_by_step(kind, backend):
     x, hx = inputs(layer)
     classes = {"lstm": zo.LSTMCell, "gru": zo.GRUCell}
     options = {} if kind in classes else {"nonlinearity": kind.removeprefix("rnn_")}
-    cell = classes.get(kind, zo.RNNCell)(I, H, noise=noise, norm="layer", backend=backend, **options).to(
-        layer.weight_ih_l0
+    cell = classes.get(kind, zo.RNNCell)(
+        I, H, noise=noise, norm="layer", backend=backend, **options
+    ).to(layer.weight_ih_l0)
+    cell.load_state_dict(
+        {name.removesuffix("_l0"): value for name, value in layer.state_dict().items()}
     )
-    cell.load_state_dict({name.removesuffix("_l0"): value for name, value in layer.state_dict().items()})
     want = oracle.expected(layer, x, hx, seed=SEED, examples=3, first_step=2)
     now = tensors(layer, tuple(v[0] for v in hx) if kind == "lstm" else hx[0])
     for t, x_t in enumerate(tensors(layer, x)):
@@ -457,7 +525,8 @@ def test_cells_step_by_step(kind, backend):
         np.testing.assert_allclose(h.cpu().numpy(), want.y[t], **tolerance(layer))
 
 
-# --- any combination -------------------------------------------------------------------------------
+# --- any combination
+# -------------------------------------------------------------------------------
 
 
 @st.composite
@@ -528,21 +597,34 @@ def test_any_combination(backend, combination):
     check(layer, *inputs(layer, steps, batch, given_state), **calls)
 
 
-# --- gradients -------------------------------------------------------------------------------------
+# --- gradients
+# -------------------------------------------------------------------------------------
 
 
-def slopes(layer: Any, x: Any, hx: Any, weights: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """For all that a call depends on: a random direction, and the loss's derivative in it by the oracle."""
+def slopes(
+    layer: Any, x: Any, hx: Any, weights: dict[str, Any], options: dict[str, Any]
+) -> dict[str, Any]:
+    """For all that a call depends on: a random direction, and the loss's derivative in it by the
+    oracle.
+    """
     parameters = [name for name, _ in layer.named_parameters()]
     point = oracle.values(layer) | {"x": x}
     if hx is not None:
         point |= {"h0": hx[0], "c0": hx[1]} if layer.mode == "LSTM" else {"h0": hx}
     rng = np.random.default_rng(8)
     out = {}
-    for name in ["x"] + [n for n in ("h0", "c0") if n in point and n not in parameters] + parameters:
+    for name in (
+        ["x"] + [n for n in ("h0", "c0") if n in point and n not in parameters] + parameters
+    ):
         v = rng.standard_normal(point[name].shape)
         moved = point | {name: point[name] + 1e-30j * v}
-        state = None if hx is None else (moved["h0"], moved["c0"]) if layer.mode == "LSTM" else moved["h0"]
+        state = (
+            None
+            if hx is None
+            else (moved["h0"], moved["c0"])
+            if layer.mode == "LSTM"
+            else moved["h0"]
+        )
         got = oracle.expected(layer, moved["x"], state, arrays=moved, **options)
         loss = sum(np.sum(weight * getattr(got, of)) for of, weight in weights.items())
         out[name] = (v, np.imag(loss) * 1e30)
@@ -591,7 +673,9 @@ def test_gradients(kind, noise, mode, backend):
 
 @every_backend
 @pytest.mark.parametrize("mode", ["train", "expectation"])
-@pytest.mark.parametrize("norm", [None, "layer", zo.RecurrentBatchNorm(6)], ids=["plain", "layer", "batch"])
+@pytest.mark.parametrize(
+    "norm", [None, "layer", zo.RecurrentBatchNorm(6)], ids=["plain", "layer", "batch"]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_rich_layers(kind, norm, mode, backend):
     """A gradient is lost or made up at a layer, a direction, a norm, a short sequence or a cut."""
@@ -604,11 +688,14 @@ def test_gradients_of_rich_layers(kind, norm, mode, backend):
     ]
     layer = make(kind, noise, mode, backend, norm=norm, **rich(kind))
     check_gradients(layer, **RICH_CALL)
-    learned = make(kind, noise, mode, backend, norm=norm, learn_initial_state=True, bidirectional=True)
+    learned = make(
+        kind, noise, mode, backend, norm=norm, learn_initial_state=True, bidirectional=True
+    )
     check_gradients(learned, hx_given=False, **RICH_CALL)
 
 
-# --- the draws -------------------------------------------------------------------------------------
+# --- the draws
+# -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layer, direction", [(0, 0), (0, 1), (3, 1)])
@@ -624,7 +711,17 @@ def test_masks_lie_where_the_design_puts_them(layer, direction):
     seed, ids = 2**40 + 3, [0, 7, 2**32 - 1]
     for stream, noise in noises.items():
         steps = [0] * 4 if isinstance(noise, zo.VariationalDropout) else range(2, 6)
-        got = zo.masks(noise, seed, 4, 3, H, layer=layer, direction=direction, examples=torch.tensor(ids), first_step=2)
+        got = zo.masks(
+            noise,
+            seed,
+            4,
+            3,
+            H,
+            layer=layer,
+            direction=direction,
+            examples=torch.tensor(ids),
+            first_step=2,
+        )
         want = oracle.keeps(seed, stream, 0.5, steps, ids, H, layer, direction)
         np.testing.assert_array_equal(got[stream].numpy(), want, err_msg=stream)
 
@@ -632,12 +729,16 @@ def test_masks_lie_where_the_design_puts_them(layer, direction):
 @pytest.mark.parametrize(
     "mask, stream",
     [(mask, stream) for mask in MASKS for stream in ("cell", "hidden")]
-    + [(mask, "update") for mask in MASKS if mask != "shared"],  # it has nothing to share a mask with
+    + [
+        (mask, "update") for mask in MASKS if mask != "shared"
+    ],  # it has nothing to share a mask with
 )
 def test_masks_see_what_the_design_lets_them_see(mask, stream):
     """A kind of mask depends on a coordinate that it must not see, or not on one that it must."""
     kind, name = (zo.RecurrentDropout, "rate") if stream == "update" else (zo.Zoneout, stream)
-    got = zo.masks(of_mask(kind, mask, **{name: 0.5}), SEED, T, B, H, examples=4, first_step=2)[stream]
+    got = zo.masks(of_mask(kind, mask, **{name: 0.5}), SEED, T, B, H, examples=4, first_step=2)[
+        stream
+    ]
     bits = "cell" if mask == "shared" else stream  # the low ones, for both states
     steps = [0] * T if mask == "sequence" else range(2, 2 + T)
     ids = [0] * B if mask == "static" else range(4, 4 + B)
@@ -648,11 +749,15 @@ def test_masks_see_what_the_design_lets_them_see(mask, stream):
 
 @in_float64
 def test_weight_drop_is_read_back(backend):
-    """Weight drop drops other elements of weight_hh, scales them otherwise, or drops input weights."""
+    """Weight drop drops other elements of weight_hh, scales them otherwise, or drops input
+    weights.
+    """
     rate = 0.25
     layer = make("rnn_relu", zo.WeightDrop(rate=rate), "train", backend, hidden_size=9)
     w_ih, w_hh, bias = read_matrices(layer)
-    dropped = oracle.keeps(SEED, "weight", rate, [0], [0], 81, 0, 0)  # a unit is an element of weight_hh
+    dropped = oracle.keeps(
+        SEED, "weight", rate, [0], [0], 81, 0, 0
+    )  # a unit is an element of weight_hh
     want = layer.weight_hh_l0.detach().cpu().numpy() * (1 - dropped.reshape(9, 9)) / (1 - rate)
     np.testing.assert_allclose(w_hh, want, rtol=0, atol=1e-10)
     np.testing.assert_allclose(w_ih, layer.weight_ih_l0.detach().cpu().numpy(), rtol=0, atol=1e-10)
@@ -661,9 +766,13 @@ def test_weight_drop_is_read_back(backend):
 
 @pytest.mark.parametrize("rate", [0.999, 0.99999])
 def test_scaling_keeps_the_mean_of_what_is_drawn(rate):
-    """Inverted scaling divides by another rate than the one drawn: the mean is 1.007 or 1.53 times too large."""
+    """Inverted scaling divides by another rate than the one drawn: the mean is 1.007 or 1.53
+    times too large.
+    """
     drawn = round(rate * 65536)
-    y = dropout(torch.ones(4, 8, 2**15, dtype=torch.float64), rate, torch.tensor(SEED), 0, torch.arange(8))
+    y = dropout(
+        torch.ones(4, 8, 2**15, dtype=torch.float64), rate, torch.tensor(SEED), 0, torch.arange(8)
+    )
     kept = y[y != 0]
     assert len(kept) > 5 and (kept == 65536 / (65536 - drawn)).all()
     rule = Rule("weight", "scaled zero", "sequence", "expectation")
@@ -673,11 +782,15 @@ def test_scaling_keeps_the_mean_of_what_is_drawn(rate):
 
 @every_backend
 def test_a_scaled_rate_of_one_leaves_nothing(backend):
-    """What is all dropped is divided by zero: NaN, there or in the gradients, where torch's dropout gives zeros."""
+    """What is all dropped is divided by zero: NaN, there or in the gradients, where torch's
+    dropout gives zeros.
+    """
     noise = [zo.VariationalDropout(input=1.0, hidden=[0.0, 1.0]), zo.WeightDrop(rate=1.0)]
     layer = make("lstm", noise, "train", backend, num_layers=2, dropout=1.0)
     bare = make("lstm", None, "train", backend, num_layers=2)
-    x = torch.randn(T, B, I, dtype=layer.bias_ih_l0.dtype, device=layer.bias_ih_l0.device, requires_grad=True)
+    x = torch.randn(
+        T, B, I, dtype=layer.bias_ih_l0.dtype, device=layer.bias_ih_l0.device, requires_grad=True
+    )
     y = layer(x, seed=SEED)[0]
     with torch.no_grad():
         for name, value in bare.named_parameters():
@@ -687,12 +800,16 @@ def test_a_scaled_rate_of_one_leaves_nothing(backend):
     y.square().sum().backward()
     for name, value in (("x", x), *layer.named_parameters()):
         assert value.grad.isfinite().all(), name
-    assert not x.grad.any() and not layer.weight_hh_l0.grad.any() and not layer.weight_ih_l1.grad.any()
+    assert (
+        not x.grad.any() and not layer.weight_hh_l0.grad.any() and not layer.weight_ih_l1.grad.any()
+    )
     assert layer.bias_ih_l1.grad.any()
 
 
 def read_matrices(layer: Any, seed: int | None = SEED) -> tuple[Any, Any, Any]:
-    """What one call uses as weight_ih, weight_hh and the bias: a ReLU that is always on is linear."""
+    """What one call uses as weight_ih, weight_hh and the bias: a ReLU that is always on is
+    linear.
+    """
     with torch.no_grad():
         layer.bias_ih_l0.fill_(1000.0)
         layer.bias_hh_l0.zero_()
@@ -714,7 +831,9 @@ def test_weight_noise_is_read_back(backend):
     on_ih = (w_ih - layer.weight_ih_l0.detach().cpu().numpy()) / std
     on_hh = (w_hh - layer.weight_hh_l0.detach().cpu().numpy()) / std
     np.testing.assert_allclose(bias, 1000, rtol=0, atol=1e-10)
-    np.testing.assert_allclose(on_ih.ravel(), oracle.normal_numbers(SEED, 60 * I, 0, 0, 0), atol=1e-9)
+    np.testing.assert_allclose(
+        on_ih.ravel(), oracle.normal_numbers(SEED, 60 * I, 0, 0, 0), atol=1e-9
+    )
     np.testing.assert_allclose(on_hh.ravel(), oracle.normal_numbers(SEED, 3600, 1, 0, 0), atol=1e-9)
     z = on_hh.ravel()
     assert abs(z.mean()) < 4 / 60
@@ -738,7 +857,9 @@ def test_weight_noise_of_a_seed(backend):
     torch.manual_seed(3)
     np.testing.assert_array_equal(read_matrices(layer, None)[1], fresh[0])
     layer.eval()
-    np.testing.assert_allclose(read_matrices(layer)[1], layer.weight_hh_l0.detach().cpu().numpy(), rtol=0, atol=1e-10)
+    np.testing.assert_allclose(
+        read_matrices(layer)[1], layer.weight_hh_l0.detach().cpu().numpy(), rtol=0, atol=1e-10
+    )
 
 
 @in_float64
@@ -746,7 +867,9 @@ def test_weight_noise_is_one_draw_a_call(backend):
     """Weight noise changes from step to step, or from example to example."""
     layer = make("rnn_relu", zo.WeightNoise(std=0.1), "train", backend)
     w_ih, _, _ = read_matrices(layer)
-    x = np.eye(I).repeat(B, 0).reshape(I, B, I).repeat(3, 0)  # each feature at several steps, in every row
+    x = (
+        np.eye(I).repeat(B, 0).reshape(I, B, I).repeat(3, 0)
+    )  # each feature at several steps, in every row
     with torch.no_grad():
         layer.weight_hh_l0.zero_()
         noisy = layer(tensors(layer, x), None, seed=SEED)[0].cpu().numpy()

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import zoneout as zo
-from zoneout.ops import cpu, passes, pieces
+from zoneout.ops import cpu
+from zoneout.ops.sequence import checkpointing as pieces
+from zoneout.ops.sequence import passes
 
 STEPS, BATCH, INPUT, HIDDEN = 23, 5, 3, 6
 NOISES = {
@@ -32,7 +34,7 @@ def both_ways(monkeypatch: pytest.MonkeyPatch, layer: Any, x: Any, **how: Any) -
             return forward(r)
 
         with monkeypatch.context() as patch:
-            patch.setattr(cpu, "PIECE", piece)
+            patch.setattr(cpu, "GATES_AT_ONCE", piece)
             patch.setattr(pieces, "LEAST", 1)
             patch.setattr(passes, "forward", counted)
             with torch.no_grad():
@@ -63,7 +65,9 @@ def leaves(value: Any) -> list[torch.Tensor]:
 def test_pieces_give_what_the_whole_gives(
     monkeypatch: pytest.MonkeyPatch, dtype: Any, kind: Any, noise: str, options: Any, how: str
 ) -> None:
-    """If a piece began at the wrong step, state or length, its masks or its outputs would be others."""
+    """If a piece began at the wrong step, state or length, its masks or its outputs would be
+    others.
+    """
     layer = kind(INPUT, HIDDEN, noise=NOISES[noise], backend="cpu", **options).to(dtype).train()
     x: Any = torch.randn(STEPS, BATCH, INPUT, dtype=dtype)
     more: dict[str, Any] = {"first_step": 3}
@@ -78,27 +82,37 @@ def test_pieces_give_what_the_whole_gives(
     (whole, ones), (parts, many) = both_ways(monkeypatch, layer, x, **more)
     passes_of_the_whole = layer.num_layers * (2 if layer.bidirectional else 1)
     in_pieces = passes_of_the_whole // (2 if layer.bidirectional and how == "resets" else 1)
-    assert ones == passes_of_the_whole and many == ones + 5 * in_pieces, "six pieces of at most four steps"
+    assert ones == passes_of_the_whole and many == ones + 5 * in_pieces, (
+        "six pieces of at most four steps"
+    )
     for one, other in zip(leaves(whole), leaves(parts), strict=True):
         assert one.shape == other.shape and one.dtype == other.dtype
-        torch.testing.assert_close(other, one, rtol=1e-2 if dtype == torch.bfloat16 else 1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            other, one, rtol=1e-2 if dtype == torch.bfloat16 else 1e-12, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("what", ["batch norm", "packed", "held gate", "derivatives"])
 def test_what_cannot_come_apart_runs_whole(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """A pass is cut where a step needs more of the one before than its state."""
     norm = zo.RecurrentBatchNorm(STEPS) if what == "batch norm" else None
-    noise = zo.RecurrentDropout(rate=0.4, hold_output_gate=True) if what == "held gate" else NOISES["zoneout"]
+    noise = (
+        zo.RecurrentDropout(rate=0.4, hold_output_gate=True)
+        if what == "held gate"
+        else NOISES["zoneout"]
+    )
     layer = zo.LSTM(INPUT, HIDDEN, noise=noise, norm=norm, backend="cpu")
     x: Any = torch.randn(STEPS, BATCH, INPUT)
     if what == "packed":
         x = torch.nn.utils.rnn.pack_padded_sequence(x, torch.tensor([23, 17, 9, 4, 1]))
     if what == "derivatives":
-        monkeypatch.setattr(cpu, "PIECE", 1)
+        monkeypatch.setattr(cpu, "GATES_AT_ONCE", 1)
         y, _ = layer(x, seed=7)
         y.sum().backward()
         assert layer.weight_hh_l0.grad.abs().sum() > 0
         return
     (whole, ones), (parts, many) = both_ways(monkeypatch, layer, x)
     assert ones == many == 1
-    assert all(torch.equal(one, other) for one, other in zip(leaves(whole), leaves(parts), strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(leaves(whole), leaves(parts), strict=True)
+    )

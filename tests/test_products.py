@@ -12,12 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from zoneout.ops import products
-from zoneout.ops.cuda import blas
-from zoneout.ops.products import linear, padded_linear, times_and_sum
+from zoneout.ops.cuda.runtime import blas
+from zoneout.ops.sequence import products
+from zoneout.ops.sequence.products import linear, padded_linear, times_and_sum
 
 
-def with_gradients(function: Any, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+def with_gradients(
+    function: Any, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor
+) -> list[torch.Tensor]:
     y = function(x, w, b)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
     return [y, *torch.autograd.grad(y, (x, w, b), dy)]
@@ -52,14 +54,22 @@ def test_sums_beside_a_product(columns: int, with_sum: bool, emulated: None) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_whose_precision_a_product_has(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A product of float32 on a GPU follows torch's setting for others, or is not written or added where it should."""
+    """A product of float32 on a GPU follows torch's setting for others, or is not written or
+    added where it should.
+    """
     asked: list[Any] = []
-    monkeypatch.setattr(blas, "times", lambda a, b, out, add=False: asked.append((out, add)) or out)
+    monkeypatch.setattr(
+        products._own, "gpu_product", lambda a, b, out, add=False: asked.append((out, add)) or out
+    )
     monkeypatch.setattr(torch, "mm", lambda a, b, out=None: "torch's")
     new, kept = object(), SimpleNamespace(addmm_=lambda a, b: "torch's")
     a: Any = SimpleNamespace(is_cuda=True, dtype=dtype, shape=(2, 3), new_empty=lambda *shape: new)
     b: Any = SimpleNamespace(shape=(3, 4))
-    got = [products.product(a, b), products.product(a, b, kept), products.product(a, b, kept, add=True)]  # type: ignore[arg-type]
+    got = [
+        products.product(a, b),
+        products.product(a, b, kept),
+        products.product(a, b, kept, add=True),
+    ]  # type: ignore[arg-type]
     if dtype == torch.float32:
         assert got == [new, kept, kept] and asked == [(new, False), (kept, False), (kept, True)]
     else:
@@ -67,7 +77,9 @@ def test_whose_precision_a_product_has(dtype: torch.dtype, monkeypatch: pytest.M
 
 
 def by_columns(at: int, pitch: int, columns: int) -> Any:
-    """Numbers in memory, as a library that counts columns first sees them: [rows, columns], with rows to spare."""
+    """Numbers in memory, as a library that counts columns first sees them: [rows, columns], with
+    rows to spare.
+    """
     numbers = (ctypes.c_float * (pitch * columns)).from_address(at)
     return np.frombuffer(numbers, np.float32).reshape(columns, pitch).T
 
@@ -84,31 +96,39 @@ LIE = {
 
 @pytest.mark.parametrize("exact", [False, True], ids=["tf32", "ieee"])
 @pytest.mark.parametrize(
-    "sizes", [(3, 4, 5), (1, 4, 5), (3, 1, 5), (3, 4, 1), (1, 1, 1), (0, 2, 3), (3, 0, 2), (3, 2, 0)]
+    "sizes",
+    [(3, 4, 5), (1, 4, 5), (3, 1, 5), (3, 4, 1), (1, 1, 1), (0, 2, 3), (3, 0, 2), (3, 2, 0)],
 )
 def test_products_of_float32_on_a_gpu(
     sizes: tuple[int, int, int], exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A matrix is taken for its transpose, a row for one that is longer, or the precision is another's."""
+    """A matrix is taken for its transpose, a row for one that is longer, or the precision is
+    another's.
+    """
     rows, depth, columns = sizes
     modes: list[int] = []
 
     def gemm(
-        handle: int, turn_a: int, turn_b: int, m: int, n: int, k: int, alpha: Any, a: int, kind: int, lda: int, b: int,
-        kind_b: int, ldb: int, beta: Any, c: int, kind_c: int, ldc: int, compute: int, algorithm: int,
+        handle: int, turn_a: int, turn_b: int, m: int, n: int, k: int, alpha: Any, a: int,
+        kind: int, lda: int, b: int, kind_b: int, ldb: int, beta: Any, c: int, kind_c: int,
+        ldc: int, compute: int, algorithm: int,
     ) -> int:  # fmt: skip
         assert (kind, kind_b, kind_c, algorithm, compute) == (0, 0, 0, -1, 68 if exact else 77)
         assert lda >= (k if turn_a else m) and ldb >= (n if turn_b else k) and ldc >= m > 0 < n
         first = by_columns(a, lda, m).T[:m, :k] if turn_a else by_columns(a, lda, k)[:m]
         second = by_columns(b, ldb, k).T[:k, :n] if turn_b else by_columns(b, ldb, n)[:k]
         out = by_columns(c, ldc, n)[:m]
-        out[:] = alpha.contents.value * first @ second + (beta.contents.value * out if beta.contents.value else 0)
+        out[:] = alpha.contents.value * first @ second + (
+            beta.contents.value * out if beta.contents.value else 0
+        )
         return 0
 
     monkeypatch.setattr(blas, "_gemm", lambda: gemm)
     monkeypatch.setattr(blas, "tf32", lambda: not exact)
     monkeypatch.setattr(
-        blas, "library", lambda: SimpleNamespace(cublasSetMathMode=lambda handle, mode: modes.append(mode) or 0)
+        blas,
+        "library",
+        lambda: SimpleNamespace(cublasSetMathMode=lambda handle, mode: modes.append(mode) or 0),
     )
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: 2**40)
@@ -129,7 +149,9 @@ def test_products_of_float32_on_a_gpu(
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [(350, 1500, 1000), (4000, 500, 27)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_softmax_of_large_models_on_a_gpu(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_the_softmax_of_large_models_on_a_gpu(
+    sizes: tuple[int, int, int], dtype: torch.dtype
+) -> None:
     given = factors(*sizes, device="cuda", dtype=dtype)
     exact = with_gradients(F.linear, *(v.detach().double().requires_grad_() for v in given))
     for ours, theirs in zip(with_gradients(linear, *given), exact, strict=True):

@@ -1,4 +1,6 @@
-"""With `recompute=True` a way back runs the steps again, piece by piece, and finds what it finds otherwise."""
+"""With `recompute=True` a way back runs the steps again, piece by piece, and finds what it finds
+otherwise.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ import torch
 from test_backends import INPUT, LAYERS, NOISES, STATES, everything
 
 import zoneout as zo
-from zoneout.ops import passes, pieces
+from zoneout.ops.sequence import checkpointing as pieces
+from zoneout.ops.sequence import passes
 
 STEPS, BATCH, HIDDEN = 23, 5, 6
 
@@ -17,7 +20,9 @@ STEPS, BATCH, HIDDEN = 23, 5, 6
 def two(name: str, dtype: torch.dtype, noise: Any, **options: Any) -> tuple[Any, Any]:
     """A layer that keeps, and the same one that runs again."""
     options = {"noise": noise, "dtype": dtype, **options}
-    keeps, again = (LAYERS[name](INPUT, HIDDEN, recompute=recompute, **options) for recompute in (False, True))
+    keeps, again = (
+        LAYERS[name](INPUT, HIDDEN, recompute=recompute, **options) for recompute in (False, True)
+    )
     again.load_state_dict(keeps.state_dict())
     return keeps, again
 
@@ -34,12 +39,19 @@ HOW: dict[str, dict[str, Any]] = {
     "plain": {},
     "lengths": {"lengths": [STEPS, 4, 0, 17, 9]},
     "packed": {"packed": [STEPS, 4, 1, 17, 9]},
-    "resets": {"resets": torch.rand(STEPS, BATCH, generator=torch.Generator().manual_seed(3)) < 0.3},
+    "resets": {
+        "resets": torch.rand(STEPS, BATCH, generator=torch.Generator().manual_seed(3)) < 0.3
+    },
     "places": {"examples": [4, 9, 1, 0, 7], "first_step": 11},
 }
 WITH: dict[str, dict[str, Any]] = {
     "one layer": {},
-    "layers and directions": {"num_layers": 2, "bidirectional": True, "dropout": 0.3, "learn_initial_state": True},
+    "layers and directions": {
+        "num_layers": 2,
+        "bidirectional": True,
+        "dropout": 0.3,
+        "learn_initial_state": True,
+    },
     "layer norm": {"norm": "layer"},
     "batch norm": {"norm": zo.RecurrentBatchNorm(STEPS)},
 }
@@ -49,7 +61,11 @@ WITH: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", WITH)
 @pytest.mark.parametrize(
     ("name", "noise"),
-    [("lstm", "zoneout-unit"), ("lstm", "held-gate"), *((name, "together") for name in ("lstm", "gru", "rnn"))],
+    [
+        ("lstm", "zoneout-unit"),
+        ("lstm", "held-gate"),
+        *((name, "together") for name in ("lstm", "gru", "rnn")),
+    ],
 )
 def test_finds_the_same(name: str, noise: str, options: str, how: str) -> None:
     """A piece begins at the wrong step, state or length, or a derivative misses a piece."""
@@ -59,15 +75,23 @@ def test_finds_the_same(name: str, noise: str, options: str, how: str) -> None:
     want, got = (everything(layer, x, hx, HOW[how]) for layer in (keeps, again))
     assert want.keys() == got.keys()
     for key, value in want.items():
-        torch.testing.assert_close(got[key], value, rtol=1e-9, atol=1e-11, msg=lambda m, key=key: f"{key}: {m}")
+        torch.testing.assert_close(
+            got[key], value, rtol=1e-9, atol=1e-11, msg=lambda m, key=key: f"{key}: {m}"
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("one_hot", [False, True])
 def test_other_types(dtype: torch.dtype, one_hot: bool) -> None:
-    """In half types, with a projection or of one-hot rows a derivative is rounded more than it has to be, or lost."""
+    """In half types, with a projection or of one-hot rows a derivative is rounded more than it
+    has to be, or lost.
+    """
     keeps, again = two("lstm", dtype, zo.Zoneout(cell=0.5, hidden=0.2), proj_size=4)
-    x: Any = torch.randint(INPUT, (STEPS, BATCH)) if one_hot else torch.randn(STEPS, BATCH, INPUT).to(dtype)
+    x: Any = (
+        torch.randint(INPUT, (STEPS, BATCH))
+        if one_hot
+        else torch.randn(STEPS, BATCH, INPUT).to(dtype)
+    )
     x = x if one_hot else x.requires_grad_()
     grads = []
     for layer in (keeps, again):
@@ -88,12 +112,18 @@ def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     x, hx = torch.randn(STEPS, BATCH, INPUT).to(dtype), states(keeps)
     want, got = (everything(layer, x, hx, {}) for layer in (keeps, again))
     for key, value in want.items():
-        assert (got[key] - value).norm() <= (1e-5 if dtype == torch.float32 else 1e-2) * value.norm(), key
-    assert torch.equal(got["y"], want["y"]) or name == "gru"  # whose h is a mixture of the one before, which is rounded
+        assert (got[key] - value).norm() <= (
+            1e-5 if dtype == torch.float32 else 1e-2
+        ) * value.norm(), key
+    assert (
+        torch.equal(got["y"], want["y"]) or name == "gru"
+    )  # whose h is a mixture of the one before, which is rounded
 
 
 def kept_numbers(layer: Any, x: Any) -> int:
-    """How many numbers of four bytes a call keeps for its way back, beside its parameters and its input."""
+    """How many numbers of four bytes a call keeps for its way back, beside its parameters and
+    its input.
+    """
     found: dict[int, int] = {}
     own = {v.untyped_storage().data_ptr() for v in (x, *layer.parameters())}
 
@@ -161,7 +191,9 @@ def test_few_rows_of_large_weights_stay_together(monkeypatch: pytest.MonkeyPatch
     ids=["plain", "half type", "batch norm"],
 )
 def test_compiled(name: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """A compiled model keeps what its steps found after all, or takes the derivatives of another pass."""
+    """A compiled model keeps what its steps found after all, or takes the derivatives of another
+    pass.
+    """
     torch._dynamo.reset()
     keeps, again = two(name, dtype, NOISES["zoneout-unit"](STATES[name]), **options)
     compiled = torch.compile(again, fullgraph=True, backend="aot_eager")
@@ -171,12 +203,16 @@ def test_compiled(name: str, dtype: torch.dtype, options: dict[str, Any]) -> Non
         want, got = (everything(layer, x, hx, call) for layer in (keeps, compiled))
         got = {key.replace("_orig_mod.", ""): value for key, value in got.items()}
         for key, value in want.items():
-            assert (got[key] - value).norm() <= (1e-5 if dtype == torch.float32 else 1e-2) * value.norm(), key
+            assert (got[key] - value).norm() <= (
+                1e-5 if dtype == torch.float32 else 1e-2
+            ) * value.norm(), key
     x = torch.randn(60, BATCH, INPUT, dtype=dtype, requires_grad=True)
     between = (
         60 * BATCH * HIDDEN * (options.get("num_layers", 1) - 1)
     )  # the outputs of a layer are the next one's input
-    assert kept_numbers(compiled, x) <= between + 4 * BATCH * HIDDEN + 100 < kept_numbers(keeps, x) / 3
+    assert (
+        kept_numbers(compiled, x) <= between + 4 * BATCH * HIDDEN + 100 < kept_numbers(keeps, x) / 3
+    )
 
 
 def test_transformed() -> None:

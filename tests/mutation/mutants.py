@@ -1,9 +1,12 @@
-"""Which mutants there are: small changes of the source that the tests should notice, drawn by a fixed seed.
+"""Which mutants there are: small changes of the source that the tests should notice, drawn by a
+fixed seed.
 
-Nothing is mutated that a test cannot be asked to notice: texts for people (docstrings, errors, warnings, `repr`), type
-annotations, decorators, assertions; in C and CUDA array sizes, assembly, the step of a `for` (which would not end), and
-what changes speed or timing alone (barriers, prefetching, hints to the compiler, the number of a tile or chunk size).
-Files that only drive a real GPU (compiler, blas, lanes) have no place here: the emulator stands in for them.
+Nothing is mutated that a test cannot be asked to notice: texts for people (docstrings, errors,
+    warnings, `repr`), type
+annotations, decorators, assertions; in C and CUDA array sizes, assembly, the step of a `for` (which
+would not end), and what changes speed or timing alone (barriers, prefetching, hints to the
+compiler, the number of a tile or chunk size). Files that only drive a real GPU (compiler, blas,
+lanes) have no place here: the emulator stands in for them.
 """
 
 from __future__ import annotations
@@ -25,27 +28,87 @@ AREAS: dict[str, tuple[int, tuple[str, ...]]] = {  # how many mutants, of which 
     "noise": (35, ("noise.py",)),
     "norm": (25, ("norm.py",)),
     "layers": (65, ("layers.py", "recurrent.py", "step_cells.py")),
-    "ops": (75, ("ops/*.py",)),
-    "native, C": (75, ("ops/native/loop.c", "ops/native/body.h", "ops/native/functions.h")),
-    "native, Python": (5, ("ops/native/*.py",)),
-    "cuda, kernels": (85, ("ops/cuda/*.cu", "ops/cuda/*.cuh")),
-    "cuda, Python": (35, ("ops/cuda/*.py",)),
+    "definition": (30, ("definition/*.py",)),
+    "ops": (75, ("ops/*.py", "ops/autograd/*.py", "ops/sequence/*.py", "ops/cpu/*.py")),
+    "native, C": (75, ("ops/cpu/loop.c", "ops/cpu/body.h", "ops/cpu/functions.h")),
+    "cuda, kernels": (85, ("ops/cuda/*/*.cu", "ops/cuda/*/*.cuh")),
+    "cuda, Python": (35, ("ops/cuda/*.py", "ops/cuda/*/*.py")),
     "paper/train": (20, ("paper/train.py",)),
     "paper/evaluate": (15, ("paper/evaluate.py",)),
     "paper/optimizers": (15, ("paper/optimizers.py",)),
     "paper/batches": (15, ("paper/batches.py",)),
 }
-LEFT_OUT = {"ops/cuda/compiler.py", "ops/cuda/blas.py", "ops/cuda/lanes.py"}
+LEFT_OUT = {f"ops/cuda/runtime/{name}.py" for name in ("compiler", "blas", "side_streams")}
 
 COMPARED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="}
-PYTHON = COMPARED | {"is": "is not", "is not": "is", "in": "not in", "not in": "in", "and": "or", "or": "and"}
-PYTHON |= {"+": "-", "-": "+", "*": "/", "/": "*", "//": "/", "%": "*", "**": "*", "<<": ">>", ">>": "<<"}
-PYTHON |= {"&": "|", "|": "&", "^": "&", "+=": "-=", "-=": "+=", "*=": "/=", "/=": "*=", "//=": "*=", "|=": "&="}
-C = COMPARED | {"+": "-", "-": "+", "*": "/", "/": "*", "%": "/", "&&": "||", "||": "&&", "<<": ">>", ">>": "<<"}
-C |= {"&": "|", "|": "&", "^": "|", "+=": "=", "-=": "+=", "*=": "=", "/=": "*=", "|=": "=", "&=": "="}
+PYTHON = COMPARED | {
+    "is": "is not",
+    "is not": "is",
+    "in": "not in",
+    "not in": "in",
+    "and": "or",
+    "or": "and",
+}
+PYTHON |= {
+    "+": "-",
+    "-": "+",
+    "*": "/",
+    "/": "*",
+    "//": "/",
+    "%": "*",
+    "**": "*",
+    "<<": ">>",
+    ">>": "<<",
+}
+PYTHON |= {
+    "&": "|",
+    "|": "&",
+    "^": "&",
+    "+=": "-=",
+    "-=": "+=",
+    "*=": "/=",
+    "/=": "*=",
+    "//=": "*=",
+    "|=": "&=",
+}
+C = COMPARED | {
+    "+": "-",
+    "-": "+",
+    "*": "/",
+    "/": "*",
+    "%": "/",
+    "&&": "||",
+    "||": "&&",
+    "<<": ">>",
+    ">>": "<<",
+}
+C |= {
+    "&": "|",
+    "|": "&",
+    "^": "|",
+    "+=": "=",
+    "-=": "+=",
+    "*=": "=",
+    "/=": "*=",
+    "|=": "=",
+    "&=": "=",
+}
 
-SAID = {"__repr__", "__str__", "extra_repr", "warn", "cast", "TypeVar", "overload", "Protocol", "_say_once"}
-SYNCHRONISED = "barrier|__sync\\w+|meet|await\\w*|expect|between_proxies|commit\\w*|leave|release|fence\\w*|pass"
+SAID = {
+    "__repr__",
+    "__str__",
+    "extra_repr",
+    "warn",
+    "cast",
+    "TypeVar",
+    "overload",
+    "Protocol",
+    "_say_once",
+}
+SYNCHRONISED = (
+    "barrier|__sync\\w+|meet|await\\w*|expect|between_proxies|commit\\w*|leave|release|"
+    "fence\\w*|pass"
+)
 HINTS = "simplify|brings?|draw_ahead|take_registers|give_registers|rows_apart|begin_words"
 
 
@@ -67,7 +130,10 @@ class Mutant:
     @property
     def id(self) -> str:
         """The same for the same change of the same file."""
-        return f"{self.path}:{self.line} {self.operator} [{self.start}:{self.end}] {self.new} {self.digest}"
+        return (
+            f"{self.path}:{self.line} {self.operator} [{self.start}:{self.end}] {self.new} "
+            f"{self.digest}"
+        )
 
     def apply(self, text: str) -> str:
         """The file with the change."""
@@ -81,7 +147,9 @@ def files_of(root: Path, area: str) -> list[Path]:
 
 
 def sampled(root: Path) -> list[tuple[int, list[Mutant]]]:
-    """For each file how many mutants are wanted, and all there are in the order in which they are taken."""
+    """For each file how many mutants are wanted, and all there are in the order in which they
+    are taken.
+    """
     chosen = []
     for area, (wanted, _) in AREAS.items():
         of_files = [shuffled(area, path, root) for path in files_of(root, area)]
@@ -105,7 +173,18 @@ def shuffled(area: str, path: Path, root: Path) -> list[Mutant]:
         if start in places:
             continue
         line = text.count("\n", 0, start) + 1
-        mutant = Mutant(area, name, start, end, new, operator, line, text[start:end], reach or (line, line), digest)
+        mutant = Mutant(
+            area,
+            name,
+            start,
+            end,
+            new,
+            operator,
+            line,
+            text[start:end],
+            reach or (line, line),
+            digest,
+        )
         places.add(start)
         out.append(mutant)
     return out
@@ -150,13 +229,17 @@ class Changes(ast.NodeVisitor):
     def span(self, node: ast.AST) -> tuple[int, int]:
         """Where a node's text is."""
         places = ((node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset))  # type: ignore[attr-defined]
-        first, last = (self.begins[n - 1] + len(self.lines[n - 1].encode()[:c].decode()) for n, c in places)
+        first, last = (
+            self.begins[n - 1] + len(self.lines[n - 1].encode()[:c].decode()) for n, c in places
+        )
         return first, last
 
     def change(self, node: ast.AST, new: str, operator: str) -> None:
         """`new`, where {} is the node's own text, in its place."""
         start, end = self.span(node)
-        self.found.append((start, end, new.replace("{}", self.text[start:end]), operator, self.reach))
+        self.found.append(
+            (start, end, new.replace("{}", self.text[start:end]), operator, self.reach)
+        )
 
     def swap(self, left: ast.AST, right: ast.AST, operator: str) -> None:
         """The operator between two nodes becomes another one."""
@@ -200,7 +283,9 @@ class Changes(ast.NodeVisitor):
 
     def visit_Assign(self, node: ast.Assign) -> None:
         target = node.targets[0]
-        if isinstance(target, ast.Name) and (target.id == "__all__" or re.fullmatch(r"_?[A-Z]\w*[a-z]\w*", target.id)):
+        if isinstance(target, ast.Name) and (
+            target.id == "__all__" or re.fullmatch(r"_?[A-Z]\w*[a-z]\w*", target.id)
+        ):
             return  # a type's other name
         if isinstance(target, ast.Attribute | ast.Subscript):
             self.change(node, "pass", "statement removed")
@@ -243,7 +328,9 @@ class Changes(ast.NodeVisitor):
 
     def condition(self, test: ast.expr) -> None:
         """Negate it, unless another operator does."""
-        alone = isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq | ast.NotEq | ast.Is | ast.IsNot)
+        alone = isinstance(test, ast.Compare) and isinstance(
+            test.ops[0], ast.Eq | ast.NotEq | ast.Is | ast.IsNot
+        )
         if not alone and not isinstance(test, ast.UnaryOp):
             self.change(test, "not ({})", "condition negated")
 
@@ -273,11 +360,17 @@ class Changes(ast.NodeVisitor):
             return
         if len(node.args) >= 2 and not any(isinstance(one, ast.Starred) for one in node.args[:2]):
             (a, b), (c, d) = map(self.span, node.args[:2])
-            if named(node.func) not in ("isinstance", "issubclass") and self.text[a:b] != self.text[c:d]:
+            if (
+                named(node.func) not in ("isinstance", "issubclass")
+                and self.text[a:b] != self.text[c:d]
+            ):
                 swapped = self.text[c:d] + self.text[b:c] + self.text[a:b]
                 self.found.append((a, d, swapped, "arguments swapped", self.reach))
         self.visit(node.func)
-        for one in (*node.args, *(keyword.value for keyword in node.keywords if keyword.arg != "strict")):
+        for one in (
+            *node.args,
+            *(keyword.value for keyword in node.keywords if keyword.arg != "strict"),
+        ):
             self.visit(one)
 
     def visit_Slice(self, node: ast.Slice) -> None:
@@ -303,7 +396,9 @@ def named(node: ast.AST) -> str:
 
 
 def is_text(node: ast.AST) -> bool:
-    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return isinstance(node, ast.JoinedStr) or (
+        isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
 
 
 # --- C and CUDA ----------------------------------------------------------------------------------
@@ -312,10 +407,14 @@ def is_text(node: ast.AST) -> bool:
 def of_c(text: str) -> Iterator[Change]:
     """All changes of a C or CUDA file, whose binary operators stand between spaces."""
     code = blanked(text)
-    for found in re.finditer(r"(?<= )(?:[-+*/|&]=|[<>=!]=|&&|\|\||<<|>>|[-<>+*/%&|^])(?=[ \n\\])", code):
+    for found in re.finditer(
+        r"(?<= )(?:[-+*/|&]=|[<>=!]=|&&|\|\||<<|>>|[-<>+*/%&|^])(?=[ \n\\])", code
+    ):
         if found[0] in C:
             yield (*found.span(), C[found[0]], "operator", None)
-    for found in re.finditer(r"(?<![\w.])(?:0x[0-9A-Fa-f]+|\d+(?:\.\d+)?(?:e[+-]?\d+)?)[uUlLfF]*(?![\w.])", code):
+    for found in re.finditer(
+        r"(?<![\w.])(?:0x[0-9A-Fa-f]+|\d+(?:\.\d+)?(?:e[+-]?\d+)?)[uUlLfF]*(?![\w.])", code
+    ):
         yield (*found.span(), f"({found[0]} + 1)", "constant", None)
         if found[0] != "0":
             yield (*found.span(), f"({found[0]} - 1)", "constant", None)
@@ -329,7 +428,9 @@ def of_c(text: str) -> Iterator[Change]:
         if code[found.end() : end].strip():
             yield found.end(), end, f"({text[found.end() : end]}) + 1", "index", None
     place = r"\*?[A-Za-z_][\w.]*(?:->\w+|\.\w+|\[[^\]\n]*\])*"
-    for found in re.finditer(rf"^[ \t]*({place} [-+*/|&^]?= [^;{{}}\n]*|(\w+)\([^;{{}}\n]*\));[ \\]*$", code, re.M):
+    for found in re.finditer(
+        rf"^[ \t]*({place} [-+*/|&^]?= [^;{{}}\n]*|(\w+)\([^;{{}}\n]*\));[ \\]*$", code, re.M
+    ):
         if not re.fullmatch(f"{SYNCHRONISED}|{HINTS}|return", found[2] or ""):
             yield (*found.span(1), "", "statement removed", None)
 
@@ -341,7 +442,10 @@ def blanked(text: str) -> str:
     text = re.sub(r"^[ \t]*#(?![ \t]*define)(?:[^\n]*\\\n)*[^\n]*", spaces, text, flags=re.M)
     text = re.sub(r"^[ \t]*#[ \t]*define \w+ \(*\d+\)*[ \t]*$", spaces, text, flags=re.M)
     text = re.sub(r"^[ \t]*#[ \t]*define \w+(?:\([^)]*\))?", spaces, text, flags=re.M)
-    text = without(text, r"\b(?:asm(?: volatile)?|__attribute__|__launch_bounds__|__align__|static_assert)\s*\(")
+    text = without(
+        text,
+        r"\b(?:asm(?: volatile)?|__attribute__|__launch_bounds__|__align__|static_assert)\s*\(",
+    )
     text = without(text, rf"\b(?:{HINTS})\([^;{{}}]*\) \{{")
     for found in reversed(list(re.finditer(r"\bfor \(", text))):
         end = closing(text, found.end() - 1)
@@ -357,7 +461,9 @@ def spaces(found: re.Match[str] | str) -> str:
 
 
 def without(text: str, pattern: str) -> str:
-    """The text with spaces for what begins as a pattern says and ends where its last bracket is closed."""
+    """The text with spaces for what begins as a pattern says and ends where its last bracket is
+    closed.
+    """
     for found in re.finditer(pattern, text):
         end = closing(text, found.end() - 1)
         text = text[: found.start()] + spaces(text[found.start() : end]) + text[end:]

@@ -1,12 +1,14 @@
 """Mutation testing: `make mutants`, or python tests/mutation/run.py --jobs 16.
 
-Change one small thing of the source (`mutants.py` says what), run the tests that reach it, quickest first, and see
-whether one fails. First each test is run once on the source as it is, to learn which lines it runs and how long it
-takes; tests that fail or are skipped there are not used. Both steps go on where an earlier call stopped, as long as
-the files are the same; all is in build/mutants. A mutant that runs into a timeout counts as not noticed. One that does
-not compile, or compiles to the same code, is replaced by the next one.
+Change one small thing of the source (`mutants.py` says what), run the tests that reach it, quickest
+first, and see whether one fails. First each test is run once on the source as it is, to learn which
+lines it runs and how long it takes; tests that fail or are skipped there are not used. Both steps
+go on where an earlier call stopped, as long as the files are the same; all is in build/mutants. A
+mutant that runs into a timeout counts as not noticed. One that does not compile, or compiles to the
+same code, is replaced by the next one.
 
-Every trial is a fork of this process, which has imported torch and pytest but not the package, in a copy of the tree.
+Every trial is a fork of this process, which has imported torch and pytest but not the package, in a
+copy of the tree.
 """
 
 from __future__ import annotations
@@ -46,15 +48,22 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "mutants"
 NOT_COPIED = ("build", "dist", "runs", "shared", ".*", "__pycache__", "*.egg-info")
 NO_COMPILE, SAME = 90, 91  # exit statuses of a fork
-NATIVE = ("src/zoneout/ops/cpu.py", "src/zoneout/ops/masks.py")  # what calls the C library
-Outcome = tuple[str, str]  # "passed", "failed", "timeout", "broken", "same" or "invalid", and the test
+NATIVE = (
+    "src/zoneout/ops/cpu/__init__.py",
+    "src/zoneout/ops/cpu/masks.py",
+)  # what calls the C library
+Outcome = tuple[
+    str, str
+]  # "passed", "failed", "timeout", "broken", "same" or "invalid", and the test
 
 
 # --- in a fork -----------------------------------------------------------------------------------
 
 
 class Report:
-    """Tells the parent process, line by line, which test runs, which one fails and, if asked to, what each one runs."""
+    """Tells the parent process, line by line, which test runs, which one fails and, if asked to,
+    what each one runs.
+    """
 
     def __init__(self, out: int, ids: list[str], traced: bool) -> None:
         self.out, self.ids, self.traced = out, ids, traced
@@ -140,14 +149,27 @@ def in_fork(folder: Path, out: int, ids: list[str], traced: bool, mutant: Mutant
     said = os.open("../said.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(said, 1), os.dup2(said, 2)
     sys.path[:1] = [str(folder / "src")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (sys.path[0], os.environ.get("PYTHONPATH"))))
-    os.environ |= {"ZONEOUT_CACHE": str(BUILD / "cache"), "ZONEOUT_EMULATED": str(BUILD / "emulated")}
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (sys.path[0], os.environ.get("PYTHONPATH")))
+    )
+    os.environ |= {
+        "ZONEOUT_CACHE": str(BUILD / "cache"),
+        "ZONEOUT_EMULATED": str(BUILD / "emulated"),
+    }
     if mutant is not None and mutant.path.endswith((".c", ".h")):
         compiled = object_of(folder)
         if compiled is None or compiled == (BUILD / "loop.o").read_bytes():
             return NO_COMPILE if compiled is None else SAME
     files = list(dict.fromkeys(one.split("::")[0] for one in ids)) or ["tests", "src/zoneout"]
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--basetemp", str(folder.parent / "tmp")]
+    options = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "--basetemp",
+        str(folder.parent / "tmp"),
+    ]
     options += ["-W", "ignore:Module already imported"] + (["-x"] if mutant else [])
     options += [] if ids else ["--collect-only", "--continue-on-collection-errors"]
     return int(pytest.main([*options, *files], plugins=[Report(out, ids, traced)]))
@@ -157,7 +179,9 @@ def object_of(folder: Path) -> bytes | None:
     """The C loop, compiled."""
     out = folder.parent / "loop.o"
     options = ["-std=gnu11", "-O1", "-march=native", "-fopenmp", "-w", "-c", "-o", str(out)]
-    made = subprocess.run([os.environ.get("CC", "cc"), *options, "loop.c"], cwd=folder / "src/zoneout/ops/native")
+    made = subprocess.run(
+        [os.environ.get("CC", "cc"), *options, "loop.c"], cwd=folder / "src/zoneout/ops/cpu"
+    )
     return None if made.returncode else out.read_bytes()
 
 
@@ -174,7 +198,9 @@ class Slot:
         self.task: Generator[Any, list[dict[str, Any]], None] | None = None
         self.stamp = 10**9
 
-    def start(self, ids: list[str], traced: bool, mutant: Mutant | None, limit_of: Callable[[str], float]) -> None:
+    def start(
+        self, ids: list[str], traced: bool, mutant: Mutant | None, limit_of: Callable[[str], float]
+    ) -> None:
         self.limit_of, self.mutant, self.said, self.rest = limit_of, mutant, [], b""
         self.until, self.test, self.late = time.monotonic() + 120, "", False
         if mutant is not None:
@@ -182,14 +208,18 @@ class Slot:
             self.original, self.time = self.path.read_text(), self.path.stat().st_mtime
             self.path.write_text(mutant.apply(self.original))
             self.stamp += 1
-            os.utime(self.path, (self.stamp, self.stamp))  # never that of another mutant's compiled file
+            os.utime(
+                self.path, (self.stamp, self.stamp)
+            )  # never that of another mutant's compiled file
         self.pipe, out = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
             status = 70
             try:
                 status = in_fork(self.folder, out, ids, traced, mutant)
-                os.write(out, b'{"over": %d}\n' % status)  # a process that a test has started may still have the pipe
+                os.write(
+                    out, b'{"over": %d}\n' % status
+                )  # a process that a test has started may still have the pipe
             except BaseException:
                 traceback.print_exc()
             os._exit(status)
@@ -220,7 +250,9 @@ class Slot:
 
 
 def run_all(tasks: Iterator[Any], slots: list[Slot], deadline: float) -> None:
-    """Run generators that yield the arguments of `Slot.start` and get what the fork said, one in each slot."""
+    """Run generators that yield the arguments of `Slot.start` and get what the fork said, one in
+    each slot.
+    """
     free, chosen = deque(slots), selectors.DefaultSelector()
     try:
         run_until(tasks, free, chosen, deadline)
@@ -229,7 +261,9 @@ def run_all(tasks: Iterator[Any], slots: list[Slot], deadline: float) -> None:
             key.data.end()
 
 
-def run_until(tasks: Iterator[Any], free: deque[Slot], chosen: selectors.BaseSelector, deadline: float) -> None:
+def run_until(
+    tasks: Iterator[Any], free: deque[Slot], chosen: selectors.BaseSelector, deadline: float
+) -> None:
     """The loop of `run_all`; what is not done 20 seconds after the deadline is given up."""
     while time.monotonic() < deadline + 20:
         while free and time.monotonic() < deadline and (task := next(tasks, None)) is not None:
@@ -265,8 +299,13 @@ def proceed(slot: Slot, said: Any, free: deque[Slot], chosen: selectors.BaseSele
 
 def mapped(slots: list[Slot], deadline: float, only: str) -> list[dict[str, Any]]:
     """What each test runs; of files that are the same as at an earlier call, from there."""
-    sources = [*(ROOT / "src").rglob("*.[pch]*"), *(path for path in (ROOT / "tests").rglob("*.*") if is_helper(path))]
-    known = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(sources) if path.suffix != ".pyc"))
+    sources = [
+        *(ROOT / "src").rglob("*.[pch]*"),
+        *(path for path in (ROOT / "tests").rglob("*.*") if is_helper(path)),
+    ]
+    known = hashlib.sha256(
+        b"".join(path.read_bytes() for path in sorted(sources) if path.suffix != ".pyc")
+    )
     ids: list[str] = []
 
     def collect() -> Any:
@@ -277,7 +316,10 @@ def mapped(slots: list[Slot], deadline: float, only: str) -> list[dict[str, Any]
     of_file: dict[str, list[str]] = {}
     for one in ids:
         of_file.setdefault(one.split("::")[0], []).append(one)
-    keys = {name: hashlib.sha256(known.digest() + (ROOT / name).read_bytes()).hexdigest()[:16] for name in of_file}
+    keys = {
+        name: hashlib.sha256(known.digest() + (ROOT / name).read_bytes()).hexdigest()[:16]
+        for name in of_file
+    }
     path = BUILD / "map.jsonl"
     records = {(line["id"], line["key"]): line for line in read_lines(path)}
 
@@ -286,7 +328,14 @@ def mapped(slots: list[Slot], deadline: float, only: str) -> list[dict[str, Any]
             said = yield some, True, None, lambda test: 300
             done = [line | {"key": keys[name]} for line in said if "seconds" in line]
             if said[-1]["test"] not in [line["id"] for line in done]:  # it ended the process
-                done.append({"id": said[-1]["test"] or some[0], "passed": False, "seconds": 0, "key": keys[name]})
+                done.append(
+                    {
+                        "id": said[-1]["test"] or some[0],
+                        "passed": False,
+                        "seconds": 0,
+                        "key": keys[name],
+                    }
+                )
             records.update({(line["id"], line["key"]): line for line in done})
             append(path, *done)
             some = some[max(some.index(line["id"]) for line in done) + 1 :]
@@ -298,27 +347,47 @@ def mapped(slots: list[Slot], deadline: float, only: str) -> list[dict[str, Any]
     if parts:
         print(f"Learning what {len(ids)} tests run ...", flush=True)
     run_all(iter(parts), slots, deadline)
-    found = [records[one, keys[one.split("::")[0]]] for one in ids if (one, keys[one.split("::")[0]]) in records]
+    found = [
+        records[one, keys[one.split("::")[0]]]
+        for one in ids
+        if (one, keys[one.split("::")[0]]) in records
+    ]
     for line in found:
         line["lines"] = {name: int(mask, 16) for name, mask in line.get("lines", {}).items()}
     passed = [line for line in found if line["passed"]]
     if not passed:
-        raise SystemExit(f"No test has been run: {BUILD}/slot0/said.txt says why, or --limit-seconds was too short.")
-    print(f"{len(passed)} of {len(ids)} tests pass here, in {sum(line['seconds'] for line in passed):.0f} seconds.")
+        raise SystemExit(
+            f"No test has been run: {BUILD}/slot0/said.txt says why, or --limit-seconds was too "
+            "short."
+        )
+    print(
+        f"{len(passed)} of {len(ids)} tests pass here, in "
+        f"{sum(line['seconds'] for line in passed):.0f} seconds."
+    )
     return passed
 
 
 def is_helper(path: Path) -> bool:
-    return path.suffix in (".py", ".h") and not path.name.startswith("test_") and path.parent.name != "mutation"
+    return (
+        path.suffix in (".py", ".h")
+        and not path.name.startswith("test_")
+        and path.parent.name != "mutation"
+    )
 
 
-def reaching(mutant: Mutant, tests: list[dict[str, Any]], kills: Counter[tuple[str, str]]) -> list[dict[str, Any]]:
+def reaching(
+    mutant: Mutant, tests: list[dict[str, Any]], kills: Counter[tuple[str, str]]
+) -> list[dict[str, Any]]:
     """The tests that may notice, those that are quick and have noticed much in this area first."""
     name = mutant.path.rsplit("/", 1)[1]
     first, last = mutant.reach
     lines = (1 << last + 1) - (1 << first)
     if name.endswith((".cu", ".cuh")):
-        found = [one for one in tests if name in one["kernels"] or (one["kernels"] and name == "common.cuh")]
+        found = [
+            one
+            for one in tests
+            if name in one["kernels"] or (one["kernels"] and name == "common.cuh")
+        ]
     elif name.endswith((".c", ".h")):
         found = [one for one in tests if any(one["lines"].get(path) for path in NATIVE)]
     else:
@@ -328,14 +397,22 @@ def reaching(mutant: Mutant, tests: list[dict[str, Any]], kills: Counter[tuple[s
     for one in sorted(found, key=lambda one: one["seconds"]):
         function = one["id"].split("[")[0]
         seen[function] += 1
-        worth[one["id"]] = (one["seconds"] + 0.02) * seen[function] / (1 + 5 * kills[mutant.area, function])
+        worth[one["id"]] = (
+            (one["seconds"] + 0.02) * seen[function] / (1 + 5 * kills[mutant.area, function])
+        )
     return sorted(found, key=lambda one: worth[one["id"]])
 
 
 # --- mutants -------------------------------------------------------------------------------------
 
 
-def trial(mutant: Mutant, tests: list[dict[str, Any]], kills: Counter[tuple[str, str]], budget: float, end: Any) -> Any:
+def trial(
+    mutant: Mutant,
+    tests: list[dict[str, Any]],
+    kills: Counter[tuple[str, str]],
+    budget: float,
+    end: Any,
+) -> Any:
     """Run tests until one notices the mutant, or for `budget` seconds."""
     text = (ROOT / mutant.path).read_text()
     if mutant.path.endswith(".py") and mutants.same_code(
@@ -357,7 +434,9 @@ def trial(mutant: Mutant, tests: list[dict[str, Any]], kills: Counter[tuple[str,
         failed = [line for line in said if "failed" in line]
         seconds = time.monotonic() - began
         if ended["status"] in (NO_COMPILE, SAME):
-            return end(mutant, "same" if ended["status"] == SAME else "invalid", "", tried, of, seconds)
+            return end(
+                mutant, "same" if ended["status"] == SAME else "invalid", "", tried, of, seconds
+            )
         if failed:
             by = failed[0]["failed"]
             kills[mutant.area, by.split("[")[0]] += 1
@@ -371,11 +450,15 @@ def trial(mutant: Mutant, tests: list[dict[str, Any]], kills: Counter[tuple[str,
             left += [{"id": one} for one in some if one not in done and one not in late]
         elif ended["status"]:
             by = ended["test"] if ended["status"] < 0 else "import"
-            return end(mutant, "killed", by, tried, of, seconds, said=f"exit status {ended['status']}")
+            return end(
+                mutant, "killed", by, tried, of, seconds, said=f"exit status {ended['status']}"
+            )
     return end(mutant, "timeout" if late else "survived", "", tried, of, time.monotonic() - began)
 
 
-def mutate(tests: list[dict[str, Any]], slots: list[Slot], deadline: float, options: argparse.Namespace) -> None:
+def mutate(
+    tests: list[dict[str, Any]], slots: list[Slot], deadline: float, options: argparse.Namespace
+) -> None:
     """Try the mutants that have not been tried."""
     path = BUILD / "results.jsonl"
     results = {line["id"]: line for line in read_lines(path)}
@@ -386,22 +469,50 @@ def mutate(tests: list[dict[str, Any]], slots: list[Slot], deadline: float, opti
         if line["result"] == "killed":
             kills[line["area"], line["by"].split("[")[0]] += 1
     started = {
-        name for name, line in results.items() if not (options.again and line["result"] in ("survived", "timeout"))
+        name
+        for name, line in results.items()
+        if not (options.again and line["result"] in ("survived", "timeout"))
     }
 
-    def end(mutant: Mutant, result: str, by: str, tried: int, of: int, seconds: float, said: str = "") -> None:
-        line = {"id": mutant.id, "area": mutant.area, "result": result, "by": by, "tried": tried, "of": of}
-        line |= {"seconds": round(seconds, 1), "path": mutant.path, "line": mutant.line, "old": mutant.old}
+    def end(
+        mutant: Mutant, result: str, by: str, tried: int, of: int, seconds: float, said: str = ""
+    ) -> None:
+        line = {
+            "id": mutant.id,
+            "area": mutant.area,
+            "result": result,
+            "by": by,
+            "tried": tried,
+            "of": of,
+        }
+        line |= {
+            "seconds": round(seconds, 1),
+            "path": mutant.path,
+            "line": mutant.line,
+            "old": mutant.old,
+        }
         line |= {"new": mutant.new, "said": said}
         results[mutant.id] = line
         append(path, line)
         done = sum(one.id in results for one in wanted(sample, results))
-        print(f"{done:4} {result:8} {seconds:5.0f} s  {mutant.path}:{mutant.line} {short(mutant)}  {by}", flush=True)
+        print(
+            f"{done:4} {result:8} {seconds:5.0f} s  {mutant.path}:{mutant.line} {short(mutant)}  "
+            f"{by}",
+            flush=True,
+        )
 
     def tasks() -> Iterator[Any]:
         while True:
-            all_ = [one for one in wanted(sample, results) if options.only in one.path and options.area in one.area]
-            new = [one for n, one in enumerate(all_, 1) if n % shards == shard % shards and one.id not in started]
+            all_ = [
+                one
+                for one in wanted(sample, results)
+                if options.only in one.path and options.area in one.area
+            ]
+            new = [
+                one
+                for n, one in enumerate(all_, 1)
+                if n % shards == shard % shards and one.id not in started
+            ]
             if not new:
                 return
             started.add(new[0].id)
@@ -419,9 +530,16 @@ def mutate(tests: list[dict[str, Any]], slots: list[Slot], deadline: float, opti
 
 
 def control(slots: list[Slot], deadline: float) -> None:
-    """Run the tests that killed a mutant on the source as it is, in another order: none may fail."""
-    killers = Counter(line["by"] for line in read_lines(BUILD / "results.jsonl") if line["result"] == "killed")
-    tests = sorted((one for one in killers if "::" in one), key=lambda one: hashlib.sha256(one.encode()).digest())
+    """Run the tests that killed a mutant on the source as it is, in another order: none may
+    fail.
+    """
+    killers = Counter(
+        line["by"] for line in read_lines(BUILD / "results.jsonl") if line["result"] == "killed"
+    )
+    tests = sorted(
+        (one for one in killers if "::" in one),
+        key=lambda one: hashlib.sha256(one.encode()).digest(),
+    )
     failed: list[str] = []
 
     def part(some: list[str]) -> Any:
@@ -430,14 +548,22 @@ def control(slots: list[Slot], deadline: float) -> None:
         failed.extend(one for one in some if one not in done)
 
     run_all((part(tests[at : at + 20]) for at in range(0, len(tests), 20)), slots, deadline)
-    print(f"Without a mutant {len(failed)} of the {len(tests)} tests that killed one fail.", *failed, sep="\n")
+    print(
+        f"Without a mutant {len(failed)} of the {len(tests)} tests that killed one fail.",
+        *failed,
+        sep="\n",
+    )
 
 
 def wanted(sample: list[tuple[int, list[Mutant]]], results: dict[str, Any]) -> list[Mutant]:
     """The mutants of the sample: of each file the first ones that are of use."""
     chosen = []
     for count, of_file in sample:
-        useful = (one for one in of_file if results.get(one.id, {}).get("result") not in ("invalid", "same"))
+        useful = (
+            one
+            for one in of_file
+            if results.get(one.id, {}).get("result") not in ("invalid", "same")
+        )
         chosen += [one for one, _ in zip(useful, range(count))]
     return chosen
 
@@ -447,20 +573,28 @@ def table(sample: list[tuple[int, list[Mutant]]], results: dict[str, Any]) -> st
     chosen = wanted(sample, results)
     rows, missed = [], []
     for area in (*AREAS, "all"):
-        some = [results.get(one.id, {}).get("result") for one in chosen if area in (one.area, "all")]
+        some = [
+            results.get(one.id, {}).get("result") for one in chosen if area in (one.area, "all")
+        ]
         counts = [some.count(kind) for kind in ("killed", "survived", "timeout", None)]
         rows.append(f"| {area} | {len(some)} | {' | '.join(map(str, counts))} |")
     for one in chosen:
         found = results.get(one.id, {})
         if found.get("result") in ("survived", "timeout"):
             missed.append(
-                f"{found['result']:8} {one.path}:{one.line} {short(one)} ({found['tried']} of {found['of']} tests)"
+                f"{found['result']:8} {one.path}:{one.line} {short(one)} ({found['tried']} of "
+                f"{found['of']} tests)"
             )
     replaced = Counter(line["result"] for line in results.values())
     broken = sum(results.get(one.id, {}).get("by") == "import" for one in chosen)
-    said = f"Replaced: {replaced['invalid']} that did not compile, {replaced['same']} of the same code. "
+    said = (
+        f"Replaced: {replaced['invalid']} that did not compile, {replaced['same']} of the same "
+        "code. "
+    )
     said += f"Of those killed, {broken} ended the import of the package."
-    heading = "| area | mutants | killed | survived | timed out | not tried |\n|---|---|---|---|---|---|"
+    heading = (
+        "| area | mutants | killed | survived | timed out | not tried |\n|---|---|---|---|---|---|"
+    )
     return "\n".join(["", heading, *rows, "", said, "", *missed])
 
 
@@ -482,16 +616,28 @@ def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
-    parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="end then, to be called again")
+    parser.add_argument(
+        "--limit-seconds", type=float, default=float("inf"), help="end then, to be called again"
+    )
     parser.add_argument("--budget", type=float, default=120, help="seconds of tests for a mutant")
-    parser.add_argument("--again", action="store_true", help="try those that survived or timed out once more")
+    parser.add_argument(
+        "--again", action="store_true", help="try those that survived or timed out once more"
+    )
     parser.add_argument("--only", default="", help="only files whose path has this in it")
-    parser.add_argument("--area", default="", help="only areas whose name has this in it, as in kernels")
+    parser.add_argument(
+        "--area", default="", help="only areas whose name has this in it, as in kernels"
+    )
     parser.add_argument("--shard", default="1/1", help="which part of the mutants, as in 2/3")
-    parser.add_argument("--tests", default="", help="only tests whose id matches this regular expression")
-    parser.add_argument("--control", action="store_true", help="run the tests that killed on the source as it is")
+    parser.add_argument(
+        "--tests", default="", help="only tests whose id matches this regular expression"
+    )
+    parser.add_argument(
+        "--control", action="store_true", help="run the tests that killed on the source as it is"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the sample, run nothing")
-    parser.add_argument("--table", action="store_true", help="print the results so far, run nothing")
+    parser.add_argument(
+        "--table", action="store_true", help="print the results so far, run nothing"
+    )
     options = parser.parse_args()
     deadline = time.monotonic() + options.limit_seconds
     if options.dry_run or options.table:

@@ -1,4 +1,7 @@
-"""Dropout whose mask is a function of its coordinates: of a sequence, between layers or around them, or of weights."""
+"""Dropout whose mask is a function of its coordinates.
+
+It drops units of a sequence (between layers or around them), or of weights.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ from torch import Tensor
 from ..draws import Draw, constant
 from ..noise import MASKS, Rule
 from . import cuda
-from .cuda.dropout import dropout as fused
-from .masks import masks_of
+from .cpu.masks import masks_of
+from .cuda.pointwise.dropout import dropout as fused
 from .reference import kept_scale
-from .rows import places
+from .sequence.rows import places
 
 _RULE = Rule("dropout", "scaled zero", "unit", "expectation")
 
@@ -28,23 +31,30 @@ def dropout(
     counts: Tensor | None = None,
     mask: str = "unit",
 ) -> Tensor:
-    """[T, B, units] with units dropped at a rate and the others scaled up; `plane` says whose mask it is.
+    """Return x, [T, B, units], with units dropped at a rate and the others scaled up.
 
-    Packed rows, [N, units], come with `counts`, how many of them each step has.
+    `plane` identifies the owner of the mask. For packed rows, [N, units], `counts` is the number of
+    rows of each step.
     """
-    return drop_units(x, constant(_RULE._replace(mask=mask), rate, seed, plane), examples, first_step, counts)
+    return drop_units(
+        x, constant(_RULE._replace(mask=mask), rate, seed, plane), examples, first_step, counts
+    )
 
 
-def drop_units(x: Tensor, draw: Draw, examples: Tensor, first_step: int = 0, counts: Tensor | None = None) -> Tensor:
-    """The same with a draw of any method, which may see less than every coordinate."""
+def drop_units(
+    x: Tensor, draw: Draw, examples: Tensor, first_step: int = 0, counts: Tensor | None = None
+) -> Tensor:
+    """Return x with units dropped by any draw; its mask may depend on fewer coordinates."""
     if cuda.has_kernel(x):
         rule, rate, seed, plane = draw
-        return torch.ops.zoneout.dropout(x, rule.stream, rule.mask, rate, seed, plane, examples, first_step)
+        return torch.ops.zoneout.dropout(
+            x, rule.stream, rule.mask, rate, seed, plane, examples, first_step
+        )
     if counts is None:
         steps = torch.arange(first_step, first_step + x.shape[0], device=x.device)
     else:
         t, row = places(counts, x.shape[0])
-        if not MASKS[draw.rule.mask].step:  # one mask for all steps: drawn once, and looked up
+        if not MASKS[draw.rule.mask].step:  # one mask for all steps: draw it once, then index it
             (mask,) = masks_of([draw], examples.new_zeros(1), examples, x.shape[-1])
             return x * kept_scale(draw, mask, x.dtype)[0, row]
         steps, examples = first_step + t, examples[row, None]
@@ -55,9 +65,18 @@ def drop_units(x: Tensor, draw: Draw, examples: Tensor, first_step: int = 0, cou
 
 @torch.library.custom_op("zoneout::dropout", mutates_args=(), device_types="cuda")
 def _dropout(
-    x: Tensor, stream: str, mask: str, rate: Tensor, seed: Tensor, plane: int, examples: Tensor, first_step: int
+    x: Tensor,
+    stream: str,
+    mask: str,
+    rate: Tensor,
+    seed: Tensor,
+    plane: int,
+    examples: Tensor,
+    first_step: int,
 ) -> Tensor:
-    return fused(x, Draw(_RULE._replace(stream=stream, mask=mask), rate, seed, plane), examples, first_step)
+    return fused(
+        x, Draw(_RULE._replace(stream=stream, mask=mask), rate, seed, plane), examples, first_step
+    )
 
 
 @_dropout.register_fake

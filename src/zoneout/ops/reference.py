@@ -1,4 +1,4 @@
-"""The cells of `cells.py` in a loop over time: the truth that the other backends are held to."""
+"""The cells of `cells.py` in a loop over time: the reference for all other backends."""
 
 from __future__ import annotations
 
@@ -10,33 +10,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import cells
+from ..definition import Definition
 from ..draws import Draw, draw_all, stream_units
+from ..noise import STATE_STREAMS
 from ..norm import Moments, StepNorm, moments, normalise
-from .interface import Result, Run
-
-KEEPS = {  # (stream, what takes its place) -> the field of cells.Keep
-    ("cell", "previous"): "cell",
-    ("hidden", "previous"): "hidden",
-    ("cell", "zero"): "zero_cell",
-    ("hidden", "zero"): "zero_hidden",
-    ("update", "zero"): "update",
-}
+from .run import Result, Run
 
 
 def run(r: Run) -> Result:
-    """One pass over time. The loop always runs forwards: a reversed sequence is turned around first."""
+    """Run one pass over time.
+
+    The loop always runs forwards: a reversed sequence is reversed before the loop.
+    """
     steps = len(r.x)
     w = r.weights
     turn = turn_around(r.lengths, steps, r.reverse)
     x, resets = turn(r.x), _cuts(r.resets, turn, r.reverse)
     alive = None if r.lengths is None else alive_rows(r.lengths, steps)
     if alive is not None:
-        x = torch.where(alive, x, 0.0)  # whatever stands in the padding
+        x = torch.where(alive, x, 0.0)  # the padding may contain anything
     masks = {stream: turn(mask) for stream, mask in _masks(r).items()}
     keeps, scale_h = _keeps(r, masks)
     norm = _Norm(r.norm, alive)
 
-    definition = cells.CELLS[r.cell]
     gx = F.linear(x, w.w_ih, w.b_ih if r.norm is None else None)
     if r.norm is not None:
         gx = norm.x(gx)
@@ -44,46 +40,62 @@ def run(r: Run) -> Result:
     holds = any(draw.rule.holds_gate for draw in r.draws)
 
     def project(v: Tensor) -> Tensor:
-        return v if w.w_hr is None else F.linear(v, w.w_hr)
+        return F.linear(v, w.w_hr)  # type: ignore[arg-type]
 
-    states = [r.h0] if r.c0 is None else [r.h0, r.c0]
-    reset_to = [r.reset_h, r.reset_c]
+    states = list(r.states)
     gate: Tensor | None = None
-    hs: list[Tensor] = []
-    cs: list[Tensor] = []
+    every: list[list[Tensor]] = []
     for t, (g_t, keep) in enumerate(zip(gx.unbind(0), keeps, strict=True)):
         before, cut = states, None if resets is None else resets[t]
         if cut is not None:
-            states = [s if to is None else torch.where(cut, to, s) for s, to in zip(states, reset_to)]
-        h = states[0]
-        gh = F.linear(h if scale_h is None else h * scale_h, w.w_hh, w.b_hh if r.norm is None else None)
-        if r.norm is not None:
-            gh = norm.h(t, gh)
-            gh = gh if w.b_hh is None else gh + w.b_hh
+            states = [torch.where(cut, to, s) for s, to in zip(states, r.reset_to, strict=True)]
+        gh = None
+        if w.w_hh is not None:
+            h_in = states[0] if scale_h is None else states[0] * scale_h
+            gh = recurrent_product(r.cell, h_in, w.w_hh, w.b_hh if r.norm is None else None)
+            if r.norm is not None:
+                gh = norm.h(t, gh)
+                gh = gh if w.b_hh is None else gh + w.b_hh
         states, gate = cells.step(
-            definition, g_t, gh, states, keep,
-            held=cells.Held(gate, cut) if holds else None, expose=partial(norm.c, t), project=project,
+            r.cell, g_t, gh, states, w.parameters, keep,
+            held=cells.Held(gate, cut) if holds else None, expose=partial(norm.c, t),
+            project=None if w.w_hr is None else project,
         )  # fmt: skip
         if alive is not None:  # a sequence that has ended keeps its final state
             states = [torch.where(alive[t], new, old) for new, old in zip(states, before)]
-        hs.append(states[0])
-        if r.return_cells and len(states) > 1:
-            cs.append(states[1])
+        every.append(states)
 
-    def over_time(states: list[Tensor]) -> Tensor:
-        v = torch.stack(states)
+    def over_time(k: int) -> Tensor:
+        v = torch.stack([states[k] for states in every])
         return turn(v if alive is None else torch.where(alive, v, 0.0))
 
-    # Clones: the caller may change the final states in place, and the backward pass needs the originals.
-    h, *rest = (state.clone() for state in states)
-    return Result(over_time(hs), h, rest[0] if rest else None, over_time(cs) if cs else None, norm.seen())
+    # Clones: the caller may change the final states in place, and the backward pass needs the
+    # original values.
+    final = tuple(state.clone() for state in states)
+    seen = tuple(over_time(k) for k in range(1, len(states))) if r.return_states else ()
+    return Result(over_time(0), final, seen, norm.seen())
 
 
-# --- time: reversal, lengths, resets ---------------------------------------------------------------
+def recurrent_product(cell: Definition, h: Tensor, w_hh: Tensor, bias: Tensor | None) -> Tensor:
+    """Return h·Wh + bias, [B, gates · H].
+
+    A block-diagonal W_h has one block per gate and head, [gates · H, H / heads].
+    """
+    if cell.heads == 1:
+        return F.linear(h, w_hh, bias)
+    blocks = w_hh.view(cell.gates, cell.heads, -1, w_hh.shape[1])
+    product = torch.einsum("bki,qkji->bqkj", h.unflatten(1, (cell.heads, -1)), blocks).flatten(1)
+    return product if bias is None else product + bias
+
+
+# --- time: reversal, lengths, resets --------------------------------------------------------------
 
 
 def turn_around(lengths: Tensor | None, steps: int, reverse: bool) -> Callable[[Tensor], Tensor]:
-    """The function that turns [T, B, ·] into the order of processing, and back: it is its own inverse."""
+    """Return the function that maps [T, B, ·] to processing order and back.
+
+    It is its own inverse.
+    """
     if not reverse:
         return cells.same
     if lengths is None:
@@ -93,7 +105,7 @@ def turn_around(lengths: Tensor | None, steps: int, reverse: bool) -> Callable[[
 
     def turn(v: Tensor) -> Tensor:
         if len(v) != steps:
-            return v  # a mask that does not see the step
+            return v  # a mask that does not depend on the step
         v = v.expand(-1, len(lengths), -1)
         return v.gather(0, index.expand_as(v))
 
@@ -101,14 +113,17 @@ def turn_around(lengths: Tensor | None, steps: int, reverse: bool) -> Callable[[
 
 
 def alive_rows(lengths: Tensor, steps: int) -> Tensor:
-    """[T, B, 1]: whether a sequence has not ended, the same in the order of processing of both directions."""
+    """Return [T, B, 1]: True while a sequence has not ended.
+
+    In processing order it is the same for both directions.
+    """
     return (torch.arange(steps, device=lengths.device)[:, None] < lengths)[..., None]
 
 
 def _cuts(resets: Tensor | None, turn: Callable[[Tensor], Tensor], reverse: bool) -> Tensor | None:
-    """[T, B, 1]: whether the state goes back to the initial one before a processed step.
+    """Return [T, B, 1]: True if the state is reset before a processed step.
 
-    The cut lies between a step and the one before it. Run backwards, it is met one step later.
+    The cut lies between a step and the previous one. A reversed run reaches it one step later.
     """
     if resets is None:
         return None
@@ -116,68 +131,84 @@ def _cuts(resets: Tensor | None, turn: Callable[[Tensor], Tensor], reverse: bool
     return torch.cat((torch.zeros_like(cuts[:1]), cuts[:-1])) if reverse else cuts
 
 
-# --- noise -----------------------------------------------------------------------------------------
+# --- noise ----------------------------------------------------------------------------------------
 
 
 def _masks(r: Run) -> dict[str, Tensor]:
     steps = torch.arange(r.first_step, r.first_step + len(r.x), device=r.x.device)
-    hidden = len(r.weights.w_hh) // cells.CELLS[r.cell].gates
-    units = stream_units(hidden, 0 if r.weights.w_hr is None else len(r.weights.w_hr), r.x.shape[-1])
+    units = stream_units(
+        r.hidden, 0 if r.weights.w_hr is None else len(r.weights.w_hr), r.x.shape[-1]
+    )
     return draw_all(r.draws, steps, r.examples, units)
 
 
+def state_of(cell: Definition, stream: str) -> str:
+    """Return the name of the state that a stream belongs to."""
+    return cell.states[STATE_STREAMS.index(stream)]
+
+
 def _keeps(r: Run, masks: dict[str, Tensor]) -> tuple[list[cells.Keep], Tensor | None]:
-    """What each step replaces, and what h is multiplied with where it enters the gates."""
-    steps = len(r.x)
-    over_time: dict[str, list[Tensor]] = {}
-    scale_h = None
+    """Return what noise replaces at each step, and the factors of h where it enters the gates."""
+    steps, scale_h, update = len(r.x), None, None
+    zone: dict[str, list[Tensor]] = {}
+    zero: dict[str, list[Tensor]] = {}
     for draw in r.draws:
-        mask = masks.get(draw.rule.stream)
-        if draw.rule.by == "scaled zero":
+        rule, mask = draw.rule, masks.get(draw.rule.stream)
+        if rule.by == "scaled zero":
             scale_h = kept_scale(draw, mask, r.x.dtype)[0]
             continue
         each = [draw.rate.to(r.x.dtype)] if mask is None else list(mask.unbind(0))
-        over_time[KEEPS[draw.rule.stream, draw.rule.by]] = each if len(each) == steps else each * steps
-    keeps = [cells.Keep(**{field: each[t] for field, each in over_time.items()}) for t in range(steps)]
-    return keeps, scale_h
+        each = each if len(each) == steps else each * steps
+        if rule.stream == "update":
+            update = each
+        else:
+            (zone if rule.by == "previous" else zero)[state_of(r.cell, rule.stream)] = each
+
+    def at(t: int) -> cells.Keep:
+        zones, zeroes = ({state: each[t] for state, each in kind.items()} for kind in (zone, zero))
+        return cells.Keep(zones, zeroes, None if update is None else update[t])
+
+    return [at(t) for t in range(steps)], scale_h
 
 
 def kept_scale(draw: Draw, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Inverted scaling: zero where the mask says so, `draw.scale` elsewhere."""
+    """Return the inverted-dropout factors: zero where the mask is set, else `draw.scale`."""
     assert mask is not None
     return torch.where(mask, 0.0, draw.scale).to(dtype)
 
 
-# --- norms -----------------------------------------------------------------------------------------
+# --- norms ----------------------------------------------------------------------------------------
 
 
 class _Norm:
-    """The three normalisers over time, and the moments they saw."""
+    """The three norms over time, and the moments they computed."""
 
     def __init__(self, norm: StepNorm | None, alive: Tensor | None) -> None:
         self.norm, self.alive = norm, alive
         self.recorded: dict[str, list[tuple[Tensor, Tensor]]] = {"x": [], "h": [], "c": []}
 
     def x(self, v: Tensor) -> Tensor:
-        """x·Wx of all steps at once, [T, B, ·]."""
+        """Return x·Wx of all steps, [T, B, ·], normalised."""
         n = self.norm
         assert n is not None
         if n.given is not None:
             mean, var = n.given.mean_x[:, None], n.given.var_x[:, None]
         else:
             mean, var = moments(v, n.over, self.alive)
-            self.recorded["x"] = list(zip(mean.detach().unbind(0), var.detach().unbind(0), strict=True))
+            self.recorded["x"] = list(
+                zip(mean.detach().unbind(0), var.detach().unbind(0), strict=True)
+            )
         return normalise(v, mean, var, n.eps, n.scale_x)
 
     def h(self, t: int, v: Tensor) -> Tensor:
-        """h·Wh of one step, [B, ·]."""
+        """Return h·Wh of one step, [B, ·], normalised."""
         n = self.norm
         assert n is not None
         given = None if n.given is None else (n.given.mean_h[t], n.given.var_h[t])
         return self._step("h", v, t, given, n.scale_h)
 
     def c(self, t: int, v: Tensor) -> Tensor:
-        """The candidate c of one step, [B, H]."""
+        """Return the candidate c of one step, [B, H], normalised."""
         n = self.norm
         if n is None:
             return v
@@ -188,7 +219,9 @@ class _Norm:
             given = n.given.mean_c[t], n.given.var_c[t]
         return self._step("c", v, t, given, n.scale_c) + n.shift_c
 
-    def _step(self, what: str, v: Tensor, t: int, given: tuple[Tensor, Tensor] | None, scale: Tensor) -> Tensor:
+    def _step(
+        self, what: str, v: Tensor, t: int, given: tuple[Tensor, Tensor] | None, scale: Tensor
+    ) -> Tensor:
         assert self.norm is not None
         if given is None:
             given = moments(v, self.norm.over, None if self.alive is None else self.alive[t])

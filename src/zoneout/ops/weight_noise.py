@@ -1,4 +1,4 @@
-"""Gaussian noise on weights: a function of its coordinates, as masks are."""
+"""Gaussian noise on weights: a function of its coordinates, like masks."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ..draws import Draw, constant, widest
 from ..noise import Rule
 from ..philox import philox
 from . import cuda
-from .cuda.weight_noise import add_noise as fused
+from .cuda.pointwise.weight_noise import add_noise as fused
 
 _RULE = Rule("weight_noise", "sum", "sequence", "expectation")
 
 
 def weight_noise(weight: Tensor, std: float, seed: Tensor, plane: int) -> Tensor:
-    """A matrix with noise of a width added; `plane` says whose it is."""
+    """Return a matrix plus noise of a standard deviation; `plane` identifies its owner."""
     return add_noise(weight, constant(_RULE, std, seed, plane))
 
 
 def add_noise(weight: Tensor, draw: Draw, matrix: int = 0) -> Tensor:
-    """The same with the draw of a layer, of whose matrices it is one."""
+    """Return a weight plus noise from a layer's draw; `matrix` is its number in the layer."""
     _, std, seed, plane = draw
     assert seed is not None
     if cuda.has_kernel(weight):
@@ -33,11 +33,14 @@ def add_noise(weight: Tensor, draw: Draw, matrix: int = 0) -> Tensor:
 
 
 def normals(seed: Tensor, count: int, matrix: int, plane: int) -> Tensor:
-    """Standard normal numbers, one for each element of a matrix (Box and Muller's method)."""
+    """Return standard normal numbers, one per element of a matrix (Box-Muller method)."""
     wide = widest(seed.device)
     index = torch.arange((count + 3) // 4, device=seed.device)
     zero = torch.zeros((), dtype=torch.int64, device=seed.device)
-    w = [(word.to(wide) + 0.5) / 2**32 for word in philox(seed, index, zero + matrix, zero, zero + plane)]
+    w = [
+        (word.to(wide) + 0.5) / 2**32
+        for word in philox(seed, index, zero + matrix, zero, zero + plane)
+    ]
     pairs = [
         ((-2 * a.log()).sqrt() * turn(2 * math.pi * b))
         for a, b in ((w[0], w[1]), (w[2], w[3]))

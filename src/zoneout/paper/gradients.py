@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from ..norm import Moments
 from ..ops import Result, Run
-from ..recurrent import Recurrent
+from ..recurrent import RecurrentModule
 from . import disk, runs, streams
 from .codes import OK, code_of
 from .config import Config
@@ -55,7 +55,8 @@ FORMAT = 1
 NAMES = {"h": "hidden", "c": "cell"}
 
 
-# --- any model -------------------------------------------------------------------------------------
+# --- any model
+# -------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -76,10 +77,15 @@ def watched(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     {'l0.h': (20, 3, 8), 'l0.c': (20, 3, 8)}
     """
     seen: dict[str, list[Tensor]] = {}
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, Recurrent) and not m.one_step}
+    layers = {
+        name: m
+        for name, m in model.named_modules()
+        if isinstance(m, RecurrentModule) and not m.one_step
+    }
     if not layers:
         raise ValueError(
-            "model: expected one with a recurrent layer of zoneout, got none; zoneout.convert replaces the layers of "
+            "model: expected one with a recurrent layer of zoneout, got none; zoneout.convert "
+            "replaces the layers of "
             "torch.nn"
         )
     for name, layer in layers.items():
@@ -96,7 +102,9 @@ def watched(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 def gradients_of(loss: Tensor, states: dict[str, list[Tensor]]) -> dict[str, Tensor]:
     """Return the gradient of a loss with respect to every recorded state, each [T, B, units]."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        raise ValueError("loss: expected one number with a gradient, computed inside `with watched(model)`")
+        raise ValueError(
+            "loss: expected one number with a gradient, computed inside `with watched(model)`"
+        )
     every = [state for each in states.values() for state in each]
     found = iter(torch.autograd.grad(loss, every, allow_unused=True, materialize_grads=True))
     return {name: torch.stack([next(found) for _ in each]) for name, each in states.items()}
@@ -107,7 +115,9 @@ def mean_norms(gradient: Tensor) -> Tensor:
     return gradient.double().norm(dim=-1).mean(dim=-1)
 
 
-def _stepping(layer: Recurrent, prefix: str, seen: dict[str, list[Tensor]]) -> Callable[[Runs], list[Result]]:
+def _stepping(
+    layer: RecurrentModule, prefix: str, seen: dict[str, list[Tensor]]
+) -> Callable[[Runs], list[Result]]:
     """Return a replacement for `layer._run` that runs one step per call and records the states."""
     whole = layer._run  # the method of the class; it is hidden only while the layer is watched
 
@@ -117,50 +127,60 @@ def _stepping(layer: Recurrent, prefix: str, seen: dict[str, list[Tensor]]) -> C
     def stepped(suffix: str, r: Run) -> Result:
         if any(draw.rule.holds_gate for draw in r.draws):
             raise ValueError(
-                "model: expected no recurrent dropout with hold_output_gate, since the held output gate is not a "
+                "model: expected no recurrent dropout with hold_output_gate, since the held output "
+                "gate is not a "
                 "state that can be watched"
             )
         no_batch_norm = r.norm is None or r.norm.over == "units"
         if r.reverse and not (r.lengths is None and r.resets is None and no_batch_norm):
-            raise ValueError("model: expected no lengths, resets or batch norm together with a bidirectional layer")
-        h, c = r.h0, r.c0
-        if not h.requires_grad:  # so that the states have gradients even if all weights are frozen
-            h = h.detach().requires_grad_()
-        states: dict[str, dict[int, Tensor]] = {"h": {}} if c is None else {"h": {}, "c": {}}
-        shown: dict[str, dict[int, Tensor]] = {"h": {}, "c": {}}
+            raise ValueError(
+                "model: expected no lengths, resets or batch norm together with a bidirectional "
+                "layer"
+            )
+        now = list(r.states)
+        if not now[
+            0
+        ].requires_grad:  # so that the states have gradients even if all weights are frozen
+            now[0] = now[0].detach().requires_grad_()
+        states: dict[str, dict[int, Tensor]] = {name: {} for name in r.cell.states}
+        shown: dict[str, dict[int, Tensor]] = {name: {} for name in r.cell.states}
         for t in range(r.steps)[:: -1 if r.reverse else 1]:
-            own = _step(r, t, h, c)
+            own = _step(r, t, now)
             (step,) = whole({suffix: own})
-            # Separate views of h and c: the path from c to h inside the step is not counted.
-            h, c = step.h.view_as(step.h), None if step.c is None else step.c.view_as(step.c)
-            for name, state in (("h", h), ("c", c)):
-                if state is not None:
-                    alive = own.lengths
-                    states[name][t] = state
-                    shown[name][t] = state if alive is None else torch.where(alive[:, None] > 0, state, 0.0)
+            # Separate views of the states: a path from one to another inside the step is not
+            # counted.
+            now = [state.view_as(state) for state in step.final]
+            for name, state in zip(r.cell.states, now):
+                alive = own.lengths
+                states[name][t] = state
+                shown[name][t] = (
+                    state if alive is None else torch.where(alive[:, None] > 0, state, 0.0)
+                )
         for name, each in states.items():
             in_time = [each[t] for t in range(r.steps)]
             seen.setdefault(f"{prefix}{suffix.removeprefix('_')}.{name}", []).extend(in_time)
-        y, cells = (torch.stack([each[t] for t in range(r.steps)]) if each else None for each in shown.values())
-        assert y is not None
-        return Result(y, h.clone(), None if c is None else c.clone(), cells if r.return_cells else None, None)
+        y, *others = (torch.stack([each[t] for t in range(r.steps)]) for each in shown.values())
+        return Result(
+            y, tuple(v.clone() for v in now), tuple(others) if r.return_states else (), None
+        )
 
     return run
 
 
-def _step(r: Run, t: int, h: Tensor, c: Tensor | None) -> Run:
-    """Return the run of the single step t, with the initial state h, c."""
+def _step(r: Run, t: int, states: list[Tensor]) -> Run:
+    """Return the run of the single step t from these states on."""
     here, norm = slice(t, t + 1), r.norm
     if norm is not None and norm.given is not None:
         norm = norm._replace(given=Moments(*(v if v is None else v[here] for v in norm.given)))  # type: ignore[arg-type]
     return r._replace(
-        x=r.x[here], h0=h, c0=c, first_step=r.first_step + t, norm=norm, reverse=False,
+        x=r.x[here], states=tuple(states), first_step=r.first_step + t, norm=norm, reverse=False,
         lengths=None if r.lengths is None else (r.lengths - t).clamp(0, 1),
         resets=None if r.resets is None else r.resets[here],
     )  # fmt: skip
 
 
-# --- runs ------------------------------------------------------------------------------------------
+# --- runs
+# ------------------------------------------------------------------------------------------
 
 
 class Measured(NamedTuple):
@@ -213,7 +233,9 @@ def make_record(
     For every layer and state, it has the sum of the norms over all steps and each step's share.
     """
     where = device_of(device)
-    loaded = runs.load(folder, weights=weights, device=where, changes={"device": str(where), "precision": "fp32"})
+    loaded = runs.load(
+        folder, weights=weights, device=where, changes={"device": str(where), "precision": "fp32"}
+    )
     config = loaded.config
     loaded.model.requires_grad_(False)  # the gradients of the weights are not needed
     measured = measure(loaded.model, config, data_of(folder, config, data), batches=batches)
@@ -244,9 +266,14 @@ def flow(norms: Tensor) -> dict[str, Any]:
     """
     total = norms.sum().item()
     if not math.isfinite(total):
-        raise RunError("the gradients are not finite numbers; the weights of the run are not usable")
+        raise RunError(
+            "the gradients are not finite numbers; the weights of the run are not usable"
+        )
     shares = norms / total if total > 0 else norms
-    return {"sum": float(f"{total:.6g}"), "share": [float(f"{share:.6g}") for share in shares.tolist()]}
+    return {
+        "sum": float(f"{total:.6g}"),
+        "share": [float(f"{share:.6g}") for share in shares.tolist()],
+    }
 
 
 def half_in_last(share: Sequence[float]) -> int:
@@ -278,14 +305,19 @@ def read_record(path: Path) -> Record:
                 if not all(map(disk.is_number, state["share"])):
                     raise ValueError("a share is not a number")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(f"{path} is not a gradient flow that can be read: {disk.reason(error)}") from None
+        raise RunError(
+            f"{path} is not a gradient flow that can be read: {disk.reason(error)}"
+        ) from None
     return record
 
 
-# --- from the command line -------------------------------------------------------------------------
+# --- from the command line
+# -------------------------------------------------------------------------
 
 
-def places(what: Sequence[str], seed: int, out: Path, results: Path) -> list[tuple[Path, Path, str | None]]:
+def places(
+    what: Sequence[str], seed: int, out: Path, results: Path
+) -> list[tuple[Path, Path, str | None]]:
     """Return for every run its folder, the path of its record, and its recipe (or None)."""
     found: list[tuple[Path, Path, str | None]] = []
     for name in what:
@@ -297,18 +329,24 @@ def places(what: Sequence[str], seed: int, out: Path, results: Path) -> list[tup
                 if not (folder / "config.json").exists():
                     raise RunError(
                         f"{recipe.name} has not been run: {folder} does not exist. "
-                        f"`zoneout reproduce {recipe.name} --first-seed {seed} --out {shlex.quote(str(out))} "
+                        f"`zoneout reproduce {recipe.name} --first-seed {seed} --out "
+                        f"{shlex.quote(str(out))} "
                         f"--results {shlex.quote(str(out / 'results'))}` runs it."
                     )
                 for name, ours, theirs in changes(runs.read_config(folder), recipe.make()):
                     raise RunError(
-                        f"{folder} is a trial of {recipe.name} with another setting ({name} is {ours}, not {theirs}); "
-                        f"to measure it as a single run, use `zoneout gradients {shlex.quote(str(folder))}`"
+                        f"{folder} is a trial of {recipe.name} with another setting ({name} is "
+                        f"{ours}, not {theirs}); "
+                        "to measure it as a single run, use `zoneout gradients "
+                        f"{shlex.quote(str(folder))}`"
                     )
-                found.append((folder, results / recipe.name / f"gradients-seed-{seed}.json", recipe.name))
+                found.append(
+                    (folder, results / recipe.name / f"gradients-seed-{seed}.json", recipe.name)
+                )
         else:
             raise ValueError(
-                f"expected the folder of a run, a recipe or a task, got {name!r}; the tasks are {', '.join(MEASURES)}"
+                f"expected the folder of a run, a recipe or a task, got {name!r}; the tasks are "
+                f"{', '.join(MEASURES)}"
             )
     return found
 
@@ -319,7 +357,8 @@ def parser(prog: str) -> argparse.ArgumentParser:
         prog=prog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Measure how much of a run's gradient reaches every time step t:\n"
-        "the norms of dL/dc_t and dL/dh_t, averaged over the batch and divided by their sum over t.",
+        "the norms of dL/dc_t and dL/dh_t, averaged over the batch and divided by their sum over "
+        "t.",
         epilog=f"""examples:
 
 $ {prog} gradient-flow                             # the runs of the paper's figure, after `zoneout reproduce`
@@ -328,9 +367,25 @@ $ {prog} runs/plain runs/zoned --picture flow.svg
 The results are written to RUN/gradients.json, those of a recipe to RESULTS/RECIPE/gradients-seed-N.json.""",
     )
     add = found.add_argument
-    add("what", metavar="RUN|RECIPE|TASK", nargs="+", help="the folder of a run, or a recipe or task that was run")
-    add("--batches", metavar="N", type=int, default=10, help="number of training batches to average over (10)")
-    add("--weights", choices=("best", "last"), default="best", help="best or last weights of the run (best)")
+    add(
+        "what",
+        metavar="RUN|RECIPE|TASK",
+        nargs="+",
+        help="the folder of a run, or a recipe or task that was run",
+    )
+    add(
+        "--batches",
+        metavar="N",
+        type=int,
+        default=10,
+        help="number of training batches to average over (10)",
+    )
+    add(
+        "--weights",
+        choices=("best", "last"),
+        default="best",
+        help="best or last weights of the run (best)",
+    )
     add("--seed", metavar="N", type=int, default=1, help="recipes only: the seed of the run (1)")
     add(
         "--out",
@@ -359,12 +414,19 @@ The results are written to RUN/gradients.json, those of a recipe to RESULTS/RECI
         help="maximum size of a compressed text after decompression, in MiB (256)",
     )
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (auto)")
-    add("--picture", metavar="FILE", type=Path, help="save a picture to this file: .svg, .pdf or .png")
+    add(
+        "--picture",
+        metavar="FILE",
+        type=Path,
+        help="save a picture to this file: .svg, .pdf or .png",
+    )
     add("--json", action="store_true", help="print the records as JSON")
     return found
 
 
-def main(arguments: Sequence[str] | None = None, prog: str = "python -m zoneout.paper.gradients") -> int:
+def main(
+    arguments: Sequence[str] | None = None, prog: str = "python -m zoneout.paper.gradients"
+) -> int:
     """Run the command and return its exit code."""
     command = parser(prog)
     options = command.parse_args(arguments)
@@ -409,7 +471,9 @@ def described(name: str, record: Record, path: Path) -> str:
         for state, found in states.items():
             steps = len(found["share"])
             half = half_in_last(found["share"])
-            lines.append(f"  {layer} {state:7} half of the norm lies in the last {half:,} of {steps:,} steps")
+            lines.append(
+                f"  {layer} {state:7} half of the norm lies in the last {half:,} of {steps:,} steps"
+            )
     return "\n".join(lines)
 
 

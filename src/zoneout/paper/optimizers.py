@@ -19,8 +19,8 @@ from torch.nn.utils import get_total_norm
 
 from ..draws import widest
 from ..ops import cuda
-from ..ops.cuda import optimizer as fused
 from ..ops.memory import in_memory
+from . import optimizer_kernel as fused
 from .config import Optimizer as Settings
 
 Tensors = list[Tensor]
@@ -48,8 +48,14 @@ class Optimizer:
         self.settings = settings
         self.names = list(parameters)
         self.parameters = list(parameters.values())
-        self.decays = [p.dim() > 1 and name.rpartition(".")[2] not in STATES for name, p in parameters.items()]
-        slots = {"adam": ("mean", "square"), "sgd": ("momentum",), "rmsprop": ("square", "momentum")}[settings.rule]
+        self.decays = [
+            p.dim() > 1 and name.rpartition(".")[2] not in STATES for name, p in parameters.items()
+        ]
+        slots = {
+            "adam": ("mean", "square"),
+            "sgd": ("momentum",),
+            "rmsprop": ("square", "momentum"),
+        }[settings.rule]
         self.slots = {
             slot: [torch.zeros_like(p, requires_grad=False) for p in self.parameters]
             for slot in slots
@@ -69,13 +75,20 @@ class Optimizer:
     def step(self, gradients: Sequence[Tensor], lr: Tensor) -> None:
         """Apply one update. The gradients are used as workspace and are undefined afterwards."""
         settings, steps = self.settings, apart(gradients)
-        factor = clipped_factor(lr.new_ones(()), steps, settings.clip_gradient) if settings.clip_gradient else None
+        factor = (
+            clipped_factor(lr.new_ones(()), steps, settings.clip_gradient)
+            if settings.clip_gradient
+            else None
+        )
         self.count += 1
         by, eps = lr, lr.new_full((), eps_of(settings))
         if settings.rule == "adam":
             # m̂ / (√v̂ + eps), with both bias corrections in one factor. eps is therefore
             # multiplied by √(1 − β₂ᵗ); the paper's rule leaves this multiplication out.
-            bias1, bias2 = 1 - settings.betas[0] ** self.count, (1 - settings.betas[1] ** self.count).sqrt()
+            bias1, bias2 = (
+                1 - settings.betas[0] ** self.count,
+                (1 - settings.betas[1] ** self.count).sqrt(),
+            )
             by, eps = lr * bias2 / bias1, eps if settings.paper else eps * bias2
         if self.slots:
             steps = self._advance(steps, factor, eps)
@@ -87,7 +100,7 @@ class Optimizer:
 
     def _fused(self, steps: Tensors) -> bool:
         first = self.parameters[0]
-        return first.is_cuda and cuda.there(first) and fused.takes(self.parameters, steps)
+        return first.is_cuda and cuda.is_available(first) and fused.takes(self.parameters, steps)
 
     def _advance(self, grads: Tensors, factor: Tensor | None, eps: Tensor) -> Tensors:
         """Multiply the gradients by `factor`, update the optimizer's state and return the steps."""
@@ -95,7 +108,15 @@ class Optimizer:
         if self._fused(grads):
             kept = settings.betas[1] if settings.rule == "adam" else settings.decay
             numbers = (1 - settings.betas[0], kept, settings.momentum)
-            fused.advance(settings.rule, settings.paper, grads, list(self.slots.values()), numbers, factor, eps)
+            fused.advance(
+                settings.rule,
+                settings.paper,
+                grads,
+                list(self.slots.values()),
+                numbers,
+                factor,
+                eps,
+            )
             return grads
         if factor is not None:
             torch._foreach_mul_(grads, factor.to(grads[0].dtype))
@@ -113,7 +134,9 @@ class Optimizer:
         if self._fused(steps):
             fused.apply(self.parameters, steps, by, keep, self.decays)
             return
-        if keep is not None and (matrices := [p for p, decays in zip(self.parameters, self.decays) if decays]):
+        if keep is not None and (
+            matrices := [p for p, decays in zip(self.parameters, self.decays) if decays]
+        ):
             torch._foreach_mul_(matrices, keep.to(matrices[0].dtype))
         torch._foreach_mul_(steps, by.to(steps[0].dtype))
         torch._foreach_sub_(self.parameters, steps)

@@ -1,7 +1,8 @@
-"""The loop over time on NVIDIA GPUs: all steps in one launch where the weights fit on the chip, else step by step.
+"""The loop over time on NVIDIA GPUs.
 
-The weights, biases, h0, `gates`, `y` and the derivatives of the gates are in the input's type; sums, c, `gh`, moments,
-dh and dc are in float32. Rows lie as the caller has them, so that nothing here waits for the GPU.
+All steps run in one kernel launch if the weights fit on the chip, else step by step. The weights,
+biases, h0, `gates`, `y` and the gradients of the gates have the dtype of the input. Sums, c, `gh`,
+moments, dh and dc are float32. Rows stay in the caller's layout, so nothing here waits for the GPU.
 """
 
 from __future__ import annotations
@@ -17,110 +18,155 @@ import torch
 from torch import Tensor
 
 from ...draws import Draw
-from ..interface import Run
-from ..loop import Backward, Loop, by_gate
-from ..loop import by_unit as to_units
-from ..products import FEW
-from . import batch, blas, compiler, dropout, lanes, norms, persistent, rows, small, steps, wide
-from .arguments import TYPES
-from .compiler import Ready
-from .turns import turns
+from ..backend import Loop, LoopGrads, by_gate
+from ..backend import by_unit as to_units
+from ..run import Run
+from ..sequence.products import FEW, register
+from .kernels import batch, persistent, small, steps, wide
+from .pointwise import dropout, norms, rows
+from .runtime import blas, compiler, side_streams
+from .runtime.arguments import CELLS, TYPES
+from .runtime.compiler import Ready
+from .runtime.exclusive import turns
 
-PATHS = (batch, small, wide, persistent, steps)  # the first that can take a loop runs it
+register(gpu_product=blas.times, gpu_split=rows.split_columns)
+
+PATHS = (batch, small, wide, persistent, steps)  # the first that supports a loop runs it
 ROWS = rows.Padded
-WIDE = False  # half types enter the products as they are
-PIECE = 2**62  # numbers of gates at once where nobody will go back: all, in one launch
+IN_FLOAT32 = False  # half-precision operands enter the products unconverted
+# Gate values computed at once if there is no backward pass: all, in one launch.
+GATES_AT_ONCE = 2**62
 
 
 def check(r: Run) -> None:
-    """An error where the kernels cannot take a run."""
+    """Raise if the kernels do not support the dtype or the cell of a run."""
     if r.h0.dtype not in TYPES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in TYPES)
-        raise ValueError(f"backend: 'cuda' takes {known}, got {r.h0.dtype}; backend='reference' takes every type")
+        raise ValueError(
+            f"backend: 'cuda' takes {known}, got {r.h0.dtype}; backend='reference' takes every type"
+        )
+    if r.cell not in CELLS:
+        raise ValueError(
+            f"backend: 'cuda' has no kernels for the cell {r.cell.name!r}; backend='reference' "
+            "takes every cell"
+        )
 
 
-def there(like: Tensor) -> bool:
-    """Whether that is on NVIDIA's, and not another maker's under its name, with the libraries that the kernels need."""
-    return torch.version.cuda is not None and (torch.compiler.is_compiling() or _complete(like.get_device()))
+def is_available(like: Tensor) -> bool:
+    """Return True if the tensor's GPU is from NVIDIA and the kernels' libraries are installed.
+
+    A build of torch for another maker's GPU also says "cuda"; `torch.version.cuda` is None there.
+    """
+    return torch.version.cuda is not None and (
+        torch.compiler.is_compiling() or _complete(like.get_device())
+    )
 
 
 @cache
 def _complete(device: int) -> bool:
-    """Whether the libraries are there, and know the chip; where one is not or does not, it is said once."""
+    """Return True if all libraries are found and support the chip; else warn, once per device."""
     try:
         compiler.library(), compiler.compiler(), blas.library("Lt"), blas.library()
         compiler.architecture(torch.cuda.get_device_capability(device))
     except RuntimeError as error:
         warnings.warn(
-            f"{error}; the layers run in a loop of torch calls instead, which is many times slower", stacklevel=2
+            f"{error}; the layers run in a loop of torch calls instead, which is many times slower",
+            stacklevel=2,
         )
         return False
     return True
 
 
-def takes(r: Run) -> bool:
-    """Whether the kernels can take a run: an NVIDIA GPU and a type they know."""
-    return r.h0.dtype in TYPES and there(r.h0)
+def supports(r: Run) -> bool:
+    """Return True if the kernels support a run: NVIDIA GPU, dtype and cell."""
+    if r.h0.dtype not in TYPES or not is_available(r.h0):
+        return False
+    if r.cell not in CELLS and not torch.compiler.is_compiling():
+        _say_that_slow(r.cell.name)
+    return r.cell in CELLS
+
+
+@cache
+def _say_that_slow(cell: str) -> None:
+    warnings.warn(
+        f"zoneout has no GPU kernels for the cell {cell!r} yet; it runs in a loop of torch calls, "
+        "many times slower",
+        stacklevel=2,
+    )
 
 
 def has_kernel(x: Tensor) -> bool:
-    """Whether dropout of this tensor, or noise on it, is one kernel."""
-    return x.is_cuda and x.dtype in TYPES and there(x) and not torch._C._are_functorch_transforms_active()
+    """Return True if dropout of this tensor, or noise on it, runs as one kernel."""
+    return (
+        x.is_cuda
+        and x.dtype in TYPES
+        and is_available(x)
+        and not torch._C._are_functorch_transforms_active()
+    )
 
 
 def scratch(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
-    """Unwritten memory for the length of one call."""
+    """Return uninitialised workspace for one call."""
     return like.new_empty(shape, dtype=dtype)
 
 
-def give_back(*buffers: Tensor | None) -> None:
-    """Nothing to do: torch keeps a GPU's memory itself."""
+def release(*buffers: Tensor | None) -> None:
+    """Do nothing: torch's allocator caches GPU memory itself."""
 
 
-def PARTS() -> int:
-    """How many parts the sums of a norm's derivatives come in."""
+def partial_sums() -> int:
+    """Return the number of partial sums in a gradient of a norm's scale or shift."""
     return 1
 
 
 def prepare(*tensors: Tensor | None) -> None:
-    """Nothing to do: a GPU's memory needs no first touch."""
+    """Do nothing: GPU memory needs no first touch."""
 
 
-def scale_of(draw: Draw, examples: Tensor, units: int, dtype: torch.dtype) -> Tensor:
-    """[B, units]: what h is multiplied with before it enters the gates, one mask for all steps."""
-    return dropout.dropout(examples.new_ones(1, len(examples), units, dtype=dtype), draw, examples, 0)[0]
+def hidden_scale(draw: Draw, examples: Tensor, units: int, dtype: torch.dtype) -> Tensor:
+    """Return [B, units], the factor of h before it enters the gates: one mask for all steps."""
+    return dropout.dropout(
+        examples.new_ones(1, len(examples), units, dtype=dtype), draw, examples, 0
+    )[0]
 
 
 def narrow_products(dtype: torch.dtype) -> bool:
-    """Whether products that were taken in float32 go on in a half type: here they never were."""
+    """Return False: no tensor was cast to float32, so the backward pass casts none back."""
     return False
 
 
-def joins(rows: int, gates: int, outputs: int, inputs: int) -> bool:
-    """Whether one product for dW_h and dW_x gains more than laying h and x side by side costs.
+def fuse_weight_grads(rows: int, gates: int, outputs: int, inputs: int) -> bool:
+    """Return True if one product for dW_h and dW_x is faster, despite concatenating h and x.
 
-    One launch less; and that of few inputs alone would not be taken by the matrix units.
+    It saves a launch. A separate product with few inputs would also not use the tensor cores.
     """
     return rows * (outputs + inputs) <= 2**20 or inputs < FEW
 
 
 def by_unit(r: Run) -> bool:
-    """Whether the gates lie unit by unit: where a block has few units of the whole batch."""
-    return r.norm is not None and r.norm.over == "examples" and r.norm.given is None and batch.fits(r)
+    """Return True if the gate layout is [unit][gate].
+
+    This is so for the batch norm kernel, in which a block owns a few units of the whole batch.
+    """
+    return (
+        r.norm is not None and r.norm.over == "examples" and r.norm.given is None and batch.fits(r)
+    )
 
 
-def takes_x(w_ih: Tensor) -> bool:
-    """Whether the loop takes x·Wx itself: never, one large product before it is faster."""
+def multiplies_x(w_ih: Tensor) -> bool:
+    """Return False: the loop never computes x·Wx, since one large product before it is faster."""
     return False
 
 
-def together(runs: Sequence[Run]) -> bool:
-    """Whether the loops of these runs go side by side: where each leaves the others room on the chip."""
-    return all(by_unit(r) or small.fits(r, len(runs)) or persistent.fits(r, len(runs)) for r in runs)
+def side_by_side(runs: Sequence[Run]) -> bool:
+    """Return True if the loops of these runs can run concurrently, each on a part of the chip."""
+    return all(
+        by_unit(r) or small.fits(r, len(runs)) or persistent.fits(r, len(runs)) for r in runs
+    )
 
 
 def forward(loops: Sequence[Loop]) -> None:
-    """Run loops forwards: gates, states and what the way back needs are written into each."""
+    """Run the forward pass of loops: write gates, states and saved tensors into each loop."""
     due = []
     for loop in loops:
         if loop.lengths is not None:
@@ -133,8 +179,8 @@ def forward(loops: Sequence[Loop]) -> None:
     _run_all(due)
 
 
-def backward(loops: Sequence[tuple[Loop, Backward]]) -> None:
-    """Run loops backwards: the derivatives are written into each one's `Backward`."""
+def backward(loops: Sequence[tuple[Loop, LoopGrads]]) -> None:
+    """Run the backward pass of loops: write the gradients into each loop's `LoopGrads`."""
     due = []
     for loop, back in loops:
         if loop.lengths is not None:
@@ -148,8 +194,8 @@ def backward(loops: Sequence[tuple[Loop, Backward]]) -> None:
             norms.backward(loop, back)
 
 
-def _run_all(due: Sequence[tuple[Loop, Backward | None]]) -> None:
-    """Run loops: the first in the current stream, each other in a lane beside it, if it can be there."""
+def _run_all(due: Sequence[tuple[Loop, LoopGrads | None]]) -> None:
+    """Run loops: the first on the current stream, each other one on a side stream if it can."""
     if not due:
         return
     device = due[0][0].gates.get_device()
@@ -159,13 +205,13 @@ def _run_all(due: Sequence[tuple[Loop, Backward | None]]) -> None:
         with turns(device).take() if any(loop.fills for loop in loops) else nullcontext():
             if len(loops) == 1:
                 return loops[0].start(None)
-            with lanes.beside(device, len(loops) - 1) as others:
+            with side_streams.fork(device, len(loops) - 1) as others:
                 for loop, lane in zip(loops, (None, *others)):
                     loop.start(lane)
 
 
-def _ready(loop: Loop, back: Backward | None, loops: int) -> Ready:
-    """A loop by the first path that can take it, with so many side by side."""
+def _ready(loop: Loop, back: LoopGrads | None, loops: int) -> Ready:
+    """Prepare a loop with the first path that supports it; `loops` of them run concurrently."""
     for path in PATHS:
         if (path is batch) == loop.by_unit and (found := path.ready(loop, back, loops)) is not None:
             return found
@@ -174,28 +220,35 @@ def _ready(loop: Loop, back: Backward | None, loops: int) -> Ready:
     raise RuntimeError("backend: no kernel of 'cuda' takes this loop")
 
 
-def _run_by_gate(loop: Loop, back: Backward | None) -> None:
-    """Run a loop whose gates lie unit by unit with copies that all other kernels can take."""
+def _run_by_gate(loop: Loop, back: LoopGrads | None) -> None:
+    """Run a loop of layout [unit][gate] on copies in layout [gate][unit].
+
+    All kernels but the batch norm kernel need the second layout. The results are copied back.
+    """
     assert loop.norm is not None and loop.norm.scale_h is not None
 
-    def turned(of: Loop | Backward, names: Sequence[str], dim: int) -> dict[str, Any]:
+    def turned(of: Loop | LoopGrads, names: Sequence[str], dim: int) -> dict[str, Any]:
         given = {name: getattr(of, name) for name in names}
-        return {name: v if v is None else by_gate(v, loop.cell, dim) for name, v in given.items()}
+        return {
+            name: v if v is None else by_gate(v, loop.cell.gates, dim) for name, v in given.items()
+        }
 
-    here = turned(loop, ("gates", "gh", "mean_h", "var_h"), 1)
+    here = turned(loop, ("gates", "hats", "mean_h", "var_h"), 1)
     weights = turned(loop, ("w_hh", "b_h"), 0)
-    norm = loop.norm._replace(scale_h=by_gate(loop.norm.scale_h, loop.cell))
+    norm = loop.norm._replace(scale_h=by_gate(loop.norm.scale_h, loop.cell.gates))
     other = replace(loop, by_unit=False, norm=norm, **here, **weights)
-    written: tuple[Loop | Backward, dict[str, Any]] = (loop, here)
+    written: tuple[Loop | LoopGrads, dict[str, Any]] = (loop, here)
     if back is None:
         _run_all([(other, None)])
     else:
         if loop.c is not None:
             back.dnc, back.chat = torch.zeros_like(loop.c), torch.zeros_like(loop.c)
         there = turned(back, ("dgx", "dgh"), 1)
-        there["dsh"] = there["dgx"] if back.dsh is back.dgx else by_gate(back.dsh, loop.cell, 1)
+        there["dsh"] = (
+            there["dgx"] if back.dsh is back.dgx else by_gate(back.dsh, loop.cell.gates, 1)
+        )
         _run_all([(other, replace(back, **there))])
         written = (back, there)
     for name, value in written[1].items():
         if value is not None:
-            getattr(written[0], name).copy_(to_units(value, loop.cell, 1))
+            getattr(written[0], name).copy_(to_units(value, loop.cell.gates, 1))

@@ -1,0 +1,235 @@
+"""The autograd node of a run in plain eager mode; otherwise the operator is used.
+
+Under a compiler or transform, the operator provides the node. The node here avoids the dispatcher,
+which costs a small layer as much time as its work. It can also hold several runs, those of a
+layer's directions, whose loops then run concurrently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...torch_state import nobody_derives, plain_eager
+from ..memory import are_memory
+from ..run import Result, Run
+from ..sequence import checkpointing, passes
+from ..sequence.prepare import LOOPS
+from ..sequence.saved import (
+    BackwardInputs,
+    Gradients,
+    Saved,
+    gives_moments,
+    moments_of,
+    reached,
+    result,
+)
+from . import operator
+from .flat import Flat, Settings, encode, flatten, unflatten
+from .operator import call_backward, no_forward_mode
+
+
+def run(runs: Sequence[Run]) -> list[Result]:
+    """Run over time; concurrently and as one node if the device gains by that."""
+    device = LOOPS[runs[0].x.device.type]
+    for r in runs:
+        device.check(r)
+    if not plain_eager():
+        return [operator.run(r) for r in runs]
+    flats = [flatten(r) for r in runs]
+    if not all(are_memory(flat.tensors) and are_memory(flat.constants) for flat in flats):
+        return [operator.run(r) for r in runs]
+    if len(runs) > 1 and not runs[0].recompute and device.side_by_side(runs):
+        return _Eager.run(runs, flats)
+    return [result for r, flat in zip(runs, flats) for result in _Eager.run((r,), (flat,))]
+
+
+_CHANGED = (
+    "the outputs, input, resets or weights of a zoneout layer have been changed in place since its "
+    "call, and its backward pass needs them as they were: write y = y + x for y += x, and "
+    "inplace=False."
+)
+
+
+class _Part(NamedTuple):
+    """The part of a node that belongs to one run, and its positions in the node's lists."""
+
+    settings: Settings  # without tensors: torch saves those, and detects in-place changes
+    rows: Any  # the layout of the rows
+    tensors: slice  # of the node's inputs, and of its saved tensors
+    constants: slice  # of its saved tensors
+    saved: slice  # of its saved tensors
+    outputs: slice  # of its outputs
+
+
+class _Eager(torch.autograd.Function):
+    """The autograd node of one or several runs."""
+
+    @staticmethod
+    def run(runs: Sequence[Run], flats: Sequence[Flat]) -> list[Result]:
+        tensors = [v for flat in flats for v in flat.tensors]
+        if nobody_derives(tensors):  # a node is a large part of the cost of a small call
+            return checkpointing.run(*runs)
+        outputs, results = iter(_Eager.apply(runs, flats, *tensors)), []
+        for r in runs:
+            y, *final = (next(outputs) for _ in range(1 + len(r.states)))
+            states = tuple(next(outputs) for _ in r.states[1:]) if r.return_states else ()
+            moments = _seen(r)
+            saved = Saved(
+                y, tuple(final), states, moments=moments_of([next(outputs) for _ in range(moments)])
+            )
+            results.append(result(saved, r))
+        return results
+
+    @staticmethod
+    def forward(
+        ctx: Any, runs: Sequence[Run], flats: Sequence[Flat], *tensors: Tensor
+    ) -> tuple[Any, ...]:
+        ctx.set_materialize_grads(False)
+        outputs: list[Tensor] = []
+        moments: list[Tensor] = []
+        saved: list[Tensor] = list(tensors)
+        ctx.parts = []
+        begin = 0
+        for flat, (results, kept, rows) in zip(flats, _passed(runs)):
+            seen = [] if results.moments is None else [v for v in results.moments if v is not None]
+            moments += seen
+            at, end = len(outputs), begin + len(flat.tensors)
+            middle = len(saved) + len(flat.constants)
+            inside = slice(begin, end), slice(len(saved), middle), slice(middle, middle + len(kept))
+            saved += [*flat.constants, *kept]
+            outputs += [results.y, *results.final, *results.states]
+            ctx.parts.append(_Part(flat.settings, rows, *inside, slice(at, len(outputs))))
+            outputs += seen
+            begin = end
+        ctx.mark_non_differentiable(*moments)
+        ctx.save_for_backward(*saved)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *d: Any) -> tuple[Any, ...]:
+        try:
+            values = ctx.saved_tensors
+        except RuntimeError as error:
+            if "inplace operation" not in str(error):
+                raise
+            raise RuntimeError(f"{_CHANGED} (torch: {error})") from error
+        needed, jobs = ctx.needs_input_grad[2:], []
+        for part in ctx.parts:
+            r = unflatten(part.settings, values[part.tensors], values[part.constants])
+            needs = frozenset(
+                n for n, need in zip(part.settings.names, needed[part.tensors]) if need
+            )
+            needs = reached(r, Gradients.of(r, d[part.outputs]), needs)
+            jobs.append(_Job(r, part, values[part.saved], needs))
+        # A dispatch mode (such as a FLOP counter) must see the operator, not only some of the
+        # products inside it. For a second derivative, the operator raises a clear error.
+        if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
+            return (None, None, *_by_operator(jobs, d))
+
+        def backward(d: Any) -> list[Tensor | None]:
+            return (_by_passes if are_memory((*d, *values)) else _by_operator)(jobs, d)
+
+        return (None, None, *_one_by_one(backward, d))
+
+    jvp = staticmethod(no_forward_mode)
+
+
+class _Job(NamedTuple):
+    """The backward pass of one run of a node."""
+
+    r: Run
+    part: _Part
+    saved: Sequence[Tensor]
+    needs: frozenset[str]
+
+
+def _seen(r: Run) -> int:
+    """Return the number of moments of a run.
+
+    With batch norm these are the moments of x·Wx and h·Wh, and of c if the cell has one.
+    """
+    if not gives_moments(r):
+        return 0
+    return 4 if r.norm is None or r.norm.scale_c is None else 6
+
+
+def _passed(runs: Sequence[Run]) -> list[tuple[Saved, list[Tensor], Any]]:
+    """Return the results of each run, its tensors for the backward pass, and its row layout."""
+    if runs[0].recompute:
+        (r,) = runs
+        saved, begins = checkpointing.forward(r)
+        return [(saved, [v for states in begins for v in states], None)]
+    return [
+        (checkpointing.results_of(saved, r), saved.for_backward(), saved.rows)
+        for r, saved in zip(runs, passes.forward(*runs))
+    ]
+
+
+def _by_passes(jobs: Sequence[_Job], d: Sequence[Any]) -> list[Tensor | None]:
+    """Return the gradients of the inputs of all runs from the gradients of their outputs."""
+    if jobs[0].r.recompute:
+        (job,) = jobs
+        begins = list(zip(*[iter(job.saved)] * len(job.r.states)))
+        found = [
+            checkpointing.backward(
+                job.r, begins, Gradients.of(job.r, d[job.part.outputs]), job.needs
+            )
+        ]
+    else:
+        inputs = [
+            BackwardInputs(
+                r,
+                Saved.from_list(r, saved, False, part.rows),
+                Gradients.of(r, d[part.outputs]),
+                needs,
+            )
+            for r, part, saved, needs in jobs
+        ]
+        found = passes.backward(*inputs)
+    return [grads.get(name) for job, grads in zip(jobs, found) for name in job.part.settings.names]
+
+
+def _by_operator(jobs: Sequence[_Job], d: Sequence[Any]) -> list[Tensor | None]:
+    """Return the same gradients as `_by_passes`, through the dispatcher."""
+    found: list[Tensor | None] = []
+    for r, part, saved, needs in jobs:
+        names, own = part.settings.names, d[part.outputs]
+        flat = flatten(r)
+        wanted = [name in needs for name in names]
+        grads = [v for v in own if v is not None]
+        kept = [] if r.recompute else list(saved)
+        given = [v is not None for v in own]
+        each = iter(
+            call_backward(
+                grads, given, kept, wanted, *encode(part.settings), flat.tensors, flat.constants
+            )
+        )
+        found += [next(each) if one else None for one in wanted]
+    return found
+
+
+def _one_by_one(
+    backward: Callable[[Any], Sequence[Tensor | None]], d: Sequence[Any]
+) -> Sequence[Tensor | None]:
+    """Return the gradients for `d`, one batch entry at a time.
+
+    With `is_grads_batched` the tensors of `d` have one more dimension, which torch hides.
+    """
+    many = [v is not None and torch._C._functorch.is_legacy_batchedtensor(v) for v in d]
+    if not any(many):
+        return backward(d)
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    shown = [torch._remove_batch_dim(v, level, 0, 0) if one else v for v, one in zip(d, many)]
+    count = next(len(v) for v, one in zip(shown, many) if one)
+    found = [
+        backward(tuple(v[k] if one else v for v, one in zip(shown, many))) for k in range(count)
+    ]
+    return [
+        None if parts[0] is None else torch._add_batch_dim(torch.stack(parts), 0, level)
+        for parts in zip(*found)
+    ]

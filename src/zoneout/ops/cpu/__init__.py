@@ -1,0 +1,346 @@
+"""The loop over time on the CPU: in C if a compiler is found, else in torch calls."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import threading
+import warnings
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...definition.storage import MOST_SLOTS
+from ...draws import Draw
+from ...noise import STATE_STREAMS
+from ..backend import Loop, LoopGrads
+from ..memory import address
+from ..reference import kept_scale
+from ..run import Run
+from ..sequence.products import register
+from ..sequence.rows import Packed
+from . import fallback, native
+from .masks import masks_of, stream_of
+
+ROWS = Packed
+IN_FLOAT32 = True  # half types are computed in float32
+GATES_AT_ONCE = 2**22  # gate values at once if no backward pass follows
+
+
+def supports(r: Run) -> bool:
+    """Return True if the loop has enough slots for the values that the cell stores."""
+    if _fits(r):
+        return True
+    if not torch.compiler.is_compiling():
+        _say_once(f"zoneout: {_too_much(r)}; the reference runs it, more slowly")
+    return False
+
+
+def check(r: Run) -> None:
+    """Raise if the loop has too few slots for the values that the cell stores."""
+    if not _fits(r):
+        raise ValueError(f"backend: {_too_much(r)}; backend='reference' runs every cell")
+
+
+def _fits(r: Run) -> bool:
+    # The ONNX exporter translates the operator of any cell.
+    layout = r.cell.storage
+    return (layout.fits and (layout.again or r.w_hr is None)) or torch.onnx.is_in_onnx_export()
+
+
+def _too_much(r: Run) -> str:
+    if r.cell.storage.fits:
+        return f"the cell {r.cell.name!r} does not store what proj_size needs"
+    return (
+        f"the cell {r.cell.name!r} stores {len(r.cell.storage.slots)} values per unit and step "
+        f"beside its gates, and the compiled loop has room for {MOST_SLOTS}"
+    )
+
+
+@cache
+def narrow_products(dtype: torch.dtype) -> bool:
+    """Return True if the large products of the backward pass run in this half type.
+
+    They do if the CPU computes them faster in it.
+    """
+    return dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def fuse_weight_grads(rows: int, gates: int, outputs: int, inputs: int) -> bool:
+    """Return True if one product for dW_h and dW_x saves more than concatenating h and x costs."""
+    return rows * (outputs + inputs) <= 2**20 and gates > outputs + inputs
+
+
+def hidden_scale(draw: Draw, examples: Tensor, units: int, dtype: torch.dtype) -> Tensor:
+    """Return [B, units]: the factors of h before it enters the gates, one mask for all steps."""
+    (mask,) = masks_of([draw], examples.new_zeros(1), examples, units)
+    return kept_scale(draw, mask, dtype)[0].contiguous()
+
+
+def scratch(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
+    """Return uninitialised memory for one call: released by an earlier call, or new."""
+    if (
+        not torch.are_deterministic_algorithms_enabled()
+    ):  # deterministic mode fills new memory with NaN, to find errors
+        kept = _spare.take(dtype, math.prod(shape))
+        if kept is not None:
+            return kept.view(shape)
+    new = like.new_empty(shape, dtype=dtype)
+    prepare(new)
+    return new
+
+
+def release(*buffers: Tensor | None) -> None:
+    """Keep scratch memory for the next call.
+
+    Its pages have been touched already, which is half of the cost of a small call.
+    """
+    for buffer in {id(b): b for b in buffers if b is not None}.values():
+        if (
+            not buffer.is_inference()
+        ):  # an inference tensor can only be written to in inference mode
+            _spare.keep(buffer.view(-1))
+
+
+class _Spare:
+    """Free scratch memory between calls, by dtype and size; above `most` bytes all is freed."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.bytes = most, 0
+        self._by_size: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, dtype: torch.dtype, size: int) -> Tensor | None:
+        with self._lock:
+            same = self._by_size.get((dtype, size))
+            if not same:
+                return None
+            self.bytes -= dtype.itemsize * size
+            return same.pop()
+
+    def keep(self, buffer: Tensor) -> None:
+        with self._lock:
+            self._by_size.setdefault((buffer.dtype, len(buffer)), []).append(buffer)
+            self.bytes += buffer.nbytes
+            if self.bytes > self.most:
+                self._by_size.clear()
+                self.bytes = 0
+
+
+_spare = _Spare(2**26)
+
+
+def by_unit(r: Run) -> bool:
+    """Return False: the gates are always stored gate by gate."""
+    return False
+
+
+def multiplies_x(w_ih: Tensor) -> bool:
+    """Return True if the loop should compute x·Wx itself, step by step.
+
+    It should if W_x stays in the cache together with W_h.
+    """
+    return native.load() is not None and w_ih.nbytes <= 2**19
+
+
+partial_sums = torch.get_num_threads  # the number of partial sums of the backward pass
+
+
+def side_by_side(runs: Sequence[Run]) -> bool:
+    """Return False: loops do not gain by running concurrently, since one uses all threads."""
+    return False
+
+
+def forward(loops: Sequence[Loop]) -> None:
+    """Run the forward pass of loops; results are written into each `Loop`."""
+    for loop in loops:
+        if (cell := _cell_of(loop)) is None:
+            _say_once(_IN_TORCH_CALLS.format(reason=native.why_not()))
+            fallback.forward(loop)
+        else:
+            _call(cell, "forward", loop, None)
+
+
+def backward(loops: Sequence[tuple[Loop, LoopGrads]]) -> None:
+    """Run the backward pass of loops; gradients are written into each `LoopGrads`."""
+    for loop, back in loops:
+        if (cell := _cell_of(loop)) is None:
+            fallback.backward(loop, back)
+        else:
+            _call(cell, "backward", loop, back)
+
+
+def _cell_of(loop: Loop) -> native.Cell | None:
+    """Return the compiled functions of a loop's cell; None if there is no compiler."""
+    return native.cell(loop.cell) if native.load() is not None else None
+
+
+def product(a: Tensor, b: Tensor, out: Tensor) -> bool:
+    """Write a·b to `out`; return False if this is not possible here.
+
+    Every row is computed by itself. Its bits do not depend on the number of rows or threads.
+    torch's product uses different methods for one row, a few rows and many rows, and these round
+    differently.
+    """
+    library = native.load()
+    if library is None or a.dtype not in (torch.float32, torch.float64):
+        return False
+    kind, (rows, depth), columns = (
+        "double" if a.dtype == torch.float64 else "float",
+        a.shape,
+        b.shape[1],
+    )
+    if depth == 0 or out.numel() == 0:
+        out.zero_()
+        return True
+    size = getattr(library, f"zoneout_packed_size_{kind}")(rows, depth, columns)
+    packed = scratch(a, size + 64 // a.element_size(), dtype=a.dtype) if size else None
+    at = 0 if packed is None else (address(packed, "packed") + 63) // 64 * 64
+    left, right = address(a, "a", a.dtype, -1), address(b, "b", a.dtype, -1, gaps=True)
+    getattr(library, f"zoneout_product_{kind}")(
+        rows,
+        depth,
+        columns,
+        left,
+        right,
+        *b.stride(),
+        address(out, "out", a.dtype, -1),
+        at,
+        torch.get_num_threads(),
+    )
+    release(packed)
+    return True
+
+
+def prepare(*buffers: Tensor | None) -> None:
+    """Request huge pages for new buffers that will be overwritten completely.
+
+    The first touch of a small page costs microseconds, and a training step touches tens of
+    thousands of pages.
+    """
+    advise = _advice()
+    for buffer in buffers:
+        if advise is not None and buffer is not None and buffer.nbytes >= _LARGE:
+            at = address(buffer, "buffer")
+            start = -(-at // _PAGE) * _PAGE
+            size = (at + buffer.nbytes) // _PAGE * _PAGE - start
+            advise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
+
+
+_PAGE, _LARGE = 2**21, 2**22
+
+
+@cache
+def _advice() -> Any:
+    """Return the system's `madvise` function, or None if it has no huge pages."""
+    return getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
+
+
+@cache
+def _say_once(what: str) -> None:
+    warnings.warn(what, stacklevel=2)
+
+
+_IN_TORCH_CALLS = (
+    "zoneout's compiled loop is not available: {reason}. The same loop runs in torch calls, more "
+    "slowly."
+)
+
+
+def _call(cell: native.Cell, name: str, loop: Loop, back: LoopGrads | None) -> None:
+    library = native.load()
+    kind = "double" if loop.gates.dtype == torch.float64 else "float"
+    args = _arguments(loop, back)
+    args.cell = getattr(cell, kind)
+    size = getattr(library, f"zoneout_work_size_{kind}")(ctypes.byref(args))
+    work = scratch(loop.gates, size + 64, dtype=torch.uint8)
+    args.work = (address(work, "work") + 63) // 64 * 64
+    getattr(library, f"zoneout_{name}_{kind}")(ctypes.byref(args))
+    release(work)
+
+
+_INTEGERS, _BITS = ("counts", "offsets", "lengths", "examples"), ("resets",)
+_NUMBERS = (
+    "scale_h", "x", "w_ih", "w_hh", "b_x", "b_h", "w_hr", "gates", "hats",
+    "mean_x", "var_x", "mean_h", "var_h", "mean_c", "var_c",
+)  # fmt: skip
+_SEVERAL = ("parameters", "initial", "reset_to", "states", "slots")
+_SEVERAL_BACK = ("dstates", "dreset", "dparameters")
+_BACKWARD = (
+    "dy",
+    "dgx",
+    "dgh",
+    "dsh",
+    "du",
+    "u",
+    "dnc",
+    "chat",
+    "dx",
+    "dscale_x",
+    "dscale_h",
+    "dscale_c",
+    "dshift_c",
+)
+_NORM = {"norm_x": "scale_x", "norm_h": "scale_h", "norm_c": "scale_c", "norm_c_shift": "shift_c"}
+
+
+def _arguments(loop: Loop, back: LoopGrads | None) -> native.Loop:
+    """Return the struct of loop.h; missing fields are zero.
+
+    The struct is valid only as long as the tensors exist.
+    """
+    args, norm, numbers = native.Loop(), loop.norm, loop.gates.dtype
+    args.steps, args.batch, args.threads = loop.steps, loop.batch, torch.get_num_threads()
+    args.hidden, args.outputs, args.heads = (
+        loop.hidden,
+        loop.outputs,
+        loop.cell.heads if loop.cell.has_r else 0,
+    )
+    args.first_step, args.reverse = loop.first_step, loop.reverse
+    args.inputs = 0 if loop.x is None else loop.x.shape[1]
+    for name, draw in loop.draws.items():
+        if name == "update":
+            args.update_noise = stream_of(draw)
+        else:
+            args.state_noise[STATE_STREAMS.index(name)] = stream_of(draw)
+    _put(args, loop.__dict__, _INTEGERS, torch.int64)
+    _put(args, loop.__dict__, _BITS, torch.bool)
+    _put(args, loop.__dict__, _NUMBERS, numbers)
+    _put_several(args, loop.__dict__, _SEVERAL, numbers)
+    if norm is not None:
+        args.norm, args.norm_given, args.eps = (
+            1 if norm.over == "units" else 2,
+            loop.given,
+            norm.eps,
+        )
+        _put(args, {name: getattr(norm, own) for name, own in _NORM.items()}, _NORM, numbers)
+    if back is not None:
+        _put(args, back.__dict__, _BACKWARD, numbers)
+        _put_several(args, back.__dict__, _SEVERAL_BACK, numbers)
+        _put_several(args, {"dseen": (None, *back.dseen)}, ("dseen",), numbers)
+    return args
+
+
+def _put(
+    args: native.Loop, tensors: dict[str, Any], names: Iterable[str], dtype: torch.dtype
+) -> None:
+    for name in names:
+        if (value := tensors[name]) is not None:
+            setattr(args, name, address(value, name, dtype, -1))
+
+
+def _put_several(
+    args: native.Loop, tensors: dict[str, Any], names: Iterable[str], dtype: torch.dtype
+) -> None:
+    for name in names:
+        array = getattr(args, name)
+        for k, value in enumerate(tensors[name]):
+            if value is not None:
+                array[k] = address(value, name, dtype, -1)
+
+
+register(cpu_product=product)

@@ -1,0 +1,96 @@
+/* Scalar functions in a form that compilers vectorise, for float and for double.
+ *
+ * The float versions are our own, because calls to the C library prevent vectorisation. The double versions use the C
+ * library.
+ */
+#ifndef ZONEOUT_FUNCTIONS_H
+#define ZONEOUT_FUNCTIONS_H
+#include <math.h>
+#include <stdint.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+/* Saturated gates are exact: exp is 0 below the normal numbers, and infinity above the largest number. */
+INLINE float exp_float(float arg) {
+    float x = arg < -87.3f ? -87.3f : arg;
+    x = x > 88.3f ? 88.3f : x;
+    float n = rintf(x * 1.44269504f);
+    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    union { int32_t i; float f; } two = {((int32_t)n + 127) << 23};
+    float e = p * two.f;
+    e = arg < -87.3f ? 0.0f : e;
+    return arg > 88.7f ? INFINITY : e;
+}
+
+INLINE float sigmoid_float(float x) { return 1.0f / (1.0f + exp_float(-x)); }
+
+INLINE float tanh_float(float x) {
+    float a = fabsf(x), z = x * x;
+    float far = 1.0f - 2.0f / (exp_float(2.0f * a) + 1.0f);
+    float p = -5.70498872745e-3f;
+    p = p * z + 2.06390887954e-2f;
+    p = p * z - 5.37397155531e-2f;
+    p = p * z + 1.33314422036e-1f;
+    p = p * z - 3.33332819422e-1f;
+    float near = a + a * z * p;
+    float t = a < 0.625f ? near : far;
+    return copysignf(t, x);
+}
+
+INLINE double sigmoid_double(double x) { return 1.0 / (1.0 + exp(-x)); }
+
+/* exp for all numbers. exp_float is correct only up to 88.3, which is enough for the functions above. */
+INLINE float exp_wide_float(float x) {
+    float e = exp_float(x > 88.0f ? x - 1.0f : x);
+    return x > 88.0f ? e * 2.71828183f : e;
+}
+
+/* log(x) = n log 2 + log(m) with m in [sqrt(1/2), sqrt(2)). Subnormal numbers count as zero. */
+INLINE float log_float(float x) {
+    union { float f; int32_t i; } bits = {x};
+    int32_t shift = (bits.i - 0x3f3504f3) >> 23; /* sqrt(1/2) */
+    bits.i -= (int32_t)((uint32_t)shift << 23);
+    float n = (float)shift, r = bits.f - 1.0f, z = r * r;
+    float p = 7.0376836292e-2f;
+    p = p * r - 1.1514610310e-1f;
+    p = p * r + 1.1676998740e-1f;
+    p = p * r - 1.2420140846e-1f;
+    p = p * r + 1.4249322787e-1f;
+    p = p * r - 1.6668057665e-1f;
+    p = p * r + 2.0000714765e-1f;
+    p = p * r - 2.4999993993e-1f;
+    p = p * r + 3.3333331174e-1f;
+    p = p * r * z - 2.12194440e-4f * n - 0.5f * z;
+    float y = r + p + 0.693359375f * n;
+    y = x < 1.17549435e-38f ? -INFINITY : y;
+    y = x < 0.0f ? NAN : y;
+    return x <= 3.40282347e38f ? y : x; /* infinity and NaN are returned unchanged */
+}
+
+/* log(1 + exp(x)), or x itself above 20, as in torch. */
+INLINE float softplus_float(float x) {
+    float e = exp_float(-fabsf(x)), u = 1.0f + e;
+    float rest = log_float(u) + (e - (u - 1.0f)) / u; /* log(1 + e), corrected for the rounding of 1 + e */
+    float y = (x > 0.0f ? x : 0.0f) + rest;
+    y = x > 20.0f ? x : y;
+    return x == x ? y : x;
+}
+
+INLINE double softplus_double(double x) { return x > 20 ? x : (x > 0 ? x : 0) + log1p(exp(-fabs(x))); }
+
+#define RELU(x) ((x) < 0 ? 0 : (x)) /* NaN is returned unchanged */
+#define SIGN(x) ((x) > 0 ? 1 : (x) < 0 ? -1 : 0)
+#define MINIMUM(a, b) ((a) < (b) || (a) != (a) ? (a) : (b)) /* NaN if either is NaN, as in torch */
+#define MAXIMUM(a, b) ((a) > (b) || (a) != (a) ? (a) : (b))
+
+/* The noise rules. At 0 and 1 they select, so that a NaN does not reach a unit that keeps its value. */
+#define MIX(new, old, keep) ((keep) <= 0 ? (new) : (keep) >= 1 ? (old) : (new) + (keep) * ((old) - (new)))
+#define LESS(value, drop) ((drop) >= 1 ? 0 : (value) * (1 - (drop)))
+#endif

@@ -1,0 +1,202 @@
+/* The recurrent loop over time, forward and backward pass: products, gates, noise and norms in one call.
+ *
+ * This is plain C with OpenMP. It includes only headers of the C library, so any compiler builds it in a second. The
+ * same code is compiled for float and for double through `body.h`.
+ */
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#include "loop.h"
+#include "functions.h"
+
+#pragma GCC visibility push(default) /* so that Python finds the symbols with any -fvisibility flag */
+
+INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* --- threads ------------------------------------------------------------------------------------ */
+
+static _Thread_local int alone; /* this thread works on its own rows and waits for no other thread */
+
+INLINE int real_thread_id(void) {
+#ifdef _OPENMP
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
+
+INLINE int thread_id(void) { return alone ? 0 : real_thread_id(); }
+
+INLINE int thread_count(void) {
+#ifdef _OPENMP
+    return alone ? 1 : omp_get_num_threads();
+#else
+    return 1;
+#endif
+}
+
+INLINE void barrier(void) {
+#ifdef _OPENMP
+    if (!alone) {
+#pragma omp barrier
+    }
+#endif
+}
+
+/* Compute this thread's part of [0, n), split at multiples of `grain`. */
+INLINE void share(int64_t n, int64_t grain, int64_t *from, int64_t *to) {
+    int64_t blocks = (n + grain - 1) / grain, count = thread_count(), id = thread_id();
+    *from = min64(n, blocks * id / count * grain);
+    *to = min64(n, blocks * (id + 1) / count * grain);
+}
+
+/* --- Philox 4x32-10 ----------------------------------------------------------------------------- */
+
+typedef uint64_t __attribute__((may_alias)) Pair; /* two words, the first in the low half */
+
+/* Write the words of the counters (unit / 4, example, step, plane) for units [from, to). `from` is a multiple of 4.
+ * Each counter has its own 64-bit lanes, so a shift separates the halves of a product. Bits above the low 32 are masked
+ * only where they would matter. */
+static void philox_words(uint32_t *words, int64_t from, int64_t to, uint64_t seed, uint32_t example, uint32_t step,
+                         uint32_t plane) {
+    const uint64_t low = 0xFFFFFFFFu;
+    int64_t first = from / 4, count = (to - from + 3) / 4;
+    Pair *out = (Pair *)words;
+#pragma omp simd
+    for (int64_t q = 0; q < count; q++) {
+        uint64_t c0 = (uint64_t)(first + q), c1 = example, c2 = step, c3 = plane;
+        uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+        for (int round = 0; round < 10; round++) {
+            uint64_t p0 = (c0 & low) * 0xD2511F53u, p1 = (c2 & low) * 0xCD9E8D57u;
+            c0 = (p1 >> 32) ^ c1 ^ k0;
+            c1 = p1;
+            c2 = (p0 >> 32) ^ c3 ^ k1;
+            c3 = p0;
+            k0 += 0x9E3779B9u;
+            k1 += 0xBB67AE85u;
+        }
+        out[2 * q] = (c0 & low) | (c1 << 32);
+        out[2 * q + 1] = (c2 & low) | (c3 << 32);
+    }
+}
+
+/* Write the random words of a stream for units [from, to) of one row at one step. */
+static void stream_words(const Stream *s, uint32_t *words, int64_t from, int64_t to, int64_t example, int64_t step) {
+    uint32_t e = s->sees_example ? (uint32_t)example : 0, t = s->sees_step ? (uint32_t)step : 0;
+    if (s->sees_unit) {
+        philox_words(words, from, to, s->seed, e, t, (uint32_t)s->plane);
+    } else {
+        uint32_t one[4] __attribute__((aligned(8)));
+        philox_words(one, 0, 1, s->seed, e, t, (uint32_t)s->plane);
+        for (int64_t j = 0; j < to - from; j++) words[j] = one[0];
+    }
+}
+
+/* Write a mask, [count, batch, units]: 1 where the old value is kept. If `each` is 0, all steps share their examples.
+ * Otherwise each step has its own examples, and `each` is the stride from one step to the next. */
+void zoneout_mask(const Stream *s, const int64_t *steps, int64_t count, const int64_t *examples, int64_t batch,
+                  int64_t each, int64_t units, int64_t threads, uint8_t *out) {
+    enum { BLOCK = 1024 };
+    int64_t blocks = (units + BLOCK - 1) / BLOCK;
+    int shift = s->high ? 16 : 0;
+#pragma omp parallel for num_threads((int)threads)
+    for (int64_t k = 0; k < count * batch * blocks; k++) {
+        int64_t row = k / blocks, t = row / batch, from = k % blocks * BLOCK, to = min64(units, from + BLOCK);
+        uint32_t words[BLOCK] __attribute__((aligned(64)));
+        uint8_t *restrict keep = out + row * units + from;
+        const double *restrict rate = s->rate + from * s->stride;
+        stream_words(s, words, from, to, examples[t * each + row % batch], steps[t]);
+        if (s->stride) {
+            for (int64_t j = 0; j < to - from; j++) keep[j] = ((words[j] >> shift) & 0xFFFF) < rint(rate[j] * 65536);
+        } else {
+            uint32_t threshold = (uint32_t)rint(*rate * 65536);
+            for (int64_t j = 0; j < to - from; j++) keep[j] = ((words[j] >> shift) & 0xFFFF) < threshold;
+        }
+    }
+}
+
+INLINE int same_words(const Stream *a, const Stream *b) {
+    return a->seed == b->seed && a->plane == b->plane && a->sees_step == b->sees_step &&
+           a->sees_example == b->sees_example && a->sees_unit == b->sees_unit;
+}
+
+/* --- the same code for both types --------------------------------------------------------------- */
+
+#if defined(__AVX512F__)
+#define VECTOR_BYTES 64
+#define FLOATS 16
+#define DOUBLES 8
+#define TILE_ROWS 8
+#define TILE_VECTORS 3
+#elif defined(__AVX__)
+#define VECTOR_BYTES 32
+#define FLOATS 8
+#define DOUBLES 4
+#define TILE_ROWS 6
+#define TILE_VECTORS 2
+#else
+#define VECTOR_BYTES 16
+#define FLOATS 4
+#define DOUBLES 2
+#define TILE_ROWS 6
+#define TILE_VECTORS 2
+#endif
+
+/* Interleave two vectors: LOW their first halves, HIGH their second halves. */
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, numbers) __builtin_shufflevector(a, b, numbers)
+#endif
+#define LOW_2 0, 2
+#define HIGH_2 1, 3
+#define LOW_4 0, 4, 1, 5
+#define HIGH_4 2, 6, 3, 7
+#define LOW_8 0, 8, 1, 9, 2, 10, 3, 11
+#define HIGH_8 4, 12, 5, 13, 6, 14, 7, 15
+#define LOW_16 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define HIGH_16 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#define JOINED(a, b) a##b
+#define NUMBERED(name, count) JOINED(name, count)
+
+#define REAL float
+#define LOW NUMBERED(LOW_, FLOATS)
+#define HIGH NUMBERED(HIGH_, FLOATS)
+#define NAME(x) x##_float
+#define SIGMOID sigmoid_float
+#define TANH tanh_float
+#define SQRT sqrtf
+#define EXP exp_wide_float
+#define LOG log_float
+#define SOFTPLUS softplus_float
+#define ABS fabsf
+#include "body.h"
+#undef REAL
+#undef LOW
+#undef HIGH
+#undef NAME
+#undef SIGMOID
+#undef TANH
+#undef SQRT
+#undef EXP
+#undef LOG
+#undef SOFTPLUS
+#undef ABS
+
+#define REAL double
+#define LOW NUMBERED(LOW_, DOUBLES)
+#define HIGH NUMBERED(HIGH_, DOUBLES)
+#define NAME(x) x##_double
+#define SIGMOID sigmoid_double
+#define TANH tanh
+#define SQRT sqrt
+#define EXP exp
+#define LOG log
+#define SOFTPLUS softplus_double
+#define ABS fabs
+#include "body.h"
+
+#pragma GCC visibility pop

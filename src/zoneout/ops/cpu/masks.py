@@ -1,0 +1,69 @@
+"""Draw masks alone, in C if possible: a single step of a cell has little other work."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...draws import Draw, draw_masks, seen
+from ...torch_state import plain_eager
+from ..backend import mask_coordinates
+from ..memory import address, are_memory
+from . import native
+
+
+def masks_of(draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: int) -> list[Tensor]:
+    """Return the same masks as `draw_masks`, drawn in C if possible."""
+    given = (steps, examples, *(v for draw in draws for v in (draw.rate, draw.seed)))
+    library = native.load() if steps.is_cpu and plain_eager() and are_memory(given) else None
+    if library is None:
+        return draw_masks(draws, steps, examples, units)
+    steps, examples, width = seen(draws, steps, examples, units)
+    batch, each = examples.shape[-1], 0
+    if examples.dim() == 2:  # each step has its own examples
+        steps, each = steps.expand(len(examples)), batch
+    steps, examples = steps.contiguous(), examples.contiguous()
+    steps_at, examples_at = (
+        address(steps, "steps", torch.int64, -1),
+        address(examples, "examples", torch.int64, -1),
+    )
+    masks = []
+    for draw in draws:
+        if (
+            draw.rate.dtype != torch.float64 or not draw.rate.is_contiguous()
+        ):  # C reads contiguous float64
+            draw = draw._replace(rate=draw.rate.to(torch.float64).contiguous())
+        mask = steps.new_empty(
+            len(steps), batch, units if draw.rate.dim() else width, dtype=torch.bool
+        )
+        threads = torch.get_num_threads() if mask.numel() > _FEW else 1
+        library.zoneout_mask(
+            ctypes.byref(stream_of(draw)), steps_at, len(steps), examples_at, batch, each,
+            mask.shape[-1], threads, address(mask, "mask", torch.bool, -1),
+        )  # fmt: skip
+        masks.append(mask)
+    return masks
+
+
+_FEW = 2**15  # one thread draws this many numbers before another thread has woken up
+
+
+def stream_of(draw: Draw) -> native.Stream:
+    """Return the C struct of one noise stream; it is valid only as long as the rate exists."""
+    step, example, unit, high = mask_coordinates(draw)
+    return native.Stream(
+        mode=2 if draw.seed is None else 1,
+        zero=draw.rule.by == "zero",
+        hold=draw.rule.holds_gate,
+        sees_step=step,
+        sees_example=example,
+        sees_unit=unit,
+        high=high,
+        plane=draw.plane,
+        seed=0 if draw.seed is None else int(draw.seed) & (2**64 - 1),
+        rate=address(draw.rate, "rate", torch.float64, -1),
+        stride=int(draw.rate.dim() > 0),
+    )

@@ -1,0 +1,254 @@
+"""The loop over time in C: built at first use with an installed compiler, and cached.
+
+Nothing is compiled at install time. The library is cached in a folder of its own (`ZONEOUT_CACHE`,
+else the user's cache folder). Its name is made of the sources, the compiler, its flags and the
+processor, so a change of any of these triggers a new build. If no compiler can build it, `load`
+returns None, and the same loop runs in torch calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shlex
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...cells import CELLS
+from ...definition import Definition
+from ...definition.c import print_cell
+from . import build
+
+HERE = Path(__file__).parent
+SOURCES = tuple(
+    HERE / name for name in ("loop.c", "body.h", "loop.h", "functions.h", "step.h", "cells.h")
+)
+
+
+class Stream(ctypes.Structure):
+    """`Stream` of loop.h."""
+
+    _fields_ = [
+        *(
+            (name, ctypes.c_int64)
+            for name in ("mode", "zero", "hold", "sees_step", "sees_example", "sees_unit")
+        ),
+        ("high", ctypes.c_int64),
+        ("plane", ctypes.c_int64),
+        ("seed", ctypes.c_uint64),
+        ("rate", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+    ]
+
+
+_number, _pointer = ctypes.c_int64, ctypes.c_void_p
+STATES, PARAMETERS, SLOTS = 4, 8, 2  # the maximum of a cell
+
+
+class Loop(ctypes.Structure):
+    """`Loop` of loop.h."""
+
+    _fields_ = [
+        ("cell", _pointer),
+        *((name, _number) for name in ("steps", "batch", "hidden", "outputs", "threads", "heads")),
+        *((name, _number) for name in ("first_step", "reverse")),
+        *((name, _pointer) for name in ("counts", "offsets", "lengths", "examples", "resets")),
+        ("state_noise", Stream * STATES),
+        ("update_noise", Stream),
+        ("scale_h", _pointer),
+        ("norm", _number),
+        ("norm_given", _number),
+        ("eps", ctypes.c_double),
+        ("inputs", _number),
+        *((name, _pointer) for name in ("x", "w_ih", "w_hh", "b_x", "b_h", "w_hr")),
+        ("parameters", _pointer * PARAMETERS),
+        *((name, _pointer) for name in ("norm_x", "norm_h", "norm_c", "norm_c_shift")),
+        ("initial", _pointer * STATES),
+        ("reset_to", _pointer * STATES),
+        ("gates", _pointer),
+        ("states", _pointer * STATES),
+        ("hats", _pointer),
+        ("slots", _pointer * SLOTS),
+        *(
+            (name, _pointer)
+            for name in ("mean_x", "var_x", "mean_h", "var_h", "mean_c", "var_c", "dy")
+        ),
+        ("dseen", _pointer * STATES),
+        ("dstates", _pointer * STATES),
+        ("dreset", _pointer * STATES),
+        *((name, _pointer) for name in ("dgx", "dgh", "dsh", "du", "u", "dnc", "chat", "dx")),
+        *((name, _pointer) for name in ("dscale_x", "dscale_h", "dscale_c", "dshift_c")),
+        ("dparameters", _pointer * PARAMETERS),
+        ("work", _pointer),
+    ]
+
+
+@cache
+def load() -> ctypes.CDLL | None:
+    """Return the compiled loop, or None if it cannot be built; `why_not` returns the reason."""
+    return _built(lambda compiler: build.library(compiler, SOURCES, _declare))
+
+
+def _built(attempt: Callable[[build.Compiler], ctypes.CDLL]) -> ctypes.CDLL | None:
+    """Return the library from the first compiler that can build it, or None."""
+    if os.environ.get("ZONEOUT_NATIVE", "1") == "0":
+        _reasons.append("ZONEOUT_NATIVE=0 is set")
+        return None
+    said: dict[str, str] = {}
+    tried: list[build.Compiler] = []
+    for command in dict.fromkeys((os.environ.get("CC") or "cc", "cc", "gcc", "clang")):
+        try:
+            compiler = build.find_compiler(shlex.split(command))
+            if any(map(compiler.same_as, tried)):
+                continue
+            tried.append(compiler)
+            return attempt(compiler)
+        except (OSError, ValueError, build.CompilerError) as error:
+            said[command] = str(error)
+    _reasons.append(
+        "no C compiler built it "
+        f"({'; '.join(f'{command}: {why}' for command, why in said.items())}); "
+        "$CC names another to try first"
+    )
+    return None
+
+
+# --- cells ----------------------------------------------------------------------------------------
+
+
+class Cell(NamedTuple):
+    """The addresses of a cell's functions, for each number type."""
+
+    float: int
+    double: int
+    library: ctypes.CDLL | None  # contains the functions; must stay loaded
+
+
+@cache
+def cell(definition: Definition) -> Cell | None:
+    """Return the compiled functions of a cell, or None if they cannot be built.
+
+    A cell that is not built in is compiled into a library of its own.
+    """
+    loop = load()
+    if loop is None:
+        return None
+    for number, known in enumerate(CELLS.values()):
+        if known == definition:
+            return Cell(loop.zoneout_cell_float(number), loop.zoneout_cell_double(number), None)
+    text = cell_text(definition)
+    library = _built(lambda compiler: build.library_of_text(compiler, "cell", text, _declare_cell))
+    if library is None:
+        return None
+    single, double = (
+        ctypes.c_char.in_dll(library, f"zoneout_own_cell_{kind}") for kind in ("float", "double")
+    )
+    return Cell(ctypes.addressof(single), ctypes.addressof(double), library)
+
+
+def cell_text(definition: Definition) -> str:
+    """Return a C file with the functions of one cell, for both types.
+
+    It includes no headers of ours.
+    """
+    step, body = (HERE / "step.h").read_text(), print_cell(definition)
+    parts = [
+        (HERE / "functions.h").read_text(),
+        "#include <stddef.h>",
+        "#pragma GCC visibility push(default)",
+    ]
+    for kind in ("float", "double"):
+        macros = {
+            "REAL": kind,
+            "NAME(x)": f"x##_{kind}",
+            "STEP": "NAME(Step)",
+            "CELL": "NAME(Cell)",
+        }
+        macros |= {"FUNCTION": "NAME(Function)"} | FUNCTIONS[kind]
+        parts += [f"#define {name} {value}" for name, value in macros.items()]
+        parts += [step, body]
+        parts += [f"#undef {name.partition('(')[0]}" for name in macros]
+    return "\n".join(parts) + "\n"
+
+
+FUNCTIONS = {  # the macros of definition/operations.py, as in loop.c
+    "float": {
+        "SIGMOID": "sigmoid_float",
+        "TANH": "tanh_float",
+        "EXP": "exp_wide_float",
+        "LOG": "log_float",
+        "SQRT": "sqrtf",
+        "SOFTPLUS": "softplus_float",
+        "ABS": "fabsf",
+    },
+    "double": {
+        "SIGMOID": "sigmoid_double",
+        "TANH": "tanh",
+        "EXP": "exp",
+        "LOG": "log",
+        "SQRT": "sqrt",
+        "SOFTPLUS": "softplus_double",
+        "ABS": "fabs",
+    },
+}
+
+
+def _declare_cell(library: ctypes.CDLL) -> ctypes.CDLL:
+    try:
+        for kind in ("float", "double"):
+            ctypes.c_char.in_dll(library, f"zoneout_own_cell_{kind}")
+    except ValueError as error:  # ctypes raises it for a missing variable
+        raise AttributeError(str(error)) from None
+    return library
+
+
+_reasons: list[str] = []
+
+
+def why_not() -> str:
+    """Return the reason why `load` returned None."""
+    return _reasons[-1] if _reasons else ""
+
+
+def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    mask: Any = library.zoneout_mask
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    mask.argtypes = [
+        ctypes.POINTER(Stream),
+        pointer,
+        number,
+        pointer,
+        number,
+        number,
+        number,
+        number,
+        pointer,
+    ]
+    mask.restype = None
+    for kind in ("float", "double"):
+        cell: Any = getattr(library, f"zoneout_cell_{kind}")
+        cell.argtypes, cell.restype = [number], pointer
+        work: Any = getattr(library, f"zoneout_work_size_{kind}")
+        work.argtypes, work.restype = [ctypes.POINTER(Loop)], ctypes.c_int64
+        for name in ("forward", "backward"):
+            function: Any = getattr(library, f"zoneout_{name}_{kind}")
+            function.argtypes, function.restype = [ctypes.POINTER(Loop)], None
+        packed: Any = getattr(library, f"zoneout_packed_size_{kind}")
+        packed.argtypes, packed.restype = [number] * 3, number
+        product: Any = getattr(library, f"zoneout_product_{kind}")
+        product.argtypes = [
+            number,
+            number,
+            number,
+            pointer,
+            pointer,
+            number,
+            number,
+            pointer,
+            pointer,
+            number,
+        ]
+        product.restype = None
+    return library

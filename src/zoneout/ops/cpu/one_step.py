@@ -1,0 +1,116 @@
+"""One plain step on the CPU: torch's own cell, then zoneout.
+
+This is the shortest latency for a decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ... import cells
+from ...cells import zone
+from ...definition import Definition
+from ...draws import Draw, draw_all
+from ...noise import STATE_STREAMS
+from ...torch_state import plain_eager
+from ..memory import are_memory
+from ..run import Result, Run
+from .masks import masks_of
+
+_ALWAYS = torch.ones((), dtype=torch.bool, device="cpu")
+_CELLS = {
+    cells.gru: torch.gru_cell,
+    cells.rnn_tanh: torch.rnn_tanh_cell,
+    cells.rnn_relu: torch.rnn_relu_cell,
+}
+_OWN_RESULT = (
+    cells.rnn_tanh,
+    cells.rnn_relu,
+)  # torch's backward pass reads the returned h
+
+
+def is_plain(
+    cell: Definition, x: Tensor, others: Sequence[Tensor | None], draws: Sequence[Draw]
+) -> bool:
+    """Return True if torch has this cell, zoneout is the only noise, and the precision suffices.
+
+    The precision suffices if torch's cell rounds no more than ours does. `others` are the states
+    and weights.
+
+    Tensors that are not in memory go through the operator, as they do with several steps. torch's
+    cell writes to a sum in place. This is wrong for zeros without storage, and for a subclass that
+    is added to a plain tensor.
+    """
+    return (
+        x.is_cpu
+        and (cell == cells.lstm or cell in _CELLS)
+        and x.dtype in (torch.float32, torch.float64)
+        and all(draw.rule.by == "previous" for draw in draws)
+        and plain_eager()
+        and not torch.is_autocast_enabled("cpu")
+        and are_memory((x, *others))
+    )
+
+
+def supports(r: Run) -> bool:
+    """Return True if a run is one such step."""
+    extra = (r.norm, r.weights.w_hr, r.lengths, r.counts)
+    others = (*r.states, *r.reset_to, r.resets, *r.weights[:4])
+    return (
+        r.x.shape[0] == 1
+        and all(value is None for value in extra)
+        and is_plain(r.cell, r.x, others, r.draws)
+    )
+
+
+def run(r: Run) -> Result:
+    """Run the step, differentiable by torch itself."""
+    states = r.states
+    if r.resets is not None and not r.reverse:  # reversed: no step lies above this one
+        cut = r.resets[0, :, None]
+        states = tuple(torch.where(cut, to, v) for to, v in zip(r.reset_to, states, strict=True))
+    h, *others = step(r.cell, r.x[0], states, r.weights[:4], r.draws, r.examples, r.first_step)
+    seen = tuple(v.clone()[None] for v in others) if r.return_states else ()
+    y = h.clone()[None]
+    if not r.draws and r.cell in _OWN_RESULT:
+        h = h.clone()
+    return Result(y, (h, *others), seen, None)
+
+
+def step(
+    cell: Definition,
+    x: Tensor,
+    states: Sequence[Tensor],
+    weights: Sequence[Tensor | None],
+    draws: Sequence[Draw],
+    examples: Tensor | None,
+    at: int,
+) -> list[Tensor]:
+    """Return the states after step number `at`; `examples` may be None if nothing is drawn."""
+    if cell == cells.lstm:
+        new = list(torch.lstm_cell(x, tuple(states), *weights))  # type: ignore[arg-type]
+    else:
+        new = [_CELLS[cell](x, states[0], *weights)]  # type: ignore[arg-type]
+    masks: dict[str, Tensor] = {}
+    if examples is not None and any(draw.seed is not None for draw in draws):
+        units = dict.fromkeys(("cell", "hidden"), states[0].shape[1])
+        masks = draw_all(draws, examples.new_full((1,), at), examples, units, masks_of)
+    for draw in draws:
+        k, rate, mask = (
+            STATE_STREAMS.index(draw.rule.stream),
+            draw.rate,
+            masks.get(draw.rule.stream),
+        )
+        value, old = new[k], states[k]
+        if mask is not None:
+            new[k] = zone(value, old, mask[0])
+        elif rate.dim():
+            new[k] = zone(value, old, rate.to(value.dtype, copy=True))
+        elif (share := float(rate)) == 1:  # keeps the gradient of the new value zero, not None
+            new[k] = torch.where(_ALWAYS, old, value)
+        elif share:
+            new[k] = torch.lerp(value, old, share)
+    return new

@@ -1,0 +1,1 @@
+"""Kernels without recurrence: norms, dropout, weight noise, row copies."""

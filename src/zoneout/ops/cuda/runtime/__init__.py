@@ -1,0 +1,1 @@
+"""What the kernels run on: the compiler, kernel launches, streams and BLAS."""

@@ -1,8 +1,0 @@
-"""Write `cells.h`, the C functions of the built-in cells, from their definitions: python -m zoneout.ops.native."""
-
-from ...cells import CELLS
-from ...definition.c import print_cells
-from . import HERE
-
-if __name__ == "__main__":
-    (HERE / "cells.h").write_text(print_cells(CELLS), encoding="utf-8")

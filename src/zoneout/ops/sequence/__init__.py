@@ -1,0 +1,1 @@
+"""The work around the loop over time: row layout, large products, recomputing."""
