@@ -54,7 +54,9 @@ def quietly(make: Callable[[], Any]) -> Any:
 
 
 def flat(value: Any) -> list[Tensor]:
-    return [value] if isinstance(value, Tensor) else [tensor for one in value for tensor in flat(one)]
+    return (
+        [value] if isinstance(value, Tensor) else [tensor for one in value for tensor in flat(one)]
+    )
 
 
 def run(module: Any, *state: Any, **options: Any) -> list[Tensor]:
@@ -97,7 +99,8 @@ def convert(model: Any, noise: Any = NOISE) -> tuple[Any, list[str]]:
     return zo.convert(model, noise, report=said.append), said
 
 
-# --- what is replaced --------------------------------------------------------------------------------
+# --- what is replaced
+# --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -115,7 +118,15 @@ def test_every_module_becomes_its_twin(name):
     assert list(after.state_dict()) == list(state)
     assert dict(after.named_parameters()).keys() == parameters.keys()
     assert all(p is parameters[n] for n, p in after.named_parameters())
-    for attribute in ("mode", "batch_first", "dropout", "bidirectional", "num_layers", "proj_size", "bias"):
+    for attribute in (
+        "mode",
+        "batch_first",
+        "dropout",
+        "bidirectional",
+        "num_layers",
+        "proj_size",
+        "bias",
+    ):
         assert getattr(after, attribute, None) == getattr(before, attribute, None)
     if isinstance(after, nn.RNNBase):
         assert all(a is b for a, b in zip(after._flat_weights, after.parameters(), strict=True))
@@ -127,7 +138,11 @@ def test_nested_models():
     """A recurrent module somewhere inside a model would be missed, or another be touched."""
     model = Tagger().eval()
     expected = model(WORDS)
-    others = {name: m for name, m in model.named_modules() if not isinstance(m, (nn.RNNBase, nn.RNNCellBase))}
+    others = {
+        name: m
+        for name, m in model.named_modules()
+        if not isinstance(m, (nn.RNNBase, nn.RNNCellBase))
+    }
     names = [name for name, _ in model.named_modules()]
     keys, parameters = list(model.state_dict()), dict(model.named_parameters())
     after, said = convert(model)
@@ -148,7 +163,9 @@ def test_nested_models():
 
 
 def test_evaluation_with_noise_off_equals_before():
-    """A converted model with its noise off would not give what the model gave, gradients included."""
+    """A converted model with its noise off would not give what the model gave, gradients
+    included.
+    """
     model = Tagger().eval()
     expected = model(WORDS)
     gradients = torch.autograd.grad(expected.sum(), list(model.parameters()))
@@ -204,10 +221,14 @@ def test_a_recurrent_module_inside_a_recurrent_module():
 
 
 def test_a_model_without_recurrent_modules():
-    """A model in which there is nothing to do would be changed or refused, or pass for one with noise in it."""
+    """A model in which there is nothing to do would be changed or refused, or pass for one with
+    noise in it.
+    """
     model = nn.Sequential(nn.Linear(2, 3))
     after, said = convert(model)
-    assert after is model and said == ["the model: there is no LSTM, GRU or RNN in it, and nothing was replaced"]
+    assert after is model and said == [
+        "the model: there is no LSTM, GRU or RNN in it, and nothing was replaced"
+    ]
     with pytest.warns(UserWarning, match="nothing was replaced"):
         zo.convert(model, NOISE)
 
@@ -250,7 +271,8 @@ def test_the_cell_of_a_zoneout_cell_is_left_alone():
     assert type(model[0].cell) is nn.GRUCell and "rates of its own" in said[0]
 
 
-# --- what is kept --------------------------------------------------------------------------------------
+# --- what is kept
+# --------------------------------------------------------------------------------------
 
 
 def test_optimizers_stay_valid():
@@ -301,7 +323,9 @@ def test_device_is_kept(name):
 
 HOOKS: dict[str, Callable[[Any, Callable[..., None]], Any]] = {
     "forward pre": lambda m, f: m.register_forward_pre_hook(lambda *_: f()),
-    "forward pre with kwargs": lambda m, f: m.register_forward_pre_hook(lambda *_: f(), with_kwargs=True),
+    "forward pre with kwargs": lambda m, f: m.register_forward_pre_hook(
+        lambda *_: f(), with_kwargs=True
+    ),
     "forward": lambda m, f: m.register_forward_hook(lambda *_: f()),
     "forward with kwargs": lambda m, f: m.register_forward_hook(lambda *_: f(), with_kwargs=True),
     "forward always": lambda m, f: m.register_forward_hook(lambda *_: f(), always_call=True),
@@ -326,7 +350,9 @@ def use(model: Any) -> None:
 @pytest.mark.parametrize("way", ["convert", "revert"])
 @pytest.mark.parametrize("kind", HOOKS)
 def test_hooks_still_fire_and_are_still_removed(kind, way):
-    """A hook registered before would be lost, fire for a module that is gone, or stay after its removal."""
+    """A hook registered before would be lost, fire for a module that is gone, or stay after its
+    removal.
+    """
     model: Any = nn.Sequential(nn.GRU(I, H) if way == "convert" else zo.GRU(I, H, noise=NOISE))
     fired: list[int] = []
     handle = HOOKS[kind](model[0], lambda: fired.append(1))
@@ -365,7 +391,9 @@ def test_hooks_registered_after_conversion_are_the_models():
     assert fired == [1]
 
 
-@pytest.mark.parametrize("attribute", ["tag", "layer", "norm", "backend", "noise_level", "recording", "kind"])
+@pytest.mark.parametrize(
+    "attribute", ["tag", "layer", "norm", "backend", "noise_level", "recording", "kind"]
+)
 def test_attributes_set_on_a_module_survive(attribute):
     """What somebody keeps on a module, under whatever name, would be lost or disturb the layer.
 
@@ -381,7 +409,9 @@ def test_attributes_set_on_a_module_survive(attribute):
 
 
 def test_modules_deep_in_plain_attributes():
-    """A model that calls its layers by way of lists of pairs, or by their methods, goes on calling the old ones."""
+    """A model that calls its layers by way of lists of pairs, or by their methods, goes on
+    calling the old ones.
+    """
 
     class Blocks(nn.Module):
         def __init__(self) -> None:
@@ -416,12 +446,17 @@ def test_buffers_set_on_a_module_survive(name, persistent):
     assert getattr(after, name) is buffer
     zo.revert(model)
     back = model[0]
-    assert type(back) is nn.GRU and getattr(back, name) is buffer and (name in back.state_dict()) == persistent
+    assert (
+        type(back) is nn.GRU
+        and getattr(back, name) is buffer
+        and (name in back.state_dict()) == persistent
+    )
 
 
 @pytest.mark.parametrize("name", ["extra", "h0"])
 def test_parameters_and_modules_set_on_a_module_survive(name):
-    """A parameter that somebody put on a module would be lost, or be taken for a learned initial state.
+    """A parameter that somebody put on a module would be lost, or be taken for a learned initial
+    state.
 
     Under a name that means something to our layers, leaving the module alone is as good.
     """
@@ -446,7 +481,8 @@ def test_train_and_cast_after_conversion():
     assert model.decoder.weight_hh is dict(model.named_parameters())["decoder.weight_hh"]
 
 
-# --- what is left alone ------------------------------------------------------------------------------
+# --- what is left alone
+# ------------------------------------------------------------------------------
 
 
 class Subclass(nn.LSTM):
@@ -474,7 +510,10 @@ def with_pruned(module: nn.Module, name: str) -> nn.Module:
 
 LEFT: dict[str, tuple[Callable[[], Any], str]] = {
     "a subclass": (lambda: Subclass(I, H), "never calls super().forward"),
-    "parametrized": (lambda: parametrizations.weight_norm(nn.GRU(I, H), "weight_hh_l0"), "parametrized"),
+    "parametrized": (
+        lambda: parametrizations.weight_norm(nn.GRU(I, H), "weight_hh_l0"),
+        "parametrized",
+    ),
     "parametrized cell": (
         lambda: parametrizations.spectral_norm(nn.GRUCell(I, H), "weight_hh"),
         "parametrized",
@@ -499,7 +538,9 @@ LEFT: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize("case", LEFT)
 def test_left_alone_and_reported(case):
-    """A module that convert does not understand would be replaced all the same, or left without a word."""
+    """A module that convert does not understand would be replaced all the same, or left without
+    a word.
+    """
     make, why = LEFT[case]
     module = quietly(make)
     model: Any = nn.Sequential(nn.GRU(I, I), module)
@@ -513,11 +554,15 @@ def test_left_alone_and_reported(case):
 
 
 def test_quantized_modules_are_left_alone():
-    """A dynamically quantized model would be broken, or what is left alone in it not be reported."""
+    """A dynamically quantized model would be broken, or what is left alone in it not be
+    reported.
+    """
     if torch.backends.quantized.engine == "none":
         pytest.skip("this torch cannot quantize")
     model = nn.Sequential(nn.LSTM(I, H), nn.GRU(H, H), nn.LSTMCell(H, H))
-    quantized = quietly(lambda: torch.ao.quantization.quantize_dynamic(model, {nn.LSTM, nn.GRU, nn.LSTMCell}))
+    quantized = quietly(
+        lambda: torch.ao.quantization.quantize_dynamic(model, {nn.LSTM, nn.GRU, nn.LSTMCell})
+    )
     before = list(quantized)
     _, said = convert(quantized)
     assert all(a is b for a, b in zip(quantized, before, strict=True))
@@ -535,11 +580,14 @@ def test_what_is_left_alone_still_works():
     assert y.shape == (T, B, H)
 
 
-# --- subclasses ------------------------------------------------------------------------------------------
+# --- subclasses
+# ------------------------------------------------------------------------------------------
 
 
 class ZeroLengths(ABC, nn.RNNBase):
-    """A mixin as pytorch-forecasting has it: it adds methods, and its forward goes on to torch's."""
+    """A mixin as pytorch-forecasting has it: it adds methods, and its forward goes on to
+    torch's.
+    """
 
     @abstractmethod
     def first_state(self, x: Tensor) -> Any: ...
@@ -576,14 +624,24 @@ class Decoder(nn.GRUCell):
 
 
 def test_a_subclass_that_adds_methods_is_converted():
-    """A user's subclass is left without noise, or loses its methods, attributes, mixins or weights."""
+    """A user's subclass is left without noise, or loses its methods, attributes, mixins or
+    weights.
+    """
     layer = Forecaster(I, H, 3.0).eval()
-    model, x, lengths = nn.Sequential(layer, nn.Linear(H, 1)), torch.randn(T, B, I), torch.tensor([4, 0, 2])
+    model, x, lengths = (
+        nn.Sequential(layer, nn.Linear(H, 1)),
+        torch.randn(T, B, I),
+        torch.tensor([4, 0, 2]),
+    )
     want = [*flat(layer(x)), *flat(layer(x, lengths=lengths))]
     _, said = convert(model, zo.Zoneout(cell=0.5, hidden=0.5, at_eval="off"))
     twin: Any = model[0]
     assert said == [
-        "0: Forecaster replaced by the same class on zo.LSTM, with Zoneout(cell=0.5, hidden=0.5, at_eval='off')"
+        (
+            "0: Forecaster replaced by the same class on zo.LSTM, with Zoneout(cell=0.5, "
+            "hidden=0.5, "
+            "at_eval='off')"
+        )
     ]
     assert isinstance(twin, zo.LSTM) and isinstance(twin, ZeroLengths) and not twin.training
     assert twin.weight_ih_l0 is layer.weight_ih_l0 and twin.head is layer.head
@@ -599,42 +657,59 @@ def test_a_subclass_that_adds_methods_is_converted():
 
 
 def test_a_converted_subclass_is_copied_and_pickled():
-    """A class that has no name of its own cannot be pickled, or comes back as the user's without noise."""
+    """A class that has no name of its own cannot be pickled, or comes back as the user's without
+    noise.
+    """
     model = zo.convert(nn.Sequential(Forecaster(I, H, 3.0), Decoder(I, H)), NOISE)
-    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), pickle.loads(pickle.dumps(model, 0))):
+    for again in (
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        pickle.loads(pickle.dumps(model, 0)),
+    ):
         assert [type(one) for one in again] == [type(one) for one in model]
         assert again[0].noise == NOISE and again[0].doubled == 6.0
-        assert_close(flat(again.eval()[0](torch.ones(T, B, I))), flat(model.eval()[0](torch.ones(T, B, I))))
+        assert_close(
+            flat(again.eval()[0](torch.ones(T, B, I))), flat(model.eval()[0](torch.ones(T, B, I)))
+        )
     assert model[1].greedy(torch.randn(B, I)).shape == (B, H)  # super() inside a decorator
     assert zo.convert(nn.Sequential(Decoder(I, H)), NOISE)[0].__class__ is model[1].__class__
 
 
 # Each is a class statement, what is wrong with it, and the class that convert's lines give it.
 NOT_SIMPLE = {
-    "a call": ("class Mine(nn.LSTM):\n    def __call__(self, x): return super().__call__(x)", "overrides __call__"),
+    "a call": (
+        "class Mine(nn.LSTM):\n    def __call__(self, x): return super().__call__(x)",
+        "overrides __call__",
+    ),
     "its name": (
         "class Mine(nn.LSTM):\n    def forward(self, x): return super(Mine, self).forward(x)",
         "'forward' names Mine itself",
     ),
-    "a metaclass": ("class Meta(type): pass\nclass Mine(nn.LSTM, metaclass=Meta):\n    pass", "metaclass"),
+    "a metaclass": (
+        "class Meta(type): pass\nclass Mine(nn.LSTM, metaclass=Meta):\n    pass",
+        "metaclass",
+    ),
     "a descriptor": (
         "class Mine(nn.LSTM):\n    @functools.cached_property\n    def two(self): return 2",
         "'two' is a cached_property",
     ),
     "a base": (
-        "class Base(nn.LSTM):\n    def _apply(self, fn): return super()._apply(fn)\nclass Mine(Base):\n    pass",
+        "class Base(nn.LSTM):\n    def _apply(self, fn): return super()._apply(fn)\nclass "
+        "Mine(Base):\n    pass",
         "overrides _apply",
     ),
     "init_subclass": (
         "class Mix:\n    def __init_subclass__(cls): pass\nclass Mine(Mix, nn.LSTM):\n    pass",
         "overrides __init_subclass__",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", NOT_SIMPLE)
 def test_the_lines_for_a_subclass_work_when_pasted(case):
-    """What a user is told to write for a subclass that cannot be converted gives a class without noise, or an error."""
+    """What a user is told to write for a subclass that cannot be converted gives a class without
+    noise, or an error.
+    """
     source, why = NOT_SIMPLE[case]
     names: dict[str, Any] = {"nn": nn, "functools": functools, "__name__": __name__}
     exec(source, names)
@@ -669,9 +744,13 @@ class OwnCell(nn.GRUCell):
 
 
 @pytest.mark.parametrize("root", [False, True], ids=["inside", "root"])
-@pytest.mark.parametrize("make", [lambda: Peephole(I, H, 2, batch_first=True, dropout=0.5).double(), OwnCell])
+@pytest.mark.parametrize(
+    "make", [lambda: Peephole(I, H, 2, batch_first=True, dropout=0.5).double(), OwnCell]
+)
 def test_the_lines_for_a_forward_of_its_own_work_when_pasted(make, root):
-    """What a user is told to write in place of a layer with a forward of its own does not run, or loses the weights."""
+    """What a user is told to write in place of a layer with a forward of its own does not run,
+    or loses the weights.
+    """
     model = make().eval() if root else nn.ModuleDict({"a": nn.Sequential(make())}).eval()
     old = model if root else model["a"][0]
     _, said = convert(model)
@@ -688,7 +767,9 @@ def test_the_lines_for_a_forward_of_its_own_work_when_pasted(make, root):
 
 
 def test_a_subclass_with_a_name_of_ours_or_other_weights_is_left_alone():
-    """A method of a user's takes the place of one that our layers call, or weights of other sizes are read."""
+    """A method of a user's takes the place of one that our layers call, or weights of other
+    sizes are read.
+    """
 
     class Noisy(nn.LSTM):
         def noise(self) -> None: ...
@@ -701,12 +782,17 @@ def test_a_subclass_with_a_name_of_ours_or_other_weights_is_left_alone():
     class Own(nn.RNNBase):
         """On none of torch's layers."""
 
-    for module, why in ((Noisy(I, H), "rename it"), (Wide(), "weights"), (Own("LSTM", I, H), "of its own")):
+    for module, why in (
+        (Noisy(I, H), "rename it"),
+        (Wide(), "weights"),
+        (Own("LSTM", I, H), "of its own"),
+    ):
         _, said = convert(nn.Sequential(module))
         assert "left alone" in said[0] and why in said[0]
 
 
-# --- which noise ---------------------------------------------------------------------------------------
+# --- which noise
+# ---------------------------------------------------------------------------------------
 
 
 def test_what_does_not_apply_is_dropped_and_reported():
@@ -716,11 +802,15 @@ def test_what_does_not_apply_is_dropped_and_reported():
     assert model[0].noise == zo.Zoneout(cell=0.5, hidden=0.25)
     assert all(m.noise == zo.Zoneout(hidden=0.25) for m in model[1:])
     assert "dropped" not in said[0]
-    assert all("dropped Zoneout's cell" in sentence and "no cell" in sentence for sentence in said[1:])
+    assert all(
+        "dropped Zoneout's cell" in sentence and "no cell" in sentence for sentence in said[1:]
+    )
 
 
 def test_recurrent_dropout_means_nothing_to_a_plain_rnn():
-    """Recurrent dropout would reach a plain RNN, or its held gate a GRU or a cell, without a word."""
+    """Recurrent dropout would reach a plain RNN, or its held gate a GRU or a cell, without a
+    word.
+    """
     model: Any = nn.Sequential(nn.LSTM(I, H), nn.GRU(I, H), nn.RNN(I, H), nn.RNNCell(I, H))
     rnn = model[2]
     noise = zo.RecurrentDropout(rate=0.5, hold_output_gate=True)
@@ -729,7 +819,9 @@ def test_recurrent_dropout_means_nothing_to_a_plain_rnn():
     assert model[1].noise == zo.RecurrentDropout(rate=0.5)
     assert "hold_output_gate" in said[1] and "no output gate" in said[1]
     assert model[2] is rnn and type(model[3]) is nn.RNNCell
-    assert all("left alone" in sentence and "RecurrentDropout's rate" in sentence for sentence in said[2:])
+    assert all(
+        "left alone" in sentence and "RecurrentDropout's rate" in sentence for sentence in said[2:]
+    )
     _, said = convert(model, [zo.RecurrentDropout(rate=0.5), zo.Zoneout(hidden=0.1)])
     assert model[2].noise == zo.Zoneout(hidden=0.1) and "dropped RecurrentDropout's rate" in said[2]
 
@@ -743,21 +835,27 @@ def test_held_output_gate_in_a_model_with_an_lstm_cell():
 
 
 def test_our_own_layers_get_the_new_noise():
-    """Converting twice would wrap a layer in another, or leave it with the noise of the first time."""
+    """Converting twice would wrap a layer in another, or leave it with the noise of the first
+    time.
+    """
     model: Any = quietly(lambda: zo.convert(Tagger(), zo.Zoneout(cell=0.5, hidden=0.25)))
     before = list(model.modules())
     _, said = convert(model, zo.StateDropout(hidden=0.75))
     assert all(a is b for a, b in zip(model.modules(), before, strict=True))
     ours = [m for m in model.modules() if hasattr(m, "noise")]
     assert len(ours) == 4 and all(m.noise == zo.StateDropout(hidden=0.75) for m in ours)
-    assert all("already" in sentence and "StateDropout(hidden=0.75)" in sentence for sentence in said)
+    assert all(
+        "already" in sentence and "StateDropout(hidden=0.75)" in sentence for sentence in said
+    )
     zo.convert(model, None)
     assert all(m.noise is None for m in ours)
 
 
 def test_norms_and_learned_states_of_our_own_layers_stay():
     """New noise for a layer of ours would cost it its norm, its initial state or its backend."""
-    model: Any = nn.Sequential(zo.LSTM(I, H, norm="layer", learn_initial_state=True, backend="reference"))
+    model: Any = nn.Sequential(
+        zo.LSTM(I, H, norm="layer", learn_initial_state=True, backend="reference")
+    )
     layer = model[0]
     zo.convert(model, NOISE)
     assert model[0] is layer and layer.norm is not None and "h0" in dict(layer.named_parameters())
@@ -798,7 +896,8 @@ def test_an_error_changes_nothing(case):
     assert_close(run(first), run(first))
 
 
-# --- what is said ----------------------------------------------------------------------------------------
+# --- what is said
+# ----------------------------------------------------------------------------------------
 
 
 def test_report_is_called_for_every_recurrent_module(caplog):
@@ -807,7 +906,9 @@ def test_report_is_called_for_every_recurrent_module(caplog):
     with caplog.at_level(logging.INFO, "zoneout"):
         _, said = convert(model)  # a warning would be an error here
     assert said[0] == "0: GRU replaced, with Zoneout(hidden=0.5)"
-    assert len(said) == 2 and said[1].startswith("2: Subclass left alone, its forward never calls super().forward")
+    assert len(said) == 2 and said[1].startswith(
+        "2: Subclass left alone, its forward never calls super().forward"
+    )
     assert not caplog.records
 
 
@@ -816,7 +917,9 @@ def test_without_report_it_logs_and_warns(caplog):
     model = nn.Sequential(nn.GRU(I, H), Subclass(I, H))
     with caplog.at_level(logging.INFO, "zoneout"), pytest.warns(UserWarning) as caught:
         zo.convert(model, NOISE)
-    assert [record.getMessage() for record in caplog.records] == ["0: GRU replaced, with Zoneout(hidden=0.5)"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "0: GRU replaced, with Zoneout(hidden=0.5)"
+    ]
     assert len(caught) == 1 and str(caught[0].message).startswith("1: Subclass left alone")
     assert caught[0].filename == __file__, "the warning does not point at the caller"
 
@@ -828,18 +931,23 @@ def test_a_dropped_rate_is_warned_about():
 
 
 def test_nothing_is_said_when_all_is_well(recwarn):
-    """A plain conversion would warn, as torch does when a one-layer module with dropout is made again."""
+    """A plain conversion would warn, as torch does when a one-layer module with dropout is made
+    again.
+    """
     module = quietly(lambda: nn.GRU(I, H, dropout=0.5))
     zo.revert(zo.convert(nn.Sequential(module), NOISE))
     assert not recwarn.list
 
 
-# --- back again ------------------------------------------------------------------------------------------
+# --- back again
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_there_and_back(name):
-    """Reverting would not give torch's module back as it was: class, options, parameters, outputs."""
+    """Reverting would not give torch's module back as it was: class, options, parameters,
+    outputs.
+    """
     before = MODULES[name]().eval()
     expected, parameters = run(before), dict(before.named_parameters())
     converted, _ = convert(before)
@@ -856,13 +964,18 @@ def test_there_and_back(name):
 
 
 def test_revert_leaves_what_torch_cannot_do():
-    """A layer with a norm or a learned state would be reverted to one that computes something else."""
+    """A layer with a norm or a learned state would be reverted to one that computes something
+    else.
+    """
 
     class Mine(zo.GRU):
         pass
 
     model: Any = nn.Sequential(
-        zo.LSTM(I, H, norm="layer"), zo.GRU(I, H, learn_initial_state=True), Mine(I, H), zo.RNN(I, H)
+        zo.LSTM(I, H, norm="layer"),
+        zo.GRU(I, H, learn_initial_state=True),
+        Mine(I, H),
+        zo.RNN(I, H),
     )
     before = list(model)
     said: list[str] = []
@@ -886,7 +999,9 @@ def test_revert_of_shared_modules_and_torchs_own():
     assert all(a is b for a, b in zip(model.modules(), before, strict=True))
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"]
+)
 def test_a_converted_model_can_be_copied(how):
     """A converted model would not survive a copy, or share its weights with it."""
     model: Any = zo.convert(Tagger(), NOISE)
@@ -899,7 +1014,9 @@ def test_a_converted_model_can_be_copied(how):
 
 
 def test_checkpoints_from_before_load_afterwards():
-    """A checkpoint of the model before would not load into the converted one, or the other way round."""
+    """A checkpoint of the model before would not load into the converted one, or the other way
+    round.
+    """
     before, after = Tagger(), Tagger()
     zo.convert(after, zo.Zoneout(hidden=0.5, at_eval="off"))
     assert list(after.state_dict()) == list(before.state_dict())
@@ -908,7 +1025,8 @@ def test_checkpoints_from_before_load_afterwards():
     before.load_state_dict(after.state_dict(), strict=True)
 
 
-# --- a user's own cell -----------------------------------------------------------------------------------
+# --- a user's own cell
+# -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
@@ -940,7 +1058,9 @@ def test_wrapped_cells_with_one_state(name):
     ours.load_state_dict(inner.state_dict())
     x, h = torch.randn(B, I), torch.randn(B, H)
     torch.testing.assert_close(wrapped(x, h, seed=1, step=4), ours(x, h, seed=1, step=4))
-    torch.testing.assert_close(wrapped(x[0], h[0], seed=1, step=4), ours(x[0], h[0], seed=1, step=4))
+    torch.testing.assert_close(
+        wrapped(x[0], h[0], seed=1, step=4), ours(x[0], h[0], seed=1, step=4)
+    )
     torch.testing.assert_close(wrapped(x, seed=1, step=4), ours(x, seed=1, step=4))
     torch.manual_seed(1)
     first = wrapped(x, h)
@@ -972,7 +1092,9 @@ def test_a_cell_with_three_states_has_a_mask_for_each():
     assert not torch.equal(kept[1], kept[2][:, :48])
     for k in range(3):
         cell.rates = [1.0 if n == k else 0.0 for n in range(3)]
-        assert [bool((s == 0).all()) for s in cell(torch.zeros(20), three())] == [n == k for n in range(3)]
+        assert [bool((s == 0).all()) for s in cell(torch.zeros(20), three())] == [
+            n == k for n in range(3)
+        ]
 
 
 def test_a_cell_with_many_states_has_independent_masks():
@@ -991,7 +1113,9 @@ def test_a_cell_with_many_states_has_independent_masks():
 
 
 def test_rates_of_a_wrapped_cell():
-    """One rate for all, one a state and one a unit would not be told apart, or could not be replaced."""
+    """One rate for all, one a state and one a unit would not be told apart, or could not be
+    replaced.
+    """
     cell = zo.ZoneoutCell(Counter(), rates=0.25).eval()
     x = torch.zeros(20)
     for s in cell(x, three()):
@@ -1006,8 +1130,13 @@ def test_rates_of_a_wrapped_cell():
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 def test_a_rate_of_0_or_1_takes_one_value_whatever_the_other_is(training):
-    """Weights in the log domain, which begin at −∞, would become nan at evaluation though nothing is done to them."""
-    infinite, cell = torch.full((20, 4), -torch.inf), zo.ZoneoutCell(Counter(), rates=[0.0, 1.0, 0.5]).train(training)
+    """Weights in the log domain, which begin at −∞, would become nan at evaluation though
+    nothing is done to them.
+    """
+    infinite, cell = (
+        torch.full((20, 4), -torch.inf),
+        zo.ZoneoutCell(Counter(), rates=[0.0, 1.0, 0.5]).train(training),
+    )
     new, kept, _ = cell(torch.zeros(20), (infinite, torch.ones(20, 4), torch.zeros(20, 4)))
     assert (new == -torch.inf).all() and (kept == 1).all()
     for new, old in ((infinite, torch.ones(20, 4)), (torch.ones(20, 4), infinite)):
@@ -1017,12 +1146,17 @@ def test_a_rate_of_0_or_1_takes_one_value_whatever_the_other_is(training):
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 def test_a_state_of_integers(training):
-    """A counter in the state of a user's own cell, at rate 0, would stop it at evaluation; or be mixed like numbers."""
+    """A counter in the state of a user's own cell, at rate 0, would stop it at evaluation; or be
+    mixed like numbers.
+    """
     state = (torch.zeros(20, 4), torch.arange(20)[:, None])
     cell = zo.ZoneoutCell(Counter(), rates=[0.5, 0.0]).train(training)
     assert torch.equal(cell(torch.zeros(20), state)[1], state[1] + 1)
     cell.rates = 0.5
-    with pytest.raises(TypeError, match=r"state: expected floating-point .* where a rate is not 0, got torch\.int64"):
+    with pytest.raises(
+        TypeError,
+        match=r"state: expected floating-point .* where a rate is not 0, got torch\.int64",
+    ):
         cell(torch.zeros(20), state)
 
 
@@ -1063,7 +1197,8 @@ def test_a_wrapped_cell_draws_by_its_coordinates():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# --- the bare rule ---------------------------------------------------------------------------------------
+# --- the bare rule
+# ---------------------------------------------------------------------------------------
 
 
 def test_zoneout_takes_new_or_old():
@@ -1096,7 +1231,9 @@ def test_zoneout_at_evaluation_is_the_expectation():
     out = zo.zoneout(new, old, 0.25, training=False)
     torch.testing.assert_close(out, 0.75 * new + 0.25 * old)
     each = torch.linspace(0, 1, 30, dtype=torch.float64)
-    torch.testing.assert_close(zo.zoneout(new, old, each, training=False), (1 - each) * new + each * old)
+    torch.testing.assert_close(
+        zo.zoneout(new, old, each, training=False), (1 - each) * new + each * old
+    )
     assert torch.equal(torch.get_rng_state(), before)
     mean = torch.stack([zo.zoneout(new, old, 0.25, seed=k) for k in range(400)]).mean(0)
     assert (mean - out).abs().max() < 0.2 * (new - old).abs().max()
@@ -1110,8 +1247,12 @@ def test_zoneout_follows_generator_and_seed():
     assert not torch.equal(zo.zoneout(new, old, 0.5), first)
     torch.manual_seed(1)
     assert torch.equal(zo.zoneout(new, old, 0.5), first)
-    assert torch.equal(zo.zoneout(new, old, 0.5, seed=3), zo.zoneout(new, old, 0.5, seed=torch.tensor(3)))
-    assert not torch.equal(zo.zoneout(new, old, 0.5, seed=3), zo.zoneout(new, old, 0.5, seed=3, step=1))
+    assert torch.equal(
+        zo.zoneout(new, old, 0.5, seed=3), zo.zoneout(new, old, 0.5, seed=torch.tensor(3))
+    )
+    assert not torch.equal(
+        zo.zoneout(new, old, 0.5, seed=3), zo.zoneout(new, old, 0.5, seed=3, step=1)
+    )
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
@@ -1126,7 +1267,9 @@ def test_zoneout_gradients(training):
         assert torch.equal(g_old, kept.double()) and torch.equal(g_new, (~kept).double())
     else:
         assert (g_old == 0.25).all() and (g_new == 0.75).all()
-    assert torch.autograd.gradcheck(lambda a, b: zo.zoneout(a, b, 0.25, training, seed=3), (new, old))
+    assert torch.autograd.gradcheck(
+        lambda a, b: zo.zoneout(a, b, 0.25, training, seed=3), (new, old)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -1153,7 +1296,9 @@ def test_a_wrapped_state_of_more_dimensions_has_one_example_a_row(rates):
     assert whole.shape == x.shape and torch.equal(whole, torch.cat(parts))
     assert torch.equal(whole.flatten(1), cell(x.flatten(1), h.flatten(1), seed=1, step=0))
     expected = cell.eval()(x, h)
-    assert torch.allclose(expected, (1 - torch.as_tensor(rates)).expand(50).view(2, 5, 5).expand(4, 2, 5, 5).float())
+    assert torch.allclose(
+        expected, (1 - torch.as_tensor(rates)).expand(50).view(2, 5, 5).expand(4, 2, 5, 5).float()
+    )
 
 
 class Held(NamedTuple):
@@ -1177,7 +1322,9 @@ HOLDERS: dict[str, Callable[[nn.Module], Any]] = {
 
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_modules_in_other_containers_are_replaced_too(holder: str) -> None:
-    """A model goes on with the layer that was replaced, and nothing tells: its weights are the same."""
+    """A model goes on with the layer that was replaced, and nothing tells: its weights are the
+    same.
+    """
     model = nn.Sequential(nn.GRU(I, H))
     model.held = HOLDERS[holder](model[0])
 
@@ -1191,7 +1338,9 @@ def test_modules_in_other_containers_are_replaced_too(holder: str) -> None:
         if isinstance(value, dict):
             value = list(value.values())
         return (
-            [m for one in value for m in found(one)] if isinstance(value, (list, tuple, set, frozenset, deque)) else []
+            [m for one in value for m in found(one)]
+            if isinstance(value, (list, tuple, set, frozenset, deque))
+            else []
         )
 
     zo.convert(model, zo.Zoneout(hidden=0.5))
@@ -1225,7 +1374,9 @@ def test_our_own_layers_get_new_noise_whatever_was_done_to_them(how: str) -> Non
 
 
 def test_a_layer_that_recomputes_goes_there_and_back():
-    """What our own class has set passes for something of the user's, and the layer is left alone."""
+    """What our own class has set passes for something of the user's, and the layer is left
+    alone.
+    """
     model = nn.Sequential(zo.LSTM(I, H, recompute=True))
     zo.revert(model)
     assert type(model[0]) is nn.LSTM and not hasattr(model[0], "recompute")

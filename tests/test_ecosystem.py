@@ -1,4 +1,6 @@
-"""The layers among PyTorch's own tools: compiler, autocast, export, ONNX, DDP, torch.func, checkpointing."""
+"""The layers among PyTorch's own tools: compiler, autocast, export, ONNX, DDP, torch.func,
+checkpointing.
+"""
 
 import copy
 import datetime
@@ -21,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoneout as zo
 from zoneout import ops
-from zoneout.ops import rows
+from zoneout.ops.sequence import rows
 
 STEPS, BATCH, INPUT, HIDDEN = 6, 4, 3, 5
 DYNAMIC = torch.export.Dim.DYNAMIC
@@ -47,7 +49,9 @@ def fresh_compiler():
 
 def close(got: Any, want: Any, dtype: torch.dtype = torch.float32) -> None:
     """Equal up to what one rounding order or another may change."""
-    for g, w in zip(torch.utils._pytree.tree_leaves(got), torch.utils._pytree.tree_leaves(want), strict=True):
+    for g, w in zip(
+        torch.utils._pytree.tree_leaves(got), torch.utils._pytree.tree_leaves(want), strict=True
+    ):
         assert (g - w).norm() <= ops.TOLERANCES[dtype] * w.norm() + 1e-30
 
 
@@ -55,19 +59,25 @@ def x_of(batch: int = BATCH, **options: Any) -> Tensor:
     return torch.randn(STEPS, batch, INPUT, **options)
 
 
-# --- a default device ------------------------------------------------------------------------------
+# --- a default device
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "torch calls"])
 @pytest.mark.parametrize("form", ["whole", "lengths", "packed", "cell"])
 def test_another_default_device(monkeypatch, form, native):
-    """What a loop counts with lies where new tensors go, which need not be where its input is, and stays there."""
+    """What a loop counts with lies where new tensors go, which need not be where its input is,
+    and stays there.
+    """
     if not native:
-        monkeypatch.setattr("zoneout.ops.native.load", lambda: None)
+        monkeypatch.setattr("zoneout.ops.cpu.native.load", lambda: None)
         monkeypatch.setattr("zoneout.ops.cpu._say_once", lambda reason: None)
     make = zo.LSTMCell if form == "cell" else zo.LSTM
     layer, x = make(INPUT, HIDDEN, noise=BOTH), x_of()
-    given: dict[str, Any] = {"cell": {"step": 2}, "lengths": {"lengths": torch.tensor([6, 2, 5, 1])}}.get(form, {})
+    given: dict[str, Any] = {
+        "cell": {"step": 2},
+        "lengths": {"lengths": torch.tensor([6, 2, 5, 1])},
+    }.get(form, {})
     inputs: Any = x[0] if form == "cell" else x
     if form == "packed":
         inputs = pack_padded_sequence(x, torch.tensor([6, 2, 5, 1]), enforce_sorted=False)
@@ -75,7 +85,11 @@ def test_another_default_device(monkeypatch, form, native):
     def everything() -> list[Tensor]:
         found = torch.utils._pytree.tree_leaves(layer(inputs, seed=3, **given))
         masks = zo.masks(BOTH, 3, STEPS, BATCH, HIDDEN)
-        return [*found, *torch.autograd.grad(found[0].sum(), list(layer.parameters())), *masks.values()]
+        return [
+            *found,
+            *torch.autograd.grad(found[0].sum(), list(layer.parameters())),
+            *masks.values(),
+        ]
 
     rows._same.cache_clear(), rows._multiples.cache_clear()
     with torch.device("meta"):
@@ -84,7 +98,8 @@ def test_another_default_device(monkeypatch, form, native):
         assert torch.equal(one, other)
 
 
-# --- torch.compile ---------------------------------------------------------------------------------
+# --- torch.compile
+# ---------------------------------------------------------------------------------
 
 
 class Tagger(nn.Module):
@@ -94,7 +109,9 @@ class Tagger(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(7, INPUT)
         self.lstm = zo.LSTM(INPUT, 4, 2, bidirectional=True, dropout=0.2, noise=BOTH)
-        self.gru = zo.GRU(8, HIDDEN, noise=[zo.Zoneout(hidden=0.3), zo.VariationalDropout(input=0.1, hidden=0.2)])
+        self.gru = zo.GRU(
+            8, HIDDEN, noise=[zo.Zoneout(hidden=0.3), zo.VariationalDropout(input=0.1, hidden=0.2)]
+        )
         self.rnn = zo.RNN(HIDDEN, 6, noise=zo.Zoneout(hidden=0.3))
         self.head = nn.Linear(6, 7)
 
@@ -119,7 +136,9 @@ def graphs() -> int:
 
 @inductor
 def test_inductor_forward_and_backward():
-    """A compiled model, as one graph, draws other masks or has other gradients than the eager one."""
+    """A compiled model, as one graph, draws other masks or has other gradients than the eager
+    one.
+    """
     model, ids = Tagger(), torch.randint(7, (STEPS, BATCH))
     compiled = torch.compile(model, fullgraph=True)
     seed = torch.tensor(3)
@@ -140,24 +159,48 @@ class Promised(TorchDispatchMode):
                 given = torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, args)
                 told = operator(*given, **(kwargs or {}))
             self.seen = getattr(self, "seen", 0) + 1
-            for real, fake in zip(*map(torch.utils._pytree.tree_leaves, (found, told)), strict=True):
-                assert (real.shape, real.dtype, real.device) == (fake.shape, fake.dtype, fake.device)
+            for real, fake in zip(
+                *map(torch.utils._pytree.tree_leaves, (found, told)), strict=True
+            ):
+                assert (real.shape, real.dtype, real.device) == (
+                    fake.shape,
+                    fake.dtype,
+                    fake.device,
+                )
                 assert real.stride() == fake.stride() or real.numel() == 0
         return found
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch looks at it itself
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # torch looks at it itself
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("features", [None, 7, 300], ids=["dense", "few one-hot", "many one-hot"])
-@pytest.mark.parametrize("norm", [None, "layer", zo.RecurrentBatchNorm(STEPS)], ids=["plain", "layer", "batch"])
+@pytest.mark.parametrize(
+    "norm", [None, "layer", zo.RecurrentBatchNorm(STEPS)], ids=["plain", "layer", "batch"]
+)
 @pytest.mark.parametrize("kind", [zo.LSTM, zo.GRU])
 def test_what_a_compiler_is_told(kind, norm, features, device):
     """A compiler that takes our word for how a derivative lies reads another one."""
-    for options in ({}, {"bidirectional": True}, {"recompute": True}, {"learn_initial_state": True}):
-        layer = kind(features or INPUT, HIDDEN, noise=zo.Zoneout(hidden=0.1), norm=norm, device=device, **options)
+    for options in (
+        {},
+        {"bidirectional": True},
+        {"recompute": True},
+        {"learn_initial_state": True},
+    ):
+        layer = kind(
+            features or INPUT,
+            HIDDEN,
+            noise=zo.Zoneout(hidden=0.1),
+            norm=norm,
+            device=device,
+            **options,
+        )
         x = torch.randn(BATCH, STEPS, INPUT, device=device).transpose(0, 1).requires_grad_()
         x = x if features is None else torch.randint(features, (STEPS, BATCH), device=device)
-        call = {"lengths": torch.tensor([6, 3, 1, 5], device=device)} if "recompute" in options else {}
+        call = (
+            {"lengths": torch.tensor([6, 3, 1, 5], device=device)} if "recompute" in options else {}
+        )
         with Promised() as mode:
             layer(x, seed=1, **call)[0].sum().backward()
         assert mode.seen >= 2
@@ -168,7 +211,12 @@ def test_inductor_of_many_one_hot_features():
     """The derivative of a large table lies otherwise than the compiler has been told."""
     layer, numbers = zo.LSTM(300, HIDDEN), torch.randint(300, (STEPS, BATCH))
     compiled = torch.compile(layer, fullgraph=True)
-    close(*(forward_backward(layer, lambda x, call=call: call(x)[0], numbers) for call in (compiled, layer)))
+    close(
+        *(
+            forward_backward(layer, lambda x, call=call: call(x)[0], numbers)
+            for call in (compiled, layer)
+        )
+    )
 
 
 @inductor
@@ -182,7 +230,9 @@ def test_inductor_follows_manual_seed():
         torch.manual_seed(5)
         results.append([forward_backward(layer, call, x), forward_backward(layer, call, x)])
     close(*results)
-    assert not torch.equal(results[0][0][0], results[0][1][0]), "two calls have drawn the same masks"
+    assert not torch.equal(results[0][0][0], results[0][1][0]), (
+        "two calls have drawn the same masks"
+    )
 
 
 @pytest.fixture
@@ -197,7 +247,11 @@ def test_compiled_lengths_and_resets(both_ways):
     layer, run = both_ways
     compiled, x = torch.compile(run, fullgraph=True, backend="aot_eager"), x_of()
     for lengths in ([6, 3, 0, 1], [2, 2, 5, 6]):
-        call = dict(seed=torch.tensor(3), lengths=torch.tensor(lengths), resets=torch.rand(STEPS, BATCH) < 0.3)
+        call = dict(
+            seed=torch.tensor(3),
+            lengths=torch.tensor(lengths),
+            resets=torch.rand(STEPS, BATCH) < 0.3,
+        )
         close(forward_backward(layer, compiled, x, **call), forward_backward(layer, run, x, **call))
     assert graphs() == 1, "other lengths have recompiled the model"
 
@@ -211,7 +265,9 @@ def test_compiled_packed_input(backend):
     packed = pack_padded_sequence(x_of(), torch.tensor([3, 6, 1, 2]), enforce_sorted=False)
     call = dict(seed=torch.tensor(3), resets=torch.rand(STEPS, BATCH) < 0.3)
     results = [
-        forward_backward(layer, lambda *args, run=run, **call: run(*args, **call)[0].data, packed, **call)
+        forward_backward(
+            layer, lambda *args, run=run, **call: run(*args, **call)[0].data, packed, **call
+        )
         for run in (compiled, layer)
     ]
     close(*results)
@@ -219,7 +275,9 @@ def test_compiled_packed_input(backend):
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's vmap, of index_copy_
 def test_transforms_of_packed_input():
-    """Where packed rows are padded, forward mode, vmap or a second derivative stops at the way there or back."""
+    """Where packed rows are padded, forward mode, vmap or a second derivative stops at the way
+    there or back.
+    """
     layer = zo.LSTM(INPUT, HIDDEN, noise=BOTH, backend="reference", dtype=torch.float64)
     packed = pack_padded_sequence(x_of().double(), torch.tensor([3, 6, 1, 2]), enforce_sorted=False)
 
@@ -239,12 +297,17 @@ def test_compiled_for_any_batch(both_ways):
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
     for batch in (4, 5, 9):
         x, seed = x_of(batch), torch.tensor(batch)
-        close(forward_backward(layer, compiled, x, seed=seed), forward_backward(layer, run, x, seed=seed))
+        close(
+            forward_backward(layer, compiled, x, seed=seed),
+            forward_backward(layer, run, x, seed=seed),
+        )
     assert graphs() == 1
 
 
 def test_compiled_for_any_seed():
-    """A seed given as a number breaks the graph, or every seed and first step compiles the model anew."""
+    """A seed given as a number breaks the graph, or every seed and first step compiles the model
+    anew.
+    """
     layer, x = zo.GRU(INPUT, HIDDEN, noise=zo.Zoneout(hidden=0.3)), x_of()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for seed in (3, 4, -5, 2**40):
@@ -255,7 +318,9 @@ def test_compiled_for_any_seed():
 
 
 def test_compiled_decoding_loop():
-    """A cell inside a compiled loop, fed with its own outputs, goes another way than the eager one."""
+    """A cell inside a compiled loop, fed with its own outputs, goes another way than the eager
+    one.
+    """
     cell = zo.LSTMCell(HIDDEN, HIDDEN, noise=BOTH)
 
     def decode(h: Tensor, c: Tensor) -> Tensor:
@@ -278,22 +343,29 @@ def test_compiled_state_dict_goes_both_ways(tmp_path):
     state = torch.load(tmp_path / "model.pt")
     fresh = torch.compile(zo.GRU(INPUT, HIDDEN, noise=zo.Zoneout(hidden=0.1)), backend="eager")
     fresh.load_state_dict(state)
-    nn.GRU(INPUT, HIDDEN).load_state_dict({name.removeprefix("_orig_mod."): value for name, value in state.items()})
+    nn.GRU(INPUT, HIDDEN).load_state_dict(
+        {name.removeprefix("_orig_mod."): value for name, value in state.items()}
+    )
     x = x_of()
     close(fresh(x, seed=3)[0], compiled(x, seed=3)[0])
 
 
-# --- autocast --------------------------------------------------------------------------------------
+# --- autocast
+# --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [zo.LSTM, zo.GRU, zo.RNN])
 def test_autocast(make):
-    """Autocast does nothing, loses the result in rounding, or leaves the parameters without gradients."""
+    """Autocast does nothing, loses the result in rounding, or leaves the parameters without
+    gradients.
+    """
     layer, x = make(INPUT, 33, noise=zo.Zoneout(hidden=0.2)), x_of()
     want, _ = layer(x, seed=3)
     with torch.autocast("cpu", torch.bfloat16):
         y, state = layer(x, seed=3)
-    dtype = torch.float32 if make is zo.GRU else torch.bfloat16  # a GRU keeps its state's, as torch's does
+    dtype = (
+        torch.float32 if make is zo.GRU else torch.bfloat16
+    )  # a GRU keeps its state's, as torch's does
     assert y.dtype == (state[0] if make is zo.LSTM else state).dtype == dtype
     assert (y.float() - want).norm() <= 0.02 * want.norm()
     y.float().square().sum().backward()
@@ -308,18 +380,23 @@ def test_autocast(make):
 def test_fold_of_an_int_in_a_compiled_model():
     """A new seed is read back from a tensor, which a compiler cannot."""
     layer, x = zo.LSTM(INPUT, HIDDEN, noise=BOTH), x_of()
-    compiled = torch.compile(lambda seed, n: layer(x, seed=zo.fold(seed, n))[0], fullgraph=True, backend="eager")
+    compiled = torch.compile(
+        lambda seed, n: layer(x, seed=zo.fold(seed, n))[0], fullgraph=True, backend="eager"
+    )
     for n in range(3):
         close(compiled(5, n), layer(x, seed=zo.fold(5, n))[0])
 
 
-# --- export ----------------------------------------------------------------------------------------
+# --- export
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 def test_export(training, tmp_path):
     """An exported program, saved and loaded, gives something else than the model did."""
-    layer = zo.LSTM(INPUT, HIDDEN, 2, bidirectional=True, dropout=0.3, noise=BOTH, norm="layer").train(training)
+    layer = zo.LSTM(
+        INPUT, HIDDEN, 2, bidirectional=True, dropout=0.3, noise=BOTH, norm="layer"
+    ).train(training)
     call = {"seed": torch.tensor(3)} if training else {}
     program = torch.export.export(layer, (x_of(),), call)
     torch.export.save(program, tmp_path / "layer.pt2")
@@ -334,7 +411,9 @@ def test_package(noise, tmp_path):
     """AOTInductor passes None in the place of an empty list."""
     layer, x = zo.GRU(INPUT, HIDDEN, noise=noise and zo.Zoneout(hidden=0.2)).eval(), x_of()
     program = torch.export.export(layer, (x,))
-    where = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
+    where = torch._inductor.aoti_compile_and_package(
+        program, package_path=str(tmp_path / "layer.pt2")
+    )
     close(torch._inductor.aoti_load_package(where)(x), layer(x))
 
 
@@ -352,9 +431,14 @@ def test_export_of_packed_input():
 
 
 def test_export_of_sorted_packed_input():
-    """Rows that were sorted before they were packed cannot be exported: their number is read from a tensor."""
+    """Rows that were sorted before they were packed cannot be exported: their number is read
+    from a tensor.
+    """
     layer = zo.GRU(INPUT, HIDDEN, 2, noise=zo.Zoneout(hidden=0.3)).eval()
-    batches = [pack_padded_sequence(x_of(), torch.tensor(lengths)) for lengths in ([6, 3, 2, 1], [6, 4, 1, 1])]
+    batches = [
+        pack_padded_sequence(x_of(), torch.tensor(lengths))
+        for lengths in ([6, 3, 2, 1], [6, 4, 1, 1])
+    ]
     program = torch.export.export(layer, (batches[0],)).module()
     for packed in batches:
         (got, state), (want, ended) = program(packed), layer(packed)
@@ -382,19 +466,29 @@ def test_export_of_a_cell_for_any_batch():
     close(step(x, h), cell(x, h))
 
 
-# --- ONNX ------------------------------------------------------------------------------------------
+# --- ONNX
+# ------------------------------------------------------------------------------------------
 
-MISSING = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
+MISSING = [
+    name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None
+]
 needs_onnx = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 # Torch's exporter and the packages behind it warn about each other's future.
 quiet = pytest.mark.filterwarnings("ignore")
-LENGTHS, RESETS = torch.tensor([6, 0, 3, 1]), torch.rand(STEPS, BATCH, generator=torch.Generator().manual_seed(1)) < 0.3
+LENGTHS, RESETS = (
+    torch.tensor([6, 0, 3, 1]),
+    torch.rand(STEPS, BATCH, generator=torch.Generator().manual_seed(1)) < 0.3,
+)
 TWO_WAYS: dict[str, Any] = dict(num_layers=2, bidirectional=True)
 ONNX: dict[str, Any] = {
     "lstm": (lambda: zo.LSTM(INPUT, HIDDEN, noise=BOTH, **TWO_WAYS), {}),
     "projection": (
         lambda: zo.LSTM(
-            INPUT, HIDDEN, proj_size=2, norm="layer", bidirectional=True,
+            INPUT,
+            HIDDEN,
+            proj_size=2,
+            norm="layer",
+            bidirectional=True,
             noise=[
                 zo.RecurrentDropout(rate=0.3, hold_output_gate=True),
                 zo.Zoneout(cell=0.5, hidden=torch.linspace(0, 1, 2)),
@@ -404,27 +498,42 @@ ONNX: dict[str, Any] = {
     ),
     "everything": (
         lambda: zo.LSTM(
-            INPUT, HIDDEN, norm=zo.RecurrentBatchNorm(4), learn_initial_state=True, bidirectional=True,
+            INPUT,
+            HIDDEN,
+            norm=zo.RecurrentBatchNorm(4),
+            learn_initial_state=True,
+            bidirectional=True,
             noise=[
-                zo.StateDropout(cell=0.4), zo.Zoneout(hidden=0.5), zo.RecurrentDropout(rate=0.3, hold_output_gate=True),
-                zo.VariationalDropout(input=0.1, hidden=0.1), zo.WeightDrop(rate=0.2),
+                zo.StateDropout(cell=0.4),
+                zo.Zoneout(hidden=0.5),
+                zo.RecurrentDropout(rate=0.3, hold_output_gate=True),
+                zo.VariationalDropout(input=0.1, hidden=0.1),
+                zo.WeightDrop(rate=0.2),
             ],
         ),
         dict(lengths=LENGTHS, resets=RESETS),
     ),
     "gru": (
         lambda: zo.GRU(
-            INPUT, HIDDEN, norm=zo.RecurrentBatchNorm(4, at_eval="batch"), bidirectional=True,
+            INPUT,
+            HIDDEN,
+            norm=zo.RecurrentBatchNorm(4, at_eval="batch"),
+            bidirectional=True,
             noise=[zo.RecurrentDropout(rate=0.3), zo.Zoneout(hidden=0.5)],
         ),
         dict(lengths=LENGTHS),
     ),
-    "rnn": (lambda: zo.RNN(INPUT, HIDDEN, bidirectional=True, noise=zo.Zoneout(hidden=0.5)), dict(resets=RESETS)),
+    "rnn": (
+        lambda: zo.RNN(INPUT, HIDDEN, bidirectional=True, noise=zo.Zoneout(hidden=0.5)),
+        dict(resets=RESETS),
+    ),
     "relu": (
-        lambda: zo.RNN(INPUT, HIDDEN, nonlinearity="relu", bias=False, noise=zo.StateDropout(hidden=0.5)),
+        lambda: zo.RNN(
+            INPUT, HIDDEN, nonlinearity="relu", bias=False, noise=zo.StateDropout(hidden=0.5)
+        ),
         {},
     ),
-}  # fmt: skip
+}
 
 
 def in_onnxruntime(path: Path, *values: Tensor) -> list[Tensor]:
@@ -433,11 +542,16 @@ def in_onnxruntime(path: Path, *values: Tensor) -> list[Tensor]:
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     inputs = [given.name for given in session.get_inputs()]
-    return [torch.from_numpy(v) for v in session.run(None, {n: v.numpy() for n, v in zip(inputs, values, strict=True)})]
+    return [
+        torch.from_numpy(v)
+        for v in session.run(None, {n: v.numpy() for n, v in zip(inputs, values, strict=True)})
+    ]
 
 
 def unsettled(layer: nn.Module) -> nn.Module:
-    """The layer in evaluation mode, with scales and statistics that are not those it starts with."""
+    """The layer in evaluation mode, with scales and statistics that are not those it starts
+    with.
+    """
     for name, value in [*layer.named_parameters(), *layer.named_buffers()]:
         if name.startswith(("var_", "norm_ih", "norm_hh")):
             nn.init.uniform_(value, 0.5, 1.5)
@@ -468,8 +582,9 @@ def test_onnx_for_any_batch_and_time(tmp_path):
     model = nn.ModuleDict({"layer": zo.LSTM(INPUT, HIDDEN, noise=BOTH, batch_first=True)}).eval()
     model.forward = lambda x: model["layer"](x)[0]
     torch.onnx.export(
-        model, (torch.randn(BATCH, STEPS, INPUT),), tmp_path / "model.onnx", dynamo=True, verbose=False,
-        custom_translation_table=translations(), dynamic_shapes=({0: DYNAMIC, 1: DYNAMIC},),
+        model, (torch.randn(BATCH, STEPS, INPUT),), tmp_path / "model.onnx", dynamo=True,
+        verbose=False, custom_translation_table=translations(),
+        dynamic_shapes=({0: DYNAMIC, 1: DYNAMIC},),
     )  # fmt: skip
     for batch, steps in ((2, 9), (1, 1), (7, 3)):
         x = torch.randn(batch, steps, INPUT)
@@ -482,7 +597,9 @@ def test_onnx_refuses_what_is_drawn(tmp_path):
     from zoneout.onnx import export
 
     layer = zo.GRU(INPUT, HIDDEN, noise=zo.Zoneout(hidden=0.1, at_eval="sample"))
-    with pytest.raises(ValueError, match=r"model: ZoneoutCell is in training mode.*model\.eval\(\)"):
+    with pytest.raises(
+        ValueError, match=r"model: ZoneoutCell is in training mode.*model\.eval\(\)"
+    ):
         export(zo.ZoneoutCell(nn.GRUCell(INPUT, HIDDEN), 0.2), (torch.randn(BATCH, INPUT),))
     with pytest.raises(ValueError, match=r"model: GRU is in training mode.*model\.eval\(\)"):
         export(layer, (x_of(),), tmp_path / "layer.onnx")
@@ -499,13 +616,16 @@ def test_onnx_says_what_is_missing(monkeypatch):
         translations()
 
 
-# --- several processes -----------------------------------------------------------------------------
+# --- several processes
+# -----------------------------------------------------------------------------
 
 
 def ddp_case() -> tuple[nn.Module, Tensor, Tensor, Tensor]:
     """The same model, inputs, targets and example ids in every process."""
     torch.manual_seed(0)
-    layer = zo.LSTM(INPUT, HIDDEN, 2, dropout=0.3, noise=[BOTH, zo.VariationalDropout(input=0.1, hidden=0.2)])
+    layer = zo.LSTM(
+        INPUT, HIDDEN, 2, dropout=0.3, noise=[BOTH, zo.VariationalDropout(input=0.1, hidden=0.2)]
+    )
     return layer, x_of(), torch.randn(STEPS, BATCH, HIDDEN), torch.tensor([10, 7, 30, 2])
 
 
@@ -521,16 +641,26 @@ def ddp_worker(rank: int, folder: Path) -> None:
     y, _ = model(x[:, mine], seed=3, examples=ids[mine])
     (y - target[:, mine]).square().mean().backward()
     torch.save((y.detach(), [p.grad for p in layer.parameters()]), folder / f"{rank}.pt")
+    torch.distributed.barrier()  # gloo may abort where the other process has gone first
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed")
 def test_two_processes_are_as_one(tmp_path):
-    """With example ids, two processes draw other masks or find other gradients than one with the whole batch."""
+    """With example ids, two processes draw other masks or find other gradients than one with the
+    whole batch.
+    """
     paths = os.pathsep.join([str(Path(zo.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": paths,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, __file__, str(tmp_path)]
-    workers = [subprocess.Popen([*command, str(rank)], env=environment, stderr=subprocess.PIPE) for rank in (0, 1)]
+    workers = [
+        subprocess.Popen([*command, str(rank)], env=environment, stderr=subprocess.PIPE)
+        for rank in (0, 1)
+    ]
     try:
         for worker in workers:
             _, said = worker.communicate(timeout=120)
@@ -547,13 +677,18 @@ def test_two_processes_are_as_one(tmp_path):
         close(grads, [p.grad for p in layer.parameters()])
 
 
-# --- torch.func ------------------------------------------------------------------------------------
+# --- torch.func
+# ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", FUSED)
 def test_functional_call_and_grad(backend):
-    """Parameters given from outside are not those that are used, or torch.func.grad differs from backward()."""
-    layer, other = (zo.LSTM(INPUT, HIDDEN, noise=BOTH, norm="layer", backend=backend) for _ in range(2))
+    """Parameters given from outside are not those that are used, or torch.func.grad differs from
+    backward().
+    """
+    layer, other = (
+        zo.LSTM(INPUT, HIDDEN, noise=BOTH, norm="layer", backend=backend) for _ in range(2)
+    )
     x = x_of()
     given = dict(other.named_parameters())
 
@@ -563,12 +698,17 @@ def test_functional_call_and_grad(backend):
     want = other(x, seed=3)[0].square().sum()
     close(loss(given, x), want)
     want.backward()
-    close(grad(loss)({k: v.detach() for k, v in given.items()}, x), {k: v.grad for k, v in given.items()})
+    close(
+        grad(loss)({k: v.detach() for k, v in given.items()}, x),
+        {k: v.grad for k, v in given.items()},
+    )
 
 
 @pytest.mark.parametrize("backend", FUSED)
 def test_many_derivatives_at_once(backend):
-    """A Jacobian taken with `is_grads_batched` fails, or is not that of one derivative after another."""
+    """A Jacobian taken with `is_grads_batched` fails, or is not that of one derivative after
+    another.
+    """
     layer, x = zo.LSTM(INPUT, HIDDEN, noise=BOTH, backend=backend), x_of()[:2]
 
     def ended(x: Tensor) -> Tensor:
@@ -592,7 +732,9 @@ def test_weights_given_to_a_layer_of_no_device():
 @pytest.mark.parametrize("backend", FUSED)
 def test_vmap_over_models(backend):
     """An ensemble run by vmap gives other outputs or gradients than its models one by one."""
-    models = [zo.GRU(INPUT, HIDDEN, noise=zo.Zoneout(hidden=0.3), backend=backend) for _ in range(3)]
+    models = [
+        zo.GRU(INPUT, HIDDEN, noise=zo.Zoneout(hidden=0.3), backend=backend) for _ in range(3)
+    ]
     x = x_of()
     parameters, buffers = stack_module_state(models)
 
@@ -612,7 +754,9 @@ def test_vmap_over_models(backend):
 
 @pytest.mark.parametrize("backend", FUSED)
 def test_gradients_of_each_example(backend):
-    """Per-example gradients, as differential privacy needs them, are not those of the examples alone."""
+    """Per-example gradients, as differential privacy needs them, are not those of the examples
+    alone.
+    """
     layer, x = zo.LSTM(INPUT, HIDDEN, noise=BOTH, backend=backend), x_of()
     parameters = {name: p.detach() for name, p in layer.named_parameters()}
 
@@ -622,14 +766,22 @@ def test_gradients_of_each_example(backend):
 
     each = vmap(grad(loss), in_dims=(None, 1, 0))(parameters, x, torch.arange(BATCH))
     layer(x, seed=3)[0].square().sum().backward()
-    close({name: g.sum(0) for name, g in each.items()}, {name: p.grad for name, p in layer.named_parameters()})
+    close(
+        {name: g.sum(0) for name, g in each.items()},
+        {name: p.grad for name, p in layer.named_parameters()},
+    )
 
 
 @pytest.mark.parametrize("randomness", ["same", "different"])
 @pytest.mark.parametrize("backend", FUSED)
 def test_vmap_without_a_seed(backend, randomness):
-    """Nobody may draw afresh under vmap, its rows share masks that are to differ, or torch.manual_seed gives others."""
-    layer, x = zo.GRU(INPUT, HIDDEN, noise=zo.Zoneout(hidden=0.5), backend=backend), x_of()[:, 0].expand(3, -1, -1)
+    """Nobody may draw afresh under vmap, its rows share masks that are to differ, or
+    torch.manual_seed gives others.
+    """
+    layer, x = (
+        zo.GRU(INPUT, HIDDEN, noise=zo.Zoneout(hidden=0.5), backend=backend),
+        x_of()[:, 0].expand(3, -1, -1),
+    )
     for run in (lambda x: layer(x)[0], lambda x: zo.zoneout(x, -x, 0.5)):
         torch.manual_seed(0)
         got = vmap(run, randomness=randomness)(x)
@@ -652,17 +804,25 @@ def test_torch_func_draws_what_eager_mode_draws():
 
 @pytest.mark.parametrize("backend", FUSED)
 def test_vmap_over_numbers(backend):
-    """What checks numbers and lengths would look at those of a whole batch of calls, which torch refuses."""
+    """What checks numbers and lengths would look at those of a whole batch of calls, which torch
+    refuses.
+    """
     layer = zo.LSTM(INPUT, HIDDEN, noise=BOTH, backend=backend)
     numbers = torch.randint(0, INPUT, (3, STEPS, BATCH))
     lengths = torch.randint(0, STEPS + 1, (3, BATCH))
     got = vmap(lambda x, ends: layer(x, lengths=ends, seed=3)[0])(numbers, lengths)
-    close(got, torch.stack([layer(x, lengths=ends, seed=3)[0] for x, ends in zip(numbers, lengths)]))
+    close(
+        got, torch.stack([layer(x, lengths=ends, seed=3)[0] for x, ends in zip(numbers, lengths)])
+    )
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler's own look at it
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor:UserWarning"
+)  # the compiler's own look at it
 def test_forward_mode():
-    """Forward mode is wrong in the reference, or silently wrong in a fused backend, where it is not there."""
+    """Forward mode is wrong in the reference, or silently wrong in a fused backend, where it is
+    not there.
+    """
     layer = zo.LSTM(INPUT, HIDDEN, noise=BOTH, backend="reference", dtype=torch.float64)
     x, direction = x_of(dtype=torch.float64), x_of(dtype=torch.float64)
     _, tangent = jvp(lambda x: layer(x, seed=3)[0], (x,), (direction,))
@@ -673,7 +833,10 @@ def test_forward_mode():
     fused = zo.LSTM(INPUT, HIDDEN, noise=BOTH, backend="cpu", dtype=torch.float64)
     with pytest.raises(NotImplementedError, match=r"forward-mode .* backend='reference'"):
         jvp(lambda x: fused(x, seed=3)[0], (x,), (direction,))
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="backend='reference'"):
+    with (
+        torch.autograd.forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match="backend='reference'"),
+    ):
         fused(torch.autograd.forward_ad.make_dual(x, direction), seed=3)
 
     def tangent_of(x: Tensor) -> Tensor:
@@ -685,7 +848,9 @@ def test_forward_mode():
 
 @pytest.mark.parametrize("make", [zo.LSTM, zo.GRU, zo.RNN])
 def test_second_derivative_of_the_reference(make):
-    """A second derivative through the reference (gradient penalties) differs from finite differences."""
+    """A second derivative through the reference (gradient penalties) differs from finite
+    differences.
+    """
     layer = make(2, 2, noise=zo.Zoneout(hidden=0.4), backend="reference", dtype=torch.float64)
     x = torch.randn(3, 2, 2, dtype=torch.float64, requires_grad=True)
     names, values = zip(*layer.named_parameters())
@@ -697,27 +862,33 @@ def test_second_derivative_of_the_reference(make):
 
 
 def test_func_second_derivative_is_refused():
-    """torch.func's second derivative through a fused layer is wrong, or refused without saying what to do."""
+    """torch.func's second derivative through a fused layer is wrong, or refused without saying
+    what to do.
+    """
     layer = zo.GRU(INPUT, HIDDEN, backend="cpu")
     slope = grad(lambda x: layer(x)[0].square().sum())
     with pytest.raises(RuntimeError, match=r"second derivative .* backend='reference'"):
         grad(lambda x: slope(x).sum())(x_of())
 
 
-# --- determinism and devices -----------------------------------------------------------------------
+# --- determinism and devices
+# -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["as usual", "deterministic algorithms"])
 @pytest.mark.parametrize("backend", FUSED)
 def test_same_seed_same_bits(backend, strict):
     """One seed gives two results, or a layer refuses torch.use_deterministic_algorithms."""
-    layer = zo.LSTM(INPUT, HIDDEN, 2, bidirectional=True, dropout=0.2, noise=BOTH, norm="layer", backend=backend)
+    layer = zo.LSTM(
+        INPUT, HIDDEN, 2, bidirectional=True, dropout=0.2, noise=BOTH, norm="layer", backend=backend
+    )
     x, lengths = x_of(), torch.tensor([6, 2, 0, 4])
     torch.use_deterministic_algorithms(strict)
     try:
         twice = [
-            forward_backward(layer, lambda x: layer(x, lengths=lengths, seed=3)[0], x.clone()) for _ in range(2)
-        ]  # fmt: skip
+            forward_backward(layer, lambda x: layer(x, lengths=lengths, seed=3)[0], x.clone())
+            for _ in range(2)
+        ]
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) for a, b in zip(*twice, strict=True))
@@ -742,7 +913,8 @@ def test_a_device_without_a_backend_runs_the_reference(monkeypatch):
     assert ran == ["meta", "cpu"]
 
 
-# --- habits of training loops ----------------------------------------------------------------------
+# --- habits of training loops
+# ----------------------------------------------------------------------
 
 
 def test_checkpointing_draws_the_same_masks_again():
@@ -790,14 +962,21 @@ def test_gradient_accumulation():
 
 @pytest.mark.parametrize("model", [zo.LSTM(INPUT, HIDDEN), zo.GRUCell(INPUT, HIDDEN)], ids=str)
 def test_fx_says_what_to_do(model):
-    """Someone who traces a model symbolically would be told of a Proxy, and nothing about leaves."""
-    with pytest.raises(TypeError, match=r"got Proxy; make the layer a leaf of the tracer, as docs/ecosystem\.md shows"):
+    """Someone who traces a model symbolically would be told of a Proxy, and nothing about
+    leaves.
+    """
+    with pytest.raises(
+        TypeError,
+        match=r"got Proxy; make the layer a leaf of the tracer, as docs/ecosystem\.md shows",
+    ):
         torch.fx.symbolic_trace(model)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_jit():
-    """A traced layer gives other numbers than the layer, or scripting fails with words that help nobody."""
+    """A traced layer gives other numbers than the layer, or scripting fails with words that help
+    nobody.
+    """
     layer, x = zo.LSTM(INPUT, HIDDEN, 2, noise=BOTH).eval(), x_of()
     close(torch.jit.trace(layer, (x,))(x), layer(x))
     with pytest.raises(NotImplementedError, match=r"use torch\.export"):
@@ -829,7 +1008,11 @@ def test_other_rates_of_a_wrapped_cell_or_of_the_bare_rule_compile_nothing_again
     x = torch.randn(BATCH, 6)
     cell = zo.ZoneoutCell(nn.LSTMCell(6, 9), rates=(0.1, 0.2))
     compiled = torch.compile(cell, fullgraph=True, backend="aot_eager")
-    rule = torch.compile(lambda new, old, rate: zo.zoneout(new, old, rate, seed=3), fullgraph=True, backend="aot_eager")
+    rule = torch.compile(
+        lambda new, old, rate: zo.zoneout(new, old, rate, seed=3),
+        fullgraph=True,
+        backend="aot_eager",
+    )
     counts = []
     for rate in (0.1, 0.2, 0.3):
         cell.rates = (rate, 0.5)
@@ -837,7 +1020,9 @@ def test_other_rates_of_a_wrapped_cell_or_of_the_bare_rule_compile_nothing_again
         for own in (torch.tensor(rate), torch.full((6,), rate), rate):
             close([rule(x, 2 * x, own)], [zo.zoneout(x, 2 * x, own, seed=3)])
         counts.append(graphs())
-    assert counts[2] - counts[1] <= 1, "only a number given as such is compiled in, as torch does with any"
+    assert counts[2] - counts[1] <= 1, (
+        "only a number given as such is compiled in, as torch does with any"
+    )
 
 
 @pytest.mark.parametrize("kind", [zo.LSTM, zo.GRU, zo.RNN])
@@ -848,7 +1033,8 @@ def test_outputs_changed_in_place(kind):
         y.relu_().sum().backward()
 
 
-# --- tensors that wrap others, and sharding --------------------------------------------------------
+# --- tensors that wrap others, and sharding
+# --------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", ["input", "weights", "state"])
@@ -872,7 +1058,9 @@ def test_tensors_that_wrap_others(kind, what):
 @pytest.fixture
 def one_process():
     """A group of one process."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
@@ -880,7 +1068,9 @@ def one_process():
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_sharded_models(one_process):
-    """FSDP goes on with the modules that were replaced: what is trained is not what is run; or a schedule ends it."""
+    """FSDP goes on with the modules that were replaced: what is trained is not what is run; or a
+    schedule ends it.
+    """
     fsdp = pytest.importorskip("torch.distributed.fsdp")
     cpu = torch.device("cpu")
     said = []
@@ -899,5 +1089,7 @@ def test_sharded_models(one_process):
     fsdp.fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
     zo.convert(model, BOTH, report=said.append)
     assert type(model[0]) is nn.LSTM and "sharding" in said[-1]
-    zo.convert(model[0], BOTH, report=said.append)  # its parent is not to be seen, its parameters are
+    zo.convert(
+        model[0], BOTH, report=said.append
+    )  # its parent is not to be seen, its parameters are
     assert "left alone" in said[-1]

@@ -42,7 +42,9 @@ def lstm(*args: Any, **options: Any) -> Callable[[], Any]:
 
 def call(*args: Any, layer: Any = None, **options: Any) -> Callable[[], Any]:
     """A layer called with these; the input is a good one where none is given."""
-    return lambda: (layer or zo.LSTM(I, H, noise=NOISE))(*(args or (torch.randn(T, B, I),)), **options)
+    return lambda: (layer or zo.LSTM(I, H, noise=NOISE))(
+        *(args or (torch.randn(T, B, I),)), **options
+    )
 
 
 def gru(*args: Any, **options: Any) -> Callable[[], Any]:
@@ -50,11 +52,15 @@ def gru(*args: Any, **options: Any) -> Callable[[], Any]:
 
 
 def cell(*args: Any, layer: Any = None, **options: Any) -> Callable[[], Any]:
-    return lambda: (layer or zo.LSTMCell(I, H, noise=NOISE))(*(args or (torch.randn(B, I),)), **options)
+    return lambda: (layer or zo.LSTMCell(I, H, noise=NOISE))(
+        *(args or (torch.randn(B, I),)), **options
+    )
 
 
 def wrapped(*args: Any, inner: Any = None, rates: Any = 0.5, **options: Any) -> Callable[[], Any]:
-    return lambda: zo.ZoneoutCell(inner or nn.GRUCell(I, H), rates)(*(args or (torch.randn(B, I),)), **options)
+    return lambda: zo.ZoneoutCell(inner or nn.GRUCell(I, H), rates)(
+        *(args or (torch.randn(B, I),)), **options
+    )
 
 
 class Gives(nn.Module):
@@ -84,45 +90,97 @@ RATES: dict[str, Bad] = {
     "below 0": Bad(rate(hidden=-0.1), ValueError, r"Zoneout\(hidden", r"-0\.1", "between 0 and 1"),
     "NaN": Bad(rate(cell=math.nan), ValueError, r"Zoneout\(cell", "nan", "between 0 and 1"),
     "infinite": Bad(rate(cell=math.inf), ValueError, r"Zoneout\(cell", "inf", "between 0 and 1"),
-    "one of a list": Bad(rate(cell=[0.5, 2.0]), ValueError, r"Zoneout\(cell", r"2\.0", "between 0 and 1"),
-    "one of a tensor": Bad(rate(cell=torch.tensor([0.5, -2.0])), ValueError, r"Zoneout\(cell", r"-2\.0"),
-    "NaN in a tensor": Bad(rate(cell=torch.tensor([0.5, math.nan])), ValueError, r"Zoneout\(cell", "nan"),
+    "one of a list": Bad(
+        rate(cell=[0.5, 2.0]), ValueError, r"Zoneout\(cell", r"2\.0", "between 0 and 1"
+    ),
+    "one of a tensor": Bad(
+        rate(cell=torch.tensor([0.5, -2.0])), ValueError, r"Zoneout\(cell", r"-2\.0"
+    ),
+    "NaN in a tensor": Bad(
+        rate(cell=torch.tensor([0.5, math.nan])), ValueError, r"Zoneout\(cell", "nan"
+    ),
     "None": Bad(rate(cell=None), TypeError, r"Zoneout\(cell", "NoneType", "a number"),
     "a string": Bad(rate(cell="0.5"), TypeError, r"Zoneout\(cell", "str", "a number"),
     "a bool": Bad(rate(cell=True), TypeError, r"Zoneout\(cell", "bool", "a number"),
     "a dict": Bad(rate(cell={0: 0.5}), TypeError, r"Zoneout\(cell", "dict", "a number"),
     "an empty list": Bad(rate(cell=[]), ValueError, r"Zoneout\(cell", "empty", "one rate a layer"),
-    "a list of lists": Bad(rate(cell=[[0.5]]), TypeError, r"Zoneout\(cell", "list inside", "one rate a layer"),
-    "a matrix": Bad(rate(cell=torch.ones(2, 3)), ValueError, r"Zoneout\(cell", r"\(2, 3\)", "one rate a unit"),
+    "a list of lists": Bad(
+        rate(cell=[[0.5]]), TypeError, r"Zoneout\(cell", "list inside", "one rate a layer"
+    ),
+    "a matrix": Bad(
+        rate(cell=torch.ones(2, 3)), ValueError, r"Zoneout\(cell", r"\(2, 3\)", "one rate a unit"
+    ),
     "an empty tensor": Bad(rate(cell=torch.ones(0)), ValueError, r"Zoneout\(cell", r"\(0,\)"),
     "bools": Bad(rate(cell=torch.ones(2, dtype=torch.bool)), ValueError, r"Zoneout\(cell", "bool"),
-    "complex": Bad(rate(cell=torch.ones(2, dtype=torch.cfloat)), ValueError, r"Zoneout\(cell", "complex"),
-    "StateDropout": Bad(lambda: zo.StateDropout(hidden=2), ValueError, r"StateDropout\(hidden", "2"),
-    "RecurrentDropout": Bad(lambda: zo.RecurrentDropout(rate=-1), ValueError, r"RecurrentDropout\(rate", "-1"),
-    "VariationalDropout": Bad(lambda: zo.VariationalDropout(input=3), ValueError, r"VariationalDropout\(input", "3"),
+    "complex": Bad(
+        rate(cell=torch.ones(2, dtype=torch.cfloat)), ValueError, r"Zoneout\(cell", "complex"
+    ),
+    "StateDropout": Bad(
+        lambda: zo.StateDropout(hidden=2), ValueError, r"StateDropout\(hidden", "2"
+    ),
+    "RecurrentDropout": Bad(
+        lambda: zo.RecurrentDropout(rate=-1), ValueError, r"RecurrentDropout\(rate", "-1"
+    ),
+    "VariationalDropout": Bad(
+        lambda: zo.VariationalDropout(input=3), ValueError, r"VariationalDropout\(input", "3"
+    ),
     "WeightDrop": Bad(lambda: zo.WeightDrop(rate=1.1), ValueError, r"WeightDrop\(rate", r"1\.1"),
-    "a rate that there is not": Bad(lambda: zo.Zoneout(hiden=0.1), TypeError, r"Zoneout\.", "hiden", "unexpected"),
-    "WeightNoise of one's own below 0": Bad(lambda: Mine(std=-1), ValueError, r"Mine\(std", "-1", "deviation"),
-    "WeightNoise below 0": Bad(lambda: zo.WeightNoise(std=-1), ValueError, r"WeightNoise\(std", "-1", "deviation"),
-    "WeightNoise infinite": Bad(lambda: zo.WeightNoise(std=math.inf), ValueError, r"WeightNoise\(std", "inf"),
-    "WeightNoise NaN": Bad(lambda: zo.WeightNoise(std=math.nan), ValueError, r"WeightNoise\(std", "nan"),
-    "on meta": Bad(rate(cell=torch.ones(3, device=META)), ValueError, r"Zoneout\(cell", "meta", "numbers"),
-    "a scalar on meta": Bad(rate(cell=[torch.ones((), device=META)]), ValueError, r"Zoneout\(cell", "meta", "numbers"),
-    "learned": Bad(rate(cell=nn.Parameter(torch.ones(H))), ValueError, r"Zoneout\(cell", "requires_grad", "detach"),
+    "a rate that there is not": Bad(
+        lambda: zo.Zoneout(hiden=0.1), TypeError, r"Zoneout\.", "hiden", "unexpected"
+    ),
+    "WeightNoise of one's own below 0": Bad(
+        lambda: Mine(std=-1), ValueError, r"Mine\(std", "-1", "deviation"
+    ),
+    "WeightNoise below 0": Bad(
+        lambda: zo.WeightNoise(std=-1), ValueError, r"WeightNoise\(std", "-1", "deviation"
+    ),
+    "WeightNoise infinite": Bad(
+        lambda: zo.WeightNoise(std=math.inf), ValueError, r"WeightNoise\(std", "inf"
+    ),
+    "WeightNoise NaN": Bad(
+        lambda: zo.WeightNoise(std=math.nan), ValueError, r"WeightNoise\(std", "nan"
+    ),
+    "on meta": Bad(
+        rate(cell=torch.ones(3, device=META)), ValueError, r"Zoneout\(cell", "meta", "numbers"
+    ),
+    "a scalar on meta": Bad(
+        rate(cell=[torch.ones((), device=META)]), ValueError, r"Zoneout\(cell", "meta", "numbers"
+    ),
+    "learned": Bad(
+        rate(cell=nn.Parameter(torch.ones(H))),
+        ValueError,
+        r"Zoneout\(cell",
+        "requires_grad",
+        "detach",
+    ),
     "one of a list is learned": Bad(
-        wrapped(rates=[torch.tensor(0.5, requires_grad=True)]), ValueError, "rates", "requires_grad", "detach"
+        wrapped(rates=[torch.tensor(0.5, requires_grad=True)]),
+        ValueError,
+        "rates",
+        "requires_grad",
+        "detach",
     ),
     "zoneout": Bad(lambda: zo.zoneout(X, X, 2.0), ValueError, "rate", r"2\.0", "between 0 and 1"),
     "zoneout a string": Bad(lambda: zo.zoneout(X, X, "a"), TypeError, "rate", "str", "a number"),
     "ZoneoutCell": Bad(wrapped(rates=2.0), ValueError, "rates", r"2\.0", "between 0 and 1"),
-    "ZoneoutCell list": Bad(wrapped(rates=[0.5, 2.0]), ValueError, "rates", r"2\.0", "between 0 and 1"),
-    "zoneout units": Bad(lambda: zo.zoneout(X, X, torch.ones(3)), ValueError, "rate", "3", f"{I} units"),
-    "zoneout a list": Bad(lambda: zo.zoneout(X, X, [0.1, 0.2]), TypeError, "rate", "list", "a number"),
+    "ZoneoutCell list": Bad(
+        wrapped(rates=[0.5, 2.0]), ValueError, "rates", r"2\.0", "between 0 and 1"
+    ),
+    "zoneout units": Bad(
+        lambda: zo.zoneout(X, X, torch.ones(3)), ValueError, "rate", "3", f"{I} units"
+    ),
+    "zoneout a list": Bad(
+        lambda: zo.zoneout(X, X, [0.1, 0.2]), TypeError, "rate", "list", "a number"
+    ),
 }
 
 NOISES: dict[str, Bad] = {
-    "mask name": Bad(rate(cell=0.5, mask="units"), ValueError, r"Zoneout\(mask", "'units'", "unit, shared"),
-    "mask None": Bad(rate(cell=0.5, mask=None), (TypeError, ValueError), r"Zoneout\(mask", "None", "unit, shared"),
+    "mask name": Bad(
+        rate(cell=0.5, mask="units"), ValueError, r"Zoneout\(mask", "'units'", "unit, shared"
+    ),
+    "mask None": Bad(
+        rate(cell=0.5, mask=None), (TypeError, ValueError), r"Zoneout\(mask", "None", "unit, shared"
+    ),
     "mask of RecurrentDropout": Bad(
         lambda: zo.RecurrentDropout(rate=0.5, mask="shared"),
         ValueError,
@@ -130,19 +188,33 @@ NOISES: dict[str, Bad] = {
         "'shared'",
         "unit",
     ),
-    "static without seed": Bad(rate(cell=0.5, mask="static"), ValueError, "mask='static'", "no seed", "seed="),
-    "seed without static": Bad(rate(cell=0.5, seed=3), ValueError, r"Zoneout\(seed", "'unit'", "static"),
+    "static without seed": Bad(
+        rate(cell=0.5, mask="static"), ValueError, "mask='static'", "no seed", "seed="
+    ),
+    "seed without static": Bad(
+        rate(cell=0.5, seed=3), ValueError, r"Zoneout\(seed", "'unit'", "static"
+    ),
     "seed not an int": Bad(rate(mask="static", seed="a"), TypeError, "seed", "str", "an int"),
-    "seed too large": Bad(rate(mask="static", seed=2**64), ValueError, "seed", str(2**64), "64 bits"),
-    "at_eval": Bad(rate(at_eval="mean"), ValueError, r"Zoneout\(at_eval", "'mean'", "expectation, off, sample"),
+    "seed too large": Bad(
+        rate(mask="static", seed=2**64), ValueError, "seed", str(2**64), "64 bits"
+    ),
+    "at_eval": Bad(
+        rate(at_eval="mean"), ValueError, r"Zoneout\(at_eval", "'mean'", "expectation, off, sample"
+    ),
     "not a noise": Bad(lstm(noise=["zoneout"]), TypeError, "noise", "str", "Zoneout"),
     "a number": Bad(lstm(noise=0.5), TypeError, "noise", "float", "Zoneout"),
     "the class": Bad(lstm(noise=zo.Zoneout), TypeError, "noise", "Zoneout", "Zoneout"),
     "a string": Bad(lstm(noise="zoneout"), TypeError, "noise", "str", "Zoneout"),
-    "of convert": Bad(lambda: zo.convert(nn.LSTM(I, H), 0.5), TypeError, "noise", "float", "Zoneout"),
+    "of convert": Bad(
+        lambda: zo.convert(nn.LSTM(I, H), 0.5), TypeError, "noise", "float", "Zoneout"
+    ),
     "of masks": Bad(lambda: zo.masks(0.5, 1, 2, 3, 4), TypeError, "noise", "float", "Zoneout"),
     "twice": Bad(
-        lstm(noise=[zo.Zoneout(cell=0.1), zo.Zoneout(cell=0.2)]), ValueError, "noise", "Zoneout is there twice", "once"
+        lstm(noise=[zo.Zoneout(cell=0.1), zo.Zoneout(cell=0.2)]),
+        ValueError,
+        "noise",
+        "Zoneout is there twice",
+        "once",
     ),
     "two on a state": Bad(
         lstm(noise=[zo.Zoneout(cell=0.1), zo.StateDropout(cell=0.2)]),
@@ -166,10 +238,16 @@ NOISES: dict[str, Bad] = {
         "cell to be left",
     ),
     "cell tensor in a GRU": Bad(
-        lambda: zo.GRU(I, H, noise=zo.Zoneout(cell=torch.zeros(H))), ValueError, "noise", rf"<{H} rates>"
+        lambda: zo.GRU(I, H, noise=zo.Zoneout(cell=torch.zeros(H))),
+        ValueError,
+        "noise",
+        rf"<{H} rates>",
     ),
     "cell in a GRUCell": Bad(
-        lambda: zo.GRUCell(I, H, noise=zo.Zoneout(cell=0.5)), ValueError, "noise", r"Zoneout\(cell=0.5\)"
+        lambda: zo.GRUCell(I, H, noise=zo.Zoneout(cell=0.5)),
+        ValueError,
+        "noise",
+        r"Zoneout\(cell=0.5\)",
     ),
     "update in an RNN": Bad(
         lambda: zo.RNN(I, H, noise=zo.RecurrentDropout(rate=0.5)),
@@ -193,7 +271,11 @@ NOISES: dict[str, Bad] = {
         "left out",
     ),
     "rates for other layers": Bad(
-        lstm(2, noise=zo.Zoneout(cell=[0.1, 0.2, 0.3])), ValueError, r"Zoneout\(cell", "got 3", "2 layers"
+        lstm(2, noise=zo.Zoneout(cell=[0.1, 0.2, 0.3])),
+        ValueError,
+        r"Zoneout\(cell",
+        "got 3",
+        "2 layers",
     ),
     "rates for other units": Bad(
         lstm(noise=zo.Zoneout(cell=torch.ones(H + 1))),
@@ -217,10 +299,18 @@ NOISES: dict[str, Bad] = {
         f"{I} units",
     ),
     "rates a unit for weights": Bad(
-        lstm(noise=zo.WeightDrop(rate=torch.ones(H))), ValueError, r"WeightDrop\(rate", "tensor", "a number"
+        lstm(noise=zo.WeightDrop(rate=torch.ones(H))),
+        ValueError,
+        r"WeightDrop\(rate",
+        "tensor",
+        "a number",
     ),
-    "ZoneoutCell's number of rates": Bad(wrapped(rates=[0.5, 0.5]), ValueError, "rates", "got 2", "each of 1"),
-    "ZoneoutCell's units": Bad(wrapped(rates=torch.ones(3)), ValueError, "rates", "got 3", f"{H} units"),
+    "ZoneoutCell's number of rates": Bad(
+        wrapped(rates=[0.5, 0.5]), ValueError, "rates", "got 2", "each of 1"
+    ),
+    "ZoneoutCell's units": Bad(
+        wrapped(rates=torch.ones(3)), ValueError, "rates", "got 3", f"{H} units"
+    ),
 }
 
 CONSTRUCTORS: dict[str, Bad] = {  # what torch itself checks keeps torch's words
@@ -239,38 +329,75 @@ CONSTRUCTORS: dict[str, Bad] = {  # what torch itself checks keeps torch's words
         "'tanh' or 'relu'",
     ),
     "nonlinearity of a cell": Bad(
-        lambda: zo.RNNCell(I, H, nonlinearity="elu"), ValueError, "nonlinearity", "'elu'", "'tanh' or 'relu'"
+        lambda: zo.RNNCell(I, H, nonlinearity="elu"),
+        ValueError,
+        "nonlinearity",
+        "'elu'",
+        "'tanh' or 'relu'",
     ),
-    "cell input_size": Bad(lambda: zo.LSTMCell(-1, H), ValueError, "input_size", "-1", "at least 0"),
-    "cell hidden_size": Bad(lambda: zo.GRUCell(I, 2.5), ValueError, "hidden_size", r"2\.5", "at least 0"),
-    "cell layer": Bad(lambda: zo.LSTMCell(I, H, layer=-1), ValueError, "layer", "-1", "below 32768"),
+    "cell input_size": Bad(
+        lambda: zo.LSTMCell(-1, H), ValueError, "input_size", "-1", "at least 0"
+    ),
+    "cell hidden_size": Bad(
+        lambda: zo.GRUCell(I, 2.5), ValueError, "hidden_size", r"2\.5", "at least 0"
+    ),
+    "cell layer": Bad(
+        lambda: zo.LSTMCell(I, H, layer=-1), ValueError, "layer", "-1", "below 32768"
+    ),
     "ZoneoutCell layer": Bad(
-        lambda: zo.ZoneoutCell(nn.GRUCell(I, H), 0.5, layer=-1), ValueError, "layer", "-1", "below 32768"
+        lambda: zo.ZoneoutCell(nn.GRUCell(I, H), 0.5, layer=-1),
+        ValueError,
+        "layer",
+        "-1",
+        "below 32768",
     ),
-    "ZoneoutCell's cell": Bad(lambda: zo.ZoneoutCell(0.1, nn.GRUCell(I, H)), TypeError, "cell", "float", "a module"),
+    "ZoneoutCell's cell": Bad(
+        lambda: zo.ZoneoutCell(0.1, nn.GRUCell(I, H)), TypeError, "cell", "float", "a module"
+    ),
     "ZoneoutCell's learned rate": Bad(
-        lambda: zo.ZoneoutCell(nn.GRUCell(I, H), nn.Parameter(torch.rand(H))), ValueError, "rates", "requires_grad"
+        lambda: zo.ZoneoutCell(nn.GRUCell(I, H), nn.Parameter(torch.rand(H))),
+        ValueError,
+        "rates",
+        "requires_grad",
     ),
     "noise, a module": Bad(
-        lambda: setattr(zo.LSTM(I, H, noise=NOISE), "noise", nn.Dropout(0.5)), TypeError, "noise", "Dropout", "Zoneout"
+        lambda: setattr(zo.LSTM(I, H, noise=NOISE), "noise", nn.Dropout(0.5)),
+        TypeError,
+        "noise",
+        "Dropout",
+        "Zoneout",
     ),
     "norm, a module": Bad(
-        lambda: setattr(zo.GRUCell(I, H), "norm", nn.LayerNorm(H)), ValueError, "norm", "LayerNorm", "'layer'"
+        lambda: setattr(zo.GRUCell(I, H), "norm", nn.LayerNorm(H)),
+        ValueError,
+        "norm",
+        "LayerNorm",
+        "'layer'",
     ),
     "input, nested": Bad(
-        lambda: zo.LSTM(I, H)(torch.nested.nested_tensor([torch.randn(3, I), torch.randn(2, I)], layout=torch.jagged)),
+        lambda: zo.LSTM(I, H)(
+            torch.nested.nested_tensor([torch.randn(3, I), torch.randn(2, I)], layout=torch.jagged)
+        ),
         TypeError,
         "input",
         "nested",
         "lengths=",
     ),
     "input, sparse": Bad(
-        lambda: zo.LSTM(I, H)(torch.randn(T, B, I).to_sparse()), TypeError, "input", "sparse_coo", "dense"
+        lambda: zo.LSTM(I, H)(torch.randn(T, B, I).to_sparse()),
+        TypeError,
+        "input",
+        "sparse_coo",
+        "dense",
     ),
     "backend": Bad(lstm(backend="tpu"), ValueError, "backend", "'tpu'", "reference"),
-    "backend of a cell": Bad(lambda: zo.LSTMCell(I, H, backend="tpu"), ValueError, "backend", "'tpu'", "reference"),
+    "backend of a cell": Bad(
+        lambda: zo.LSTMCell(I, H, backend="tpu"), ValueError, "backend", "'tpu'", "reference"
+    ),
     "norm": Bad(lstm(norm="batch"), ValueError, "norm", "'batch'", "'layer', a RecurrentBatchNorm"),
-    "norm class": Bad(lstm(norm=zo.RecurrentBatchNorm), ValueError, "norm", "RecurrentBatchNorm'>", "'layer'"),
+    "norm class": Bad(
+        lstm(norm=zo.RecurrentBatchNorm), ValueError, "norm", "RecurrentBatchNorm'>", "'layer'"
+    ),
     "batch norm steps": Bad(
         lambda: zo.RecurrentBatchNorm(steps=0),
         ValueError,
@@ -289,7 +416,10 @@ CONSTRUCTORS: dict[str, Bad] = {  # what torch itself checks keeps torch's words
         "0 to 1",
     ),
     "batch norm momentum None": Bad(
-        lambda: zo.RecurrentBatchNorm(5, momentum=None), (TypeError, ValueError), r"momentum", "None"
+        lambda: zo.RecurrentBatchNorm(5, momentum=None),
+        (TypeError, ValueError),
+        r"momentum",
+        "None",
     ),
     "batch norm eps": Bad(lambda: zo.RecurrentBatchNorm(5, eps=-1.0), ValueError, "eps", r"-1\.0"),
     "batch norm at_eval": Bad(
@@ -305,8 +435,12 @@ INPUTS: dict[str, Bad] = {
     "no tensor": Bad(call([[1.0]]), TypeError, "input", "list", "a tensor or a PackedSequence"),
     "one dimension": Bad(call(torch.randn(I)), ValueError, "input", "got 1", "2 dimensions"),
     "four dimensions": Bad(call(torch.randn(1, T, B, I)), ValueError, "input", "got 4", "3"),
-    "features": Bad(call(torch.randn(T, B, I + 1)), ValueError, "input", f"got {I + 1}", f"{I} features"),
-    "zero steps": Bad(call(torch.randn(0, B, I)), ValueError, "input", "length 0", "at least one step"),
+    "features": Bad(
+        call(torch.randn(T, B, I + 1)), ValueError, "input", f"got {I + 1}", f"{I} features"
+    ),
+    "zero steps": Bad(
+        call(torch.randn(0, B, I)), ValueError, "input", "length 0", "at least one step"
+    ),
     "zero steps, batch first": Bad(
         call(torch.randn(B, 0, I), layer=zo.GRU(I, H, batch_first=True)),
         ValueError,
@@ -314,8 +448,12 @@ INPUTS: dict[str, Bad] = {
         "length 0",
         "one step",
     ),
-    "zero steps, unbatched": Bad(call(torch.randn(0, I)), ValueError, "input", "length 0", "at least one step"),
-    "integers": Bad(call(torch.ones(T, B, I, dtype=torch.int64)), ValueError, "input", "int64", "float"),
+    "zero steps, unbatched": Bad(
+        call(torch.randn(0, I)), ValueError, "input", "length 0", "at least one step"
+    ),
+    "integers": Bad(
+        call(torch.ones(T, B, I, dtype=torch.int64)), ValueError, "input", "int64", "float"
+    ),
     "dtype": Bad(call(X.double()), ValueError, "input", "float64", "float32"),
     "device": Bad(call(X.to(META)), ValueError, "input", "meta", "cpu"),
     "packed features": Bad(
@@ -361,13 +499,19 @@ INPUTS: dict[str, Bad] = {
         "got none",
     ),
     "packed too few rows, with resets": Bad(
-        call(PackedSequence(torch.randn(6, I), PACKED.batch_sizes), resets=torch.zeros(4, 3, dtype=torch.bool)),
+        call(
+            PackedSequence(torch.randn(6, I), PACKED.batch_sizes),
+            resets=torch.zeros(4, 3, dtype=torch.bool),
+        ),
         ValueError,
         r"input\.batch_sizes",
         "add up to 6",
     ),
     "packed shortest first, and padded": Bad(
-        call(PackedSequence(PACKED.data, torch.tensor([1, 3, 3])), layer=zo.LSTM(I, H, backend="reference")),
+        call(
+            PackedSequence(PACKED.data, torch.tensor([1, 3, 3])),
+            layer=zo.LSTM(I, H, backend="reference"),
+        ),
         ValueError,
         r"input\.batch_sizes",
         r"\[1, 3, 3\]",
@@ -375,23 +519,41 @@ INPUTS: dict[str, Bad] = {
     ),
     "cell no tensor": Bad(cell([1.0]), TypeError, "input", "list", "a tensor"),
     "cell dimensions": Bad(cell(X), ValueError, "input", "got 3", "2"),
-    "cell features": Bad(cell(torch.randn(B, I + 1)), ValueError, "input", f"got {I + 1}", f"{I} features"),
+    "cell features": Bad(
+        cell(torch.randn(B, I + 1)), ValueError, "input", f"got {I + 1}", f"{I} features"
+    ),
     "cell dtype": Bad(cell(X[0].double()), ValueError, "input", "float64", "float32"),
-    "cell integers": Bad(cell(torch.ones(B, I, dtype=torch.int64)), ValueError, "input", "int64", "float"),
+    "cell integers": Bad(
+        cell(torch.ones(B, I, dtype=torch.int64)), ValueError, "input", "int64", "float"
+    ),
     "cell device": Bad(cell(X[0].to(META)), ValueError, "input", "meta", "cpu"),
 }
 
 STATES: dict[str, Bad] = {
     "a tensor for an LSTM": Bad(call(X, STATE), TypeError, "hx", "Tensor", "a pair"),
-    "three tensors": Bad(call(X, (STATE,) * 3), TypeError, "hx", "Tensor, Tensor, Tensor", "a pair"),
+    "three tensors": Bad(
+        call(X, (STATE,) * 3), TypeError, "hx", "Tensor, Tensor, Tensor", "a pair"
+    ),
     "None in the pair": Bad(call(X, (STATE, None)), TypeError, "hx", "NoneType", "a pair"),
     "nothing in the pair": Bad(call(X, ()), TypeError, "hx", "nothing", "a pair"),
-    "a pair for a GRU": Bad(gru(X, (STATE, STATE)), TypeError, "hx", "tuple of Tensor, Tensor", "a tensor"),
-    "h of another batch": Bad(call(X, (STATE[:, :2], STATE)), ValueError, r"hx\[0\]", r"\(1, 2, 6\)", r"\(1, 3, 6\)"),
-    "c of another size": Bad(call(X, (STATE, STATE[..., :4])), ValueError, r"hx\[1\]", r"\(1, 3, 4\)", r"\(1, 3, 6\)"),
-    "another number of layers": Bad(gru(X, torch.zeros(2, B, H)), ValueError, "hx", r"\(2, 3, 6\)", r"\(1, 3, 6\)"),
-    "unbatched for batched": Bad(gru(X, STATE[:, 0]), ValueError, "hx", r"\(1, 6\)", r"\(1, 3, 6\)"),
-    "batched for unbatched": Bad(gru(X[:, 0], STATE), ValueError, "hx", r"\(1, 3, 6\)", r"\(1, 6\)"),
+    "a pair for a GRU": Bad(
+        gru(X, (STATE, STATE)), TypeError, "hx", "tuple of Tensor, Tensor", "a tensor"
+    ),
+    "h of another batch": Bad(
+        call(X, (STATE[:, :2], STATE)), ValueError, r"hx\[0\]", r"\(1, 2, 6\)", r"\(1, 3, 6\)"
+    ),
+    "c of another size": Bad(
+        call(X, (STATE, STATE[..., :4])), ValueError, r"hx\[1\]", r"\(1, 3, 4\)", r"\(1, 3, 6\)"
+    ),
+    "another number of layers": Bad(
+        gru(X, torch.zeros(2, B, H)), ValueError, "hx", r"\(2, 3, 6\)", r"\(1, 3, 6\)"
+    ),
+    "unbatched for batched": Bad(
+        gru(X, STATE[:, 0]), ValueError, "hx", r"\(1, 6\)", r"\(1, 3, 6\)"
+    ),
+    "batched for unbatched": Bad(
+        gru(X[:, 0], STATE), ValueError, "hx", r"\(1, 3, 6\)", r"\(1, 6\)"
+    ),
     "projected": Bad(
         call(X, (STATE, STATE), layer=zo.LSTM(I, H, proj_size=2)),
         ValueError,
@@ -399,17 +561,31 @@ STATES: dict[str, Bad] = {
         r"\(1, 3, 6\)",
         r"\(1, 3, 2\)",
     ),
-    "h on another device": Bad(call(X, (STATE.to(META), STATE)), ValueError, r"hx\[0\]", "meta", "cpu"),
-    "c on another device": Bad(call(X, (STATE, STATE.to(META))), ValueError, r"hx\[1\]", "meta", "cpu"),
+    "h on another device": Bad(
+        call(X, (STATE.to(META), STATE)), ValueError, r"hx\[0\]", "meta", "cpu"
+    ),
+    "c on another device": Bad(
+        call(X, (STATE, STATE.to(META))), ValueError, r"hx\[1\]", "meta", "cpu"
+    ),
     "GRU's on another device": Bad(gru(X, STATE.to(META)), ValueError, "hx", "meta", "cpu"),
     "dtype": Bad(gru(X, STATE.double()), ValueError, "hx", "float64", "float32"),
     "dtype of c": Bad(call(X, (STATE, STATE.half())), ValueError, r"hx\[1\]", "float16", "float32"),
     "cell's not a pair": Bad(cell(X[0], STATE[0]), TypeError, "hx", "Tensor", "a pair"),
-    "cell's shape": Bad(cell(X[0], (STATE[0], STATE)), ValueError, r"hx\[1\]", r"\(1, 3, 6\)", r"\(3, 6\)"),
-    "cell's device": Bad(cell(X[0], (STATE[0].to(META), STATE[0])), ValueError, r"hx\[0\]", "meta", "cpu"),
-    "cell's dtype": Bad(lambda: zo.GRUCell(I, H)(X[0], STATE[0].double()), ValueError, "hx", "float64", "float32"),
+    "cell's shape": Bad(
+        cell(X[0], (STATE[0], STATE)), ValueError, r"hx\[1\]", r"\(1, 3, 6\)", r"\(3, 6\)"
+    ),
+    "cell's device": Bad(
+        cell(X[0], (STATE[0].to(META), STATE[0])), ValueError, r"hx\[0\]", "meta", "cpu"
+    ),
+    "cell's dtype": Bad(
+        lambda: zo.GRUCell(I, H)(X[0], STATE[0].double()), ValueError, "hx", "float64", "float32"
+    ),
     "ZoneoutCell's cell gives more": Bad(
-        wrapped(X[0], STATE[0], inner=Gives(lambda h: (h, h))), ValueError, "state", "got 1", "2 tensors"
+        wrapped(X[0], STATE[0], inner=Gives(lambda h: (h, h))),
+        ValueError,
+        "state",
+        "got 1",
+        "2 tensors",
     ),
     "ZoneoutCell's cell gives fewer": Bad(
         wrapped(X[0], (STATE[0], STATE[0]), inner=Gives(lambda s: s[0])),
@@ -447,13 +623,25 @@ LENGTHS: dict[str, Bad] = {
     "too long": Bad(call(lengths=[1, 2, T + 1]), ValueError, "lengths", f"{T + 1}", f"0 to {T}"),
     "below zero": Bad(call(lengths=[1, -2, 3]), ValueError, "lengths", "-2", f"0 to {T}"),
     "floats": Bad(call(lengths=[1.0, 2.0, 3.0]), TypeError, "lengths", "float", "integers"),
-    "bools": Bad(call(lengths=torch.ones(B, dtype=torch.bool)), TypeError, "lengths", "bool", "integers"),
-    "strings": Bad(call(lengths=["1", "2", "3"]), (TypeError, ValueError), "lengths", "", "integers"),
-    "None inside": Bad(call(lengths=[1, None, 3]), (TypeError, ValueError), "lengths", "", "integers"),
+    "bools": Bad(
+        call(lengths=torch.ones(B, dtype=torch.bool)), TypeError, "lengths", "bool", "integers"
+    ),
+    "strings": Bad(
+        call(lengths=["1", "2", "3"]), (TypeError, ValueError), "lengths", "", "integers"
+    ),
+    "None inside": Bad(
+        call(lengths=[1, None, 3]), (TypeError, ValueError), "lengths", "", "integers"
+    ),
     "unbatched": Bad(call(X[:, 0], lengths=[1, 2]), ValueError, "lengths", r"\(2,\)", "each of 1"),
-    "packed": Bad(call(PACKED, lengths=[1, 2, 3]), ValueError, "lengths", "packed", "expected None"),
+    "packed": Bad(
+        call(PACKED, lengths=[1, 2, 3]), ValueError, "lengths", "packed", "expected None"
+    ),
     "norm_stabilizer packed": Bad(
-        lambda: zo.norm_stabilizer(PACKED, 1.0, lengths=[1, 2, 3]), ValueError, "lengths", "packed", "None"
+        lambda: zo.norm_stabilizer(PACKED, 1.0, lengths=[1, 2, 3]),
+        ValueError,
+        "lengths",
+        "packed",
+        "None",
     ),
     "norm_stabilizer": Bad(
         lambda: zo.norm_stabilizer(X, 1.0, lengths=[1]), ValueError, "lengths", r"\(1,\)", "each of"
@@ -462,9 +650,13 @@ LENGTHS: dict[str, Bad] = {
 
 RESETS: dict[str, Bad] = {
     "integers": Bad(call(resets=FALSE.long()), TypeError, "resets", "int64", "bool"),
-    "NumPy's integers": Bad(call(resets=np.zeros((T, B), int)), TypeError, "resets", "int64", "bool"),
+    "NumPy's integers": Bad(
+        call(resets=np.zeros((T, B), int)), TypeError, "resets", "int64", "bool"
+    ),
     "a list": Bad(call(resets=[[False] * B] * T), TypeError, "resets", "list", "bool"),
-    "turned round": Bad(call(resets=FALSE.t()), ValueError, "resets", r"\(3, 4\)", r"\[T, B\] = \(4, 3\)"),
+    "turned round": Bad(
+        call(resets=FALSE.t()), ValueError, "resets", r"\(3, 4\)", r"\[T, B\] = \(4, 3\)"
+    ),
     "batch first": Bad(
         call(X.transpose(0, 1), resets=FALSE, layer=zo.GRU(I, H, batch_first=True)),
         ValueError,
@@ -472,8 +664,12 @@ RESETS: dict[str, Bad] = {
         r"\(4, 3\)",
         r"\[B, T\] = \(3, 4\)",
     ),
-    "unbatched": Bad(call(X[:, 0], resets=FALSE), ValueError, "resets", r"\(4, 3\)", r"\[T\] = \(4,\)"),
-    "packed": Bad(call(PACKED, resets=FALSE.t()), ValueError, "resets", r"\(3, 4\)", r"\[T, B\] = \(4, 3\)"),
+    "unbatched": Bad(
+        call(X[:, 0], resets=FALSE), ValueError, "resets", r"\(4, 3\)", r"\[T\] = \(4,\)"
+    ),
+    "packed": Bad(
+        call(PACKED, resets=FALSE.t()), ValueError, "resets", r"\(3, 4\)", r"\[T, B\] = \(4, 3\)"
+    ),
 }
 
 COORDINATES: dict[str, Bad] = {
@@ -481,52 +677,102 @@ COORDINATES: dict[str, Bad] = {
     "seed a float": Bad(call(seed=7.0), TypeError, "seed", "float", "an int"),
     "seed a bool": Bad(call(seed=True), TypeError, "seed", "bool", "an int"),
     "seed too large": Bad(call(seed=2**64), ValueError, "seed", str(2**64), "64 bits"),
-    "seed too small": Bad(call(seed=-(2**63) - 1), ValueError, "seed", str(-(2**63) - 1), "64 bits"),
-    "seed of two numbers": Bad(call(seed=torch.tensor([1, 2])), ValueError, "seed", r"\(2,\)", "one element"),
+    "seed too small": Bad(
+        call(seed=-(2**63) - 1), ValueError, "seed", str(-(2**63) - 1), "64 bits"
+    ),
+    "seed of two numbers": Bad(
+        call(seed=torch.tensor([1, 2])), ValueError, "seed", r"\(2,\)", "one element"
+    ),
     "seed of floats": Bad(call(seed=torch.tensor(1.0)), ValueError, "seed", "float32", "integer"),
     "seed of fold": Bad(lambda: zo.fold("a", 1), TypeError, "seed", "str", "an int"),
-    "seed of masks": Bad(lambda: zo.masks(NOISE, 1.5, 2, 3, 4), TypeError, "seed", "float", "an int"),
-    "examples too few": Bad(call(examples=[1, 2]), ValueError, "examples", r"\(2,\)", f"each of {B} rows"),
-    "examples floats": Bad(call(examples=[1.0, 2.0, 3.0]), TypeError, "examples", "float32", "integer ids"),
+    "seed of masks": Bad(
+        lambda: zo.masks(NOISE, 1.5, 2, 3, 4), TypeError, "seed", "float", "an int"
+    ),
+    "examples too few": Bad(
+        call(examples=[1, 2]), ValueError, "examples", r"\(2,\)", f"each of {B} rows"
+    ),
+    "examples floats": Bad(
+        call(examples=[1.0, 2.0, 3.0]), TypeError, "examples", "float32", "integer ids"
+    ),
     "examples a float": Bad(call(examples=1.5), TypeError, "examples", "float", "integer ids"),
     "examples bools": Bad(call(examples=True), TypeError, "examples", "bool", "integer ids"),
-    "examples a string": Bad(call(examples="abc"), (TypeError, ValueError), "examples", "", "integer ids"),
+    "examples a string": Bad(
+        call(examples="abc"), (TypeError, ValueError), "examples", "", "integer ids"
+    ),
     "examples below zero": Bad(call(examples=-1), ValueError, "examples", "-1", "0"),
-    "examples of NumPy below zero": Bad(call(examples=np.int64(-1)), ValueError, "examples", "-1", "0"),
+    "examples of NumPy below zero": Bad(
+        call(examples=np.int64(-1)), ValueError, "examples", "-1", "0"
+    ),
     "an example below zero": Bad(call(examples=[0, -1, 2]), ValueError, "examples", "-1", "ids"),
-    "an example too large": Bad(call(examples=[0, 2**32, 2]), ValueError, "examples", str(2**32), "ids"),
-    "examples too large": Bad(call(examples=2**32 - 1), ValueError, "examples", str(2**32 - 1), "batch"),
-    "examples below zero in a tensor": Bad(call(examples=torch.tensor(-1)), ValueError, "examples", "-1", "an offset"),
+    "an example too large": Bad(
+        call(examples=[0, 2**32, 2]), ValueError, "examples", str(2**32), "ids"
+    ),
+    "examples too large": Bad(
+        call(examples=2**32 - 1), ValueError, "examples", str(2**32 - 1), "batch"
+    ),
+    "examples below zero in a tensor": Bad(
+        call(examples=torch.tensor(-1)), ValueError, "examples", "-1", "an offset"
+    ),
     "examples too large in a tensor": Bad(
-        call(examples=torch.tensor(2**32 - 1)), ValueError, "examples", str(2**32 - 1), "2³² − batch"
+        call(examples=torch.tensor(2**32 - 1)),
+        ValueError,
+        "examples",
+        str(2**32 - 1),
+        "2³² − batch",
     ),
     "an example below zero in a tensor": Bad(
         call(examples=torch.tensor([0, -1, 2])), ValueError, "examples", "-1 to 2", "ids between"
     ),
     "an example too large in a tensor": Bad(
-        call(examples=torch.tensor([0, 2**32, 2])), ValueError, "examples", f"0 to {2**32}", "ids between"
+        call(examples=torch.tensor([0, 2**32, 2])),
+        ValueError,
+        "examples",
+        f"0 to {2**32}",
+        "ids between",
     ),
     "an example of 64 bits": Bad(
-        call(examples=torch.tensor([0, 2**64 - 1, 2], dtype=torch.uint64)), ValueError, "examples", "-1", "ids between"
+        call(examples=torch.tensor([0, 2**64 - 1, 2], dtype=torch.uint64)),
+        ValueError,
+        "examples",
+        "-1",
+        "ids between",
     ),
     "examples in a tensor of a cell": Bad(
-        cell(examples=torch.tensor([0, 2**32, 2])), ValueError, "examples", f"0 to {2**32}", "ids between"
+        cell(examples=torch.tensor([0, 2**32, 2])),
+        ValueError,
+        "examples",
+        f"0 to {2**32}",
+        "ids between",
     ),
     "examples in a tensor of masks": Bad(
-        lambda: zo.masks(NOISE, 1, 2, 3, 4, examples=torch.tensor(-1)), ValueError, "examples", "-1", "an offset"
+        lambda: zo.masks(NOISE, 1, 2, 3, 4, examples=torch.tensor(-1)),
+        ValueError,
+        "examples",
+        "-1",
+        "an offset",
     ),
     "a first step in a tensor": Bad(
         call(first_step=torch.tensor(2**32)), ValueError, "first_step", str(2**32), "whole number"
     ),
-    "examples of a cell": Bad(cell(examples=[1]), ValueError, "examples", r"\(1,\)", f"each of {B} rows"),
+    "examples of a cell": Bad(
+        cell(examples=[1]), ValueError, "examples", r"\(1,\)", f"each of {B} rows"
+    ),
     "first_step below zero": Bad(call(first_step=-1), ValueError, "first_step", "-1", "0 or more"),
     "first_step a bool": Bad(call(first_step=True), ValueError, "first_step", "True", "0 or more"),
-    "first_step a string": Bad(call(first_step="1"), (TypeError, ValueError), "first_step", "", "0 or more"),
-    "first_step None": Bad(call(first_step=None), (TypeError, ValueError), "first_step", "", "0 or more"),
-    "first_step a float": Bad(call(first_step=1.5), (TypeError, ValueError), "first_step", r"1\.5", "0 or more"),
+    "first_step a string": Bad(
+        call(first_step="1"), (TypeError, ValueError), "first_step", "", "0 or more"
+    ),
+    "first_step None": Bad(
+        call(first_step=None), (TypeError, ValueError), "first_step", "", "0 or more"
+    ),
+    "first_step a float": Bad(
+        call(first_step=1.5), (TypeError, ValueError), "first_step", r"1\.5", "0 or more"
+    ),
     "step below zero": Bad(cell(seed=1, step=-1), ValueError, "step", "-1", "0 or more"),
     "step a float": Bad(cell(seed=1, step=1.5), ValueError, "step", r"1\.5", "0 or more"),
-    "no step with a seed": Bad(cell(seed=1), ValueError, "step", "fixed seed", "expected the number"),
+    "no step with a seed": Bad(
+        cell(seed=1), ValueError, "step", "fixed seed", "expected the number"
+    ),
     "no step with a static mask": Bad(
         cell(layer=zo.GRUCell(I, H, noise=zo.Zoneout(hidden=0.5, mask="static", seed=1))),
         ValueError,
@@ -556,36 +802,71 @@ COORDINATES: dict[str, Bad] = {
         "the same seed",
     ),
     "no seed for dropped weights": Bad(
-        cell(layer=zo.GRUCell(I, H, noise=zo.WeightDrop(rate=0.5))), ValueError, "seed", "weight", "the same seed"
+        cell(layer=zo.GRUCell(I, H, noise=zo.WeightDrop(rate=0.5))),
+        ValueError,
+        "seed",
+        "weight",
+        "the same seed",
     ),
-    "ZoneoutCell without step": Bad(wrapped(seed=1), ValueError, "step", "fixed seed", "expected the number"),
+    "ZoneoutCell without step": Bad(
+        wrapped(seed=1), ValueError, "step", "fixed seed", "expected the number"
+    ),
     "ZoneoutCell's step": Bad(wrapped(seed=1, step=-1), ValueError, "step", "-1", "0 or more"),
-    "ZoneoutCell's step a float": Bad(wrapped(seed=1, step=1.5), (TypeError, ValueError), "step", r"1\.5"),
+    "ZoneoutCell's step a float": Bad(
+        wrapped(seed=1, step=1.5), (TypeError, ValueError), "step", r"1\.5"
+    ),
     "ZoneoutCell's seed": Bad(wrapped(seed=1.5, step=0), TypeError, "seed", "float", "an int"),
-    "ZoneoutCell's examples": Bad(wrapped(seed=1, step=0, examples=[1]), ValueError, "examples", r"\(1,\)"),
-    "zoneout's step": Bad(lambda: zo.zoneout(X, X, 0.5, seed=1, step=-1), ValueError, "step", "-1", "0 or more"),
-    "zoneout's seed": Bad(lambda: zo.zoneout(X, X, 0.5, seed="a"), TypeError, "seed", "str", "an int"),
+    "ZoneoutCell's examples": Bad(
+        wrapped(seed=1, step=0, examples=[1]), ValueError, "examples", r"\(1,\)"
+    ),
+    "zoneout's step": Bad(
+        lambda: zo.zoneout(X, X, 0.5, seed=1, step=-1), ValueError, "step", "-1", "0 or more"
+    ),
+    "zoneout's seed": Bad(
+        lambda: zo.zoneout(X, X, 0.5, seed="a"), TypeError, "seed", "str", "an int"
+    ),
     "masks' layer": Bad(lambda: zo.masks(NOISE, 1, 2, 3, 4, layer=-1), ValueError, "layer", "-1"),
-    "masks' layer past the last": Bad(lambda: zo.masks(NOISE, 1, 2, 3, 4, layer=2**15), ValueError, "layer", "32768"),
+    "masks' layer past the last": Bad(
+        lambda: zo.masks(NOISE, 1, 2, 3, 4, layer=2**15), ValueError, "layer", "32768"
+    ),
     "a norm of another kind": Bad(
         lambda: setattr(zo.LSTM(I, H, norm="layer"), "norm", zo.RecurrentBatchNorm(steps=3)),
         ValueError,
         "norm: expected one like LayerNorm",
         "RecurrentBatchNorm",
     ),
-    "masks' direction": Bad(lambda: zo.masks(NOISE, 1, 2, 3, 4, direction=2), ValueError, "direction", "2", "0 or 1"),
-    "masks' steps": Bad(lambda: zo.masks(NOISE, 1, -3, 2, 4), ValueError, "steps", "-3", "0 or more"),
-    "masks' batch": Bad(lambda: zo.masks(NOISE, 1, 3, 2.5, 4), ValueError, "batch", r"2\.5", "0 or more"),
-    "masks' hidden": Bad(lambda: zo.masks(NOISE, 1, 3, 2, "4"), ValueError, "hidden", "'4'", "0 or more"),
+    "masks' direction": Bad(
+        lambda: zo.masks(NOISE, 1, 2, 3, 4, direction=2), ValueError, "direction", "2", "0 or 1"
+    ),
+    "masks' steps": Bad(
+        lambda: zo.masks(NOISE, 1, -3, 2, 4), ValueError, "steps", "-3", "0 or more"
+    ),
+    "masks' batch": Bad(
+        lambda: zo.masks(NOISE, 1, 3, 2.5, 4), ValueError, "batch", r"2\.5", "0 or more"
+    ),
+    "masks' hidden": Bad(
+        lambda: zo.masks(NOISE, 1, 3, 2, "4"), ValueError, "hidden", "'4'", "0 or more"
+    ),
     "masks' projection": Bad(
-        lambda: zo.masks(NOISE, 1, 3, 2, 4, proj_size=-1), ValueError, "proj_size", "-1", "0 or more"
+        lambda: zo.masks(NOISE, 1, 3, 2, 4, proj_size=-1),
+        ValueError,
+        "proj_size",
+        "-1",
+        "0 or more",
     ),
     "masks' input": Bad(
-        lambda: zo.masks(NOISE, 1, 3, 2, 4, input_size=1.5), ValueError, "input_size", r"1\.5", "0 or more"
+        lambda: zo.masks(NOISE, 1, 3, 2, 4, input_size=1.5),
+        ValueError,
+        "input_size",
+        r"1\.5",
+        "0 or more",
     ),
     "n of fold": Bad(lambda: zo.fold(1, 1.5), TypeError, "n", "float", "an int"),
     "masks' layer beyond the rates": Bad(
-        lambda: zo.masks(zo.Zoneout(hidden=[0.1, 0.2]), 1, 2, 3, 4, layer=2), ValueError, "layer|hidden", "2"
+        lambda: zo.masks(zo.Zoneout(hidden=[0.1, 0.2]), 1, 2, 3, 4, layer=2),
+        ValueError,
+        "layer|hidden",
+        "2",
     ),
 }
 
@@ -598,18 +879,32 @@ def with_weight(layer: Any, name: str, value: Any) -> Callable[[], Any]:
 
 WEIGHTS: dict[str, Bad] = {
     "too few columns": Bad(
-        with_weight(zo.GRU(I, H), "weight_hh_l0", torch.randn(3 * H, 2)), ValueError, "weight_hh_l0", r"\(18, 2\)"
+        with_weight(zo.GRU(I, H), "weight_hh_l0", torch.randn(3 * H, 2)),
+        ValueError,
+        "weight_hh_l0",
+        r"\(18, 2\)",
     ),
     "of another size": Bad(
-        with_weight(zo.LSTM(I, H), "weight_ih_l0", torch.randn(8, I)), ValueError, "weight_ih_l0", r"\(8, 5\)"
+        with_weight(zo.LSTM(I, H), "weight_ih_l0", torch.randn(8, I)),
+        ValueError,
+        "weight_ih_l0",
+        r"\(8, 5\)",
     ),
     "of a cell": Bad(
-        with_weight(zo.GRUCell(I, H), "weight_hh", torch.randn(9, 3)), ValueError, "weight_hh", r"\(9, 3\)"
+        with_weight(zo.GRUCell(I, H), "weight_hh", torch.randn(9, 3)),
+        ValueError,
+        "weight_hh",
+        r"\(9, 3\)",
     ),
     "of a norm": Bad(
-        with_weight(zo.LSTM(I, H, norm="layer"), "norm_cell_l0", torch.ones(2)), ValueError, "norm_cell_l0", r"\(2,\)"
+        with_weight(zo.LSTM(I, H, norm="layer"), "norm_cell_l0", torch.ones(2)),
+        ValueError,
+        "norm_cell_l0",
+        r"\(2,\)",
     ),
-    "a short bias": Bad(with_weight(zo.RNN(I, H), "bias_hh_l0", torch.ones(5)), ValueError, "bias_hh_l0", r"\(5,\)"),
+    "a short bias": Bad(
+        with_weight(zo.RNN(I, H), "bias_hh_l0", torch.ones(5)), ValueError, "bias_hh_l0", r"\(5,\)"
+    ),
     "rates of no device": Bad(
         lambda: zo.GRU(I, H, noise=NOISE)(X, rates={"hidden": torch.empty((), device="meta")}),
         ValueError,
@@ -627,19 +922,30 @@ WEIGHTS: dict[str, Bad] = {
         r"rates\['hidden'\]: expected one rate for each of 6 units, got 2",
     ),
     "a rate of a call": Bad(
-        lambda: zo.GRU(I, H, noise=NOISE)(X, rates={"hidden": torch.tensor(1.5)}), ValueError, "hidden", "1.5"
+        lambda: zo.GRU(I, H, noise=NOISE)(X, rates={"hidden": torch.tensor(1.5)}),
+        ValueError,
+        "hidden",
+        "1.5",
     ),
     "a stream that the noise has not": Bad(
-        lambda: zo.GRU(I, H, noise=NOISE)(X, rates={"cell": 0.5}), ValueError, r"rates: .*\(hidden\), got 'cell'"
+        lambda: zo.GRU(I, H, noise=NOISE)(X, rates={"cell": 0.5}),
+        ValueError,
+        r"rates: .*\(hidden\), got 'cell'",
     ),
     "rates without a noise": Bad(
-        lambda: zo.GRU(I, H)(X, rates={"hidden": 0.5}), ValueError, r"rates: .*it has none.*got 'hidden'"
+        lambda: zo.GRU(I, H)(X, rates={"hidden": 0.5}),
+        ValueError,
+        r"rates: .*it has none.*got 'hidden'",
     ),
     "a bare rate of a call": Bad(
-        lambda: zo.GRU(I, H, noise=NOISE)(X, rates=0.5), TypeError, r"rates: expected a dict .*, got float"
+        lambda: zo.GRU(I, H, noise=NOISE)(X, rates=0.5),
+        TypeError,
+        r"rates: expected a dict .*, got float",
     ),
     "learned rates": Bad(
-        lambda: zo.GRU(I, H, noise=NOISE)(X, rates={"hidden": torch.tensor(0.5, requires_grad=True)}),
+        lambda: zo.GRU(I, H, noise=NOISE)(
+            X, rates={"hidden": torch.tensor(0.5, requires_grad=True)}
+        ),
         ValueError,
         r"rates\['hidden'\]",
         "requires_grad",
@@ -654,12 +960,22 @@ WEIGHTS: dict[str, Bad] = {
 }
 
 REST: dict[str, Bad] = {
-    "return_cells of a GRU": Bad(gru(return_cells=True), ValueError, "return_cells", "GRU", "expected False"),
-    "return_cells of an RNN": Bad(
-        call(return_cells=True, layer=zo.RNN(I, H)), ValueError, "return_cells", "RNN", "expected False"
+    "return_cells of a GRU": Bad(
+        gru(return_cells=True), ValueError, "return_cells", "GRU", "expected False"
     ),
-    "convert no module": Bad(lambda: zo.convert("model", NOISE), TypeError, "model", "str", "Module"),
-    "revert no module": Bad(lambda: zo.revert([nn.LSTM(I, H)]), TypeError, "model", "list", "Module"),
+    "return_cells of an RNN": Bad(
+        call(return_cells=True, layer=zo.RNN(I, H)),
+        ValueError,
+        "return_cells",
+        "RNN",
+        "expected False",
+    ),
+    "convert no module": Bad(
+        lambda: zo.convert("model", NOISE), TypeError, "model", "str", "Module"
+    ),
+    "revert no module": Bad(
+        lambda: zo.revert([nn.LSTM(I, H)]), TypeError, "model", "list", "Module"
+    ),
     "convert rates": Bad(
         lambda: zo.convert(nn.Sequential(nn.LSTM(I, H)), zo.Zoneout(cell=[0.1, 0.2])),
         ValueError,
@@ -667,7 +983,9 @@ REST: dict[str, Bad] = {
         "got 2",
         "1 layers.*in '0'.*nothing was replaced",
     ),
-    "zoneout shapes": Bad(lambda: zo.zoneout(X, X[0], 0.5), ValueError, "old", r"\(3, 5\)", r"\(4, 3, 5\)"),
+    "zoneout shapes": Bad(
+        lambda: zo.zoneout(X, X[0], 0.5), ValueError, "old", r"\(3, 5\)", r"\(4, 3, 5\)"
+    ),
     "zoneout scalar": Bad(
         lambda: zo.zoneout(torch.ones(()), torch.ones(()), 0.5),
         ValueError,
@@ -675,19 +993,39 @@ REST: dict[str, Bad] = {
         "scalar",
         "at least one dimension",
     ),
-    "zoneout no tensor": Bad(lambda: zo.zoneout(1.0, X, 0.5), TypeError, "new", "float", "a tensor"),
+    "zoneout no tensor": Bad(
+        lambda: zo.zoneout(1.0, X, 0.5), TypeError, "new", "float", "a tensor"
+    ),
     "norm_stabilizer dimensions": Bad(
-        lambda: zo.norm_stabilizer(torch.ones(3), 1.0), ValueError, "outputs", "1 dimension", r"\[T, B, H\]"
+        lambda: zo.norm_stabilizer(torch.ones(3), 1.0),
+        ValueError,
+        "outputs",
+        "1 dimension",
+        r"\[T, B, H\]",
     ),
     "norm_stabilizer no tensor": Bad(
-        lambda: zo.norm_stabilizer([1], 50), TypeError, "outputs", "list", "a tensor of floating-point"
+        lambda: zo.norm_stabilizer([1], 50),
+        TypeError,
+        "outputs",
+        "list",
+        "a tensor of floating-point",
     ),
     "norm_stabilizer integers": Bad(
-        lambda: zo.norm_stabilizer(X.long(), 50), TypeError, "outputs", "int64", "a tensor of floating-point"
+        lambda: zo.norm_stabilizer(X.long(), 50),
+        TypeError,
+        "outputs",
+        "int64",
+        "a tensor of floating-point",
     ),
-    "norm_stabilizer's beta": Bad(lambda: zo.norm_stabilizer(X, "50"), TypeError, "beta", "str", "a number"),
+    "norm_stabilizer's beta": Bad(
+        lambda: zo.norm_stabilizer(X, "50"), TypeError, "beta", "str", "a number"
+    ),
     "estimate_statistics without norm": Bad(
-        lambda: zo.estimate_statistics(zo.LSTM(I, H), [X]), ValueError, "model", "none", "RecurrentBatchNorm"
+        lambda: zo.estimate_statistics(zo.LSTM(I, H), [X]),
+        ValueError,
+        "model",
+        "none",
+        "RecurrentBatchNorm",
     ),
     "estimate_statistics without data": Bad(
         lambda: zo.estimate_statistics(zo.LSTM(I, H, norm=zo.RecurrentBatchNorm(2)), []),
@@ -703,7 +1041,11 @@ REST: dict[str, Bad] = {
         lambda: zo.init.block_orthogonal_(zo.GRU(I, H)), TypeError, "weight", "GRU", "matrix"
     ),
     "orthogonal_": Bad(
-        lambda: zo.init.orthogonal_(torch.ones(2, 2, 2)), ValueError, "weight", r"\(2, 2, 2\)", "matrix"
+        lambda: zo.init.orthogonal_(torch.ones(2, 2, 2)),
+        ValueError,
+        "weight",
+        r"\(2, 2, 2\)",
+        "matrix",
     ),
 }
 
@@ -732,12 +1074,18 @@ def test_message(name):
     with pytest.raises(bad.error) as caught:
         bad.call()
     message = str(caught.value)
-    for what, pattern in (("argument", bad.argument), ("came", bad.came), ("expected", bad.expected)):
+    for what, pattern in (
+        ("argument", bad.argument),
+        ("came", bad.came),
+        ("expected", bad.expected),
+    ):
         assert re.search(pattern, message), f"{what}: {pattern!r} is not in {message!r}"
 
 
 def test_integers_of_other_libraries():
-    """A step, size or seed that NumPy counted would be refused, or draw something else than the same int."""
+    """A step, size or seed that NumPy counted would be refused, or draw something else than the
+    same int.
+    """
     three, layer = np.int64(3), zo.LSTM(I, H, noise=NOISE)
     assert torch.equal(layer(X, seed=three, first_step=three)[0], layer(X, seed=3, first_step=3)[0])
     ours = zo.LSTMCell(I, H, noise=NOISE, layer=three)
@@ -749,7 +1097,8 @@ def test_integers_of_other_libraries():
     assert torch.equal(of_numpy, of_ints)
 
 
-# --- an error leaves everything as it was ------------------------------------------------------------
+# --- an error leaves everything as it was
+# ------------------------------------------------------------
 
 
 def test_a_refused_noise_leaves_the_old_one():
@@ -777,7 +1126,9 @@ def test_refused_rates_leave_the_old_ones():
 
 
 def test_a_refused_call_draws_nothing():
-    """A call that fails would move torch's generator, and with it all that a program draws later."""
+    """A call that fails would move torch's generator, and with it all that a program draws
+    later.
+    """
     layer = zo.LSTM(I, H, noise=NOISE)
     before = torch.get_rng_state()
     bad: list[dict[str, Any]] = [
@@ -793,7 +1144,8 @@ def test_a_refused_call_draws_nothing():
         assert torch.equal(torch.get_rng_state(), before), options
 
 
-# --- messages for whatever comes -----------------------------------------------------------------------
+# --- messages for whatever comes
+# -----------------------------------------------------------------------
 
 fuzz = settings(deadline=None, derandomize=True, database=None, max_examples=60)
 numbers = st.floats(allow_nan=True, allow_infinity=True)
@@ -811,22 +1163,46 @@ things = st.one_of(
 @pytest.mark.parametrize(
     ("make", "got", "write"),
     [
-        (lambda: zo.Zoneout(0.1), "1 positional argument (0.1)", "Zoneout(cell=0.1, hidden=0.1), or only one of them"),
-        (lambda: zo.StateDropout(0.1, 0.2), "2 positional arguments (0.1, 0.2)", "StateDropout(cell=0.1, hidden=0.2)"),
-        (lambda: zo.VariationalDropout(0.1, input=0.2), "(0.1)", "VariationalDropout(hidden=0.1, input=0.2)"),
-        (lambda: zo.Zoneout(torch.ones(3)), "(…)", "Zoneout(cell=…, hidden=…), or only one of them"),
-        (lambda: zo.RecurrentDropout(0.1, "step"), "(0.1, 'step')", "RecurrentDropout(rate=0.1, mask='step')"),
+        (
+            lambda: zo.Zoneout(0.1),
+            "1 positional argument (0.1)",
+            "Zoneout(cell=0.1, hidden=0.1), or only one of them",
+        ),
+        (
+            lambda: zo.StateDropout(0.1, 0.2),
+            "2 positional arguments (0.1, 0.2)",
+            "StateDropout(cell=0.1, hidden=0.2)",
+        ),
+        (
+            lambda: zo.VariationalDropout(0.1, input=0.2),
+            "(0.1)",
+            "VariationalDropout(hidden=0.1, input=0.2)",
+        ),
+        (
+            lambda: zo.Zoneout(torch.ones(3)),
+            "(…)",
+            "Zoneout(cell=…, hidden=…), or only one of them",
+        ),
+        (
+            lambda: zo.RecurrentDropout(0.1, "step"),
+            "(0.1, 'step')",
+            "RecurrentDropout(rate=0.1, mask='step')",
+        ),
         (lambda: zo.WeightDrop(0.1), "1 positional argument (0.1)", "WeightDrop(rate=0.1)"),
         (lambda: Mine(0.1), "1 positional argument (0.1)", "Mine(std=0.1)"),
     ],
 )
 def test_noises_take_keywords(make, got, write):
-    """A single number would be the rate of the cell alone, where other toolkits mean both states."""
+    """A single number would be the rate of the cell alone, where other toolkits mean both
+    states.
+    """
     with pytest.raises(TypeError) as caught:
         make()
     name = write.partition("(")[0]
     said = str(caught.value)
-    assert said.startswith(f"{name}: expected keywords, got ") and said.endswith(f"{got}; write {write}")
+    assert said.startswith(f"{name}: expected keywords, got ") and said.endswith(
+        f"{got}; write {write}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -836,9 +1212,18 @@ def test_noises_take_keywords(make, got, write):
             lambda: zo.Zoneout(cell=0.4 / 65536, hidden=0.0),
             r"Zoneout\(cell=…\): 6\.1\d+e-06 rounds to 0, .* never used",
         ),
-        (lambda: zo.WeightDrop(rate=[0.5, 0.999999]), r"WeightDrop\(rate=…\): 0\.999999 rounds to 1, .* always used"),
-        (lambda: zo.Zoneout(hidden=torch.tensor([0.0, 1e-6, 1.0])), r"Zoneout\(hidden=…\): 9.99\d+e-07 rounds to 0"),
-        (lambda: zo.Zoneout(hidden=torch.tensor([0.5, 0.999999])), r"Zoneout\(hidden=…\): 0.99999\d+ rounds to 1"),
+        (
+            lambda: zo.WeightDrop(rate=[0.5, 0.999999]),
+            r"WeightDrop\(rate=…\): 0\.999999 rounds to 1, .* always used",
+        ),
+        (
+            lambda: zo.Zoneout(hidden=torch.tensor([0.0, 1e-6, 1.0])),
+            r"Zoneout\(hidden=…\): 9.99\d+e-07 rounds to 0",
+        ),
+        (
+            lambda: zo.Zoneout(hidden=torch.tensor([0.5, 0.999999])),
+            r"Zoneout\(hidden=…\): 0.99999\d+ rounds to 1",
+        ),
         (lambda: zo.zoneout(X, X, 1e-6), "rate: 1e-06 rounds to 0"),
         (wrapped(rates=0.999999), "rates: 0.999999 rounds to 1"),
         (lstm(2, dropout=1e-6), "dropout: 1e-06 rounds to 0"),
@@ -853,7 +1238,13 @@ def test_a_rate_that_is_drawn_as_none_or_all_is_warned_of(make, said):
 
 def test_rates_that_are_drawn_are_not_warned_of():
     """A rate that is exactly 0 or 1, or one of 65,536ths between, would be warned of."""
-    for rate in (0.0, 1.0, 0.6 / 65536, 1 - 0.6 / 65536, torch.tensor([0.0, 1.0, 0.5])):  # warnings are errors here
+    for rate in (
+        0.0,
+        1.0,
+        0.6 / 65536,
+        1 - 0.6 / 65536,
+        torch.tensor([0.0, 1.0, 0.5]),
+    ):  # warnings are errors here
         zo.Zoneout(cell=rate)
     zo.WeightNoise(std=1e-6)  # not a rate
 
@@ -871,7 +1262,9 @@ def test_a_noise_with_a_constructor_of_its_own():
 @fuzz
 @given(st.sampled_from(["cell", "hidden"]), numbers.filter(lambda v: not 0 <= v <= 1))
 def test_any_bad_rate(field, value):
-    """A number that is no chance would be taken as a rate, or its message would not show the number."""
+    """A number that is no chance would be taken as a rate, or its message would not show the
+    number.
+    """
     with pytest.raises(ValueError) as caught:
         zo.Zoneout(**{field: value})
     assert str(value) in str(caught.value) and f"Zoneout({field}" in str(caught.value)
@@ -880,11 +1273,17 @@ def test_any_bad_rate(field, value):
 @fuzz
 @given(st.sampled_from([zo.Zoneout, zo.StateDropout, zo.VariationalDropout]), things)
 def test_any_thing_as_a_rate(method, value):
-    """A thing that is no number would be taken as a rate, or its message would not name its type."""
+    """A thing that is no number would be taken as a rate, or its message would not name its
+    type.
+    """
     with pytest.raises(TypeError) as caught:
         method(hidden=value)
     message = str(caught.value)
-    assert f"{method.__name__}(hidden" in message and type(value).__name__ in message and "expected" in message
+    assert (
+        f"{method.__name__}(hidden" in message
+        and type(value).__name__ in message
+        and "expected" in message
+    )
 
 
 @fuzz
@@ -896,7 +1295,9 @@ def test_any_thing_as_a_seed(value):
     layer = zo.GRU(I, H, noise=NOISE)
     with pytest.raises(TypeError) as caught:
         layer(X, seed=value)
-    assert str(caught.value).startswith("seed: expected") and type(value).__name__ in str(caught.value)
+    assert str(caught.value).startswith("seed: expected") and type(value).__name__ in str(
+        caught.value
+    )
 
 
 @fuzz
@@ -912,7 +1313,9 @@ def test_any_thing_as_noise(value):
 @fuzz
 @given(st.lists(st.integers(0, 7), max_size=4).filter(lambda shape: shape != [T, B, I]))
 def test_any_shape_of_input(shape):
-    """An input of a wrong shape would pass, or its message would not hold the number that is wrong."""
+    """An input of a wrong shape would pass, or its message would not hold the number that is
+    wrong.
+    """
     layer = zo.GRU(I, H)
     good = len(shape) in (2, 3) and shape[-1] == I and shape[0] > 0
     if good:
@@ -928,12 +1331,18 @@ def test_any_shape_of_input(shape):
 @fuzz
 @given(st.lists(st.integers(0, 4), max_size=4).filter(lambda shape: shape != [2, B, H]))
 def test_any_shape_of_state(shape):
-    """A state of a wrong shape would pass, be broadcast, or its message would not hold both shapes."""
+    """A state of a wrong shape would pass, be broadcast, or its message would not hold both
+    shapes.
+    """
     layer = zo.GRU(I, H, bidirectional=True)
     with pytest.raises(ValueError) as caught:
         layer(X, torch.zeros(shape))
     message = str(caught.value)
-    assert message.startswith("hx: expected") and str(tuple(shape)) in message and str((2, B, H)) in message
+    assert (
+        message.startswith("hx: expected")
+        and str(tuple(shape)) in message
+        and str((2, B, H)) in message
+    )
 
 
 @fuzz
@@ -951,12 +1360,18 @@ def test_any_lengths(lengths):
 
 
 @fuzz
-@given(st.text(max_size=8).filter(lambda text: text not in ("unit", "shared", "step", "sequence", "static")))
+@given(
+    st.text(max_size=8).filter(
+        lambda text: text not in ("unit", "shared", "step", "sequence", "static")
+    )
+)
 def test_any_mask_name(name):
     """A misspelt mask would be taken for another, or the names that exist would not be shown."""
     with pytest.raises(ValueError) as caught:
         zo.Zoneout(cell=0.5, mask=name)
-    assert repr(name) in str(caught.value) and "unit, shared, step, sequence, static" in str(caught.value)
+    assert repr(name) in str(caught.value) and "unit, shared, step, sequence, static" in str(
+        caught.value
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the libraries are there")
@@ -964,7 +1379,9 @@ def test_without_the_libraries_of_the_kernels_the_reference_runs(monkeypatch):
     """Where torch knows a GPU but its driver or compiler is missing, every call is an error."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     cuda._complete.cache_clear()
-    with pytest.warns(UserWarning, match=r"was not found .*; the layers run in a loop of torch calls instead"):
-        assert not cuda.there(X)
-    assert not cuda.there(X), "said twice"
+    with pytest.warns(
+        UserWarning, match=r"was not found .*; the layers run in a loop of torch calls instead"
+    ):
+        assert not cuda.is_available(X)
+    assert not cuda.is_available(X), "said twice"
     cuda._complete.cache_clear()

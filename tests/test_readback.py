@@ -1,10 +1,11 @@
 """The masks as they are used: read back out of outputs and gradients, and compared with `masks()`.
 
-The trick: each unit is wired to one feature of its input and to nothing else, huge biases hold the gates
-open or shut, and the state is reset before every step. At every step, then, the old value of a unit is the
-initial state, which is 0, and its candidate is not 0. So an output is 0 exactly where a mask says so, and
-exactly there the gradient that reaches the unit's own feature is 0. A layer above or below that has no noise
-passes on both: what is 0 stays 0, and nothing else becomes 0.
+The trick: each unit is wired to one feature of its input and to nothing else, huge biases hold the
+    gates
+open or shut, and the state is reset before every step. At every step, then, the old value of a unit
+is the initial state, which is 0, and its candidate is not 0. So an output is 0 exactly where a mask
+says so, and exactly there the gradient that reaches the unit's own feature is 0. A layer above or
+below that has no noise passes on both: what is 0 stays 0, and nothing else becomes 0.
 """
 
 from collections.abc import Callable
@@ -44,7 +45,9 @@ TORCH: dict[str, Any] = {
     "relu": partial(nn.RNNCell, nonlinearity="relu"),
 }
 
-METHODS: dict[str, tuple[str, Callable[[Any], Any]]] = {  # the stream, and the noise on it at a rate
+METHODS: dict[
+    str, tuple[str, Callable[[Any], Any]]
+] = {  # the stream, and the noise on it at a rate
     "zoneout cell": ("cell", lambda rate: zo.Zoneout(cell=rate)),
     "zoneout hidden": ("hidden", lambda rate: zo.Zoneout(hidden=rate)),
     "state dropout cell": ("cell", lambda rate: zo.StateDropout(cell=rate)),
@@ -75,9 +78,11 @@ REFERENCE = Backend("reference", "cpu")
 
 @torch.no_grad()
 def wire(module, source="input", at=None):
-    """Make unit u of every layer a function of one number alone, and its candidate 0 only where that is 0.
+    """Make unit u of every layer a function of one number alone, and its candidate 0 only where
+    that is 0.
 
-    The number is feature u of the input; in the layer `at` it is, by `source`, unit u of h or a bias.
+    The number is feature u of the input; in the layer `at` it is, by `source`, unit u of h or a
+    bias.
     """
     units = module.hidden_size
     candidate = slice(0, units) if module.kind == "rnn" else slice(2 * units, 3 * units)
@@ -110,18 +115,20 @@ def build(kind, backend, layers=1, **more):
 
 
 def start_from(layer, h0, c0, order=None):
-    """Let every sequence, and every step after a reset, begin with these states; `order` is that of a packed batch.
+    """Let every sequence, and every step after a reset, begin with these states; `order` is that of
+    a packed batch.
 
     A layer's own initial states are alike in all rows, and not sorted.
     """
     h0, c0 = (v if order is None else v.index_select(1, order) for v in (h0, c0))
-    layer._initial_states = lambda batch, dtype: (h0, c0 if layer.kind == "lstm" else None)
+    layer._initial_states = lambda batch, dtype: [h0, c0] if layer.kind == "lstm" else [h0]
 
 
 def run(layer, x, h0, form):
     """Run on x [T, B, ·], given in the form asked for, with a reset at every step.
 
-    Returns the outputs, the last state, every c (of an LSTM), all as [T, B, ·], and which steps are alive.
+    Returns the outputs, the last state, every c (of an LSTM), all as [T, B, ·], and which steps are
+    alive.
     """
     lengths = LENGTHS.sort(descending=True).values if form == "packed_sorted" else LENGTHS
     if form in ("padded", "batch_first"):
@@ -133,8 +140,14 @@ def run(layer, x, h0, form):
     def turn(v):
         return v.transpose(0, 1) if layer.batch_first else v
 
-    given = pack_padded_sequence(x, lengths, enforce_sorted=form == "packed_sorted") if packed else turn(x)
-    start_from(layer, h0, h0.new_zeros(len(h0), BATCH, UNITS), given.sorted_indices if packed else None)
+    given = (
+        pack_padded_sequence(x, lengths, enforce_sorted=form == "packed_sorted")
+        if packed
+        else turn(x)
+    )
+    start_from(
+        layer, h0, h0.new_zeros(len(h0), BATCH, UNITS), given.sorted_indices if packed else None
+    )
     y, state, *cells = layer(
         given,
         lengths=lengths if form == "lengths" else None,
@@ -162,18 +175,22 @@ def assert_reads(read, mask, alive=None):
     assert torch.equal(read, mask)
 
 
-# --- layers ----------------------------------------------------------------------------------------
+# --- layers
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("at", [0, 1], ids=["layer0", "layer1"])
 @pytest.mark.parametrize(("kind", "method"), CASES)
 def test_layer(backend, kind, method, at, form):
-    """If this fails, a layer, direction or row of the batch draws other masks than its coordinates say: in
+    """If this fails, a layer, direction or row of the batch draws other masks than its coordinates
+    say: in
     the forward pass if outputs or last states differ, in the backward pass if gradients do."""
     stream, make = METHODS[method]
     by_h = stream == "variational_hidden"
-    shown_by_cells = method == "zoneout cell"  # h is made from the candidate c, so y does not show this mask
+    shown_by_cells = (
+        method == "zoneout cell"
+    )  # h is made from the candidate c, so y does not show this mask
     depth = at + 1 if shown_by_cells else 2  # cells are returned for the last layer
     noise = make([0.5 if layer == at else 0.0 for layer in range(depth)])
     layer = build(kind, backend, depth, noise=noise)
@@ -191,7 +208,9 @@ def test_layer(backend, kind, method, at, form):
         shown = (cells if shown_by_cells else y).chunk(2, -1)[direction]
         assert_reads(shown == 0, mask, alive)
 
-        last = (state if kind != "lstm" else state[1] if shown_by_cells else state[0])[2 * at + direction]
+        last = (state if kind != "lstm" else state[1] if shown_by_cells else state[0])[
+            2 * at + direction
+        ]
         end = alive.sum(0) - 1 if direction == 0 else torch.zeros_like(alive[0], dtype=torch.int64)
         assert_reads(last == 0, mask.to(x.device)[end, torch.arange(BATCH, device=x.device)])
 
@@ -207,7 +226,8 @@ def test_layer(backend, kind, method, at, form):
 @pytest.mark.parametrize("form", ["padded", "packed"])
 @pytest.mark.parametrize("at", [0, 1], ids=["layer0", "layer1"])
 @pytest.mark.parametrize(
-    ("kind", "method"), [case for case in CASES if case.values[1] in ("zoneout cell", "zoneout hidden")]
+    ("kind", "method"),
+    [case for case in CASES if case.values[1] in ("zoneout cell", "zoneout hidden")],
 )
 def test_gradient_of_the_old_value(backend, kind, method, at, form):
     """If this fails, the backward pass sends the old value's share to units that were not kept."""
@@ -223,7 +243,9 @@ def test_gradient_of_the_old_value(backend, kind, method, at, form):
     order = given.sorted_indices if form == "packed" else None
     start_from(layer, old, old, order)  # the gates do not see h, and the forget gate is shut
     resets = torch.full((STEPS, BATCH), True, device=x.device)
-    y, _, *cells = layer(given, resets=resets, seed=SEED, return_cells=stream == "cell", **FORMS[form])
+    y, _, *cells = layer(
+        given, resets=resets, seed=SEED, return_cells=stream == "cell", **FORMS[form]
+    )
     shown = cells[0] if stream == "cell" else y
     shown = pad_packed_sequence(shown)[0] if form == "packed" else shown
     for direction in (0, 1):
@@ -236,7 +258,9 @@ def test_gradient_of_the_old_value(backend, kind, method, at, form):
 @pytest.mark.parametrize("mask", ["unit", "shared", "step", "sequence", "static"])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_kinds_of_masks(backend, kind, mask):
-    """If this fails, a layer's mask of this kind is not the one shown, or its two states mix theirs up."""
+    """If this fails, a layer's mask of this kind is not the one shown, or its two states mix
+    theirs up.
+    """
     streams = ("hidden", "cell") if kind == "lstm" else ("hidden",)
     cell = 0.4 if kind == "lstm" else 0.0
     noise = zo.Zoneout(cell=cell, hidden=0.6, mask=mask, seed=99 if mask == "static" else None)
@@ -253,7 +277,9 @@ def test_kinds_of_masks(backend, kind, mask):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("method", METHODS)
 def test_rates_are_rounded(backend, method, dtype):
-    """If this fails, a backend compares its bits with something else than round(rate · 65536): truncated, say."""
+    """If this fails, a backend compares its bits with something else than round(rate · 65536):
+    truncated, say.
+    """
     if backend.device == "cuda" and dtype == torch.float64:
         pytest.skip("the kernels compute in float32")
     stream, make = METHODS[method]
@@ -278,7 +304,9 @@ def test_rates_are_rounded(backend, method, dtype):
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_last_states_of_every_layer(backend, kind):
-    """If this fails, with noise in all layers at once some layer's states keep the units of another."""
+    """If this fails, with noise in all layers at once some layer's states keep the units of
+    another.
+    """
     noise = zo.Zoneout(cell=[0.3, 0.6] if kind == "lstm" else 0.0, hidden=[0.7, 0.4])
     layer = build(kind, backend, 2, noise=noise)
     wire(layer, "bias")
@@ -290,9 +318,13 @@ def test_last_states_of_every_layer(backend, kind):
             assert_reads(state[:, place] == 0, expected(noise, stream, place // 2, place % 2))
 
 
-@pytest.mark.parametrize("method", ["zoneout cell", "zoneout hidden", "state dropout hidden", "variational hidden"])
+@pytest.mark.parametrize(
+    "method", ["zoneout cell", "zoneout hidden", "state dropout hidden", "variational hidden"]
+)
 def test_projection(backend, method):
-    """If this fails, with `proj_size` the masks of h run over the cell's units, or those of c over h's."""
+    """If this fails, with `proj_size` the masks of h run over the cell's units, or those of c
+    over h's.
+    """
     stream, make = METHODS[method]
     noise, by_h = make(0.5), stream == "variational_hidden"
     layer = build("lstm", backend, noise=noise, proj_size=5)
@@ -314,7 +346,9 @@ def test_projection(backend, method):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_dropout_between_layers(backend, kind, form):
-    """If this fails, torch's own dropout is not drawn by coordinates: reordering a batch would change it."""
+    """If this fails, torch's own dropout is not drawn by coordinates: reordering a batch would
+    change it.
+    """
     layer = build(kind, backend, 3, dropout=0.5)
     wire(layer)
     x = inputs(backend, STEPS, BATCH, UNITS).requires_grad_()
@@ -335,7 +369,9 @@ def test_dropout_between_layers(backend, kind, form):
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_methods_together(backend, kind):
-    """If this fails, a method in company draws other masks than it draws alone, or one is forgotten."""
+    """If this fails, a method in company draws other masks than it draws alone, or one is
+    forgotten.
+    """
     noise = [zo.Zoneout(hidden=0.3), zo.VariationalDropout(input=0.2)]
     noise += [zo.RecurrentDropout(rate=0.2)] if kind in ("lstm", "gru") else []
     noise += [zo.StateDropout(cell=0.2)] if kind == "lstm" else []
@@ -359,10 +395,14 @@ def test_held_output_gate(backend):
     """If this fails, the output gate is held by another mask than the one that drops the update."""
     noise = zo.RecurrentDropout(rate=0.5, hold_output_gate=True)
     layer = build("lstm", backend, noise=noise)
-    for suffix in layer.suffixes():  # c stays what it is, and unit u shows it by the gate σ(feature u)
+    for (
+        suffix
+    ) in layer.suffixes():  # c stays what it is, and unit u shows it by the gate σ(feature u)
         for name in WEIGHTS:
             getattr(layer, name + suffix).zero_()
-        getattr(layer, f"bias_ih{suffix}")[: 2 * UNITS] = torch.tensor([-1e3, 1e3]).repeat_interleave(UNITS)
+        getattr(layer, f"bias_ih{suffix}")[: 2 * UNITS] = torch.tensor(
+            [-1e3, 1e3]
+        ).repeat_interleave(UNITS)
         getattr(layer, f"weight_ih{suffix}")[3 * UNITS :].fill_diagonal_(1.0)
     x = inputs(backend, STEPS, BATCH, UNITS)
     state = torch.ones(2, BATCH, UNITS, device=x.device)
@@ -377,14 +417,18 @@ def test_held_output_gate(backend):
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_sample_at_evaluation(backend, kind):
-    """If this fails, `at_eval="sample"` draws other masks than training, or the other settings draw any."""
+    """If this fails, `at_eval="sample"` draws other masks than training, or the other settings
+    draw any.
+    """
     x = inputs(backend, STEPS, BATCH, UNITS)
 
     def outputs(training, at_eval):
         noise = zo.Zoneout(hidden=0.5, at_eval=at_eval)
         layer = build(kind, backend, noise=noise).train(training)
         wire(layer)
-        return run(layer, x, torch.zeros(2, BATCH, UNITS, device=x.device), "padded")[0].chunk(2, -1)[0]
+        return run(layer, x, torch.zeros(2, BATCH, UNITS, device=x.device), "padded")[0].chunk(
+            2, -1
+        )[0]
 
     drawn = outputs(True, "sample")
     assert_reads(drawn == 0, expected(zo.Zoneout(hidden=0.5), "hidden", 0, 0))
@@ -394,7 +438,8 @@ def test_sample_at_evaluation(backend, kind):
     assert (off != 0).all()
 
 
-# --- one step at a time ----------------------------------------------------------------------------
+# --- one step at a time
+# ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kind", "method"), CASES)
@@ -426,10 +471,14 @@ class Wires(nn.Module):
         return x.clone() if isinstance(state, torch.Tensor) else tuple(x.clone() for _ in state)
 
 
-@pytest.mark.parametrize("examples", [None, 3, [9, 2, 2**32 - 1, 0, 4]], ids=["rows", "offset", "ids"])
+@pytest.mark.parametrize(
+    "examples", [None, 3, [9, 2, 2**32 - 1, 0, 4]], ids=["rows", "offset", "ids"]
+)
 @pytest.mark.parametrize("states", [1, 2, 5])
 def test_zoneout_cell(states, examples):
-    """If this fails, a wrapped cell draws other masks than ours: hidden for its first state, then cell."""
+    """If this fails, a wrapped cell draws other masks than ours: hidden for its first state,
+    then cell.
+    """
     rates = [0.4, 0.6, 0.5, 0.4, 0.6][:states]
     wrapped = zo.ZoneoutCell(Wires(), rates[0] if states == 1 else rates, layer=2)
     read: list[list[torch.Tensor]] = [[] for _ in rates]
@@ -447,7 +496,9 @@ def test_zoneout_cell(states, examples):
     ours = zo.masks(noise, SEED, STEPS, BATCH, UNITS, layer=2, examples=given)
     for mask, stream in zip(masks, ("hidden", "cell"), strict=False):
         assert_reads(mask, ours[stream])
-    for k, mask in enumerate(masks):  # every state has bits of its own: of two masks neither holds the other
+    for k, mask in enumerate(
+        masks
+    ):  # every state has bits of its own: of two masks neither holds the other
         assert all((mask & ~other).any() and (other & ~mask).any() for other in masks[:k])
 
 
@@ -468,21 +519,32 @@ def test_zoneout_cell_around_torchs_cell_is_ours(kind):
 
 @pytest.mark.parametrize("in_c", [True, False], ids=["C", "torch"])
 def test_rates_of_one_step_are_rounded(in_c, monkeypatch):
-    """If this fails, masks that are drawn by themselves are compared with a rate that is not rounded."""
+    """If this fails, masks that are drawn by themselves are compared with a rate that is not
+    rounded.
+    """
     if not in_c:
-        monkeypatch.setattr("zoneout.ops.masks.native.load", lambda: None)
+        monkeypatch.setattr("zoneout.ops.cpu.masks.native.load", lambda: None)
     rates, kept = rates_on_the_edge("hidden", "unit", SEED, UNITS)
     new, old = torch.ones(1, UNITS), torch.zeros(1, UNITS)
-    assert (zo.zoneout(new, old, torch.tensor(rates, dtype=torch.float64), seed=SEED) == 0)[0].tolist() == kept
+    assert (zo.zoneout(new, old, torch.tensor(rates, dtype=torch.float64), seed=SEED) == 0)[
+        0
+    ].tolist() == kept
     for unit in (0, 1):
         assert (zo.zoneout(new, old, rates[unit], seed=SEED)[0, unit] == 0) == kept[unit]
 
 
 def test_bare_rule():
-    """If this fails, `zoneout()` keeps other units than a layer's h does, or sends gradients elsewhere."""
+    """If this fails, `zoneout()` keeps other units than a layer's h does, or sends gradients
+    elsewhere.
+    """
     noise = zo.Zoneout(hidden=0.5)
-    mask = zo.masks(noise, SEED, 1, 6, UNITS, first_step=4)["hidden"].view(2, 3, UNITS)  # rows are counted on
-    new, old = torch.ones(2, 3, UNITS, requires_grad=True), torch.zeros(2, 3, UNITS, requires_grad=True)
+    mask = zo.masks(noise, SEED, 1, 6, UNITS, first_step=4)["hidden"].view(
+        2, 3, UNITS
+    )  # rows are counted on
+    new, old = (
+        torch.ones(2, 3, UNITS, requires_grad=True),
+        torch.zeros(2, 3, UNITS, requires_grad=True),
+    )
     out = zo.zoneout(new, old, 0.5, seed=SEED, step=4)
     out.sum().backward()
     assert_reads(out == 0, mask)

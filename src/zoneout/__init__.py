@@ -2,23 +2,34 @@
 
 from . import init, onnx
 from .convert import convert, revert
+from .definition import DefinitionError, candidate, cell, held, shown, update
 from .draws import masks
-from .layers import GRU, LSTM, RNN
-from .noise import RecurrentDropout, StateDropout, VariationalDropout, WeightDrop, WeightNoise, Zoneout
+from .layers import GRU, LSTM, RNN, Recurrent
+from .noise import (
+    RecurrentDropout,
+    StateDropout,
+    VariationalDropout,
+    WeightDrop,
+    WeightNoise,
+    Zoneout,
+)
 from .norm import RecurrentBatchNorm, estimate_statistics
 from .penalties import norm_stabilizer
 from .philox import fold
-from .step_cells import GRUCell, LSTMCell, RNNCell
+from .step_cells import GRUCell, LSTMCell, RecurrentCell, RNNCell
 from .wrap import ZoneoutCell, zoneout
 
 __all__ = [
     "GRU",
     "LSTM",
     "RNN",
+    "DefinitionError",
     "GRUCell",
     "LSTMCell",
     "RNNCell",
+    "Recurrent",
     "RecurrentBatchNorm",
+    "RecurrentCell",
     "RecurrentDropout",
     "StateDropout",
     "VariationalDropout",
@@ -26,14 +37,19 @@ __all__ = [
     "WeightNoise",
     "Zoneout",
     "ZoneoutCell",
+    "candidate",
+    "cell",
     "convert",
     "estimate_statistics",
     "fold",
+    "held",
     "init",
     "masks",
     "norm_stabilizer",
     "onnx",
     "revert",
+    "shown",
+    "update",
     "zoneout",
 ]
 

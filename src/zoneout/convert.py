@@ -22,10 +22,10 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from .layers import RNN
+from .layers import LSTM, RNN, Recurrent
 from .noise import Noise, as_noises, restrict
-from .recurrent import Recurrent
-from .step_cells import RNNCell
+from .recurrent import RecurrentModule
+from .step_cells import RecurrentCell, RNNCell
 from .subclasses import BACK, TWINS, base_of, obstacle, rebased, statement, users_class
 from .wrap import ZoneoutCell
 
@@ -46,7 +46,9 @@ class Plan(NamedTuple):
 _log = logging.getLogger("zoneout")
 
 
-def convert(model: nn.Module, noise: Noise | Iterable[Noise] | None, *, report: Report | None = None) -> nn.Module:
+def convert(
+    model: nn.Module, noise: Noise | Iterable[Noise] | None, *, report: Report | None = None
+) -> nn.Module:
     """Replace every recurrent module of `torch.nn` in `model` by its zoneout counterpart, in place.
 
     This covers `nn.LSTM`, `nn.GRU`, `nn.RNN` and their cells. Weights, hooks, training mode, dtype
@@ -88,27 +90,52 @@ def convert(model: nn.Module, noise: Noise | Iterable[Noise] | None, *, report: 
             return None
         if module in wrapped:
             return Plan(None, "left alone, the ZoneoutCell around it has rates of its own")
-        ours = isinstance(module, Recurrent)  # only its noise changes: no other check is needed
+        ours = isinstance(
+            module, RecurrentModule
+        )  # only its noise changes: no other check is needed
         if not ours and (why := _why_not(module, name) or _patched(module)):
             return Plan(None, why)
         cls: Any = type(module) if ours else rebased(type(module))
-        fitting, dropped = restrict(noises, cls.kind, cls.one_step, told=ours)
+        if isinstance(module, RecurrentModule):
+            cell, called = module.definition, module.cell_name
+        else:
+            cell, called = cls.family, cls.kind.upper()
+        fitting, dropped = restrict(noises, cell, called, cls.one_step, told=ours)
         missing = f"; dropped {', '.join(dropped)}" if dropped else ""
         if dropped and not fitting:
             return Plan(None, f"left alone, no part of the noise applies{missing}")
         new_noise = fitting[0] if len(fitting) == 1 else fitting or None
         said = ", ".join(str(one) for one in fitting) or "no noise"
-        if isinstance(module, Recurrent):
+        if isinstance(module, RecurrentModule):
             module.check_noise(new_noise)
-            return Plan(module, f"is already a zoneout module, now with {said}{missing}", new_noise, not dropped)
+            return Plan(
+                module,
+                f"is already a zoneout module, now with {said}{missing}",
+                new_noise,
+                not dropped,
+            )
         base: Any = base_of(cls)
         twin = base(**_arguments(module), device="meta", noise=new_noise)
         if attribute := _in_the_way(module, twin):
-            return Plan(None, f"left alone, its {attribute!r} would replace an attribute of zoneout's layers")
-        if any(getattr(module, name).shape != weight.shape for name, weight in twin.named_parameters()):
-            return Plan(None, f"left alone, its weights do not have the shapes of an nn.{base.__name__} of its sizes")
+            return Plan(
+                None,
+                f"left alone, its {attribute!r} would replace an attribute of zoneout's layers",
+            )
+        if any(
+            getattr(module, name).shape != weight.shape for name, weight in twin.named_parameters()
+        ):
+            return Plan(
+                None,
+                (
+                    f"left alone, its weights do not have the shapes of an nn.{base.__name__} of "
+                    "its "
+                    "sizes"
+                ),
+            )
         by = "" if cls is base else f" by the same class on zo.{base.__name__}"
-        return Plan(_of_class(cls, twin), f"replaced{by}, with {said}{missing}", new_noise, not dropped)
+        return Plan(
+            _of_class(cls, twin), f"replaced{by}, with {said}{missing}", new_noise, not dropped
+        )
 
     if not any(_is_recurrent(module) for module in model.modules()):
         said = "the model: there is no LSTM, GRU or RNN in it, and nothing was replaced"
@@ -136,19 +163,29 @@ def revert(model: nn.Module, *, report: Report | None = None) -> nn.Module:
     _check_model(model)
 
     def plan(name: str, module: nn.Module) -> Plan | None:
-        if not isinstance(module, Recurrent):
+        if not isinstance(module, RecurrentModule):
             return None
+        if isinstance(module, (Recurrent, RecurrentCell)):
+            return Plan(None, f"left alone, torch.nn has no layer of the cell {module.cell_name!r}")
         cls = BACK.get(type(module)) or users_class(type(module))
         if cls is None:
             changed = _changed(module)
-            return Plan(None, changed or f"left alone, {type(module).__name__} is a subclass of a zoneout layer")
+            return Plan(
+                None,
+                changed or f"left alone, {type(module).__name__} is a subclass of a zoneout layer",
+            )
         if why := _patched(module):
             return Plan(None, why)
         if module.norm is not None or module.learn_initial_state:
-            return Plan(None, "left alone, torch.nn has no norm inside the step and no learned initial state")
+            return Plan(
+                None,
+                "left alone, torch.nn has no norm inside the step and no learned initial state",
+            )
         base: Any = base_of(cls)
         twin = base(**_arguments(module), device="meta")
-        return Plan(_of_class(cls, twin), f"replaced by {'torch.nn' if cls is base else cls.__module__}'s")
+        return Plan(
+            _of_class(cls, twin), f"replaced by {'torch.nn' if cls is base else cls.__module__}'s"
+        )
 
     return _replace(model, plan, report)
 
@@ -164,7 +201,7 @@ def _check_model(model: nn.Module) -> None:
 
 def _is_recurrent(module: nn.Module) -> bool:
     """Return True for recurrent layers and cells, including scripted and quantized ones."""
-    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase, RecurrentModule)):
         return True
     if isinstance(module, torch.jit.ScriptModule):
         return module.original_name in NAMES
@@ -207,16 +244,26 @@ def _plain_layer(module: nn.Module, name: str) -> str:
     base: Any = base_of(type(module))
     ours = TWINS[base]
     defaults = inspect.signature(ours).parameters
-    arguments = _arguments(module) | ({"dropout": module.dropout} if isinstance(module, nn.RNNBase) else {})
-    shown = [f"{key}={value!r}" for key, value in arguments.items() if value != defaults[key].default]
+    arguments = _arguments(module) | (
+        {"dropout": module.dropout} if isinstance(module, nn.RNNBase) else {}
+    )
+    shown = [
+        f"{key}={value!r}" for key, value in arguments.items() if value != defaults[key].default
+    ]
     like = "weight_ih_l0" if isinstance(module, nn.RNNBase) else "weight_ih"
-    more = module.state_dict().keys() - base(**_arguments(module), device="meta").state_dict().keys()
+    more = (
+        module.state_dict().keys() - base(**_arguments(module), device="meta").state_dict().keys()
+    )
     find, put = (
-        (f"model.get_submodule({name!r})", f"model.set_submodule({name!r}, new)") if name else ("model", "model = new")
+        (f"model.get_submodule({name!r})", f"model.set_submodule({name!r}, new)")
+        if name
+        else ("model", "model = new")
     )
     return (
-        f"for a plain zo.{ours.__name__} in its place, without its methods, write these two lines and convert again:\n"
-        f"    old = {find}; new = zo.{ours.__name__}({', '.join(shown)}).to(old.{like}).train(old.training)\n"
+        f"for a plain zo.{ours.__name__} in its place, without its methods, write these two lines "
+        "and convert again:\n"
+        f"    old = {find}; new = "
+        f"zo.{ours.__name__}({', '.join(shown)}).to(old.{like}).train(old.training)\n"
         f"    new.load_state_dict(old.state_dict(){', strict=False' if more else ''}); {put}"
     )
 
@@ -227,7 +274,10 @@ def _patched(module: nn.Module) -> str | None:
     if names is None:
         names = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if module.bias else [])]
     if any(type(module._parameters.get(name)) is not nn.Parameter for name in names):
-        return "left alone, a weight is not a plain parameter (weight norm, pruning or sharding); convert first"
+        return (
+            "left alone, a weight is not a plain parameter (weight norm, pruning or sharding); "
+            "convert first"
+        )
     if "forward" in module.__dict__:
         return "left alone, its forward was replaced"
     if module._compiled_call_impl is not None:
@@ -236,7 +286,10 @@ def _patched(module: nn.Module) -> str | None:
 
 
 _COMPILED = "left alone, it is compiled; convert the model before compiling it"
-_SHARDED = "left alone, the model is sharded, and FSDP refers to its modules; convert the model before sharding it"
+_SHARDED = (
+    "left alone, the model is sharded, and FSDP refers to its modules; convert the model before "
+    "sharding it"
+)
 
 
 def _is_sharded(module: nn.Module) -> bool:
@@ -253,7 +306,7 @@ def _arguments(module: Any) -> dict[str, Any]:
     names = ["input_size", "hidden_size", "bias"]
     if isinstance(module, nn.RNNBase):
         names += ["num_layers", "batch_first", "bidirectional"]
-        if module.mode == "LSTM":
+        if isinstance(module, (nn.LSTM, LSTM)):
             names.append("proj_size")
     if isinstance(module, (nn.RNN, nn.RNNCell, RNN, RNNCell)):
         names.append("nonlinearity")
@@ -269,9 +322,11 @@ def _own(module: nn.Module) -> set[str]:
     fresh = base(**_arguments(module), device="meta")
     parts = ("_parameters", "_buffers", "_modules")
     added = module.__dict__.keys() - fresh.__dict__.keys()
-    if isinstance(module, Recurrent):
+    if isinstance(module, RecurrentModule):
         added.discard("recompute")
-    return added.union(*(getattr(module, part).keys() - getattr(fresh, part).keys() for part in parts))
+    return added.union(
+        *(getattr(module, part).keys() - getattr(fresh, part).keys() for part in parts)
+    )
 
 
 def _of_class(cls: type[nn.Module], module: nn.Module) -> nn.Module:
@@ -293,7 +348,11 @@ def _take_over(twin: Any, module: nn.Module, noise: Any) -> None:
     """Move everything that the module has to its twin."""
     added = _own(module)
     for name, value in module.__dict__.items():
-        if "_hooks" in name or name in ("training", "dropout", "_is_full_backward_hook") or name in added:
+        if (
+            "_hooks" in name
+            or name in ("training", "dropout", "_is_full_backward_hook")
+            or name in added
+        ):
             twin.__dict__[name] = value  # the same hook dicts, so that handles still remove hooks
         if "_hooks" in name and isinstance(value, dict):
             for hook in value.values():
@@ -308,14 +367,16 @@ def _take_over(twin: Any, module: nn.Module, noise: Any) -> None:
         module._flat_weight_refs = [None] * len(module._flat_weights_names)
     if isinstance(twin, nn.RNNBase):
         twin._init_flat_weights()
-    if isinstance(twin, Recurrent):
+    if isinstance(twin, RecurrentModule):
         twin.noise = noise
 
 
 # --- replacement ----------------------------------------------------------------------------------
 
 
-def _replace(model: nn.Module, plan: Callable[[str, nn.Module], Plan | None], report: Report | None) -> nn.Module:
+def _replace(
+    model: nn.Module, plan: Callable[[str, nn.Module], Plan | None], report: Report | None
+) -> nn.Module:
     """Plan the change of every module, then replace the modules by their twins.
 
     All plans are made before the first change, so an error leaves the model unchanged.
@@ -329,10 +390,20 @@ def _replace(model: nn.Module, plan: Callable[[str, nn.Module], Plan | None], re
             planned = plan(name, module)
         except ValueError as error:
             where = f"in {name!r}" if name else "in the model"
-            raise ValueError(f"{error} ({where}, a {type(module).__name__}; nothing was replaced)") from None
+            raise ValueError(
+                f"{error} ({where}, a {type(module).__name__}; nothing was replaced)"
+            ) from None
         if planned is not None:
             stays = planned.twin is None or planned.twin is module
-            why = None if stays else _COMPILED if module in compiled else _SHARDED if sharded else None
+            why = (
+                None
+                if stays
+                else _COMPILED
+                if module in compiled
+                else _SHARDED
+                if sharded
+                else None
+            )
             plans[module] = planned if why is None else Plan(None, why)
             names[module] = name
 
@@ -343,7 +414,7 @@ def _replace(model: nn.Module, plan: Callable[[str, nn.Module], Plan | None], re
 
     twins: dict[nn.Module, nn.Module] = {}
     for module, (twin, _, noise, _) in plans.items():
-        if isinstance(module, Recurrent) and twin is module:
+        if isinstance(module, RecurrentModule) and twin is module:
             module.noise = noise
         elif twin is not None:
             _take_over(twin, module, noise)
@@ -369,7 +440,11 @@ def _put_in_place(parent: nn.Module, twins: dict[nn.Module, nn.Module]) -> None:
     def put(value: Any) -> Any:
         if isinstance(value, nn.Module):
             return twins.get(value, value)
-        if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module) and value.__self__ in twins:
+        if (
+            isinstance(value, MethodType)
+            and isinstance(value.__self__, nn.Module)
+            and value.__self__ in twins
+        ):
             return getattr(twins[value.__self__], value.__name__)
         if isinstance(value, (tuple, frozenset)):
             new = [*map(put, value)]
@@ -402,4 +477,8 @@ def _put_in_place(parent: nn.Module, twins: dict[nn.Module, nn.Module]) -> None:
 
 def _name_of(module: nn.Module) -> str:
     """Return the class name of a module; for a scripted module, the name of the original class."""
-    return module.original_name if isinstance(module, torch.jit.ScriptModule) else type(module).__name__
+    return (
+        module.original_name
+        if isinstance(module, torch.jit.ScriptModule)
+        else type(module).__name__
+    )

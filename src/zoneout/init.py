@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from .layers import LSTM
 from .step_cells import LSTMCell
 
 
@@ -51,11 +52,15 @@ def orthogonal_(weight: Tensor, generator: torch.Generator | None = None) -> Ten
         `weight`.
     """
     _check_matrix(weight)
-    wide = weight if weight.dtype == torch.float64 else torch.empty_like(weight, dtype=torch.float32)
+    wide = (
+        weight if weight.dtype == torch.float64 else torch.empty_like(weight, dtype=torch.float32)
+    )
     return weight.copy_(nn.init.orthogonal_(wide, generator=generator))
 
 
-def uniform_(module: nn.Module, bound: float, generator: torch.Generator | None = None) -> nn.Module:
+def uniform_(
+    module: nn.Module, bound: float, generator: torch.Generator | None = None
+) -> nn.Module:
     """Fill every weight and bias of a module in place from U(−bound, bound).
 
     Parameters of norms and learned initial states are unchanged.
@@ -68,9 +73,16 @@ def uniform_(module: nn.Module, bound: float, generator: torch.Generator | None 
     Returns:
         `module`.
     """
-    norms = {id(param) for part in module.modules() if isinstance(part, _NORMS) for param in part.parameters(False)}
+    norms = {
+        id(param)
+        for part in module.modules()
+        if isinstance(part, _NORMS)
+        for param in part.parameters(False)
+    }
     for name, parameter in module.named_parameters():
-        if id(parameter) not in norms and not name.rpartition(".")[2].startswith(("norm_", "h0", "c0")):
+        if id(parameter) not in norms and not name.rpartition(".")[2].startswith(
+            ("norm_", "h0", "c0")
+        ):
             nn.init.uniform_(parameter, -bound, bound, generator=generator)
     return module
 
@@ -91,7 +103,7 @@ def forget_bias_(module: nn.Module, value: float = 1.0) -> nn.Module:
     Returns:
         `module`.
     """
-    if getattr(module, "mode", "") != "LSTM" and not isinstance(module, (nn.LSTMCell, LSTMCell)):
+    if not isinstance(module, (nn.LSTM, LSTM, nn.LSTMCell, LSTMCell)):
         raise ValueError(f"module: expected an LSTM or an LSTMCell, got {type(module).__name__}")
     for name, parameter in module.named_parameters(recurse=False):
         if name.startswith("bias_"):

@@ -7,6 +7,7 @@ Constructor, inputs, outputs and `state_dict` are those of `torch.nn`. The layer
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -15,18 +16,21 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import handle_torch_function
 
+from . import cells
+from .definition import Definition
 from .draws import as_integers, check_count, example_ids
 from .noise import Noise, plane, readable, warn_if_rounded
 from .norm import LayerNorm, RecurrentBatchNorm
 from .ops.dropout import dropout
-from .ops.packing import packed, packing_of, padded
-from .ops.rows import check_counts, places
+from .ops.sequence.packing import packed, packing_of, padded
+from .ops.sequence.rows import check_counts, places
 from .overrides import overriding
 from .philox import as_seed, fresh_seed
 from .recurrent import (
+    WEIGHTS,
     CallNoise,
     Rates,
-    Recurrent,
+    RecurrentModule,
     autocast_on,
     check_device,
     check_parameter,
@@ -37,7 +41,7 @@ from .recurrent import (
 
 Noises: TypeAlias = "Noise | Iterable[Noise] | None"
 Norm: TypeAlias = "str | LayerNorm | RecurrentBatchNorm | None"
-State: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
+State: TypeAlias = "Tensor | tuple[Tensor, ...]"
 
 
 class Sequences(NamedTuple):
@@ -59,16 +63,19 @@ class Sequences(NamedTuple):
         return v if self.order is None else v.index_select(dim, self.order)
 
 
-class RecurrentLayer(Recurrent, nn.RNNBase):
-    """The base class of `LSTM`, `GRU` and `RNN`."""
+class SequenceLayer(RecurrentModule):
+    """The base class of all layers: everything but the names and the construction of the
+    parameters.
+    """
 
+    input_size: int
+    num_layers: int
+    bias: bool
+    batch_first: bool
+    dropout: float
+    bidirectional: bool
+    proj_size: int
     weight_ih_l0: Tensor
-
-    def __init__(self, mode: str, input_size: int, hidden_size: int, num_layers: int, *rest: Any) -> None:
-        if isinstance(num_layers, Noise):
-            raise TypeError(f"num_layers: expected a whole number, got {num_layers!r}; pass noise by keyword, noise=…")
-        super().__init__(mode, input_size, hidden_size, num_layers, *rest)
-        warn_if_rounded(self.dropout, "dropout")
 
     def suffixes(self) -> list[str]:
         ends = ("", "_reverse") if self.bidirectional else ("",)
@@ -78,21 +85,351 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
         inner = self.output_size * (2 if self.bidirectional else 1)
         return [self.input_size] + [inner] * (self.num_layers - 1)
 
+    def weight_names(self) -> list[str]:
+        """Return the names of weights, biases and parameters of the cell."""
+        raise NotImplementedError
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialise weights and biases as `torch.nn` does, and all other parameters to constants.
 
-        Norm scales become the norm's `scale`. Norm shifts and learned initial states become 0.
-        Batch-norm statistics become mean 0 and variance 1.
+        A cell's own parameters are initialised like the weights. Norm scales become the norm's
+        `scale`. Norm shifts and learned initial states become 0. Batch-norm statistics become
+        mean 0 and variance 1.
         """
         bound = 1 / math.sqrt(self.hidden_size)  # exactly torch's expression: the same bits
-        for name in self._flat_weights_names:
+        for name in self.weight_names():
             getattr(self, name).uniform_(-bound, bound)
         if hasattr(self, "_norm"):
             self._reset_parts()
 
     def flatten_parameters(self) -> None:
         """Do nothing: zoneout's layers need no contiguous copy of the weights."""
+
+    def _forward(
+        self,
+        input: Tensor | PackedSequence,
+        hx: State | None,
+        lengths: Tensor | Sequence[int] | None,
+        resets: Tensor | None,
+        seed: int | Tensor | None,
+        examples: int | Tensor | Sequence[int] | None,
+        first_step: int,
+        rates: Rates | None,
+        return_states: bool,
+    ) -> tuple[Any, Any, list[Any]]:
+        """Return the outputs, the final state, and with `return_states` the states after h at
+        every step.
+        """
+        weight = self.weight_ih_l0
+        sequences = self._sequences(input, lengths, resets)
+        x = sequences.x
+        check_parameter(weight)
+        check_device("input", x, weight)
+        dtype = self._working_dtype(x, hx, weight)
+        x = x if x.dtype in (dtype, torch.int64) else x.to(dtype)
+        # 0 is always valid. Without a check, an exporter keeps the number of steps symbolic.
+        if type(first_step) is not int or first_step:
+            first_step = check_count("first_step", first_step, 2**32 - sequences.steps + 1)
+        initial = self._initial_states(sequences.batch, dtype)  # all rows are equal: no sorting
+        begins = self._given_states(hx, initial, sequences)
+        if examples is None and sequences.order is not None:
+            rows = sequences.order  # the default ids 0, 1, 2, …, in sorted order
+        else:
+            rows = sequences.sort(example_ids(examples, sequences.batch, x.device))
+        noise = self._call_noise(rates, x.device)
+        key = self._seed(seed, x, noise)
+
+        suffixes = self.suffixes()
+        ends: list[tuple[Tensor, ...]] = []
+        every: list[tuple[Tensor, ...]] = []
+        for layer in range(self.num_layers):
+            if layer > 0 and self.dropout > 0 and self.training:
+                assert key is not None
+                x = self._between_layers(layer - 1, x, key, rows, first_step, sequences.counts)
+            runs, outputs, directions = {}, [], 2 if self.bidirectional else 1
+            for direction in range(directions):
+                k = layer * directions + direction
+                runs[suffixes[k]] = self._build_run(
+                    x,
+                    [state[k] for state in begins],
+                    suffixes[k],
+                    self._draws(noise, layer, direction, key),
+                    rows,
+                    first_step,
+                    dtype,
+                    lengths=sequences.lengths,
+                    resets=sequences.resets,
+                    reset_to=()
+                    if sequences.resets is None
+                    else tuple(state[k] for state in initial),
+                    reverse=direction == 1,
+                    return_states=return_states and layer == self.num_layers - 1,
+                    counts=sequences.counts,
+                )
+            for y, final, states, _ in self._run(runs):
+                outputs.append(y)
+                ends.append(final)
+                if states:
+                    every.append(states)
+            x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+        # In place, so that the state is no view: detach_() must work, as on the states of torch.nn.
+        final_states = [
+            torch.stack(each) if len(each) > 1 else each[0].unsqueeze_(0) for each in zip(*ends)
+        ]
+        if not sequences.batched:
+            final_states = [state.squeeze(1) for state in final_states]
+        elif sequences.back is not None:
+            final_states = [state.index_select(1, sequences.back) for state in final_states]
+        state = tuple(final_states) if len(final_states) > 1 else final_states[0]
+        seen = [sequences.outputs(torch.cat(each, dim=-1)) for each in zip(*every)]
+        return sequences.outputs(x), state, seen
+
+    # --- inputs and states ---
+
+    def _sequences(
+        self,
+        input: Tensor | PackedSequence,
+        lengths: Tensor | Sequence[int] | None,
+        resets: Tensor | None,
+    ) -> Sequences:
+        """Check an input of any form and return it as [T, B, input] or as packed rows.
+
+        Rows of a padded input keep the caller's order.
+        """
+        if isinstance(input, PackedSequence):
+            if lengths is not None:
+                raise ValueError(
+                    "lengths: expected None, since a packed input contains its lengths"
+                )
+            return self._packed(input, resets)
+        if not isinstance(input, Tensor):
+            raise no_tensor(input, "a tensor or a PackedSequence")
+        if input.is_nested:
+            raise TypeError(
+                "input: expected a padded tensor with lengths=… or a PackedSequence, got a nested "
+                "tensor; "
+                "try torch.nested.to_padded_tensor"
+            )
+        if input.layout is not torch.strided:
+            raise TypeError(
+                f"input: expected a dense tensor, got one with layout {input.layout}; try "
+                "input.to_dense()"
+            )
+        if not has_features(input):
+            input = self._check_numbers(input)
+        if input.dim() not in (2, 3):
+            raise ValueError(
+                f"input: expected 2 dimensions (unbatched) or 3 (batched), got {input.dim()}"
+            )
+        self._check_input(input, "input")
+        batched = input.dim() == 3
+        swap = batched and self.batch_first
+        x = input.transpose(0, 1) if swap else input if batched else input.unsqueeze(1)
+        steps, batch = x.shape[:2]
+        if steps == 0:
+            raise ValueError("input: expected at least one step, got a sequence of length 0")
+        if resets is not None:
+            shape = (batch, steps) if swap else (steps, batch) if batched else (steps,)
+            names = "[B, T]" if swap else "[T, B]" if batched else "[T]"
+            resets = _check_resets(resets, shape, names, x.device)
+            resets = resets.t() if swap else resets if batched else resets.unsqueeze(1)
+        if lengths is not None:
+            lengths = check_lengths(lengths, steps, batch, batched).to(
+                x.device, non_blocking=x.is_cuda
+            )
+
+        def outputs(y: Tensor) -> Tensor:
+            return y.transpose(0, 1) if swap else y if batched else y.squeeze(1)
+
+        return Sequences(x, steps, batch, lengths, resets, batched, outputs)
+
+    def _packed(self, input: PackedSequence, resets: Tensor | None) -> Sequences:
+        """Check a packed input and return its rows.
+
+        The rows stay packed if the backend supports that. Otherwise they are padded, with the
+        longest sequence first.
+        """
+        x, counts, order, back = input
+        if not has_features(x):
+            x = self._check_numbers(x)
+        if x.dim() != 2:
+            raise ValueError(
+                f"input.data: expected rows of features, or int64 numbers, got {x.dim()} dimensions"
+            )
+        self._check_input(x, "input.data")
+        steps = counts.shape[0]
+        if steps == 0:
+            raise ValueError("input.batch_sizes: expected one number per step, got none")
+        batch: Any = counts[0].item() if order is None else order.shape[0]  # symbolic when exported
+        if resets is not None:
+            resets = _check_resets(resets, (steps, batch), "of packed rows [T, B]", x.device)
+            resets = resets if order is None else resets.index_select(1, order)
+        if readable(counts):
+            check_counts(counts, batch, x.shape[0])
+        if self._packs(x):
+            if resets is not None:
+                resets = resets[places(counts, x.shape[0])]
+            return Sequences(
+                x, steps, batch, None, resets, True,
+                lambda y: PackedSequence(y, counts, order, back), counts, order, back,
+            )  # fmt: skip
+        packing = packing_of(counts, batch, x)
+
+        def outputs(y: Tensor) -> PackedSequence:
+            return PackedSequence(packed(y, packing), counts, order, back)
+
+        return Sequences(
+            padded(x, packing),
+            steps,
+            batch,
+            packing.lengths,
+            resets,
+            True,
+            outputs,
+            None,
+            order,
+            back,
+        )
+
+    def _check_numbers(self, x: Tensor) -> Tensor:
+        """Check that an input holds ids of one-hot rows; return it with a last dimension of 1."""
+        if x.dtype != torch.int64 or x.dim() > 2:
+            raise ValueError(
+                "input: expected floating-point numbers, or int64 [T, B], which is read as ids of "
+                "one-hot rows, "
+                f"got {x.dtype} with {x.dim()} dimensions; for numbers as features pass "
+                "input.float()"
+            )
+        if x.numel() and readable(x):
+            low, high = (int(v) for v in torch.aminmax(x))
+            if low < 0 or high >= self.input_size:
+                raise ValueError(
+                    "input: integer input is read as ids of one-hot rows, expected 0 to "
+                    f"{self.input_size - 1} "
+                    f"(input_size − 1), got {low} to {high}; for numbers as features pass "
+                    "input.float(), for token ids "
+                    "put an nn.Embedding before the layer, or make input_size the number of ids"
+                )
+        return x.unsqueeze(-1)
+
+    def _check_input(self, x: Tensor, name: str) -> None:
+        """Raise if the number of features is not `input_size`."""
+        if has_features(x) and x.shape[-1] != self.input_size:
+            raise ValueError(
+                f"{name}: expected {self.input_size} features in the last dimension (input_size), "
+                f"got {x.shape[-1]}"
+            )
+
+    def _initial_states(self, batch: int, dtype: torch.dtype) -> list[Tensor]:
+        """Return the initial states, learned or zero, as [layers · directions, B, ·]."""
+        weight, count = self.weight_ih_l0, self.num_layers * (2 if self.bidirectional else 1)
+        if self.learn_initial_state:
+            learned = (getattr(self, name) for name in self.initial_names())
+            return [s.to(dtype)[:, None].expand(-1, batch, -1) for s in learned]
+        h = weight.new_zeros(count, batch, self.output_size, dtype=dtype)
+        other = h if not self.proj_size else h.new_zeros(count, batch, self.hidden_size)
+        return [h, *[other] * (len(self.definition.states) - 1)]
+
+    def _given_states(
+        self, hx: State | None, initial: list[Tensor], sequences: Sequences
+    ) -> list[Tensor]:
+        """Return the states before the first step: `hx` if the caller passed it, else `initial`."""
+        if hx is None:
+            return initial
+        states = []
+        for (name, state), like in zip(as_states(hx, self.definition), initial, strict=True):
+            shape = tuple(like.shape) if sequences.batched else (len(like), like.shape[2])
+            if tuple(state.shape) != shape:
+                raise ValueError(f"{name}: expected shape {shape}, got {tuple(state.shape)}")
+            check_device(name, state, like)
+            check_state_dtype(name, state, like)
+            state = state.to(like.dtype)
+            states.append(sequences.sort(state, 1) if sequences.batched else state.unsqueeze(1))
+        return states
+
+    def _seed(self, seed: int | Tensor | None, x: Tensor, noise: CallNoise) -> Tensor | None:
+        """Return the seed of this call, or None if nothing is drawn.
+
+        torch's generator is used only if a mask needs it.
+        """
+        if seed is not None:
+            return as_seed(seed, x.device, copy=True)
+        between = self.training and self.dropout > 0 and self.num_layers > 1
+        if between or any(
+            rule.mask != "static" for rule in drawn_rules(noise.rules, self.training)
+        ):
+            return fresh_seed(x)
+        return None
+
+    def _between_layers(
+        self,
+        layer: int,
+        x: Tensor,
+        key: Tensor,
+        rows: Tensor,
+        first_step: int,
+        counts: Tensor | None,
+    ) -> Tensor:
+        """Apply the dropout between layers to the outputs of a layer.
+
+        Its mask is a function of seed and coordinates, like all other masks.
+        """
+        parts = [
+            dropout(
+                part,
+                self.dropout,
+                key,
+                plane("dropout", layer, direction),
+                rows,
+                first_step,
+                counts,
+            )
+            for direction, part in enumerate(x.split(self.output_size, dim=-1))
+        ]
+        return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+
+
+class RecurrentLayer(SequenceLayer, nn.RNNBase):
+    """The base class of `LSTM`, `GRU` and `RNN`: torch's names around a definition."""
+
+    kind: str  # "lstm", "gru" or "rnn"
+    family: Definition  # the cell, or one with the same states and marks
+
+    def __init__(
+        self,
+        mode: str,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int,
+        bias: bool,
+        batch_first: bool,
+        dropout: float,
+        bidirectional: bool,
+        proj_size: int,
+        device: Any,
+        dtype: torch.dtype | None,
+        noise: Noises,
+        norm: Norm,
+        learn_initial_state: bool,
+        backend: str | None,
+        recompute: bool,
+    ) -> None:
+        _check_num_layers(num_layers)
+        super().__init__(
+            mode, input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional,
+            proj_size, device, dtype,
+        )  # fmt: skip
+        warn_if_rounded(self.dropout, "dropout")
+        self._add_parts(noise, norm, backend, learn_initial_state, recompute)
+
+    @property
+    def cell_name(self) -> str:
+        return self.kind.upper()
+
+    def weight_names(self) -> list[str]:
+        return list(self._flat_weights_names)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + self._extra()
@@ -143,242 +480,30 @@ class RecurrentLayer(Recurrent, nn.RNNBase):
             The outputs and the final state, as in `torch.nn`. With `return_cells`, a third result
             holds the cells in the layout of the outputs.
         """
+        call: dict[str, Any] = {
+            "lengths": lengths,
+            "resets": resets,
+            "seed": seed,
+            "examples": examples,
+        }
+        call |= {"first_step": first_step, "rates": rates}
         if overriders := overriding(input, hx):
-            call: dict[str, Any] = {"lengths": lengths, "resets": resets, "seed": seed, "examples": examples}
-            call |= {"first_step": first_step, "return_cells": return_cells, "rates": rates}
-            return handle_torch_function(RecurrentLayer.forward, overriders, self, input, hx, **call)
-        weight = self.weight_ih_l0
-        sequences = self._sequences(input, lengths, resets)
-        x = sequences.x
-        check_parameter(weight)
-        check_device("input", x, weight)
-        dtype = self._working_dtype(x, hx, weight)
-        x = x if x.dtype in (dtype, torch.int64) else x.to(dtype)
-        if return_cells and self.kind != "lstm":
-            raise ValueError(f"return_cells: expected False, since a {self.kind.upper()} has no cell state, got True")
-        # 0 is always valid. Without a check, an exporter keeps the number of steps symbolic.
-        if type(first_step) is not int or first_step:
-            first_step = check_count("first_step", first_step, 2**32 - sequences.steps + 1)
-        initial = self._initial_states(sequences.batch, dtype)  # all rows are equal: no sorting
-        h0, c0 = self._given_states(hx, initial, sequences)
-        if examples is None and sequences.order is not None:
-            rows = sequences.order  # the default ids 0, 1, 2, …, in sorted order
-        else:
-            rows = sequences.sort(example_ids(examples, sequences.batch, x.device))
-        noise = self._call_noise(rates, x.device)
-        key = self._seed(seed, x, noise)
-
-        suffixes = self.suffixes()
-        h_n: list[Tensor] = []
-        c_n: list[Tensor] = []
-        cells: list[Tensor] = []
-        for layer in range(self.num_layers):
-            if layer > 0 and self.dropout > 0 and self.training:
-                assert key is not None
-                x = self._between_layers(layer - 1, x, key, rows, first_step, sequences.counts)
-            runs, outputs, directions = {}, [], 2 if self.bidirectional else 1
-            for direction in range(directions):
-                k = layer * directions + direction
-                runs[suffixes[k]] = self._made(
-                    self._cell_name(),
-                    x,
-                    h0[k],
-                    None if c0 is None else c0[k],
-                    suffixes[k],
-                    self._draws(noise, layer, direction, key),
-                    rows,
-                    first_step,
-                    dtype,
-                    lengths=sequences.lengths,
-                    resets=sequences.resets,
-                    reset_h=None if sequences.resets is None else initial[0][k],
-                    reset_c=None if sequences.resets is None or initial[1] is None else initial[1][k],
-                    reverse=direction == 1,
-                    return_cells=return_cells and layer == self.num_layers - 1,
-                    counts=sequences.counts,
-                )
-            for y, h, c, every_c, _ in self._run(runs):
-                outputs.append(y)
-                h_n.append(h)
-                if c is not None:
-                    c_n.append(c)
-                if every_c is not None:
-                    cells.append(every_c)
-            x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
-
-        # In place, so that the state is no view: detach_() must work, as on the states of torch.nn.
-        final = [torch.stack(states) if len(states) > 1 else states[0].unsqueeze_(0) for states in (h_n, c_n) if states]
-        if not sequences.batched:
-            final = [state.squeeze(1) for state in final]
-        elif sequences.back is not None:
-            final = [state.index_select(1, sequences.back) for state in final]
-        state = tuple(final) if self.kind == "lstm" else final[0]
-        if not return_cells:
-            return sequences.outputs(x), state
-        return sequences.outputs(x), state, sequences.outputs(torch.cat(cells, dim=-1))
-
-    def _cell_name(self) -> str:
-        return self.mode.lower()
-
-    # --- inputs and states ---
-
-    def _sequences(
-        self, input: Tensor | PackedSequence, lengths: Tensor | Sequence[int] | None, resets: Tensor | None
-    ) -> Sequences:
-        """Check an input of any form and return it as [T, B, input] or as packed rows.
-
-        Rows of a padded input keep the caller's order.
-        """
-        if isinstance(input, PackedSequence):
-            if lengths is not None:
-                raise ValueError("lengths: expected None, since a packed input contains its lengths")
-            return self._packed(input, resets)
-        if not isinstance(input, Tensor):
-            raise no_tensor(input, "a tensor or a PackedSequence")
-        if input.is_nested:
-            raise TypeError(
-                "input: expected a padded tensor with lengths=… or a PackedSequence, got a nested tensor; "
-                "try torch.nested.to_padded_tensor"
+            return handle_torch_function(
+                RecurrentLayer.forward,
+                overriders,
+                self,
+                input,
+                hx,
+                **call,
+                return_cells=return_cells,
             )
-        if input.layout is not torch.strided:
-            raise TypeError(f"input: expected a dense tensor, got one with layout {input.layout}; try input.to_dense()")
-        if not has_features(input):
-            input = self._check_numbers(input)
-        if input.dim() not in (2, 3):
-            raise ValueError(f"input: expected 2 dimensions (unbatched) or 3 (batched), got {input.dim()}")
-        self._check_input(input, "input")
-        batched = input.dim() == 3
-        swap = batched and self.batch_first
-        x = input.transpose(0, 1) if swap else input if batched else input.unsqueeze(1)
-        steps, batch = x.shape[:2]
-        if steps == 0:
-            raise ValueError("input: expected at least one step, got a sequence of length 0")
-        if resets is not None:
-            shape = (batch, steps) if swap else (steps, batch) if batched else (steps,)
-            names = "[B, T]" if swap else "[T, B]" if batched else "[T]"
-            resets = _check_resets(resets, shape, names, x.device)
-            resets = resets.t() if swap else resets if batched else resets.unsqueeze(1)
-        if lengths is not None:
-            lengths = check_lengths(lengths, steps, batch, batched).to(x.device, non_blocking=x.is_cuda)
-
-        def outputs(y: Tensor) -> Tensor:
-            return y.transpose(0, 1) if swap else y if batched else y.squeeze(1)
-
-        return Sequences(x, steps, batch, lengths, resets, batched, outputs)
-
-    def _packed(self, input: PackedSequence, resets: Tensor | None) -> Sequences:
-        """Check a packed input and return its rows.
-
-        The rows stay packed if the backend supports that. Otherwise they are padded, with the
-        longest sequence first.
-        """
-        x, counts, order, back = input
-        if not has_features(x):
-            x = self._check_numbers(x)
-        if x.dim() != 2:
-            raise ValueError(f"input.data: expected rows of features, or int64 numbers, got {x.dim()} dimensions")
-        self._check_input(x, "input.data")
-        steps = counts.shape[0]
-        if steps == 0:
-            raise ValueError("input.batch_sizes: expected one number per step, got none")
-        batch: Any = counts[0].item() if order is None else order.shape[0]  # symbolic when exported
-        if resets is not None:
-            resets = _check_resets(resets, (steps, batch), "of packed rows [T, B]", x.device)
-            resets = resets if order is None else resets.index_select(1, order)
-        if readable(counts):
-            check_counts(counts, batch, x.shape[0])
-        if self._packs(x):
-            if resets is not None:
-                resets = resets[places(counts, x.shape[0])]
-            return Sequences(
-                x, steps, batch, None, resets, True, lambda y: PackedSequence(y, counts, order, back),
-                counts, order, back,
-            )  # fmt: skip
-        packing = packing_of(counts, batch, x)
-
-        def outputs(y: Tensor) -> PackedSequence:
-            return PackedSequence(packed(y, packing), counts, order, back)
-
-        return Sequences(padded(x, packing), steps, batch, packing.lengths, resets, True, outputs, None, order, back)
-
-    def _check_numbers(self, x: Tensor) -> Tensor:
-        """Check that an input holds ids of one-hot rows; return it with a last dimension of 1."""
-        if x.dtype != torch.int64 or x.dim() > 2:
+        y, state, seen = self._forward(input, hx, **call, return_states=return_cells)
+        if return_cells and not seen:
             raise ValueError(
-                "input: expected floating-point numbers, or int64 [T, B], which is read as ids of one-hot rows, "
-                f"got {x.dtype} with {x.dim()} dimensions; for numbers as features pass input.float()"
+                f"return_cells: expected False, since a {self.cell_name} has no cell state, got "
+                "True"
             )
-        if x.numel() and readable(x):
-            low, high = (int(v) for v in torch.aminmax(x))
-            if low < 0 or high >= self.input_size:
-                raise ValueError(
-                    f"input: integer input is read as ids of one-hot rows, expected 0 to {self.input_size - 1} "
-                    f"(input_size − 1), got {low} to {high}; for numbers as features pass input.float(), for token ids "
-                    "put an nn.Embedding before the layer, or make input_size the number of ids"
-                )
-        return x.unsqueeze(-1)
-
-    def _check_input(self, x: Tensor, name: str) -> None:
-        """Raise if the number of features is not `input_size`."""
-        if has_features(x) and x.shape[-1] != self.input_size:
-            raise ValueError(
-                f"{name}: expected {self.input_size} features in the last dimension (input_size), got {x.shape[-1]}"
-            )
-
-    def _initial_states(self, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Return the initial states, learned or zero, as [layers · directions, B, ·]."""
-        weight, count = self.weight_ih_l0, self.num_layers * (2 if self.bidirectional else 1)
-        if self.learn_initial_state:
-            learned = (self.h0, self.c0) if self.kind == "lstm" else (self.h0,)
-            states = [s.to(dtype)[:, None].expand(-1, batch, -1) for s in learned]
-        else:
-            zero = weight.new_zeros(count, batch, self.output_size, dtype=dtype)
-            states = [zero, zero if not self.proj_size else zero.new_zeros(count, batch, self.hidden_size)]
-        return states[0], states[1] if self.kind == "lstm" else None
-
-    def _given_states(
-        self, hx: State | None, initial: tuple[Tensor, Tensor | None], sequences: Sequences
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the states before the first step: `hx` if the caller passed it, else `initial`."""
-        if hx is None:
-            return initial
-        lstm = self.kind == "lstm"
-        states = []
-        for name, state, like in zip(("hx[0]", "hx[1]") if lstm else ("hx",), as_states(hx, lstm), initial):
-            assert like is not None
-            shape = tuple(like.shape) if sequences.batched else (len(like), like.shape[2])
-            if tuple(state.shape) != shape:
-                raise ValueError(f"{name}: expected shape {shape}, got {tuple(state.shape)}")
-            check_device(name, state, like)
-            check_state_dtype(name, state, like)
-            state = state.to(like.dtype)
-            states.append(sequences.sort(state, 1) if sequences.batched else state.unsqueeze(1))
-        return states[0], states[1] if lstm else None
-
-    def _seed(self, seed: int | Tensor | None, x: Tensor, noise: CallNoise) -> Tensor | None:
-        """Return the seed of this call, or None if nothing is drawn.
-
-        torch's generator is used only if a mask needs it.
-        """
-        if seed is not None:
-            return as_seed(seed, x.device, copy=True)
-        between = self.training and self.dropout > 0 and self.num_layers > 1
-        if between or any(rule.mask != "static" for rule in drawn_rules(noise.rules, self.training)):
-            return fresh_seed(x)
-        return None
-
-    def _between_layers(
-        self, layer: int, x: Tensor, key: Tensor, rows: Tensor, first_step: int, counts: Tensor | None
-    ) -> Tensor:
-        """Apply the dropout between layers to the outputs of a layer.
-
-        Its mask is a function of seed and coordinates, like all other masks.
-        """
-        parts = [
-            dropout(part, self.dropout, key, plane("dropout", layer, direction), rows, first_step, counts)
-            for direction, part in enumerate(x.split(self.output_size, dim=-1))
-        ]
-        return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+        return (y, state, *seen)
 
 
 class LSTM(RecurrentLayer):
@@ -402,6 +527,7 @@ class LSTM(RecurrentLayer):
     """
 
     kind = "lstm"
+    family = definition = cells.lstm
 
     def __init__(
         self,
@@ -424,9 +550,8 @@ class LSTM(RecurrentLayer):
     ) -> None:
         super().__init__(
             "LSTM", input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional,
-            proj_size, device, dtype,
+            proj_size, device, dtype, noise, norm, learn_initial_state, backend, recompute,
         )  # fmt: skip
-        self._add_parts(noise, norm, backend, learn_initial_state, recompute)
 
     get_expected_cell_size = nn.LSTM.get_expected_cell_size
     check_forward_args = nn.LSTM.check_forward_args  # type: ignore[assignment]
@@ -444,6 +569,8 @@ class GRU(RecurrentLayer):
     """
 
     kind = "gru"
+    family = definition = cells.gru
+    keeps_state_type = True
 
     def __init__(
         self,
@@ -465,9 +592,8 @@ class GRU(RecurrentLayer):
     ) -> None:
         super().__init__(
             "GRU", input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional,
-            0, device, dtype,
+            0, device, dtype, noise, norm, learn_initial_state, backend, recompute,
         )  # fmt: skip
-        self._add_parts(noise, norm, backend, learn_initial_state, recompute)
 
 
 class RNN(RecurrentLayer):
@@ -481,6 +607,7 @@ class RNN(RecurrentLayer):
     """
 
     kind = "rnn"
+    family = cells.rnn_tanh
 
     def __init__(
         self,
@@ -505,30 +632,269 @@ class RNN(RecurrentLayer):
             raise ValueError(f"nonlinearity: expected 'tanh' or 'relu', got {nonlinearity!r}")
         self.nonlinearity = nonlinearity
         super().__init__(
-            f"RNN_{nonlinearity.upper()}", input_size, hidden_size, num_layers, bias, batch_first, dropout,
-            bidirectional, 0, device, dtype,
+            f"RNN_{nonlinearity.upper()}", input_size, hidden_size, num_layers, bias, batch_first,
+            dropout, bidirectional, 0, device, dtype, noise, norm, learn_initial_state, backend,
+            recompute,
         )  # fmt: skip
+
+    @property
+    def definition(self) -> Definition:  # type: ignore[override]
+        return cells.rnn_relu if self.nonlinearity == "relu" else cells.rnn_tanh
+
+
+class Recurrent(SequenceLayer):
+    """A layer of any cell that is written as an equation (`zo.cell`).
+
+    Arguments, inputs and outputs are those of `LSTM`, except that the cell comes first. A cell with
+    several states has a tuple of them as its state, a cell with one state that state. Parameters
+    are named as in `torch.nn`; each parameter of the cell has its own name and a suffix, such as
+    `p_i_l0`.
+
+    Args:
+        cell: the definition of the cell.
+        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size,
+            device, dtype: as in `nn.LSTM`. `proj_size` needs a cell that reads h only through `r`.
+        noise, norm, learn_initial_state, backend, recompute: as in `LSTM`. A norm needs a cell
+            whose recurrence is "dense".
+
+    >>> import torch, zoneout as zo
+    >>> @zo.cell(gates=2)
+    ... def light_gru(x, r, h):
+    ...     z, n = (a + b for a, b in zip(x, r))
+    ...     z = z.sigmoid()
+    ...     return z * h + zo.update((1 - z) * n.relu())
+    >>> layer = zo.Recurrent(light_gru, 10, 20, noise=zo.Zoneout(hidden=0.1))
+    >>> y, h = layer(torch.randn(5, 4, 10))
+    """
+
+    def __init__(
+        self,
+        cell: Definition,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        proj_size: int = 0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        noise: Noises = None,
+        norm: Norm = None,
+        learn_initial_state: bool = False,
+        backend: str | None = None,
+        recompute: bool = False,
+    ) -> None:
+        check_definition(cell)
+        _check_num_layers(num_layers)
+        sizes = {"input_size": input_size, "hidden_size": hidden_size, "num_layers": num_layers}
+        check_sizes(sizes, least={"input_size": 0, "hidden_size": 1, "num_layers": 1})
+        _check_cell_sizes(cell, hidden_size, proj_size)
+        _check_dropout(dropout, num_layers)
+        super().__init__()
+        self.definition = cell
+        self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
+        self.bias, self.batch_first, self.dropout = bias, batch_first, float(dropout)
+        self.bidirectional, self.proj_size = bidirectional, proj_size
+        inputs = [size for size in self.input_sizes() for _ in range(2 if bidirectional else 1)]
+        for suffix, size in zip(self.suffixes(), inputs, strict=True):
+            add_weights(self, size, suffix, device, dtype)
+        warn_if_rounded(self.dropout, "dropout")
+        self.reset_parameters()
         self._add_parts(noise, norm, backend, learn_initial_state, recompute)
+
+    def weight_names(self) -> list[str]:
+        names = (*WEIGHTS.values(), *self.definition.parameters)
+        every = (f"{name}{suffix}" for suffix in self.suffixes() for name in names)
+        return [name for name in every if name in self._parameters]
+
+    @property
+    def all_weights(self) -> list[list[nn.Parameter]]:
+        """The parameters of each layer and direction."""
+        names = (*WEIGHTS.values(), *self.definition.parameters)
+        return [
+            [p for n in names if (p := self._parameters.get(n + suffix)) is not None]
+            for suffix in self.suffixes()
+        ]
+
+    def extra_repr(self) -> str:
+        shown = f"{self.definition.name}, {self.input_size}, {self.hidden_size}"
+        if self.proj_size:
+            shown += f", proj_size={self.proj_size}"
+        for name, default in (
+            ("num_layers", 1),
+            ("bias", True),
+            ("batch_first", False),
+            ("dropout", 0.0),
+        ):
+            if getattr(self, name) != default:
+                shown += f", {name}={getattr(self, name)}"
+        return shown + (", bidirectional=True" if self.bidirectional else "") + self._extra()
+
+    def forward(
+        self,
+        input: Tensor | PackedSequence,
+        hx: State | None = None,
+        *,
+        lengths: Tensor | Sequence[int] | None = None,
+        resets: Tensor | None = None,
+        seed: int | Tensor | None = None,
+        examples: int | Tensor | Sequence[int] | None = None,
+        first_step: int = 0,
+        rates: Rates | None = None,
+        return_states: bool = False,
+    ) -> Any:
+        """Run the layer over a batch of sequences.
+
+        The arguments are those of `LSTM.forward`, except:
+
+        Args:
+            hx: the states before the first step: a tuple of them, or the state itself if the cell
+                has one.
+            return_states: also return all states of the last layer at every step.
+
+        Returns:
+            The outputs and the final state. With `return_states`, a third result is a dict from the
+            name of each state to its values in the layout of the outputs.
+        """
+        call: dict[str, Any] = {
+            "lengths": lengths,
+            "resets": resets,
+            "seed": seed,
+            "examples": examples,
+        }
+        call |= {"first_step": first_step, "rates": rates, "return_states": return_states}
+        if overriders := overriding(input, hx):
+            return handle_torch_function(Recurrent.forward, overriders, self, input, hx, **call)
+        y, state, seen = self._forward(input, hx, **call)
+        return (
+            (y, state, dict(zip(self.definition.states, (y, *seen))))
+            if return_states
+            else (y, state)
+        )
 
 
 # --- checks ---------------------------------------------------------------------------------------
 
 
-def as_states(hx: Any, lstm: bool) -> tuple[Tensor, ...]:
-    """Return `hx` as a tuple, (h, c) for an LSTM or (h,); raise if it is anything else."""
-    if lstm:
-        if not isinstance(hx, (tuple, list)) or len(hx) != 2 or not all(isinstance(s, Tensor) for s in hx):
-            raise TypeError(f"hx: expected a pair of tensors (h, c), got {_describe(hx)}")
-        return tuple(hx)
+def check_definition(cell: Any) -> None:
+    """Raise if `cell` is not a definition."""
+    if not isinstance(cell, Definition):
+        function = callable(cell) and not isinstance(cell, type)
+        hint = "; decorate the function with zo.cell(gates=…)" if function else ""
+        raise TypeError(
+            f"cell: expected a definition made by zo.cell, got {type(cell).__name__}{hint}"
+        )
+
+
+def check_sizes(sizes: dict[str, Any], least: dict[str, int]) -> None:
+    """Raise if a size is not a whole number, or too small."""
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least[name]:
+            raise ValueError(
+                f"{name}: expected a whole number of at least {least[name]}, got {value!r}"
+            )
+
+
+def _check_num_layers(num_layers: Any) -> None:
+    if isinstance(num_layers, Noise):
+        raise TypeError(
+            f"num_layers: expected a whole number, got {num_layers!r}; pass noise by keyword, "
+            "noise=…"
+        )
+
+
+def _check_dropout(dropout: Any, num_layers: int) -> None:
+    """Raise or warn as `nn.LSTM` does."""
+    if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout <= 1:
+        raise ValueError(f"dropout: expected a rate between 0 and 1, got {dropout!r}")
+    if dropout > 0 and num_layers == 1:
+        warnings.warn(
+            f"dropout: {dropout} has no effect, since it is applied between layers and num_layers "
+            "is 1",
+            stacklevel=3,
+        )
+
+
+def _check_cell_sizes(cell: Definition, hidden_size: int, proj_size: Any) -> None:
+    """Raise if a cell cannot have these sizes."""
+    check_heads(cell, hidden_size)
+    if (
+        isinstance(proj_size, bool)
+        or not isinstance(proj_size, int)
+        or not 0 <= proj_size < hidden_size
+    ):
+        raise ValueError(
+            f"proj_size: expected a whole number from 0 to hidden_size − 1, got {proj_size!r}"
+        )
+    if proj_size and (cell.reads_h or cell.recurrence != "dense"):
+        why = "reads h itself" if cell.reads_h else f"has recurrence={cell.recurrence!r}"
+        raise ValueError(
+            f"proj_size: expected 0 for the cell {cell.name!r}, which {why}, got {proj_size}; a "
+            "projection needs a cell "
+            "that reads h only through r"
+        )
+
+
+def check_heads(cell: Definition, hidden_size: int) -> None:
+    """Raise if the units cannot be divided among the heads."""
+    if hidden_size % cell.heads:
+        raise ValueError(
+            f"hidden_size: expected a multiple of {cell.heads}, the heads of the cell "
+            f"{cell.name!r}, got {hidden_size}"
+        )
+
+
+def add_weights(
+    module: RecurrentModule, inputs: int, suffix: str, device: Any, dtype: torch.dtype | None
+) -> None:
+    """Add the weights, biases and parameters of one layer and direction, uninitialised."""
+    own = module.definition.parameters
+    for name in own:
+        # hasattr would call the properties of a module that is not complete yet.
+        taken = name + suffix in dir(type(module)) or name + suffix in module.__dict__
+        if taken or name in WEIGHTS or name.startswith(("weight_", "bias_", "norm_")):
+            raise ValueError(
+                "cell: expected parameters whose names are not those of a layer (weight_…, "
+                f"bias_…, norm_…), got {name!r}"
+            )
+    shapes, biases = (
+        module._weight_shapes(inputs),
+        ("b_ih", "b_hh") if getattr(module, "bias", True) else (),
+    )
+    projection = ("w_hr",) if getattr(module, "proj_size", 0) else ()
+    for name in ("w_ih", "w_hh", *biases, *projection, *own):
+        if name in shapes:
+            weight = torch.empty(shapes[name], device=device, dtype=dtype)
+            module.register_parameter(WEIGHTS.get(name, name) + suffix, nn.Parameter(weight))
+
+
+def as_states(hx: Any, cell: Definition) -> list[tuple[str, Tensor]]:
+    """Return `hx` as its states, each with a name for messages; raise if it is anything else."""
+    states = cell.states
+    if len(states) > 1:
+        if (
+            not isinstance(hx, (tuple, list))
+            or len(hx) != len(states)
+            or not all(isinstance(s, Tensor) for s in hx)
+        ):
+            many = "a pair of tensors" if len(states) == 2 else f"a tuple of {len(states)} tensors"
+            raise TypeError(f"hx: expected {many} ({', '.join(states)}), got {_describe(hx)}")
+        return [(f"hx[{k}]", state) for k, state in enumerate(hx)]
     if not isinstance(hx, Tensor):
         raise TypeError(f"hx: expected a tensor, got {_describe(hx)}")
-    return (hx,)
+    return [("hx", hx)]
 
 
 def _describe(value: Any) -> str:
     """Return the type of a value, and those of the elements of a tuple or list, for a message."""
     if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of {', '.join(type(one).__name__ for one in value) or 'nothing'}"
+        return (
+            f"a {type(value).__name__} of "
+            f"{', '.join(type(one).__name__ for one in value) or 'nothing'}"
+        )
     return type(value).__name__
 
 
@@ -560,7 +926,9 @@ def check_lengths(lengths: Tensor | Sequence[int], steps: int, batch: int, batch
     if not batched and ends.dim() == 0:
         ends = ends[None]
     if tuple(ends.shape) != (batch,):
-        raise ValueError(f"lengths: expected one for each of {batch} sequences, got shape {tuple(ends.shape)}")
+        raise ValueError(
+            f"lengths: expected one for each of {batch} sequences, got shape {tuple(ends.shape)}"
+        )
     if batch and readable(ends) and (int(ends.min()) < 0 or int(ends.max()) > steps):
         raise ValueError(
             f"lengths: expected numbers from 0 to {steps}, the steps of the input, "

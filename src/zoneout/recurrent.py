@@ -11,17 +11,40 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import ops
-from .cells import CELLS
+from .definition import Definition
 from .draws import Draw, stream_units, widest
-from .noise import KINDS, Noise, Rate, Rule, as_noises, check_fits, check_rate, is_zero, plane, rate_of_layer
-from .norm import STATISTICS, LayerNorm, Moments, RecurrentBatchNorm, StepNorm, as_norm, record, rows
+from .noise import (
+    STATE_STREAMS,
+    Entry,
+    Noise,
+    Rate,
+    Rule,
+    as_noises,
+    check_fits,
+    check_rate,
+    is_zero,
+    plane,
+    rate_of_layer,
+)
+from .norm import (
+    STATISTICS,
+    LayerNorm,
+    Moments,
+    RecurrentBatchNorm,
+    StepNorm,
+    as_norm,
+    record,
+    rows,
+)
 from .ops.dropout import drop_units
-from .ops.modes import functionalizing, plain_eager
 from .ops.weight_noise import add_noise
 from .philox import as_seed
+from .torch_state import functionalizing, plain_eager
 
-GATES = {kind: CELLS[cell].gates for kind, cell in (("lstm", "lstm"), ("gru", "gru"), ("rnn", "rnn_tanh"))}
-WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")  # order of `ops.Weights`
+WEIGHTS = {  # the fields of `ops.Weights`, and the names of the parameters without suffix
+    "w_ih": "weight_ih", "w_hh": "weight_hh", "b_ih": "bias_ih", "b_hh": "bias_hh",
+    "w_hr": "weight_hr",
+}  # fmt: skip
 NORMS = ("norm_ih", "norm_hh", "norm_cell", "norm_cell_shift")  # three scales and one shift
 
 
@@ -58,20 +81,24 @@ class Settable(nn.Module):
 
     def __prepare_scriptable__(self) -> Any:
         raise NotImplementedError(
-            "torch.jit.script does not support zoneout's modules; use torch.export, torch.compile or torch.jit.trace"
+            "torch.jit.script does not support zoneout's modules; use torch.export, torch.compile "
+            "or torch.jit.trace"
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, (nn.Module, nn.Parameter)) and isinstance(getattr(type(self), name, None), property):
+        if isinstance(value, (nn.Module, nn.Parameter)) and isinstance(
+            getattr(type(self), name, None), property
+        ):
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
 
 
-class Recurrent(Settable):
+class RecurrentModule(Settable):
     """A mixin for layers and cells: everything except input and output shapes."""
 
-    kind: str  # "lstm", "gru" or "rnn"
+    definition: Definition  # the cell
+    keeps_state_type = False  # True: under autocast on the CPU it computes in the type of its state
     one_step = False  # True if a call is one step of a sequence
     hidden_size: int
     backend: str | None
@@ -87,6 +114,25 @@ class Recurrent(Settable):
     def input_sizes(self) -> list[int]:
         """Return the input size of each layer."""
         raise NotImplementedError
+
+    @property
+    def cell_name(self) -> str:
+        """The cell's name in messages."""
+        return self.definition.name
+
+    @property
+    def width(self) -> int:
+        """All gates of all units."""
+        return self.definition.gates * self.hidden_size
+
+    @property
+    def normalises_cell(self) -> bool:
+        """True if a norm also normalises what the cell shows of a state (`zo.shown`)."""
+        return "shown" in self.definition.marks
+
+    def initial_names(self) -> list[str]:
+        """Return the names of the learned initial states."""
+        return [f"{state}0" for state in self.definition.states]
 
     @property
     def output_size(self) -> int:
@@ -110,8 +156,14 @@ class Recurrent(Settable):
             self.recompute = True
         self._norm = as_norm(norm)
         self.recording = None
+        self._weight_table = self._find_weights()
+        if self._norm is not None and self.definition.recurrence != "dense":
+            raise ValueError(
+                f"norm: expected None for the cell {self.cell_name!r}, whose recurrence is "
+                f"{self.definition.recurrence!r}, got {norm!r}"
+            )
         like = next(self.parameters())
-        wide, units = GATES[self.kind] * self.hidden_size, self.hidden_size
+        wide, units = self.width, self.hidden_size
         for suffix in self.suffixes() if self.norm is not None else ():
             for name, size in self._norm_sizes(suffix, wide, units).items():
                 self.register_parameter(name, nn.Parameter(like.new_empty(size)))
@@ -121,10 +173,11 @@ class Recurrent(Settable):
                     self.register_buffer(name, like.new_empty(self.norm.steps, size).detach())
         self.learn_initial_state = learn_initial_state
         if learn_initial_state:
-            count = len(self.suffixes())
-            self.h0 = nn.Parameter(like.new_empty(count, self.output_size))
-            if self.kind == "lstm":
-                self.c0 = nn.Parameter(like.new_empty(count, units))
+            for k, name in enumerate(self.initial_names()):
+                size = units if k else self.output_size
+                self.register_parameter(
+                    name, nn.Parameter(like.new_empty(len(self.suffixes()), size))
+                )
         self._reset_parts()
         self._rules: tuple[Rule, ...] = ()
         self._copies: dict[torch.device, dict[str, Tensor]] = {}
@@ -134,13 +187,15 @@ class Recurrent(Settable):
     def _norm_sizes(self, suffix: str, wide: int, units: int) -> dict[str, int]:
         """Return the names and sizes of the norm parameters of one layer and direction."""
         sizes = {f"norm_ih{suffix}": wide, f"norm_hh{suffix}": wide}
-        if self.kind == "lstm":
+        if self.normalises_cell:
             sizes |= {f"norm_cell{suffix}": units, f"norm_cell_shift{suffix}": units}
         return sizes
 
     def _statistics(self, suffix: str) -> list[str]:
         """Return the names of the batch-norm statistics of one layer and direction."""
-        return [f"{name}{suffix}" for name in STATISTICS if self.kind == "lstm" or "_cell" not in name]
+        return [
+            f"{name}{suffix}" for name in STATISTICS if self.normalises_cell or "_cell" not in name
+        ]
 
     def statistics_names(self) -> list[str]:
         """Return the names of all batch-norm statistics."""
@@ -150,7 +205,9 @@ class Recurrent(Settable):
     def _reset_parts(self) -> None:
         """Set scales, shifts, statistics and learned initial states to their initial values."""
         for name, parameter in self.named_parameters(recurse=False):
-            if (name in ("h0", "c0") and self.learn_initial_state) or name.startswith("norm_cell_shift"):
+            if (self.learn_initial_state and name in self.initial_names()) or name.startswith(
+                "norm_cell_shift"
+            ):
                 parameter.zero_()
             elif name.startswith("norm_") and self.norm is not None:
                 parameter.fill_(self.norm.scale)
@@ -188,8 +245,10 @@ class Recurrent(Settable):
         noises = self.check_noise(noise)
         self._noise = noise if noise is None or isinstance(noise, Noise) else noises
         with _real_tensors():
-            self._numbers = {name: value.clone() for name, value in self._noise_numbers(noises).items()}
-        rules = tuple(rule for one in noises for rule in one.rules())
+            self._numbers = {
+                name: value.clone() for name, value in self._noise_numbers(noises).items()
+            }
+        rules = tuple(rule for one in noises for rule in one.rules(self.definition))
         if rules != self._rules:  # a new rate alone keeps the tuple: nothing is recompiled
             self._rules = rules
         self._update_copies()
@@ -197,32 +256,34 @@ class Recurrent(Settable):
     def check_noise(self, noise: Noise | Iterable[Noise] | None) -> tuple[Noise, ...]:
         """Return the noise as a tuple; raise if it does not apply to this module."""
         noises = as_noises(noise)
-        check_fits(noises, self.kind, self.one_step)
+        check_fits(noises, self.definition, self.cell_name, self.one_step)
         self._noise_numbers(noises)
         return noises
 
     def _noise_numbers(self, noises: tuple[Noise, ...]) -> dict[str, Tensor]:
         """Return the rate of each stream and layer, and the seeds of static masks, on the CPU."""
         numbers: dict[str, Tensor] = {}
-        for one, field, stream in self._fields(noises):
-            rates = getattr(one, field)
-            if is_zero(rates) and rate_name(stream, 0) in numbers:
+        for one, entry in self._entries(noises):
+            stream = entry.stream
+            if is_zero(entry.rate) and rate_name(stream, 0) in numbers:
                 continue  # another noise uses this stream
-            numbers |= self._layer_rates(rates, stream, f"{type(one).__name__}({field}=…)")
+            name = f"{type(one).__name__}({entry.written()})"
+            numbers |= self._layer_rates(entry.rate, stream, name)
             if getattr(one, "mask", None) == "static":
                 numbers[seed_name(stream)] = as_seed(one.seed)  # type: ignore[attr-defined]
         return numbers
 
-    def _fields(self, noises: Iterable[Noise]) -> list[tuple[Noise, str, str]]:
-        """Return (noise, rate field, stream) for each stream that a cell of this kind has."""
-        fields = ((one, field, stream) for one in noises for field, stream in one.fields.items())
-        return [entry for entry in fields if entry[2] in KINDS[self.kind]]
+    def _entries(self, noises: Iterable[Noise]) -> list[tuple[Noise, Entry]]:
+        """Return the rates of the noises, one for each stream that the cell has."""
+        return [(one, entry) for one in noises for entry in one.entries(self.definition)]
 
     def _layer_rates(self, rates: Rate, stream: str, name: str) -> dict[str, Tensor]:
         """Return the rates of one stream in all layers, by `rate_name`."""
         out, sizes = {}, self.input_sizes()
         for layer, input_size in enumerate(sizes):
-            units = stream_units(self.hidden_size, getattr(self, "proj_size", 0), input_size).get(stream)
+            units = stream_units(self.hidden_size, getattr(self, "proj_size", 0), input_size).get(
+                stream
+            )
             out[rate_name(stream, layer)] = rate_of_layer(rates, layer, len(sizes), units, name)
         return out
 
@@ -239,7 +300,8 @@ class Recurrent(Settable):
         if copies is None:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    "noise: expected its rates on the GPU before a CUDA graph is captured; call the layer once "
+                    "noise: expected its rates on the GPU before a CUDA graph is captured; call "
+                    "the layer once "
                     "before the capture, as in the warm-up of torch.cuda.graph"
                 )
             copies = {name: _to_device(value, device) for name, value in self._numbers.items()}
@@ -289,6 +351,7 @@ class Recurrent(Settable):
         for name in self.__dict__.pop("_noise_names", ()):
             self._buffers.pop(name, None)
             self._non_persistent_buffers_set.discard(name)
+        self._weight_table = self._find_weights()
         if "_copies" not in self.__dict__:
             self._copies = {}
             self.noise = self._noise
@@ -299,28 +362,40 @@ class Recurrent(Settable):
         if rates is None:
             return default
         if not isinstance(rates, Mapping):
-            raise TypeError(f"rates: expected a dict such as {{'hidden': 0.1}}, got {type(rates).__name__}")
-        known: dict[str, tuple[Noise, str]] = {}
-        for one, field, stream in self._fields(as_noises(self._noise)):
-            if stream not in known or not is_zero(getattr(one, field)):  # prefer an enabled noise
-                known[stream] = one, field
+            raise TypeError(
+                f"rates: expected a dict such as {{'hidden': 0.1}}, got {type(rates).__name__}"
+            )
+        known: dict[str, Noise] = {}
+        for one, entry in self._entries(as_noises(self._noise)):
+            if entry.stream not in known or not is_zero(entry.rate):  # prefer an enabled noise
+                known[entry.stream] = one
         rules, numbers = list(self._rules), dict(default.numbers)
-        for stream, rate in rates.items():
+        named = dict(zip(self.definition.states, STATE_STREAMS))
+        for given, rate in rates.items():
+            stream = given if given in known else named.get(given, given)
             if stream not in known:
                 raise ValueError(
-                    f"rates: expected streams of the layer's noise ({', '.join(sorted(known)) or 'it has none'}), "
-                    f"got {stream!r}"
+                    "rates: expected streams of the layer's noise "
+                    f"({', '.join(sorted(known)) or 'it has none'}), "
+                    f"got {given!r}"
                 )
-            one, field = known[stream]
-            name = f"rates[{stream!r}]"
-            new_rates = self._layer_rates(check_rate(rate, name, one.limit, in_call=True), stream, name)
+            one = known[stream]
+            name = f"rates[{given!r}]"
+            new_rates = self._layer_rates(
+                check_rate(rate, name, one.limit, in_call=True), stream, name
+            )
             numbers |= {key: _to_device(value, device) for key, value in new_rates.items()}
             if all(rule.stream != stream for rule in rules):
-                rules.append(one.rule(field))
+                rules.append(one.rule(stream))
         return CallNoise(tuple(rules), numbers)
 
     def _draws(
-        self, noise: CallNoise, layer: int, direction: int, seed: Tensor | None, at: int | None = None
+        self,
+        noise: CallNoise,
+        layer: int,
+        direction: int,
+        seed: Tensor | None,
+        at: int | None = None,
     ) -> list[Draw]:
         """Return the draws of one layer and direction that have an effect in the current mode.
 
@@ -337,7 +412,7 @@ class Recurrent(Settable):
             if not rate.is_cpu:  # the copies on a device may change before the backward pass
                 rate = rate.clone()
                 key = key.clone() if key is not None and rule.mask == "static" else key
-            where = plane(rule.stream, layer if at is None else at, direction)
+            where = plane(rule, layer if at is None else at, direction)
             draws.append(Draw(rule, rate, key if mode == "sample" else None, where))
         return draws
 
@@ -352,28 +427,35 @@ class Recurrent(Settable):
         like = weight if x.dtype == torch.int64 else x  # int64: ids of one-hot rows
         if autocast_on(x.device) and like.is_floating_point() and like.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(x.device.type)
-            if x.device.type == "cpu" and (self.kind == "gru" or (self.kind == "lstm" and self.one_step)):
+            if x.device.type == "cpu" and self.keeps_state_type:
                 state = hx[-1] if isinstance(hx, (tuple, list)) and hx else hx
-                dtype = torch.promote_types(dtype, (state if isinstance(state, Tensor) else like).dtype)
+                dtype = torch.promote_types(
+                    dtype, (state if isinstance(state, Tensor) else like).dtype
+                )
             return dtype
         if like.dtype != weight.dtype:
             raise ValueError(
-                f"input: expected {weight.dtype} as the weights have, got {x.dtype}; convert the input with "
+                f"input: expected {weight.dtype} as the weights have, got {x.dtype}; convert the "
+                "input with "
                 f"input.to({weight.dtype}) or the module with .to({x.dtype})"
             )
         return like.dtype
 
     def _packs(self, x: Tensor) -> bool:
         """Return True if the backend runs packed rows directly; otherwise they are padded first."""
-        supported = self.backend in (None, "cpu") and not x.is_complex() and not any(functionalizing())
+        supported = (
+            self.backend in (None, "cpu") and not x.is_complex() and not any(functionalizing())
+        )
+        layout = self.definition.storage
+        supported = (
+            supported and layout.fits and (layout.again or not getattr(self, "proj_size", 0))
+        )
         return x.device.type == "cpu" and supported
 
-    def _made(
+    def _build_run(
         self,
-        cell: str,
         x: Tensor,
-        h0: Tensor,
-        c0: Tensor | None,
+        states: Sequence[Tensor],
         suffix: str,
         draws: list[Draw],
         examples: Tensor,
@@ -384,73 +466,138 @@ class Recurrent(Settable):
         """Return the `Run` of one layer and direction, with noise on its input and weights."""
         by_stream = {draw.rule.stream: draw for draw in draws}
         if dtype.is_complex and (self.norm is not None or "weight_noise" in by_stream):
-            raise TypeError(f"input: expected real numbers for a norm or noise on weights, got {dtype}")
-        weights = self._noisy_weights(suffix, by_stream, dtype)
+            raise TypeError(
+                f"input: expected real numbers for a norm or noise on weights, got {dtype}"
+            )
+        weights = self._weights(suffix, dtype, x.device)
+        if "weight" in by_stream or "weight_noise" in by_stream:
+            weights = self._noisy_weights(weights, by_stream)
         if (draw := by_stream.get("input")) is not None:
             x = drop_units(ops.dense(x, weights.w_ih), draw, examples, counts=options.get("counts"))
-        inside = tuple(d for d in draws if d.rule.stream not in ("input", "weight", "weight_noise"))
-        what = ops.Run(cell, x, h0, c0, weights, inside, examples, first_step, recompute=self.recompute, **options)
-        if self.norm is not None:
-            what = what._replace(norm=self._step_norm(suffix, what.steps, first_step, dtype))
-        self._check_run(what, suffix)
-        return what
+        run = ops.Run(
+            self.definition,
+            self.hidden_size,
+            x,
+            tuple(states),
+            weights,
+            tuple(d for d in draws if d.rule.stream not in ("input", "weight", "weight_noise")),
+            examples,
+            first_step,
+            recompute=self.recompute,
+            **options,
+        )
+        if self._norm is not None:
+            run = run._replace(norm=self._step_norm(suffix, run.steps, first_step, dtype))
+        return run
 
     def _run(self, runs: dict[str, ops.Run]) -> list[ops.Result]:
         """Run all directions of one layer (by suffix) and update the batch-norm statistics."""
-        learns = isinstance(self.norm, RecurrentBatchNorm) and (self.training or self.recording is not None)
+        learns = isinstance(self.norm, RecurrentBatchNorm) and (
+            self.training or self.recording is not None
+        )
         directions = list(runs.values())
         if learns and directions[0].batch == 1:
-            raise ValueError("input: expected at least 2 sequences for the statistics of batch norm, got 1")
+            raise ValueError(
+                "input: expected at least 2 sequences for the statistics of batch norm, got 1"
+            )
         results = ops.run(directions, self.backend)
         for (suffix, run), result in zip(runs.items(), results):
             if learns and result.moments is not None and run.batch > 0:
                 self._record(suffix, result.moments, run)
         return results
 
-    def _check_weights(self, weights: ops.Weights, inputs: int, device: torch.device, suffix: str) -> None:
-        """Raise if a weight has a wrong shape or device: the loops would read out of bounds."""
-        wide, hidden, outputs = GATES[self.kind] * self.hidden_size, self.hidden_size, self.output_size
-        shapes = ((wide, inputs), (wide, outputs), (wide,), (wide,), (outputs, hidden))
-        _check_shapes(WEIGHTS, weights, shapes, device, suffix)
+    def _weight_shapes(self, inputs: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the weights, biases and parameters of one layer and direction.
 
-    def _check_run(self, what: ops.Run, suffix: str) -> None:
-        """Raise if a weight or norm parameter of a run has a wrong shape or device."""
-        norm, hidden, device = what.norm, self.hidden_size, what.x.device
-        inputs = what.x.shape[-1] if has_features(what.x) else what.weights.w_ih.shape[-1]
-        self._check_weights(what.weights, inputs, device, suffix)
-        if norm is not None:
-            values = (norm.scale_x, norm.scale_h, norm.scale_c, norm.shift_c)
-            wide = (GATES[self.kind] * hidden,)
-            _check_shapes(NORMS, values, (wide, wide, (hidden,), (hidden,)), device, suffix)
-
-    def _noisy_weights(self, suffix: str, draws: dict[str, Draw], dtype: torch.dtype) -> ops.Weights:
-        """Return the weights of one layer and direction in `dtype`, with noise applied to them."""
-        w_ih, w_hh, b_ih, b_hh, w_hr = (
-            value if (value := getattr(self, name + suffix, None)) is None or value.dtype == dtype else value.to(dtype)
-            for name in WEIGHTS
+        They are named after the fields of `ops.Weights`, and parameters as in the definition.
+        """
+        cell, hidden, outputs, wide = (
+            self.definition,
+            self.hidden_size,
+            self.output_size,
+            (self.width,),
         )
-        assert w_ih is not None and w_hh is not None
+        shapes: dict[str, tuple[int, ...]] = {
+            "w_ih": (*wide, inputs),
+            "b_ih": wide,
+            "w_hr": (outputs, hidden),
+        }
+        if cell.has_r:
+            shapes |= {"w_hh": (*wide, outputs // cell.heads), "b_hh": wide}
+        return shapes | dict.fromkeys(cell.parameters, (hidden,))
+
+    def _find_weights(self) -> dict[str, list[tuple[str, str, tuple[int, ...]]]]:
+        """Return for each suffix (field, attribute, shape) of everything that `_weight_shapes`
+        names.
+        """
+        suffixes, sizes = self.suffixes(), self.input_sizes()
+        each = len(suffixes) // len(sizes)
+        return {
+            suffix: [
+                (field, WEIGHTS.get(field, field) + suffix, shape)
+                for field, shape in self._weight_shapes(sizes[k // each]).items()
+            ]
+            for k, suffix in enumerate(suffixes)
+        }
+
+    def _weights(self, suffix: str, dtype: torch.dtype, device: torch.device) -> ops.Weights:
+        """Return the weights of one layer and direction in `dtype`.
+
+        Raise if one has a wrong shape or device: the loops would read out of bounds.
+        """
+        found: dict[str, Any] = dict.fromkeys(WEIGHTS)
+        for field, name, shape in self._weight_table[suffix]:
+            value = getattr(self, name, None)
+            if value is None and field in WEIGHTS:
+                continue
+            if value is None or value.shape != shape or value.device != device:
+                raise _wrong_shape(name, shape, device, value)
+            found[field] = value if value.dtype == dtype else value.to(dtype)
+        own = tuple(found.pop(name) for name in self.definition.parameters)
+        return ops.Weights(**found, parameters=own)
+
+    def _check_norm(self, norm: StepNorm, device: torch.device, suffix: str) -> None:
+        """Raise if a norm parameter has a wrong shape or device."""
+        values = (norm.scale_x, norm.scale_h, norm.scale_c, norm.shift_c)
+        for name, value, size in zip(
+            NORMS, values, (self.width, self.width, self.hidden_size, self.hidden_size)
+        ):
+            if value is not None and (value.shape != (size,) or value.device != device):
+                raise _wrong_shape(name + suffix, (size,), device, value)
+
+    def _noisy_weights(self, weights: ops.Weights, draws: dict[str, Draw]) -> ops.Weights:
+        """Return weights with the noise of a call applied to them."""
+        w_ih, w_hh, _, _, w_hr, _ = weights
         if (draw := draws.get("weight")) is not None:
+            assert w_hh is not None
             one = torch.zeros(1, dtype=torch.int64, device=w_hh.device)
             w_hh = drop_units(w_hh.reshape(1, 1, -1), draw, one).view_as(w_hh)
         if (draw := draws.get("weight_noise")) is not None:
-            w_ih, w_hh = add_noise(w_ih, draw, 0), add_noise(w_hh, draw, 1)
+            w_ih = add_noise(w_ih, draw, 0)
+            w_hh = None if w_hh is None else add_noise(w_hh, draw, 1)
             w_hr = None if w_hr is None else add_noise(w_hr, draw, 2)
-        return ops.Weights(w_ih, w_hh, b_ih, b_hh, w_hr)
+        return weights._replace(w_ih=w_ih, w_hh=w_hh, w_hr=w_hr)
 
     def _step_norm(self, suffix: str, steps: int, first_step: int, dtype: torch.dtype) -> StepNorm:
         """Return the norm of one layer and direction, with the moments to use in evaluation."""
         assert self.norm is not None
         scale_x, scale_h, scale_c, shift_c = (
-            None if (value := getattr(self, name + suffix, None)) is None else value.to(dtype) for name in NORMS
+            None if (value := getattr(self, name + suffix, None)) is None else value.to(dtype)
+            for name in NORMS
         )
         assert scale_x is not None and scale_h is not None
         running = None
-        if isinstance(self.norm, RecurrentBatchNorm) and not self.training and self.norm.at_eval == "running":
+        if (
+            isinstance(self.norm, RecurrentBatchNorm)
+            and not self.training
+            and self.norm.at_eval == "running"
+        ):
             statistics = (getattr(self, name) for name in self._statistics(suffix))
             running = Moments(*(rows(value, first_step, steps).to(dtype) for value in statistics))
         over = "units" if isinstance(self.norm, LayerNorm) else "examples"
-        return StepNorm(over, self.norm.eps, scale_x, scale_h, scale_c, shift_c, running)
+        norm = StepNorm(over, self.norm.eps, scale_x, scale_h, scale_c, shift_c, running)
+        self._check_norm(norm, getattr(self, f"weight_ih{suffix}").device, suffix)
+        return norm
 
     def _record(self, suffix: str, seen: Moments, run: ops.Run) -> None:
         """Update the running statistics, in training or during `estimate_statistics`.
@@ -464,7 +611,11 @@ class Recurrent(Settable):
         if run.counts is not None:
             alive = run.counts.to(alive)
         elif run.lengths is not None:
-            alive = (torch.arange(run.steps, device=alive.device)[:, None] < run.lengths).sum(1).to(alive)
+            alive = (
+                (torch.arange(run.steps, device=alive.device)[:, None] < run.lengths)
+                .sum(1)
+                .to(alive)
+            )
         counts = (alive > 1).to(alive)
         if self.recording is None:
             weight = counts * self.norm.momentum
@@ -476,13 +627,20 @@ class Recurrent(Settable):
         unbiased = (alive / (alive - 1).clamp(min=1))[:, None]
         for name, value in zip(self._statistics(suffix), seen):
             assert value is not None
-            record(getattr(self, name), value * unbiased if name.startswith("var") else value, first_step, weight)
+            record(
+                getattr(self, name),
+                value * unbiased if name.startswith("var") else value,
+                first_step,
+                weight,
+            )
 
     def _extra(self) -> str:
         """Return the part of `extra_repr` that torch.nn's modules do not have."""
         parts = []
         if self._noise is not None:
-            parts.append(f"noise={list(self._noise) if isinstance(self._noise, tuple) else self._noise}")
+            parts.append(
+                f"noise={list(self._noise) if isinstance(self._noise, tuple) else self._noise}"
+            )
         if self.norm is not None:
             parts.append("norm='layer'" if self.norm == LayerNorm() else f"norm={self.norm}")
         if self.learn_initial_state:
@@ -494,19 +652,15 @@ class Recurrent(Settable):
         return "".join(f", {part}" for part in parts)
 
 
-def _check_shapes(
-    names: Sequence[str],
-    values: Sequence[Tensor | None],
-    shapes: Sequence[tuple[int, ...]],
-    device: torch.device,
-    suffix: str,
-) -> None:
-    """Raise if a value does not have its shape or is not on `device`; None is allowed."""
-    for name, value, shape in zip(names, values, shapes):
-        if value is not None and (value.shape != shape or value.device != device):
-            raise ValueError(
-                f"{name}{suffix}: expected shape {shape} on {device}, got {tuple(value.shape)} on {value.device}"
-            )
+def _wrong_shape(
+    name: str, shape: tuple[int, ...], device: torch.device, value: Tensor | None
+) -> ValueError:
+    """Return the error for a weight with a wrong shape or device."""
+    if value is None:
+        return ValueError(f"{name}: expected shape {shape} on {device}, got None")
+    return ValueError(
+        f"{name}: expected shape {shape} on {device}, got {tuple(value.shape)} on {value.device}"
+    )
 
 
 @contextmanager
@@ -515,7 +669,10 @@ def _real_tensors() -> Iterator[None]:
 
     Autograd cannot save an inference tensor, and a tensor of a FakeTensorMode has no values.
     """
-    with torch.inference_mode(False), nullcontext() if torch.compiler.is_compiling() else _disable_current_modes():
+    with (
+        torch.inference_mode(False),
+        nullcontext() if torch.compiler.is_compiling() else _disable_current_modes(),
+    ):
         yield
 
 
@@ -541,7 +698,8 @@ def check_parameter(weight: Tensor) -> None:
     """
     if type(weight).__name__ == "ExpandedWeight":
         raise NotImplementedError(
-            "call_for_per_sample_grads does not support zoneout's modules; compute per-sample gradients with "
+            "call_for_per_sample_grads does not support zoneout's modules; compute per-sample "
+            "gradients with "
             "torch.func.vmap(torch.func.grad(…)), as docs/ecosystem.md shows"
         )
 
@@ -554,10 +712,16 @@ def autocast_on(device: torch.device) -> bool:
 def check_device(name: str, value: Tensor, weight: Tensor) -> None:
     """Raise if a value is not on the device of the weights."""
     if value.device != weight.device:
-        raise ValueError(f"{name}: expected a tensor on {weight.device} as the weights are, got {value.device}")
+        raise ValueError(
+            f"{name}: expected a tensor on {weight.device} as the weights are, got {value.device}"
+        )
 
 
 def no_tensor(input: Any, expected: str) -> TypeError:
     """Return the error for an input that is not a tensor."""
-    leaf = "; make the layer a leaf of the tracer, as docs/ecosystem.md shows" if isinstance(input, fx.Proxy) else ""
+    leaf = (
+        "; make the layer a leaf of the tracer, as docs/ecosystem.md shows"
+        if isinstance(input, fx.Proxy)
+        else ""
+    )
     return TypeError(f"input: expected {expected}, got {type(input).__name__}{leaf}")

@@ -1,4 +1,5 @@
-"""LSTMCell, GRUCell and RNNCell: single steps of the layers, for example for decoders.
+"""LSTMCell, GRUCell, RNNCell and RecurrentCell: single steps of the layers, for example for
+decoders.
 
 A cell does not count its steps. With `seed`, `step` and `examples` it draws the masks that the
 layer would draw at that step. Without a seed, every call draws new masks.
@@ -14,18 +15,29 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function
 
-from .draws import check_count, example_ids
-from .layers import Noises, Norm, State, as_states, check_state_dtype
+from . import cells
+from .definition import Definition
+from .draws import Draw, check_count, example_ids
+from .layers import (
+    Noises,
+    Norm,
+    State,
+    add_weights,
+    as_states,
+    check_definition,
+    check_heads,
+    check_sizes,
+    check_state_dtype,
+)
 from .noise import sees_step
 from .norm import RecurrentBatchNorm
-from .ops import Weights, one_step
+from .ops.cpu import one_step
 from .overrides import overriding
 from .philox import as_seed, fresh_seed
 from .recurrent import (
-    GATES,
     CallNoise,
     Rates,
-    Recurrent,
+    RecurrentModule,
     check_device,
     check_parameter,
     drawn_rules,
@@ -34,29 +46,14 @@ from .recurrent import (
 )
 
 
-class RecurrentCell(Recurrent, nn.RNNCellBase):
-    """The base class of `LSTMCell`, `GRUCell` and `RNNCell`."""
+class StepCell(RecurrentModule):
+    """The base class of all cells: everything but the construction of the parameters."""
 
     one_step = True
-
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        bias: bool,
-        device: Any,
-        dtype: torch.dtype | None,
-        noise: Noises,
-        norm: Norm,
-        layer: int,
-        backend: str | None,
-    ) -> None:
-        for name, value in (("input_size", input_size), ("hidden_size", hidden_size)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name}: expected a whole number of at least 0, got {value!r}")
-        self.layer = check_count("layer", layer, 2**15)
-        super().__init__(input_size, hidden_size, bias, GATES[self.kind], device, dtype)
-        self._add_parts(noise, norm, backend)
+    input_size: int
+    bias: bool
+    layer: int
+    weight_ih: Tensor
 
     def suffixes(self) -> list[str]:
         return [""]
@@ -69,13 +66,10 @@ class RecurrentCell(Recurrent, nn.RNNCellBase):
         """Initialise weights and biases as `torch.nn` does, and norm parameters to constants."""
         bound = 1 / math.sqrt(self.hidden_size) if self.hidden_size > 0 else 0.0  # same as torch
         for name, parameter in self.named_parameters(recurse=False):
-            if name.startswith(("weight_", "bias_")):
+            if name.startswith(("weight_", "bias_")) or name in self.definition.parameters:
                 parameter.uniform_(-bound, bound)
         if hasattr(self, "_norm"):
             self._reset_parts()
-
-    def extra_repr(self) -> str:
-        return super().extra_repr() + self._extra() + (f", layer={self.layer}" if self.layer else "")
 
     def forward(
         self,
@@ -91,8 +85,8 @@ class RecurrentCell(Recurrent, nn.RNNCellBase):
 
         Args:
             input: [B, input_size], or [input_size] unbatched.
-            hx: the previous state: h, or (h, c) for an LSTM, each [B, hidden_size] or [hidden_size]
-                unbatched; by default zero.
+            hx: the previous state: h, or a tuple such as (h, c) for a cell with several states,
+                each [B, hidden_size] or [hidden_size] unbatched; by default zero.
             seed: the seed of the masks; by default it is drawn from torch's generator. Noise that
                 is drawn once for a whole sequence needs the same seed at every step.
             step: the number of this step in its sequence. It is required with batch norm, with a
@@ -101,57 +95,80 @@ class RecurrentCell(Recurrent, nn.RNNCellBase):
             rates: rates that replace those of the cell's noise in this call, as in a layer.
 
         Returns:
-            The next state: h, or (h, c) for an LSTM.
+            The next state: h, or a tuple such as (h, c).
         """
         if overriders := overriding(input, hx):
-            call: dict[str, Any] = {"seed": seed, "step": step, "examples": examples, "rates": rates}
-            return handle_torch_function(RecurrentCell.forward, overriders, self, input, hx, **call)
+            call: dict[str, Any] = {
+                "seed": seed,
+                "step": step,
+                "examples": examples,
+                "rates": rates,
+            }
+            return handle_torch_function(StepCell.forward, overriders, self, input, hx, **call)
         weight = self.weight_ih
         if not isinstance(input, Tensor):
             raise no_tensor(input, "a tensor")
         if input.dim() not in (1, 2):
-            raise ValueError(f"input: expected 1 dimension (unbatched) or 2 (batched), got {input.dim()}")
+            raise ValueError(
+                f"input: expected 1 dimension (unbatched) or 2 (batched), got {input.dim()}"
+            )
         if input.shape[-1] != self.input_size:
             raise ValueError(
-                f"input: expected {self.input_size} features in the last dimension (input_size), got {input.shape[-1]}"
+                f"input: expected {self.input_size} features in the last dimension (input_size), "
+                f"got {input.shape[-1]}"
             )
         if not has_features(input):
-            raise ValueError(f"input: expected floating-point or complex numbers, got {input.dtype}")
+            raise ValueError(
+                f"input: expected floating-point or complex numbers, got {input.dtype}"
+            )
         check_parameter(weight)
         check_device("input", input, weight)
         dtype = self._working_dtype(input, hx, weight)
         batched = input.dim() == 2
         x = input if batched else input[None]
         x = x if x.dtype == dtype else x.to(dtype)
-        h, c = self._state(hx, x, batched)
+        states = self._states(hx, x, batched)
         noise = self._call_noise(rates, x.device)
         at, key = self._step(seed, step, noise), self._seed(seed, x, noise)
         draws = self._draws(noise, 0, 0, key, self.layer)
-        weights = Weights(weight, self.weight_hh, self.bias_ih, self.bias_hh, None)
-        no_cast = all(value is None or value.dtype == dtype for value in weights)
-        if self.backend is None and self._norm is None and no_cast and one_step.is_plain(x, (h, c, *weights), draws):
-            drawn = examples is not None or any(draw.seed is not None for draw in draws)
-            ids = example_ids(examples, x.shape[0], x.device) if drawn else None
-            self._check_weights(weights, self.input_size, x.device, "")
-            h, c = one_step.step(self._cell_name(), x, h, c, weights[:4], draws, ids, at)
-        else:
+        if (new := self._plain_step(x, states, draws, examples, at, dtype)) is None:
             ids = example_ids(examples, x.shape[0], x.device)
-            (result,) = self._run({"": self._made(self._cell_name(), x[None], h, c, "", draws, ids, at, dtype)})
-            h, c = result.h, result.c
-        states = [s if batched else s[0] for s in (h, c) if s is not None]
-        return tuple(states) if self.kind == "lstm" else states[0]
+            (result,) = self._run({"": self._build_run(x[None], states, "", draws, ids, at, dtype)})
+            new = result.final
+        new = [state if batched else state[0] for state in new]
+        return tuple(new) if len(new) > 1 else new[0]
 
-    def _cell_name(self) -> str:
-        return self.kind
+    def _plain_step(
+        self,
+        x: Tensor,
+        states: list[Tensor],
+        draws: list[Draw],
+        examples: Any,
+        at: int,
+        dtype: torch.dtype,
+    ) -> Sequence[Tensor] | None:
+        """Return the states after a step that torch's own cell can do; None if it cannot."""
+        if self.backend is not None or self._norm is not None or self.definition.parameters:
+            return None
+        weights = [
+            getattr(self, name, None) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        ]
+        if any(value is not None and value.dtype != dtype for value in weights):
+            return None
+        if not one_step.is_plain(self.definition, x, (*states, *weights), draws):
+            return None
+        drawn = examples is not None or any(draw.seed is not None for draw in draws)
+        ids = example_ids(examples, x.shape[0], x.device) if drawn else None
+        self._weights("", dtype, x.device)  # raises if a shape is wrong
+        return one_step.step(self.definition, x, states, weights, draws, ids, at)
 
-    def _state(self, hx: State | None, x: Tensor, batched: bool) -> tuple[Tensor, Tensor | None]:
-        """Check `hx` and return h and c as [B, hidden_size]; zeros if `hx` is None."""
-        lstm, shape = self.kind == "lstm", (x.shape[0], self.hidden_size)
+    def _states(self, hx: State | None, x: Tensor, batched: bool) -> list[Tensor]:
+        """Check `hx` and return the states as [B, hidden_size]; zeros if `hx` is None."""
+        shape = (x.shape[0], self.hidden_size)
         if hx is None:
-            zero = x.new_zeros(shape)
-            return zero, zero if lstm else None
+            return [x.new_zeros(shape)] * len(self.definition.states)
         states = []
-        for name, state in zip(("hx[0]", "hx[1]") if lstm else ("hx",), as_states(hx, lstm), strict=True):
+        for name, state in as_states(hx, self.definition):
             expected = shape if batched else shape[1:]
             if tuple(state.shape) != expected:
                 raise ValueError(f"{name}: expected shape {expected}, got {tuple(state.shape)}")
@@ -159,7 +176,7 @@ class RecurrentCell(Recurrent, nn.RNNCellBase):
             check_state_dtype(name, state, x)
             state = state if batched else state[None]
             states.append(state if state.dtype == x.dtype else state.to(x.dtype))
-        return states[0], states[1] if lstm else None
+        return states
 
     def _step(self, seed: int | Tensor | None, step: int | None, noise: CallNoise) -> int:
         """Return the step coordinate; raise if it is missing and a mask or statistic needs it."""
@@ -168,12 +185,14 @@ class RecurrentCell(Recurrent, nn.RNNCellBase):
         needs = [rule for rule in drawn_rules(noise.rules, self.training) if sees_step(rule)]
         if any(seed is not None or rule.mask == "static" for rule in needs):
             raise ValueError(
-                "step: expected the number of this step, since the masks are drawn from a fixed seed, got None; "
+                "step: expected the number of this step, since the masks are drawn from a fixed "
+                "seed, got None; "
                 "without it every step would replace the same units"
             )
         if isinstance(self.norm, RecurrentBatchNorm):
             raise ValueError(
-                "step: expected the number of this step, since batch norm has statistics for each step, got None"
+                "step: expected the number of this step, since batch norm has statistics for each "
+                "step, got None"
             )
         return 0
 
@@ -185,13 +204,49 @@ class RecurrentCell(Recurrent, nn.RNNCellBase):
         for rule in drawn:
             if not sees_step(rule):
                 raise ValueError(
-                    f"seed: expected a seed, since the {rule.stream} noise is drawn once for a whole "
-                    "sequence and a cell runs one step of it, got None; pass the same seed at every step"
+                    f"seed: expected a seed, since the {rule.stream} noise is drawn once for a "
+                    "whole "
+                    "sequence and a cell runs one step of it, got None; pass the same seed at "
+                    "every step"
                 )
         return fresh_seed(x) if drawn else None
 
 
-class LSTMCell(RecurrentCell):
+class TorchCell(StepCell, nn.RNNCellBase):
+    """The base class of `LSTMCell`, `GRUCell` and `RNNCell`: torch's names around a definition."""
+
+    kind: str  # "lstm", "gru" or "rnn"
+    family: Definition  # the cell, or one with the same states and marks
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool,
+        device: Any,
+        dtype: torch.dtype | None,
+        noise: Noises,
+        norm: Norm,
+        layer: int,
+        backend: str | None,
+    ) -> None:
+        sizes = {"input_size": input_size, "hidden_size": hidden_size}
+        check_sizes(sizes, least={"input_size": 0, "hidden_size": 0})
+        self.layer = check_count("layer", layer, 2**15)
+        super().__init__(input_size, hidden_size, bias, self.definition.gates, device, dtype)
+        self._add_parts(noise, norm, backend)
+
+    @property
+    def cell_name(self) -> str:
+        return self.kind.upper()
+
+    def extra_repr(self) -> str:
+        return (
+            super().extra_repr() + self._extra() + (f", layer={self.layer}" if self.layer else "")
+        )
+
+
+class LSTMCell(TorchCell):
     """`nn.LSTMCell` with noise: the same arguments, inputs, outputs and `state_dict`.
 
     These keyword arguments are additional; for those of the call, see `forward`.
@@ -210,6 +265,8 @@ class LSTMCell(RecurrentCell):
     """
 
     kind = "lstm"
+    family = definition = cells.lstm
+    keeps_state_type = True
 
     def __init__(
         self,
@@ -227,7 +284,7 @@ class LSTMCell(RecurrentCell):
         super().__init__(input_size, hidden_size, bias, device, dtype, noise, norm, layer, backend)
 
 
-class GRUCell(RecurrentCell):
+class GRUCell(TorchCell):
     """`nn.GRUCell` with noise: the same arguments, inputs, outputs and `state_dict`.
 
     The additional keyword arguments are those of `LSTMCell`.
@@ -238,6 +295,8 @@ class GRUCell(RecurrentCell):
     """
 
     kind = "gru"
+    family = definition = cells.gru
+    keeps_state_type = True
 
     def __init__(
         self,
@@ -255,7 +314,7 @@ class GRUCell(RecurrentCell):
         super().__init__(input_size, hidden_size, bias, device, dtype, noise, norm, layer, backend)
 
 
-class RNNCell(RecurrentCell):
+class RNNCell(TorchCell):
     """`nn.RNNCell` with noise: the same arguments, inputs, outputs and `state_dict`.
 
     The additional keyword arguments are those of `LSTMCell`.
@@ -266,6 +325,7 @@ class RNNCell(RecurrentCell):
     """
 
     kind = "rnn"
+    family = cells.rnn_tanh
 
     def __init__(
         self,
@@ -286,5 +346,56 @@ class RNNCell(RecurrentCell):
         self.nonlinearity = nonlinearity
         super().__init__(input_size, hidden_size, bias, device, dtype, noise, norm, layer, backend)
 
-    def _cell_name(self) -> str:
-        return f"rnn_{self.nonlinearity}"
+    @property
+    def definition(self) -> Definition:  # type: ignore[override]
+        return cells.rnn_relu if self.nonlinearity == "relu" else cells.rnn_tanh
+
+
+class RecurrentCell(StepCell):
+    """One step of any cell that is written as an equation (`zo.cell`).
+
+    The parameters are those of a `Recurrent` layer without the suffix `_l0`.
+
+    Args:
+        cell: the definition of the cell.
+        input_size, hidden_size, bias, device, dtype: as in `nn.LSTMCell`.
+        noise, norm, layer, backend: as in `LSTMCell`.
+
+    >>> import torch, zoneout as zo
+    >>> @zo.cell(gates=1, recurrence="diagonal")
+    ... def indrnn(x, h, u):
+    ...     return (x[0] + u * h).relu()
+    >>> step = zo.RecurrentCell(indrnn, 10, 20, noise=zo.Zoneout(hidden=0.1))
+    >>> h = step(torch.randn(4, 10))
+    """
+
+    def __init__(
+        self,
+        cell: Definition,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        noise: Noises = None,
+        norm: Norm = None,
+        layer: int = 0,
+        backend: str | None = None,
+    ) -> None:
+        check_definition(cell)
+        sizes = {"input_size": input_size, "hidden_size": hidden_size}
+        check_sizes(sizes, least={"input_size": 0, "hidden_size": 1})
+        check_heads(cell, hidden_size)
+        super().__init__()
+        self.layer = check_count("layer", layer, 2**15)
+        self.definition = cell
+        self.input_size, self.hidden_size, self.bias = input_size, hidden_size, bias
+        add_weights(self, input_size, "", device, dtype)
+        self.reset_parameters()
+        self._add_parts(noise, norm, backend)
+
+    def extra_repr(self) -> str:
+        shown = f"{self.definition.name}, {self.input_size}, {self.hidden_size}"
+        shown += "" if self.bias else ", bias=False"
+        return shown + self._extra() + (f", layer={self.layer}" if self.layer else "")

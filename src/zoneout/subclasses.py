@@ -31,12 +31,20 @@ BACK = {ours: theirs for theirs, ours in TWINS.items()}
 
 # Attributes that Python writes into every class.
 _BOOKKEEPING = {
-    "__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__annotate__",
-    "__annotate_func__", "__annotations_cache__", "__firstlineno__", "__static_attributes__", "__type_params__",
-    "__orig_bases__", "__parameters__", "__abstractmethods__", "_abc_impl",
+    "__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__",
+    "__annotate__", "__annotate_func__", "__annotations_cache__", "__firstlineno__",
+    "__static_attributes__", "__type_params__", "__orig_bases__", "__parameters__",
+    "__abstractmethods__", "_abc_impl",
 }  # fmt: skip
 # Overrides that have no effect on a forward pass of a module that is already built.
-_HARMLESS = {"__init__", "__repr__", "extra_repr", "reset_parameters", "flatten_parameters", "__constants__"}
+_HARMLESS = {
+    "__init__",
+    "__repr__",
+    "extra_repr",
+    "reset_parameters",
+    "flatten_parameters",
+    "__constants__",
+}
 
 
 class Obstacle(NamedTuple):
@@ -62,7 +70,9 @@ def obstacle(cls: type[nn.Module]) -> Obstacle | None:
     """Return why `rebased(cls)` cannot be built or could compute another result, or None."""
     base = base_of(cls)
     if base not in TWINS:
-        return Obstacle(f"{cls.__name__} is a layer of its own: it extends no LSTM, GRU or RNN of torch.nn", "")
+        return Obstacle(
+            f"{cls.__name__} is a layer of its own: it extends no LSTM, GRU or RNN of torch.nn", ""
+        )
     assert base is not None
     ours = TWINS[base]
     if type(cls) not in (type, ABCMeta):
@@ -77,10 +87,14 @@ def obstacle(cls: type[nn.Module]) -> Obstacle | None:
                 continue
             if hasattr(ours, name) and not hasattr(base, name):
                 return Obstacle(
-                    f"its {name!r} would replace an attribute of zoneout's layers; rename it and convert again", ""
+                    f"its {name!r} would replace an attribute of zoneout's layers; rename it and "
+                    "convert again",
+                    "",
                 )
             if name == "forward" and before and not _calls_super(value):
-                return Obstacle("its forward never calls super().forward, which applies the noise", "layer")
+                return Obstacle(
+                    "its forward never calls super().forward, which applies the noise", "layer"
+                )
             if name not in _HARMLESS | {"forward"} and hasattr(base, name) and before:
                 return Obstacle(f"it overrides {name} of nn.{base.__name__}", "base")
             if name != "__init__" and issubclass(one, base) and (why := _belongs(one, name, value)):
@@ -101,7 +115,11 @@ def rebased(cls: type[Any]) -> type[Any]:
         return _rebased[cls]
     if not issubclass(cls, tuple(TWINS)):
         return cls
-    names = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__", "_abc_impl")}
+    names = {
+        name: value
+        for name, value in vars(cls).items()
+        if name not in ("__dict__", "__weakref__", "_abc_impl")
+    }
     meta: Any = type(cls)
     new = meta(cls.__name__, tuple(rebased(one) for one in cls.__bases__), names)
     for name, value in names.items():
@@ -130,9 +148,17 @@ def statement(cls: type[nn.Module]) -> tuple[str, str]:
     cls = next(one for one in cls.__mro__ if base in one.__bases__)
 
     def write(module: str) -> str:
-        bases = (f"{module}.{base.__name__}" if one is base else one.__name__ for one in cls.__bases__)
-        meta = [] if type(cls) is type or any(type(one) is type(cls) for one in cls.__bases__) else [type(cls).__name__]
-        return f"class {cls.__name__}({', '.join([*bases, *(f'metaclass={one}' for one in meta)])}):"
+        bases = (
+            f"{module}.{base.__name__}" if one is base else one.__name__ for one in cls.__bases__
+        )
+        meta = (
+            []
+            if type(cls) is type or any(type(one) is type(cls) for one in cls.__bases__)
+            else [type(cls).__name__]
+        )
+        return (
+            f"class {cls.__name__}({', '.join([*bases, *(f'metaclass={one}' for one in meta)])}):"
+        )
 
     return write("nn"), write("zo")
 
@@ -147,7 +173,9 @@ def _codes(value: Any) -> Iterator[CodeType]:
     """
     if isinstance(value, (staticmethod, classmethod)):
         value = value.__func__
-    todo: list[Any] = [value.fget, value.fset, value.fdel] if isinstance(value, property) else [value]
+    todo: list[Any] = (
+        [value.fget, value.fset, value.fdel] if isinstance(value, property) else [value]
+    )
     seen: set[int] = set()
     while todo:
         one = todo.pop()
@@ -155,7 +183,10 @@ def _codes(value: Any) -> Iterator[CodeType]:
             continue
         seen.add(id(one))
         if isinstance(one, FunctionType):
-            todo += [one.__code__, *(cell.cell_contents for cell in one.__closure__ or () if _filled(cell))]
+            todo += [
+                one.__code__,
+                *(cell.cell_contents for cell in one.__closure__ or () if _filled(cell)),
+            ]
         elif isinstance(one, CodeType):
             yield one
             todo += one.co_consts
@@ -187,7 +218,10 @@ def _belongs(cls: type[Any], name: str, value: Any) -> str | None:
     if hasattr(type(value), "__get__") and not isinstance(value, plain):
         return f"its {name!r} is a {type(value).__name__}, which cannot be moved to another class"
     for code in _codes(value):
-        if any(one.opname == "LOAD_GLOBAL" and one.argval == cls.__name__ for one in dis.get_instructions(code)):
+        if any(
+            one.opname == "LOAD_GLOBAL" and one.argval == cls.__name__
+            for one in dis.get_instructions(code)
+        ):
             return f"its {name!r} names {cls.__name__} itself"
     return None
 
@@ -207,10 +241,14 @@ def _moved(value: Any, old: type[Any], new: type[Any]) -> Any:
     cells = []
     for cell in value.__closure__:
         content = cell.cell_contents if _filled(cell) else None
-        moved = new if content is old else content if content is value else _moved(content, old, new)
+        moved = (
+            new if content is old else content if content is value else _moved(content, old, new)
+        )
         cells.append(cell if moved is content else CellType(moved))
     if all(one is other for one, other in zip(cells, value.__closure__)):
         return value
-    function = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells))
+    function = FunctionType(
+        value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells)
+    )
     function.__kwdefaults__ = value.__kwdefaults__
     return update_wrapper(function, value, updated=["__dict__"])

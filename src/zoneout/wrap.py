@@ -12,7 +12,7 @@ from torch.overrides import handle_torch_function
 from .cells import zone
 from .draws import Draw, check_count, example_ids, widest
 from .noise import STREAMS, Rule, check_rate, plane, rate_of_layer
-from .ops.masks import masks_of
+from .ops.cpu.masks import masks_of
 from .overrides import overriding
 from .philox import as_seed, fresh_seed
 from .recurrent import Settable
@@ -64,7 +64,9 @@ def zoneout(
     wide = torch.promote_types(new.dtype, old.dtype)
     new, old = new.to(wide), old.to(wide)
     if new.shape != old.shape:
-        raise ValueError(f"old: expected shape {tuple(new.shape)} as new has, got {tuple(old.shape)}")
+        raise ValueError(
+            f"old: expected shape {tuple(new.shape)} as new has, got {tuple(old.shape)}"
+        )
     if new.dim() == 0:
         raise ValueError("new: expected at least one dimension, the units, got a scalar")
     checked = check_rate(rate, "rate", in_call=True)
@@ -101,10 +103,14 @@ class ZoneoutCell(Settable):
     ...     h = cell(x, h, seed=7, step=t)
     """
 
-    def __init__(self, cell: nn.Module, rates: float | Tensor | Sequence[float | Tensor], *, layer: int = 0):
+    def __init__(
+        self, cell: nn.Module, rates: float | Tensor | Sequence[float | Tensor], *, layer: int = 0
+    ):
         super().__init__()
         if not callable(cell):
-            raise TypeError(f"cell: expected a module (x, state) -> state, got {type(cell).__name__}")
+            raise TypeError(
+                f"cell: expected a module (x, state) -> state, got {type(cell).__name__}"
+            )
         self.cell = cell
         self.layer = check_count("layer", layer, 2**15)
         self.rates = rates
@@ -151,20 +157,33 @@ class ZoneoutCell(Settable):
             The next state, in the form that the wrapped cell returns.
         """
         if overriders := overriding(input, state):
-            call: dict[str, Any] = {"seed": seed, "step": step, "examples": examples, "rates": rates}
-            return handle_torch_function(ZoneoutCell.forward, overriders, self, input, state, **call)
+            call: dict[str, Any] = {
+                "seed": seed,
+                "step": step,
+                "examples": examples,
+                "rates": rates,
+            }
+            return handle_torch_function(
+                ZoneoutCell.forward, overriders, self, input, state, **call
+            )
         checked = self._checked if rates is None else check_rate(rates, "rates", in_call=True)
         new = self.cell(input, state)
         new_states = _as_tuple(new, "the wrapped cell's result")
-        old_states = tuple(torch.zeros_like(s) for s in new_states) if state is None else _as_tuple(state, "state")
+        old_states = (
+            tuple(torch.zeros_like(s) for s in new_states)
+            if state is None
+            else _as_tuple(state, "state")
+        )
         if len(old_states) != len(new_states):
             raise ValueError(
-                f"state: expected {len(new_states)} tensors as the wrapped cell returns, got {len(old_states)}"
+                f"state: expected {len(new_states)} tensors as the wrapped cell returns, got "
+                f"{len(old_states)}"
             )
         at = 0 if step is None else check_count("step", step, 2**32)
         if self.training and seed is not None and step is None:
             raise ValueError(
-                "step: expected the number of this step, since the masks are drawn from a fixed seed, got None; "
+                "step: expected the number of this step, since the masks are drawn from a fixed "
+                "seed, got None; "
                 "without it every step would replace the same units"
             )
         if self.training:
@@ -172,9 +191,13 @@ class ZoneoutCell(Settable):
         out = []
         for k, (fresh, old) in enumerate(zip(new_states, old_states, strict=True)):
             if fresh.shape != old.shape:
-                raise ValueError(f"state: expected shape {tuple(fresh.shape)}, got {tuple(old.shape)}")
+                raise ValueError(
+                    f"state: expected shape {tuple(fresh.shape)}, got {tuple(old.shape)}"
+                )
             if isinstance(checked, tuple) and len(checked) != len(new_states):
-                raise ValueError(f"rates: expected one for each of {len(new_states)} states, got {len(checked)}")
+                raise ValueError(
+                    f"rates: expected one for each of {len(new_states)} states, got {len(checked)}"
+                )
             shape = fresh.shape
             if fresh.dim() > 2:
                 fresh, old = fresh.flatten(1), old.flatten(1)
@@ -183,7 +206,8 @@ class ZoneoutCell(Settable):
             if not fresh.is_floating_point():
                 if rate.any():
                     raise TypeError(
-                        f"state: expected floating-point numbers where a rate is not 0, got {fresh.dtype}; "
+                        "state: expected floating-point numbers where a rate is not 0, got "
+                        f"{fresh.dtype}; "
                         "pass rates=(…) with one rate for each tensor of the state"
                     )
                 out.append(fresh.view(shape))
@@ -198,14 +222,18 @@ class ZoneoutCell(Settable):
             return out[0]
         return type(new)(*out) if hasattr(new, "_fields") else tuple(out)
 
-    def _keep(self, k: int, rate: Tensor, key: Tensor, steps: Tensor, rows: Tensor, units: int) -> Tensor:
+    def _keep(
+        self, k: int, rate: Tensor, key: Tensor, steps: Tensor, rows: Tensor, units: int
+    ) -> Tensor:
         """Return the mask of the state with index `k`."""
         stream = ("hidden", "cell")[k % 2]
         more = 0 if k < 2 else 65536 * (_MORE_STATES + k // 2)
         return _mask(stream, plane(stream, self.layer, 0) + more, rate, key, steps, rows, units)
 
 
-def _mask(stream: str, plane: int, rate: Tensor, key: Tensor, steps: Tensor, rows: Tensor, units: int) -> Tensor:
+def _mask(
+    stream: str, plane: int, rate: Tensor, key: Tensor, steps: Tensor, rows: Tensor, units: int
+) -> Tensor:
     """Return the zoneout mask of one step, [rows, units], True where the old value is kept."""
     draw = Draw(Rule(stream, "previous", "unit", "expectation"), rate, key, plane)
     return masks_of([draw], steps, rows, units)[0][0]
@@ -218,7 +246,11 @@ def _rate_on(rate: Tensor, like: Tensor) -> Tensor:
     does not allow the copy.
     """
     dtype = widest(like.device)
-    if rate.dim() == 0 and rate.device.type == "cpu" != like.device.type and not torch.compiler.is_compiling():
+    if (
+        rate.dim() == 0
+        and rate.device.type == "cpu" != like.device.type
+        and not torch.compiler.is_compiling()
+    ):
         return torch.full((), rate.item(), dtype=dtype, device=like.device)
     return rate.to(like.device, dtype)
 
@@ -226,9 +258,19 @@ def _rate_on(rate: Tensor, like: Tensor) -> Tensor:
 def _as_tuple(state: Any, name: str) -> tuple[Tensor, ...]:
     """Return a state as a tuple of tensors; raise if it is anything else."""
     states = (state,) if isinstance(state, Tensor) else state
-    if not isinstance(states, (tuple, list)) or not states or not all(isinstance(s, Tensor) for s in states):
-        inside = f" of {', '.join(type(s).__name__ for s in states)}" if isinstance(states, (tuple, list)) else ""
-        raise TypeError(f"{name}: expected a tensor or a tuple of tensors, got {type(state).__name__}{inside}")
+    if (
+        not isinstance(states, (tuple, list))
+        or not states
+        or not all(isinstance(s, Tensor) for s in states)
+    ):
+        inside = (
+            f" of {', '.join(type(s).__name__ for s in states)}"
+            if isinstance(states, (tuple, list))
+            else ""
+        )
+        raise TypeError(
+            f"{name}: expected a tensor or a tuple of tensors, got {type(state).__name__}{inside}"
+        )
     return tuple(states)
 
 
