@@ -2,8 +2,8 @@
 
 The operator `zoneout::run` becomes ONNX's LSTM, GRU or RNN operator where that computes the same.
 ONNX's operators do not support the expectation of a noise, nor norms, resets and projections inside
-the step. For these, `zoneout::run` becomes a Scan over time. The body of the Scan is the step of
-`cells.py`, written with ONNX operators.
+the step, nor a user's own cell. For these, `zoneout::run` becomes a Scan over time. The body of the
+Scan is one step, made from the graph of the cell's definition.
 
 After `import zoneout`, `torch.onnx.export` has these translations. They need the packages of the
 extra "onnx": `pip install '.[onnx]'` in a clone.
@@ -16,17 +16,21 @@ import warnings
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from .draws import Draw
-from .ops.loop import GATES
-from .ops.operator import decode
-from .ops.reference import KEEPS
-from .recurrent import Recurrent, drawn_rules
+from . import cells
+from .definition import Definition
+from .definition.graph import Value
+from .definition.onnx import Nodes, Rate, evaluate, gate_sums, less, mix
+from .definition.step import HELD
+from .norm import Moments, StepNorm
+from .ops import Run
+from .ops.autograd.flat import decode, unflatten
+from .ops.reference import state_of
+from .recurrent import RecurrentModule, drawn_rules
 from .wrap import ZoneoutCell
 
 __all__ = ["export", "translations"]
@@ -52,7 +56,8 @@ def export(model: nn.Module, args: tuple[Any, ...] = (), path: Any = None, **opt
     _check(model)
     if options.setdefault("dynamo", True) is not True:
         raise ValueError(
-            f"dynamo: expected True, since the older exporter has no loop over time, got {options['dynamo']!r}"
+            "dynamo: expected True, since the older exporter has no loop over time, got "
+            f"{options['dynamo']!r}"
         )
     table = translations() | (options.pop("custom_translation_table", None) or {})
     return torch.onnx.export(model, args, path, custom_translation_table=table, **options)
@@ -95,7 +100,9 @@ class _RegisterOnImport(MetaPathFinder):
     def __init__(self, registrations: dict[str, Callable[[], None]]) -> None:
         self.registrations = registrations
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: Any = None
+    ) -> ModuleSpec | None:
         if name not in self.registrations:
             return None
         spec = PathFinder.find_spec(name, path, target)
@@ -120,7 +127,8 @@ class _RegisterOnImport(MetaPathFinder):
         except Exception as error:
             # This torch has a different registry. The export of other models must still work.
             warnings.warn(
-                f"torch.onnx.export cannot export zoneout's layers: expected the exporter's registry of torch 2.9 to "
+                "torch.onnx.export cannot export zoneout's layers: expected the exporter's "
+                "registry of torch 2.9 to "
                 f"2.14, got {type(error).__name__}: {error}; try zoneout.onnx.export",
                 stacklevel=2,
             )
@@ -143,7 +151,8 @@ def _register_refusal() -> None:
 def _refuse(*args: Any) -> Any:
     """Raise the error of the older exporter."""
     raise NotImplementedError(
-        "torch.onnx.export(dynamo=False) cannot export zoneout's layers; leave dynamo at its default, True, "
+        "torch.onnx.export(dynamo=False) cannot export zoneout's layers; leave dynamo at its "
+        "default, True, "
         "or use zoneout.onnx.export"
     )
 
@@ -155,7 +164,8 @@ def _packages() -> None:
         import onnxscript  # noqa: F401
     except ImportError as missing:
         raise ImportError(
-            f"export to ONNX needs the packages onnx and onnxscript, and {missing.name} is not installed; "
+            f"export to ONNX needs the packages onnx and onnxscript, and {missing.name} is not "
+            "installed; "
             "try pip install '.[onnx]' in a clone of the repository"
         ) from missing
     del onnx
@@ -164,215 +174,132 @@ def _packages() -> None:
 def _check(model: nn.Module) -> None:
     """Raise if the model would draw random numbers: an ONNX graph is a function of its inputs."""
     for name, module in model.named_modules():
-        if not isinstance(module, (Recurrent, ZoneoutCell)):
+        if not isinstance(module, (RecurrentModule, ZoneoutCell)):
             continue
         where = f"model: {name or type(module).__name__}"
         if module.training:
-            raise ValueError(f"{where} is in training mode, expected evaluation; call model.eval() first")
-        if isinstance(module, Recurrent) and (drawn := drawn_rules(module._rules, module.training)):
             raise ValueError(
-                f"{where} draws its {drawn[0].stream} noise in evaluation too (at_eval='sample'), which ONNX does not "
+                f"{where} is in training mode, expected evaluation; call model.eval() first"
+            )
+        if isinstance(module, RecurrentModule) and (
+            drawn := drawn_rules(module._rules, module.training)
+        ):
+            raise ValueError(
+                f"{where} draws its {drawn[0].stream} noise in evaluation too (at_eval='sample'), "
+                "which ONNX does not "
                 "support; expected at_eval='expectation' or 'off'"
             )
-
-
-# --- building an ONNX graph -----------------------------------------------------------------------
-
-
-class _Graph:
-    """A builder that appends nodes to a graph: that of the model, or the body of a Scan.
-
-    Calling it adds one operator and returns its output, or a list of its outputs.
-    """
-
-    names = count()
-
-    def __init__(self, nodes: list[Any], version: int, like: Any) -> None:
-        self.nodes, self.version, self.like = nodes, version, like
-
-    def __call__(self, kind: str, *inputs: Any, outputs: int = 1, **attributes: Any) -> Any:
-        import onnxscript.ir as ir
-
-        values = [v if v is None or isinstance(v, ir.Value) else self.constant(v) for v in inputs]
-        converted = ir.convenience.convert_attributes(attributes)
-        node = ir.Node("", kind, values, converted, num_outputs=outputs, version=self.version)
-        for value in node.outputs:
-            value.name = self.name()
-        self.nodes.append(node)
-        return node.outputs[0] if outputs == 1 else list(node.outputs)
-
-    def name(self) -> str:
-        """Return a new, unique name."""
-        return f"zoneout_{next(self.names)}"
-
-    def constant(self, value: float | int | list[int]) -> Any:
-        """Add a constant: a float in the dtype of the states, anything else as int64."""
-        import onnxscript.ir as ir
-
-        kind = self.like if isinstance(value, float) else ir.DataType.INT64
-        return self("Constant", value=ir.tensor(value, dtype=kind))
-
-    def linear(self, x: Any, weight: Any) -> Any:
-        """x · weightᵀ."""
-        return self("MatMul", x, self("Transpose", weight, perm=[1, 0]))
-
-    def column(self, v: Any) -> Any:
-        """[…] -> […, 1]."""
-        return self("Unsqueeze", v, [-1])
-
-    def zone(self, new: Any, old: Any, rate: Any) -> Any:
-        """The expectation of `cells.zone`."""
-        if rate is None:
-            return new
-        return self("Add", self.drop(new, rate), self("Mul", old, rate))
-
-    def drop(self, new: Any, rate: Any) -> Any:
-        """The expectation of `cells.drop`."""
-        return new if rate is None else self("Mul", new, self("Sub", 1.0, rate))
-
-    def mean(self, v: Any, over: str, alive: Any) -> Any:
-        """Mean of […, B, units] over the units, or over the examples where `alive` […, B, 1]."""
-        if over == "units":
-            return self("ReduceMean", v, [-1], keepdims=1)
-        if alive is None:
-            return self("ReduceMean", v, [-2], keepdims=1)
-        share = self("Cast", alive, to=int(self.like))
-        total = self("ReduceSum", self("Where", alive, v, 0.0), [-2], keepdims=1)
-        return self("Div", total, self("Max", self("ReduceSum", share, [-2], keepdims=1), 1.0))
-
-    def normalise(self, v: Any, given: Sequence[Any] | None, over: str, eps: float, scale: Any, alive: Any) -> Any:
-        """`norm.normalise` with the moments `given`, or with the moments of `v` itself."""
-        mean, var = given or (self.mean(v, over, alive), None)
-        centred = self("Sub", v, mean)
-        if var is None:
-            var = self.mean(self("Mul", centred, centred), over, alive)
-        deviation = self("Sqrt", self("Add", var, eps))
-        return self("Mul", self("Div", centred, deviation), scale)
 
 
 # --- translation of the operators -----------------------------------------------------------------
 
 
-def _run(  # type: ignore[no-untyped-def]
-    cell, x, h0, c0, reset_h, reset_c, w_ih, w_hh, b_ih, b_hh, w_hr, scale_x, scale_h, scale_c, shift_c, over, eps,
-    codes, numbers, lengths, resets, reverse, counts,
-):  # fmt: skip
-    """Translate `zoneout::run` into nodes of the graph: an ONNX LSTM, GRU or RNN, or a Scan."""
-    import onnxscript.ir as ir
+def _fresh_seed(x):  # type: ignore[no-untyped-def]
+    """Raise: a graph that contains `zoneout::fresh_seed` draws random numbers."""
+    raise ValueError(
+        "the model draws noise, which ONNX does not support; call model.eval() before the export, "
+        "and build "
+        "noises with at_eval='expectation' or 'off'"
+    )
+
+
+def _run(cell, names, codes, eps, tensors, constants):  # type: ignore[no-untyped-def]
+    """Translate `zoneout::run` into nodes of the graph: an ONNX LSTM, GRU or RNN, or a Scan.
+
+    The operator's outputs after the returned ones are for a backward pass. The exporter pairs the
+    two lists from their start, and no node of an exported graph reads the others.
+    """
     from onnxscript import evaluator
 
-    if counts is not None:
-        raise ValueError("input: expected a padded batch with lengths=… for ONNX, got a PackedSequence")
+    r = unflatten(decode(cell, names, codes, eps), tensors, constants)
+    if r.counts is not None:
+        raise ValueError(
+            "input: expected a padded batch with lengths=… for ONNX, got a PackedSequence"
+        )
     recorder: Any = evaluator.default()
-    narrow, units = x.dtype, w_hh.shape[1]
-    wide = ir.DataType.FLOAT if narrow in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) else narrow
-    op = _Graph(recorder.nodes, recorder.opset.version, wide)
-
-    def cast(v: Any) -> Any:
-        return v if v is None or v.dtype == wide else op("Cast", v, to=int(wide))
-
-    x, h, c, reset_h, reset_c = (cast(v) for v in (x, h0, c0, reset_h, reset_c))
-    w_ih, w_hh, b_ih, b_hh, w_hr = (cast(v) for v in (w_ih, w_hh, b_ih, b_hh, w_hr))
-    scale_x, scale_h, scale_c, shift_c = (cast(v) for v in (scale_x, scale_h, scale_c, shift_c))
-    draws, given = decode(codes, numbers)
-    given = [cast(v) for v in given]
-    # ONNX's operators have no projection and do not return every c_t. Those of onnxruntime do not
-    # support float64.
-    supported = cell in OWN_OPERATORS and wide == ir.DataType.FLOAT
-    if supported and not (draws or over or codes[2]) and resets is None and w_hr is None:
-        weights = (w_ih, w_hh, b_ih, b_hh)
-        return _outputs(op, narrow, *_own_operator(op, cell, units, x, h, c, weights, lengths, reverse))
-    keep, holds = _expectations(op, draws)
-
-    steps = op("Squeeze", op("Shape", x, start=0, end=1), [0])
-    at = op("Range", 0, steps, 1)  # [T]: the index of each processed step
-
-    def turn(v: Any) -> Any:
-        """Reverse [T, B, ·] over time if the direction is reversed."""
-        if not reverse:
-            return v
-        if lengths is not None:
-            return op("ReverseSequence", v, lengths, batch_axis=1, time_axis=0)
-        return op("Slice", v, [-1], [-(2**63)], [0], [-1])
-
-    alive = None if lengths is None else op("Less", op.column(at), lengths)  # [T, B]
-    cuts = resets
-    if resets is not None and reverse:  # a reversed loop meets the cut before step t + 1 at step t
-        no_cut = op("And", op("Slice", resets, [0], [1], [0]), op("Cast", 0, to=int(ir.DataType.BOOL)))
-        shifted = op("Concat", op("Slice", resets, [1], [2**63 - 1], [0]), no_cut, axis=0)
-        cuts = op("And", turn(shifted), op.column(op("Greater", at, 0)))
-
-    gx = turn(op.linear(x, w_ih))  # [T, B, G]
-    if over:
-        moments = [op("Unsqueeze", v, [1]) for v in given[:2]] or None
-        gx = op.normalise(gx, moments, over, eps, scale_x, None if alive is None else op.column(alive))
-    separate = bool(over) or cell == "gru"  # True: b_hh is added to h·Wh inside the loop
-    for bias in (b_ih,) if separate else (b_ih, b_hh):
-        gx = gx if bias is None else op("Add", gx, bias)
-
-    # Values that change from step to step are scan inputs. The body reads all other values from the
-    # outer graph.
-    lstm = cell == "lstm"
-    scans = {"gx": gx, "at": at, "alive": alive, "cuts": cuts}
-    scans |= dict(zip(("mean_h", "var_h", "mean_c", "var_c"), given[2:]))
-    scans = {name: value for name, value in scans.items() if value is not None}
-    states = {"h": h, "c": c, "o": op("Mul", c, 0.0) if holds else None}
-    states = {name: value for name, value in states.items() if value is not None}
-
-    body = _Graph([], recorder.opset.version, wide)
-    kinds = {"at": ir.DataType.INT64, "alive": ir.DataType.BOOL, "cuts": ir.DataType.BOOL}
-    inside = {
-        name: ir.Value(name=f"{body.name()}_{name}", type=ir.TensorType(kinds.get(name, wide)))
-        for name in (*states, *scans)
-    }
-    step = _Step(body, cell, w_hh, w_hr, b_hh if separate else None, keep, holds, over, eps, scale_h, scale_c, shift_c)
-    ends = step(inside, reset_h, reset_c)
-    every = [body("Identity", ends[name]) for name in (("h", "c") if lstm else ("h",))]
-    final = [body("Identity", ends[name]) for name in states]
-    graph = ir.Graph(list(inside.values()), [*final, *every], nodes=body.nodes, name=body.name())
-    results = op(
-        "Scan", *states.values(), *scans.values(), outputs=len(final) + len(every), body=graph,
-        num_scan_inputs=len(scans),
-    )  # fmt: skip
-
-    def over_time(v: Any) -> Any:
-        """Outputs of all steps, zero past the lengths, in the order of the input."""
-        return turn(v if alive is None else op("Where", op.column(alive), v, 0.0))
-
-    y, h_n = over_time(results[len(final)]), results[0]
-    c_n, cells = (results[1], over_time(results[-1])) if lstm else (None, None)
-    return _outputs(op, narrow, y, h_n, c_n, cells)
+    narrow: Any = r.h0.dtype
+    op = Nodes(recorder.nodes, recorder.opset.version, _dtype_of_states(narrow))
+    r = _cast(op, r)
+    y, final, states = _own_operator(op, r) if _has_own_operator(op, r) else _scan(op, r)
+    if narrow != op.dtype:
+        y, *final = (op("Cast", v, to=int(narrow)) for v in (y, *final))
+    return [y, *final, *states]
 
 
-def _outputs(op: _Graph, dtype: Any, y: Any, h_n: Any, c_n: Any, cells: Any = None) -> list[Any]:
-    """Return all results of the operator, with outputs and final states cast to `dtype`."""
+def _dtype_of_states(dtype: Any) -> Any:
+    """Return the dtype that states are computed in: float32 for the half types."""
     import onnxscript.ir as ir
 
-    results = [v if v is None or dtype == op.like else op("Cast", v, to=int(dtype)) for v in (y, h_n, c_n)]
-    results += [cells, *(None,) * 8]  # the other results are only used by a backward pass
-    return [ir.Value() if v is None else v for v in results]
+    return ir.DataType.FLOAT if dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) else dtype
 
+
+MATRICES = ("w_ih", "w_hh", "b_ih", "b_hh", "w_hr")
+SCALES = ("scale_x", "scale_h", "scale_c", "shift_c")
+
+
+def _cast(op: Nodes, r: Run) -> Run:
+    """Return a run whose numbers have the dtype of states."""
+
+    def cast(v: Any) -> Any:
+        return v if v is None or v.dtype == op.dtype else op("Cast", v, to=int(op.dtype))
+
+    def cast_all(values: Sequence[Any]) -> Any:
+        return tuple(map(cast, values))
+
+    norm = r.norm
+    if norm is not None:
+        given = None if norm.given is None else Moments(*cast_all(norm.given))
+        scales = {name: cast(getattr(norm, name)) for name in SCALES}
+        norm = norm._replace(given=given, **scales)
+    w = r.weights
+    matrices = {name: cast(getattr(w, name)) for name in MATRICES}
+    return r._replace(
+        x=cast(r.x),
+        states=cast_all(r.states),
+        reset_to=cast_all(r.reset_to),
+        weights=w._replace(**matrices, parameters=cast_all(w.parameters)),
+        norm=norm,
+    )
+
+
+# --- ONNX's own operators -------------------------------------------------------------------------
 
 # For each cell: the ONNX operator, its attributes, and zoneout's gates in the order of ONNX.
-OWN_OPERATORS: dict[str, tuple[str, dict[str, Any], Sequence[int]]] = {
-    "lstm": ("LSTM", {}, (0, 3, 1, 2)),  # i, o, f, g
-    "gru": ("GRU", {"linear_before_reset": 1}, (1, 0, 2)),  # z, r, n
-    "rnn_tanh": ("RNN", {"activations": ["Tanh"]}, (0,)),
-    "rnn_relu": ("RNN", {"activations": ["Relu"]}, (0,)),
+OWN_OPERATORS: dict[Definition, tuple[str, dict[str, Any], Sequence[int]]] = {
+    cells.lstm: ("LSTM", {}, (0, 3, 1, 2)),  # i, o, f, g
+    cells.gru: ("GRU", {"linear_before_reset": 1}, (1, 0, 2)),  # z, r, n
+    cells.rnn_tanh: ("RNN", {"activations": ["Tanh"]}, (0,)),
+    cells.rnn_relu: ("RNN", {"activations": ["Relu"]}, (0,)),
 }
 
 
-def _own_operator(
-    op: _Graph, cell: str, units: int, x: Any, h0: Any, c0: Any, weights: Sequence[Any], lengths: Any, reverse: bool
-) -> tuple[Any, Any, Any]:
-    """Add ONNX's LSTM, GRU or RNN for one direction; return outputs and final states."""
+def _has_own_operator(op: Nodes, r: Run) -> bool:
+    """Return True if an operator of ONNX computes the same as a run.
+
+    ONNX's operators have no projection and return the states after h at the last step only. Those
+    of onnxruntime do not support float64.
+    """
     import onnxscript.ir as ir
 
-    kind, attributes, order = OWN_OPERATORS[cell]
+    added = (r.norm, r.resets, r.weights.w_hr)
+    return (
+        r.cell in OWN_OPERATORS
+        and op.dtype == ir.DataType.FLOAT
+        and not r.draws
+        and all(value is None for value in added)
+        and not (r.return_states and len(r.states) > 1)
+    )
+
+
+def _own_operator(op: Nodes, r: Run) -> tuple[Any, list[Any], list[Any]]:
+    """Add ONNX's LSTM, GRU or RNN; return outputs, final states, and no states of all steps."""
+    import onnxscript.ir as ir
+
+    kind, attributes, order = OWN_OPERATORS[r.cell]
 
     def reorder(v: Any) -> Any:
         """Return [G, ·] with the gates in ONNX's order."""
-        if len(order) == 1:
+        if v is None or len(order) == 1:
             return v
         gates = op("Split", v, outputs=len(order), axis=0, num_outputs=len(order))
         return op("Concat", *(gates[k] for k in order), axis=0)
@@ -381,123 +308,299 @@ def _own_operator(
         """[…] -> [1, …]: ONNX's weights and states have a dimension of directions."""
         return None if v is None else op("Unsqueeze", v, [0])
 
-    w_ih, w_hh, b_ih, b_hh = (None if v is None else reorder(v) for v in weights)
+    w_ih, w_hh, b_ih, b_hh = (reorder(v) for v in r.weights[:4])
     bias = None if b_ih is None else op("Concat", b_ih, b_hh, axis=0)
-    ends = None if lengths is None else op("Cast", lengths, to=int(ir.DataType.INT32))
-    states = [h0] if c0 is None else [h0, c0]
+    ends = None if r.lengths is None else op("Cast", r.lengths, to=int(ir.DataType.INT32))
     y, *final = op(
-        kind, x, add_direction(w_ih), add_direction(w_hh), add_direction(bias), ends, *map(add_direction, states),
-        outputs=1 + len(states), hidden_size=units, direction="reverse" if reverse else "forward",
-        **attributes,
+        kind, r.x, *map(add_direction, (w_ih, w_hh, bias)), ends, *map(add_direction, r.states),
+        outputs=1 + len(r.states), hidden_size=r.hidden,
+        direction="reverse" if r.reverse else "forward", **attributes,
     )  # fmt: skip
     y, *final = op("Squeeze", y, [1]), *(op("Squeeze", v, [0]) for v in final)
-    if lengths is not None:
+    if r.lengths is not None:
         # ONNX does not define outputs past the end, nor the final state of a sequence of length 0.
-        steps = op("Squeeze", op("Shape", x, start=0, end=1), [0])
-        alive = op("Less", op.column(op("Range", 0, steps, 1)), lengths)  # [T, B]
-        y = op("Where", op.column(alive), y, 0.0)
-        not_empty = op.column(op("Greater", lengths, 0))  # [B, 1]
-        final = [op("Where", not_empty, new, old) for new, old in zip(final, states)]
-    return y, final[0], final[1] if len(final) > 1 else None
+        y = op("Where", _column(op, _Time(op, r).alive), y, 0.0)
+        not_empty = _column(op, op("Greater", r.lengths, 0))  # [B, 1]
+        final = [op("Where", not_empty, new, old) for new, old in zip(final, r.states)]
+    return y, final, []
 
 
-def _fresh_seed(x):  # type: ignore[no-untyped-def]
-    """Raise: a graph that contains `zoneout::fresh_seed` draws random numbers."""
-    raise ValueError(
-        "the model draws noise, which ONNX does not support; call model.eval() before the export, and build "
-        "noises with at_eval='expectation' or 'off'"
-    )
+# --- a Scan over time -----------------------------------------------------------------------------
 
 
-def _expectations(op: _Graph, draws: Sequence[Draw]) -> tuple[dict[str, Any], bool]:
-    """Return the rate of each field of `cells.Keep`, and True if the output gate may be held."""
-    keep, holds = {}, False
-    for draw in draws:
-        if draw.seed is not None:
-            _fresh_seed(None)
-        keep[KEEPS[draw.rule.stream, draw.rule.by]] = op("Cast", draw.rate, to=int(op.like))
-        holds = holds or draw.rule.holds_gate
-    return keep, holds
+def _scan(op: Nodes, r: Run) -> tuple[Any, list[Any], list[Any]]:
+    """Add a Scan; return outputs, final states, and the states after h of all steps if asked for.
+
+    Values that change from step to step are inputs of the Scan. Its body reads all other values
+    from the outer graph.
+    """
+    import onnxscript.ir as ir
+
+    time, step = _Time(op, r), _Step(op, r)
+    inputs = {"gx": step.input_product(op, time), "alive": time.alive, "cut": time.cuts}
+    inputs |= {"at": time.at if step.rates.holds else None, **step.moments}
+    inputs = {name: value for name, value in inputs.items() if value is not None}
+    carried = dict(zip(r.cell.states, r.states))
+    if step.rates.holds:
+        carried[HELD] = op("Expand", 0.0, step.shape)
+
+    body = Nodes([], op.version, op.dtype)
+    dtypes = {"at": ir.DataType.INT64, "alive": ir.DataType.BOOL, "cut": ir.DataType.BOOL}
+    before = {name: _input(body, op.dtype) for name in carried}
+    now = {name: _input(body, dtypes.get(name, op.dtype)) for name in inputs}
+    after = step.nodes(body, before, now)
+
+    seen = r.cell.states if r.return_states else r.cell.states[:1]
+    outputs = [body("Identity", after[name]) for name in (*carried, *seen)]  # each by itself
+    given = [*before.values(), *now.values()]
+    graph = ir.Graph(given, outputs, nodes=body.nodes, name=body.new_name())
+    results = op(
+        "Scan", *carried.values(), *inputs.values(), outputs=len(outputs), body=graph,
+        num_scan_inputs=len(inputs),
+    )  # fmt: skip
+    y, *states = (time.outputs(v) for v in results[len(carried) :])
+    return y, results[: len(r.states)], states
+
+
+def _input(body: Nodes, dtype: Any) -> Any:
+    """Return a new input for the body of a Scan."""
+    import onnxscript.ir as ir
+
+    return ir.Value(name=body.new_name(), type=ir.TensorType(dtype))
+
+
+def _column(op: Nodes, v: Any) -> Any:
+    """[…] -> […, 1]."""
+    return op("Unsqueeze", v, [-1])
+
+
+class _Time:
+    """The order of processing: reversal, lengths and resets, as in `ops/reference.py`."""
+
+    def __init__(self, op: Nodes, r: Run) -> None:
+        self.op, self.reverse, self.lengths = op, r.reverse, r.lengths
+        steps = op("Squeeze", op("Shape", r.x, start=0, end=1), [0])
+        self.at = op("Range", 0, steps, 1)  # [T]: the index of each processed step
+        # [T, B]: True for sequences that have not ended
+        self.alive = None if r.lengths is None else op("Less", _column(op, self.at), r.lengths)
+        self.cuts = None if r.resets is None else self._cuts(r.resets)  # [T, B]
+
+    def turn(self, v: Any) -> Any:
+        """Reverse [T, B, ·] over time if the direction is reversed."""
+        if not self.reverse:
+            return v
+        if self.lengths is not None:
+            return self.op("ReverseSequence", v, self.lengths, batch_axis=1, time_axis=0)
+        return self.op("Slice", v, [-1], [-(2**63)], [0], [-1])
+
+    def _cuts(self, resets: Any) -> Any:
+        """Return the resets before each processed step.
+
+        A reversed loop meets the cut before step t + 1 at step t, and none at its first step.
+        """
+        import onnxscript.ir as ir
+
+        op = self.op
+        if not self.reverse:
+            return resets
+        false = op("Cast", 0, to=int(ir.DataType.BOOL))
+        no_cut = op("And", op("Slice", resets, [0], [1], [0]), false)
+        shifted = op("Concat", op("Slice", resets, [1], [2**63 - 1], [0]), no_cut, axis=0)
+        return op("And", self.turn(shifted), _column(op, op("Greater", self.at, 0)))
+
+    def outputs(self, v: Any) -> Any:
+        """Return the values of all steps in the order of the input, zero past the lengths."""
+        op = self.op
+        return self.turn(v if self.alive is None else op("Where", _column(op, self.alive), v, 0.0))
+
+
+class _Rates(NamedTuple):
+    """The rates of a run, as `cells.Keep` has them."""
+
+    zone: dict[str, Rate]
+    zero: dict[str, Rate]
+    update: Rate | None
+    holds: bool  # True if the definition's `zo.held` gate may keep its previous value
+
+    @staticmethod
+    def of(op: Nodes, r: Run) -> _Rates:
+        zone: dict[str, Rate] = {}
+        zero: dict[str, Rate] = {}
+        update: Rate | None = None
+        for draw in r.draws:
+            if draw.seed is not None:
+                _fresh_seed(None)
+            rate = Rate.of(op, draw.rate)
+            if draw.rule.stream == "update":
+                update = rate
+            else:
+                of_state = zone if draw.rule.by == "previous" else zero
+                of_state[state_of(r.cell, draw.rule.stream)] = rate
+        holds = "held" in r.cell.marks and any(draw.rule.holds_gate for draw in r.draws)
+        return _Rates(zone, zero, update, holds)
 
 
 class _Step:
-    """The body of the Scan: one step of a cell, as in `cells.py`."""
+    """The body of the Scan: one step of a cell, as in `cells.step` and `ops/reference.py`.
 
-    def __init__(
-        self, op: _Graph, cell: str, w_hh: Any, w_hr: Any, b_h: Any, keep: dict[str, Any], holds: bool, over: str,
-        eps: float, scale_h: Any, scale_c: Any, shift_c: Any,
-    ) -> None:  # fmt: skip
-        self.op, self.cell, self.w_hh, self.w_hr, self.b_h = op, cell, w_hh, w_hr, b_h
-        self.keep, self.holds, self.over, self.eps = keep, holds, over, eps
-        self.scale_h, self.scale_c, self.shift_c = scale_h, scale_c, shift_c
+    What does not change from step to step is computed by the constructor, outside of the body.
+    """
 
-    def __call__(self, now: dict[str, Any], reset_h: Any, reset_c: Any) -> dict[str, Any]:
-        """Add one step and return the new states; `now` holds the states and this step's inputs."""
-        op, lstm = self.op, self.cell == "lstm"
-        alive, cut = (op.column(now[name]) if name in now else None for name in ("alive", "cuts"))
-        h, c = now["h"], now.get("c")
+    def __init__(self, op: Nodes, r: Run) -> None:
+        self.r, self.rates = r, _Rates.of(op, r)
+        rows = op("Shape", r.h0, start=0, end=1)
+        self.shape = op("Concat", rows, [r.hidden], axis=0)  # [B, H]
+        w = r.weights
+        self.w_hh = None if w.w_hh is None else _recurrent_matrix(op, r, w.w_hh)
+        self.w_hr = None if w.w_hr is None else op("Transpose", w.w_hr, perm=[1, 0])
+        self.apart = r.cell.storage.apart  # False: x·Wx and h·Wh are only used as their sum
+        given = () if r.norm is None or r.norm.given is None else r.norm.given
+        moments = dict(zip(Moments._fields, given))
+        self.moments = {name: v for name, v in moments.items() if name not in ("mean_x", "var_x")}
+
+    def input_product(self, op: Nodes, time: _Time) -> Any:
+        """Add x·Wx of all steps, [T, B, G], with its norm and all biases that can be added here."""
+        r, w = self.r, self.r.weights
+        gx = time.turn(op("MatMul", r.x, op("Transpose", w.w_ih, perm=[1, 0])))
+        if r.norm is not None:
+            given = r.norm.given
+            means = None if given is None else [op("Unsqueeze", v, [1]) for v in given[:2]]
+            alive = None if time.alive is None else _column(op, time.alive)
+            gx = _normalise(op, gx, r.norm, r.norm.scale_x, means, alive)
+        for bias in (w.b_ih,) if self.apart else (w.b_ih, w.b_hh):
+            gx = gx if bias is None else op("Add", gx, bias)
+        return gx
+
+    def nodes(self, op: Nodes, before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+        """Add the step; return the new states, and the gate that the next step may hold.
+
+        Args:
+            op: the body.
+            before: the states before the step, and the held gate of the step before.
+            now: the inputs of this step.
+        """
+        r, cell, rates = self.r, self.r.cell, self.rates
+        alive, cut = (_column(op, now[name]) if name in now else None for name in ("alive", "cut"))
+        states = [before[name] for name in cell.states]
         if cut is not None:
-            h = op("Where", cut, reset_h, h)
-            c = op("Where", cut, reset_c, c) if lstm else None
-        gh = op.linear(h, self.w_hh)
-        if self.over:
-            gh = self.normalise(gh, "h", now, self.scale_h, alive)
-        gh = gh if self.b_h is None else op("Add", gh, self.b_h)
-        if lstm:
-            held = (now["o"], op("Equal", now["at"], 0), cut) if self.holds else None
-            new = self.lstm(op("Add", now["gx"], gh), h, c, held, lambda v: self.expose(v, now, alive))
-        elif self.cell == "gru":
-            new = self.gru(now["gx"], gh, h)
+            states = [op("Where", cut, to, old) for to, old in zip(r.reset_to, states, strict=True)]
+        after: dict[str, Any] = {}
+
+        def set_zero(v: Any, state: Value) -> Any:
+            # h becomes zero after its projection
+            return v if state == cell.states[0] else less(op, v, self._of(rates.zero, str(state)))
+
+        def hold(own: Any, _: Value) -> Any:
+            if not rates.holds:
+                return own
+            after[HELD] = own
+            old = before[HELD] if cut is None else op("Where", cut, own, before[HELD])
+            first = op("Equal", now["at"], 0)  # there is no previous gate to hold
+            return op("Where", first, own, mix(op, own, old, rates.update))
+
+        marks = {
+            "candidate": set_zero,
+            "update": lambda v, _: less(op, v, rates.update),
+            "shown": lambda v, _: self._expose(op, v, now, alive),
+            "held": hold,
+        }
+        gh = self._recurrent_product(op, states[0], now, alive)
+        h, *others = self._evaluate(op, now["gx"], gh, states, marks)
+        h = h if self.w_hr is None else op("MatMul", h, self.w_hr)
+        new = [less(op, h, self._of(rates.zero, cell.states[0])), *others]
+        for state, value, old in zip(cell.states, new, states, strict=True):
+            value = mix(op, value, old, self._of(rates.zone, state))
+            # A sequence that has ended keeps its final state.
+            after[state] = value if alive is None else op("Where", alive, value, before[state])
+        return after
+
+    def _of(self, rates: dict[str, Rate], state: str) -> Rate | None:
+        return rates.get(self.r.cell.group_of(state))
+
+    def _evaluate(self, op: Nodes, gx: Any, gh: Any, states: list[Any], marks: Any) -> list[Any]:
+        """Add the definition's graph; return the candidates."""
+        cell = self.r.cell
+        known: dict[int, Any] = {}
+        if gh is None:
+            gates = [_split(op, cell, gx)]
+        elif self.apart:
+            gates = [_split(op, cell, gx), _split(op, cell, gh)]
+        else:  # one sum of all gates in place of one per gate
+            sums = _split(op, cell, op("Add", gx, gh))
+            known = {node: sums[gate] for node, gate in gate_sums(cell.graph)}
+            gates = [(), ()]
+        leaves = cell.leaves(*gates, *states, *self.r.weights.parameters)
+        return evaluate(op, cell.graph, cell.outputs, leaves, marks, shape=self.shape, known=known)
+
+    def _recurrent_product(self, op: Nodes, h: Any, now: dict[str, Any], alive: Any) -> Any:
+        """Add h·Wh, [B, G], with its norm and bias; None if h meets no matrix."""
+        r = self.r
+        if self.w_hh is None:
+            return None
+        if r.cell.heads == 1:
+            gh = op("MatMul", h, self.w_hh)
         else:
-            new = self.rnn(op("Add", now["gx"], gh), h)
-        if alive is not None:  # a sequence that has ended keeps its final state
-            for name in ("h", "c") if lstm else ("h",):
-                new[name] = op("Where", alive, new[name], now[name])
-        return new
+            heads, size = r.cell.heads, r.hidden // r.cell.heads
+            by_head = op("Transpose", op("Reshape", h, [-1, heads, size]), perm=[1, 0, 2])
+            product = op("MatMul", by_head, self.w_hh)  # [heads, B, gates · H / heads]
+            product = op("Reshape", product, [heads, -1, r.cell.gates, size])
+            product = op("Transpose", product, perm=[1, 2, 0, 3])  # [B, gates, heads, H / heads]
+            gh = op("Reshape", product, [-1, r.width])
+        if r.norm is not None:
+            gh = _normalise(op, gh, r.norm, r.norm.scale_h, _given(now, "h"), alive)
+        bias = r.weights.b_hh if self.apart else None
+        return gh if bias is None else op("Add", gh, bias)
 
-    def normalise(self, v: Any, of: str, now: dict[str, Any], scale: Any, alive: Any) -> Any:
-        """Normalise h·Wh (`of` = "h") or c (`of` = "c")."""
-        given = (now[f"mean_{of}"], now[f"var_{of}"]) if f"mean_{of}" in now else None
-        return self.op.normalise(v, given, self.over, self.eps, scale, alive)
+    def _expose(self, op: Nodes, v: Any, now: dict[str, Any], alive: Any) -> Any:
+        """Return what `zo.shown` marks: normalised, if there is a norm."""
+        norm = self.r.norm
+        if norm is None:
+            return v
+        normalised = _normalise(op, v, norm, norm.scale_c, _given(now, "c"), alive)
+        return op("Add", normalised, norm.shift_c)
 
-    def expose(self, c: Any, now: dict[str, Any], alive: Any) -> Any:
-        """Return c as it feeds h: normalised, if there is a norm."""
-        return self.op("Add", self.normalise(c, "c", now, self.scale_c, alive), self.shift_c) if self.over else c
 
-    def split(self, gates: Any) -> Sequence[Any]:
-        """Split [B, G·H] into one tensor per gate."""
-        gate_count = GATES[self.cell]
-        return self.op("Split", gates, outputs=gate_count, axis=-1, num_outputs=gate_count)
+def _recurrent_matrix(op: Nodes, r: Run, w_hh: Any) -> Any:
+    """Return Wh as the right factor of a product: [outputs, G], or [heads, H / heads, ·]."""
+    if r.cell.heads == 1:
+        return op("Transpose", w_hh, perm=[1, 0])
+    heads, size = r.cell.heads, r.hidden // r.cell.heads
+    blocks = op("Reshape", w_hh, [r.cell.gates, heads, size, size])  # gates, heads, to, from
+    return op("Reshape", op("Transpose", blocks, perm=[1, 3, 0, 2]), [heads, size, -1])
 
-    def lstm(self, gates: Any, h: Any, c: Any, held: Any, expose: Callable[[Any], Any]) -> dict[str, Any]:
-        """Add the step of `cells.lstm`; `held` is (previous gate, first step, cut) or None."""
-        op, keep = self.op, self.keep
-        i, f, g, o = self.split(gates)
-        i, f, g, o = op("Sigmoid", i), op("Sigmoid", f), op("Tanh", g), op("Sigmoid", o)
-        c_new = op("Add", op("Mul", f, c), op.drop(op("Mul", i, g), keep.get("update")))
-        c_new = op.drop(c_new, keep.get("zero_cell"))
-        shown = o
-        if held is not None:
-            before, first, cut = held
-            starts = first if cut is None else op("Or", first, cut)  # no previous gate to hold
-            shown = op.zone(o, op("Where", starts, o, before), keep["update"])
-        h_new = op("Mul", shown, op("Tanh", expose(c_new)))
-        h_new = h_new if self.w_hr is None else op.linear(h_new, self.w_hr)
-        h_new = op.drop(h_new, keep.get("zero_hidden"))
-        return {"h": op.zone(h_new, h, keep.get("hidden")), "c": op.zone(c_new, c, keep.get("cell")), "o": o}
 
-    def gru(self, gx: Any, gh: Any, h: Any) -> dict[str, Any]:
-        """Add the step of `cells.gru`."""
-        op, keep = self.op, self.keep
-        (rx, zx, nx), (rh, zh, nh) = self.split(gx), self.split(gh)
-        r, z = op("Sigmoid", op("Add", rx, rh)), op("Sigmoid", op("Add", zx, zh))
-        n = op("Tanh", op("Add", nx, op("Mul", r, nh)))
-        update = op.drop(op("Mul", op("Sub", 1.0, z), n), keep.get("update"))
-        h_new = op.drop(op("Add", op("Mul", z, h), update), keep.get("zero_hidden"))
-        return {"h": op.zone(h_new, h, keep.get("hidden"))}
+def _split(op: Nodes, cell: Definition, v: Any) -> Sequence[Any]:
+    """Return the gates of [B, gates · H], [B, H] each."""
+    if cell.gates == 1:
+        return [v]
+    gates: list[Any] = op("Split", v, outputs=cell.gates, axis=-1, num_outputs=cell.gates)
+    return gates
 
-    def rnn(self, gates: Any, h: Any) -> dict[str, Any]:
-        """Add the step of `cells.rnn`."""
-        op, keep = self.op, self.keep
-        h_new = op("Relu" if self.cell == "rnn_relu" else "Tanh", gates)
-        return {"h": op.zone(op.drop(h_new, keep.get("zero_hidden")), h, keep.get("hidden"))}
+
+# --- norms ----------------------------------------------------------------------------------------
+
+
+def _given(now: dict[str, Any], of: str) -> list[Any] | None:
+    """Return the moments of h·Wh (`of` = "h") or c (`of` = "c") that a step is given."""
+    return [now[f"mean_{of}"], now[f"var_{of}"]] if f"mean_{of}" in now else None
+
+
+def _normalise(op: Nodes, v: Any, norm: StepNorm, scale: Any, given: Any, alive: Any) -> Any:
+    """Add `norm.normalise` with the moments `given`, or with the moments of `v` itself."""
+    mean, var = given or (_mean(op, v, norm.over, alive), None)
+    centred = op("Sub", v, mean)
+    if var is None:
+        var = _mean(op, op("Mul", centred, centred), norm.over, alive)
+    deviation = op("Sqrt", op("Add", var, norm.eps))
+    return op("Mul", op("Div", centred, deviation), scale)
+
+
+def _mean(op: Nodes, v: Any, over: str, alive: Any) -> Any:
+    """Add the mean of […, B, units] over the units, or over the rows where `alive` […, B, 1]."""
+    if over == "units":
+        return op("ReduceMean", v, [-1], keepdims=1)
+    if alive is None:
+        return op("ReduceMean", v, [-2], keepdims=1)
+    rows = op("ReduceSum", op("Cast", alive, to=int(op.dtype)), [-2], keepdims=1)
+    total = op("ReduceSum", op("Where", alive, v, 0.0), [-2], keepdims=1)
+    return op("Div", total, op("Max", rows, 1.0))
