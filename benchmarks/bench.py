@@ -1,9 +1,11 @@
 """Measure the layers against torch.nn on this machine: `make bench`.
 
-Every ratio is the median over paired runs, ours and theirs in turn in one process, ours divided by theirs: below 1 is
-faster. Before a ratio is taken, the layer that is timed is held to the reference backend in double precision, on
-outputs, final states and every gradient, with the same seed; where that check fails there is no ratio. Rows are written
-to benchmarks/results.csv, an older row of the same measurement on the same device being replaced.
+Every ratio is the median over paired runs, ours and theirs in turn in one process, ours divided by
+    theirs: below 1 is
+faster. Before a ratio is taken, the layer that is timed is held to the reference backend in double
+precision, on outputs, final states and every gradient, with the same seed; where that check fails
+there is no ratio. Rows are written to benchmarks/results.csv, an older row of the same measurement
+on the same device being replaced.
 
     python benchmarks/bench.py                  # everything, a few minutes
     python benchmarks/bench.py train eval       # only these groups
@@ -32,7 +34,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import zoneout as zo
 from zoneout.ops import TOLERANCES
-from zoneout.ops.native import load
+from zoneout.ops.cpu.native import load
 
 RESULTS = Path(__file__).parent / "results.csv"
 SHAPES = {  # (T, B, input, H)
@@ -41,13 +43,25 @@ SHAPES = {  # (T, B, input, H)
     "medium": (100, 32, 256, 256),
     "small": (100, 32, 64, 128),
 }
-LAYERS: dict[str, tuple[Any, Any]] = {"LSTM": (zo.LSTM, nn.LSTM), "GRU": (zo.GRU, nn.GRU), "RNN": (zo.RNN, nn.RNN)}
-ZONEOUT = {"LSTM": zo.Zoneout(cell=0.5, hidden=0.05), "GRU": zo.Zoneout(hidden=0.1), "RNN": zo.Zoneout(hidden=0.1)}
+LAYERS: dict[str, tuple[Any, Any]] = {
+    "LSTM": (zo.LSTM, nn.LSTM),
+    "GRU": (zo.GRU, nn.GRU),
+    "RNN": (zo.RNN, nn.RNN),
+}
+ZONEOUT = {
+    "LSTM": zo.Zoneout(cell=0.5, hidden=0.05),
+    "GRU": zo.Zoneout(hidden=0.1),
+    "RNN": zo.Zoneout(hidden=0.1),
+}
 GOALS = {
-    "train": 1.0, "eval": 1.3, "packed": 1.0, "torch calls": 1.8, "combination": 1.5, "norm": 2.0, "memory": 1.0,
-    "cell": 2.0,
+    "train": 1.0, "eval": 1.3, "packed": 1.0, "torch calls": 1.8, "combination": 1.5, "norm": 2.0,
+    "memory": 1.0, "cell": 2.0,
 }  # fmt: skip
-CELLS = {"LSTM": (zo.LSTMCell, nn.LSTMCell), "GRU": (zo.GRUCell, nn.GRUCell), "RNN": (zo.RNNCell, nn.RNNCell)}
+CELLS = {
+    "LSTM": (zo.LSTMCell, nn.LSTMCell),
+    "GRU": (zo.GRUCell, nn.GRUCell),
+    "RNN": (zo.RNNCell, nn.RNNCell),
+}
 STEPS = {"1 row of 64": (1, 64), "32 rows of 256": (32, 256)}  # B, H
 
 
@@ -81,8 +95,12 @@ def main() -> None:
         "train": train, "eval": evaluate, "packed": packed, "combinations": combinations,
         "memory": memory, "torch-calls": torch_calls, "bf16": half, "cells": cells,
     }  # fmt: skip
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(groups)}; all by default")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "groups", nargs="*", metavar="GROUP", help=f"of {', '.join(groups)}; all by default"
+    )
     parser.add_argument("--pairs", type=int, default=15, help="paired runs a ratio (default 15)")
     parser.add_argument("--dry-run", action="store_true", help="write nothing to results.csv")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
@@ -106,7 +124,8 @@ def main() -> None:
         print("missed:", line(row))
 
 
-# --- what is measured ------------------------------------------------------------------------------
+# --- what is measured
+# ------------------------------------------------------------------------------
 
 
 def train(pairs: int) -> Iterator[Row]:
@@ -124,7 +143,9 @@ def evaluate(pairs: int) -> Iterator[Row]:
 
 
 def packed(pairs: int) -> Iterator[Row]:
-    """Packed input of mixed lengths against the same batch padded, both ours, and against nn.LSTM's packed path."""
+    """Packed input of mixed lengths against the same batch padded, both ours, and against
+    nn.LSTM's packed path.
+    """
     for name in LAYERS:
         for shape in SHAPES:
             yield measure("packed", name, shape, pairs, what="packed", against="ours, padded")
@@ -157,20 +178,29 @@ def torch_calls(pairs: int) -> Iterator[Row]:
         if text.startswith("row "):
             values = dict(zip((f.name for f in fields(Row)), next(csv.reader([text[4:]]))))
             row = Row(
-                **{f.name: {"float": float, "int": int}.get(str(f.type), str)(values[f.name]) for f in fields(Row)}
+                **{
+                    f.name: {"float": float, "int": int}.get(str(f.type), str)(values[f.name])
+                    for f in fields(Row)
+                }
             )
-            row.group, row.what, row.goal = "torch calls", "zoneout, no compiler", GOALS["torch calls"]
+            row.group, row.what, row.goal = (
+                "torch calls",
+                "zoneout, no compiler",
+                GOALS["torch calls"],
+            )
             yield row
 
 
 def memory(pairs: int) -> Iterator[Row]:
-    """Peak memory of a training step beyond what the process had before, each in a process of its own."""
+    """Peak memory of a training step beyond what the process had before, each in a process of
+    its own.
+    """
     for name in LAYERS:
         for shape in SHAPES:
             ours, theirs = (_peak_of(who, name, shape) for who in ("ours", "torch.nn"))
             yield Row(
-                "memory", name, "zoneout, peak MiB", "torch.nn", shape, "float32", ours, theirs, ours / theirs,
-                ours / theirs, ours / theirs, GOALS["memory"], 0.0, **here(),
+                "memory", name, "zoneout, peak MiB", "torch.nn", shape, "float32", ours, theirs,
+                ours / theirs, ours / theirs, ours / theirs, GOALS["memory"], 0.0, **here(),
             )  # fmt: skip
 
 
@@ -181,7 +211,9 @@ def half(pairs: int) -> Iterator[Row]:
 
 
 def cells(pairs: int) -> Iterator[Row]:
-    """One step of a cell, at evaluation and forwards and backwards in training, against torch.nn's without noise."""
+    """One step of a cell, at evaluation and forwards and backwards in training, against
+    torch.nn's without noise.
+    """
     for name, (ours, theirs) in CELLS.items():
         for shape, (batch, size) in STEPS.items():
             torch.manual_seed(0)
@@ -193,10 +225,23 @@ def cells(pairs: int) -> Iterator[Row]:
                 error = cell_parity(cell, x, state)
                 right = held(f"{name} {what} at {shape}", error, TOLERANCES[torch.float32])
                 found = summary(cell_times(cell, other, x, state, training, pairs) if right else [])
-                yield Row("cell", name, what, "torch.nn", shape, "float32", *found, GOALS["cell"], error, **here())
+                yield Row(
+                    "cell",
+                    name,
+                    what,
+                    "torch.nn",
+                    shape,
+                    "float32",
+                    *found,
+                    GOALS["cell"],
+                    error,
+                    **here(),
+                )
 
 
-def cell_times(cell: Any, other: Any, x: Tensor, state: Any, training: bool, pairs: int) -> list[tuple[float, float]]:
+def cell_times(
+    cell: Any, other: Any, x: Tensor, state: Any, training: bool, pairs: int
+) -> list[tuple[float, float]]:
     """Seconds of a step of both, in turn, each the mean of many."""
     many = 200
 
@@ -209,11 +254,15 @@ def cell_times(cell: Any, other: Any, x: Tensor, state: Any, training: bool, pai
         one.zero_grad()
 
     run(cell), run(other)
-    return [(clock(lambda: run(cell)) / many, clock(lambda: run(other)) / many) for _ in range(pairs)]
+    return [
+        (clock(lambda: run(cell)) / many, clock(lambda: run(other)) / many) for _ in range(pairs)
+    ]
 
 
 def cell_parity(cell: Any, x: Tensor, state: Any) -> float:
-    """The largest relative error of the states and gradients of a step against the reference in double precision."""
+    """The largest relative error of the states and gradients of a step against the reference in
+    double precision.
+    """
     exact = copy.deepcopy(cell).double()
     exact.backend = "reference"
     found = []
@@ -227,13 +276,17 @@ def cell_parity(cell: Any, x: Tensor, state: Any) -> float:
     return max(float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in zip(*found))
 
 
-def variants(name: str, sizes: Sequence[int] = SHAPES["small"], device: str = "cpu") -> dict[str, dict[str, Any]]:
+def variants(
+    name: str, sizes: Sequence[int] = SHAPES["small"], device: str = "cpu"
+) -> dict[str, dict[str, Any]]:
     """Constructor and call arguments of each fused combination."""
     steps, batch, _, hidden = sizes
     plain = ZONEOUT[name]
     rates = {"hidden": 0.05} if name != "LSTM" else {"cell": 0.5, "hidden": 0.05}
     out: dict[str, dict[str, Any]] = {
-        f"zoneout, mask={mask}": {"noise": zo.Zoneout(**rates, mask=mask, seed=3 if mask == "static" else None)}
+        f"zoneout, mask={mask}": {
+            "noise": zo.Zoneout(**rates, mask=mask, seed=3 if mask == "static" else None)
+        }
         for mask in ("shared", "step", "sequence", "static")
     }
     out |= {
@@ -243,7 +296,10 @@ def variants(name: str, sizes: Sequence[int] = SHAPES["small"], device: str = "c
         "variational dropout": {"noise": zo.VariationalDropout(input=0.2, hidden=0.2)},
         "weight drop": {"noise": zo.WeightDrop(rate=0.2)},
         "weight noise": {"noise": zo.WeightNoise(std=0.05)},
-        "zoneout, resets": {"noise": plain, "resets": torch.rand(steps, batch, device=device) < 0.05},
+        "zoneout, resets": {
+            "noise": plain,
+            "resets": torch.rand(steps, batch, device=device) < 0.05,
+        },
         "zoneout, lengths": {"noise": plain, "lengths": mixed_lengths(steps, batch).to(device)},
         "zoneout, learned initial state": {"noise": plain, "learn_initial_state": True},
         "zoneout, layer norm": {"noise": plain, "norm": "layer"},
@@ -252,12 +308,15 @@ def variants(name: str, sizes: Sequence[int] = SHAPES["small"], device: str = "c
     if name != "RNN":
         out["recurrent dropout"] = {"noise": zo.RecurrentDropout(rate=0.25)}
     if name == "LSTM":
-        out["recurrent dropout, held gate"] = {"noise": zo.RecurrentDropout(rate=0.25, hold_output_gate=True)}
+        out["recurrent dropout, held gate"] = {
+            "noise": zo.RecurrentDropout(rate=0.25, hold_output_gate=True)
+        }
         out["zoneout, cells returned"] = {"noise": plain, "return_cells": True}
     return out
 
 
-# --- how it is measured ----------------------------------------------------------------------------
+# --- how it is measured
+# ----------------------------------------------------------------------------
 
 
 def mixed_lengths(steps: int, batch: int) -> Tensor:
@@ -282,7 +341,9 @@ def measure(
     options = dict(variants(name).get(what, {"noise": ZONEOUT[name]}))
     if what in ("layer norm", "batch norm"):
         options |= {"norm": "layer" if what == "layer norm" else zo.RecurrentBatchNorm(steps)}
-    call = {key: options.pop(key) for key in ("resets", "lengths", "return_cells") if key in options}
+    call = {
+        key: options.pop(key) for key in ("resets", "lengths", "return_cells") if key in options
+    }
     layer = ours(size, hidden, **options)
     input: Any = x
     lengths = mixed_lengths(steps, batch)
@@ -308,7 +369,9 @@ def measure(
         for run in pair:
             run()
         times = [(clock(pair[0]), clock(pair[1])) for _ in range(pairs)]
-    row = Row(group, name, what, against, shape, dtype, *summary(times), GOALS[group], error, **here())
+    row = Row(
+        group, name, what, against, shape, dtype, *summary(times), GOALS[group], error, **here()
+    )
     if os.environ.get("ZONEOUT_BENCH_ROWS"):
         print("row", ",".join(f'"{v}"' for v in asdict(row).values()), flush=True)
     return row
@@ -317,12 +380,16 @@ def measure(
 def held(what: str, error: float, allowed: float) -> bool:
     """Whether what is timed is right; where it is not there is no ratio, which is said."""
     if not error <= allowed:
-        print(f"no ratio for {what}: error {error:.1e} against the reference, allowed {allowed:.1e}")
+        print(
+            f"no ratio for {what}: error {error:.1e} against the reference, allowed {allowed:.1e}"
+        )
     return error <= allowed
 
 
 def summary(times: list[tuple[float, float]]) -> tuple[float, float, float, float, float]:
-    """Of paired seconds: both medians in milliseconds, the median of the ratios and their quartiles."""
+    """Of paired seconds: both medians in milliseconds, the median of the ratios and their
+    quartiles.
+    """
     times = times or [(float("nan"), float("nan"))]
     ratios = sorted(a / b for a, b in times)
     ours, theirs = (1e3 * statistics.median(side) for side in zip(*times))
@@ -336,7 +403,9 @@ def clock(run: Callable[[], None]) -> float:
     return time.perf_counter() - began
 
 
-def step(layer: nn.Module, input: Any, call: dict[str, Any], training: bool, autocast: bool) -> None:
+def step(
+    layer: nn.Module, input: Any, call: dict[str, Any], training: bool, autocast: bool
+) -> None:
     """What is timed."""
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         if not training:
@@ -350,8 +419,12 @@ def step(layer: nn.Module, input: Any, call: dict[str, Any], training: bool, aut
 
 
 def parity(layer: Any, input: Any, call: dict[str, Any], autocast: bool) -> float:
-    """The largest relative error of outputs, final states and gradients against the reference in double precision."""
-    if layer.norm is not None:  # beyond some steps the reference in single precision is as far from itself in double
+    """The largest relative error of outputs, final states and gradients against the reference in
+    double precision.
+    """
+    if (
+        layer.norm is not None
+    ):  # beyond some steps the reference in single precision is as far from itself in double
         input = input[:20]
         call = {name: value[:20] if name == "resets" else value for name, value in call.items()}
     exact = copy.deepcopy(layer).double()
@@ -360,12 +433,18 @@ def parity(layer: Any, input: Any, call: dict[str, Any], autocast: bool) -> floa
     results = []
     for one in (ours, exact):
         double = one is exact
-        given = input._replace(data=input.data.double()) if isinstance(input, PackedSequence) else input.double()
+        given = (
+            input._replace(data=input.data.double())
+            if isinstance(input, PackedSequence)
+            else input.double()
+        )
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast and not double):
             y, state, *_ = one(given if double else input, seed=7, **call)
         y = y.data if isinstance(y, PackedSequence) else y
         states = state if isinstance(state, tuple) else (state,)
-        weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        weights = torch.randn(
+            y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+        )
         (y * weights.to(y.dtype)).sum().backward()
         grads = [p.grad for p in one.parameters() if p.grad is not None]
         results.append([v.detach().double() for v in (y, *states, *grads)])
@@ -400,7 +479,8 @@ def resident(what: str) -> float:
     return next(float(text.split()[1]) for text in lines if text.startswith(what)) / 1024
 
 
-# --- rows ------------------------------------------------------------------------------------------
+# --- rows
+# ------------------------------------------------------------------------------------------
 
 
 def here() -> dict[str, Any]:
@@ -428,15 +508,21 @@ def line(row: Row) -> str:
     mark = "" if row.ratio <= row.goal else "  over its goal"
     what = f"{row.group:12} {row.layer:5} {row.shape:9} {row.dtype:8} {row.what:28}"
     times = f"{row.ours:9.4g} {unit:3} against {row.against:17} {row.theirs:9.4g} {unit:3}"
-    return f"{what} {times}  ratio {row.ratio:5.2f} [{row.low:.2f}, {row.high:.2f}]  goal {row.goal:.3g}{mark}"
+    return (
+        f"{what} {times}  ratio {row.ratio:5.2f} [{row.low:.2f}, {row.high:.2f}]  goal "
+        f"{row.goal:.3g}{mark}"
+    )
 
 
 def write(rows: list[Row]) -> None:
-    """Put the rows in the file, in the place of older ones of the same measurement on the same device."""
+    """Put the rows in the file, in the place of older ones of the same measurement on the same
+    device.
+    """
 
     def key(row: dict[str, str]) -> tuple[str, ...]:
         return tuple(
-            str(row[name]) for name in ("group", "layer", "what", "against", "shape", "dtype", "device", "threads")
+            str(row[name])
+            for name in ("group", "layer", "what", "against", "shape", "dtype", "device", "threads")
         )
 
     names = [f.name for f in fields(Row)]

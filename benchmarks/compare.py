@@ -1,10 +1,11 @@
 """Compare the speed of two checkouts on the CPU: their layers run in turn, in one process each.
 
     git worktree add ../old COMMIT
-    python benchmarks/compare.py ../old . --threads 1 LSTM:pMNIST:train GRU:small:eval LSTM:small:train:layer-norm
+    python benchmarks/compare.py ../old . --threads 1 LSTM:pMNIST:train GRU:small:eval
+    LSTM:small:train:layer-norm
 
-A case is LAYER:SHAPE:MODE[:NOISE]. Without cases all layers and shapes are compared, in training and evaluation. The
-ratio is the median of new / old over pairs that follow each other.
+A case is LAYER:SHAPE:MODE[:NOISE]. Without cases all layers and shapes are compared, in training
+and evaluation. The ratio is the median of new / old over pairs that follow each other.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def make(case: str) -> Callable[[], Any]:
     rates = {"hidden": 0.05, "cell": 0.5} if layer == "LSTM" else {"hidden": 0.05}
     options: dict[str, Any] = {"noise": None if noise == "none" else zo.Zoneout(**rates)}
     if noise == "dropout":
-        options["noise"] = zo.StateDropout(hidden=0.1) if layer == "RNN" else zo.RecurrentDropout(rate=0.25)
+        options["noise"] = (
+            zo.StateDropout(hidden=0.1) if layer == "RNN" else zo.RecurrentDropout(rate=0.25)
+        )
     if noise.endswith("norm"):
         options["norm"] = "layer" if noise == "layer-norm" else zo.RecurrentBatchNorm(steps=steps)
     torch.manual_seed(0)
@@ -76,7 +79,10 @@ class Checkout:
     """A process that has imported one checkout's package."""
 
     def __init__(self, folder: Path, threads: int) -> None:
-        environment = os.environ | {"PYTHONPATH": str(folder.resolve() / "src"), "OMP_NUM_THREADS": str(threads)}
+        environment = os.environ | {
+            "PYTHONPATH": str(folder.resolve() / "src"),
+            "OMP_NUM_THREADS": str(threads),
+        }
         command = [sys.executable, str(Path(__file__).resolve()), "--serve"]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -90,7 +96,9 @@ class Checkout:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"noises: {', '.join(NOISES)}")
@@ -98,7 +106,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_intermixed_args()
     checkouts = [Checkout(folder, options.threads) for folder in (options.old, options.new)]
-    everything = [f"{layer}:{shape}:{mode}" for layer in LAYERS for shape in SHAPES for mode in MODES]
+    everything = [
+        f"{layer}:{shape}:{mode}" for layer in LAYERS for shape in SHAPES for mode in MODES
+    ]
     print("case                             old ms    new ms   new / old")
     for case in options.cases or everything:
         pairs: list[tuple[float, float]] = []
@@ -106,7 +116,9 @@ def main() -> None:
             order = checkouts if number % 2 else checkouts[::-1]
             times = {id(checkout): checkout.seconds(case) for checkout in order}
             pairs.append((times[id(checkouts[0])], times[id(checkouts[1])]))
-        old, new = (1e3 * statistics.median(column) for column in zip(*pairs[1:]))  # the first pair warms up
+        old, new = (
+            1e3 * statistics.median(column) for column in zip(*pairs[1:])
+        )  # the first pair warms up
         ratio = statistics.median(b / a for a, b in pairs[1:])
         print(f"{case:30s} {old:9.2f} {new:9.2f} {ratio:11.3f}", flush=True)
 

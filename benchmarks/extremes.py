@@ -1,8 +1,10 @@
-"""Measure what long sequences and large sizes take on this machine: `python benchmarks/extremes.py [NAME …]`.
+"""Measure what long sequences and large sizes take on this machine: `python benchmarks/extremes.py
+[NAME …]`.
 
-Every measurement is a process of its own, so that its memory is its own: the most that it had at any time, less what it
-had before; with `--device cuda` that of torch's tensors on the GPU. Each also checks that what came out is right; a
-wrong result is an error. The table goes to standard output.
+Every measurement is a process of its own, so that its memory is its own: the most that it had at
+    any time, less what it
+had before; with `--device cuda` that of torch's tensors on the GPU. Each also checks that what came
+out is right; a wrong result is an error. The table goes to standard output.
 """
 
 from __future__ import annotations
@@ -75,14 +77,23 @@ class Peak:
 Result = tuple[float, float, str]  # seconds, MiB, a note
 
 
-# --- long ------------------------------------------------------------------------------------------
+# --- long
+# ------------------------------------------------------------------------------------------
 
 
 def streaming(symbols: int) -> Result:
     """Evaluate a text as one sequence, a thousand steps at a time, the state carried."""
-    model = build(Config(model=Model(hidden=512), zoneout=Zoneout(cell=0.5, hidden=0.05)), 50).eval().to(DEVICE)
-    tokens = torch.randint(0, 50, (symbols,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    evaluate_text(model, tokens[:2000], Protocol("whole", length=1000))  # scratch memory is there from here on
+    model = (
+        build(Config(model=Model(hidden=512), zoneout=Zoneout(cell=0.5, hidden=0.05)), 50)
+        .eval()
+        .to(DEVICE)
+    )
+    tokens = torch.randint(
+        0, 50, (symbols,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    ).to(DEVICE)
+    evaluate_text(
+        model, tokens[:2000], Protocol("whole", length=1000)
+    )  # scratch memory is there from here on
     with Peak() as peak:
         score = evaluate_text(model, tokens, Protocol("whole", length=1000))
     assert score.predictions == symbols - 1
@@ -93,7 +104,9 @@ def streaming(symbols: int) -> Result:
 
 
 def growth(steps: int) -> Result:
-    """Train a small model for many updates; what is in use after all of them, less that after the first thousand."""
+    """Train a small model for many updates; what is in use after all of them, less that after
+    the first thousand.
+    """
     config = Config(
         data=Data("random"),
         batches=Batches(size=8, length=20),
@@ -101,8 +114,14 @@ def growth(steps: int) -> Result:
         zoneout=Zoneout(cell=0.5, hidden=0.05),
         optimizer=Optimizer(clip_gradient=1.0),
     )
-    tokens = torch.randint(0, 50, (8 * 20 * 100,), generator=torch.Generator().manual_seed(1)).numpy().astype("uint8")
-    corpus = Corpus("random", "char", Vocabulary("char", tuple(map(chr, range(50)))), tokens, tokens, tokens, "")
+    tokens = (
+        torch.randint(0, 50, (8 * 20 * 100,), generator=torch.Generator().manual_seed(1))
+        .numpy()
+        .astype("uint8")
+    )
+    corpus = Corpus(
+        "random", "char", Vocabulary("char", tuple(map(chr, range(50)))), tokens, tokens, tokens, ""
+    )
     model = build(config, 50).to(DEVICE)
     feed = make_feed(config, corpus, DEVICE)
     step = Step(model, feed, config, Processes(DEVICE))
@@ -121,14 +140,26 @@ def growth(steps: int) -> Result:
             assert step.not_finite() is None
             gc.collect()
             marks.append(used())
-    return time.perf_counter() - began, marks[-1] - marks[0], f"{marks[-1]:.0f} MiB in use at the end"
+    return (
+        time.perf_counter() - began,
+        marks[-1] - marks[0],
+        f"{marks[-1]:.0f} MiB in use at the end",
+    )
 
 
-# --- large -----------------------------------------------------------------------------------------
+# --- large
+# -----------------------------------------------------------------------------------------
 
 
 def layer(
-    steps: int, batch: int, inputs: int, hidden: int, *, train: bool = True, lengths: bool = False, again: bool = False
+    steps: int,
+    batch: int,
+    inputs: int,
+    hidden: int,
+    *,
+    train: bool = True,
+    lengths: bool = False,
+    again: bool = False,
 ) -> Result:
     """One call and its way back; the first of its rows is held to the reference backend."""
     torch.manual_seed(0)
@@ -164,22 +195,37 @@ MEASUREMENTS: dict[str, tuple[str, Callable[[], Result]]] = {
     "long-100k": ("the same, T = 100,000", lambda: streaming(100_000)),
     "growth": ("growth over 10,000 updates, LSTM of 32", lambda: growth(10_000)),
     "wide": ("H = 4096, T = 20, B = 4, trained", lambda: layer(20, 4, 256, 4096)),
-    "wide-eval": ("H = 4096, T = 20, B = 4, evaluated", lambda: layer(20, 4, 256, 4096, train=False)),
-    "long-eval": ("T = 4,000, B = 32, H = 256, evaluated", lambda: layer(4000, 32, 64, 256, train=False)),
+    "wide-eval": (
+        "H = 4096, T = 20, B = 4, evaluated",
+        lambda: layer(20, 4, 256, 4096, train=False),
+    ),
+    "long-eval": (
+        "T = 4,000, B = 32, H = 256, evaluated",
+        lambda: layer(4000, 32, 64, 256, train=False),
+    ),
     "long": ("T = 4,000, B = 32, H = 256, trained", lambda: layer(4000, 32, 64, 256)),
     "long-again": ("the same with recompute=True", lambda: layer(4000, 32, 64, 256, again=True)),
     "one-row": ("B = 1, T = 100, H = 256, trained", lambda: layer(100, 1, 64, 256)),
     "many-rows": ("B = 4096, T = 100, H = 64, trained", lambda: layer(100, 4096, 32, 64)),
     "one-step": ("T = 1, B = 64, H = 256, trained", lambda: layer(1, 64, 64, 256)),
-    "lengths-1": ("lengths all 1 of T = 100, B = 64, H = 256, trained", lambda: layer(100, 64, 64, 256, lengths=True)),
+    "lengths-1": (
+        "lengths all 1 of T = 100, B = 64, H = 256, trained",
+        lambda: layer(100, 64, 64, 256, lengths=True),
+    ),
 }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(MEASUREMENTS)}; all by default")
-    parser.add_argument("--threads", type=int, default=0, help="torch's threads; by default as many as it likes")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to measure (cpu)")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"{', '.join(MEASUREMENTS)}; all by default"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=0, help="torch's threads; by default as many as it likes"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where to measure (cpu)"
+    )
     options = parser.parse_args()
     if not sys.platform.startswith("linux"):
         parser.error("memory is read from /proc, which only Linux has")
@@ -187,10 +233,15 @@ def main() -> int:
         if name not in MEASUREMENTS:
             parser.error(f"there is no {name!r}; expected some of {', '.join(MEASUREMENTS)}")
     threads = options.threads or torch.get_num_threads()
-    where = torch.cuda.get_device_name() if options.device == "cuda" else f"{threads} threads, {platform.machine()}"
+    where = (
+        torch.cuda.get_device_name()
+        if options.device == "cuda"
+        else f"{threads} threads, {platform.machine()}"
+    )
     print(f"torch {torch.__version__}, {where}\n")
     print("| | seconds | MiB | |\n|---|---|---|---|")
-    # Memory that is given back goes back to the system at once, so that what is measured is not what malloc keeps.
+    # Memory that is given back goes back to the system at once, so that what is measured is not
+    # what malloc keeps.
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
     fresh: Any = multiprocessing.get_context("spawn")
     for name in options.names or MEASUREMENTS:

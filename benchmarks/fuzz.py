@@ -1,9 +1,10 @@
-"""Feed the package bytes that a coverage-guided fuzzer makes: `python benchmarks/fuzz.py [TARGET …] [--runs 20000]`.
+"""Feed the package bytes that a coverage-guided fuzzer makes: `python benchmarks/fuzz.py [TARGET …]
+[--runs 20000]`.
 
-Needs atheris (`pip install atheris`, on Linux) and what the tests need. `layers`, `noises` and `settings` are the tests
-in `tests/test_fuzz.py` and `tests/paper/test_fuzz_files.py`, their choices made by the fuzzer; the others read files
-of its making. A target fails when anything but the documented errors comes out; the bytes that did it are left in the
-folder that is printed.
+Needs atheris (`pip install atheris`, on Linux) and what the tests need. `layers`, `noises` and
+`settings` are the tests in `tests/test_fuzz.py` and `tests/paper/test_fuzz_files.py`, their choices
+made by the fuzzer; the others read files of its making. A target fails when anything but the
+documented errors comes out; the bytes that did it are left in the folder that is printed.
 """
 
 from __future__ import annotations
@@ -61,7 +62,11 @@ def target(name: str, work: Path) -> Callable[[bytes], Any]:
     allowed: tuple[type[Exception], ...] = (RunError, DataError)
     if name == "checkpoint":  # whoever reads one expects these, and passes it over
         allowed = (OSError, ValueError, KeyError, TypeError)
-    heads = (b"\xfd7zXZ\x00", b"\x1f\x8b\x08", b"PK\x03\x04")  # otherwise hardly one input in a million is packed
+    heads = (
+        b"\xfd7zXZ\x00",
+        b"\x1f\x8b\x08",
+        b"PK\x03\x04",
+    )  # otherwise hardly one input in a million is packed
 
     def one(content: bytes) -> None:
         if name == "packed":
@@ -83,19 +88,32 @@ def fuzz(name: str, runs: int) -> None:
         import zoneout.paper.data
         import zoneout.paper.runs  # noqa: F401
     work = Path(tempfile.mkdtemp(prefix=f"fuzz-{name}-"))
-    arguments = [sys.argv[0], f"-runs={runs}", f"-artifact_prefix={work}/", "-verbosity=0", "-max_len=4096"]
+    arguments = [
+        sys.argv[0],
+        f"-runs={runs}",
+        f"-artifact_prefix={work}/",
+        "-verbosity=0",
+        "-max_len=4096",
+    ]
     atheris.Setup(arguments, target(name, work))
     atheris.Fuzz()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"{', '.join(TARGETS)}; all by default")
-    parser.add_argument("--runs", type=int, default=20_000, help="inputs for each; a twentieth for the layers")
+    parser.add_argument(
+        "targets", nargs="*", metavar="TARGET", help=f"{', '.join(TARGETS)}; all by default"
+    )
+    parser.add_argument(
+        "--runs", type=int, default=20_000, help="inputs for each; a twentieth for the layers"
+    )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if importlib.util.find_spec("atheris") is None:
-        parser.error("atheris is not installed; pip install atheris (ZONEOUT_FUZZ=20 pytest needs only hypothesis)")
+        parser.error(
+            "atheris is not installed; pip install atheris (ZONEOUT_FUZZ=20 pytest needs only "
+            "hypothesis)"
+        )
     if options.one:
         fuzz(options.one, options.runs)
     failed = []
@@ -104,8 +122,13 @@ def main() -> int:
             parser.error(f"there is no target {name!r}; expected some of {', '.join(TARGETS)}")
         runs = options.runs // 20 if name == "layers" else options.runs
         command = [sys.executable, __file__, "--one", name, "--runs", str(runs)]
-        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
-        print(f"{name:12} {runs:8,} inputs  {'good' if done.returncode == 0 else 'FAILED'}", flush=True)
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", check=False
+        )
+        print(
+            f"{name:12} {runs:8,} inputs  {'good' if done.returncode == 0 else 'FAILED'}",
+            flush=True,
+        )
         if done.returncode:
             failed.append(name)
             print(done.stdout[-3000:] + done.stderr[-3000:])

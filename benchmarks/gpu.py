@@ -1,8 +1,9 @@
 """Measure the layers against cuDNN on an NVIDIA GPU: `python benchmarks/gpu.py`.
 
-A training step (forward and backward with all gradients) with zoneout on, against torch.nn without, in the same type
-and the same run: captured in a CUDA graph, and eager. Before a ratio is taken the layer that is timed is held to the
-reference in double precision over its first steps. Rows go to benchmarks/results.csv.
+A training step (forward and backward with all gradients) with zoneout on, against torch.nn without,
+in the same type and the same run: captured in a CUDA graph, and eager. Before a ratio is taken the
+layer that is timed is held to the reference in double precision over its first steps. Rows go to
+benchmarks/results.csv.
 
     python benchmarks/gpu.py                    # everything in bf16 and TF32, some ten minutes
     python benchmarks/gpu.py headline memory    # only these groups
@@ -40,12 +41,15 @@ SHAPES = {  # T, B, input, H, layers
 TYPES = {"bf16": torch.bfloat16, "tf32": torch.float32, "fp16": torch.float16}
 TOLERANCES = {"bf16": 1e-2, "tf32": 1e-3, "fp16": 1e-2}
 LIMITS = {  # milliseconds in a graph that a layer has to stay within, in bf16 and TF32
-    ("LSTM", "char-PTB"): (1.2, 1.8), ("LSTM", "text8"): (6.4, 14.5), ("LSTM", "word-PTB"): (1.6, 2.0),
-    ("LSTM", "pMNIST"): (2.4, 2.4), ("LSTM", "speech decoder"): (11, 18), ("LSTM", "1024"): (1.2, 1.9),
-    ("LSTM", "512"): (1.1, 1.6), ("GRU", "char-PTB"): (1.2, None), ("RNN", "char-PTB"): (1.2, None),
-    ("GRU", "pMNIST"): (2.4, 2.4), ("RNN", "pMNIST"): (1.5, 1.5),
+    ("LSTM", "char-PTB"): (1.2, 1.8), ("LSTM", "text8"): (6.4, 14.5),
+    ("LSTM", "word-PTB"): (1.6, 2.0), ("LSTM", "pMNIST"): (2.4, 2.4),
+    ("LSTM", "speech decoder"): (11, 18), ("LSTM", "1024"): (1.2, 1.9),
+    ("LSTM", "512"): (1.1, 1.6), ("GRU", "char-PTB"): (1.2, None),
+    ("RNN", "char-PTB"): (1.2, None), ("GRU", "pMNIST"): (2.4, 2.4), ("RNN", "pMNIST"): (1.5, 1.5),
 }  # fmt: skip
-GRID = [(h, b) for h in (64, 128, 256, 512, 768, 1024, 1536, 2048) for b in (1, 8, 32, 64, 128, 256)]
+GRID = [
+    (h, b) for h in (64, 128, 256, 512, 768, 1024, 1536, 2048) for b in (1, 8, 32, 64, 128, 256)
+]
 NOISE = 1.05  # what two runs of the same thing may differ by
 
 
@@ -63,20 +67,33 @@ class Asked(NamedTuple):
 
 def main() -> None:
     groups: dict[str, Callable[[Asked], Iterator[Row]]] = {
-        "headline": headline, "grid": grid, "combinations": combinations, "host": host, "memory": memory,
+        "headline": headline, "grid": grid, "combinations": combinations, "host": host,
+        "memory": memory,
     }  # fmt: skip
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(groups)}; all by default")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "groups", nargs="*", metavar="GROUP", help=f"of {', '.join(groups)}; all by default"
+    )
     parser.add_argument("--pairs", type=int, default=15, help="paired runs a ratio (default 15)")
-    parser.add_argument("--type", choices=TYPES, action="append", help="only this type; may be given twice")
-    parser.add_argument("--layer", choices=LAYERS, action="append", help="in headline and combinations: only this")
-    parser.add_argument("--shape", action="append", help="only shapes named so, * for anything; may be given twice")
+    parser.add_argument(
+        "--type", choices=TYPES, action="append", help="only this type; may be given twice"
+    )
+    parser.add_argument(
+        "--layer", choices=LAYERS, action="append", help="in headline and combinations: only this"
+    )
+    parser.add_argument(
+        "--shape", action="append", help="only shapes named so, * for anything; may be given twice"
+    )
     args = parser.parse_args()
     if unknown := set(args.groups) - set(groups):
         parser.error(f"expected groups of {', '.join(groups)}; got {', '.join(sorted(unknown))}")
     if not torch.cuda.is_available():
         raise SystemExit("No NVIDIA GPU here; `make bench` measures the CPU.")
-    asked = Asked(args.pairs, args.type or ["bf16", "tf32"], args.layer or list(LAYERS), args.shape or ["*"])
+    asked = Asked(
+        args.pairs, args.type or ["bf16", "tf32"], args.layer or list(LAYERS), args.shape or ["*"]
+    )
     rows: list[Row] = []
     for name in args.groups or groups:
         for row in groups[name](asked):
@@ -87,7 +104,8 @@ def main() -> None:
     print(f"\n{len(rows)} ratios, {len(rows) - len(missed)} within their goal.")
 
 
-# --- what is measured ------------------------------------------------------------------------------
+# --- what is measured
+# ------------------------------------------------------------------------------
 
 
 def headline(asked: Asked) -> Iterator[Row]:
@@ -108,7 +126,9 @@ def grid(asked: Asked) -> Iterator[Row]:
 
 
 def combinations(asked: Asked) -> Iterator[Row]:
-    """Everything else that runs fused, against plain zoneout, in a graph: norms at pMNIST, the rest at char-PTB."""
+    """Everything else that runs fused, against plain zoneout, in a graph: norms at pMNIST, the
+    rest at char-PTB.
+    """
     at = {"char-PTB": {"noise", "lengths", "resets"}, "pMNIST": {"norm", "lengths", "resets"}}
     for name, shape in itertools.product(asked.layers, filter(asked.has, at)):
         again = {"zoneout, recomputed": {"noise": ZONEOUT[name], "recompute": True}}
@@ -123,7 +143,9 @@ def combinations(asked: Asked) -> Iterator[Row]:
 
 
 def host(asked: Asked) -> Iterator[Row]:
-    """What the host needs for a forward pass and for a training step, before the GPU has done anything."""
+    """What the host needs for a forward pass and for a training step, before the GPU has done
+    anything.
+    """
     for dtype in asked.types if asked.has("char-PTB") else ():
         layer, other, x, dy = layers("LSTM", SHAPES["char-PTB"], dtype)
         for what, make in (("forward, host", forward), ("training step, host", training)):
@@ -137,23 +159,43 @@ def memory(asked: Asked) -> Iterator[Row]:
     """Peak memory of a training step beyond the layer and its input."""
     for shape, sizes in SHAPES.items():
         for dtype in asked.types if asked.has(shape) else ():
-            for what, again in (("zoneout, peak MiB", False), ("zoneout, recomputed, peak MiB", True)):
+            for what, again in (
+                ("zoneout, peak MiB", False),
+                ("zoneout, recomputed, peak MiB", True),
+            ):
                 layer, other, x, dy = layers("LSTM", sizes, dtype, recompute=again)
                 ours, theirs = (peak(training(one, x, dy)) for one in (layer, other))
                 ratio = ours / theirs
-                values = ("gpu memory", "LSTM", what, "torch.nn", shape, dtype, ours, theirs, ratio, ratio, ratio)
+                values = (
+                    "gpu memory",
+                    "LSTM",
+                    what,
+                    "torch.nn",
+                    shape,
+                    dtype,
+                    ours,
+                    theirs,
+                    ratio,
+                    ratio,
+                    ratio,
+                )
                 yield Row(*values, 1.0, 0.0, **here())
 
 
-# --- how it is measured ----------------------------------------------------------------------------
+# --- how it is measured
+# ----------------------------------------------------------------------------
 
 
-def layers(name: str, sizes: tuple[int, ...], dtype: str, **options: Any) -> tuple[Any, Any, Any, Any]:
+def layers(
+    name: str, sizes: tuple[int, ...], dtype: str, **options: Any
+) -> tuple[Any, Any, Any, Any]:
     """Ours and theirs, an input, and the derivative of the output."""
     torch.manual_seed(0)
     steps, batch, size, hidden, count = sizes
     ours, theirs = LAYERS[name]
-    layer = ours(size, hidden, count, **{"noise": ZONEOUT[name], **options}).to("cuda", TYPES[dtype])
+    layer = ours(size, hidden, count, **{"noise": ZONEOUT[name], **options}).to(
+        "cuda", TYPES[dtype]
+    )
     other = theirs(size, hidden, count, bidirectional=layer.bidirectional).to("cuda", TYPES[dtype])
     other.flatten_parameters()
     x = torch.randn(steps, batch, size, device="cuda", dtype=TYPES[dtype], requires_grad=True)
@@ -171,7 +213,13 @@ def forward(layer: Any, x: Any, dy: Any) -> Callable[[], Any]:
 
 
 def compare(
-    group: str, name: str, shape: str, sizes: tuple[int, ...], dtype: str, pairs: int, limit: float | None = None
+    group: str,
+    name: str,
+    shape: str,
+    sizes: tuple[int, ...],
+    dtype: str,
+    pairs: int,
+    limit: float | None = None,
 ) -> Iterator[Row]:
     """A layer against torch.nn's: in a graph and eager."""
     layer, other, x, dy = layers(name, sizes, dtype)
@@ -189,7 +237,14 @@ def compare(
 
 
 def variant(
-    group: str, name: str, what: str, shape: str, dtype: str, pairs: int, how: dict[str, Any], goal: float
+    group: str,
+    name: str,
+    what: str,
+    shape: str,
+    dtype: str,
+    pairs: int,
+    how: dict[str, Any],
+    goal: float,
 ) -> Iterator[Row]:
     """A layer against one with plain zoneout, in a graph."""
     how = dict(how)
@@ -198,7 +253,9 @@ def variant(
     plain = layers(name, SHAPES[shape], dtype)[0]
     error = parity(layer, x, call)
     allowed = TOLERANCES[dtype]
-    if not error <= allowed:  # something magnifies rounding: twice what torch's own calls in that type are off by
+    if (
+        not error <= allowed
+    ):  # something magnifies rounding: twice what torch's own calls in that type are off by
         same = copy.deepcopy(layer)
         same.backend = "reference"
         with products_in("tf32" if dtype == "tf32" else "fp32", x.device):
@@ -210,7 +267,9 @@ def variant(
 
 
 def directions(name: str, shape: str, dtype: str, pairs: int) -> Iterator[Row]:
-    """A layer with both directions against one with plain zoneout, and against torch.nn's with both, in a graph."""
+    """A layer with both directions against one with plain zoneout, and against torch.nn's with
+    both, in a graph.
+    """
     layer, other, x, dy = layers(name, SHAPES[shape], dtype, bidirectional=True)
     error = parity(layer, x, {})
     if not bench.held(f"{name}, both directions at {shape} in {dtype}", error, TOLERANCES[dtype]):
@@ -221,28 +280,47 @@ def directions(name: str, shape: str, dtype: str, pairs: int) -> Iterator[Row]:
         ("torch.nn, both directions", training(other, x, dy), NOISE),
     ):
         both = timed(captured(training(layer, x, dy)), captured(theirs), pairs)
-        yield row("gpu combination", name, "zoneout, both directions", against, shape, dtype, both, goal, error)
+        yield row(
+            "gpu combination",
+            name,
+            "zoneout, both directions",
+            against,
+            shape,
+            dtype,
+            both,
+            goal,
+            error,
+        )
 
 
 def packed(name: str, shape: str, dtype: str, pairs: int) -> Iterator[Row]:
-    """A packed batch against its padded form, and against torch.nn's, eager: its sizes are on the host."""
+    """A packed batch against its padded form, and against torch.nn's, eager: its sizes are on
+    the host.
+    """
     layer, other, x, dy = layers(name, SHAPES[shape], dtype)
     lengths = mixed_lengths(*SHAPES[shape][:2])
     error = parity(layer, x, {"lengths": lengths.cuda()})
     if not bench.held(f"{name}, packed input at {shape} in {dtype}", error, TOLERANCES[dtype]):
         return
-    given, d = (torch.nn.utils.rnn.pack_padded_sequence(v.detach(), lengths, enforce_sorted=False) for v in (x, dy))
+    given, d = (
+        torch.nn.utils.rnn.pack_padded_sequence(v.detach(), lengths, enforce_sorted=False)
+        for v in (x, dy)
+    )
     given.data.requires_grad_()
 
     def of(one: Any) -> Callable[[], Any]:
-        return lambda: torch.autograd.grad(one(given)[0].data, [given.data, *one.parameters()], d.data)
+        return lambda: torch.autograd.grad(
+            one(given)[0].data, [given.data, *one.parameters()], d.data
+        )
 
     for against, theirs in (
         ("ours, with lengths", training(layer, x, dy, lengths=lengths.cuda())),
         ("torch.nn, packed", of(other)),
     ):
         both = timed(of(layer), theirs, pairs)
-        yield row("gpu combination", name, "zoneout, packed", against, shape, dtype, both, NOISE, error)
+        yield row(
+            "gpu combination", name, "zoneout, packed", against, shape, dtype, both, NOISE, error
+        )
 
 
 def captured(run: Callable[[], Any]) -> Callable[[], Any]:
@@ -259,7 +337,9 @@ def captured(run: Callable[[], Any]) -> Callable[[], Any]:
     return graph.replay
 
 
-def timed(ours: Callable[[], Any], theirs: Callable[[], Any], pairs: int) -> list[tuple[float, float]]:
+def timed(
+    ours: Callable[[], Any], theirs: Callable[[], Any], pairs: int
+) -> list[tuple[float, float]]:
     """Seconds of both, in turn."""
     for run in (ours, theirs, ours, theirs):
         run()
@@ -294,7 +374,9 @@ def peak(run: Callable[[], Any]) -> float:
 
 
 def parity(layer: Any, x: Any, call: dict[str, Any], steps: int = 12) -> float:
-    """The largest relative error over the first steps, against the reference in double precision."""
+    """The largest relative error over the first steps, against the reference in double
+    precision.
+    """
     x = x.detach()[:steps]
     call = dict(call)
     if "resets" in call:
@@ -308,7 +390,9 @@ def parity(layer: Any, x: Any, call: dict[str, Any], steps: int = 12) -> float:
         given = x.to(one.weight_hh_l0.dtype).requires_grad_()
         y, state, *_ = one(given, seed=7, **call)
         states = state if isinstance(state, tuple) else (state,)
-        weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        weights = torch.randn(
+            y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+        )
         wanted = [given, *one.parameters()]
         grads = torch.autograd.grad((y * weights.to(y)).sum(), wanted, allow_unused=True)
         results.append([v.detach().double() for v in (y, *states, *grads) if v is not None])
@@ -316,9 +400,19 @@ def parity(layer: Any, x: Any, call: dict[str, Any], steps: int = 12) -> float:
 
 
 def row(
-    group: str, layer: str, what: str, against: str, shape: str, dtype: str, times: Any, goal: float, error: float
+    group: str,
+    layer: str,
+    what: str,
+    against: str,
+    shape: str,
+    dtype: str,
+    times: Any,
+    goal: float,
+    error: float,
 ) -> Row:
-    return Row(group, layer, what, against, shape, dtype, *bench.summary(times), goal, error, **here())
+    return Row(
+        group, layer, what, against, shape, dtype, *bench.summary(times), goal, error, **here()
+    )
 
 
 def here() -> dict[str, Any]:

@@ -1,10 +1,13 @@
-"""The time of ONNX's own LSTM, GRU and RNN in onnxruntime against that of the Scan that noise and norms need.
+"""The time of ONNX's own LSTM, GRU and RNN in onnxruntime against that of the Scan that noise and
+norms need.
 
     python benchmarks/onnx_operators.py
 
-Both forms hold the same layer without noise, in evaluation mode: `return_cells=True` asks an LSTM for what ONNX's
-operator cannot give, and the others get `resets` that reset nothing. One thread; the runs of both forms alternate, and
-the times are the least of 30 runs, since other work on the machine only adds to them.
+Both forms hold the same layer without noise, in evaluation mode: `return_cells=True` asks an LSTM
+    for what ONNX's
+operator cannot give, and the others get `resets` that reset nothing. One thread; the runs of both
+forms alternate, and the times are the least of 30 runs, since other work on the machine only adds
+to them.
 """
 
 from __future__ import annotations
@@ -55,7 +58,9 @@ def main() -> None:
             never = torch.zeros(steps, rows, dtype=torch.bool)
             scan: dict[str, Any] = {"return_cells": True} if kind == "LSTM" else {"resets": never}
             with tempfile.TemporaryDirectory() as folder:
-                sessions = [session(Outputs(layer, **options), x, Path(folder)) for options in ({}, scan)]
+                sessions = [
+                    session(Outputs(layer, **options), x, Path(folder)) for options in ({}, scan)
+                ]
             times: list[list[float]] = [[], []]
             for _ in range(RUNS):
                 for one, taken in zip(sessions, times):
@@ -63,7 +68,10 @@ def main() -> None:
                     one.run(None, {"x": x.numpy()})
                     taken.append(time.perf_counter() - start)
             own, other = (1000 * min(taken) for taken in times)
-            print(f"{kind:5} {steps:4} {rows:4} {inputs:4} {units:4} {own:8.2f} {other:8.2f} {other / own:8.1f}")
+            print(
+                f"{kind:5} {steps:4} {rows:4} {inputs:4} {units:4} {own:8.2f} {other:8.2f} "
+                f"{other / own:8.1f}"
+            )
 
 
 if __name__ == "__main__":

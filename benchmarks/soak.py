@@ -1,13 +1,15 @@
-"""Train under faults, for as long as is wanted: `python benchmarks/soak.py [--minutes 5 | --hours 8] [--seed 1]`.
+"""Train under faults, for as long as is wanted: `python benchmarks/soak.py [--minutes 5 | --hours
+8] [--seed 1]`.
 
-Small runs are killed, starved of disk, damaged and crowded at random, and continued each time. Each is compared at its
-end with a twin that nobody disturbed: every line of the metrics and every bit of the weights. The last thing printed
-is a table of what was done to them and what became of it; the exit code is 1 if any run was lost, came out otherwise,
-or ended in anything but a sentence.
+Small runs are killed, starved of disk, damaged and crowded at random, and continued each time. Each
+is compared at its end with a twin that nobody disturbed: every line of the metrics and every bit of
+the weights. The last thing printed is a table of what was done to them and what became of it; the
+exit code is 1 if any run was lost, came out otherwise, or ended in anything but a sentence.
 
-A full disk is real where a small tmpfs may be mounted (as root, or in a user namespace, which the script enters by
-itself). Elsewhere the size of files is limited instead (RLIMIT_FSIZE), which fails at the same writes. A clock that
-jumps is a `time.time` that does, in the process that trains, and files with times of the past and the future.
+A full disk is real where a small tmpfs may be mounted (as root, or in a user namespace, which the
+script enters by itself). Elsewhere the size of files is limited instead (RLIMIT_FSIZE), which fails
+at the same writes. A clock that jumps is a `time.time` that does, in the process that trains, and
+files with times of the past and the future.
 """
 
 from __future__ import annotations
@@ -33,14 +35,28 @@ from typing import Any
 import torch
 
 from zoneout.paper import disk, runs
-from zoneout.paper.config import Batches, Config, Data, Evaluation, Model, Optimizer, Protocol, Zoneout
+from zoneout.paper.config import (
+    Batches,
+    Config,
+    Data,
+    Evaluation,
+    Model,
+    Optimizer,
+    Protocol,
+    Zoneout,
+)
 from zoneout.paper.data import load
 from zoneout.paper.disk import RunError
 from zoneout.paper.files import DataError
 from zoneout.paper.runs import Run
 from zoneout.paper.train import train
 
-FINISHED, REFUSED, STOPPED, UNTOLD = 0, 1, 2, 99  # exit codes of a try; a negative one is the signal that killed it
+FINISHED, REFUSED, STOPPED, UNTOLD = (
+    0,
+    1,
+    2,
+    99,
+)  # exit codes of a try; a negative one is the signal that killed it
 DISK = 6 * 2**20  # bytes of the small disk
 CALM = -1  # updates after which nothing happens
 
@@ -53,24 +69,34 @@ def configs(text: Path) -> dict[str, Config]:
         model=Model(hidden=24, learn_initial_state=True),
         zoneout=Zoneout(cell=0.5, hidden=0.05),
         optimizer=Optimizer(lr=0.01, clip_gradient=1.0),
-        evaluation=Evaluation(Protocol("chunks", length=25), Protocol("whole", length=200), every=20),
+        evaluation=Evaluation(
+            Protocol("chunks", length=25), Protocol("whole", length=200), every=20
+        ),
         epochs=3,
         log_every=4,
         save_every=7,
         device="cpu",
     )
-    streams = replace(chars, batches=Batches("streams", size=8, length=20), model=Model("gru", hidden=24, layers=2))
+    streams = replace(
+        chars,
+        batches=Batches("streams", size=8, length=20),
+        model=Model("gru", hidden=24, layers=2),
+    )
     return {
         "LSTM, chunks": chars,
         "GRU, streams": replace(streams, zoneout=Zoneout(hidden=0.1), seed=2),
         "LSTM, batch norm": replace(chars, model=Model(hidden=12, norm="batch"), epochs=1, seed=3),
         "words": replace(
-            streams, data=replace(chars.data, by="word"), model=Model(hidden=16, embedding=16, tied=True), seed=4
+            streams,
+            data=replace(chars.data, by="word"),
+            model=Model(hidden=16, embedding=16, tied=True),
+            seed=4,
         ),
     }
 
 
-# --- one try ---------------------------------------------------------------------------------------
+# --- one try
+# ---------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -96,7 +122,10 @@ def attempt(config: Config, folder: Path, trouble: Trouble) -> tuple[int, str]:
     while piece := os.read(reading, 4096):
         said += piece.replace(b"\0", b"")
         seen += piece.count(b"\0")
-        for limit, number in ((trouble.kill_after, signal.SIGKILL), (trouble.stop_after, signal.SIGTERM)):
+        for limit, number in (
+            (trouble.kill_after, signal.SIGKILL),
+            (trouble.stop_after, signal.SIGTERM),
+        ):
             if 0 <= limit <= seen:
                 os.kill(child, number)
                 trouble = Trouble()
@@ -154,7 +183,8 @@ def _jump(seconds: float) -> None:
     time.time_ns = lambda: now_ns() + chance.choice((-1, 0, 1)) * int(seconds * 1e9)
 
 
-# --- a run and its twin ----------------------------------------------------------------------------
+# --- a run and its twin
+# ----------------------------------------------------------------------------
 
 
 def outcome(folder: Path) -> dict[str, Any]:
@@ -163,9 +193,15 @@ def outcome(folder: Path) -> dict[str, Any]:
     tensors, info = runs.read_tensors(folder / "best.safetensors")
     latest = runs.read_checkpoint(Run(folder).checkpoints()[0], folder / "metrics.jsonl")
     every = {f"best.{n}": t for n, t in tensors.items()} | latest.tensors
-    bits = {name: value.reshape(-1).view(torch.uint8).numpy().tobytes() for name, value in every.items()}
+    bits = {
+        name: value.reshape(-1).view(torch.uint8).numpy().tobytes() for name, value in every.items()
+    }
     metrics = (folder / "metrics.jsonl").read_bytes()
-    return bits | {"info": info, "metrics": metrics, "summary": {**summary, "seconds": 0, "folder": ""}}
+    return bits | {
+        "info": info,
+        "metrics": metrics,
+        "summary": {**summary, "seconds": 0, "folder": ""},
+    }
 
 
 @dataclass
@@ -179,7 +215,9 @@ class Counts:
     anew: Counter[str] = field(
         default_factory=Counter
     )  # a sentence, after which the run was begun again from the start
-    survived: Counter[str] = field(default_factory=Counter)  # faults of runs that ended as their twins
+    survived: Counter[str] = field(
+        default_factory=Counter
+    )  # faults of runs that ended as their twins
     runs: int = 0
     lost: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -193,7 +231,9 @@ class Soak:
         self.disk, self.small_disk, self.chance = work / "disk", small_disk, random.Random(seed)
         self.text = work / "text.txt"
         corpus = load("python", limit=12_000)
-        self.text.write_text("".join(corpus.vocabulary.decode(p) for p in (corpus.train, corpus.valid, corpus.test)))
+        self.text.write_text(
+            "".join(corpus.vocabulary.decode(p) for p in (corpus.train, corpus.valid, corpus.test))
+        )
         os.utime(self.text, (1e9, 1e9))  # old enough for the cache to remember
         self.configs = configs(self.text)
         self.twins = {}
@@ -230,11 +270,19 @@ class Soak:
         shutil.rmtree(folder)
 
     def go(self, fault: str, config: Config, folder: Path, trouble: Trouble, says: str = "") -> int:
-        """A try with trouble; it may end in any way but without a word, and if it must say something, it does."""
+        """A try with trouble; it may end in any way but without a word, and if it must say
+        something, it does.
+        """
         code, said = attempt(config, folder, trouble)
         if code == UNTOLD or (says and (code != REFUSED or says not in said)):
             self.counts.untold.append(f"{fault}: exit code {code}: {said or 'nothing'}")
-        kind = self.counts.died if code < 0 else self.counts.told if code == REFUSED else self.counts.passed
+        kind = (
+            self.counts.died
+            if code < 0
+            else self.counts.told
+            if code == REFUSED
+            else self.counts.passed
+        )
         kind[fault] += 1
         return code
 
@@ -258,7 +306,10 @@ def killed(soak: Soak, config: Config, folder: Path) -> bool:
 
 
 def killed_while_writing(soak: Soak, config: Config, folder: Path) -> bool:
-    return soak.go("killed while writing", config, folder, Trouble(kill_at_write=soak.some(70) + 2)) < 0
+    return (
+        soak.go("killed while writing", config, folder, Trouble(kill_at_write=soak.some(70) + 2))
+        < 0
+    )
 
 
 def stopped(soak: Soak, config: Config, folder: Path) -> bool:
@@ -311,7 +362,9 @@ def checkpoint_damaged(soak: Soak, config: Config, folder: Path) -> bool:
 
 
 def best_weights_damaged(soak: Soak, config: Config, folder: Path) -> bool:
-    """They are refused, and can be had again only by a new run, if no better ones come after them."""
+    """They are refused, and can be had again only by a new run, if no better ones come after
+    them.
+    """
     path = folder / "best.safetensors"
     if not soak.begun(config, folder, 1) or not path.exists():
         return False
@@ -375,7 +428,9 @@ def clock_jumps(soak: Soak, config: Config, folder: Path) -> bool:
 
 
 def crowd(soak: Soak, config: Config, folder: Path) -> bool:
-    """Several processes begin or continue the same run at once: one does, the others say why they do not."""
+    """Several processes begin or continue the same run at once: one does, the others say why
+    they do not.
+    """
     children = []
     for _ in range(4):
         child = os.fork()
@@ -384,7 +439,8 @@ def crowd(soak: Soak, config: Config, folder: Path) -> bool:
             os._exit(_child(config, folder, Trouble(), pipe))
         children.append(child)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    # One after another may have finished it: the first trained, those after found nothing left to train.
+    # One after another may have finished it: the first trained, those after found nothing left to
+    # train.
     if FINISHED not in codes or not set(codes) <= {FINISHED, REFUSED}:
         soak.counts.untold.append(f"crowd: exit codes {codes}")
     soak.counts.told["crowd"] += 1
@@ -406,7 +462,8 @@ FAULTS: list[Callable[[Soak, Config, Path], bool]] = [
 ]
 
 
-# --- from the command line -------------------------------------------------------------------------
+# --- from the command line
+# -------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -425,12 +482,18 @@ def small_disk(folder: Path) -> Iterator[bool]:
 def table(counts: Counts) -> str:
     lines = ["fault                  injected  killed  told  went on  survived", "-" * 65]
     for fault in sorted(counts.faults):
-        own = (c[fault] for c in (counts.faults, counts.died, counts.told, counts.passed, counts.survived))
+        own = (
+            c[fault]
+            for c in (counts.faults, counts.died, counts.told, counts.passed, counts.survived)
+        )
         lines.append(f"{fault:22}" + "".join(f"{n:{w}}" for n, w in zip(own, (9, 8, 6, 9, 10))))
     total, survived = sum(counts.faults.values()), sum(counts.survived.values())
     lines += ["-" * 65, f"{'all':22}{total:9}{'':23}{survived:10}", ""]
     lines.append(f"{counts.runs} runs; begun anew, as a sentence said: {sum(counts.anew.values())}")
-    lines.append(f"lost: {len(counts.lost)}, wrong: {len(counts.wrong)}, without a sentence: {len(counts.untold)}")
+    lines.append(
+        f"lost: {len(counts.lost)}, wrong: {len(counts.wrong)}, without a sentence: "
+        f"{len(counts.untold)}"
+    )
     return "\n".join(lines)
 
 
@@ -446,14 +509,21 @@ def main() -> int:
         and sys.platform == "linux"
         and subprocess.run(["unshare", "-rm", "true"], check=False).returncode == 0
     ):
-        os.environ["ZONEOUT_SOAK_INSIDE"] = "1"  # where mounting is allowed, and nobody else sees it
+        os.environ["ZONEOUT_SOAK_INSIDE"] = (
+            "1"  # where mounting is allowed, and nobody else sees it
+        )
         os.execvp("unshare", ["unshare", "-rm", sys.executable, *sys.argv])
     torch.set_num_threads(1)
     until = time.monotonic() + 60 * options.minutes * (not options.hours) + 3600 * options.hours
-    with tempfile.TemporaryDirectory(prefix="soak-") as work, small_disk(Path(work) / "disk") as mounted:
+    with (
+        tempfile.TemporaryDirectory(prefix="soak-") as work,
+        small_disk(Path(work) / "disk") as mounted,
+    ):
         os.environ["ZONEOUT_CACHE"] = str(Path(work) / "cache")
         print(
-            "full disks: " + (f"a tmpfs of {DISK:,} bytes" if mounted else "a limit on the size of files"), flush=True
+            "full disks: "
+            + (f"a tmpfs of {DISK:,} bytes" if mounted else "a limit on the size of files"),
+            flush=True,
         )
         soak = Soak(Path(work), mounted, options.seed)
         shown = time.monotonic()

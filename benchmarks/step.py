@@ -1,14 +1,19 @@
-"""Measure what a training step costs beyond its recurrent layers: `python benchmarks/step.py [NAME …] [--device cuda]`.
+"""Measure what a training step costs beyond its recurrent layers: `python benchmarks/step.py [NAME
+…] [--device cuda]`.
 
-Three things in turn, the median over rounds: the whole step of `zoneout.paper.train` (gather, forward, backward,
-clipping, optimizer), the recurrent layers alone forward and backward, and these with the softmax and the loss. The data
-are random symbols of the right number. On a GPU each is one CUDA graph, so that kernels are compared with kernels.
+Three things in turn, the median over rounds: the whole step of `zoneout.paper.train` (gather,
+    forward, backward,
+clipping, optimizer), the recurrent layers alone forward and backward, and these with the softmax
+and the loss. The data are random symbols of the right number. On a GPU each is one CUDA graph, so
+that kernels are compared with kernels.
 
-`--at-once N` measures instead how long an update takes when N runs share the device as those of `zoneout reproduce
---parallel N` do: on a GPU each in a thread and a stream of its own. Each has to end where it ends alone, to the bit,
-though another run has ended after its graph was captured; where one does not, there is no time.
+`--at-once N` measures instead how long an update takes when N runs share the device as those of
+`zoneout reproduce --parallel N` do: on a GPU each in a thread and a stream of its own. Each has to
+end where it ends alone, to the bit, though another run has ended after its graph was captured;
+where one does not, there is no time.
 
-The goals: on a GPU a step of at most 1.4 times the layers (word-PTB, with 10,000 words in its softmax: 1.8), on a CPU
+The goals: on a GPU a step of at most 1.4 times the layers (word-PTB, with 10,000 words in its
+    softmax: 1.8), on a CPU
 at most 1.15 times layers and softmax.
 """
 
@@ -27,7 +32,7 @@ import numpy as np
 import torch
 from gpu import captured
 
-from zoneout.ops.cuda.compiler import shared_by
+from zoneout.ops.cuda.runtime.compiler import shared_by
 from zoneout.paper.config import Batches, Config, Data, Model, Optimizer, Zoneout
 from zoneout.paper.data import Corpus, Images, Vocabulary
 from zoneout.paper.feeds import make_feed
@@ -87,7 +92,11 @@ CONFIGS = {
     ),
     "demo": (
         80,
-        Config(batches=Batches(size=32, length=100), model=Model(hidden=256), zoneout=Zoneout(cell=0.5, hidden=0.05)),
+        Config(
+            batches=Batches(size=32, length=100),
+            model=Model(hidden=256),
+            zoneout=Zoneout(cell=0.5, hidden=0.05),
+        ),
     ),
 }
 
@@ -102,7 +111,9 @@ class Times:
 
 
 def begun(symbols: int, config: Config, device: torch.device) -> tuple[Step, Callable[[], None]]:
-    """A step on random data, captured where that is done, and a call that takes it, epoch after epoch."""
+    """A step on random data, captured where that is done, and a call that takes it, epoch after
+    epoch.
+    """
     generator = np.random.default_rng(0)
     data: Corpus | Images
     if symbols:
@@ -169,9 +180,15 @@ def measure(symbols: int, config: Config, device: torch.device, rounds: int) -> 
     return Times(*(1000 * statistics.median(found[2:]) for found in times))
 
 
-def at_once(symbols: int, config: Config, device: torch.device, runs: int, updates: int) -> tuple[list[float], int]:
-    """Milliseconds of an update of each of so many runs that share the device, and how many did not end as alone."""
-    streams: list[Any] = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(runs)]
+def at_once(
+    symbols: int, config: Config, device: torch.device, runs: int, updates: int
+) -> tuple[list[float], int]:
+    """Milliseconds of an update of each of so many runs that share the device, and how many did
+    not end as alone.
+    """
+    streams: list[Any] = [
+        torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(runs)
+    ]
     ready = threading.Barrier(runs)
 
     def some(whole: Callable[[], None], count: int, stream: Any) -> None:
@@ -207,7 +224,9 @@ def at_once(symbols: int, config: Config, device: torch.device, runs: int, updat
         steps = [begin(number, stream) for number, stream in enumerate(streams)]
         del before  # it ends when the others have been captured, as a run of a longer list does
         times = list(threads.map(work, steps, streams))
-        others = [not all(map(torch.equal, ended(step), own)) for (step, _), own in zip(steps, alone)]
+        others = [
+            not all(map(torch.equal, ended(step), own)) for (step, _), own in zip(steps, alone)
+        ]
         return times, sum(others)
 
 
@@ -224,17 +243,24 @@ def timed(call: Callable[[], None], device: torch.device) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("names", nargs="*", default=[], help=f"of {', '.join(CONFIGS)}; by default all")
+    parser.add_argument(
+        "names", nargs="*", default=[], help=f"of {', '.join(CONFIGS)}; by default all"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="fp32", choices=("fp32", "tf32", "bf16", "fp16"))
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--at-once", type=int, metavar="N", help="measure N runs that share the device")
+    parser.add_argument(
+        "--at-once", type=int, metavar="N", help="measure N runs that share the device"
+    )
     options = parser.parse_args()
     unknown = [name for name in options.names if name not in CONFIGS]
     if unknown:
         parser.error(f"expected names of {', '.join(CONFIGS)}, got {', '.join(unknown)}")
     device = device_of(options.device)
-    print(f"device {device}, {options.precision}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    print(
+        f"device {device}, {options.precision}, {torch.get_num_threads()} threads, torch "
+        f"{torch.__version__}"
+    )
     if options.at_once:
         print("| config | runs | ms an update of each | ms an update of all |")
         print("|---|---|---|---|")
@@ -243,18 +269,28 @@ def main() -> None:
             config = replace(config, precision=options.precision)
             times, others = at_once(symbols, config, device, options.at_once, 20 * options.rounds)
             if others:
-                print(f"no time for {name}: {others} of {options.at_once} runs ended elsewhere than alone", flush=True)
+                print(
+                    f"no time for {name}: {others} of {options.at_once} runs ended elsewhere than "
+                    "alone",
+                    flush=True,
+                )
                 continue
             each, every = f"{min(times):.3g} to {max(times):.3g}", 1 / sum(1 / t for t in times)
             print(f"| {name} | {options.at_once} | {each} | {every:.3g} |", flush=True)
         return
-    print("| config | step ms | layers ms | layers and softmax ms | step / layers | step / layers and softmax |")
+    print(
+        "| config | step ms | layers ms | layers and softmax ms | step / layers | step / layers "
+        "and softmax |"
+    )
     print("|---|---|---|---|---|---|")
     for name in options.names or CONFIGS:
         symbols, config = CONFIGS[name]
         t = measure(symbols, replace(config, precision=options.precision), device, options.rounds)
         ratios = f"{t.step / t.layers:.2f} | {t.step / t.with_softmax:.2f}"
-        print(f"| {name} | {t.step:.3g} | {t.layers:.3g} | {t.with_softmax:.3g} | {ratios} |", flush=True)
+        print(
+            f"| {name} | {t.step:.3g} | {t.layers:.3g} | {t.with_softmax:.3g} | {ratios} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

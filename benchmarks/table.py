@@ -1,7 +1,7 @@
 """The speed tables of the documents and the README's chart, made from benchmarks/results.csv.
 
-`python benchmarks/table.py` prints the tables. With `--write` it puts them into README.md and docs/speed.md, and draws
-docs/pictures/speed.svg.
+`python benchmarks/table.py` prints the tables. With `--write` it puts them into README.md and
+docs/speed.md, and draws docs/pictures/speed.svg.
 """
 
 from __future__ import annotations
@@ -15,9 +15,15 @@ HERE = Path(__file__).parent
 README, PAGE = HERE.parent / "README.md", HERE.parent / "docs" / "speed.md"
 CHART = HERE.parent / "docs" / "pictures" / "speed.svg"
 BEGIN, END = "<!-- speed on the {}: made by benchmarks/table.py -->", "<!-- end -->"
-SHAPES = {"char-PTB": "(100, 32, 50, 1000)", "pMNIST": "(784, 100, 1, 100)", "medium": "(100, 32, 256, 256)"}
+SHAPES = {
+    "char-PTB": "(100, 32, 50, 1000)",
+    "pMNIST": "(784, 100, 1, 100)",
+    "medium": "(100, 32, 256, 256)",
+}
 SHAPES["small"] = "(100, 32, 64, 128)"
-NOISE = 1.05  # the goal of a ratio that has no other goal: two measurements of the same code may differ by this much
+# the goal of a ratio that has no other goal: two measurements of the same code may differ by this
+# much
+NOISE = 1.05
 Rows = list[dict[str, str]]
 
 
@@ -34,7 +40,9 @@ def rows() -> Rows:
 
 def held(row: dict[str, str]) -> str:
     """Format a ratio, with a mark if it is above its goal."""
-    return f"{float(row['ratio']):.2f}" + ("" if float(row["ratio"]) <= float(row["goal"]) else " (missed)")
+    return f"{float(row['ratio']):.2f}" + (
+        "" if float(row["ratio"]) <= float(row["goal"]) else " (missed)"
+    )
 
 
 def cpu_table(results: Rows) -> str:
@@ -49,7 +57,8 @@ def cpu_table(results: Rows) -> str:
         return "" if row is None else held(row)
 
     lines = [
-        "| T, B, input, H | layer | `torch.nn` ms | ours with zoneout ms | **training** | evaluation | packed / padded "
+        "| T, B, input, H | layer | `torch.nn` ms | ours with zoneout ms | **training** | "
+        "evaluation | packed / padded "
         "| packed / `torch.nn` packed | peak memory | no compiler |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -90,8 +99,14 @@ GPU_SHAPES = {
 
 
 def gpu_table(results: Rows) -> str:
-    """Return one row per shape and layer: milliseconds in a CUDA graph, ratios ours / cuDNN, and the eager ratio."""
-    found = {(r["group"], r["layer"], r["shape"], r["dtype"]): r for r in results if r["backend"] == "cuda"}
+    """Return one row per shape and layer: milliseconds in a CUDA graph, ratios ours / cuDNN, and
+    the eager ratio.
+    """
+    found = {
+        (r["group"], r["layer"], r["shape"], r["dtype"]): r
+        for r in results
+        if r["backend"] == "cuda"
+    }
     lines = [
         "| T, B, input, H | layer | bf16: ours / cuDNN ms (budget) | **ratio** | eager "
         "| TF32: ours / cuDNN ms (budget) | **ratio** | eager |",
@@ -116,15 +131,22 @@ def gpu_table(results: Rows) -> str:
     measured = [r for r in results if r["backend"] == "cuda"]
     lines += ["", f"{measured[0]['device']}, torch {measured[0]['torch']}, {dates(measured)}."]
     if grid:
-        by_mode = [(mode, [r for r in grid if r["group"].endswith(mode)]) for mode in ("graph", "eager")]
-        ratios = {mode: [(float(r["ratio"]), float(r["goal"])) for r in rows] for mode, rows in by_mode}
+        by_mode = [
+            (mode, [r for r in grid if r["group"].endswith(mode)]) for mode in ("graph", "eager")
+        ]
+        ratios = {
+            mode: [(float(r["ratio"]), float(r["goal"])) for r in rows] for mode, rows in by_mode
+        }
         within = {mode: sum(r <= goal for r, goal in v) for mode, v in ratios.items()}
         faster = {mode: sum(r <= 1 for r, _ in v) for mode, v in ratios.items()}
         lines += [
             "",
-            f"On a grid of {len(ratios['graph'])} points (H 64 to 2048, B 1 to 256, T 100, bf16 and TF32), our LSTM is "
-            f"no slower than cuDNN's at {within['graph']} points in a graph and at {within['eager']} in eager mode. "
-            f"That allows 5 % for noise; without it the counts are {faster['graph']} and {faster['eager']}.",
+            f"On a grid of {len(ratios['graph'])} points (H 64 to 2048, B 1 to 256, T 100, bf16 "
+            "and TF32), our LSTM is "
+            f"no slower than cuDNN's at {within['graph']} points in a graph and at "
+            f"{within['eager']} in eager mode. "
+            f"That allows 5 % for noise; without it the counts are {faster['graph']} and "
+            f"{faster['eager']}.",
         ]
     return "\n".join(lines)
 
@@ -169,7 +191,9 @@ def short_table(results: Rows) -> str:
 
 
 def chart(results: Rows) -> Any:
-    """Draw the README's chart: the time of a training step, the unregularised torch.nn layer being 1."""
+    """Draw the README's chart: the time of a training step, the unregularised torch.nn layer
+    being 1.
+    """
     from zoneout.paper import plots
 
     entries = headlines(results)
@@ -181,14 +205,29 @@ def chart(results: Rows) -> Any:
     for place, value, (_, _, row, _) in zip(places, values, entries):
         times = f"{float(row['ours']):.3g} ms instead of {float(row['theirs']):.3g}"
         inside = value > 0.6
-        where = {"xytext": (-6 if inside else 6, 0), "textcoords": "offset points", "ha": "right" if inside else "left"}
-        axes.annotate(times, (value, place), color=plots.PAPER if inside else plots.INK, va="center", **where)
+        where = {
+            "xytext": (-6 if inside else 6, 0),
+            "textcoords": "offset points",
+            "ha": "right" if inside else "left",
+        }
+        axes.annotate(
+            times, (value, place), color=plots.PAPER if inside else plots.INK, va="center", **where
+        )
     axes.axvline(1, color=plots.INK, lw=1.2)
     of_one = {"xytext": (-6, 0), "textcoords": "offset points", "ha": "right", "va": "center"}
-    axes.annotate("1 is torch.nn without zoneout (cuDNN, oneDNN)", (1, len(entries) + 0.85), color=plots.SOFT, **of_one)
+    axes.annotate(
+        "1 is torch.nn without zoneout (cuDNN, oneDNN)",
+        (1, len(entries) + 0.85),
+        color=plots.SOFT,
+        **of_one,
+    )
     axes.set_yticks(list(places), labels)
     axes.grid(visible=False)
-    axes.set(xlim=(0, 1.08), ylim=(0.5, len(entries) + 1.2), xlabel="training step with zoneout, relative to torch.nn")
+    axes.set(
+        xlim=(0, 1.08),
+        ylim=(0.5, len(entries) + 1.2),
+        xlabel="training step with zoneout, relative to torch.nn",
+    )
     return fig
 
 
@@ -212,7 +251,11 @@ def main() -> None:
     if write:
         from zoneout.paper import plots
 
-        plots.save(chart(rows()), CHART, "Time of a training step with zoneout, relative to torch.nn without")
+        plots.save(
+            chart(rows()),
+            CHART,
+            "Time of a training step with zoneout, relative to torch.nn without",
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The same layer under `torch.compile` and under autocast: the same masks, one graph, nothing compiled twice."""
+"""The same layer under `torch.compile` and under autocast: the same masks, one graph, nothing
+compiled twice.
+"""
 
 import shutil
 import sys
@@ -29,7 +31,10 @@ class Model(nn.Module):
 
 def batch() -> Tensor:
     """Rows that count upwards in steps of their own, with a few mistakes: [T + 1, B]."""
-    x = torch.randint(SYMBOLS, (BATCH,)) + torch.randint(1, 4, (BATCH,)) * torch.arange(LENGTH + 1)[:, None]
+    x = (
+        torch.randint(SYMBOLS, (BATCH,))
+        + torch.randint(1, 4, (BATCH,)) * torch.arange(LENGTH + 1)[:, None]
+    )
     return torch.where(torch.rand(x.shape) < 0.05, torch.randint(SYMBOLS, x.shape), x) % SYMBOLS
 
 
@@ -44,7 +49,10 @@ def main(backend: str) -> None:
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     start = time.perf_counter()
     y = compiled(x[:-1], seed)
-    print(f"Compiled with {backend} as one graph, the layers inside it: {time.perf_counter() - start:.1f} s.")
+    print(
+        f"Compiled with {backend} as one graph, the layers inside it: "
+        f"{time.perf_counter() - start:.1f} s."
+    )
 
     eager = model(x[:-1], seed)
     torch.testing.assert_close(y, eager)
@@ -67,7 +75,10 @@ def main(backend: str) -> None:
     full = model(x[:-1], seed)
     assert half.dtype == torch.bfloat16 and full.dtype == torch.float32
     error, size = (half.float() - full).abs().max().item(), full.abs().max().item()
-    print(f"Under autocast the outputs are {half.dtype}, off by at most {error:.4f} (the largest is {size:.2f}).\n")
+    print(
+        f"Under autocast the outputs are {half.dtype}, off by at most {error:.4f} (the largest is "
+        f"{size:.2f}).\n"
+    )
     assert error < size / 50
 
     print("  step   loss, compiled and under autocast")
@@ -75,18 +86,24 @@ def main(backend: str) -> None:
     for step in range(STEPS):
         x = batch()
         with torch.autocast("cpu", torch.bfloat16):
-            loss = F.cross_entropy(compiled(x[:-1], torch.tensor(zo.fold(1, step))).flatten(0, 1), x[1:].flatten())
+            loss = F.cross_entropy(
+                compiled(x[:-1], torch.tensor(zo.fold(1, step))).flatten(0, 1), x[1:].flatten()
+            )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
         if (step + 1) % 20 == 0:
             print(f"  {step + 1:4d}   {loss.item():.3f}")
-    assert model.lstm.weight_hh_l0.grad is not None and model.lstm.weight_hh_l0.grad.dtype == torch.float32
+    assert (
+        model.lstm.weight_hh_l0.grad is not None
+        and model.lstm.weight_hh_l0.grad.dtype == torch.float32
+    )
     assert losses[-1] < losses[0] / 2
 
 
 if __name__ == "__main__":
-    # inductor, the default of torch.compile, writes C++ and needs a compiler for it; aot_eager traces the same graphs.
+    # inductor, the default of torch.compile, writes C++ and needs a compiler for it; aot_eager
+    # traces the same graphs.
     found = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
     main(sys.argv[1] if sys.argv[1:] else "inductor" if found else "aot_eager")

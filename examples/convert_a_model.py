@@ -1,8 +1,9 @@
 """Put zoneout into a model that somebody else wrote and trained, and go on training it.
 
-The model knows nothing of this package: it is made of `torch.nn`, and its training set is small. Trained on as it is,
-it learns that set by heart. `zo.convert` puts zoneout into its LSTM and keeps everything else: the weights, the
-optimizer, the names in the checkpoint.
+The model knows nothing of this package: it is made of `torch.nn`, and its training set is small.
+    Trained on as it is,
+it learns that set by heart. `zo.convert` puts zoneout into its LSTM and keeps everything else: the
+weights, the optimizer, the names in the checkpoint.
 """
 
 import copy
@@ -32,8 +33,12 @@ class Classifier(nn.Module):
 
 
 def sequences(count: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Each class is a Markov chain with its own table of what follows what; the tables are much alike."""
-    tables = torch.softmax(0.6 * torch.randn(CLASSES, SYMBOLS, SYMBOLS, generator=torch.Generator().manual_seed(1)), -1)
+    """Each class is a Markov chain with its own table of what follows what; the tables are much
+    alike.
+    """
+    tables = torch.softmax(
+        0.6 * torch.randn(CLASSES, SYMBOLS, SYMBOLS, generator=torch.Generator().manual_seed(1)), -1
+    )
     labels = torch.randint(CLASSES, (count,), generator=draw)
     x = torch.randint(SYMBOLS, (count, LENGTH), generator=draw)
     for t in range(1, LENGTH):
@@ -41,7 +46,9 @@ def sequences(count: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
     return x, labels
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, labels: Tensor, steps: int) -> None:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, labels: Tensor, steps: int
+) -> None:
     model.train()
     draw = torch.Generator().manual_seed(2)
     for _ in range(steps):
@@ -56,7 +63,10 @@ def show(where: str, model: nn.Module, data: tuple[Tensor, Tensor]) -> float:
     """Print the mean loss and the share of right answers; return the loss."""
     x, labels = data
     logits = model.eval()(x)
-    loss, right = F.cross_entropy(logits, labels).item(), (logits.argmax(-1) == labels).float().mean().item()
+    loss, right = (
+        F.cross_entropy(logits, labels).item(),
+        (logits.argmax(-1) == labels).float().mean().item(),
+    )
     print(f"  {where:16} loss {loss:.3f}   right {right:.1%}")
     return loss
 
@@ -82,7 +92,9 @@ def main() -> None:
     parameters, names = list(model.parameters()), list(model.state_dict())
     print("\n>>> zo.convert(model, zo.Zoneout(cell=0.8, hidden=0.05), report=print)")
     zo.convert(model, zo.Zoneout(cell=0.8, hidden=0.05), report=print)
-    assert all(a is b for a, b in zip(parameters, model.parameters())), "the optimizer holds other parameters now"
+    assert all(a is b for a, b in zip(parameters, model.parameters())), (
+        "the optimizer holds other parameters now"
+    )
     assert list(model.state_dict()) == names
 
     train(plain, plain_optimizer, *few, steps=200)
@@ -95,14 +107,17 @@ def main() -> None:
     with_zoneout = show("on 2,000 others", model, many)
     assert with_zoneout < without, "zoneout should help where a model overfits"
 
-    # The weights go back to where they came from. There they run without the masks' expectation, which torch.nn does
-    # not have, so what they compute is not quite the same any more.
+    # The weights go back to where they came from. There they run without the masks' expectation,
+    # which torch.nn does not have, so what they compute is not quite the same any more.
     theirs = Classifier()
     theirs.load_state_dict(model.state_dict())
     zo.revert(model)
     assert type(model.encoder) is nn.LSTM
     torch.testing.assert_close(theirs.eval()(x), model.eval()(x))
-    print("\nThe checkpoint loads into the original class, and zo.revert(model) puts torch.nn's modules back.")
+    print(
+        "\nThe checkpoint loads into the original class, and zo.revert(model) puts torch.nn's "
+        "modules back."
+    )
 
 
 if __name__ == "__main__":

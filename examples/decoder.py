@@ -1,8 +1,9 @@
-"""A decoder that hears itself: one `LSTMCell` with zoneout, stepped as speech synthesis does, then run as a layer.
+"""A decoder that hears itself: one `LSTMCell` with zoneout, stepped as speech synthesis does, then
+run as a layer.
 
-The decoder writes the frames of a small made-up spectrogram one by one, each from the frame before and from the pitch
-that is asked for. Training knows all the frames beforehand, so the same weights can run there as one layer: the same
-masks, the same gradients, one call instead of a loop.
+The decoder writes the frames of a small made-up spectrogram one by one, each from the frame before
+and from the pitch that is asked for. Training knows all the frames beforehand, so the same weights
+can run there as one layer: the same masks, the same gradients, one call instead of a loop.
 """
 
 import time
@@ -27,7 +28,9 @@ class Decoder(nn.Module):
         self.output = nn.Linear(HIDDEN, BANDS)
 
     def step_by_step(self, frames: Tensor, pitch: Tensor, seed: int | None = None) -> Tensor:
-        """All next frames, one call of the cell each. With a seed, a cell has to be told which step this is."""
+        """All next frames, one call of the cell each. With a seed, a cell has to be told which
+        step this is.
+        """
         state, outputs = None, []
         for t, x in enumerate(inputs(frames, pitch)):
             state = self.cell(x, state, seed=seed, step=t)
@@ -45,7 +48,9 @@ class Decoder(nn.Module):
 
 
 def inputs(frames: Tensor, pitch: Tensor) -> Tensor:
-    """What the decoder sees at each step: the frame before, beginning with silence, and the pitch."""
+    """What the decoder sees at each step: the frame before, beginning with silence, and the
+    pitch.
+    """
     before = torch.cat([torch.zeros_like(frames[:1]), frames[:-1]])  # [T, B, BANDS]
     return torch.cat([before, pitch.expand(len(frames), -1)[..., None]], -1)  # [T, B, BANDS + 1]
 
@@ -88,24 +93,35 @@ def main() -> None:
     pitch = torch.rand(BATCH)
     frames = speech(pitch)
 
-    # The same draw, the same masks: stepping the cell and running the layer agree, and so do their gradients.
+    # The same draw, the same masks: stepping the cell and running the layer agree, and so do their
+    # gradients.
     stepped = decoder.step_by_step(frames, pitch, seed=7)
     whole = decoder.output(layer(inputs(frames, pitch), seed=7)[0])
     torch.testing.assert_close(stepped, whole)
     weights = list(decoder.parameters())
-    for one, other in zip(*(torch.autograd.grad(F.mse_loss(y, frames), weights) for y in (stepped, whole))):
+    for one, other in zip(
+        *(torch.autograd.grad(F.mse_loss(y, frames), weights) for y in (stepped, whole))
+    ):
         torch.testing.assert_close(one, other)
-    print("Stepped as a cell and run as a layer: the same outputs and the same gradients, masks included.")
+    print(
+        "Stepped as a cell and run as a layer: the same outputs and the same gradients, masks "
+        "included."
+    )
 
     cell_time = milliseconds(lambda: decoder.step_by_step(frames, pitch))
     layer_time = milliseconds(lambda: decoder.output(layer(inputs(frames, pitch))[0]))
-    print(f"Forward and back through {FRAMES} frames: stepped {cell_time:.1f} ms, as a layer {layer_time:.1f} ms.\n")
+    print(
+        f"Forward and back through {FRAMES} frames: stepped {cell_time:.1f} ms, as a layer "
+        f"{layer_time:.1f} ms.\n"
+    )
 
     optimizer = torch.optim.Adam(decoder.parameters(), 0.003)
     for step in range(1, STEPS + 1):
         pitch = torch.rand(BATCH)
         frames = speech(pitch)
-        heard = frames + 0.1 * torch.randn_like(frames)  # it will hear its own mistakes, so let it hear some now
+        heard = frames + 0.1 * torch.randn_like(
+            frames
+        )  # it will hear its own mistakes, so let it hear some now
         loss = F.mse_loss(decoder.output(layer(inputs(heard, pitch))[0]), frames)
         optimizer.zero_grad()
         loss.backward()

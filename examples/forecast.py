@@ -1,8 +1,10 @@
-"""Forecast a noisy time series with a GRU, without and with zoneout, when there is little to learn from.
+"""Forecast a noisy time series with a GRU, without and with zoneout, when there is little to learn
+from.
 
-The series is made here: electricity use of a small town, hour by hour, with a day, a week, weather that wanders and a
-good deal of noise. The model reads a week and forecasts the next day. It can do no better than know the pattern; what
-it learns beyond that is noise that will not come again.
+The series is made here: electricity use of a small town, hour by hour, with a day, a week, weather
+    that wanders and a
+good deal of noise. The model reads a week and forecasts the next day. It can do no better than know
+the pattern; what it learns beyond that is noise that will not come again.
 """
 
 import math
@@ -26,7 +28,12 @@ def series(days: int, draw: torch.Generator) -> Tensor:
     weather, steps = torch.zeros(len(hour)), torch.randn(len(hour), generator=draw)
     for t in range(1, len(hour)):
         weather[t] = 0.98 * weather[t - 1] + 0.2 * steps[t]
-    return day * (1 - 0.5 * weekend) - 0.5 * weekend + 0.7 * weather + 0.3 * torch.randn(len(hour), generator=draw)
+    return (
+        day * (1 - 0.5 * weekend)
+        - 0.5 * weekend
+        + 0.7 * weather
+        + 0.3 * torch.randn(len(hour), generator=draw)
+    )
 
 
 def windows(values: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,7 +55,9 @@ class Forecaster(nn.Module):
         return self.output(y)
 
 
-def train(noise: zo.Zoneout | None, values: Tensor, held_out: tuple[Tensor, Tensor]) -> tuple[list[float], Forecaster]:
+def train(
+    noise: zo.Zoneout | None, values: Tensor, held_out: tuple[Tensor, Tensor]
+) -> tuple[list[float], Forecaster]:
     """Train, and return the errors on held-out days as it went, and the model."""
     torch.manual_seed(0)  # the same start and the same batches for both
     model = Forecaster(noise)
@@ -56,7 +65,9 @@ def train(noise: zo.Zoneout | None, values: Tensor, held_out: tuple[Tensor, Tens
     print(f"\n{noise or 'Without noise'}\n  step   training   held out   (mean squared error)")
     draw, total, errors = torch.Generator().manual_seed(0), 0.0, []
     for step in range(1, STEPS + 1):
-        past, ahead = windows(values, torch.randint(len(values) - PAST - AHEAD, (BATCH,), generator=draw))
+        past, ahead = windows(
+            values, torch.randint(len(values) - PAST - AHEAD, (BATCH,), generator=draw)
+        )
         forecast = model.train()(past)
         loss = F.mse_loss(forecast[24:], ahead[24:])  # the first day is for warming up
         optimizer.zero_grad()
@@ -88,7 +99,10 @@ def main() -> None:
     held_out = windows(later, torch.arange(0, len(later) - PAST - AHEAD, 13))
     week_ago = F.mse_loss(held_out[0][:AHEAD, :, 0].T, held_out[1][-1]).item()
     print(f"{WEEKS} weeks to learn from; forecasts are judged on the {HELD_OUT} days after them.")
-    print(f"Saying that a day will be as it was a week ago has a mean squared error of {week_ago:.3f}.")
+    print(
+        "Saying that a day will be as it was a week ago has a mean squared error of "
+        f"{week_ago:.3f}."
+    )
 
     plain, _ = train(None, training, held_out)
     zoned, model = train(zo.Zoneout(hidden=0.25), training, held_out)
@@ -103,7 +117,10 @@ def main() -> None:
     print(f"  as a week ago     {week_ago:.3f}")
     print(f"  GRU               {min(plain):.3f}   {plain[-1]:.3f}")
     print(f"  zoneout GRU       {min(zoned):.3f}   {zoned[-1]:.3f}")
-    print("Stopped at the right moment the two are about as good. Without days to spare that would tell the moment,")
+    print(
+        "Stopped at the right moment the two are about as good. Without days to spare that would "
+        "tell the moment,"
+    )
     print("zoneout loses less by going on.")
     assert max(min(plain), min(zoned)) < week_ago
     assert zoned[-1] < plain[-1]

@@ -13,7 +13,9 @@ class Backend(NamedTuple):
 
 
 EVERY = [
-    pytest.param(Backend(name, device), id=name, marks=[pytest.mark.gpu] if device == "cuda" else [])
+    pytest.param(
+        Backend(name, device), id=name, marks=[pytest.mark.gpu] if device == "cuda" else []
+    )
     for name in BACKENDS
     for device in ["cuda" if name.startswith("cuda") else "cpu"]
 ]

@@ -11,7 +11,9 @@ from emulator import emulated  # noqa: F401 (a fixture)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give each of several test processes one thread, since they share the cores, and one folder of built kernels."""
+    """Give each of several test processes one thread, since they share the cores, and one folder
+    of built kernels.
+    """
     if "PYTEST_XDIST_WORKER" not in os.environ and "ZONEOUT_EMULATED" not in os.environ:
         kernels = tempfile.TemporaryDirectory(prefix="zoneout-emulated-")
         os.environ["ZONEOUT_EMULATED"] = kernels.name

@@ -1,4 +1,6 @@
-"""How much is tried: so many cases, always the same ones; with ZONEOUT_FUZZ=25 so many times more, and others."""
+"""How much is tried: so many cases, always the same ones; with ZONEOUT_FUZZ=25 so many times
+more, and others.
+"""
 
 import os
 from typing import Any

@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import zoneout as zo
-from zoneout.ops import TOLERANCES, cuda, native
-from zoneout.ops.cpu import product
-from zoneout.ops.cuda import compiler
+from zoneout.ops import TOLERANCES, cuda
+from zoneout.ops.cpu import native, product
+from zoneout.ops.cuda.runtime import compiler
 
 STEPS, ROWS = 3, 60  # 180 rows at once are more than a product takes in one block
 LAYERS = {"lstm": zo.LSTM, "gru": zo.GRU, "rnn": zo.RNN}
-# cell, input, hidden, options: x·W_x inside of the loop, and before it where W_x is larger than 512 KB
+# cell, input, hidden, options: x·W_x inside of the loop, and before it where W_x is larger than 512
+# KB
 CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "lstm inside": ("lstm", 5, 37, {}),
     "lstm before": ("lstm", 900, 37, {}),
@@ -38,7 +39,9 @@ CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
         {"noise": [zo.VariationalDropout(input=0.2, hidden=0.2), zo.RecurrentDropout(rate=0.3)]},
     ),
 }
-pytestmark = pytest.mark.skipif(native.load() is None, reason=f"no compiled loop here: {native.why_not()}")
+pytestmark = pytest.mark.skipif(
+    native.load() is None, reason=f"no compiled loop here: {native.why_not()}"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -59,12 +62,17 @@ class Rows:
         self.x = torch.randn(STEPS, ROWS, inputs).to(dtype)
         outputs = options.get("proj_size", hidden)
         self.states = [
-            torch.randn(1, ROWS, size).to(dtype) for size in ((outputs, hidden) if cell == "lstm" else (hidden,))
+            torch.randn(1, ROWS, size).to(dtype)
+            for size in ((outputs, hidden) if cell == "lstm" else (hidden,))
         ]
         self.dy = torch.randn(STEPS, ROWS, outputs).to(dtype)
 
     def results(
-        self, rows: list[int], lengths: Tensor | None = None, packed: bool = False, grad: bool = True
+        self,
+        rows: list[int],
+        lengths: Tensor | None = None,
+        packed: bool = False,
+        grad: bool = True,
     ) -> dict[str, Tensor]:
         """Outputs, final states and the gradient of x of these rows, one after the other."""
         x = self.x[:, rows].requires_grad_(grad)
@@ -92,7 +100,11 @@ class Rows:
 
 def differing(alone: dict[str, Tensor], among: dict[str, Tensor], at: int) -> list[str]:
     """Names of the results that differ; torch multiplies for the gradient of x in bfloat16."""
-    told = {name: value for name, value in among.items() if name != "dx" or value.dtype != torch.bfloat16}
+    told = {
+        name: value
+        for name, value in among.items()
+        if name != "dx" or value.dtype != torch.bfloat16
+    }
     return [name for name, value in told.items() if not torch.equal(value[at], alone[name][0])]
 
 
@@ -115,7 +127,9 @@ def test_the_rest_of_the_batch(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["lstm inside", "lstm before", "gru before", "layer norm"])
 def test_one_step(case: str) -> None:
-    """The loop in C takes one step of a decoder differently, alone or among others, or than as one of several."""
+    """The loop in C takes one step of a decoder differently, alone or among others, or than as
+    one of several.
+    """
     cell, inputs, hidden, options = CASES[case]
     rows = Rows(cell, inputs, hidden, {**options, "backend": "cpu"})
     first = {name: value for name, value in rows.results([4]).items() if name == "y"}
@@ -135,7 +149,10 @@ def test_padding(case: str, packed: bool) -> None:
     for length in (1, 2, 3):
         lengths = torch.arange(20) % 3 + 1
         lengths[5] = length
-        alone, among = rows.results([5], lengths[5:6], packed), rows.results([*range(20)], lengths, packed)
+        alone, among = (
+            rows.results([5], lengths[5:6], packed),
+            rows.results([*range(20)], lengths, packed),
+        )
         assert not differing(alone, among, 5), length
 
 
@@ -164,22 +181,35 @@ def test_a_product_of_nothing() -> None:
     assert product(torch.empty(2, 0), torch.empty(0, 3), out) and (out == 0).all()
 
 
-# --- the kernels of a GPU, on the CPU -----------------------------------------------------------------
+# --- the kernels of a GPU, on the CPU
+# -----------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize(("path", "cell", "hidden"), [("small", "lstm", 20), ("persistent", "lstm", 40)])
+@pytest.mark.parametrize(
+    ("path", "cell", "hidden"), [("small", "lstm", 20), ("persistent", "lstm", 40)]
+)
 @pytest.mark.parametrize("precision", ["tf32"], indirect=True)
-def test_kernels(path: str, cell: str, hidden: int, precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_kernels(
+    path: str,
+    cell: str,
+    hidden: int,
+    precision: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A kernel adds in another order where a larger batch gives it other tiles."""
     module = getattr(cuda, path)
-    few = compiler.Chip(8, 232448, 9)  # so few processors that a block gets more rows in a larger batch
+    few = compiler.Chip(
+        8, 232448, 9
+    )  # so few processors that a block gets more rows in a larger batch
     monkeypatch.setattr(module, "chip", lambda device: few)
     if path == "small":
         monkeypatch.setattr(module, "processors", lambda device: 2)
     monkeypatch.setattr(cuda, "PATHS", (module,))
     plans, make = [], module.defines_of
-    monkeypatch.setattr(module, "defines_of", lambda *given: plans.append(make(*given)) or make(*given))
+    monkeypatch.setattr(
+        module, "defines_of", lambda *given: plans.append(make(*given)) or make(*given)
+    )
     rows = Rows(cell, 4, hidden, {})
     rows.x = torch.randint(4, (STEPS, ROWS))  # ids: nothing is multiplied before the loop
     alone, among = rows.results([4], grad=False), rows.results([*range(ROWS)], grad=False)

@@ -24,7 +24,9 @@ def load(name: str) -> Any:
 
 @pytest.mark.parametrize("where", ["CPU", "GPU", "CPU and GPU"])
 def test_the_documents_show_the_measured_table(where):
-    """A speed table in the README or in docs/speed.md is not the one that benchmarks/results.csv gives."""
+    """A speed table in the README or in docs/speed.md is not the one that benchmarks/results.csv
+    gives.
+    """
     table = load("table")
     assert table.in_document(where) == table.TABLES[where][1](table.rows())
 
@@ -36,9 +38,13 @@ def test_every_row_is_held_to_the_reference():
     limits = {str(dtype).removeprefix("torch."): limit for dtype, limit in TOLERANCES.items()}
     limits |= {"tf32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}  # as gpu.py has them
     for row in load("table").rows():
-        # A norm may divide by little, and a tanh-RNN's weights with noise on them have an eigenvalue of 1.7: both
-        # magnify rounding, and gpu.py holds them to torch's own calls in the same type.
-        magnifies = row["group"] == "gpu norm" or (row["layer"], row["what"]) == ("RNN", "weight noise")
+        # A norm may divide by little, and a tanh-RNN's weights with noise on them have an
+        # eigenvalue of 1.7: both magnify rounding, and gpu.py holds them to torch's own calls in
+        # the same type.
+        magnifies = row["group"] == "gpu norm" or (row["layer"], row["what"]) == (
+            "RNN",
+            "weight noise",
+        )
         if not (magnifies and row["backend"] == "cuda"):
             assert float(row["error"]) <= limits[row["dtype"]], row
 
@@ -58,7 +64,9 @@ def test_a_wrong_layer_gets_no_ratio(monkeypatch, capsys):
 @pytest.mark.parametrize("name", ["LSTM", "GRU", "RNN"])
 def test_every_fused_combination_has_a_row(name, backend):
     """A combination that runs fused is measured by nobody."""
-    rows = [row for row in load("table").rows() if row["layer"] == name and row["backend"] == backend]
+    rows = [
+        row for row in load("table").rows() if row["layer"] == name and row["backend"] == backend
+    ]
     assert set(load("bench").variants(name)) <= {row["what"] for row in rows}
 
 
@@ -71,17 +79,27 @@ def step():
 
 
 def test_runs_that_share_a_device_end_as_alone(step):
-    """A run that shares the device would find other numbers, and the benchmark would say how fast."""
+    """A run that shares the device would find other numbers, and the benchmark would say how
+    fast.
+    """
     symbols, config = step.CONFIGS["demo"]
-    small = replace(config, model=replace(config.model, hidden=8), batches=replace(config.batches, size=2, length=9))
+    small = replace(
+        config,
+        model=replace(config.model, hidden=8),
+        batches=replace(config.batches, size=2, length=9),
+    )
     times, others = step.at_once(symbols, small, torch.device("cpu"), 2, 4)
     assert len(times) == 2 and others == 0
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("name", "precision"), [("pMNIST", "tf32"), ("char-PTB", "bf16"), ("word-PTB", "tf32")])
+@pytest.mark.parametrize(
+    ("name", "precision"), [("pMNIST", "tf32"), ("char-PTB", "bf16"), ("word-PTB", "tf32")]
+)
 def test_runs_that_share_a_gpu_end_as_alone(step, name, precision):
     """Graphs share memory that cuBLAS works in: with each other, or with one that is gone."""
     symbols, config = step.CONFIGS[name]
-    _, others = step.at_once(symbols, replace(config, precision=precision), torch.device("cuda"), 3, 60)
+    _, others = step.at_once(
+        symbols, replace(config, precision=precision), torch.device("cuda"), 3, 60
+    )
     assert others == 0

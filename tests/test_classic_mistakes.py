@@ -1,7 +1,8 @@
 """The three classic mistakes of zoneout implementations, each by name, looked for in every backend.
 
-The oracle is torch's own cell in a plain loop, with `torch.where` and the masks that `masks()` shows. For
-each mistake the mistaken loop is built too, and must lie far from the right one: it would be noticed.
+The oracle is torch's own cell in a plain loop, with `torch.where` and the masks that `masks()`
+shows. For each mistake the mistaken loop is built too, and must lie far from the right one: it
+would be noticed.
 """
 
 import pytest
@@ -33,13 +34,19 @@ def make(kind, backend, layers=1, directions=1):
     """A layer with noise in all its layers, an input, and an initial state (h,) or (h, c)."""
     torch.manual_seed(0)
     device = backend.device
-    layer = LAYERS[kind](UNITS, UNITS, layers, bidirectional=directions == 2, noise=NOISE[kind], backend=backend.name)
+    layer = LAYERS[kind](
+        UNITS, UNITS, layers, bidirectional=directions == 2, noise=NOISE[kind], backend=backend.name
+    )
     for parameter in layer.parameters():  # large, so that what a mask changes is far from rounding
         nn.init.uniform_(parameter, -0.8, 0.8)
     states = 2 if kind == "lstm" else 1
     x = torch.randn(STEPS, BATCH, UNITS)
     state = torch.randn(states, layers * directions, BATCH, UNITS)
-    return layer.to(device), x.to(device).requires_grad_(), tuple(state.to(device).requires_grad_().unbind())
+    return (
+        layer.to(device),
+        x.to(device).requires_grad_(),
+        tuple(state.to(device).requires_grad_().unbind()),
+    )
 
 
 def as_hx(state):
@@ -59,17 +66,25 @@ def run(layer, x, state, **more):
 def masks_of(kind, like, direction=0):
     """The masks of (h,) or (h, c), [T, B, units] each."""
     masks = zo.masks(NOISE[kind], SEED, STEPS, BATCH, UNITS, direction=direction)
-    return tuple(masks[stream].to(like.device) for stream in ("hidden", "cell")[: 1 + (kind == "lstm")])
+    return tuple(
+        masks[stream].to(like.device) for stream in ("hidden", "cell")[: 1 + (kind == "lstm")]
+    )
 
 
-def by_hand(layer, x, state, masks, direction=0, zone=torch.where, show=lambda t, candidate, zoned: zoned):
-    """One layer and direction in a plain loop: what is shown of h at each step, and the last state."""
+def by_hand(
+    layer, x, state, masks, direction=0, zone=torch.where, show=lambda t, candidate, zoned: zoned
+):
+    """One layer and direction in a plain loop: what is shown of h at each step, and the last
+    state.
+    """
     cell = TORCH[layer.kind](UNITS, UNITS, device=x.device)
     weights = {name: getattr(layer, name + ("_l0", "_l0_reverse")[direction]) for name in WEIGHTS}
     shown = {}
     for t in range(STEPS) if direction == 0 else reversed(range(STEPS)):
         new = as_tuple(torch.func.functional_call(cell, weights, (x[t], as_hx(state))))
-        state = tuple(zone(mask[t], old, now) for mask, old, now in zip(masks, state, new, strict=True))
+        state = tuple(
+            zone(mask[t], old, now) for mask, old, now in zip(masks, state, new, strict=True)
+        )
         shown[t] = show(t, new[0], state[0])
     return torch.stack([shown[t] for t in range(STEPS)]), state
 
@@ -82,18 +97,23 @@ def assert_far(a, b):
     assert (a - b).abs().max().item() > 0.1
 
 
-# --- 1. the backward pass uses each step's own mask ------------------------------------------------
+# --- 1. the backward pass uses each step's own mask
+# ------------------------------------------------
 
 
 @both_ways
 def test_backward_uses_each_steps_own_mask(backend, kind, direction):
-    """If this fails, gradients flow where no value flowed: a step's backward used another step's mask."""
+    """If this fails, gradients flow where no value flowed: a step's backward used another step's
+    mask.
+    """
     layer, x, state = make(kind, backend, directions=2)
     weigh = torch.linspace(-1, 2, x.numel(), device=x.device).view(STEPS, BATCH, UNITS)
 
     def gradients(y, ended):
         """The gradient of every output and last state with respect to everything that came in."""
-        weights = {name: getattr(layer, name + ("_l0", "_l0_reverse")[direction]) for name in WEIGHTS}
+        weights = {
+            name: getattr(layer, name + ("_l0", "_l0_reverse")[direction]) for name in WEIGHTS
+        }
         wanted = dict(zip(("h0", "c0"), state)) | weights | {"x": x}
         loss = (y * weigh).sum() + sum(s.square().sum() for s in ended)
         return dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values()))))
@@ -128,23 +148,33 @@ def test_another_steps_mask_in_backward_would_be_noticed(kind, shift):
     wrong = iter([mask.roll(shift, 0)[t] for t in range(STEPS) for mask in masks])
     right, _ = by_hand(layer, x, start, masks)
     mistaken, _ = by_hand(
-        layer, x, start, masks, zone=lambda *a: ZoneWithWrongBackward.apply(a[0], next(wrong), *a[1:])
+        layer,
+        x,
+        start,
+        masks,
+        zone=lambda *a: ZoneWithWrongBackward.apply(a[0], next(wrong), *a[1:]),
     )
     assert torch.equal(mistaken, right), "the outputs do not show it"
     assert_far(torch.autograd.grad(mistaken.sum(), x)[0], torch.autograd.grad(right.sum(), x)[0])
 
 
 def test_way_back_in_time_is_the_masks_between(backend, kind):
-    """If this fails, the gradient of an output reaches a step from which no value came, or misses one."""
+    """If this fails, the gradient of an output reaches a step from which no value came, or
+    misses one.
+    """
     layer, x, state = make(kind, backend)
     gates = {"lstm": (1e3, -1e3, 0, 1e3), "gru": (1e3, -1e3, 0), "rnn": (0,)}[kind]
-    with torch.no_grad():  # candidates see the input alone: the old value is the only way through time
+    with (
+        torch.no_grad()
+    ):  # candidates see the input alone: the old value is the only way through time
         layer.weight_hh_l0.zero_()
         layer.bias_hh_l0.zero_()
         layer.bias_ih_l0.copy_(torch.tensor(gates, device=x.device).repeat_interleave(UNITS))
     weight = layer.weight_ih_l0.chunk(len(gates))[2 if len(gates) > 1 else 0]
     candidate = (x @ weight.t()).tanh()
-    slope = (1 - candidate**2) * (1 - candidate.tanh() ** 2 if kind == "lstm" else 1)  # [T, B, units]
+    slope = (1 - candidate**2) * (
+        1 - candidate.tanh() ** 2 if kind == "lstm" else 1
+    )  # [T, B, units]
     kept = masks_of(kind, x)[0]
 
     y, _ = run(layer, x, state)
@@ -156,7 +186,8 @@ def test_way_back_in_time_is_the_masks_between(backend, kind):
         assert not grad[end + 1 :].any()
 
 
-# --- 2. the output returned is the zoned state -----------------------------------------------------
+# --- 2. the output returned is the zoned state
+# -----------------------------------------------------
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -167,7 +198,9 @@ def test_last_output_is_the_last_state(backend, kind, layers, directions):
     y, (h, *_) = run(layer, x, state)
     ends = (y[-1], y[0])  # where each direction ends
     for direction in range(directions):
-        assert torch.equal(ends[direction].chunk(directions, -1)[direction], h[direction - directions])
+        assert torch.equal(
+            ends[direction].chunk(directions, -1)[direction], h[direction - directions]
+        )
 
 
 def test_output_is_the_zoned_state(backend, kind):
@@ -184,12 +217,16 @@ def test_output_is_the_zoned_state(backend, kind):
 
 
 def test_output_is_the_state_that_cells_carry(backend, kind):
-    """If this fails, a decoder that steps by cells sees other outputs than the layer it was trained as."""
+    """If this fails, a decoder that steps by cells sees other outputs than the layer it was
+    trained as.
+    """
     layer, x, state = make(kind, backend, layers=2)
     y, ended = run(layer, x, state)
     below = list(x)
     for k in range(2):
-        cell = CELLS[kind](UNITS, UNITS, noise=NOISE[kind], layer=k, backend=backend.name).to(x.device)
+        cell = CELLS[kind](UNITS, UNITS, noise=NOISE[kind], layer=k, backend=backend.name).to(
+            x.device
+        )
         cell.load_state_dict({name: getattr(layer, f"{name}_l{k}") for name in WEIGHTS})
         carried = tuple(s[k] for s in state)
         for t in range(STEPS):
@@ -200,12 +237,15 @@ def test_output_is_the_state_that_cells_carry(backend, kind):
     assert_close(torch.stack(below), y)
 
 
-# --- 3. output and carried state use the same mask -------------------------------------------------
+# --- 3. output and carried state use the same mask
+# -------------------------------------------------
 
 
 @pytest.mark.parametrize("cut", range(1, STEPS))
 def test_output_and_carried_state_use_the_same_mask(backend, kind, cut):
-    """If this fails, going on from the state that the outputs show is not what the layer itself did."""
+    """If this fails, going on from the state that the outputs show is not what the layer itself
+    did.
+    """
     layer, x, state = make(kind, backend)
     y, ended, *cells = layer(x, as_hx(state), seed=SEED, return_cells=kind == "lstm")
     shown = tuple(v[cut - 1][None] for v in (y, *cells))

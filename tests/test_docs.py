@@ -15,7 +15,9 @@ BLOCK = re.compile(r"(?ms)^(?P<indent>[ \t]*)```python[ \t]*\n(?P<code>.*?)^(?P=
 
 
 def blocks(page: Path) -> list[str]:
-    """The runnable Python blocks of a page, each moved down to the line where it stands in the page."""
+    """The runnable Python blocks of a page, each moved down to the line where it stands in the
+    page.
+    """
     text = page.read_text(encoding="utf-8")
     found = []
     for block in BLOCK.finditer(text):

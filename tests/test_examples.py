@@ -1,4 +1,6 @@
-"""The scripts in examples/ run as a user runs them, and what they claim about their results holds."""
+"""The scripts in examples/ run as a user runs them, and what they claim about their results
+holds.
+"""
 
 import os
 import subprocess
@@ -9,18 +11,28 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-ARGUMENTS = {"compile_and_autocast": ["aot_eager"]}  # inductor's C++ is tested elsewhere, and takes long to build
+ARGUMENTS = {
+    "compile_and_autocast": ["aot_eager"]
+}  # inductor's C++ is tested elsewhere, and takes long to build
 
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda script: script.stem)
 def test_example_runs(script, tmp_path):
-    """A newcomer's first script ends in a traceback, warns, leaves files behind, or no longer shows what it says."""
+    """A newcomer's first script ends in a traceback, warns, leaves files behind, or no longer
+    shows what it says.
+    """
     command = [sys.executable, "-W", "error", str(script), *ARGUMENTS.get(script.stem, [])]
     # In the examples' own folder no package is in sight: the one that is tested has to be named.
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     # One thread: these are small, and on a busy machine two would wait for each other.
-    environment = os.environ | {"PYTHONPATH": path, "PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", cwd=tmp_path, env=environment)
+    environment = os.environ | {
+        "PYTHONPATH": path,
+        "PYTHONIOENCODING": "utf-8",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        command, capture_output=True, encoding="utf-8", cwd=tmp_path, env=environment
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(done.stdout.splitlines()) > 5, "there is nothing to read"
     assert not done.stderr

@@ -1,7 +1,8 @@
 """Tensors whose numbers are not where their pointer points, and objects that are no tensors at all.
 
-Autograd hands over zeros without storage, a negated view has other numbers in memory than it shows, wrapper subclasses
-and functional tensors have no memory of their own. Read by their addresses they give wrong numbers or end the process.
+Autograd hands over zeros without storage, a negated view has other numbers in memory than it shows,
+wrapper subclasses and functional tensors have no memory of their own. Read by their addresses they
+give wrong numbers or end the process.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import zoneout as zo
 from zoneout.draws import draw_masks
 from zoneout.noise import Rule
 from zoneout.ops import memory
-from zoneout.ops.cuda.arguments import Arguments, Exchange
-from zoneout.ops.masks import Draw, masks_of
+from zoneout.ops.cpu.masks import Draw, masks_of
+from zoneout.ops.cuda.runtime.arguments import Arguments, Exchange
 from zoneout.paper.optimizers import apart
 
 INPUT, HIDDEN, BATCH = 3, 4, 2
@@ -98,14 +99,17 @@ def negated(v: Tensor) -> Tensor:
 ODD = {"zeros": zeros, "negated": negated}
 
 
-# --- without memory, or with other numbers in it ----------------------------------------------------
+# --- without memory, or with other numbers in it
+# ----------------------------------------------------
 
 
 @pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
 @pytest.mark.parametrize("what", ["input", "state", "weights"])
 @pytest.mark.parametrize("name, steps", CASES)
 def test_given_to_a_call(name, steps, what, odd):
-    """A loop reads address 0, or the numbers before the negation: outputs and gradients are those of another input."""
+    """A loop reads address 0, or the numbers before the negation: outputs and gradients are
+    those of another input.
+    """
 
     def run(change):
         module, x, state, call = make(name, steps)
@@ -115,33 +119,48 @@ def test_given_to_a_call(name, steps, what, odd):
                     setattr(holder, own, nn.Parameter(change(weight.detach())))
         leaves = [x, *flat(state)]
         if what != "weights":
-            leaves = [change(v) if (what == "input") == (k == 0) else v for k, v in enumerate(leaves)]
+            leaves = [
+                change(v) if (what == "input") == (k == 0) else v for k, v in enumerate(leaves)
+            ]
         leaves = [v.requires_grad_() for v in leaves]
         x, state = leaves[0], leaves[1] if isinstance(state, Tensor) else tuple(leaves[1:])
         results = flat(module(x, state, **call))
         weights = [torch.ones_like(v) * (k + 1) for k, v in enumerate(results)]
         parameters = list(module.parameters())
-        return results, torch.autograd.grad(results, [*leaves, *parameters], weights, allow_unused=True)
+        return results, torch.autograd.grad(
+            results, [*leaves, *parameters], weights, allow_unused=True
+        )
 
     with torch.no_grad():
-        for given, want in zip(*(flat(f(torch.ones(2, 3))) for f in (odd, lambda v: odd(v).clone()))):
+        for given, want in zip(
+            *(flat(f(torch.ones(2, 3))) for f in (odd, lambda v: odd(v).clone()))
+        ):
             assert given.is_neg() or given._is_zerotensor()
             equal(given, want)
-    close(run(odd), run(lambda v: odd(v).clone()))  # at one step by another path, which rounds elsewhere
+    close(
+        run(odd), run(lambda v: odd(v).clone())
+    )  # at one step by another path, which rounds elsewhere
 
 
 @pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
 @pytest.mark.parametrize("name, steps", CASES)
 def test_given_to_the_backward_pass(name, steps, odd):
-    """A gradient of zeros has no storage: a segmentation fault. Each output gets one in its turn."""
+    """A gradient of zeros has no storage: a segmentation fault. Each output gets one in its
+    turn.
+    """
     module, x, state, call = make(name, steps)
     leaves = [x.requires_grad_(), *(v.requires_grad_() for v in flat(state)), *module.parameters()]
     results = flat(module(x, state, **call))
     for which in range(len(results)):
-        given = [odd(torch.ones_like(v)) if k == which else torch.ones_like(v) for k, v in enumerate(results)]
+        given = [
+            odd(torch.ones_like(v)) if k == which else torch.ones_like(v)
+            for k, v in enumerate(results)
+        ]
         got = torch.autograd.grad(results, leaves, given, retain_graph=True, allow_unused=True)
         plain = [v.clone() for v in given]
-        equal(got, torch.autograd.grad(results, leaves, plain, retain_graph=True, allow_unused=True))
+        equal(
+            got, torch.autograd.grad(results, leaves, plain, retain_graph=True, allow_unused=True)
+        )
 
 
 def test_a_gradient_that_is_zero():
@@ -157,13 +176,20 @@ def test_a_gradient_that_is_zero():
     assert first.tolist() == [1, 1, 1] and second.tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("options", [{"recompute": True}, {"bidirectional": True}, {"norm": "layer"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"recompute": True}, {"bidirectional": True}, {"norm": "layer"}], ids=str
+)
 def test_in_every_kind_of_backward_pass(options):
     layer, x, _, call = make("LSTM", 3, **options)
     y = layer(x, **call)[0]
     for odd in ODD.values():
         given = odd(torch.ones_like(y))
-        equal(*(torch.autograd.grad(y, list(layer.parameters()), d, retain_graph=True) for d in (given, given.clone())))
+        equal(
+            *(
+                torch.autograd.grad(y, list(layer.parameters()), d, retain_graph=True)
+                for d in (given, given.clone())
+            )
+        )
 
 
 def test_many_gradients_of_zeros_at_once():
@@ -181,7 +207,9 @@ def test_given_back_by_a_hook(odd):
     layer, x, _, call = make("LSTM", 3)
 
     def gradients(change):
-        with torch.autograd.graph.saved_tensors_hooks(lambda v: v, lambda v: change(v) if v.is_floating_point() else v):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda v: v, lambda v: change(v) if v.is_floating_point() else v
+        ):
             y = layer(x, **call)[0]
         return torch.autograd.grad(y.sum(), list(layer.parameters()))
 
@@ -205,9 +233,17 @@ def test_numbers_that_a_draw_depends_on(steps, kind):
 
 @pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
 def test_masks_by_themselves(odd):
-    rate, ids, steps = torch.full((6,), 0.5, dtype=torch.float64), torch.tensor([3, 4]), torch.arange(3)
+    rate, ids, steps = (
+        torch.full((6,), 0.5, dtype=torch.float64),
+        torch.tensor([3, 4]),
+        torch.arange(3),
+    )
     seed, rule = torch.tensor(7), Rule("cell", "previous", "unit", "expectation")
-    for given in ((odd(rate), ids, steps, seed), (rate, odd(ids), steps, seed), (rate, ids, odd(steps), seed)):
+    for given in (
+        (odd(rate), ids, steps, seed),
+        (rate, odd(ids), steps, seed),
+        (rate, ids, odd(steps), seed),
+    ):
         rates, examples, at, key = given
         got = masks_of([Draw(rule, rates, key, 0)], at, examples, 6)
         rates, examples, at, key = (v.clone() for v in given)
@@ -219,11 +255,25 @@ def test_the_gate_refuses():
     good = torch.ones(2, 3)
     assert memory.address(good, "x", torch.float32, -1) == good.data_ptr()
     assert memory.address(torch.ones(0, 3), "x", torch.float32, -1) == 0
-    bare = [zeros(good), zeros(torch.ones(3, 2, 3))[1], negated(good), torch.ones(2, 3, device="meta")]
-    for bad in (*bare, torch._to_functional_tensor(torch.ones(3, 2, 3))[1], good.double(), good.t()):
-        with pytest.raises(RuntimeError, match=r"x: expected contiguous memory of torch\.float32 on the CPU, got"):
+    bare = [
+        zeros(good),
+        zeros(torch.ones(3, 2, 3))[1],
+        negated(good),
+        torch.ones(2, 3, device="meta"),
+    ]
+    for bad in (
+        *bare,
+        torch._to_functional_tensor(torch.ones(3, 2, 3))[1],
+        good.double(),
+        good.t(),
+    ):
+        with pytest.raises(
+            RuntimeError, match=r"x: expected contiguous memory of torch\.float32 on the CPU, got"
+        ):
             memory.address(bad, "x", torch.float32, -1)
-        assert memory.are_memory((None, good, bad)) == (bad.dtype == torch.float64 or bad.stride() == (1, 3))
+        assert memory.are_memory((None, good, bad)) == (
+            bad.dtype == torch.float64 or bad.stride() == (1, 3)
+        )
         held = Arguments(Exchange)
         held.put("peak", good)
         with pytest.raises(RuntimeError, match="buffer: expected contiguous memory"):
@@ -233,16 +283,21 @@ def test_the_gate_refuses():
 def test_there_is_one_gate():
     """An address that is taken elsewhere is taken unchecked."""
     folder = Path(zo.__file__).parent / "ops"
-    assert [path.name for path in folder.rglob("*.py") if "data_ptr(" in path.read_text("utf-8")] == ["memory.py"]
+    assert [
+        path.name for path in folder.rglob("*.py") if "data_ptr(" in path.read_text("utf-8")
+    ] == ["memory.py"]
 
 
-# --- a rate of 1 at evaluation ---------------------------------------------------------------------
+# --- a rate of 1 at evaluation
+# ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name, steps", CASES)
 def test_gradients_of_a_rate_of_one(name, steps):
     """The weights' gradients are zero, not missing; those of the state pass through."""
-    everything = zo.Zoneout(hidden=1.0, cell=1.0) if name.startswith("LSTM") else zo.Zoneout(hidden=1.0)
+    everything = (
+        zo.Zoneout(hidden=1.0, cell=1.0) if name.startswith("LSTM") else zo.Zoneout(hidden=1.0)
+    )
     module, x, state, _ = make(name, steps)
     if name == "ZoneoutCell":
         module.rates = 1.0
@@ -253,19 +308,26 @@ def test_gradients_of_a_rate_of_one(name, steps):
     module.eval()
     states = [v.requires_grad_() for v in flat(state)]
     results = flat(module(x, state))
-    found = torch.autograd.grad(results, [*states, *module.parameters()], [torch.ones_like(v) for v in results])
-    times = max(steps, 1) + 1 if name in LAYERS else 1  # y at every step and h_n are all the initial h
+    found = torch.autograd.grad(
+        results, [*states, *module.parameters()], [torch.ones_like(v) for v in results]
+    )
+    times = (
+        max(steps, 1) + 1 if name in LAYERS else 1
+    )  # y at every step and h_n are all the initial h
     assert torch.equal(found[0], torch.full_like(found[0], times))
     assert all(torch.equal(v, torch.ones_like(v)) for v in found[1 : len(states)])
     assert all(torch.equal(v, torch.zeros_like(v)) for v in found[len(states) :])
     equal(results[-len(states) :], states)
 
 
-# --- objects that are no tensors -------------------------------------------------------------------
+# --- objects that are no tensors
+# -------------------------------------------------------------------
 
 
 class Duck:
-    """No tensor, but takes over the functions that get it: unwraps, calls, and wraps the results."""
+    """No tensor, but takes over the functions that get it: unwraps, calls, and wraps the
+    results.
+    """
 
     def __init__(self, inner: Tensor) -> None:
         self.inner = inner
@@ -292,7 +354,8 @@ def test_objects_with_torch_function(name, steps):
         module("x", state, **call)
 
 
-# --- tensors that wrap others ----------------------------------------------------------------------
+# --- tensors that wrap others
+# ----------------------------------------------------------------------
 
 
 class Wrapped(Tensor):
@@ -300,7 +363,9 @@ class Wrapped(Tensor):
 
     @staticmethod
     def __new__(cls, inner):
-        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        return Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, device=inner.device
+        )
 
     def __init__(self, inner):
         self.inner = inner
@@ -326,9 +391,15 @@ def test_wrappers_stay_wrapped(name, steps):
 @pytest.mark.parametrize("steps", [1, 3])
 def test_wrappers_of_numbers_that_a_draw_depends_on(steps):
     layer, x, state, _ = make("LSTM", steps)
-    for name, value in {"examples": torch.tensor([3, 4]), "lengths": torch.tensor([1, steps])}.items():
+    for name, value in {
+        "examples": torch.tensor([3, 4]),
+        "lengths": torch.tensor([1, steps]),
+    }.items():
         got = layer(x, state, **{"seed": 5, name: Wrapped(value)})
-        equal(tree_map_only(Wrapped, lambda v: v.inner, got), layer(x, state, **{"seed": 5, name: value}))
+        equal(
+            tree_map_only(Wrapped, lambda v: v.inner, got),
+            layer(x, state, **{"seed": 5, name: value}),
+        )
 
 
 @pytest.mark.parametrize("name, steps", CASES)
@@ -340,12 +411,15 @@ def test_tensors_that_only_have_a_shape(name, steps):
     assert [(v.shape, v.dtype) for v in got] == [(v.shape, v.dtype) for v in want]
 
 
-# --- functionalize ---------------------------------------------------------------------------------
+# --- functionalize
+# ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name, steps", CASES)
 def test_functionalize(name, steps):
-    """torch has no rule for nodes of our own; in both orders with another transform the result is the same."""
+    """torch has no rule for nodes of our own; in both orders with another transform the result
+    is the same.
+    """
     module, x, state, call = make(name, steps)
 
     def f(x):

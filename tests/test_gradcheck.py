@@ -1,4 +1,5 @@
-"""Every gradient of the reference by finite differences: each cell × noise × norm, initial states included.
+"""Every gradient of the reference by finite differences: each cell × noise × norm, initial states
+included.
 
 The other backends' gradients are held to the oracle's in `test_oracle.py` and to the reference's.
 """
@@ -16,10 +17,20 @@ from torch.func import functional_call
 import zoneout as zo
 
 KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-T, B, I, H, P = 3, 3, 2, 3, 2  # three rows: two, normalised over the batch, are always near 1 and −1
+T, B, I, H, P = (
+    3,
+    3,
+    2,
+    3,
+    2,
+)  # three rows: two, normalised over the batch, are always near 1 and −1
 SEED = 12
 
-NORMS: dict[str, Any] = {"plain": None, "layer": "layer", "batch": zo.RecurrentBatchNorm(steps=4, eps=0.1)}
+NORMS: dict[str, Any] = {
+    "plain": None,
+    "layer": "layer",
+    "batch": zo.RecurrentBatchNorm(steps=4, eps=0.1),
+}
 LENGTHS = [2, 3, 1]
 RESETS = torch.tensor([[0, 0, 0], [1, 0, 0], [0, 1, 1]], dtype=torch.bool)
 
@@ -34,7 +45,10 @@ def noises(kind: str) -> dict[str, Any]:
         out[f"state-dropout-{mask}"] = zo.StateDropout(**state, mask=mask, **seed)
     if gated:
         out["recurrent-dropout"] = zo.RecurrentDropout(rate=0.4)
-        out["zoneout+recurrent-dropout"] = [zo.Zoneout(**state), zo.RecurrentDropout(rate=0.4, mask="sequence")]
+        out["zoneout+recurrent-dropout"] = [
+            zo.Zoneout(**state),
+            zo.RecurrentDropout(rate=0.4, mask="sequence"),
+        ]
     if lstm:
         out["hold"] = zo.RecurrentDropout(rate=0.4, hold_output_gate=True)
         out["zoneout-cell+zero-hidden"] = [zo.Zoneout(cell=0.4), zo.StateDropout(hidden=0.4)]
@@ -67,7 +81,9 @@ def randn(*shape: int, seed: int = 22) -> Tensor:
 
 
 def function_of(layer: Any, given_state: bool = True, **call: Any) -> tuple[Any, list[Tensor]]:
-    """A layer as a function of x, its initial states and all its parameters, and a point to take it at."""
+    """A layer as a function of x, its initial states and all its parameters, and a point to take
+    it at.
+    """
     lstm = layer.mode == "LSTM"
     call = {"seed": SEED} | call
     count = layer.num_layers * (2 if layer.bidirectional else 1)
@@ -88,7 +104,8 @@ def function_of(layer: Any, given_state: bool = True, **call: Any) -> tuple[Any,
     return function, leaves
 
 
-# A norm meets the mask, not what its draw has seen: the other kinds of masks are checked without a norm.
+# A norm meets the mask, not what its draw has seen: the other kinds of masks are checked without a
+# norm.
 CASES = [
     (kind, noise, norm)
     for kind in KINDS
@@ -101,7 +118,9 @@ CASES = [
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("kind, noise, norm", CASES)
 def test_gradient(kind, noise, norm, training):
-    """A gradient is not the slope: a noise, a norm or a state is left out of the graph or enters it twice."""
+    """A gradient is not the slope: a noise, a norm or a state is left out of the graph or enters
+    it twice.
+    """
     layer = make(kind, noise=noises(kind)[noise], norm=NORMS[norm]).train(training)
     function, point = function_of(layer)
     assert gradcheck(function, point, fast_mode=True)
@@ -129,7 +148,14 @@ def test_whole_jacobian(kind, training):
         (dict(num_layers=2, dropout=0.4), dict(first_step=2, examples=5)),
         (dict(bias=False), {}),
     ],
-    ids=["lengths", "resets", "bidirectional", "bidirectional-lengths-resets", "stacked", "no-bias"],
+    ids=[
+        "lengths",
+        "resets",
+        "bidirectional",
+        "bidirectional-lengths-resets",
+        "stacked",
+        "no-bias",
+    ],
 )
 def test_gradient_of_shapes(kind, options, call, norm, training):
     """A gradient crosses a cut, leaks from padding, or is lost between layers or directions."""
@@ -142,8 +168,12 @@ def test_gradient_of_shapes(kind, options, call, norm, training):
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradient_of_learned_initial_states(kind, training):
     """The learned h0 and c0 do not get their gradient from every example and every reset."""
-    layer = make(kind, noise=noises(kind)["zoneout-unit"], learn_initial_state=True, bidirectional=True)
-    function, point = function_of(layer.train(training), given_state=False, resets=RESETS, lengths=LENGTHS)
+    layer = make(
+        kind, noise=noises(kind)["zoneout-unit"], learn_initial_state=True, bidirectional=True
+    )
+    function, point = function_of(
+        layer.train(training), given_state=False, resets=RESETS, lengths=LENGTHS
+    )
     assert gradcheck(function, point, fast_mode=True)
 
 
@@ -178,7 +208,9 @@ def test_second_derivative(kind, noise, norm, training):
 @pytest.mark.parametrize("kind", KINDS)
 def test_backward_at_evaluation(kind, norm):
     """`backward` fails, or leaves a parameter out, when the layer is in evaluation mode."""
-    layer = make(kind, noise=noises(kind)["all"], norm=NORMS[norm], num_layers=2, learn_initial_state=True)
+    layer = make(
+        kind, noise=noises(kind)["all"], norm=NORMS[norm], num_layers=2, learn_initial_state=True
+    )
     x = randn(T, B, I)
     y, _ = layer.eval()(x)
     y.square().sum().backward()
@@ -189,7 +221,9 @@ def test_backward_at_evaluation(kind, norm):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cut_stops_the_gradient(kind):
-    """Something crosses a cut: an output after it depends on an input before it, in either direction."""
+    """Something crosses a cut: an output after it depends on an input before it, in either
+    direction.
+    """
     layer = make(kind, noise=noises(kind)["zoneout-unit"], bidirectional=True)
     x = randn(4, 1, I)
     cut = torch.tensor([[False], [False], [True], [False]])
@@ -211,7 +245,9 @@ def test_padding_gets_no_gradient(kind, norm):
     alive = torch.arange(T)[:, None] < torch.tensor(LENGTHS)
     assert (gradient[~alive] == 0).all() and (y[~alive] == 0).all()
     other = torch.where(alive[..., None], x, 1e3).detach()
-    torch.testing.assert_close(layer(other, lengths=LENGTHS, seed=SEED)[0], y, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        layer(other, lengths=LENGTHS, seed=SEED)[0], y, rtol=1e-12, atol=1e-12
+    )
 
 
 def test_zoned_units_pass_the_gradient_unchanged():

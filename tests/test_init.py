@@ -27,7 +27,9 @@ def empty(*shape: int) -> torch.Tensor:
 @settings(max_examples=30, deadline=None, derandomize=True, database=None)
 @given(side=st.integers(1, 5), down=st.integers(1, 4), across=st.integers(1, 4))
 def test_every_block_is_orthogonal(side, down, across):
-    """A block is not orthogonal, or the squares are not the largest: side = gcd of the two sizes."""
+    """A block is not orthogonal, or the squares are not the largest: side = gcd of the two
+    sizes.
+    """
     w = init.block_orthogonal_(empty(side * down, side * across), generator=generator())
     side = math.gcd(*w.shape)
     for rows in w.split(side, dim=0):
@@ -46,7 +48,9 @@ def test_blocks_are_independent():
 @pytest.mark.parametrize("function", [init.block_orthogonal_, init.orthogonal_])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_weight_is_filled_in_place(function, shape):
-    """An initialiser returns another tensor, needs one without gradient, or ignores its generator."""
+    """An initialiser returns another tensor, needs one without gradient, or ignores its
+    generator.
+    """
     parameter = torch.nn.Parameter(empty(*shape))
     assert function(parameter, generator=generator(1)) is parameter
     assert parameter.requires_grad and parameter.grad_fn is None and parameter.isfinite().all()
@@ -70,7 +74,9 @@ def test_orthogonal(shape):
 @pytest.mark.parametrize("function", [init.block_orthogonal_, init.orthogonal_])
 @pytest.mark.parametrize("shape", [(4,), (2, 2, 2)])
 def test_only_matrices(function, shape):
-    """A bias or a stack of matrices is accepted, or the error does not name the argument and the shape."""
+    """A bias or a stack of matrices is accepted, or the error does not name the argument and the
+    shape.
+    """
     with pytest.raises(ValueError, match=r"weight: expected a matrix, got shape \("):
         function(torch.empty(shape))
 
@@ -78,7 +84,9 @@ def test_only_matrices(function, shape):
 def test_orthogonal_signs_are_not_all_alike():
     """The orthogonal matrices are not drawn uniformly: the diagonal of a plain QR has one sign."""
     for function in (init.block_orthogonal_, init.orthogonal_):
-        diagonals = torch.stack([function(empty(3, 3), generator=generator(k)).diagonal() for k in range(40)])
+        diagonals = torch.stack(
+            [function(empty(3, 3), generator=generator(k)).diagonal() for k in range(40)]
+        )
         assert ((diagonals > 0).any(0) & (diagonals < 0).any(0)).all()
 
 
@@ -93,27 +101,37 @@ def test_uniform():
     every = torch.cat([p.detach().flatten() for p in layer.parameters()])
     assert abs(every.mean()) < 4 * 0.04 / math.sqrt(3 * len(every))
     assert abs(every.std() - 0.04 / math.sqrt(3)) < 0.0005
-    other = init.uniform_(zo.LSTM(20, 30, num_layers=2, bidirectional=True), 0.04, generator=generator())
+    other = init.uniform_(
+        zo.LSTM(20, 30, num_layers=2, bidirectional=True), 0.04, generator=generator()
+    )
     assert torch.equal(torch.cat([p.detach().flatten() for p in other.parameters()]), every)
 
 
 def test_uniform_of_a_model():
     """Parameters inside a model are not reached."""
-    model = torch.nn.Sequential(torch.nn.Embedding(50, 20), torch.nn.ModuleDict({"rnn": zo.GRU(20, 20)}))
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(50, 20), torch.nn.ModuleDict({"rnn": zo.GRU(20, 20)})
+    )
     init.uniform_(model, 0.5)
     assert all(p.abs().max() <= 0.5 and p.abs().max() > 0.3 for p in model.parameters())
 
 
-@pytest.mark.parametrize("norm", [torch.nn.LayerNorm(20), torch.nn.BatchNorm1d(20), torch.nn.GroupNorm(2, 20)], ids=str)
+@pytest.mark.parametrize(
+    "norm", [torch.nn.LayerNorm(20), torch.nn.BatchNorm1d(20), torch.nn.GroupNorm(2, 20)], ids=str
+)
 def test_uniform_leaves_norms(norm):
     """A model's own norm would begin with scales around zero."""
     init.uniform_(torch.nn.Sequential(norm, zo.GRU(20, 20)), 0.5)
     assert torch.equal(norm.weight, torch.ones(20)) and torch.equal(norm.bias, torch.zeros(20))
 
 
-@pytest.mark.parametrize("options", [{}, dict(num_layers=2, bidirectional=True)], ids=["one", "stack"])
+@pytest.mark.parametrize(
+    "options", [{}, dict(num_layers=2, bidirectional=True)], ids=["one", "stack"]
+)
 def test_forget_bias(options):
-    """The forget gate's bias is not 1 altogether, or another bias is not 0, in some layer or direction."""
+    """The forget gate's bias is not 1 altogether, or another bias is not 0, in some layer or
+    direction.
+    """
     layer = zo.LSTM(3, 4, **options)
     now = dict(layer.named_parameters())
     before = {name: p.clone() for name, p in now.items()}
@@ -134,7 +152,9 @@ def test_forget_bias(options):
 def test_forget_bias_of_other_lstms(make):
     """A cell, or torch's own LSTM, is not reached."""
     module = init.forget_bias_(make(3, 4))
-    biases: list[torch.Tensor] = [p for name, p in module.named_parameters() if name.startswith("bias")]
+    biases: list[torch.Tensor] = [
+        p for name, p in module.named_parameters() if name.startswith("bias")
+    ]
     assert torch.stack(biases).sum(0).tolist() == [0.0] * 4 + [1.0] * 4 + [0.0] * 8
 
 

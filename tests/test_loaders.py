@@ -1,4 +1,6 @@
-"""Models loaded by Hugging Face's transformers and accelerate, the real ones (`make test-ecosystem` installs them)."""
+"""Models loaded by Hugging Face's transformers and accelerate, the real ones (`make
+test-ecosystem` installs them).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ NOISE = zo.Zoneout(cell=0.5, hidden=0.25)
 def same_as(model: Any, whole: Any, x: Tensor) -> None:
     """Hold a loaded model to the one that was saved, in training and at evaluation."""
     for training in (True, False):
-        torch.testing.assert_close(model.train(training)(x, 7), whole.train(training)(x, 7), rtol=0, atol=0)
+        torch.testing.assert_close(
+            model.train(training)(x, 7), whole.train(training)(x, 7), rtol=0, atol=0
+        )
     assert not torch.equal(model.train()(x, 7), model.eval()(x, 7)), "training would never zone out"
 
 
@@ -27,7 +31,9 @@ class Body(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = zo.LSTM(3, 5, 2, noise=NOISE)
-        self.second = zo.GRU(5, 4, noise=zo.Zoneout(hidden=[torch.tensor([0.1, 0.2, 0.3, 0.4], device="cpu")]))
+        self.second = zo.GRU(
+            5, 4, noise=zo.Zoneout(hidden=[torch.tensor([0.1, 0.2, 0.3, 0.4], device="cpu")])
+        )
         self.third = zo.RNN(4, 4, noise=zo.Zoneout(hidden=0.5, mask="static", seed=3))
         self.cell = zo.GRUCell(4, 2, noise=zo.Zoneout(hidden=0.5))
 
@@ -39,7 +45,9 @@ class Body(nn.Module):
 
 @pytest.mark.filterwarnings("ignore")  # theirs
 def test_transformers_from_pretrained(tmp_path: Path) -> None:
-    """`from_pretrained` builds on the meta device: a rate would come back as whatever lay in memory."""
+    """`from_pretrained` builds on the meta device: a rate would come back as whatever lay in
+    memory.
+    """
     transformers = pytest.importorskip("transformers")
 
     class Config(transformers.PretrainedConfig):  # type: ignore[misc, name-defined]
@@ -76,13 +84,17 @@ def test_accelerate_empty_weights_and_dispatch(tmp_path: Path, buffers: bool) ->
     with accelerate.init_empty_weights(include_buffers=buffers):
         model = Body()
     assert all(p.is_meta for p in model.parameters())
-    loaded = accelerate.load_checkpoint_and_dispatch(model, str(tmp_path / "weights.bin"), device_map={"": "cpu"})
+    loaded = accelerate.load_checkpoint_and_dispatch(
+        model, str(tmp_path / "weights.bin"), device_map={"": "cpu"}
+    )
     same_as(loaded, whole, torch.randn(6, 4, 3))
 
 
 @pytest.mark.filterwarnings("ignore")  # theirs
 def test_accelerate_offloads_to_disk(tmp_path: Path) -> None:
-    """Weights that are fetched for each call, and are on the meta device between calls, could not be used."""
+    """Weights that are fetched for each call, and are on the meta device between calls, could
+    not be used.
+    """
     accelerate = pytest.importorskip("accelerate")
     whole = Body()
     x = torch.randn(6, 4, 3)

@@ -1,10 +1,13 @@
-"""PyTorch's own inputs for RNN, LSTM, GRU and their cells, through the checks that PyTorch makes on every module.
+"""PyTorch's own inputs for RNN, LSTM, GRU and their cells, through the checks that PyTorch makes on
+every module.
 
-The inputs are the `ModuleInfo` entries of the installed torch; the checks are those of its test_modules.py that a CPU
+The inputs are the `ModuleInfo` entries of the installed torch; the checks are those of its
+test_modules.py that a CPU
 can make. What differs, and is meant to:
 
 * errors of a call: ours are ValueErrors that name the argument (`FORWARD_ERROR` in `test_errors`);
-* second derivatives: on the reference backend; the fused ones refuse them with a sentence (`test_second_derivative`);
+* second derivatives: on the reference backend; the fused ones refuse them with a sentence
+  (`test_second_derivative`);
 * TorchScript: `torch.jit.script` is refused with a sentence (`test_script`).
 """
 
@@ -60,7 +63,12 @@ def every_case(name: str) -> list[Case]:
     """torch's cases, in float64, packed ones included."""
     info, found = module_infos()[name], []
     given = info.module_inputs_func(
-        info, device="cpu", dtype=torch.float64, requires_grad=False, training=True, with_packed_sequence=True
+        info,
+        device="cpu",
+        dtype=torch.float64,
+        requires_grad=False,
+        training=True,
+        with_packed_sequence=True,
     )
     for case in given:
         made, call = case.constructor_input, case.forward_input
@@ -87,7 +95,11 @@ def call(module: nn.Module, inputs: Any) -> list[Tensor]:
 
 def leaves(values: Any) -> list[Tensor]:
     found: list[Tensor] = []
-    for value in values if isinstance(values, (tuple, list)) and not isinstance(values, PackedSequence) else [values]:
+    for value in (
+        values
+        if isinstance(values, (tuple, list)) and not isinstance(values, PackedSequence)
+        else [values]
+    ):
         if isinstance(value, (tuple, list)) and not isinstance(value, PackedSequence):
             found += leaves(value)
         else:
@@ -110,7 +122,9 @@ def fresh(case: Case, change: Any = Tensor.clone) -> Any:
 
 def gradients(module: nn.Module, outputs: list[Tensor], inputs: Any) -> tuple[Tensor, ...]:
     """Those of the sum of squares, of the inputs and the parameters."""
-    return torch.autograd.grad(sum(v.square().sum() for v in outputs), [*leaves(inputs), *module.parameters()])
+    return torch.autograd.grad(
+        sum(v.square().sum() for v in outputs), [*leaves(inputs), *module.parameters()]
+    )
 
 
 @pytest.fixture(params=NAMES)
@@ -123,7 +137,8 @@ def noise(request):
     return request.param
 
 
-# --- what a module gives ---------------------------------------------------------------------------
+# --- what a module gives
+# ---------------------------------------------------------------------------
 
 
 def test_forward(name, noise):
@@ -131,7 +146,9 @@ def test_forward(name, noise):
     for case, training in itertools.product(every_case(name), (True, False)):
         module, inputs = make(name, case, noise).train(training), fresh(case)
         outputs = call(module, inputs)
-        if not isinstance(case.inputs[0], PackedSequence):  # torch's references are for unbatched input
+        if not isinstance(
+            case.inputs[0], PackedSequence
+        ):  # torch's references are for unbatched input
             torch.manual_seed(3)
             close(outputs, leaves(case.reference(module, *case.inputs)))
         if noise is None:
@@ -143,7 +160,9 @@ def test_forward(name, noise):
 
 
 def test_train_and_eval_modes_differ(name):
-    """Without noise the mode makes a difference, or with it none; nothing is said about it in `training`."""
+    """Without noise the mode makes a difference, or with it none; nothing is said about it in
+    `training`.
+    """
     for case in cases(name):
         for noise in NOISES.values():
             module = make(name, case, noise)
@@ -174,11 +193,14 @@ def test_non_contiguous_tensors(name, noise):
             close(other, found[0])
 
 
-# --- derivatives -----------------------------------------------------------------------------------
+# --- derivatives
+# -----------------------------------------------------------------------------------
 
 
 def differentiated(module: nn.Module, case: Case) -> tuple[Any, list[Tensor]]:
-    """The module as a function of tensors, inputs and parameters, for torch's checks of derivatives."""
+    """The module as a function of tensors, inputs and parameters, for torch's checks of
+    derivatives.
+    """
     names = [name for name, _ in module.named_parameters()]
     count = len(leaves(case.inputs))
 
@@ -192,7 +214,9 @@ def differentiated(module: nn.Module, case: Case) -> tuple[Any, list[Tensor]]:
 
         inputs = tuple(map(one, case.inputs))
         torch.manual_seed(3)
-        return tuple(leaves(torch.func.functional_call(module, dict(zip(names, tensors[count:])), inputs)))
+        return tuple(
+            leaves(torch.func.functional_call(module, dict(zip(names, tensors[count:])), inputs))
+        )
 
     return function, [*leaves(fresh(case)), *module.parameters()]
 
@@ -207,14 +231,17 @@ def test_grad(name):
 def test_second_derivative(name):
     """The reference's second derivative is wrong, or that of a fused backend is not refused."""
     case = every_case(name)[1]  # with a state
-    function, tensors = differentiated(make(name, case, NOISES["zoneout"], backend="reference"), case)
+    function, tensors = differentiated(
+        make(name, case, NOISES["zoneout"], backend="reference"), case
+    )
     assert gradgradcheck(function, tensors, fast_mode=True)
     function, tensors = differentiated(make(name, case, backend="cpu"), case)
     with pytest.raises(RuntimeError, match="backend='reference'"):
         gradgradcheck(function, tensors, fast_mode=True)
 
 
-# --- where and in which type a module is -----------------------------------------------------------
+# --- where and in which type a module is
+# -----------------------------------------------------------
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
@@ -233,15 +260,22 @@ def test_factory_keywords(name, noise, dtype):
 
 
 def test_to(name, noise):
-    """`.to` leaves something behind, makes other parameters of them, or the module does not run any more."""
+    """`.to` leaves something behind, makes other parameters of them, or the module does not run
+    any more.
+    """
     for case, swap in itertools.product(cases(name), (False, True)):
         module = make(name, case, noise).eval()
-        want, before = [v.detach() for v in call(module, case.inputs)], list(map(id, module.parameters()))
+        want, before = (
+            [v.detach() for v in call(module, case.inputs)],
+            list(map(id, module.parameters())),
+        )
         torch.__future__.set_swap_module_params_on_conversion(swap)
         try:
             module.to(torch.float32)
             assert {v.dtype for v in tensors_of(module)} == {torch.float32}
-            inputs = tree_map_only(Tensor, lambda v: v.float() if v.is_floating_point() else v, case.inputs)
+            inputs = tree_map_only(
+                Tensor, lambda v: v.float() if v.is_floating_point() else v, case.inputs
+            )
             close([v.double() for v in call(module, inputs)], want, rtol=1e-4, atol=1e-5)
             module.to(torch.float64).to(memory_format=torch.channels_last)
             close(call(module, case.inputs), want, rtol=1e-4, atol=1e-5)
@@ -251,7 +285,9 @@ def test_to(name, noise):
 
 
 def test_to_empty(name, noise):
-    """A module that was made on no device gets none, or is not what it was once its weights have been loaded."""
+    """A module that was made on no device gets none, or is not what it was once its weights have
+    been loaded.
+    """
     for case in cases(name):
         module = make(name, case, noise)
         empty = make(name, case, noise, device="meta").to_empty(device="cpu")
@@ -261,7 +297,8 @@ def test_to_empty(name, noise):
             close(call(empty.train(mode), case.inputs), call(module.train(mode), case.inputs))
 
 
-# --- copies ----------------------------------------------------------------------------------------
+# --- copies
+# ----------------------------------------------------------------------------------------
 
 
 def test_pickle_and_copies(name, noise):
@@ -294,7 +331,8 @@ def test_state_dict(name, noise):
         close(call(other, case.inputs), call(module, case.inputs))
 
 
-# --- errors ----------------------------------------------------------------------------------------
+# --- errors
+# ----------------------------------------------------------------------------------------
 
 
 def test_errors(name):
@@ -302,7 +340,10 @@ def test_errors(name):
     info = module_infos()[name]
     kinds = {"device": "cpu", "dtype": torch.float64, "requires_grad": False, "training": True}
     for wrong in info.module_error_inputs_func(info, **kinds):
-        made, called = wrong.module_error_input.constructor_input, wrong.module_error_input.forward_input
+        made, called = (
+            wrong.module_error_input.constructor_input,
+            wrong.module_error_input.forward_input,
+        )
         if wrong.error_on.name == "CONSTRUCTION_ERROR":
             with pytest.raises(wrong.error_type, match=wrong.error_regex):
                 getattr(zo, name)(*made.args, **made.kwargs)

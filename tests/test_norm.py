@@ -1,7 +1,7 @@
 """Layer norm and recurrent batch norm: what is normalised, and what is remembered of it.
 
-That whole normalised layers compute what the equations say is in `test_oracle.py`; here are the details, and
-everything about the statistics.
+That whole normalised layers compute what the equations say is in `test_oracle.py`; here are the
+details, and everything about the statistics.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 def make(kind: str, norm: Any, randomise: bool = True, **options: Any) -> Any:
     """A float64 layer; randomised, its statistics too are anything but what they start as."""
-    layer = CLASSES[kind](I, options.pop("hidden_size", H), norm=norm, dtype=torch.float64, **options)
+    layer = CLASSES[kind](
+        I, options.pop("hidden_size", H), norm=norm, dtype=torch.float64, **options
+    )
     generator = torch.Generator().manual_seed(31)
     for name, value in layer.state_dict().items() if randomise else ():
         random = torch.randn(value.shape, generator=generator, dtype=torch.float64)
@@ -47,12 +49,15 @@ def statistics(layer: Any) -> dict[str, torch.Tensor]:
 
 
 def seen_by_oracle(layer: Any, x: torch.Tensor, **call: Any) -> dict[str, dict[int, np.ndarray]]:
-    """What is kept of a batch by name of statistic and processed step: mean and unbiased variance, where there is one.
+    """What is kept of a batch by name of statistic and processed step: mean and unbiased variance,
+    where there is one.
 
     The layer stands in training mode.
     """
     want = oracle.expected(layer, x.numpy(), **call)
-    alive = [sum(n > p for n in call.get("lengths") or [len(x)] * x.shape[1]) for p in range(len(x))]
+    alive = [
+        sum(n > p for n in call.get("lengths") or [len(x)] * x.shape[1]) for p in range(len(x))
+    ]
     out = {}
     for suffix, seen in zip(layer.suffixes(), want.seen, strict=True):
         for what, name in (("x", "ih"), ("h", "hh"), ("c", "cell")):
@@ -67,20 +72,27 @@ def seen_by_oracle(layer: Any, x: torch.Tensor, **call: Any) -> dict[str, dict[i
 
 
 def make_biased(layer: Any, alive: list[int]) -> None:
-    """Variances that were kept of steps with so many alive become those that a batch is normalised by."""
+    """Variances that were kept of steps with so many alive become those that a batch is
+    normalised by.
+    """
     for name, value in layer.named_buffers():
         if name.startswith("var_"):
             n = torch.tensor(alive, dtype=torch.float64)[:, None]
             value[: len(alive)] *= (n - 1) / n
 
 
-# --- parameters and how they start -----------------------------------------------------------------
+# --- parameters and how they start
+# -----------------------------------------------------------------
 
 
 @every_kind
-@pytest.mark.parametrize("norm, scale", [("layer", 1.0), (zo.RecurrentBatchNorm(3), 0.1)], ids=["layer", "batch"])
+@pytest.mark.parametrize(
+    "norm, scale", [("layer", 1.0), (zo.RecurrentBatchNorm(3), 0.1)], ids=["layer", "batch"]
+)
 def test_scales_and_shifts_start(kind, norm, scale):
-    """A scale does not start at 0.1 (layer norm: 1), the cell's shift not at 0, or one is missing."""
+    """A scale does not start at 0.1 (layer norm: 1), the cell's shift not at 0, or one is
+    missing.
+    """
     layer = make(kind, norm, randomise=False, num_layers=2, bidirectional=True)
     for suffix in ("_l0", "_l0_reverse", "_l1", "_l1_reverse"):
         for name in ("norm_ih", "norm_hh"):
@@ -140,19 +152,24 @@ def test_reset_parameters(norm):
     ],
 )
 def test_bad_settings(settings, names, came):
-    """A RecurrentBatchNorm that cannot work is accepted, or the error does not say what is wrong."""
+    """A RecurrentBatchNorm that cannot work is accepted, or the error does not say what is
+    wrong.
+    """
     with pytest.raises(ValueError, match=rf"{names}.*expected.*got.*{came}"):
         zo.RecurrentBatchNorm(**settings)
 
 
-@pytest.mark.parametrize("norm", ["batch", "Layer", 3, True, nn.LayerNorm(4), zo.RecurrentBatchNorm])
+@pytest.mark.parametrize(
+    "norm", ["batch", "Layer", 3, True, nn.LayerNorm(4), zo.RecurrentBatchNorm]
+)
 def test_bad_norms(norm):
     """A norm that is none is accepted, or the error does not name the argument."""
     with pytest.raises(ValueError, match=r"norm: expected.*got"):
         zo.LSTM(I, H, norm=norm)
 
 
-# --- layer norm ------------------------------------------------------------------------------------
+# --- layer norm
+# ------------------------------------------------------------------------------------
 
 
 @every_kind
@@ -173,14 +190,18 @@ def test_layer_norm_is_over_all_gates_together(kind):
     with torch.no_grad():
         layer.weight_ih_l0.mul_(1e6)  # so that eps does not count
         before = layer(x)[0]
-        layer.weight_ih_l0.mul_(3.0).add_(1e6 * data(1, 1, seed=2)[0])  # the same for every row of Wx
+        layer.weight_ih_l0.mul_(3.0).add_(
+            1e6 * data(1, 1, seed=2)[0]
+        )  # the same for every row of Wx
         torch.testing.assert_close(layer(x)[0], before, rtol=0, atol=1e-9)
         layer.weight_ih_l0[: hidden if kind != "rnn" else 2].mul_(3.0)  # one gate alone
         assert not torch.allclose(layer(x)[0], before, rtol=0, atol=1e-3)
 
 
 def test_layer_norm_shift_of_the_gates_is_the_bias():
-    """The products are shifted by something else than the LSTM's bias, or the bias is normalised away."""
+    """The products are shifted by something else than the LSTM's bias, or the bias is normalised
+    away.
+    """
     layer = make("lstm", "layer")
     with torch.no_grad():
         for name in ("norm_ih_l0", "norm_hh_l0", "bias_hh_l0", "norm_cell_l0"):
@@ -193,7 +214,8 @@ def test_layer_norm_shift_of_the_gates_is_the_bias():
     torch.testing.assert_close(h[0], (o.sigmoid() * shown).expand(B, H))
 
 
-# --- what batch norm normalises --------------------------------------------------------------------
+# --- what batch norm normalises
+# --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("norm", ["layer", zo.RecurrentBatchNorm(steps=1)], ids=["layer", "batch"])
@@ -212,9 +234,14 @@ def test_the_raw_cell_is_carried(norm):
 
 @pytest.mark.parametrize("hidden", [0.0, 0.3])
 def test_the_candidate_cell_is_normalised_before_zoning_out(hidden):
-    """Batch norm sees the zoned c, not the candidate: its statistics and h are then those of the old c."""
+    """Batch norm sees the zoned c, not the candidate: its statistics and h are then those of the
+    old c.
+    """
     layer = make("lstm", zo.RecurrentBatchNorm(steps=1, momentum=1.0))
-    x, h0 = data(1), torch.randn(1, B, H, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x, h0 = (
+        data(1),
+        torch.randn(1, B, H, dtype=torch.float64, generator=torch.Generator().manual_seed(0)),
+    )
     c0 = 3 + h0.flip(1)
     y, _, candidate = layer(x, (h0, c0), return_cells=True)  # without noise c is the candidate
     mean, var = candidate[0].mean(0), candidate[0].var(0)
@@ -235,7 +262,9 @@ def test_the_candidate_cell_is_normalised_before_zoning_out(hidden):
 
 @every_kind
 def test_one_example_alone(kind):
-    """Batch norm learns from one example, all of whose numbers become zero, or a step that one is left at fails."""
+    """Batch norm learns from one example, all of whose numbers become zero, or a step that one
+    is left at fails.
+    """
     layer = make(kind, zo.RecurrentBatchNorm(steps=T))
     for x in (data(batch=1), data()[:, 0]):
         with pytest.raises(ValueError, match=r"input: expected at least 2 sequences .* got 1"):
@@ -263,15 +292,20 @@ def test_nobody_at_all(kind):
         assert torch.equal(value, before[name]), name
 
 
-# --- running averages ------------------------------------------------------------------------------
+# --- running averages
+# ------------------------------------------------------------------------------
 
 
 @every_kind
 @pytest.mark.parametrize("first_step", [0, 2])
-@pytest.mark.parametrize("options", [{}, dict(num_layers=2, bidirectional=True)], ids=["one", "stack"])
+@pytest.mark.parametrize(
+    "options", [{}, dict(num_layers=2, bidirectional=True)], ids=["one", "stack"]
+)
 @pytest.mark.parametrize("lengths", [None, [2, 4, 1, 3, 0]], ids=["full", "ragged"])
 def test_running_averages(kind, lengths, options, first_step):
-    """Running averages miss a step, do not move by the momentum, or take a biased variance or that of one example."""
+    """Running averages miss a step, do not move by the momentum, or take a biased variance or
+    that of one example.
+    """
     momentum, steps = 0.25, 5
     layer = make(kind, zo.RecurrentBatchNorm(steps=steps, momentum=momentum), **options)
     call: dict[str, Any] = dict(lengths=lengths, first_step=first_step)
@@ -279,7 +313,10 @@ def test_running_averages(kind, lengths, options, first_step):
     want = statistics(layer)
     assert set(seen) == set(want)
     for name, by_step in seen.items():
-        for p, value in by_step.items():  # only where two are alive; beyond the rows that are kept, nowhere
+        for (
+            p,
+            value,
+        ) in by_step.items():  # only where two are alive; beyond the rows that are kept, nowhere
             if first_step + p < steps:
                 row = want[name][first_step + p]
                 row.copy_((1 - momentum) * row + momentum * torch.as_tensor(value))
@@ -299,7 +336,9 @@ def test_variance_is_unbiased_by_hand():
 
 
 def test_statistics_of_few_and_ragged_examples_are_those_of_all():
-    """Batches in which few are alive pull the running variance down: evaluation would not be what was trained."""
+    """Batches in which few are alive pull the running variance down: evaluation would not be
+    what was trained.
+    """
     layer = make("rnn", zo.RecurrentBatchNorm(steps=T, momentum=0.02), randomise=False)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -308,7 +347,9 @@ def test_statistics_of_few_and_ragged_examples_are_those_of_all():
             lengths[0] = T
             layer(torch.randn(T, 3, I, dtype=torch.float64, generator=generator), lengths=lengths)
     true = layer.weight_ih_l0.detach().square().sum(1)
-    torch.testing.assert_close(layer.var_ih_l0 / true, torch.ones(T, H, dtype=torch.float64), rtol=0.27, atol=0)
+    torch.testing.assert_close(
+        layer.var_ih_l0 / true, torch.ones(T, H, dtype=torch.float64), rtol=0.27, atol=0
+    )
 
 
 def test_only_the_living_are_counted():
@@ -319,7 +360,8 @@ def test_only_the_living_are_counted():
     x = data()
     dead = torch.arange(T)[:, None] >= lengths
     torch.testing.assert_close(
-        layer(x, lengths=lengths)[0], other(x.masked_fill(dead[..., None], 50.0), lengths=lengths)[0]
+        layer(x, lengths=lengths)[0],
+        other(x.masked_fill(dead[..., None], 50.0), lengths=lengths)[0],
     )
     for name, value in statistics(layer).items():
         torch.testing.assert_close(value, statistics(other)[name], rtol=1e-11, atol=1e-12, msg=name)
@@ -328,7 +370,9 @@ def test_only_the_living_are_counted():
 
 
 def test_reverse_statistics_are_of_processed_steps():
-    """The backward direction's statistics are indexed by position, not by what is processed together."""
+    """The backward direction's statistics are indexed by position, not by what is processed
+    together.
+    """
     layer = make("lstm", zo.RecurrentBatchNorm(steps=T, momentum=1.0), bidirectional=True)
     x, lengths = data(), [4, 2, 1, 3, 2]
     layer(x, lengths=lengths)
@@ -389,7 +433,9 @@ def test_last_statistics_are_used_again_beyond_the_trained_length(kind):
 
 @every_kind
 def test_a_text_in_pieces(kind):
-    """`first_step` does not choose the statistics: a text evaluated in pieces gives other numbers."""
+    """`first_step` does not choose the statistics: a text evaluated in pieces gives other
+    numbers.
+    """
     layer = make(kind, zo.RecurrentBatchNorm(steps=5)).eval()
     x = data(6)
     whole, _ = layer(x)
@@ -399,7 +445,9 @@ def test_a_text_in_pieces(kind):
 
 
 def test_training_beyond_the_last_kept_step():
-    """A training sequence longer than `steps` fails, or its later steps move the last statistics."""
+    """A training sequence longer than `steps` fails, or its later steps move the last
+    statistics.
+    """
     layer = make("gru", zo.RecurrentBatchNorm(steps=2, momentum=0.5))
     other = copy.deepcopy(layer)
     layer(data(T))
@@ -410,12 +458,16 @@ def test_training_beyond_the_last_kept_step():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_cells_have_statistics_of_their_step(kind):
-    """A cell moves or uses the statistics of another step than it is told, or does not need to be told."""
+    """A cell moves or uses the statistics of another step than it is told, or does not need to
+    be told.
+    """
     classes: dict[str, Any] = {"lstm": zo.LSTMCell, "gru": zo.GRUCell, "rnn": zo.RNNCell}
     norm = zo.RecurrentBatchNorm(steps=T, momentum=0.5)
     layer = make(kind, norm)
     cell = classes[kind](I, H, norm=norm, dtype=torch.float64)
-    cell.load_state_dict({name.removesuffix("_l0"): value for name, value in layer.state_dict().items()})
+    cell.load_state_dict(
+        {name.removesuffix("_l0"): value for name, value in layer.state_dict().items()}
+    )
     for module in (layer, cell):
         module.train()
     for _ in range(2):
@@ -433,7 +485,8 @@ def test_cells_have_statistics_of_their_step(kind):
         cell(data()[0])
 
 
-# --- estimating anew -------------------------------------------------------------------------------
+# --- estimating anew
+# -------------------------------------------------------------------------------
 
 
 class Model(nn.Module):
@@ -441,7 +494,9 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = make("lstm", zo.RecurrentBatchNorm(steps=T), noise=zo.Zoneout(cell=0.3, hidden=0.3))
+        self.first = make(
+            "lstm", zo.RecurrentBatchNorm(steps=T), noise=zo.Zoneout(cell=0.3, hidden=0.3)
+        )
         self.bridge = nn.Sequential(nn.Linear(H, I, dtype=torch.float64), nn.Dropout(0.5))
         self.second = make("gru", zo.RecurrentBatchNorm(steps=T + 1, momentum=0.3, at_eval="batch"))
         self.plain = make("rnn", "layer")
@@ -511,7 +566,10 @@ def test_estimate_puts_everything_back():
     model = Model()
     before = snapshot(model)
     random = torch.get_rng_state()
-    assert zo.estimate_statistics(model, iter([(data(seed=1), 0.5), [data(seed=2)], data(seed=3)])) == 3
+    assert (
+        zo.estimate_statistics(model, iter([(data(seed=1), 0.5), [data(seed=2)], data(seed=3)]))
+        == 3
+    )
     check_same(model, before, but_statistics=True)
     assert torch.equal(torch.get_rng_state(), random)  # evaluation: no noise is drawn
     assert not torch.equal(model.first.mean_ih_l0, before[3]["first.mean_ih_l0"])
@@ -579,7 +637,9 @@ def test_estimate_over_batches_of_several_lengths():
 
 
 def test_estimate_over_ragged_batches():
-    """A step at which nobody in a batch was alive keeps something of the old statistics in its average."""
+    """A step at which nobody in a batch was alive keeps something of the old statistics in its
+    average.
+    """
 
     class Ragged(nn.Module):
         def __init__(self) -> None:
@@ -616,7 +676,9 @@ def test_estimate_of_a_layer_that_is_used_twice():
 
 
 def test_estimate_over_packed_batches():
-    """A PackedSequence, which is a tuple to Python, is torn apart instead of being given to the model."""
+    """A PackedSequence, which is a tuple to Python, is torn apart instead of being given to the
+    model.
+    """
     layer, padded = (make("rnn", zo.RecurrentBatchNorm(steps=T)) for _ in range(2))
     lengths = torch.tensor([4, 2, 1, 3, 2])
     packed = pack_padded_sequence(data(), lengths, enforce_sorted=False)
@@ -626,7 +688,8 @@ def test_estimate_over_packed_batches():
     torch.testing.assert_close(layer.mean_ih_l0, padded.mean_ih_l0)
 
 
-# --- round trips -----------------------------------------------------------------------------------
+# --- round trips
+# -----------------------------------------------------------------------------------
 
 
 @every_kind

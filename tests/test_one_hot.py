@@ -1,4 +1,6 @@
-"""One-hot rows given by their numbers: the same as the rows written out, in every backend and form of input."""
+"""One-hot rows given by their numbers: the same as the rows written out, in every backend and
+form of input.
+"""
 
 import pytest
 import torch
@@ -20,7 +22,11 @@ def results(layer, x, **call):
     y, state = layer(x, seed=3, **call)
     (y if isinstance(y, torch.Tensor) else y.data).square().sum().backward()
     states = state if isinstance(state, tuple) else (state,)
-    return [y if isinstance(y, torch.Tensor) else y.data, *states, *(p.grad.clone() for p in layer.parameters())]
+    return [
+        y if isinstance(y, torch.Tensor) else y.data,
+        *states,
+        *(p.grad.clone() for p in layer.parameters()),
+    ]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -28,12 +34,16 @@ def results(layer, x, **call):
 @pytest.mark.parametrize("name", LAYERS)
 def test_equals_the_rows_written_out(name, features, form):
     """A number looks up another row than its own, or the way back leaves a row without its part."""
-    layer = LAYERS[name](features, 9, 2, bidirectional=True, noise=zo.Zoneout(hidden=0.3), dtype=torch.float64)
+    layer = LAYERS[name](
+        features, 9, 2, bidirectional=True, noise=zo.Zoneout(hidden=0.3), dtype=torch.float64
+    )
     numbers = torch.randint(0, features, (6, 4))
     rows = F.one_hot(numbers, features).double()
     for backend in ("cpu", "reference"):
         layer.backend = backend
-        for a, b in zip(results(layer, numbers, **FORMS[form]), results(layer, rows, **FORMS[form])):
+        for a, b in zip(
+            results(layer, numbers, **FORMS[form]), results(layer, rows, **FORMS[form])
+        ):
             torch.testing.assert_close(a, b)
 
 
@@ -52,23 +62,38 @@ def test_forms_of_input():
     want = layer(F.one_hot(numbers, 5).float())[0]
     torch.testing.assert_close(layer(numbers)[0], want)
     torch.testing.assert_close(layer(numbers[0])[0], want[0])
-    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(numbers)[0], want)
+    torch.testing.assert_close(
+        torch.compile(layer, fullgraph=True, backend="aot_eager")(numbers)[0], want
+    )
     packed = pack_padded_sequence(numbers, torch.tensor([6, 4, 1]), batch_first=True)
-    rows = pack_padded_sequence(F.one_hot(numbers, 5).float(), torch.tensor([6, 4, 1]), batch_first=True)
+    rows = pack_padded_sequence(
+        F.one_hot(numbers, 5).float(), torch.tensor([6, 4, 1]), batch_first=True
+    )
     torch.testing.assert_close(layer(packed)[0].data, layer(rows)[0].data)
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (torch.tensor([[0, 5]]), r"expected 0 to 4 \(input_size − 1\), got 0 to 5; .*input\.float\(\).*nn\.Embedding"),
-        (torch.tensor([[-1, 2]]), r"expected 0 to 4 \(input_size − 1\), got -1 to 2; .*input\.float\(\)"),
+        (
+            torch.tensor([[0, 5]]),
+            r"expected 0 to 4 \(input_size − 1\), got 0 to 5; .*input\.float\(\).*nn\.Embedding",
+        ),
+        (
+            torch.tensor([[-1, 2]]),
+            r"expected 0 to 4 \(input_size − 1\), got -1 to 2; .*input\.float\(\)",
+        ),
         (torch.tensor([[0, 1]]).int(), r"got torch\.int32 with 2 dimensions; .*input\.float\(\)"),
-        (torch.zeros(2, 3, 5, dtype=torch.int64), r"got torch\.int64 with 3 dimensions; .*input\.float\(\)"),
+        (
+            torch.zeros(2, 3, 5, dtype=torch.int64),
+            r"got torch\.int64 with 3 dimensions; .*input\.float\(\)",
+        ),
     ],
 )
 def test_wrong_numbers_get_a_sentence(wrong, said):
-    """A number that no feature has reads somebody else's memory, or nobody learns that integers are ids."""
+    """A number that no feature has reads somebody else's memory, or nobody learns that integers
+    are ids.
+    """
     with pytest.raises(ValueError, match=f"read as ids of one-hot rows, .*{said}"):
         zo.LSTM(5, 4)(wrong)
 
@@ -76,7 +101,9 @@ def test_wrong_numbers_get_a_sentence(wrong, said):
 @pytest.mark.parametrize("features", [5, 300], ids=["a product", "rows added up"])
 @pytest.mark.parametrize("wrong", [-1, 2**40], ids=["below", "above"])
 def test_wrong_numbers_that_cannot_be_looked_at(wrong, features):
-    """Under a transform, where ids are not looked at, one that does not fit reads or writes somebody else's memory."""
+    """Under a transform, where ids are not looked at, one that does not fit reads or writes
+    somebody else's memory.
+    """
     layer = zo.LSTM(features, 4)
     with pytest.raises((IndexError, RuntimeError), match="index"):
         torch.func.vmap(lambda ids: layer(ids)[0])(torch.tensor([[[0, wrong]]]))

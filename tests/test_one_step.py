@@ -1,4 +1,6 @@
-"""One step of a cell or a layer takes torch's own cell: it has to be the reference's step, with the same masks."""
+"""One step of a cell or a layer takes torch's own cell: it has to be the reference's step, with
+the same masks.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,16 @@ import pytest
 import torch
 
 import zoneout as zo
-from zoneout.ops import one_step
+from zoneout.ops.cpu import one_step
 
 CELLS = {"lstm": zo.LSTMCell, "gru": zo.GRUCell, "rnn": zo.RNNCell}
 LAYERS = {"lstm": zo.LSTM, "gru": zo.GRU, "rnn": zo.RNN}
 NOISES = {
     "none": lambda lstm: None,
-    **{mask: (lambda lstm, mask=mask: zoned(lstm, mask=mask)) for mask in ("unit", "shared", "step", "sequence")},
+    **{
+        mask: (lambda lstm, mask=mask: zoned(lstm, mask=mask))
+        for mask in ("unit", "shared", "step", "sequence")
+    },
     "static": lambda lstm: zoned(lstm, mask="static", seed=3),
     "a unit": lambda lstm: zoned(lstm, rate=torch.linspace(0, 1, 7)),
     "sampled": lambda lstm: zoned(lstm, at_eval="sample"),
@@ -51,16 +56,23 @@ def results(module, x, states, **call):
 def test_equals_the_reference(kind, noise, training, dtype, taken):
     """A step has other masks, states or gradients than the paper's equations."""
     torch.manual_seed(0)
-    x, states = torch.randn(5, 4, dtype=dtype), torch.randn(2 if kind == "lstm" else 1, 5, 7, dtype=dtype)
+    x, states = (
+        torch.randn(5, 4, dtype=dtype),
+        torch.randn(2 if kind == "lstm" else 1, 5, 7, dtype=dtype),
+    )
     for makers, given, own in ((CELLS, x, states), (LAYERS, x[None], states[:, None])):
         ours, theirs = (
-            makers[kind](4, 7, noise=NOISES[noise](kind == "lstm"), dtype=dtype, backend=backend).train(training)
+            makers[kind](
+                4, 7, noise=NOISES[noise](kind == "lstm"), dtype=dtype, backend=backend
+            ).train(training)
             for backend in (None, "reference")
         )
         theirs.load_state_dict(ours.state_dict())
         at = {"step": 3} if makers is CELLS else {"first_step": 3}
         call = dict(seed=9, examples=torch.tensor([4, 0, 8, 2, 1]), **at)
-        for got, want in zip(results(ours, given, own, **call), results(theirs, given, own, **call), strict=True):
+        for got, want in zip(
+            results(ours, given, own, **call), results(theirs, given, own, **call), strict=True
+        ):
             torch.testing.assert_close(got, want)
     assert len(taken) == 2
 
@@ -71,10 +83,15 @@ def test_equals_the_reference(kind, noise, training, dtype, taken):
 def test_a_reset_before_the_step_equals_the_reference(kind, both, learned, taken):
     """An agent that takes one step at a time would go on with the state of the episode before."""
     torch.manual_seed(0)
-    x, states = torch.randn(1, 5, 4), torch.randn(2 if kind == "lstm" else 1, 2 if both else 1, 5, 7)
+    x, states = (
+        torch.randn(1, 5, 4),
+        torch.randn(2 if kind == "lstm" else 1, 2 if both else 1, 5, 7),
+    )
     noise = NOISES["unit"](kind == "lstm")
     ours, theirs = (
-        LAYERS[kind](4, 7, noise=noise, bidirectional=both, learn_initial_state=learned, backend=backend)
+        LAYERS[kind](
+            4, 7, noise=noise, bidirectional=both, learn_initial_state=learned, backend=backend
+        )
         for backend in (None, "reference")
     )
     if learned:
@@ -99,7 +116,9 @@ def test_a_reset_before_the_step_equals_the_reference(kind, both, learned, taken
     ids=lambda options: next(iter(options)),
 )
 def test_what_is_more_is_left_to_the_loop(options, taken):
-    """A method that is not zoneout, a norm or a type that torch's cell rounds goes the way that leaves it out."""
+    """A method that is not zoneout, a norm or a type that torch's cell rounds goes the way that
+    leaves it out.
+    """
     cell = zo.LSTMCell(4, 7, **options)
     cell(torch.randn(5, 4, dtype=options.get("dtype")))
     assert not taken
@@ -137,7 +156,9 @@ def test_a_final_state_may_be_changed_in_place(kind, steps):
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_rate_of_1_keeps_the_old_value_whatever_the_new_one_is(steps):
-    """One step with an infinite input makes nan of what was to be kept; or what is kept is the caller's own tensor."""
+    """One step with an infinite input makes nan of what was to be kept; or what is kept is the
+    caller's own tensor.
+    """
     layer = zo.RNN(3, 2, nonlinearity="relu", noise=zo.Zoneout(hidden=1.0)).eval()
     with torch.no_grad():
         for p in layer.parameters():
@@ -152,7 +173,8 @@ def test_a_rate_of_1_keeps_the_old_value_whatever_the_new_one_is(steps):
 def test_rates_that_lie_apart():
     """Every second number of a tensor is read as if they stood side by side."""
     cell = zo.ZoneoutCell(
-        torch.nn.GRUCell(3, 4), rates=torch.tensor([0, 1, 1, 0, 0, 1, 1, 0], dtype=torch.float64)[::2]
+        torch.nn.GRUCell(3, 4),
+        rates=torch.tensor([0, 1, 1, 0, 0, 1, 1, 0], dtype=torch.float64)[::2],
     )
     h = torch.randn(5, 4)
     assert ((cell(torch.randn(5, 3), h) == h) == torch.tensor([False, True, False, True])).all()

@@ -35,7 +35,9 @@ def installed(tmp_path_factory) -> Path:
 
 
 def run_installed(installed: Path, code: str) -> str:
-    """Run `code` where `zoneout` can only be the installed copy, beside this environment's packages."""
+    """Run `code` where `zoneout` can only be the installed copy, beside this environment's
+    packages.
+    """
     elsewhere = [path for path in sys.path if path and not Path(path).is_relative_to(ROOT / "src")]
     path = [str(installed), *elsewhere]
     return python("-I", "-S", "-c", f"import sys; sys.path[:] = {path!r}\n{code}")
@@ -47,7 +49,9 @@ def test_wheel_is_typed(installed):
 
 
 def test_wheel_holds_every_file(installed):
-    """A module or a kernel that is in the checkout and not in the wheel fails, or is slow, for users alone."""
+    """A module or a kernel that is in the checkout and not in the wheel fails, or is slow, for
+    users alone.
+    """
 
     def files(package: Path) -> set[str]:
         found = (file.relative_to(package) for file in package.rglob("*") if file.is_file())
@@ -73,7 +77,9 @@ print(json.dumps([zo.__file__, zo.__version__, importlib.metadata.version("zoneo
 
 
 def test_import_needs_torch_and_numpy_only(installed):
-    """A user with nothing but torch and numpy can import the package, and waits for nothing else."""
+    """A user with nothing but torch and numpy can import the package, and waits for nothing
+    else.
+    """
     code = """
 import json, torch, numpy
 before = set(sys.modules)

@@ -1,4 +1,6 @@
-"""Documents: links resolve, the index of docs/ is complete, and the citation has the package's version."""
+"""Documents: links resolve, the index of docs/ is complete, and the citation has the package's
+version.
+"""
 
 import re
 from collections import Counter
@@ -80,7 +82,11 @@ def test_links_and_anchors_are_found(tmp_path):
     assert links(page) == ["a.md#b", "c.png", "d.md", "f.md"]
     assert anchors(page) == {"zomasks-and-why", "same", "same-1"}
     assert sum(len(links(page)) for page in PAGES) > 50, "no links found in the pages"
-    wrong = {"none.md": "no such file", "README.md#none": "no such heading", "LICENSE#a": "no such heading"}
+    wrong = {
+        "none.md": "no such file",
+        "README.md#none": "no such heading",
+        "LICENSE#a": "no such heading",
+    }
     wrong |= {"../..": "leads out of the repository", "README.md": "", "docs": ""}
     assert {link: complaint(ROOT / "README.md", link) for link in wrong} == wrong
 
@@ -89,11 +95,15 @@ def test_the_index_names_every_page():
     """A page in docs/ is missing from the index, so readers of the index do not find it."""
     index = DOCS / "README.md"
     linked = {(DOCS / link.partition("#")[0]).resolve() for link in links(index)}
-    assert {page.name for page in DOCS.glob("**/*.md") if page != index and page not in linked} == set()
+    assert {
+        page.name for page in DOCS.glob("**/*.md") if page != index and page not in linked
+    } == set()
 
 
 def test_the_citation_has_the_version_of_the_package():
     """A citation names a version that the package does not have."""
     lines = (ROOT / "CITATION.cff").read_text(encoding="utf-8").splitlines()
-    versions = [line.partition(":")[2].strip(" \"'") for line in lines if line.startswith("version:")]
+    versions = [
+        line.partition(":")[2].strip(" \"'") for line in lines if line.startswith("version:")
+    ]
     assert versions == [zoneout.__version__]

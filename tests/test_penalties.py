@@ -30,9 +30,13 @@ def outputs(steps=T, batch=B):
 
 
 def test_padded():
-    """The penalty is not β times the mean over batch and steps of the squared changes of the norm."""
+    """The penalty is not β times the mean over batch and steps of the squared changes of the
+    norm.
+    """
     y = outputs()
-    np.testing.assert_allclose(zo.norm_stabilizer(torch.tensor(y), 50.0).item(), by_hand(y, 50.0), rtol=1e-12)
+    np.testing.assert_allclose(
+        zo.norm_stabilizer(torch.tensor(y), 50.0).item(), by_hand(y, 50.0), rtol=1e-12
+    )
 
 
 def test_batch_first():
@@ -53,12 +57,16 @@ def test_unbatched(batch_first):
 @pytest.mark.parametrize("lengths", [[5, 2, 3], [5, 5, 5], [1, 4, 0]])
 @pytest.mark.parametrize("form", ["list", "tensor"])
 def test_lengths(lengths, form):
-    """Padding counts: the norm's drop at a sequence's end is punished, or steps past it lower the mean."""
+    """Padding counts: the norm's drop at a sequence's end is punished, or steps past it lower
+    the mean.
+    """
     y = outputs()
     given = lengths if form == "list" else torch.tensor(lengths)
     got = zo.norm_stabilizer(torch.tensor(y), 3.0, lengths=given)
     np.testing.assert_allclose(got.item(), by_hand(y, 3.0, lengths), rtol=1e-12)
-    first = zo.norm_stabilizer(torch.tensor(y).transpose(0, 1), 3.0, lengths=given, batch_first=True)
+    first = zo.norm_stabilizer(
+        torch.tensor(y).transpose(0, 1), 3.0, lengths=given, batch_first=True
+    )
     assert first == got
 
 
@@ -79,7 +87,9 @@ def test_gradient(lengths):
     zo.norm_stabilizer(y, 2.0, lengths=lengths).backward()
     assert y.grad is not None
     if lengths is not None:
-        assert (y.grad[2:, 1] == 0).all() and (y.grad[:, 2] == 0).all() and (y.grad[:, 0] != 0).all()
+        assert (
+            (y.grad[2:, 1] == 0).all() and (y.grad[:, 2] == 0).all() and (y.grad[:, 0] != 0).all()
+        )
 
 
 @pytest.mark.parametrize("lengths", [None, [5, 2, 3]])
@@ -109,10 +119,14 @@ def test_no_examples():
 
 
 def test_of_a_layer():
-    """The penalty does not take what a layer returns, in each of its forms, or cannot be trained on."""
+    """The penalty does not take what a layer returns, in each of its forms, or cannot be trained
+    on.
+    """
     layer = zo.LSTM(2, H, dtype=torch.float64, batch_first=True)
     x, lengths = torch.tensor(outputs()[..., :2]).transpose(0, 1), torch.tensor([5, 2, 3])
-    padded = zo.norm_stabilizer(layer(x, lengths=lengths)[0], 2.0, batch_first=True, lengths=lengths)
+    padded = zo.norm_stabilizer(
+        layer(x, lengths=lengths)[0], 2.0, batch_first=True, lengths=lengths
+    )
     packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
     torch.testing.assert_close(zo.norm_stabilizer(layer(packed)[0], 2.0), padded)
     padded.backward()
@@ -139,7 +153,9 @@ def test_any_shape(steps, data, beta):
     ],
 )
 def test_errors(shape, lengths, message):
-    """Outputs or lengths of the wrong shape are accepted, or the error does not say which and what."""
+    """Outputs or lengths of the wrong shape are accepted, or the error does not say which and
+    what.
+    """
     with pytest.raises(ValueError, match=message):
         zo.norm_stabilizer(torch.zeros(shape), 1.0, lengths=lengths)
 
@@ -149,4 +165,6 @@ def test_half_types(ends):
     """What many steps add up to is more than float16 holds, and the loss is infinite."""
     y = torch.randn(784, 3, 100)
     want = zo.norm_stabilizer(y.half().float(), 5000.0, lengths=ends)
-    torch.testing.assert_close(zo.norm_stabilizer(y.half(), 5000.0, lengths=ends), want, rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        zo.norm_stabilizer(y.half(), 5000.0, lengths=ends), want, rtol=1e-4, atol=0
+    )

@@ -48,7 +48,10 @@ class Case:
         if swap and options.get("resets") is not None:
             options["resets"] = options["resets"].t()
         y, states, *_ = self.layer(x.transpose(0, 1) if swap else x, hx, seed=self.seed, **options)
-        return [y.transpose(0, 1) if swap else y, *(states if isinstance(states, tuple) else (states,))]
+        return [
+            y.transpose(0, 1) if swap else y,
+            *(states if isinstance(states, tuple) else (states,)),
+        ]
 
     def state(self, rows: Any = slice(None)) -> Any:
         """The initial state of some rows."""
@@ -64,7 +67,9 @@ seeds = st.integers(-(2**63), 2**64 - 1)
 
 @st.composite
 def noises(draw: st.DrawFn, kind: str, chunks: bool = False) -> Any:
-    """None or several noises; with `chunks`, such as a sequence that is cut in pieces can go on with."""
+    """None or several noises; with `chunks`, such as a sequence that is cut in pieces can go on
+    with.
+    """
     mask = draw(st.sampled_from(["unit", "shared", "step", "sequence", "static"]))
     own = {"mask": mask, "seed": 3} if mask == "static" else {"mask": mask}
     cell = draw(rates) if kind == "LSTM" else 0.0
@@ -89,10 +94,16 @@ def cases(
     chunks: bool = False,
     layers: int = 3,
 ) -> Case:
-    """Any layer and input. `rows`: at least; `plain`: no lengths or resets; `chunks`: one direction."""
+    """Any layer and input. `rows`: at least; `plain`: no lengths or resets; `chunks`: one
+    direction.
+    """
     kind = draw(st.sampled_from(kinds))
     steps, batch = draw(st.integers(1, 6)), draw(st.integers(rows, 5))
-    inputs, hidden, layers = draw(st.integers(1, 6)), draw(st.integers(1, 9)), draw(st.integers(1, layers))
+    inputs, hidden, layers = (
+        draw(st.integers(1, 6)),
+        draw(st.integers(1, 9)),
+        draw(st.integers(1, layers)),
+    )
     options: dict[str, Any] = {
         "num_layers": layers,
         "bias": draw(st.booleans()),
@@ -119,7 +130,9 @@ def cases(
     hx = tuple(numbers(count, batch, size) for size in sizes) if draw(st.booleans()) else None
     lengths = resets = None
     if not plain and draw(st.booleans()):
-        lengths = torch.tensor(draw(st.lists(st.integers(0, steps), min_size=batch, max_size=batch))).long()
+        lengths = torch.tensor(
+            draw(st.lists(st.integers(0, steps), min_size=batch, max_size=batch))
+        ).long()
     if not plain and draw(st.booleans()):
         resets = torch.rand(steps, batch, generator=generator) < 0.3
     return Case(layer, numbers(steps, batch, inputs), hx, lengths, resets, draw(seeds))
@@ -130,19 +143,24 @@ def assert_close(got: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, **CLOSE)
 
 
-# --- shapes ------------------------------------------------------------------------------------------
+# --- shapes
+# ------------------------------------------------------------------------------------------
 
 
 @some
 @given(cases(), st.booleans())
 def test_shapes_and_ends(case, training):
-    """A result would have another shape than torch's, or a sequence would not end where its length says."""
+    """A result would have another shape than torch's, or a sequence would not end where its
+    length says.
+    """
     layer, (steps, batch, _) = case.layer.train(training), case.x.shape
     units, count = layer.output_size, layer.num_layers * case.directions
     y, h, *c = case.run(hx=case.state(), lengths=case.lengths, resets=case.resets)
     assert y.shape == (steps, batch, case.directions * units)
     assert h.shape == (count, batch, units)
-    assert [tuple(v.shape) for v in c] == [(count, batch, layer.hidden_size)] * (layer.kind == "lstm")
+    assert [tuple(v.shape) for v in c] == [(count, batch, layer.hidden_size)] * (
+        layer.kind == "lstm"
+    )
     assert all(v.dtype == torch.float64 and torch.isfinite(v).all() for v in (y, h, *c))
 
     for row, length in enumerate(case.ends()):
@@ -163,7 +181,12 @@ def test_cells_have_the_outputs_shape(case):
     """`return_cells` would have another shape, other zeros or other ends than the outputs."""
     case.layer.batch_first = False
     y, (_, c), cells = case.layer(
-        case.x, case.state(), lengths=case.lengths, resets=case.resets, seed=case.seed, return_cells=True
+        case.x,
+        case.state(),
+        lengths=case.lengths,
+        resets=case.resets,
+        seed=case.seed,
+        return_cells=True,
     )
     hidden = case.layer.hidden_size
     assert cells.shape == (*y.shape[:2], case.directions * hidden)
@@ -179,12 +202,19 @@ def test_cells_have_the_outputs_shape(case):
 def test_unbatched_is_a_batch_of_one(case):
     """A sequence without a batch would not give what it gives as a batch of one."""
     state = case.state(slice(0, 1))
-    alone = None if state is None else tuple(s[:, 0] for s in state) if type(state) is tuple else state[:, 0]
+    alone = (
+        None
+        if state is None
+        else tuple(s[:, 0] for s in state)
+        if type(state) is tuple
+        else state[:, 0]
+    )
     batched, single = case.run(case.x[:, :1], state), case.run(case.x[:, 0], alone)
     assert_close(single, [v[:, 0] for v in batched])
 
 
-# --- what a row gives does not depend on the others ----------------------------------------------------
+# --- what a row gives does not depend on the others
+# ----------------------------------------------------
 
 
 @some
@@ -197,7 +227,9 @@ def test_padding_a_batch_changes_no_row(case, more_steps, more_rows):
     x[:steps, :batch] = case.x
     hx = case.state()
     if hx is not None:
-        wide = tuple(torch.cat((s, s.new_ones(len(s), more_rows, s.shape[-1])), dim=1) for s in case.hx)
+        wide = tuple(
+            torch.cat((s, s.new_ones(len(s), more_rows, s.shape[-1])), dim=1) for s in case.hx
+        )
         hx = wide if case.layer.kind == "lstm" else wide[0]
     resets = None
     if case.resets is not None:
@@ -212,7 +244,9 @@ def test_padding_a_batch_changes_no_row(case, more_steps, more_rows):
 @some
 @given(cases(rows=1), st.data())
 def test_a_row_alone_gives_what_it_gives_in_the_batch(case, data):
-    """A row of a batch would not be what its own sequence gives, cut to its length, as the example it is."""
+    """A row of a batch would not be what its own sequence gives, cut to its length, as the
+    example it is.
+    """
     row = data.draw(st.integers(0, case.x.shape[1] - 1))
     length = case.ends()[row]
     assume(length > 0)
@@ -242,7 +276,9 @@ def test_reordering_a_batch_with_examples_permutes_the_results(case, data):
 @some
 @given(cases(rows=2), st.data())
 def test_splitting_a_batch_with_examples_equals_the_whole(case, data):
-    """With `examples` given, processes that share a batch would draw other masks than one process."""
+    """With `examples` given, processes that share a batch would draw other masks than one
+    process.
+    """
     batch = case.x.shape[1]
     cut = data.draw(st.integers(1, batch - 1))
     first = data.draw(st.integers(0, 2**32 - batch))
@@ -253,23 +289,33 @@ def test_splitting_a_batch_with_examples_equals_the_whole(case, data):
         resets = None if case.resets is None else case.resets[:, rows]
         start = first + rows.start
         forms = [start, torch.tensor(start), list(range(start, first + rows.stop))]
-        options = {"lengths": lengths, "resets": resets, "examples": data.draw(st.sampled_from(forms))}
+        options = {
+            "lengths": lengths,
+            "resets": resets,
+            "examples": data.draw(st.sampled_from(forms)),
+        }
         parts.append(case.run(case.x[:, rows], case.state(rows), **options))
     assert_close([torch.cat(two, dim=1) for two in zip(*parts, strict=True)], expected)
 
 
 @pytest.mark.parametrize("first", [0, 5, 2**32 - 4])
 def test_examples_as_an_offset_or_as_ids(first):
-    """An offset in a tensor would mean other rows than the ids it stands for, near the end of 32 bits."""
+    """An offset in a tensor would mean other rows than the ids it stands for, near the end of 32
+    bits.
+    """
     layer = zo.GRU(2, 8, noise=zo.Zoneout(hidden=0.5))
     x = torch.ones(6, 4, 2)
     ids = layer(x, seed=1, examples=torch.arange(first, first + 4))[0]
     assert torch.equal(layer(x, seed=1, examples=torch.tensor(first))[0], ids)
 
 
-@pytest.mark.parametrize("given", [torch.tensor([3, 2**32 + 5, -1, 7]), torch.tensor(2**32 - 2)], ids=["ids", "offset"])
+@pytest.mark.parametrize(
+    "given", [torch.tensor([3, 2**32 + 5, -1, 7]), torch.tensor(2**32 - 2)], ids=["ids", "offset"]
+)
 def test_examples_that_cannot_be_looked_at(given):
-    """Where nobody can look at a tensor, an id would be a counter of more than 32 bits, which no kernel has."""
+    """Where nobody can look at a tensor, an id would be a counter of more than 32 bits, which no
+    kernel has.
+    """
     layer = zo.GRU(2, 8, noise=zo.Zoneout(hidden=0.5))
     x = torch.ones(6, 4, 2)
     (y,) = torch.func.vmap(lambda ids: layer(x, seed=1, examples=ids)[0])(given[None])
@@ -280,7 +326,9 @@ def test_examples_that_cannot_be_looked_at(given):
 @some
 @given(cases(rows=1, plain=True, chunks=True), st.data())
 def test_chunks_equal_the_whole(case, data):
-    """A text run in pieces, with the state carried and `first_step` counted on, would draw other masks."""
+    """A text run in pieces, with the state carried and `first_step` counted on, would draw other
+    masks.
+    """
     steps = len(case.x)
     offset = data.draw(st.integers(0, 1000))
     cuts = sorted(data.draw(st.sets(st.integers(1, steps - 1)))) if steps > 1 else []
@@ -302,9 +350,16 @@ def test_cells_are_layers_of_one_step(training, case):
     assume(layer.output_size == layer.hidden_size)  # torch's cells have no projection
     options: dict[str, Any] = {"nonlinearity": layer.nonlinearity} if layer.kind == "rnn" else {}
     cell = {"lstm": zo.LSTMCell, "gru": zo.GRUCell, "rnn": zo.RNNCell}[layer.kind](
-        layer.input_size, layer.hidden_size, layer.bias, noise=layer.noise, dtype=torch.float64, **options
+        layer.input_size,
+        layer.hidden_size,
+        layer.bias,
+        noise=layer.noise,
+        dtype=torch.float64,
+        **options,
     ).train(training)
-    cell.load_state_dict({name.removesuffix("_l0"): value for name, value in layer.state_dict().items()})
+    cell.load_state_dict(
+        {name.removesuffix("_l0"): value for name, value in layer.state_dict().items()}
+    )
     y, *_ = case.run(hx=case.state())
     state = None if case.hx is None else tuple(s[0] for s in case.hx)
     hx = state if layer.kind == "lstm" or state is None else state[0]
@@ -313,7 +368,8 @@ def test_cells_are_layers_of_one_step(training, case):
         torch.testing.assert_close(hx[0] if layer.kind == "lstm" else hx, y[t], **CLOSE)
 
 
-# --- masks of any size -------------------------------------------------------------------------------
+# --- masks of any size
+# -------------------------------------------------------------------------------
 
 
 @some

@@ -1,7 +1,8 @@
 """Where rates live, and rates given to a call.
 
-A layer keeps its rates as plain data. Loaders that build a model on the meta device (transformers, accelerate) fill
-buffers with arbitrary memory, so a rate kept as a buffer would be lost without a word.
+A layer keeps its rates as plain data. Loaders that build a model on the meta device (transformers,
+accelerate) fill buffers with arbitrary memory, so a rate kept as a buffer would be lost without a
+word.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ UNITS = torch.linspace(0, 1, H)
 MAKES: dict[str, Any] = {
     "LSTM": lambda **options: zo.LSTM(I, H, noise=NOISE, **options),
     "GRU": lambda **options: zo.GRU(I, H, 2, noise=zo.Zoneout(hidden=[0.5, 0.25]), **options),
-    "static": lambda **options: zo.RNN(I, H, noise=zo.Zoneout(hidden=0.5, mask="static", seed=9), **options),
+    "static": lambda **options: zo.RNN(
+        I, H, noise=zo.Zoneout(hidden=0.5, mask="static", seed=9), **options
+    ),
     "units": lambda **options: zo.GRU(I, H, noise=zo.Zoneout(hidden=UNITS), **options),
     "LSTMCell": lambda **options: zo.LSTMCell(I, H, noise=NOISE, **options),
 }
@@ -43,7 +46,9 @@ def run(module: Any, **call: Any) -> Tensor:
 
 
 def fill_with_anything(module: nn.Module, state: dict[str, Tensor]) -> None:
-    """What transformers and accelerate do to a module on the meta device: weights from the file, the rest is memory."""
+    """What transformers and accelerate do to a module on the meta device: weights from the file,
+    the rest is memory.
+    """
     for name, old in module.named_parameters():
         module.register_parameter(name, nn.Parameter(state[name].clone(), old.requires_grad))
     for name, old in module.named_buffers():
@@ -72,7 +77,9 @@ def empty_by_registering(make: Any) -> Any:
 @pytest.mark.parametrize("build", [empty, empty_by_registering])
 @pytest.mark.parametrize("name", MAKES)
 def test_a_loader_that_fills_buffers_leaves_the_rates(name, build):
-    """A model loaded by transformers or accelerate would train without noise, or evaluate by other rates."""
+    """A model loaded by transformers or accelerate would train without noise, or evaluate by
+    other rates.
+    """
     whole = MAKES[name]()
     module = build(MAKES[name])
     assert all(p.is_meta for p in module.parameters())
@@ -84,7 +91,9 @@ def test_a_loader_that_fills_buffers_leaves_the_rates(name, build):
 
 @pytest.mark.parametrize("name", MAKES)
 def test_rates_are_no_buffers(name):
-    """Whatever walks over a module's buffers (casts, averages, DDP, quantisation, FSDP) would change the rates."""
+    """Whatever walks over a module's buffers (casts, averages, DDP, quantisation, FSDP) would
+    change the rates.
+    """
     module = MAKES[name]()
     assert not list(module.buffers())
     assert not any(isinstance(value, nn.Parameter) for value in module._numbers.values())
@@ -100,8 +109,12 @@ def test_to_empty(name):
 
 
 def test_copies_on_a_device_are_written_in_place():
-    """A captured CUDA graph, which knows the copies by their address, would not see a schedule move on."""
-    layer: Any = zo.LSTM(I, H, 2, noise=zo.Zoneout(cell=0.5, hidden=torch.full((H,), 0.5)), device="meta")
+    """A captured CUDA graph, which knows the copies by their address, would not see a schedule
+    move on.
+    """
+    layer: Any = zo.LSTM(
+        I, H, 2, noise=zo.Zoneout(cell=0.5, hidden=torch.full((H,), 0.5)), device="meta"
+    )
     device = torch.device("meta")
     before = layer._numbers_on(device)
     assert layer._numbers_on(device) is before and all(v.is_meta for v in before.values())
@@ -134,7 +147,9 @@ def test_moving_a_layer_drops_the_copies_of_other_devices():
 
 
 def test_rates_of_a_layer_made_under_fake_tensors():
-    """A layer built under a FakeTensorMode, or given its noise there, would have no rates outside of it."""
+    """A layer built under a FakeTensorMode, or given its noise there, would have no rates
+    outside of it.
+    """
     whole: Any = zo.LSTM(I, H, noise=NOISE)
     with FakeTensorMode():
         layer: Any = zo.LSTM(I, H, noise=zo.Zoneout(cell=0.1))
@@ -164,7 +179,9 @@ def test_a_copy_leaves_the_devices_copies_behind(copied):
 
 
 def test_a_layer_saved_by_a_version_whose_rates_were_buffers():
-    """A module pickled whole by an older version would keep rates as buffers, or fail at its next call."""
+    """A module pickled whole by an older version would keep rates as buffers, or fail at its
+    next call.
+    """
     layer: Any = zo.GRU(I, H, noise=zo.Zoneout(hidden=0.5))
     wanted = run(layer)
     state = copy.deepcopy(layer.__getstate__())
@@ -181,20 +198,25 @@ def test_compiled_before_its_first_call_and_after_a_schedule():
     """A compiled layer would be compiled again for every rate, or go on with its first one."""
     layer: Any = zo.LSTM(I, H, noise=NOISE)
     graphs = []
-    compiled = torch.compile(layer, backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True)
+    compiled = torch.compile(
+        layer, backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True
+    )
     for rate in (0.5, 0.1, 0.9):
         layer.noise = zo.Zoneout(cell=rate, hidden=rate / 2)
         torch.testing.assert_close(compiled(x_of(), seed=7)[0], layer(x_of(), seed=7)[0])
     assert len(graphs) == 1
 
 
-# --- rates given to a call -----------------------------------------------------------------------------
+# --- rates given to a call
+# -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", ["LSTM", "LSTMCell"])
 def test_rates_of_a_call_override_the_layers(name, training):
-    """`rates=` would be ignored, change the layer, or leave out a stream that the noise has at zero."""
+    """`rates=` would be ignored, change the layer, or leave out a stream that the noise has at
+    zero.
+    """
     module = MAKES[name]().train(training)
     before = run(module)
     other = MAKES[name]().train(training)
@@ -254,10 +276,14 @@ def test_vmap_over_rates(backend):
         return layer(x, seed=7, rates={"cell": rate, "hidden": unit})[0]
 
     got = vmap(one)(rates, units)
-    torch.testing.assert_close(got, torch.stack([one(rate, unit) for rate, unit in zip(rates, units)]))
+    torch.testing.assert_close(
+        got, torch.stack([one(rate, unit) for rate, unit in zip(rates, units)])
+    )
     assert not torch.equal(got[0], got[2])
     beyond = vmap(lambda rate: layer(x, seed=7, rates={"cell": rate})[0])(torch.tensor([-1.0, 2.0]))
-    torch.testing.assert_close(beyond[1], layer(x, seed=7, rates={"cell": 1.0})[0])  # unread, so clamped
+    torch.testing.assert_close(
+        beyond[1], layer(x, seed=7, rates={"cell": 1.0})[0]
+    )  # unread, so clamped
 
 
 def test_rates_that_cannot_be_read_keep_their_precision():
@@ -272,11 +298,14 @@ def test_rates_of_a_call_under_a_compiler():
     """A tensor of rates would be compiled in as a number, and the next one compiled again."""
     layer: Any = zo.GRU(I, H, noise=zo.Zoneout(hidden=0.5))
     graphs = []
-    compiled = torch.compile(layer, backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True)
+    compiled = torch.compile(
+        layer, backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True
+    )
     for rate in (0.25, 0.75):
         given = {"hidden": torch.tensor(rate)}
         torch.testing.assert_close(
-            compiled(x_of(), seed=7, rates=given)[0], layer(x_of(), seed=7, rates={"hidden": rate})[0]
+            compiled(x_of(), seed=7, rates=given)[0],
+            layer(x_of(), seed=7, rates={"hidden": rate})[0],
         )
     assert len(graphs) == 1
 

@@ -30,7 +30,11 @@ NOISES: dict[str, Any] = {
     "zoneout": zo.Zoneout(hidden=0.3),
     "shared": zo.Zoneout(hidden=0.3, mask="shared", at_eval="off"),
     "static": zo.Zoneout(hidden=0.3, mask="static", seed=2**64 - 1),
-    "several": [zo.StateDropout(hidden=0.1), zo.VariationalDropout(input=0.3), zo.WeightNoise(std=0.1)],
+    "several": [
+        zo.StateDropout(hidden=0.1),
+        zo.VariationalDropout(input=0.3),
+        zo.WeightNoise(std=0.1),
+    ],
 }
 ODD = 1 / 3  # a rate that no smaller dtype holds
 
@@ -78,7 +82,8 @@ def numbers_of(layer: Any) -> dict[str, list[float]]:
     return {name: value.flatten().tolist() for name, value in layer._numbers.items()}
 
 
-# --- copies ------------------------------------------------------------------------------------------
+# --- copies
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", COPIES)
@@ -107,7 +112,12 @@ def test_a_copy_shares_nothing(layer, how):
     after = COPIES[how](before)
     after.noise = dataclasses.replace(before.noise, hidden=after.noise.hidden * 0 + 1)
     assert set(before.noise.hidden.tolist()) == {0.5}
-    assert {v for name, values in numbers_of(before).items() if name.startswith("hidden") for v in values} == {0.5}
+    assert {
+        v
+        for name, values in numbers_of(before).items()
+        if name.startswith("hidden")
+        for v in values
+    } == {0.5}
     with torch.no_grad():
         for parameter in after.parameters():
             parameter.zero_()
@@ -128,7 +138,9 @@ def test_a_copy_of_a_trained_layer_with_everything(how):
         assert torch.equal(after.state_dict()[name], value), name
     assert_equal(run(after.eval()), run(layer.eval()))
     run(after.train())[0].sum().backward()
-    assert after.all_weights[0][0] is after.weight_ih_l0, "the copy holds weights that are not its own"
+    assert after.all_weights[0][0] is after.weight_ih_l0, (
+        "the copy holds weights that are not its own"
+    )
 
 
 def test_tied_layers_stay_tied_in_a_copy():
@@ -157,15 +169,22 @@ def test_zoneout_cell_round_trips():
     cell.rates = 0.5
 
 
-# --- state_dict ----------------------------------------------------------------------------------------
+# --- state_dict
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_state_dict_holds_weights_only(layer, noise):
-    """Rates or seeds would be in the checkpoint, which would then not load into a layer without noise."""
+    """Rates or seeds would be in the checkpoint, which would then not load into a layer without
+    noise.
+    """
     ours, plain = LAYERS[layer](noise=NOISES[noise]), LAYERS[layer]()
-    assert list(ours.state_dict()) == list(plain.state_dict()) == [n for n, _ in plain.named_parameters()]
+    assert (
+        list(ours.state_dict())
+        == list(plain.state_dict())
+        == [n for n, _ in plain.named_parameters()]
+    )
     plain.load_state_dict(ours.state_dict(), strict=True)
     ours.load_state_dict(plain.state_dict(), strict=True)
 
@@ -183,7 +202,9 @@ def test_state_dict_through_a_file(layer):
 
 @pytest.mark.parametrize("assign", [False, True])
 def test_load_state_dict_reaches_the_weights_in_use(assign):
-    """Loaded weights would not be the ones a layer runs with, or their loading would undo the noise."""
+    """Loaded weights would not be the ones a layer runs with, or their loading would undo the
+    noise.
+    """
     before, after = (zo.LSTM(I, H, 2, noise=zo.Zoneout(cell=0.5)) for _ in range(2))
     after.load_state_dict(before.state_dict(), assign=assign)
     assert after.all_weights[1][0] is after.weight_ih_l1
@@ -191,7 +212,9 @@ def test_load_state_dict_reaches_the_weights_in_use(assign):
 
 
 def test_state_dict_of_norms_and_learned_states():
-    """Scales, running statistics or learned states would be missing from a checkpoint, or changed by it."""
+    """Scales, running statistics or learned states would be missing from a checkpoint, or
+    changed by it.
+    """
     options: dict[str, Any] = {"norm": zo.RecurrentBatchNorm(steps=3), "learn_initial_state": True}
     before, after = (zo.LSTM(I, H, **options) for _ in range(2))
     run(before)
@@ -201,7 +224,8 @@ def test_state_dict_of_norms_and_learned_states():
     assert_equal(run(after.eval()), run(before.eval()))
 
 
-# --- dtypes and devices ------------------------------------------------------------------------------
+# --- dtypes and devices
+# ------------------------------------------------------------------------------
 
 
 CASTS = {
@@ -222,7 +246,9 @@ def test_casting_a_layer_keeps_its_rates_exact(layer, cast):
     """A layer in half precision would have other rates, and so other masks, than it had before."""
     units = 2 if "proj" in layer else H
     noise = [
-        zo.Zoneout(hidden=torch.full((units,), ODD, dtype=torch.float64), mask="static", seed=2**63 - 25),
+        zo.Zoneout(
+            hidden=torch.full((units,), ODD, dtype=torch.float64), mask="static", seed=2**63 - 25
+        ),
         zo.WeightNoise(std=ODD),
     ]
     layer = LAYERS[layer](noise=noise)
@@ -245,7 +271,9 @@ def test_a_cast_layer_draws_the_same_masks(dtype):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_meta_and_back(name):
-    """A layer could not be made or moved to the meta device, or would come back without its rates."""
+    """A layer could not be made or moved to the meta device, or would come back without its
+    rates.
+    """
     layer = LAYERS[name](noise=zo.Zoneout(hidden=ODD), device="meta")
     assert all(v.device.type == "meta" for v in layer.parameters())
     layer.noise = zo.Zoneout(hidden=2 * ODD)
@@ -295,7 +323,8 @@ def test_shared_memory():
     assert_equal(run(layer), expected)
 
 
-# --- functional use ------------------------------------------------------------------------------------
+# --- functional use
+# ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -330,7 +359,8 @@ def test_vmap_over_stacked_models():
     torch.testing.assert_close(stacked, torch.stack([layer(x, seed=7)[0] for layer in layers]))
 
 
-# --- what optimizers and DDP see -----------------------------------------------------------------------
+# --- what optimizers and DDP see
+# -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("noise", NOISES)
@@ -338,15 +368,21 @@ def test_vmap_over_stacked_models():
 def test_parameters_are_torchs(layer, noise):
     """The noise would add something that an optimizer trains or a parameter count includes."""
     ours = LAYERS[layer](noise=NOISES[noise])
-    options = {"nonlinearity": "relu"} if "RNN" in layer else {"proj_size": 2} if "proj" in layer else {}
+    options = (
+        {"nonlinearity": "relu"} if "RNN" in layer else {"proj_size": 2} if "proj" in layer else {}
+    )
     if layer in ("LSTM", "GRU"):
         options = {"num_layers": 2, "bidirectional": layer == "LSTM"}
     theirs = getattr(nn, layer.removesuffix("-proj"))(I, H, **options)
-    assert [(n, p.shape) for n, p in ours.named_parameters()] == [(n, p.shape) for n, p in theirs.named_parameters()]
+    assert [(n, p.shape) for n, p in ours.named_parameters()] == [
+        (n, p.shape) for n, p in theirs.named_parameters()
+    ]
     assert not list(ours.buffers())
     run(ours)[0].sum().backward()
     if isinstance(ours, nn.RNNBase):
-        assert all(p.grad is not None for p in ours.parameters()), "DDP would wait for a gradient in vain"
+        assert all(p.grad is not None for p in ours.parameters()), (
+            "DDP would wait for a gradient in vain"
+        )
 
 
 def test_distributed_data_parallel():
@@ -376,7 +412,8 @@ def test_distributed_data_parallel():
     assert numbers_of(layer)["cell_rate_l0"] == [ODD]
 
 
-# --- the noises themselves ---------------------------------------------------------------------------
+# --- the noises themselves
+# ---------------------------------------------------------------------------
 
 
 EACH: list[Any] = [
@@ -385,6 +422,8 @@ EACH: list[Any] = [
     zo.Zoneout(hidden=torch.tensor([0.5, 0.25]), mask="static", seed=3),
     zo.Zoneout(cell=[0.5, torch.tensor([0.5, 0.25])], mask="step"),
     zo.StateDropout(cell=0.5, mask="sequence", at_eval="sample"),
+    zo.StateDropout(hidden=0.5, states={"n": 0.1, "c": [0.5, 0.25]}),
+    zo.Zoneout(states={"n": torch.tensor([0.5, 0.25])}),
     zo.RecurrentDropout(rate=0.25, hold_output_gate=True),
     zo.VariationalDropout(input=0.5, hidden=0.25),
     zo.WeightDrop(rate=0.5),
@@ -395,7 +434,12 @@ EACH: list[Any] = [
 @pytest.mark.parametrize("noise", EACH, ids=repr)
 def test_noises_are_values(noise):
     """Two noises with the same fields would not be equal, or could not be keys of a dict."""
-    for same in (copy.copy(noise), copy.deepcopy(noise), through_pickle(noise), dataclasses.replace(noise)):
+    for same in (
+        copy.copy(noise),
+        copy.deepcopy(noise),
+        through_pickle(noise),
+        dataclasses.replace(noise),
+    ):
         assert same == noise and hash(same) == hash(noise) and repr(same) == repr(noise)
     assert len({noise, copy.deepcopy(noise)}) == 1
     others = [one for one in EACH if one is not noise]
@@ -404,7 +448,9 @@ def test_noises_are_values(noise):
 
 
 def test_a_layer_has_rates_of_its_own():
-    """Who changes a noise's tensor would change the layer too, but only at its next cast or load."""
+    """Who changes a noise's tensor would change the layer too, but only at its next cast or
+    load.
+    """
     noise = zo.Zoneout(hidden=torch.full((4,), 0.1, dtype=torch.float64))
     layer = zo.GRU(3, 4, noise=noise)
     noise.hidden.fill_(0.9)
@@ -418,6 +464,7 @@ def test_a_noise_is_loaded_without_trust(tmp_path):
         zo.Zoneout(cell=0.3, hidden=torch.linspace(0, 0.2, 4)), zo.StateDropout(hidden=0.1),
         zo.RecurrentDropout(rate=0.2), zo.VariationalDropout(hidden=0.2),
         zo.WeightDrop(rate=(0.1, 0.2)), zo.WeightNoise(std=0.05),
+        zo.Zoneout(hidden=0.1, states={"n": torch.linspace(0, 0.2, 4), "m": (0.1, 0.2)}),
     ]  # fmt: skip
     torch.save(given, tmp_path / "noise.pt")
     assert torch.load(tmp_path / "noise.pt", weights_only=True) == given
@@ -437,7 +484,9 @@ def test_numbers_of_any_kind_make_the_same_noise():
         assert repr(zo.Zoneout(cell=half)) == "Zoneout(cell=0.5)"
     assert zo.Zoneout(cell=1) == zo.Zoneout(cell=1.0) and type(zo.Zoneout(cell=1).cell) is float
     assert zo.Zoneout(cell=[0.5, 1]) == zo.Zoneout(cell=(0.5, 1.0))
-    assert zo.Zoneout(cell=torch.tensor([0.5], dtype=torch.float64)) == zo.Zoneout(cell=torch.tensor([0.5]))
+    assert zo.Zoneout(cell=torch.tensor([0.5], dtype=torch.float64)) == zo.Zoneout(
+        cell=torch.tensor([0.5])
+    )
 
 
 @pytest.mark.parametrize("noise", EACH, ids=repr)
@@ -449,7 +498,9 @@ def test_noises_are_frozen(noise):
 
 
 def test_replace_makes_another_noise():
-    """`dataclasses.replace`, as a schedule uses it, would skip the checks or change the original."""
+    """`dataclasses.replace`, as a schedule uses it, would skip the checks or change the
+    original.
+    """
     noise: Any = zo.Zoneout(cell=0.5, hidden=torch.tensor([0.5, 0.25]), mask="static", seed=3)
     other = dataclasses.replace(noise, cell=0.25)
     assert (other.cell, other.mask, other.seed) == (0.25, "static", 3)
@@ -459,11 +510,15 @@ def test_replace_makes_another_noise():
 
 
 def test_repr_says_what_is_not_the_default():
-    """A printed noise would hide a field or drown it in defaults; the plain ones evaluate to themselves."""
+    """A printed noise would hide a field or drown it in defaults; the plain ones evaluate to
+    themselves.
+    """
     assert repr(zo.Zoneout()) == "Zoneout()"
     assert repr(zo.Zoneout(hidden=0.5, mask="step")) == "Zoneout(hidden=0.5, mask='step')"
     for noise in EACH:
-        if not any(isinstance(v, Tensor) for v in vars(noise).values()) and "rates>" not in repr(noise):
+        if not any(isinstance(v, Tensor) for v in vars(noise).values()) and "rates>" not in repr(
+            noise
+        ):
             assert eval(repr(noise), vars(zo)) == noise
     assert "1000 rates" in repr(zo.Zoneout(hidden=torch.rand(1000))), "a repr of a thousand numbers"
 

@@ -1,4 +1,6 @@
-"""Corners in which torch.nn's layers and cells do something definite, and ours do the same or say what they do not."""
+"""Corners in which torch.nn's layers and cells do something definite, and ours do the same or
+say what they do not.
+"""
 
 import itertools
 
@@ -30,7 +32,11 @@ def flat(outputs):
     """All tensors of what a module returns."""
     if isinstance(outputs, PackedSequence):
         return [outputs.data]
-    return [outputs] if isinstance(outputs, torch.Tensor) else [v for one in outputs for v in flat(one)]
+    return (
+        [outputs]
+        if isinstance(outputs, torch.Tensor)
+        else [v for one in outputs for v in flat(one)]
+    )
 
 
 def gradients(module, loss, *inputs):
@@ -44,7 +50,8 @@ def state_of(name, batch=B, dtype=torch.float32, units=H):
     return states if name.startswith("LSTM") else states[0]
 
 
-# --- sizes of zero ---------------------------------------------------------------------------------
+# --- sizes of zero
+# ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sizes", [(0, 3), (3, 0), (0, 0)])
@@ -56,10 +63,15 @@ def test_cells_without_inputs_or_units(name, sizes):
     for state in (None, hx):
         want, got = flat(theirs(x, state)), flat(mine(x, state))
         close(got, want)
-        close(gradients(mine, sum(map(torch.sum, got)), x), gradients(theirs, sum(map(torch.sum, want)), x))
+        close(
+            gradients(mine, sum(map(torch.sum, got)), x),
+            gradients(theirs, sum(map(torch.sum, want)), x),
+        )
 
 
-@pytest.mark.parametrize("norm", [None, "layer", zo.RecurrentBatchNorm(steps=2)], ids=["plain", "layer", "batch"])
+@pytest.mark.parametrize(
+    "norm", [None, "layer", zo.RecurrentBatchNorm(steps=2)], ids=["plain", "layer", "batch"]
+)
 @pytest.mark.parametrize("name", CELLS)
 def test_cells_of_size_0_with_everything(name, norm):
     """A loop reads memory that a cell without inputs does not have."""
@@ -71,7 +83,10 @@ def test_cells_of_size_0_with_everything(name, norm):
         x = torch.randn(B, inputs, requires_grad=True)
         got, want = flat(cell(x, seed=3, step=0)), flat(right(x, seed=3, step=0))
         close(got, want)
-        close(gradients(cell, sum(map(torch.sum, got)), x), gradients(right, sum(map(torch.sum, want)), x))
+        close(
+            gradients(cell, sum(map(torch.sum, got)), x),
+            gradients(right, sum(map(torch.sum, want)), x),
+        )
 
 
 @pytest.mark.parametrize("name", CELLS)
@@ -82,7 +97,8 @@ def test_negative_sizes(name):
             getattr(zo, name)(*sizes)
 
 
-# --- complex numbers -------------------------------------------------------------------------------
+# --- complex numbers
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["padded", "packed", "unbatched"])
@@ -128,7 +144,10 @@ def test_complex_zoneout(training):
     real = zo.LSTM(I, H, dtype=torch.float64, noise=noise).train(training)
     layer.load_state_dict(real.state_dict())  # no imaginary part anywhere
     x = torch.randn(T, B, I, dtype=torch.float64)
-    close(flat(layer(x.to(torch.complex128), seed=3)), [v.to(torch.complex128) for v in flat(real(x, seed=3))])
+    close(
+        flat(layer(x.to(torch.complex128), seed=3)),
+        [v.to(torch.complex128) for v in flat(real(x, seed=3))],
+    )
 
 
 def test_complex_numbers_that_have_no_meaning():
@@ -139,18 +158,23 @@ def test_complex_numbers_that_have_no_meaning():
     for options in ({"norm": "layer"}, {"noise": zo.WeightNoise(std=0.1)}):
         with pytest.raises(TypeError, match="expected real numbers for a norm or noise on weights"):
             zo.LSTM(I, H, dtype=torch.complex64, **options)(x)
-    with pytest.raises(ValueError, match=r"expected torch\.float32 as the weights have, got torch\.complex64"):
+    with pytest.raises(
+        ValueError, match=r"expected torch\.float32 as the weights have, got torch\.complex64"
+    ):
         zo.LSTM(I, H)(x)
 
 
-# --- autocast --------------------------------------------------------------------------------------
+# --- autocast
+# --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("state_dtype", [None, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", LAYERS + CELLS)
 def test_autocast_on_the_cpu(name, state_dtype, x_dtype):
-    """Outputs and states come in another type than torch.nn's: GRU and two of the cells keep that of the state."""
+    """Outputs and states come in another type than torch.nn's: GRU and two of the cells keep
+    that of the state.
+    """
     theirs, mine = pair(name, I, H)
     x = torch.randn(*((B, I) if name in CELLS else (T, B, I)), dtype=x_dtype)
     hx = None if state_dtype is None else state_of(name, dtype=state_dtype)
@@ -164,26 +188,40 @@ def test_autocast_on_the_cpu(name, state_dtype, x_dtype):
 
 
 def test_autocast_of_numbers():
-    """One-hot rows that are given by their numbers come in another type than those that are written out."""
+    """One-hot rows that are given by their numbers come in another type than those that are
+    written out.
+    """
     layer, x = zo.GRU(I, H), torch.randint(I, (T, B))
     with torch.autocast("cpu", torch.bfloat16):
         got, want = flat(layer(x)), flat(layer(nn.functional.one_hot(x, I).float()))
     close(got, want)
 
 
-# --- gradients that are None -----------------------------------------------------------------------
+# --- gradients that are None
+# -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", ["eager", "operator"])
 @pytest.mark.parametrize("steps", [1, 2])
 def test_no_gradient_without_a_path(steps, path):
-    """A parameter that the loss does not depend on gets zeros, which optimizers with momentum or decay act on."""
-    uses = {"y": lambda y, h, c: y, "h": lambda y, h, c: h, "c": lambda y, h, c: c, "first": lambda y, h, c: c[0]}
+    """A parameter that the loss does not depend on gets zeros, which optimizers with momentum or
+    decay act on.
+    """
+    uses = {
+        "y": lambda y, h, c: y,
+        "h": lambda y, h, c: h,
+        "c": lambda y, h, c: c,
+        "first": lambda y, h, c: c[0],
+    }
     for layers, (name, use) in itertools.product((1, 2), uses.items()):
         theirs, mine = pair("LSTM", I, H, layers, bidirectional=True, proj_size=2)
         x, found = torch.randn(steps, B, I), []
         for module in (theirs, mine):
-            with FlopCounterMode(display=False) if path == "operator" and module is mine else torch.enable_grad():
+            with (
+                FlopCounterMode(display=False)
+                if path == "operator" and module is mine
+                else torch.enable_grad()
+            ):
                 loss = use(*flat(module(x))).sum()
                 found.append([v is None for v in gradients(module, loss)])
         assert found[0] == found[1], (layers, name)
@@ -195,13 +233,21 @@ def test_no_gradient_without_a_path_of_a_norm(steps, recompute):
     """The same of the norm of c, which only h depends on."""
     layer = zo.LSTM(I, H, norm="layer", proj_size=2, recompute=recompute)
     right = zo.LSTM(I, H, norm="layer", proj_size=2, backend="reference")
-    for take in (lambda y, state, cells: state[1], lambda y, state, cells: cells, lambda y, state, cells: y):
+    for take in (
+        lambda y, state, cells: state[1],
+        lambda y, state, cells: cells,
+        lambda y, state, cells: y,
+    ):
         x = torch.randn(steps, B, I)
-        got, want = ([v is None for v in gradients(m, take(*m(x, return_cells=True)).sum())] for m in (layer, right))
+        got, want = (
+            [v is None for v in gradients(m, take(*m(x, return_cells=True)).sum())]
+            for m in (layer, right)
+        )
         assert got == want
 
 
-# --- counts of operations --------------------------------------------------------------------------
+# --- counts of operations
+# --------------------------------------------------------------------------
 
 
 def flops(module, x, hx=None):
@@ -236,13 +282,17 @@ def test_flops_are_those_of_the_reference(name, options, needs):
         lead = () if name in CELLS else (count,)
         h = torch.zeros(*lead, B, module.output_size, requires_grad=needs)
         c = torch.zeros(*lead, B, H, requires_grad=needs)
-        found.append(flops(module, torch.randn(shape, requires_grad=needs), (h, c) if "LSTM" in name else h))
+        found.append(
+            flops(module, torch.randn(shape, requires_grad=needs), (h, c) if "LSTM" in name else h)
+        )
     assert found[0] == found[1]
     assert found[0][1] > found[0][0] > 0
 
 
 def test_flops_of_other_forms():
-    """A packed batch is counted as if padded, one-hot numbers as a product, or recomputing as nothing."""
+    """A packed batch is counted as if padded, one-hot numbers as a product, or recomputing as
+    nothing.
+    """
     layer, x = zo.LSTM(I, H), torch.randn(T, B, I)
     packed = pack_padded_sequence(x, [4, 2, 1])
     assert flops(layer, packed)[0] == 2 * 7 * 4 * H * (I + H)
@@ -255,7 +305,8 @@ def test_flops_of_other_forms():
     assert counter.get_total_flops() == both - forward
 
 
-# --- gradients of single examples ------------------------------------------------------------------
+# --- gradients of single examples
+# ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", LAYERS + CELLS)

@@ -1,4 +1,6 @@
-"""With no noise the layers and cells are torch.nn's; with noise they still take every form of input."""
+"""With no noise the layers and cells are torch.nn's; with noise they still take every form of
+input.
+"""
 
 import inspect
 import itertools
@@ -38,12 +40,16 @@ CELLS = {key: options for key, options in LAYERS.items() if key != "LSTM-proj"}
 
 
 def places() -> list[Any]:
-    """Every backend with each device it runs on; those of a GPU are left out where there is none."""
+    """Every backend with each device it runs on; those of a GPU are left out where there is
+    none.
+    """
     found = []
     for name in BACKENDS:
         if name == "cuda":  # it has no float64: test_cuda.py holds it to the reference
             continue
-        for device in ("cpu", "cuda") if name == "reference" else ("cuda" if "cuda" in name else "cpu",):
+        for device in (
+            ("cpu", "cuda") if name == "reference" else ("cuda" if "cuda" in name else "cpu",)
+        ):
             marks = pytest.mark.gpu if device == "cuda" else ()
             found.append(pytest.param((name, device), id=f"{name}-{device}", marks=marks))
     return found
@@ -69,7 +75,8 @@ def device(place):
 
 @pytest.fixture(autouse=True)
 def same_numbers():
-    """Every test starts from the same state of torch's generators, and torch's layers are not cuDNN's.
+    """Every test starts from the same state of torch's generators, and torch's layers are not
+    cuDNN's.
 
     cuDNN rounds float32 to fewer bits and has no backward in evaluation mode.
     """
@@ -101,7 +108,9 @@ def state(layer: Any, *batch: int) -> tuple[Tensor, ...] | Tensor:
     like = layer.weight_hh_l0
     count = layer.num_layers * (2 if layer.bidirectional else 1)
     sizes = (layer.proj_size or H, H) if layer.mode == "LSTM" else (H,)
-    states = tuple(leaf(count, *batch, size, dtype=like.dtype, device=like.device) for size in sizes)
+    states = tuple(
+        leaf(count, *batch, size, dtype=like.dtype, device=like.device) for size in sizes
+    )
     return states if layer.mode == "LSTM" else states[0]
 
 
@@ -138,7 +147,9 @@ def assert_same(
     prepare: Callable[[Tensor], Any] = lambda x: x,
     run_ours: Callable[..., Any] | None = None,
 ) -> None:
-    """Outputs, final states and the gradients of input, initial state and every parameter are the same."""
+    """Outputs, final states and the gradients of input, initial state and every parameter are
+    the same.
+    """
     names = [name for name, _ in theirs.named_parameters()]
     mine, other = dict(ours.named_parameters()), dict(theirs.named_parameters())
     assert set(mine) == set(names)
@@ -157,7 +168,8 @@ def assert_same(
     )
 
 
-# --- constructor options ---------------------------------------------------------------------------
+# --- constructor options
+# ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -191,7 +203,8 @@ def test_one_step_one_row_one_unit(layer, backend, device):
     assert_same(ours, theirs, leaf(1, 1, 1, device=device))
 
 
-# --- input forms -----------------------------------------------------------------------------------
+# --- input forms
+# -----------------------------------------------------------------------------------
 
 
 def packer(lengths: list[int], enforce_sorted: bool) -> Callable[[Tensor], PackedSequence]:
@@ -219,7 +232,9 @@ FORMS: dict[str, tuple[Callable[[Tensor], Any], tuple[int, ...]]] = {
 @pytest.mark.parametrize("layer", LAYERS)
 def test_input_forms(layer, form, given, dtype, backend, device):
     """A form of input that nn.LSTM takes would be refused, or read in another order."""
-    theirs, ours = pair(layer, backend, dtype=dtype, device=device, num_layers=2, bidirectional=True)
+    theirs, ours = pair(
+        layer, backend, dtype=dtype, device=device, num_layers=2, bidirectional=True
+    )
     prepare, shape = FORMS[form]
     x = leaf(*shape, dtype=dtype, device=device)
     batch = () if form == "unbatched" else (shape[0] if form == "not contiguous" else shape[1],)
@@ -229,7 +244,9 @@ def test_input_forms(layer, form, given, dtype, backend, device):
 @pytest.mark.parametrize("form", ["unbatched", "batch 0", "packed, unsorted"])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_input_forms_batch_first(layer, form, backend, device):
-    """`batch_first` would turn an input round in which there is no batch to put first, or that is packed."""
+    """`batch_first` would turn an input round in which there is no batch to put first, or that
+    is packed.
+    """
     theirs, ours = pair(layer, backend, device=device, batch_first=True, bidirectional=True)
     prepare, shape = FORMS[form]
     if form == "batch 0":
@@ -239,7 +256,9 @@ def test_input_forms_batch_first(layer, form, backend, device):
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_state_as_list_and_expanded(layer, backend, device):
-    """An initial state that is a list, or an expanded tensor without memory of its own, would be refused."""
+    """An initial state that is a list, or an expanded tensor without memory of its own, would be
+    refused.
+    """
     theirs, ours = pair(layer, backend, device=device)
     one = flat(state(theirs, 1))
     x = torch.randn(T, B, I, device=device)
@@ -273,7 +292,9 @@ def test_states_are_detached_in_place(layer, steps, backend, device):
     for h in flat(states):
         assert h.requires_grad and not h.detach_().requires_grad
     assert_close([y, *flat(states)], flat(wanted))
-    parameters = [[one.get_parameter(n) for n, _ in theirs.named_parameters()] for one in (ours, theirs)]
+    parameters = [
+        [one.get_parameter(n) for n, _ in theirs.named_parameters()] for one in (ours, theirs)
+    ]
     assert_close(gradients([y], parameters[0]), gradients(flat(wanted)[:1], parameters[1]))
 
 
@@ -295,13 +316,16 @@ def test_frozen_parameters_get_no_gradient(layer, backend, device):
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_backward_in_eval_mode(layer, backend, device):
-    """Backward through a layer in evaluation mode (fine-tuning with noise off) would fail or differ."""
+    """Backward through a layer in evaluation mode (fine-tuning with noise off) would fail or
+    differ.
+    """
     theirs, ours = pair(layer, backend, device=device, num_layers=2, dropout=0.5)
     ours.noise = zo.Zoneout(hidden=0.3, at_eval="off")
     assert_same(ours.eval(), theirs.eval(), leaf(T, B, I, device=device), state(theirs, B))
 
 
-# --- construction ----------------------------------------------------------------------------------
+# --- construction
+# ----------------------------------------------------------------------------------
 
 
 EXTRAS: dict[str, dict[str, Any]] = {
@@ -356,24 +380,35 @@ def test_checkpoints_go_both_ways(layer, bias, cell):
     assert list(ours.state_dict()) == list(theirs.state_dict())
     assert [n for n, _ in ours.named_parameters()] == [n for n, _ in theirs.named_parameters()]
     ours.load_state_dict(theirs.state_dict(), strict=True)
-    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)
+    )
     with torch.no_grad():
         for parameter in ours.parameters():
             parameter.add_(1.0)
     theirs.load_state_dict(ours.state_dict(), strict=True)
-    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)
+    )
 
 
 ATTRIBUTES = [
-    "mode", "input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional",
-    "proj_size", "training", "_flat_weights_names", "_all_weights",
+    "mode", "input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout",
+    "bidirectional", "proj_size", "training", "_flat_weights_names", "_all_weights",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_attributes_are_torchs(layer):
-    """Code that asks a layer for its sizes, or for its weights in torch's order, would get another answer."""
-    options: dict[str, Any] = {"num_layers": 2, "bidirectional": True, "bias": False, "batch_first": True}
+    """Code that asks a layer for its sizes, or for its weights in torch's order, would get
+    another answer.
+    """
+    options: dict[str, Any] = {
+        "num_layers": 2,
+        "bidirectional": True,
+        "bias": False,
+        "batch_first": True,
+    }
     theirs, ours = pair(layer, "reference", dropout=0.25, **options)
     for name in ATTRIBUTES + (["nonlinearity"] if theirs.mode.startswith("RNN") else []):
         assert getattr(ours, name) == getattr(theirs, name), name
@@ -398,7 +433,9 @@ def test_no_public_name_of_torchs_is_missing(layer, cell):
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_weights_set_by_hand_are_used(layer, backend, device):
-    """A weight assigned after construction (tying, surgery) would not be the one the layer runs with."""
+    """A weight assigned after construction (tying, surgery) would not be the one the layer runs
+    with.
+    """
     theirs, ours = pair(layer, backend, device=device)
     for module in (theirs, ours):
         torch.manual_seed(6)
@@ -417,7 +454,12 @@ def test_flatten_parameters(layer, backend, device):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"bias": False}, {"num_layers": 2, "dropout": 0.5}, {"batch_first": True, "bidirectional": True}],
+    [
+        {},
+        {"bias": False},
+        {"num_layers": 2, "dropout": 0.5},
+        {"batch_first": True, "bidirectional": True},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("layer", LAYERS)
@@ -455,7 +497,9 @@ def test_positional_arguments(name):
     """An argument given by position would land in another parameter than torch's."""
     theirs, ours = getattr(nn, name)(*POSITIONAL[name]), getattr(zo, name)(*POSITIONAL[name])
     assert ours.extra_repr() == theirs.extra_repr()
-    for (name_a, a), (name_b, b) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+    for (name_a, a), (name_b, b) in zip(
+        ours.named_parameters(), theirs.named_parameters(), strict=True
+    ):
         assert (name_a, a.shape, a.dtype, a.device) == (name_b, b.shape, b.dtype, b.device)
 
 
@@ -463,10 +507,14 @@ def test_positional_arguments(name):
 def test_constructor_signature(name):
     """An argument of torch's constructor would be missing, misplaced, or have another default."""
     theirs = getattr(nn, name).__init__
-    documented = (typing.get_overloads(theirs) or [theirs])[0]  # nn.LSTM itself takes *args, **kwargs
+    documented = (typing.get_overloads(theirs) or [theirs])[
+        0
+    ]  # nn.LSTM itself takes *args, **kwargs
     expected = list(inspect.signature(documented).parameters.values())
     got = list(inspect.signature(getattr(zo, name).__init__).parameters.values())
-    assert [(p.name, p.default) for p in got[: len(expected)]] == [(p.name, p.default) for p in expected]
+    assert [(p.name, p.default) for p in got[: len(expected)]] == [
+        (p.name, p.default) for p in expected
+    ]
     assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in got[len(expected) :])
 
 
@@ -474,7 +522,10 @@ def test_constructor_signature(name):
 def test_forward_signature(name):
     """The call would not take `input` and `hx` by position or by name, as torch's does."""
     got = list(inspect.signature(getattr(zo, name).forward).parameters.values())
-    assert [(p.name, p.default) for p in got[1:3]] == [("input", inspect.Parameter.empty), ("hx", None)]
+    assert [(p.name, p.default) for p in got[1:3]] == [
+        ("input", inspect.Parameter.empty),
+        ("hx", None),
+    ]
     assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in got[3:])
 
 
@@ -485,19 +536,24 @@ def test_dropout_of_one_layer_warns_as_torch(layer):
         make(zo, layer, dropout=0.5)
 
 
-# --- cells -----------------------------------------------------------------------------------------
+# --- cells
+# -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("given", [True, False], ids=["given hx", "default hx"])
-@pytest.mark.parametrize("batch", [(B,), (), (0,), (1,)], ids=["batched", "unbatched", "batch 0", "one row"])
+@pytest.mark.parametrize(
+    "batch", [(B,), (), (0,), (1,)], ids=["batched", "unbatched", "batch 0", "one row"]
+)
 @pytest.mark.parametrize("layer", CELLS)
 def test_cells(layer, batch, given, bias, dtype, backend, device):
     """A cell with no noise would not be torch's."""
     theirs, ours = pair(layer, backend, cell=True, bias=bias, dtype=dtype, device=device)
     x = leaf(*batch, I, dtype=dtype, device=device)
-    states = tuple(leaf(*batch, H, dtype=dtype, device=device) for _ in range(2 if layer == "LSTM" else 1))
+    states = tuple(
+        leaf(*batch, H, dtype=dtype, device=device) for _ in range(2 if layer == "LSTM" else 1)
+    )
     hx = (states if layer == "LSTM" else states[0]) if given else None
     expected, got = theirs(x, hx), ours(x, hx)
     assert type(got) is type(expected)
@@ -557,11 +613,18 @@ def test_stepping_a_cell_equals_the_layer(layer, noise, training, backend, devic
 
 
 def test_stepping_an_lstm_cell_equals_the_layer_in_every_stream(backend, device):
-    """A stream of an LSTM that other cells lack (cell, update) would be drawn elsewhere by the cell."""
-    noise = [zo.Zoneout(cell=0.4, hidden=0.2, mask="shared"), zo.RecurrentDropout(rate=0.3, mask="step")]
+    """A stream of an LSTM that other cells lack (cell, update) would be drawn elsewhere by the
+    cell.
+    """
+    noise = [
+        zo.Zoneout(cell=0.4, hidden=0.2, mask="shared"),
+        zo.RecurrentDropout(rate=0.3, mask="step"),
+    ]
     whole = zo.LSTM(I, H, noise=noise, device=device, backend=backend)
     cell = zo.LSTMCell(I, H, noise=noise, device=device, backend=backend)
-    cell.load_state_dict({name.removesuffix("_l0"): value for name, value in whole.state_dict().items()})
+    cell.load_state_dict(
+        {name.removesuffix("_l0"): value for name, value in whole.state_dict().items()}
+    )
     x = torch.randn(T, B, I, device=device)
     y, (h, c) = whole(x, seed=11)
     hx: Any = None
@@ -571,7 +634,8 @@ def test_stepping_an_lstm_cell_equals_the_layer_in_every_stream(backend, device)
     assert_close(list(hx), [h[0], c[0]])
 
 
-# --- beyond torch: lengths, resets, return_cells -----------------------------------------------------
+# --- beyond torch: lengths, resets, return_cells
+# -----------------------------------------------------
 
 
 FULL: dict[str, Any] = {"num_layers": 2, "bidirectional": True, "dtype": torch.float64}
@@ -582,7 +646,9 @@ def padded(result: Any) -> list[Tensor]:
     return [
         tensor
         for one in result
-        for tensor in ([pad_packed_sequence(one)[0]] if isinstance(one, PackedSequence) else flat(one))
+        for tensor in (
+            [pad_packed_sequence(one)[0]] if isinstance(one, PackedSequence) else flat(one)
+        )
     ]
 
 
@@ -595,7 +661,11 @@ def test_lengths_equal_packing(layer, noise, backend, device):
     cells = {"return_cells": True} if ours.kind == "lstm" else {}
     leaves = [x, *flat(hx), *ours.parameters()]
     packed = ours(packer(LENGTHS, False)(x), hx, seed=4, **cells)
-    forms = [LENGTHS, torch.tensor(LENGTHS), torch.tensor(LENGTHS, dtype=torch.int32, device=device)]
+    forms = [
+        LENGTHS,
+        torch.tensor(LENGTHS),
+        torch.tensor(LENGTHS, dtype=torch.int32, device=device),
+    ]
     for lengths in (*forms, np.array(LENGTHS, np.uint16), np.array(LENGTHS, np.uint64)):
         given = ours(x, hx, lengths=lengths, seed=4, **cells)
         assert_close(flat(given), padded(packed))
@@ -628,11 +698,15 @@ def test_an_empty_sequence_keeps_the_initial_state(layer, backend, device):
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_batch_0_with_lists(layer, backend, device):
-    """An empty batch would be refused where its lengths and ids are empty lists, which have no dtype."""
+    """An empty batch would be refused where its lengths and ids are empty lists, which have no
+    dtype.
+    """
     ours = make(zo, layer, backend=backend, device=device, noise=zo.Zoneout(hidden=0.5), **FULL)
     x = torch.randn(T, 0, I, dtype=torch.float64, device=device)
     expected = [tuple(v.shape) for v in flat(ours(x))]
-    assert [tuple(v.shape) for v in flat(ours(x, lengths=torch.tensor([], dtype=torch.int64)))] == expected
+    assert [
+        tuple(v.shape) for v in flat(ours(x, lengths=torch.tensor([], dtype=torch.int64)))
+    ] == expected
     assert [tuple(v.shape) for v in flat(ours(x, lengths=[]))] == expected
     assert [tuple(v.shape) for v in flat(ours(x, examples=[]))] == expected
 
@@ -640,7 +714,9 @@ def test_batch_0_with_lists(layer, backend, device):
 @pytest.mark.parametrize("filling", [1e3, float("inf"), float("nan")])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_what_is_in_the_padding_does_not_matter(layer, filling, backend, device):
-    """What stands past a sequence's end would reach a result or a gradient, as it never does when packed."""
+    """What stands past a sequence's end would reach a result or a gradient, as it never does
+    when packed.
+    """
     ours = make(zo, layer, backend=backend, device=device, **FULL)
     past = (torch.arange(T)[:, None] >= torch.tensor(LENGTHS))[..., None].to(device)
     x = torch.randn(T, B, I, dtype=torch.float64, device=device)
@@ -684,7 +760,9 @@ def test_resets_equal_separate_sequences(layer, noise, bidirectional, backend, d
         for start, end in segments(cuts):
             # what is given enters where a direction begins, unless a cut is there already
             enters = (float(start == 0 and 0 not in cuts), float(end == T))
-            there = torch.tensor(enters[: 2 if bidirectional else 1] * 2, dtype=torch.float64, device=device)
+            there = torch.tensor(
+                enters[: 2 if bidirectional else 1] * 2, dtype=torch.float64, device=device
+            )
             given = tuple(s[:, row : row + 1] * there[:, None, None] for s in flat(hx))
             hx_row = given if ours.kind == "lstm" else given[0]
             part = x[start:end, row : row + 1]
@@ -737,7 +815,9 @@ def test_resets_in_every_form_of_input(layer, backend, device):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_resets_of_an_array_that_is_written_to_again(recompute, backend, device):
-    """An environment's own array of ends, which it fills anew before the way back, would cut other steps there."""
+    """An environment's own array of ends, which it fills anew before the way back, would cut
+    other steps there.
+    """
     ours = make(zo, "LSTM", backend=backend, device=device, recompute=recompute)
     ends = np.zeros((T, B), bool)
     ends[2, 0] = ends[1, 3] = True
@@ -748,7 +828,9 @@ def test_resets_of_an_array_that_is_written_to_again(recompute, backend, device)
 
 
 def test_a_reset_at_the_start_lets_go_of_the_given_state(backend, device):
-    """A state carried over from another episode would go on into a new one; or no reset at all would do something."""
+    """A state carried over from another episode would go on into a new one; or no reset at all
+    would do something.
+    """
     ours = zo.LSTM(I, H, backend=backend, device=device, num_layers=2, bidirectional=True)
     x, hx = torch.randn(T, B, I, device=device), state(ours, B)
     expected = flat(ours(x, hx))
@@ -763,7 +845,9 @@ def test_a_reset_at_the_start_lets_go_of_the_given_state(backend, device):
 
 @pytest.mark.parametrize("proj_size", [0, 2])
 def test_return_cells_are_the_cells_of_every_step(proj_size, backend, device):
-    """`return_cells` would give other cells than nn.LSTM goes through, or gradients that go astray."""
+    """`return_cells` would give other cells than nn.LSTM goes through, or gradients that go
+    astray.
+    """
     theirs = nn.LSTM(I, H, proj_size=proj_size, dtype=torch.float64, device=device)
     ours = zo.LSTM(I, H, proj_size=proj_size, dtype=torch.float64, device=device, backend=backend)
     ours.load_state_dict(theirs.state_dict())
@@ -784,8 +868,17 @@ def test_return_cells_are_the_cells_of_every_step(proj_size, backend, device):
 
 def test_return_cells_of_two_directions(backend, device):
     """The cells of two directions would not lie side by side as outputs do, in the input's form."""
-    ours = zo.LSTM(I, H, num_layers=2, bidirectional=True, proj_size=2, batch_first=True, device=device,
-                   backend=backend, noise=zo.Zoneout(cell=0.5, hidden=0.5))  # fmt: skip
+    ours = zo.LSTM(
+        I,
+        H,
+        num_layers=2,
+        bidirectional=True,
+        proj_size=2,
+        batch_first=True,
+        device=device,
+        backend=backend,
+        noise=zo.Zoneout(cell=0.5, hidden=0.5),
+    )
     x = torch.randn(B, T, I, device=device)
     y, (h, c), cells = ours(x, lengths=LENGTHS, seed=3, return_cells=True)
     assert cells.shape == (B, T, 2 * H)
@@ -802,11 +895,14 @@ def test_return_cells_of_two_directions(backend, device):
     assert y_one.shape == (T, 4) and cells_one.shape == (T, 2 * H)
 
 
-# --- torch's dropout between the layers --------------------------------------------------------------
+# --- torch's dropout between the layers
+# --------------------------------------------------------------
 
 
 def see_through(dropout: float, backend: str, device: str, **options: Any) -> Any:
-    """A layer whose output is the dropout mask with its scale: all that goes in or out of a unit is 1."""
+    """A layer whose output is the dropout mask with its scale: all that goes in or out of a unit
+    is 1.
+    """
     layer: Any = zo.RNN(1, H, 2, "relu", dropout=dropout, backend=backend, device=device, **options)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -818,7 +914,9 @@ def see_through(dropout: float, backend: str, device: str, **options: Any) -> An
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.8])
 def test_dropout_between_layers_has_torchs_rate_and_scale(rate, backend, device):
-    """The constructor's `dropout` would drop at another rate than torch's, or not scale what is left."""
+    """The constructor's `dropout` would drop at another rate than torch's, or not scale what is
+    left.
+    """
     y, _ = see_through(rate, backend, device)(torch.ones(50, 40, 1, device=device))
     kept = y > 0
     assert_close([y[kept]], [torch.full_like(y[kept], 1 / (1 - rate))])
@@ -844,26 +942,35 @@ def test_dropout_between_layers_follows_the_seed(backend, device):
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_dropout_of_everything_equals_torchs(layer, backend, device):
-    """With dropout 1 nothing is left to chance: every layer after the first would see something but zeros."""
-    theirs, ours = pair(layer, backend, device=device, num_layers=3, bidirectional=True, dropout=1.0)
+    """With dropout 1 nothing is left to chance: every layer after the first would see something
+    but zeros.
+    """
+    theirs, ours = pair(
+        layer, backend, device=device, num_layers=3, bidirectional=True, dropout=1.0
+    )
     assert_same(ours, theirs, leaf(T, B, I, device=device), state(theirs, B))
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_dropout_is_off_at_evaluation(layer, backend, device):
     """Torch's dropout would act at evaluation."""
-    theirs, ours = pair(layer, backend, device=device, num_layers=2, bidirectional=True, dropout=0.5)
+    theirs, ours = pair(
+        layer, backend, device=device, num_layers=2, bidirectional=True, dropout=0.5
+    )
     assert_same(ours.eval(), theirs.eval(), leaf(T, B, I, device=device))
 
 
-# --- randomness --------------------------------------------------------------------------------------
+# --- randomness
+# --------------------------------------------------------------------------------------
 
 
 def generator_state(device: str) -> Tensor:
     return torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
 
 
-QUIET: dict[str, tuple[dict[str, Any], bool, dict[str, Any]]] = {  # options, training, arguments of the call
+QUIET: dict[
+    str, tuple[dict[str, Any], bool, dict[str, Any]]
+] = {  # options, training, arguments of the call
     "no noise": ({}, True, {}),
     "noise of rate 0": ({"noise": zo.Zoneout(hidden=0.0)}, True, {}),
     "noise at evaluation": ({"noise": zo.Zoneout(hidden=0.5)}, False, {}),
@@ -878,7 +985,9 @@ QUIET: dict[str, tuple[dict[str, Any], bool, dict[str, Any]]] = {  # options, tr
 @pytest.mark.parametrize("case", QUIET)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_nothing_is_drawn_without_need(layer, case, backend, device):
-    """A layer that needs no random numbers would move torch's generator, and so everyone else's draws."""
+    """A layer that needs no random numbers would move torch's generator, and so everyone else's
+    draws.
+    """
     options, training, call = QUIET[case]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # dropout with one layer
@@ -891,7 +1000,9 @@ def test_nothing_is_drawn_without_need(layer, case, backend, device):
 
 @pytest.mark.parametrize("noise", [key for key in NOISES if key not in ("none", "static")])
 def test_manual_seed_decides(noise, backend, device):
-    """With noise and no seed=, torch.manual_seed would not decide, or every call would draw the same."""
+    """With noise and no seed=, torch.manual_seed would not decide, or every call would draw the
+    same.
+    """
     ours = zo.GRU(I, H, noise=NOISES[noise], backend=backend, device=device)
     x, h = torch.randn(20, B, I, device=device), torch.randn(1, B, H, device=device)
     torch.manual_seed(1)
@@ -906,7 +1017,9 @@ def test_manual_seed_decides(noise, backend, device):
 
 @pytest.mark.parametrize("noise", [key for key in NOISES if key not in ("none", "static")])
 def test_seed_fixes_the_draw(noise, backend, device):
-    """The same seed= would not give the same draw whatever torch's generator says, or seeds would collide."""
+    """The same seed= would not give the same draw whatever torch's generator says, or seeds
+    would collide.
+    """
     ours = zo.GRU(I, H, noise=NOISES[noise], backend=backend, device=device)
     x, h = torch.randn(20, B, I, device=device), torch.randn(1, B, H, device=device)
     results = {seed: ours(x, h, seed=seed)[0] for seed in (0, 1, -1, 2**63, 2**32, 2**32 + 1)}
@@ -922,7 +1035,9 @@ def test_seed_fixes_the_draw(noise, backend, device):
 
 def test_a_static_mask_needs_no_seed_and_follows_none(backend, device):
     """A static mask would change from call to call, or follow the seed of the call."""
-    ours = zo.GRU(I, H, noise=zo.Zoneout(hidden=0.5, mask="static", seed=9), backend=backend, device=device)
+    ours = zo.GRU(
+        I, H, noise=zo.Zoneout(hidden=0.5, mask="static", seed=9), backend=backend, device=device
+    )
     x = torch.randn(T, B, I, device=device)
     y, _ = ours(x)
     assert torch.equal(y, ours(x)[0])
@@ -933,7 +1048,9 @@ def test_a_static_mask_needs_no_seed_and_follows_none(backend, device):
 
 def test_at_eval_sample_draws_at_evaluation(backend, device):
     """`at_eval="sample"` would not sample, or not by torch's generator; "off" would not be off."""
-    ours = zo.GRU(I, H, noise=zo.Zoneout(hidden=0.5, at_eval="sample"), backend=backend, device=device)
+    ours = zo.GRU(
+        I, H, noise=zo.Zoneout(hidden=0.5, at_eval="sample"), backend=backend, device=device
+    )
     x = torch.randn(T, B, I, device=device)
     sampled = ours(x, seed=3)[0]
     ours.eval()
@@ -945,7 +1062,8 @@ def test_at_eval_sample_draws_at_evaluation(backend, device):
     assert torch.equal(off, ours(x)[0])
 
 
-# --- rates -----------------------------------------------------------------------------------------
+# --- rates
+# -----------------------------------------------------------------------------------------
 
 
 def test_noise_replaced_between_steps_takes_effect(backend, device):
@@ -969,7 +1087,9 @@ def test_noise_replaced_between_steps_takes_effect(backend, device):
         fresh = zo.LSTM(I, H, num_layers=2, backend=backend, device=device, noise=noise)
         fresh.load_state_dict(ours.state_dict())
         for mode in (True, False):
-            assert_close(flat(ours.train(mode)(x, hx, seed=2)), flat(fresh.train(mode)(x, hx, seed=2)))
+            assert_close(
+                flat(ours.train(mode)(x, hx, seed=2)), flat(fresh.train(mode)(x, hx, seed=2))
+            )
         seen.append(ours.train()(x, hx, seed=2)[0])
     assert torch.equal(seen[0], seen[-1]) and torch.equal(seen[0], seen[-2])
     for a, b in itertools.combinations(seen[:-2], 2):
@@ -993,20 +1113,26 @@ def test_noise_replaced_after_forward_does_not_disturb_backward(backend, device)
 def test_rates_of_zero_and_one_are_certain(training, backend, device):
     """A unit of rate 1 would ever be updated, or one of rate 0 ever be kept."""
     rate = torch.tensor([0.0, 1.0, 0.0, 1.0, 1.0, 0.0])
-    ours = zo.GRU(I, H, noise=zo.Zoneout(hidden=rate), backend=backend, device=device).train(training)
+    ours = zo.GRU(I, H, noise=zo.Zoneout(hidden=rate), backend=backend, device=device).train(
+        training
+    )
     theirs = nn.GRU(I, H, device=device)
     theirs.load_state_dict(ours.state_dict())
     x, h = torch.randn(40, 20, I, device=device), torch.randn(1, 20, H, device=device)
     y, _ = ours(x, h)
     stuck = rate.bool().to(device)
     assert torch.equal(y[..., stuck], h[..., stuck].expand(40, -1, -1))
-    carried = torch.cat((h, y[:-1])).flatten(0, 1)[None]  # every step of torch's from our state before it
+    carried = torch.cat((h, y[:-1])).flatten(0, 1)[
+        None
+    ]  # every step of torch's from our state before it
     expected = theirs(x.flatten(0, 1)[None], carried)[0].view_as(y)
     assert_close([y[..., ~stuck]], [expected[..., ~stuck]])
 
 
 def test_rates_as_numbers_lists_and_tensors_agree(backend, device):
-    """One number for all layers, a list of them and a tensor of them would not be the same rates."""
+    """One number for all layers, a list of them and a tensor of them would not be the same
+    rates.
+    """
     ours = zo.LSTM(I, H, num_layers=2, backend=backend, device=device)
     x = torch.randn(T, B, I, device=device)
     results = []
@@ -1023,8 +1149,15 @@ def test_a_list_of_rates_is_one_a_layer(backend, device):
     """The rates of a list would go to other layers than theirs."""
     for kept in range(3):
         rates = [1.0 if k == kept else 0.0 for k in range(3)]
-        ours = zo.RNN(I, H, num_layers=3, bidirectional=True, noise=zo.Zoneout(hidden=rates), device=device,
-                      backend=backend)  # fmt: skip
+        ours = zo.RNN(
+            I,
+            H,
+            num_layers=3,
+            bidirectional=True,
+            noise=zo.Zoneout(hidden=rates),
+            device=device,
+            backend=backend,
+        )
         h0 = torch.randn(6, B, H, device=device)
         _, h = ours(torch.randn(T, B, I, device=device), h0)
         same = [torch.equal(h[k], h0[k]) for k in range(6)]

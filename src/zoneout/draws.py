@@ -176,9 +176,10 @@ def masks(
         names of the definition's states in place of cell and hidden.
 
     >>> import zoneout as zo
-    >>> m = zo.masks(zo.Zoneout(cell=0.5, hidden=0.05), seed=7, steps=100, batch=32, hidden=1000)
-    >>> {stream: (tuple(mask.shape), round(mask.float().mean().item(), 2)) for stream, mask in
-    m.items()} {'cell': ((100, 32, 1000), 0.5), 'hidden': ((100, 32, 1000), 0.05)}
+    >>> noise = zo.Zoneout(cell=0.5, hidden=0.05)
+    >>> masks = zo.masks(noise, seed=7, steps=100, batch=32, hidden=1000)
+    >>> {name: (tuple(m.shape), round(m.float().mean().item(), 2)) for name, m in masks.items()}
+    {'cell': ((100, 32, 1000), 0.5), 'hidden': ((100, 32, 1000), 0.05)}
     """
     steps, batch, hidden, proj_size, inputs = (
         check_count(name, value, 2**32)

@@ -62,22 +62,36 @@ class RecurrentBatchNorm:
 
     def __post_init__(self) -> None:
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
-            raise ValueError(f"RecurrentBatchNorm(steps=…): expected a number of steps, got {self.steps!r}")
+            raise ValueError(
+                f"RecurrentBatchNorm(steps=…): expected a number of steps, got {self.steps!r}"
+            )
         for name in ("momentum", "eps", "scale"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TypeError(f"RecurrentBatchNorm({name}=…): expected a number, got {value!r}")
             if not math.isfinite(value):
-                raise ValueError(f"RecurrentBatchNorm({name}=…): expected a finite number, got {value!r}")
+                raise ValueError(
+                    f"RecurrentBatchNorm({name}=…): expected a finite number, got {value!r}"
+                )
         if self.eps <= 0:
-            raise ValueError(f"RecurrentBatchNorm(eps=…): expected a number above 0, got {self.eps}")
+            raise ValueError(
+                f"RecurrentBatchNorm(eps=…): expected a number above 0, got {self.eps}"
+            )
         if not 0 <= self.momentum <= 1:
-            raise ValueError(f"RecurrentBatchNorm(momentum=…): expected a number from 0 to 1, got {self.momentum}")
+            raise ValueError(
+                "RecurrentBatchNorm(momentum=…): expected a number from 0 to 1, got "
+                f"{self.momentum}"
+            )
         if self.at_eval not in ("running", "batch"):
-            raise ValueError(f"RecurrentBatchNorm(at_eval=…): expected 'running' or 'batch', got {self.at_eval!r}")
+            raise ValueError(
+                "RecurrentBatchNorm(at_eval=…): expected 'running' or 'batch', got "
+                f"{self.at_eval!r}"
+            )
 
 
-def as_norm(norm: str | LayerNorm | RecurrentBatchNorm | None) -> LayerNorm | RecurrentBatchNorm | None:
+def as_norm(
+    norm: str | LayerNorm | RecurrentBatchNorm | None,
+) -> LayerNorm | RecurrentBatchNorm | None:
     """Return the norm as a dataclass or None; raise if it is anything else."""
     if norm == "layer":
         return LayerNorm()
@@ -167,7 +181,8 @@ def _unpacked(model: nn.Module, batch: Sequence[Any]) -> None:
         model(*batch)
     except (TypeError, ValueError) as error:
         error.add_note(
-            f"zoneout.estimate_statistics called the model with all {len(batch)} values of a batch; "
+            f"zoneout.estimate_statistics called the model with all {len(batch)} values of a "
+            "batch; "
             "if some are labels, leave them out with (x for x, _ in batches)"
         )
         raise
@@ -198,10 +213,13 @@ def estimate_statistics(model: nn.Module, batches: Iterable[Any]) -> int:
     layers: list[Any] = [
         m
         for m in modules
-        if isinstance(getattr(m, "norm", None), RecurrentBatchNorm) and hasattr(m, "statistics_names")
+        if isinstance(getattr(m, "norm", None), RecurrentBatchNorm)
+        and hasattr(m, "statistics_names")
     ]
     if not layers:
-        raise ValueError("model: expected at least one layer with norm=RecurrentBatchNorm(…), found none")
+        raise ValueError(
+            "model: expected at least one layer with norm=RecurrentBatchNorm(…), found none"
+        )
     modes = [(m, m.training) for m in modules]
     norms = [layer.norm for layer in layers]
     before = [{n: getattr(layer, n).clone() for n in layer.statistics_names()} for layer in layers]
@@ -227,5 +245,7 @@ def estimate_statistics(model: nn.Module, batches: Iterable[Any]) -> int:
         for module, mode in modes:
             module.training = mode
     if not count:
-        raise ValueError("batches: expected at least one batch, got none; the statistics are unchanged")
+        raise ValueError(
+            "batches: expected at least one batch, got none; the statistics are unchanged"
+        )
     return count

@@ -45,7 +45,9 @@ def norm_stabilizer(
         batch_first = False
     if not isinstance(outputs, Tensor) or not outputs.is_floating_point():
         got = outputs.dtype if isinstance(outputs, Tensor) else type(outputs).__name__
-        raise TypeError(f"outputs: expected a tensor of floating-point numbers or a PackedSequence, got {got}")
+        raise TypeError(
+            f"outputs: expected a tensor of floating-point numbers or a PackedSequence, got {got}"
+        )
     if isinstance(beta, (bool, str)) or not isinstance(beta, SupportsFloat):
         raise TypeError(f"beta: expected a number, got {type(beta).__name__}")
     if outputs.dim() not in (2, 3):

@@ -25,7 +25,9 @@ ROUNDS = 10
 _FOLD = 0x666F6C64  # "fold" in ASCII; no mask uses this value as its last counter word
 
 
-def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def philox(
+    seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return four tensors of 32-bit words for the counters (c0, c1, c2, c3).
 
     The counter words are broadcast against each other. `seed` is the 64-bit key.
@@ -35,7 +37,9 @@ def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tupl
     return _philox(seed, c0, c1, c2, c3)
 
 
-def _philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _philox(
+    seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run the ten rounds of Philox in torch operations."""
     k0, k1 = seed & WORD, (seed >> 32) & WORD
     for number in range(ROUNDS):
@@ -96,14 +100,18 @@ def fold(seed: int | Tensor, n: int) -> int | Tensor:
     key, number = as_seed(seed), as_integer(n)
     if number is None:
         raise TypeError(f"n: expected an int, got {type(n).__name__}")
-    low, high = (torch.tensor(part, device=key.device) for part in (number & WORD, (number >> 32) & WORD))
+    low, high = (
+        torch.tensor(part, device=key.device) for part in (number & WORD, (number >> 32) & WORD)
+    )
     zero = torch.zeros_like(low)
     w0, w1, _, _ = philox(key, low, high, zero, zero + _FOLD)
     folded = w0 | (w1 << 32)
     return folded if isinstance(seed, Tensor) or torch.compiler.is_compiling() else int(folded)
 
 
-def as_seed(seed: int | Tensor, device: torch.device | str | None = None, copy: bool = False) -> Tensor:
+def as_seed(
+    seed: int | Tensor, device: torch.device | str | None = None, copy: bool = False
+) -> Tensor:
     """Return the seed as an int64 scalar on `device`.
 
     Args:
@@ -113,7 +121,12 @@ def as_seed(seed: int | Tensor, device: torch.device | str | None = None, copy: 
             may have changed the tensor by then.
     """
     if isinstance(seed, Tensor):
-        if seed.numel() != 1 or seed.is_floating_point() or seed.is_complex() or seed.dtype == torch.bool:
+        if (
+            seed.numel() != 1
+            or seed.is_floating_point()
+            or seed.is_complex()
+            or seed.dtype == torch.bool
+        ):
             raise ValueError(
                 f"seed: expected an int or an integer tensor with one element, got {seed.dtype} "
                 f"of shape {tuple(seed.shape)}"
@@ -155,7 +168,9 @@ def fresh_seed(like: Tensor) -> Tensor:
 
 # A custom operator, so that a compiled model draws from the same generator, in the same order, as
 # an eager model. Inductor would otherwise replace torch's generator by its own.
-@torch.library.custom_op("zoneout::fresh_seed", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+@torch.library.custom_op(
+    "zoneout::fresh_seed", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
 def _fresh_seed(like: Tensor) -> Tensor:
     return torch.empty((), dtype=torch.int64, device=like.device).random_()
 

@@ -1,4 +1,6 @@
-"""What the tests of the command line share: a folder with a text, a run that is finished, and how to run a command."""
+"""What the tests of the command line share: a folder with a text, a run that is finished, and
+how to run a command.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,19 @@ import pytest
 import zoneout as package
 
 SRC = Path(package.__file__).parents[1]
-TEXT = "".join(f"{n} green bottles, hanging on the wall; and if {n % 7} should fall,\n" for n in range(300))
-SMALL = ["--model.hidden", "16", "--batches.length", "20", "--batches.size", "8", "--log-every", "10"]
+TEXT = "".join(
+    f"{n} green bottles, hanging on the wall; and if {n % 7} should fall,\n" for n in range(300)
+)
+SMALL = [
+    "--model.hidden",
+    "16",
+    "--batches.length",
+    "20",
+    "--batches.size",
+    "8",
+    "--log-every",
+    "10",
+]
 SMALL += ["--evaluation.every", "10", "--device", "cpu"]
 
 
@@ -35,7 +48,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that is finished."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "my.txt").write_text(TEXT, encoding="utf-8")
-    arguments = ["train", "--data", str(folder / "my.txt"), "--out", str(folder / "run"), "--updates", "30", *SMALL]
+    arguments = [
+        "train",
+        "--data",
+        str(folder / "my.txt"),
+        "--out",
+        str(folder / "run"),
+        "--updates",
+        "30",
+        *SMALL,
+    ]
     assert run_here(*arguments, "--zoneout.cell", "0.5", "--optimizer.lr", "0.01") == 0
     return folder / "run"
 
@@ -64,9 +86,16 @@ def run_here(*arguments: str | Path) -> int:
 def process(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
     """The same in a process of its own."""
     command = [sys.executable, "-m", "zoneout", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, encoding="utf-8", env=environment(), **options)
+    return subprocess.run(
+        command, capture_output=True, encoding="utf-8", env=environment(), **options
+    )
 
 
 def environment() -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(SRC), os.environ.get("PYTHONPATH")]))
-    return os.environ | {"PYTHONPATH": path, "PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+    return os.environ | {
+        "PYTHONPATH": path,
+        "PYTHONIOENCODING": "utf-8",
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "100",
+    }

@@ -1,4 +1,6 @@
-"""Records that nobody measured: invented curves, to draw figures and pages of (not results); and how well they show."""
+"""Records that nobody measured: invented curves, to draw figures and pages of (not results); and
+how well they show.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,18 @@ def record(recipe: str, seed: int = 1, *, shift: float = 0.0, **settings: Any) -
     valid = [best * 1.5, best * 1.1, best, best * 1.02]
     nats = {"bits": math.log(2) * best, "perplexity": math.log(best), "error": best}[row.measure]
     scores = [
-        {"part": part, "protocol": "chunks of 100", "at_eval": way, row.measure: value, "nats": 1.0, "predictions": 9}
+        {
+            "part": part,
+            "protocol": "chunks of 100",
+            "at_eval": way,
+            row.measure: value,
+            "nats": 1.0,
+            "predictions": 9,
+        }
         for part, value in (("valid", best), ("test", test))
-        for way in (("sample", "expectation") if config.zoneout.mask == "static" else ("expectation",))
+        for way in (
+            ("sample", "expectation") if config.zoneout.mask == "static" else ("expectation",)
+        )
     ]
     return {
         "format": FORMAT,
@@ -51,7 +62,11 @@ def record(recipe: str, seed: int = 1, *, shift: float = 0.0, **settings: Any) -
         "date": "2020-01-02",
         "command": command_of(recipe, config),
         "scores": scores,
-        "curve": {"epoch": epochs, "valid": valid, "train_nats": [None, nats, nats * 0.9, nats * 0.8]},
+        "curve": {
+            "epoch": epochs,
+            "valid": valid,
+            "train_nats": [None, nats, nats * 0.9, nats * 0.8],
+        },
         "config": to_json(config),
     }
 
@@ -62,7 +77,14 @@ def flow(recipe: str, seed: int = 1, *, steps: int = 40, fall: float = 0.1) -> d
     share = [value / sum(shares) for value in shares]
     states = {"cell": {"sum": 1.0, "share": share}, "hidden": {"sum": 2.0, "share": share}}
     command = f"zoneout gradients {recipe} --seed {seed}"
-    whole = {"format": gradients.FORMAT, "recipe": recipe, "seed": seed, "weights": "best", "update": 5, "epoch": 1.0}
+    whole = {
+        "format": gradients.FORMAT,
+        "recipe": recipe,
+        "seed": seed,
+        "weights": "best",
+        "update": 5,
+        "epoch": 1.0,
+    }
     return whole | {"batches": 10, "rows": 100, "command": command, "layers": {"l0": states}}
 
 
@@ -70,7 +92,9 @@ def write(results: Path, *records: dict[str, Any]) -> None:
     """Put records where those of their kind belong."""
     for one in records:
         folder = results / one["recipe"]
-        write_record(folder / f"{'gradients-' if 'layers' in one else ''}seed-{one['seed']}.json", one)
+        write_record(
+            folder / f"{'gradients-' if 'layers' in one else ''}seed-{one['seed']}.json", one
+        )
 
 
 def everything(results: Path) -> None:
@@ -78,12 +102,18 @@ def everything(results: Path) -> None:
     for number, name in enumerate(RECIPES):
         small = 0.002 if RECIPES[name].measure != "perplexity" else 0.5
         write(results, record(name, shift=small * (number % 4)))
-    write(results, record("char_ptb_zoneout", 2, shift=0.003), record("char_ptb_zoneout", 3, shift=-0.001))
+    write(
+        results,
+        record("char_ptb_zoneout", 2, shift=0.003),
+        record("char_ptb_zoneout", 3, shift=-0.001),
+    )
     for number, name in enumerate(("unregularised", "zoneout", "dropout")):
         write(results, flow(f"gradient_flow_{name}", fall=0.05 * (number + 1)))
 
 
-def run_folder(folder: Path, name: str, *, best: float, measure: str = "bits", **settings: Any) -> Path:
+def run_folder(
+    folder: Path, name: str, *, best: float, measure: str = "bits", **settings: Any
+) -> Path:
     """An invented run of a user's: config, metrics and summary, no weights."""
     path = folder / name
     path.mkdir(parents=True)
@@ -91,12 +121,33 @@ def run_folder(folder: Path, name: str, *, best: float, measure: str = "bits", *
     (path / "config.json").write_text(json.dumps({"format": 1, **to_json(config)}))
     rows: list[dict[str, Any]] = []
     for update, value in ((100, 2 * best), (200, best), (300, 1.1 * best)):
-        rows.append({"kind": "train", "update": update, "epoch": update / 100, "nats": best, "lr": 0.1})
-        line = {"kind": "valid", "update": update, "epoch": update / 100, measure: value, "nats": value}
+        rows.append(
+            {"kind": "train", "update": update, "epoch": update / 100, "nats": best, "lr": 0.1}
+        )
+        line = {
+            "kind": "valid",
+            "update": update,
+            "epoch": update / 100,
+            measure: value,
+            "nats": value,
+        }
         rows.append(line | {"predictions": 9, "best": value <= 2 * best and update < 300})
-    test = {"kind": "test", "update": 300, "epoch": 3.0, measure: 0.9 * best, "nats": best, "predictions": 9}
+    test = {
+        "kind": "test",
+        "update": 300,
+        "epoch": 3.0,
+        measure: 0.9 * best,
+        "nats": best,
+        "predictions": 9,
+    }
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, test]))
-    summary = {"folder": str(path), "status": "finished", "measure": measure, "update": 300, "epoch": 3.0}
+    summary = {
+        "folder": str(path),
+        "status": "finished",
+        "measure": measure,
+        "update": 300,
+        "epoch": 3.0,
+    }
     summary |= {"best": rows[3], "test": test, "parameters": 1234, "seconds": 75.0}
     (path / "summary.json").write_text(json.dumps(summary))
     return path
@@ -104,24 +155,40 @@ def run_folder(folder: Path, name: str, *, best: float, measure: str = "bits", *
 
 def demo_page(folder: Path, written: str = "The end.") -> str:
     """The page of an invented demo."""
-    runs = [run_folder(folder, name, best=best) for name, best in ((demo.PLAIN, 1.9), (demo.ZONED, 1.7))]
+    runs = [
+        run_folder(folder, name, best=best) for name, best in ((demo.PLAIN, 1.9), (demo.ZONED, 1.7))
+    ]
     results = [demo.result(folder, run.name) for run in runs]
-    return demo.page(demo.Demo(), results, results[1], [plots.read_curve(run) for run in runs], written, folder)
+    return demo.page(
+        demo.Demo(), results, results[1], [plots.read_curve(run) for run in runs], written, folder
+    )
 
 
 def sweep_page(folder: Path) -> str:
-    """The page of an invented sweep: two points with two seeds, one of which has failed, in two measures."""
+    """The page of an invented sweep: two points with two seeds, one of which has failed, in two
+    measures.
+    """
     rows = []
-    for name, cell, seed, measure in (("a", 0.0, 1, "bits"), ("b", 0.0, 2, "bits"), ("c", 0.5, 1, "error")):
+    for name, cell, seed, measure in (
+        ("a", 0.0, 1, "bits"),
+        ("b", 0.0, 2, "bits"),
+        ("c", 0.5, 1, "error"),
+    ):
         run = run_folder(folder, f"{name}-1", best=1 + cell, measure=measure)
         settings = {"zoneout.cell": cell, "model.hidden": 9, "seed": seed}
-        rows.append(Row(run.name, str(run), settings, "finished", measure, 1 + cell + 0.1 * seed, 1.5))
-    failed = Row("d-1", "", {"zoneout.cell": 0.5, "model.hidden": 9, "seed": 2}, "failed", why="no disk")
+        rows.append(
+            Row(run.name, str(run), settings, "finished", measure, 1 + cell + 0.1 * seed, 1.5)
+        )
+    failed = Row(
+        "d-1", "", {"zoneout.cell": 0.5, "model.hidden": 9, "seed": 2}, "failed", why="no disk"
+    )
     return sweep_report.page([*rows, failed], "a sweep")
 
 
 def shared_look(text: str) -> bool:
-    """Whether a page has the style sheet that the pages share, and no other (a picture's has a type)."""
+    """Whether a page has the style sheet that the pages share, and no other (a picture's has a
+    type).
+    """
     found = [style for attributes, style in Page(text).all("style") if "type" not in attributes]
     return found == [f"\n{page.STYLE}\n{plots.dark_style()}"]
 

@@ -2,9 +2,10 @@
 
     python kills.py CONFIG.json FOLDER SEED KILLS
 
-A process is forked for every try, so that torch is imported once. Each try is killed with SIGKILL, either from outside
-after some random number of updates, wherever it then is, or by itself at a random one of its writes: before a file is
-brought to the disk, before and after it is renamed. The last try may finish.
+A process is forked for every try, so that torch is imported once. Each try is killed with SIGKILL,
+either from outside after some random number of updates, wherever it then is, or by itself at a
+random one of its writes: before a file is brought to the disk, before and after it is renamed. The
+last try may finish.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     python sweeps.py OUT
 
-runs one on a Ray cluster of two nodes: a worker of it is killed with SIGKILL in the middle of a run, and after the
+runs one on a Ray cluster of two nodes: a worker of it is killed with SIGKILL in the middle of a
+    run, and after the
 first run has ended one of the nodes goes, with whatever it was doing.
 """
 
@@ -34,7 +35,9 @@ GRID = ["zoneout.cell=0,0.5"]
 
 @dataclass(frozen=True)
 class Fragile(Job):
-    """A job whose process is killed with SIGKILL, the first time, at an update that is not the last of a checkpoint."""
+    """A job whose process is killed with SIGKILL, the first time, at an update that is not the
+    last of a checkpoint.
+    """
 
     def __call__(self, progress: Any = None) -> str:
         def tell(event: dict[str, Any]) -> None:
@@ -60,7 +63,9 @@ def jobs(out: Path, fragile: int = 1) -> list[Job]:
 
 
 def rows(out: Path) -> list[Row]:
-    """What is known of the four, without what may differ: where they are, and how long they took."""
+    """What is known of the four, without what may differ: where they are, and how long they
+    took.
+    """
     trials = grid_of(BASE, axes_of(GRID), 2)
     places = folders(trials, out)
     return [replace(row_of(t, places[t.name]), folder="", seconds=None) for t in trials]
@@ -74,7 +79,11 @@ def main(out: Path) -> None:
     from zoneout.paper.cluster import Cluster as Room
     from zoneout.paper.cluster import run_ray, search_ray
 
-    node: dict[str, Any] = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 * 2**20}
+    node: dict[str, Any] = {
+        "num_cpus": 1,
+        "include_dashboard": False,
+        "object_store_memory": 80 * 2**20,
+    }
     nodes = Cluster(initialize_head=True, connect=False, head_node_args=node)
     second = [nodes.add_node(num_cpus=1, object_store_memory=80 * 2**20)]
     ray.init(address=nodes.address, log_to_driver=False, logging_level="ERROR")

@@ -38,11 +38,15 @@ def test_chunks_are_the_obvious_ones(seed, epoch, length, more, offset, shuffle)
     got = batches.chunks(torch.arange(n), starts, length)
     assert got.shape == (length, len(starts))
     columns = got.T.tolist()
-    assert (sorted(columns) if shuffle else columns) == obvious_chunks(list(range(n)), first, length)
+    assert (sorted(columns) if shuffle else columns) == obvious_chunks(
+        list(range(n)), first, length
+    )
 
 
 def test_every_offset_comes():
-    """If this fails, some characters of the text are always the first of a chunk, and never predicted."""
+    """If this fails, some characters of the text are always the first of a chunk, and never
+    predicted.
+    """
     firsts = [int(batches.chunk_starts(1000, 10, epoch=epoch).min()) for epoch in range(300)]
     counts = np.bincount(firsts, minlength=10)
     assert len(counts) == 10
@@ -50,7 +54,9 @@ def test_every_offset_comes():
 
 
 def test_a_short_text_always_has_a_chunk():
-    """If this fails, an epoch of a small trial can be empty because its offset is larger than what is left."""
+    """If this fails, an epoch of a small trial can be empty because its offset is larger than
+    what is left.
+    """
     assert {len(batches.chunk_starts(12, 10, epoch=epoch)) for epoch in range(50)} == {1}
     assert {int(batches.chunk_starts(12, 10, epoch=epoch)) for epoch in range(50)} == {0, 1, 2}
 
@@ -58,7 +64,9 @@ def test_a_short_text_always_has_a_chunk():
 @quick
 @given(SEED, EPOCH, st.integers(0, 300))
 def test_image_order_is_a_permutation_of_seed_and_epoch(seed, epoch, n):
-    """If this fails, an epoch leaves out an image or shows one twice, or a resumed run sees another order."""
+    """If this fails, an epoch leaves out an image or shows one twice, or a resumed run sees
+    another order.
+    """
     order = batches.image_order(n, seed=seed, epoch=epoch)
     assert sorted(order.tolist()) == list(range(n))
     torch.manual_seed(n)  # the order must not know of it
@@ -74,25 +82,35 @@ def test_epochs_and_seeds_and_purposes_differ():
 
 
 def test_shuffling_is_even():
-    """If this fails, the shuffle prefers some places: example 0 should stand at each of 8 places equally often."""
+    """If this fails, the shuffle prefers some places: example 0 should stand at each of 8 places
+    equally often.
+    """
     places = [batches.image_order(8, epoch=epoch).tolist().index(0) for epoch in range(800)]
     counts = np.bincount(places, minlength=8)
     assert ((counts - 100) ** 2 / 100).sum() < 24.3  # chi-squared, 7 degrees of freedom, 1 in 1,000
 
 
 def test_the_same_order_in_another_process():
-    """If this fails, order depends on more than seed and epoch, so that a resumed run is another run."""
+    """If this fails, order depends on more than seed and epoch, so that a resumed run is another
+    run.
+    """
     code = (
         "import json; from zoneout.paper import batches as b;"
-        "print(json.dumps([b.chunk_starts(5000, 100, seed=3, epoch=7).tolist(), b.image_order(40, seed=3).tolist()]))"
+        "print(json.dumps([b.chunk_starts(5000, 100, seed=3, epoch=7).tolist(), b.image_order(40, "
+        "seed=3).tolist()]))"
     )
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    here = [batches.chunk_starts(5000, 100, seed=3, epoch=7).tolist(), batches.image_order(40, seed=3).tolist()]
+    here = [
+        batches.chunk_starts(5000, 100, seed=3, epoch=7).tolist(),
+        batches.image_order(40, seed=3).tolist(),
+    ]
     assert json.loads(there.stdout) == here
 
 
 def test_order_is_what_it_was():
-    """If this fails, runs that were made before cannot be made again: the numbers of an order must never change."""
+    """If this fails, runs that were made before cannot be made again: the numbers of an order
+    must never change.
+    """
     chunks = [537, 637, 437, 337, 737, 837, 37, 237, 137]
     assert batches.chunk_starts(1000, 100, seed=1, epoch=2).tolist() == chunks
     assert batches.image_order(10, seed=1, epoch=2).tolist() == [5, 1, 4, 0, 2, 6, 3, 9, 7, 8]
@@ -101,7 +119,9 @@ def test_order_is_what_it_was():
 @quick
 @given(st.integers(0, 50), st.integers(1, 12), st.booleans())
 def test_batches_of_an_order(n, batch, complete):
-    """If this fails, a batch is not order[k·B:(k+1)·B], or the rule for the last one does not hold."""
+    """If this fails, a batch is not order[k·B:(k+1)·B], or the rule for the last one does not
+    hold.
+    """
     order = torch.arange(n)
     expected = [order[i : i + batch].tolist() for i in range(0, n, batch)]
     if complete and len(expected) > 1 and len(expected[-1]) < batch:
@@ -112,7 +132,9 @@ def test_batches_of_an_order(n, batch, complete):
 @quick
 @given(st.integers(1, 6), st.integers(2, 30), st.integers(0, 5), st.integers(1, 9), st.booleans())
 def test_streams_and_their_pieces(batch, rows, more, length, complete):
-    """If this fails, a stream is not a contiguous part of the text, or a symbol is predicted twice or never."""
+    """If this fails, a stream is not a contiguous part of the text, or a symbol is predicted
+    twice or never.
+    """
     n = batch * rows + min(more, batch - 1)
     cut = batches.streams(torch.arange(n), batch)
     assert cut.T.tolist() == [list(range(b * rows, (b + 1) * rows)) for b in range(batch)]
@@ -138,7 +160,9 @@ def test_the_whole_text_in_pieces(n, length):
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32])
 def test_every_dtype_of_a_corpus(dtype):
-    """If this fails, a corpus with many symbols cannot be cut: its numbers are in a dtype that torch half supports."""
+    """If this fails, a corpus with many symbols cannot be cut: its numbers are in a dtype that
+    torch half supports.
+    """
     tokens = np.arange(200, 212).astype(dtype)
     got = batches.chunks(torch.from_numpy(tokens), torch.tensor([3, 0]), 4)
     assert got.dtype == torch.int64
@@ -149,13 +173,31 @@ def test_every_dtype_of_a_corpus(dtype):
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: batches.chunk_starts(50, 100), "length: a chunk of 100 symbols does not fit into a text of 50"),
+        (
+            lambda: batches.chunk_starts(50, 100),
+            "length: a chunk of 100 symbols does not fit into a text of 50",
+        ),
         (lambda: batches.chunk_starts(50, 1), "length: expected a whole number, 2 or more, got 1"),
-        (lambda: batches.chunk_starts(50, 5, epoch=-1), "epoch: expected a whole number, 0 or more, got -1"),
-        (lambda: batches.batched(torch.arange(3), 0), "batch: expected a whole number, 1 or more, got 0"),
-        (lambda: batches.streams(torch.arange(7), 0), "batch: expected a whole number, 1 or more, got 0"),
-        (lambda: batches.streams(torch.arange(7), 4), "batch: 4 streams need at least 8 symbols, the text has 7"),
-        (lambda: list(batches.whole(torch.arange(7), 0)), "length: expected a whole number, 1 or more, got 0"),
+        (
+            lambda: batches.chunk_starts(50, 5, epoch=-1),
+            "epoch: expected a whole number, 0 or more, got -1",
+        ),
+        (
+            lambda: batches.batched(torch.arange(3), 0),
+            "batch: expected a whole number, 1 or more, got 0",
+        ),
+        (
+            lambda: batches.streams(torch.arange(7), 0),
+            "batch: expected a whole number, 1 or more, got 0",
+        ),
+        (
+            lambda: batches.streams(torch.arange(7), 4),
+            "batch: 4 streams need at least 8 symbols, the text has 7",
+        ),
+        (
+            lambda: list(batches.whole(torch.arange(7), 0)),
+            "length: expected a whole number, 1 or more, got 0",
+        ),
     ],
 )
 def test_errors_say_what_was_expected(call, says):

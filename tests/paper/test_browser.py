@@ -1,6 +1,8 @@
-"""Every kind of page in a real browser, at the width of a desktop and of a phone, in light and in dark.
+"""Every kind of page in a real browser, at the width of a desktop and of a phone, in light and in
+dark.
 
-Chromium is looked for where Debian's package puts it, or where ZONEOUT_CHROMIUM says. `make test-browser` installs it.
+Chromium is looked for where Debian's package puts it, or where ZONEOUT_CHROMIUM says. `make
+test-browser` installs it.
 """
 
 from __future__ import annotations
@@ -30,10 +32,15 @@ def chromium() -> str | None:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test-browser")
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: make test-browser"
+    )
     path = chromium()
     if path is None:
-        pytest.skip("there is no Chromium here: make test-browser installs one, ZONEOUT_CHROMIUM names another")
+        pytest.skip(
+            "there is no Chromium here: make test-browser installs one, ZONEOUT_CHROMIUM names "
+            "another"
+        )
     with sync_api.sync_playwright() as playwright:
         # Without its sandbox, which does not work for root or in a container; the pages are ours.
         started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
@@ -43,7 +50,9 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A page of the paper with our results, with invented ones, without any; one of runs, of a demo and of a sweep."""
+    """A page of the paper with our results, with invented ones, without any; one of runs, of a
+    demo and of a sweep.
+    """
     folder = tmp_path_factory.mktemp("pages")
     fabricated.everything(folder / "results")
     plain = fabricated.run_folder(folder, "plain", best=1.9)
@@ -67,7 +76,9 @@ class Visit:
 
     def __init__(self, browser: Any, path: Path, size: str, scheme: str = "light") -> None:
         width, height = SIZES[size]
-        self.context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+        self.context = browser.new_context(
+            viewport={"width": width, "height": height}, color_scheme=scheme
+        )
         self.page = self.context.new_page()
         self.trouble: list[str] = []
         self.asked: list[str] = []
@@ -93,13 +104,17 @@ def visit(browser: Any, pages: dict[str, Path]) -> Iterator[Any]:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ["ours", "paper", "nothing", "runs", "demo", "sweep"])
-def test_everything_is_there_and_nothing_fails(name: str, size: str, visit: Any, pages: dict[str, Path]) -> None:
+def test_everything_is_there_and_nothing_fails(
+    name: str, size: str, visit: Any, pages: dict[str, Path]
+) -> None:
     """A table or a figure is empty in a browser, something is fetched, or the browser complains."""
     seen = visit(name, size)
     page = seen.page
     assert not seen.trouble and seen.asked == [pages[name].as_uri()]
     tables, figures = page.locator("main table"), page.locator("figure svg")
-    expected = {"ours": len(draw_all(RESULTS)), "runs": 2, "demo": 1, "sweep": 2}.get(name, len(FIGURES))
+    expected = {"ours": len(draw_all(RESULTS)), "runs": 2, "demo": 1, "sweep": 2}.get(
+        name, len(FIGURES)
+    )
     assert figures.count() == expected and tables.count() >= (1 if name in ("demo", "sweep") else 2)
     for number in range(expected):
         box = figures.nth(number).bounding_box()
@@ -107,13 +122,17 @@ def test_everything_is_there_and_nothing_fails(name: str, size: str, visit: Any,
         assert figures.nth(number).locator("text").count() > 0
     page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
     for number in range(tables.count()):
-        assert tables.nth(number).is_visible() and tables.nth(number).locator("tbody tr").count() > 0
+        assert (
+            tables.nth(number).is_visible() and tables.nth(number).locator("tbody tr").count() > 0
+        )
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ["ours", "paper", "demo", "sweep"])
 def test_the_page_fits_the_screen(name: str, size: str, visit: Any) -> None:
-    """On a phone the whole page has to be pushed from side to side, or a text is too small to read."""
+    """On a phone the whole page has to be pushed from side to side, or a text is too small to
+    read.
+    """
     page = visit(name, size).page
     page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
     assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
@@ -131,7 +150,9 @@ def test_the_page_fits_the_screen(name: str, size: str, visit: Any) -> None:
 
 
 def test_a_narrow_table_scrolls_by_keyboard_with_its_headings_in_sight(visit: Any) -> None:
-    """On a phone the last columns cannot be reached without a finger, or nobody knows of which row they are."""
+    """On a phone the last columns cannot be reached without a finger, or nobody knows of which
+    row they are.
+    """
     page = visit("paper", "phone").page
     region = page.locator(".scroll").first
     region.focus()
@@ -157,7 +178,9 @@ def test_a_number_leads_to_its_command(visit: Any) -> None:
     page = visit("paper", "desktop").page
     page.locator('a[href="#make-char_ptb_zoneout"]').first.click()
     page.wait_for_function("location.hash === '#make-char_ptb_zoneout'")
-    assert page.locator("#make-char_ptb_zoneout").evaluate("e => e.getBoundingClientRect().top < innerHeight")
+    assert page.locator("#make-char_ptb_zoneout").evaluate(
+        "e => e.getBoundingClientRect().top < innerHeight"
+    )
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -1,4 +1,6 @@
-"""The command line: which command is meant, what is said to bad input, and what a process of its own does."""
+"""The command line: which command is meant, what is said to bad input, and what a process of its
+own does.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from zoneout.paper.codes import BAD_DATA, DIVERGED, FAILED, INTERRUPTED, OK, WRO
 pytestmark = pytest.mark.usefixtures("one_thread", "elsewhere")
 
 
-# --- finding one's way -----------------------------------------------------------------------------
+# --- finding one's way
+# -----------------------------------------------------------------------------
 
 
 def test_help_names_every_command_and_exit_code(zoneout) -> None:
@@ -56,25 +59,65 @@ def test_version(zoneout) -> None:
         (["train", "--hidden", "10"], WRONG_USE, "--model.hidden"),
         (["train", "--model.cell", "lstn"], WRONG_USE, "lstm"),
         (["train", "--epochs", "many"], WRONG_USE, "many"),
-        (["train", "--zoneout.cell", "1.5"], WRONG_USE, "zoneout.cell: expected a rate between 0 and 1, got 1.5"),
+        (
+            ["train", "--zoneout.cell", "1.5"],
+            WRONG_USE,
+            "zoneout.cell: expected a rate between 0 and 1, got 1.5",
+        ),
         (["train", "--data", "char-bpt"], BAD_DATA, "did you mean char-ptb"),
         (["train", "--data", "no-such.txt"], BAD_DATA, "no-such.txt: there is no such file"),
         (["train", "--data", "shakespeare"], BAD_DATA, "zoneout data fetch shakespeare"),
-        (["train", "--data", "my.txt", "--data.name", "python2"], WRONG_USE, "--data: my.txt is not what --data.name"),
-        (["train", "--data", "."], WRONG_USE, "--data: . is a folder; say which corpus of it is meant"),
+        (
+            ["train", "--data", "my.txt", "--data.name", "python2"],
+            WRONG_USE,
+            "--data: my.txt is not what --data.name",
+        ),
+        (
+            ["train", "--data", "."],
+            WRONG_USE,
+            "--data: . is a folder; say which corpus of it is meant",
+        ),
         (["sweep", "--data", "."], WRONG_USE, "as in --data.name char-ptb (python is built in"),
-        (["train", "--data", "my.txt", "--batches.length", "99999"], WRONG_USE, "does not fit into a text"),
-        (["train", "--data", "my.txt", "--device", "gpu"], WRONG_USE, "device: expected auto, cpu, cuda"),
-        (["train", "my.txt"], WRONG_USE, "expected options only, got 'my.txt'; did you mean --data my.txt?"),
+        (
+            ["train", "--data", "my.txt", "--batches.length", "99999"],
+            WRONG_USE,
+            "does not fit into a text",
+        ),
+        (
+            ["train", "--data", "my.txt", "--device", "gpu"],
+            WRONG_USE,
+            "device: expected auto, cpu, cuda",
+        ),
+        (
+            ["train", "my.txt"],
+            WRONG_USE,
+            "expected options only, got 'my.txt'; did you mean --data my.txt?",
+        ),
         (["train", "--epochs", "3", "my.txt"], WRONG_USE, "did you mean --data my.txt?"),
-        (["train", "char_ptb_zoneout"], WRONG_USE, "did you mean zoneout reproduce char_ptb_zoneout?"),
+        (
+            ["train", "char_ptb_zoneout"],
+            WRONG_USE,
+            "did you mean zoneout reproduce char_ptb_zoneout?",
+        ),
         (["sweep", __file__], WRONG_USE, f"did you mean --data {__file__}?"),
         (["sweep", "--data", "no-such.txt"], BAD_DATA, "no-such.txt: there is no such file"),
         (["sweep", "char_ptb_zoneout", "--data", "."], BAD_DATA, "ptb/ptb.train.txt was not found"),
         (["reproduce", "char-ptb", "--seeds", "0"], WRONG_USE, "seeds: expected 1 or more"),
-        (["reproduce", "char-ptb", "--minutes", "-1"], WRONG_USE, "minutes: expected 0 or more, got -1"),
-        (["reproduce", "char-ptb", "--set", "epoch=1"], WRONG_USE, "epoch: there is no such field; the nearest"),
-        (["report", "--results", "nowhere"], WRONG_USE, "--results: there is no folder nowhere with records"),
+        (
+            ["reproduce", "char-ptb", "--minutes", "-1"],
+            WRONG_USE,
+            "minutes: expected 0 or more, got -1",
+        ),
+        (
+            ["reproduce", "char-ptb", "--set", "epoch=1"],
+            WRONG_USE,
+            "epoch: there is no such field; the nearest",
+        ),
+        (
+            ["report", "--results", "nowhere"],
+            WRONG_USE,
+            "--results: there is no folder nowhere with records",
+        ),
         (["figures"], WRONG_USE, "--results: there is no folder results with records"),
         (["train", "--resume"], WRONG_USE, "--resume: say which run"),
         (["train", "--resume", "--out", "nowhere"], WRONG_USE, "there is no folder nowhere"),
@@ -87,27 +130,59 @@ def test_version(zoneout) -> None:
         (["data", "lst"], WRONG_USE, "list"),
         (["data", "fetch"], WRONG_USE, "expected the name of a corpus"),
         (["data", "fetch", "char-pbt"], WRONG_USE, "did you mean char-ptb"),
-        (["train", "--data", "my.txt", "--schedule.by", "2"], WRONG_USE, "--schedule.by: it would do nothing here"),
-        (["train", "--data", "char-ptb", "--data.by", "word"], WRONG_USE, "this corpus is cut in one way only"),
-        (["train", "--data", "mnist", "--loss", "sum"], WRONG_USE, "images are not cut as a text is"),
+        (
+            ["train", "--data", "my.txt", "--schedule.by", "2"],
+            WRONG_USE,
+            "--schedule.by: it would do nothing here",
+        ),
+        (
+            ["train", "--data", "char-ptb", "--data.by", "word"],
+            WRONG_USE,
+            "this corpus is cut in one way only",
+        ),
+        (
+            ["train", "--data", "mnist", "--loss", "sum"],
+            WRONG_USE,
+            "images are not cut as a text is",
+        ),
         (
             ["train", "--data", "my.txt", "--model.forget-bias", "nan"],
             WRONG_USE,
             "model.forget_bias: expected a",
         ),
-        (["sweep", "--data", "my.txt", "--grid", "optimizer.decay=0.5,0.9"], WRONG_USE, "(only rmsprop has it)"),
-        (["sweep", "--data", "my.txt", "--grid", "data.by=char,word"], WRONG_USE, "bits and perplexity would stand in"),
-        (["sweep", "--data", "my.txt", "--cpus", "4"], WRONG_USE, "--cpus: plain processes have no such thing"),
+        (
+            ["sweep", "--data", "my.txt", "--grid", "optimizer.decay=0.5,0.9"],
+            WRONG_USE,
+            "(only rmsprop has it)",
+        ),
+        (
+            ["sweep", "--data", "my.txt", "--grid", "data.by=char,word"],
+            WRONG_USE,
+            "bits and perplexity would stand in",
+        ),
+        (
+            ["sweep", "--data", "my.txt", "--cpus", "4"],
+            WRONG_USE,
+            "--cpus: plain processes have no such thing",
+        ),
         (["sweep", "--data", "my.txt", "--trials", "3"], WRONG_USE, "--trials: without --search"),
         (["reproduce", "--seeds", "3"], WRONG_USE, "--seeds: without a TASK nothing is run"),
-        (["reproduce", "char_ptb_gru", "--set", "schedule.by=2"], WRONG_USE, "--schedule.by: it would do nothing"),
+        (
+            ["reproduce", "char_ptb_gru", "--set", "schedule.by=2"],
+            WRONG_USE,
+            "--schedule.by: it would do nothing",
+        ),
         (["demo", "--characters", "10"], WRONG_USE, "--characters: expected at least 2,000"),
         (["demo", "--updates", "0"], WRONG_USE, "--updates: expected a number above 0"),
         (["demo", "--characters", "99999999"], WRONG_USE, "--characters: expected at most"),
     ],
 )
-def test_wrong_use_gets_a_sentence_and_a_code(arguments, code, says, zoneout, monkeypatch, tmp_path) -> None:
-    """A mistake ends in a traceback, in a code that scripts cannot tell apart, or leaves a folder behind."""
+def test_wrong_use_gets_a_sentence_and_a_code(
+    arguments, code, says, zoneout, monkeypatch, tmp_path
+) -> None:
+    """A mistake ends in a traceback, in a code that scripts cannot tell apart, or leaves a
+    folder behind.
+    """
     monkeypatch.setattr(files, "places", lambda folder=None: [tmp_path / "nothing"])
     found, out, err = zoneout(*arguments)
     assert found == code, err
@@ -118,8 +193,13 @@ def test_wrong_use_gets_a_sentence_and_a_code(arguments, code, says, zoneout, mo
 
 def test_a_missing_package_is_named(tmp_path) -> None:
     """Somebody who installed the layers alone gets a traceback from the command."""
-    hide = "import sys; sys.modules['tyro'] = None; from zoneout.__main__ import main; sys.exit(main())"
-    done = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True, env=environment())
+    hide = (
+        "import sys; sys.modules['tyro'] = None; from zoneout.__main__ import main; "
+        "sys.exit(main())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", hide], capture_output=True, text=True, env=environment()
+    )
     assert done.returncode == 1
     assert "pip install '.[tool]'" in done.stderr
     assert "Traceback" not in done.stderr
@@ -138,7 +218,8 @@ def test_bench_runs_that_of_the_clone(zoneout, monkeypatch, tmp_path) -> None:
     assert code == 7 and out == "['--quick', 'LSTM']\n"
 
 
-# --- as a process ----------------------------------------------------------------------------------
+# --- as a process
+# ----------------------------------------------------------------------------------
 
 
 def test_a_process_of_its_own(trained) -> None:
@@ -153,7 +234,9 @@ def test_a_process_of_its_own(trained) -> None:
 def test_a_reader_that_has_enough(trained) -> None:
     """`zoneout sample … | head` ends in a traceback."""
     command = [sys.executable, "-m", "zoneout", "sample", str(trained), "--length", "3000"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as writer:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
+    ) as writer:
         assert writer.stdout is not None and writer.stderr is not None
         writer.stdout.read(10)
         writer.stdout.close()
@@ -165,18 +248,25 @@ def test_progress_that_nobody_reads_any_more(trained) -> None:
     """`zoneout train … |& head -1` ends the training, and with the code of one that is done."""
     arguments = ["train", "--data", "my.txt", "--out", "run", "--updates", "60", *SMALL]
     command = [sys.executable, "-m", "zoneout", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment()) as running:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment()
+    ) as running:
         assert running.stdout is not None
         running.stdout.readline()
         running.stdout.close()
         assert running.wait(timeout=60) == OK
     assert runs.read_summary("run")["update"] == 60
     whole = process("train", "--data", "my.txt", "--out", "whole", "--updates", "60", *SMALL)
-    assert whole.returncode == OK and Path("run/metrics.jsonl").read_bytes() == Path("whole/metrics.jsonl").read_bytes()
+    assert (
+        whole.returncode == OK
+        and Path("run/metrics.jsonl").read_bytes() == Path("whole/metrics.jsonl").read_bytes()
+    )
 
 
 def test_progress_that_cannot_be_written(tmp_path) -> None:
-    """`zoneout train … 2>log` ends without a word, and without a checkpoint, when the disk of its log is full."""
+    """`zoneout train … 2>log` ends without a word, and without a checkpoint, when the disk of
+    its log is full.
+    """
     if not Path("/dev/full").exists():
         pytest.skip("there is no /dev/full here to write to")
     arguments = ["train", "--data", "my.txt", "--out", "run", "--updates", "20", *SMALL]
@@ -188,11 +278,15 @@ def test_progress_that_cannot_be_written(tmp_path) -> None:
 
 
 def test_a_terminal_that_goes_away(tmp_path) -> None:
-    """A run that was kept from the hangup of its terminal (nohup, disown) ends at its next sign of life there."""
+    """A run that was kept from the hangup of its terminal (nohup, disown) ends at its next sign
+    of life there.
+    """
     arguments = ["train", "--data", "my.txt", "--out", "run", "--updates", "60", *SMALL]
     ours, theirs = os.openpty()
     command = [sys.executable, "-m", "zoneout", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, env=environment()) as running:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=theirs, env=environment()
+    ) as running:
         os.close(theirs)
         assert b"\x1b" in os.read(ours, 1000), "it is not the live display"
         os.close(ours)
@@ -201,7 +295,9 @@ def test_a_terminal_that_goes_away(tmp_path) -> None:
 
 
 def test_a_stream_of_somebodys_own_that_fails() -> None:
-    """In a notebook, whose streams have no number of the system's, progress that cannot be written ends the run."""
+    """In a notebook, whose streams have no number of the system's, progress that cannot be
+    written ends the run.
+    """
 
     class Failing(io.StringIO):
         def write(self, text: str) -> int:
@@ -216,7 +312,9 @@ def test_a_stream_of_somebodys_own_that_fails() -> None:
 def test_letters_that_a_terminal_does_not_have(encoding, tmp_path) -> None:
     """The help breaks off at the first β, with a code that says wrong use."""
     command = [sys.executable, "-m", "zoneout", "train", "--help"]
-    done = subprocess.run(command, capture_output=True, env=environment() | {"PYTHONIOENCODING": encoding})
+    done = subprocess.run(
+        command, capture_output=True, env=environment() | {"PYTHONIOENCODING": encoding}
+    )
     assert done.returncode == OK, done.stderr
     assert b"--norm-stabilizer" in done.stdout and b"--save-every" in done.stdout
 
@@ -224,7 +322,12 @@ def test_letters_that_a_terminal_does_not_have(encoding, tmp_path) -> None:
 def test_streams_that_are_closed(tmp_path) -> None:
     """`zoneout train … 2>&-`, as some services start it, ends without a word."""
     words = " ".join(["train", "--data", "my.txt", "--out", "run", "--updates", "10", *SMALL])
-    assert subprocess.run(f"{sys.executable} -m zoneout {words} 2>&-", shell=True, env=environment()).returncode == OK
+    assert (
+        subprocess.run(
+            f"{sys.executable} -m zoneout {words} 2>&-", shell=True, env=environment()
+        ).returncode
+        == OK
+    )
     lost = f"{sys.executable} -m zoneout show {tmp_path / 'nothing'} 2>&-"
     ended = subprocess.run(lost, shell=True, env=environment(), capture_output=True, text=True)
     assert ended.returncode != OK and ended.stdout == "", "an error went to standard output"
@@ -234,7 +337,9 @@ def test_streams_that_are_closed(tmp_path) -> None:
 
 
 def test_a_program_that_calls_it_has_its_streams_back(monkeypatch) -> None:
-    """After a command, what the rest of a program writes is spelled otherwise, or goes past its own stream."""
+    """After a command, what the rest of a program writes is spelled otherwise, or goes past its
+    own stream.
+    """
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="ascii") for _ in range(2))
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)

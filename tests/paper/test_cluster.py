@@ -1,4 +1,6 @@
-"""Sweeps on a Ray cluster: two nodes on this machine, of which one is lost, and a worker that is killed."""
+"""Sweeps on a Ray cluster: two nodes on this machine, of which one is lost, and a worker that is
+killed.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `sweeps.py` leaves; Ray has a process of its own, whose warnings are not ours."""
     out = tmp_path_factory.mktemp("ray")
     source = str(Path(zoneout.__file__).parents[1])
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([source, str(HERE)]), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([source, str(HERE)]),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, str(HERE / "sweeps.py"), str(out)]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -54,13 +59,17 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     torch.set_num_threads(threads)
 
 
-def test_a_killed_worker_and_a_lost_node_change_nothing(out: Path, found: dict[str, Any], undisturbed: Path) -> None:
+def test_a_killed_worker_and_a_lost_node_change_nothing(
+    out: Path, found: dict[str, Any], undisturbed: Path
+) -> None:
     """A run is lost or begun anew, or its result depends on where it ran and how often it died."""
     assert found["nodes"] == 2 and found["problems"] == {}
     name = jobs(out / "grid")[0].folder.name
     assert f"{name}: its worker died; another goes on with it" in found["said"]
     starts = [int(line.split()[-1]) for line in (out / "grid" / "starts").read_text().splitlines()]
-    assert starts[:2] == [0, 10], "the run that was killed at update 17 did not go on from its checkpoint"
+    assert starts[:2] == [0, 10], (
+        "the run that was killed at update 17 did not go on from its checkpoint"
+    )
     assert [row.state for row in rows(out / "grid")] == ["finished"] * 4
     assert sweep_report.table(rows(out / "grid")) == sweep_report.table(rows(undisturbed))
     for job in jobs(undisturbed):
@@ -77,4 +86,6 @@ def test_a_search_goes_on_where_it_was(out: Path, found: dict[str, Any]) -> None
     assert len(set(first)) == 3 and len(set(second)) == 5 and set(first) < set(second)
     for name in second:
         folder = out / "search" / name
-        assert (folder / "summary.json").exists() or sweep.disk.read_json(folder / "ended.json")["state"] == "stopped"
+        assert (folder / "summary.json").exists() or sweep.disk.read_json(folder / "ended.json")[
+            "state"
+        ] == "stopped"

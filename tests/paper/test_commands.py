@@ -26,42 +26,63 @@ from zoneout.paper.unread import refuse_unread, unread
 pytestmark = pytest.mark.usefixtures("one_thread", "elsewhere")
 
 
-# --- train -----------------------------------------------------------------------------------------
+# --- train
+# -----------------------------------------------------------------------------------------
 
 
 def test_train_says_how_it_went(trained, zoneout) -> None:
     """The shortest command does not work, or its run is not the one that was asked for."""
-    code, out, err = zoneout("train", "--data", "my.txt", "--updates", "20", *SMALL, "--zoneout.cell", "0.5")
+    code, out, err = zoneout(
+        "train", "--data", "my.txt", "--updates", "20", *SMALL, "--zoneout.cell", "0.5"
+    )
     assert code == OK
-    assert "Finished after 20 updates" in out and "best valid" in out and "zoneout sample runs/my" in out
+    assert (
+        "Finished after 20 updates" in out
+        and "best valid" in out
+        and "zoneout sample runs/my" in out
+    )
     assert "update      20  valid" in err
     size = len(TEXT) - 2 * (len(TEXT) * 5 // 100)
-    assert err.startswith(f"{size:,} characters of my.txt, ")  # what it learns from comes before all else
+    assert err.startswith(
+        f"{size:,} characters of my.txt, "
+    )  # what it learns from comes before all else
     made = runs.read_config("runs/my")
     assert made.zoneout.cell == 0.5 and made.model.hidden == 16
-    assert made.data.name == str(Path("my.txt").absolute())  # from another folder the text is still found
+    assert made.data.name == str(
+        Path("my.txt").absolute()
+    )  # from another folder the text is still found
     assert zoneout("train", "--data", "my.txt", "--updates", "1", *SMALL)[0] == OK
     assert runs.read_config("runs/my-2").updates == 1  # a second one takes a name of its own
 
 
 def test_train_ends_in_json(zoneout) -> None:
     """A script that reads the result has to read it out of sentences."""
-    code, out, _ = zoneout("train", "--data", "my.txt", "--out", "run", "--updates", "10", *SMALL, "--json")
+    code, out, _ = zoneout(
+        "train", "--data", "my.txt", "--out", "run", "--updates", "10", *SMALL, "--json"
+    )
     summary = json.loads(out)
     assert code == OK
-    assert summary["status"] == "finished" and summary["update"] == 10 and summary["best"]["bits"] > 0
+    assert (
+        summary["status"] == "finished" and summary["update"] == 10 and summary["best"]["bits"] > 0
+    )
 
 
 def test_train_looks_for_a_corpus_in_a_folder(zoneout, monkeypatch) -> None:
     """--data DIR is taken for a text."""
     Path("there").mkdir()
     shutil.copy("my.txt", "there/bottles.txt")
-    file = files.File("bottles.txt", len(TEXT), __import__("hashlib").sha256(TEXT.encode()).hexdigest())
+    file = files.File(
+        "bottles.txt", len(TEXT), __import__("hashlib").sha256(TEXT.encode()).hexdigest()
+    )
     monkeypatch.setitem(files.DATASETS, "bottles", files.Dataset("bottles", "a song", (file,)))
-    code, _, err = zoneout("train", "--data", "there", "--data.name", "bottles", "--updates", "1", *SMALL)
+    code, _, err = zoneout(
+        "train", "--data", "there", "--data.name", "bottles", "--updates", "1", *SMALL
+    )
     assert code == OK, err
     assert runs.read_config("runs/bottles").data.name == "bottles"
-    code, _, err = zoneout("train", "--data", "there", "--data.name", "bottles.txt", "--updates", "1", *SMALL)
+    code, _, err = zoneout(
+        "train", "--data", "there", "--data.name", "bottles.txt", "--updates", "1", *SMALL
+    )
     assert code == OK, err  # a text of one's own lies there as well
     assert runs.read_config("runs/bottles-2").data.name == str(Path("there/bottles.txt").absolute())
 
@@ -78,13 +99,17 @@ def test_a_folder_in_use_is_not_touched(trained, zoneout) -> None:
 def test_divergence_has_a_code_of_its_own(zoneout) -> None:
     """A script cannot tell a run that diverged from one that failed."""
     wild = ["--optimizer.rule", "sgd", "--optimizer.lr", "1e39"]
-    code, _, err = zoneout("train", "--data", "my.txt", "--out", "run", "--updates", "50", *SMALL, *wild)
+    code, _, err = zoneout(
+        "train", "--data", "my.txt", "--out", "run", "--updates", "50", *SMALL, *wild
+    )
     assert code == DIVERGED
     assert "diverged" in err and "--optimizer.lr" in err
 
 
 def test_resume_goes_on_with_the_options_of_the_run(trained, tmp_path, zoneout) -> None:
-    """A run that is continued falls back to the defaults, or starts anew, or ignores what may be changed."""
+    """A run that is continued falls back to the defaults, or starts anew, or ignores what may be
+    changed.
+    """
     shutil.copytree(trained, "run")
     code, out, err = zoneout("train", "--resume", "--out", "run", "--updates", "40")
     assert code == OK, err
@@ -94,8 +119,12 @@ def test_resume_goes_on_with_the_options_of_the_run(trained, tmp_path, zoneout) 
 
     # As if it had never stopped:
     arguments = ["--updates", "40", *SMALL, "--zoneout.cell", "0.5", "--optimizer.lr", "0.01"]
-    assert zoneout("train", "--data", trained.parent / "my.txt", "--out", "whole", *arguments)[0] == OK
-    ours, theirs = (runs.read_tensors(Path(run) / "best.safetensors")[0] for run in ("run", "whole"))
+    assert (
+        zoneout("train", "--data", trained.parent / "my.txt", "--out", "whole", *arguments)[0] == OK
+    )
+    ours, theirs = (
+        runs.read_tensors(Path(run) / "best.safetensors")[0] for run in ("run", "whole")
+    )
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
     code, _, err = zoneout("train", "--resume", "--out", "run", "--model.hidden", "32")
@@ -105,7 +134,18 @@ def test_resume_goes_on_with_the_options_of_the_run(trained, tmp_path, zoneout) 
 
 def test_interrupting_keeps_the_run(tmp_path) -> None:
     """Ctrl-C loses what was trained, prints a traceback, or does not say how to go on."""
-    arguments = ["train", "--data", "my.txt", "--out", "run", "--updates", "1000000", "--epochs", "1000000", *SMALL]
+    arguments = [
+        "train",
+        "--data",
+        "my.txt",
+        "--out",
+        "run",
+        "--updates",
+        "1000000",
+        "--epochs",
+        "1000000",
+        *SMALL,
+    ]
     command = [sys.executable, "-m", "zoneout", *arguments]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
@@ -126,10 +166,26 @@ def test_interrupting_keeps_the_run(tmp_path) -> None:
 
 
 def test_torchrun_starts_it(tmp_path) -> None:
-    """`torchrun … -m zoneout train` does not find the command, or every process writes the same folder."""
+    """`torchrun … -m zoneout train` does not find the command, or every process writes the same
+    folder.
+    """
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = ["-m", "zoneout", "train", "--data", "my.txt", "--out", "run", "--updates", "10", *SMALL, "--json"]
-    done = subprocess.run([*start, *arguments], capture_output=True, encoding="utf-8", env=environment())
+    arguments = [
+        "-m",
+        "zoneout",
+        "train",
+        "--data",
+        "my.txt",
+        "--out",
+        "run",
+        "--updates",
+        "10",
+        *SMALL,
+        "--json",
+    ]
+    done = subprocess.run(
+        [*start, *arguments], capture_output=True, encoding="utf-8", env=environment()
+    )
     assert done.returncode == 0, done.stderr
     (said,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
     assert json.loads(said)["update"] == 10
@@ -146,13 +202,24 @@ def test_several_processes_have_to_be_told_the_folder(zoneout, monkeypatch) -> N
 def test_tensorboard_is_written(zoneout) -> None:
     """--tensorboard does nothing."""
     pytest.importorskip("tensorboard")
-    arguments = ["train", "--data", "my.txt", "--out", "run", "--updates", "10", *SMALL, "--tensorboard"]
+    arguments = [
+        "train",
+        "--data",
+        "my.txt",
+        "--out",
+        "run",
+        "--updates",
+        "10",
+        *SMALL,
+        "--tensorboard",
+    ]
     code, _, err = zoneout(*arguments)
     assert code == OK, err
     assert list(Path("run/tensorboard").glob("events.*"))
 
 
-# --- eval, sample, show ----------------------------------------------------------------------------
+# --- eval, sample, show
+# ----------------------------------------------------------------------------
 
 
 def test_eval_gives_what_training_gave(trained, zoneout) -> None:
@@ -186,7 +253,17 @@ def test_eval_estimates_statistics_anew(trained, zoneout) -> None:
     """Statistics that were asked for are not estimated, or where there are none nobody says so."""
     code, _, err = zoneout("eval", trained, "--statistics", "8", "--device", "cpu")
     assert code != OK and "has no batch norm" in err
-    arguments = ["--data", "my.txt", "--out", "normalised", "--updates", "10", "--model.norm", "batch", *SMALL]
+    arguments = [
+        "--data",
+        "my.txt",
+        "--out",
+        "normalised",
+        "--updates",
+        "10",
+        "--model.norm",
+        "batch",
+        *SMALL,
+    ]
     code, _, err = zoneout("train", *arguments)
     assert code == OK, err
     found = []
@@ -194,7 +271,9 @@ def test_eval_estimates_statistics_anew(trained, zoneout) -> None:
         code, out, err = zoneout("eval", "normalised", *more, "--json", "--device", "cpu")
         assert code == OK, err
         found.append(json.loads(out)["bits"])
-    assert found[0] == pytest.approx(found[1], rel=1e-4)  # training ended with an estimate of its own
+    assert found[0] == pytest.approx(
+        found[1], rel=1e-4
+    )  # training ended with an estimate of its own
     assert found[2] != pytest.approx(found[1], rel=1e-6)
     code, _, err = zoneout("eval", "normalised", "--statistics", "1", "--device", "cpu")
     assert code != OK and "above 1, got 1" in err
@@ -209,7 +288,10 @@ def test_eval_reads_another_text(trained, zoneout) -> None:
     assert other["bits"] == pytest.approx(own["bits"], abs=0.05)
     Path("strange.txt").write_text("Ξ" * 50, encoding="utf-8")
     code, _, err = zoneout("eval", trained, "--text", "strange.txt")
-    assert code == BAD_DATA and "strange.txt: there are symbols that the vocabulary has not: ['Ξ']" in err
+    assert (
+        code == BAD_DATA
+        and "strange.txt: there are symbols that the vocabulary has not: ['Ξ']" in err
+    )
     Path("latin.txt").write_bytes(b"caf\xe9 " * 20)
     code, _, err = zoneout("eval", trained, "--text", "latin.txt")
     assert code == BAD_DATA and "latin.txt: byte 3 (0xe9, line 1) is not UTF-8" in err
@@ -236,21 +318,59 @@ def test_eval_reads_another_text_as_training_would(trained, zoneout) -> None:
 def test_a_text_is_judged_as_the_same_part_is(zoneout) -> None:
     """Where evaluation draws masks, the same text in a file of its own has another number."""
     Path("end.txt").write_text(TEXT[:1500])
-    own = ["--data.valid", "end.txt", "--data.test", "end.txt", "--zoneout.hidden", "0.3", "--seed", "5"]
-    arguments = ["--data", "my.txt", "--out", "run", "--updates", "10", "--evaluation.at-eval", "sample", *own, *SMALL]
+    own = [
+        "--data.valid",
+        "end.txt",
+        "--data.test",
+        "end.txt",
+        "--zoneout.hidden",
+        "0.3",
+        "--seed",
+        "5",
+    ]
+    arguments = [
+        "--data",
+        "my.txt",
+        "--out",
+        "run",
+        "--updates",
+        "10",
+        "--evaluation.at-eval",
+        "sample",
+        *own,
+        *SMALL,
+    ]
     code, _, err = zoneout("train", *arguments)
     assert code == OK, err
-    found = [json.loads(zoneout("eval", "run", *more, "--json")[1])["bits"] for more in ([], ["--text", "end.txt"])]
+    found = [
+        json.loads(zoneout("eval", "run", *more, "--json")[1])["bits"]
+        for more in ([], ["--text", "end.txt"])
+    ]
     assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--text", "my.txt", "--part", "train"], "--part: my.txt has no parts, as the run's data have"),
-        (["--text", "my.txt", "--data", "my.txt"], "--data: the run's data are not needed where --text is evaluated"),
-        (["--size", "7"], "--size: the whole text is one sequence; leave it out or use --protocol chunks or streams"),
-        (["--part", "valid", "--protocol", "whole", "--size", "7"], "--size: the whole text is one sequence"),
+        (
+            ["--text", "my.txt", "--part", "train"],
+            "--part: my.txt has no parts, as the run's data have",
+        ),
+        (
+            ["--text", "my.txt", "--data", "my.txt"],
+            "--data: the run's data are not needed where --text is evaluated",
+        ),
+        (
+            ["--size", "7"],
+            (
+                "--size: the whole text is one sequence; leave it out or use --protocol chunks or "
+                "streams"
+            ),
+        ),
+        (
+            ["--part", "valid", "--protocol", "whole", "--size", "7"],
+            "--size: the whole text is one sequence",
+        ),
     ],
 )
 def test_eval_takes_no_option_that_does_nothing(trained, zoneout, options, says) -> None:
@@ -282,21 +402,35 @@ def test_eval_notices_that_the_text_has_changed(trained, tmp_path, zoneout) -> N
     Path("my.txt").unlink()
     code, _, err = zoneout("eval", "run")
     assert code == BAD_DATA
-    assert "mnist. If what run was trained on has moved, --data says where it is now.\n" in err  # after the names known
+    assert (
+        "mnist. If what run was trained on has moved, --data says where it is now.\n" in err
+    )  # after the names known
 
 
 def test_characters_that_the_model_does_not_know(trained, zoneout) -> None:
     """A text in another script is evaluated as if nothing were the matter."""
     Path("rare.txt").write_text(TEXT + "Ξ", encoding="utf-8")  # which the test part alone has
     Path("other.txt").write_text("Ω" + TEXT[:499], encoding="utf-8")
-    assert zoneout("train", "--data", "rare.txt", "--out", "rare", "--updates", "10", *SMALL)[0] == OK
+    assert (
+        zoneout("train", "--data", "rare.txt", "--out", "rare", "--updates", "10", *SMALL)[0] == OK
+    )
     code, out, err = zoneout("eval", "rare", "--text", "other.txt")
-    assert code == OK and "1 of 500 characters are unknown to the model" in err and "unknown" not in out
-    assert "1 of 2 characters are unknown" in zoneout("sample", "rare", "--prompt", "aΩ", "--length", "3")[2]
+    assert (
+        code == OK
+        and "1 of 500 characters are unknown to the model" in err
+        and "unknown" not in out
+    )
+    assert (
+        "1 of 2 characters are unknown"
+        in zoneout("sample", "rare", "--prompt", "aΩ", "--length", "3")[2]
+    )
     words = ("--data.by", "word", "--data.words", "3", "--updates", "5", *SMALL)
     assert zoneout("train", "--data", "rare.txt", "--out", "words", *words)[0] == OK
     Path("alien.txt").write_text("ξ " * 300, encoding="utf-8")
-    assert "300 of 300 words are unknown to the model" in zoneout("eval", "words", "--text", "alien.txt")[2]
+    assert (
+        "300 of 300 words are unknown to the model"
+        in zoneout("eval", "words", "--text", "alien.txt")[2]
+    )
 
 
 def test_a_run_with_a_file_missing_or_damaged(trained, zoneout) -> None:
@@ -304,13 +438,19 @@ def test_a_run_with_a_file_missing_or_damaged(trained, zoneout) -> None:
     shutil.copytree(trained, "run")
     Path("run/vocabulary.json").unlink()
     Path("run/summary.json").write_text("{", encoding="utf-8")
-    for command, name in (("eval", "vocabulary.json"), ("sample", "vocabulary.json"), ("show", "summary.json")):
+    for command, name in (
+        ("eval", "vocabulary.json"),
+        ("sample", "vocabulary.json"),
+        ("show", "summary.json"),
+    ):
         code, _, err = zoneout(command, "run")
         assert code == FAILED and name in err, err
 
 
 def test_eval_of_a_run_that_did_not_note_its_text(trained, zoneout) -> None:
-    """A run of an early version cannot be evaluated any more, or is on numbers that stand for other symbols."""
+    """A run of an early version cannot be evaluated any more, or is on numbers that stand for
+    other symbols.
+    """
     shutil.copytree(trained, "run")
     Path("run/data.json").unlink()
     Path("other.txt").write_text(TEXT[::-1], encoding="utf-8")
@@ -334,7 +474,12 @@ def test_a_text_that_has_moved_is_found_again(tmp_path, zoneout) -> None:
         shutil.copy("my.txt", f"{part}.txt")
     parts = ["--data.valid", "valid.txt", "--data.test", "test.txt"]
     assert zoneout("train", "--data", "my.txt", "--out", "one", "--updates", "10", *SMALL)[0] == OK
-    assert zoneout("train", "--data", "train.txt", *parts, "--out", "three", "--updates", "10", *SMALL)[0] == OK
+    assert (
+        zoneout(
+            "train", "--data", "train.txt", *parts, "--out", "three", "--updates", "10", *SMALL
+        )[0]
+        == OK
+    )
     before = {run: zoneout("eval", run)[1] for run in ("one", "three")}
     Path("moved").mkdir()
     for name in ("my", "train", "valid", "test"):
@@ -357,13 +502,18 @@ def test_a_text_that_has_moved_is_found_again(tmp_path, zoneout) -> None:
 
 def test_a_recipe_is_not_trained_on_another_text(zoneout) -> None:
     """`reproduce --data FILE` makes a record of a row from a text that is not the row's."""
-    code, _, err = zoneout("reproduce", "char-ptb", "zoneout", "--data", "my.txt", "--device", "cpu")
+    code, _, err = zoneout(
+        "reproduce", "char-ptb", "zoneout", "--data", "my.txt", "--device", "cpu"
+    )
     assert code == BAD_DATA and "my.txt is a file; expected a folder to look for char-ptb in" in err
 
 
 def test_weights_best_and_last(trained, zoneout) -> None:
     """--weights last is the best, or cannot be read."""
-    found = [json.loads(zoneout("eval", trained, "--weights", w, "--json")[1])["bits"] for w in ("best", "last")]
+    found = [
+        json.loads(zoneout("eval", trained, "--weights", w, "--json")[1])["bits"]
+        for w in ("best", "last")
+    ]
     assert all(bits > 0 for bits in found)
     shutil.copytree(trained, "run")
     (Path("run") / "best.safetensors").write_bytes(b"not weights")
@@ -381,7 +531,10 @@ def test_sample_writes(trained, zoneout) -> None:
     assert result["prompt"] + result["text"] + "\n" == out
     for more in ([], ["--json"]):
         code, out, err = zoneout("sample", trained, "--prompt", "Ξ", *more)
-        assert code == WRONG_USE and "prompt: there are symbols that the vocabulary has not: ['Ξ']" in err
+        assert (
+            code == WRONG_USE
+            and "prompt: there are symbols that the vocabulary has not: ['Ξ']" in err
+        )
         assert not out
 
 
@@ -389,7 +542,13 @@ def test_show_describes_a_run(trained, zoneout) -> None:
     """What a run was trained with cannot be seen any more."""
     code, out, _ = zoneout("show", trained)
     assert code == OK
-    for part in ("finished, 30 updates", "LSTM, one layer of 16 units", "best valid", "test", "--zoneout.cell 0.5"):
+    for part in (
+        "finished, 30 updates",
+        "LSTM, one layer of 16 units",
+        "best valid",
+        "test",
+        "--zoneout.cell 0.5",
+    ):
         assert part in out
     assert "--zoneout.hidden" not in out  # it is at its default
     assert "o valid" in out
@@ -401,7 +560,9 @@ def test_show_describes_a_run(trained, zoneout) -> None:
 def test_show_repeats_the_command(trained, tmp_path, zoneout) -> None:
     """The options that show prints do not make the run that they describe."""
     settings = {"data.name": "my text.txt", "model.one_bias": True, "batches.offset": False}
-    other = fabricated.run_folder(tmp_path, "other", best=1.5, **settings, **{"optimizer.betas": [0.5, 0.9]})
+    other = fabricated.run_folder(
+        tmp_path, "other", best=1.5, **settings, **{"optimizer.betas": [0.5, 0.9]}
+    )
     for run in (trained, other):
         shown = zoneout("show", run)[1]
         (options,) = [shlex.split(line) for line in shown.splitlines() if line.startswith("  --")]
@@ -444,7 +605,9 @@ def test_images_have_no_protocol(zoneout) -> None:
     run.close()
     for option in (["--protocol", "chunks"], ["--length", "10"]):
         code, _, err = zoneout("eval", "digits", *option)
-        assert code == WRONG_USE and "digits classifies images, which are not cut as a text is" in err
+        assert (
+            code == WRONG_USE and "digits classifies images, which are not cut as a text is" in err
+        )
 
 
 def test_show_of_a_run_that_has_just_begun(trained, zoneout) -> None:
@@ -489,7 +652,9 @@ def test_data_fetch(zoneout, monkeypatch) -> None:
     monkeypatch.setattr(
         fetch,
         "fetch",
-        lambda name, folder, progress: asked.append((name, folder)) or [(Path("cache/thing"), True)],
+        lambda name, folder, progress: (
+            asked.append((name, folder)) or [(Path("cache/thing"), True)]
+        ),
     )
     code, out, _ = zoneout("data", "fetch", "char-ptb", "--data", "folder")
     assert code == OK and asked == [("char-ptb", Path("folder"))]

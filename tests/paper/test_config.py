@@ -36,7 +36,9 @@ from zoneout.paper.unread import unread
 WORD_PTB = Config(
     data=Data("word-ptb", by="word"),
     batches=Batches("streams", size=20, length=35),
-    model=Model(hidden=1500, layers=2, embedding=1500, dropout=0.65, init="uniform", forget_bias=0.0),
+    model=Model(
+        hidden=1500, layers=2, embedding=1500, dropout=0.65, init="uniform", forget_bias=0.0
+    ),
     zoneout=Zoneout(cell=0.25, hidden=0.025),
     optimizer=Optimizer("sgd", lr=1.0, clip_gradient=10.0),
     schedule=Schedule("divide", after=14, by=1.15),
@@ -54,7 +56,9 @@ PMNIST = Config(
 )
 
 
-@pytest.mark.parametrize("config", [Config(), WORD_PTB, PMNIST], ids=["default", "word-ptb", "pmnist"])
+@pytest.mark.parametrize(
+    "config", [Config(), WORD_PTB, PMNIST], ids=["default", "word-ptb", "pmnist"]
+)
 def test_json_there_and_back_loses_nothing(config: Config) -> None:
     assert from_json(json.loads(json.dumps(to_json(config)))) == config
 
@@ -79,7 +83,9 @@ NAMES = st.text(min_size=1).filter(lambda text: not CONTROL.search(text))
 )
 def test_any_values_there_and_back(values: dict[str, Any]) -> None:
     config = change(Config(), {n: v for n, v in values.items() if not isinstance(v, str)})
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, name=values["data.name"]))
+    config = dataclasses.replace(
+        config, data=dataclasses.replace(config.data, name=values["data.name"])
+    )
     assert from_json(json.loads(json.dumps(to_json(config)))) == config
 
 
@@ -96,21 +102,42 @@ def test_a_field_that_is_left_out_has_its_default() -> None:
         ({"model": {"hidden": 2.5}}, r"model\.hidden: expected a whole number, got 2\.5"),
         ({"model": {"hidden": True}}, r"model\.hidden: expected a whole number, got True"),
         ({"model": {"hidden": 0}}, r"model\.hidden: expected a number above 0, got 0"),
-        ({"model": {"cell": "lstn"}}, r"model\.cell: expected one of lstm, gru, rnn, rnn-relu, got 'lstn'"),
+        (
+            {"model": {"cell": "lstn"}},
+            r"model\.cell: expected one of lstm, gru, rnn, rnn-relu, got 'lstn'",
+        ),
         ({"model": {"tied": 1}}, r"model\.tied: expected true or false, got 1"),
         ({"model": {"tied": True}}, r"model\.tied: .* try --model\.embedding 256"),
         ({"model": 3}, r"model: expected named fields in braces, got 3"),
         ({"data": {"limit": "all"}}, r"data\.limit: expected a whole number or null, got 'all'"),
         ({"data": {"limit": 0}}, r"data\.limit: expected a number above 0, or none, got 0"),
         ({"zoneout": {"cell": 1.5}}, r"zoneout\.cell: expected a rate between 0 and 1, got 1\.5"),
-        ({"zoneout": {"cell": float("nan")}}, r"zoneout\.cell: expected a rate between 0 and 1, got nan"),
+        (
+            {"zoneout": {"cell": float("nan")}},
+            r"zoneout\.cell: expected a rate between 0 and 1, got nan",
+        ),
         ({"optimizer": {"betas": [0.9]}}, r"optimizer\.betas: expected 2 numbers, got \[0\.9\]"),
-        ({"optimizer": {"betas": [0.9, 1.0]}}, r"optimizer\.betas: expected a number from 0 to below 1, got 1\.0"),
-        ({"optimizer": {"lr": float("inf")}}, r"optimizer\.lr: expected a finite number, 0 or more, got inf"),
+        (
+            {"optimizer": {"betas": [0.9, 1.0]}},
+            r"optimizer\.betas: expected a number from 0 to below 1, got 1\.0",
+        ),
+        (
+            {"optimizer": {"lr": float("inf")}},
+            r"optimizer\.lr: expected a finite number, 0 or more, got inf",
+        ),
         ({"optimizer": {"momentum": 0.9}}, r"optimizer\.momentum: expected 0 with rule adam"),
-        ({"data": {"name": "mnist"}, "model": {"embedding": 8}}, r"model\.embedding: expected 0, since a pixel"),
-        ({"evaluation": {"valid": {"length": 1}}}, r"length: expected at least 2 for chunks, got 1"),
-        ({"evaluation": {"test": {"kind": "whole", "length": 0}}}, r"length: expected at least 1 for whole, got 0"),
+        (
+            {"data": {"name": "mnist"}, "model": {"embedding": 8}},
+            r"model\.embedding: expected 0, since a pixel",
+        ),
+        (
+            {"evaluation": {"valid": {"length": 1}}},
+            r"length: expected at least 2 for chunks, got 1",
+        ),
+        (
+            {"evaluation": {"test": {"kind": "whole", "length": 0}}},
+            r"length: expected at least 1 for whole, got 0",
+        ),
         (
             {"model": {"norm": "batch"}, "batches": {"size": 1}},
             r"batches\.size: expected at least 2 with batch norm, got 1",
@@ -128,11 +155,19 @@ def test_change_reads_strings_as_the_fields_type() -> None:
     """A sweep names fields and values on the command line."""
     changed = change(
         Config(),
-        {"zoneout.cell": "0.5", "data.limit": "none", "data.name": "123", "batches.offset": "false", "seed": "7"},
+        {
+            "zoneout.cell": "0.5",
+            "data.limit": "none",
+            "data.name": "123",
+            "batches.offset": "false",
+            "seed": "7",
+        },
     )
     assert changed.zoneout.cell == 0.5 and changed.data.limit is None and changed.data.name == "123"
     assert changed.batches.offset is False and changed.seed == 7
-    with pytest.raises(ValueError, match=r"zoneout\.cel: there is no such field; the nearest are zoneout\.cell"):
+    with pytest.raises(
+        ValueError, match=r"zoneout\.cel: there is no such field; the nearest are zoneout\.cell"
+    ):
         change(Config(), {"zoneout.cel": 1})
     with pytest.raises(ValueError, match=r"zoneout\.cell: expected a number, got 'half'"):
         change(Config(), {"zoneout.cell": "half"})
@@ -152,7 +187,9 @@ STRANGE = change(
 )
 
 
-@pytest.mark.parametrize("config", [Config(), WORD_PTB, PMNIST, STRANGE], ids=["default", "words", "pmnist", "strange"])
+@pytest.mark.parametrize(
+    "config", [Config(), WORD_PTB, PMNIST, STRANGE], ids=["default", "words", "pmnist", "strange"]
+)
 def test_the_command_line_takes_the_flags(config: Config) -> None:
     """A command that is shown is refused, or makes another run."""
     cli = pytest.importorskip("zoneout.paper.cli")
@@ -160,7 +197,9 @@ def test_the_command_line_takes_the_flags(config: Config) -> None:
     assert cli.parse("train", shlex.split(shown)).config == config
     recipe = RECIPES["pmnist_zoneout"]
     back = shlex.join(configs.flags(configs.changed(config, recipe.make())))
-    assert cli.parse("sweep", [recipe.name, *shlex.split(back)]).config == config  # None and False, where it has others
+    assert (
+        cli.parse("sweep", [recipe.name, *shlex.split(back)]).config == config
+    )  # None and False, where it has others
 
 
 def test_every_field_has_help() -> None:
@@ -173,7 +212,9 @@ def test_every_field_has_help() -> None:
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             for one, after in zip(node.body, [*node.body[1:], None]):
-                group = isinstance(one, ast.AnnAssign) and ast.unparse(one.annotation) in vars(configs)
+                group = isinstance(one, ast.AnnAssign) and ast.unparse(one.annotation) in vars(
+                    configs
+                )
                 helped = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
                 if isinstance(one, ast.AnnAssign) and not helped and not group:
                     bare.append(f"{node.name}.{ast.unparse(one.target)}")
@@ -186,12 +227,18 @@ def test_the_command_line_reads_it() -> None:
     config = tyro.cli(Config, args=[*words.split(), "--evaluation.test.kind", "whole"])
     assert config == change(
         Config(),
-        {"zoneout.cell": 0.5, "model.hidden": 1000, "optimizer.betas": [0.5, 0.9], "data.name": "char-ptb"},
+        {
+            "zoneout.cell": 0.5,
+            "model.hidden": 1000,
+            "optimizer.betas": [0.5, 0.9],
+            "data.name": "char-ptb",
+        },
     )
     assert {"zoneout.cell", "evaluation.valid.length", "seed"} <= names().keys()
 
 
-# --- settings that nobody reads --------------------------------------------------------------------
+# --- settings that nobody reads
+# --------------------------------------------------------------------
 
 READ = [  # a field, settings with which it is read, and with which it is not
     ("schedule.by", {"schedule.kind": "divide"}, {"schedule.kind": "cosine"}),
@@ -211,15 +258,31 @@ READ = [  # a field, settings with which it is read, and with which it is not
     ("batches.offset", {"batches.kind": "chunks"}, {"batches.kind": "streams"}),
     ("batches.offset", {}, {"data.name": "mnist"}),
     ("evaluation.statistics", {"model.norm": "batch"}, {}),
-    ("evaluation.statistics_size", {"model.norm": "batch"}, {"model.norm": "batch", "batches.kind": "streams"}),
-    ("evaluation.statistics_size", {"model.norm": "batch", "data.name": "mnist", "batches.kind": "streams"}, {}),
+    (
+        "evaluation.statistics_size",
+        {"model.norm": "batch"},
+        {"model.norm": "batch", "batches.kind": "streams"},
+    ),
+    (
+        "evaluation.statistics_size",
+        {"model.norm": "batch", "data.name": "mnist", "batches.kind": "streams"},
+        {},
+    ),
     ("data.order", {"data.name": "mnist"}, {}),
     ("data.preparation", {"data.name": "char-ptb"}, {"data.name": "word-ptb"}),
-    ("data.by", {"data.name": "word-ptb", "data.by": "word"}, {"data.name": "char-ptb", "data.by": "word"}),
+    (
+        "data.by",
+        {"data.name": "word-ptb", "data.by": "word"},
+        {"data.name": "char-ptb", "data.by": "word"},
+    ),
     ("data.by", {"data.name": "my.txt", "data.by": "word"}, {"data.name": "mnist"}),
     *[(f"batches.{name}", {}, {"data.name": "mnist"}) for name in ("length", "kind")],
     *[(f"data.{name}", {}, {"data.name": "mnist"}) for name in ("words", "valid", "test")],
-    *[(f"evaluation.{p}.{n}", {}, {"data.name": "mnist"}) for p in ("valid", "test") for n in ("kind", "length")],
+    *[
+        (f"evaluation.{p}.{n}", {}, {"data.name": "mnist"})
+        for p in ("valid", "test")
+        for n in ("kind", "length")
+    ],
     ("loss", {}, {"data.name": "mnist"}),
 ]
 

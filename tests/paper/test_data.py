@@ -91,9 +91,9 @@ def test_penn_treebank(real, name, preparation, expected, symbols):
     else:
         start = corpus.vocabulary.decode(corpus.train[300:420])
         line = "pierre <unk> N years old will join the board as a nonexecutive director nov. N"
-        assert (line + (" \n" if preparation == "paper" else "\n")) in corpus.vocabulary.decode(corpus.train[:500]), (
-            start
-        )
+        assert (line + (" \n" if preparation == "paper" else "\n")) in corpus.vocabulary.decode(
+            corpus.train[:500]
+        ), start
         assert corpus.train.dtype == np.uint8
 
 
@@ -120,9 +120,9 @@ def test_shakespeare(real):
 def test_mnist(real, order):
     """If this fails, the images are split, ordered or labelled otherwise than the paper's."""
     images = need(lambda: load_images(order, folder=real))
-    assert [(p.shape, p.dtype, l.shape, l.dtype) for p, l in (images.train, images.valid, images.test)] == [
-        ((n, 784), np.uint8, (n,), np.uint8) for n in (50_000, 10_000, 10_000)
-    ]
+    assert [
+        (p.shape, p.dtype, l.shape, l.dtype) for p, l in (images.train, images.valid, images.test)
+    ] == [((n, 784), np.uint8, (n,), np.uint8) for n in (50_000, 10_000, 10_000)]
     raw = gzip.decompress((real / "mnist" / "train-images-idx3-ubyte.gz").read_bytes())
     pixels = np.frombuffer(raw, np.uint8, offset=16).reshape(60_000, 784)
     places = data.pixel_order(order)
@@ -145,7 +145,11 @@ def test_the_papers_order_of_pixels():
     order = data.pixel_order("paper")
     assert order[:5].tolist() == [37, 235, 72, 767, 715]
     assert len(set(order.tolist())) == 501
-    assert sorted(data.pixel_order("permuted").tolist()) == data.pixel_order("rows").tolist() == list(range(784))
+    assert (
+        sorted(data.pixel_order("permuted").tolist())
+        == data.pixel_order("rows").tolist()
+        == list(range(784))
+    )
     assert data.pixel_order("permuted").tolist() != list(range(784))
 
 
@@ -169,17 +173,24 @@ def small_table(monkeypatch, tmp_path):
 
 
 def test_both_preparations_of_characters(small_table):
-    """If this fails, the padding spaces of the Penn Treebank's lines are treated otherwise than described."""
+    """If this fails, the padding spaces of the Penn Treebank's lines are treated otherwise than
+    described.
+    """
     lines = b" no it was n't \n black <unk> monday \n"
     folder = small_table("char-ptb", [lines, lines, b" no \n"])
-    paper, stripped = load("char-ptb", folder=folder), load("char-ptb", folder=folder, preparation="stripped")
+    paper, stripped = (
+        load("char-ptb", folder=folder),
+        load("char-ptb", folder=folder, preparation="stripped"),
+    )
     assert parts(paper) == ["no it was n't \nblack <unk> monday \n"] * 2 + ["no \n"]
     assert parts(stripped) == ["no it was n't\nblack <unk> monday\n"] * 2 + ["no\n"]
     assert paper.digest != stripped.digest
 
 
 def test_words_with_ends_of_lines(small_table):
-    """If this fails, word-ptb has not one <eos> a line, or its words are not numbered by frequency."""
+    """If this fails, word-ptb has not one <eos> a line, or its words are not numbered by
+    frequency.
+    """
     folder = small_table("word-ptb", [b" a rose is a rose \n a N \n", b" a \n", b" is \n"])
     corpus = load("word-ptb", folder=folder, by="char")  # word-ptb is words, whatever `by` says
     assert corpus.unit == "word"
@@ -189,10 +200,14 @@ def test_words_with_ends_of_lines(small_table):
 
 
 def test_images_of_a_small_set(small_table):
-    """If this fails, the idx format is misread, or the cache gives back another array than was made."""
+    """If this fails, the idx format is misread, or the cache gives back another array than was
+    made.
+    """
 
     def idx(array):
-        return bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">i4").tobytes() + array.tobytes()
+        return (
+            bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">i4").tobytes() + array.tobytes()
+        )
 
     rng = np.random.default_rng(0)
     train, test = (rng.integers(0, 256, (n, 28, 28), dtype=np.uint8) for n in (50_002, 3))
@@ -200,17 +215,23 @@ def test_images_of_a_small_set(small_table):
     folder = small_table("mnist", [idx(array) for array in (train, labels, test, test_labels)])
     for _ in range(2):
         images = load_images("paper", folder=folder)
-        np.testing.assert_array_equal(images.valid[0], train[50_000:].reshape(2, 784)[:, data.pixel_order("paper")])
+        np.testing.assert_array_equal(
+            images.valid[0], train[50_000:].reshape(2, 784)[:, data.pixel_order("paper")]
+        )
         np.testing.assert_array_equal(images.valid[1], labels[50_000:])
         np.testing.assert_array_equal(images.test[1], test_labels)
         assert isinstance(images.train[0], np.memmap)  # the second time, and the first
-        assert torch.from_numpy(images.test[1]).tolist() == test_labels.tolist()  # without a warning
+        assert (
+            torch.from_numpy(images.test[1]).tolist() == test_labels.tolist()
+        )  # without a warning
     assert load_images("rows", folder=folder).test[0].tolist() == test.reshape(3, 784).tolist()
     assert load_images("rows", folder=folder).digest != images.digest
 
 
 def test_the_prefix_of_text8_comes_out_of_text8(monkeypatch, tmp_path):
-    """If this fails, who has the whole text8 cannot run the text8-prefix task, or gets another digest for it."""
+    """If this fails, who has the whole text8 cannot run the text8-prefix task, or gets another
+    digest for it.
+    """
     whole = b"abcdefghij" * 30
     start = (200, files.hashlib.sha256(whole[:200]).hexdigest())
     text8 = files.File("text8/text8", 300, crc32=files.zlib.crc32(whole), start=start)
@@ -222,7 +243,10 @@ def test_the_prefix_of_text8_comes_out_of_text8(monkeypatch, tmp_path):
     write(tmp_path / "part" / "prefix", whole[:200])
     os.utime(tmp_path / "whole" / "text8.zip", ns=(0, 0))
     assert sizes(load("text8", folder=tmp_path / "whole")) == (270, 15, 15)
-    some = [load("text8-prefix", folder=tmp_path / where, limit=150) for where in ("whole", "part", "whole")]
+    some = [
+        load("text8-prefix", folder=tmp_path / where, limit=150)
+        for where in ("whole", "part", "whole")
+    ]
     assert [sizes(corpus) for corpus in some] == [(136, 7, 7)] * 3
     assert len({corpus.digest for corpus in some}) == 1
 
@@ -252,7 +276,9 @@ def test_python_text():
 
 # Texts of the user's
 
-UTF8 = st.text(st.characters(codec="utf-8", exclude_characters="\r\ufeff"), min_size=40, max_size=300)
+UTF8 = st.text(
+    st.characters(codec="utf-8", exclude_characters="\r\ufeff"), min_size=40, max_size=300
+)
 
 
 @quick
@@ -269,13 +295,20 @@ def test_characters_of_any_text(tmp_path_factory, content):
     expected = "".join(c if c in known else "\ufffd" for c in content[len(train) :])
     assert valid + test == expected
     assert corpus.vocabulary.symbols[: len(known)] == tuple(sorted(known))
-    assert len(corpus.vocabulary) - len(known) == (expected != content[len(train) :] and "\ufffd" not in known)
+    assert len(corpus.vocabulary) - len(known) == (
+        expected != content[len(train) :] and "\ufffd" not in known
+    )
 
 
 @quick
-@given(st.lists(st.sampled_from([*WORDS, "\n"]), min_size=40, max_size=200), st.none() | st.integers(1, 5))
+@given(
+    st.lists(st.sampled_from([*WORDS, "\n"]), min_size=40, max_size=200),
+    st.none() | st.integers(1, 5),
+)
 def test_words_of_any_text(tmp_path_factory, content, most):
-    """If this fails, a text of words does not come back, or other words than the rare ones become <unk>."""
+    """If this fails, a text of words does not come back, or other words than the rare ones
+    become <unk>.
+    """
     path = write(tmp_path_factory.mktemp("text") / "my.txt", " ".join(content))
     corpus = load(path, by="word", words=most)
     said = ["<eos>" if word == "\n" else word for word in content]
@@ -310,7 +343,9 @@ def test_parts_of_the_users_own(tmp_path, given):
     """If this fails, a validation or test file that was named is not the one that is used."""
     train = write(tmp_path / "train.txt", "abcde" * 20)
     own = {
-        part: write(tmp_path / f"{part}.txt", f"{part}ing aa") for part in ("valid", "test") if given in (part, "both")
+        part: write(tmp_path / f"{part}.txt", f"{part}ing aa")
+        for part in ("valid", "test")
+        if given in (part, "both")
     }
     corpus = load(train, **own)
     rest = 100
@@ -325,10 +360,14 @@ def test_parts_of_the_users_own(tmp_path, given):
 
 
 def test_files_of_one_name_in_different_folders(tmp_path):
-    """With a folder to look in, validation and test become the training text, and nobody is told."""
+    """With a folder to look in, validation and test become the training text, and nobody is
+    told.
+    """
     for part in ("train", "valid", "test", "moved"):
         (tmp_path / part).mkdir()
-        (tmp_path / part / "text.txt").write_text(f"the text to {part} with, of dilemmas and void\n" * 20)
+        (tmp_path / part / "text.txt").write_text(
+            f"the text to {part} with, of dilemmas and void\n" * 20
+        )
     paths = {part: tmp_path / part / "text.txt" for part in ("valid", "test")}
     corpus = load("text.txt", folder=tmp_path / "train", **paths)
     for part in ("train", "valid", "test"):
@@ -340,7 +379,9 @@ def test_files_of_one_name_in_different_folders(tmp_path):
 
 
 def test_a_limit_over_parts_in_files(tmp_path):
-    """If this fails, a small trial on a corpus with parts of its own does not shrink them in proportion."""
+    """If this fails, a small trial on a corpus with parts of its own does not shrink them in
+    proportion.
+    """
     corpus = load(
         write(tmp_path / "a", "ab" * 400),
         valid=write(tmp_path / "b", "a" * 100),
@@ -352,7 +393,9 @@ def test_a_limit_over_parts_in_files(tmp_path):
 
 @pytest.mark.parametrize("kind", ["bom", "dos", "mac", "gz"])
 def test_forms_of_a_text_file(tmp_path, kind):
-    """If this fails, a file from another system has symbols that nobody wrote, or a packed one is read as it lies."""
+    """If this fails, a file from another system has symbols that nobody wrote, or a packed one
+    is read as it lies.
+    """
     content = "one line\nanother line\n" * 5
     raw = {
         "bom": b"\xef\xbb\xbf" + content.encode(),
@@ -376,7 +419,9 @@ def test_forms_of_a_text_file(tmp_path, kind):
     ],
 )
 def test_texts_that_cannot_be_used(tmp_path, content, says):
-    """If this fails, a file that is no UTF-8 text, or too short, gives numbers or a traceback instead of a sentence."""
+    """If this fails, a file that is no UTF-8 text, or too short, gives numbers or a traceback
+    instead of a sentence.
+    """
     with pytest.raises(DataError, match=says):
         load(write(tmp_path / "my.txt", content))
 
@@ -384,7 +429,11 @@ def test_texts_that_cannot_be_used(tmp_path, content, says):
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [
-        ({"name": "charptb"}, MissingError, "no such file, nor a corpus of this name; did you mean char-ptb"),
+        (
+            {"name": "charptb"},
+            MissingError,
+            "no such file, nor a corpus of this name; did you mean char-ptb",
+        ),
         ({"name": "zzz"}, MissingError, "the names known are python, char-ptb"),
         ({"name": "."}, DataError, "is a folder; expected a text file"),
         ({"name": "mnist"}, ValueError, "mnist is not a text; load_images"),
@@ -422,17 +471,26 @@ def test_words_come_back(said):
 
 
 def test_unknown_symbols():
-    """If this fails, a prompt with strange symbols is quietly changed, or refused though there is an unknown symbol."""
-    with pytest.raises(ValueError, match=r"symbols that the vocabulary has not: \['q', 'ß'\]; it knows 'ab'"):
+    """If this fails, a prompt with strange symbols is quietly changed, or refused though there
+    is an unknown symbol.
+    """
+    with pytest.raises(
+        ValueError, match=r"symbols that the vocabulary has not: \['q', 'ß'\]; it knows 'ab'"
+    ):
         Vocabulary("char", ("a", "b")).encode("aqßq")
     assert Vocabulary("char", ("a", "\ufffd")).encode("aqa").tolist() == [0, 1, 0]
     assert Vocabulary("word", ("<unk>", "a")).encode("a rose").tolist() == [1, 0]
 
 
 @quick
-@given(st.sampled_from(["char", "word"]), st.lists(st.text(st.characters(codec="utf-8")), min_size=1, unique=True))
+@given(
+    st.sampled_from(["char", "word"]),
+    st.lists(st.text(st.characters(codec="utf-8")), min_size=1, unique=True),
+)
 def test_vocabularies_as_json(unit, symbols):
-    """If this fails, a model's own copy of its vocabulary is not the one that it was trained with."""
+    """If this fails, a model's own copy of its vocabulary is not the one that it was trained
+    with.
+    """
     vocabulary = Vocabulary(unit, tuple(symbols))
     assert Vocabulary.from_json(vocabulary.to_json()) == vocabulary
 
@@ -462,7 +520,9 @@ def test_json_that_is_no_vocabulary(page):
 )
 def test_the_smallest_integers_that_hold_all(count, dtype):
     """If this fails, numbers wrap around, or take more room than they need."""
-    vocabulary, (numbers,) = text.encode_characters(["".join(map(chr, range(0x10000, 0x10000 + count)))])
+    vocabulary, (numbers,) = text.encode_characters(
+        ["".join(map(chr, range(0x10000, 0x10000 + count)))]
+    )
     assert numbers.dtype == vocabulary.dtype == dtype
     assert numbers.tolist() == list(range(count))
 
@@ -478,11 +538,17 @@ def test_the_second_start_reads_nothing(tmp_path, makes, monkeypatch):
     second = load(path)
     assert len(makes) == 1
     assert isinstance(second.train, np.memmap) and second.train.filename
-    assert parts(second) == parts(first) and second.digest == first.digest and second.vocabulary == first.vocabulary
+    assert (
+        parts(second) == parts(first)
+        and second.digest == first.digest
+        and second.vocabulary == first.vocabulary
+    )
 
 
 def test_what_is_done_to_the_numbers_stays_here(tmp_path, makes):
-    """If this fails, a program that writes into its corpus changes everybody's, or torch warns of read-only memory."""
+    """If this fails, a program that writes into its corpus changes everybody's, or torch warns
+    of read-only memory.
+    """
     path = write(tmp_path / "my.txt", "some text " * 50)
     tokens = torch.from_numpy(load(path).train)
     tokens.zero_()
@@ -492,8 +558,18 @@ def test_what_is_done_to_the_numbers_stays_here(tmp_path, makes):
 
 def test_everything_that_matters_is_in_the_key(tmp_path, makes):
     """If this fails, one preparation of a text is given out for another."""
-    path, other = write(tmp_path / "my.txt", "one two\n" * 50), write(tmp_path / "other.txt", "two one\n" * 50)
-    ways = [{}, {"by": "word"}, {"limit": 200}, {"by": "word", "words": 2}, {"valid": other}, {"test": other}]
+    path, other = (
+        write(tmp_path / "my.txt", "one two\n" * 50),
+        write(tmp_path / "other.txt", "two one\n" * 50),
+    )
+    ways = [
+        {},
+        {"by": "word"},
+        {"limit": 200},
+        {"by": "word", "words": 2},
+        {"valid": other},
+        {"test": other},
+    ]
     digests = {load(path, **way).digest for way in ways} | {load(other).digest}
     assert len(digests) == len(makes) == 7
     packed = write(tmp_path / "packed.gz", gzip.compress(path.read_bytes()))
@@ -502,16 +578,22 @@ def test_everything_that_matters_is_in_the_key(tmp_path, makes):
 
 @pytest.mark.parametrize("age", [1000, 0])
 def test_a_changed_text_is_encoded_anew(tmp_path, age):
-    """If this fails, a text is used as it was before it was edited, if only when edited at once to the same size."""
+    """If this fails, a text is used as it was before it was edited, if only when edited at once
+    to the same size.
+    """
     path = write(tmp_path / "my.txt", "some text " * 50, age=age)
     assert parts(load(path))[0].startswith("some text")
     stamp = path.stat()
     write(path, "xome text " * 50, age=age)
-    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # as `rsync --times` and `touch -r` do
+    os.utime(
+        path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns)
+    )  # as `rsync --times` and `touch -r` do
     assert parts(load(path))[0].startswith("xome text")
 
 
-@pytest.mark.parametrize("harm", ["flip", "cut", "empty", "gone", "page", "json", "symbols", "pickle"])
+@pytest.mark.parametrize(
+    "harm", ["flip", "cut", "empty", "gone", "page", "json", "symbols", "pickle"]
+)
 def test_a_damaged_entry_is_made_again(tmp_path, makes, harm):
     """If this fails, a damaged cache is trained on, or stays damaged, or is in the way for ever."""
     path = write(tmp_path / "my.txt", "some text " * 50)
@@ -542,7 +624,10 @@ def test_a_damaged_entry_is_made_again(tmp_path, makes, harm):
 @pytest.mark.parametrize("blocked", ["cache", "cache/encoded", "cache/stamps"])
 def test_without_a_cache(tmp_path, blocked):
     """If this fails, nothing can be loaded where the cache folder cannot be written."""
-    write(tmp_path / blocked, "a file where the folder should be: nobody, root neither, can write below it")
+    write(
+        tmp_path / blocked,
+        "a file where the folder should be: nobody, root neither, can write below it",
+    )
     path = write(tmp_path / "my.txt", "some text " * 50)
     for _ in range(2):
         corpus = load(path)
@@ -554,13 +639,18 @@ def test_without_a_cache(tmp_path, blocked):
 def test_two_processes_at_once(tmp_path):
     """If this fails, processes that encode the same text at once trip over each other."""
     path = write(tmp_path / "my.txt", "some text " * 5000)
-    code = "import sys; from zoneout.paper.data import load; c = load(sys.argv[1]); print(c.digest, len(c.train))"
+    code = (
+        "import sys; from zoneout.paper.data import load; c = load(sys.argv[1]); print(c.digest, "
+        "len(c.train))"
+    )
     command = [sys.executable, "-c", code, str(path)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     told = [process.communicate()[0] for process in running]
     corpus = load(path)
     assert told == [f"{corpus.digest} 45000\n"] * 3
-    assert [p.name for p in (tmp_path / "cache" / "encoded").iterdir()] == [corpus.digest]  # nothing left to the side
+    assert [p.name for p in (tmp_path / "cache" / "encoded").iterdir()] == [
+        corpus.digest
+    ]  # nothing left to the side
 
 
 def test_clearing(tmp_path, makes):

@@ -44,7 +44,11 @@ def test_both_are_runs_that_differ_in_zoneout_alone(folder) -> None:
 def test_the_three_texts_have_nothing_in_common(folder) -> None:
     """A model is judged on what it was trained on."""
     train, valid, test = (
-        {p for p in (folder / "text" / f"{name}.txt").read_text(encoding="utf-8").split("\n\n") if len(p) > 80}
+        {
+            p
+            for p in (folder / "text" / f"{name}.txt").read_text(encoding="utf-8").split("\n\n")
+            if len(p) > 80
+        }
         for name in ("train", "valid", "test")
     )
     assert len((folder / "text" / "train.txt").read_text(encoding="utf-8")) == 4000
@@ -58,7 +62,9 @@ def test_the_picture_is_there(folder) -> None:
 
 
 def test_the_page_has_the_shared_look_and_the_numbers_of_the_runs(folder) -> None:
-    """The demo writes a page of its own kind, or other numbers; that such a page is a good one `test_report` says."""
+    """The demo writes a page of its own kind, or other numbers; that such a page is a good one
+    `test_report` says.
+    """
     text = (folder / "index.html").read_text(encoding="utf-8")
     read = Page(text)
     ((_, body),) = read.all("body")
@@ -79,7 +85,9 @@ def test_the_verdict_goes_by_the_numbers() -> None:
     """Whatever came out, zoneout is said to have won."""
 
     def of(plain: float, zoned: float) -> str:
-        return verdict([Result(PLAIN, plain, 1, plain, 1.0, 1.0), Result(ZONED, zoned, 1, zoned, 1.0, 1.0)])
+        return verdict(
+            [Result(PLAIN, plain, 1, plain, 1.0, 1.0), Result(ZONED, zoned, 1, zoned, 1.0, 1.0)]
+        )
 
     assert "0.30 bits less" in of(1.9, 1.6)
     assert "unregularised model is better, by 0.30" in of(1.6, 1.9)
@@ -123,7 +131,9 @@ def test_a_demo_that_is_stopped(tmp_path, number) -> None:
 
 
 def test_keys_at_the_worst_moment(tmp_path, monkeypatch, capfd) -> None:
-    """Ctrl-C between a piece of news and its length: what follows makes no sense, and the demo fails or hangs."""
+    """Ctrl-C between a piece of news and its length: what follows makes no sense, and the demo
+    fails or hangs.
+    """
     read, pressed = Connection._recv, []
 
     def recv(self: Connection, size: int, *more: Any) -> Any:
@@ -135,19 +145,25 @@ def test_keys_at_the_worst_moment(tmp_path, monkeypatch, capfd) -> None:
     monkeypatch.setattr(Connection, "_recv", recv)
     options = ["--updates", "6000", "--hidden", "32", "--characters", "4000"]
     assert main(["demo", "--out", str(tmp_path / "demo"), *options]) == INTERRUPTED
-    assert pressed and "can be continued" in capfd.readouterr().err  # both, or the one that had begun
+    assert (
+        pressed and "can be continued" in capfd.readouterr().err
+    )  # both, or the one that had begun
 
 
 @pytest.mark.parametrize("moment", ["introduction", "watch"])
 @pytest.mark.parametrize("there", [False, True])
 def test_keys_before_anything_was_begun(moment, there, tmp_path, monkeypatch, capfd) -> None:
-    """Runs that were never there are said to be kept, and the same command then refuses what the first one left."""
+    """Runs that were never there are said to be kept, and the same command then refuses what the
+    first one left.
+    """
 
     def press(*arguments: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
         return before(*arguments)
 
-    keys = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background has none
+    keys = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's job in the background has none
     folder, before = tmp_path / "demo", getattr(demo, moment)
     if there:
         folder.mkdir()
@@ -166,7 +182,11 @@ def test_a_demo_of_which_one_run_had_begun(tmp_path) -> None:
     (tmp_path / ZONED).mkdir()
     (tmp_path / ZONED / "config.json").touch()
     said = demo.interrupted(tmp_path)
-    assert "the zoneout run is kept" in said and f"--out {tmp_path / ZONED}" in said and PLAIN not in said
+    assert (
+        "the zoneout run is kept" in said
+        and f"--out {tmp_path / ZONED}" in said
+        and PLAIN not in said
+    )
 
 
 def test_an_error_in_a_worker_reaches_the_user(tmp_path, capfd) -> None:

@@ -1,4 +1,6 @@
-"""The README, its pictures and docs/rates.md say what the records say, and the README stays short."""
+"""The README, its pictures and docs/rates.md say what the records say, and the README stays
+short.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def contents(svg: str) -> tuple[list[str], list[float]]:
 @pytest.mark.parametrize("name", ["with-and-without", "rates", "speed"])
 def test_the_pictures_are_drawn_from_the_records(name: str) -> None:
     """A picture in docs/pictures was not drawn again after the records changed."""
-    texts, numbers = contents((ROOT / "docs" / "pictures" / f"{name}.svg").read_text(encoding="utf-8"))
+    texts, numbers = contents(
+        (ROOT / "docs" / "pictures" / f"{name}.svg").read_text(encoding="utf-8")
+    )
     new_texts, new_numbers = contents(plots.svg(figure(name)))
     assert texts == new_texts
     assert numbers == pytest.approx(new_numbers, abs=0.05)
@@ -50,7 +54,11 @@ def test_the_pictures_are_drawn_from_the_records(name: str) -> None:
 
 def rows_of_rates() -> list[tuple[str, ...]]:
     text = (ROOT / "docs" / "rates.md").read_text(encoding="utf-8")
-    rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in text.splitlines() if "`" in line]
+    rows = [
+        tuple(cell.strip() for cell in line.strip("|").split("|"))
+        for line in text.splitlines()
+        if "`" in line
+    ]
     return [row for row in rows if len(row) == 6 and row[2].strip("`") in RECIPES]
 
 
@@ -58,7 +66,11 @@ def scores(name: str) -> tuple[str, str, str]:
     recipe = RECIPES[name]
     own, _ = fitting(recipe, ROOT / "results")
     epochs = f"{statistics.fmean(record['epochs'] for record in own):.4g}"
-    return rounded(statistics.fmean(r["valid"] for r in own), recipe.measure), best_epoch(own), epochs
+    return (
+        rounded(statistics.fmean(r["valid"] for r in own), recipe.measure),
+        best_epoch(own),
+        epochs,
+    )
 
 
 def test_the_rates_page_has_the_numbers_of_the_records() -> None:

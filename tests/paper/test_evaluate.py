@@ -30,7 +30,9 @@ from zoneout.paper.models import build
 
 SYMBOLS = 7
 TEXT = torch.randint(0, SYMBOLS, (107,), generator=torch.Generator().manual_seed(0))
-CONFIG = Config(model=Model(hidden=8, learn_initial_state=True), zoneout=Zoneout(cell=0.5, hidden=0.05))
+CONFIG = Config(
+    model=Model(hidden=8, learn_initial_state=True), zoneout=Zoneout(cell=0.5, hidden=0.05)
+)
 SAMPLED = Evaluation(at_eval="sample")
 
 
@@ -44,7 +46,9 @@ def model() -> Any:
 
 
 def nats_of(model: Any, sequence: Tensor) -> list[float]:
-    """The nats of every symbol of a sequence after its first, one step at a time from the initial state."""
+    """The nats of every symbol of a sequence after its first, one step at a time from the
+    initial state.
+    """
     state, found = None, []
     with torch.no_grad():
         for now, following in pairwise(sequence):
@@ -83,7 +87,9 @@ def slow(model: Any, text: Tensor, protocol: Protocol) -> tuple[float, int]:
     ],
 )
 def test_protocols(model: Any, protocol: Protocol, expected: int) -> None:
-    """If this fails, a figure stands for another protocol, or for another number of predictions, than it says."""
+    """If this fails, a figure stands for another protocol, or for another number of predictions,
+    than it says.
+    """
     score = evaluate_text(model, TEXT, protocol)
     nats, count = slow(model, TEXT, protocol)
     assert score.predictions == count == expected == predictions(len(TEXT), protocol)
@@ -104,7 +110,9 @@ def test_a_text_shorter_than_a_chunk_is_one_chunk(model: Any) -> None:
 def test_too_little_text_is_an_error(model: Any) -> None:
     with pytest.raises(ValueError, match=r"tokens: expected a text of at least 2 symbols, got 1"):
         evaluate_text(model, TEXT[:1], Protocol("whole"))
-    with pytest.raises(ValueError, match=r"size: 5 streams need a text of at least 10 symbols, got 9"):
+    with pytest.raises(
+        ValueError, match=r"size: 5 streams need a text of at least 10 symbols, got 9"
+    ):
         evaluate_text(model, TEXT[:9], Protocol("streams", size=5))
 
 
@@ -123,23 +131,35 @@ def test_somebody_may_stop_it(model: Any) -> None:
 
 
 def corpus(**parts: Tensor) -> Corpus:
-    arrays = {part: parts.get(part, TEXT).numpy().astype(np.uint8) for part in ("train", "valid", "test")}
+    arrays = {
+        part: parts.get(part, TEXT).numpy().astype(np.uint8) for part in ("train", "valid", "test")
+    }
     return Corpus("test", "char", Vocabulary("char", tuple("abcdefg")), **arrays, digest="")
 
 
 def test_evaluate_uses_the_protocol_of_the_part_and_leaves_the_model_as_it_was() -> None:
     model = build(CONFIG, SYMBOLS).train()
     data = corpus(valid=TEXT[:50])
-    assert evaluate(model, data, "valid", replace(CONFIG, evaluation=Evaluation(Protocol(length=10)))).predictions == 45
+    assert (
+        evaluate(
+            model, data, "valid", replace(CONFIG, evaluation=Evaluation(Protocol(length=10)))
+        ).predictions
+        == 45
+    )
     assert evaluate(model, data, "test", CONFIG).predictions == 106
-    assert evaluate(model, data, "test", CONFIG, protocol=Protocol("streams", size=2)).predictions == 104
+    assert (
+        evaluate(model, data, "test", CONFIG, protocol=Protocol("streams", size=2)).predictions
+        == 104
+    )
     assert model.training
     with pytest.raises(ValueError, match=r"part: expected 'train', 'valid' or 'test', got 'tset'"):
         evaluate(model, data, "tset", CONFIG)
 
 
 def test_a_static_mask_can_be_evaluated_as_it_was_trained() -> None:
-    """FACTS: the authors' curve used another static mask than training; ours must be able to use the same."""
+    """FACTS: the authors' curve used another static mask than training; ours must be able to use
+    the same.
+    """
     config = Config(model=Model(hidden=8), zoneout=Zoneout(cell=0.5, hidden=0.5, mask="static"))
     sampled = build(replace(config, evaluation=Evaluation(at_eval="sample")), SYMBOLS)
     chunk = TEXT[:100].view(10, 10).T.contiguous()
@@ -149,30 +169,49 @@ def test_a_static_mask_can_be_evaluated_as_it_was_trained() -> None:
     assert not torch.allclose(expected(chunk).logits, trained)
 
 
-@pytest.mark.parametrize("kind, length, size", [("whole", 10, 1), ("streams", 7, 5), ("chunks", 10, 3)])
-def test_masks_at_evaluation_do_not_depend_on_how_a_text_is_cut(kind: Any, length: int, size: int) -> None:
-    """With at_eval="sample" every piece, or every batch of chunks, would draw the masks of the first one again."""
-    config = Config(model=Model(hidden=8), zoneout=Zoneout(cell=0.5, hidden=0.5), evaluation=SAMPLED)
+@pytest.mark.parametrize(
+    "kind, length, size", [("whole", 10, 1), ("streams", 7, 5), ("chunks", 10, 3)]
+)
+def test_masks_at_evaluation_do_not_depend_on_how_a_text_is_cut(
+    kind: Any, length: int, size: int
+) -> None:
+    """With at_eval="sample" every piece, or every batch of chunks, would draw the masks of the
+    first one again.
+    """
+    config = Config(
+        model=Model(hidden=8), zoneout=Zoneout(cell=0.5, hidden=0.5), evaluation=SAMPLED
+    )
     model = build(config, SYMBOLS).double().eval()
     text = TEXT[:100]
     cut = evaluate_text(model, text, Protocol(kind, length=length, size=size), seed=3)
-    uncut = Protocol(kind, length=length if kind == "chunks" else 1000, size=100 if kind == "chunks" else size)
+    uncut = Protocol(
+        kind, length=length if kind == "chunks" else 1000, size=100 if kind == "chunks" else size
+    )
     assert cut.nats == pytest.approx(evaluate_text(model, text, uncut, seed=3).nats, rel=1e-12)
-    assert cut.nats != pytest.approx(evaluate_text(model, text, uncut, seed=4).nats, rel=1e-6), "nothing was drawn"
+    assert cut.nats != pytest.approx(evaluate_text(model, text, uncut, seed=4).nats, rel=1e-6), (
+        "nothing was drawn"
+    )
 
 
 def test_masks_at_evaluation_do_not_depend_on_the_size_of_a_batch() -> None:
     """With at_eval="sample" the images of every batch would draw the masks of the first one's."""
-    config = Config(data=Data("mnist"), model=Model(hidden=8), zoneout=Zoneout(hidden=0.5), evaluation=SAMPLED)
+    config = Config(
+        data=Data("mnist"), model=Model(hidden=8), zoneout=Zoneout(hidden=0.5), evaluation=SAMPLED
+    )
     model = build(config).eval()
-    pixels = torch.randint(0, 256, (7, 20), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    pixels = torch.randint(
+        0, 256, (7, 20), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
+    )
     labels = torch.arange(7)
     few, at_once = (evaluate_images(model, pixels, labels, size, seed=3).nats for size in (2, 7))
     assert few == pytest.approx(at_once, rel=1e-6)
-    assert few != pytest.approx(evaluate_images(model, pixels, labels, 7, seed=4).nats, rel=1e-4), "nothing was drawn"
+    assert few != pytest.approx(evaluate_images(model, pixels, labels, 7, seed=4).nats, rel=1e-4), (
+        "nothing was drawn"
+    )
 
 
-# --- images and batch norm -------------------------------------------------------------------------
+# --- images and batch norm
+# -------------------------------------------------------------------------
 
 
 def test_images_are_counted_one_by_one() -> None:
@@ -185,7 +224,9 @@ def test_images_are_counted_one_by_one() -> None:
     wrong = sum(int(row.argmax()) != int(label) for row, label in zip(logits, labels))
     score = evaluate_images(model, pixels, labels, size=3)
     assert score.error == wrong / 10 and score.predictions == 10
-    assert score.nats == pytest.approx(-logits.log_softmax(-1)[range(10), labels.long()].mean().item(), rel=1e-5)
+    assert score.nats == pytest.approx(
+        -logits.log_softmax(-1)[range(10), labels.long()].mean().item(), rel=1e-5
+    )
 
 
 def test_batch_norm_validates_with_the_batchs_own_statistics() -> None:
@@ -194,18 +235,24 @@ def test_batch_norm_validates_with_the_batchs_own_statistics() -> None:
     with torch.no_grad():
         model.recurrent.mean_hh_l0.fill_(100.0)  # running averages that are of no use
     plain = evaluate(model, corpus(), "valid", config, protocol=Protocol(length=10))
-    own = evaluate(model, corpus(), "valid", config, protocol=Protocol(length=10), batch_statistics=True)
+    own = evaluate(
+        model, corpus(), "valid", config, protocol=Protocol(length=10), batch_statistics=True
+    )
     assert own.nats != plain.nats
     assert model.recurrent.norm.at_eval == "running", "the mode was not put back"
     with torch.no_grad():
         model.recurrent.mean_hh_l0.zero_()
-    assert own == evaluate(model, corpus(), "valid", config, protocol=Protocol(length=10), batch_statistics=True)
+    assert own == evaluate(
+        model, corpus(), "valid", config, protocol=Protocol(length=10), batch_statistics=True
+    )
 
 
 def test_statistics_are_estimated_on_the_training_part() -> None:
     data = Images("rows", *[(np.zeros((6, 784), np.uint8), np.zeros(6, np.uint8))] * 3, digest="")
     generator = np.random.default_rng(0)
-    data = replace(data, train=(generator.integers(0, 256, (6, 784), dtype=np.uint8), np.zeros(6, np.uint8)))
+    data = replace(
+        data, train=(generator.integers(0, 256, (6, 784), dtype=np.uint8), np.zeros(6, np.uint8))
+    )
     config = Config(data=Data("mnist"), model=Model(hidden=4, norm="batch", init="orthogonal"))
     config = replace(config, batches=replace(config.batches, size=2))
     model = build(config)
@@ -217,7 +264,8 @@ def test_statistics_are_estimated_on_the_training_part() -> None:
     x = torch.from_numpy(data.train[0].copy()).float().T[..., None] / 255  # [784, 6, 1]
     expected = (x @ model.recurrent.weight_ih_l0.T).mean(1)
     torch.testing.assert_close(model.recurrent.mean_ih_l0, expected.detach(), rtol=1e-4, atol=1e-5)
-    # In larger batches: all six are one, of four and two the whole one counts, and of more than there are, all.
+    # In larger batches: all six are one, of four and two the whole one counts, and of more than
+    # there are, all.
     for size in (6, 4, 100):
         assert estimate_statistics(model, feed, size=size) == 1
     variance = (x @ model.recurrent.weight_ih_l0.T).var(1)
@@ -233,12 +281,17 @@ def test_evaluation_mode_is_left_after_an_error() -> None:
 
 def test_what_is_left_over_goes_with_those_before() -> None:
     """Batch norm has no statistics of a chunk or an image by itself."""
-    found = {case: [s.stop - s.start for s in slices(*case)] for case in ((9, 4), (10, 4), (3, 1), (1, 4), (0, 4))}
+    found = {
+        case: [s.stop - s.start for s in slices(*case)]
+        for case in ((9, 4), (10, 4), (3, 1), (1, 4), (0, 4))
+    }
     assert list(found.values()) == [[4, 5], [4, 4, 2], [1, 1, 1], [1], []]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_products_on_the_cpu_are_evaluated_in_float32(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_on_the_cpu_are_evaluated_in_float32(
+    precision: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A model on the CPU is evaluated in another precision than its record says."""
     asked: list[str] = []
 

@@ -1,4 +1,6 @@
-"""Feeds: every batch of the same shape, every example in its place, and all of a batch over the processes."""
+"""Feeds: every batch of the same shape, every example in its place, and all of a batch over the
+processes.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,18 @@ def test_chunks(symbols: int, length: int, size: int, offset: bool, seed: int) -
         for row in order:
             inputs, targets = feed.batch(row)
             assert inputs.shape == targets.shape == (length - 1, feed.rows)
-            assert torch.equal(inputs[0], row) and torch.equal(targets, inputs + 1) and int(targets.max()) < symbols
+            assert (
+                torch.equal(inputs[0], row)
+                and torch.equal(targets, inputs + 1)
+                and int(targets.max()) < symbols
+            )
 
 
 @given(symbols=st.integers(20, 400), length=st.integers(1, 20), size=st.integers(1, 10))
 def test_streams(symbols: int, length: int, size: int) -> None:
-    """Each stream is read in order, without a gap, and a batch goes on where the one before it ended."""
+    """Each stream is read in order, without a gap, and a batch goes on where the one before it
+    ended.
+    """
     feed = make_feed(Config(batches=Batches("streams", size, length)), corpus(symbols), CPU)
     batches = [feed.batch(row) for row in feed.order(0)]
     assert len(batches) == feed.updates() and feed.carried
@@ -50,7 +58,9 @@ def test_streams(symbols: int, length: int, size: int) -> None:
     targets = torch.cat([y for _, y in batches])
     part = symbols // size
     assert torch.equal(inputs[0], torch.arange(size) * part)
-    assert torch.equal(inputs, inputs[0] + torch.arange(len(inputs))[:, None]) and torch.equal(targets, inputs + 1)
+    assert torch.equal(inputs, inputs[0] + torch.arange(len(inputs))[:, None]) and torch.equal(
+        targets, inputs + 1
+    )
     assert len(inputs) == (part - 1) // min(length, part - 1) * min(length, part - 1)
 
 
@@ -58,7 +68,9 @@ def test_images() -> None:
     pixels = np.arange(7, dtype=np.uint8)[:, None].repeat(784, 1)
     part = pixels, np.arange(7, dtype=np.uint8)
     feed = make_feed(
-        Config(data=Data("mnist"), batches=Batches(size=3)), Images("rows", part, part, part, digest=""), CPU
+        Config(data=Data("mnist"), batches=Batches(size=3)),
+        Images("rows", part, part, part, digest=""),
+        CPU,
     )
     order = feed.order(0)
     assert order.shape == (2, 3) and len(order.unique()) == 6

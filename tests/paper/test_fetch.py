@@ -1,4 +1,6 @@
-"""Files and downloads: against a local server that also breaks off, lies, redirects and never ends."""
+"""Files and downloads: against a local server that also breaks off, lies, redirects and never
+ends.
+"""
 
 import contextlib
 import gzip
@@ -136,7 +138,9 @@ def at(server, *ways):
 
 
 def names(folder):
-    return sorted(path.name for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return sorted(
+        path.name for path in folder.rglob("*") if path.is_file() and path.name != ".lock"
+    )
 
 
 def part_of(folder):
@@ -146,7 +150,9 @@ def part_of(folder):
 
 @pytest.mark.parametrize("way", ["good", "moved", "lengthless", "breaks"])
 def test_a_file_arrives_whole(server, tmp_path, way):
-    """If this fails, a plain, redirected, unannounced or interrupted download does not end with the file itself."""
+    """If this fails, a plain, redirected, unannounced or interrupted download does not end with
+    the file itself.
+    """
     steps = []
     path = download(at(server, way), tmp_path, progress=lambda *step: steps.append(step))
     assert path == tmp_path / "box" / "thing.txt"
@@ -160,12 +166,18 @@ def test_what_broke_off_is_continued(server, tmp_path):
     """If this fails, a broken connection costs all that had come, or the pieces do not meet."""
     download(at(server, "breaks"), tmp_path)
     third = len(TEXT) // 3 + 1
-    assert server.asked == [("breaks", None), ("breaks", f"bytes={third}-"), ("breaks", f"bytes={2 * third}-")]
+    assert server.asked == [
+        ("breaks", None),
+        ("breaks", f"bytes={third}-"),
+        ("breaks", f"bytes={2 * third}-"),
+    ]
 
 
 @pytest.mark.parametrize("way", ["good", "rangeless", "elsewhere"])
 def test_a_later_start_continues_what_an_earlier_one_left(server, tmp_path, way):
-    """If this fails, an interrupted download begins anew, or trusts a server that sends another range."""
+    """If this fails, an interrupted download begins anew, or trusts a server that sends another
+    range.
+    """
     file = at(server, way)
     part_at(file, tmp_path).write_bytes(TEXT[:500_000])
     if way == "elsewhere":
@@ -178,7 +190,9 @@ def test_a_later_start_continues_what_an_earlier_one_left(server, tmp_path, way)
 
 @pytest.mark.parametrize("left", [b"x" * 500_000, TEXT, TEXT[:-1] + b"?", TEXT + b"more"])
 def test_a_part_of_something_else_is_not_used(server, tmp_path, left):
-    """If this fails, old bytes of another version end up inside the file, or block every later download."""
+    """If this fails, old bytes of another version end up inside the file, or block every later
+    download.
+    """
     file = at(server, "good")
     part_at(file, tmp_path).write_bytes(left)
     assert download(file, tmp_path).read_bytes() == TEXT
@@ -188,11 +202,17 @@ def test_a_part_of_something_else_is_not_used(server, tmp_path, left):
 def part_at(file, folder):
     """Where the part of a download lies."""
     (folder / "box").mkdir(parents=True, exist_ok=True)
-    return folder / "box" / f".{file.name}-{hashlib.sha256(file.urls[0].encode()).hexdigest()[:8]}.part"
+    return (
+        folder
+        / "box"
+        / f".{file.name}-{hashlib.sha256(file.urls[0].encode()).hexdigest()[:8]}.part"
+    )
 
 
 def test_an_interrupted_download_looks_unfinished(server, tmp_path):
-    """If this fails, Ctrl-C in the middle leaves a file that passes for the whole, or loses what had come."""
+    """If this fails, Ctrl-C in the middle leaves a file that passes for the whole, or loses what
+    had come.
+    """
 
     def interrupt(name, here, total):
         if here > len(TEXT) // 2:
@@ -232,7 +252,9 @@ def test_the_next_home_is_asked(server, tmp_path, way):
 
 @pytest.mark.parametrize("way", BAD)
 def test_a_wrong_file_is_named_and_never_kept(server, tmp_path, way):
-    """If this fails, bytes that are not the file's are used, or the error does not say what was wrong with them."""
+    """If this fails, bytes that are not the file's are used, or the error does not say what was
+    wrong with them.
+    """
     file = at(server, way)
     with pytest.raises(DataError) as caught:
         download(file, tmp_path)
@@ -240,7 +262,9 @@ def test_a_wrong_file_is_named_and_never_kept(server, tmp_path, way):
     assert BAD[way] in said and file.urls[0] in said
     assert FILE.sha256 in said and "768,000 bytes" in said and "ZONEOUT_DATA" in said
     assert files.find_in(tmp_path, file) is None
-    assert names(tmp_path) == ([part_at(file, tmp_path).name] if way == "stuck" else [])  # what can be continued
+    assert names(tmp_path) == (
+        [part_at(file, tmp_path).name] if way == "stuck" else []
+    )  # what can be continued
 
 
 def test_nobody_at_home(tmp_path):
@@ -263,7 +287,9 @@ def test_two_at_once(server, tmp_path):
     """If this fails, two processes that fetch one file spoil each other's parts."""
     found = []
     file = at(server, "breaks")
-    threads = [threading.Thread(target=lambda: found.append(download(file, tmp_path))) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: found.append(download(file, tmp_path))) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -287,14 +313,18 @@ def pack(kind, data, path):
 
 @pytest.mark.parametrize("kind", ["", ".xz", ".gz", ".zip"])
 def test_packed_or_not(server, tmp_path, kind):
-    """If this fails, a packed file is not found, not read, or not recognised when a home sends it packed."""
+    """If this fails, a packed file is not found, not read, or not recognised when a home sends
+    it packed.
+    """
     there = pack(kind, TEXT, tmp_path / "there" / "box" / "thing.txt")
     assert files.find(FILE, tmp_path / "there") == there
     assert files.read(there, FILE) == TEXT
     flat = pack(kind, TEXT, tmp_path / "flat" / "thing.txt")  # straight in the folder
     assert files.find(FILE, tmp_path / "flat") == flat
     server.body = there.read_bytes()
-    fetched = download(at(server, "breaks"), tmp_path / "new")  # the address says nothing of how it is packed
+    fetched = download(
+        at(server, "breaks"), tmp_path / "new"
+    )  # the address says nothing of how it is packed
     assert fetched.name == "thing.txt" + kind
     assert files.read(fetched, FILE) == TEXT
 
@@ -302,7 +332,9 @@ def test_packed_or_not(server, tmp_path, kind):
 @pytest.mark.parametrize("kind", ["", ".xz", ".gz", ".zip"])
 @pytest.mark.parametrize("harm", ["cut", "flipped", "longer", "other"])
 def test_a_harmed_file_is_refused(tmp_path, kind, harm):
-    """If this fails, a truncated, altered or wrong file is used, or its error does not say what was expected."""
+    """If this fails, a truncated, altered or wrong file is used, or its error does not say what
+    was expected.
+    """
     data = {"longer": TEXT + b"!", "other": b"?" * len(TEXT)}.get(harm, TEXT)
     path = pack(kind, data, tmp_path / "thing.txt")
     raw = bytearray(path.read_bytes())
@@ -318,7 +350,9 @@ def test_a_harmed_file_is_refused(tmp_path, kind, harm):
 
 
 def test_an_archive_writes_nowhere(tmp_path):
-    """If this fails, a zip whose member is called ../../x writes outside its folder, or anywhere at all."""
+    """If this fails, a zip whose member is called ../../x writes outside its folder, or anywhere
+    at all.
+    """
     path = tmp_path / "a" / "b" / "thing.txt.zip"
     path.parent.mkdir(parents=True)
     with zipfile.ZipFile(path, "w") as archive:
@@ -356,9 +390,14 @@ def test_a_bomb_is_not_unpacked(tmp_path):
 def table(monkeypatch, server):
     """A table of one data set, of two files and a part, all at the local server."""
     start = (1000, hashlib.sha256(TEXT[:1000]).hexdigest())
-    whole = File("box/whole", len(TEXT), crc32=zlib.crc32(TEXT), start=start, urls=(server.url("good"),))
+    whole = File(
+        "box/whole", len(TEXT), crc32=zlib.crc32(TEXT), start=start, urls=(server.url("good"),)
+    )
     part = File("box/part", *start, part_of=whole)
-    small = {"things": Dataset("things", "", (at(server, "good"),)), "part": Dataset("part", "", (part,))}
+    small = {
+        "things": Dataset("things", "", (at(server, "good"),)),
+        "part": Dataset("part", "", (part,)),
+    }
     monkeypatch.setattr(files, "DATASETS", small)
     monkeypatch.setattr("zoneout.paper.fetch.DATASETS", small)
     return small
@@ -375,7 +414,9 @@ def test_fetching_a_data_set(table, server, tmp_path):
 
 
 def test_a_part_comes_with_the_whole(table, server):
-    """If this fails, text8-prefix cannot be made from text8, which is the only form that has a public home."""
+    """If this fails, text8-prefix cannot be made from text8, which is the only form that has a
+    public home.
+    """
     assert fetch("part") == [(cache.downloads() / "box" / "whole", True)]
     path, there = files.locate(table["part"].files[0])
     assert (path.name, there.path) == ("whole", "box/whole")
@@ -384,19 +425,27 @@ def test_a_part_comes_with_the_whole(table, server):
 
 @pytest.mark.parametrize("change", [-1, 0, 999, 1000])
 def test_a_file_known_by_its_crc(table, tmp_path, change):
-    """If this fails, text8 (of which no sha256 is published) is taken though a byte of it is wrong."""
+    """If this fails, text8 (of which no sha256 is published) is taken though a byte of it is
+    wrong.
+    """
     (whole,) = [table["part"].files[0].part_of]
     data = bytearray(TEXT)
     data[change] ^= 1
     (tmp_path / "whole").write_bytes(data)
     with pytest.raises(DataError, match="its CRC-32 is"):
         files.read(tmp_path / "whole", whole)
-    with pytest.raises(DataError, match="first 1,000 bytes") if 0 <= change < 1000 else contextlib.nullcontext():
+    with (
+        pytest.raises(DataError, match="first 1,000 bytes")
+        if 0 <= change < 1000
+        else contextlib.nullcontext()
+    ):
         files.read(tmp_path / "whole", replace(whole, crc32=zlib.crc32(data)))
 
 
 def test_fetch_mends_a_damaged_file(table, tmp_path):
-    """If this fails, a damaged file stays in the way of a good one, or a file of the user's is thrown away."""
+    """If this fails, a damaged file stays in the way of a good one, or a file of the user's is
+    thrown away.
+    """
     mine = tmp_path / "mine"
     bad = pack(".gz", b"something else", mine / "thing.txt")
     with pytest.raises(DataError):
@@ -408,7 +457,9 @@ def test_fetch_mends_a_damaged_file(table, tmp_path):
 
 
 def test_fetch_does_not_touch_zoneout_data(table, tmp_path, monkeypatch):
-    """If this fails, a damaged file in ZONEOUT_DATA is hidden by a download that would never be used."""
+    """If this fails, a damaged file in ZONEOUT_DATA is hidden by a download that would never be
+    used.
+    """
     pack("", b"something else", tmp_path / "mine" / "thing.txt")
     monkeypatch.setenv("ZONEOUT_DATA", str(tmp_path / "mine"))
     with pytest.raises(DataError, match=r"mine/thing\.txt is not thing\.txt"):
@@ -416,11 +467,16 @@ def test_fetch_does_not_touch_zoneout_data(table, tmp_path, monkeypatch):
 
 
 def test_listing_and_verifying(table, tmp_path):
-    """If this fails, `zoneout data list` or `verify` calls a file good, damaged or missing when it is not."""
+    """If this fails, `zoneout data list` or `verify` calls a file good, damaged or missing when
+    it is not.
+    """
     mine = tmp_path / "mine"
     assert {s.state for s in files.listing(mine)} == {"missing"}
     bad = pack(".gz", b"x", mine / "box" / "thing.txt")
-    assert [(s.dataset, s.state) for s in files.listing(mine)] == [("things", "present"), ("part", "missing")]
+    assert [(s.dataset, s.state) for s in files.listing(mine)] == [
+        ("things", "present"),
+        ("part", "missing"),
+    ]
     (status,) = files.verify("things", mine)
     assert (status.state, status.path, status.size) == ("damaged", bad, len(TEXT))
     assert "it has 1 bytes" in status.note
@@ -431,7 +487,9 @@ def test_listing_and_verifying(table, tmp_path):
 
 
 def test_where_files_are_looked_for(tmp_path, monkeypatch):
-    """If this fails, a folder that was named is not the first to be looked into, or ZONEOUT_DATA is left out for it."""
+    """If this fails, a folder that was named is not the first to be looked into, or ZONEOUT_DATA
+    is left out for it.
+    """
     assert files.places() == [tmp_path / "cache" / "data"]
     monkeypatch.setenv("ZONEOUT_DATA", str(tmp_path / "env"))
     assert files.places() == [tmp_path / "env", tmp_path / "cache" / "data"]
@@ -444,7 +502,9 @@ def test_where_files_are_looked_for(tmp_path, monkeypatch):
 
 
 def test_a_missing_file_says_how_to_get_it(tmp_path, monkeypatch):
-    """If this fails, the error leaves the user without the next thing to try, or says to do what was done already."""
+    """If this fails, the error leaves the user without the next thing to try, or says to do what
+    was done already.
+    """
     with pytest.raises(
         MissingError, match=r"ptb/ptb.train.txt was not found .* `zoneout data fetch char-ptb`"
     ) as error:
@@ -467,7 +527,9 @@ def test_the_table():
 
 
 def test_the_real_files_are_those_of_the_table():
-    """If this fails, the table's sizes or checksums are not those of the corpora that people have."""
+    """If this fails, the table's sizes or checksums are not those of the corpora that people
+    have.
+    """
     if REAL is None:
         pytest.skip("ZONEOUT_DATA names no folder with the real corpora")
     found = files.verify(folder=REAL)
@@ -484,16 +546,31 @@ def archive_of(data, name="thing.txt"):
 
 
 @pytest.mark.parametrize("sent", ["the archive", "another archive", "no archive"])
-def test_of_a_file_without_a_strong_sum_only_its_archive_is_taken(server, tmp_path, monkeypatch, sent):
-    """If this fails, bytes of text8 that only a CRC guards may be anybody's, packed anew or not packed at all."""
+def test_of_a_file_without_a_strong_sum_only_its_archive_is_taken(
+    server, tmp_path, monkeypatch, sent
+):
+    """If this fails, bytes of text8 that only a CRC guards may be anybody's, packed anew or not
+    packed at all.
+    """
     good = archive_of(TEXT)
-    forged = {"the archive": good, "another archive": archive_of(TEXT, "other.txt"), "no archive": TEXT}
+    forged = {
+        "the archive": good,
+        "another archive": archive_of(TEXT, "other.txt"),
+        "no archive": TEXT,
+    }
     server.body = forged[sent]
-    checked = replace(at(server, "good"), sha256=None, crc32=zlib.crc32(TEXT), zip_md5=hashlib.md5(good).hexdigest())
+    checked = replace(
+        at(server, "good"),
+        sha256=None,
+        crc32=zlib.crc32(TEXT),
+        zip_md5=hashlib.md5(good).hexdigest(),
+    )
     if sent == "the archive":
         assert files.read(download(checked, tmp_path), checked) == TEXT
         return
-    monkeypatch.setattr(files, "_contents", lambda *args: pytest.fail("it was unpacked before it was checked"))
+    monkeypatch.setattr(
+        files, "_contents", lambda *args: pytest.fail("it was unpacked before it was checked")
+    )
     with pytest.raises(DataError, match=rf"its md5 is .*zip with md5 {checked.zip_md5}"):
         download(checked, tmp_path)
     assert names(tmp_path) == []
@@ -509,7 +586,9 @@ def test_an_archive_that_is_there_is_checked_too(tmp_path):
 
 
 def test_homes_that_nobody_can_listen_in_on_come_first():
-    """If this fails, a file is asked for in the clear though it could be had otherwise, or has no sum that counts."""
+    """If this fails, a file is asked for in the clear though it could be had otherwise, or has
+    no sum that counts.
+    """
     for file in {file for dataset in DATASETS.values() for file in dataset.files}:
         secure = [url.startswith("https://") for url in file.urls]
         assert secure == sorted(secure, reverse=True), file.name
@@ -518,12 +597,16 @@ def test_homes_that_nobody_can_listen_in_on_come_first():
 
 @pytest.mark.parametrize("name", [".lock", "part"])
 def test_a_download_does_not_write_through_a_link(server, tmp_path, name):
-    """If this fails, a data folder of somebody else's empties or overwrites a file of the user's."""
+    """If this fails, a data folder of somebody else's empties or overwrites a file of the
+    user's.
+    """
     victim = tmp_path / "victim"
     victim.write_text("precious")
     file = at(server, "rangeless")
     part = part_at(file, tmp_path / "data")
     (part if name == "part" else part.with_name(name)).symlink_to(victim)
-    with pytest.raises(DataError, match="it is a symbolic link, and no file is written through one"):
+    with pytest.raises(
+        DataError, match="it is a symbolic link, and no file is written through one"
+    ):
         download(file, tmp_path / "data")
     assert victim.read_text() == "precious"

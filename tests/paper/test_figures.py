@@ -1,4 +1,6 @@
-"""The paper's figures: that they show what the records say, and say what is missing. The records here are invented."""
+"""The paper's figures: that they show what the records say, and say what is missing. The records
+here are invented.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,15 @@ def lines_of(axes: object) -> dict[str, object]:
 
 def test_all_of_the_papers_figures_are_there() -> None:
     """A figure of the paper cannot be drawn, or is drawn from recipes that do not exist."""
-    assert {"rates", "methods", "char-ptb", "text8", "pmnist", "gradient-flow", "static"} <= FIGURES.keys()
+    assert {
+        "rates",
+        "methods",
+        "char-ptb",
+        "text8",
+        "pmnist",
+        "gradient-flow",
+        "static",
+    } <= FIGURES.keys()
     assert all(arm in RECIPES for plan in FIGURES.values() for arm in plan.arms)
 
 
@@ -44,18 +54,26 @@ def test_without_results_a_figure_names_what_is_missing(name: str, tmp_path: Pat
 
 
 def test_a_figure_without_results_gives_way(tmp_path: Path) -> None:
-    """A page has an empty figure beside the one that stands in for it, or lacks one that nothing stands in for."""
+    """A page has an empty figure beside the one that stands in for it, or lacks one that nothing
+    stands in for.
+    """
     assert [drawn.name for drawn in draw_all(tmp_path)] == [*FIGURES]
     fabricated.write(tmp_path, fabricated.record("text8_prefix_zoneout"))
-    assert [drawn.name for drawn in draw_all(tmp_path)] == [name for name in FIGURES if name != "text8"]
+    assert [drawn.name for drawn in draw_all(tmp_path)] == [
+        name for name in FIGURES if name != "text8"
+    ]
     fabricated.write(tmp_path, fabricated.record("text8_zoneout"))
     assert [drawn.name for drawn in draw_all(tmp_path)] == [*FIGURES]
 
 
 def test_curves_are_the_records(tmp_path: Path) -> None:
-    """A line has the numbers of another record, training and validation are exchanged, or a unit is wrong."""
+    """A line has the numbers of another record, training and validation are exchanged, or a unit
+    is wrong.
+    """
     fabricated.write(
-        tmp_path, fabricated.record("char_ptb_zoneout"), fabricated.record("char_ptb_zoneout", 2, shift=0.1)
+        tmp_path,
+        fabricated.record("char_ptb_zoneout"),
+        fabricated.record("char_ptb_zoneout", 2, shift=0.1),
     )
     drawn = draw("char-ptb", tmp_path)
     assert drawn.missing == ("char_ptb_unregularised", "char_ptb_recurrent_dropout")
@@ -63,11 +81,20 @@ def test_curves_are_the_records(tmp_path: Path) -> None:
     validation, training, second = axes.get_lines()[:3]
     best = RECIPES["char_ptb_zoneout"].valid
     assert best is not None
-    assert list(validation.get_ydata()) == pytest.approx([1.5 * best, 1.1 * best, best, 1.02 * best])
+    assert list(validation.get_ydata()) == pytest.approx(
+        [1.5 * best, 1.1 * best, best, 1.02 * best]
+    )
     assert list(validation.get_xdata()) == [1.0, 2.0, 3.0, 4.0]
-    assert list(training.get_ydata()) == pytest.approx([best, 0.9 * best, 0.8 * best])  # nats as bits
-    assert min(second.get_ydata()) == pytest.approx(best + 0.1) and second.get_color() == validation.get_color()
-    assert validation.get_label() == "Zoneout 0.5, 0.05 (2 seeds)" and training.get_linestyle() == "--"
+    assert list(training.get_ydata()) == pytest.approx(
+        [best, 0.9 * best, 0.8 * best]
+    )  # nats as bits
+    assert (
+        min(second.get_ydata()) == pytest.approx(best + 0.1)
+        and second.get_color() == validation.get_color()
+    )
+    assert (
+        validation.get_label() == "Zoneout 0.5, 0.05 (2 seeds)" and training.get_linestyle() == "--"
+    )
     assert "1.412 at epoch 3" in drawn.text
 
 
@@ -76,7 +103,11 @@ def test_every_arm_has_its_colour_and_its_place(full: Path) -> None:
     drawn = draw("methods", full)
     (axes,) = drawn.figure.axes
     labelled = [line for line in axes.get_lines() if not line.get_label().startswith("_")]
-    assert len({line.get_color() for line in labelled}) == len({line.get_marker() for line in labelled}) == 6
+    assert (
+        len({line.get_color() for line in labelled})
+        == len({line.get_marker() for line in labelled})
+        == 6
+    )
     low, high = axes.get_ylim()
     assert all(low < min(line.get_ydata()) < high for line in labelled)
     assert len(drawn.figure.axes[0].get_legend().get_texts()) == 6
@@ -86,7 +117,9 @@ def test_every_arm_has_its_colour_and_its_place(full: Path) -> None:
 def test_nothing_of_a_legend_is_cut_off(name: str, tmp_path: Path) -> None:
     """The names of methods run out of the picture."""
     fabricated.everything(tmp_path)
-    fabricated.write(tmp_path, *(fabricated.record(arm, seed) for arm in FIGURES[name].arms for seed in (2, 3)))
+    fabricated.write(
+        tmp_path, *(fabricated.record(arm, seed) for arm in FIGURES[name].arms for seed in (2, 3))
+    )
     figure = draw(name, tmp_path).figure
     figure.draw_without_rendering()
     for axes in figure.axes:
@@ -106,26 +139,41 @@ def test_the_scale_leaves_out_what_is_far_above() -> None:
 def test_errors_and_training_loss_have_axes_of_their_own(full: Path) -> None:
     """Shares of images and nats are drawn on one scale."""
     above, below = draw("pmnist", full).figure.axes
-    assert above.get_ylabel() == "share that is wrong, validation" and below.get_ylabel() == "training loss, nats"
+    assert (
+        above.get_ylabel() == "share that is wrong, validation"
+        and below.get_ylabel() == "training loss, nats"
+    )
     assert above.get_xlim() == below.get_xlim()
     assert len(above.get_lines()) == len(below.get_lines()) == 5
 
 
 def test_the_figure_of_the_rates_has_rates_on_its_axis(tmp_path: Path) -> None:
     """A point stands at another rate than its recipe has, or on another line."""
-    names = ("char_ptb_unregularised", "char_ptb_zoneout_cells_025", "char_ptb_zoneout_cells_050", "char_ptb_zoneout")
-    fabricated.write(tmp_path, *(fabricated.record(name, shift=0.1 * n) for n, name in enumerate(names)))
+    names = (
+        "char_ptb_unregularised",
+        "char_ptb_zoneout_cells_025",
+        "char_ptb_zoneout_cells_050",
+        "char_ptb_zoneout",
+    )
+    fabricated.write(
+        tmp_path, *(fabricated.record(name, shift=0.1 * n) for n, name in enumerate(names))
+    )
     fabricated.write(tmp_path, fabricated.record("char_ptb_zoneout_cells_025", 2, shift=0.2))
     long = fabricated.record("char_ptb_zoneout_cells_050", shift=0.2)
     long["curve"] = {key: [*values, values[-1]] for key, values in long["curve"].items()}
-    long["curve"]["epoch"][-1], long["curve"]["valid"][-1] = 51.0, 1.0  # later than the others were trained for
+    long["curve"]["epoch"][-1], long["curve"]["valid"][-1] = (
+        51.0,
+        1.0,
+    )  # later than the others were trained for
     fabricated.write(tmp_path, long)
     drawn = draw("rates", tmp_path)
     (axes,) = drawn.figure.axes
     found = {c.get_label(): c.lines[0] for c in axes.containers}
     cells = found["zoneout on cells"]
     assert list(cells.get_xdata()) == [0.0, 0.25, 0.5]
-    assert list(cells.get_ydata()) == pytest.approx([1.466, 1.15, 1.2])  # without a number of the paper they are near 1
+    assert list(cells.get_ydata()) == pytest.approx(
+        [1.466, 1.15, 1.2]
+    )  # without a number of the paper they are near 1
     assert list(found["zoneout on cells, states 0.05"].get_xdata()) == [0.5]
     assert list(found["recurrent dropout"].get_xdata()) == [0.0]
     assert "zoneout on cells 1.150 at 0.25" in drawn.text
@@ -148,11 +196,17 @@ def test_the_figure_of_static_masks_has_both_evaluations(tmp_path: Path) -> None
 
 def test_gradient_flow_is_drawn_for_cells_and_states(tmp_path: Path) -> None:
     """The panels are exchanged, or a GRU, which has no cell, cannot be drawn."""
-    fabricated.write(tmp_path, fabricated.flow("gradient_flow_zoneout"), fabricated.flow("gradient_flow_zoneout", 2))
+    fabricated.write(
+        tmp_path,
+        fabricated.flow("gradient_flow_zoneout"),
+        fabricated.flow("gradient_flow_zoneout", 2),
+    )
     drawn = draw("gradient-flow", tmp_path)
     above, below = drawn.figure.axes
     assert "dcₜ" in above.get_ylabel() and "dhₜ" in below.get_ylabel()
-    assert len(above.get_lines()) == 2 and list(above.get_lines()[0].get_xdata()) == list(range(1, 41))
+    assert len(above.get_lines()) == 2 and list(above.get_lines()[0].get_xdata()) == list(
+        range(1, 41)
+    )
     assert drawn.missing == ("gradient_flow_unregularised", "gradient_flow_dropout")
     assert "of dL/dc in the last 7" in drawn.text
     record = fabricated.flow("x")
@@ -187,7 +241,10 @@ def test_the_command(full: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     arguments = ["figures", "text8", "--results", str(full), "--out", str(tmp_path)]
     assert cli.main(arguments) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "text8.svg")
-    assert cli.main(["figures", "text8", "--results", str(tmp_path), "--out", str(tmp_path), "--json"]) == 0
+    assert (
+        cli.main(["figures", "text8", "--results", str(tmp_path), "--out", str(tmp_path), "--json"])
+        == 0
+    )
     (said,) = json.loads(capsys.readouterr().out)
     assert said["missing"] == ["text8_unregularised", "text8_zoneout", "text8_recurrent_dropout"]
     assert cli.main(["figures", "nonsense", "--results", str(full)]) == codes.WRONG_USE
@@ -202,7 +259,8 @@ def test_a_damaged_record_is_a_sentence(tmp_path: Path) -> None:
         draw("methods", tmp_path)
 
 
-# --- colours ---------------------------------------------------------------------------------------
+# --- colours
+# ---------------------------------------------------------------------------------------
 
 
 def test_texts_and_lines_stand_out_on_both_grounds() -> None:
@@ -224,13 +282,20 @@ def test_every_colour_has_one_for_the_dark(full: Path) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"curve": {}}, {"curve": {"epoch": [], "valid": [], "train_nats": []}}, {"versions": {}}, {"scores": [{}]},
-        {"scores": [1]}, {"measure": "points"}, {"curve": {"epoch": [1.0], "valid": [], "train_nats": []}},
+        {"curve": {}},
+        {"curve": {"epoch": [], "valid": [], "train_nats": []}},
+        {"versions": {}},
+        {"scores": [{}]},
+        {"scores": [1]},
+        {"measure": "points"},
+        {"curve": {"epoch": [1.0], "valid": [], "train_nats": []}},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_record_with_other_parts(wrong: dict[str, Any], tmp_path: Path) -> None:
-    """A record that was changed by hand ends in a traceback, and nobody knows in which file it is."""
+    """A record that was changed by hand ends in a traceback, and nobody knows in which file it
+    is.
+    """
     path = tmp_path / "char_ptb_zoneout" / "seed-1.json"
     write_record(path, fabricated.record("char_ptb_zoneout") | wrong)
     with pytest.raises(RunError, match=r"seed-1\.json is not a record that can be read: "):

@@ -1,4 +1,5 @@
-"""Files with anything in them: what was written, or an error that is a sentence; and none that runs code.
+"""Files with anything in them: what was written, or an error that is a sentence; and none that runs
+code.
 
 ZONEOUT_FUZZ=20 tries twenty times as many cases, each time others.
 """
@@ -42,7 +43,9 @@ def sentence(error: Exception) -> bool:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run that has best weights and two checkpoints, and a text that is in the cache."""
+    """A folder with a run that has best weights and two checkpoints, and a text that is in the
+    cache.
+    """
     home = tmp_path_factory.mktemp("files")
     run, model = Run(home / "run"), build(CONFIG, len(VOCABULARY))
     run.create(CONFIG, VOCABULARY)
@@ -71,7 +74,11 @@ class Harm(tuple):  # type: ignore[type-arg]
         for kind, place, value in self:
             at = int(place * len(content))
             if kind == "flip":
-                content = content[:at] + bytes([content[at] ^ (1 << value % 8)]) + content[at + 1 :] if content else b""
+                content = (
+                    content[:at] + bytes([content[at] ^ (1 << value % 8)]) + content[at + 1 :]
+                    if content
+                    else b""
+                )
             elif kind == "cut":
                 content = content[:at]
             elif kind == "insert":
@@ -96,11 +103,14 @@ HARMS = st.lists(
 ).map(Harm)
 
 
-# --- runs ------------------------------------------------------------------------------------------
+# --- runs
+# ------------------------------------------------------------------------------------------
 
 
 @some(120)
-@given(HARMS, st.sampled_from(["config.json", "vocabulary.json", "metrics.jsonl", "best.safetensors"]))
+@given(
+    HARMS, st.sampled_from(["config.json", "vocabulary.json", "metrics.jsonl", "best.safetensors"])
+)
 def test_a_run_with_any_file_harmed(home: Path, harm: Harm, name: str) -> None:
     """What is read is not what was written, or what is wrong is not said."""
     path = home / "run" / name
@@ -119,8 +129,12 @@ def test_a_run_with_any_file_harmed(home: Path, harm: Harm, name: str) -> None:
         assert sentence(error)
     else:
         if name == "best.safetensors":
-            assert all(torch.equal(found[key], value) for key, value in expected.items()), "other weights"
-        elif name != "metrics.jsonl":  # good JSON with other values is another config, and good as such
+            assert all(torch.equal(found[key], value) for key, value in expected.items()), (
+                "other weights"
+            )
+        elif (
+            name != "metrics.jsonl"
+        ):  # good JSON with other values is another config, and good as such
             assert type(found) is type(expected)
         else:
             assert all(isinstance(row, dict) for row in found)
@@ -130,7 +144,9 @@ def test_a_run_with_any_file_harmed(home: Path, harm: Harm, name: str) -> None:
 
 @some(120)
 @given(HARMS, st.sampled_from(["state.json", "tensors.safetensors"]), st.booleans())
-def test_a_checkpoint_with_any_harm_is_passed_over(home: Path, harm: Harm, name: str, both: bool) -> None:
+def test_a_checkpoint_with_any_harm_is_passed_over(
+    home: Path, harm: Harm, name: str, both: bool
+) -> None:
     """A run goes on from something else than a checkpoint that it wrote."""
     copy = home / "copy"
     shutil.rmtree(copy, ignore_errors=True)
@@ -152,7 +168,9 @@ def test_a_checkpoint_with_any_harm_is_passed_over(home: Path, harm: Harm, name:
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
@@ -196,7 +214,9 @@ def test_any_json_as_a_config(values: list[tuple[str, Any]], other: Any) -> None
     ids=lambda content: repr(content[:12]),
 )
 def test_json_that_is_meant_ill(home: Path, name: str, content: bytes) -> None:
-    """Brackets without end, no text at all, or a page that is not an object: an error out of the depths."""
+    """Brackets without end, no text at all, or a page that is not an object: an error out of the
+    depths.
+    """
     folder = home / "ill"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(home / "run", folder)
@@ -206,7 +226,9 @@ def test_json_that_is_meant_ill(home: Path, name: str, content: bytes) -> None:
         "vocabulary.json": runs.read_vocabulary,
         "metrics.jsonl": runs.read_metrics,
     }[name]
-    cut_off = name == "metrics.jsonl" and b"\n" not in content  # half a line is what a crash leaves, and is left out
+    cut_off = (
+        name == "metrics.jsonl" and b"\n" not in content
+    )  # half a line is what a crash leaves, and is left out
     if cut_off:
         assert read(folder) == []
         return
@@ -215,7 +237,8 @@ def test_json_that_is_meant_ill(home: Path, name: str, content: bytes) -> None:
     assert sentence(error.value)
 
 
-# --- data ------------------------------------------------------------------------------------------
+# --- data
+# ------------------------------------------------------------------------------------------
 
 
 def packed(text: bytes, how: str) -> bytes:
@@ -224,7 +247,9 @@ def packed(text: bytes, how: str) -> bytes:
         with zipfile.ZipFile(buffer, "w") as archive:
             archive.writestr("text.txt", text)
         return buffer.getvalue()
-    return {"plain": lambda b: b, "gz": lambda b: gzip.compress(b, mtime=0), "xz": lzma.compress}[how](text)
+    return {"plain": lambda b: b, "gz": lambda b: gzip.compress(b, mtime=0), "xz": lzma.compress}[
+        how
+    ](text)
 
 
 @some(150)
@@ -240,14 +265,17 @@ def test_a_text_with_any_harm(home: Path, harm: Harm, how: str, by: Any) -> None
         return
     size = len(corpus.vocabulary)
     assert all(
-        part.ndim == 1 and len(part) >= 2 and part.max() < size for part in (corpus.train, corpus.valid, corpus.test)
+        part.ndim == 1 and len(part) >= 2 and part.max() < size
+        for part in (corpus.train, corpus.valid, corpus.test)
     )
 
 
 @some(150)
 @given(HARMS, st.integers(0, 3))
 @example(Harm([("zeros", 0.0, 0)]), 1)
-@example(Harm([("zeros", 0.1, 0)]), 1)  # a header that ends in the middle made NumPy raise a TokenError
+@example(
+    Harm([("zeros", 0.1, 0)]), 1
+)  # a header that ends in the middle made NumPy raise a TokenError
 def test_a_cache_with_any_harm_is_made_again(home: Path, harm: Harm, number: int) -> None:
     """A harmed entry is trained on, or is in the way."""
     expected = load(home / "text.txt")
@@ -258,7 +286,10 @@ def test_a_cache_with_any_harm_is_made_again(home: Path, harm: Harm, number: int
     path.write_bytes(harm(content))
     found = load(home / "text.txt")
     assert found.vocabulary == expected.vocabulary and found.digest == expected.digest
-    assert all(np.array_equal(getattr(found, part), getattr(expected, part)) for part in ("train", "valid", "test"))
+    assert all(
+        np.array_equal(getattr(found, part), getattr(expected, part))
+        for part in ("train", "valid", "test")
+    )
 
 
 @some(60)
@@ -275,7 +306,8 @@ def test_images_with_any_harm_are_refused(home: Path, harm: Harm, number: int, p
     assert sentence(error.value)
 
 
-# --- nothing runs code -----------------------------------------------------------------------------
+# --- nothing runs code
+# -----------------------------------------------------------------------------
 
 
 class Evil:
@@ -293,7 +325,11 @@ def evil_files(trap: Path) -> dict[str, bytes]:
     torchs, numpys = BytesIO(), BytesIO()
     torch.save({"weight": Evil(trap)}, torchs)
     np.save(numpys, np.array([Evil(trap)], dtype=object), allow_pickle=True)
-    return {"pickle": pickle.dumps(Evil(trap)), "torch": torchs.getvalue(), "numpy": numpys.getvalue()}
+    return {
+        "pickle": pickle.dumps(Evil(trap)),
+        "torch": torchs.getvalue(),
+        "numpy": numpys.getvalue(),
+    }
 
 
 @pytest.mark.parametrize("form", ["pickle", "torch", "numpy"])

@@ -1,4 +1,6 @@
-"""Gradient flow: that the derivatives are those of the state at each step, through everything after it."""
+"""Gradient flow: that the derivatives are those of the state at each step, through everything
+after it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,17 @@ from torch import Tensor, nn
 
 import zoneout as zo
 from zoneout.paper import cli, codes, disk, gradients
-from zoneout.paper.config import Batches, Config, Data, Evaluation, Model, Optimizer, Protocol, Zoneout, change
+from zoneout.paper.config import (
+    Batches,
+    Config,
+    Data,
+    Evaluation,
+    Model,
+    Optimizer,
+    Protocol,
+    Zoneout,
+    change,
+)
 from zoneout.paper.feeds import make_feed
 from zoneout.paper.gradients import flow, gradients_of, half_in_last, mean_norms, measure, watched
 from zoneout.paper.models import build, loss_of
@@ -51,13 +63,25 @@ LAYERS: dict[str, Any] = {
     "learned start": lambda: zo.LSTM(
         I, H, noise=zo.RecurrentDropout(rate=0.5), learn_initial_state=True, dtype=torch.float64
     ),
-    "two layers": lambda: zo.LSTM(I, H, 2, dropout=0.3, noise=zo.Zoneout(cell=0.5, hidden=0.2), dtype=torch.float64),
-    "both ways": lambda: zo.LSTM(I, H, bidirectional=True, noise=zo.Zoneout(cell=0.5), dtype=torch.float64),
-    "layer norm": lambda: zo.LSTM(I, H, norm="layer", noise=zo.Zoneout(cell=0.5), dtype=torch.float64),
+    "two layers": lambda: zo.LSTM(
+        I, H, 2, dropout=0.3, noise=zo.Zoneout(cell=0.5, hidden=0.2), dtype=torch.float64
+    ),
+    "both ways": lambda: zo.LSTM(
+        I, H, bidirectional=True, noise=zo.Zoneout(cell=0.5), dtype=torch.float64
+    ),
+    "layer norm": lambda: zo.LSTM(
+        I, H, norm="layer", noise=zo.Zoneout(cell=0.5), dtype=torch.float64
+    ),
     "batch norm": lambda: zo.LSTM(I, H, norm=zo.RecurrentBatchNorm(T, 0.1), dtype=torch.float64),
-    "GRU": lambda: zo.GRU(I, H, noise=[zo.Zoneout(hidden=0.2), zo.WeightNoise(std=0.1)], dtype=torch.float64),
-    "RNN": lambda: zo.RNN(I, H, noise=zo.VariationalDropout(input=0.3, hidden=0.3), dtype=torch.float64),
-    "reference": lambda: zo.LSTM(I, H, noise=zo.Zoneout(cell=0.5), backend="reference", dtype=torch.float64),
+    "GRU": lambda: zo.GRU(
+        I, H, noise=[zo.Zoneout(hidden=0.2), zo.WeightNoise(std=0.1)], dtype=torch.float64
+    ),
+    "RNN": lambda: zo.RNN(
+        I, H, noise=zo.VariationalDropout(input=0.3, hidden=0.3), dtype=torch.float64
+    ),
+    "reference": lambda: zo.LSTM(
+        I, H, noise=zo.Zoneout(cell=0.5), backend="reference", dtype=torch.float64
+    ),
 }
 
 
@@ -73,7 +97,9 @@ def test_a_watched_layer_computes_what_it_always_does(name: str) -> None:
     torch.testing.assert_close(z, y, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(other, state, rtol=1e-10, atol=1e-12)
     for buffer in dict(layer.named_buffers()):  # batch norm has seen the same
-        torch.testing.assert_close(twin.get_buffer(buffer), layer.get_buffer(buffer), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(
+            twin.get_buffer(buffer), layer.get_buffer(buffer), rtol=1e-10, atol=1e-12
+        )
     assert all(len(each) == T for each in states.values())
     assert "_run" not in vars(twin)
 
@@ -83,7 +109,11 @@ def test_lengths_and_resets_are_kept() -> None:
     layer, x = LAYERS["zoneout"](), inputs(T, B, I)
     cuts = torch.zeros(T, B, dtype=torch.bool)
     cuts[3, 1] = True
-    for options in ({"lengths": [7, 2, 4]}, {"resets": cuts}, {"lengths": [7, 2, 4], "return_cells": True}):
+    for options in (
+        {"lengths": [7, 2, 4]},
+        {"resets": cuts},
+        {"lengths": [7, 2, 4], "return_cells": True},
+    ):
         expected = layer(x, seed=1, **options)
         with watched(layer):
             found = layer(x, seed=1, **options)
@@ -91,7 +121,9 @@ def test_lengths_and_resets_are_kept() -> None:
 
 
 def slowly(layer: Any, x: Tensor, seed: int, read: Tensor) -> dict[str, Tensor]:
-    """The same by the obvious loop: single cells, states kept by hand, one layer above another at every step."""
+    """The same by the obvious loop: single cells, states kept by hand, one layer above another
+    at every step.
+    """
     cells = [
         zo.LSTMCell(size, H, noise=layer.noise, layer=number, dtype=torch.float64)
         for number, size in enumerate([I] + [H] * (layer.num_layers - 1))
@@ -112,14 +144,23 @@ def slowly(layer: Any, x: Tensor, seed: int, read: Tensor) -> dict[str, Tensor]:
             states[number], below = (h, c), h
         loss = loss + (below * read[t]).sum()
     loss.backward()
-    return {n: torch.stack([torch.zeros(B, H) if s.grad is None else s.grad for s in each]) for n, each in kept.items()}
+    return {
+        n: torch.stack([torch.zeros(B, H) if s.grad is None else s.grad for s in each])
+        for n, each in kept.items()
+    }
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("noise", [None, zo.Zoneout(cell=0.5, hidden=0.2), zo.StateDropout(cell=0.5)])
+@pytest.mark.parametrize(
+    "noise", [None, zo.Zoneout(cell=0.5, hidden=0.2), zo.StateDropout(cell=0.5)]
+)
 def test_the_gradients_are_those_of_the_obvious_loop(layers: int, noise: Any) -> None:
     """A path is left out, such as that through the layer above, or one is counted twice."""
-    layer, x, read = zo.LSTM(I, H, layers, noise=noise, dtype=torch.float64), inputs(T, B, I), inputs(T, B, H)
+    layer, x, read = (
+        zo.LSTM(I, H, layers, noise=noise, dtype=torch.float64),
+        inputs(T, B, I),
+        inputs(T, B, H),
+    )
     with watched(layer) as states:
         loss = (layer(x, seed=3)[0] * read).sum()
     found = gradients_of(loss, states)
@@ -130,7 +171,9 @@ def test_the_gradients_are_those_of_the_obvious_loop(layers: int, noise: Any) ->
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-@pytest.mark.parametrize("noise", [None, zo.Zoneout(cell=0.5, hidden=0.2), zo.StateDropout(cell=0.5)])
+@pytest.mark.parametrize(
+    "noise", [None, zo.Zoneout(cell=0.5, hidden=0.2), zo.StateDropout(cell=0.5)]
+)
 def test_the_gradients_are_what_a_small_change_of_the_state_does(backend: str, noise: Any) -> None:
     """They are derivatives of something else: of the candidate, or without what follows from it."""
     layer = zo.LSTM(I, H, noise=noise, backend=backend, dtype=torch.float64)
@@ -142,9 +185,15 @@ def test_the_gradients_are_what_a_small_change_of_the_state_does(backend: str, n
         before, (h, c) = layer(x[: t + 1], seed=3)
 
         def rest(dh: Tensor, dc: Tensor) -> Tensor:
-            """The loss when the state after step t is a little different; h_t is also what is read there."""
+            """The loss when the state after step t is a little different; h_t is also what is
+            read there.
+            """
             y, _ = layer(x[t + 1 :], (h + dh, c + dc), seed=3, first_step=t + 1)
-            return (before[:t] * read[:t]).sum() + ((before[t] + dh) * read[t]).sum() + (y * read[t + 1 :]).sum()
+            return (
+                (before[:t] * read[:t]).sum()
+                + ((before[t] + dh) * read[t]).sum()
+                + (y * read[t + 1 :]).sum()
+            )
 
         zero = torch.zeros_like(h)
         assert abs(rest(zero, zero) - loss) < 1e-10
@@ -155,11 +204,15 @@ def test_the_gradients_are_what_a_small_change_of_the_state_does(backend: str, n
                 up = rest(*((move, zero) if which == 0 else (zero, move)))
                 down = rest(*((-move, zero) if which == 0 else (zero, -move)))
                 slope = found[name][t][:, unit].sum().item()
-                assert math.isclose(slope, ((up - down) / (2 * eps)).item(), rel_tol=1e-6, abs_tol=1e-8)
+                assert math.isclose(
+                    slope, ((up - down) / (2 * eps)).item(), rel_tol=1e-6, abs_tol=1e-8
+                )
 
 
 def test_a_gradient_that_is_known() -> None:
-    """The norms are not L2 norms over units, or not averaged over the batch, or the shares not of their sum."""
+    """The norms are not L2 norms over units, or not averaged over the batch, or the shares not
+    of their sum.
+    """
     layer = zo.RNN(1, 2, nonlinearity="relu", bias=False, dtype=torch.float64)
     with torch.no_grad():
         layer.weight_hh_l0.copy_(torch.eye(2) / 2)  # every step back halves the gradient
@@ -204,7 +257,9 @@ def test_what_cannot_be_watched_says_so() -> None:
 
 @pytest.mark.parametrize("kind", ["chunks", "streams"])
 def test_the_batches_are_averaged(kind: str) -> None:
-    """Only one batch counts, streams do not carry their state, or the model is measured without its masks."""
+    """Only one batch counts, streams do not carry their state, or the model is measured without
+    its masks.
+    """
     config = change(TINY, {"batches.kind": kind, "model.layers": 1})
     data = load_data(config)
     model = build(config, len(data.vocabulary))  # type: ignore[union-attr]
@@ -224,10 +279,13 @@ def test_the_batches_are_averaged(kind: str) -> None:
     with pytest.raises(ValueError, match="batches"):
         measure(model, config, data, batches=0)
     every = measure(model, config, data, batches=10**6)
-    assert every.batches == feed.updates() and every.rows == feed.all_rows, "what was asked for is not what was taken"
+    assert every.batches == feed.updates() and every.rows == feed.all_rows, (
+        "what was asked for is not what was taken"
+    )
 
 
-# --- from the command line -------------------------------------------------------------------------
+# --- from the command line
+# -------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +302,10 @@ def test_of_a_run(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     said = capsys.readouterr().out
     assert "half of the norm lies in the last" in said and str(trained) in said
     record = gradients.read_record(trained / "gradients.json")
-    assert list(record["layers"]) == ["l0", "l1"] and list(record["layers"]["l1"]) == ["hidden", "cell"]
+    assert list(record["layers"]) == ["l0", "l1"] and list(record["layers"]["l1"]) == [
+        "hidden",
+        "cell",
+    ]
     share = record["layers"]["l1"]["hidden"]["share"]
     assert len(share) == 14 and abs(sum(share) - 1) < 1e-4
     command = ["zoneout", "gradients", str(trained), "--weights", "best", "--batches", "2"]
@@ -254,18 +315,30 @@ def test_of_a_run(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     first = (trained / "gradients.json").read_bytes()
     assert cli.main(["gradients", *arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == [json.loads(first)]
-    assert (trained / "gradients.json").read_bytes() == first  # the same weights give the same numbers
+    assert (
+        trained / "gradients.json"
+    ).read_bytes() == first  # the same weights give the same numbers
     assert cli.main(["gradients", *arguments, "--seed", "3"]) == codes.WRONG_USE
     assert "--seed: it is for recipes" in capsys.readouterr().err
-    assert cli.main(["gradients", *arguments, "--picture", str(tmp_path / "flow.jpg")]) == codes.WRONG_USE
+    assert (
+        cli.main(["gradients", *arguments, "--picture", str(tmp_path / "flow.jpg")])
+        == codes.WRONG_USE
+    )
     said = capsys.readouterr()
-    assert "flow.jpg: expected a name that ends in .png" in said.err and not said.out  # before the work, and not after
+    assert (
+        "flow.jpg: expected a name that ends in .png" in said.err and not said.out
+    )  # before the work, and not after
 
 
 def test_of_a_recipe(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    trained: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The flow of a recipe's run goes where nobody looks for it, or one that is not there, or a trial, for it."""
+    """The flow of a recipe's run goes where nobody looks for it, or one that is not there, or a
+    trial, for it.
+    """
     out, results = tmp_path / "out", tmp_path / "res"
     where = ["--out", str(out), "--results", str(results), "--batches", "1", "--device", "cpu"]
     assert cli.main(["gradients", "gradient-flow", *where]) == codes.FAILED
@@ -274,7 +347,10 @@ def test_of_a_recipe(
         (out / name).mkdir(parents=True)
         (out / name / "seed-1").symlink_to(trained)
     assert cli.main(["gradients", "gradient-flow", *where]) == codes.FAILED
-    assert "is a trial of gradient_flow_unregularised" in capsys.readouterr().err and not results.exists()
+    assert (
+        "is a trial of gradient_flow_unregularised" in capsys.readouterr().err
+        and not results.exists()
+    )
     monkeypatch.setattr(gradients, "changes", lambda ours, theirs: [])
     assert cli.main(["gradients", "gradient-flow", *where]) == 0
     record = gradients.read_record(results / "gradient_flow_zoneout" / "gradients-seed-1.json")

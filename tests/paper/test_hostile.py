@@ -1,4 +1,6 @@
-"""Runs, texts and options of somebody who means ill: a sentence and an exit code, and nothing written elsewhere."""
+"""Runs, texts and options of somebody who means ill: a sentence and an exit code, and nothing
+written elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,18 @@ import torch
 from command_line import SMALL
 from safetensors.torch import load_file, save_file
 
-from zoneout.paper import commands, data, disk, files, models, plots, processes, runs, streams, trials
+from zoneout.paper import (
+    commands,
+    data,
+    disk,
+    files,
+    models,
+    plots,
+    processes,
+    runs,
+    streams,
+    trials,
+)
 from zoneout.paper import train as training
 from zoneout.paper.codes import BAD_DATA, DIVERGED, FAILED, OK, WRONG_USE
 from zoneout.paper.config import Config, Model
@@ -55,7 +68,9 @@ def edit(path: Path, **values: Any) -> None:
 
 
 def sentence(result: tuple[int, str, str], code: int, *words: str) -> None:
-    """The command ended with a code and one line that has these words, and nothing that commands a terminal."""
+    """The command ended with a code and one line that has these words, and nothing that commands
+    a terminal.
+    """
     found, out, err = result
     assert found == code, (found, out, err)
     assert len(err.strip().splitlines()) == 1 and all(word in err for word in words), err
@@ -66,10 +81,13 @@ def go_on(zoneout: Command, run: Path) -> tuple[int, str, str]:
     return zoneout("train", "--resume", "--out", run, "--updates", "40")
 
 
-# --- nothing is written elsewhere ------------------------------------------------------------------
+# --- nothing is written elsewhere
+# ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [".summary.json", ".data.json", ".config.json", ".vocabulary.json", "last/.00000040"])
+@pytest.mark.parametrize(
+    "name", [".summary.json", ".data.json", ".config.json", ".vocabulary.json", "last/.00000040"]
+)
 def test_a_run_goes_on_beside_links_where_files_were_once_written_to_the_side(
     hostile: Path, zoneout: Command, name: str
 ) -> None:
@@ -88,12 +106,18 @@ def test_a_run_whose_files_are_links_is_refused(hostile: Path, zoneout: Command,
     (hostile / name).replace(victim)
     before = victim.read_bytes()
     (hostile / name).symlink_to(victim.absolute())
-    sentence(go_on(zoneout, hostile), FAILED, f"{name}: it is a symbolic link, and no file is written through one")
+    sentence(
+        go_on(zoneout, hostile),
+        FAILED,
+        f"{name}: it is a symbolic link, and no file is written through one",
+    )
     assert victim.read_bytes() == before
 
 
 def test_no_checkpoint_is_removed_through_a_link(hostile: Path, zoneout: Command) -> None:
-    """Folders of the user's whose names are numbers (photos of 2019) are removed as old checkpoints."""
+    """Folders of the user's whose names are numbers (photos of 2019) are removed as old
+    checkpoints.
+    """
     photos = Path("photos")
     (hostile / "last").rename(photos)
     (photos / "2").mkdir()
@@ -120,7 +144,9 @@ def test_what_is_written_takes_the_place_of_a_link(tmp_path: Path) -> None:
         assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
 
 
-def test_what_fails_leaves_nothing_on_the_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_leaves_nothing_on_the_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A full disk is filled with halves of files."""
 
     def full(number: int) -> None:
@@ -129,7 +155,10 @@ def test_what_fails_leaves_nothing_on_the_side(tmp_path: Path, monkeypatch: pyte
     run = Run(tmp_path / "run")
     run.create(Config(model=Model(hidden=2)), None)
     monkeypatch.setattr(os, "fsync", full)
-    for write in (lambda: run.finish({}), lambda: run.save({"a": torch.zeros(1)}, {"update": 1, "epoch": 0})):
+    for write in (
+        lambda: run.finish({}),
+        lambda: run.save({"a": torch.zeros(1)}, {"update": 1, "epoch": 0}),
+    ):
         with pytest.raises(disk.RunError, match="the disk is full"):
             write()
     run.close()
@@ -137,27 +166,41 @@ def test_what_fails_leaves_nothing_on_the_side(tmp_path: Path, monkeypatch: pyte
 
 
 def test_files_are_opened_in_one_place() -> None:
-    """A new place that opens files by itself waits for pipes and follows links; one that prints, prints anything.
+    """A new place that opens files by itself waits for pipes and follows links; one that prints,
+    prints anything.
 
-    What the files of a run are called by others (safetensors, NumPy) is checked before, in these functions.
+    What the files of a run are called by others (safetensors, NumPy) is checked before, in these
+    functions.
     """
     allowed = {"disk.py": {"open"}, "streams.py": {"print"}}
     for path in Path(disk.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call):
                 continue
-            name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+            name = (
+                node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+            )
             direct = isinstance(node.func, ast.Name) and name in ("open", "print")
-            method = name in ("write_text", "write_bytes", "read_text", "read_bytes", "touch") and not (
+            method = name in (
+                "write_text",
+                "write_bytes",
+                "read_text",
+                "read_bytes",
+                "touch",
+            ) and not (
                 isinstance(node.func, ast.Name)
-                or (isinstance(node.func, ast.Attribute) and getattr(node.func.value, "id", "") == "disk")
+                or (
+                    isinstance(node.func, ast.Attribute)
+                    and getattr(node.func.value, "id", "") == "disk"
+                )
             )
             at = f"{path.name}:{node.lineno}"
             assert not direct or name in allowed.get(path.name, ()), at
             assert not method or "/sys/fs/cgroup" in ast.unparse(node), at
 
 
-# --- what is read ----------------------------------------------------------------------------------
+# --- what is read
+# ----------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("impatient")
@@ -175,7 +218,9 @@ def test_files_are_opened_in_one_place() -> None:
         ("lock", "train"),
     ],
 )
-def test_a_pipe_in_a_run_is_not_waited_for(hostile: Path, zoneout: Command, name: str, command: str) -> None:
+def test_a_pipe_in_a_run_is_not_waited_for(
+    hostile: Path, zoneout: Command, name: str, command: str
+) -> None:
     """A command that somebody's run is given to hangs."""
     (hostile / name).unlink()
     os.mkfifo(hostile / name)
@@ -183,18 +228,41 @@ def test_a_pipe_in_a_run_is_not_waited_for(hostile: Path, zoneout: Command, name
         "last": ("eval", hostile, "--weights", "last"),
         "train": ("train", "--resume", "--out", hostile),
     }
-    sentence(zoneout(*options.get(command, (command, hostile))), FAILED, name, "expected a file, got a pipe")
+    sentence(
+        zoneout(*options.get(command, (command, hostile))),
+        FAILED,
+        name,
+        "expected a file, got a pipe",
+    )
 
 
 @pytest.mark.usefixtures("impatient")
 def test_a_pipe_in_the_place_of_a_text(trained: Path, zoneout: Command) -> None:
     """A text that never comes is waited for; a device that never ends is read."""
     os.mkfifo("pipe")
-    sentence(zoneout("eval", trained, "--text", "pipe"), BAD_DATA, "pipe: cannot be read: expected a file, got a pipe")
-    sentence(zoneout("eval", trained, "--text", "/dev/zero"), BAD_DATA, "expected a file, got a device")
-    sentence(zoneout("train", "--data", "pipe"), BAD_DATA, "pipe is a pipe or a device; expected a text file")
-    sentence(zoneout("train", "--data", "my.txt", "--data.valid", "pipe"), BAD_DATA, "is a pipe or a device")
-    sentence(zoneout("eval", trained, "--text", "~nobody-of-this-name/x"), BAD_DATA, "there is no such home folder")
+    sentence(
+        zoneout("eval", trained, "--text", "pipe"),
+        BAD_DATA,
+        "pipe: cannot be read: expected a file, got a pipe",
+    )
+    sentence(
+        zoneout("eval", trained, "--text", "/dev/zero"), BAD_DATA, "expected a file, got a device"
+    )
+    sentence(
+        zoneout("train", "--data", "pipe"),
+        BAD_DATA,
+        "pipe is a pipe or a device; expected a text file",
+    )
+    sentence(
+        zoneout("train", "--data", "my.txt", "--data.valid", "pipe"),
+        BAD_DATA,
+        "is a pipe or a device",
+    )
+    sentence(
+        zoneout("eval", trained, "--text", "~nobody-of-this-name/x"),
+        BAD_DATA,
+        "there is no such home folder",
+    )
 
 
 @pytest.mark.parametrize(
@@ -202,11 +270,21 @@ def test_a_pipe_in_the_place_of_a_text(trained: Path, zoneout: Command) -> None:
     [
         ("vocabulary.json", '{"unit": [], "symbols": ["a"]}', 'expected "unit" to be char or word'),
         ("vocabulary.json", "[" * 100_000, 'expected JSON with "unit" and "symbols"'),
-        ("config.json", '{"seed": ' + "[" * 500 + "]" * 500 + "}", "seed: expected a whole number, got [[[["),
-        ("config.json", '{"device": "\\u001b[31m"}', "device: expected a name without control characters"),
+        (
+            "config.json",
+            '{"seed": ' + "[" * 500 + "]" * 500 + "}",
+            "seed: expected a whole number, got [[[[",
+        ),
+        (
+            "config.json",
+            '{"device": "\\u001b[31m"}',
+            "device: expected a name without control characters",
+        ),
     ],
 )
-def test_files_of_wrong_types_or_depth(hostile: Path, zoneout: Command, name: str, content: str, words: str) -> None:
+def test_files_of_wrong_types_or_depth(
+    hostile: Path, zoneout: Command, name: str, content: str, words: str
+) -> None:
     """A file of somebody's ends in a traceback."""
     (hostile / name).write_text(content)
     sentence(zoneout("eval", hostile), FAILED, f"{name} cannot be read", words)
@@ -214,10 +292,23 @@ def test_files_of_wrong_types_or_depth(hostile: Path, zoneout: Command, name: st
 
 @pytest.mark.parametrize(
     "values",
-    ['"update": "x"', f'"update": {10**400}', '"epoch": null', '"nats": "\\u001b"', '"bits": [1]', '"bits": NaN',
-     '"bits": 1e999', '"best": "x"', '"kind": []', '"predictions": "x"', '"more": 1e999', '"perplexity": 2',
-     f'"deep": {"[" * 500}{"]" * 500}', '"bits": null'],
-)  # fmt: skip
+    [
+        '"update": "x"',
+        f'"update": {10**400}',
+        '"epoch": null',
+        '"nats": "\\u001b"',
+        '"bits": [1]',
+        '"bits": NaN',
+        '"bits": 1e999',
+        '"best": "x"',
+        '"kind": []',
+        '"predictions": "x"',
+        '"more": 1e999',
+        '"perplexity": 2',
+        f'"deep": {"[" * 500}{"]" * 500}',
+        '"bits": null',
+    ],
+)
 def test_metrics_of_wrong_types(hostile: Path, zoneout: Command, values: str) -> None:
     """What is shown of a run, as a text or as JSON, ends in a traceback, or is not JSON."""
     path = hostile / "metrics.jsonl"
@@ -230,7 +321,15 @@ def test_metrics_of_wrong_types(hostile: Path, zoneout: Command, values: str) ->
 
 
 @pytest.mark.parametrize(
-    "values", [{"update": "x"}, {"seconds": None}, {"parameters": []}, {"epoch": True}, {"best": 3}, {"test": {}}]
+    "values",
+    [
+        {"update": "x"},
+        {"seconds": None},
+        {"parameters": []},
+        {"epoch": True},
+        {"best": 3},
+        {"test": {}},
+    ],
 )
 def test_a_summary_of_wrong_types(hostile: Path, zoneout: Command, values: dict[str, Any]) -> None:
     """The end of a run ends in a traceback when it is shown."""
@@ -238,8 +337,12 @@ def test_a_summary_of_wrong_types(hostile: Path, zoneout: Command, values: dict[
     sentence(zoneout("show", hostile), FAILED, "summary.json cannot be read")
 
 
-@pytest.mark.parametrize("info", ["[]", "3", "[" * 100_000, '{"epoch": "x"}', '{"epoch": NaN}', '{"sha256": []}'])
-def test_what_is_noted_beside_weights_of_wrong_types(hostile: Path, zoneout: Command, info: str) -> None:
+@pytest.mark.parametrize(
+    "info", ["[]", "3", "[" * 100_000, '{"epoch": "x"}', '{"epoch": NaN}', '{"sha256": []}']
+)
+def test_what_is_noted_beside_weights_of_wrong_types(
+    hostile: Path, zoneout: Command, info: str
+) -> None:
     """A file of weights ends in a traceback."""
     path = hostile / "best.safetensors"
     save_file(load_file(path), path, {"info": info})
@@ -248,13 +351,18 @@ def test_what_is_noted_beside_weights_of_wrong_types(hostile: Path, zoneout: Com
 
 def with_weights(run: Path, **values: torch.Tensor) -> None:
     path = run / "best.safetensors"
-    save_file(load_file(path) | {name.replace("__", "."): value for name, value in values.items()}, path)
+    save_file(
+        load_file(path) | {name.replace("__", "."): value for name, value in values.items()}, path
+    )
 
 
 def test_weights_that_are_no_numbers(hostile: Path, zoneout: Command) -> None:
     """A model with nan, imaginary or whole numbers is taken for the one that was trained."""
     bias = load_file(hostile / "best.safetensors")["softmax.bias"]
-    for value, word in ((bias * torch.nan, "not finite"), (bias.to(torch.complex64), "other type: ['softmax.bias']")):
+    for value, word in (
+        (bias * torch.nan, "not finite"),
+        (bias.to(torch.complex64), "other type: ['softmax.bias']"),
+    ):
         with_weights(hostile, softmax__bias=value)
         for command in (("eval", hostile), ("eval", hostile, "--json"), ("sample", hostile)):
             sentence(zoneout(*command), FAILED, word)
@@ -264,9 +372,16 @@ def test_weights_that_are_no_numbers(hostile: Path, zoneout: Command) -> None:
 def test_a_loss_that_is_not_finite_is_an_error(hostile: Path, zoneout: Command) -> None:
     """`eval` succeeds with nan, which is no JSON; `sample` ends in a traceback."""
     with_weights(
-        hostile, softmax__weight=torch.full_like(load_file(hostile / "best.safetensors")["softmax.weight"], 3e38)
+        hostile,
+        softmax__weight=torch.full_like(
+            load_file(hostile / "best.safetensors")["softmax.weight"], 3e38
+        ),
     )
-    for command in (("eval", hostile), ("eval", hostile, "--json"), ("eval", hostile, "--text", "my.txt")):
+    for command in (
+        ("eval", hostile),
+        ("eval", hostile, "--json"),
+        ("eval", hostile, "--text", "my.txt"),
+    ):
         sentence(zoneout(*command), DIVERGED, "and no finite number; the weights cannot be good")
     code, _, err = zoneout("sample", hostile, "--length", "3")
     assert code == DIVERGED and "are not finite numbers" in err
@@ -305,11 +420,15 @@ def test_a_checkpoint_that_cannot_be(hostile: Path, zoneout: Command, change: An
 def test_a_checkpoint_of_other_types(hostile: Path, zoneout: Command) -> None:
     """Imaginary weights are continued from."""
     for path in hostile.glob("last/*/tensors.safetensors"):
-        save_file({name: value.to(torch.complex64) for name, value in load_file(path).items()}, path)
+        save_file(
+            {name: value.to(torch.complex64) for name, value in load_file(path).items()}, path
+        )
 
     def seal(page: dict[str, Any]) -> None:
         update = page["state"]["update"]
-        page["tensors_sha256"] = disk.digest_of(hostile / "last" / f"{update:08d}" / "tensors.safetensors")
+        page["tensors_sha256"] = disk.digest_of(
+            hostile / "last" / f"{update:08d}" / "tensors.safetensors"
+        )
 
     reseal(hostile, seal)
     sentence(go_on(zoneout, hostile), FAILED, "the checkpoint does not fit the run's config")
@@ -321,7 +440,8 @@ def test_names_of_checkpoints_are_plain_digits(hostile: Path) -> None:
     assert [path.name for path in Run(hostile).checkpoints()] == ["00000030", "00000020"]
 
 
-# --- sizes -----------------------------------------------------------------------------------------
+# --- sizes
+# -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -336,8 +456,12 @@ def test_names_of_checkpoints_are_plain_digits(hostile: Path) -> None:
     ],
 )
 def test_absurd_sizes(hostile: Path, zoneout: Command, option: str, value: int, words: str) -> None:
-    """A slip of the hand, or somebody's config, ends in a traceback, or fills the memory until the system kills."""
-    code, out, err = zoneout("train", "--data", "my.txt", "--out", "run", *SMALL, f"--{option}", str(value))
+    """A slip of the hand, or somebody's config, ends in a traceback, or fills the memory until
+    the system kills.
+    """
+    code, out, err = zoneout(
+        "train", "--data", "my.txt", "--out", "run", *SMALL, f"--{option}", str(value)
+    )
     assert code == WRONG_USE and words in " ".join(err.replace("│", " ").split()) and not out
     assert not Path("run").exists()
     config = json.loads((hostile / "config.json").read_text())
@@ -361,9 +485,15 @@ def test_a_model_is_held_against_its_weights_before_it_is_made(
 
 def test_the_size_of_a_model_is_known_before_it_is_made() -> None:
     """The memory that a model needs is counted wrongly, and it is refused or made for nothing."""
-    config = Config(model=Model(hidden=5, layers=4, embedding=5, tied=True, norm="batch", learn_initial_state=True))
+    config = Config(
+        model=Model(
+            hidden=5, layers=4, embedding=5, tied=True, norm="batch", learn_initial_state=True
+        )
+    )
     model = models.build(config, 11)
-    assert models._size(config, 11) == sum(t.numel() for t in (*model.parameters(), *model.buffers()))
+    assert models._size(config, 11) == sum(
+        t.numel() for t in (*model.parameters(), *model.buffers())
+    )
 
 
 def test_memory_is_that_of_the_machine_or_its_container() -> None:
@@ -372,15 +502,26 @@ def test_memory_is_that_of_the_machine_or_its_container() -> None:
     assert found is None or 2**26 < found < 2**60
 
 
-EXHAUST = {"torch": lambda: torch.empty(2**55), "numpy": lambda: np.empty(2**55), "python": lambda: bytearray(2**55)}
+EXHAUST = {
+    "torch": lambda: torch.empty(2**55),
+    "numpy": lambda: np.empty(2**55),
+    "python": lambda: bytearray(2**55),
+}
 
 
 @pytest.mark.parametrize("exhaust", EXHAUST.values(), ids=EXHAUST)
-def test_memory_that_runs_out(zoneout: Command, trained: Path, monkeypatch: pytest.MonkeyPatch, exhaust: Any) -> None:
+def test_memory_that_runs_out(
+    zoneout: Command, trained: Path, monkeypatch: pytest.MonkeyPatch, exhaust: Any
+) -> None:
     """The end of the memory is a traceback."""
     for module, name in ((training, "make_feed"), (commands, "data_of")):
         monkeypatch.setattr(module, name, lambda *args: exhaust())
-    sentence(zoneout("train", "--data", "my.txt", *SMALL), FAILED, "the memory ran out", "try a smaller --model.hidden")
+    sentence(
+        zoneout("train", "--data", "my.txt", *SMALL),
+        FAILED,
+        "the memory ran out",
+        "try a smaller --model.hidden",
+    )
     sentence(zoneout("eval", trained), FAILED, "the memory ran out")
 
 
@@ -396,21 +537,33 @@ def test_a_sweep_of_too_many_runs() -> None:
         trials.grid_of(Config(), {"zoneout.cell": ["0", "0.5"]}, 10**9)
 
 
-def test_a_small_archive_of_a_large_text(trained: Path, zoneout: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_archive_of_a_large_text(
+    trained: Path, zoneout: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A few bytes fill the memory."""
     monkeypatch.setattr(commands, "evaluate_text", lambda *args, **options: Score(1.0, 1))
     Path("bomb.xz").write_bytes(lzma.compress(b"green " * 2**18, preset=0))
     command = ("eval", trained, "--text", "bomb.xz")
-    sentence(zoneout(*command, "--unpacked", "1"), BAD_DATA, "unpacks to more than 1 MiB", "--unpacked MIB")
+    sentence(
+        zoneout(*command, "--unpacked", "1"),
+        BAD_DATA,
+        "unpacks to more than 1 MiB",
+        "--unpacked MIB",
+    )
     assert zoneout(*command, "--unpacked", "2")[0] == OK
     assert "ZONEOUT_UNPACKED" not in os.environ
-    sentence(zoneout(*command, "--unpacked", "0"), WRONG_USE, "--unpacked: expected 1 MiB or more, got 0")
+    sentence(
+        zoneout(*command, "--unpacked", "0"), WRONG_USE, "--unpacked: expected 1 MiB or more, got 0"
+    )
 
 
 def test_the_limit_of_packed_texts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """There is none unless somebody asks for it, or texts that are not packed have one."""
     monkeypatch.setattr(files, "UNPACKED_MIB", 1)
-    for name, content in (("packed.xz", lzma.compress(bytes(2**20 + 1), preset=0)), ("plain.txt", b"a b" * 2**19)):
+    for name, content in (
+        ("packed.xz", lzma.compress(bytes(2**20 + 1), preset=0)),
+        ("plain.txt", b"a b" * 2**19),
+    ):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(files.DataError, match="unpacks to more than 1 MiB"):
         files.read(tmp_path / "packed.xz")
@@ -423,7 +576,8 @@ def test_the_limit_of_packed_texts(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         data.load(tmp_path / "packed.xz")
 
 
-# --- what is shown ---------------------------------------------------------------------------------
+# --- what is shown
+# ---------------------------------------------------------------------------------
 
 
 def test_nothing_from_a_file_commands_the_terminal(hostile: Path, zoneout: Command) -> None:
@@ -437,12 +591,17 @@ def test_nothing_from_a_file_commands_the_terminal(hostile: Path, zoneout: Comma
     code, text, _ = zoneout("sample", hostile, "--length", "5")
     assert code == OK and r"\x1b[" in text
     named = hostile.rename(hostile.with_name("run\x1b[31m"))
-    for command in (("eval", named, "--weights", "worst"), ("train", "--resume", "--out", named, "--seed", "9")):
+    for command in (
+        ("eval", named, "--weights", "worst"),
+        ("train", "--resume", "--out", named, "--seed", "9"),
+    ):
         out += "".join(map(str, zoneout(*command)[1:]))
     (named / "metrics.jsonl").write_text('{"kind": "\x1b"}\n')
     out += "".join(map(str, zoneout("show", named)[1:])) + text
     assert not streams.CONTROL.search(out.replace("\n", "").replace("\t", ""))
-    assert json.loads(zoneout("sample", named, "--length", "5", "--json")[1])["text"].startswith("\x1b[")
+    assert json.loads(zoneout("sample", named, "--length", "5", "--json")[1])["text"].startswith(
+        "\x1b["
+    )
 
 
 def test_progress_does_not_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,7 +52,9 @@ def test_a_tied_softmax_is_the_embedding() -> None:
     assert model.softmax.weight is model.embedding.weight
     assert "softmax.weight" not in parameters_of(model)
     y, _ = model.recurrent(model.embedding(TOKENS))
-    torch.testing.assert_close(model(TOKENS).logits, y @ model.embedding.weight.T + model.softmax.bias)
+    torch.testing.assert_close(
+        model(TOKENS).logits, y @ model.embedding.weight.T + model.softmax.bias
+    )
 
 
 def test_the_classifier_sees_the_last_hidden_state() -> None:
@@ -71,7 +73,8 @@ def test_a_text_in_pieces_is_the_text() -> None:
     torch.testing.assert_close(model(TOKENS, model.initial_state(4)).logits, whole)
 
 
-# --- draws -----------------------------------------------------------------------------------------
+# --- draws
+# -----------------------------------------------------------------------------------------
 
 NOISY = Config(
     model=Model(hidden=6, embedding=5, layers=2, dropout=0.5),
@@ -82,10 +85,15 @@ NOISY = Config(
 
 
 def test_rows_draw_the_same_in_any_batch() -> None:
-    """If this fails, two processes with half a batch each do not train what one does with the whole."""
+    """If this fails, two processes with half a batch each do not train what one does with the
+    whole.
+    """
     model = build(NOISY, SYMBOLS)
     whole = model(TOKENS, seed=3).logits
-    parts = [model(TOKENS[:, rows], seed=3, examples=rows.start).logits for rows in (slice(0, 2), slice(2, 4))]
+    parts = [
+        model(TOKENS[:, rows], seed=3, examples=rows.start).logits
+        for rows in (slice(0, 2), slice(2, 4))
+    ]
     torch.testing.assert_close(torch.cat(parts, dim=1), whole)
 
 
@@ -114,7 +122,8 @@ def test_dropout_is_on_the_embedding_and_before_the_softmax_and_between_layers()
     output = model(tokens, seed=1)
     assert set(seen["input"].unique().tolist()) == {0.0, 2.0}
     assert seen["input"].eq(0).float().mean().item() == pytest.approx(0.5, abs=0.05)
-    # Before the softmax: with the identity as its matrix the logits are the hidden state, half of it gone.
+    # Before the softmax: with the identity as its matrix the logits are the hidden state, half of
+    # it gone.
     model.softmax = nn.Linear(400, 400)
     with torch.no_grad():
         model.softmax.weight.copy_(torch.eye(400))
@@ -142,26 +151,39 @@ def test_weight_noise_is_on_every_matrix_and_on_no_bias() -> None:
 
 
 def test_variational_dropout_outside_the_layers() -> None:
-    """A word would come back within its sequence, or a unit of the softmax's input with every step."""
+    """A word would come back within its sequence, or a unit of the softmax's input with every
+    step.
+    """
     rate = VariationalDropout(words=0.4, output=0.5)
     model = build(Config(model=Model(hidden=600, embedding=5), variational_dropout=rate), SYMBOLS)
     assert not model.recurrent.noise
     rows, key = torch.arange(50), model.seed(3)
     tokens = torch.randint(SYMBOLS, (40, 50), generator=torch.Generator().manual_seed(0))
     kept = model.drop_words(torch.ones(40, 50, 5), tokens, key, rows)
-    assert set(kept.unique().tolist()) == {0.0, torch.tensor(65536 / (65536 - round(0.4 * 65536))).item()}
+    assert set(kept.unique().tolist()) == {
+        0.0,
+        torch.tensor(65536 / (65536 - round(0.4 * 65536))).item(),
+    }
     found = torch.full((50, SYMBOLS), -1.0).scatter(1, tokens.t(), kept[..., 0].t())
     assert torch.equal(found.gather(1, tokens.t()).t()[..., None].expand_as(kept), kept), (
         "each word one fate a sequence"
     )
-    assert not torch.equal(found[0], found[1]) and abs((found[found >= 0] == 0).float().mean() - 0.4) < 0.05
-    assert not torch.equal(kept, model.drop_words(torch.ones(40, 50, 5), tokens, model.seed(4), rows))
+    assert (
+        not torch.equal(found[0], found[1])
+        and abs((found[found >= 0] == 0).float().mean() - 0.4) < 0.05
+    )
+    assert not torch.equal(
+        kept, model.drop_words(torch.ones(40, 50, 5), tokens, model.seed(4), rows)
+    )
 
     with torch.no_grad():
         model.softmax.weight.copy_(torch.eye(SYMBOLS, 600))
         model.softmax.bias.zero_()
     shown = model.logits(torch.ones(7, 50, 600), key, rows, 0)
-    assert torch.equal(shown, shown[:1].expand_as(shown)) and set(shown.unique().tolist()) == {0.0, 2.0}
+    assert torch.equal(shown, shown[:1].expand_as(shown)) and set(shown.unique().tolist()) == {
+        0.0,
+        2.0,
+    }
     model.eval()
     assert (model.drop_words(torch.ones(40, 50, 5), tokens, key, rows) == 1).all()
     assert (model.logits(torch.ones(7, 50, 600), key, rows, 0) == 1).all()
@@ -197,12 +219,15 @@ def test_a_static_mask_is_the_runs_own_and_stays() -> None:
     assert model.recurrent.noise[0].seed != other.recurrent.noise[0].seed
 
 
-# --- how weights start -----------------------------------------------------------------------------
+# --- how weights start
+# -----------------------------------------------------------------------------
 
 
 def test_weights_are_a_function_of_the_seed_alone() -> None:
     state = torch.get_rng_state()
-    one, two, other = (build(Config(seed=seed, model=Model(hidden=6)), SYMBOLS) for seed in (1, 1, 2))
+    one, two, other = (
+        build(Config(seed=seed, model=Model(hidden=6)), SYMBOLS) for seed in (1, 1, 2)
+    )
     assert torch.equal(torch.get_rng_state(), state), "building a model moved torch's generator"
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters()))
     assert not torch.equal(one.softmax.weight, other.softmax.weight)
@@ -212,7 +237,9 @@ def test_weights_are_a_function_of_the_seed_alone() -> None:
 @pytest.mark.parametrize("init", ["torch", "block-orthogonal", "orthogonal", "identity", "uniform"])
 def test_every_start_runs(cell: str, init: str) -> None:
     norm = {"torch": "none", "identity": "layer", "orthogonal": "batch"}.get(init, "none")
-    model = model_of(cell=cell, init=init, norm=norm, layers=2, learn_initial_state=True, one_bias=True)
+    model = model_of(
+        cell=cell, init=init, norm=norm, layers=2, learn_initial_state=True, one_bias=True
+    )
     output = model(TOKENS, seed=1)
     loss, _ = loss_of(output, TOKENS, Config())
     gradients = torch.autograd.grad(loss, list(parameters_of(model).values()))
@@ -249,12 +276,14 @@ def test_identity_is_on_the_candidate(cell: str, gates: int) -> None:
 
 
 def test_uniform_is_on_weights_and_biases() -> None:
-    model = model_of(init="uniform", init_bound=0.04, forget_bias=0.0, embedding=50, hidden=50, norm="layer")
+    model = model_of(
+        init="uniform", init_bound=0.04, forget_bias=0.0, embedding=50, hidden=50, norm="layer"
+    )
     for name, parameter in model.named_parameters():
         if "norm_" not in name:
-            assert parameter.abs().max() <= 0.04 and parameter.std().item() == pytest.approx(0.04 / 3**0.5, rel=0.3), (
-                name
-            )
+            assert parameter.abs().max() <= 0.04 and parameter.std().item() == pytest.approx(
+                0.04 / 3**0.5, rel=0.3
+            ), name
     assert model.recurrent.norm_ih_l0.eq(1).all()
 
 
@@ -269,7 +298,8 @@ def test_forget_bias_is_added_and_one_bias_stays_zero() -> None:
     torch.testing.assert_close(change, torch.tensor([0.0] * 6 + [2.0] * 6 + [0.0] * 12))
 
 
-# --- the loss --------------------------------------------------------------------------------------
+# --- the loss
+# --------------------------------------------------------------------------------------
 
 
 def test_the_loss_is_the_mean_or_the_sum_over_time() -> None:

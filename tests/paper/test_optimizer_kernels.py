@@ -21,7 +21,9 @@ SETTINGS = [
 
 def trained(settings: Settings, device: str = "cpu") -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    parameters = {str(n): torch.randn(shape, generator=generator).to(device) for n, shape in enumerate(SHAPES)}
+    parameters = {
+        str(n): torch.randn(shape, generator=generator).to(device) for n, shape in enumerate(SHAPES)
+    }
     optimizer = Optimizer(parameters, settings)
     for _ in range(4):
         gradients = [torch.randn(shape, generator=generator).to(device) for shape in SHAPES]
@@ -34,7 +36,9 @@ def name(settings: Settings) -> str:
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=name)
-def test_the_kernels_take_the_same_steps(settings: Settings, emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_take_the_same_steps(
+    settings: Settings, emulated: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rule's kernel is another rule, or forgets numbers at the end of a block."""
     want = trained(settings)
     monkeypatch.setattr(Optimizer, "_fused", lambda *_: True)

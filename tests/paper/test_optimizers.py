@@ -27,7 +27,10 @@ def gradients(updates: int = 6) -> list[list[Tensor]]:
 
 def start() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()}
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in SHAPES.items()
+    }
 
 
 def run(settings: Settings, updates: int = 6) -> list[Tensor]:
@@ -35,7 +38,10 @@ def run(settings: Settings, updates: int = 6) -> list[Tensor]:
     parameters = start()
     optimizer = Optimizer(parameters, settings)
     for number, grads in enumerate(gradients(updates)):
-        optimizer.step([g.clone() for g in grads], torch.tensor(settings.lr / (number + 1), dtype=torch.float64))
+        optimizer.step(
+            [g.clone() for g in grads],
+            torch.tensor(settings.lr / (number + 1), dtype=torch.float64),
+        )
     return list(parameters.values())
 
 
@@ -45,7 +51,9 @@ def clipped(values: list[np.ndarray], limit: float) -> list[np.ndarray]:
 
 
 def written_out(settings: Settings, rule, updates: int = 6) -> list[np.ndarray]:  # type: ignore[no-untyped-def]
-    """The same with a rule in NumPy, which gives the update from (gradient, its memory, number of the update, lr)."""
+    """The same with a rule in NumPy, which gives the update from (gradient, its memory, number
+    of the update, lr).
+    """
     parameters = [p.numpy().copy() for p in start().values()]
     memory: list[dict[str, np.ndarray]] = [{} for _ in parameters]
     for number, grads in enumerate(gradients(updates)):
@@ -78,7 +86,10 @@ def sgd(g, kept, t, lr):  # type: ignore[no-untyped-def]
     "settings, rule",
     [
         (Settings("adam", paper=True, lr=0.002, clip_update=1.0), adam),
-        (Settings("adam", paper=True, lr=5.0, clip_update=1.0), adam),  # where the update really is clipped
+        (
+            Settings("adam", paper=True, lr=5.0, clip_update=1.0),
+            adam,
+        ),  # where the update really is clipped
         (Settings("adam", paper=True, lr=0.001, clip_gradient=1.0), adam),  # text8
         (Settings("rmsprop", paper=True, lr=0.001, decay=0.5, clip_gradient=1.0), rmsprop),
         (Settings("rmsprop", paper=True, lr=0.001, decay=0.5), rmsprop),
@@ -95,9 +106,15 @@ def test_the_papers_rules(settings: Settings, rule) -> None:  # type: ignore[no-
     "settings, make",
     [
         (Settings("adam", lr=0.01), lambda p: torch.optim.Adam(p, lr=0.01)),
-        (Settings("adam", lr=0.01, eps=1e-3, betas=(0.5, 0.9)), lambda p: torch.optim.Adam(p, 0.01, (0.5, 0.9), 1e-3)),
+        (
+            Settings("adam", lr=0.01, eps=1e-3, betas=(0.5, 0.9)),
+            lambda p: torch.optim.Adam(p, 0.01, (0.5, 0.9), 1e-3),
+        ),
         (Settings("sgd", lr=0.1, momentum=0.9), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)),
-        (Settings("rmsprop", lr=0.01, decay=0.9), lambda p: torch.optim.RMSprop(p, 0.01, alpha=0.9)),
+        (
+            Settings("rmsprop", lr=0.01, decay=0.9),
+            lambda p: torch.optim.RMSprop(p, 0.01, alpha=0.9),
+        ),
         (
             Settings("rmsprop", lr=0.01, decay=0.8, momentum=0.5),
             lambda p: torch.optim.RMSprop(p, 0.01, alpha=0.8, momentum=0.5),
@@ -118,7 +135,9 @@ def test_the_ordinary_rules_are_torchs(settings: Settings, make) -> None:  # typ
 
 
 def test_weight_decay_is_adamws_on_matrices_alone() -> None:
-    """Biases, initial states that are vectors and scales of norms must not be pulled towards zero."""
+    """Biases, initial states that are vectors and scales of norms must not be pulled towards
+    zero.
+    """
     settings = Settings("adam", lr=0.01, weight_decay=0.3)
     parameters = [p.requires_grad_() for p in start().values()]
     groups = [
@@ -137,8 +156,13 @@ def test_weight_decay_is_adamws_on_matrices_alone() -> None:
 
 
 def test_weight_decay_leaves_learned_states_alone() -> None:
-    """Initial states, which have a row for each layer, are pulled towards zero as if they were weights."""
-    parameters = {name: torch.ones(1, 4) for name in ("recurrent.h0", "recurrent.c0", "recurrent.weight_hh_l0")}
+    """Initial states, which have a row for each layer, are pulled towards zero as if they were
+    weights.
+    """
+    parameters = {
+        name: torch.ones(1, 4)
+        for name in ("recurrent.h0", "recurrent.c0", "recurrent.weight_hh_l0")
+    }
     optimizer = Optimizer(parameters, Settings("sgd", weight_decay=1.0))
     optimizer.step([torch.zeros(1, 4) for _ in parameters], torch.tensor(0.1))
     assert [p.mean().item() for p in parameters.values()] == pytest.approx([1, 1, 0.9])
@@ -153,7 +177,9 @@ def test_clipping_leaves_small_and_zero_gradients_alone() -> None:
     assert clipped_factor(one, [torch.tensor([0.3, 0.4]), torch.tensor([0.0])], 1.0).item() == 1
     assert clipped_factor(one, [torch.zeros(3)], 1.0).item() == 1
     assert clipped_factor(one, [torch.tensor([3.0, 4.0])], 1.0).item() == pytest.approx(0.2)
-    assert clipped_factor(0.1 * one, [torch.tensor([3.0, 4.0])], 1.0).item() == pytest.approx(0.1)  # a norm of 0.5 then
+    assert clipped_factor(0.1 * one, [torch.tensor([3.0, 4.0])], 1.0).item() == pytest.approx(
+        0.1
+    )  # a norm of 0.5 then
 
 
 @pytest.mark.parametrize("rule", ["adam", "sgd", "rmsprop"])
@@ -189,7 +215,9 @@ def test_two_gradients_in_the_same_memory() -> None:
 
 
 def test_gradients_that_share_memory_are_taken_apart():
-    """Clipping in place multiplies the gradient of biases that share memory once for each of them."""
+    """Clipping in place multiplies the gradient of biases that share memory once for each of
+    them.
+    """
     one, other = torch.ones(4), torch.ones(4)
     own = apart([one, one, one, other])
     assert len({gradient.data_ptr() for gradient in own}) == 4

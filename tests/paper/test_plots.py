@@ -21,13 +21,23 @@ def write(folder: Path, *rows: dict[str, object]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("measure", "train"), [("bits", [(5, 1.0)]), ("perplexity", [(5, 2.0)]), ("error", [])])
+@pytest.mark.parametrize(
+    ("measure", "train"), [("bits", [(5, 1.0)]), ("perplexity", [(5, 2.0)]), ("error", [])]
+)
 def test_training_loss_is_shown_in_the_unit_of_the_validation(measure, train, tmp_path) -> None:
     """Two lines of one picture have different units."""
     folder = write(
         tmp_path / "run",
         {"kind": "train", "update": 5, "epoch": 1.0, "nats": math.log(2), "lr": 0.1},
-        {"kind": "valid", "update": 10, "epoch": 2.0, measure: 0.5, "nats": 0.9, "predictions": 9, "best": True},
+        {
+            "kind": "valid",
+            "update": 10,
+            "epoch": 2.0,
+            measure: 0.5,
+            "nats": 0.9,
+            "predictions": 9,
+            "best": True,
+        },
         {"kind": "test", "update": 10, "epoch": 2.0, measure: 0.4, "nats": 0.9, "predictions": 9},
     )
     curve = read_curve(folder)
@@ -43,7 +53,9 @@ points = st.lists(st.tuples(st.integers(0, 10**7), numbers), max_size=20).map(tu
 @settings(deadline=None, max_examples=100, derandomize=True)
 @given(st.lists(points, min_size=1, max_size=7), st.integers(1, 150), st.integers(1, 30))
 def test_every_point_has_a_place(all_points, width, height) -> None:
-    """A curve of one point, a flat one or a very steep one breaks the drawing, or runs out of it."""
+    """A curve of one point, a flat one or a very steep one breaks the drawing, or runs out of
+    it.
+    """
     curves = [Curve("x", "bits", (), found) for found in all_points]
     drawn = ascii_curves(curves, width, height)
     if not any(math.isfinite(value) for found in all_points for _, value in found):
@@ -77,7 +89,9 @@ def test_the_picture_shows_both_curves_and_the_best() -> None:
 
 
 def test_pictures_are_the_same_twice(tmp_path) -> None:
-    """A picture that is made again from the same numbers is another file, with another date or other names in it."""
+    """A picture that is made again from the same numbers is another file, with another date or
+    other names in it.
+    """
     for name in ("one.svg", "two.svg"):
         save(figure([FALLING]), tmp_path / name)
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
@@ -86,6 +100,10 @@ def test_pictures_are_the_same_twice(tmp_path) -> None:
 
 def test_more_runs_than_colours() -> None:
     """The seventh run is left out."""
-    curves = [Curve(str(n), "bits", (), ((1, float(n)), (2, float(n)))) for n in range(len(MARKS) + 2)]
-    assert len([line for line in figure(curves).axes[0].get_lines() if "best" in line.get_label()]) == len(curves)
+    curves = [
+        Curve(str(n), "bits", (), ((1, float(n)), (2, float(n)))) for n in range(len(MARKS) + 2)
+    ]
+    assert len(
+        [line for line in figure(curves).axes[0].get_lines() if "best" in line.get_label()]
+    ) == len(curves)
     assert ascii_curves(curves).splitlines()[-1].split()[-1] == str(len(curves) - 1)

@@ -38,11 +38,27 @@ def events(measure: str = "bits", updates: int = 20, start: int = 0) -> list[Eve
         if update % 10 == 0:
             value = {"bits": 2.5, "perplexity": 123.456, "error": 0.125}[measure] + update / 1000
             told.append(
-                {"kind": "valid", **where, measure: value, "nats": 1.7, "predictions": 99, "best": update == 10}
+                {
+                    "kind": "valid",
+                    **where,
+                    measure: value,
+                    "nats": 1.7,
+                    "predictions": 99,
+                    "best": update == 10,
+                }
             )
             told.append({"kind": "save", "update": update})
     told.append({"kind": "note", "text": "a checkpoint [of old] was damaged"})
-    told.append({"kind": "test", "update": updates, "epoch": 2.5, measure: 0.5, "nats": 1.6, "predictions": 99})
+    told.append(
+        {
+            "kind": "test",
+            "update": updates,
+            "epoch": 2.5,
+            measure: 0.5,
+            "nats": 1.6,
+            "predictions": 99,
+        }
+    )
     told.append({"kind": "end", "status": "finished"})
     return told
 
@@ -65,7 +81,10 @@ def test_lines_say_what_a_log_needs() -> None:
         for event in events():
             lines.listener()(event)
     assert out.getvalue().splitlines() == [
-        "36,000 characters of my.txt, 12,345 parameters, 20 updates on cpu; the run is in runs/[b]x",
+        (
+            "36,000 characters of my.txt, 12,345 parameters, 20 updates on cpu; the run is in "
+            "runs/[b]x"
+        ),
         "epoch   0.62  update       5  train 2.000 bits  1.0 updates/s  0:15 left",
         "epoch   1.25  update      10  train 2.000 bits  1.0 updates/s  0:10 left",
         "epoch   1.25  update      10  valid 2.510 bits  best so far",
@@ -85,13 +104,17 @@ def test_lines_of_several_runs_say_whose_they_are() -> None:
         lines.listener("plain")(event)
         lines.listener("zoneout")(event)
     said = out.getvalue().splitlines()
-    start = "36,000 characters of my.txt, 12,345 parameters, 20 updates on cpu, continued after update 10"
+    start = (
+        "36,000 characters of my.txt, 12,345 parameters, 20 updates on cpu, continued after update "
+        "10"
+    )
     assert said[0] == f"plain    {start}; the run is in runs/[b]x"
     assert [line.split()[0] for line in said] == ["plain", "zoneout"] * (len(said) // 2)
 
 
 @pytest.mark.parametrize(
-    ("measure", "shown"), [("bits", "2.510 bits"), ("perplexity", "123.47 ppl"), ("error", "13.50% wrong")]
+    ("measure", "shown"),
+    [("bits", "2.510 bits"), ("perplexity", "123.47 ppl"), ("error", "13.50% wrong")],
 )
 def test_each_measure_has_its_form(measure: str, shown: str) -> None:
     """A perplexity is shown as bits, or an error as a loss."""
@@ -104,7 +127,13 @@ def test_each_measure_has_its_form(measure: str, shown: str) -> None:
 
 def screen(width: int, names: tuple[str, ...] = ("",), measure: str = "bits") -> list[str]:
     """What stands on a terminal of this width in the end; a line may not be wider than it."""
-    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None, legacy_windows=False)
+    console = Console(
+        file=io.StringIO(),
+        width=width,
+        force_terminal=True,
+        color_system=None,
+        legacy_windows=False,
+    )
     with Live(console, names, clock=Clock()) as live:
         for event in events(measure):
             for name in names:
@@ -138,11 +167,21 @@ def test_live_shows_loss_best_speed_and_text_as_it_is() -> None:
     """The bar has lost something it promises, or takes brackets in a path for markup."""
     lines = screen(140)
     bar = lines[-1]
-    for part in ("20/20", "train 2.000 bits", "valid 2.520 bits", "best 2.510 bits", "1.0/s", "0:00"):
+    for part in (
+        "20/20",
+        "train 2.000 bits",
+        "valid 2.520 bits",
+        "best 2.510 bits",
+        "1.0/s",
+        "0:00",
+    ):
         assert part in bar, bar
     assert any("runs/[b]x" in line for line in lines)
     assert any("note: a checkpoint [of old] was damaged" in line for line in lines)
-    assert any(line.startswith("epoch   1.25  update      10  valid 2.510 bits  best so far") for line in lines)
+    assert any(
+        line.startswith("epoch   1.25  update      10  valid 2.510 bits  best so far")
+        for line in lines
+    )
 
 
 def test_pace_follows_a_change() -> None:
@@ -172,14 +211,19 @@ def test_large_losses_have_a_form() -> None:
 def test_all_listeners_hear() -> None:
     """With TensorBoard on, the bar stands still."""
     heard: list[tuple[int, str]] = []
-    tell = together(lambda event: heard.append((1, event["kind"])), lambda event: heard.append((2, event["kind"])))
+    tell = together(
+        lambda event: heard.append((1, event["kind"])),
+        lambda event: heard.append((2, event["kind"])),
+    )
     tell({"kind": "start"})
     assert heard == [(1, "start"), (2, "start")]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TensorBoard's own imports
 def test_tensorboard_gets_the_metrics(tmp_path) -> None:
-    """TensorBoard shows other numbers than the run has, or after a resume those of the part that was lost."""
+    """TensorBoard shows other numbers than the run has, or after a resume those of the part that
+    was lost.
+    """
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -201,7 +245,9 @@ def test_tensorboard_gets_the_metrics(tmp_path) -> None:
         "test/nats",
     }
     assert [point.step for point in found.Scalars("valid/bits")] == [10, 20, 30]
-    assert [point.value for point in found.Scalars("valid/bits")] == pytest.approx([2.51, 2.52, 2.53])
+    assert [point.value for point in found.Scalars("valid/bits")] == pytest.approx(
+        [2.51, 2.52, 2.53]
+    )
 
 
 def test_tensorboard_that_is_not_there_is_named(tmp_path, monkeypatch) -> None:

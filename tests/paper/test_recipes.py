@@ -33,16 +33,23 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# --- what is there ---------------------------------------------------------------------------------
+# --- what is there
+# ---------------------------------------------------------------------------------
 
 
 def test_every_function_is_registered_under_its_own_name() -> None:
     """A row would be there that no command can run."""
-    public = {name for name, f in vars(recipes).items() if inspect.isfunction(f) and not name.startswith("_")}
+    public = {
+        name
+        for name, f in vars(recipes).items()
+        if inspect.isfunction(f) and not name.startswith("_")
+    }
     assert public - {"recipe", "select", "dataclass", "replace"} == set(RECIPES)
     for name, recipe in RECIPES.items():
         assert recipe.name == name == recipe.make.__name__ and recipe.make is getattr(recipes, name)
-        assert name.startswith(recipe.task.replace("-", "_") + "_"), "its short name would not be found"
+        assert name.startswith(recipe.task.replace("-", "_") + "_"), (
+            "its short name would not be found"
+        )
         assert recipe.make.__doc__ and recipe.task in MEASURES
 
 
@@ -51,12 +58,20 @@ def test_every_function_is_registered_under_its_own_name() -> None:
     [
         (
             "char-ptb",
-            "unregularised weight_noise norm_stabiliser stochastic_depth recurrent_dropout zoneout batch_norm",
+            (
+                "unregularised weight_noise norm_stabiliser stochastic_depth recurrent_dropout "
+                "zoneout "
+                "batch_norm"
+            ),
         ),
         ("word-ptb", "unregularised recurrent_dropout zoneout nr_dropout variational"),
         (
             "text8",
-            "unregularised weight_noise norm_stabiliser stochastic_depth recurrent_dropout zoneout batch_norm",
+            (
+                "unregularised weight_noise norm_stabiliser stochastic_depth recurrent_dropout "
+                "zoneout "
+                "batch_norm"
+            ),
         ),
         ("pmnist", "unregularised recurrent_dropout zoneout batch_norm batch_norm_zoneout"),
     ],
@@ -69,16 +84,22 @@ def test_the_papers_tables_are_complete(task: str, rows: str) -> None:
 
 
 def test_the_papers_numbers_make_sense() -> None:
-    """A number is in the wrong unit or the wrong row: zoneout is the best of what the paper's authors trained."""
+    """A number is in the wrong unit or the wrong row: zoneout is the best of what the paper's
+    authors trained.
+    """
     for r in RECIPES.values():
         low, high = {"bits": (1.2, 1.7), "perplexity": (70, 125), "error": (0.03, 0.11)}[r.measure]
         assert all(low < v < high for v in (r.valid, r.test) if v is not None), r.name
     for task in ("char-ptb", "word-ptb", "text8"):
         rows = [r for r in select(task) if r.valid is not None and r.test is not None]
-        assert min(rows, key=lambda r: r.valid or 0).short == min(rows, key=lambda r: r.test or 0).short == "zoneout"
-    assert not any(r.valid or r.test for r in RECIPES.values() if r.task in ("text8-prefix", "pmnist-permuted")), (
-        "a number of the paper's stands beside other data"
-    )
+        assert (
+            min(rows, key=lambda r: r.valid or 0).short
+            == min(rows, key=lambda r: r.test or 0).short
+            == "zoneout"
+        )
+    assert not any(
+        r.valid or r.test for r in RECIPES.values() if r.task in ("text8-prefix", "pmnist-permuted")
+    ), "a number of the paper's stands beside other data"
 
 
 def test_no_two_recipes_are_the_same_run() -> None:
@@ -97,17 +118,28 @@ def test_a_recipe_is_of_its_task() -> None:
         config = r.make()
         assert config.data.name == data.get(r.task, r.task)
         assert (config.data.order == "permuted") == (r.task == "pmnist-permuted")
-        assert (config.seed, config.precision, config.device) == (1, "fp32", "auto"), "these are the caller's"
+        assert (config.seed, config.precision, config.device) == (1, "fp32", "auto"), (
+            "these are the caller's"
+        )
 
 
 def test_select() -> None:
     assert [r.name for r in select("char_ptb_zoneout")] == ["char_ptb_zoneout"]
-    assert [r.name for r in select("char_ptb_zoneout", ["gru"])] == ["char_ptb_zoneout", "char_ptb_gru"]
-    assert [r.name for r in select("char-ptb", ["recurrent-dropout"])] == ["char_ptb_recurrent_dropout"]
+    assert [r.name for r in select("char_ptb_zoneout", ["gru"])] == [
+        "char_ptb_zoneout",
+        "char_ptb_gru",
+    ]
+    assert [r.name for r in select("char-ptb", ["recurrent-dropout"])] == [
+        "char_ptb_recurrent_dropout"
+    ]
     assert select("text8", ["all"]) == select("text8")
     every = [recipe for recipe in RECIPES.values() if recipe.task == "char-ptb"]
-    assert len(every) > 30 and sorted(map(id, select("char-ptb", ["zoneout", "all"]))) == sorted(map(id, every))
-    with pytest.raises(ValueError, match=r"row: there is no 'zonout' of pmnist; expected all, or some of unreg"):
+    assert len(every) > 30 and sorted(map(id, select("char-ptb", ["zoneout", "all"]))) == sorted(
+        map(id, every)
+    )
+    with pytest.raises(
+        ValueError, match=r"row: there is no 'zonout' of pmnist; expected all, or some of unreg"
+    ):
         select("pmnist", ["zonout"])
     with pytest.raises(ValueError, match=r"task: expected one of char-ptb, .* got 'ptb'"):
         select("ptb")
@@ -122,7 +154,8 @@ def test_words_learn_at_the_full_rate_for_fifteen_epochs() -> None:
     assert [learning_rates(small, epoch, 0, 1).item() for epoch in (4, 5, 6)] == [1.0, 0.5, 0.25]
 
 
-# --- every one of them trains ----------------------------------------------------------------------
+# --- every one of them trains
+# ----------------------------------------------------------------------
 
 SYMBOLS = {"char-ptb": 50, "word-ptb": 10_000, "text8": 27, "text8-prefix": 27}
 NARROW = {"model.hidden": 8, "batches.size": 4}
@@ -161,15 +194,20 @@ def losses(config: Config, data: Corpus | Images, updates: int) -> list[float]:
         step()
         found.append(step.nats.item())
     for name, old, new in zip(step.optimizer.names, before, step.parameters):
-        # Over 784 steps of forgetting no gradient at all is left for the first state, until the gates have learned.
+        # Over 784 steps of forgetting no gradient at all is left for the first state, until the
+        # gates have learned.
         far = config.task == "images" and name in ("recurrent.h0", "recurrent.c0")
-        assert new.isfinite().all() and (far or not torch.equal(old, new)), f"{name} was not trained"
+        assert new.isfinite().all() and (far or not torch.equal(old, new)), (
+            f"{name} was not trained"
+        )
     return found
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_builds_its_model_and_takes_two_steps(name: str) -> None:
-    """A row of the paper could not be run: a noise that does not fit, a loss that is not finite, a weight left out."""
+    """A row of the paper could not be run: a noise that does not fit, a loss that is not finite,
+    a weight left out.
+    """
     recipe = RECIPES[name]
     config, data = narrowed(recipe), made_up(recipe.task)
     check_protocols(recipe.make(), data)
@@ -178,7 +216,9 @@ def test_every_recipe_builds_its_model_and_takes_two_steps(name: str) -> None:
     assert first == pytest.approx(math.log(choices), rel=0.5) and math.isfinite(second)
 
 
-@pytest.mark.skipif("ZONEOUT_DATA" not in os.environ, reason="ZONEOUT_DATA does not say where the paper's data are")
+@pytest.mark.skipif(
+    "ZONEOUT_DATA" not in os.environ, reason="ZONEOUT_DATA does not say where the paper's data are"
+)
 @pytest.mark.parametrize("name", ["char_ptb_zoneout", "word_ptb_zoneout", "pmnist_zoneout"])
 def test_the_zoneout_recipes_train_on_the_real_data(name: str) -> None:
     """The paper's own text or images do not fit the recipe."""
@@ -189,16 +229,19 @@ def test_the_zoneout_recipes_train_on_the_real_data(name: str) -> None:
     assert all(map(math.isfinite, losses(config, data, 2)))
 
 
-# --- golden losses ---------------------------------------------------------------------------------
+# --- golden losses
+# ---------------------------------------------------------------------------------
 
-# Of batch norm two updates: RMSProp divides by the size of the gradient, however small it is, and the third loss is a
-# matter of rounding (2.257 in the reference, 2.267 and 2.272 in two versions of the compiled loop).
+# Of batch norm two updates: RMSProp divides by the size of the gradient, however small it is, and
+# the third loss is a matter of rounding (2.257 in the reference, 2.267 and 2.272 in two versions of
+# the compiled loop).
 CURVES = {"char_ptb_zoneout": 5, "word_ptb_zoneout": 5, "text8_zoneout": 5, "pmnist_zoneout": 5}
 CURVES |= {"pmnist_batch_norm_zoneout": 2, "pmnist_batch_norm_zoneout_decay_05": 2}
 
 
 def golden(name: str) -> list[float]:
-    # In so narrow a model weights as small as those of word-PTB would leave the masks next to nothing to change.
+    # In so narrow a model weights as small as those of word-PTB would leave the masks next to
+    # nothing to change.
     config = change(narrowed(RECIPES[name]), {"model.init_bound": 0.5})
     return losses(config, made_up(RECIPES[name].task), CURVES[name])
 
@@ -211,4 +254,6 @@ def test_the_zoneout_recipes_begin_as_they_did(name: str) -> None:
 
 
 if __name__ == "__main__":
-    GOLDEN.write_text("".join(f"{name} {' '.join(f'{nats:.6f}' for nats in golden(name))}\n" for name in CURVES))
+    GOLDEN.write_text(
+        "".join(f"{name} {' '.join(f'{nats:.6f}' for nats in golden(name))}\n" for name in CURVES)
+    )

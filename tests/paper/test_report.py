@@ -1,4 +1,5 @@
-"""The report: that its numbers are those of the records, that it stands alone, and that anybody can read it.
+"""The report: that its numbers are those of the records, that it stands alone, and that anybody can
+read it.
 
 The records, measurements and runs here are invented.
 """
@@ -34,7 +35,11 @@ memory,LSTM,"zoneout, peak MiB",torch.nn,small,float32,3,4,0.75,0.7,0.8,1,0,cpu,
 
 def cells(text: str, row: str) -> list[str]:
     """The cells of the first row with this heading, without their tags."""
-    line = next(line for line in re.findall(r"<tr>.*?</tr>", text) if line.startswith(f'<tr><th scope="row">{row}<'))
+    line = next(
+        line
+        for line in re.findall(r"<tr>.*?</tr>", text)
+        if line.startswith(f'<tr><th scope="row">{row}<')
+    )
     return [re.sub(r"<[^>]*>", "", cell) for cell in re.findall(r"<td>(.*?)</td>", line)]
 
 
@@ -61,8 +66,12 @@ def full(results: Path, speed: Path) -> str:
 def mine(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("runs")
     plain = fabricated.run_folder(folder, "plain", best=1.9)
-    zoned = fabricated.run_folder(folder, "<i>zoned", best=1.7, **{"zoneout.cell": 0.5, "optimizer.betas": [0.8, 0.99]})
-    images = fabricated.run_folder(folder, "images", best=0.1, measure="error", **{"data.name": "mnist"})
+    zoned = fabricated.run_folder(
+        folder, "<i>zoned", best=1.7, **{"zoneout.cell": 0.5, "optimizer.betas": [0.8, 0.99]}
+    )
+    images = fabricated.run_folder(
+        folder, "images", best=0.1, measure="error", **{"data.name": "mnist"}
+    )
     write_record(plain / "gradients.json", fabricated.flow("x"))
     return runs_page([plain, zoned, images])
 
@@ -81,7 +90,8 @@ def every(request: pytest.FixtureRequest, full: str, mine: str, tmp_path: Path) 
     return make[request.param]()
 
 
-# --- what it says ----------------------------------------------------------------------------------
+# --- what it says
+# ----------------------------------------------------------------------------------
 
 
 def test_a_row_has_the_papers_number_ours_and_the_difference(tmp_path: Path) -> None:
@@ -129,7 +139,9 @@ def as_typed(page: str) -> str:
 
 def test_numbers_lead_to_the_commands_that_made_them(full: str) -> None:
     """Nobody can find out where a number comes from."""
-    places = dict(re.findall(r'<dt id="(make-[^"]*)">.*?</dt>\n(.*?)(?=\n<dt|</dl>)', as_typed(full), re.S))
+    places = dict(
+        re.findall(r'<dt id="(make-[^"]*)">.*?</dt>\n(.*?)(?=\n<dt|</dl>)', as_typed(full), re.S)
+    )
     for recipe in RECIPES.values():
         command = f"zoneout reproduce {recipe.name} --first-seed 1 --precision fp32"
         assert command in places[f"make-{recipe.name}"]
@@ -141,24 +153,48 @@ def test_a_record_with_other_settings_is_named_and_left_out(tmp_path: Path) -> N
     """A trial run stands in the table as if it were the recipe."""
     fabricated.write(tmp_path, fabricated.record("char_ptb_zoneout", epochs=2))
     text = paper_page(tmp_path, tmp_path / "none.csv")
-    assert "char_ptb_zoneout, seed 1" in text and cells(text, "Zoneout 0.5, 0.05")[1] == "no run yet"
+    assert (
+        "char_ptb_zoneout, seed 1" in text and cells(text, "Zoneout 0.5, 0.05")[1] == "no run yet"
+    )
 
 
 def test_spread_has_a_digit_more_than_the_paper() -> None:
-    """A mean over seeds cannot be judged by what is shown of it, or one seed is shown to more than the paper is."""
+    """A mean over seeds cannot be judged by what is shown of it, or one seed is shown to more
+    than the paper is.
+    """
     assert spread([81.44, 81.60], "perplexity") == "81.52 ± 0.11"
     assert spread([1.36249], "bits") == "1.362"
 
 
 def test_speed_is_read_from_the_measurements(full: str) -> None:
     """A ratio is of another layer, or a goal that was missed is shown as met."""
-    assert cells(full, "GRU, small") == ["zoneout", "float32", "20", "10", "torch.nn", "2.00", "1", "no"]
-    assert cells(full, "LSTM, char-PTB") == ["zoneout", "float32", "416", "478", "torch.nn", "0.87", "1", "yes"]
+    assert cells(full, "GRU, small") == [
+        "zoneout",
+        "float32",
+        "20",
+        "10",
+        "torch.nn",
+        "2.00",
+        "1",
+        "no",
+    ]
+    assert cells(full, "LSTM, char-PTB") == [
+        "zoneout",
+        "float32",
+        "416",
+        "478",
+        "torch.nn",
+        "0.87",
+        "1",
+        "yes",
+    ]
     assert "A &lt;CPU&gt;: a training step" in full and "python benchmarks/gpu.py" in full
     assert "1 of 1 within their goal" in full  # memory, folded
 
 
-@pytest.mark.parametrize("text", ["group,layer\ntrain,LSTM\n", SPEED.replace("0.8702", "fast"), "\0"])
+@pytest.mark.parametrize(
+    "text", ["group,layer\ntrain,LSTM\n", SPEED.replace("0.8702", "fast"), "\0"]
+)
 def test_measurements_that_cannot_be_read_are_a_sentence(text: str, tmp_path: Path) -> None:
     """A damaged table of measurements shows as a traceback, or as nothing."""
     path = tmp_path / "results.csv"
@@ -194,8 +230,12 @@ def test_runs_are_compared_with_each_other(mine: str) -> None:
 def test_the_command_of_a_run_makes_it_again(tmp_path: Path) -> None:
     """The command that a page shows is refused, or makes another run."""
     settings = {"data.name": "my text.txt", "model.one_bias": True, "batches.offset": False}
-    folder = fabricated.run_folder(tmp_path, "a run", best=1.5, **settings, **{"optimizer.betas": [0.5, 0.9]})
-    (shown,) = [text for _, text in Page(runs_page([folder])).all("code") if "zoneout train" in text]
+    folder = fabricated.run_folder(
+        tmp_path, "a run", best=1.5, **settings, **{"optimizer.betas": [0.5, 0.9]}
+    )
+    (shown,) = [
+        text for _, text in Page(runs_page([folder])).all("code") if "zoneout train" in text
+    ]
     command = cli.parse("train", shlex.split(shown)[2:])
     assert command.out == folder and command.config == read_config(folder)
 
@@ -209,7 +249,8 @@ def test_one_run_is_a_page_too(tmp_path: Path) -> None:
     assert "not finished" in text and "<figure" not in text and "Options in which" not in text
 
 
-# --- that it is a good page ------------------------------------------------------------------------
+# --- that it is a good page
+# ------------------------------------------------------------------------
 
 
 def test_all_pages_have_one_look(every: str) -> None:
@@ -220,14 +261,21 @@ def test_all_pages_have_one_look(every: str) -> None:
 def test_one_place_makes_pages() -> None:
     """Some page has a skeleton of its own, which no test above has seen."""
     sources = Path(page.__file__).parents[1].rglob("*.py")
-    assert [path.name for path in sources if "<html lang" in path.read_text(encoding="utf-8")] == ["page.py"]
+    assert [path.name for path in sources if "<html lang" in path.read_text(encoding="utf-8")] == [
+        "page.py"
+    ]
 
 
 def test_it_needs_nothing_else(every: str) -> None:
     """The page loads something, or runs a script: offline it is another page."""
     read = Page(every)
     assert not read.all("script") and not read.all("iframe") and not read.all("img")
-    targets = [a.get(k) for _, a, _ in read.found for k in ("href", "src", "xlink:href", "data") if a.get(k)]
+    targets = [
+        a.get(k)
+        for _, a, _ in read.found
+        for k in ("href", "src", "xlink:href", "data")
+        if a.get(k)
+    ]
     assert targets and all(str(target).startswith(("#", "data:")) for target in targets)
     assert "@import" not in every and not re.search(r"url\((?!#)", every)
 
@@ -237,7 +285,12 @@ def test_every_link_leads_somewhere(every: str) -> None:
     read = Page(every)
     ids = [a["id"] for _, a, _ in read.found if "id" in a]
     assert len(ids) == len(set(ids))
-    links = {str(a[k])[1:] for _, a, _ in read.found for k in ("href", "xlink:href") if str(a.get(k)).startswith("#")}
+    links = {
+        str(a[k])[1:]
+        for _, a, _ in read.found
+        for k in ("href", "xlink:href")
+        if str(a.get(k)).startswith("#")
+    }
     assert links <= set(ids)
     assert set(re.findall(r"url\(#([^)]*)\)", every)) <= set(ids)
     labels = {a["aria-labelledby"] for _, a, _ in read.found if "aria-labelledby" in a}
@@ -245,7 +298,9 @@ def test_every_link_leads_somewhere(every: str) -> None:
 
 
 def test_it_can_be_read_aloud_and_by_keyboard(every: str) -> None:
-    """A screen reader meets a table without headings or a picture without a name; a keyboard cannot scroll."""
+    """A screen reader meets a table without headings or a picture without a name; a keyboard
+    cannot scroll.
+    """
     read = Page(every)
     assert all(len(read.all(name)) == 1 for name in ("h1", "main", "nav", "header", "footer"))
     (skip, *_) = [a for a, _ in read.all("a")]
@@ -253,13 +308,17 @@ def test_it_can_be_read_aloud_and_by_keyboard(every: str) -> None:
     levels = [int(name[1]) for name, _, _ in read.found if re.fullmatch(r"h[1-6]", name)]
     assert all(later - earlier <= 1 for earlier, later in pairwise(levels))
     assert all(a.get("scope") in ("col", "row", "colgroup") for a, _ in read.all("th"))
-    assert len(read.all("caption")) == len(read.all("table")) and all(text.strip() for _, text in read.all("caption"))
+    assert len(read.all("caption")) == len(read.all("table")) and all(
+        text.strip() for _, text in read.all("caption")
+    )
     regions = [a for a, _ in read.all("div") if a.get("class") == "scroll"]
     assert len(regions) == len(read.all("table"))
     assert all(a["tabindex"] == "0" and a["role"] == "region" for a in regions)
     pictures = [a for a, _ in read.all("svg")]
     assert all(a.get("role") == "img" for a in pictures)
-    assert len(re.findall(r"<svg[^>]*>\s*<title>[^<]+</title>\s*<desc>[^<]+</desc>", every)) == len(pictures)
+    assert len(re.findall(r"<svg[^>]*>\s*<title>[^<]+</title>\s*<desc>[^<]+</desc>", every)) == len(
+        pictures
+    )
     assert len(read.all("figcaption")) == len(read.all("figure")) == len(pictures)
     assert 'lang="en"' in every and "width=device-width" in every
 
@@ -281,7 +340,10 @@ def test_it_has_contrast_in_light_and_dark() -> None:
     for style in page.STYLE.split("@media (prefers-color-scheme: dark)"):
         colours = dict(re.findall(r"--(\w+): (#\w{6})", style))
         for ground in ("paper", "wash"):
-            assert all(fabricated.contrast(colours[text], colours[ground]) >= 4.5 for text in ("ink", "soft", "link"))
+            assert all(
+                fabricated.contrast(colours[text], colours[ground]) >= 4.5
+                for text in ("ink", "soft", "link")
+            )
 
 
 def test_whatever_comes_from_outside_is_escaped(tmp_path: Path) -> None:
@@ -292,7 +354,9 @@ def test_whatever_comes_from_outside_is_escaped(tmp_path: Path) -> None:
     record["versions"]["torch"] = bad
     fabricated.write(tmp_path / "res", record)
     path = tmp_path / "speed.csv"
-    path.write_text(SPEED.replace("A GPU", '"<script>alert(2)</script>"').replace("gpu graph", "<script>x"))
+    path.write_text(
+        SPEED.replace("A GPU", '"<script>alert(2)</script>"').replace("gpu graph", "<script>x")
+    )
     text = paper_page(tmp_path / "res", path)
     folder = fabricated.run_folder(tmp_path, 'a "<script>&b', best=1.0, **{"data.name": bad})
     other = fabricated.run_folder(tmp_path, "<svg onload=x>", best=2.0)
@@ -307,13 +371,21 @@ def test_the_same_records_give_the_same_page(full: str, results: Path, speed: Pa
     assert paper_page(results, speed) == full
 
 
-# --- the command -----------------------------------------------------------------------------------
+# --- the command
+# -----------------------------------------------------------------------------------
 
 
-def test_the_command(results: Path, speed: Path, full: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    results: Path, speed: Path, full: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The command writes another page, or to another place."""
     out = tmp_path / "new" / "report.html"
-    assert cli.main(["report", "--results", str(results), "--benchmarks", str(speed), "--out", str(out)]) == 0
+    assert (
+        cli.main(
+            ["report", "--results", str(results), "--benchmarks", str(speed), "--out", str(out)]
+        )
+        == 0
+    )
     assert out.read_text(encoding="utf-8") == full and str(out) in capsys.readouterr().out
     folder = fabricated.run_folder(tmp_path, "run", best=1.5)
     assert cli.main(["report", str(folder), "--out", str(out)]) == 0
@@ -321,7 +393,10 @@ def test_the_command(results: Path, speed: Path, full: str, tmp_path: Path, caps
     assert cli.main(["report", str(tmp_path / "nothing"), "--out", str(out)]) == codes.WRONG_USE
     assert "there is no folder" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
-    assert cli.main(["report", str(folder), "--out", str(tmp_path / "file" / "report.html")]) == codes.FAILED
+    assert (
+        cli.main(["report", str(folder), "--out", str(tmp_path / "file" / "report.html")])
+        == codes.FAILED
+    )
     assert "is not a folder" in capsys.readouterr().err
     text = tmp_path / "my.txt"
     text.write_text("a year's work")

@@ -1,4 +1,6 @@
-"""Reproducing: what is missing is run once, what was interrupted goes on, and the tables say what the records say."""
+"""Reproducing: what is missing is run once, what was interrupted goes on, and the tables say
+what the records say.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,18 @@ from zoneout.paper import cli
 from zoneout.paper import reproduce as module
 from zoneout.paper import results as pages
 from zoneout.paper.codes import BAD_DATA, INTERRUPTED
-from zoneout.paper.config import Batches, Config, Data, Evaluation, Model, Optimizer, Protocol, Zoneout, change, to_json
+from zoneout.paper.config import (
+    Batches,
+    Config,
+    Data,
+    Evaluation,
+    Model,
+    Optimizer,
+    Protocol,
+    Zoneout,
+    change,
+    to_json,
+)
 from zoneout.paper.disk import RunError, write_record
 from zoneout.paper.measures import reached
 from zoneout.paper.recipes import RECIPES, Recipe
@@ -68,10 +81,15 @@ def quiet(text: str) -> None:
 
 
 def run(*rows: str, **options: Any) -> str:
-    return reproduce("char-ptb", rows, **({"out": "out", "results": "res", "device": "cpu", "say": quiet} | options))
+    return reproduce(
+        "char-ptb",
+        rows,
+        **({"out": "out", "results": "res", "device": "cpu", "say": quiet} | options),
+    )
 
 
-# --- running ---------------------------------------------------------------------------------------
+# --- running
+# ---------------------------------------------------------------------------------------
 
 
 def test_what_is_missing_is_run_and_what_is_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,9 +98,13 @@ def test_what_is_missing_is_run_and_what_is_there_is_not(monkeypatch: pytest.Mon
     assert run("tiny", seeds=(1, 2), say=said.append) == "finished"
     assert "no run yet" in said[0] and "no run yet" not in said[-1] and "| 1, 2 |" in said[-1]
     before = {p: p.read_bytes() for p in Path("res").rglob("*.json")}
-    assert sorted(p.as_posix() for p in before) == [f"res/char_ptb_tiny/seed-{n}.json" for n in (1, 2)]
+    assert sorted(p.as_posix() for p in before) == [
+        f"res/char_ptb_tiny/seed-{n}.json" for n in (1, 2)
+    ]
     trained: list[Path] = []
-    monkeypatch.setattr(module, "train", lambda *args, **kw: trained.append(args[1]) or train(*args, **kw))
+    monkeypatch.setattr(
+        module, "train", lambda *args, **kw: trained.append(args[1]) or train(*args, **kw)
+    )
     assert run("tiny", seeds=(1, 2, 3)) == "finished"
     assert trained == [Path("out/char_ptb_tiny/seed-3")]
     assert all(path.read_bytes() == content for path, content in before.items())
@@ -95,7 +117,9 @@ def test_a_record_says_what_the_run_found(tmp_path: Path) -> None:
     valid = [r for r in rows if r["kind"] == "valid"]
     assert record["valid"] == min(r["bits"] for r in valid) and record["test"] == rows[-1]["bits"]
     found = {(s["part"], s["protocol"]): s for s in record["scores"]}
-    assert set(found) == {(part, how) for part in ("valid", "test") for how in ("chunks of 25", "one sequence")}
+    assert set(found) == {
+        (part, how) for part in ("valid", "test") for how in ("chunks of 25", "one sequence")
+    }
     # The weights are judged again from their file, with the same result.
     assert found["valid", "chunks of 25"]["bits"] == pytest.approx(record["valid"], rel=1e-6)
     assert found["test", "one sequence"]["bits"] == pytest.approx(record["test"], rel=1e-6)
@@ -104,7 +128,11 @@ def test_a_record_says_what_the_run_found(tmp_path: Path) -> None:
     assert record["config"] == to_json(change(TINY, {"device": "cpu"}))
     assert record["command"] == "zoneout reproduce char_ptb_tiny --first-seed 1 --precision fp32"
     assert str(tmp_path) not in json.dumps(record), "a folder of this machine's"
-    assert record["epochs"] == 2 and record["seconds"] > 0 and record["versions"]["torch"] == torch.__version__
+    assert (
+        record["epochs"] == 2
+        and record["seconds"] > 0
+        and record["versions"]["torch"] == torch.__version__
+    )
 
 
 def interrupted_at(update: int) -> Any:
@@ -124,12 +152,20 @@ def test_an_interrupted_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(module, "lines", interrupted_at(7))
         assert run("tiny", seeds=(1, 2)) == "interrupted"
-    assert not Path("res").exists() and not Path("out/char_ptb_tiny/seed-2").exists(), "it went on to the next run"
+    assert not Path("res").exists() and not Path("out/char_ptb_tiny/seed-2").exists(), (
+        "it went on to the next run"
+    )
     assert Run("out/char_ptb_tiny/seed-1").checkpoints()[0].name == "00000007"
-    write_record(Path("out/char_ptb_tiny/seed-1/at_once.json"), {"at_once": 3})  # as if two had been beside it
+    write_record(
+        Path("out/char_ptb_tiny/seed-1/at_once.json"), {"at_once": 3}
+    )  # as if two had been beside it
     assert run("tiny") == "finished"
-    assert read_record(Path("res/char_ptb_tiny/seed-1.json"))["at_once"] == 3, "its minutes are those of one by itself"
-    ours, theirs = (read_record(Path(f"{f}/char_ptb_tiny/seed-1.json")) for f in ("res", "whole-res"))
+    assert read_record(Path("res/char_ptb_tiny/seed-1.json"))["at_once"] == 3, (
+        "its minutes are those of one by itself"
+    )
+    ours, theirs = (
+        read_record(Path(f"{f}/char_ptb_tiny/seed-1.json")) for f in ("res", "whole-res")
+    )
     same = ("valid", "test", "scores", "curve", "updates")
     assert [ours[name] for name in same] == [theirs[name] for name in same]
 
@@ -146,7 +182,9 @@ def test_the_time_that_is_given_is_kept_to(tmp_path: Path) -> None:
 
 
 def test_a_finished_run_without_a_record_is_only_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine went away between the training and the record: the training would be done again."""
+    """The machine went away between the training and the record: the training would be done
+    again.
+    """
     run("tiny")
     before = Path("res/char_ptb_tiny/seed-1.json").read_text()
     Path("res/char_ptb_tiny/seed-1.json").unlink()
@@ -157,13 +195,22 @@ def test_a_finished_run_without_a_record_is_only_judged(monkeypatch: pytest.Monk
 
 def test_a_run_that_diverges_does_not_stop_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("bad", "tiny") == "diverged"
-    assert "char_ptb_bad, seed 1:" in (err := capsys.readouterr().err) and "training has diverged" in err
+    assert (
+        "char_ptb_bad, seed 1:" in (err := capsys.readouterr().err)
+        and "training has diverged" in err
+    )
     assert Path("res/char_ptb_tiny/seed-1.json").exists() and not Path("res/char_ptb_bad").exists()
 
 
-def test_zoneout_and_unregularised_come_first_and_seeds_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zoneout_and_unregularised_come_first_and_seeds_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     began: list[tuple[str, int]] = []
-    monkeypatch.setattr(module, "attempt", lambda job: began.append((RECIPES[job.recipe].short, job.seed)) or "failed")
+    monkeypatch.setattr(
+        module,
+        "attempt",
+        lambda job: began.append((RECIPES[job.recipe].short, job.seed)) or "failed",
+    )
     assert run("weight_noise", "zoneout", "gru_zoneout", "unregularised", seeds=(1, 2)) == "failed"
     first = [("zoneout", 1), ("unregularised", 1), ("weight_noise", 1), ("gru_zoneout", 1)]
     assert began == first + [(row, 2) for row, _ in first]
@@ -184,20 +231,51 @@ def test_several_at_once(capfd: pytest.CaptureFixture[str]) -> None:
     assert run("zoneout", seeds=(1, 2), parallel=2, settings=SMALL) == "finished"
     assert "char_ptb_zoneout, seed 2: epoch 1" in capfd.readouterr().err
     run("zoneout", seeds=(2,), settings=SMALL, out="alone", results="alone-res")
-    ours, theirs = (read_record(Path(f"{f}/char_ptb_zoneout/seed-2.json")) for f in ("res", "alone-res"))
-    assert ours["at_once"] == 2 and ours["valid"] == theirs["valid"] and ours["scores"] == theirs["scores"]
+    ours, theirs = (
+        read_record(Path(f"{f}/char_ptb_zoneout/seed-2.json")) for f in ("res", "alone-res")
+    )
+    assert (
+        ours["at_once"] == 2
+        and ours["valid"] == theirs["valid"]
+        and ours["scores"] == theirs["scores"]
+    )
     run("zoneout", seeds=(3,), parallel=4, settings=SMALL)
-    assert read_record(Path("res/char_ptb_zoneout/seed-3.json"))["at_once"] == 1, "nobody was beside it"
+    assert read_record(Path("res/char_ptb_zoneout/seed-3.json"))["at_once"] == 1, (
+        "nobody was beside it"
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_whoever_stops_the_parent_stops_its_runs(number: int, tmp_path: Path) -> None:
-    """A signal for the parent alone, from a notebook or a supervisor: its runs train on, or lose what they have."""
+    """A signal for the parent alone, from a notebook or a supervisor: its runs train on, or lose
+    what they have.
+    """
     settings = [f"--set={name}={value}" for name, value in (SMALL | {"epochs": 10**6}).items()]
-    command = [sys.executable, "-m", "zoneout", "reproduce", "char_ptb_zoneout", "--seeds", "2", "--parallel", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "zoneout",
+        "reproduce",
+        "char_ptb_zoneout",
+        "--seeds",
+        "2",
+        "--parallel",
+        "2",
+    ]
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
-        [*command, "--device", "cpu", "--out", "out", "--results", "res", "--minutes", "2", *settings],
+        [
+            *command,
+            "--device",
+            "cpu",
+            "--out",
+            "out",
+            "--results",
+            "res",
+            "--minutes",
+            "2",
+            *settings,
+        ],
         env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -207,23 +285,33 @@ def test_whoever_stops_the_parent_stops_its_runs(number: int, tmp_path: Path) ->
     seeds = {1, 2}
     while seeds:  # until both have validated
         line = process.stderr.readline()
-        seeds -= {seed for seed in seeds if line.startswith(f"char_ptb_zoneout, seed {seed}: epoch")}
+        seeds -= {
+            seed for seed in seeds if line.startswith(f"char_ptb_zoneout, seed {seed}: epoch")
+        }
         assert line
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)  # which waits for the runs too: they write to the same pipe
+    out, err = process.communicate(
+        timeout=60
+    )  # which waits for the runs too: they write to the same pipe
     assert "Traceback" not in err, err
     assert process.returncode == (-number if number == signal.SIGKILL else INTERRUPTED)
-    assert number == signal.SIGKILL or [out.count(f"seed {seed}: interrupted") for seed in (1, 2)] == [1, 1]
+    assert number == signal.SIGKILL or [
+        out.count(f"seed {seed}: interrupted") for seed in (1, 2)
+    ] == [1, 1]
     for seed in (1, 2):
         folder = Path(f"out/char_ptb_zoneout/seed-{seed}")
         found, problems = Run(folder).latest()
         last = [row["update"] for row in read_metrics(folder)][-1]
         assert found is not None and not problems and found.state["update"] >= last
-        assert found.metrics_bytes == (folder / "metrics.jsonl").stat().st_size, "it stopped without a checkpoint"
+        assert found.metrics_bytes == (folder / "metrics.jsonl").stat().st_size, (
+            "it stopped without a checkpoint"
+        )
 
 
 def test_a_run_that_ended_while_all_were_stopped_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that has its record already is called interrupted, or one that never began is called failed."""
+    """A run that has its record already is called interrupted, or one that never began is called
+    failed.
+    """
 
     class Ended:
         def __init__(self, target: Any, args: tuple[Any, ...]) -> None:
@@ -245,38 +333,61 @@ def test_a_run_that_ended_while_all_were_stopped_has_ended(monkeypatch: pytest.M
         Process = Ended
 
     monkeypatch.setattr(module.multiprocessing, "get_context", lambda kind: Context)
-    jobs = [module.Job("char_ptb_tiny", seed, Path("out"), Path("res"), at_once=3) for seed in (1, 2, 3)]
+    jobs = [
+        module.Job("char_ptb_tiny", seed, Path("out"), Path("res"), at_once=3) for seed in (1, 2, 3)
+    ]
     found = {job.seed: state for job, state in module.several(jobs)}
     assert found == {1: "finished", 2: "interrupted", 3: "diverged"}
 
 
-def test_what_went_wrong_has_one_code_alone_and_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_went_wrong_has_one_code_alone_and_beside_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A script cannot tell missing data from a run that failed where several run at once."""
     monkeypatch.setenv("ZONEOUT_CACHE", "nothing")
     monkeypatch.delenv("ZONEOUT_DATA", raising=False)
-    arguments = ["reproduce", "text8_zoneout", "text8_unregularised", "--set", "epochs=1", "--device", "cpu"]
+    arguments = [
+        "reproduce",
+        "text8_zoneout",
+        "text8_unregularised",
+        "--set",
+        "epochs=1",
+        "--device",
+        "cpu",
+    ]
     assert cli.main(arguments) == cli.main([*arguments, "--parallel", "2"]) == BAD_DATA
 
 
 def in_threads(monkeypatch: pytest.MonkeyPatch, **options: str) -> tuple[Any, Any]:
-    """The record of seed 2 out of three runs at once in one process, and that of the same run alone."""
+    """The record of seed 2 out of three runs at once in one process, and that of the same run
+    alone.
+    """
     monkeypatch.setattr(module, "several", module.together)
     assert run("zoneout", seeds=(1, 2, 3), parallel=2, settings=SMALL, **options) == "finished"
     run("zoneout", seeds=(2,), settings=SMALL, out="alone", results="alone-res", **options)
-    ours, theirs = (read_record(Path(f"{f}/char_ptb_zoneout/seed-2.json")) for f in ("res", "alone-res"))
+    ours, theirs = (
+        read_record(Path(f"{f}/char_ptb_zoneout/seed-2.json")) for f in ("res", "alone-res")
+    )
     return ours, theirs
 
 
 def test_several_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If this fails, runs that share a process disturb each other: by torch's generator, its settings or their data."""
+    """If this fails, runs that share a process disturb each other: by torch's generator, its
+    settings or their data.
+    """
     ours, theirs = in_threads(monkeypatch)
-    assert ours["at_once"] == 2 and ours["curve"] == theirs["curve"] and ours["scores"] == theirs["scores"]
+    assert (
+        ours["at_once"] == 2
+        and ours["curve"] == theirs["curve"]
+        and ours["scores"] == theirs["scores"]
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("hidden", "precision"), [(100, "tf32"), (1000, "bf16"), (1200, "tf32")])
 def test_several_on_one_gpu(monkeypatch: pytest.MonkeyPatch, hidden: int, precision: str) -> None:
-    """If this fails, a run finds other numbers when others share the GPU: a buffer is theirs too, or sums change order.
+    """If this fails, a run finds other numbers when others share the GPU: a buffer is theirs too,
+    or sums change order.
 
     Each size takes another kernel.
     """
@@ -286,7 +397,9 @@ def test_several_on_one_gpu(monkeypatch: pytest.MonkeyPatch, hidden: int, precis
 
 
 def test_ctrl_c_reaches_runs_in_threads() -> None:
-    """If this fails, Ctrl-C leaves runs that share a process without a checkpoint, or does not stop them."""
+    """If this fails, Ctrl-C leaves runs that share a process without a checkpoint, or does not
+    stop them.
+    """
     with stop_requests() as asked, ThreadPoolExecutor(1) as thread:
 
         def listening() -> bool:
@@ -303,7 +416,12 @@ def test_ctrl_c_reaches_runs_in_threads() -> None:
 def test_the_command_of_a_record_makes_the_run_again() -> None:
     """A shell takes the command apart, or it makes another run."""
     recipe = RECIPES["char_ptb_zoneout"]
-    settings = {"optimizer.betas": [0.5, 0.9], "data.name": "it's my text", "data.limit": None, "batches.offset": False}
+    settings = {
+        "optimizer.betas": [0.5, 0.9],
+        "data.name": "it's my text",
+        "data.limit": None,
+        "batches.offset": False,
+    }
     config = change(recipe.make(), {"seed": 3, "precision": "bf16"} | settings)
     _, _, *words = shlex.split(command_of(recipe.name, config))
     options = parser("zoneout reproduce").parse_args(words)
@@ -313,15 +431,20 @@ def test_the_command_of_a_record_makes_the_run_again() -> None:
 
 
 def test_settings_of_ones_own_do_not_pass_for_the_recipe() -> None:
-    """A short trial would stand in the table as the paper's row, or would be gone on with as if it were."""
+    """A short trial would stand in the table as the paper's row, or would be gone on with as if
+    it were.
+    """
     run("tiny", settings={"epochs": 1})
     record = read_record(Path("res/char_ptb_tiny/seed-1.json"))
     assert record["command"].endswith(" --set epochs=1")
     shown = table("res", [RECIPES["char_ptb_tiny"]])
     assert (
-        "no run yet" in shown and "Left out: `char_ptb_tiny`, seed 1, had other settings (epochs is 1, not 2)" in shown
+        "no run yet" in shown
+        and "Left out: `char_ptb_tiny`, seed 1, had other settings (epochs is 1, not 2)" in shown
     )
-    with pytest.raises(RunError, match=r"seed-1\.json is of other settings: epochs is 1 there and 2 here"):
+    with pytest.raises(
+        RunError, match=r"seed-1\.json is of other settings: epochs is 1 there and 2 here"
+    ):
         run("tiny")
     with pytest.raises(ValueError, match=r"epoch: there is no such field"):
         run("tiny", settings={"epoch": 1}, results="other")
@@ -329,7 +452,8 @@ def test_settings_of_ones_own_do_not_pass_for_the_recipe() -> None:
         run("tiny", parallel=0)
 
 
-# --- the tables ------------------------------------------------------------------------------------
+# --- the tables
+# ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -342,7 +466,12 @@ def test_settings_of_ones_own_do_not_pass_for_the_recipe() -> None:
         ([0.0739], 0.069, "error", True),
         ([0.0741], 0.069, "error", False),
         ([1.360, 1.370], 1.362, "bits", True),  # mean 1.365, standard deviation 0.0071
-        ([1.364, 1.366], 1.362, "bits", False),  # mean 1.365, standard deviation 0.0014: one seed more, no slack more
+        (
+            [1.364, 1.366],
+            1.362,
+            "bits",
+            False,
+        ),  # mean 1.365, standard deviation 0.0014: one seed more, no slack more
     ],
 )
 def test_what_reached_means(values: list[float], paper: float, measure: str, yes: bool) -> None:
@@ -373,7 +502,9 @@ def made_up(name: str, seed: int, valid: float, test: float, **other: Any) -> No
             {"part": "test", "protocol": "one sequence", recipe.measure: test, **score},
         ],
         "curve": {"epoch": [1.0], "valid": [valid], "train_nats": [1.0]},
-        "config": to_json(change(recipe.make(), {"seed": seed, "precision": "bf16", "device": "cuda"})),
+        "config": to_json(
+            change(recipe.make(), {"seed": seed, "precision": "bf16", "device": "cuda"})
+        ),
     }
     write_record(Path("res") / name / f"seed-{seed}.json", record | other)
 
@@ -394,52 +525,86 @@ def test_the_table_of_records() -> None:
     made_up("word_ptb_variational", 1, 80.0, 76.04)
     shown = table("res")
     assert row_of(shown, "Zoneout 0.5, 0.05 `char_ptb") == (
-        "| Zoneout 0.5, 0.05 `char_ptb_zoneout` | 1.362, 1.252 | 1.3620 ± 0.0020 | 1.2580 ± 0.0069 | +0.000, +0.006 "
+        "| Zoneout 0.5, 0.05 `char_ptb_zoneout` | 1.362, 1.252 | 1.3620 ± 0.0020 | 1.2580 ± 0.0069 "
+        "| +0.000, +0.006 "
         "| yes, yes | 1, 2, 10 | 110 (best 100) | 6.7 |"
     )
     assert row_of(shown, "Unregularised LSTM `char_ptb") == (
-        "| Unregularised LSTM `char_ptb_unregularised` | 1.466, 1.356 | 1.471 | 1.350 | +0.005, -0.006 | no, yes | 1 "
+        "| Unregularised LSTM `char_ptb_unregularised` | 1.466, 1.356 | 1.471 | 1.350 | +0.005, "
+        "-0.006 | no, yes | 1 "
         "| 110 (best 100) | 5.0 (3 at once) |"
     )
     alone_most = row_of(shown, "Recurrent dropout 0.25 `char_ptb")
-    assert alone_most.endswith("| 5.0 (2 at once) |"), "minutes with more beside are another measure"
-    assert "| 100.0 (3 at once) | bf16" in row_of(shown, "Recurrent dropout 0.25, seed 2")
-    assert "| –, 1.32 | 1.400 | 1.330 | –, +0.010 | –, no |" in row_of(shown, "Recurrent batch norm `char_ptb")
-    assert "| –, 73.4 | 80.0 | 76.0 | –, +2.6 | –, – |" in row_of(shown, "Variational dropout 0.5, 0.3 `"), (
-        "it is only to be shown"
+    assert alone_most.endswith("| 5.0 (2 at once) |"), (
+        "minutes with more beside are another measure"
     )
+    assert "| 100.0 (3 at once) | bf16" in row_of(shown, "Recurrent dropout 0.25, seed 2")
+    assert "| –, 1.32 | 1.400 | 1.330 | –, +0.010 | –, no |" in row_of(
+        shown, "Recurrent batch norm `char_ptb"
+    )
+    assert "| –, 73.4 | 80.0 | 76.0 | –, +2.6 | –, – |" in row_of(
+        shown, "Variational dropout 0.5, 0.3 `"
+    ), "it is only to be shown"
     assert "no run yet" in row_of(shown, "Weight noise 0.075 `char_ptb")
-    assert row_of(shown, "`char_ptb_zoneout`") == "| `char_ptb_zoneout` | 1.3620 ± 0.0020 | 1.2580 ± 0.0069 |"
-    assert "| 2026-11-15 | `zoneout reproduce char_ptb_zoneout --first-seed 10 --precision bf16` |" in row_of(
-        shown, "Zoneout 0.5, 0.05, seed 10"
+    assert (
+        row_of(shown, "`char_ptb_zoneout`")
+        == "| `char_ptb_zoneout` | 1.3620 ± 0.0020 | 1.2580 ± 0.0069 |"
+    )
+    assert (
+        "| 2026-11-15 | `zoneout reproduce char_ptb_zoneout --first-seed 10 --precision bf16` |"
+        in row_of(shown, "Zoneout 0.5, 0.05, seed 10")
     )
     short = pages.summary("res")
-    assert "| 1.356 | 1.350 | 1 |" in row_of(short, "PTB characters, bits | Unregularised LSTM"), "by the test alone"
-    assert "| 1.252 | 1.2580±0.0069 | 3 |" in row_of(short, "PTB characters, bits | Zoneout 0.5, 0.05")
+    assert "| 1.356 | 1.350 | 1 |" in row_of(short, "PTB characters, bits | Unregularised LSTM"), (
+        "by the test alone"
+    )
+    assert "| 1.252 | 1.2580±0.0069 | 3 |" in row_of(
+        short, "PTB characters, bits | Zoneout 0.5, 0.05"
+    )
     made_up("word_ptb_nr_dropout", 1, 82.0, 79.9)
-    assert "| 78.4 | 79.9 (missed) | 1 |" in row_of(pages.summary("res"), "PTB words, perplexity | NR-dropout 0.65")
+    assert "| 78.4 | 79.9 (missed) | 1 |" in row_of(
+        pages.summary("res"), "PTB words, perplexity | NR-dropout 0.65"
+    )
 
 
 def test_without_records_every_row_says_so() -> None:
     """A row would be missing from the page until somebody ran it."""
     shown = document("nothing")
-    assert shown.count("no run yet") == len(RECIPES) and all(f"`{name}`" in shown for name in RECIPES)
+    assert shown.count("no run yet") == len(RECIPES) and all(
+        f"`{name}`" in shown for name in RECIPES
+    )
 
 
 def test_a_record_that_cannot_be_read_is_named() -> None:
     path = Path("res/char_ptb_tiny/seed-1.json")
     path.parent.mkdir(parents=True)
-    for text in ("{", "[]", '{"format": 99}', '{"format": 1}', '{"format": 1, "config": {"hiden": 1}}'):
+    for text in (
+        "{",
+        "[]",
+        '{"format": 99}',
+        '{"format": 1}',
+        '{"format": 1, "config": {"hiden": 1}}',
+    ):
         path.write_text(text)
         with pytest.raises(RunError, match=r"seed-1\.json is not a record that can be read"):
             table("res", [RECIPES["char_ptb_tiny"]])
     made_up("char_ptb_zoneout", 1, 1.360, 1.250)
     good = read_record(Path("res/char_ptb_zoneout/seed-1.json"))
-    wrong: list[dict[str, Any]] = [{"valid": None}, {"test": math.nan}, {"seed": 2}, {"recipe": "char_ptb_gru"}]
-    wrong += [{"curve": good["curve"] | {"valid": ["x"] * len(good["curve"]["valid"])}}, {"valid": 10**400}]
+    wrong: list[dict[str, Any]] = [
+        {"valid": None},
+        {"test": math.nan},
+        {"seed": 2},
+        {"recipe": "char_ptb_gru"},
+    ]
+    wrong += [
+        {"curve": good["curve"] | {"valid": ["x"] * len(good["curve"]["valid"])}},
+        {"valid": 10**400},
+    ]
     for other in [*wrong, *({"curve": kind} for kind in (None, []))]:
         Path("res/char_ptb_zoneout/seed-1.json").write_text(json.dumps(good | other))
-        with pytest.raises(RunError, match=r"seed-1\.json is not a record that can be read: (it|a value|expected)"):
+        with pytest.raises(
+            RunError, match=r"seed-1\.json is not a record that can be read: (it|a value|expected)"
+        ):
             table("res", [RECIPES["char_ptb_zoneout"]])
 
 
@@ -447,7 +612,15 @@ def test_long_curves_are_thinned_and_keep_the_best_and_the_last() -> None:
     rows: list[dict[str, Any]] = []
     for n in range(1, 1001):
         rows.append({"kind": "train", "update": n, "epoch": n / 10, "nats": float(n)})
-        rows.append({"kind": "valid", "update": n, "epoch": n / 10, "bits": abs(n - 501.0), "best": n == 501})
+        rows.append(
+            {
+                "kind": "valid",
+                "update": n,
+                "epoch": n / 10,
+                "bits": abs(n - 501.0),
+                "best": n == 501,
+            }
+        )
     found = pages.curve(rows, "bits")
     assert len(found["epoch"]) == 201 and found["epoch"][-1] == 100.0 and 0.0 in found["valid"]
     assert found["train_nats"][0] == 5.0
@@ -457,24 +630,57 @@ def test_the_pages_are_what_the_records_say() -> None:
     """docs/results.md and the README are not what `zoneout reproduce --write` makes of results/."""
     own = {name: RECIPES.pop(name) for name in ("char_ptb_tiny", "char_ptb_bad")}
     try:
-        assert (ROOT / "docs" / "results.md").read_text(encoding="utf-8") == document(ROOT / "results")
+        assert (ROOT / "docs" / "results.md").read_text(encoding="utf-8") == document(
+            ROOT / "results"
+        )
         readme = (ROOT / "README.md").read_text(encoding="utf-8")
         assert pages.BEGIN in readme and readme == pages.put_summary(readme, ROOT / "results")
     finally:
         RECIPES.update(own)
 
 
-# --- from the command line -------------------------------------------------------------------------
+# --- from the command line
+# -------------------------------------------------------------------------
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["char_ptb_tiny", "--seeds", "2", "--first-seed", "4", "--out", "out", "--results", "res"]
-    assert main([*arguments, "--device", "cpu", "--precision", "bf16", "--set", "epochs=1", "--minutes", "9"]) == 0
-    assert sorted(p.name for p in Path("res/char_ptb_tiny").iterdir()) == ["seed-4.json", "seed-5.json"]
+    arguments = [
+        "char_ptb_tiny",
+        "--seeds",
+        "2",
+        "--first-seed",
+        "4",
+        "--out",
+        "out",
+        "--results",
+        "res",
+    ]
+    assert (
+        main(
+            [
+                *arguments,
+                "--device",
+                "cpu",
+                "--precision",
+                "bf16",
+                "--set",
+                "epochs=1",
+                "--minutes",
+                "9",
+            ]
+        )
+        == 0
+    )
+    assert sorted(p.name for p in Path("res/char_ptb_tiny").iterdir()) == [
+        "seed-4.json",
+        "seed-5.json",
+    ]
     assert read_record(Path("res/char_ptb_tiny/seed-4.json"))["config"]["precision"] == "bf16"
     assert main([*arguments, "--minutes", "0", "--set", "epochs=1", "--first-seed", "6"]) == 130
     assert main(["--results", "res"]) == 0 and "char_ptb_tiny" in capsys.readouterr().out
-    Path("README.md").write_text(f"mine\n{pages.BEGIN}\nold\n{pages.END}\nmine too\n", encoding="utf-8")
+    Path("README.md").write_text(
+        f"mine\n{pages.BEGIN}\nold\n{pages.END}\nmine too\n", encoding="utf-8"
+    )
     assert main(["--results", "res", "--write", "page.md"]) == 0
     assert Path("page.md").read_text(encoding="utf-8") == document("res")
     assert "old" in Path("README.md").read_text(encoding="utf-8")
@@ -483,10 +689,13 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     text = Path("README.md").read_text(encoding="utf-8")
     assert "old" not in text and text.startswith("mine\n") and text.endswith("mine too\n")
     assert Path("docs/results.md").read_text(encoding="utf-8") == document("res")
-    with pytest.raises(ValueError, match=r"--set: expected a name and a value, as in epochs=1, got 'epochs'"):
+    with pytest.raises(
+        ValueError, match=r"--set: expected a name and a value, as in epochs=1, got 'epochs'"
+    ):
         main([*arguments, "--set", "epochs"])
     with pytest.raises(
-        ValueError, match=r"--set: expected a setting of the recipe, got seed; --first-seed is for that"
+        ValueError,
+        match=r"--set: expected a setting of the recipe, got seed; --first-seed is for that",
     ):
         main([*arguments, "--set", "seed=5"])
 
@@ -508,18 +717,24 @@ def test_records_of_another_precision_are_named(capsys: pytest.CaptureFixture[st
     asked = ["char_ptb_zoneout", "--results", "res"]
     assert main(asked) == 0
     said = capsys.readouterr().out
-    assert " Of another precision than fp32, which was asked for: char_ptb_zoneout, seed 1 (bf16). With" in said
+    assert (
+        " Of another precision than fp32, which was asked for: char_ptb_zoneout, seed 1 (bf16). "
+        "With" in said
+    )
     assert main([*asked, "--precision", "bf16"]) == 0
     assert "Nothing to run: every record is in res. With" in capsys.readouterr().out
 
 
 def test_tables_without_a_place_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outside of a clone `reproduce --write` trains for hours, and then says that a file of its own is not there."""
+    """Outside of a clone `reproduce --write` trains for hours, and then says that a file of its
+    own is not there.
+    """
     made_up("char_ptb_zoneout", 1, 1.360, 1.250)
     monkeypatch.setattr(module, "train", None)
     for task in ([], ["char_ptb_tiny"]):
         with pytest.raises(
-            ValueError, match=r"--write: there is no folder docs here for results\.md; --write FILE says"
+            ValueError,
+            match=r"--write: there is no folder docs here for results\.md; --write FILE says",
         ):
             main([*task, "--results", "res", "--write"])
     with pytest.raises(RunError, match="Is a directory"):
@@ -530,7 +745,10 @@ def test_a_trial_has_its_own_place() -> None:
     """A trial finds the recipe's own record, which is of other settings, or stands in its way."""
     for setting in ([], ["--set", "epochs=1"]):
         assert main(["char_ptb_tiny", "--device", "cpu", *setting]) == 0
-    of = [read_record(Path(folder, "char_ptb_tiny/seed-1.json")) for folder in ("results", "runs/trials/results")]
+    of = [
+        read_record(Path(folder, "char_ptb_tiny/seed-1.json"))
+        for folder in ("results", "runs/trials/results")
+    ]
     assert [record["config"]["epochs"] for record in of] == [2, 1]
 
 
@@ -544,7 +762,11 @@ def test_it_runs_where_the_command_lines_packages_are_not() -> None:
     )
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0 and "`char_ptb_zoneout`" in done.stdout, done.stderr
 
@@ -557,15 +779,26 @@ def test_zoneout_reproduce_is_the_same_command(
 
     monkeypatch.setenv("ZONEOUT_CACHE", "nothing")
     monkeypatch.delenv("ZONEOUT_DATA", raising=False)
-    assert cli.main(["reproduce", "--help"]) == codes.OK and "\n$ zoneout reproduce char-ptb" in capsys.readouterr().out
+    assert (
+        cli.main(["reproduce", "--help"]) == codes.OK
+        and "\n$ zoneout reproduce char-ptb" in capsys.readouterr().out
+    )
     assert cli.main(["reproduce", "pmnist", "zonout"]) == codes.WRONG_USE
     assert "zoneout reproduce: row: there is no 'zonout' of pmnist" in capsys.readouterr().err
-    assert cli.main(["reproduce", "char-ptb", "zoneout", "--data", "nowhere", "--device", "cpu"]) == codes.BAD_DATA
+    assert (
+        cli.main(["reproduce", "char-ptb", "zoneout", "--data", "nowhere", "--device", "cpu"])
+        == codes.BAD_DATA
+    )
 
 
 def test_records_that_could_not_be_written_are_told_of_first(tmp_path):
     """Hours of training go by before it is said that its record cannot be written."""
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match=r"file.*: it is not a folder"):
-        reproduce("char_ptb_zoneout", results=tmp_path / "file" / "results", out=tmp_path / "runs", say=lambda _: None)
+        reproduce(
+            "char_ptb_zoneout",
+            results=tmp_path / "file" / "results",
+            out=tmp_path / "runs",
+            say=lambda _: None,
+        )
     assert not (tmp_path / "runs").exists()

@@ -50,7 +50,9 @@ def test_a_run_is_created_and_read(run: Run) -> None:
 def test_a_run_is_never_overwritten(run: Run) -> None:
     run.close()
     before = {p.name: p.read_bytes() for p in run.folder.iterdir()}
-    with pytest.raises(RunError, match=r"holds a run already; continue it with --resume, or choose another folder"):
+    with pytest.raises(
+        RunError, match=r"holds a run already; continue it with --resume, or choose another folder"
+    ):
         Run(run.folder).create(CONFIG, VOCABULARY)
     other = replace(CONFIG, seed=9, epochs=3)
     with pytest.raises(RunError, match=r"holds another run: seed is 1 there and 9 here"):
@@ -71,9 +73,13 @@ def test_a_run_whose_schedule_knows_its_length_keeps_it(tmp_path: Path) -> None:
     config = replace(CONFIG, schedule=Schedule("cosine"))
     run.create(config, VOCABULARY)
     run.close()
-    with pytest.raises(RunError, match=r"epochs is 20 there and 99 here, and with a cosine schedule every"):
+    with pytest.raises(
+        RunError, match=r"epochs is 20 there and 99 here, and with a cosine schedule every"
+    ):
         run.open(replace(config, epochs=99))
-    with pytest.raises(RunError, match=r"epochs is 20 there and 99 here; seed is 1 there and 2 here\. Continue"):
+    with pytest.raises(
+        RunError, match=r"epochs is 20 there and 99 here; seed is 1 there and 2 here\. Continue"
+    ):
         run.open(replace(config, epochs=99, seed=2))
 
 
@@ -115,10 +121,14 @@ def test_a_run_killed_while_it_was_created_can_be_created(tmp_path: Path) -> Non
     run.create(CONFIG, VOCABULARY, "of another")
     run.close()
     assert runs.read_digest(tmp_path) == "of another"
-    assert not any(disk.is_side(path.name) for path in tmp_path.iterdir()), "something is left of the first try"
+    assert not any(disk.is_side(path.name) for path in tmp_path.iterdir()), (
+        "something is left of the first try"
+    )
     (tmp_path / "lock").unlink()
     (tmp_path / "config.json").unlink()
-    with pytest.raises(RunError, match=r"is not empty and not a run"):  # somebody else's vocabulary.json, perhaps
+    with pytest.raises(
+        RunError, match=r"is not empty and not a run"
+    ):  # somebody else's vocabulary.json, perhaps
         run.create(CONFIG, VOCABULARY)
 
 
@@ -127,11 +137,14 @@ def test_a_folder_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.Mo
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(RunError, match=r"it may not be written to; choose another folder or change its permissions"):
+    with pytest.raises(
+        RunError, match=r"it may not be written to; choose another folder or change its permissions"
+    ):
         Run(tmp_path / "run").create(CONFIG, None)
 
 
-# --- checkpoints -----------------------------------------------------------------------------------
+# --- checkpoints
+# -----------------------------------------------------------------------------------
 
 
 def test_the_latest_two_checkpoints_are_kept(run: Run) -> None:
@@ -140,7 +153,9 @@ def test_the_latest_two_checkpoints_are_kept(run: Run) -> None:
     assert [p.name for p in run.checkpoints()] == ["00001000", "00000100"]
     found, problems = run.latest()
     assert found is not None and not problems and found.state["update"] == 1000
-    assert found.tensors.keys() == tensors.keys() and all(torch.equal(found.tensors[n], t) for n, t in tensors.items())
+    assert found.tensors.keys() == tensors.keys() and all(
+        torch.equal(found.tensors[n], t) for n, t in tensors.items()
+    )
 
 
 def test_metrics_are_cut_back_to_the_checkpoint(run: Run) -> None:
@@ -155,7 +170,9 @@ def test_metrics_are_cut_back_to_the_checkpoint(run: Run) -> None:
 
 
 def test_an_ended_run_without_checkpoints_is_not_begun_again(run: Run) -> None:
-    """Somebody who has thrown away what takes most room, and asks for more of a run, loses what it had."""
+    """Somebody who has thrown away what takes most room, and asks for more of a run, loses what
+    it had.
+    """
     run.append({"kind": "valid", "update": 1, "epoch": 0.5, "bits": 2.0, "best": True})
     run.finish({"status": "finished"})
     run.close()
@@ -168,12 +185,22 @@ def test_an_ended_run_without_checkpoints_is_not_begun_again(run: Run) -> None:
     ("name", "content", "lacks"),
     [
         ("metrics.jsonl", '{"update": 1, "epoch": 1}', "line 1: there is no field 'kind'"),
-        ("metrics.jsonl", '{"kind": "valid", "update": 1, "epoch": 1}', "line 1: there is no field 'best'"),
+        (
+            "metrics.jsonl",
+            '{"kind": "valid", "update": 1, "epoch": 1}',
+            "line 1: there is no field 'best'",
+        ),
         ("summary.json", "{}", "there is no field 'status'"),
-        ("summary.json", '{"status": "finished", "update": 1, "epoch": 1}', "there is no field 'parameters'"),
+        (
+            "summary.json",
+            '{"status": "finished", "update": 1, "epoch": 1}',
+            "there is no field 'parameters'",
+        ),
     ],
 )
-def test_good_json_without_what_is_needed_is_a_sentence(run: Run, name: str, content: str, lacks: str) -> None:
+def test_good_json_without_what_is_needed_is_a_sentence(
+    run: Run, name: str, content: str, lacks: str
+) -> None:
     """`zoneout show` of a run that somebody has edited ends in a KeyError."""
     (run.folder / name).write_text(content + "\n")
     with pytest.raises(RunError, match=lacks):
@@ -212,7 +239,9 @@ def test_a_damaged_checkpoint_is_passed_over(run: Run, damage: Any, name: str) -
     assert len(problems) == 1 and "00000002 is damaged" in problems[0]
     run.go_on(found, CONFIG)
     assert [row["update"] for row in read_metrics(run.folder)] == [1]
-    assert [p.name for p in run.checkpoints()] == ["00000001"], "a later one would pass for the latest next time"
+    assert [p.name for p in run.checkpoints()] == ["00000001"], (
+        "a later one would pass for the latest next time"
+    )
 
 
 def test_a_number_changed_in_the_state_is_seen(run: Run) -> None:
@@ -220,7 +249,8 @@ def test_a_number_changed_in_the_state_is_seen(run: Run) -> None:
     path = run.last / "00000001" / "state.json"
     path.write_text(path.read_text().replace('"epoch": 0', '"epoch": 7'))
     with pytest.raises(
-        RunError, match=r"cannot be continued: the checkpoint .* is damaged \(state\.json has been altered\)"
+        RunError,
+        match=r"cannot be continued: the checkpoint .* is damaged \(state\.json has been altered\)",
     ):
         run.latest()
 
@@ -234,7 +264,9 @@ def test_metrics_that_were_altered_are_seen(run: Run) -> None:
 
 
 @pytest.mark.parametrize("call", range(1, 9))
-def test_a_full_disk_leaves_the_checkpoint_before(run: Run, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+def test_a_full_disk_leaves_the_checkpoint_before(
+    run: Run, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
     """At whichever write the disk is full, what stood before is whole."""
     tensors = checkpoint(run, 1)
     calls = 0
@@ -270,14 +302,19 @@ def test_a_full_disk_while_metrics_are_written(run: Run, monkeypatch: pytest.Mon
         run.append({"kind": "train"})
 
 
-# --- what others read ------------------------------------------------------------------------------
+# --- what others read
+# ------------------------------------------------------------------------------
 
 
 def test_best_weights_come_back_as_a_model(run: Run) -> None:
     model = build(replace(CONFIG, seed=5), len(VOCABULARY))
     run.save_best(model, {"update": 3, "bits": 1.5})
     found = load(run.folder)
-    assert found.config == CONFIG and found.vocabulary == VOCABULARY and found.info == {"update": 3, "bits": 1.5}
+    assert (
+        found.config == CONFIG
+        and found.vocabulary == VOCABULARY
+        and found.info == {"update": 3, "bits": 1.5}
+    )
     assert not found.model.training
     assert all(torch.equal(a, b) for a, b in zip(found.model.parameters(), model.parameters()))
     assert found.model.softmax.weight is found.model.embedding.weight
@@ -285,7 +322,9 @@ def test_best_weights_come_back_as_a_model(run: Run) -> None:
 
 def test_last_weights_come_back_as_a_model(run: Run) -> None:
     model = build(replace(CONFIG, seed=5), len(VOCABULARY))
-    run.save({f"model.{n}": t for n, t in runs.weights_of(model).items()}, {"update": 3, "epoch": 1})
+    run.save(
+        {f"model.{n}": t for n, t in runs.weights_of(model).items()}, {"update": 3, "epoch": 1}
+    )
     found = load(run.folder, weights="last")
     assert all(torch.equal(a, b) for a, b in zip(found.model.parameters(), model.parameters()))
     truncate(run.last / "00000003" / "tensors.safetensors")
@@ -313,7 +352,8 @@ def test_a_config_of_somebody_elses_hand(run: Run) -> None:
     values = json.loads(path.read_text())
     path.write_text(json.dumps(values | {"sead": 3}))
     with pytest.raises(
-        RunError, match=r"config\.json cannot be read: sead: there is no such field; the nearest are seed"
+        RunError,
+        match=r"config\.json cannot be read: sead: there is no such field; the nearest are seed",
     ):
         runs.read_config(run.folder)
     path.write_text(json.dumps(values | {"format": 99}))
@@ -331,18 +371,23 @@ def test_images_have_no_vocabulary(tmp_path: Path) -> None:
     run.close()
 
 
-# --- damage that would not show --------------------------------------------------------------------
+# --- damage that would not show
+# --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", [0.2, 0.5, -2])
 def test_a_flipped_bit_in_the_best_weights_is_seen(run: Run, place: float) -> None:
-    """In the notes or in a number: safetensors alone would give back other weights, and the test another result."""
+    """In the notes or in a number: safetensors alone would give back other weights, and the test
+    another result.
+    """
     run.save_best(build(CONFIG, len(VOCABULARY)), {"update": 3, "bits": 1.5})
     path = run.folder / "best.safetensors"
     content = bytearray(path.read_bytes())
     content[int(len(content) * place) if place > 0 else int(place)] ^= 1
     path.write_bytes(content)
-    with pytest.raises(RunError, match=r"best\.safetensors is damaged: .*only a new run, in another folder"):
+    with pytest.raises(
+        RunError, match=r"best\.safetensors is damaged: .*only a new run, in another folder"
+    ):
         load(run.folder)
 
 
@@ -354,18 +399,29 @@ def test_best_weights_without_a_checksum_are_read(run: Run) -> None:
 
 
 def test_a_config_that_was_altered_is_not_gone_on_with(run: Run) -> None:
-    """A digit that changed in config.json would otherwise train the rest of the run with another learning rate."""
+    """A digit that changed in config.json would otherwise train the rest of the run with another
+    learning rate.
+    """
     checkpoint(run, 1)
     path = run.folder / "config.json"
     path.write_text(path.read_text().replace('"lr": 0.002', '"lr": 0.003'))
-    with pytest.raises(RunError, match=r"cannot be continued: .* is damaged \(config\.json has been altered since\)"):
+    with pytest.raises(
+        RunError,
+        match=r"cannot be continued: .* is damaged \(config\.json has been altered since\)",
+    ):
         run.latest()
-    path.write_text(path.read_text().replace('"lr": 0.003', '"lr": 0.002').replace('"epochs": 20', '"epochs": 30'))
+    path.write_text(
+        path.read_text()
+        .replace('"lr": 0.003', '"lr": 0.002')
+        .replace('"epochs": 20', '"epochs": 30')
+    )
     found, problems = run.latest()
     assert found is not None and not problems, "how long a run is may change"
 
 
-def test_a_run_of_a_version_with_fewer_settings_goes_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_a_version_with_fewer_settings_goes_on(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A new setting, as it is by default, makes every run before it look altered."""
     names = configs.names()
     with monkeypatch.context() as before:
@@ -392,7 +448,9 @@ def test_what_comes_after_training_may_change(run: Run) -> None:
     assert found is not None and not problems
 
 
-def test_a_folder_taken_between_two_looks_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_taken_between_two_looks_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another process creates, and even finishes, a run there just before this one has the lock."""
     run, lock = Run(tmp_path), Run.lock
 

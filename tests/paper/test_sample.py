@@ -37,7 +37,9 @@ def loaded(model: torch.nn.Module, vocabulary: Vocabulary | None = LETTERS) -> L
     return Loaded(Config(), vocabulary, model.eval(), {})
 
 
-def text(model: torch.nn.Module, prompt: str = "", vocabulary: Vocabulary = LETTERS, **options: Any) -> str:
+def text(
+    model: torch.nn.Module, prompt: str = "", vocabulary: Vocabulary = LETTERS, **options: Any
+) -> str:
     return "".join(sample(loaded(model, vocabulary), prompt, **options))
 
 
@@ -63,7 +65,9 @@ def test_temperature_zero_takes_the_likeliest() -> None:
 
 
 def test_each_symbol_is_fed_back_once() -> None:
-    """The model reads the prompt again with every symbol, or misses one, or its steps are miscounted."""
+    """The model reads the prompt again with every symbol, or misses one, or its steps are
+    miscounted.
+    """
     model = Fixed([0, 0, 0, 9, 0])
     text(model, "a c", length=3, temperature=0.0)
     assert model.read == [[2, 1, 4], [3], [3]]
@@ -120,7 +124,9 @@ def test_at_eval_sample_draws_anew_at_every_step() -> None:
     """A model whose masks are drawn in evaluation uses those of the first step for ever."""
     from zoneout.paper.config import Evaluation, Zoneout
 
-    config = Config(model=Model(hidden=16), zoneout=Zoneout(hidden=0.5), evaluation=Evaluation(at_eval="sample"))
+    config = Config(
+        model=Model(hidden=16), zoneout=Zoneout(hidden=0.5), evaluation=Evaluation(at_eval="sample")
+    )
     model = build(config, len(LETTERS)).eval()
     written = text(model, "a", length=20, temperature=0.0, seed=3)
     numbers = torch.from_numpy(LETTERS.encode("a" + written)).long()[:, None]

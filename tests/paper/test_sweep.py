@@ -41,16 +41,24 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-# --- what there is to run --------------------------------------------------------------------------
+# --- what there is to run
+# --------------------------------------------------------------------------
 
 
 def test_a_grid_is_every_combination_with_every_seed() -> None:
     trials = grid_of(BASE, axes_of(["zoneout.cell=0,0.5", "model.cell=lstm,gru"]), 3)
     found = [(t.config.model.cell, t.config.zoneout.cell, t.config.seed) for t in trials]
-    assert found == [(cell, rate, seed) for rate in (0.0, 0.5) for cell in ("lstm", "gru") for seed in (1, 2, 3)]
+    assert found == [
+        (cell, rate, seed) for rate in (0.0, 0.5) for cell in ("lstm", "gru") for seed in (1, 2, 3)
+    ]
     assert len({t.name for t in trials}) == 12
-    assert grid_of(BASE, axes_of(["zoneout.cell=0,0.0,0"]), 1)[0].settings == {"zoneout.cell": 0.0, "seed": 1}
-    assert len(grid_of(BASE, axes_of(["zoneout.cell=0,0.0,0"]), 1)) == 1, "the same run is there twice"
+    assert grid_of(BASE, axes_of(["zoneout.cell=0,0.0,0"]), 1)[0].settings == {
+        "zoneout.cell": 0.0,
+        "seed": 1,
+    }
+    assert len(grid_of(BASE, axes_of(["zoneout.cell=0,0.0,0"]), 1)) == 1, (
+        "the same run is there twice"
+    )
     betas = grid_of(BASE, axes_of(["optimizer.betas=[0.9,0.99],[0.5,0.9]"]))
     assert [t.config.optimizer.betas for t in betas] == [(0.9, 0.99), (0.5, 0.9)]
 
@@ -70,9 +78,17 @@ def test_a_name_is_of_the_run_and_not_of_the_sweep() -> None:
 @given(st.text(min_size=1, max_size=300).filter(lambda text: not CONTROL.search(text)))
 @settings(max_examples=50, deadline=None, derandomize=True, database=None)
 def test_any_string_makes_a_name_for_a_folder(text: str) -> None:
-    """A corpus called ../../etc, or a name as long as a book, does not lead out of the sweep's folder."""
+    """A corpus called ../../etc, or a name as long as a book, does not lead out of the sweep's
+    folder.
+    """
     name = trial_of(BASE, {"data.name": json.dumps(text)}).name
-    assert "/" not in name and "\\" not in name and name not in (".", "..") and len(name) < 200 and name.isascii()
+    assert (
+        "/" not in name
+        and "\\" not in name
+        and name not in (".", "..")
+        and len(name) < 200
+        and name.isascii()
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,13 +97,20 @@ def test_any_string_makes_a_name_for_a_folder(text: str) -> None:
         (
             ["zoneout.cell"],
             1,
-            "--grid: expected a field and its values, as in zoneout.cell=0,0.1,0.5, got 'zoneout.cell'",
+            (
+                "--grid: expected a field and its values, as in zoneout.cell=0,0.1,0.5, got "
+                "'zoneout.cell'"
+            ),
         ),
         (["zoneout.cel=0"], 1, "zoneout.cel: there is no such field; the nearest are zoneout.cell"),
         (["zoneout.cell=0,2"], 1, "zoneout.cell: expected a rate between 0 and 1, got 2"),
         (["zoneout.cell=0", "zoneout.cell=1"], 1, "--grid: zoneout.cell is there twice"),
         (["seed=1,2"], 1, "--grid: seeds are not part of the grid; --seeds"),
-        (["zoneout.cell=0..0.5"], 1, "zoneout.cell is a range, which only a search can draw from; add --search optuna"),
+        (
+            ["zoneout.cell=0..0.5"],
+            1,
+            "zoneout.cell is a range, which only a search can draw from; add --search optuna",
+        ),
         (["zoneout.cell=0.5..0"], 1, "--grid: expected a range from low to high"),
         (["optimizer.lr=0..1,log"], 1, "--grid: expected a range from low to high, above 0"),
         (["zoneout.cell=0"], 0, "--seeds: expected 1 or more, got 0"),
@@ -108,21 +131,29 @@ def test_parts_are_all_there_is_and_nothing_twice() -> None:
             part_of(trials, wrong)
 
 
-# --- running it ------------------------------------------------------------------------------------
+# --- running it
+# ------------------------------------------------------------------------------------
 
 
 def test_a_killed_worker_changes_nothing(undisturbed: Path, tmp_path: Path) -> None:
-    """A process is killed with SIGKILL in the middle of a run: the run is lost, or comes out otherwise."""
+    """A process is killed with SIGKILL in the middle of a run: the run is lost, or comes out
+    otherwise.
+    """
     said: list[str] = []
     assert run_local(jobs(tmp_path), parallel=2, say=said.append) == {}
-    assert sum("its process died (exit code -9); another goes on with it" in line for line in said) == 1
+    assert (
+        sum("its process died (exit code -9); another goes on with it" in line for line in said)
+        == 1
+    )
     assert rows(tmp_path) == rows(undisturbed)
     assert sweep_report.table(rows(tmp_path)) == sweep_report.table(rows(undisturbed))
     for job in jobs(tmp_path):
         assert (job.folder / "metrics.jsonl").read_bytes() == (
             undisturbed / job.folder.name / "metrics.jsonl"
         ).read_bytes()
-    assert (tmp_path / "starts").read_text().splitlines() == [f"{jobs(tmp_path)[0].folder.name} {n}" for n in (0, 10)]
+    assert (tmp_path / "starts").read_text().splitlines() == [
+        f"{jobs(tmp_path)[0].folder.name} {n}" for n in (0, 10)
+    ]
 
 
 def dead(code: int) -> Any:
@@ -142,26 +173,37 @@ def dead(code: int) -> Any:
     return start
 
 
-def test_a_job_that_always_dies_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_always_dies_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Instead of the sweep going round for ever."""
     monkeypatch.setattr(sweep, "_start", dead(-9))
     said: list[str] = []
     first, second, *_ = jobs(tmp_path)
     problems = run_local([first, second], parallel=2, say=said.append, retries=3)
     assert problems == dict.fromkeys(
-        [first.trial.name, second.trial.name], "its process died 4 times, the last with exit code -9"
+        [first.trial.name, second.trial.name],
+        "its process died 4 times, the last with exit code -9",
     )
     assert len(said) == 8
 
 
-def test_a_process_that_was_asked_to_stop_has_not_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch system signals all processes at once: a worker that obeys before the sweep does counts as a failure."""
+def test_a_process_that_was_asked_to_stop_has_not_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch system signals all processes at once: a worker that obeys before the sweep does
+    counts as a failure.
+    """
     monkeypatch.setattr(sweep, "_start", dead(0))
     first, *_ = jobs(tmp_path)
-    assert run_local([first], parallel=1, say=lambda text: None) == {first.trial.name: "interrupted"}
+    assert run_local([first], parallel=1, say=lambda text: None) == {
+        first.trial.name: "interrupted"
+    }
 
 
-def test_two_parts_that_end_at_once_both_write_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_parts_that_end_at_once_both_write_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One part renames the file that the other is still writing, which then fails."""
     others: list[str] = []
     sync = os.fsync
@@ -178,9 +220,13 @@ def test_two_parts_that_end_at_once_both_write_the_page(tmp_path: Path, monkeypa
     assert sorted(p.name for p in tmp_path.iterdir()) == ["index.html", "results.json"]
 
 
-def test_nothing_is_run_twice(undisturbed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_nothing_is_run_twice(
+    undisturbed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
     """The same command again trains nothing, and shows the same."""
-    monkeypatch.setattr(sweep, "run_local", lambda jobs, **options: {"": "something was run"} if jobs else {})
+    monkeypatch.setattr(
+        sweep, "run_local", lambda jobs, **options: {"": "something was run"} if jobs else {}
+    )
     before = {p: p.stat().st_mtime_ns for p in undisturbed.glob("*/*")}
     found = sweep.sweep(BASE, GRID, 2, undisturbed, say=lambda line: None)
     assert [dataclasses.replace(row, folder="", seconds=None) for row in found] == rows(undisturbed)
@@ -216,8 +262,12 @@ def test_what_goes_wrong_with_one_run_is_told(tmp_path: Path) -> None:
     assert row.state == "failed" and "there is no such file" in sweep_report.table([row])
 
 
-def test_a_folder_that_is_held_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sweep begun again a moment after its process was killed finds folders that are still held."""
+def test_a_folder_that_is_held_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sweep begun again a moment after its process was killed finds folders that are still
+    held.
+    """
     job = jobs(tmp_path, fragile=0)[0]
     held = runs.Run(job.folder)
     held.create(job.trial.config, None, load_data(job.trial.config).digest)
@@ -231,7 +281,9 @@ def test_a_folder_that_is_held_is_waited_for(tmp_path: Path, monkeypatch: pytest
 def test_a_run_that_another_process_begins_meanwhile_is_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two sweeps at once one is told to continue a run with --resume, which the other has just ended."""
+    """Of two sweeps at once one is told to continue a run with --resume, which the other has
+    just ended.
+    """
     job = jobs(tmp_path, fragile=0)[0]
 
     def late(*args: Any, **options: Any) -> Any:
@@ -259,41 +311,74 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "limit"), [({"epochs": 1}, "--epochs 1"), ({"updates": 20}, "--updates 20")], ids=["epochs", "updates"]
+    ("settings", "limit"),
+    [({"epochs": 1}, "--epochs 1"), ({"updates": 20}, "--updates 20")],
+    ids=["epochs", "updates"],
 )
 def test_one_table_is_of_one_length(
     undisturbed: Path, monkeypatch: pytest.MonkeyPatch, settings: Any, limit: str
 ) -> None:
-    """Runs that had more training than the new ones are to have stand beside them, as if they had had no more."""
-    monkeypatch.setattr(sweep, "run_local", lambda jobs, **options: pytest.fail("something was run"))
+    """Runs that had more training than the new ones are to have stand beside them, as if they
+    had had no more.
+    """
+    monkeypatch.setattr(
+        sweep, "run_local", lambda jobs, **options: pytest.fail("something was run")
+    )
     before = contents(undisturbed)
     with pytest.raises(RunError) as error:
-        sweep.sweep(change(BASE, settings), ["zoneout.cell=0,0.25,0.5"], 2, undisturbed, say=lambda line: None)
+        sweep.sweep(
+            change(BASE, settings),
+            ["zoneout.cell=0,0.25,0.5"],
+            2,
+            undisturbed,
+            say=lambda line: None,
+        )
     first = jobs(undisturbed)[0].folder
     assert str(error.value).startswith(f"{first} has had ")
     assert f"updates in 2 epochs already, which is more than {limit}" in str(error.value)
     assert "ask for as long or longer, or choose another folder with --out" in str(error.value)
-    with pytest.raises(RunError, match=r"has had .* already"):  # nor the part that has only what is new
-        sweep.sweep(change(BASE, settings), ["zoneout.cell=0.25,0"], 1, undisturbed, part="1/2", say=lambda line: None)
+    with pytest.raises(
+        RunError, match=r"has had .* already"
+    ):  # nor the part that has only what is new
+        sweep.sweep(
+            change(BASE, settings),
+            ["zoneout.cell=0.25,0"],
+            1,
+            undisturbed,
+            part="1/2",
+            say=lambda line: None,
+        )
     assert contents(undisturbed) == before
 
 
 def test_one_table_is_of_one_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs on what the text was stand beside runs on what it is now, as if they had learned the same."""
+    """Runs on what the text was stand beside runs on what it is now, as if they had learned the
+    same.
+    """
     text, out = tmp_path / "text.txt", tmp_path / "out"
     text.write_bytes(Path(BASE.data.name).read_bytes())
     base = change(BASE, {"data.name": str(text), "updates": 2})
     for job in [sweep.Job(trial, out / trial.name) for trial in grid_of(base, axes_of(GRID))]:
         assert job() == ""
     before = contents(out)
-    monkeypatch.setattr(sweep, "run_local", lambda jobs, **options: pytest.fail("something was run") if jobs else {})
+    monkeypatch.setattr(
+        sweep, "run_local", lambda jobs, **options: pytest.fail("something was run") if jobs else {}
+    )
     text.write_text(text.read_text(encoding="utf-8")[::-1], encoding="utf-8")
-    for config, grid in ((base, GRID), (base, ["zoneout.cell=0,0.25"]), (change(base, {"updates": 3}), GRID)):
-        with pytest.raises(DataError, match=r"was trained on other data than .*text\.txt is now, and one table"):
+    for config, grid in (
+        (base, GRID),
+        (base, ["zoneout.cell=0,0.25"]),
+        (change(base, {"updates": 3}), GRID),
+    ):
+        with pytest.raises(
+            DataError, match=r"was trained on other data than .*text\.txt is now, and one table"
+        ):
             sweep.sweep(config, grid, 1, out, say=lambda line: None)
     text.unlink()
     found = sweep.sweep(base, GRID, 1, out, say=lambda line: None)
-    assert [row.state for row in found] == ["finished"] * 2, "a table for which nothing is missing needs the data"
+    assert [row.state for row in found] == ["finished"] * 2, (
+        "a table for which nothing is missing needs the data"
+    )
     with pytest.raises(DataError, match="there is no such file"):
         sweep.sweep(base, ["zoneout.cell=0,0.25"], 1, out, say=lambda line: None)
     assert contents(out) == before
@@ -312,8 +397,12 @@ def test_a_search_is_of_one_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         sweep.sweep(base, GRID, 1, out, search="optuna", say=lambda line: None)
 
 
-def test_texts_of_a_grid_are_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run of a sweep over texts can only be evaluated or continued in the folder that the sweep was begun in."""
+def test_texts_of_a_grid_are_found_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of a sweep over texts can only be evaluated or continued in the folder that the
+    sweep was begun in.
+    """
     (tmp_path / "texts").mkdir()
     for name in ("one.txt", "two.txt", "valid.txt", "texts/three.txt"):
         (tmp_path / name).write_bytes(Path(BASE.data.name).read_bytes())
@@ -327,23 +416,55 @@ def test_texts_of_a_grid_are_found_from_anywhere(tmp_path: Path, monkeypatch: py
     assert found == [(str(text), part) for text in texts for part in (str(valid), None)]
     assert made[2].folder.name.startswith("data.name=three.txt,data.valid=valid.txt,seed=1-")
     made.clear()
-    sweep.sweep(BASE, ["data.name=three.txt,python"], 1, Path("out"), data=Path("texts"), say=lambda line: None)
+    sweep.sweep(
+        BASE,
+        ["data.name=three.txt,python"],
+        1,
+        Path("out"),
+        data=Path("texts"),
+        say=lambda line: None,
+    )
     assert [job.trial.config.data.name for job in made] == [str(texts[1]), "python"]
 
 
-def test_a_combination_that_cannot_be_is_told_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sweep of many hours ends with half of its runs failed, for a reason that was there from the beginning."""
-    monkeypatch.setattr(sweep, "run_local", lambda jobs, **options: pytest.fail("something was run"))
-    with pytest.raises(ValueError, match=r"^model\.cell=gru,zoneout\.cell=0\.5,seed=.* cannot be: .*GRU has no cell"):
+def test_a_combination_that_cannot_be_is_told_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sweep of many hours ends with half of its runs failed, for a reason that was there from
+    the beginning.
+    """
+    monkeypatch.setattr(
+        sweep, "run_local", lambda jobs, **options: pytest.fail("something was run")
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"^model\.cell=gru,zoneout\.cell=0\.5,seed=.* cannot be: .*GRU has no cell",
+    ):
         sweep.sweep(BASE, ["model.cell=lstm,gru", *GRID], 2, tmp_path, say=lambda line: None)
     assert not list(tmp_path.iterdir())
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ctrl-C in the middle ends with a checkpoint, and the same command then gives what it would have given."""
+    """Ctrl-C in the middle ends with a checkpoint, and the same command then gives what it would
+    have given.
+    """
     options = flags(changed(BASE))
-    command = [sys.executable, "-m", "zoneout", "sweep", *options, "--grid", GRID[0], "--seeds", "2", "--json"]
-    environment = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "zoneout",
+        "sweep",
+        *options,
+        "--grid",
+        GRID[0],
+        "--seeds",
+        "2",
+        "--json",
+    ]
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(cli.__file__).parents[2]),
+        "OMP_NUM_THREADS": "1",
+    }
     process = subprocess.Popen(
         [*command, "--out", str(tmp_path / "a"), "--parallel", "1"],  # of two, either may be first
         stdout=subprocess.PIPE,
@@ -364,14 +485,32 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert [row["state"] for row in found] == ["finished"] * 4
     assert json.loads((tmp_path / "a" / "results.json").read_text()) == found
     assert cli.main(["sweep", "char_ptb_zonout", "--out", str(tmp_path)]) == 2
-    assert "there is no recipe 'char_ptb_zonout'; the nearest are char_ptb_zoneout" in capsys.readouterr().err
+    assert (
+        "there is no recipe 'char_ptb_zonout'; the nearest are char_ptb_zoneout"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_signal_for_the_sweep_alone_stops_its_runs(tmp_path: Path) -> None:
-    """`kill -INT`, or a notebook that is interrupted: the sweep waits for runs that nobody has told."""
+    """`kill -INT`, or a notebook that is interrupted: the sweep waits for runs that nobody has
+    told.
+    """
     options = flags(changed(change(BASE, {"epochs": 10**6})))
-    command = [sys.executable, "-m", "zoneout", "sweep", *options, "--grid", "updates=10,50000", "--parallel", "1"]
-    environment = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "zoneout",
+        "sweep",
+        *options,
+        "--grid",
+        "updates=10,50000",
+        "--parallel",
+        "1",
+    ]
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(cli.__file__).parents[2]),
+        "OMP_NUM_THREADS": "1",
+    }
     process = subprocess.Popen(
         [*command, "--out", str(tmp_path), "--json"],
         stdout=subprocess.PIPE,
@@ -387,7 +526,9 @@ def test_a_signal_for_the_sweep_alone_stops_its_runs(tmp_path: Path) -> None:
 
 
 def test_processes_keep_to_the_threads_that_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With OMP_NUM_THREADS=1 on a machine that is in use, each process takes all processors, and ten times as long."""
+    """With OMP_NUM_THREADS=1 on a machine that is in use, each process takes all processors, and
+    ten times as long.
+    """
     monkeypatch.setattr(processes, "cores", lambda: 8)
     for allowed, shared_by, each in ((1, 2, 1), (8, 2, 4), (3, 2, 3), (8, 16, 1)):
         monkeypatch.setattr(torch, "get_num_threads", lambda allowed=allowed: allowed)
@@ -395,14 +536,19 @@ def test_processes_keep_to_the_threads_that_are_allowed(monkeypatch: pytest.Monk
 
 
 def test_the_recipe_is_what_the_options_leave_open() -> None:
-    command = cli.parse("sweep", ["char_ptb_zoneout", "--grid", "zoneout.cell=0.25,0.5", "--epochs", "3"])
+    command = cli.parse(
+        "sweep", ["char_ptb_zoneout", "--grid", "zoneout.cell=0.25,0.5", "--epochs", "3"]
+    )
     assert command.config.model.hidden == 1000 and command.config.zoneout.hidden == 0.05
     assert command.config.epochs == 3 and command.grid == ("zoneout.cell=0.25,0.5",)
 
 
 def test_options_that_do_not_go_together(tmp_path: Path) -> None:
     for options, says in (
-        ({"engine": "local", "search": "optuna"}, "--search: plain processes have no such thing; use --engine ray"),
+        (
+            {"engine": "local", "search": "optuna"},
+            "--search: plain processes have no such thing; use --engine ray",
+        ),
         ({"engine": "local", "gpus": 0.5}, "--gpus: plain processes have no such thing"),
         ({"search": "optuna"}, "--search: expected a --grid to choose from"),
         ({"parallel": -1}, "--parallel, --trials: expected 0 or more"),
@@ -415,19 +561,25 @@ def test_without_ray_there_is_a_sentence(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(
-        ValueError, match=r"ray is not installed; pip install '.\[cluster\]' in a clone, or use --engine local"
+        ValueError,
+        match=r"ray is not installed; pip install '.\[cluster\]' in a clone, or use --engine local",
     ):
         sweep.sweep(BASE, GRID, 1, tmp_path, engine="ray")
-    with pytest.raises(ValueError, match=r"--search: the package optuna is not installed; pip install optuna"):
+    with pytest.raises(
+        ValueError, match=r"--search: the package optuna is not installed; pip install optuna"
+    ):
         cluster.search_ray(BASE, axes_of(GRID), tmp_path, 3, cluster.Cluster(), print)
 
 
-# --- what came out ---------------------------------------------------------------------------------
+# --- what came out
+# ---------------------------------------------------------------------------------
 
 
 def row(cell: float, seed: int, valid: float | None, state: Any = "finished", why: str = "") -> Row:
     settings = {"zoneout.cell": cell, "seed": seed}
-    return Row("name", "", settings, state, "bits" if valid else "", valid, valid and valid + 1, why=why)
+    return Row(
+        "name", "", settings, state, "bits" if valid else "", valid, valid and valid + 1, why=why
+    )
 
 
 def test_the_table_has_the_best_first_and_the_spread_over_seeds() -> None:
@@ -448,7 +600,9 @@ name: no disk"""
 
 
 def test_the_page_has_the_shared_look_and_escapes_every_string(undisturbed: Path) -> None:
-    """What somebody calls a corpus, or an error says, becomes markup in the reader's browser; or formulas."""
+    """What somebody calls a corpus, or an error says, becomes markup in the reader's browser; or
+    formulas.
+    """
     evil = "<script>alert(1)</script>"
     folder = next(p for p in undisturbed.iterdir() if p.is_dir())
     rows = [
@@ -460,7 +614,9 @@ def test_the_page_has_the_shared_look_and_escapes_every_string(undisturbed: Path
         assert shared_look(page)
         assert "<script" not in page and "&lt;script&gt;" in page and "&amp; more" in page
         texts = [text for _, text in Page(page).all("text")]
-        assert any(text.startswith(f"$x^{evil}$, best ") for text in texts), "the legend has another name"
+        assert any(text.startswith(f"$x^{evil}$, best ") for text in texts), (
+            "the legend has another name"
+        )
 
 
 @pytest.mark.parametrize("text", ["{", "{}", "[]"])

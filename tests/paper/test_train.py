@@ -63,7 +63,15 @@ CHARS = Config(
 WORDS = Config(
     data=replace(TEXT, by="word"),
     batches=Batches("streams", size=4, length=10),
-    model=Model(hidden=16, layers=2, embedding=16, dropout=0.2, init="uniform", init_bound=0.1, forget_bias=0.0),
+    model=Model(
+        hidden=16,
+        layers=2,
+        embedding=16,
+        dropout=0.2,
+        init="uniform",
+        init_bound=0.1,
+        forget_bias=0.0,
+    ),
     zoneout=Zoneout(cell=0.25, hidden=0.025),
     optimizer=Optimizer("sgd", lr=1.0, clip_gradient=5.0),
     schedule=Schedule("divide", after=1, by=1.15),
@@ -109,9 +117,11 @@ def curve(folder: Path) -> list[tuple[str, int, float]]:
 
 @pytest.mark.parametrize("name", CURVES)
 def test_golden_curves(name: str, tmp_path: Path) -> None:
-    """If this fails, the same config no longer trains as it did: data order, weights, masks or a rule have changed.
+    """If this fails, the same config no longer trains as it did: data order, weights, masks or a
+    rule have changed.
 
-    Kernels and compilers round differently, which some tens of updates do not make larger than this.
+    Kernels and compilers round differently, which some tens of updates do not make larger than
+    this.
     """
     train(CURVES[name], tmp_path / "run")
     lines = (GOLDEN / f"{name}.txt").read_text().splitlines()
@@ -121,7 +131,8 @@ def test_golden_curves(name: str, tmp_path: Path) -> None:
     assert [line[2] for line in found] == pytest.approx([line[2] for line in expected], rel=1e-4)
 
 
-# --- what a run is ---------------------------------------------------------------------------------
+# --- what a run is
+# ---------------------------------------------------------------------------------
 
 
 def test_a_run_from_beginning_to_end(tmp_path: Path) -> None:
@@ -131,27 +142,45 @@ def test_a_run_from_beginning_to_end(tmp_path: Path) -> None:
     steps = [e["update"] for e in events if e["kind"] == "step"]
     assert steps == list(range(1, summary.update + 1))
     assert [e for e in events if e["kind"] in ("train", "valid", "test")] == rows
-    assert events[0]["kind"] == "start" and events[0]["updates"] == summary.update and events[-1]["kind"] == "end"
+    assert (
+        events[0]["kind"] == "start"
+        and events[0]["updates"] == summary.update
+        and events[-1]["kind"] == "end"
+    )
     assert summary.status == "finished" and summary.epoch == 2 and summary.measure == "bits"
     assert rows[0]["nats"] > summary.best["nats"] > 0, "nothing was learned"  # type: ignore[index]
     assert summary.best == min((r for r in rows if r["kind"] == "valid"), key=lambda r: r["nats"])
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["test"] == rows[-1] == summary.test
+    assert (
+        json.loads((tmp_path / "run" / "summary.json").read_text())["test"]
+        == rows[-1]
+        == summary.test
+    )
     assert runs.read_digest(tmp_path / "run") == load_data(CHARS).digest
     found = runs.load(tmp_path / "run")
     assert (
         found.info == summary.best
-        and sum(p.numel() for p in found.model.parameters() if p.requires_grad) == summary.parameters
+        and sum(p.numel() for p in found.model.parameters() if p.requires_grad)
+        == summary.parameters
     )
 
 
 def test_the_best_weights_are_kept_and_tested(tmp_path: Path) -> None:
-    """With a learning rate so high that the loss goes up and down the last weights are not the best."""
+    """With a learning rate so high that the loss goes up and down the last weights are not the
+    best.
+    """
     config = replace(
-        CHARS, epochs=3, optimizer=Optimizer("adam", lr=3.0), evaluation=replace(CHARS.evaluation, every=2)
+        CHARS,
+        epochs=3,
+        optimizer=Optimizer("adam", lr=3.0),
+        evaluation=replace(CHARS.evaluation, every=2),
     )
     summary = train(config, tmp_path / "run")
     rows = [r for r in read_metrics(tmp_path / "run") if r["kind"] == "valid"]
-    assert summary.best is not None and summary.best["update"] < rows[-1]["update"] and not rows[-1]["best"]
+    assert (
+        summary.best is not None
+        and summary.best["update"] < rows[-1]["update"]
+        and not rows[-1]["best"]
+    )
     from zoneout.paper.evaluate import evaluate
 
     found = runs.load(tmp_path / "run")
@@ -160,7 +189,9 @@ def test_the_best_weights_are_kept_and_tested(tmp_path: Path) -> None:
 
 
 def test_batch_norms_statistics_are_estimated_anew_and_kept(tmp_path: Path) -> None:
-    """Whoever loads the best weights gets what the test had; running averages of a short run are of little use."""
+    """Whoever loads the best weights gets what the test had; running averages of a short run are
+    of little use.
+    """
     from zoneout.paper.evaluate import evaluate
 
     config = CURVES["char-lstm-batch-norm"]
@@ -168,7 +199,9 @@ def test_batch_norms_statistics_are_estimated_anew_and_kept(tmp_path: Path) -> N
     found = runs.load(tmp_path / "run")
     assert summary.test is not None
     assert evaluate(found.model, load_data(config), "test", config).nats == summary.test["nats"]
-    last = runs.load(tmp_path / "run", weights="last")  # the same weights here, with the averages of training
+    last = runs.load(
+        tmp_path / "run", weights="last"
+    )  # the same weights here, with the averages of training
     assert torch.equal(found.model.softmax.weight, last.model.softmax.weight)
     assert not torch.allclose(found.model.recurrent.mean_hh_l0, last.model.recurrent.mean_hh_l0)
 
@@ -177,19 +210,31 @@ def test_batch_norms_statistics_are_estimated_anew_and_kept(tmp_path: Path) -> N
     ("epoch", "update", "updates", "complete"),
     [(2, 10, 0, True), (1, 9, 0, False), (1, 9, 9, True), (1, 8, 9, False), (2, 8, 9, True)],
 )
-def test_a_run_is_complete_by_its_epochs_or_its_updates(epoch: int, update: int, updates: int, complete: bool) -> None:
+def test_a_run_is_complete_by_its_epochs_or_its_updates(
+    epoch: int, update: int, updates: int, complete: bool
+) -> None:
     """A run goes on for ever, or ends before it has done what was asked."""
     given: Any = SimpleNamespace(
-        state=SimpleNamespace(epoch=epoch, update=update), config=SimpleNamespace(epochs=2, updates=updates)
+        state=SimpleNamespace(epoch=epoch, update=update),
+        config=SimpleNamespace(epochs=2, updates=updates),
     )
     assert Training.complete(given) is complete
 
 
 @pytest.mark.parametrize(
-    ("epoch", "update", "done", "fits"), [(0, 0, 0, True), (1, 5, 2, True), (1, 6, 3, False), (2, 6, 0, True),
-                                          (3, 6, 0, False), (1, 7, 0, False)],
-)  # fmt: skip
-def test_a_checkpoint_of_a_moment_that_cannot_be(epoch: int, update: int, done: int, fits: bool) -> None:
+    ("epoch", "update", "done", "fits"),
+    [
+        (0, 0, 0, True),
+        (1, 5, 2, True),
+        (1, 6, 3, False),
+        (2, 6, 0, True),
+        (3, 6, 0, False),
+        (1, 7, 0, False),
+    ],
+)
+def test_a_checkpoint_of_a_moment_that_cannot_be(
+    epoch: int, update: int, done: int, fits: bool
+) -> None:
     """Training goes on from a checkpoint past the end of an epoch, or of the run."""
     feed = SimpleNamespace(updates=lambda: 3, order=lambda epoch: range(3))
     state = SimpleNamespace(epoch=epoch, update=update, done=done)
@@ -202,12 +247,16 @@ def test_a_checkpoint_of_a_moment_that_cannot_be(epoch: int, update: int, done: 
 
 
 def test_of_weights_that_are_equally_good_the_first_are_the_best(tmp_path: Path) -> None:
-    """Without a new best the run would neither lose patience nor keep the weights that had the least training."""
+    """Without a new best the run would neither lose patience nor keep the weights that had the
+    least training.
+    """
     config = replace(CHARS, epochs=9, patience=2, optimizer=Optimizer("sgd", lr=0.0))
     summary = train(config, tmp_path / "run")
     rows = [r for r in read_metrics(tmp_path / "run") if r["kind"] == "valid"]
     assert [r["best"] for r in rows] == [True, False, False] and len({r["nats"] for r in rows}) == 1
-    assert summary.status == "patience" and summary.best == rows[0] == runs.load(tmp_path / "run").info
+    assert (
+        summary.status == "patience" and summary.best == rows[0] == runs.load(tmp_path / "run").info
+    )
 
 
 def test_the_learning_rate_of_a_line_is_that_of_its_update(tmp_path: Path) -> None:
@@ -231,17 +280,26 @@ def test_patience(tmp_path: Path) -> None:
     flags = [r["best"] for r in read_metrics(tmp_path / "run") if r["kind"] == "valid"]
     assert summary.status == "patience" and flags[-3:] == [True, False, False] and len(flags) < 50
     assert all(a or b for a, b in pairwise(flags[:-1])), "it went on after two that were no better"
-    train(replace(config, epochs=51), tmp_path / "run", resume=True)  # which had no less patience than is asked for
+    train(
+        replace(config, epochs=51), tmp_path / "run", resume=True
+    )  # which had no less patience than is asked for
 
 
 def test_updates_end_a_run_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     summary = train(replace(CHARS, updates=7), tmp_path / "run")
     assert summary.update == 7 and summary.status == "finished" and 0 < summary.epoch < 1
-    assert [r["update"] for r in read_metrics(tmp_path / "run") if r["kind"] in ("valid", "test")] == [7, 7]
+    assert [
+        r["update"] for r in read_metrics(tmp_path / "run") if r["kind"] in ("valid", "test")
+    ] == [7, 7]
 
 
 def test_schedules() -> None:
-    divide = replace(CHARS, optimizer=Optimizer(lr=1.0), schedule=Schedule("divide", after=14, by=1.15), epochs=55)
+    divide = replace(
+        CHARS,
+        optimizer=Optimizer(lr=1.0),
+        schedule=Schedule("divide", after=14, by=1.15),
+        epochs=55,
+    )
     rates = [learning_rates(divide, epoch, 0, 3).tolist() for epoch in range(17)]
     assert rates[0] == rates[13] == [1.0] * 3
     assert rates[14] == pytest.approx([1 / 1.15] * 3) and rates[16] == pytest.approx([1.15**-3] * 3)
@@ -250,20 +308,32 @@ def test_schedules() -> None:
     assert both[0] == 2 and both[4] == pytest.approx(1) and (both.diff() < 0).all()
     by_updates = learning_rates(replace(cosine, updates=8), 0, 0, 8)
     torch.testing.assert_close(by_updates, both)
-    beyond = torch.cat([learning_rates(replace(cosine, updates=99), epoch, 4 * epoch, 4) for epoch in (0, 1)])
-    torch.testing.assert_close(beyond, both)  # the epochs end before, and there the rate is to be zero
+    beyond = torch.cat(
+        [learning_rates(replace(cosine, updates=99), epoch, 4 * epoch, 4) for epoch in (0, 1)]
+    )
+    torch.testing.assert_close(
+        beyond, both
+    )  # the epochs end before, and there the rate is to be zero
 
 
 def test_cosine_of_epochs_that_are_not_equally_long() -> None:
-    """A text read from a random offset has a chunk less in some epochs: the rate jumps, or does not end at zero."""
+    """A text read from a random offset has a chunk less in some epochs: the rate jumps, or does
+    not end at zero.
+    """
     cosine = replace(CHARS, optimizer=Optimizer(lr=2.0), schedule=Schedule("cosine"), epochs=2)
     for counts in ((4, 3), (3, 4)):
         for updates in (0, 5, 6, 7, 8):
             config = replace(cosine, updates=updates)
             both = [learning_rates(config, 0, 0, counts[0]), learning_rates(config, 1, *counts)]
-            by_epochs = [number / counts[epoch] / 2 + epoch / 2 for epoch in (0, 1) for number in range(counts[epoch])]
+            by_epochs = [
+                number / counts[epoch] / 2 + epoch / 2
+                for epoch in (0, 1)
+                for number in range(counts[epoch])
+            ]
             done = [max(share, n / updates if updates else 0) for n, share in enumerate(by_epochs)]
-            expected = 1 + torch.cos(torch.pi * torch.tensor(done, dtype=torch.float64).clamp(max=1))
+            expected = 1 + torch.cos(
+                torch.pi * torch.tensor(done, dtype=torch.float64).clamp(max=1)
+            )
             torch.testing.assert_close(torch.cat(both), expected)
             assert (torch.cat(both)[: updates or None].diff() < 0).all()
 
@@ -285,13 +355,19 @@ def test_two_runs_of_one_config_are_one_run_and_another_seed_is_another(tmp_path
 
 
 def test_streams_carry_their_state_and_begin_each_epoch_anew(tmp_path: Path) -> None:
-    """An update by hand: the second starts from where the first ended, the first of an epoch from the initial state."""
+    """An update by hand: the second starts from where the first ended, the first of an epoch
+    from the initial state.
+    """
     from zoneout.paper.feeds import make_feed
     from zoneout.paper.models import build
     from zoneout.paper.processes import Processes
     from zoneout.paper.step import Step
 
-    config = replace(WORDS, model=replace(WORDS.model, learn_initial_state=True), optimizer=Optimizer("sgd", lr=0.0))
+    config = replace(
+        WORDS,
+        model=replace(WORDS.model, learn_initial_state=True),
+        optimizer=Optimizer("sgd", lr=0.0),
+    )
     corpus = load_data(config)
     model = build(config, len(corpus.vocabulary))
     cpu = torch.device("cpu")
@@ -330,7 +406,8 @@ def test_every_row_of_streams_is_trained_once() -> None:
     )
 
 
-# --- resume ----------------------------------------------------------------------------------------
+# --- resume
+# ----------------------------------------------------------------------------------------
 
 
 def outcome(folder: Path) -> dict[str, Any]:
@@ -353,14 +430,20 @@ def interrupted_at(update: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    "config", [CHARS, WORDS, CURVES["char-lstm-batch-norm"]], ids=["chunks", "streams", "batch norm"]
+    "config",
+    [CHARS, WORDS, CURVES["char-lstm-batch-norm"]],
+    ids=["chunks", "streams", "batch norm"],
 )
-def test_a_run_interrupted_with_ctrl_c_goes_on_as_if_it_had_not_been(config: Config, tmp_path: Path) -> None:
+def test_a_run_interrupted_with_ctrl_c_goes_on_as_if_it_had_not_been(
+    config: Config, tmp_path: Path
+) -> None:
     whole = train(config, tmp_path / "whole")
     handler = signal.getsignal(signal.SIGINT)
     folder, resume = tmp_path / "run", False
     for update in (1, 5, whole.update - 1, whole.update):  # the last one: while it validates
-        summary = train(config if not resume else None, folder, resume=resume, progress=interrupted_at(update))
+        summary = train(
+            config if not resume else None, folder, resume=resume, progress=interrupted_at(update)
+        )
         assert summary.status == "interrupted" and summary.update == update
         assert not (folder / "summary.json").exists()
         resume = True
@@ -378,14 +461,21 @@ def test_a_finished_run_can_be_made_longer(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks processes to kill them")
-@pytest.mark.parametrize("name, config, seed", [("chunks", CHARS, 1), ("chunks", CHARS, 2), ("streams", WORDS, 3)])
+@pytest.mark.parametrize(
+    "name, config, seed", [("chunks", CHARS, 1), ("chunks", CHARS, 2), ("streams", WORDS, 3)]
+)
 def test_kill_9_at_random_moments(name: str, config: Config, seed: int, tmp_path: Path) -> None:
     """Metrics and weights are those of a run that was never killed, bit for bit."""
     config = replace(config, save_every=4, evaluation=replace(config.evaluation, every=6))
     config = replace(config, updates=30, epochs=9)
     train(config, tmp_path / "whole")
     (tmp_path / "config.json").write_text(json.dumps(to_json(config)))
-    arguments = [sys.executable, str(HERE / "kills.py"), str(tmp_path / "config.json"), str(tmp_path / "run")]
+    arguments = [
+        sys.executable,
+        str(HERE / "kills.py"),
+        str(tmp_path / "config.json"),
+        str(tmp_path / "run"),
+    ]
     done = subprocess.run([*arguments, str(seed), "8"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "exit -9" in done.stdout and "finished" in done.stdout, done.stdout
@@ -397,11 +487,17 @@ def test_a_run_cannot_be_made_shorter(tmp_path: Path) -> None:
     done = train(CHARS, tmp_path / "run")
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
     sentence = rf"run has had {done.update} updates in 2 epochs already, which is more than "
-    for settings, asked in (({"epochs": 1}, "--epochs 1:"), ({"updates": done.update - 1}, "--updates ")):
+    for settings, asked in (
+        ({"epochs": 1}, "--epochs 1:"),
+        ({"updates": done.update - 1}, "--updates "),
+    ):
         with pytest.raises(RunError, match=sentence + asked):
             train(change(CHARS, settings), tmp_path / "run", resume=True)
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
-    assert train(change(CHARS, {"updates": done.update}), tmp_path / "run", resume=True).update == done.update
+    assert (
+        train(change(CHARS, {"updates": done.update}), tmp_path / "run", resume=True).update
+        == done.update
+    )
 
     stubborn = replace(CHARS, epochs=6, optimizer=Optimizer("adam", lr=3.0))
     train(stubborn, tmp_path / "stubborn")
@@ -412,18 +508,26 @@ def test_a_run_cannot_be_made_shorter(tmp_path: Path) -> None:
     ):  # with which it would have ended
         train(replace(stubborn, patience=stale), tmp_path / "stubborn", resume=True)
 
-    part = train(change(CHARS, {"updates": done.update // 2 + 1}), tmp_path / "part")  # into the second epoch
+    part = train(
+        change(CHARS, {"updates": done.update // 2 + 1}), tmp_path / "part"
+    )  # into the second epoch
     assert 1 < part.epoch < 2
-    with pytest.raises(RunError, match=rf"part has had {part.update} updates in 2 epochs already, .* --epochs 1:"):
+    with pytest.raises(
+        RunError, match=rf"part has had {part.update} updates in 2 epochs already, .* --epochs 1:"
+    ):
         train(change(CHARS, {"epochs": 1}), tmp_path / "part", resume=True)
 
 
 def test_batch_norm_needs_two_rows_from_the_beginning(tmp_path: Path) -> None:
-    """A run that cannot make its first update leaves a folder that can be neither continued nor begun again."""
+    """A run that cannot make its first update leaves a folder that can be neither continued nor
+    begun again.
+    """
     text = tmp_path / "short.txt"
     text.write_text("a short text, " * 4, encoding="utf-8")
     short = replace(CURVES["char-lstm-batch-norm"], data=Data(str(text)))
-    with pytest.raises(ValueError, match=r"batches\.size: expected at least 2 rows .* with batch norm, got 1; of a"):
+    with pytest.raises(
+        ValueError, match=r"batches\.size: expected at least 2 rows .* with batch norm, got 1; of a"
+    ):
         train(short, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -436,13 +540,17 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_is_the_same(tmp_path: P
     (latest / "tensors.safetensors").write_bytes(b"")
     notes: list[str] = []
     train(
-        None, tmp_path / "run", resume=True, progress=lambda e: notes.append(e["text"]) if e["kind"] == "note" else None
+        None,
+        tmp_path / "run",
+        resume=True,
+        progress=lambda e: notes.append(e["text"]) if e["kind"] == "note" else None,
     )
     assert len(notes) == 1 and "00000008 is damaged" in notes[0]
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
 
 
-# --- when something goes wrong ---------------------------------------------------------------------
+# --- when something goes wrong
+# ---------------------------------------------------------------------
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
@@ -463,11 +571,14 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "loss_of", spoiled)
         with pytest.raises(
-            Diverged, match=r"not finite at update 8.* last good checkpoint, of update 5, is kept.* Try"
+            Diverged,
+            match=r"not finite at update 8.* last good checkpoint, of update 5, is kept.* Try",
         ):
             train(config, tmp_path / "run", resume=True)
     assert [p.name for p in runs.Run(tmp_path / "run").checkpoints()] == ["00000005"]
-    assert train(config, tmp_path / "run", resume=True).status == "finished"  # it can be gone on from
+    assert (
+        train(config, tmp_path / "run", resume=True).status == "finished"
+    )  # it can be gone on from
 
 
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
@@ -492,11 +603,26 @@ def test_folders_of_other_runs_are_not_touched(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "best weights": (lambda run: (run / "best.safetensors").write_bytes(b"x"), r"best\.safetensors is damaged"),
-    "no best weights": (lambda run: (run / "best.safetensors").unlink(), r"best\.safetensors, are gone"),
-    "checkpoints": (lambda run: [(c / "state.json").unlink() for c in (run / "last").iterdir()], r"is damaged"),
-    "config": (lambda run: edit(run / "config.json", '"lr": 0.01', '"lr": 0.02'), r"config\.json has been altered"),
-    "metrics": (lambda run: edit(run / "metrics.jsonl", "train", "tRain"), r"metrics\.jsonl has been altered"),
+    "best weights": (
+        lambda run: (run / "best.safetensors").write_bytes(b"x"),
+        r"best\.safetensors is damaged",
+    ),
+    "no best weights": (
+        lambda run: (run / "best.safetensors").unlink(),
+        r"best\.safetensors, are gone",
+    ),
+    "checkpoints": (
+        lambda run: [(c / "state.json").unlink() for c in (run / "last").iterdir()],
+        r"is damaged",
+    ),
+    "config": (
+        lambda run: edit(run / "config.json", '"lr": 0.01', '"lr": 0.02'),
+        r"config\.json has been altered",
+    ),
+    "metrics": (
+        lambda run: edit(run / "metrics.jsonl", "train", "tRain"),
+        r"metrics\.jsonl has been altered",
+    ),
     "no metrics": (lambda run: (run / "metrics.jsonl").unlink(), r"cannot be continued"),
 }
 
@@ -508,7 +634,9 @@ def edit(path: Path, old: str, new: str) -> None:
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_a_run_that_cannot_go_on_is_left_as_it_was(what: str, tmp_path: Path) -> None:
-    """A finished run loses its summary, and its test with it, to a --resume that then goes wrong."""
+    """A finished run loses its summary, and its test with it, to a --resume that then goes
+    wrong.
+    """
     config, folder = replace(CHARS, updates=10, save_every=3), tmp_path / "run"
     train(config, folder)
     harm, says = REFUSED[what]
@@ -533,7 +661,9 @@ def test_a_text_that_has_changed_is_seen(tmp_path: Path) -> None:
 
 
 def test_a_run_knows_where_its_data_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command that is shown for going on finds no data, since only the first one said where they are."""
+    """The command that is shown for going on finds no data, since only the first one said where
+    they are.
+    """
     text, moved = tmp_path / "text.txt", tmp_path / "moved.txt"
     text.write_text((GOLDEN / "text.txt").read_text())
     config = replace(CHARS, data=Data(str(text)), updates=2)
@@ -568,26 +698,44 @@ def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
         train(replace(CHARS, device="gpu"), tmp_path / "run")
     with pytest.raises(ValueError, match=r"a plain RNN has no gated update"):
         train(
-            replace(CHARS, model=Model("rnn"), zoneout=Zoneout(), recurrent_dropout=RecurrentDropout(rate=0.5)),
+            replace(
+                CHARS,
+                model=Model("rnn"),
+                zoneout=Zoneout(),
+                recurrent_dropout=RecurrentDropout(rate=0.5),
+            ),
             tmp_path / "run",
         )
-    with pytest.raises(ValueError, match=r"evaluation\.valid: size: 999 streams need a text of at least 1998 symbols"):
-        train(replace(CHARS, evaluation=Evaluation(Protocol("streams", size=999))), tmp_path / "run")
+    with pytest.raises(
+        ValueError,
+        match=r"evaluation\.valid: size: 999 streams need a text of at least 1998 symbols",
+    ):
+        train(
+            replace(CHARS, evaluation=Evaluation(Protocol("streams", size=999))), tmp_path / "run"
+        )
     assert not (tmp_path / "run").exists(), "a folder was made for a run that cannot be"
 
 
 @pytest.mark.parametrize("config", [CHARS, WORDS], ids=["one-hot", "embedding"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision(config: Config, precision: Any, tmp_path: Path) -> None:
-    """Products in 16 bits; weights, losses and evaluation in float32, near enough to what float32 learns."""
+    """Products in 16 bits; weights, losses and evaluation in float32, near enough to what
+    float32 learns.
+    """
     config = replace(config, precision=precision, epochs=1)
-    rough, fine = train(config, tmp_path / "a"), train(replace(config, precision="fp32"), tmp_path / "b")
-    assert rough.best is not None and fine.best is not None and rough.best["nats"] != fine.best["nats"]
+    rough, fine = (
+        train(config, tmp_path / "a"),
+        train(replace(config, precision="fp32"), tmp_path / "b"),
+    )
+    assert (
+        rough.best is not None and fine.best is not None and rough.best["nats"] != fine.best["nats"]
+    )
     assert rough.best["nats"] == pytest.approx(fine.best["nats"], rel=0.02)
     assert all(p.dtype == torch.float32 for p in runs.load(tmp_path / "a").model.parameters())
 
 
-# --- several processes -----------------------------------------------------------------------------
+# --- several processes
+# -----------------------------------------------------------------------------
 
 TWO = """
 import json, sys, torch
@@ -603,13 +751,20 @@ train(longer, sys.argv[2], resume=True)
 
 @pytest.mark.parametrize("config", [CHARS, WORDS], ids=["chunks", "streams"])
 def test_two_processes_train_what_one_does(config: Config, tmp_path: Path) -> None:
-    """Order and masks are those of the whole batch, and a run that two share can be continued by them."""
+    """Order and masks are those of the whole batch, and a run that two share can be continued by
+    them.
+    """
     config = replace(config, epochs=1, updates=5)
     (tmp_path / "config.json").write_text(json.dumps(to_json(config)))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    shared = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
     started = [
         subprocess.Popen(
             [sys.executable, "-c", TWO, str(tmp_path / "config.json"), str(tmp_path / "two")],
@@ -626,7 +781,10 @@ def test_two_processes_train_what_one_does(config: Config, tmp_path: Path) -> No
     one, two = curve(tmp_path / "one"), curve(tmp_path / "two")
     assert [line[:2] for line in one] == [line[:2] for line in two]
     assert [line[2] for line in two] == pytest.approx([line[2] for line in one], rel=1e-5)
-    for a, b in zip(runs.load(tmp_path / "one").model.parameters(), runs.load(tmp_path / "two").model.parameters()):
+    for a, b in zip(
+        runs.load(tmp_path / "one").model.parameters(),
+        runs.load(tmp_path / "two").model.parameters(),
+    ):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
@@ -637,8 +795,12 @@ def test_a_batch_that_cannot_be_shared_is_an_error() -> None:
         make_feed(CHARS, load_data(CHARS), torch.device("cpu"), rank=0, processes=3)
 
 
-def test_runs_in_one_process_take_turns_at_how_products_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If this fails, a run that shares its process has its products in the precision of another one."""
+def test_runs_in_one_process_take_turns_at_how_products_are_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If this fails, a run that shares its process has its products in the precision of another
+    one.
+    """
     gpu, both, kept_out = torch.device("cuda"), threading.Barrier(2), threading.Event()
     wait_for, seen = processes._turn.wait_for, []
 
@@ -670,7 +832,8 @@ def test_runs_in_one_process_take_turns_at_how_products_are_taken(monkeypatch: p
     assert torch.backends.cuda.matmul.fp32_precision == before
 
 
-# --- on a GPU --------------------------------------------------------------------------------------
+# --- on a GPU
+# --------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
@@ -680,7 +843,9 @@ def test_a_gpu_trains_what_a_cpu_does(name: str, tmp_path: Path) -> None:
     train(replace(CURVES[name], device="cuda"), tmp_path / "run")
     lines = (GOLDEN / f"{name}.txt").read_text().splitlines()
     found = curve(tmp_path / "run")
-    assert [line[2] for line in found] == pytest.approx([float(line.split()[2]) for line in lines], rel=1e-3)
+    assert [line[2] for line in found] == pytest.approx(
+        [float(line.split()[2]) for line in lines], rel=1e-3
+    )
 
 
 @pytest.mark.gpu
@@ -694,8 +859,12 @@ def test_a_gpu_goes_on_exactly(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_the_captured_step_is_the_eager_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If this fails, something in the step is decided when it is captured and should be decided at every update."""
+def test_the_captured_step_is_the_eager_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this fails, something in the step is decided when it is captured and should be decided
+    at every update.
+    """
     from zoneout.paper.step import Step
 
     for name in ("char-lstm-zoneout", "word-lstm-streams"):
@@ -708,10 +877,13 @@ def test_the_captured_step_is_the_eager_step(tmp_path: Path, monkeypatch: pytest
         assert [line[2] for line in a] == pytest.approx([line[2] for line in b], rel=1e-5)
 
 
-# --- the real thing, small -------------------------------------------------------------------------
+# --- the real thing, small
+# -------------------------------------------------------------------------
 
 
-@pytest.mark.skipif("ZONEOUT_DATA" not in os.environ, reason="ZONEOUT_DATA does not say where the paper's data are")
+@pytest.mark.skipif(
+    "ZONEOUT_DATA" not in os.environ, reason="ZONEOUT_DATA does not say where the paper's data are"
+)
 def test_char_ptb_trains_at_reduced_size(tmp_path: Path) -> None:
     config = Config(
         data=Data("char-ptb", limit=200_000),
@@ -724,23 +896,33 @@ def test_char_ptb_trains_at_reduced_size(tmp_path: Path) -> None:
         device="cpu",
     )
     summary: Summary = train(config, tmp_path / "run")
-    assert summary.best is not None and summary.best["bits"] < 3.6, "char-PTB's letter frequencies alone give about 4.2"
+    assert summary.best is not None and summary.best["bits"] < 3.6, (
+        "char-PTB's letter frequencies alone give about 4.2"
+    )
     assert summary.test is not None and summary.test["bits"] < 3.6
 
 
-@pytest.mark.skipif("ZONEOUT_DATA" not in os.environ, reason="ZONEOUT_DATA does not say where the paper's data are")
+@pytest.mark.skipif(
+    "ZONEOUT_DATA" not in os.environ, reason="ZONEOUT_DATA does not say where the paper's data are"
+)
 def test_permuted_mnist_trains_with_batch_norm_and_zoneout(tmp_path: Path) -> None:
     config = Config(
         data=Data("mnist", limit=40),
         batches=Batches(size=20),
-        model=Model(hidden=8, norm="batch", init="identity", one_bias=True, learn_initial_state=True),
+        model=Model(
+            hidden=8, norm="batch", init="identity", one_bias=True, learn_initial_state=True
+        ),
         zoneout=Zoneout(cell=0.15, hidden=0.15, mask="shared"),
         optimizer=Optimizer("rmsprop", paper=True, lr=0.001, decay=0.5, clip_gradient=1.0),
         epochs=1,
         device="cpu",
     )
     summary = train(config, tmp_path / "run")
-    assert summary.measure == "error" and summary.test is not None and summary.test["predictions"] == 40
+    assert (
+        summary.measure == "error"
+        and summary.test is not None
+        and summary.test["predictions"] == 40
+    )
     assert 0 <= summary.test["error"] <= 1 and summary.update == 2
 
 
@@ -758,13 +940,20 @@ if __name__ == "__main__":
     for name, config in CURVES.items():
         with tempfile.TemporaryDirectory() as folder:
             train(config, Path(folder) / "run")
-            lines = [f"{kind} {update} {nats:.6f}\n" for kind, update, nats in curve(Path(folder) / "run")]
+            lines = [
+                f"{kind} {update} {nats:.6f}\n"
+                for kind, update, nats in curve(Path(folder) / "run")
+            ]
             (GOLDEN / f"{name}.txt").write_text("".join(lines))
 
 
-@pytest.mark.parametrize("protocol", [Protocol("whole"), Protocol("chunks", length=20, size=1)], ids=["whole", "one"])
+@pytest.mark.parametrize(
+    "protocol", [Protocol("whole"), Protocol("chunks", length=20, size=1)], ids=["whole", "one"]
+)
 def test_batch_norm_is_not_validated_by_single_rows(protocol: Protocol, tmp_path: Path) -> None:
-    """Nothing is left of a row that is normalised by itself: the validation means nothing, and chooses the weights."""
+    """Nothing is left of a row that is normalised by itself: the validation means nothing, and
+    chooses the weights.
+    """
     config = CURVES["char-lstm-batch-norm"]
     config = replace(config, evaluation=replace(config.evaluation, valid=protocol))
     with pytest.raises(ValueError, match=r"evaluation\.valid: expected at least two rows at once"):

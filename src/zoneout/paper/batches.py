@@ -45,14 +45,19 @@ def chunk_starts(
     _at_least("length", length, 2)
     if n < length:
         raise ValueError(
-            f"batches.length: a chunk of {length} symbols does not fit into a text of {n} symbols; use a smaller length"
+            f"batches.length: a chunk of {length} symbols does not fit into a text of {n} symbols; "
+            "use a smaller length"
         )
     first = 0
     if offset:
         choices = min(length, n - length + 1)
         first = int(_bits(1, seed=seed, epoch=epoch, plane=_OFFSET) >> 1) % choices
     starts = torch.arange(first, n - length + 1, length)
-    return starts[_permutation(len(starts), seed=seed, epoch=epoch, plane=_CHUNKS)] if shuffle else starts
+    return (
+        starts[_permutation(len(starts), seed=seed, epoch=epoch, plane=_CHUNKS)]
+        if shuffle
+        else starts
+    )
 
 
 def image_order(n: int, *, seed: int = 0, epoch: int = 0) -> Tensor:
@@ -71,8 +76,10 @@ def batched(order: Tensor, batch: int, *, complete: bool = True) -> tuple[Tensor
     The order holds chunk starts or image numbers. With `complete` (training), an incomplete last
     batch is left out, unless it is the only one.
 
-    >>> [len(b) for b in batched(torch.arange(10), 4)], [len(b) for b in batched(torch.arange(10), 4, complete=False)]
-    ([4, 4], [4, 4, 2])
+    >>> [len(b) for b in batched(torch.arange(10), 4)]
+    [4, 4]
+    >>> [len(b) for b in batched(torch.arange(10), 4, complete=False)]
+    [4, 4, 2]
     """
     _at_least("batch", batch, 1)
     if complete and len(order) > batch:
@@ -111,7 +118,8 @@ def streams(tokens: Tensor | np.ndarray[Any, Any], batch: int) -> Tensor:
     rows = len(tokens) // batch
     if rows < 2:
         raise ValueError(
-            f"batch: {batch} streams need at least {2 * batch} symbols, the text has {len(tokens)}; use a smaller batch"
+            f"batch: {batch} streams need at least {2 * batch} symbols, the text has "
+            f"{len(tokens)}; use a smaller batch"
         )
     return torch.as_tensor(tokens)[: rows * batch].view(batch, rows).T
 

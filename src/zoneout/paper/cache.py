@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..ops.kept import cache_folder, create_cache_folder
+from ..ops.build_cache import cache_folder, create_cache_folder
 from . import disk
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -67,7 +67,9 @@ def save(key: str, arrays: Mapping[str, Array], notes: Any) -> None:
     target = _folder("encoded") / key
     try:
         create_folder(target.parent)
-        with tempfile.TemporaryDirectory(prefix=".making-", dir=target.parent, ignore_cleanup_errors=True) as scratch:
+        with tempfile.TemporaryDirectory(
+            prefix=".making-", dir=target.parent, ignore_cleanup_errors=True
+        ) as scratch:
             side = Path(scratch) / "entry"
             side.mkdir()
             sums = {}

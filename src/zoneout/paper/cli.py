@@ -60,7 +60,11 @@ def do(name: str, args: Sequence[str]) -> int:
         return OK
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=2, cutoff=0.4)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"the commands are {', '.join(COMMANDS)}."
+        hint = (
+            f"did you mean {' or '.join(near)}?"
+            if near
+            else f"the commands are {', '.join(COMMANDS)}."
+        )
         return complain("", f"there is no command {name!r}; {hint}", WRONG_USE)
     if name == "bench":
         return bench(args[1:])
@@ -91,16 +95,27 @@ def parse(name: str, args: Sequence[str]) -> Any:
     if isinstance(command, Sweep) and command.recipe is not None:
         if command.recipe not in RECIPES:
             if Path(command.recipe).exists():
-                raise ValueError(f"there is no recipe {command.recipe!r}; did you mean --data {command.recipe}?")
+                raise ValueError(
+                    f"there is no recipe {command.recipe!r}; did you mean --data {command.recipe}?"
+                )
             near = ", ".join(difflib.get_close_matches(command.recipe, RECIPES, n=3, cutoff=0.3))
-            raise ValueError(f"there is no recipe {command.recipe!r}; the nearest are {near or ', '.join(RECIPES)}")
-        return tyro.cli(Sweep, prog=prog, args=args, default=Sweep(config=RECIPES[command.recipe].make()))
+            raise ValueError(
+                f"there is no recipe {command.recipe!r}; the nearest are "
+                f"{near or ', '.join(RECIPES)}"
+            )
+        return tyro.cli(
+            Sweep, prog=prog, args=args, default=Sweep(config=RECIPES[command.recipe].make())
+        )
     if not isinstance(command, Train):
         return command
     if command.resume and command.out is None:
-        raise ValueError("--resume: say which run to continue, as in `zoneout train --resume --out runs/ptb`")
+        raise ValueError(
+            "--resume: say which run to continue, as in `zoneout train --resume --out runs/ptb`"
+        )
     if command.resume and command.out is not None:
-        command = tyro.cli(Train, prog=prog, args=args, default=Train(config=runs.read_config(command.out)))
+        command = tyro.cli(
+            Train, prog=prog, args=args, default=Train(config=runs.read_config(command.out))
+        )
     if command.out is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("--out: expected the folder of the run, since several processes share it")
     return command
@@ -108,7 +123,9 @@ def parse(name: str, args: Sequence[str]) -> Any:
 
 def overview() -> str:
     """Return the text of `zoneout --help`."""
-    lines = [f"  {name:9} {(kind.__doc__ or '').splitlines()[0]}" for name, kind in COMMANDS.items()]
+    lines = [
+        f"  {name:9} {(kind.__doc__ or '').splitlines()[0]}" for name, kind in COMMANDS.items()
+    ]
     codes = [f"  {code:<9} {meaning}" for code, meaning in CODES.items()]
     return "\n".join(
         [
@@ -121,7 +138,10 @@ def overview() -> str:
             "",
             "examples:",
             "  zoneout demo",
-            "  zoneout train --data my.txt --out runs/mine --zoneout.cell 0.5 --zoneout.hidden 0.05",
+            (
+                "  zoneout train --data my.txt --out runs/mine --zoneout.cell 0.5 --zoneout.hidden "
+                "0.05"
+            ),
             '  zoneout sample runs/mine --prompt "The "',
             "",
             "exit codes:",
@@ -136,6 +156,7 @@ def bench(args: Sequence[str]) -> int:
     script = Path(zoneout.__file__).parents[2] / "benchmarks" / f"{which}.py"
     if not script.is_file():
         raise RunError(
-            "the installed package does not contain the benchmarks; run `make bench` in a clone of the repository"
+            "the installed package does not contain the benchmarks; run `make bench` in a clone of "
+            "the repository"
         )
     return subprocess.call([sys.executable, str(script), *args])

@@ -83,19 +83,27 @@ def search_ray(
     try:
         optuna: Any = importlib.import_module("optuna")
     except ImportError:
-        raise ValueError("--search: the package optuna is not installed; pip install optuna") from None
+        raise ValueError(
+            "--search: the package optuna is not installed; pip install optuna"
+        ) from None
     known = known_trials(base, list(axes), out)
     places = folders(known, out)
     ended: list[Trial] = []
     begun: list[Trial] = []
     for trial in known:
-        over = state_of(trial, places[trial.name], scheduled=cluster.asha) in ("finished", "stopped", "diverged")
+        over = state_of(trial, places[trial.name], scheduled=cluster.asha) in (
+            "finished",
+            "stopped",
+            "diverged",
+        )
         (ended if over else begun).append(trial)
     if len(ended) >= count:
         return {}
 
     def point(settings: dict[str, Any]) -> dict[str, Any]:
-        return {n: settings[n] if isinstance(axes[n], Range) else spelled(settings[n]) for n in axes}
+        return {
+            n: settings[n] if isinstance(axes[n], Range) else spelled(settings[n]) for n in axes
+        }
 
     def make(settings: dict[str, Any]) -> Job:
         trial = trial_of(base, settings)
@@ -105,11 +113,17 @@ def search_ray(
     for name, values in axes.items():
         if isinstance(values, Range):
             whole = configs.names().get(name) is int
-            kind: Any = optuna.distributions.IntDistribution if whole else optuna.distributions.FloatDistribution
+            kind: Any = (
+                optuna.distributions.IntDistribution
+                if whole
+                else optuna.distributions.FloatDistribution
+            )
             ends = (int(values.low), int(values.high)) if whole else (values.low, values.high)
             space[name] = kind(*ends, log=values.log)
         else:
-            choices = dict.fromkeys(spelled(trial_of(base, {name: value}).settings[name]) for value in values)
+            choices = dict.fromkeys(
+                spelled(trial_of(base, {name: value}).settings[name]) for value in values
+            )
             space[name] = optuna.distributions.CategoricalDistribution(list(choices))
     with _ray(cluster):
         from ray.tune.search.optuna import OptunaSearch
@@ -160,16 +174,22 @@ def _tune(
             # that state, so an empty callback is pickled instead.
             return tune.Callback, ()
 
-        def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        def on_trial_complete(
+            self, iteration: int, trials: list[Any], trial: Any, **info: Any
+        ) -> None:
             job, last = make(trial.config), trial.last_result or {}
             if not last.get("ended"):
                 mark(job.folder, "stopped", STOPPED)
             self.say(job, last.get("problem", ""))
 
-        def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        def on_trial_recover(
+            self, iteration: int, trials: list[Any], trial: Any, **info: Any
+        ) -> None:
             say(f"{make(trial.config).trial.name}: its worker died; another goes on with it")
 
-        def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        def on_trial_error(
+            self, iteration: int, trials: list[Any], trial: Any, **info: Any
+        ) -> None:
             self.say(make(trial.config), f"its worker died more than {cluster.retries} times")
 
         def say(self, job: Job, problem: str) -> None:
@@ -190,7 +210,8 @@ def _tune(
         if amount > ray.cluster_resources().get(name, 0):
             total = ray.cluster_resources().get(name, 0)
             raise ValueError(
-                f"--{name.lower()}s: expected at most {total:g} for each run, which is all that the "
+                f"--{name.lower()}s: expected at most {total:g} for each run, which is all that "
+                "the "
                 f"cluster has, got {amount:g}"
             )
     threads = max(1, int(cluster.cpus))
@@ -198,7 +219,9 @@ def _tune(
     def trainable(settings: dict[str, Any]) -> None:
         _train(make(settings), threads)
 
-    asha = ASHAScheduler(time_attr="progress", max_t=101, grace_period=cluster.grace, reduction_factor=3)
+    asha = ASHAScheduler(
+        time_attr="progress", max_t=101, grace_period=cluster.grace, reduction_factor=3
+    )
     tuner = tune.Tuner(
         tune.with_resources(trainable, {name: amount for name, amount in needed.items() if amount}),
         param_space=space,
@@ -238,7 +261,9 @@ def _train(job: Job, threads: int) -> None:
             total = max(1, event["updates"])
         if event["kind"] == "valid":
             measure = measure_in(event) or "nats"
-            tune.report({"valid": event[measure], "progress": 100 * event["update"] / total, "ended": False})
+            tune.report(
+                {"valid": event[measure], "progress": 100 * event["update"] / total, "ended": False}
+            )
 
     problem = job(tell)
     valid = row_of(job.trial, job.folder, problem).valid
@@ -266,7 +291,8 @@ def _ray(cluster: Cluster) -> Iterator[None]:
         from ray import tune  # noqa: F401
     except ImportError:
         raise ValueError(
-            "--engine: the package ray is not installed; pip install '.[cluster]' in a clone, or use --engine local"
+            "--engine: the package ray is not installed; pip install '.[cluster]' in a clone, or "
+            "use --engine local"
         ) from None
     if ray.is_initialized():
         yield
@@ -275,7 +301,8 @@ def _ray(cluster: Cluster) -> Iterator[None]:
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     except ConnectionError as error:
         raise ValueError(
-            f"--address: there is no Ray at {cluster.address} ({str(error).splitlines()[0]}); start "
+            f"--address: there is no Ray at {cluster.address} ({str(error).splitlines()[0]}); "
+            "start "
             "it with `ray start --head`, or use --address local"
         ) from None
     try:

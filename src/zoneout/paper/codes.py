@@ -19,8 +19,10 @@ CODES = {
 def code_of(error: Exception) -> int:
     """Return the exit code of an error.
 
-    >>> code_of(ValueError("model.hidden: expected a number above 0, got 0")), code_of(OSError("no space left"))
-    (2, 1)
+    >>> code_of(ValueError("model.hidden: expected a number above 0, got 0"))
+    2
+    >>> code_of(OSError("no space left"))
+    1
     """
     kinds: dict[type[Exception], int] = {
         Diverged: DIVERGED,

@@ -79,8 +79,13 @@ class Train:
         first = os.environ.get("RANK", "0") == "0"
         board = TensorBoard(out) if self.tensorboard and first else None
         with watch() if first else nullcontext() as shown:
-            listeners: list[Any] = [*([shown.listener()] if shown else []), *([board] if board else [])]
-            summary = train(config, out, resume=self.resume, progress=together(*listeners), data=where)
+            listeners: list[Any] = [
+                *([shown.listener()] if shown else []),
+                *([board] if board else []),
+            ]
+            summary = train(
+                config, out, resume=self.resume, progress=together(*listeners), data=where
+            )
         if first:
             if self.json:
                 show_json(asdict(summary))
@@ -135,30 +140,46 @@ class Eval:
 
     def __call__(self) -> int:
         if self.text is not None and self.part is not None:
-            raise ValueError(f"--part: {self.text} has no parts, as the run's data have; give either --text or --part")
+            raise ValueError(
+                f"--part: {self.text} has no parts, as the run's data have; give either --text or "
+                "--part"
+            )
         if self.text is not None and self.data is not None and self.statistics is None:
             raise ValueError(
-                "--data: the run's data are not needed where --text is evaluated; give only one of the two"
+                "--data: the run's data are not needed where --text is evaluated; give only one of "
+                "the two"
             )
         part = self.part or "test"
         loaded = runs.load(self.run, weights=self.weights, device=device_of(self.device))
         if self.statistics is not None:
             if self.statistics < 0 or self.statistics == 1:
-                raise ValueError(f"--statistics: expected 0, or a number of examples above 1, got {self.statistics}")
+                raise ValueError(
+                    "--statistics: expected 0, or a number of examples above 1, got "
+                    f"{self.statistics}"
+                )
             if loaded.config.model.norm != "batch":
-                raise ValueError(f"--statistics: expected a run with batch norm, but {self.run} has no batch norm")
+                raise ValueError(
+                    f"--statistics: expected a run with batch norm, but {self.run} has no batch "
+                    "norm"
+                )
             data = data_of(self.run, loaded.config, self.data)
             feed = make_feed(loaded.config, data, device_of(self.device))
             estimate_statistics(loaded.model, feed, size=self.statistics)
         own = loaded.config.evaluation.test if part == "test" else loaded.config.evaluation.valid
-        given = {"kind": self.protocol, "length": self.length, "size": self.size}
+        given: dict[str, Any] = {"kind": self.protocol, "length": self.length, "size": self.size}
         if loaded.config.task == "images" and (self.protocol or self.length):
             raise ValueError(
-                f"--protocol, --length: {self.run} classifies images, which are not cut as a text is; leave them out"
+                f"--protocol, --length: {self.run} classifies images, which are not cut as a text "
+                "is; leave them out"
             )
-        protocol = replace(own, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+        protocol = replace(
+            own, **{name: value for name, value in given.items() if value is not None}
+        )
         if protocol.kind == "whole" and self.size is not None and loaded.config.task == "language":
-            raise ValueError("--size: the whole text is one sequence; leave it out or use --protocol chunks or streams")
+            raise ValueError(
+                "--size: the whole text is one sequence; leave it out or use --protocol chunks or "
+                "streams"
+            )
         if self.text is not None:
             if loaded.vocabulary is None:
                 raise ValueError(f"--text: {self.run} classifies images and cannot read a text")
@@ -188,7 +209,10 @@ class Eval:
             "whole": "one sequence, with the state carried",
         }[protocol.kind]
         cut = "" if measure == "error" else f", as {how}"
-        show(f"{figure_of(getattr(score, measure), measure)} on {where}: {score.predictions:,} predictions{cut}")
+        show(
+            f"{figure_of(getattr(score, measure), measure)} on {where}: {score.predictions:,} "
+            f"predictions{cut}"
+        )
         return OK
 
 
@@ -220,12 +244,18 @@ class Sample:
 
     def __call__(self) -> int:
         loaded = runs.load(self.run, weights=self.weights, device=device_of(self.device))
-        pieces = sample(loaded, self.prompt, length=self.length, temperature=self.temperature, seed=self.seed)
-        if loaded.vocabulary and (strangers := loaded.vocabulary.strangers(loaded.vocabulary.encode(self.prompt))):
+        pieces = sample(
+            loaded, self.prompt, length=self.length, temperature=self.temperature, seed=self.seed
+        )
+        if loaded.vocabulary and (
+            strangers := loaded.vocabulary.strangers(loaded.vocabulary.encode(self.prompt))
+        ):
             say(f"--prompt: {strangers}")
         if self.json:
             text = "".join(pieces)
-            show_json({"run": str(self.run), "prompt": self.prompt, "text": text, "seed": self.seed})
+            show_json(
+                {"run": str(self.run), "prompt": self.prompt, "text": text, "seed": self.seed}
+            )
             return OK
         show(self.prompt, end="")
         for piece in pieces:
@@ -261,7 +291,10 @@ class Show:
         curves = [curve for curve in curves if curve not in strangers]
         for curve in strangers:
             unit, other = LABELS[measure], LABELS[curve.measure]
-            say(f"{curve.name} is not drawn: its {other} does not go with {unit}, the unit of the other curves")
+            say(
+                f"{curve.name} is not drawn: its {other} does not go with {unit}, the unit of the "
+                "other curves"
+            )
         if self.json:
             show_json(pages if len(pages) > 1 else pages[0])
         else:
@@ -305,18 +338,30 @@ class Data:
 
     def list(self) -> int:
         """Print whether the files of each corpus are on this machine."""
-        found = [status for status in files.listing(self.data) if status.dataset in (self.names or DATASETS)]
+        found = [
+            status
+            for status in files.listing(self.data)
+            if status.dataset in (self.names or DATASETS)
+        ]
         if self.json:
             return self.as_json(found)
         for name in self.names or DATASETS:
             states = {status.state for status in found if status.dataset == name}
-            here = "built in" if "built in" in states else "not here" if "missing" in states else "here"
+            here = (
+                "built in"
+                if "built in" in states
+                else "not here"
+                if "missing" in states
+                else "here"
+            )
             show(f"{name:13} {here:9} {DATASETS[name].about}")
         return OK
 
     def verify(self) -> int:
         """Read the files of each corpus and print whether their contents are right."""
-        found = [status for name in self.names or DATASETS for status in files.verify(name, self.data)]
+        found = [
+            status for name in self.names or DATASETS for status in files.verify(name, self.data)
+        ]
         # A missing file is an error only if its corpus was named.
         bad = [s for s in found if s.state == "damaged" or (s.state == "missing" and self.names)]
         if self.json:
@@ -333,7 +378,12 @@ class Data:
         if not self.names:
             raise ValueError(f"fetch: expected the name of a corpus, one of {', '.join(DATASETS)}")
         console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+        )
         got = []
         with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
             tasks: dict[str, Any] = {}
@@ -346,7 +396,9 @@ class Data:
             for name in self.names:
                 got += [(name, *one) for one in fetch.fetch(name, self.data, progress=progress)]
         if self.json:
-            show_json([{"dataset": name, "path": str(path), "fetched": new} for name, path, new in got])
+            show_json(
+                [{"dataset": name, "path": str(path), "fetched": new} for name, path, new in got]
+            )
             return OK
         for name, path, new in got:
             show(f"{name:13} {'fetched' if new else 'present':9} {path}")
@@ -367,16 +419,19 @@ class Sweep:
 
     To continue an interrupted sweep, run the same command again.
 
-    $ zoneout sweep --data my.txt --grid zoneout.cell=0,0.25,0.5 --grid zoneout.hidden=0,0.05 --seeds 3 --epochs 5
-    $ zoneout sweep char_ptb_zoneout --grid zoneout.cell=0.25,0.5 --engine ray --address auto --gpus 0.25
-    $ zoneout sweep --grid optimizer.lr=0.0001..0.01,log --search optuna --trials 50 --scheduler asha
+    $ zoneout sweep --data my.txt --grid zoneout.cell=0,0.25,0.5 --grid zoneout.hidden=0,0.05
+    --seeds 3 --epochs 5 $ zoneout sweep char_ptb_zoneout --grid zoneout.cell=0.25,0.5 --engine ray
+    --address auto --gpus 0.25 $ zoneout sweep --grid optimizer.lr=0.0001..0.01,log --search optuna
+    --trials 50 --scheduler asha
     """
 
     recipe: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RECIPE]")] = None
     """A recipe of `zoneout reproduce`, such as char_ptb_zoneout.
     Options that are not given have the recipe's values.
     """
-    grid: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=A,B,…")] = ()
+    grid: Annotated[
+        tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=A,B,…")
+    ] = ()
     """A config field and its values. Every combination of the values of all --grid options is run.
     With --search also a range: NAME=LOW..HIGH, or NAME=LOW..HIGH,log for a logarithmic scale.
     """
@@ -425,7 +480,10 @@ class Sweep:
 
     def __call__(self) -> int:
         config, data = with_data(self.config, self.data)
-        options = {name: getattr(self, name) for name in ("engine", "address", "search", "scheduler", "part")}
+        options = {
+            name: getattr(self, name)
+            for name in ("engine", "address", "search", "scheduler", "part")
+        }
         options |= {name: getattr(self, name) for name in ("trials", "parallel", "cpus", "gpus")}
         rows = sweep.sweep(config, self.grid, self.seeds, self.out, data=data, say=say, **options)
         seeds = "1 seed" if self.seeds == 1 else f"{self.seeds} seeds"
@@ -436,7 +494,9 @@ class Sweep:
         else:
             show(sweep_report.table(rows))
         if any(row.why == "interrupted" for row in rows):
-            return complain("sweep", "interrupted; the same command goes on where this one stopped", INTERRUPTED)
+            return complain(
+                "sweep", "interrupted; the same command goes on where this one stopped", INTERRUPTED
+            )
         return FAILED if any(row.state == "failed" for row in rows) else OK
 
 
@@ -480,7 +540,9 @@ class Figures:
 
         made = figures.save_all(records_in(self.results), self.out, self.format, self.names)
         if self.json:
-            show_json([{"file": str(path), "text": d.text, "missing": d.missing} for path, d in made])
+            show_json(
+                [{"file": str(path), "text": d.text, "missing": d.missing} for path, d in made]
+            )
             return OK
         for path, drawn in made:
             show(f"{path} (no results yet: {', '.join(drawn.missing)})" if drawn.missing else path)
@@ -549,15 +611,22 @@ COMMANDS: dict[str, Any] = {
 }
 
 
-# --- shared by the commands ------------------------------------------------------------------------
+# --- shared by the commands
+# ------------------------------------------------------------------------
 
 
 def fitted(protocol: Protocol, size: int) -> Protocol:
     """Return the protocol for a text of `size` symbols: a chunk is at most as long as the text."""
-    return replace(protocol, length=min(protocol.length, size)) if protocol.kind == "chunks" else protocol
+    return (
+        replace(protocol, length=min(protocol.length, size))
+        if protocol.kind == "chunks"
+        else protocol
+    )
 
 
-def with_data(config: Config, data: str | None, *, begun: bool = False) -> tuple[Config, Path | None]:
+def with_data(
+    config: Config, data: str | None, *, begun: bool = False
+) -> tuple[Config, Path | None]:
     """Return the config with the corpus of --data, and the folder or file with the data (or None).
 
     Paths of texts are made absolute, so that a run can be continued from any working directory.
@@ -572,12 +641,15 @@ def with_data(config: Config, data: str | None, *, begun: bool = False) -> tuple
         folder, data = path, None
         if config.data.name in DATASETS and not DATASETS[config.data.name].files:
             raise ValueError(
-                f"--data: {folder} is a folder; say which corpus of it is meant, as in --data.name char-ptb "
+                f"--data: {folder} is a folder; say which corpus of it is meant, as in --data.name "
+                "char-ptb "
                 f"({config.data.name} is built in, and needs no folder)"
             )
     if data is not None:
         if not begun and config.data.name not in (Config().data.name, data, absolute_path(data)):
-            raise ValueError(f"--data: {data} is not what --data.name says ({config.data.name}); give only one")
+            raise ValueError(
+                f"--data: {data} is not what --data.name says ({config.data.name}); give only one"
+            )
         config = configs.change(config, {"data.name": data})
     return _absolute_paths(config, folder), folder
 
@@ -594,7 +666,8 @@ def records_in(results: Path) -> Path:
     """Return the folder `results`, or raise if it does not exist."""
     if not results.is_dir():
         raise ValueError(
-            f"--results: there is no folder {results} with records of the paper's rows; use the folder results of a "
+            f"--results: there is no folder {results} with records of the paper's rows; use the "
+            "folder results of a "
             "clone of the repository, or make records with `zoneout reproduce`"
         )
     return results
@@ -604,5 +677,8 @@ def complain(name: str, what: object, code: int) -> int:
     """Print an error of the command `name` on standard error and return the exit code."""
     if os.environ.get("ZONEOUT_TRACEBACK") and sys.exc_info()[0] is not None:
         say(traceback.format_exc().rstrip())
-    say(f"zoneout{f' {name}' if name else ''}: {disk.in_words(what) if isinstance(what, Exception) else what}")
+    say(
+        f"zoneout{f' {name}' if name else ''}: "
+        f"{disk.in_words(what) if isinstance(what, Exception) else what}"
+    )
     return code

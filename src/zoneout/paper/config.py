@@ -68,7 +68,12 @@ class Data:
     """
 
     def __post_init__(self) -> None:
-        _check("data.name", self.name, self.name != "", "the name of a corpus or the path of a text file")
+        _check(
+            "data.name",
+            self.name,
+            self.name != "",
+            "the name of a corpus or the path of a text file",
+        )
         for name in ("name", "valid", "test"):
             _check_text(f"data.{name}", getattr(self, name))
         for name in ("limit", "words"):
@@ -96,7 +101,9 @@ class Batches:
     def __post_init__(self) -> None:
         _check_size("batches.size", self.size)
         least = 2 if self.kind == "chunks" else 1
-        _check("batches.length", self.length, self.length >= least, f"at least {least} for {self.kind}")
+        _check(
+            "batches.length", self.length, self.length >= least, f"at least {least} for {self.kind}"
+        )
         _check_size("batches.length", self.length)
 
 
@@ -137,14 +144,27 @@ class Model:
     def __post_init__(self) -> None:
         _check_size("model.hidden", self.hidden)
         _check_size("model.layers", self.layers, LAYERS)
-        _check("model.embedding", self.embedding, self.embedding >= 0, "a size, or 0 for one-hot input")
+        _check(
+            "model.embedding", self.embedding, self.embedding >= 0, "a size, or 0 for one-hot input"
+        )
         _check_size("model.embedding", max(self.embedding, 1))
         _check_rates("model", self, "dropout", "norm_momentum")
-        _check("model.init_bound", self.init_bound, 0 < self.init_bound < math.inf, "a finite number above 0")
-        _check("model.forget_bias", self.forget_bias, math.isfinite(self.forget_bias), "a finite number")
+        _check(
+            "model.init_bound",
+            self.init_bound,
+            0 < self.init_bound < math.inf,
+            "a finite number above 0",
+        )
+        _check(
+            "model.forget_bias",
+            self.forget_bias,
+            math.isfinite(self.forget_bias),
+            "a finite number",
+        )
         if self.tied and self.embedding != self.hidden:
             raise ValueError(
-                f"model.tied: expected an embedding of the size of the hidden state ({self.hidden}), since both share "
+                "model.tied: expected an embedding of the size of the hidden state "
+                f"({self.hidden}), since both share "
                 f"one matrix, got embedding {self.embedding}; try --model.embedding {self.hidden}"
             )
 
@@ -258,12 +278,29 @@ class Optimizer:
         for name in ("lr", "weight_decay", "clip_gradient", "clip_update"):
             value = getattr(self, name)
             _check(f"optimizer.{name}", value, 0 <= value < math.inf, "a finite number, 0 or more")
-        for name, value in (("betas", self.betas[0]), ("betas", self.betas[1]), ("decay", self.decay)):
+        for name, value in (
+            ("betas", self.betas[0]),
+            ("betas", self.betas[1]),
+            ("decay", self.decay),
+        ):
             _check(f"optimizer.{name}", value, 0 <= value < 1, "a number from 0 to below 1")
-        _check("optimizer.momentum", self.momentum, 0 <= self.momentum < 1, "a number from 0 to below 1")
-        _check("optimizer.eps", self.eps, self.eps is None or 0 < self.eps < math.inf, "a number above 0")
+        _check(
+            "optimizer.momentum",
+            self.momentum,
+            0 <= self.momentum < 1,
+            "a number from 0 to below 1",
+        )
+        _check(
+            "optimizer.eps",
+            self.eps,
+            self.eps is None or 0 < self.eps < math.inf,
+            "a number above 0",
+        )
         if self.momentum and self.rule == "adam":
-            raise ValueError("optimizer.momentum: expected 0 with rule adam; its momentum is the first of the betas")
+            raise ValueError(
+                "optimizer.momentum: expected 0 with rule adam; its momentum is the first of the "
+                "betas"
+            )
 
 
 @dataclass(frozen=True)
@@ -336,9 +373,19 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         _check("evaluation.every", self.every, self.every >= 0, "a number of updates, or 0")
-        _check("evaluation.statistics", self.statistics, self.statistics >= 0, "a number of batches, or 0")
+        _check(
+            "evaluation.statistics",
+            self.statistics,
+            self.statistics >= 0,
+            "a number of batches, or 0",
+        )
         size = self.statistics_size
-        _check("evaluation.statistics_size", size, size == 0 or size >= 2, "a number of examples above 1, or 0")
+        _check(
+            "evaluation.statistics_size",
+            size,
+            size == 0 or size >= 2,
+            "a number of examples above 1, or 0",
+        )
 
 
 @dataclass(frozen=True)
@@ -395,8 +442,15 @@ class Config:
 
     def __post_init__(self) -> None:
         for name in ("weight_noise", "norm_stabilizer"):
-            _check(name, getattr(self, name), 0 <= getattr(self, name) < math.inf, "a finite number, 0 or more")
-        _check("weight_drop", self.weight_drop, 0 <= self.weight_drop < 1, "a rate from 0 to below 1")
+            _check(
+                name,
+                getattr(self, name),
+                0 <= getattr(self, name) < math.inf,
+                "a finite number, 0 or more",
+            )
+        _check(
+            "weight_drop", self.weight_drop, 0 <= self.weight_drop < 1, "a rate from 0 to below 1"
+        )
         for name in ("updates", "patience", "save_every"):
             _check(name, getattr(self, name), getattr(self, name) >= 0, "0 or more")
         for name in ("epochs", "log_every"):
@@ -405,11 +459,20 @@ class Config:
             _check_text(name, getattr(self, name))
         _check("seed", self.seed, -(2**63) <= self.seed < 2**64, "an integer of at most 64 bits")
         if self.model.norm == "batch":
-            _check("batches.size", self.batches.size, self.batches.size >= 2, "at least 2 with batch norm")
+            _check(
+                "batches.size",
+                self.batches.size,
+                self.batches.size >= 2,
+                "at least 2 with batch norm",
+            )
         if self.variational_dropout.words and not self.model.embedding:
-            raise ValueError("variational_dropout.words: expected 0 without an embedding (--model.embedding)")
+            raise ValueError(
+                "variational_dropout.words: expected 0 without an embedding (--model.embedding)"
+            )
         if self.task == "images" and self.model.embedding:
-            raise ValueError("model.embedding: expected 0, since a pixel is a number and not a symbol")
+            raise ValueError(
+                "model.embedding: expected 0, since a pixel is a number and not a symbol"
+            )
 
     @property
     def task(self) -> Literal["language", "images"]:
@@ -417,7 +480,8 @@ class Config:
         return "images" if self.data.name in IMAGES else "language"
 
 
-# --- to and from JSON ------------------------------------------------------------------------------
+# --- to and from JSON
+# ------------------------------------------------------------------------------
 
 
 def to_json(config: Config) -> dict[str, Any]:
@@ -497,8 +561,10 @@ def changed(config: Config, other: Config | None = None) -> dict[str, Any]:
 def flags(settings: dict[str, Any]) -> list[str]:
     """Return settings (dotted names and JSON values) as command-line arguments.
 
-    >>> " ".join(flags({"model.one_bias": True, "batches.offset": False, "optimizer.betas": [0.5, 0.9]}))
-    '--model.one-bias --batches.no-offset --optimizer.betas 0.5 0.9'
+    >>> " ".join(flags({"model.one_bias": True, "batches.offset": False}))
+    '--model.one-bias --batches.no-offset'
+    >>> " ".join(flags({"optimizer.betas": [0.5, 0.9]}))
+    '--optimizer.betas 0.5 0.9'
     """
     words: list[str] = []
     for name, value in settings.items():
@@ -527,7 +593,9 @@ def _parse(text: str, hint: Any) -> Any:
 
 def _build(kind: type, values: Any, prefix: str) -> Any:
     if not isinstance(values, dict):
-        raise ValueError(f"{prefix[:-1] or 'config'}: expected named fields in braces, got {shown(values)}")
+        raise ValueError(
+            f"{prefix[:-1] or 'config'}: expected named fields in braces, got {shown(values)}"
+        )
     hints = typing.get_type_hints(kind)
     given: dict[str, Any] = {}
     for name, value in values.items():
@@ -556,7 +624,9 @@ def _fit(value: Any, hint: Any) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         choices = ", ".join(map(str, arguments))
-        return value if isinstance(value, str) and value in arguments else _Misfit(f"one of {choices}")
+        return (
+            value if isinstance(value, str) and value in arguments else _Misfit(f"one of {choices}")
+        )
     if origin is types.UnionType:
         (inner,) = (a for a in arguments if a is not type(None))
         fitted = None if value is None else _fit(value, inner)

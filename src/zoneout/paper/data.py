@@ -88,13 +88,19 @@ def load(
     _one_of("by", by, ("char", "word"))
     _one_of("preparation", preparation, ("paper", "stripped"))
     for argument, value in (("limit", limit), ("words", words)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or value < 1
+        ):
             raise ValueError(f"{argument}: expected a whole number above 0, or None, got {value!r}")
     if name in DATASETS and (valid or test):
-        raise ValueError(f"valid, test: {name} has parts of its own; use these options only with a text file")
+        raise ValueError(
+            f"valid, test: {name} has parts of its own; use these options only with a text file"
+        )
     unit: Unit = CUT.get(name, by)
     if words is not None and unit == "char":
-        raise ValueError("words: a text in characters has no words; use by='word' to read the text as words")
+        raise ValueError(
+            "words: a text in characters has no words; use by='word' to read the text as words"
+        )
     sources = _sources(name, folder, valid, test)
     prepared = preparation if name == "char-ptb" else None
     tail = 5_000_000 if name == "text8-prefix" and limit is None else None
@@ -108,7 +114,9 @@ def load(
             vocabulary, arrays = encode_characters(cut(texts, limit=limit, tail=tail, name=name))
         else:
             numbers, spelled = number_words(texts)
-            vocabulary, arrays = encode_words(cut(numbers, limit=limit, tail=tail, name=name), spelled, words)
+            vocabulary, arrays = encode_words(
+                cut(numbers, limit=limit, tail=tail, name=name), spelled, words
+            )
         return dict(zip(PARTS, arrays)), vocabulary.to_json()
 
     arrays, notes, digest = _cached(how, sources, make)
@@ -128,7 +136,9 @@ def load_images(order: Order = "paper", *, folder: PathLike | None = None) -> Im
 
     def make(contents: Sequence[bytes]) -> tuple[dict[str, Array], Any]:
         images, labels, test_images, test_labels = map(_idx, contents)
-        images, test_images = (np.take(a.reshape(-1, 784), pixel_order(order), axis=1) for a in (images, test_images))
+        images, test_images = (
+            np.take(a.reshape(-1, 784), pixel_order(order), axis=1) for a in (images, test_images)
+        )
         arrays = {"train": images[:50_000], "train-labels": labels[:50_000]}
         arrays |= {"valid": images[50_000:], "valid-labels": labels[50_000:]}
         return arrays | {"test": test_images, "test-labels": test_labels}, None
@@ -184,7 +194,9 @@ class Source:
         return data[: self.file.size], self.file.digest
 
 
-def _sources(name: str, folder: PathLike | None, valid: PathLike | None, test: PathLike | None) -> list[Source]:
+def _sources(
+    name: str, folder: PathLike | None, valid: PathLike | None, test: PathLike | None
+) -> list[Source]:
     if name == "mnist":
         raise ValueError("name: mnist is not a text; load_images loads it")
     if name == "python":
@@ -192,7 +204,9 @@ def _sources(name: str, folder: PathLike | None, valid: PathLike | None, test: P
     if name in DATASETS:
         wanted = DATASETS[name].files
         parts = PARTS if len(wanted) == 3 else ("",)
-        return [Source(part, *files.locate(file, folder), file) for part, file in zip(parts, wanted)]
+        return [
+            Source(part, *files.locate(file, folder), file) for part, file in zip(parts, wanted)
+        ]
     named = {"train" if valid or test else "": name, "valid": valid, "test": test}
     given = {part: path for part, path in named.items() if path}
     found = {part: _text_file(path, folder) for part, path in given.items()}
@@ -222,7 +236,8 @@ def check_apart(given: Iterable[PathLike], found: Iterable[PathLike]) -> None:
     for name, path in zip(map(Path, given), map(Path, found)):
         if (other := named.setdefault(path, name)) != name:
             raise DataError(
-                f"{other} and {name} are both taken for {path}, the only file of that name in the folder of --data"
+                f"{other} and {name} are both taken for {path}, the only file of that name in the "
+                "folder of --data"
             )
 
 
@@ -237,15 +252,26 @@ def _text_file(path: PathLike, folder: PathLike | None) -> Path:
     if found.is_file():
         return found
     if found.is_dir():
-        raise DataError(f"{found} is a folder; expected a text file, or one of {', '.join(DATASETS)}")
+        raise DataError(
+            f"{found} is a folder; expected a text file, or one of {', '.join(DATASETS)}"
+        )
     if found.exists():
-        raise DataError(f"{found} is a pipe or a device; expected a text file, or one of {', '.join(DATASETS)}")
-    hint, inside = files.nearest(os.fspath(path)), f", nor a file of this name in {folder}" if folder else ""
-    raise files.MissingError(f"{path}: there is no such file{inside}, nor a corpus of this name; {hint}")
+        raise DataError(
+            f"{found} is a pipe or a device; expected a text file, or one of {', '.join(DATASETS)}"
+        )
+    hint, inside = (
+        files.nearest(os.fspath(path)),
+        f", nor a file of this name in {folder}" if folder else "",
+    )
+    raise files.MissingError(
+        f"{path}: there is no such file{inside}, nor a corpus of this name; {hint}"
+    )
 
 
 def _cached(
-    how: Sequence[Any], sources: Sequence[Source], make: Callable[[Sequence[bytes]], tuple[dict[str, Array], Any]]
+    how: Sequence[Any],
+    sources: Sequence[Source],
+    make: Callable[[Sequence[bytes]], tuple[dict[str, Array], Any]],
 ) -> tuple[dict[str, Array], Any, str]:
     """Return the arrays and notes that `make` returns for the sources' contents, and their digest.
 
@@ -268,7 +294,9 @@ def _python_text() -> str:
     try:
         from pydoc_data.topics import topics
     except ImportError:
-        raise DataError("this Python comes without pydoc_data; give a text file instead, with --data") from None
+        raise DataError(
+            "this Python comes without pydoc_data; give a text file instead, with --data"
+        ) from None
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
@@ -295,8 +323,10 @@ def _decode(data: bytes, source: Source) -> str:
         line = data.count(b"\n", 0, error.start) + 1
         guess = "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "ISO-8859-1"
         raise DataError(
-            f"{source.path}: byte {error.start:,} (0x{data[error.start]:02x}, line {line:,}) is not UTF-8. Expected a "
-            f"text in UTF-8; if the file is {guess}, for example, `iconv -f {guess} -t UTF-8` converts it."
+            f"{source.path}: byte {error.start:,} (0x{data[error.start]:02x}, line {line:,}) is "
+            "not UTF-8. Expected a "
+            f"text in UTF-8; if the file is {guess}, for example, `iconv -f {guess} -t UTF-8` "
+            "converts it."
         ) from None
     return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
 

@@ -71,7 +71,9 @@ class Demo:
             raise ValueError(f"--characters: expected at least {LEAST:,}, got {self.characters}")
         folder = self.out or free_folder(Path("runs") / "demo")
         if folder.exists() and any(folder.iterdir()):
-            raise RunError(f"{folder} is not empty; choose another folder with --out. Nothing was overwritten.")
+            raise RunError(
+                f"{folder} is not empty; choose another folder with --out. Nothing was overwritten."
+            )
         made = not folder.exists()
         try:
             statuses = self.run(folder)
@@ -139,7 +141,11 @@ def interrupted(folder: Path) -> str:
     if not kept:
         return "Interrupted before a run was started; all files of the demo were removed."
     both = len(kept) > 1
-    what = "both runs are kept. Each" if both else f"the {kept[0].name} run is kept, the other was not started. It"
+    what = (
+        "both runs are kept. Each"
+        if both
+        else f"the {kept[0].name} run is kept, the other was not started. It"
+    )
     again = "\n".join(f"  zoneout train --resume --out {shlex.quote(str(run))}" for run in kept)
     return f"Interrupted; {what} can be continued:\n{again}"
 
@@ -152,35 +158,50 @@ def write_text(folder: Path, characters: int) -> Data:
     single one would be a large share of such a small text.
     """
     corpus = data.load("python")
-    whole = "".join(corpus.vocabulary.decode(part) for part in (corpus.train, corpus.valid, corpus.test))
+    whole = "".join(
+        corpus.vocabulary.decode(part) for part in (corpus.train, corpus.valid, corpus.test)
+    )
     ruled = re.compile(r"([^\w\s])\1{3}")
-    paragraphs = sorted({p for p in whole.split("\n\n") if 80 < len(p) < 1000 and not ruled.search(p)})
+    paragraphs = sorted(
+        {p for p in whole.split("\n\n") if 80 < len(p) < 1000 and not ruled.search(p)}
+    )
     random.Random(0).shuffle(paragraphs)
     text = "\n\n".join(paragraphs)
     if characters > len(text) - 2 * HELD_OUT:
         raise ValueError(
-            f"--characters: expected at most {len(text) - 2 * HELD_OUT:,} (all of the text), got {characters:,}"
+            f"--characters: expected at most {len(text) - 2 * HELD_OUT:,} (all of the text), got "
+            f"{characters:,}"
         )
-    valid, test, train_ = text[:HELD_OUT], text[HELD_OUT : 2 * HELD_OUT], text[2 * HELD_OUT :][:characters]
+    valid, test, train_ = (
+        text[:HELD_OUT],
+        text[HELD_OUT : 2 * HELD_OUT],
+        text[2 * HELD_OUT :][:characters],
+    )
     with disk.explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for name, part in (("train", train_), ("valid", valid), ("test", test)):
             disk.write_text(folder / f"{name}.txt", part)
-    train_file, valid_file, test_file = (str((folder / f"{n}.txt").absolute()) for n in ("train", "valid", "test"))
+    train_file, valid_file, test_file = (
+        str((folder / f"{n}.txt").absolute()) for n in ("train", "valid", "test")
+    )
     return Data(name=train_file, valid=valid_file, test=test_file)
 
 
 def introduction(demo: Demo, folder: Path) -> str:
     """Return the paragraph that explains the experiment."""
     return (
-        f"Two LSTMs of {demo.hidden} units learn to predict the next character of Python's manual: one without "
-        f"regularisation, one with zoneout. Both train for {demo.updates:,} updates on the same {demo.characters:,} "
-        "characters, with the same initial weights and the same order of batches. Both are evaluated on "
+        f"Two LSTMs of {demo.hidden} units learn to predict the next character of Python's manual: "
+        "one without "
+        f"regularisation, one with zoneout. Both train for {demo.updates:,} updates on the same "
+        f"{demo.characters:,} "
+        "characters, with the same initial weights and the same order of batches. Both are "
+        "evaluated on "
         f"{HELD_OUT:,} other characters. All files go to {folder}."
     )
 
 
-# --- training both models --------------------------------------------------------------------------
+# --- training both models
+# --------------------------------------------------------------------------
 
 
 def side_by_side(configs: dict[str, Config], folder: Path) -> dict[str, str]:
@@ -192,7 +213,9 @@ def side_by_side(configs: dict[str, Config], folder: Path) -> dict[str, str]:
     events: Any = context.Queue()
     threads = threads_of_each(len(configs))
     workers = {
-        name: context.Process(target=work, args=(name, config, str(folder / name), threads, events), name=name)
+        name: context.Process(
+            target=work, args=(name, config, str(folder / name), threads, events), name=name
+        )
         for name, config in configs.items()
     }
     ended: dict[str, str] = {}
@@ -244,10 +267,14 @@ def check_alive(workers: dict[str, Any], ended: dict[str, str]) -> None:
     """Raise if a worker process died without reporting an error (out of memory, for example)."""
     for name, worker in workers.items():
         if name not in ended and worker.exitcode is not None:
-            raise RunError(f"the process that trained the {name} model ended early, with exit code {worker.exitcode}")
+            raise RunError(
+                f"the process that trained the {name} model ended early, with exit code "
+                f"{worker.exitcode}"
+            )
 
 
-# --- results ---------------------------------------------------------------------------------------
+# --- results
+# ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -284,10 +311,14 @@ def report(demo: Demo, folder: Path) -> None:
     results = [result(folder, name) for name in (PLAIN, ZONED)]
     better = min(results, key=lambda r: r.best)
     curves = [plots.read_curve(folder / name) for name in (PLAIN, ZONED)]
-    fig = plots.figure(curves, "Bits per character on unseen text (solid) and on the training text (dashed)")
+    fig = plots.figure(
+        curves, "Bits per character on unseen text (solid) and on the training text (dashed)"
+    )
     for suffix in ("png", "svg"):
         plots.save(fig, folder / f"curves.{suffix}")
-    written = PROMPT + "".join(sample(runs.load(folder / better.name), PROMPT, length=400, temperature=0.6, seed=1))
+    written = PROMPT + "".join(
+        sample(runs.load(folder / better.name), PROMPT, length=400, temperature=0.6, seed=1)
+    )
     html = page(demo, results, better, curves, written, folder)
     disk.write_text(folder / "index.html", html)
 
@@ -297,11 +328,19 @@ def report(demo: Demo, folder: Path) -> None:
     width = columns()
     show(f"\n{plots.ascii_curves(curves, min(width, 80), 12)}\n\n{fill(verdict(results), width)}")
     show(f"\nText generated by the {better.name} model after {PROMPT!r}:\n")
-    show("\n".join(fill(line, width, initial_indent="  ", subsequent_indent="  ") for line in written.splitlines()))
+    show(
+        "\n".join(
+            fill(line, width, initial_indent="  ", subsequent_indent="  ")
+            for line in written.splitlines()
+        )
+    )
     show(f"\nCommands to try next{where_it_is()}:")
     for command, why in suggestions(folder, better):
         show(f"  {command}\n      {why}")
-    show(f"\nLearning curves: {folder / 'curves.png'}\nAll results on one page: {folder / 'index.html'}")
+    show(
+        f"\nLearning curves: {folder / 'curves.png'}\nAll results on one page: "
+        f"{folder / 'index.html'}"
+    )
 
 
 def where_it_is() -> str:
@@ -312,7 +351,10 @@ def where_it_is() -> str:
     script = Path(sys.executable).parent / "zoneout"
     if shutil.which("zoneout") or not script.exists():
         return ""
-    return f" (zoneout is {script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script})"
+    return (
+        " (zoneout is "
+        f"{script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script})"
+    )
 
 
 def columns() -> int:
@@ -326,16 +368,21 @@ def verdict(results: list[Result]) -> str:
     gap = plain.best - zoned.best
     if gap > 0.01:
         return (
-            f"At its best validation, the zoneout model needs {gap:.2f} bits less per character of unseen text. The "
-            "unregularised model soon memorises such a small text, and then gets worse on other text. Zoneout "
-            "prevents this. With several times as much text, the unregularised model is still better after the same "
-            "number of updates: it has no time to memorise the text, and zoneout learns more slowly."
+            f"At its best validation, the zoneout model needs {gap:.2f} bits less per character of "
+            "unseen text. The "
+            "unregularised model soon memorises such a small text, and then gets worse on other "
+            "text. Zoneout "
+            "prevents this. With several times as much text, the unregularised model is still "
+            "better after the same "
+            "number of updates: it has no time to memorise the text, and zoneout learns more "
+            "slowly."
         )
     found = "Here the two models are as good as each other."
     if gap < -0.01:
         found = f"Here the unregularised model is better, by {-gap:.2f} bits per character."
     return found + (
-        " Zoneout learns more slowly. It helps when training is long enough for a model to memorise its text: with "
+        " Zoneout learns more slowly. It helps when training is long enough for a model to "
+        "memorise its text: with "
         "more updates than here, or with less text."
     )
 
@@ -345,28 +392,50 @@ def suggestions(folder: Path, better: Result) -> list[tuple[str, str]]:
     run = shlex.quote(str(folder / better.name))
     return [
         (f'zoneout sample {run} --prompt "If " --temperature 0.5', "generate more text"),
-        ("zoneout demo --characters 250000", "the same comparison with more text, where zoneout does not win"),
-        ("zoneout train --data my.txt --zoneout.cell 0.5 --zoneout.hidden 0.05", "train on your text file my.txt"),
+        (
+            "zoneout demo --characters 250000",
+            "the same comparison with more text, where zoneout does not win",
+        ),
+        (
+            "zoneout train --data my.txt --zoneout.cell 0.5 --zoneout.hidden 0.05",
+            "train on your text file my.txt",
+        ),
         ("zoneout train --help", "show all training options"),
     ]
 
 
 def page(
-    demo: Demo, results: list[Result], better: Result, curves: Sequence[plots.Curve], written: str, folder: Path
+    demo: Demo,
+    results: list[Result],
+    better: Result,
+    curves: Sequence[plots.Curve],
+    written: str,
+    folder: Path,
 ) -> str:
     """Return the HTML page with all results; it needs no other file."""
     rows = [[label, *(value(r) for r in results)] for label, value in ROWS]
     parts = [
-        table("In bits per character; lower is better.", [["Measure", *(r.name for r in results)]], rows, "models"),
+        table(
+            "In bits per character; lower is better.",
+            [["Measure", *(r.name for r in results)]],
+            rows,
+            "models",
+        ),
         *learning_curves(curves, "On unseen text (solid) and on the training text (dashed)."),
         element("p", verdict(results)),
     ]
     heading = f"Text generated by the {better.name} model after “{PROMPT}”"
-    tries = [join([element("dt", code(what)), element("dd", why)]) for what, why in suggestions(folder, better)]
+    tries = [
+        join([element("dt", code(what)), element("dd", why)])
+        for what, why in suggestions(folder, better)
+    ]
     sections = [
         ("results", "Results", section("results", "Results", *parts)),
         ("sample", "Generated text", section("sample", heading, element("pre", written))),
         ("next", "Next steps", section("next", "Commands to try next", element("dl", *tries))),
     ]
-    lead, footer = element("p", introduction(demo, folder)), element("p", "Made by ", code("zoneout demo"), ".")
+    lead, footer = (
+        element("p", introduction(demo, folder)),
+        element("p", "Made by ", code("zoneout demo"), "."),
+    )
     return document("An LSTM without and with zoneout", lead, sections, footer)

@@ -21,7 +21,11 @@ def ending(summary: Summary) -> str:
         lines.append(f"Interrupted at update {summary.update:,}; the run is saved. To continue:")
         lines.append(f"  zoneout train --resume --out {folder}")
         return "\n".join(lines)
-    why = "" if summary.status == "finished" else "; stopped early, since the validation did not improve (--patience)"
+    why = (
+        ""
+        if summary.status == "finished"
+        else "; stopped early, since the validation did not improve (--patience)"
+    )
     took = f"{summary.update:,} updates ({summary.epoch:.4g} epochs) in {duration(summary.seconds)}"
     lines.append(f"Finished after {took}{why}.")
     if summary.best is not None:
@@ -41,7 +45,8 @@ def describe(folder: Path) -> dict[str, Any]:
     if ended and ended["update"] > (rows[-1]["update"] if rows else 0):
         at = Path(folder) / "metrics.jsonl"
         raise disk.RunError(
-            f"{at} is damaged: the run ended after {ended['update']:,} updates, but the file ends earlier"
+            f"{at} is damaged: the run ended after {ended['update']:,} updates, but the file ends "
+            "earlier"
         )
     return {
         "run": str(folder),
@@ -52,7 +57,11 @@ def describe(folder: Path) -> dict[str, Any]:
         "test": next((row for row in reversed(rows) if row["kind"] == "test"), None),
         "parameters": ended and ended["parameters"],
         "seconds": ended and ended["seconds"],
-        "changed": {name: value for name, value in configs.changed(config).items() if name not in unread(config)},
+        "changed": {
+            name: value
+            for name, value in configs.changed(config).items()
+            if name not in unread(config)
+        },
         "config": configs.to_json(config),
     }
 
@@ -64,13 +73,21 @@ def described(page: dict[str, Any]) -> str:
     layers = f"{model['layers']} layers" if model["layers"] > 1 else "one layer"
     took = f" in {duration(page['seconds'])}" if page["seconds"] else ""
     lines = [
-        f"{page['run']}: {page['status']}, {page['update']:,} updates ({page['epoch']:.4g} epochs){took}",
-        f"  {model['cell'].upper()}, {layers} of {model['hidden']:,} units{size}, on {page['config']['data']['name']}",
+        (
+            f"{page['run']}: {page['status']}, {page['update']:,} updates ({page['epoch']:.4g} "
+            f"epochs){took}"
+        ),
+        (
+            f"  {model['cell'].upper()}, {layers} of {model['hidden']:,} units{size}, on "
+            f"{page['config']['data']['name']}"
+        ),
     ]
     if page["best"]:
         lines.append(f"  best valid  {worth(page['best'])} (update {page['best']['update']:,})")
     if page["test"]:
-        lines.append(f"  test        {worth(page['test'])} ({page['test']['predictions']:,} predictions)")
+        lines.append(
+            f"  test        {worth(page['test'])} ({page['test']['predictions']:,} predictions)"
+        )
     if page["changed"]:
         lines.append(f"  {shlex.join(configs.flags(page['changed']))}")
     return "\n".join(lines)

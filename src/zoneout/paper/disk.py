@@ -79,7 +79,8 @@ def reason(error: Exception) -> str:
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
-# --- opening ---------------------------------------------------------------------------------------
+# --- opening
+# ---------------------------------------------------------------------------------------
 
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
 
@@ -97,7 +98,9 @@ def _open_plain(path: str, flags: int) -> int:
         handle = os.open(path, flags, 0o666)
     except OSError as error:
         if writing and os.path.islink(path):
-            raise OSError(error.errno, "it is a symbolic link, and no file is written through one", path) from None
+            raise OSError(
+                error.errno, "it is a symbolic link, and no file is written through one", path
+            ) from None
         if error.errno == errno.ENXIO:  # a pipe without a reader, or a socket
             raise OSError(errno.EINVAL, "expected a file, got a pipe or a socket", path) from None
         raise
@@ -120,12 +123,17 @@ def own_folder(path: Path) -> Path:
     For folders in which files are removed.
     """
     if path.is_symlink():
-        raise OSError(errno.ELOOP, "it is a symbolic link, and nothing is removed or written through one", str(path))
+        raise OSError(
+            errno.ELOOP,
+            "it is a symbolic link, and nothing is removed or written through one",
+            str(path),
+        )
     path.mkdir(parents=True, exist_ok=True)
     return path
 
 
-# --- writing ---------------------------------------------------------------------------------------
+# --- writing
+# ---------------------------------------------------------------------------------------
 
 _SIDE = re.compile(r"\..+\.[0-9a-f]{16}")
 
@@ -194,12 +202,17 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
     """Write a record to a JSON file, with one line per field, so that diffs are easy to read."""
-    lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in record.items()]
+    lines = [
+        f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}"
+        for name, value in record.items()
+    ]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor], info: dict[str, Any] | None = None) -> None:
+def write_tensors(
+    path: Path, tensors: dict[str, Tensor], info: dict[str, Any] | None = None
+) -> None:
     """Write tensors in the safetensors format: to a temporary file first, which is then renamed."""
     plain = {name: value.detach().contiguous() for name, value in tensors.items()}
     with replacing(path) as side:
@@ -219,7 +232,8 @@ def bring_to_disk(folder: Path) -> None:
         os.close(handle)
 
 
-# --- reading ---------------------------------------------------------------------------------------
+# --- reading
+# ---------------------------------------------------------------------------------------
 
 
 def read_bytes(path: Path) -> bytes:
@@ -262,12 +276,19 @@ def _finite(text: str) -> float:
 
 def is_number(value: Any) -> bool:
     """Return whether a value is a number that fits in a finite float."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and abs(value) <= sys.float_info.max
+    )
 
 
 # The kinds of fields in a file: the description for error messages, and the test for a value.
 FIELDS: dict[str, tuple[str, Any]] = {
-    "count": ("a whole number", lambda v: isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 2**63),
+    "count": (
+        "a whole number",
+        lambda v: isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 2**63,
+    ),
     "number": ("a finite number", is_number),
     "text": ("a string", lambda v: isinstance(v, str)),
     "flag": ("true or false", lambda v: isinstance(v, bool)),
@@ -275,7 +296,9 @@ FIELDS: dict[str, tuple[str, Any]] = {
 }
 
 
-def check_fields(fields: dict[str, Any], kinds: dict[str, str], optional: dict[str, str] | None = None) -> None:
+def check_fields(
+    fields: dict[str, Any], kinds: dict[str, str], optional: dict[str, str] | None = None
+) -> None:
     """Raise ValueError if a field is missing or has a value of the wrong kind (see `FIELDS`)."""
     if missing := [name for name in kinds if name not in fields]:
         raise ValueError(f"there is no field {missing[0]!r} in it")

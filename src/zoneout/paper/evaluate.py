@@ -66,7 +66,9 @@ class Score:
         JSON, and so the files of a run, cannot contain such a number.
         """
         if not math.isfinite(self.nats):
-            raise Diverged(f"{what}: the loss is {self.nats}, and no finite number; the weights cannot be good")
+            raise Diverged(
+                f"{what}: the loss is {self.nats}, and no finite number; the weights cannot be good"
+            )
         return self
 
 
@@ -76,7 +78,12 @@ def nothing() -> None:
 
 @torch.no_grad()
 def evaluate_text(
-    model: Any, tokens: Tensor, protocol: Protocol, *, seed: int = 0, tick: Callable[[], None] = nothing
+    model: Any,
+    tokens: Tensor,
+    protocol: Protocol,
+    *,
+    seed: int = 0,
+    tick: Callable[[], None] = nothing,
 ) -> Score:
     """Evaluate a language model on a text, by a protocol.
 
@@ -102,8 +109,10 @@ def evaluate_text(
 def predictions(size: int, protocol: Protocol) -> int:
     """Return the number of predictions on a text of `size` symbols; raise if the text is too short.
 
-    >>> predictions(396_412, Protocol("chunks", length=100)), predictions(446_184, Protocol("whole"))
-    (392436, 446183)
+    >>> predictions(396_412, Protocol("chunks", length=100))
+    392436
+    >>> predictions(446_184, Protocol("whole"))
+    446183
     """
     if size < 2:
         raise ValueError(f"tokens: expected a text of at least 2 symbols, got {size}")
@@ -112,7 +121,9 @@ def predictions(size: int, protocol: Protocol) -> int:
         return size // length * (length - 1)
     streams = 1 if protocol.kind == "whole" else protocol.size
     if size < 2 * streams:
-        raise ValueError(f"size: {streams} streams need a text of at least {2 * streams} symbols, got {size}")
+        raise ValueError(
+            f"size: {streams} streams need a text of at least {2 * streams} symbols, got {size}"
+        )
     return (size // streams - 1) * streams
 
 
@@ -147,7 +158,13 @@ def slices(count: int, size: int) -> list[slice]:
 
 @torch.no_grad()
 def evaluate_images(
-    model: Any, pixels: Tensor, labels: Tensor, size: int, *, seed: int = 0, tick: Callable[[], None] = nothing
+    model: Any,
+    pixels: Tensor,
+    labels: Tensor,
+    size: int,
+    *,
+    seed: int = 0,
+    tick: Callable[[], None] = nothing,
 ) -> Score:
     """Evaluate a classifier on images [N, 784]."""
     total = torch.zeros(2, dtype=torch.float64, device=pixels.device)
@@ -163,7 +180,9 @@ def evaluate_images(
 
 def nats(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the sum of all negative log-likelihoods, added in double precision."""
-    return F.cross_entropy(at_least_float32(logits), targets, reduction="none").sum(dtype=torch.float64)
+    return F.cross_entropy(at_least_float32(logits), targets, reduction="none").sum(
+        dtype=torch.float64
+    )
 
 
 @contextmanager
@@ -172,7 +191,9 @@ def evaluation_mode(model: nn.Module, *, batch_statistics: bool = False) -> Iter
 
     With `batch_statistics`, batch norm uses the statistics of the current batch.
     """
-    layers = [m for m in model.modules() if isinstance(getattr(m, "norm", None), zo.RecurrentBatchNorm)]
+    layers = [
+        m for m in model.modules() if isinstance(getattr(m, "norm", None), zo.RecurrentBatchNorm)
+    ]
     norms, mode = [layer.norm for layer in layers], model.training
     model.eval()
     try:

@@ -20,7 +20,9 @@ from .data import Corpus, Images
 
 def on_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
     """Copy an array to the device, in a dtype that torch can gather: uint8 or int32."""
-    return torch.from_numpy(np.array(array, dtype=array.dtype if array.dtype == np.uint8 else np.int32)).to(device)
+    return torch.from_numpy(
+        np.array(array, dtype=array.dtype if array.dtype == np.uint8 else np.int32)
+    ).to(device)
 
 
 class Feed:
@@ -31,14 +33,16 @@ class Feed:
     def __init__(self, config: Config, rows: int, rank: int, processes: int) -> None:
         if rows % processes:
             raise ValueError(
-                f"batches.size: expected a multiple of the {processes} processes, so that all have the same number "
+                f"batches.size: expected a multiple of the {processes} processes, so that all have "
+                "the same number "
                 f"of rows, got a batch of {rows}"
             )
         self.config, self.all_rows = config, rows
         self.rows = rows // processes
         if config.model.norm == "batch" and self.rows < 2:
             raise ValueError(
-                "batches.size: expected at least 2 rows of a batch for each process with batch norm, got "
+                "batches.size: expected at least 2 rows of a batch for each process with batch "
+                "norm, got "
                 f"{self.rows}; of a short text, a smaller --batches.length gives more rows"
             )
         self.first = rank * self.rows  # the example id of this process's first row
@@ -60,7 +64,9 @@ class Feed:
         raise NotImplementedError
 
     def _cut(self, order: Tensor) -> Tensor:
-        return torch.stack(batches.batched(order, self.all_rows))[:, self.first : self.first + self.rows]
+        return torch.stack(batches.batched(order, self.all_rows))[
+            :, self.first : self.first + self.rows
+        ]
 
 
 class ChunkFeed(Feed):
@@ -80,7 +86,11 @@ class ChunkFeed(Feed):
 
     def order(self, epoch: int) -> Tensor:
         offset, seed = self.config.batches.offset, self.config.seed
-        return self._cut(batches.chunk_starts(len(self.tokens), self.length, seed=seed, epoch=epoch, offset=offset))
+        return self._cut(
+            batches.chunk_starts(
+                len(self.tokens), self.length, seed=seed, epoch=epoch, offset=offset
+            )
+        )
 
     def batch(self, row: Tensor) -> tuple[Tensor, Tensor]:
         chunk = batches.chunks(self.tokens, row, self.length)
@@ -111,7 +121,9 @@ class StreamFeed(Feed):
 class ImageFeed(Feed):
     """Feed of images, one pixel per time step."""
 
-    def __init__(self, config: Config, pixels: Tensor, labels: Tensor, rank: int, processes: int) -> None:
+    def __init__(
+        self, config: Config, pixels: Tensor, labels: Tensor, rank: int, processes: int
+    ) -> None:
         self.pixels, self.labels = pixels, labels
         super().__init__(config, min(config.batches.size, len(pixels)), rank, processes)
 
@@ -119,7 +131,9 @@ class ImageFeed(Feed):
         return self._cut(batches.image_order(len(self.pixels), seed=self.config.seed, epoch=epoch))
 
     def batch(self, row: Tensor) -> tuple[Tensor, Tensor]:
-        return as_sequences(self.pixels.index_select(0, row)), self.labels.index_select(0, row).to(torch.int64)
+        return as_sequences(self.pixels.index_select(0, row)), self.labels.index_select(0, row).to(
+            torch.int64
+        )
 
 
 def as_sequences(pixels: Tensor) -> Tensor:
@@ -127,7 +141,9 @@ def as_sequences(pixels: Tensor) -> Tensor:
     return (pixels.t().float() / 255).unsqueeze(-1)
 
 
-def make_feed(config: Config, data: Corpus | Images, device: torch.device, rank: int = 0, processes: int = 1) -> Feed:
+def make_feed(
+    config: Config, data: Corpus | Images, device: torch.device, rank: int = 0, processes: int = 1
+) -> Feed:
     """Return the feed of the training part for a config."""
     if isinstance(data, Images):
         pixels, labels = (on_device(array[: config.data.limit], device) for array in data.train)

@@ -44,7 +44,9 @@ _TIMEOUT = 30.0  # seconds without data until a download is aborted
 _BLOCK = 2**18
 
 
-def fetch(name: str, folder: PathLike | None = None, *, progress: Progress | None = None) -> list[tuple[Path, bool]]:
+def fetch(
+    name: str, folder: PathLike | None = None, *, progress: Progress | None = None
+) -> list[tuple[Path, bool]]:
     """Download the files of a data set that are missing or damaged.
 
     Return the path of each file, and whether it was downloaded now. Files go to `folder`, or to the
@@ -93,7 +95,9 @@ def download(file: File, folder: Path, *, progress: Progress | None = None) -> P
                 return path  # another process has downloaded it while this one waited for the lock
             for url in file.urls:
                 # Each address has a separate part file: another server may compress differently.
-                part = target.with_name(f".{file.name}-{hashlib.sha256(url.encode()).hexdigest()[:8]}.part")
+                part = target.with_name(
+                    f".{file.name}-{hashlib.sha256(url.encode()).hexdigest()[:8]}.part"
+                )
                 if trouble := _bring(url, part, file, report):
                     troubles.append(f"\n  {url}: {trouble}")
                     continue
@@ -107,7 +111,8 @@ def download(file: File, folder: Path, *, progress: Progress | None = None) -> P
         raise DataError(f"{target}: could not be written: {disk.in_words(error)}") from error
     tried = "".join(troubles) or " no address is known"
     raise DataError(
-        f"{file.name} could not be downloaded:{tried}\nExpected {file.wanted()}. If you have the file, put it into "
+        f"{file.name} could not be downloaded:{tried}\nExpected {file.wanted()}. If you have the "
+        "file, put it into "
         f"{target.parent}, or set ZONEOUT_DATA to the folder that contains it."
     )
 
@@ -163,7 +168,11 @@ def _transfer(url: str, part: Path, file: File, report: Progress) -> str | None:
     if (total or here) > most:
         part.unlink()
         return "the server sends far more than expected"
-    return None if total is None or here >= total else f"the transfer broke off after {here:,} of {total:,} bytes"
+    return (
+        None
+        if total is None or here >= total
+        else f"the transfer broke off after {here:,} of {total:,} bytes"
+    )
 
 
 class _BrokenError(Exception):
@@ -173,13 +182,17 @@ class _BrokenError(Exception):
 def _open(url: str, here: int) -> http.client.HTTPResponse:
     headers = {"User-Agent": "zoneout"} | ({"Range": f"bytes={here}-"} if here else {})
     try:
-        response = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=_TIMEOUT)
+        response = urllib.request.urlopen(
+            urllib.request.Request(url, headers=headers), timeout=_TIMEOUT
+        )
         return cast(http.client.HTTPResponse, response)
     except urllib.error.HTTPError:
         raise
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
-        raise _BrokenError(f"the server cannot be reached ({reason or type(error).__name__})") from None
+        raise _BrokenError(
+            f"the server cannot be reached ({reason or type(error).__name__})"
+        ) from None
 
 
 def _block(response: http.client.HTTPResponse) -> bytes:

@@ -1,7 +1,8 @@
 """The paper's figures and the README's, drawn from the records in `results/`.
 
-A figure shows the recipes that have records; the caption names those that have none. Curves of several
-seeds share one colour. Gradient flow has its own records (`gradients`); all other figures use `results`.
+A figure shows the recipes that have records; the caption names those that have none. Curves of
+several seeds share one colour. Gradient flow has its own records (`gradients`); all other figures
+use `results`.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ def draw_all(results: Path | str) -> list[Drawn]:
     return [one for name, one in drawn.items() if name not in empty & replaced]
 
 
-def save_all(results: Path | str, out: Path, kind: str = "svg", names: Sequence[str] = ()) -> list[tuple[Path, Drawn]]:
+def save_all(
+    results: Path | str, out: Path, kind: str = "svg", names: Sequence[str] = ()
+) -> list[tuple[Path, Drawn]]:
     """Write figures to a folder, as svg, pdf or png; all of them by default."""
     made = []
     for name in names or FIGURES:
@@ -105,11 +108,14 @@ def _nothing() -> Any:
     return fig
 
 
-# --- learning curves -------------------------------------------------------------------------------
+# --- learning curves
+# -------------------------------------------------------------------------------
 
 
 def curves(records: Records, *, train: bool = True) -> tuple[Any, str]:
-    """Draw validation (solid) and optionally training (dashed) over epochs; images get separate axes."""
+    """Draw validation (solid) and optionally training (dashed) over epochs; images get separate
+    axes.
+    """
     measure = RECIPES[next(iter(records))].measure
     apart = train and measure == "error"  # the training loss of images is in nats
     fig, panels = plots.canvas(2 if apart else 1, (6.6 if apart else 3.9) + 0.1 * len(records))
@@ -118,16 +124,29 @@ def curves(records: Records, *, train: bool = True) -> tuple[Any, str]:
         for which, record in enumerate(runs):
             epochs, valid = record["curve"]["epoch"], record["curve"]["valid"]
             label = {"label": labelled(arm, runs)} if which == 0 else {}
-            style = {"color": colour, "lw": 1.8 if which == 0 else 1.0, "alpha": 1.0 if which == 0 else 0.7}
-            # Short curves: mark every point. Long curves: spread the marks so that curves do not share them.
+            style = {
+                "color": colour,
+                "lw": 1.8 if which == 0 else 1.0,
+                "alpha": 1.0 if which == 0 else 0.7,
+            }
+            # Short curves: mark every point. Long curves: spread the marks so that curves do not
+            # share them.
             every: Any = 1 if len(epochs) <= 12 else (0.02 + 0.02 * number, 0.12)
-            marked = {"marker": marker, "ms": 5, "mec": PAPER, "mew": 0.7, "markevery": every} if which == 0 else {}
+            marked = (
+                {"marker": marker, "ms": 5, "mec": PAPER, "mew": 0.7, "markevery": every}
+                if which == 0
+                else {}
+            )
             panels[0].plot(epochs, valid, **style, **label, **marked)
             if train:
-                nats = [(e, n) for e, n in zip(epochs, record["curve"]["train_nats"]) if n is not None]
+                nats = [
+                    (e, n) for e, n in zip(epochs, record["curve"]["train_nats"]) if n is not None
+                ]
                 values = [in_measure(n, measure) for _, n in nats]
                 panels[-1].plot([e for e, _ in nats], values, **(style | {"ls": DASHED, "lw": 1.1}))
-    panels[0].set(xlabel="epoch", ylabel=f"{UNITS[measure]}, validation" if apart else UNITS[measure])
+    panels[0].set(
+        xlabel="epoch", ylabel=f"{UNITS[measure]}, validation" if apart else UNITS[measure]
+    )
     panels[0].set_ylim(*limits(records, measure, train=train and not apart))
     if apart:
         panels[1].set(xlabel="epoch", ylabel="training loss, nats", xlim=panels[0].get_xlim())
@@ -135,7 +154,9 @@ def curves(records: Records, *, train: bool = True) -> tuple[Any, str]:
         panels[0].plot([], [], color=SOFT, lw=1.1, ls=DASHED, label=plots.TRAINING)
     handles, labels = panels[0].get_legend_handles_labels()
     plots.legend(panels[-1], below=True, handles=handles, labels=labels)
-    return fig, "Best validation: " + "; ".join(best_of(arm, runs) for arm, runs in records.items()) + "."
+    return fig, "Best validation: " + "; ".join(
+        best_of(arm, runs) for arm, runs in records.items()
+    ) + "."
 
 
 def limits(records: Records, measure: str, *, train: bool) -> tuple[float, float]:
@@ -144,7 +165,9 @@ def limits(records: Records, measure: str, *, train: bool) -> tuple[float, float
     low, worst = min(best), max(best)
     every = [low]
     for record in (record for runs in records.values() for record in runs) if train else ():
-        every += [in_measure(nats, measure) for nats in record["curve"]["train_nats"] if nats is not None]
+        every += [
+            in_measure(nats, measure) for nats in record["curve"]["train_nats"] if nats is not None
+        ]
     top = worst + max(worst - low, 0.15 * low)
     return min(every) - 0.04 * (top - min(every)), top
 
@@ -165,7 +188,9 @@ def validation_curves(records: Records) -> tuple[Any, str]:
 
 
 def static_curves(records: Records) -> tuple[Any, str]:
-    """Draw learning curves, and the score of the static-mask model evaluated with the expectation."""
+    """Draw learning curves, and the score of the static-mask model evaluated with the
+    expectation.
+    """
     fig, text = curves(records)
     for arm, runs in records.items():
         if runs[0]["config"]["zoneout"]["mask"] != "static":
@@ -184,12 +209,17 @@ def static_curves(records: Records) -> tuple[Any, str]:
             low, high = axes.get_ylim()
             axes.set_ylim(low, max(high, value + 0.04 * (high - low)))
             plots.legend(axes, below=True)
-            text += f" The static masks' model evaluated with the expectation instead of its masks: {shown}."
+            text += (
+                " The static masks' model evaluated with the expectation instead of its masks: "
+                f"{shown}."
+            )
     return fig, text
 
 
 def with_and_without(records: Records) -> tuple[Any, str]:
-    """Draw the README's picture: training and validation with and without zoneout, labelled in place."""
+    """Draw the README's picture: training and validation with and without zoneout, labelled in
+    place.
+    """
     fig, (axes,) = plots.canvas(height=3.3, width=7.4)
     _, text = curves(records)
     epochs = max(record["epochs"] for runs in records.values() for record in runs)
@@ -201,46 +231,68 @@ def with_and_without(records: Records) -> tuple[Any, str]:
             axes.plot(curve["epoch"], curve["valid"], lw=2.0 if number == 0 else 1.0, **style)
             axes.plot(curve["epoch"], training, lw=1.0, ls=DASHED, **style)
             if number == 0:
-                # A label stands right of its curve, or above the end of a curve that fills the width.
+                # A label stands right of its curve, or above the end of a curve that fills the
+                # width.
                 full = curve["epoch"][-1] == epochs
                 place: Any = {"ha": "right", "va": "bottom"} if full else {"va": "center"}
                 for part, values in (("validation", curve["valid"]), ("training", training)):
                     at = (curve["epoch"][-1], values[-1])
                     apart = {"xytext": (0, 5) if full else (6, 0), "textcoords": "offset points"}
-                    axes.annotate(f"{part}, {name}", at, color=colour, fontsize=10, **apart, **place)
+                    axes.annotate(
+                        f"{part}, {name}", at, color=colour, fontsize=10, **apart, **place
+                    )
     axes.set(xlabel="epoch", ylabel=UNITS["bits"], xlim=(0, 1.01 * epochs))
     axes.set_ylim(*limits(records, "bits", train=True))
     return fig, text
 
 
-# --- rates -----------------------------------------------------------------------------------------
+# --- rates
+# -----------------------------------------------------------------------------------------
 
 _PLAIN = "char_ptb_unregularised"
 SERIES = {  # the lines of the rates figure: recipes in the order of their rates
     "zoneout on cells": (
-        _PLAIN, "char_ptb_zoneout_cells_005", "char_ptb_zoneout_cells_025", "char_ptb_zoneout_cells_050",
+        _PLAIN,
+        "char_ptb_zoneout_cells_005",
+        "char_ptb_zoneout_cells_025",
+        "char_ptb_zoneout_cells_050",
     ),
     "zoneout on states": (
-        _PLAIN, "char_ptb_zoneout_states_005", "char_ptb_zoneout_states_025", "char_ptb_zoneout_states_050",
+        _PLAIN,
+        "char_ptb_zoneout_states_005",
+        "char_ptb_zoneout_states_025",
+        "char_ptb_zoneout_states_050",
     ),
     "zoneout on cells, states 0.05": (
-        "char_ptb_zoneout_states_005", "char_ptb_zoneout_both_005_005", "char_ptb_zoneout_both_025_005",
+        "char_ptb_zoneout_states_005",
+        "char_ptb_zoneout_both_005_005",
+        "char_ptb_zoneout_both_025_005",
         "char_ptb_zoneout",
     ),
-    "zoneout on both alike": (_PLAIN, "char_ptb_zoneout_both_005_005", "char_ptb_zoneout_both_050_050"),
-    "recurrent dropout": (
-        _PLAIN, "char_ptb_recurrent_dropout_005", "char_ptb_recurrent_dropout_020", "char_ptb_recurrent_dropout",
-        "char_ptb_recurrent_dropout_050", "char_ptb_recurrent_dropout_070",
+    "zoneout on both alike": (
+        _PLAIN,
+        "char_ptb_zoneout_both_005_005",
+        "char_ptb_zoneout_both_050_050",
     ),
-}  # fmt: skip
+    "recurrent dropout": (
+        _PLAIN,
+        "char_ptb_recurrent_dropout_005",
+        "char_ptb_recurrent_dropout_020",
+        "char_ptb_recurrent_dropout",
+        "char_ptb_recurrent_dropout_050",
+        "char_ptb_recurrent_dropout_070",
+    ),
+}
 RATES = tuple(dict.fromkeys(arm for arms in SERIES.values() for arm in arms))
 
 
 def rate_of(series: str, arm: str) -> float:
     """Return an arm's position on the rate axis of a line.
 
-    >>> rate_of("zoneout on states", "char_ptb_zoneout_states_025"), rate_of("recurrent dropout", _PLAIN)
-    (0.25, 0.0)
+    >>> rate_of("zoneout on states", "char_ptb_zoneout_states_025")
+    0.25
+    >>> rate_of("recurrent dropout", _PLAIN)
+    0.0
     """
     config = RECIPES[arm].make()
     if series == "recurrent dropout":
@@ -249,11 +301,17 @@ def rate_of(series: str, arm: str) -> float:
 
 
 def rates(records: Records) -> tuple[Any, str]:
-    """Draw the best validation score within `RATES_EPOCHS`; several seeds give a mean and a min–max bar."""
+    """Draw the best validation score within `RATES_EPOCHS`; several seeds give a mean and a
+    min–max bar.
+    """
     fig, (axes,) = plots.canvas(height=4.2)
     words = []
     for number, (series, arms) in enumerate(SERIES.items()):
-        points = [(rate_of(series, arm), [_best(r) for r in records[arm]]) for arm in arms if arm in records]
+        points = [
+            (rate_of(series, arm), [_best(r) for r in records[arm]])
+            for arm in arms
+            if arm in records
+        ]
         if not points:
             continue
         colour, marker = COLOURS[number], MARKERS[number]
@@ -263,10 +321,12 @@ def rates(records: Records) -> tuple[Any, str]:
             [max(values) - mean for mean, (_, values) in zip(means, points)],
         ]
         axes.errorbar(
-            [rate for rate, _ in points], means, spread, color=colour, marker=marker, ms=6, mec=PAPER, lw=1.6,
-            capsize=2, label=series,
+            [rate for rate, _ in points], means, spread, color=colour, marker=marker, ms=6,
+            mec=PAPER, lw=1.6, capsize=2, label=series,
         )  # fmt: skip
-        rate, value = min(((rate, mean) for (rate, _), mean in zip(points, means)), key=lambda pair: pair[1])
+        rate, value = min(
+            ((rate, mean) for (rate, _), mean in zip(points, means)), key=lambda pair: pair[1]
+        )
         words.append(f"{series} {rounded(value, 'bits')} at {rate:g}")
     axes.set(xlabel="rate", ylabel=f"{UNITS['bits']}, best validation")
     plots.legend(axes, below=True)
@@ -275,19 +335,28 @@ def rates(records: Records) -> tuple[Any, str]:
 
 def _best(record: Record) -> float:
     curve = record["curve"]
-    return min(value for epoch, value in zip(curve["epoch"], curve["valid"]) if epoch <= RATES_EPOCHS)
+    return min(
+        value for epoch, value in zip(curve["epoch"], curve["valid"]) if epoch <= RATES_EPOCHS
+    )
 
 
-# --- gradient flow ---------------------------------------------------------------------------------
+# --- gradient flow
+# ---------------------------------------------------------------------------------
 
 SHOWN = 1e-7  # fraction of the largest share below which nothing is drawn
 STATES = {"cell": "share of ‖dL/dcₜ‖", "hidden": "share of ‖dL/dhₜ‖"}
 
 
 def flow_figure(flows: dict[str, list[Record]]) -> Any:
-    """Draw the last layer's gradient flow over time, one colour per arm: cells above, hidden states below."""
+    """Draw the last layer's gradient flow over time, one colour per arm: cells above, hidden
+    states below.
+    """
     found = {name: [_last_layer(record) for record in runs] for name, runs in flows.items()}
-    states = [state for state in STATES if any(state in layer for runs in found.values() for layer in runs)]
+    states = [
+        state
+        for state in STATES
+        if any(state in layer for runs in found.values() for layer in runs)
+    ]
     fig, panels = plots.canvas(len(states), 2.9 * len(states) + 0.6)
     for axes, state in zip(panels, states):
         for number, (name, runs) in enumerate(found.items()):
@@ -295,8 +364,17 @@ def flow_figure(flows: dict[str, list[Record]]) -> Any:
             for which, layer in enumerate(layer for layer in runs if state in layer):
                 share = [value if value > 0 else math.nan for value in layer[state]["share"]]
                 apart = max(1, len(share) // 9)
-                marked = {"marker": MARKERS[number % len(MARKERS)], "ms": 5, "mec": PAPER, "mew": 0.7}
-                marked |= {"markevery": (apart * number // len(found), apart), "label": name, "lw": 1.6}
+                marked = {
+                    "marker": MARKERS[number % len(MARKERS)],
+                    "ms": 5,
+                    "mec": PAPER,
+                    "mew": 0.7,
+                }
+                marked |= {
+                    "markevery": (apart * number // len(found), apart),
+                    "label": name,
+                    "lw": 1.6,
+                }
                 line = marked if which == 0 else {"lw": 0.9, "alpha": 0.7}
                 axes.plot(range(1, len(share) + 1), share, color=colour, **line)
         axes.set(xlabel="step t", ylabel=STATES[state], yscale="log")
@@ -327,14 +405,22 @@ def _last_layer(record: Record) -> dict[str, Any]:
     return list(layers.values())[-1]
 
 
-# --- the figures -----------------------------------------------------------------------------------
+# --- the figures
+# -----------------------------------------------------------------------------------
 
 
 def _arms(task: str, *rows: str) -> tuple[str, ...]:
     return tuple(f"{task}_{row}" for row in rows)
 
 
-_COMPARED = ("unregularised", "zoneout", "recurrent_dropout", "stochastic_depth", "norm_stabiliser", "weight_noise")
+_COMPARED = (
+    "unregularised",
+    "zoneout",
+    "recurrent_dropout",
+    "stochastic_depth",
+    "norm_stabiliser",
+    "weight_noise",
+)
 _TEXT8 = ("unregularised", "zoneout", "recurrent_dropout")
 _PMNIST = ("unregularised", "zoneout", "recurrent_dropout", "batch_norm", "batch_norm_zoneout")
 
@@ -350,7 +436,10 @@ WITH_AND_WITHOUT = Plan(
 FIGURES = {
     "rates": Plan(
         "Validation on character-level Penn Treebank over the rates of zoneout",
-        f"Figure 3, left: there each rate is a curve, here a point, the best of {RATES_EPOCHS} epochs",
+        (
+            f"Figure 3, left: there each rate is a curve, here a point, the best of {RATES_EPOCHS} "
+            "epochs"
+        ),
         RATES,
         rates,
         own_records,
@@ -369,7 +458,13 @@ FIGURES = {
         curves,
         own_records,
     ),
-    "text8": Plan("Training and validation on text8", "Figure 4, right", _arms("text8", *_TEXT8), curves, own_records),
+    "text8": Plan(
+        "Training and validation on text8",
+        "Figure 4, right",
+        _arms("text8", *_TEXT8),
+        curves,
+        own_records,
+    ),
     "text8-prefix": Plan(
         "Training and validation on the first 74 million characters of text8",
         "as Figure 4, right, on less text",

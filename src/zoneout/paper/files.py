@@ -92,10 +92,26 @@ _PTB = (
     _ptb("test", 449_945, "dd65dff31e70846b2a6030a87482edcd5d199130cdcfa1f3dccbb033728deee0"),
 )
 _MNIST = (
-    _mnist("train-images-idx3-ubyte", 47_040_016, "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db"),
-    _mnist("train-labels-idx1-ubyte", 60_008, "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5"),
-    _mnist("t10k-images-idx3-ubyte", 7_840_016, "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7"),
-    _mnist("t10k-labels-idx1-ubyte", 10_008, "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"),
+    _mnist(
+        "train-images-idx3-ubyte",
+        47_040_016,
+        "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+    ),
+    _mnist(
+        "train-labels-idx1-ubyte",
+        60_008,
+        "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+    ),
+    _mnist(
+        "t10k-images-idx3-ubyte",
+        7_840_016,
+        "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+    ),
+    _mnist(
+        "t10k-labels-idx1-ubyte",
+        10_008,
+        "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+    ),
 )
 _PREFIX = (74_090_640, "f0624e3bcaa8466848a2e176a150711d866df1c5edf491b5c28a258776524082")
 _TEXT8 = File(
@@ -130,7 +146,9 @@ DATASETS: dict[str, Dataset] = {
         Dataset("word-ptb", "Penn Treebank (Mikolov's preparation) as words", _PTB),
         Dataset("text8", "100,000,000 characters of Wikipedia", (_TEXT8,)),
         Dataset(
-            "text8-prefix", "the first 74,090,640 characters of text8, split 64,090,640 / 5M / 5M", (_TEXT8_PREFIX,)
+            "text8-prefix",
+            "the first 74,090,640 characters of text8, split 64,090,640 / 5M / 5M",
+            (_TEXT8_PREFIX,),
         ),
         Dataset("shakespeare", "a million characters of Shakespeare", (_SHAKESPEARE,)),
         Dataset("mnist", "handwritten digits, read pixel by pixel", _MNIST),
@@ -225,9 +243,12 @@ def locate(file: File, folder: PathLike | None = None) -> tuple[Path, File]:
         path, there = find(file.part_of, folder), file.part_of
     if path is None:
         dataset = next((d.name for d in DATASETS.values() if file in d.files), "NAME")
-        hint = "" if os.environ.get("ZONEOUT_DATA") else "; ZONEOUT_DATA may name a folder that has it"
+        hint = (
+            "" if os.environ.get("ZONEOUT_DATA") else "; ZONEOUT_DATA may name a folder that has it"
+        )
         raise MissingError(
-            f"{file.path} was not found (compressed or not) in {' or '.join(str(place) for place in places(folder))}. "
+            f"{file.path} was not found (compressed or not) in "
+            f"{' or '.join(str(place) for place in places(folder))}. "
             f"`zoneout data fetch {dataset}` downloads it{hint}."
         )
     return path, there
@@ -246,7 +267,8 @@ def read(path: Path, file: File | None = None, *, downloaded: bool = False) -> b
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
     if file is not None and (wrong := _complaint(data, file)):
         raise DataError(
-            f"{path} is not {file.name}: {wrong}. Expected {file.wanted()}. Remove the file, or download it again "
+            f"{path} is not {file.name}: {wrong}. Expected {file.wanted()}. Remove the file, or "
+            "download it again "
             "with `zoneout data fetch`."
         )
     return data
@@ -273,7 +295,8 @@ def _unpack(path: Path, file: File | None, downloaded: bool) -> bytes:
         data = _contents(raw, kind, path, file, most)
     if file is None and len(data) == most:
         raise DataError(
-            f"{path} unpacks to more than {most >> 20:,} MiB; if that is intended, raise the limit with --unpacked "
+            f"{path} unpacks to more than {most >> 20:,} MiB; if that is intended, raise the limit "
+            "with --unpacked "
             f"MIB, or with the environment variable {UNPACKED}"
         )
     return data
@@ -283,7 +306,10 @@ def _check_md5(raw: IO[bytes], path: Path, file: File) -> None:
     raw.seek(0)
     found = hashlib.file_digest(raw, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()  # type: ignore[arg-type]
     if found != file.zip_md5:
-        raise DataError(f"{path} is not {file.name}: its md5 is {found}. Expected {file.wanted()}. Remove the file.")
+        raise DataError(
+            f"{path} is not {file.name}: its md5 is {found}. Expected {file.wanted()}. Remove the "
+            "file."
+        )
 
 
 def _contents(raw: IO[bytes], kind: str, path: Path, file: File | None, most: int) -> bytes:
@@ -295,12 +321,16 @@ def _contents(raw: IO[bytes], kind: str, path: Path, file: File | None, most: in
             with gzip.open(raw) as unpacked:
                 return _read(unpacked, most)
         if kind == ".zip":
-            with zipfile.ZipFile(raw) as archive, archive.open(_member(archive, path, file)) as unpacked:
+            with (
+                zipfile.ZipFile(raw) as archive,
+                archive.open(_member(archive, path, file)) as unpacked,
+            ):
                 return _read(unpacked, most)
     except (lzma.LZMAError, gzip.BadGzipFile, zipfile.BadZipFile, zlib.error, EOFError) as error:
         expected = f" Expected {file.wanted()}." if file else ""
         raise DataError(
-            f"{path} is damaged or was cut short ({str(error).rstrip('.') or type(error).__name__}).{expected} "
+            f"{path} is damaged or was cut short "
+            f"({str(error).rstrip('.') or type(error).__name__}).{expected} "
             "Remove the file and get a new copy."
         ) from None
     except (RuntimeError, NotImplementedError) as error:  # a password, or an unknown compression
@@ -328,12 +358,15 @@ def packing(first: bytes) -> str:
 
 
 def _member(archive: zipfile.ZipFile, path: Path, file: File | None) -> zipfile.ZipInfo:
-    members = [m for m in archive.infolist() if not m.is_dir() and not m.filename.startswith("__MACOSX/")]
+    members = [
+        m for m in archive.infolist() if not m.is_dir() and not m.filename.startswith("__MACOSX/")
+    ]
     if file is not None and len(members) > 1:
         members = [m for m in members if m.filename.rpartition("/")[2] == file.name]
     if len(members) != 1:
         raise DataError(
-            f"{path}: expected a zip with one file in it{f', {file.name}' if file else ''}, got {len(members)} files"
+            f"{path}: expected a zip with one file in it{f', {file.name}' if file else ''}, got "
+            f"{len(members)} files"
             f"{' with this name' if file else ''}"
         )
     return members[0]
@@ -341,7 +374,9 @@ def _member(archive: zipfile.ZipFile, path: Path, file: File | None) -> zipfile.
 
 def _complaint(data: bytes, file: File) -> str:
     """Return what is wrong with the contents of a file, or ""."""
-    page = " (a web page)" if data[:200].lstrip().lower().startswith((b"<!doctype", b"<html")) else ""
+    page = (
+        " (a web page)" if data[:200].lstrip().lower().startswith((b"<!doctype", b"<html")) else ""
+    )
     if len(data) != file.size:
         many = f"more than {file.size:,}" if len(data) > file.size else f"{len(data):,}"
         return f"it has {many} bytes{page}"

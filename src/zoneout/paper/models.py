@@ -21,7 +21,7 @@ import zoneout as zo
 from ..draws import example_ids
 from ..noise import plane
 from ..ops.dropout import dropout
-from ..ops.products import linear
+from ..ops.sequence.products import linear
 from ..ops.weight_noise import weight_noise
 from ..philox import as_seed
 from .config import LAYERS, Config
@@ -50,7 +50,11 @@ class RecurrentModel(nn.Module):
         self.weight_noise, self.dropout = config.weight_noise, model.dropout
         self.variational = config.variational_dropout
         self.embedding = nn.Embedding(inputs, model.embedding) if model.embedding else None
-        norms = {"none": None, "layer": "layer", "batch": zo.RecurrentBatchNorm(steps, model.norm_momentum)}
+        norms = {
+            "none": None,
+            "layer": "layer",
+            "batch": zo.RecurrentBatchNorm(steps, model.norm_momentum),
+        }
         kinds: dict[str, Any] = {"lstm": zo.LSTM, "gru": zo.GRU, "rnn": zo.RNN, "rnn-relu": zo.RNN}
         extra = {"nonlinearity": "relu"} if model.cell == "rnn-relu" else {}
         self.recurrent = kinds[model.cell](
@@ -73,7 +77,7 @@ class RecurrentModel(nn.Module):
         """Return the initial state of a sequence: learned, or zero."""
         layer = self.recurrent
         shape = (layer.num_layers, batch, layer.hidden_size)
-        names = ("h0", "c0") if layer.mode == "LSTM" else ("h0",)
+        names = layer.initial_names()
         if layer.learn_initial_state:
             states = tuple(getattr(layer, name)[:, None].expand(shape) for name in names)
         else:
@@ -83,7 +87,9 @@ class RecurrentModel(nn.Module):
     def logits(self, hidden: Tensor, seed: Tensor | None, rows: Tensor, first_step: int) -> Tensor:
         """Return the logits [T, B, outputs], the input of the softmax."""
         hidden = self.drop(hidden, self.dropout, _OUTPUT, seed, rows, first_step)
-        hidden = self.drop(hidden, self.variational.output, _OUTPUT_OF_SEQUENCE, seed, rows, mask="sequence")
+        hidden = self.drop(
+            hidden, self.variational.output, _OUTPUT_OF_SEQUENCE, seed, rows, mask="sequence"
+        )
         return linear(hidden, self.noisy(self.softmax.weight, _OUTPUT, seed), self.softmax.bias)
 
     def drop(
@@ -112,7 +118,10 @@ class RecurrentModel(nn.Module):
     def seed(self, seed: int | Tensor | None) -> Tensor | None:
         """Return the seed as a tensor on the model's device; raise if it is None in training."""
         if seed is None and self.training:
-            raise ValueError("seed: expected one in training, got None; dropout and masks are drawn from the seed")
+            raise ValueError(
+                "seed: expected one in training, got None; dropout and masks are drawn from the "
+                "seed"
+            )
         return None if seed is None else as_seed(seed, self.softmax.weight.device)
 
 
@@ -125,7 +134,9 @@ class LanguageModel(RecurrentModel):
     """
 
     def __init__(self, config: Config, symbols: int) -> None:
-        super().__init__(config, symbols, symbols, config.batches.length - (config.batches.kind == "chunks"))
+        super().__init__(
+            config, symbols, symbols, config.batches.length - (config.batches.kind == "chunks")
+        )
 
     def forward(
         self,
@@ -186,7 +197,9 @@ class Classifier(RecurrentModel):
         """Return the logits of images [T, B, 1], whose pixels are numbers from 0 to 1."""
         key = self.seed(seed)
         rows = example_ids(examples, pixels.shape[1], pixels.device)
-        hidden, state = self.recurrent(pixels, state, seed=key, examples=rows, first_step=first_step)
+        hidden, state = self.recurrent(
+            pixels, state, seed=key, examples=rows, first_step=first_step
+        )
         last = state[0] if isinstance(state, tuple) else state  # [layers, B, H]
         return Output(self.logits(last[-1:], key, rows, first_step)[0], hidden, state)
 
@@ -207,7 +220,9 @@ def noises(config: Config) -> list[Any]:
         seed = {"seed": zo.fold(config.seed, number)} if settings.mask == "static" else {}
         made.append(kind(**vars(settings), **seed, at_eval=at_eval))
     variational = config.variational_dropout
-    made.append(zo.VariationalDropout(input=variational.input, hidden=variational.hidden, at_eval=at_eval))
+    made.append(
+        zo.VariationalDropout(input=variational.input, hidden=variational.hidden, at_eval=at_eval)
+    )
     made.append(zo.WeightDrop(rate=config.weight_drop, at_eval=at_eval))
     made.append(zo.WeightNoise(std=config.weight_noise, at_eval=at_eval))
     return [noise for noise in made if noise.rules()]
@@ -234,7 +249,11 @@ class _Undrawn(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        return kwargs["tensor"] if func is nn.init.normal_ and "tensor" in kwargs else func(*args, **kwargs)
+        return (
+            kwargs["tensor"]
+            if func is nn.init.normal_ and "tensor" in kwargs
+            else func(*args, **kwargs)
+        )
 
 
 def outline(config: Config, symbols: int = 0) -> LanguageModel | Classifier:
@@ -244,14 +263,18 @@ def outline(config: Config, symbols: int = 0) -> LanguageModel | Classifier:
         return _model(config, symbols)
 
 
-def check(config: Config, symbols: int = 1, device: torch.device | None = None, copies: int = 1) -> None:
+def check(
+    config: Config, symbols: int = 1, device: torch.device | None = None, copies: int = 1
+) -> None:
     """Raise if a tensor of the model is too large, or if `copies` of it do not fit in memory."""
     room = memory_of(device or torch.device("cpu"))
     needed = 4 * copies * _size(config, symbols)
     if room is not None and needed > room:
         raise ValueError(
-            f"model: expected one that fits in {room / 2**30:,.1f} GiB of memory, got one that needs at least "
-            f"{needed / 2**30:,.1f} GiB; try a smaller --model.hidden, --model.layers or --model.embedding"
+            f"model: expected one that fits in {room / 2**30:,.1f} GiB of memory, got one that "
+            "needs at least "
+            f"{needed / 2**30:,.1f} GiB; try a smaller --model.hidden, --model.layers or "
+            "--model.embedding"
         )
 
 
@@ -273,7 +296,8 @@ def _size(config: Config, symbols: int) -> int:
         if "overflow" not in str(error):
             raise
         raise ValueError(
-            "model: expected sizes that a tensor can have; try a smaller --model.hidden or --model.embedding"
+            "model: expected sizes that a tensor can have; try a smaller --model.hidden or "
+            "--model.embedding"
         ) from error
 
 
@@ -345,7 +369,9 @@ def loss_scale(targets: Tensor, config: Config) -> float:
     """
     if config.precision != "fp16":
         return 1.0
-    return targets.numel() / (4 * len(targets) if config.loss == "sum" and config.task == "language" else 4)
+    return targets.numel() / (
+        4 * len(targets) if config.loss == "sum" and config.task == "language" else 4
+    )
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -26,19 +26,27 @@ def element(name: str, *children: Any, **attributes: Any) -> Html:
     >>> element("p", "1 < 2 ", element("b", "&"), class_="a b")
     '<p class="a b">1 &lt; 2 <b>&amp;</b></p>'
     """
-    pairs = (f' {key.rstrip("_").replace("_", "-")}="{escape(str(value))}"' for key, value in attributes.items())
+    pairs = (
+        f' {key.rstrip("_").replace("_", "-")}="{escape(str(value))}"'
+        for key, value in attributes.items()
+    )
     return Html(f"<{name}{''.join(pairs)}>{join(children)}</{name}>")
 
 
 def join(parts: Iterable[Any], between: str = "") -> Html:
     """Concatenate parts, with `between` between them. A part that is not `Html` is escaped."""
-    return Html(between.join(part if isinstance(part, Html) else escape(str(part)) for part in parts))
+    return Html(
+        between.join(part if isinstance(part, Html) else escape(str(part)) for part in parts)
+    )
 
 
 def code(text: str) -> Html:
     """Return a command as a code element. An option under 30 characters stays on one line."""
     words = text.split(" ")
-    return element("code", join((element("span", w) if w.startswith("--") and len(w) < 30 else w for w in words), " "))
+    return element(
+        "code",
+        join((element("span", w) if w.startswith("--") and len(w) < 30 else w for w in words), " "),
+    )
 
 
 def link(to: str, text: Any) -> Html:
@@ -46,7 +54,9 @@ def link(to: str, text: Any) -> Html:
     return element("a", text, href=f"#{to}")
 
 
-def table(caption: Any, head: Sequence[Sequence[Any]], rows: Sequence[Sequence[Any]], name: str) -> Html:
+def table(
+    caption: Any, head: Sequence[Sequence[Any]], rows: Sequence[Sequence[Any]], name: str
+) -> Html:
     """Return a table that scrolls sideways on a narrow screen.
 
     The first cell of a row is its heading. A cell of `head` is a text, or a pair of a text and the
@@ -57,7 +67,9 @@ def table(caption: Any, head: Sequence[Sequence[Any]], rows: Sequence[Sequence[A
         cells = []
         for cell in line:
             text, span = cell if isinstance(cell, tuple) else (cell, 1)
-            wide: dict[str, Any] = {"scope": "colgroup", "colspan": span} if span > 1 else {"scope": "col"}
+            wide: dict[str, Any] = (
+                {"scope": "colgroup", "colspan": span} if span > 1 else {"scope": "col"}
+            )
             if number == 0 and span == 1 and len(head) > 1:
                 wide["rowspan"] = len(head)
             cells.append(element("th", text, **wide))
@@ -84,7 +96,11 @@ def table(caption: Any, head: Sequence[Sequence[Any]], rows: Sequence[Sequence[A
 
 def figure(picture: Html, title: str, *words: Any, name: str) -> Html:
     """Return a figure: a picture (an svg element), a title, and a caption in paragraphs."""
-    caption = element("figcaption", element("p", element("strong", f"{title}.")), *(element("p", w) for w in words))
+    caption = element(
+        "figcaption",
+        element("p", element("strong", f"{title}.")),
+        *(element("p", w) for w in words),
+    )
     return element("figure", element("div", picture, class_="picture"), caption, id=name)
 
 
@@ -97,7 +113,9 @@ def learning_curves(curves: Sequence[plots.Curve], *words: Any) -> list[Html]:
     for measure in dict.fromkeys(curve.measure for curve in curves if curve.valid):
         shown = [curve for curve in curves if curve.valid and curve.measure == measure]
         title = f"Learning curves, {LABELS[measure]}"
-        text = "Best validation: " + "; ".join(f"{c.name} {c.best[1]:.4g} at update {c.best[0]:,}" for c in shown)
+        text = "Best validation: " + "; ".join(
+            f"{c.name} {c.best[1]:.4g} at update {c.best[0]:,}" for c in shown
+        )
         picture = Html(plots.svg(plots.figure(shown), f"fig-{measure}", title, text))
         figures.append(figure(picture, title, *words, f"{text}.", name=f"figure-{measure}"))
     return figures
@@ -106,7 +124,9 @@ def learning_curves(curves: Sequence[plots.Curve], *words: Any) -> list[Html]:
 def section(name: str, title: str, *children: Any, level: int = 2) -> Html:
     """Return a section with a heading."""
     heading = element(f"h{level}", title, id=f"{name}-title")
-    return element("section", heading, "\n", join(children, "\n"), id=name, aria_labelledby=f"{name}-title")
+    return element(
+        "section", heading, "\n", join(children, "\n"), id=name, aria_labelledby=f"{name}-title"
+    )
 
 
 def document(title: str, lead: Any, sections: Sequence[tuple[str, str, Html]], footer: Any) -> str:

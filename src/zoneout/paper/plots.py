@@ -1,7 +1,7 @@
 """Learning curves as pictures and as characters for a terminal, and the style of all pictures.
 
-Pictures are drawn in light colours. An SVG also has a style sheet with colours for a browser in dark mode.
-Its labels are text, so they can be searched, selected and read aloud.
+Pictures are drawn in light colours. An SVG also has a style sheet with colours for a browser in
+dark mode. Its labels are text, so they can be searched, selected and read aloud.
 """
 
 from __future__ import annotations
@@ -59,13 +59,19 @@ def read_curve(folder: Path | str, name: str | None = None) -> Curve:
     rows = read_metrics(folder)
     valid = [row for row in rows if row["kind"] == "valid"]
     measure = next((found for row in valid if (found := measure_in(row))), "bits")
-    train = [(row["update"], in_measure(row["nats"], measure)) for row in rows if row["kind"] == "train"]
+    train = [
+        (row["update"], in_measure(row["nats"], measure)) for row in rows if row["kind"] == "train"
+    ]
     points = tuple((row["update"], row[measure]) for row in valid)
-    return Curve(name or Path(folder).name, measure, tuple(train) if measure != "error" else (), points)
+    return Curve(
+        name or Path(folder).name, measure, tuple(train) if measure != "error" else (), points
+    )
 
 
 def canvas(panels: int = 1, height: float = 3.7, width: float = 5.6) -> tuple[Any, list[Any]]:
-    """Return a figure and its axes, stacked vertically. The default width fits a phone without scaling."""
+    """Return a figure and its axes, stacked vertically. The default width fits a phone without
+    scaling.
+    """
     import matplotlib
     from matplotlib.figure import Figure  # without pyplot: no window, no global state
 
@@ -95,7 +101,9 @@ def legend(axes: Any, below: bool = False, **options: Any) -> None:
 
 
 def figure(curves: Sequence[Curve], title: str = "") -> Any:
-    """Draw the curves: validation solid, training thin and dashed, the best point of each marked."""
+    """Draw the curves: validation solid, training thin and dashed, the best point of each
+    marked.
+    """
     fig, (axes,) = canvas()
     for curve, colour in zip(curves, COLOURS * len(curves)):
         if curve.train:
@@ -108,7 +116,8 @@ def figure(curves: Sequence[Curve], title: str = "") -> Any:
         axes.plot([at], [value], "o", color=colour, ms=6, mec=PAPER, mew=1, zorder=3)
     unit = LABELS[curves[0].measure] if curves else ""
     axes.set(xlabel="update", ylabel=unit)
-    # Training values before the first validation are far above the rest: leave them out of the range.
+    # Training values before the first validation are far above the rest: leave them out of the
+    # range.
     seen = [value for curve in curves for _, value in curve.valid]
     low = [value for curve in curves for _, value in (*curve.valid, *curve.train)]
     if seen:
@@ -174,7 +183,9 @@ def _svg(fig: Any, title: str = "") -> str:
 
     buffer = io.StringIO()
     # No dates and no random ids, so that the same numbers give the same file.
-    metadata = dict.fromkeys(("Date", "Creator", "Format", "Type")) | ({"Title": title} if title else {})
+    metadata = dict.fromkeys(("Date", "Creator", "Format", "Type")) | (
+        {"Title": title} if title else {}
+    )
     with matplotlib.rc_context({"svg.hashsalt": "zoneout", "svg.fonttype": "none"}):
         fig.savefig(buffer, format="svg", metadata=metadata)
     return buffer.getvalue()
@@ -183,7 +194,8 @@ def _svg(fig: Any, title: str = "") -> str:
 def ascii_curves(curves: Sequence[Curve], width: int = 72, height: int = 14) -> str:
     """Return the validation curves as text for a terminal.
 
-    >>> falling = Curve("a", "bits", (), ((100, 3.0), (200, 2.0), (300, 1.5), (400, 1.25), (500, 1.2)))
+    >>> points = ((100, 3.0), (200, 2.0), (300, 1.5), (400, 1.25), (500, 1.2))
+    >>> falling = Curve("a", "bits", (), points)
     >>> print(ascii_curves([falling], width=40, height=5))
           3 |o
        2.55 |
@@ -205,7 +217,10 @@ def ascii_curves(curves: Sequence[Curve], width: int = 72, height: int = 14) -> 
     for curve, mark in zip(curves, MARKS * len(curves)):
         for x, y in curve.valid:
             if math.isfinite(y):
-                row, column = round((high - y) / up * (rows - 1)), round((x - left) / across * (columns - 1))
+                row, column = (
+                    round((high - y) / up * (rows - 1)),
+                    round((x - left) / across * (columns - 1)),
+                )
                 grid[row][column] = mark
     lines = []
     for number, row_of_marks in enumerate(grid):

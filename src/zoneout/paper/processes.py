@@ -122,14 +122,18 @@ def products_in(precision: str, device: torch.device) -> Iterator[None]:
     This applies to the products of recurrent layers and to all others.
     """
     # autocast must not cache cast weights: the cache would outlive a captured graph.
-    autocast = torch.autocast(device.type, HALF.get(precision), precision in HALF, cache_enabled=False)
+    autocast = torch.autocast(
+        device.type, HALF.get(precision), precision in HALF, cache_enabled=False
+    )
     if device.type != "cuda":
         with autocast:
             yield
         return
     mine = threading.get_ident(), "tf32" if precision == "tf32" else "ieee"
     with _turn:
-        _turn.wait_for(lambda: all(thread == mine[0] or setting == mine[1] for thread, setting in _inside))
+        _turn.wait_for(
+            lambda: all(thread == mine[0] or setting == mine[1] for thread, setting in _inside)
+        )
         if not _inside:
             _outside[:] = [flag.fp32_precision for flag in _flags()]
         _inside.append(mine)
@@ -212,7 +216,9 @@ def device_of(name: str, number: int | None = None) -> torch.device:
         raise ValueError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}") from None
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise ValueError(f"device: {name} is not available (torch sees no GPU); use --device cpu")
+            raise ValueError(
+                f"device: {name} is not available (torch sees no GPU); use --device cpu"
+            )
         if ":" not in name:
             device = torch.device("cuda", torch.cuda.current_device() if number is None else number)
     return device
@@ -243,8 +249,11 @@ def memory_explained() -> Iterator[None]:
         if not out_of_memory(error):
             raise
         raise RunError(
-            f"the memory ran out ({str(error).strip().splitlines()[0][:200] if str(error).strip() else 'Python'}); try "
-            "a smaller --model.hidden, --model.layers, --batches.size or --batches.length, or a shorter text"
+            "the memory ran out "
+            f"({str(error).strip().splitlines()[0][:200] if str(error).strip() else 'Python'}); "
+            "try "
+            "a smaller --model.hidden, --model.layers, --batches.size or --batches.length, or a "
+            "shorter text"
         ) from error
 
 

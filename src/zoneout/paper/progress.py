@@ -77,7 +77,11 @@ class Shown:
         """Record an event of the run."""
         kind = event["kind"]
         if kind == "start":
-            self.measure, self.updates, self.update = event["measure"], event["updates"], event["update"]
+            self.measure, self.updates, self.update = (
+                event["measure"],
+                event["updates"],
+                event["update"],
+            )
         elif kind == "step":
             self.update = event["update"]
             self.pace(self.update)
@@ -98,7 +102,9 @@ class Shown:
 
     def left(self) -> str:
         """Format the time that the remaining updates will take at the current speed."""
-        return duration((self.updates - self.update) / self.pace.speed) if self.pace.speed else "–:––"
+        return (
+            duration((self.updates - self.update) / self.pace.speed) if self.pace.speed else "–:––"
+        )
 
 
 def position(row: Event) -> str:
@@ -112,7 +118,8 @@ def said(event: Event) -> str | None:
     if kind == "start":
         again = f", continued after update {event['update']:,}" if event["update"] else ""
         return (
-            f"{event['data']}, {event['parameters']:,} parameters, {event['updates']:,} updates on {event['device']}"
+            f"{event['data']}, {event['parameters']:,} parameters, {event['updates']:,} updates on "
+            f"{event['device']}"
             f"{again}; the run is in {event['folder']}"
         )
     if kind == "valid":
@@ -133,7 +140,12 @@ class Lines:
     `names` are the runs to show. Pass `listener(name)` to `train` as the `progress` of that run.
     """
 
-    def __init__(self, out: IO[str], names: Sequence[str] = ("",), clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        out: IO[str],
+        names: Sequence[str] = ("",),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.out, self.shown = out, {name: Shown(clock) for name in names}
 
     def __enter__(self) -> Lines:
@@ -163,22 +175,34 @@ class Live:
     """
 
     def __init__(
-        self, console: Console, names: Sequence[str] = ("",), clock: Callable[[], float] = time.monotonic
+        self,
+        console: Console,
+        names: Sequence[str] = ("",),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.console, self.shown = console, {name: Shown(clock) for name in names}
-        columns: list[ProgressColumn] = [TextColumn("{task.description}", style="bold")] if len(names) > 1 else []
+        columns: list[ProgressColumn] = (
+            [TextColumn("{task.description}", style="bold")] if len(names) > 1 else []
+        )
         columns.append(BarColumn(bar_width=None))
-        columns.append(_Of(lambda run: f"{run.update:,}/{run.updates:,}" if run.updates else "starting"))
+        columns.append(
+            _Of(lambda run: f"{run.update:,}/{run.updates:,}" if run.updates else "starting")
+        )
         columns.append(_Of(lambda run: f"train {run.training()}" if run.loss is not None else ""))
         if console.width >= 80:  # a narrow terminal shows fewer columns, the most important ones
             columns.append(_Of(lambda run: f"valid {worth(run.valid)}" if run.valid else ""))
         if console.width >= 100:
             columns.append(_Of(lambda run: f"best {worth(run.best)}" if run.best else "", "green"))
         if console.width >= 120:
-            columns.append(_Of(lambda run: f"{run.pace.speed:.1f}/s" if run.pace.speed else "", "dim"))
+            columns.append(
+                _Of(lambda run: f"{run.pace.speed:.1f}/s" if run.pace.speed else "", "dim")
+            )
         columns.append(_Of(lambda run: run.left(), "cyan"))
         self.progress = Progress(*columns, console=console, refresh_per_second=5, expand=True)
-        self.tasks = {name: self.progress.add_task(name, total=None, shown=run) for name, run in self.shown.items()}
+        self.tasks = {
+            name: self.progress.add_task(name, total=None, shown=run)
+            for name, run in self.shown.items()
+        }
 
     def __enter__(self) -> Live:
         self.progress.start()
@@ -231,7 +255,9 @@ class TensorBoard:
                 "--tensorboard: the package tensorboard is not installed; "
                 "run pip install '.[tensorboard]' in a clone of the project"
             ) from None
-        self.make = lambda update: SummaryWriter(str(own_folder(Path(folder) / "tensorboard")), purge_step=update)
+        self.make = lambda update: SummaryWriter(
+            str(own_folder(Path(folder) / "tensorboard")), purge_step=update
+        )
         self.writer: Any = None
 
     def __call__(self, event: Event) -> None:

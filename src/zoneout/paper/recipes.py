@@ -69,7 +69,13 @@ class Recipe:
     @property
     def group(self) -> Literal["table", "ours", "more"]:
         """The kind of row: in the paper's two tables, ours, or in the paper's figures and text."""
-        return "table" if self.where.startswith("Table") else "ours" if self.where == "ours" else "more"
+        return (
+            "table"
+            if self.where.startswith("Table")
+            else "ours"
+            if self.where == "ours"
+            else "more"
+        )
 
 
 RECIPES: dict[str, Recipe] = {}
@@ -123,12 +129,18 @@ def select(task: str, rows: Sequence[str] = ()) -> list[Recipe]:
     ['char_ptb_gru', 'char_ptb_rnn', 'word_ptb_zoneout']
     """
     if task in RECIPES:
-        recipes, of_same_task = [row for row in rows if row in RECIPES], [row for row in rows if row not in RECIPES]
+        recipes, of_same_task = (
+            [row for row in rows if row in RECIPES],
+            [row for row in rows if row not in RECIPES],
+        )
         first = select(RECIPES[task].task, [task, *of_same_task])
         return list(dict.fromkeys([*first, *(RECIPES[row] for row in recipes)]))
     if task not in MEASURES:
         near = configs.nearest(task, [*MEASURES, *RECIPES])
-        raise ValueError(f"task: expected one of {', '.join(MEASURES)}, or the name of a recipe, got {task!r}{near}")
+        raise ValueError(
+            f"task: expected one of {', '.join(MEASURES)}, or the name of a recipe, got "
+            f"{task!r}{near}"
+        )
     of_task = {r.name: r for r in RECIPES.values() if r.task == task}
     if not rows:
         return [r for r in of_task.values() if r.group == "table"] or list(of_task.values())
@@ -140,11 +152,14 @@ def select(task: str, rows: Sequence[str] = ()) -> list[Recipe]:
         elif one := of_task.get(row) or short.get(row.replace("-", "_")):
             selected[one.name] = one
         else:
-            raise ValueError(f"row: there is no {row!r} of {task}; expected all, or some of {', '.join(short)}")
+            raise ValueError(
+                f"row: there is no {row!r} of {task}; expected all, or some of {', '.join(short)}"
+            )
     return list(selected.values())
 
 
-# --- Penn Treebank, characters ---------------------------------------------------------------------
+# --- Penn Treebank, characters
+# ---------------------------------------------------------------------
 
 # The paper says "clip gradients with threshold 1". The authors' code clips Adam's update, and adds
 # eps to the uncorrected √v; the config follows the code. The "overlapping sequences" of the paper
@@ -247,19 +262,28 @@ def char_ptb_batch_norm() -> Config:
 # paper's zoneout row.
 
 
-@recipe("char-ptb", "Zoneout 0.5, 0.05, learning rate to zero", beside="char_ptb_zoneout", where="ours")
+@recipe(
+    "char-ptb", "Zoneout 0.5, 0.05, learning rate to zero", beside="char_ptb_zoneout", where="ours"
+)
 def char_ptb_zoneout_cosine() -> Config:
     """`char_ptb_zoneout` with a learning rate that falls to zero over the run, along a cosine."""
     return _char_ptb(zoneout=Zoneout(cell=0.5, hidden=0.05), schedule=Schedule("cosine"))
 
 
-@recipe("char-ptb", "Zoneout 0.5, 0.1, learning rate to zero", beside="char_ptb_zoneout", where="ours")
+@recipe(
+    "char-ptb", "Zoneout 0.5, 0.1, learning rate to zero", beside="char_ptb_zoneout", where="ours"
+)
 def char_ptb_zoneout_cosine_010() -> Config:
     """More zoneout on h, because `char_ptb_zoneout_cosine` overfits near its end."""
     return _char_ptb(zoneout=Zoneout(cell=0.5, hidden=0.1), schedule=Schedule("cosine"))
 
 
-@recipe("char-ptb", "Zoneout, output dropout 0.2, learning rate to zero", beside="char_ptb_zoneout", where="ours")
+@recipe(
+    "char-ptb",
+    "Zoneout, output dropout 0.2, learning rate to zero",
+    beside="char_ptb_zoneout",
+    where="ours",
+)
 def char_ptb_zoneout_cosine_dropout() -> Config:
     """Dropout on the softmax's input, because `char_ptb_zoneout_cosine` overfits near its end."""
     return _char_ptb(
@@ -284,7 +308,9 @@ def char_ptb_unregularised_fixed() -> Config:
     return _char_ptb(batches=replace(_CHAR_PTB.batches, offset=False), epochs=25)
 
 
-@recipe("char-ptb", "Stochastic depth, states 0.05", beside="char_ptb_stochastic_depth", where="caption")
+@recipe(
+    "char-ptb", "Stochastic depth, states 0.05", beside="char_ptb_stochastic_depth", where="caption"
+)
 def char_ptb_stochastic_depth_caption() -> Config:
     """Stochastic depth at 0.05 for h only, which is one reading of the first figure's caption."""
     return _char_ptb(zoneout=Zoneout(hidden=0.05, mask="step"))
@@ -414,12 +440,16 @@ _FIXED = replace(_CHAR_PTB.batches, offset=False)
 
 def _gru(**changes: Any) -> Config:
     optimizer = replace(_CHAR_PTB.optimizer, lr=0.001)
-    return _char_ptb(batches=_FIXED, model=replace(_CHAR_PTB.model, cell="gru"), optimizer=optimizer, **changes)
+    return _char_ptb(
+        batches=_FIXED, model=replace(_CHAR_PTB.model, cell="gru"), optimizer=optimizer, **changes
+    )
 
 
 def _rnn(cell: Literal["rnn", "rnn-relu"], **changes: Any) -> Config:
     optimizer = replace(_CHAR_PTB.optimizer, lr=0.0003)
-    return _char_ptb(batches=_FIXED, model=replace(_CHAR_PTB.model, cell=cell), optimizer=optimizer, **changes)
+    return _char_ptb(
+        batches=_FIXED, model=replace(_CHAR_PTB.model, cell=cell), optimizer=optimizer, **changes
+    )
 
 
 @recipe("char-ptb", "GRU, unregularised", valid=1.53, where="section 4.1")
@@ -485,7 +515,8 @@ def char_ptb_relu_rnn_zoneout() -> Config:
     return _rnn("rnn-relu", zoneout=Zoneout(hidden=0.1))
 
 
-# --- Penn Treebank, words --------------------------------------------------------------------------
+# --- Penn Treebank, words
+# --------------------------------------------------------------------------
 
 # The authors' scripts for this task were never published in working order. This is the large model
 # of the 2014 paper on non-recurrent dropout, which the zoneout paper names. The text of the 2014
@@ -495,7 +526,15 @@ def char_ptb_relu_rnn_zoneout() -> Config:
 _WORD_PTB = Config(
     data=Data("word-ptb", by="word"),
     batches=Batches("streams", size=20, length=35),
-    model=Model(hidden=1500, layers=2, embedding=1500, dropout=0.65, init="uniform", init_bound=0.04, forget_bias=0.0),
+    model=Model(
+        hidden=1500,
+        layers=2,
+        embedding=1500,
+        dropout=0.65,
+        init="uniform",
+        init_bound=0.04,
+        forget_bias=0.0,
+    ),
     optimizer=Optimizer("sgd", lr=1.0, clip_gradient=10.0),
     schedule=Schedule("divide", after=15, by=1.15),
     loss="sum",
@@ -576,7 +615,10 @@ def word_ptb_variational() -> Config:
     multiplied by the learning rate. The source discarded unstable runs. Our run with seed 1 learned
     nothing (docs/log.md), so the record is of seed 2.
     """
-    return replace(_VARIATIONAL, variational_dropout=VariationalDropout(input=0.5, hidden=0.3, output=0.5, words=0.3))
+    return replace(
+        _VARIATIONAL,
+        variational_dropout=VariationalDropout(input=0.5, hidden=0.3, output=0.5, words=0.3),
+    )
 
 
 @recipe("word-ptb", "Variational dropout 0.5, 0.3, inside the layers alone", where="ablation")
@@ -594,7 +636,11 @@ def word_ptb_unregularised_large() -> Config:
 @recipe("word-ptb", "Zoneout alone 0.25, 0.025", where="section 4.1")
 def word_ptb_zoneout_only() -> Config:
     """Zoneout as the only regularisation, which the paper found not enough for the large model."""
-    return _word_ptb(model=replace(_WORD_PTB.model, dropout=0.0), zoneout=Zoneout(cell=0.25, hidden=0.025), epochs=30)
+    return _word_ptb(
+        model=replace(_WORD_PTB.model, dropout=0.0),
+        zoneout=Zoneout(cell=0.25, hidden=0.025),
+        epochs=30,
+    )
 
 
 @recipe("word-ptb", "Recurrent dropout 0.1", beside="word_ptb_recurrent_dropout", where="search")
@@ -609,15 +655,20 @@ def word_ptb_recurrent_dropout_050() -> Config:
     return _word_ptb(recurrent_dropout=RecurrentDropout(rate=0.5))
 
 
-@recipe("word-ptb", "Recurrent dropout alone 0.25", beside="word_ptb_recurrent_dropout", where="search")
+@recipe(
+    "word-ptb", "Recurrent dropout alone 0.25", beside="word_ptb_recurrent_dropout", where="search"
+)
 def word_ptb_recurrent_dropout_only() -> Config:
     """Recurrent dropout as the only regularisation of the large model."""
     return _word_ptb(
-        model=replace(_WORD_PTB.model, dropout=0.0), recurrent_dropout=RecurrentDropout(rate=0.25), epochs=30
+        model=replace(_WORD_PTB.model, dropout=0.0),
+        recurrent_dropout=RecurrentDropout(rate=0.25),
+        epochs=30,
     )
 
 
-# --- text8 -----------------------------------------------------------------------------------------
+# --- text8
+# -----------------------------------------------------------------------------------------
 
 # Here the gradient is clipped, not the update. Adam's eps has the same place as in the character
 # task. The paper does not say how it cut the text for evaluation. The setting that it copies uses
@@ -628,7 +679,9 @@ _TEXT8 = Config(
     batches=Batches("chunks", size=128, length=180, offset=True),
     model=Model(hidden=2000, init="orthogonal", one_bias=True, learn_initial_state=True),
     optimizer=Optimizer("adam", paper=True, lr=0.001, clip_gradient=1.0),
-    evaluation=Evaluation(Protocol("chunks", length=1000, size=100), Protocol("chunks", length=1000, size=100)),
+    evaluation=Evaluation(
+        Protocol("chunks", length=1000, size=100), Protocol("chunks", length=1000, size=100)
+    ),
     epochs=50,
 )
 _TEXT8_ZONEOUT = Zoneout(cell=0.5, hidden=0.05)
@@ -737,7 +790,8 @@ def text8_prefix_batch_norm() -> Config:
     return _on_prefix(text8_batch_norm())
 
 
-# --- permuted sequential MNIST ---------------------------------------------------------------------
+# --- permuted sequential MNIST
+# ---------------------------------------------------------------------
 
 # The authors' "permutation" draws pixels with replacement, so the model sees only 501 of the 784.
 # The paper's rows need this order. The authors' LSTM without batch norm has a learned bias inside
@@ -830,10 +884,17 @@ def pmnist_batch_norm_decay_05() -> Config:
 
     The test uses the statistics of batches of 100, as in training.
     """
-    return _pmnist(model=_NORMALISED["model"], evaluation=replace(_NORMALISED["evaluation"], statistics_size=0))
+    return _pmnist(
+        model=_NORMALISED["model"], evaluation=replace(_NORMALISED["evaluation"], statistics_size=0)
+    )
 
 
-@recipe("pmnist", "Recurrent batch norm + zoneout 0.15, decay 0.5", beside="pmnist_batch_norm_zoneout", where="search")
+@recipe(
+    "pmnist",
+    "Recurrent batch norm + zoneout 0.15, decay 0.5",
+    beside="pmnist_batch_norm_zoneout",
+    where="search",
+)
 def pmnist_batch_norm_zoneout_decay_05() -> Config:
     """Batch norm and zoneout with the settings of the other rows: orthogonal start, decay 0.5."""
     return _pmnist(zoneout=_SHARED, **_NORMALISED)
@@ -875,7 +936,9 @@ def pmnist_permuted_batch_norm_zoneout() -> Config:
     return _permuted(pmnist_batch_norm_zoneout())
 
 
-@recipe("pmnist-permuted", "Recurrent batch norm + zoneout 0.15, decay 0.5", where="search, other order")
+@recipe(
+    "pmnist-permuted", "Recurrent batch norm + zoneout 0.15, decay 0.5", where="search, other order"
+)
 def pmnist_permuted_batch_norm_zoneout_decay_05() -> Config:
     """`pmnist_batch_norm_zoneout_decay_05` with a true permutation."""
     return _permuted(pmnist_batch_norm_zoneout_decay_05())

@@ -33,15 +33,24 @@ TASKS = {  # the title of each table, and the place of its rows in the paper
     "char-ptb": ("Penn Treebank, characters", "Table 1"),
     "word-ptb": ("Penn Treebank, words", "Table 1"),
     "text8": ("text8", "Table 1"),
-    "text8-prefix": ("The first 74 million characters of text8", "not in the paper; like Table 1, on less text"),
+    "text8-prefix": (
+        "The first 74 million characters of text8",
+        "not in the paper; like Table 1, on less text",
+    ),
     "pmnist": ("Permuted sequential MNIST, in the paper's order", "Table 2"),
-    "pmnist-permuted": ("Sequential MNIST, truly permuted", "not in the paper; like Table 2, in another order"),
+    "pmnist-permuted": (
+        "Sequential MNIST, truly permuted",
+        "not in the paper; like Table 2, in another order",
+    ),
 }
 _REACHED = REACHED.replace("'", "’").replace(" %", "\N{NO-BREAK SPACE}%")
 RULE = (
-    "Lower is better. Our numbers are the mean over seeds ± the standard deviation, for the weights with the best "
-    "validation. “Epoch” is the epoch of that validation. “Minutes” is the time of one run. “Reached” means that "
-    f"{_REACHED}. With batch norm, a run is validated with the statistics of the validation batches, as in the paper."
+    "Lower is better. Our numbers are the mean over seeds ± the standard deviation, for the "
+    "weights with the best "
+    "validation. “Epoch” is the epoch of that validation. “Minutes” is the time of one run. "
+    "“Reached” means that "
+    f"{_REACHED}. With batch norm, a run is validated with the statistics of the validation "
+    "batches, as in the paper."
 )
 
 
@@ -52,7 +61,7 @@ def write(out: Path, page: str) -> None:
         disk.write_text(out, page)
 
 
-# --- the paper -------------------------------------------------------------------------------------
+# --- the paper ------------------------------------------------------------------------------------
 
 
 def paper_page(results: Path, benchmarks: Path) -> str:
@@ -63,27 +72,47 @@ def paper_page(results: Path, benchmarks: Path) -> str:
     with_any = sum(bool(records) for records in own.values())
     lead = element(
         "p",
-        "The paper’s experiments, reproduced: its tables with our numbers, its figures, and the speed of the layers. "
-        f"Made from {count} records of {with_any} recipes; {len(own) - with_any} of the {len(own)} recipes have not "
-        "been run yet. Each of our numbers, and each speed ratio, is a link to the command that reproduces it.",
+        "The paper’s experiments, reproduced: its tables with our numbers, its figures, and the "
+        "speed of the layers. "
+        f"Made from {count} records of {with_any} recipes; {len(own) - with_any} of the {len(own)} "
+        "recipes have not "
+        "been run yet. Each of our numbers, and each speed ratio, is a link to the command that "
+        "reproduces it.",
     )
     tables = [task_section(task, own) for task in TASKS]
     others = [(name, record) for name, (_, unfit) in found.items() for record in unfit]
     notes = [
-        element("p", f"Left out because its settings differ from the recipe: {name}, seed {record['seed']}.")
+        element(
+            "p",
+            f"Left out because its settings differ from the recipe: {name}, seed {record['seed']}.",
+        )
         for name, record in others
     ]
     drawn = figures.draw_all(results)
     sections = [
-        ("tables", "Tables", section("tables", "The paper’s numbers and ours", element("p", RULE), *tables, *notes)),
+        (
+            "tables",
+            "Tables",
+            section("tables", "The paper’s numbers and ours", element("p", RULE), *tables, *notes),
+        ),
         ("figures", "Figures", section("figures", "Figures", *map(drawn_figure, drawn))),
         ("speed", "Speed", section("speed", "Speed", *speed(benchmarks))),
         ("commands", "Commands", section("commands", "The commands", *commands(own, results))),
     ]
     footer = join(
-        ["Made by ", code("zoneout report"), " from ", code(str(results)), " and ", code(str(benchmarks)), "."]
+        [
+            "Made by ",
+            code("zoneout report"),
+            " from ",
+            code(str(results)),
+            " and ",
+            code(str(benchmarks)),
+            ".",
+        ]
     )
-    return document("Zoneout: the paper’s results, reproduced", lead, sections, element("p", footer))
+    return document(
+        "Zoneout: the paper’s results, reproduced", lead, sections, element("p", footer)
+    )
 
 
 def task_section(task: str, own: dict[str, list[Record]]) -> Html:
@@ -92,7 +121,9 @@ def task_section(task: str, own: dict[str, list[Record]]) -> Html:
     recipes = [recipe for recipe in RECIPES.values() if recipe.task == task]
     quoted = [row for row in QUOTED if row[0] == task]
     unit = UNITS[MEASURES[task]]
-    main, ours, rest = ([r for r in recipes if r.group == group] for group in ("table", "ours", "more"))
+    main, ours, rest = (
+        [r for r in recipes if r.group == group] for group in ("table", "ours", "more")
+    )
     parts = [results_table(f"{title}: {where}. In {unit}.", main, own, quoted, name=task)]
     if ours:
         caption = f"{title}: beyond the paper, compared with the paper’s zoneout row. In {unit}."
@@ -106,7 +137,12 @@ def task_section(task: str, own: dict[str, list[Record]]) -> Html:
 
 
 def results_table(
-    caption: str, recipes: Sequence[Recipe], own: dict[str, list[Record]], quoted: Sequence[Any] = (), *, name: str
+    caption: str,
+    recipes: Sequence[Recipe],
+    own: dict[str, list[Record]],
+    quoted: Sequence[Any] = (),
+    *,
+    name: str,
 ) -> Html:
     """Return a table of the paper's numbers and ours. The row of a recipe without a run says so."""
     head: list[list[Any]] = [
@@ -116,7 +152,13 @@ def results_table(
     rows = [[recipe.row, *cells(recipe, own[recipe.name])] for recipe in recipes]
     for _, row, valid, test in quoted:
         numbers = [cell for paper in (valid, test) for cell in (as_paper(paper), NONE, NONE)]
-        rows.append([join([row, " ", element("small", "quoted by the paper, not built here")]), *numbers, *[NONE] * 4])
+        rows.append(
+            [
+                join([row, " ", element("small", "quoted by the paper, not built here")]),
+                *numbers,
+                *[NONE] * 4,
+            ]
+        )
     return table(caption, head, rows, name)
 
 
@@ -126,13 +168,17 @@ def cells(recipe: Recipe, records: Sequence[Record]) -> list[Any]:
     where = f"make-{recipe.name}"
     if not records:
         missing = link(where, "no run yet")
-        return [cell for paper in papers.values() for cell in (as_paper(paper), missing, NONE)] + [NONE] * 4
+        return [cell for paper in papers.values() for cell in (as_paper(paper), missing, NONE)] + [
+            NONE
+        ] * 4
     numbers: list[Any] = []
     verdicts = []
     for part, paper in papers.items():
         values = [record[part] for record in records]
         numbers += [as_paper(paper), link(where, spread(values, recipe.measure))]
-        numbers.append(NONE if paper is None else rounded(fmean(values) - paper, recipe.measure, "+"))
+        numbers.append(
+            NONE if paper is None else rounded(fmean(values) - paper, recipe.measure, "+")
+        )
         if paper is not None and recipe.held:
             verdicts.append("yes" if reached(values, paper, recipe.measure) else "no")
     verdict = verdicts[0] if len(set(verdicts)) == 1 else ", ".join(verdicts)
@@ -142,7 +188,11 @@ def cells(recipe: Recipe, records: Sequence[Record]) -> list[Any]:
         verdict or NONE,
         seeds_of(records),
         best_epoch(records),
-        join([f"{mean:.1f}", Html("<br>"), element("small", f"{at_once} at once")] if at_once > 1 else [f"{mean:.1f}"]),
+        join(
+            [f"{mean:.1f}", Html("<br>"), element("small", f"{at_once} at once")]
+            if at_once > 1
+            else [f"{mean:.1f}"]
+        ),
     ]
 
 
@@ -170,21 +220,33 @@ def commands(own: dict[str, list[Record]], results: Path) -> list[Html]:
     The recipes of gradient flow also have the commands that measure the gradients.
     """
     text = (
-        "A command skips a run whose record already exists; a clone of the project contains records. To run it "
+        "A command skips a run whose record already exists; a clone of the project contains "
+        "records. To run it "
         "again, add "
     )
-    parts: list[Html] = [element("p", text, code("--out again --results again/results"), " to the command.")]
+    parts: list[Html] = [
+        element("p", text, code("--out again --results again/results"), " to the command.")
+    ]
     for task in MEASURES:
         lines = []
         for recipe in (recipe for recipe in RECIPES.values() if recipe.task == task):
-            lines.append(element("dt", recipe.row, " ", element("small", recipe.name), id=f"make-{recipe.name}"))
+            lines.append(
+                element(
+                    "dt", recipe.row, " ", element("small", recipe.name), id=f"make-{recipe.name}"
+                )
+            )
             records = own[recipe.name]
             for record in records:
                 made = f"{record['device']}, torch {record['versions']['torch']}, {record['date']}"
                 lines.append(element("dd", code(record["command"]), " ", element("small", made)))
             if not records:
                 lines.append(
-                    element("dd", code(f"zoneout reproduce {recipe.name}"), " ", element("small", "not run yet"))
+                    element(
+                        "dd",
+                        code(f"zoneout reproduce {recipe.name}"),
+                        " ",
+                        element("small", "not run yet"),
+                    )
                 )
             if task == "gradient-flow":
                 lines.append(element("dt", recipe.row, ", the gradients", id=f"flow-{recipe.name}"))
@@ -198,11 +260,14 @@ def commands(own: dict[str, list[Record]], results: Path) -> list[Html]:
     return parts
 
 
-# --- speed -----------------------------------------------------------------------------------------
+# --- speed ----------------------------------------------------------------------------------------
 
 _GPU = "python benchmarks/gpu.py"
 GROUPS = {  # groups of benchmarks/results.csv: description, and the command that measures it again
-    "train": ("a training step with zoneout, compared with torch.nn without", "python benchmarks/bench.py train"),
+    "train": (
+        "a training step with zoneout, compared with torch.nn without",
+        "python benchmarks/bench.py train",
+    ),
     "eval": ("evaluation", "python benchmarks/bench.py eval"),
     "packed": ("sequences of different lengths", "python benchmarks/bench.py packed"),
     "memory": ("peak memory, MiB", "python benchmarks/bench.py memory"),
@@ -211,8 +276,14 @@ GROUPS = {  # groups of benchmarks/results.csv: description, and the command tha
     "norm": ("with norms", "python benchmarks/bench.py combinations"),
     "bf16": ("bf16", "python benchmarks/bench.py bf16"),
     "cell": ("one step of a cell", "python benchmarks/bench.py cells"),
-    "gpu graph": ("a training step with zoneout, compared with torch.nn without, in a CUDA graph", f"{_GPU} headline"),
-    "gpu eager": ("a training step with zoneout, compared with torch.nn without, eager", f"{_GPU} headline"),
+    "gpu graph": (
+        "a training step with zoneout, compared with torch.nn without, in a CUDA graph",
+        f"{_GPU} headline",
+    ),
+    "gpu eager": (
+        "a training step with zoneout, compared with torch.nn without, eager",
+        f"{_GPU} headline",
+    ),
     "gpu grid graph": ("a grid of sizes, in a CUDA graph", f"{_GPU} grid"),
     "gpu grid eager": ("a grid of sizes, eager", f"{_GPU} grid"),
     "gpu combination": (
@@ -232,7 +303,15 @@ OPEN = ("train", "gpu graph")  # groups that are shown unfolded; the reader unfo
 def speed(benchmarks: Path) -> list[Html]:
     """Return a table for each group of measurements and each device."""
     if not benchmarks.is_file():
-        return [element("p", "No measurements: the file ", code(str(benchmarks)), " is not there. ", _bench())]
+        return [
+            element(
+                "p",
+                "No measurements: the file ",
+                code(str(benchmarks)),
+                " is not there. ",
+                _bench(),
+            )
+        ]
     try:
         lines = list(csv.DictReader(io.StringIO(disk.read_text(benchmarks), newline="")))
         for line in lines:
@@ -242,13 +321,18 @@ def speed(benchmarks: Path) -> list[Html]:
                 if not math.isfinite(float(line[name])):
                     raise ValueError(f"{name}: expected a finite number, got {line[name]}")
     except (OSError, ValueError, csv.Error) as error:
-        raise RunError(f"{benchmarks} is not a table of measurements: {disk.reason(error)}") from None
+        raise RunError(
+            f"{benchmarks} is not a table of measurements: {disk.reason(error)}"
+        ) from None
     text = (
-        "A ratio is our value divided by theirs, the median of paired runs. Below 1, ours is faster (or needs less "
+        "A ratio is our value divided by theirs, the median of paired runs. Below 1, ours is "
+        "faster (or needs less "
         "memory). "
     )
     parts = [element("p", text, _bench())]
-    groups = dict.fromkeys((line["backend"] == "cuda", line["device"], line["group"]) for line in lines)
+    groups = dict.fromkeys(
+        (line["backend"] == "cuda", line["device"], line["group"]) for line in lines
+    )
     for on_gpu, device, group in sorted(groups, key=lambda key: (key[2] not in OPEN, key[0])):
         rows = [line for line in lines if (line["device"], line["group"]) == (device, group)]
         parts.append(speed_table(group, device, on_gpu, rows))
@@ -256,14 +340,24 @@ def speed(benchmarks: Path) -> list[Html]:
 
 
 def _bench() -> Html:
-    return join(["To measure, run ", code("make bench"), ", on a GPU ", code("python benchmarks/gpu.py"), "."])
+    return join(
+        [
+            "To measure, run ",
+            code("make bench"),
+            ", on a GPU ",
+            code("python benchmarks/gpu.py"),
+            ".",
+        ]
+    )
 
 
 def speed_table(group: str, device: str, on_gpu: bool, rows: Sequence[dict[str, str]]) -> Html:
     """Return the table of one group of measurements on one device."""
     words, command = GROUPS.get(group, (group, _GPU if on_gpu else "python benchmarks/bench.py"))
     unit = "" if group.endswith("memory") else "; times in milliseconds"
-    versions, dates = ([*dict.fromkeys(sorted(row.get(key) or "" for row in rows))] for key in ("torch", "date"))
+    versions, dates = (
+        [*dict.fromkeys(sorted(row.get(key) or "" for row in rows))] for key in ("torch", "date")
+    )
     # Rows that were measured again are last in the file. Group the rows by layer and shape.
     places = [*dict.fromkeys((row["layer"], row["shape"]) for row in rows)]
     rows = sorted(rows, key=lambda row: (places.index((row["layer"], row["shape"])), row["dtype"]))
@@ -276,18 +370,28 @@ def speed_table(group: str, device: str, on_gpu: bool, rows: Sequence[dict[str, 
             element("span", code(command), id=f"{name}-command"),
         ]
     )
-    head = [["Layer, shape", "What", "Type", "Ours", "Theirs", "Compared with", "Ratio", "Goal", "Met"]]
+    head = [
+        ["Layer, shape", "What", "Type", "Ours", "Theirs", "Compared with", "Ratio", "Goal", "Met"]
+    ]
     body = []
     for row in rows:
         ours, theirs, ratio, goal = (float(row[key]) for key in NUMBERS)
         times = [row["what"], row["dtype"], f"{ours:.3g}", f"{theirs:.3g}", row["against"]]
-        verdict = [link(f"{name}-command", f"{ratio:.2f}"), f"{goal:.3g}", "yes" if ratio <= goal else "no"]
+        verdict = [
+            link(f"{name}-command", f"{ratio:.2f}"),
+            f"{goal:.3g}",
+            "yes" if ratio <= goal else "no",
+        ]
         body.append([f"{row['layer']}, {row['shape']}", *times, *verdict])
     shown = table(caption, head, body, name)
     if group in OPEN:
         return shown
     met = sum(line[-1] == "yes" for line in body)
-    return element("details", element("summary", f"{device}: {words}: {met} of {len(body)} within their goal"), shown)
+    return element(
+        "details",
+        element("summary", f"{device}: {words}: {met} of {len(body)} within their goal"),
+        shown,
+    )
 
 
 def slug(text: str) -> str:
@@ -309,29 +413,60 @@ def runs_page(folders: Sequence[Path]) -> str:
     parts: list[tuple[str, str, Html]] = []
     tables, pictures = [], learning_curves(curves)
     for measure in dict.fromkeys(curve.measure for curve in curves):
-        tables.append(runs_table({n: pages[n] for n, curve in enumerate(curves) if curve.measure == measure}, measure))
+        tables.append(
+            runs_table(
+                {n: pages[n] for n, curve in enumerate(curves) if curve.measure == measure}, measure
+            )
+        )
     parts.append(("results", "Results", section("results", "Results", *tables)))
-    flows = {str(f): gradients.read_record(f / "gradients.json") for f in folders if (f / "gradients.json").exists()}
+    flows = {
+        str(f): gradients.read_record(f / "gradients.json")
+        for f in folders
+        if (f / "gradients.json").exists()
+    }
     if flows:
         title = "Gradient flow"
-        text = "How the norm of the loss’s gradient is distributed over the time steps, in the last layer."
+        text = (
+            "How the norm of the loss’s gradient is distributed over the time steps, in the last "
+            "layer."
+        )
         drawn = figures.flow_figure({name: [record] for name, record in flows.items()})
         picture = Html(plots.svg(drawn, "fig-flow", title, text))
         pictures.append(figure(picture, title, text, code("zoneout gradients"), name="figure-flow"))
     if pictures:
         parts.append(("figures", "Figures", section("figures", "Figures", *pictures)))
     if differing := options_table(pages):
-        parts.append(("options", "Options", section("options", "Options in which the runs differ", differing)))
+        parts.append(
+            (
+                "options",
+                "Options",
+                section("options", "Options in which the runs differ", differing),
+            )
+        )
     parts.append(("commands", "Commands", section("commands", "The commands", run_commands(pages))))
     lead = element("p", f"A comparison of {len(pages)} runs." if len(pages) > 1 else "One run.")
     footer = join(["Made by ", code("zoneout report"), "."])
-    return document("Runs compared" if len(pages) > 1 else f"The run {folders[0]}", lead, parts, element("p", footer))
+    return document(
+        "Runs compared" if len(pages) > 1 else f"The run {folders[0]}",
+        lead,
+        parts,
+        element("p", footer),
+    )
 
 
 def runs_table(pages: dict[int, dict[str, Any]], measure: str) -> Html:
     """Return a table of the results of every run, and how far its validation is from the best."""
     best = min((page["best"][measure] for page in pages.values() if page["best"]), default=None)
-    names = ["best validation", "above the best run", "at epoch", "test", "epochs", "parameters", "time", "state"]
+    names = [
+        "best validation",
+        "above the best run",
+        "at epoch",
+        "test",
+        "epochs",
+        "parameters",
+        "time",
+        "state",
+    ]
     rows = []
     for which, page in pages.items():
         valid, test, where = page["best"], page["test"], f"make-run-{which}"
@@ -348,13 +483,20 @@ def runs_table(pages: dict[int, dict[str, Any]], measure: str) -> Html:
                 page["status"],
             ]
         )
-    return table(f"In {UNITS[measure]}; lower is better.", [["Run", *names]], rows, f"runs-{measure}")
+    return table(
+        f"In {UNITS[measure]}; lower is better.", [["Run", *names]], rows, f"runs-{measure}"
+    )
 
 
 def options_table(pages: Sequence[dict[str, Any]]) -> Html | None:
     """Return a table of the options that differ between the runs, or None if there are none."""
-    names = [n for n in configs.names() if len({spelled(at(page["config"], n)) for page in pages}) > 1]
-    rows = [[code(f"--{n.replace('_', '-')}"), *(spelled(at(page["config"], n)) for page in pages)] for n in names]
+    names = [
+        n for n in configs.names() if len({spelled(at(page["config"], n)) for page in pages}) > 1
+    ]
+    rows = [
+        [code(f"--{n.replace('_', '-')}"), *(spelled(at(page["config"], n)) for page in pages)]
+        for n in names
+    ]
     head = [["Option", *(page["run"] for page in pages)]]
     return table("All other options are the same.", head, rows, "options") if rows else None
 

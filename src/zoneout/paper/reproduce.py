@@ -2,8 +2,9 @@
 
     python -m zoneout.paper.reproduce char-ptb zoneout unregularised --seeds 3 --precision bf16
 
-`zoneout reproduce` is the same command. A run's folder is OUT/RECIPE/seed-N. An interrupted run continues
-from its last checkpoint. A finished run writes the record RESULTS/RECIPE/seed-N.json (see `results`).
+`zoneout reproduce` is the same command. A run's folder is OUT/RECIPE/seed-N. An interrupted run
+continues from its last checkpoint. A finished run writes the record RESULTS/RECIPE/seed-N.json (see
+`results`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..ops.cuda.compiler import shared_by
+from ..ops.cuda.runtime.compiler import shared_by
 from . import config as configs
 from . import disk, runs, streams
 from .codes import BAD_DATA, DIVERGED, FAILED, INTERRUPTED, OK, WRONG_USE, code_of
@@ -40,7 +41,11 @@ from .unread import refuse_given, refuse_unread
 
 State = Literal["finished", "interrupted", "diverged", "without data", "refused", "failed"]
 PAGE, README = Path("docs/results.md"), Path("README.md")  # the files that hold the tables
-OPTIONS = {"seed": "--first-seed", "precision": "--precision", "device": "--device"}  # settings that are options
+OPTIONS = {
+    "seed": "--first-seed",
+    "precision": "--precision",
+    "device": "--device",
+}  # settings that are options
 SHARED = "at_once.json"  # in a run's folder: how many runs shared the device
 RUNS, RESULTS, TRIALS = Path("runs/reproduce"), Path("results"), Path("runs/trials")
 CODES: dict[State, int] = {
@@ -82,14 +87,17 @@ class Job:
         return configs.change(RECIPES[self.recipe].make(), self.settings | own)
 
     def missing(self) -> bool:
-        """Return True if there is no record yet; raise `RunError` if the record has other settings."""
+        """Return True if there is no record yet; raise `RunError` if the record has other
+        settings.
+        """
         config = self.config  # raises if a setting is invalid
         if not self.record.exists():
             return True
         there = configs.from_json(read_record(self.record)["config"])
         for name, ours, theirs in changes(config, there):
             raise RunError(
-                f"{self.record} is of other settings: {name} is {theirs} there and {ours} here. Move it away, or "
+                f"{self.record} is of other settings: {name} is {theirs} there and {ours} here. "
+                "Move it away, or "
                 "choose another folder with --results."
             )
         return False
@@ -110,13 +118,19 @@ class Job:
         """Train or resume the run, then write its record."""
         config, folder = self.config, self.folder
         begun = (folder / "config.json").exists()
-        if not (begun and (folder / "summary.json").exists() and runs.read_config(folder) == config):
+        if not (
+            begun and (folder / "summary.json").exists() and runs.read_config(folder) == config
+        ):
             deadline = time.monotonic() + self.until - time.time()
-            summary = train(config, folder, resume=begun, progress=progress, data=self.data, deadline=deadline)
+            summary = train(
+                config, folder, resume=begun, progress=progress, data=self.data, deadline=deadline
+            )
             write_record(folder / SHARED, {"at_once": self.most_at_once()})
             if summary.status == "interrupted":
                 return "interrupted"
-        record = make_record(folder, self.recipe, data=self.data, device=self.device, at_once=self.most_at_once())
+        record = make_record(
+            folder, self.recipe, data=self.data, device=self.device, at_once=self.most_at_once()
+        )
         write_record(self.record, record)
         return "finished"
 
@@ -136,11 +150,12 @@ def reproduce(
     settings: dict[str, Any] | None = None,
     say: Callable[[str], None] = streams.show,
 ) -> State:
-    """Run the rows of a task (see `recipes.select`) that have no record yet; print the table after each.
+    """Run the rows of a task (see `recipes.select`) that have no record yet; print the table after
+    each.
 
-    After `minutes` the current runs stop with a checkpoint, and the next call resumes them. `parallel` runs
-    share the device: as threads on a GPU, as processes elsewhere. A run that diverges does not stop the
-    others. Returns the worst final state of all runs.
+    After `minutes` the current runs stop with a checkpoint, and the next call resumes them.
+    `parallel` runs share the device: as threads on a GPU, as processes elsewhere. A run that
+    diverges does not stop the others. Returns the worst final state of all runs.
     """
     if parallel < 1:
         raise ValueError(f"parallel: expected 1 or more, got {parallel}")
@@ -191,9 +206,13 @@ def reproduce(
 def of_another_precision(jobs: Sequence[Job]) -> str:
     """Return a sentence that names the records made in another precision than requested, or ""."""
     found = [(job, str(read_record(job.record)["precision"])) for job in jobs]
-    others = [f"{job.recipe}, seed {job.seed} ({there})" for job, there in found if there != job.precision]
+    others = [
+        f"{job.recipe}, seed {job.seed} ({there})" for job, there in found if there != job.precision
+    ]
     return (
-        f" Of another precision than {jobs[0].precision}, which was asked for: {'; '.join(others)}." if others else ""
+        f" Of another precision than {jobs[0].precision}, which was asked for: {'; '.join(others)}."
+        if others
+        else ""
     )
 
 
@@ -203,7 +222,9 @@ def _urgency(recipe: Recipe) -> int:
 
 
 def one_by_one(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:
-    """Run the jobs in this process; yield each with its final state. Stop after an interruption or at the deadline."""
+    """Run the jobs in this process; yield each with its final state. Stop after an interruption
+    or at the deadline.
+    """
     for job in jobs:
         if time.time() >= job.until:
             return
@@ -226,10 +247,11 @@ def attempt(job: Job) -> State:
 
 
 def together(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:
-    """Run `at_once` jobs at a time, each in a thread with its own CUDA stream; yield each with its final state.
+    """Run `at_once` jobs at a time, each in a thread with its own CUDA stream; yield each with its
+    final state.
 
-    Threads of one process run concurrently on the GPU, while processes would take turns. One process suffices:
-    between two validations a run only replays a CUDA graph.
+    Threads of one process run concurrently on the GPU, while processes would take turns. One
+    process suffices: between two validations a run only replays a CUDA graph.
     """
 
     own = threading.local()
@@ -238,7 +260,9 @@ def together(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:
         if asked() or time.time() >= job.until:
             return None
         device = device_of(job.device)
-        if device.type == "cuda" and not hasattr(own, "stream"):  # one per thread: torch reuses streams after 32
+        if device.type == "cuda" and not hasattr(
+            own, "stream"
+        ):  # one per thread: torch reuses streams after 32
             own.stream = torch.cuda.Stream(device)
         with torch.cuda.stream(own.stream) if device.type == "cuda" else nullcontext():
             return attempt_beside_others(job)
@@ -256,7 +280,9 @@ def together(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:
         sys.setswitchinterval(patience)
 
 
-_GIVES_WAY = 1e-4  # seconds after which a validating run lets the other threads launch their next update
+_GIVES_WAY = (
+    1e-4  # seconds after which a validating run lets the other threads launch their next update
+)
 
 
 def several(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:
@@ -269,7 +295,9 @@ def several(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:
             begin = waiting and not stopping and time.time() < waiting[0].until
             if begin and len(running) < waiting[0].at_once:
                 job = waiting.pop(0)
-                process = fresh.Process(target=_in_process, args=(job, threads_of_each(job.at_once)))
+                process = fresh.Process(
+                    target=_in_process, args=(job, threads_of_each(job.at_once))
+                )
                 process.start()
                 running[process] = job
                 if stopping:  # the signal came while the process was being started
@@ -307,8 +335,9 @@ def attempt_beside_others(job: Job) -> State:
 def passing_on(running: dict[Any, Job]) -> Iterator[list[int]]:
     """Forward SIGINT and SIGTERM to the processes; yield a list that holds the signals received.
 
-    The processes ignore these signals from the terminal and obey only their parent (`obey_the_parent`). After
-    the first signal each process stops with a checkpoint, after the second one at once.
+    The processes ignore these signals from the terminal and obey only their parent
+    (`obey_the_parent`). After the first signal each process stops with a checkpoint, after the
+    second one at once.
     """
     stopping: list[int] = []
 
@@ -350,15 +379,21 @@ def lines(job: Job) -> Progress:
     return tell
 
 
-# --- from the command line -------------------------------------------------------------------------
+# --- from the command line
+# -------------------------------------------------------------------------
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
-    """Return the argument parser. It uses `argparse`, so that only torch's dependencies are needed."""
+    """Return the argument parser. It uses `argparse`, so that only torch's dependencies are
+    needed.
+    """
     found = argparse.ArgumentParser(
         prog=prog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Run the rows of the paper's tables that have no record yet; print the table after each.",
+        description=(
+            "Run the rows of the paper's tables that have no record yet; print the table after "
+            "each."
+        ),
         epilog=f"""examples:
 
 $ {prog} char-ptb                                  # the rows of Table 1
@@ -373,23 +408,75 @@ tasks: {", ".join(MEASURES)}""",
     )
     add = found.add_argument
     add("task", metavar="TASK", nargs="?", help="a task, or a recipe by its name")
-    add("rows", metavar="ROW", nargs="*", help="rows or recipes (default: the paper's tables); `all` adds figures")
+    add(
+        "rows",
+        metavar="ROW",
+        nargs="*",
+        help="rows or recipes (default: the paper's tables); `all` adds figures",
+    )
     add("--seeds", metavar="N", type=int, default=1, help="number of seeds (1)")
     add("--first-seed", metavar="N", type=int, default=1, help="the first seed (1)")
-    add("--out", metavar="DIR", type=Path, help="folder for the runs (runs/reproduce; with --set runs/trials)")
-    add("--results", metavar="DIR", type=Path, help="folder for the records (results; with --set runs/trials/results)")
+    add(
+        "--out",
+        metavar="DIR",
+        type=Path,
+        help="folder for the runs (runs/reproduce; with --set runs/trials)",
+    )
+    add(
+        "--results",
+        metavar="DIR",
+        type=Path,
+        help="folder for the records (results; with --set runs/trials/results)",
+    )
     precisions = ("fp32", "tf32", "bf16", "fp16")
-    add("--precision", choices=precisions, default="fp32", help="precision of the matrix products in training (fp32)")
+    add(
+        "--precision",
+        choices=precisions,
+        default="fp32",
+        help="precision of the matrix products in training (fp32)",
+    )
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    add("--data", metavar="DIR", type=Path, help="folder with the data, searched before ZONEOUT_DATA")
-    add("--minutes", metavar="M", type=float, default=math.inf, help="stop after M minutes, with a checkpoint")
-    add("--parallel", metavar="N", type=int, default=1, help="number of runs at the same time on the device (1)")
-    add("--set", metavar="NAME=VALUE", action="append", default=[], help="change a setting of the recipe, for a trial")
-    add("--write", metavar="FILE", nargs="?", const=PAGE, type=Path, help=f"write {PAGE} and the table of {README}")
+    add(
+        "--data",
+        metavar="DIR",
+        type=Path,
+        help="folder with the data, searched before ZONEOUT_DATA",
+    )
+    add(
+        "--minutes",
+        metavar="M",
+        type=float,
+        default=math.inf,
+        help="stop after M minutes, with a checkpoint",
+    )
+    add(
+        "--parallel",
+        metavar="N",
+        type=int,
+        default=1,
+        help="number of runs at the same time on the device (1)",
+    )
+    add(
+        "--set",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="change a setting of the recipe, for a trial",
+    )
+    add(
+        "--write",
+        metavar="FILE",
+        nargs="?",
+        const=PAGE,
+        type=Path,
+        help=f"write {PAGE} and the table of {README}",
+    )
     return found
 
 
-def main(arguments: Sequence[str] | None = None, prog: str = "python -m zoneout.paper.reproduce") -> int:
+def main(
+    arguments: Sequence[str] | None = None, prog: str = "python -m zoneout.paper.reproduce"
+) -> int:
     """Run the command and return its exit code."""
     command = parser(prog)
     options = command.parse_args(arguments)
@@ -398,20 +485,42 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m zoneout.
         if not equals:
             raise ValueError(f"--set: expected a name and a value, as in epochs=1, got {name!r}")
         if name in OPTIONS:
-            raise ValueError(f"--set: expected a setting of the recipe, got {name}; {OPTIONS[name]} is for that")
+            raise ValueError(
+                f"--set: expected a setting of the recipe, got {name}; {OPTIONS[name]} is for that"
+            )
     if options.task is None:
-        of_runs = ("seeds", "first_seed", "out", "precision", "device", "data", "minutes", "parallel", "set")
-        refuse_given(of_runs, options, command.get_default, "without a TASK nothing is run; say which")
+        of_runs = (
+            "seeds",
+            "first_seed",
+            "out",
+            "precision",
+            "device",
+            "data",
+            "minutes",
+            "parallel",
+            "set",
+        )
+        refuse_given(
+            of_runs, options, command.get_default, "without a TASK nothing is run; say which"
+        )
     # A trial has its own folders, so that it neither uses nor replaces the recipe's record.
     out = options.out or (TRIALS if pairs else RUNS)
     results = options.results or (TRIALS / "results" if pairs else RESULTS)
     if options.write == PAGE and pairs:
-        raise ValueError(f"--write: expected a file of its own for trials (--set), since {PAGE} is of the recipes")
-    if options.write is not None and options.task is None and not any(results.glob("*/seed-*.json")):
+        raise ValueError(
+            f"--write: expected a file of its own for trials (--set), since {PAGE} is of the "
+            "recipes"
+        )
+    if (
+        options.write is not None
+        and options.task is None
+        and not any(results.glob("*/seed-*.json"))
+    ):
         raise RunError(f"there are no records in {results}, so that --write would empty the tables")
     if options.write is not None and not options.write.parent.is_dir():
         raise ValueError(
-            f"--write: there is no folder {options.write.parent} here for {options.write.name}; --write FILE says "
+            f"--write: there is no folder {options.write.parent} here for {options.write.name}; "
+            "--write FILE says "
             "which file to write instead"
         )
     state: State = "finished"

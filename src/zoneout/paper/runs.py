@@ -71,9 +71,13 @@ ANYHOW = ("device", "log_every", "save_every")  # fields that do not change what
 LENGTH = ("epochs", "updates", "patience")  # fields that can change to make a run longer
 # Fields that may change when a run is continued: where and how long it runs, and its test.
 MAY_CHANGE = (
-    *LENGTH, *ANYHOW,
-    *(f"evaluation.{name}" for name in ("test.kind", "test.length", "test.size", "statistics", "statistics_size")),
-)  # fmt: skip
+    *LENGTH,
+    *ANYHOW,
+    *(
+        f"evaluation.{name}"
+        for name in ("test.kind", "test.length", "test.size", "statistics", "statistics_size")
+    ),
+)
 
 
 class InUse(RunError):
@@ -101,17 +105,26 @@ class Run:
             names = {p.name for p in self.folder.iterdir()} if self.folder.exists() else set()
         if (self.folder / "config.json").exists():
             raise Begun(
-                f"{self.folder} holds a run already; continue it with --resume, or choose another folder. "
+                f"{self.folder} holds a run already; continue it with --resume, or choose another "
+                "folder. "
                 "Nothing was overwritten."
             )
         # A run that was killed during `create` left a lock and perhaps some of these files, but no
         # config.
-        unfinished = {"lock", "metrics.jsonl", "vocabulary.json", "data.json", *filter(is_side, names)}
+        unfinished = {
+            "lock",
+            "metrics.jsonl",
+            "vocabulary.json",
+            "data.json",
+            *filter(is_side, names),
+        }
         foreign = names - unfinished if "lock" in names else names
         if foreign:
             raise RunError(
-                f"{self.folder} is not empty and not a run (it holds {', '.join(sorted(foreign)[:3])}"
-                f"{', …' if len(foreign) > 3 else ''}); choose another folder. Nothing was overwritten."
+                f"{self.folder} is not empty and not a run (it holds "
+                f"{', '.join(sorted(foreign)[:3])}"
+                f"{', …' if len(foreign) > 3 else ''}); choose another folder. Nothing was "
+                "overwritten."
             )
 
     def create(
@@ -138,13 +151,17 @@ class Run:
             # The config is written last, because a folder with a config counts as a run.
             write_json(self.folder / "config.json", {"format": FORMAT, **configs.to_json(config)})
 
-    def note_data(self, vocabulary: Vocabulary | None, digest: str | None, where: Path | str | None) -> None:
+    def note_data(
+        self, vocabulary: Vocabulary | None, digest: str | None, where: Path | str | None
+    ) -> None:
         """Write the vocabulary and the digest of the data, and their place if the user gave it."""
         if vocabulary is not None:
             write_text(self.folder / "vocabulary.json", vocabulary.to_json() + "\n")
         if digest is not None:
             place = read_place(self.folder) if where is None else str(Path(where).absolute())
-            write_json(self.folder / "data.json", {"digest": digest} | ({"where": place} if place else {}))
+            write_json(
+                self.folder / "data.json", {"digest": digest} | ({"where": place} if place else {})
+            )
 
     def open(self, config: Config | None = None) -> Config:
         """Lock a run to continue it, and return the config to continue with.
@@ -161,19 +178,25 @@ class Run:
             may -= {"epochs", "updates"}
         if different := [n for n in other if n not in may]:
             shown = "; ".join(
-                f"{n} is {configs.at(ours, n)!r} there and {configs.at(theirs, n)!r} here" for n in different[:3]
+                f"{n} is {configs.at(ours, n)!r} there and {configs.at(theirs, n)!r} here"
+                for n in different[:3]
             )
             if not set(different) - set(MAY_CHANGE):
-                shown += ", and with a cosine schedule every learning rate depends on the length of the run"
+                shown += (
+                    ", and with a cosine schedule every learning rate depends on the length of the "
+                    "run"
+                )
             raise RunError(
-                f"{self.folder} holds another run: {shown}. Continue it without these options, or choose another "
+                f"{self.folder} holds another run: {shown}. Continue it without these options, or "
+                "choose another "
                 "folder. Nothing was overwritten."
             )
         if other:
             check_length(self.folder, config)
         if (self.folder / "summary.json").exists() and not self.checkpoints():
             raise RunError(
-                f"{self.folder} has ended and its checkpoints (last/) are gone, so it cannot be continued; start a "
+                f"{self.folder} has ended and its checkpoints (last/) are gone, so it cannot be "
+                "continued; start a "
                 "new run in another folder. Nothing was overwritten."
             )
         self.lock()
@@ -199,7 +222,9 @@ class Run:
             self.note_data(vocabulary, digest, where)
             (self.folder / "summary.json").unlink(missing_ok=True)
             if config != read_config(self.folder):
-                write_json(self.folder / "config.json", {"format": FORMAT, **configs.to_json(config)})
+                write_json(
+                    self.folder / "config.json", {"format": FORMAT, **configs.to_json(config)}
+                )
             with opened(self.metrics, "ab") as file:
                 file.truncate(0 if found is None else found.metrics_bytes)
         for folder in self.checkpoints():  # later checkpoints are no longer part of the run
@@ -216,13 +241,17 @@ class Run:
         except OSError:
             handle.close()
             raise InUse(
-                f"{self.folder} is in use by another process; wait for it, stop it, or choose another folder"
+                f"{self.folder} is in use by another process; wait for it, stop it, or choose "
+                "another folder"
             ) from None
         self._lock = handle
         # Old checkpoints in `last` are deleted. In another folder, other things may look like them.
         if self.last.is_symlink():
             self.close()
-            raise RunError(f"{self.last} is a symbolic link, and nothing is removed or written through one; remove it")
+            raise RunError(
+                f"{self.last} is a symbolic link, and nothing is removed or written through one; "
+                "remove it"
+            )
 
     def close(self) -> None:
         """Unlock the folder."""
@@ -247,7 +276,9 @@ class Run:
     def save_best(self, model: nn.Module, info: dict[str, Any]) -> None:
         """Save the weights as the best so far; `info` is stored in the same file."""
         with explained(self.folder):
-            weights = {name: value.detach().cpu().contiguous() for name, value in weights_of(model).items()}
+            weights = {
+                name: value.detach().cpu().contiguous() for name, value in weights_of(model).items()
+            }
             sealed = {**info, "sha256": tensor_digest(weights, info)}
             write_tensors(self.folder / "best.safetensors", weights, sealed)
 
@@ -283,13 +314,21 @@ class Run:
         run.
         """
         plain, default = configs.to_json(read_config(self.folder)), configs.to_json(Config())
-        fixed = {name: configs.at(plain, name) for name in configs.names() if name not in MAY_CHANGE}
-        return _page_digest({name: value for name, value in fixed.items() if value != configs.at(default, name)})
+        fixed = {
+            name: configs.at(plain, name) for name in configs.names() if name not in MAY_CHANGE
+        }
+        return _page_digest(
+            {name: value for name, value in fixed.items() if value != configs.at(default, name)}
+        )
 
     def checkpoints(self) -> list[Path]:
         """Return the folders of the checkpoints, the latest first."""
         paths = self.last.iterdir() if self.last.is_dir() else ()
-        return sorted((p for p in paths if re.fullmatch("[0-9]+", p.name)), key=lambda p: int(p.name), reverse=True)
+        return sorted(
+            (p for p in paths if re.fullmatch("[0-9]+", p.name)),
+            key=lambda p: int(p.name),
+            reverse=True,
+        )
 
     def latest(self) -> tuple[Checkpoint | None, list[str]]:
         """Return the latest intact checkpoint, and a sentence for each later one that is damaged.
@@ -304,10 +343,13 @@ class Run:
                 found = read_checkpoint(folder, self.metrics, self.config_digest())
                 break
             except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-                problems.append(f"the checkpoint {folder} is damaged ({in_words(error)}) and was skipped")
+                problems.append(
+                    f"the checkpoint {folder} is damaged ({in_words(error)}) and was skipped"
+                )
         if found is None and problems:
             raise RunError(
-                f"{self.folder} cannot be continued: {'; '.join(problems)}. Start a new run in another folder; "
+                f"{self.folder} cannot be continued: {'; '.join(problems)}. Start a new run in "
+                "another folder; "
                 "best.safetensors can still be used. Nothing was overwritten."
             )
         return found, problems
@@ -373,7 +415,9 @@ def load(
     config = configs.change(read_config(folder), changes or {})
     vocabulary = read_vocabulary(folder)
     if vocabulary is None and config.task != "images":
-        raise RunError(f"{folder / 'vocabulary.json'} is missing; it lists the symbols of the run's text")
+        raise RunError(
+            f"{folder / 'vocabulary.json'} is missing; it lists the symbols of the run's text"
+        )
     if weights == "best":
         tensors, info = read_tensors(folder / "best.safetensors")
     elif weights == "last":
@@ -385,7 +429,11 @@ def load(
             checkpoint = read_checkpoint(latest, run.metrics)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise RunError(f"{latest} is damaged: {in_words(error)}") from None
-        tensors = {n.removeprefix("model."): t for n, t in checkpoint.tensors.items() if n.startswith("model.")}
+        tensors = {
+            n.removeprefix("model."): t
+            for n, t in checkpoint.tensors.items()
+            if n.startswith("model.")
+        }
         info = {"update": checkpoint.state["update"], "epoch": checkpoint.state["epoch"]}
     else:
         raise ValueError(f"weights: expected 'best' or 'last', got {weights!r}")
@@ -407,14 +455,19 @@ def read_config(folder: Path | str) -> Config:
     if not path.exists():
         page = path.with_name("index.html")
         if page.exists() and path.with_name("results.json").exists():
-            raise RunError(f"{folder} is not a run but a sweep: its page is {page}, and each folder in it is a run")
+            raise RunError(
+                f"{folder} is not a run but a sweep: its page is {page}, and each folder in it is "
+                "a run"
+            )
         if not path.parent.exists():
             raise ValueError(f"there is no folder {folder}")
         raise RunError(f"{folder} is not a run: there is no config.json in it")
     try:
         values = read_json(path)
         if values.pop("format", FORMAT) != FORMAT:
-            raise ValueError(f"it was written by another version of zoneout (expected format {FORMAT})")
+            raise ValueError(
+                f"it was written by another version of zoneout (expected format {FORMAT})"
+            )
         return configs.from_json(values)
     except (OSError, ValueError, TypeError) as error:
         raise RunError(f"{path} cannot be read: {reason(error)}") from None
@@ -454,10 +507,14 @@ def check_length(folder: Path | str, config: Config) -> None:
     elif 0 < config.updates < update:
         asked = f"--updates {config.updates}"
     elif 0 < config.patience <= (stale := waited(folder)):
-        asked = f"--patience {config.patience} (it went on after {stale} validations without a new best)"
+        asked = (
+            f"--patience {config.patience} (it went on after {stale} validations without a new "
+            "best)"
+        )
     if asked is not None:
         raise RunError(
-            f"{folder} has had {update:,} updates in {epochs:,} epochs already, which is more than {asked}: ask for as "
+            f"{folder} has had {update:,} updates in {epochs:,} epochs already, which is more than "
+            f"{asked}: ask for as "
             "long or longer, or choose another folder with --out. Nothing was overwritten."
         )
 
@@ -521,7 +578,9 @@ def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
         try:
             row = fields_of(line.decode())
         except ValueError:
-            raise RunError(f"{path} is damaged: line {number} is not JSON with named fields") from None
+            raise RunError(
+                f"{path} is damaged: line {number} is not JSON with named fields"
+            ) from None
         try:
             check_line(row)
         except ValueError as error:
@@ -529,11 +588,20 @@ def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
         rows.append(row)
         measures.update(name for name in LABELS if name in row)
     if len(measures) > 1:
-        raise RunError(f"{path} is damaged: its lines have different measures, {' and '.join(sorted(measures))}")
+        raise RunError(
+            f"{path} is damaged: its lines have different measures, "
+            f"{' and '.join(sorted(measures))}"
+        )
     return rows
 
 
-SUMMARY = {"status": "text", "update": "count", "epoch": "number", "parameters": "count", "seconds": "number"}
+SUMMARY = {
+    "status": "text",
+    "update": "count",
+    "epoch": "number",
+    "parameters": "count",
+    "seconds": "number",
+}
 LINE = {"kind": "text", "update": "count", "epoch": "number"}
 NUMBERS = dict.fromkeys((*LABELS, "nats", "lr"), "number")
 
@@ -543,7 +611,13 @@ def check_line(row: Any) -> None:
     if not isinstance(row, dict):
         raise ValueError(f"expected named fields in braces, got {type(row).__name__}")
     judged = row.get("kind") in ("valid", "test")
-    also = {"best": "flag"} if row.get("kind") == "valid" else {"nats": "number"} if row.get("kind") == "train" else {}
+    also = (
+        {"best": "flag"}
+        if row.get("kind") == "valid"
+        else {"nats": "number"}
+        if row.get("kind") == "train"
+        else {}
+    )
     check_fields(row, LINE | also, NUMBERS | {"predictions": "count"})
     if judged and measure_in(row) is None:
         raise ValueError(f"there is no field {' or '.join(map(repr, LABELS))} in it")
@@ -571,7 +645,8 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return tensors, info
     except (SafetensorError, OSError, ValueError, TypeError) as error:
         raise RunError(
-            f"{path} is damaged: {reason(error)}; only a new run, in another folder, can give these weights"
+            f"{path} is damaged: {reason(error)}; only a new run, in another folder, can give "
+            "these weights"
         ) from None
 
 
@@ -614,7 +689,10 @@ def check_weights(model: nn.Module, tensors: dict[str, Tensor], where: Path) -> 
 def check_finite(tensors: dict[str, Tensor], where: Path) -> None:
     """Raise if a weight is not finite: training never saves such weights, so it is damage."""
     if bad := [name for name, value in tensors.items() if not value.isfinite().all()]:
-        raise RunError(f"the weights in {where} are damaged: {shown(sorted(bad))} contain numbers that are not finite")
+        raise RunError(
+            f"the weights in {where} are damaged: {shown(sorted(bad))} contain numbers that are "
+            "not finite"
+        )
 
 
 def _page_digest(page: dict[str, Any]) -> str:

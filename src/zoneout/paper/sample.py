@@ -23,7 +23,10 @@ def sample(
     """
     vocabulary = loaded.vocabulary
     if vocabulary is None:
-        raise ValueError("run: expected a language model, got one that classifies images; sample from a run on text")
+        raise ValueError(
+            "run: expected a language model, got one that classifies images; sample from a run on "
+            "text"
+        )
     if not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed: expected an integer of at most 64 bits, got {seed}")
     if length < 0:
@@ -39,7 +42,12 @@ def sample(
 
 @torch.no_grad()
 def _written(
-    model: Any, vocabulary: Vocabulary, numbers: list[int], length: int, temperature: float, seed: int
+    model: Any,
+    vocabulary: Vocabulary,
+    numbers: list[int],
+    length: int,
+    temperature: float,
+    seed: int,
 ) -> Iterator[str]:
     # Without a prompt, the model continues from the end of a line.
     start = next((vocabulary.number[s] for s in ("\n", "<eos>", " ") if s in vocabulary.number), 0)
@@ -53,7 +61,9 @@ def _written(
         state, step = output.state, step + len(fed)
         logits = output.logits[-1, 0].double().cpu()
         if not logits.isfinite().all():
-            raise Diverged("the model's predictions are not finite numbers; its weights cannot be good")
+            raise Diverged(
+                "the model's predictions are not finite numbers; its weights cannot be good"
+            )
         if vocabulary.unit == "char" and vocabulary.unknown is not None:
             logits[vocabulary.unknown] = -torch.inf  # the training text has no such character
         if temperature == 0:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..draws import widest
-from ..ops.cuda.turns import turns
+from ..ops.cuda.runtime.exclusive import turns
 from ..philox import WORD, as_seed, philox
 from .config import Config
 from .feeds import Feed
@@ -113,7 +113,10 @@ class Step:
             self.graph.replay()
 
     def _update(self) -> None:
-        row, seed, lr = (table.index_select(0, self.position)[0] for table in (self.order, self.seeds, self.rates))
+        row, seed, lr = (
+            table.index_select(0, self.position)[0]
+            for table in (self.order, self.seeds, self.rates)
+        )
         inputs, targets = self.feed.batch(row)
         with products_in(self.config.precision, inputs.device):
             output = self.model(inputs, self._start(), seed=seed, examples=self.feed.first)
@@ -138,14 +141,21 @@ class Step:
         if not self.carried:
             return None
         initial = as_tuple(self.model.initial_state(self.feed.rows))
-        states = [torch.where(self.position == 0, new, old) for new, old in zip(initial, self.carried)]
+        states = [
+            torch.where(self.position == 0, new, old) for new, old in zip(initial, self.carried)
+        ]
         return tuple(states) if len(states) > 1 else states[0]
 
     def capture(self) -> None:
         """Capture the update in a CUDA graph; without a GPU, do nothing. Call `begin` before."""
         if self.parameters[0].device.type != "cuda":
             return
-        changed = [*weights_of(self.model).values(), *self._own().values(), self.position, self.nats]
+        changed = [
+            *weights_of(self.model).values(),
+            *self._own().values(),
+            self.position,
+            self.nats,
+        ]
         before = [t.detach().clone() for t in changed]
         # cuBLAS has a workspace for each stream, and a graph keeps the address of the workspace.
         # Graphs captured in the same stream may therefore neither run at the same time nor outlive
@@ -193,13 +203,20 @@ class Step:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors needed to continue; carried states have the rows of all processes."""
-        tensors = {f"model.{name}": value for name, value in weights_of(self.model).items()} | self._own()
-        return {n: self.processes.gather(t, 1) if n.startswith("carried.") else t for n, t in tensors.items()}
+        tensors = {
+            f"model.{name}": value for name, value in weights_of(self.model).items()
+        } | self._own()
+        return {
+            n: self.processes.gather(t, 1) if n.startswith("carried.") else t
+            for n, t in tensors.items()
+        }
 
     @torch.no_grad()
     def load(self, tensors: dict[str, Tensor] | None) -> None:
         """Restore the tensors that `tensors` returned; only the first process has to pass them."""
-        own = {f"model.{name}": value for name, value in weights_of(self.model).items()} | self._own()
+        own = {
+            f"model.{name}": value for name, value in weights_of(self.model).items()
+        } | self._own()
         whole = self.tensors()  # the shapes of the carried rows of all processes
         if tensors is not None:
             kinds = {name: (value.shape, value.dtype) for name, value in whole.items()}
@@ -208,7 +225,9 @@ class Step:
             whole = {name: tensors[name].to(value.device) for name, value in whole.items()}
         self.processes.share_(list(whole.values()))
         for name, value in own.items():
-            value.copy_(self.processes.own(whole[name], 1) if name.startswith("carried.") else whole[name])
+            value.copy_(
+                self.processes.own(whole[name], 1) if name.startswith("carried.") else whole[name]
+            )
 
 
 def as_tuple(state: Any) -> tuple[Tensor, ...]:

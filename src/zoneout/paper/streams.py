@@ -26,14 +26,17 @@ def visible(text: str) -> str:
     >>> visible("a\tb\n\x1b[31mred\r")
     'a\tb\n\\x1b[31mred\\r'
     """
-    return CONTROL.sub(lambda c: c[0] if c[0] in "\n\t" else c[0].encode("unicode_escape").decode(), text)
+    return CONTROL.sub(
+        lambda c: c[0] if c[0] in "\n\t" else c[0].encode("unicode_escape").decode(), text
+    )
 
 
 def shown(value: Any) -> str:
     """Format a value from a file for a message, shortened if it is long or deeply nested.
 
     >>> shown([[[]]]), shown("x" * 1000)
-    ('[[[]]]', "'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx'")
+    ('[[[]]]',
+    "'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx'")
     """
     short = reprlib.Repr()
     short.maxstring = short.maxother = 90

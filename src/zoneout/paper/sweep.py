@@ -78,7 +78,9 @@ class Job:
                 begun = (self.folder / "config.json").exists()
                 if begun and state_of(self.trial, self.folder) == "finished":
                     return ""  # another process has finished it in the meantime
-                summary = train(self.trial.config, self.folder, resume=begun, progress=progress, data=self.data)
+                summary = train(
+                    self.trial.config, self.folder, resume=begun, progress=progress, data=self.data
+                )
                 (self.folder / "ended.json").unlink(missing_ok=True)
                 return INTERRUPTED if summary.status == "interrupted" else ""
             except (InUse, Begun) as error:  # another process has the run, and may finish it or not
@@ -100,7 +102,9 @@ def mark(folder: Path, state: State, why: str) -> None:
         disk.write_json(folder / "ended.json", {"state": state, "why": why})
 
 
-def run_local(jobs: Sequence[Job], *, parallel: int, say: Say, retries: int = RETRIES) -> dict[str, str]:
+def run_local(
+    jobs: Sequence[Job], *, parallel: int, say: Say, retries: int = RETRIES
+) -> dict[str, str]:
     """Run jobs in `parallel` processes; return the error messages, by the name of the trial.
 
     A process runs one job after another. If a process dies, another one continues its job from the
@@ -142,10 +146,16 @@ def run_local(jobs: Sequence[Job], *, parallel: int, say: Say, retries: int = RE
                     # Exit code 0: a batch system has asked all processes to stop, this one first.
                     obeyed = stopping or process.exitcode == 0
                     if not obeyed and deaths[name] <= retries:
-                        say(f"{name}: its process died (exit code {process.exitcode}); another goes on with it")
+                        say(
+                            f"{name}: its process died (exit code {process.exitcode}); another "
+                            "goes on with it"
+                        )
                         waiting.appendleft(job)
                         continue
-                    died = f"its process died {deaths[name]} times, the last with exit code {process.exitcode}"
+                    died = (
+                        f"its process died {deaths[name]} times, the last with exit code "
+                        f"{process.exitcode}"
+                    )
                     problem = INTERRUPTED if obeyed else died
                 done += 1
                 if problem:
@@ -209,11 +219,19 @@ def sweep(
             f"got {parallel} and {trials}"
         )
     with_ray = engine == "ray" or (engine is None and any((address, search, scheduler)))
-    of_ray = {"address": address, "search": search, "scheduler": scheduler, "cpus": cpus, "gpus": gpus}
+    of_ray = {
+        "address": address,
+        "search": search,
+        "scheduler": scheduler,
+        "cpus": cpus,
+        "gpus": gpus,
+    }
     if not with_ray and (given := [name for name, value in of_ray.items() if value is not None]):
         raise ValueError(f"--{given[0]}: plain processes have no such thing; use --engine ray")
     if trials is not None and search is None:
-        raise ValueError("--trials: without --search, every combination of the grid is run; leave it out")
+        raise ValueError(
+            "--trials: without --search, every combination of the grid is run; leave it out"
+        )
     axes, out, data = axes_of(grid), out.absolute(), data and data.absolute()
     for name in PATHS:
         if isinstance(values := axes.get(name), list):
@@ -222,11 +240,15 @@ def sweep(
     if with_ray:
         from . import cluster  # needs the package ray
 
-        room = cluster.Cluster(address or "local", 1.0 if cpus is None else cpus, gpus, parallel, asha)
+        room = cluster.Cluster(
+            address or "local", 1.0 if cpus is None else cpus, gpus, parallel, asha
+        )
     if search is not None:
         if seeds != 1 or part is not None or not axes:
             raise ValueError("--search: expected a --grid to choose from, one seed and no --part")
-        first = trial_of(base, {name: values[0] for name, values in axes.items() if isinstance(values, list)})
+        first = trial_of(
+            base, {name: values[0] for name, values in axes.items() if isinstance(values, list)}
+        )
         known = known_trials(base, list(axes), out)
         check_data([first.config], known, folders(known, out), data)
         problems = cluster.search_ray(base, axes, out, trials or 50, room, say, data)
@@ -238,7 +260,9 @@ def sweep(
         chosen = part_of(every, part) if part else every
         # The table shows all trials, so the states of all are read, also with --part.
         states = {t.name: state_of(t, places[t.name], scheduled=asha) for t in every}
-        jobs = [Job(t, places[t.name], data) for t in chosen if states[t.name] in ("missing", "begun")]
+        jobs = [
+            Job(t, places[t.name], data) for t in chosen if states[t.name] in ("missing", "begun")
+        ]
         check_models([job.trial for job in jobs])
         there = [t for t in every if states[t.name] != "missing"]
         check_data([job.trial.config for job in jobs], there, places, data)
@@ -261,7 +285,9 @@ def check_models(trials: Iterable[Trial]) -> None:
             raise ValueError(f"{trial.name} cannot be: {error}. Nothing was run.") from None
 
 
-def check_data(wanted: Iterable[Config], there: Iterable[Trial], places: dict[str, Path], folder: Path | None) -> None:
+def check_data(
+    wanted: Iterable[Config], there: Iterable[Trial], places: dict[str, Path], folder: Path | None
+) -> None:
     """Raise, before any run starts, if data are missing or differ from the data of earlier runs."""
     loaded: dict[Any, Any] = {}
     for config in wanted:
@@ -276,12 +302,14 @@ def check_data(wanted: Iterable[Config], there: Iterable[Trial], places: dict[st
                 loaded[config.data] = None
         if (data := loaded[config.data]) is not None and not same_data(run, data):
             raise DataError(
-                f"{run} was trained on other data than {config.data.name} is now, and one table would compare the two; "
+                f"{run} was trained on other data than {config.data.name} is now, and one table "
+                "would compare the two; "
                 "choose another folder with --out, or restore the original data. Nothing was run."
             )
     if len(measures := {measure_of(data) for data in loaded.values() if data is not None}) > 1:
         raise ValueError(
-            f"--grid: {' and '.join(sorted(measures))} would stand in one table, but they cannot be compared; run a "
+            f"--grid: {' and '.join(sorted(measures))} would stand in one table, but they cannot "
+            "be compared; run a "
             "sweep for each. Nothing was run."
         )
 

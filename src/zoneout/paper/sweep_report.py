@@ -42,8 +42,14 @@ class Point:
         """
         values = [v for row in self.ended if (v := getattr(row, part)) is not None]
         if not values:
-            stopped = [row.valid for row in self.rows if row.state == "stopped" and row.valid is not None]
-            return f"({figure_of(min(stopped), self.rows[0].measure)})" if stopped and part == "valid" else ""
+            stopped = [
+                row.valid for row in self.rows if row.state == "stopped" and row.valid is not None
+            ]
+            return (
+                f"({figure_of(min(stopped), self.rows[0].measure)})"
+                if stopped and part == "valid"
+                else ""
+            )
         spread = f" ± {stdev(values):.2g}" if len(values) > 1 else ""
         return figure_of(fmean(values), self.ended[0].measure) + spread
 
@@ -51,7 +57,9 @@ class Point:
         """Format the number of finished trials, or the number in each state if not all finished."""
         counts = Counter(row.state for row in self.rows)
         return (
-            str(counts["finished"]) if set(counts) == {"finished"} else ", ".join(f"{n} {s}" for s, n in counts.items())
+            str(counts["finished"])
+            if set(counts) == {"finished"}
+            else ", ".join(f"{n} {s}" for s, n in counts.items())
         )
 
 
@@ -62,14 +70,19 @@ def points_of(rows: Sequence[Row]) -> list[Point]:
         settings = {name: value for name, value in row.settings.items() if name != "seed"}
         grouped.setdefault(json.dumps(settings), Point(settings, [])).rows.append(row)
     none = math.inf
-    return sorted(grouped.values(), key=lambda p: none if (value := p.mean("valid")) is None else value)
+    return sorted(
+        grouped.values(), key=lambda p: none if (value := p.mean("valid")) is None else value
+    )
 
 
 def cells_of(rows: Sequence[Row]) -> list[list[str]]:
     """Return the table: a line of headings, and a line for every point of the grid."""
     points = points_of(rows)
     names = list(points[0].settings) if points else []
-    body = [[*map(spelled, p.settings.values()), p.shown("valid"), p.shown("test"), p.states()] for p in points]
+    body = [
+        [*map(spelled, p.settings.values()), p.shown("valid"), p.shown("test"), p.states()]
+        for p in points
+    ]
     return [[*names, "valid", "test", "runs"], *body]
 
 
@@ -77,10 +90,18 @@ def table(rows: Sequence[Row]) -> str:
     """Format the table in Markdown, with aligned columns for the terminal."""
     lines = cells_of(rows)
     widths = [max(map(len, column)) for column in zip(*lines)]
-    head, *body = ("| " + " | ".join(f"{cell:{w}}" for cell, w in zip(line, widths)) + " |" for line in lines)
+    head, *body = (
+        "| " + " | ".join(f"{cell:{w}}" for cell, w in zip(line, widths)) + " |" for line in lines
+    )
     notes = [f"{row.name}: {row.why}" for row in rows if row.why]
     return "\n".join(
-        [head, "|" + "|".join("-" * (w + 2) for w in widths) + "|", *body, *([""] if notes else []), *notes]
+        [
+            head,
+            "|" + "|".join("-" * (w + 2) for w in widths) + "|",
+            *body,
+            *([""] if notes else []),
+            *notes,
+        ]
     )
 
 
@@ -96,16 +117,24 @@ def page(rows: Sequence[Row], title: str) -> str:
     """Return one self-contained page with the table and the learning curves of the best points."""
     head, *body = cells_of(rows)
     caption = (
-        "The best validation first. Each number is the mean ± the standard deviation over runs that differ only in "
-        "their seeds. A number in parentheses is the best validation of a run that was stopped early."
+        "The best validation first. Each number is the mean ± the standard deviation over runs "
+        "that differ only in "
+        "their seeds. A number in parentheses is the best validation of a run that was stopped "
+        "early."
     )
     parts = [html_table(caption, [head], body, "points")]
     if notes := [element("li", f"{row.name}: {row.why}") for row in rows if row.why]:
         parts.append(element("ul", *notes))
     sections = [("results", "Results", section("results", "Results", *parts))]
     best = [p.ended[0] for p in points_of(rows) if p.ended][: len(plots.COLOURS)]
-    if figures := learning_curves([plots.read_curve(row.folder, row.name.rpartition("-")[0]) for row in best]):
+    if figures := learning_curves(
+        [plots.read_curve(row.folder, row.name.rpartition("-")[0]) for row in best]
+    ):
         sections.append(
-            ("curves", "Learning curves", section("curves", "Learning curves of the best points", *figures))
+            (
+                "curves",
+                "Learning curves",
+                section("curves", "Learning curves of the best points", *figures),
+            )
         )
     return document(title, "", sections, element("p", "Made by ", code("zoneout sweep"), "."))

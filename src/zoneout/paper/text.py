@@ -67,7 +67,9 @@ class Vocabulary:
         if None in numbers:
             strange = sorted({symbol for symbol in symbols if symbol not in self.number})
             known = "".join(self.symbols) if self.unit == "char" else f"{len(self)} words"
-            raise ValueError(f"there are symbols that the vocabulary has not: {strange[:10]}; it knows {known!r}")
+            raise ValueError(
+                f"there are symbols that the vocabulary has not: {strange[:10]}; it knows {known!r}"
+            )
         return np.array(numbers, dtype=self.dtype)
 
     def strangers(self, numbers: Array) -> str:
@@ -79,7 +81,11 @@ class Vocabulary:
     def decode(self, numbers: Iterable[int]) -> str:
         """Return the text of numbers. Words are joined by spaces, and `<eos>` is a new line."""
         symbols = [self.symbols[int(number)] for number in numbers]
-        return "".join(symbols) if self.unit == "char" else re.sub(f" ?{EOS} ?", "\n", " ".join(symbols))
+        return (
+            "".join(symbols)
+            if self.unit == "char"
+            else re.sub(f" ?{EOS} ?", "\n", " ".join(symbols))
+        )
 
     def to_json(self) -> str:
         """Return the vocabulary as JSON, to be stored with the weights of a model."""
@@ -96,7 +102,8 @@ class Vocabulary:
         good = isinstance(symbols, list) and all(isinstance(text, str) for text in (unit, *symbols))
         if not good or unit not in UNKNOWN or len(set(symbols)) != len(symbols) or not symbols:
             raise ValueError(
-                'vocabulary: expected "unit" to be char or word and "symbols" to be a list of different strings'
+                'vocabulary: expected "unit" to be char or word and "symbols" to be a list of '
+                "different strings"
             )
         return cls(unit, tuple(symbols))
 
@@ -107,7 +114,11 @@ def split_words(text: str) -> list[str]:
 
 
 def cut(
-    parts: Mapping[str, Any], *, limit: int | None = None, tail: int | None = None, name: str = "text"
+    parts: Mapping[str, Any],
+    *,
+    limit: int | None = None,
+    tail: int | None = None,
+    name: str = "text",
 ) -> list[Any]:
     """Return the training, validation and test part of a text, or of any other sequence.
 
@@ -133,21 +144,27 @@ def cut(
     for part in PARTS:
         if len(found[part]) < 2:
             raise DataError(
-                f"{name}: its {part} part has {len(found[part])} symbols, and at least 2 are needed (a text in one "
-                f"piece needs 40: it is split 90 / 5 / 5). Use a longer text{' or a larger limit' if limit else ''}."
+                f"{name}: its {part} part has {len(found[part])} symbols, and at least 2 are "
+                "needed (a text in one "
+                "piece needs 40: it is split 90 / 5 / 5). Use a longer "
+                f"text{' or a larger limit' if limit else ''}."
             )
     return [found[part] for part in PARTS]
 
 
 def encode_characters(texts: Sequence[str]) -> tuple[Vocabulary, list[Array]]:
     """Return the vocabulary of the first text, sorted by code point, and all texts encoded."""
-    seen = [np.unique(np.concatenate([np.unique(codes) for codes in _codes(text)])) for text in texts]
+    seen = [
+        np.unique(np.concatenate([np.unique(codes) for codes in _codes(text)])) for text in texts
+    ]
     symbols = [chr(code) for code in seen[0]]
     strange = not np.isin(np.concatenate(seen), seen[0]).all()
     if strange and UNKNOWN["char"] not in symbols:
         symbols.append(UNKNOWN["char"])
     vocabulary = Vocabulary("char", tuple(symbols))
-    table = np.full(max(int(codes[-1]) for codes in seen) + 1, vocabulary.unknown or 0, dtype=vocabulary.dtype)
+    table = np.full(
+        max(int(codes[-1]) for codes in seen) + 1, vocabulary.unknown or 0, dtype=vocabulary.dtype
+    )
     table[seen[0]] = np.arange(len(seen[0]))
     return vocabulary, [np.concatenate([table[codes] for codes in _codes(text)]) for text in texts]
 
@@ -161,7 +178,10 @@ def _codes(text: str) -> Iterator[Array]:
 def number_words(texts: Mapping[str, str]) -> tuple[dict[str, Array], list[str]]:
     """Return each text as word numbers, and the words in the order of their first appearance."""
     number: dict[str, int] = {}
-    out = {part: np.concatenate([np.zeros(0, np.int32), *_numbers(text, number)]) for part, text in texts.items()}
+    out = {
+        part: np.concatenate([np.zeros(0, np.int32), *_numbers(text, number)])
+        for part, text in texts.items()
+    }
     return out, list(number)
 
 
@@ -176,14 +196,18 @@ def _numbers(text: str, number: dict[str, int]) -> Iterator[Array]:
         start = stop
 
 
-def encode_words(numbers: Sequence[Array], spelled: Sequence[str], most: int | None) -> tuple[Vocabulary, list[Array]]:
+def encode_words(
+    numbers: Sequence[Array], spelled: Sequence[str], most: int | None
+) -> tuple[Vocabulary, list[Array]]:
     """Return the vocabulary of the first text, and all texts encoded.
 
     The vocabulary has at most `most` words, the most frequent first. `<unk>` is always one of
     them, so that other texts can be encoded later.
     """
     counts = np.bincount(numbers[0], minlength=len(spelled))
-    common = sorted(np.flatnonzero(counts).tolist(), key=lambda word: (-counts[word], spelled[word]))[:most]
+    common = sorted(
+        np.flatnonzero(counts).tolist(), key=lambda word: (-counts[word], spelled[word])
+    )[:most]
     unknown = UNKNOWN["word"]
     if unknown not in (symbols := [spelled[word] for word in common]):
         common = common[: None if most is None else most - 1]

@@ -109,7 +109,10 @@ def train(
         "end"                     the fields of the summary
     """
     if config is None and not resume:
-        raise ValueError("config: expected a Config, got None; None is for resume=True, which uses the run's config")
+        raise ValueError(
+            "config: expected a Config, got None; None is for resume=True, which uses the run's "
+            "config"
+        )
     run = Run(folder)
     processes = join((config or runs.read_config(folder)).device)
     try:
@@ -142,7 +145,10 @@ class Training:
         self.config, self.run, self.tell, self.processes = config, run, progress, processes
         device = processes.device
         if config.precision == "tf32" and device.type != "cuda":
-            raise ValueError("precision: tf32 is there on NVIDIA GPUs only; use fp32, bf16 or fp16 on this device")
+            raise ValueError(
+                "precision: tf32 is there on NVIDIA GPUs only; use fp32, bf16 or fp16 on this "
+                "device"
+            )
 
         if not resume and processes.first:
             run.check_free()  # before the slow steps
@@ -235,7 +241,9 @@ class Training:
 
     def complete(self) -> bool:
         """Return whether all training is done."""
-        return self.state.epoch >= self.config.epochs or 0 < self.config.updates <= self.state.update
+        return (
+            self.state.epoch >= self.config.epochs or 0 < self.config.updates <= self.state.update
+        )
 
     def due(self) -> bool:
         """Return whether a validation is due."""
@@ -260,10 +268,14 @@ class Training:
     def validate(self) -> None:
         """Validate, save the weights if they are the best so far, and write a checkpoint."""
         self.check_finite()
-        score = evaluate(self.model, self.data, "valid", self.config, batch_statistics=True, tick=self.tick)
+        score = evaluate(
+            self.model, self.data, "valid", self.config, batch_statistics=True, tick=self.tick
+        )
         score = self.processes.share(score)
         if not math.isfinite(score.nats):
-            raise self.diverged(f"the validation loss was {score.nats} after update {self.state.update}")
+            raise self.diverged(
+                f"the validation loss was {score.nats} after update {self.state.update}"
+            )
         state, judged = self.state, "error" if self.measure == "error" else "nats"
         best = state.best is None or getattr(score, judged) < state.best[judged]
         state.validated, state.stale = state.update, 0 if best else state.stale + 1
@@ -283,11 +295,17 @@ class Training:
         if self.config.model.norm == "batch":
             # The statistics for the test are saved with the best weights, for later use.
             how = self.config.evaluation
-            estimate_statistics(self.model, self.feed, how.statistics, how.statistics_size, self.tick)
+            estimate_statistics(
+                self.model, self.feed, how.statistics, how.statistics_size, self.tick
+            )
             if self.processes.first and self.state.best is not None:
                 self.run.save_best(self.model, self.state.best)
-        score = self.processes.share(evaluate(self.model, self.data, "test", self.config, tick=self.tick))
-        return self.line("test", **values_of(score.checked("test of the best weights"), self.measure))
+        score = self.processes.share(
+            evaluate(self.model, self.data, "test", self.config, tick=self.tick)
+        )
+        return self.line(
+            "test", **values_of(score.checked("test of the best weights"), self.measure)
+        )
 
     def line(self, kind: str, **values: Any) -> dict[str, Any]:
         """Append a line to the metrics, report it to `progress`, and return it."""
@@ -332,14 +350,18 @@ class Training:
         state, epochs = self.state, self.config.epochs
         past = state.epoch > epochs or state.update > epochs * self.feed.updates()
         if past or (state.done and state.done >= len(self.feed.order(state.epoch))):
-            raise ValueError(f"the checkpoint does not fit the run: update {state.update:,} of epoch {state.epoch:,}")
+            raise ValueError(
+                f"the checkpoint does not fit the run: update {state.update:,} of epoch "
+                f"{state.epoch:,}"
+            )
 
     def check_best(self) -> None:
         """Raise if the best weights so far cannot be loaded, before more hours of training."""
         path = self.run.folder / "best.safetensors"
         if not path.exists():
             raise RunError(
-                f"{self.run.folder} cannot be continued: its best weights so far, {path.name}, are gone. Start a new "
+                f"{self.run.folder} cannot be continued: its best weights so far, {path.name}, are "
+                "gone. Start a new "
                 "run in another folder. Nothing was overwritten."
             )
         runs.check_weights(self.model, runs.read_tensors(path)[0], path)
@@ -370,14 +392,21 @@ class Training:
         """Raise if the loss of any update so far was not finite."""
         bad = self.step.not_finite()
         if bad is not None:
-            raise self.diverged(f"the loss was not finite at update {self.state.update - self.state.done + bad + 1}")
+            raise self.diverged(
+                f"the loss was not finite at update {self.state.update - self.state.done + bad + 1}"
+            )
 
     def diverged(self, what: str) -> Diverged:
         """Return the error for a run that has diverged."""
         kept = self.run.checkpoints()
-        where = f"the last good checkpoint, of update {int(kept[0].name)}, is kept" if kept else "it has no checkpoint"
+        where = (
+            f"the last good checkpoint, of update {int(kept[0].name)}, is kept"
+            if kept
+            else "it has no checkpoint"
+        )
         return Diverged(
-            f"{what}: training has diverged; {where}. Try again in another folder, with a smaller --optimizer.lr, with "
+            f"{what}: training has diverged; {where}. Try again in another folder, with a smaller "
+            "--optimizer.lr, with "
             "--optimizer.clip-gradient 1, or with --precision fp32."
         )
 
@@ -412,17 +441,24 @@ def data_of(run: Path | str, config: Config, where: Path | str | None = None) ->
     if where is not None and not Path(where).exists():
         raise DataError(f"{where}: there is no such file or folder")
     if where is not None and Path(where).is_file():
-        config, where = replace(config, data=replace(config.data, name=str(Path(where).absolute()))), None
+        config, where = (
+            replace(config, data=replace(config.data, name=str(Path(where).absolute()))),
+            None,
+        )
     try:
         data = load_data(config, where)
     except MissingError as error:
         missing = str(error).rstrip(".")
-        raise MissingError(f"{missing}. If what {run} was trained on has moved, --data says where it is now.") from None
+        raise MissingError(
+            f"{missing}. If what {run} was trained on has moved, --data says where it is now."
+        ) from None
     if not same_data(run, data):
         name = corpora.absolute_path(config.data.name, where)
         raise DataError(
-            f"{run} was trained on other data than {name} is now, and the test part may now contain data that it was "
-            "trained on; give the original data with --data, or evaluate another text with `zoneout eval --text`"
+            f"{run} was trained on other data than {name} is now, and the test part may now "
+            "contain data that it was "
+            "trained on; give the original data with --data, or evaluate another text with "
+            "`zoneout eval --text`"
         )
     return data
 
@@ -439,7 +475,10 @@ def same_data(run: Path | str, data: Corpus | Images) -> bool:
 def check_protocols(config: Config, data: Corpus | Images) -> None:
     """Raise if a part is too small to be evaluated, before hours of training."""
     if isinstance(data, Corpus):
-        parts = [("valid", data.valid, config.evaluation.valid), ("test", data.test, config.evaluation.test)]
+        parts = [
+            ("valid", data.valid, config.evaluation.valid),
+            ("test", data.test, config.evaluation.test),
+        ]
         for name, part, protocol in parts:
             try:
                 predictions(len(part), protocol)
@@ -459,7 +498,8 @@ def check_statistics(config: Config, data: Corpus | Images) -> None:
         rows = min(rows, len(data.valid) // valid.length)
     if config.model.norm == "batch" and (valid.kind == "whole" or rows < 2):
         raise ValueError(
-            "evaluation.valid: expected at least two rows at once, since batch norm is validated with their "
+            "evaluation.valid: expected at least two rows at once, since batch norm is validated "
+            "with their "
             "statistics, got one: a whole text, a size of 1, or a text of less than two chunks"
         )
 

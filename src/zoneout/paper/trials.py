@@ -60,7 +60,11 @@ class Trial:
 
         Runs with equal digests are equal, except that one may be longer.
         """
-        length = () if self.config.schedule.kind == "cosine" else tuple(n for n in LENGTH if n not in self.fields)
+        length = (
+            ()
+            if self.config.schedule.kind == "cosine"
+            else tuple(n for n in LENGTH if n not in self.fields)
+        )
         own = {n: v for n, v in configs.changed(self.config).items() if n not in (*ANYHOW, *length)}
         page = json.dumps(own, sort_keys=True)
         return hashlib.sha256(page.encode()).hexdigest()[:8]
@@ -89,12 +93,16 @@ def axes_of(grid: Sequence[str]) -> dict[str, list[Any] | Range]:
         name, equals, values = text.partition("=")
         name = name.replace("-", "_")
         if not equals or not values:
-            raise ValueError(f"--grid: expected a field and its values, as in zoneout.cell=0,0.1,0.5, got {text!r}")
+            raise ValueError(
+                "--grid: expected a field and its values, as in zoneout.cell=0,0.1,0.5, got "
+                f"{text!r}"
+            )
         if name in axes:
             raise ValueError(f"--grid: {name} is there twice; give all of its values in one --grid")
         if name == "seed":
             raise ValueError(
-                "--grid: seeds are not part of the grid; --seeds sets the number of seeds for each point of the grid"
+                "--grid: seeds are not part of the grid; --seeds sets the number of seeds for each "
+                "point of the grid"
             )
         number = r"[-+0-9.eE]+?"
         span = re.fullmatch(rf"({number})\.\.({number})(,log)?", values)
@@ -106,9 +114,13 @@ def _range(text: str, low: str, high: str, log: str | None) -> Range:
     try:
         span = Range(float(low), float(high), bool(log))
     except ValueError:
-        raise ValueError(f"--grid: expected a range of two numbers, as in zoneout.cell=0..0.5, got {text!r}") from None
+        raise ValueError(
+            f"--grid: expected a range of two numbers, as in zoneout.cell=0..0.5, got {text!r}"
+        ) from None
     if not -math.inf < span.low < span.high < math.inf or (log and span.low <= 0):
-        raise ValueError(f"--grid: expected a range from low to high{', above 0' if log else ''}, got {text!r}")
+        raise ValueError(
+            f"--grid: expected a range from low to high{', above 0' if log else ''}, got {text!r}"
+        )
     return span
 
 
@@ -140,12 +152,16 @@ def grid_of(base: Config, axes: Mapping[str, list[Any] | Range], seeds: int = 1)
         raise ValueError(f"--seeds: expected 1 or more, got {seeds}")
     for name, values in axes.items():
         if isinstance(values, Range):
-            raise ValueError(f"--grid: {name} is a range, which only a search can draw from; add --search optuna")
+            raise ValueError(
+                f"--grid: {name} is a range, which only a search can draw from; add --search optuna"
+            )
     if (count := seeds * math.prod(map(len, axes.values()))) > MOST:  # type: ignore[arg-type]
         raise ValueError(f"--grid, --seeds: expected at most {MOST:,} runs, got {count:,}")
     points = itertools.product(*axes.values())  # type: ignore[arg-type]
     every = [dict(zip(axes, point)) for point in points]
-    trials = [trial_of(base, {**point, "seed": base.seed + k}) for point in every for k in range(seeds)]
+    trials = [
+        trial_of(base, {**point, "seed": base.seed + k}) for point in every for k in range(seeds)
+    ]
     return list({trial.name: trial for trial in trials}.values())  # a repeated value counts once
 
 
@@ -167,7 +183,11 @@ def part_of(trials: Sequence[Trial], part: str) -> list[Trial]:
 
 def folders(trials: Sequence[Trial], out: Path) -> dict[str, Path]:
     """Return the folder of every trial by name; the same run of another sweep is reused."""
-    existing = {p.name.rpartition("-")[2]: p for p in sorted(out.iterdir()) if p.is_dir()} if out.is_dir() else {}
+    existing = (
+        {p.name.rpartition("-")[2]: p for p in sorted(out.iterdir()) if p.is_dir()}
+        if out.is_dir()
+        else {}
+    )
     return {trial.name: existing.get(trial.digest, out / trial.name) for trial in trials}
 
 
@@ -184,7 +204,9 @@ def state_of(trial: Trial, folder: Path, *, scheduled: bool = False) -> State:
         if set(other) <= set(LENGTH):
             runs.check_length(folder, trial.config)
             return "begun"  # the run is to be made longer
-        raise RunError(f"{folder} holds another run ({other[0]} differs); choose another folder with --out")
+        raise RunError(
+            f"{folder} holds another run ({other[0]} differs); choose another folder with --out"
+        )
     if (folder / "summary.json").exists():
         return "finished"
     if (folder / "ended.json").exists():
@@ -200,10 +222,14 @@ def read_ended(folder: Path) -> dict[str, Any]:
         ended = disk.read_json(path)
         disk.check_fields(ended, {"state": "text", "why": "text"})
         if ended["state"] not in ("stopped", "diverged"):
-            raise ValueError(f"state: expected stopped or diverged, got {streams.shown(ended['state'])}")
+            raise ValueError(
+                f"state: expected stopped or diverged, got {streams.shown(ended['state'])}"
+            )
         return ended
     except (OSError, ValueError) as error:
-        raise RunError(f"{path} cannot be read: {disk.reason(error)}; delete it to continue the trial") from None
+        raise RunError(
+            f"{path} cannot be read: {disk.reason(error)}; delete it to continue the trial"
+        ) from None
 
 
 def known_trials(base: Config, fields: Sequence[str], out: Path) -> list[Trial]:
@@ -250,7 +276,9 @@ def row_of(trial: Trial, folder: Path, why: str = "", *, scheduled: bool = False
     if (folder / "ended.json").exists() and state in ("stopped", "diverged"):
         why = read_ended(folder)["why"]
     lines = runs.read_metrics(folder)
-    best = next((line for line in reversed(lines) if line["kind"] == "valid" and line["best"]), None)
+    best = next(
+        (line for line in reversed(lines) if line["kind"] == "valid" and line["best"]), None
+    )
     measure = measure_in(best or {}) or ""
     test = next((line for line in reversed(lines) if line["kind"] == "test"), None)
     summary = runs.read_summary(folder) if state == "finished" else None
@@ -274,7 +302,9 @@ def row_of(trial: Trial, folder: Path, why: str = "", *, scheduled: bool = False
 def told(row: Row) -> str:
     """Describe how a trial ended, in a few words."""
     values = [
-        f"{kind} {figure_of(v, row.measure)}" for kind in ("valid", "test") if (v := getattr(row, kind)) is not None
+        f"{kind} {figure_of(v, row.measure)}"
+        for kind in ("valid", "test")
+        if (v := getattr(row, kind)) is not None
     ]
     return ", ".join([row.state, *values])
 

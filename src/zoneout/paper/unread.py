@@ -14,7 +14,11 @@ _Read = Callable[[Config], bool]
 
 # Fields, the condition under which they are used, and the reason to show when they are not.
 _RULES: tuple[tuple[tuple[str, ...], _Read, str], ...] = (
-    (("schedule.after", "schedule.by"), lambda c: c.schedule.kind == "divide", "only the schedule divide has it"),
+    (
+        ("schedule.after", "schedule.by"),
+        lambda c: c.schedule.kind == "divide",
+        "only the schedule divide has it",
+    ),
     (("optimizer.decay",), lambda c: c.optimizer.rule == "rmsprop", "only rmsprop has it"),
     (("optimizer.betas",), lambda c: c.optimizer.rule == "adam", "only adam has them"),
     (("optimizer.eps", "optimizer.paper"), lambda c: c.optimizer.rule != "sgd", "sgd has none"),
@@ -27,13 +31,21 @@ _RULES: tuple[tuple[tuple[str, ...], _Read, str], ...] = (
         lambda c: c.recurrent_dropout.rate > 0,
         "recurrent_dropout.rate is 0",
     ),
-    (("state_dropout.mask",), lambda c: c.state_dropout.cell > 0 or c.state_dropout.hidden > 0, "its rates are 0"),
+    (
+        ("state_dropout.mask",),
+        lambda c: c.state_dropout.cell > 0 or c.state_dropout.hidden > 0,
+        "its rates are 0",
+    ),
     (
         ("batches.offset",),
         lambda c: c.batches.kind == "chunks" and c.task == "language",
         "only a text that is cut into chunks has it",
     ),
-    (("evaluation.statistics",), lambda c: c.model.norm == "batch", "only batch norm has statistics"),
+    (
+        ("evaluation.statistics",),
+        lambda c: c.model.norm == "batch",
+        "only batch norm has statistics",
+    ),
     (
         ("evaluation.statistics_size",),
         lambda c: c.model.norm == "batch" and (c.batches.kind == "chunks" or c.task == "images"),
@@ -49,7 +61,12 @@ _RULES: tuple[tuple[tuple[str, ...], _Read, str], ...] = (
     (
         (
             *("batches.length", "batches.kind", "loss", "data.words", "data.valid", "data.test"),
-            *("evaluation.valid.kind", "evaluation.valid.length", "evaluation.test.kind", "evaluation.test.length"),
+            *(
+                "evaluation.valid.kind",
+                "evaluation.valid.length",
+                "evaluation.test.kind",
+                "evaluation.test.length",
+            ),
         ),
         lambda c: c.task == "language",
         "images are not cut as a text is",
@@ -72,15 +89,20 @@ def refuse_unread(given: Iterable[str], configs: Sequence[Config]) -> None:
     >>> refuse_unread(["schedule.by"], [Config()])
     Traceback (most recent call last):
         ...
-    ValueError: --schedule.by: it would do nothing here (only the schedule divide has it); leave it out
+    ValueError: --schedule.by: it would do nothing here (only the schedule divide has it); leave it
+        out
     """
     for name in given:
         reasons = [unread(config).get(name) for config in configs]
         if reasons and all(reasons):
-            raise ValueError(f"--{name.replace('_', '-')}: it would do nothing here ({reasons[0]}); leave it out")
+            raise ValueError(
+                f"--{name.replace('_', '-')}: it would do nothing here ({reasons[0]}); leave it out"
+            )
 
 
-def refuse_given(names: Iterable[str], options: Any, default: Callable[[str], Any], why: str) -> None:
+def refuse_given(
+    names: Iterable[str], options: Any, default: Callable[[str], Any], why: str
+) -> None:
     """Raise if an option without effect differs from its default; `why` is the message."""
     for name in names:
         if getattr(options, name) != default(name):
