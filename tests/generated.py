@@ -23,34 +23,10 @@ from zoneout.ops.cpu import native
 NATIVE = Path(native.__file__).parent
 COMPILER = shutil.which(os.environ.get("CC") or "cc")
 PREFIX = """
-#define REAL {real}
+#define REAL {kind}
 #define STEP Step
-#define NAME(x) x
-#define SIGMOID {sigmoid}
-#define TANH {tanh}
-#define EXP {exp}
-#define LOG {log}
-#define SQRT {sqrt}
-#define SOFTPLUS {softplus}
-#define ABS {abs}
+#define NAME(x) x##_{kind}
 """
-DOUBLE = {
-    "real": "double",
-    "sigmoid": "sigmoid_double",
-    "tanh": "tanh",
-    "exp": "exp",
-    "log": "log",
-    "sqrt": "sqrt",
-}
-DOUBLE |= {"softplus": "softplus_double", "abs": "fabs"}
-FLOAT = {
-    "real": "float",
-    "sigmoid": "sigmoid_float",
-    "tanh": "tanh_float",
-    "exp": "exp_wide_float",
-    "log": "log_float",
-}
-FLOAT |= {"sqrt": "sqrtf", "softplus": "softplus_float", "abs": "fabsf"}
 
 UNARY = ("neg", "sigmoid", "tanh", "relu", "exp", "softplus", "abs")
 BINARY = ("add", "sub", "mul", "minimum", "maximum")
@@ -133,8 +109,8 @@ class Compiled:
         self, definition: Definition, folder: Path, dtype: type = np.float64, flags: str = "-O1"
     ) -> None:
         self.definition, self.dtype = definition, dtype
-        kind = DOUBLE if dtype == np.float64 else FLOAT
-        text = f'#include "{NATIVE}/functions.h"\n{PREFIX.format(**kind)}\n#include "{NATIVE}/step.h"\n'
+        self.kind = "double" if dtype == np.float64 else "float"
+        text = f'#include "{NATIVE}/functions.h"\n{PREFIX.format(kind=self.kind)}\n#include "{NATIVE}/step.h"\n'
         text += print_step(definition).replace("static void", "void")
         source, library = folder / "step.c", folder / "step.so"
         source.write_text(text)
@@ -185,7 +161,7 @@ class Compiled:
             assert all(a.dtype == self.dtype and len(a) == units for a in given)
             pointers += [a.ctypes.data for a in given] + [None] * (max(size, 1) - len(given))
         step = (ctypes.c_void_p * len(pointers))(*pointers)
-        getattr(self.library, name)(step, ctypes.c_int64(0), ctypes.c_int64(units))
+        getattr(self.library, f"{name}_{self.kind}")(step, ctypes.c_int64(0), ctypes.c_int64(units))
 
 
 def tensors(

@@ -50,10 +50,6 @@ class Layout:
         """True if a compiled loop has room for what is stored."""
         return len(self.slots) <= MOST_SLOTS
 
-    def with_norm(self) -> tuple[int, ...]:
-        """Return the slots that a norm leaves to store: it stores h·W_h of every gate itself."""
-        return tuple(k for k, gate in enumerate(self.slots) if gate < 0)
-
 
 def layout_of(d: Definition) -> Layout:
     """Return the layout that serves all variants of a cell's step."""

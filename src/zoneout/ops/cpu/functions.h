@@ -11,7 +11,7 @@
 #define INLINE static inline __attribute__((always_inline))
 
 /* Saturated gates are exact: exp is 0 below the normal numbers, and infinity above the largest number. */
-INLINE float exp_float(float arg) {
+INLINE float exp_narrow_float(float arg) {
     float x = arg < -87.3f ? -87.3f : arg;
     x = x > 88.3f ? 88.3f : x;
     float n = rintf(x * 1.44269504f);
@@ -29,11 +29,11 @@ INLINE float exp_float(float arg) {
     return arg > 88.7f ? INFINITY : e;
 }
 
-INLINE float sigmoid_float(float x) { return 1.0f / (1.0f + exp_float(-x)); }
+INLINE float sigmoid_float(float x) { return 1.0f / (1.0f + exp_narrow_float(-x)); }
 
 INLINE float tanh_float(float x) {
     float a = fabsf(x), z = x * x;
-    float far = 1.0f - 2.0f / (exp_float(2.0f * a) + 1.0f);
+    float far = 1.0f - 2.0f / (exp_narrow_float(2.0f * a) + 1.0f);
     float p = -5.70498872745e-3f;
     p = p * z + 2.06390887954e-2f;
     p = p * z - 5.37397155531e-2f;
@@ -46,9 +46,9 @@ INLINE float tanh_float(float x) {
 
 INLINE double sigmoid_double(double x) { return 1.0 / (1.0 + exp(-x)); }
 
-/* exp for all numbers. exp_float is correct only up to 88.3, which is enough for the functions above. */
-INLINE float exp_wide_float(float x) {
-    float e = exp_float(x > 88.0f ? x - 1.0f : x);
+/* exp for all numbers. exp_narrow_float is correct only up to 88.3, which is enough for the functions above. */
+INLINE float exp_float(float x) {
+    float e = exp_narrow_float(x > 88.0f ? x - 1.0f : x);
     return x > 88.0f ? e * 2.71828183f : e;
 }
 
@@ -76,7 +76,7 @@ INLINE float log_float(float x) {
 
 /* log(1 + exp(x)), or x itself above 20, as in torch. */
 INLINE float softplus_float(float x) {
-    float e = exp_float(-fabsf(x)), u = 1.0f + e;
+    float e = exp_narrow_float(-fabsf(x)), u = 1.0f + e;
     float rest = log_float(u) + (e - (u - 1.0f)) / u; /* log(1 + e), corrected for the rounding of 1 + e */
     float y = (x > 0.0f ? x : 0.0f) + rest;
     y = x > 20.0f ? x : y;
@@ -85,6 +85,23 @@ INLINE float softplus_float(float x) {
 
 INLINE double softplus_double(double x) { return x > 20 ? x : (x > 0 ? x : 0) + log1p(exp(-fabs(x))); }
 
+/* The rest are the C library's. */
+INLINE float sqrt_float(float x) { return sqrtf(x); }
+INLINE float abs_float(float x) { return fabsf(x); }
+INLINE double tanh_double(double x) { return tanh(x); }
+INLINE double exp_double(double x) { return exp(x); }
+INLINE double log_double(double x) { return log(x); }
+INLINE double sqrt_double(double x) { return sqrt(x); }
+INLINE double abs_double(double x) { return fabs(x); }
+
+/* The names in the C text of operations (definition/operations.py); NAME adds the type of the numbers. */
+#define SIGMOID(x) NAME(sigmoid)(x)
+#define TANH(x) NAME(tanh)(x)
+#define EXP(x) NAME(exp)(x)
+#define LOG(x) NAME(log)(x)
+#define SQRT(x) NAME(sqrt)(x)
+#define SOFTPLUS(x) NAME(softplus)(x)
+#define ABS(x) NAME(abs)(x)
 #define RELU(x) ((x) < 0 ? 0 : (x)) /* NaN is returned unchanged */
 #define SIGN(x) ((x) > 0 ? 1 : (x) < 0 ? -1 : 0)
 #define MINIMUM(a, b) ((a) < (b) || (a) != (a) ? (a) : (b)) /* NaN if either is NaN, as in torch */

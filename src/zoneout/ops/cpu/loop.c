@@ -166,37 +166,16 @@ INLINE int same_words(const Stream *a, const Stream *b) {
 #define LOW NUMBERED(LOW_, FLOATS)
 #define HIGH NUMBERED(HIGH_, FLOATS)
 #define NAME(x) x##_float
-#define SIGMOID sigmoid_float
-#define TANH tanh_float
-#define SQRT sqrtf
-#define EXP exp_wide_float
-#define LOG log_float
-#define SOFTPLUS softplus_float
-#define ABS fabsf
 #include "body.h"
 #undef REAL
 #undef LOW
 #undef HIGH
 #undef NAME
-#undef SIGMOID
-#undef TANH
-#undef SQRT
-#undef EXP
-#undef LOG
-#undef SOFTPLUS
-#undef ABS
 
 #define REAL double
 #define LOW NUMBERED(LOW_, DOUBLES)
 #define HIGH NUMBERED(HIGH_, DOUBLES)
 #define NAME(x) x##_double
-#define SIGMOID sigmoid_double
-#define TANH tanh
-#define SQRT sqrt
-#define EXP exp
-#define LOG log
-#define SOFTPLUS softplus_double
-#define ABS fabs
 #include "body.h"
 
 #pragma GCC visibility pop

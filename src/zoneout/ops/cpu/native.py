@@ -166,33 +166,11 @@ def cell_text(definition: Definition) -> str:
             "STEP": "NAME(Step)",
             "CELL": "NAME(Cell)",
         }
-        macros |= {"FUNCTION": "NAME(Function)"} | FUNCTIONS[kind]
+        macros |= {"FUNCTION": "NAME(Function)"}
         parts += [f"#define {name} {value}" for name, value in macros.items()]
         parts += [step, body]
         parts += [f"#undef {name.partition('(')[0]}" for name in macros]
     return "\n".join(parts) + "\n"
-
-
-FUNCTIONS = {  # the macros of definition/operations.py, as in loop.c
-    "float": {
-        "SIGMOID": "sigmoid_float",
-        "TANH": "tanh_float",
-        "EXP": "exp_wide_float",
-        "LOG": "log_float",
-        "SQRT": "sqrtf",
-        "SOFTPLUS": "softplus_float",
-        "ABS": "fabsf",
-    },
-    "double": {
-        "SIGMOID": "sigmoid_double",
-        "TANH": "tanh",
-        "EXP": "exp",
-        "LOG": "log",
-        "SQRT": "sqrt",
-        "SOFTPLUS": "softplus_double",
-        "ABS": "fabs",
-    },
-}
 
 
 def _declare_cell(library: ctypes.CDLL) -> ctypes.CDLL:
