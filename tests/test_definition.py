@@ -451,7 +451,7 @@ def test_the_c_step_of_any_cell_is_the_definition(data, tmp_path_factory):
 
 
 def test_the_c_of_the_built_in_cells_is_up_to_date():
-    """The library would be compiled from other equations than those of cells.py."""
+    """The library would be compiled from other equations than those of cells/built_in.py."""
     assert (generated.NATIVE / "cells.h").read_text(encoding="utf-8") == print_cells(CELLS_IN)
 
 

@@ -217,6 +217,16 @@ def test_equals_the_reference(cell, noise, form):
     compare(cell, noises(cell)[noise], form)
 
 
+published = pytest.mark.parametrize("cell", cells.PUBLISHED.values(), ids=cells.PUBLISHED)
+
+
+@published
+@pytest.mark.parametrize("form", ["whole", "both ways"])
+def test_published_cells_equal_the_reference(cell, form):
+    """The compiled loop computes another output, state or gradient than the definition."""
+    compare(cell, zoneout(cell), form)
+
+
 @every_cell
 def test_at_evaluation(cell):
     """The expectation, or a sample in its place, differs between the backends."""
@@ -328,7 +338,9 @@ def test_a_built_in_cell_gives_the_same_bits(name):
 # -----------------------------------------------------------------------------------------
 
 
-@every_cell
+@pytest.mark.parametrize(
+    "cell", [*CELLS.values(), *cells.PUBLISHED.values()], ids=[*CELLS, *cells.PUBLISHED]
+)
 def test_takes_the_compiled_loop(cell, monkeypatch):
     """A cell that the compiled loop can run is run by the reference, without a word."""
     if native.load() is None:

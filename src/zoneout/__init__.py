@@ -1,6 +1,6 @@
 """Regularised recurrent layers for PyTorch: LSTM, GRU and RNN with zoneout and related methods."""
 
-from . import init, onnx
+from . import cells, init, onnx
 from .convert import convert, revert
 from .definition import DefinitionError, candidate, cell, held, shown, update
 from .draws import masks
@@ -39,6 +39,7 @@ __all__ = [
     "ZoneoutCell",
     "candidate",
     "cell",
+    "cells",
     "convert",
     "estimate_statistics",
     "fold",

@@ -23,7 +23,7 @@ from types import CodeType
 SEED = 29
 PACKAGE = "src/zoneout/"
 AREAS: dict[str, tuple[int, tuple[str, ...]]] = {  # how many mutants, of which files
-    "cells": (10, ("cells.py",)),
+    "cells": (10, ("cells/built_in.py", "cells/published.py", "cells/with_noise.py")),
     "draws": (25, ("draws.py",)),
     "noise": (35, ("noise.py",)),
     "norm": (25, ("norm.py",)),

@@ -79,6 +79,17 @@ class Definition:
         """Return the name of a state's group, which is that of the group's first state."""
         return next(group[0] for group in self.groups if state in group)
 
+    def with_heads(self, heads: int) -> Definition:
+        """Return the same cell with W_h in blocks, one per head: a unit sees its own head alone."""
+        made = Definition(
+            self.graph, self.outputs, gates=self.gates, groups=self.groups,
+            parameters=self.parameters, recurrence="blocks" if self.has_r else self.recurrence,
+            heads=heads, bounded=self.bounded, name=self.name, function=self.function,
+        )  # fmt: skip
+        _check_settings(made)
+        made.derive()
+        return made
+
     @cached_property
     def marks(self) -> frozenset[str]:
         """The marks that the definition uses, without the candidates, which every definition

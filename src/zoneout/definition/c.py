@@ -74,7 +74,7 @@ def print_cells(cells: Mapping[str, Definition]) -> str:
     functions = "\n".join(print_step(d, name) for name, d in cells.items())
     table = "\n".join(["static const CELL NAME(cells)[] = {", *rows, "};"])
     return (
-        "/* Made from cells.py by `python -m zoneout.ops.cpu`. Included once per type. "
+        "/* Made from cells/built_in.py by `python -m zoneout.ops.cpu`. Included once per type. "
         f"*/\n\n{functions}\n{table}\n"
     )
 

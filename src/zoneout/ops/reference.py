@@ -1,4 +1,4 @@
-"""The cells of `cells.py` in a loop over time: the reference for all other backends."""
+"""A cell (`cells.step`) in a loop over time: the reference for all other backends."""
 
 from __future__ import annotations
 

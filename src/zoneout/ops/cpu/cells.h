@@ -1,4 +1,4 @@
-/* Made from cells.py by `python -m zoneout.ops.cpu`. Included once per type. */
+/* Made from cells/built_in.py by `python -m zoneout.ops.cpu`. Included once per type. */
 
 static void NAME(lstm_forward_zoneout)(const STEP *s, int64_t from, int64_t to) {
     REAL *restrict gate_0 = s->gate[0];
