@@ -621,7 +621,7 @@ BAD = {
     "product": (
         dict(gates=1),
         lambda x, r, h: torch.nn.functional.linear(h, x[0]) + r[0],
-        "see zo.ZoneoutCell",
+        "write zo.product",
     ),
     "no method": (
         dict(gates=1),

@@ -2,7 +2,7 @@
 
 from . import cells, init, onnx
 from .convert import convert, revert
-from .definition import DefinitionError, candidate, cell, held, shown, update
+from .definition import DefinitionError, candidate, cell, held, product, shown, update
 from .draws import masks
 from .layers import GRU, LSTM, RNN, Recurrent
 from .noise import (
@@ -48,6 +48,7 @@ __all__ = [
     "masks",
     "norm_stabilizer",
     "onnx",
+    "product",
     "revert",
     "shown",
     "update",

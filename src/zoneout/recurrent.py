@@ -524,7 +524,7 @@ class RecurrentModule(Settable):
         }
         if cell.has_r:
             shapes |= {"w_hh": (*wide, outputs // cell.heads), "b_hh": wide}
-        return shapes | dict.fromkeys(cell.parameters, (hidden,))
+        return shapes | {name: cell.shape_of(name, hidden) for name in cell.parameters}
 
     def _find_weights(self) -> dict[str, list[tuple[str, str, tuple[int, ...]]]]:
         """Return for each suffix (field, attribute, shape) of everything that `_weight_shapes`

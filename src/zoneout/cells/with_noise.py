@@ -70,7 +70,7 @@ def step(
         x, r: the products of the input and of h with the weights, gates side by side; r is None if
             h meets no matrix.
         states: the states before the step; the first is h.
-        parameters: the cell's own parameters, [H] each.
+        parameters: the cell's own parameters, [H] each, or a matrix of `zo.product`.
         keep: the units to replace.
         held: the gate that a unit shows where its update was dropped; None holds nothing.
         expose: normalises what the cell shows of c (`zo.shown`).

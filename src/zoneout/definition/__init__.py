@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -18,13 +19,23 @@ from torch import Tensor
 
 from .checks import check_derivative, check_trace
 from .graph import Graph, Value, from_text, to_text
-from .operations import COMPARISONS, MARKS, TRACED
+from .operations import COMPARISONS, MARKS, PRODUCTS, TRACED
 from .step import RULES, Passes, backward_of, step_of
 from .storage import Layout, layout_of
 from .torch_calls import compile_step
-from .trace import DefinitionError, Symbol, Tracer, candidate, held, shown, update
+from .trace import DefinitionError, Symbol, Tracer, candidate, held, product, shown, update
 
-__all__ = ["Definition", "DefinitionError", "candidate", "cell", "held", "read", "shown", "update"]
+__all__ = [
+    "Definition",
+    "DefinitionError",
+    "candidate",
+    "cell",
+    "held",
+    "product",
+    "read",
+    "shown",
+    "update",
+]
 
 RECURRENCES = {  # how h enters the gates, and whether the function takes r
     "dense": True,  # r = W_h h + b_h
@@ -32,7 +43,7 @@ RECURRENCES = {  # how h enters the gates, and whether the function takes r
     "diagonal": False,  # the function multiplies h with a parameter
     "none": False,  # the gates depend on x alone
 }
-MOST_GATES, MOST_STATES, MOST_PARAMETERS = 8, 4, 8
+MOST_GATES, MOST_STATES, MOST_PARAMETERS, MOST_MATRICES = 8, 4, 8, 16
 Group = str | tuple[str, ...]
 
 
@@ -72,7 +83,9 @@ class Definition:
     def _set_graph(self, graph: Graph, outputs: Sequence[int]) -> None:
         self.graph, self.outputs = graph, tuple(outputs)
         self._step = compile_step(graph, outputs)
-        for derived in ("text", "marks", "shows_only_h", "reads_h", "storage", "_hash"):
+        for derived in (
+            *("text", "marks", "shows_only_h", "reads_h", "matrices", "storage", "_hash"),
+        ):
             self.__dict__.pop(derived, None)
 
     def group_of(self, state: str) -> str:
@@ -112,6 +125,26 @@ class Definition:
         return any(state == h for _, state in self.graph.leaves(self.outputs, "state"))
 
     @cached_property
+    def matrices(self) -> dict[str, tuple[str, str]]:
+        """The rows and columns of the parameters that `zo.product` takes: "H", "4H" or a number."""
+        nodes, found = self.graph.nodes, {}
+        for node in self.graph.reached(self.outputs):
+            op, args, rows = nodes[node]
+            if op == "product":
+                inner = nodes[args[1]]
+                columns = inner.value if inner.op == "product" else "H"
+                found[str(nodes[args[0]].value)] = str(rows), str(columns)
+        return found
+
+    def shape_of(self, parameter: str, hidden: int) -> tuple[int, ...]:
+        """Return the shape of a parameter in a layer with so many units."""
+
+        def size(text: str) -> int:
+            return int(text[:-1] or 1) * hidden if text.endswith("H") else int(text)
+
+        return tuple(map(size, self.matrices.get(parameter, ("H",))))
+
+    @cached_property
     def text(self) -> str:
         """The canonical text: it names everything but the function."""
         head = {
@@ -137,7 +170,8 @@ class Definition:
 
     def derive(self) -> None:
         """Compute the cached properties: a compiler cannot."""
-        _ = self.text, self.marks, self.shows_only_h, self.reads_h, self.storage, self._hash
+        _ = self.text, self.marks, self.shows_only_h, self.reads_h, self.matrices
+        _ = self.storage, self._hash
 
     def passes(self, rules: frozenset[str] = RULES, split: bool = False) -> Passes:
         """Return the forward and backward pass of one step in one graph (see `step_of`)."""
@@ -267,7 +301,8 @@ def cell(
 
     The function takes x, r, the states and the parameters, in this order. `x` is W_x x_t + b_x and
     `r` is W_h h_{t−1} + b_h, each a tuple with one entry per gate. Every name after the states is a
-    parameter with one number per unit. The function returns the new states.
+    parameter: one number per unit, or a matrix if `product` takes it. The function returns the new
+    states.
 
     Args:
         gates: the number of gates, 1 to 8.
@@ -307,8 +342,8 @@ def cell(
         )  # fmt: skip
         _check_settings(made)
         made.parameters = _parameters(made, function)
-        _check_parameters(made)
         made._set_graph(*_trace(made, function))
+        _check_parameters(made)
         used = {name for _, name in made.graph.leaves(made.outputs, "parameter")}
         if missing := [name for name in made.parameters if name not in used]:
             raise DefinitionError(
@@ -317,7 +352,8 @@ def cell(
         _check_graph(made)
         if checked:
             check_trace(made, function)
-            check_derivative(made)
+            if not made.matrices:  # autograd derives it
+                check_derivative(made)
         made.derive()
         return made
 
@@ -370,11 +406,11 @@ def _check_parameters(d: Definition) -> None:
     good = all(name.isidentifier() for name in names) and len({*names, *d.states}) == len(
         names
     ) + len(d.states)
-    if len(names) > MOST_PARAMETERS or not good:
+    vectors = len(names) - len(d.matrices)
+    if vectors > MOST_PARAMETERS or len(d.matrices) > MOST_MATRICES or not good:
         raise DefinitionError(
             f"cell {d.name!r}: expected at most {MOST_PARAMETERS} parameters with names of their "
-            "own, "
-            f"got {len(names)}: {', '.join(names)[:80]}"
+            f"own and {MOST_MATRICES} matrices, got {len(names)}: {', '.join(names)[:80]}"
         )
 
 
@@ -480,6 +516,37 @@ def _outputs(d: Definition, tracer: Tracer, new: list[int]) -> tuple[int, ...]:
     )
 
 
+def _check_products(d: Definition, reached: Sequence[int]) -> None:
+    """Check that matrices, products and their parts are used only as such."""
+    nodes = d.graph.nodes
+
+    def fail(why: str) -> None:
+        raise DefinitionError(f"cell {d.name!r}: {why}")
+
+    for node in reached:
+        op, args, value = nodes[node]
+        for place, arg in enumerate(args):
+            kind, _, name = nodes[arg]
+            matrix = kind == "parameter" and name in d.matrices
+            if matrix != (op == "product" and place == 0):
+                fail(f"the parameter {name} is a matrix, and only zo.product takes it")
+            ranked = kind == "product" and not str(name).endswith("H")
+            if kind == "product" and (op != "product" if ranked else op != "part"):
+                fail(f"{op} of a product with rank={name}; only zo.product takes it")
+        if op == "product":
+            if not re.fullmatch(r"[1-9]\d{0,8}|([1-9]\d?)?H", str(value)):
+                fail(f"product {value} is not part of a cell")
+            inner = nodes[args[1]]
+            shape = str(value), str(inner.value) if inner.op == "product" else "H"
+            if d.matrices[str(nodes[args[0]].value)] != shape:
+                fail(f"the matrix {nodes[args[0]].value} is used in two shapes")
+        if op == "part":
+            product = nodes[args[0]]
+            parts = int(str(product.value).removesuffix("H") or 1)
+            if product.op != "product" or str(value) not in map(str, range(parts)):
+                fail(f"part {value} is not part of a cell")
+
+
 def _check_graph(d: Definition) -> None:
     """Check that the graph is one that a function with these settings can have."""
     graph, known = d.graph, {"state": set(d.states), "parameter": set(d.parameters)}
@@ -505,7 +572,10 @@ def _check_graph(d: Definition) -> None:
             )
         compared = [graph.nodes[arg].op in COMPARISONS for arg in args]
         allowed = (
-            op in MARKS or op in TRACED or (op == "number" and math.isfinite(float(str(value))))
+            op in MARKS
+            or op in TRACED
+            or (op == "number" and math.isfinite(float(str(value))))
+            or op in PRODUCTS
         )
         if (
             not (allowed or value in known.get(op, ()))
@@ -515,6 +585,7 @@ def _check_graph(d: Definition) -> None:
             raise DefinitionError(
                 f"cell {d.name!r}: {op} {value} is not part of a cell with these settings"
             )
+    _check_products(d, reached)
     marked = [graph.nodes[node] for node in d.outputs]
     if [(node.op, node.value) for node in marked] != [("candidate", state) for state in d.states]:
         raise DefinitionError(

@@ -28,13 +28,19 @@ def _samples(d: Definition) -> Iterator[tuple[list[Any], Leaves]]:
     generator = torch.Generator().manual_seed(1)
     for positive in (False, True, False):
 
-        def draw(positive: bool = positive) -> Tensor:
-            value = torch.randn(POINTS, generator=generator, dtype=torch.float64, device="cpu")
+        def draw(*shape: int, positive: bool = positive) -> Tensor:
+            value = torch.randn(
+                shape or (POINTS,), generator=generator, dtype=torch.float64, device="cpu"
+            )
             return value.abs() + 0.5 if positive else value
 
         args: list[Any] = [tuple(draw() for _ in range(d.gates))]
         args += [tuple(draw() for _ in range(d.gates))] if d.has_r else []
-        args += [draw() for _ in (*d.states, *d.parameters)]
+        args += [draw() for _ in d.states]
+        args += [
+            draw(*d.shape_of(name, POINTS)) / (4 if name in d.matrices else 1)
+            for name in d.parameters
+        ]
         yield args, d.leaves(*args)
 
 

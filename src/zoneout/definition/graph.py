@@ -8,14 +8,14 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from .operations import LEAVES, MARKS, OPERATIONS
+from .operations import LEAVES, MARKS, OPERATIONS, PRODUCTS
 
 Value = float | str | None
 
 
 class Node(NamedTuple):
-    """An operation on earlier nodes, or a leaf; `value` is a leaf's name or number, or a
-    candidate's state.
+    """An operation on earlier nodes, or a leaf; `value` is a leaf's name or number, a candidate's
+    state, a product's rows or a part's number.
     """
 
     op: str
@@ -93,6 +93,11 @@ class Graph:
                 yield node, self.nodes[node].value
 
 
+def parts_of(graph: Graph, product: int) -> int:
+    """Return the number of parts of a product whose rows are "H" or "4H"."""
+    return int(str(graph.nodes[product].value).removesuffix("H") or 1)
+
+
 # --- text
 # ------------------------------------------------------------------------------------------
 
@@ -125,8 +130,9 @@ def from_text(text: str) -> tuple[Graph, list[int]]:
             head, *args = word.split(",")
             op, colon, name = head.partition(":")
             places = tuple(int(arg) for arg in args)
-            count = 0 if op in LEAVES else 1 if op in MARKS else OPERATIONS[op].arguments
-            named = op in LEAVES or op == "candidate"
+            named = op in LEAVES or op in PRODUCTS or op == "candidate"
+            count = 0 if op in LEAVES else 1 if op in MARKS else PRODUCTS.get(op, -1)
+            count = OPERATIONS[op].arguments if count < 0 else count
             if len(places) != count or not all(0 <= p < k for p in places) or bool(colon) != named:
                 raise ValueError(f"{word!r} is not an operation on earlier ones")
             value: Value = float(name) if op == "number" else name if named else None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
-from .graph import Graph, Value
+from .graph import Graph, Value, parts_of
 from .operations import MARKS
 
 
@@ -129,6 +129,14 @@ def evaluate(
             value = values[args[0]] if node in full else op("Expand", values[args[0]], shape)
             values[node] = marks[kind](value, name) if kind in marks else value
             full.add(node)
+        elif kind == "product":
+            values[node] = op("MatMul", values[args[1]], op("Transpose", values[args[0]]))
+        elif kind == "part":
+            parts = parts_of(graph, args[0])
+            each = [values[args[0]]]
+            if parts > 1:
+                each = op("Split", values[args[0]], outputs=parts, axis=-1, num_outputs=parts)
+            values[node] = each[int(str(name))]
         elif kind in OPERATORS:
             recipe, inputs = OPERATORS[kind], [values[arg] for arg in args]
             values[node] = op(recipe, *inputs) if isinstance(recipe, str) else recipe(op, *inputs)

@@ -31,6 +31,10 @@ MARKS = (
     "held",
 )  # nodes with one argument, the identity without noise and norm
 
+# A product of a parameter matrix and a vector of values, W · v, and a part of it. They have a
+# value: the rows of W ("H", "4H" for four parts, or a number), and the number of the part.
+PRODUCTS = {"product": 2, "part": 1}  # with the number of their arguments
+
 
 @dataclass(frozen=True)
 class Operation:

@@ -44,15 +44,19 @@ class Layout:
     held: int
     again: bool  # the new states can be computed from what is stored, which a projection needs
     slots: tuple[int, ...]  # per slot: the gate whose h·W_h it stores, −1: another value
+    products: int = 0  # the number of `zo.product`s inside the step
 
     @property
     def fits(self) -> bool:
-        """True if a compiled loop has room for what is stored."""
-        return len(self.slots) <= MOST_SLOTS
+        """True if a fused loop can run the cell: it has no products, and room for the slots."""
+        return not self.products and len(self.slots) <= MOST_SLOTS
 
 
 def layout_of(d: Definition) -> Layout:
     """Return the layout that serves all variants of a cell's step."""
+    if d.matrices:  # the reference runs it, which stores nothing
+        ops = [d.graph.nodes[node].op for node in d.graph.reached(d.outputs)]
+        return Layout(d.has_r, -1, False, (), ops.count("product"))
     variants = [(frozenset[str](), False), (RULES, False)]
     variants += [(RULES, True)] if "shown" in d.marks else []
     slots: list[set[int]] = []

@@ -11,9 +11,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from .graph import Graph, Value
+from .graph import Graph, Value, parts_of
 from .operations import COMPARISONS, LEAVES, MARKS, OPERATIONS
 
 Marks = Mapping[str, Callable[[Tensor, Value], Tensor]]
@@ -55,6 +56,11 @@ def compile_step(graph: Graph, outputs: Sequence[int]) -> Step:
         numbers = [graph.nodes[arg].op == "number" for arg in args]
         if op in LEAVES:
             text = f"leaves[{op!r}, {value!r}]"
+        elif op == "product":
+            text = f"linear({names[1]}, {names[0]})"
+        elif op == "part":
+            parts = parts_of(graph, args[0])
+            text = names[0] if parts == 1 else f"{names[0]}.chunk({parts}, -1)[{value}]"
         elif op in MARKS and not any(numbers):
             text = f"{op}({names[0]}, {value!r})"
         elif op in METHODS and not any(numbers):
@@ -73,6 +79,7 @@ def compile_step(graph: Graph, outputs: Sequence[int]) -> Step:
     ]
     body = "\n    ".join([*lines, f"return [{', '.join(results)}]"])
     scope: dict[str, Any] = {"apply": apply, "same": _same, "like": _like, "filled": _filled}
+    scope["linear"] = F.linear
     exec(
         f"def step(leaves, marks):\n    {body}\n", scope
     )  # of operations from the table, and numbers

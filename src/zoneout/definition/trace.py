@@ -87,6 +87,8 @@ class Tracer:
         if isinstance(value, Symbol):
             if value.tracer is not self:
                 self.fail(f"{op} was given a value of another cell")
+            if self.graph.nodes[value.node].op == "product" and op != "product":
+                self.fail(f"{op} was given a product with rank=; only zo.product takes it")
             return value.node
         if isinstance(value, bool) or not isinstance(value, Real):  # NumPy's numbers are Real
             what = (
@@ -222,9 +224,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 PRODUCTS = ("linear", "matmul", "mm", "bmm", "einsum", "addmm")
 PRODUCT = (
-    "the products with W_x and W_h are computed before the step, and x and r hold them; for a cell "
-    "with another product "
-    "inside, see zo.ZoneoutCell"
+    "the products with W_x and W_h are computed before the step, and x and r hold them; write "
+    "zo.product(W, v) for another one, where W is a parameter"
 )
 
 
@@ -277,7 +278,44 @@ def _mark(op: str, value: Any, name: Any = None) -> Any:
         )
     if tracer.graph.nodes[value.node].op in COMPARISONS:
         tracer.fail(f"{op} was given a comparison")
-    return Symbol(tracer, tracer.graph.add(op, value.node, value=name))
+    return Symbol(tracer, tracer.graph.add(op, tracer.node(op, value), value=name))
+
+
+def product(
+    matrix: Any, value: Any, /, *, parts: int | None = None, rank: int | None = None
+) -> Any:
+    """Return W · v inside a step, where W is a parameter of the cell and v one value per unit.
+
+    A parameter that is used so is a matrix. By default it is [H, H].
+
+    Args:
+        matrix: the parameter.
+        value: a value, or a product with `rank`.
+        parts: W is [parts · H, …], and the result a tuple with so many values: one product for
+            several gates.
+        rank: W is [rank, …]. The result has `rank` numbers, and only another product takes it:
+            `product(A, product(B, v, rank=40))` has a matrix A · B of rank 40.
+    """
+    size = rank if parts is None else parts
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+        raise DefinitionError(f"zo.product: parts, rank: expected a number from 1, got {size!r}")
+    if parts is not None and rank is not None:
+        raise DefinitionError("zo.product: expected parts or rank, got both")
+    inside = next(_symbols((matrix, value)), None)
+    if inside is None:
+        found = F.linear(value, matrix)
+        return found if parts is None else tuple(found.chunk(parts, -1))
+    tracer, graph = inside.tracer, inside.tracer.graph
+    if not isinstance(matrix, Symbol) or graph.nodes[matrix.node].op != "parameter":
+        tracer.fail("zo.product: expected a parameter of the cell first")
+    if not isinstance(value, Symbol) or graph.nodes[value.node].op in COMPARISONS:
+        tracer.fail("zo.product: expected one value second")
+    rows = str(rank) if rank is not None else "H" if parts is None else f"{parts}H"
+    made = graph.add("product", matrix.node, tracer.node("product", value), value=rows)
+    if rank is not None:
+        return Symbol(tracer, made)
+    each = [Symbol(tracer, graph.add("part", made, value=str(k))) for k in range(parts or 1)]
+    return each[0] if parts is None else tuple(each)
 
 
 def candidate(state: str, value: Any) -> Any:

@@ -38,7 +38,7 @@ class Weights(NamedTuple):
     b_ih: Tensor | None
     b_hh: Tensor | None
     w_hr: Tensor | None  # [proj, H]
-    parameters: tuple[Tensor, ...] = ()  # [H] each: the cell's own
+    parameters: tuple[Tensor, ...] = ()  # the cell's own: [H] each, or a matrix of `zo.product`
 
 
 class Run(NamedTuple):

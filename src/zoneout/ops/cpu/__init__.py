@@ -53,6 +53,8 @@ def _fits(r: Run) -> bool:
 
 
 def _too_much(r: Run) -> str:
+    if products := r.cell.storage.products:
+        return f"the cell {r.cell.name!r} has products inside its step ({products})"
     if r.cell.storage.fits:
         return f"the cell {r.cell.name!r} does not store what proj_size needs"
     return (
