@@ -213,6 +213,8 @@ CELLS: list[tuple[Definition, dict[str, Any]]] = [
     (grouped, {"num_layers": 2, "noise": zo.Zoneout(hidden=0.3, cell=0.5, at_eval="off")}),
     (indrnn, {"bidirectional": True, "noise": ZONEOUT}),
     (mingru, {"noise": [ZONEOUT, zo.RecurrentDropout(rate=0.3)]}),
+    (cells.mgu, {"noise": ZONEOUT}),
+    (cells.mogrifier_lstm, {}),
     (blocks, {"bidirectional": True, "noise": zo.Zoneout(states={"c": RATES})}),
     (fixed, {"learn_initial_state": True}),
 ]
@@ -249,7 +251,7 @@ def test_a_cell_of_ones_own_is_exported(tmp_path):
     model = Cells().eval()
     shapes = {"x": sizes, "lengths": {0: dynamic}, "resets": sizes}
     found = exported(model, arguments(6, [6, 0, 3, 1]), path, dynamic_shapes=shapes)
-    assert found.count("Scan") == 12
+    assert found.count("Scan") == 14
     in_onnxruntime(model, arguments(9, [4, 9]), path)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ..definition import Definition, candidate, cell, held, shown, update
+from ..definition import Definition, candidate, cell, held, product, shown, update
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -139,10 +139,36 @@ def slstm(x, r, h, c, n, m):
     return o.sigmoid() * c / n, c, n, m
 
 
+@cell(gates=2, recurrence="none", bounded=True, checked=False)
+def mgu(x, h, u_f, u_n):
+    """One gate, which also resets h before its product.
+
+    Zhou et al., "Minimal Gated Unit for Recurrent Neural Networks", 2016.
+    """
+    f = (x[0] + product(u_f, h)).sigmoid()
+    return (1 - f) * h + update(f * (x[1] + product(u_n, f * h)).tanh())
+
+
+@cell(gates=1, states=("h", "c"), recurrence="none", bounded=True, checked=False)
+def mogrifier_lstm(x, h, c, q1, r2, q3, r4, q5, w, u, b_i, b_f, b_g, b_o):
+    """An LSTM whose x and h gate each other first, five times. x is projected to H numbers before.
+
+    Melis, Kočiský and Blunsom, "Mogrifier LSTM", 2020 (full rank).
+    """
+    (x,) = x
+    for q, r in ((q1, r2), (q3, r4), (q5, None)):
+        x = 2 * product(q, h).sigmoid() * x
+        h = h if r is None else 2 * product(r, x).sigmoid() * h
+    sums = zip(product(w, x, parts=4), product(u, h, parts=4), (b_i, b_f, b_g, b_o))
+    i, f, g, o = (a + b + bias for a, b, bias in sums)
+    c = candidate("c", f.sigmoid() * c + update(i.sigmoid() * g.tanh()))
+    return held(o.sigmoid()) * c.tanh(), c
+
+
 PUBLISHED: dict[str, Definition] = {
     d.name: d
     for d in (
         *(peephole_lstm, coupled_lstm, capped_lstm, janet, ligru, indrnn),
-        *(mingru, minlstm, sru, cfc, slstm),
+        *(mingru, minlstm, sru, cfc, slstm, mgu, mogrifier_lstm),
     )
 }
