@@ -163,7 +163,6 @@ def values_of(name: str, zeros: bool) -> tuple[zo.Recurrent, dict[str, torch.Ten
 
 
 @every_cell
-@pytest.mark.filterwarnings("ignore:zoneout")
 @pytest.mark.parametrize("zeros", [False, True], ids=["from states", "from zeros"])
 def test_outputs_states_and_gradients(name, zeros):
     """A published cell does not compute its paper's equation, or has another derivative."""
@@ -220,7 +219,6 @@ def low_rank(x, h, a, b):
     return (x[0] + zo.product(a, zo.product(b, h, rank=3))).tanh()
 
 
-@pytest.mark.filterwarnings("ignore:zoneout")
 def test_reset_before_the_product():
     """The authors' GRU is not its equation, or zoneout keeps other units than its masks say."""
     noise = zo.Zoneout(hidden=0.3)
@@ -238,7 +236,6 @@ def test_reset_before_the_product():
         np.testing.assert_allclose(y[t].detach().numpy(), h, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.filterwarnings("ignore:zoneout")
 def test_low_rank():
     """rank= gives another shape, or the two matrices are applied in another order."""
     layer = zo.Recurrent(low_rank, INPUT, HIDDEN, dtype=torch.float64)
@@ -261,13 +258,27 @@ def test_the_text_of_a_product():
             type(authors_gru).from_text(authors_gru.text.replace(old, new))
 
 
-def test_who_runs_a_product():
-    """A loop without products runs a cell that has one, or nobody is told that it is slow."""
-    cpu._say_once.cache_clear()
-    with pytest.warns(UserWarning, match=r"'mgu' has products inside .* the reference runs it"):
-        zo.Recurrent(cells.mgu, INPUT, HIDDEN)(torch.randn(STEPS, BATCH, INPUT))
-    with pytest.raises(ValueError, match=r"backend: .*'mgu' has products"):
-        zo.Recurrent(cells.mgu, INPUT, HIDDEN, backend="cpu")(torch.randn(STEPS, BATCH, INPUT))
+@zo.cell(gates=1)
+def with_r(x, r, h, w):
+    return (x[0] + r[0] + zo.product(w, h)).tanh()
+
+
+@zo.cell(gates=1, recurrence="none")
+def seventeen(x, h, w):
+    for _ in range(17):
+        h = zo.product(w, h)
+    return (x[0] + h).tanh()
+
+
+def test_products_that_the_loop_has_no_room_for():
+    """The compiled loop runs a cell that it has no room for, or nobody is told that it is slow."""
+    x = torch.randn(STEPS, BATCH, INPUT)
+    for cell, norm, why in ((with_r, "layer", "and the layer a norm"), (seventeen, None, "more")):
+        cpu._say_once.cache_clear()
+        with pytest.warns(UserWarning, match=f"'{cell.name}' has .*{why}.* the reference runs it"):
+            zo.Recurrent(cell, INPUT, HIDDEN, norm=norm)(x)
+        with pytest.raises(ValueError, match=f"backend: .*'{cell.name}' has .*{why}"):
+            zo.Recurrent(cell, INPUT, HIDDEN, norm=norm, backend="cpu")(x)
 
 
 @pytest.mark.parametrize(

@@ -217,8 +217,7 @@ def test_equals_the_reference(cell, noise, form):
     compare(cell, noises(cell)[noise], form)
 
 
-FUSED = {name: d for name, d in cells.PUBLISHED.items() if not d.matrices}
-published = pytest.mark.parametrize("cell", FUSED.values(), ids=FUSED)
+published = pytest.mark.parametrize("cell", cells.PUBLISHED.values(), ids=cells.PUBLISHED)
 
 
 @published
@@ -339,7 +338,9 @@ def test_a_built_in_cell_gives_the_same_bits(name):
 # -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cell", [*CELLS.values(), *FUSED.values()], ids=[*CELLS, *FUSED])
+@pytest.mark.parametrize(
+    "cell", [*CELLS.values(), *cells.PUBLISHED.values()], ids=[*CELLS, *cells.PUBLISHED]
+)
 def test_takes_the_compiled_loop(cell, monkeypatch):
     """A cell that the compiled loop can run is run by the reference, without a word."""
     if native.load() is None:

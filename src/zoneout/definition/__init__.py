@@ -20,6 +20,7 @@ from torch import Tensor
 from .checks import check_derivative, check_trace
 from .graph import Graph, Value, from_text, to_text
 from .operations import COMPARISONS, MARKS, PRODUCTS, TRACED
+from .products import Product, products_of
 from .step import RULES, Passes, backward_of, step_of
 from .storage import Layout, layout_of
 from .torch_calls import compile_step
@@ -84,7 +85,8 @@ class Definition:
         self.graph, self.outputs = graph, tuple(outputs)
         self._step = compile_step(graph, outputs)
         for derived in (
-            *("text", "marks", "shows_only_h", "reads_h", "matrices", "storage", "_hash"),
+            *("text", "marks", "shows_only_h", "reads_h", "matrices", "vectors", "products"),
+            *("storage", "_hash"),
         ):
             self.__dict__.pop(derived, None)
 
@@ -136,6 +138,16 @@ class Definition:
                 found[str(nodes[args[0]].value)] = str(rows), str(columns)
         return found
 
+    @cached_property
+    def vectors(self) -> tuple[str, ...]:
+        """The parameters with one number per unit."""
+        return tuple(name for name in self.parameters if name not in self.matrices)
+
+    @cached_property
+    def products(self) -> tuple[Product, ...]:
+        """The products inside the step, arguments before results."""
+        return tuple(products_of(self.graph, self.outputs).values())
+
     def shape_of(self, parameter: str, hidden: int) -> tuple[int, ...]:
         """Return the shape of a parameter in a layer with so many units."""
 
@@ -171,7 +183,7 @@ class Definition:
     def derive(self) -> None:
         """Compute the cached properties: a compiler cannot."""
         _ = self.text, self.marks, self.shows_only_h, self.reads_h, self.matrices
-        _ = self.storage, self._hash
+        _ = self.vectors, self.products, self.storage, self._hash
 
     def passes(self, rules: frozenset[str] = RULES, split: bool = False) -> Passes:
         """Return the forward and backward pass of one step in one graph (see `step_of`)."""

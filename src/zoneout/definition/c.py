@@ -15,20 +15,27 @@ states, parameters |
 | shows | what is stored, old states, the norm's result | new states |
 | back_shows | the same, and gradients of the new states | gradient of the norm's result |
 | back_gates | the same, and the gradient of what the norm normalises | as backward |
+| enter | x, r, old states, products of lower levels | what the products of a level are taken of |
+| inputs | what is stored, old states | what all products are taken of |
+| leave | as backward, and gradients of what products of higher levels are taken of | gradients of
+the products of a level |
 
 `forward`, `again` and `backward` have two variants: zoneout alone, and all rules of noise. The
-others have all rules. The last five are those of a step with a norm, and exist where the definition
-has `zo.shown`.
+others have all rules, but for the last three, which have both variants too. `gates` to `back_gates`
+are those of a step with a norm, and exist where the definition has `zo.shown`. `enter` and `leave`
+exist for each level of the products inside the step.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from .graph import Graph
 from .operations import COMPARISONS, OPERATIONS
+from .products import levels_of
 from .step import HELD, RAW, RULES, SHOWN, Passes
 from .storage import MOST_SLOTS, Storage, computable, storage_of
 from .trace import DefinitionError
@@ -54,6 +61,17 @@ def print_step(d: Definition, name: str = "step") -> str:
         texts.append(of.function(f"{name}_backward_{variant}", of.loads, of.gradients, of.sums))
         if of.has_again:
             texts.append(of.function(f"{name}_again_{variant}", of.loads, of.new))
+        texts += [
+            of.function(f"{name}_enter_{variant}_{k}", of.inputs, stores)
+            for k, stores in enumerate(of.enters)
+        ]
+        if of.enters:
+            every = [store for stores in of.enters for store in stores]
+            texts.append(of.function(f"{name}_inputs_{variant}", of.loads, every))
+        texts += [
+            of.function(f"{name}_leave_{variant}_{k}", of.loads, stores)
+            for k, stores in enumerate(of.leaves)
+        ]
     if "shown" in d.marks:
         of = _Printer(d, d.passes(RULES, split=True))
         texts += [
@@ -96,13 +114,33 @@ def _row(d: Definition, name: str) -> str:
     def listed(values: Iterable[object]) -> str:
         return f"{{{', '.join(map(str, values))}}}"
 
-    fields = [*map(str, numbers), listed(slots), listed(lead), str(len(d.parameters))]
+    fields = [*map(str, numbers), listed(slots), listed(lead), str(len(d.vectors))]
     fields += [listed(f"NAME({name}_{kind}_{variant})" for variant in VARIANTS) for kind in PASSES]
     fields.append(
         listed(f"NAME({name}_again_{v})" if _has_again(d, v) else "NULL" for v in VARIANTS)
     )
     fields += [f"NAME({name}_{part})" if "shown" in d.marks else "NULL" for part in NORM_PARTS]
+    if d.products:  # in C, fields that are left out are zero
+        levels = levels_of(*_graph_and_inputs(d))
+        names = list(d.matrices)
+        fields += [str(len(levels)), str(max(levels) + 1), listed(levels)]
+        fields.append(listed(product.parts for product in d.products))
+        fields.append(listed(len(product.matrices) for product in d.products))
+        fields.append(listed(listed(map(names.index, p.matrices)) for p in d.products))
+        for kind in ("enter", "leave"):
+            fields.append(
+                listed(
+                    listed(f"NAME({name}_{kind}_{variant}_{k})" for k in range(max(levels) + 1))
+                    for variant in VARIANTS
+                )
+            )
+        fields.append(listed(f"NAME({name}_inputs_{variant})" for variant in VARIANTS))
     return listed(fields)
+
+
+def _graph_and_inputs(d: Definition) -> tuple[Graph, tuple[int, ...]]:
+    step, _ = d.passes()
+    return step.graph, step.inputs
 
 
 def _has_again(d: Definition, variant: str) -> bool:
@@ -147,6 +185,14 @@ class _Printer:
             for k, node in enumerate(backward.parameters)
             if node is not None
         ]
+        levels = levels_of(graph, step.inputs)
+        firsts = _first_parts(d)
+        self.enters: list[Stores] = [[] for _ in range(max(levels, default=-1) + 1)]
+        self.leaves: list[Stores] = [[] for _ in self.enters]
+        for p, level in enumerate(levels):
+            self.enters[level].append((f"s->in[{p}][j]", step.inputs[p]))
+            for k, node in enumerate(backward.inner[p]):
+                self.leaves[level].append((f"s->dinner[{firsts[p] + k}][j]", node))
 
     def _leaves(self, d: Definition) -> dict[int, str]:
         """Return the C text of all leaves but those of the gates."""
@@ -154,8 +200,12 @@ class _Printer:
         loads = {add("state", value=state): f"s->old[{k}][j]" for k, state in enumerate(d.states)}
         loads |= {
             add("parameter", value=name): f"s->parameter[{k}][j]"
-            for k, name in enumerate(d.parameters)
+            for k, name in enumerate(d.vectors)
         }
+        for p, (product, first) in enumerate(zip(d.products, _first_parts(d))):
+            loads[add("gradient", value=f"product {p}")] = f"s->din[{p}][j]"
+            for k in range(product.parts):
+                loads[add("inner", value=f"{p}.{k}")] = f"s->inner[{first + k}][j]"
         for k, state in enumerate(d.states):
             loads[add("mask", value=f"zero:{state}")] = f"s->zero[{k}][j]"
             loads[add("mask", value=f"zone:{state}")] = f"s->zone[{k}][j]"
@@ -197,6 +247,11 @@ class _Printer:
         return _function(name, self.graph, loads, stores, sums or [])
 
 
+def _first_parts(d: Definition) -> list[int]:
+    """Return the number of the first part of each product, among the parts of all."""
+    return [0, *accumulate(product.parts for product in d.products)][:-1]
+
+
 def _function(
     name: str, graph: Graph, loads: Mapping[int, str], stores: Stores, sums: Stores
 ) -> str:
@@ -229,9 +284,9 @@ def _over_units(name: str, lines: Sequence[str]) -> str:
     A local pointer with `restrict` is what lets compilers keep numbers in registers and vectorise.
     """
     text = "\n        ".join(lines)
-    written = set(re.findall(r"(?m)^\s*(s->\w+(?:\[\d\])?)\[j\] \+?=", text))
+    written = set(re.findall(r"(?m)^\s*(s->\w+(?:\[\d+\])?)\[j\] \+?=", text))
     pointers = []
-    for field in dict.fromkeys(re.findall(r"(s->\w+(?:\[\d\])?)\[j\]", text)):
+    for field in dict.fromkeys(re.findall(r"(s->\w+(?:\[\d+\])?)\[j\]", text)):
         local = re.sub(r"\W", "", field.removeprefix("s->").replace("[", "_"))
         pointers.append(f"{'' if field in written else 'const '}REAL *restrict {local} = {field};")
         text = text.replace(f"{field}[j]", f"{local}[j]")

@@ -115,9 +115,7 @@ def _disagreement(d: Definition, leaves: Leaves) -> str:
     wanted: list[int | None] = [*backward.x]
     names += [("r", str(q)) for q in range(d.gates)] if d.has_r else []
     wanted += backward.r if d.has_r else []
-    names += [("state", state) for state in d.states] + [
-        ("parameter", name) for name in d.parameters
-    ]
+    names += [("state", state) for state in d.states] + [("parameter", name) for name in d.vectors]
     wanted += [*backward.states, *backward.parameters]
     for name, node in zip(names, wanted, strict=True):
         above, below = (loss(full | {name: full[name] + by}) for by in (STEP, -STEP))

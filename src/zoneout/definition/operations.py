@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 # none
 Derivative = Callable[["Graph", tuple[int, ...], int, int], tuple[int | None, ...]]
 
-LEAVES = ("x", "r", "state", "parameter", "mask", "gradient", "number")  # nodes without arguments
+# Nodes without arguments. `inner` is a part of a product inside the step, named "product.part".
+LEAVES = ("x", "r", "state", "parameter", "inner", "mask", "gradient", "number")
 MARKS = (
     "candidate",
     "update",

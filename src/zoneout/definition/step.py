@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from .derivative import differentiate
 from .graph import Graph, Node
+from .products import products_of
 
 if TYPE_CHECKING:
     from . import Definition
@@ -29,7 +30,7 @@ SHOWN, RAW = (
 
 @dataclass(frozen=True)
 class Step:
-    """The forward pass of a step. Leaves are x, r, state, parameter and mask."""
+    """The forward pass of a step. Leaves are x, r, state, parameter, inner and mask."""
 
     graph: Graph
     new: tuple[int, ...]  # the states that are carried on, in the order of the definition
@@ -37,6 +38,7 @@ class Step:
     gates: tuple[tuple[int, ...], ...]  # per gate: the leaves of x and, if it is used, of r
     merged: bool  # every gate is used only as x + r
     raw: int | None = None  # what a norm normalises, in a step that is split there
+    inputs: tuple[int, ...] = ()  # what each product inside the step is taken of
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Backward:
     gate: int | None
     parameters: tuple[int | None, ...]
     shown: int | None = None  # of the norm's result, in a step that is split there
+    inner: tuple[tuple[int, ...], ...] = ()  # per product inside the step: of each part
 
 
 Passes = tuple[Step, Backward]
@@ -61,7 +64,8 @@ def step_of(definition: Definition, rules: frozenset[str] = RULES, split: bool =
 
     A split step has two parts, before and after the norm of what `zo.shown` marks. The second part
     reads the norm's result as a state, and the backward pass of the first part the gradient of the
-    norm's input.
+    norm's input. In the same way a step is split at the products inside it: their results are
+    leaves, `inner`, and so are the gradients of what they are taken of.
     """
     graph = Graph()
 
@@ -70,6 +74,8 @@ def step_of(definition: Definition, rules: frozenset[str] = RULES, split: bool =
 
     places: dict[int, int] = {}
     gate = raw = None
+    products = list(products_of(definition.graph, definition.outputs))
+    inputs: list[int] = []
     for number in definition.graph.reached(definition.outputs):
         op, args, value = definition.graph.nodes[number]
         new_args = tuple(places[arg] for arg in args)
@@ -86,13 +92,18 @@ def step_of(definition: Definition, rules: frozenset[str] = RULES, split: bool =
             places[number] = graph.add("state", value=SHOWN)
         elif op in ("held", "shown"):
             (places[number],) = new_args
+        elif op == "product":  # one with rank passes its input on to the product that takes it
+            places[number] = new_args[1]
+            inputs += [new_args[1]] if number in products else []
+        elif op == "part":
+            places[number] = graph.add("inner", value=f"{products.index(args[0])}.{value}")
         else:
             places[number] = graph.add(op, *new_args, value=value)
     new = []
     for state, output in zip(definition.states, definition.outputs, strict=True):
         keep = graph.add("mask", value=f"zone:{definition.group_of(state)}")
         new.append(graph.add("mix", places[output], graph.add("state", value=state), keep))
-    ends = [*new, *([] if raw is None else [raw])]
+    ends = [*new, *inputs, *([] if raw is None else [raw])]
     return Step(
         graph,
         tuple(new),
@@ -100,6 +111,7 @@ def step_of(definition: Definition, rules: frozenset[str] = RULES, split: bool =
         _gates(graph, ends, definition.gates),
         _merged(graph, ends, definition),
         raw,
+        tuple(inputs),
     )
 
 
@@ -138,11 +150,15 @@ def backward_of(definition: Definition, step: Step) -> Backward:
         outputs.append((step.gate, graph.add("gradient", value=HELD)))
     if step.raw is not None:
         outputs.append((step.raw, graph.add("gradient", value=RAW)))
+    for p, node in enumerate(step.inputs):
+        outputs.append((node, graph.add("gradient", value=f"product {p}")))
+    products = definition.products
     kinds = {
         "x": [str(q) for q in range(definition.gates)],
         "r": [str(q) for q in range(definition.gates)],
         "state": [*definition.states, HELD, SHOWN],
-        "parameter": list(definition.parameters),
+        "parameter": list(definition.vectors),
+        "inner": [f"{p}.{k}" for p, one in enumerate(products) for k in range(one.parts)],
     }
     leaves = [graph.add(kind, value=name) for kind, names in kinds.items() for name in names]
     found = dict(
@@ -156,5 +172,20 @@ def backward_of(definition: Definition, step: Step) -> Backward:
         return [found[kind, name] for name in kinds[kind]]
 
     *states, gate, shown = of("state")
-    x = [graph.number(0.0) if d is None else d for d in of("x")]
-    return Backward(tuple(x), tuple(of("r")), tuple(states), gate, tuple(of("parameter")), shown)
+
+    def or_zero(d: int | None) -> int:
+        return graph.number(0.0) if d is None else d
+
+    inner = tuple(
+        tuple(or_zero(found["inner", f"{p}.{k}"]) for k in range(one.parts))
+        for p, one in enumerate(products)
+    )
+    return Backward(
+        tuple(map(or_zero, of("x"))),
+        tuple(of("r")),
+        tuple(states),
+        gate,
+        tuple(of("parameter")),
+        shown,
+        inner,
+    )

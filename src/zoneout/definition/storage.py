@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from .graph import Graph
 from .operations import COMPARISONS, OPERATIONS
+from .products import MOST_LINKS, MOST_PARTS, MOST_PRODUCTS
 from .step import RULES
 
 if TYPE_CHECKING:
@@ -44,19 +45,22 @@ class Layout:
     held: int
     again: bool  # the new states can be computed from what is stored, which a projection needs
     slots: tuple[int, ...]  # per slot: the gate whose h·W_h it stores, −1: another value
-    products: int = 0  # the number of `zo.product`s inside the step
+    products: tuple[int, ...] = ()  # the parts of each product inside the step, stored beside it
+    links: int = 0  # the most matrices that one of them applies
 
     @property
     def fits(self) -> bool:
-        """True if a fused loop can run the cell: it has no products, and room for the slots."""
-        return not self.products and len(self.slots) <= MOST_SLOTS
+        """True if a fused loop has room for the slots and the products of the cell."""
+        return len(self.slots) <= MOST_SLOTS and self.fits_products
+
+    @property
+    def fits_products(self) -> bool:
+        count, parts = len(self.products), sum(self.products)
+        return count <= MOST_PRODUCTS and parts <= MOST_PARTS and self.links <= MOST_LINKS
 
 
 def layout_of(d: Definition) -> Layout:
     """Return the layout that serves all variants of a cell's step."""
-    if d.matrices:  # the reference runs it, which stores nothing
-        ops = [d.graph.nodes[node].op for node in d.graph.reached(d.outputs)]
-        return Layout(d.has_r, -1, False, (), ops.count("product"))
     variants = [(frozenset[str](), False), (RULES, False)]
     variants += [(RULES, True)] if "shown" in d.marks else []
     slots: list[set[int]] = []
@@ -79,6 +83,8 @@ def layout_of(d: Definition) -> Layout:
         max(held, default=-1),
         again,
         tuple(min(gates) if len(gates) == 1 else -1 for gates in slots),
+        tuple(product.parts for product in d.products),
+        max((len(product.matrices) for product in d.products), default=0),
     )
 
 
@@ -88,7 +94,7 @@ def storage_of(step: Step, backward: Backward) -> Storage:
     users = step.graph.users(outputs)
     gates = tuple(_climb(step.graph, users, leaves) for leaves in step.gates)
     slots: list[int] = []
-    for node in needed(step, backward):
+    for node in (*needed(step, backward), *step.inputs):
         if not computable(step.graph, node, {*gates, *slots}):
             slots.append(node)
     if (
@@ -107,7 +113,7 @@ def storage_of(step: Step, backward: Backward) -> Storage:
 
 def ends_of(step: Step) -> list[int]:
     """Return all results of the forward pass."""
-    return [*step.new, *(node for node in (step.gate, step.raw) if node is not None)]
+    return [*step.new, *step.inputs, *(node for node in (step.gate, step.raw) if node is not None)]
 
 
 def needed(step: Step, backward: Backward) -> list[int]:
@@ -123,6 +129,7 @@ def needed(step: Step, backward: Backward) -> list[int]:
         if node is not None
     ]
     ends += [node for node in (backward.gate, backward.shown) if node is not None]
+    ends += [node for each in backward.inner for node in each]
     found = {end for end in ends if end in inside}
     for node in graph.reached(ends, stop=forward):
         if node not in inside:
@@ -139,8 +146,8 @@ def needed(step: Step, backward: Backward) -> list[int]:
 
 
 def computable(graph: Graph, node: int, stored: set[int]) -> bool:
-    """Return True if a node can be computed from stored nodes, old states, parameters, masks and
-    numbers.
+    """Return True if a node can be computed from stored nodes, old states, results of products,
+    parameters, masks and numbers.
     """
     return all(
         at in stored or graph.nodes[at].op not in ("x", "r")

@@ -59,7 +59,7 @@ class Loop:
     b_x: Tensor | None  # [G]: added to x·Wx; None in the backward pass
     b_h: Tensor | None  # [G]: added to h·Wh if that is kept apart from x·Wx (`apart`)
     w_hr: Tensor | None  # [P, H]
-    parameters: tuple[Tensor, ...]  # [H] each
+    parameters: tuple[Tensor, ...]  # [H] each, as `cell.vectors`
     draws: dict[str, Draw]  # by stream: those of the states and of the update
     scale_h: Tensor | None  # [B, P]: the variational mask on h where it enters the gates
     norm: StepNorm | None
@@ -80,6 +80,8 @@ class Loop:
     mean_c: Tensor | None  # * [N] or [T, H]
     var_c: Tensor | None  # *
     by_unit: bool = False
+    matrices: tuple[Tensor, ...] = ()  # of the products inside the step, as `cell.matrices`
+    inner: tuple[Tensor, ...] = ()  # * their results: [N, parts · H] each
 
     @property
     def batch(self) -> int:
@@ -187,6 +189,8 @@ class LoopGrads:
     ] = ()  # [parts, H] each, starts at zero; the sum over parts is the gradient
     db_x: Tensor | None = None  # [G]: the sum of dgx, if the loop computes it
     db_h: Tensor | None = None  # [G]: the sum of dsh, if the loop computes it
+    dinner: tuple[Tensor, ...] = ()  # of the products inside the step: [N, parts · H] each
+    ins: tuple[Tensor, ...] = ()  # what these products are taken of: [N, H] each
 
     @property
     def dh(self) -> Tensor:

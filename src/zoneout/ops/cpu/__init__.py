@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...definition.products import MOST_LINKS, MOST_PARTS, MOST_PRODUCTS
 from ...definition.storage import MOST_SLOTS
 from ...draws import Draw
 from ...noise import STATE_STREAMS
@@ -32,7 +33,7 @@ GATES_AT_ONCE = 2**22  # gate values at once if no backward pass follows
 
 
 def supports(r: Run) -> bool:
-    """Return True if the loop has enough slots for the values that the cell stores."""
+    """Return True if the loop has room for what the cell stores, and for its products."""
     if _fits(r):
         return True
     if not torch.compiler.is_compiling():
@@ -41,7 +42,7 @@ def supports(r: Run) -> bool:
 
 
 def check(r: Run) -> None:
-    """Raise if the loop has too few slots for the values that the cell stores."""
+    """Raise if the loop has no room for what the cell stores, or for its products."""
     if not _fits(r):
         raise ValueError(f"backend: {_too_much(r)}; backend='reference' runs every cell")
 
@@ -49,12 +50,19 @@ def check(r: Run) -> None:
 def _fits(r: Run) -> bool:
     # The ONNX exporter translates the operator of any cell.
     layout = r.cell.storage
-    return (layout.fits and (layout.again or r.w_hr is None)) or torch.onnx.is_in_onnx_export()
+    splits = bool(layout.products) and r.norm is not None  # the norm would split the step again
+    fits = layout.fits and (layout.again or r.w_hr is None) and not splits
+    return fits or torch.onnx.is_in_onnx_export()
 
 
 def _too_much(r: Run) -> str:
-    if products := r.cell.storage.products:
-        return f"the cell {r.cell.name!r} has products inside its step ({products})"
+    if not r.cell.storage.fits_products:
+        return (
+            f"the cell {r.cell.name!r} has more products inside its step than the compiled loop "
+            f"takes: {MOST_PRODUCTS}, with {MOST_PARTS} parts and {MOST_LINKS} ranks in a row"
+        )
+    if r.cell.storage.products and r.norm is not None:
+        return f"the cell {r.cell.name!r} has products inside its step, and the layer a norm"
     if r.cell.storage.fits:
         return f"the cell {r.cell.name!r} does not store what proj_size needs"
     return (
@@ -270,8 +278,8 @@ _NUMBERS = (
     "scale_h", "x", "w_ih", "w_hh", "b_x", "b_h", "w_hr", "gates", "hats",
     "mean_x", "var_x", "mean_h", "var_h", "mean_c", "var_c",
 )  # fmt: skip
-_SEVERAL = ("parameters", "initial", "reset_to", "states", "slots")
-_SEVERAL_BACK = ("dstates", "dreset", "dparameters")
+_SEVERAL = ("parameters", "matrices", "initial", "reset_to", "states", "slots", "inner")
+_SEVERAL_BACK = ("dstates", "dreset", "dparameters", "dinner", "ins")
 _BACKWARD = (
     "dy",
     "dgx",
@@ -313,6 +321,8 @@ def _arguments(loop: Loop, back: LoopGrads | None) -> native.Loop:
     _put(args, loop.__dict__, _BITS, torch.bool)
     _put(args, loop.__dict__, _NUMBERS, numbers)
     _put_several(args, loop.__dict__, _SEVERAL, numbers)
+    for k, matrix in enumerate(loop.matrices):
+        args.matrix_rows[k], args.matrix_columns[k] = matrix.shape
     if norm is not None:
         args.norm, args.norm_given, args.eps = (
             1 if norm.over == "units" else 2,

@@ -349,6 +349,10 @@ static void NAME(column_back)(REAL *dv, const REAL *d, const REAL *hat, const RE
 
 typedef struct { /* scratch memory, shared by the threads */
     REAL *w_ih, *w_hh, *w_hr; /* packed */
+    REAL *matrix[PRODUCTS]; /* packed */
+    REAL *in;          /* [products][B, H]: what the products inside the step are taken of; backward pass: its gradient */
+    REAL *chain;       /* [2][B, rank]: between the matrices of a product */
+    int64_t rank;
     REAL *product;     /* [B, G] */
     REAL *h_in;        /* [B, P] */
     REAL *raw;         /* [B, H]: the candidate c; backward pass: its gradient */
@@ -368,6 +372,15 @@ INLINE int64_t NAME(packed_recurrent_size)(const Loop *l) {
     return max64(NAME(panel_size)(p, g), NAME(panel_size)(g, p));
 }
 
+/* The widest value between two matrices of a product inside the step. */
+static int64_t NAME(rank)(const Loop *l) {
+    const CELL *cell = NAME(cell_of)(l);
+    int64_t rank = 0;
+    for (int64_t p = 0; p < cell->products; p++)
+        for (int64_t i = 1; i < cell->links[p]; i++) rank = max64(rank, l->matrix_columns[cell->link[p][i]]);
+    return rank;
+}
+
 static int64_t NAME(layout)(const Loop *l, WORK *w) {
     int64_t b = l->batch, h = l->hidden, p = l->outputs, g = NAME(width)(l), at = 0;
     char *base = (char *)l->work;
@@ -375,6 +388,13 @@ static int64_t NAME(layout)(const Loop *l, WORK *w) {
     PLACE(w_ih, l->x ? NAME(panel_size)(l->inputs, g) : 0);
     PLACE(w_hh, NAME(packed_recurrent_size)(l));
     PLACE(w_hr, l->w_hr ? max64(NAME(panel_size)(h, p), NAME(panel_size)(p, h)) : 0);
+    for (int64_t m = 0; m < PRODUCTS; m++) {
+        int64_t rows = l->matrix_rows[m], columns = l->matrix_columns[m];
+        PLACE(matrix[m], max64(NAME(panel_size)(columns, rows), NAME(panel_size)(rows, columns)));
+    }
+    w->rank = NAME(rank)(l);
+    PLACE(in, NAME(cell_of)(l)->products * b * h);
+    PLACE(chain, 2 * b * w->rank);
     PLACE(product, b * g);
     PLACE(h_in, b * p);
     PLACE(raw, b * h);
@@ -392,6 +412,7 @@ static int64_t NAME(layout)(const Loop *l, WORK *w) {
 static int NAME(rows_apart)(const Loop *l) {
     int64_t depth = l->heads == 0 ? 0 : l->heads > 1 ? NAME(block)(l) : l->outputs;
     int64_t bytes = (depth + (l->x ? l->inputs : 0)) * NAME(width)(l) * (int64_t)sizeof(REAL);
+    for (int64_t m = 0; m < PRODUCTS; m++) bytes += l->matrix_rows[m] * l->matrix_columns[m] * (int64_t)sizeof(REAL);
     return l->threads > 1 && l->norm != NORM_EXAMPLES && l->batch >= 4 * l->threads && bytes <= 1 << 20 &&
            l->counts[l->steps - 1] == l->batch;
 }
@@ -588,6 +609,74 @@ INLINE void NAME(carry_h)(const Loop *l, const KEEP *keep, const REAL *new, int6
     }
 }
 
+/* Pack the matrices of the products inside the step, for the forward or the backward pass. */
+static void NAME(pack_matrices)(const Loop *l, WORK *w, int backward) {
+    for (int64_t m = 0; m < PRODUCTS && l->matrices[m]; m++) {
+        int64_t rows = l->matrix_rows[m], columns = l->matrix_columns[m];
+        NAME(pack)(w->matrix[m], l->matrices[m], backward ? rows : columns, backward ? columns : rows,
+                   backward ? columns : 1, backward ? 1 : columns);
+    }
+}
+
+/* Apply the matrices of a product inside the step to n rows; backward: transposed, the last one first. All threads must
+ * wait before and after it. */
+static void NAME(chain)(const Loop *l, WORK *w, int64_t product, int64_t n, const REAL *in, REAL *out, int backward) {
+    const CELL *cell = NAME(cell_of)(l);
+    int64_t links = cell->links[product];
+    for (int64_t i = 0; i < links; i++) {
+        int64_t m = cell->link[product][backward ? links - 1 - i : i];
+        int64_t rows = l->matrix_rows[m], columns = l->matrix_columns[m];
+        int64_t depth = backward ? rows : columns, size = backward ? columns : rows;
+        REAL *to = i == links - 1 ? out : w->chain + i % 2 * l->batch * w->rank;
+        NAME(product)(n, depth, size, in, depth, w->matrix[m], to, size, 0);
+        if (links > 1) barrier();
+        in = to;
+    }
+}
+
+/* Set the pointers to the products of one row: their results and gradients, and what they are taken of. */
+INLINE void NAME(point_products)(const Loop *l, WORK *w, STEP *s, int64_t t, int64_t row, int backward) {
+    const CELL *cell = NAME(cell_of)(l);
+    int64_t h = l->hidden, at = l->offsets[t] + row, part = 0;
+    for (int64_t p = 0; p < cell->products; p++) {
+        REAL *work = w->in + (p * l->batch + row) * h;
+        s->in[p] = backward ? (REAL *)l->ins[p] + at * h : work;
+        s->din[p] = work;
+        for (int64_t q = 0; q < cell->parts[p]; q++, part++) {
+            s->inner[part] = (const REAL *)l->inner[p] + (at * cell->parts[p] + q) * h;
+            if (backward) s->dinner[part] = (REAL *)l->dinner[p] + (at * cell->parts[p] + q) * h;
+        }
+    }
+}
+
+/* Compute the products inside a step, level by level. */
+static void NAME(products_forward)(const Loop *l, WORK *w, int64_t t) {
+    const CELL *cell = NAME(cell_of)(l);
+    int64_t h = l->hidden, n = l->counts[t], b0, b1, j0, j1;
+    int variant = NAME(variant)(l);
+    REAL slots[SLOTS * CHUNK];
+    KEEP keep;
+    STEP s;
+    NAME(region)(l, n, h, &b0, &b1, &j0, &j1);
+    for (int64_t level = 0; level < cell->levels; level++) {
+        for (int64_t b = b0; b < b1; b++)
+            for (int64_t from = j0; from < j1; from += CHUNK) {
+                int64_t to = min64(j1, from + CHUNK);
+                if (variant) NAME(keeps)(l, &keep, t, b, from, to, l->w_hr != NULL, cell->states, 1);
+                NAME(point)(l, w, &keep, &s, t, b, from);
+                NAME(point_slots)(l, &s, t, b, from, slots);
+                NAME(point_products)(l, w, &s, t, b, 0);
+                cell->enter[variant][level](&s, from, to);
+            }
+        barrier();
+        for (int64_t p = 0; p < cell->products; p++)
+            if (cell->level[p] == level)
+                NAME(chain)(l, w, p, n, w->in + p * l->batch * h,
+                            (REAL *)l->inner[p] + l->offsets[t] * cell->parts[p] * h, 0);
+        barrier();
+    }
+}
+
 /* Run one step of all rows: compute gates and states from the products. */
 static void NAME(step_forward)(const Loop *l, WORK *w, int64_t t) {
     const CELL *cell = NAME(cell_of)(l);
@@ -613,6 +702,7 @@ static void NAME(step_forward)(const Loop *l, WORK *w, int64_t t) {
                 NAME(keeps)(l, &keep, t, b, from, to, project, cell->states, 1);
                 NAME(point)(l, w, &keep, &s, t, b, from);
                 NAME(point_slots)(l, &s, t, b, from, slots);
+                NAME(point_products)(l, w, &s, t, b, 0);
                 s.new[0] = project ? w->shown + b * h : (REAL *)l->states[0] + (off + b) * p;
                 for (int64_t k = 1; k < cell->states; k++) s.new[k] = (REAL *)l->states[k] + (off + b) * h;
                 s.raw = w->raw + b * h;
@@ -707,6 +797,7 @@ static void NAME(run_forward)(const Loop *l, WORK *w) {
     if (!once) NAME(pack_recurrent)(l, w->w_hh, 0);
     if (l->x && !once) NAME(pack)(w->w_ih, l->w_ih, l->inputs, g, 1, l->inputs);
     if (l->w_hr) NAME(pack)(w->w_hr, l->w_hr, h, p, 1, h);
+    NAME(pack_matrices)(l, w, 0);
     barrier();
     for (int64_t t = 0; t < l->steps && l->counts[t] > 0; t++) {
         REAL *gates = (REAL *)l->gates + l->offsets[t] * g;
@@ -721,6 +812,7 @@ static void NAME(run_forward)(const Loop *l, WORK *w) {
             NAME(recurrent_product)(l, l->counts[t], left, once ? NULL : w->w_hh, apart ? w->product : gates, !apart);
         }
         if (l->heads || l->x) barrier();
+        if (NAME(cell_of)(l)->products) NAME(products_forward)(l, w, t);
         NAME(step_forward)(l, w, t);
         if (l->heads) barrier();
     }
@@ -837,6 +929,40 @@ INLINE void NAME(add_seen)(const Loop *l, STEP *s, int64_t t, int64_t row, int64
     }
 }
 
+/* Compute the gradients of the products inside a step and of what they are taken of, the highest level first. Adds the
+ * gradients of the states that are returned at every step. */
+static void NAME(products_back)(const Loop *l, WORK *w, int64_t t) {
+    const CELL *cell = NAME(cell_of)(l);
+    int64_t h = l->hidden, n = l->counts[t], b0, b1, j0, j1;
+    int variant = NAME(variant)(l);
+    REAL slots[SLOTS * CHUNK];
+    KEEP keep;
+    STEP s;
+    NAME(region)(l, n, h, &b0, &b1, &j0, &j1);
+    for (int64_t level = cell->levels - 1; level >= 0; level--) {
+        for (int64_t b = b0; b < b1; b++)
+            for (int64_t from = j0; from < j1; from += CHUNK) {
+                int64_t to = min64(j1, from + CHUNK);
+                NAME(keeps)(l, &keep, t, b, from, to, l->w_hr != NULL, cell->states, 1);
+                NAME(point)(l, w, &keep, &s, t, b, from);
+                NAME(point_slots)(l, &s, t, b, from, slots);
+                NAME(point_back)(l, w, &s, t, b, from);
+                NAME(point_products)(l, w, &s, t, b, 1);
+                if (level == cell->levels - 1) {
+                    NAME(add_seen)(l, &s, t, b, from, to);
+                    cell->inputs[variant](&s, from, to);
+                }
+                cell->leave[variant][level](&s, from, to);
+            }
+        barrier();
+        for (int64_t p = 0; p < cell->products; p++)
+            if (cell->level[p] == level)
+                NAME(chain)(l, w, p, n, (const REAL *)l->dinner[p] + l->offsets[t] * cell->parts[p] * h,
+                            w->in + p * l->batch * h, 1);
+        barrier();
+    }
+}
+
 /* Run the backward pass of one step of all rows. */
 static void NAME(step_backward)(const Loop *l, WORK *w, int64_t t) {
     const CELL *cell = NAME(cell_of)(l);
@@ -858,6 +984,7 @@ static void NAME(step_backward)(const Loop *l, WORK *w, int64_t t) {
         NAME(product)(n, p, h, (const REAL *)l->du + off * p, p, w->w_hr, w->shown, h, 0);
         barrier();
     }
+    if (cell->products) NAME(products_back)(l, w, t);
     NAME(region)(l, n, h, &b0, &b1, &j0, &j1);
     WORK own = *w; /* 1 / standard deviation of c: each thread has its own copy, so it need not wait */
     if (split && l->norm == NORM_EXAMPLES) {
@@ -880,8 +1007,9 @@ static void NAME(step_backward)(const Loop *l, WORK *w, int64_t t) {
                 NAME(point)(l, w, &keep, &s, t, b, from);
                 NAME(point_slots)(l, &s, t, b, from, slots);
                 NAME(point_back)(l, w, &s, t, b, from);
+                NAME(point_products)(l, w, &s, t, b, 1);
                 if (l->norm) NAME(slots_again)(l, &s, t, b, from, to);
-                if (!second) NAME(add_seen)(l, &s, t, b, from, to);
+                if (!second && !cell->products) NAME(add_seen)(l, &s, t, b, from, to);
                 s.raw = raw - from, s.shown = shown - from, s.draw = w->raw + b * h, s.dshown = (REAL *)l->dnc + at;
                 if (split) { /* recompute the cell's shown value */
                     cell->norm_raw(&s, from, to);
@@ -930,6 +1058,7 @@ static void NAME(run_backward)(const Loop *l, WORK *w) {
     memset(w->gate + from * h, 0, sizeof(REAL) * (to - from) * h);
     NAME(pack_recurrent)(l, w->w_hh, 1);
     if (l->w_hr) NAME(pack)(w->w_hr, l->w_hr, p, h, h, 1);
+    NAME(pack_matrices)(l, w, 1);
     barrier();
     for (int64_t t = l->steps - 1; t >= 0; t--) {
         int64_t n = l->counts[t];

@@ -7,7 +7,7 @@
 #define ZONEOUT_LOOP_H
 #include <stdint.h>
 
-enum { GATES = 8, STATES = 4, PARAMETERS = 8, SLOTS = 2 }; /* the maximum of a cell */
+enum { GATES = 8, STATES = 4, PARAMETERS = 8, SLOTS = 2, PRODUCTS = 16 }; /* the maximum of a cell */
 enum { NORM_NONE, NORM_UNITS, NORM_EXAMPLES };
 enum { OFF, DRAWN, EXPECTED };
 
@@ -40,6 +40,8 @@ typedef struct {
     const void *x, *w_ih; /* [N, inputs], [G, inputs]: if x·Wx is computed step by step; NULL: it is in `gates` */
     const void *w_hh, *b_x, *b_h, *w_hr;      /* [G, P] or [G, H / heads]; [G]; [G] or NULL; [P, H] or NULL */
     const void *parameters[PARAMETERS];       /* [H] */
+    const void *matrices[PRODUCTS];           /* of the products inside the step: [rows, columns] */
+    int64_t matrix_rows[PRODUCTS], matrix_columns[PRODUCTS];
     const void *norm_x, *norm_h, *norm_c, *norm_c_shift; /* [G], [G], [H], [H] */
     const void *initial[STATES];              /* the states before the first step: [B, P], [B, H], … */
     const void *reset_to[STATES];             /* the states after a reset, same shapes */
@@ -48,6 +50,7 @@ typedef struct {
     void *states[STATES]; /* at every step: y [N, P], then [N, H] each */
     void *hats;    /* norm: [N, G]: h·Wh normalised */
     void *slots[SLOTS]; /* [N, H]: other stored values; with a norm, NULL if `hats` contains it */
+    void *inner[PRODUCTS]; /* results of the products inside the step: [N, parts · H] each */
     void *mean_x, *var_x; /* as for h */
     void *mean_h, *var_h; /* [N] (layer norm) or [T, G]; read if `norm_given` */
     void *mean_c, *var_c; /* [N] or [T, H] */
@@ -62,6 +65,7 @@ typedef struct {
     void *dx;                /* norm: [N, G]: in: x·Wx; out: its gradient */
     void *dscale_x, *dscale_h, *dscale_c, *dshift_c; /* norm: [threads, G or H], starts at zero; sum over threads */
     void *dparameters[PARAMETERS];                   /* [threads, H], starts at zero; sum over threads */
+    void *dinner[PRODUCTS], *ins[PRODUCTS]; /* gradients of the inner products; what they are taken of, [N, H] */
     void *work;              /* scratch memory, zoneout_work_size() bytes, 64-byte aligned */
 } Loop;
 #endif

@@ -44,7 +44,7 @@ class Stream(ctypes.Structure):
 
 
 _number, _pointer = ctypes.c_int64, ctypes.c_void_p
-STATES, PARAMETERS, SLOTS = 4, 8, 2  # the maximum of a cell
+STATES, PARAMETERS, SLOTS, PRODUCTS = 4, 8, 2, 16  # the maximum of a cell
 
 
 class Loop(ctypes.Structure):
@@ -64,6 +64,9 @@ class Loop(ctypes.Structure):
         ("inputs", _number),
         *((name, _pointer) for name in ("x", "w_ih", "w_hh", "b_x", "b_h", "w_hr")),
         ("parameters", _pointer * PARAMETERS),
+        ("matrices", _pointer * PRODUCTS),
+        ("matrix_rows", _number * PRODUCTS),
+        ("matrix_columns", _number * PRODUCTS),
         *((name, _pointer) for name in ("norm_x", "norm_h", "norm_c", "norm_c_shift")),
         ("initial", _pointer * STATES),
         ("reset_to", _pointer * STATES),
@@ -71,6 +74,7 @@ class Loop(ctypes.Structure):
         ("states", _pointer * STATES),
         ("hats", _pointer),
         ("slots", _pointer * SLOTS),
+        ("inner", _pointer * PRODUCTS),
         *(
             (name, _pointer)
             for name in ("mean_x", "var_x", "mean_h", "var_h", "mean_c", "var_c", "dy")
@@ -81,6 +85,8 @@ class Loop(ctypes.Structure):
         *((name, _pointer) for name in ("dgx", "dgh", "dsh", "du", "u", "dnc", "chat", "dx")),
         *((name, _pointer) for name in ("dscale_x", "dscale_h", "dscale_c", "dshift_c")),
         ("dparameters", _pointer * PARAMETERS),
+        ("dinner", _pointer * PRODUCTS),
+        ("ins", _pointer * PRODUCTS),
         ("work", _pointer),
     ]
 

@@ -20,6 +20,11 @@ typedef struct {
     REAL *dparameter[8];                /* accumulated */
     REAL *dshown;                       /* gradient of the norm's result */
     const REAL *draw;                   /* gradient of the norm's input */
+    /* products inside the step */
+    const REAL *inner[32];              /* their results, one per part */
+    REAL *in[16];                       /* what they are taken of */
+    const REAL *din[16];                /* its gradient */
+    REAL *dinner[32];                   /* gradients of their results */
 } STEP;
 
 typedef void FUNCTION(const STEP *s, int64_t from, int64_t to);
@@ -34,4 +39,9 @@ typedef struct { /* a cell: its sizes and its functions, as definition/c.py desc
     int64_t parameters;
     FUNCTION *forward[2], *backward[2], *again[2]; /* [0]: only zoneout; [1]: all noise rules */
     FUNCTION *norm_gates, *norm_raw, *norm_shows, *norm_back_shows, *norm_back_gates; /* NULL: no zo.shown */
+    int64_t products, levels; /* inside the step; a product depends on products of lower levels only */
+    int64_t level[16], parts[16]; /* of each product */
+    int64_t links[16], link[16][4]; /* the matrices that a product applies, the first one first */
+    FUNCTION *enter[2][16], *leave[2][16]; /* per variant and level */
+    FUNCTION *inputs[2];
 } CELL;

@@ -76,7 +76,8 @@ class BackwardPass:
         found |= weights
         found |= self._of_biases(sums)
         self.device.release(
-            back.dgx, back.dgh, back.dsh, back.du, back.u, back.dnc, back.chat, back.dx
+            *(back.dgx, back.dgh, back.dsh, back.du, back.u, back.dnc, back.chat, back.dx),
+            *(*back.dinner, *back.ins),
         )
         if self.ready.by_unit:
             found |= reorder(
@@ -101,7 +102,27 @@ class BackwardPass:
         return {name: total.sum(0) for name, total in sums.items() if total is not None}
 
     def _of_parameters(self) -> dict[str, Tensor]:
-        return {f"parameter{k}": total.sum(0) for k, total in enumerate(self.back.dparameters)}
+        cell = self.loop.cell
+        found = {name: v.sum(0) for name, v in zip(cell.vectors, self.back.dparameters)}
+        found |= self._of_matrices()
+        return {f"parameter{cell.parameters.index(name)}": v for name, v in found.items()}
+
+    def _of_matrices(self) -> dict[str, Tensor]:
+        """Return the gradients of the matrices of the products inside the step, by name.
+
+        Values between two matrices of a product, and their gradients, are computed again.
+        """
+        found: dict[str, Tensor] = {}
+        given = dict(zip(self.loop.cell.matrices, self.loop.matrices))
+        for one, v, d in zip(self.loop.cell.products, self.back.ins, self.back.dinner):
+            between = [v]
+            for name in one.matrices[:-1]:
+                between.append(times(between[-1], given[name].t()))
+            for name, left in zip(reversed(one.matrices), reversed(between)):
+                part = product(d.t(), left)
+                found[name] = found[name] + part if name in found else part
+                d = times(d, given[name]) if left is not v else d
+        return found
 
     def biases(self) -> tuple[list[str], list[str]]:
         """Return the biases whose gradient is the sum of `dgx`, and those of `dsh`.
@@ -179,6 +200,8 @@ def _allocate(device: Backend, job: BackwardInputs, ready: Prepared, loop: Loop)
         dscale_c=sums(hidden) if normed_c else None,
         dshift_c=sums(hidden) if normed_c else None,
         dparameters=tuple(sums(hidden) for _ in loop.parameters),
+        dinner=tuple(scratch(v.shape[1], states) for v in loop.inner),
+        ins=tuple(scratch(hidden, states) for _ in loop.inner),
     )
 
 

@@ -134,7 +134,7 @@ def empty_outputs(r: Run, dtype: torch.dtype) -> Saved:
         states=tuple(like.new_empty(*at, hidden, dtype=wide_) for _ in r.states[1:]),
         gates=like.new_empty(rows, gates, dtype=dtype),
         hats=of_rows(gates) if norm is not None else None,
-        slots=tuple(of_rows(hidden) if has else None for has in stored_slots(r)),
+        slots=tuple(of_rows(hidden * n) if n else None for n in stored_slots(r)),
         moments=moments_of(moments),
     )
 
@@ -154,6 +154,8 @@ def build_loop(
         moments = [None if v is None else v.contiguous() for v in norm.given]
     mean_x, var_x, mean_h, var_h, mean_c, var_c = moments
     assert saved.gates is not None
+    own = {name: v.contiguous() for name, v in zip(r.cell.parameters, w.parameters)}
+    plain = len(r.cell.storage.slots)
     return Loop(
         cell=r.cell,
         hidden=r.hidden,
@@ -167,7 +169,8 @@ def build_loop(
         b_x=contiguous(b_x),
         b_h=contiguous(w.b_hh) if has_own_bias(r) else None,
         w_hr=contiguous(w.w_hr),
-        parameters=tuple(v.contiguous() for v in w.parameters),
+        parameters=tuple(own[name] for name in r.cell.vectors),
+        matrices=tuple(own[name] for name in r.cell.matrices),
         draws=draws,
         scale_h=scale_h,
         norm=norm,
@@ -180,7 +183,8 @@ def build_loop(
         gates=saved.gates,
         states=(saved.y, *saved.states),
         hats=saved.hats,
-        slots=saved.slots,
+        slots=saved.slots[:plain],
+        inner=tuple(v for v in saved.slots[plain:] if v is not None),
         mean_x=mean_x,
         var_x=var_x,
         mean_h=mean_h,

@@ -23,7 +23,7 @@ class Saved(NamedTuple):
     ]  # [T, B, H] each: the states other than h, in the precision of states
     gates: Tensor | None = None  # [N, G]; None if steps are recomputed, like all fields below
     hats: Tensor | None = None  # norm: [N, G]
-    slots: tuple[Tensor | None, ...] = ()  # [N, H] each
+    slots: tuple[Tensor | None, ...] = ()  # [N, H] each, or [N, parts · H]: `stored_slots`
     moments: Moments | None = None  # of a norm
     rows: Packed | Padded | None = None  # the row layout; None: to be computed again
 
@@ -82,12 +82,13 @@ class BackwardInputs(NamedTuple):
     needs: frozenset[str]  # names of the tensors whose gradient is needed, as in `flat`
 
 
-def stored_slots(r: Run) -> list[bool]:
-    """Return, for each slot of the cell, True if it has its own tensor.
+def stored_slots(r: Run) -> list[int]:
+    """Return the width of each slot of the cell in units: 0 if it has no tensor of its own.
 
-    A norm stores h·Wh of every gate anyway.
+    A norm stores h·Wh of every gate anyway. The results of products inside the step follow.
     """
-    return [r.norm is None or gate < 0 for gate in r.cell.storage.slots]
+    layout = r.cell.storage
+    return [int(r.norm is None or gate < 0) for gate in layout.slots] + [*layout.products]
 
 
 def reached(r: Run, d: Gradients, needs: frozenset[str]) -> frozenset[str]:
