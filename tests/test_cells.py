@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import torch
+from products import authors_gru, low_rank
 
 import zoneout as zo
 from zoneout import cells
@@ -206,19 +207,6 @@ def test_traces_and_derivatives(name):
 # --- products inside the step ---------------------------------------------------------------------
 
 
-@zo.cell(gates=3, recurrence="none")
-def authors_gru(x, h, u, u_n):
-    """Cho et al. 2014: the reset gate is applied before the product."""
-    r, z = ((a + b).sigmoid() for a, b in zip(x, zo.product(u, h, parts=2)))
-    n = (x[2] + zo.product(u_n, r * h)).tanh()
-    return z * h + zo.update((1 - z) * n)
-
-
-@zo.cell(gates=1, recurrence="none")
-def low_rank(x, h, a, b):
-    return (x[0] + zo.product(a, zo.product(b, h, rank=3))).tanh()
-
-
 def test_reset_before_the_product():
     """The authors' GRU is not its equation, or zoneout keeps other units than its masks say."""
     noise = zo.Zoneout(hidden=0.3)
@@ -239,11 +227,13 @@ def test_reset_before_the_product():
 def test_low_rank():
     """rank= gives another shape, or the two matrices are applied in another order."""
     layer = zo.Recurrent(low_rank, INPUT, HIDDEN, dtype=torch.float64)
-    a, b = layer.a_l0, layer.b_l0
-    assert a.shape == (HIDDEN, 3) and b.shape == (3, HIDDEN)
+    a, b, c = layer.a_l0, layer.b_l0, layer.c_l0
+    assert [*a.shape, *b.shape, *c.shape] == [2 * HIDDEN, 3, 3, HIDDEN, HIDDEN, 3]
     h0 = torch.randn(1, BATCH, HIDDEN, dtype=torch.float64)
     x = torch.randn(1, BATCH, INPUT, dtype=torch.float64)
-    want = x[0] @ layer.weight_ih_l0.T + layer.bias_ih_l0 + h0[0] @ (a @ b).T
+    one, two = (h0[0] @ (a @ b).T).chunk(2, dim=1)
+    inner = one + two * h0[0] + h0[0] ** 2 @ (c @ b).T
+    want = x[0] @ layer.weight_ih_l0.T + layer.bias_ih_l0 + inner
     torch.testing.assert_close(layer(x, h0)[0][0], want.tanh())
 
 

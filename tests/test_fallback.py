@@ -8,6 +8,7 @@ from itertools import cycle
 from typing import Any
 
 import generated
+import products
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import zoneout as zo
+from zoneout import cells
 from zoneout.definition.graph import Graph
 from zoneout.definition.torch_calls import compile_calls
 from zoneout.ops import TOLERANCES
@@ -98,9 +100,9 @@ def sharing(x, r, h, c, p):
 
 
 CELLS = [peephole, grouped, indrnn, mingru, blocks, apart_blocks, slotted, exchanging, awkward]
-CELLS.append(sharing)
+CELLS += [sharing, *products.BY_NAME.values(), cells.mogrifier_lstm]
 BY_NAME = {d.name: d for d in CELLS}
-DENSE = [d.name for d in CELLS if d.recurrence == "dense"]
+DENSE = [d.name for d in CELLS if d.recurrence == "dense" and not d.products]
 RESETS = torch.zeros(STEPS, BATCH, dtype=torch.bool)
 RESETS[range(STEPS), [1, 3, 0, 1, 2]] = True  # one row at every step: all chunks have some
 CALLS: dict[str, dict[str, Any]] = {

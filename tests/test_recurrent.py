@@ -13,6 +13,7 @@ import warnings
 from typing import Any
 
 import numpy as np
+import products
 import pytest
 import torch
 from generated import definitions
@@ -90,7 +91,7 @@ def eight_gates(x, r, h):
 
 CELLS = {
     d.name: d for d in (peephole, slstm, four_states, slotted, indrnn, mingru, blocks, eight_gates)
-}
+} | products.BY_NAME
 every_cell = pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
 
 
@@ -109,7 +110,7 @@ def noises(cell: Definition) -> dict[str, Any]:
     }
     found["zero"] = zo.StateDropout(
         states={group[0]: 0.3 for group in cell.groups},
-        at_eval="sample" if cell is slstm else "expectation",
+        at_eval="sample" if any(len(group) > 1 for group in cell.groups) else "expectation",
     )
     if "update" in cell.marks:
         found["update"] = [
@@ -245,7 +246,9 @@ def test_in_lower_precision(cell, dtype):
 )
 @pytest.mark.parametrize("form", ["whole", "both ways"])
 @pytest.mark.parametrize(
-    "cell", [d for d in CELLS.values() if d.recurrence == "dense"], ids=lambda d: d.name
+    "cell",
+    [d for d in CELLS.values() if d.recurrence == "dense" and not d.products],
+    ids=lambda d: d.name,
 )
 def test_norms(cell, form, norm):
     """A norm of a user's cell normalises something else than in the reference."""
@@ -501,7 +504,9 @@ def test_copies():
         assert copied.p_i_l0 is not layer.p_i_l0
 
 
-@pytest.mark.parametrize("cell", [peephole, four_states, indrnn], ids=lambda d: d.name)
+@pytest.mark.parametrize(
+    "cell", [peephole, four_states, indrnn, products.shared], ids=lambda d: d.name
+)
 def test_compile(cell):
     """The compiler breaks the graph, or compiled code gives other outputs or gradients."""
     layer, x = made(cell)
@@ -515,9 +520,10 @@ def test_compile(cell):
         torch.testing.assert_close(a, b)
 
 
-def test_export():
+@pytest.mark.parametrize("cell", [mingru, products.lem], ids=lambda d: d.name)
+def test_export(cell):
     """An exported program needs the user's function, or computes something else."""
-    layer, x = made(mingru)
+    layer, x = made(cell)
     layer.eval()
     buffer = io.BytesIO()
     torch.export.save(torch.export.export(layer, (x,), {"seed": torch.tensor(3)}), buffer)
@@ -526,9 +532,10 @@ def test_export():
     torch.testing.assert_close(program(x, seed=torch.tensor(3))[0], layer(x, seed=3)[0])
 
 
-def test_functional_transforms():
+@pytest.mark.parametrize("cell", [peephole, products.shared], ids=lambda d: d.name)
+def test_functional_transforms(cell):
     """torch.func does not see the parameters of a user's cell."""
-    layer, x = made()
+    layer, x = made(cell)
     parameters = dict(layer.named_parameters())
 
     def loss(p: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -541,7 +548,49 @@ def test_functional_transforms():
     each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(
         parameters, torch.stack((x, 2 * x))
     )
-    torch.testing.assert_close(each["p_i_l0"][0], layer.p_i_l0.grad)
+    for name, p in layer.named_parameters():
+        torch.testing.assert_close(each[name][0], p.grad)
+
+
+@pytest.mark.parametrize("batch", [2, 9, 64])
+def test_threads_share_the_products_of_a_step(batch):
+    """Threads read a product before it is there, or add up gradients of others' rows."""
+    found, threads = [], torch.get_num_threads()
+    layer, x = made(products.marked)[0], torch.randn(STEPS, batch, INPUT)
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            layer.zero_grad()
+            y = layer(x, seed=3)[0]
+            y.square().sum().backward()
+            found.append([y.detach(), *(p.grad.clone() for p in layer.parameters())])
+    finally:
+        torch.set_num_threads(threads)
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other)
+    assert found[0][0].equal(found[1][0])
+
+
+def test_derivatives_of_products_by_differences():
+    """A gradient of a matrix, of x or of a state is not the slope; or a second one is wrong."""
+    for cell in (products.shared, products.low_rank):
+        fast, exact = (
+            zo.Recurrent(cell, 2, 3, dtype=torch.float64, backend=backend)
+            for backend in (None, "reference")
+        )
+        exact.load_state_dict(fast.state_dict())
+        x = torch.randn(3, 2, 2, dtype=torch.float64, requires_grad=True)
+        for layer, check in (
+            (fast, torch.autograd.gradcheck),
+            (exact, torch.autograd.gradgradcheck),
+        ):
+            names = [name for name, _ in layer.named_parameters()]
+
+            def call(x: Tensor, *values: Tensor, layer: Any = layer, names: Any = names) -> Tensor:
+                given = dict(zip(names, values))
+                return torch.func.functional_call(layer, given, (x,))[0]
+
+            assert check(call, (x, *layer.parameters()))
 
 
 def test_convert_and_revert():

@@ -192,7 +192,8 @@ class _Printer:
         for p, level in enumerate(levels):
             self.enters[level].append((f"s->in[{p}][j]", step.inputs[p]))
             for k, node in enumerate(backward.inner[p]):
-                self.leaves[level].append((f"s->dinner[{firsts[p] + k}][j]", node))
+                of_part = zero if node is None else node
+                self.leaves[level].append((f"s->dinner[{firsts[p] + k}][j]", of_part))
 
     def _leaves(self, d: Definition) -> dict[int, str]:
         """Return the C text of all leaves but those of the gates."""

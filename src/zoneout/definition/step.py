@@ -53,7 +53,7 @@ class Backward:
     gate: int | None
     parameters: tuple[int | None, ...]
     shown: int | None = None  # of the norm's result, in a step that is split there
-    inner: tuple[tuple[int, ...], ...] = ()  # per product inside the step: of each part
+    inner: tuple[tuple[int | None, ...], ...] = ()  # per product inside the step: of each part
 
 
 Passes = tuple[Step, Backward]
@@ -172,16 +172,13 @@ def backward_of(definition: Definition, step: Step) -> Backward:
         return [found[kind, name] for name in kinds[kind]]
 
     *states, gate, shown = of("state")
-
-    def or_zero(d: int | None) -> int:
-        return graph.number(0.0) if d is None else d
-
+    x = [graph.number(0.0) if d is None else d for d in of("x")]
     inner = tuple(
-        tuple(or_zero(found["inner", f"{p}.{k}"]) for k in range(one.parts))
+        tuple(found["inner", f"{p}.{k}"] for k in range(one.parts))
         for p, one in enumerate(products)
     )
     return Backward(
-        tuple(map(or_zero, of("x"))),
+        tuple(x),
         tuple(of("r")),
         tuple(states),
         gate,

@@ -129,7 +129,7 @@ def needed(step: Step, backward: Backward) -> list[int]:
         if node is not None
     ]
     ends += [node for node in (backward.gate, backward.shown) if node is not None]
-    ends += [node for each in backward.inner for node in each]
+    ends += [node for each in backward.inner for node in each if node is not None]
     found = {end for end in ends if end in inside}
     for node in graph.reached(ends, stop=forward):
         if node not in inside:

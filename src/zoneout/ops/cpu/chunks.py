@@ -130,6 +130,7 @@ def _chunk(loop: Loop, rows: Rows, masks: dict[str, Tensor], t: int, end: int) -
         states=tuple(map(of_rows, loop.states)),
         hats=of_rows(loop.hats),
         slots=tuple(map(of_rows, loop.slots)),
+        inner=tuple(map(of_rows, loop.inner)),
         resets=of_rows(loop.resets),
         **moments,
     )

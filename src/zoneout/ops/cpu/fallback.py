@@ -7,19 +7,20 @@ computed for many steps at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...definition.operations import less, mix
 from ...definition.torch_calls import Calls
 from ..backend import Loop, LoopGrads
 from .chunks import Chunk, Columns, Rows, chunks_of, masks_by_name
-from .plans import Case, backward_plan, forward_plan
+from .plans import Case, backward_plan, forward_plan, parts_of
 
 Multiply = Callable[[Tensor, Tensor, bool], None]  # left operand, result, True to add to the result
 Values = dict[str, Any]  # tensors of a chunk by a plan's names, or columns: one per step
@@ -65,6 +66,7 @@ def _tensors(loop: Loop, masks: dict[str, Tensor]) -> Values:
     rates = {f"{name}_share": mask for name, mask in masks.items() if mask.dtype != torch.bool}
     values: Values = {**masks, **rates, **_split(loop, loop.gates, "gate")}
     values |= {f"slot{k}": v for k, v in enumerate(loop.slots)}
+    values |= _parts(loop, loop.inner, "inner")
     return values | {f"parameter{k}": v for k, v in enumerate(loop.parameters)}
 
 
@@ -171,6 +173,33 @@ def _block_product_back(loop: Loop, w: Tensor, d: Tensor, out: Tensor, add: bool
     (to.add_ if add else to.copy_)(found)
 
 
+def _parts(loop: Loop, each: Sequence[Tensor], name: str) -> Values:
+    """Return the columns of each part of the products inside the step, by name."""
+    size = loop.hidden
+    return {f"{name}{p}_{k}": each[p][:, k * size : (k + 1) * size] for p, k in parts_of(loop.cell)}
+
+
+def _chain(loop: Loop, p: int, k: int) -> list[Tensor]:
+    """Return the matrices of a part of a product inside the step, the first one first."""
+    given = dict(zip(loop.cell.matrices, loop.matrices))
+    *first, last = (given[name] for name in loop.cell.products[p].matrices)
+    return [*first, last[k * loop.hidden : (k + 1) * loop.hidden]]
+
+
+def _apply(matrices: Sequence[Tensor], out: Tensor, v: Tensor) -> Tensor:
+    """Return a part of a product inside the step, and store it in `out`."""
+    for w in matrices:
+        v = F.linear(v, w)
+    out.copy_(v)
+    return v
+
+
+def _apply_back(matrices: Sequence[Tensor], d: Tensor) -> Tensor:
+    for w in reversed(matrices):
+        d = torch.mm(d, w)
+    return d
+
+
 # --- forward pass ---------------------------------------------------------------------------------
 
 
@@ -193,6 +222,9 @@ def _forward(chunk: Chunk, multiply: Multiply) -> None:
     if loop.norm is not None and loop.norm.scale_c is not None:
         moments = _moments(loop, rows, loop.mean_c, loop.var_c)
         values["normalise"] = [partial(_show, loop, mean, var) for mean, var in moments]
+    for p, k in parts_of(loop.cell):
+        apply = partial(_apply, _chain(loop, p, k))
+        values[f"product{p}_{k}"] = [partial(apply, v) for v in rows.cut(values[f"inner{p}_{k}"])]
     carry = None
     if loop.w_hr is not None:
         values["new0"] = rows.first(loop.gates.new_empty(rows.counts[0], loop.hidden))
@@ -308,7 +340,9 @@ def backward(loop: Loop, back: LoopGrads) -> None:
         rows: Values = {name: getattr(back, name) for name in _OF_ROWS}
         rows = {name: None if v is None else v[chunk.at] for name, v in rows.items()}
         seen = tuple(None if v is None else v[chunk.at] for v in back.dseen)
-        _backward(chunk, replace(back, dseen=seen, **rows), multiply, owed)
+        dinner, ins = (tuple(v[chunk.at] for v in each) for each in (back.dinner, back.ins))
+        part = replace(back, dseen=seen, dinner=dinner, ins=ins, **rows)
+        _backward(chunk, part, multiply, owed)
 
 
 def _backward(chunk: Chunk, back: LoopGrads, multiply: Multiply, owed: Tensor) -> None:
@@ -320,6 +354,7 @@ def _backward(chunk: Chunk, back: LoopGrads, multiply: Multiply, owed: Tensor) -
     plan = backward_plan(_case(loop, masks, back))
     values = _tensors(loop, masks) | _split(loop, back.dgx, "dx") | _split(loop, back.dsh, "dr")
     values |= {f"{name}_share": v.to(loop.gates.dtype) for name, v in masks.items()}
+    values |= _parts(loop, back.dinner, "dinner") | {f"in{p}": v for p, v in enumerate(back.ins)}
     names = {*plan.before.names, *plan.step.names, *plan.after.names}
     values |= _before(chunk, names) | {
         "u": back.u,
@@ -333,6 +368,8 @@ def _backward(chunk: Chunk, back: LoopGrads, multiply: Multiply, owed: Tensor) -
     values |= {name: loop.gates.new_empty(rows.total, loop.hidden) for name in plan.kept}
     if loop.norm is not None and loop.norm.scale_c is not None:
         values["normalise_back"] = _show_back(loop, back, rows)
+    for p, k in parts_of(loop.cell):
+        values[f"back{p}_{k}"] = [partial(_apply_back, _chain(loop, p, k))] * len(rows.counts)
     project = None
     if loop.w_hr is not None:
         project = _project_back(chunk, back, values)

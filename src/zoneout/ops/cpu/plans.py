@@ -20,6 +20,8 @@ A plan names the tensors that it reads and writes:
 | r*q*, slot*k* | h·W_h of a gate; other stored values |
 | old*k*, new*k*, held | the states before and after a step; the held gate of the previous step |
 | parameter*k* | a parameter of the cell |
+| inner*p*_*k*, in*p* | a part of a product inside the step; what the product is taken of |
+| dinner*p*_*k* | the gradient of a part |
 | zone*k*, zero*k*, update, hold | masks, by the first state of a group; with _share as numbers |
 | dstate*k*, seen*k* | gradients of states, in: new, out: old; the terms that each step adds |
 | owed | the gradient of the gate that a step may hold |
@@ -28,6 +30,8 @@ A plan names the tensors that it reads and writes:
 | kept*k*, value*k* | values that one part of a plan passes to the next |
 
 `normalise` and `normalise_back` are the norm of the cell's shown value, and its backward pass.
+`product`*p*_*k* computes a part of a product inside the step, and `back`*p*_*k* the part of the
+gradient of what the product is taken of that comes from this part.
 """
 
 from __future__ import annotations
@@ -71,7 +75,7 @@ class Case(NamedTuple):
     @property
     def small(self) -> set[str]:
         """The names of tensors without rows."""
-        parameters = {f"parameter{k}" for k in range(len(self.cell.parameters))}
+        parameters = {f"parameter{k}" for k in range(len(self.cell.vectors))}
         rates = {name for name, kind in self.masks if kind != "drawn" and name != "hold"}
         return parameters | rates | {f"{name}_share" for name in rates}
 
@@ -79,7 +83,9 @@ class Case(NamedTuple):
     def gaps(self) -> set[str]:
         """The names of tensors that are columns of wider tensors."""
         gates = range(self.cell.gates if self.cell.gates > 1 else 0)
-        return {f"{name}{q}" for name in ("gate", "r", "dx", "dr") for q in gates}
+        found = {f"{name}{q}" for name in ("gate", "r", "dx", "dr") for q in gates}
+        several = [part for part in parts_of(self.cell) if self.cell.products[part[0]].parts > 1]
+        return found | {f"{name}{p}_{k}" for name in ("inner", "dinner") for p, k in several}
 
 
 class Forward(NamedTuple):
@@ -100,13 +106,18 @@ class Backward(NamedTuple):
     passes_h: bool  # a part of the gradient of h bypasses the gates: the step writes it
 
 
+def parts_of(cell: Definition) -> list[tuple[int, int]]:
+    """Return (product, part) for every part of the products inside the step."""
+    return [(p, k) for p, one in enumerate(cell.products) for k in range(one.parts)]
+
+
 # --- the graph of a case --------------------------------------------------------------------------
 
 
 class _Graph:
     """The step of a cell with only the masks and gradients of one case."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, back: bool = False) -> None:
         self.case, self.cell = case, case.cell
         self.masks = dict(case.masks)
         self.step, self.backward = case.cell.passes(case.rules, case.split)
@@ -116,6 +127,23 @@ class _Graph:
         if self.step.raw is not None:  # the norm's result is computed from its input
             self._call(("state", SHOWN), self.step.raw, "normalise")
             self._call(("gradient", RAW), self.backward.shown, "normalise_back")
+        self._back_products() if back else self._products()
+
+    def _products(self) -> None:
+        """Compute the products inside the step from what they are taken of."""
+        for p, k in parts_of(self.cell):
+            self._call(("inner", f"{p}.{k}"), self.step.inputs[p], f"product{p}_{k}")
+
+    def _back_products(self) -> None:
+        """Compute the gradients of what they are taken of; the results of products are stored."""
+        for p, gradients in reversed([*enumerate(self.backward.inner)]):
+            total = None
+            for k, node in enumerate(gradients):
+                value = None if node is None else self.place(node)
+                if value is not None:
+                    part = self.graph.add("call", value, value=f"back{p}_{k}")
+                    total = self.graph.plus(total, part)
+            self.places[self.source.add("gradient", value=f"product {p}")] = total
 
     def _call(self, leaf: tuple[str, str], of: int | None, name: str) -> None:
         value = None if of is None else self.place(of)
@@ -198,8 +226,10 @@ class _Graph:
         """Return the names of all leaves except those of the gates."""
         add, states = self.graph.add, self.cell.states
         found = {add("state", value=state): f"old{k}" for k, state in enumerate(states)}
-        for k, name in enumerate(self.cell.parameters):
+        for k, name in enumerate(self.cell.vectors):
             found[add("parameter", value=name)] = f"parameter{k}"
+        for p, k in parts_of(self.cell):
+            found[add("inner", value=f"{p}.{k}")] = f"inner{p}_{k}"
         found |= {add("gradient", value=state): f"dstate{k}" for k, state in enumerate(states)}
         found |= {add("seen", value=state): f"seen{k}" for k, state in enumerate(states)}
         for name in self.masks:
@@ -406,7 +436,7 @@ def backward_plan(case: Case) -> Backward:
 
 class _BackwardPlan:
     def __init__(self, case: Case) -> None:
-        self.case, self.made = case, _Graph(case)
+        self.case, self.made = case, _Graph(case, back=True)
         made, back, cell = self.made, self.made.backward, case.cell
         self.graph = made.graph
         apart, first = cell.has_r and not made.step.merged, 1 if case.projected else 0
@@ -419,6 +449,9 @@ class _BackwardPlan:
         self.states = states if self.passes_h or first else states[1:]
         self.states += [("owed", self._gradient(back.gate))] if "hold" in made.masks else []
         self.shown = [("dshown", self._gradient(back.shown))] if case.split else []
+        self.inner = [
+            (f"dinner{p}_{k}", self._gradient(back.inner[p][k])) for p, k in parts_of(cell)
+        ]
         parameters = [(k, made.place(n)) for k, n in enumerate(back.parameters) if n is not None]
         self.parameters = [(k, node) for k, node in parameters if node is not None]
 
@@ -436,13 +469,13 @@ class _BackwardPlan:
 
     def compile(self) -> Backward:
         made, graph = self.made, self.graph
-        inside = [*self.gates, *self.shown, *self.states]
+        inside = [*self.gates, *self.shown, *self.inner, *self.states]
         inner = _Linear(graph, self._gradients(), [node for _, node in inside])
         steps = [(name, inner.expression(node)) for name, node in inside if node != self.zero]
         steps += [(name, node) for name, node in self.states if node == self.zero]
         # Values that the steps compute need not be computed again after the steps.
         at_hand = {node: name for name, node in reversed(self.gates) if node != self.zero}
-        known = {*inner.given, *inner.found_bases(), *at_hand, *self._norm_back()}
+        known = {*inner.given, *inner.found_bases(), *at_hand, *self._calls()}
         outside = [node for _, node in self.later] + [node for _, node in self.parameters]
         outer = _Linear(graph, known, outside)
         after = [(name, outer.expression(node)) for name, node in self.later if node != self.zero]
@@ -456,7 +489,8 @@ class _BackwardPlan:
         factors = sorted(f for f in inner.factors | outer.factors if not self._is_there(f, loads))
         values = [factor for factor in factors if factor not in places]
         stores = [(name, factor) for factor, name in places.items()]
-        gates = [*self.gates, *self.later]
+        gates = [*self.gates, *self.later, *self.inner]
+        stores += [(f"in{p}", made.some(node)) for p, node in enumerate(made.step.inputs)]
         stores += [(name, self.zero) for name, node in gates if node == self.zero]
         if self.case.projected:
             stores.append(("u", made.some(made.step.new[0])))
@@ -477,11 +511,13 @@ class _BackwardPlan:
         made = self.made
         return [made.some(made.source.add("state", value=SHOWN))] if self.case.split else []
 
-    def _norm_back(self) -> list[int]:
-        """Return the gradient of what the norm normalises, which is computed step by step."""
-        made = self.made
-        raw = made.place(made.source.add("gradient", value=RAW)) if self.case.split else None
-        return [] if raw is None else [raw]
+    def _calls(self) -> list[int]:
+        """Return the gradients of what a norm or a product is taken of.
+
+        They are computed step by step.
+        """
+        nodes = enumerate(self.graph.nodes)
+        return [n for n, (op, _, name) in nodes if op == "call" and "back" in str(name)]
 
     def _gradients(self) -> list[int]:
         """Return the gradients that are the inputs of a step."""
