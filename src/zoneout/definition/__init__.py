@@ -364,8 +364,7 @@ def cell(
         _check_graph(made)
         if checked:
             check_trace(made, function)
-            if not made.matrices:  # autograd derives it
-                check_derivative(made)
+            check_derivative(made)
         made.derive()
         return made
 

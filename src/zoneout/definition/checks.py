@@ -23,7 +23,8 @@ POINTS, STEP, TOLERANCE = 16, 1e-6, 1e-4
 
 def _samples(d: Definition) -> Iterator[tuple[list[Any], Leaves]]:
     """Yield arguments of the cell at random points: about zero, then positive ones (for log and
-    sqrt).
+    sqrt). The derivative is that of a step which is split at its products, so their results are
+    leaves as well.
     """
     generator = torch.Generator().manual_seed(1)
     for positive in (False, True, False):
@@ -41,7 +42,12 @@ def _samples(d: Definition) -> Iterator[tuple[list[Any], Leaves]]:
             draw(*d.shape_of(name, POINTS)) / (4 if name in d.matrices else 1)
             for name in d.parameters
         ]
-        yield args, d.leaves(*args)
+        inner: Leaves = {
+            ("inner", f"{p}.{k}"): draw()
+            for p, one in enumerate(d.products)
+            for k in range(one.parts)
+        }
+        yield args, dict(d.leaves(*args)) | inner
 
 
 def check_trace(d: Definition, function: Callable[..., Any]) -> None:
@@ -103,12 +109,15 @@ def _disagreement(d: Definition, leaves: Leaves) -> str:
     ends = {("gradient", state): torch.full_like(like, 0.5 + k) for k, state in enumerate(d.states)}
     ends["gradient", "held gate"] = torch.zeros_like(like)
 
-    forward = compile_step(step.graph, step.new)
+    names_of = [*d.states, *(f"product {p}" for p in range(len(step.inputs)))]
+    for p in range(len(step.inputs)):
+        ends["gradient", f"product {p}"] = torch.full_like(like, 0.3 + 0.1 * p)
+    forward = compile_step(step.graph, [*step.new, *step.inputs])
 
     def loss(at: Leaves) -> Tensor:
         new = forward(at, {})
         return sum(
-            (ends["gradient", state] * v for state, v in zip(d.states, new)), torch.zeros_like(like)
+            (ends["gradient", name] * v for name, v in zip(names_of, new)), torch.zeros_like(like)
         )
 
     names = [("x", str(q)) for q in range(d.gates)]
@@ -117,6 +126,8 @@ def _disagreement(d: Definition, leaves: Leaves) -> str:
     wanted += backward.r if d.has_r else []
     names += [("state", state) for state in d.states] + [("parameter", name) for name in d.vectors]
     wanted += [*backward.states, *backward.parameters]
+    names += [("inner", str(name)) for kind, name in leaves if kind == "inner"]
+    wanted += [node for each in backward.inner for node in each]
     for name, node in zip(names, wanted, strict=True):
         above, below = (loss(full | {name: full[name] + by}) for by in (STEP, -STEP))
         slope = (above - below) / (2 * STEP)
@@ -127,5 +138,5 @@ def _disagreement(d: Definition, leaves: Leaves) -> str:
         )
         good = (ours - slope).abs() <= TOLERANCE * (1 + slope.abs())
         if not (good | ~slope.isfinite()).float().mean() > 0.7 or not slope.isfinite().any():
-            return f"{name[0]}[{name[1]}]" if name[0] in ("x", "r") else str(name[1])
+            return f"{name[0]}[{name[1]}]" if name[0] in ("x", "r", "inner") else str(name[1])
     return ""

@@ -18,7 +18,7 @@ from .flat import decode, unflatten
 
 
 def forward_flops(r: Run) -> int:
-    """Return the sum of 2·M·N·K over the products x·Wx, h·Wh and the projection.
+    """Return the sum of 2·M·N·K over the products x·Wx, h·Wh, inside the step, and the projection.
 
     Padding is counted, as in torch.
     """
@@ -30,7 +30,7 @@ def backward_flops(r: Run, needs: set[str]) -> int:
 
     Recomputing adds the FLOPs of one forward pass.
     """
-    rows, (inputs, recurrent, projection) = _rows(r), _sizes(r)
+    rows, (inputs, recurrent, projection, inner) = _rows(r), _sizes(r)
     products = rows * inputs * (("x" in needs) + ("w_ih" in needs)) + rows * recurrent * (
         "w_hh" in needs
     )
@@ -38,17 +38,20 @@ def backward_flops(r: Run, needs: set[str]) -> int:
         rows if "state0" in needs else rows - r.batch
     ) * recurrent  # from each step to the previous one
     products += rows * projection * (1 + ("w_hr" in needs))
+    products += rows * inner * 2  # of what they are taken of, and of their matrices
     return 2 * products + (forward_flops(r) if r.recompute else 0)
 
 
-def _sizes(r: Run) -> tuple[int, int, int]:
-    """Return the sizes of the matrices for x, for h, and for the projection."""
+def _sizes(r: Run) -> tuple[int, int, int, int]:
+    """Return the sizes of the matrices for x, for h, for the projection, and inside the step."""
     w = r.weights
     inputs = (
         0 if r.x.dtype == torch.int64 else w.w_ih.numel()
     )  # ids of one-hot rows: a table lookup, no product
     recurrent, projection = (0 if v is None else v.numel() for v in (w.w_hh, w.w_hr))
-    return inputs, recurrent, projection
+    sizes = dict(zip(r.cell.parameters, (v.numel() for v in w.parameters)))
+    inner = sum(sizes[name] for product in r.cell.products for name in product.matrices)
+    return inputs, recurrent, projection, inner
 
 
 def _rows(r: Run) -> int:

@@ -609,9 +609,10 @@ INLINE void NAME(carry_h)(const Loop *l, const KEEP *keep, const REAL *new, int6
     }
 }
 
-/* Pack the matrices of the products inside the step, for the forward or the backward pass. */
+/* Pack the matrices of the products inside the step, for the forward or the backward pass. A single step reads them
+ * only once: packing them does not pay. */
 static void NAME(pack_matrices)(const Loop *l, WORK *w, int backward) {
-    for (int64_t m = 0; m < PRODUCTS && l->matrices[m]; m++) {
+    for (int64_t m = 0; m < PRODUCTS && l->matrices[m] && (backward || l->steps > 1); m++) {
         int64_t rows = l->matrix_rows[m], columns = l->matrix_columns[m];
         NAME(pack)(w->matrix[m], l->matrices[m], backward ? rows : columns, backward ? columns : rows,
                    backward ? columns : 1, backward ? 1 : columns);
@@ -628,7 +629,8 @@ static void NAME(chain)(const Loop *l, WORK *w, int64_t product, int64_t n, cons
         int64_t rows = l->matrix_rows[m], columns = l->matrix_columns[m];
         int64_t depth = backward ? rows : columns, size = backward ? columns : rows;
         REAL *to = i == links - 1 ? out : w->chain + i % 2 * l->batch * w->rank;
-        NAME(product)(n, depth, size, in, depth, w->matrix[m], to, size, 0);
+        NAME(product_of)(n, depth, size, in, depth, backward || l->steps > 1 ? w->matrix[m] : NULL, l->matrices[m], 1,
+                         columns, to, size, 0); /* the strides of an unpacked matrix are those of the forward pass */
         if (links > 1) barrier();
         in = to;
     }
