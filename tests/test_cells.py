@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import products
 import pytest
 import torch
 from products import authors_gru, low_rank
@@ -221,6 +222,33 @@ def test_reset_before_the_product():
         new = z * h + (1 - z) * np.tanh(xs[2] + (r * h) @ u_n.T)
         h = np.where(masks[t], h, new)
         np.testing.assert_allclose(y[t].detach().numpy(), h, rtol=1e-10, atol=1e-12)
+
+
+def test_lem():
+    """Long Expressive Memory is not its equation: W_y meets the old z, or a gate another state."""
+    layer = zo.Recurrent(products.lem, INPUT, HIDDEN, dtype=torch.float64)
+    w, b, u, u_y = (p.detach().numpy() for p in layer.parameters())
+    x, y, z = torch.randn(STEPS, BATCH, INPUT, dtype=torch.float64), *np.zeros((2, BATCH, HIDDEN))
+    found, _ = layer(x)
+    for t in range(STEPS):
+        v = np.split(x[t].numpy() @ w.T + b, 4, axis=1)
+        a1, a2, a3 = (p + q for p, q in zip(v, np.split(y @ u.T, 3, axis=1)))
+        z = (1 - 0.5 * sigma(a1)) * z + 0.5 * sigma(a1) * np.tanh(a3)
+        y = (1 - 0.5 * sigma(a2)) * y + 0.5 * sigma(a2) * np.tanh(v[3] + z @ u_y.T)
+        np.testing.assert_allclose(found[t].detach().numpy(), y, rtol=1e-10, atol=1e-12)
+
+
+def test_cornn():
+    """The coupled oscillators are not their equation."""
+    layer = zo.Recurrent(products.cornn, INPUT, HIDDEN, dtype=torch.float64)
+    w, u, b, b_h, u_z = (p.detach().numpy() for p in layer.parameters())
+    x, y, z = torch.randn(STEPS, BATCH, INPUT, dtype=torch.float64), *np.zeros((2, BATCH, HIDDEN))
+    found, _ = layer(x)
+    for t in range(STEPS):
+        force = np.tanh(x[t].numpy() @ w.T + b + b_h + y @ u.T + z @ u_z.T)
+        z = z + 0.1 * (force - 2 * y - 0.5 * z)
+        y = y + 0.1 * z
+        np.testing.assert_allclose(found[t].detach().numpy(), y, rtol=1e-10, atol=1e-12)
 
 
 def test_low_rank():
