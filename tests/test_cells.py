@@ -276,8 +276,8 @@ def test_the_text_of_a_product():
 
 
 @zo.cell(gates=1)
-def with_r(x, r, h, w):
-    return (x[0] + r[0] + zo.product(w, h)).tanh()
+def with_shown(x, r, h, w):
+    return zo.shown(x[0] + r[0] + zo.product(w, h)).tanh()
 
 
 @zo.cell(gates=1, recurrence="none")
@@ -290,7 +290,10 @@ def seventeen(x, h, w):
 def test_products_that_the_loop_has_no_room_for():
     """The compiled loop runs a cell that it has no room for, or nobody is told that it is slow."""
     x = torch.randn(STEPS, BATCH, INPUT)
-    for cell, norm, why in ((with_r, "layer", "and the layer a norm"), (seventeen, None, "more")):
+    for cell, norm, why in (
+        (with_shown, "layer", "and the layer a norm"),
+        (seventeen, None, "more"),
+    ):
         cpu._say_once.cache_clear()
         with pytest.warns(UserWarning, match=f"'{cell.name}' has .*{why}.* the reference runs it"):
             zo.Recurrent(cell, INPUT, HIDDEN, norm=norm)(x)
@@ -303,8 +306,17 @@ def test_products_that_the_loop_has_no_room_for():
     [
         (lambda x, h, w: x[0] + zo.product(w, h) * w, "w is a matrix, and only zo.product"),
         (lambda x, h, w: x[0] + zo.product(w, h, rank=2), "only zo.product takes it"),
-        (lambda x, h, w: x[0] + zo.product(h, w), "expected a parameter of the cell first"),
-        (lambda x, h, w: x[0] + zo.product(w, 1.0), "expected one value second"),
+        (lambda x, h, w: x[0] + zo.product(h, w), "a parameter of the cell first, got the state h"),
+        (lambda x, h, w: x[0] + zo.product(2 * w, h), "first, got the result of mul; make it an"),
+        (lambda x, h, w: x[0] + zo.product(w, 1.0), "expected one value second, got a float"),
+        (lambda x, h, w: x[0] + zo.product(w, x), "second, got a tuple; x and r are tuples"),
+        (lambda x, h, w: x[0] + zo.product(w, h > 0), "second, got the result of gt"),
+        (lambda x, h, w: x[0] + zo.product(w, h, parts=2), "given a tuple of 2 values; take one"),
+        (lambda x, h, w: x[0] + w @ h, r"write zo.product\(W, v\) for another one"),
+        (
+            lambda x, h, w: x[0] + zo.product(w, h, parts=33)[0],
+            "parts: expected at most 32, got 33",
+        ),
         (lambda x, h, w: x[0] + zo.product(w, h, parts=0)[0], "expected a number from 1"),
         (
             lambda x, h, w: x[0] + zo.product(w, h) + zo.product(w, h, parts=2)[0],

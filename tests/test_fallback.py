@@ -102,7 +102,7 @@ def sharing(x, r, h, c, p):
 CELLS = [peephole, grouped, indrnn, mingru, blocks, apart_blocks, slotted, exchanging, awkward]
 CELLS += [sharing, *products.BY_NAME.values(), cells.mogrifier_lstm]
 BY_NAME = {d.name: d for d in CELLS}
-DENSE = [d.name for d in CELLS if d.recurrence == "dense" and not d.products]
+DENSE = [d.name for d in CELLS if d.recurrence == "dense" and d is not products.marked]
 RESETS = torch.zeros(STEPS, BATCH, dtype=torch.bool)
 RESETS[range(STEPS), [1, 3, 0, 1, 2]] = True  # one row at every step: all chunks have some
 CALLS: dict[str, dict[str, Any]] = {

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .graph import Graph
 from .operations import COMPARISONS, OPERATIONS, TRACED
+from .products import MOST_PARTS
 
 TRACES: dict[Any, str] = {  # torch's functions, and Python's where a number stands first
     torch.add: "add", torch.sub: "sub", torch.mul: "mul", torch.div: "div", torch.neg: "neg",
@@ -91,6 +92,11 @@ class Tracer:
                 self.fail(f"{op} was given a product with rank=; only zo.product takes it")
             return value.node
         if isinstance(value, bool) or not isinstance(value, Real):  # NumPy's numbers are Real
+            if isinstance(value, tuple) and any(_symbols(value)):
+                self.fail(
+                    f"{op} was given a tuple of {len(value)} values; take one of them: x, r and "
+                    "products with parts= are tuples"
+                )
             what = (
                 "a tensor that is not an argument of the cell"
                 if isinstance(value, Tensor)
@@ -195,7 +201,8 @@ for _function in (
     _name = _function.__name__.strip("_")
 
     def _refuse(self: Symbol, other: Any, name: str = _name) -> NoReturn:
-        self.tracer.fail(f"{name} is not an operation of a cell; {allowed()}")
+        hint = PRODUCT if name in PRODUCTS else allowed()
+        self.tracer.fail(f"{name} is not an operation of a cell; {hint}")
 
     setattr(Symbol, f"__{_name}__", _refuse)
     setattr(Symbol, f"__r{_name}__", _refuse)
@@ -299,6 +306,10 @@ def product(
     size = rank if parts is None else parts
     if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
         raise DefinitionError(f"zo.product: parts, rank: expected a number from 1, got {size!r}")
+    if parts is not None and parts > MOST_PARTS:
+        raise DefinitionError(
+            f"zo.product: parts: expected at most {MOST_PARTS}, got {parts}; try several matrices"
+        )
     if parts is not None and rank is not None:
         raise DefinitionError("zo.product: expected parts or rank, got both")
     inside = next(_symbols((matrix, value)), None)
@@ -307,15 +318,29 @@ def product(
         return found if parts is None else tuple(found.chunk(parts, -1))
     tracer, graph = inside.tracer, inside.tracer.graph
     if not isinstance(matrix, Symbol) or graph.nodes[matrix.node].op != "parameter":
-        tracer.fail("zo.product: expected a parameter of the cell first")
+        tracer.fail(
+            "zo.product: expected a parameter of the cell first, "
+            f"got {_described(graph, matrix)}; make it an argument of the function after the states"
+        )
     if not isinstance(value, Symbol) or graph.nodes[value.node].op in COMPARISONS:
-        tracer.fail("zo.product: expected one value second")
+        tracer.fail(
+            f"zo.product: expected one value second, got {_described(graph, value)}; "
+            "x and r are tuples with one value per gate"
+        )
     rows = str(rank) if rank is not None else "H" if parts is None else f"{parts}H"
     made = graph.add("product", matrix.node, tracer.node("product", value), value=rows)
     if rank is not None:
         return Symbol(tracer, made)
     each = [Symbol(tracer, graph.add("part", made, value=str(k))) for k in range(parts or 1)]
     return each[0] if parts is None else tuple(each)
+
+
+def _described(graph: Graph, value: Any) -> str:
+    """Return what an argument is, for a message."""
+    if isinstance(value, Symbol):
+        op, _, name = graph.nodes[value.node]
+        return f"the {op} {name}" if op in ("state", "parameter") else f"the result of {op}"
+    return f"a {type(value).__name__}"
 
 
 def candidate(state: str, value: Any) -> Any:

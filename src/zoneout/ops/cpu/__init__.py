@@ -50,19 +50,26 @@ def check(r: Run) -> None:
 def _fits(r: Run) -> bool:
     # The ONNX exporter translates the operator of any cell.
     layout = r.cell.storage
-    splits = bool(layout.products) and r.norm is not None  # the norm would split the step again
-    fits = layout.fits and (layout.again or r.w_hr is None) and not splits
+    fits = layout.fits and (layout.again or r.w_hr is None) and not _splits_twice(r)
     return fits or torch.onnx.is_in_onnx_export()
+
+
+def _splits_twice(r: Run) -> bool:
+    """Return True if a norm and a product inside the step would both split it."""
+    return bool(r.cell.products) and r.norm is not None and "shown" in r.cell.marks
 
 
 def _too_much(r: Run) -> str:
     if not r.cell.storage.fits_products:
         return (
             f"the cell {r.cell.name!r} has more products inside its step than the compiled loop "
-            f"takes: {MOST_PRODUCTS}, with {MOST_PARTS} parts and {MOST_LINKS} ranks in a row"
+            f"takes: {MOST_PRODUCTS}, with {MOST_PARTS} parts and {MOST_LINKS} matrices in a row"
         )
-    if r.cell.storage.products and r.norm is not None:
-        return f"the cell {r.cell.name!r} has products inside its step, and the layer a norm"
+    if _splits_twice(r):
+        return (
+            f"the cell {r.cell.name!r} has products inside its step and zo.shown, and the layer a "
+            "norm"
+        )
     if r.cell.storage.fits:
         return f"the cell {r.cell.name!r} does not store what proj_size needs"
     return (

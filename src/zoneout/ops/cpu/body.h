@@ -690,6 +690,7 @@ static void NAME(step_forward)(const Loop *l, WORK *w, int64_t t) {
     STEP s;
     NAME(region)(l, n, h, &b0, &b1, &j0, &j1);
     if (l->norm) NAME(normalise_both)(l, w, t, cell->gates * h, b0, b1);
+    if (cell->products) NAME(products_forward)(l, w, t);
     for (int second = 0; second <= split; second++) { /* the norm of the shown value lies between the parts */
         if (second && l->norm == NORM_EXAMPLES) {
             barrier();
@@ -814,7 +815,6 @@ static void NAME(run_forward)(const Loop *l, WORK *w) {
             NAME(recurrent_product)(l, l->counts[t], left, once ? NULL : w->w_hh, apart ? w->product : gates, !apart);
         }
         if (l->heads || l->x) barrier();
-        if (NAME(cell_of)(l)->products) NAME(products_forward)(l, w, t);
         NAME(step_forward)(l, w, t);
         if (l->heads) barrier();
     }
@@ -950,6 +950,7 @@ static void NAME(products_back)(const Loop *l, WORK *w, int64_t t) {
                 NAME(point_slots)(l, &s, t, b, from, slots);
                 NAME(point_back)(l, w, &s, t, b, from);
                 NAME(point_products)(l, w, &s, t, b, 1);
+                if (l->norm) NAME(slots_again)(l, &s, t, b, from, to);
                 if (level == cell->levels - 1) {
                     NAME(add_seen)(l, &s, t, b, from, to);
                     cell->inputs[variant](&s, from, to);
