@@ -296,7 +296,11 @@ def test_products_that_the_loop_has_no_room_for():
     ):
         cpu._say_once.cache_clear()
         with pytest.warns(UserWarning, match=f"'{cell.name}' has .*{why}.* the reference runs it"):
-            zo.Recurrent(cell, INPUT, HIDDEN, norm=norm)(x)
+            layer = zo.Recurrent(cell, INPUT, HIDDEN, norm=norm)
+            want = layer(x, lengths=[5, 3, 2])[0]
+        found = layer(torch.nn.utils.rnn.pack_padded_sequence(x, [5, 3, 2]))[0]
+        found, _ = torch.nn.utils.rnn.pad_packed_sequence(found)
+        torch.testing.assert_close(found, want)
         with pytest.raises(ValueError, match=f"backend: .*'{cell.name}' has .*{why}"):
             zo.Recurrent(cell, INPUT, HIDDEN, norm=norm, backend="cpu")(x)
 

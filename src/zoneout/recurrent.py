@@ -446,11 +446,9 @@ class RecurrentModule(Settable):
         supported = (
             self.backend in (None, "cpu") and not x.is_complex() and not any(functionalizing())
         )
-        layout = self.definition.storage
-        supported = (
-            supported and layout.fits and (layout.again or not getattr(self, "proj_size", 0))
-        )
-        return x.device.type == "cpu" and supported
+        projected, normed = bool(getattr(self, "proj_size", 0)), self.norm is not None
+        runs = self.definition.storage.runs(projected, normed)
+        return x.device.type == "cpu" and supported and runs
 
     def _build_run(
         self,

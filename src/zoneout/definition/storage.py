@@ -47,16 +47,27 @@ class Layout:
     slots: tuple[int, ...]  # per slot: the gate whose h·W_h it stores, −1: another value
     products: tuple[int, ...] = ()  # the parts of each product inside the step, stored beside it
     links: int = 0  # the most matrices that one of them applies
+    shown: bool = False  # a norm splits the step
 
     @property
     def fits(self) -> bool:
-        """True if a fused loop has room for the slots and the products of the cell."""
-        return len(self.slots) <= MOST_SLOTS and self.fits_products
+        """True if a loop without products inside the step has room for the slots."""
+        return len(self.slots) <= MOST_SLOTS and not self.products
 
     @property
     def fits_products(self) -> bool:
+        """True if a loop that has products inside the step has room for those of the cell."""
         count, parts = len(self.products), sum(self.products)
         return count <= MOST_PRODUCTS and parts <= MOST_PARTS and self.links <= MOST_LINKS
+
+    def runs(self, projected: bool, normed: bool) -> bool:
+        """Return True if a loop that has products inside the step can run the cell.
+
+        A norm and products would split the step twice.
+        """
+        room = len(self.slots) <= MOST_SLOTS and self.fits_products
+        twice = normed and self.shown and len(self.products) > 0
+        return room and (self.again or not projected) and not twice
 
 
 def layout_of(d: Definition) -> Layout:
@@ -85,6 +96,7 @@ def layout_of(d: Definition) -> Layout:
         tuple(min(gates) if len(gates) == 1 else -1 for gates in slots),
         tuple(product.parts for product in d.products),
         max((len(product.matrices) for product in d.products), default=0),
+        "shown" in d.marks,
     )
 
 

@@ -49,14 +49,8 @@ def check(r: Run) -> None:
 
 def _fits(r: Run) -> bool:
     # The ONNX exporter translates the operator of any cell.
-    layout = r.cell.storage
-    fits = layout.fits and (layout.again or r.w_hr is None) and not _splits_twice(r)
-    return fits or torch.onnx.is_in_onnx_export()
-
-
-def _splits_twice(r: Run) -> bool:
-    """Return True if a norm and a product inside the step would both split it."""
-    return bool(r.cell.products) and r.norm is not None and "shown" in r.cell.marks
+    runs = r.cell.storage.runs(r.w_hr is not None, r.norm is not None)
+    return runs or torch.onnx.is_in_onnx_export()
 
 
 def _too_much(r: Run) -> str:
@@ -65,12 +59,12 @@ def _too_much(r: Run) -> str:
             f"the cell {r.cell.name!r} has more products inside its step than the compiled loop "
             f"takes: {MOST_PRODUCTS}, with {MOST_PARTS} parts and {MOST_LINKS} matrices in a row"
         )
-    if _splits_twice(r):
+    if not r.cell.storage.runs(False, r.norm is not None) and r.cell.storage.runs(False, False):
         return (
             f"the cell {r.cell.name!r} has products inside its step and zo.shown, and the layer a "
             "norm"
         )
-    if r.cell.storage.fits:
+    if r.cell.storage.runs(False, False):
         return f"the cell {r.cell.name!r} does not store what proj_size needs"
     return (
         f"the cell {r.cell.name!r} stores {len(r.cell.storage.slots)} values per unit and step "
