@@ -132,7 +132,7 @@ class SequenceLayer(RecurrentModule):
         if type(first_step) is not int or first_step:
             first_step = check_count("first_step", first_step, 2**32 - sequences.steps + 1)
         initial = self._initial_states(sequences.batch, dtype)  # all rows are equal: no sorting
-        begins = self._given_states(hx, initial, sequences)
+        begins = initial if hx is None else self._given_states(hx, initial, sequences)
         if examples is None and sequences.order is not None:
             rows = sequences.order  # the default ids 0, 1, 2, …, in sorted order
         else:
@@ -140,7 +140,7 @@ class SequenceLayer(RecurrentModule):
         noise = self._call_noise(rates, x.device)
         key = self._seed(seed, x, noise)
 
-        suffixes = self.suffixes()
+        suffixes = list(self._weight_table)
         ends: list[tuple[Tensor, ...]] = []
         every: list[tuple[Tensor, ...]] = []
         for layer in range(self.num_layers):
@@ -217,13 +217,15 @@ class SequenceLayer(RecurrentModule):
                 f"input: expected a dense tensor, got one with layout {input.layout}; try "
                 "input.to_dense()"
             )
-        if not has_features(input):
+        features = has_features(input)
+        if not features:
             input = self._check_numbers(input)
         if input.dim() not in (2, 3):
             raise ValueError(
                 f"input: expected 2 dimensions (unbatched) or 3 (batched), got {input.dim()}"
             )
-        self._check_input(input, "input")
+        if features:
+            self._check_features(input, "input")
         batched = input.dim() == 3
         swap = batched and self.batch_first
         x = input.transpose(0, 1) if swap else input if batched else input.unsqueeze(1)
@@ -252,13 +254,15 @@ class SequenceLayer(RecurrentModule):
         longest sequence first.
         """
         x, counts, order, back = input
-        if not has_features(x):
+        features = has_features(x)
+        if not features:
             x = self._check_numbers(x)
         if x.dim() != 2:
             raise ValueError(
                 f"input.data: expected rows of features, or int64 numbers, got {x.dim()} dimensions"
             )
-        self._check_input(x, "input.data")
+        if features:
+            self._check_features(x, "input.data")
         steps = counts.shape[0]
         if steps == 0:
             raise ValueError("input.batch_sizes: expected one number per step, got none")
@@ -314,9 +318,9 @@ class SequenceLayer(RecurrentModule):
                 )
         return x.unsqueeze(-1)
 
-    def _check_input(self, x: Tensor, name: str) -> None:
+    def _check_features(self, x: Tensor, name: str) -> None:
         """Raise if the number of features is not `input_size`."""
-        if has_features(x) and x.shape[-1] != self.input_size:
+        if x.shape[-1] != self.input_size:
             raise ValueError(
                 f"{name}: expected {self.input_size} features in the last dimension (input_size), "
                 f"got {x.shape[-1]}"
@@ -332,12 +336,8 @@ class SequenceLayer(RecurrentModule):
         other = h if not self.proj_size else h.new_zeros(count, batch, self.hidden_size)
         return [h, *[other] * (len(self.definition.states) - 1)]
 
-    def _given_states(
-        self, hx: State | None, initial: list[Tensor], sequences: Sequences
-    ) -> list[Tensor]:
-        """Return the states before the first step: `hx` if the caller passed it, else `initial`."""
-        if hx is None:
-            return initial
+    def _given_states(self, hx: State, initial: list[Tensor], sequences: Sequences) -> list[Tensor]:
+        """Return the states that the caller passed, in the internal layout."""
         states = []
         for (name, state), like in zip(as_states(hx, self.definition), initial, strict=True):
             shape = tuple(like.shape) if sequences.batched else (len(like), like.shape[2])

@@ -295,7 +295,7 @@ class RecurrentModule(Settable):
     def _numbers_on(self, device: torch.device) -> dict[str, Tensor]:
         """Return rates and static seeds on a device; they are copied at the first use."""
         if device.type == "cpu":
-            return self._numbers
+            return self._numbers  # no copy
         copies = self._copies.get(device)
         if copies is None:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -358,7 +358,8 @@ class RecurrentModule(Settable):
 
     def _call_noise(self, rates: Rates | None, device: torch.device) -> CallNoise:
         """Return the noise of one call: that of the module, with the rates in `rates` replaced."""
-        default = CallNoise(self._rules, self._numbers_on(device))
+        on_cpu = device.type == "cpu"
+        default = CallNoise(self._rules, self._numbers if on_cpu else self._numbers_on(device))
         if rates is None:
             return default
         if not isinstance(rates, Mapping):
@@ -463,7 +464,7 @@ class RecurrentModule(Settable):
     ) -> ops.Run:
         """Return the `Run` of one layer and direction, with noise on its input and weights."""
         by_stream = {draw.rule.stream: draw for draw in draws}
-        if dtype.is_complex and (self.norm is not None or "weight_noise" in by_stream):
+        if dtype.is_complex and (self._norm is not None or "weight_noise" in by_stream):
             raise TypeError(
                 f"input: expected real numbers for a norm or noise on weights, got {dtype}"
             )
@@ -490,7 +491,7 @@ class RecurrentModule(Settable):
 
     def _run(self, runs: dict[str, ops.Run]) -> list[ops.Result]:
         """Run all directions of one layer (by suffix) and update the batch-norm statistics."""
-        learns = isinstance(self.norm, RecurrentBatchNorm) and (
+        learns = isinstance(self._norm, RecurrentBatchNorm) and (
             self.training or self.recording is not None
         )
         directions = list(runs.values())

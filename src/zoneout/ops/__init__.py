@@ -74,7 +74,7 @@ def run(runs: Sequence[Run], backend: str | None = None) -> list[Result]:
     if runs[0].weights.w_ih.numel() == 0:  # no inputs or no units: no fused loop supports this
         backend = "reference"
     elif backend is None:
-        if kind == "cpu" and one_step.supports(runs[0]):
+        if kind == "cpu" and runs[0].x.shape[0] == 1 and one_step.supports(runs[0]):
             return [one_step.run(r) for r in runs]
         fused = kind in BACKENDS and not complex_ and LOOPS[kind].supports(runs[0])
         backend = kind if fused else "reference"

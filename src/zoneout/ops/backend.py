@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..definition import Definition
 from ..draws import Draw
-from ..noise import MASKS, STREAMS
+from ..noise import MASKS, STREAMS, Rule
 from ..norm import StepNorm
 from .run import Run
 
@@ -213,10 +213,10 @@ class LoopGrads:
         return self.dreset[1] if len(self.dreset) > 1 else None
 
 
-def mask_coordinates(draw: Draw) -> tuple[bool, bool, bool, bool]:
+def mask_coordinates(rule: Rule) -> tuple[bool, bool, bool, bool]:
     """Return four flags: the mask depends on step, example, unit; it uses a word's high half."""
-    kind = MASKS[draw.rule.mask]
-    return kind.step, kind.example, kind.unit, kind.stream and STREAMS[draw.rule.stream].half == 1
+    kind = MASKS[rule.mask]
+    return kind.step, kind.example, kind.unit, kind.stream and STREAMS[rule.stream].half == 1
 
 
 class Backend(Protocol):

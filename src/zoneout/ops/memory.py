@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 _PLAIN = {Tensor, Parameter}
+_NO_OFFSET = 1 << 40  # no offset is as large: for nearly all tensors one comparison decides
 
 
 def are_memory(tensors: Iterable[Any]) -> bool:
@@ -26,7 +27,9 @@ def are_memory(tensors: Iterable[Any]) -> bool:
     try:
         for v in tensors:
             if v is not None and (
-                type(v) not in _PLAIN or v.is_neg() or not _has_memory(v, v.data_ptr())
+                type(v) not in _PLAIN
+                or v.is_neg()
+                or not ((at := v.data_ptr()) > _NO_OFFSET or _has_memory(v, at))
             ):
                 return False
     except RuntimeError:  # a sparse tensor, or a tensor inside vmap, has no pointer
@@ -39,8 +42,7 @@ def _has_memory(v: Tensor, at: int) -> bool:
 
     Without memory, the pointer equals the tensor's offset in its storage.
     """
-    # No offset is as large as 1 << 40: for nearly all tensors this one comparison decides.
-    return at > 1 << 40 or at != v.storage_offset() * v.element_size() or not v.numel()
+    return at > _NO_OFFSET or at != v.storage_offset() * v.element_size() or not v.numel()
 
 
 def in_memory(v: Tensor) -> Tensor:
@@ -61,7 +63,7 @@ def address(
     """
     at = v.data_ptr()
     if (
-        not _has_memory(v, at)
+        not (at > _NO_OFFSET or _has_memory(v, at))
         or v.is_neg()
         or not (gaps or v.is_contiguous())
         or (dtype is not None and v.dtype != dtype)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...definition import Definition, read
+from ...definition import MOST_STATES, Definition, read
 from ...draws import Draw
 from ...noise import MASKS, STREAMS, Rule
 from ...norm import Moments, StepNorm
@@ -19,6 +19,7 @@ from ..run import Run, Weights, several
 
 _WEIGHTS = ("w_ih", "w_hh", "b_ih", "b_hh", "w_hr")
 _SCALES = ("scale_x", "scale_h", "scale_c", "shift_c")
+_STATES = tuple(f"state{k}" for k in range(MOST_STATES))
 _CONSTANTS = ("examples", "lengths", "resets", "counts")
 _STREAMS, _MASKS, _BY = tuple(STREAMS), tuple(MASKS), ("previous", "zero", "scaled zero")
 _OVER = ("", "units", "examples")
@@ -50,11 +51,10 @@ class Flat(NamedTuple):
 
 def differentiable(r: Run) -> dict[str, Tensor]:
     """Return the tensors of a run that have a gradient, by name."""
-    found: dict[str, Tensor | None] = {"x": r.x}
-    found |= several("state", r.states)
+    found: dict[str, Tensor | None] = {"x": r.x, **dict(zip(_STATES, r.states))}
     if r.reset_to:
         found |= several("reset", r.reset_to)
-    found |= {name: getattr(r.weights, name) for name in _WEIGHTS}
+    found |= zip(_WEIGHTS, r.weights[:5])
     if r.weights.parameters:
         found |= several("parameter", r.weights.parameters)
     if r.norm is not None:

@@ -23,11 +23,11 @@ from ..memory import address
 from ..reference import kept_scale
 from ..run import Run
 from ..sequence.products import register
-from ..sequence.rows import Packed
+from ..sequence.rows import rows_of
 from . import fallback, native
 from .masks import masks_of, stream_of
 
-ROWS = Packed
+ROWS = rows_of
 IN_FLOAT32 = True  # half types are computed in float32
 GATES_AT_ONCE = 2**22  # gate values at once if no backward pass follows
 

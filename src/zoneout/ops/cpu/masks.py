@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ...draws import Draw, draw_masks, seen
+from ...noise import Rule
 from ...torch_state import plain_eager
 from ..backend import mask_coordinates
 from ..memory import address, are_memory
@@ -53,17 +55,24 @@ _FEW = 2**15  # one thread draws this many numbers before another thread has wok
 
 def stream_of(draw: Draw) -> native.Stream:
     """Return the C struct of one noise stream; it is valid only as long as the rate exists."""
-    step, example, unit, high = mask_coordinates(draw)
+    stream = native.Stream.from_buffer_copy(_constants(draw.rule, draw.plane, draw.seed is None))
+    stream.rate, stream.stride = address(draw.rate, "rate", torch.float64, -1), draw.rate.dim() > 0
+    if draw.seed is not None:
+        stream.seed = int(draw.seed) & (2**64 - 1)
+    return stream
+
+
+@lru_cache(256)
+def _constants(rule: Rule, plane: int, expectation: bool) -> native.Stream:
+    """Return the struct of a stream without rate and seed; it must not be written to."""
+    step, example, unit, high = mask_coordinates(rule)
     return native.Stream(
-        mode=2 if draw.seed is None else 1,
-        zero=draw.rule.by == "zero",
-        hold=draw.rule.holds_gate,
+        mode=2 if expectation else 1,
+        zero=rule.by == "zero",
+        hold=rule.holds_gate,
         sees_step=step,
         sees_example=example,
         sees_unit=unit,
         high=high,
-        plane=draw.plane,
-        seed=0 if draw.seed is None else int(draw.seed) & (2**64 - 1),
-        rate=address(draw.rate, "rate", torch.float64, -1),
-        stride=int(draw.rate.dim() > 0),
+        plane=plane,
     )

@@ -189,6 +189,18 @@ class Packed:
         )
 
 
+def rows_of(lengths: Tensor | None, steps: int, batch: int, reverse: bool) -> Packed:
+    """Return the layout of [T, B, ·]; of a shape whose rows stay in place, always the same one."""
+    if lengths is None and not reverse:
+        return _in_place(steps, batch)
+    return Packed(lengths, steps, batch, reverse)
+
+
+@lru_cache(64)
+def _in_place(steps: int, batch: int) -> Packed:
+    return Packed(None, steps, batch, False)
+
+
 def as_packed(r: Run) -> Packed:
     """Return the layout of a run whose rows were already packed."""
     assert r.counts is not None

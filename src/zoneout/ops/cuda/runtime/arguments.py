@@ -168,7 +168,7 @@ def fill_stream(to: Stream, draw: Draw, device: int) -> None:
     """Fill the kernels' struct of a noise stream from a `Draw`."""
     to.mode = 2 if draw.seed is None else 1
     to.zero, to.hold = draw.rule.by == "zero", draw.rule.holds_gate
-    to.sees_step, to.sees_example, to.sees_unit, to.high = mask_coordinates(draw)
+    to.sees_step, to.sees_example, to.sees_unit, to.high = mask_coordinates(draw.rule)
     to.plane = draw.plane
     to.rate, to.stride = address(draw.rate, "rate", torch.float64, device), int(draw.rate.dim() > 0)
     if draw.seed is not None:
