@@ -5,6 +5,16 @@ from .convert import convert, revert
 from .definition import DefinitionError, candidate, cell, held, shown, update
 from .draws import masks
 from .layers import GRU, LSTM, RNN, Recurrent
+from .load import (
+    OutputFirst,
+    ResetFirstGRUCell,
+    load_arrays,
+    load_chainer,
+    load_haste,
+    load_keras,
+    load_tensorflow,
+    load_torch,
+)
 from .noise import (
     RecurrentDropout,
     StateDropout,
@@ -26,11 +36,13 @@ __all__ = [
     "DefinitionError",
     "GRUCell",
     "LSTMCell",
+    "OutputFirst",
     "RNNCell",
     "Recurrent",
     "RecurrentBatchNorm",
     "RecurrentCell",
     "RecurrentDropout",
+    "ResetFirstGRUCell",
     "StateDropout",
     "VariationalDropout",
     "WeightDrop",
@@ -44,6 +56,12 @@ __all__ = [
     "fold",
     "held",
     "init",
+    "load_arrays",
+    "load_chainer",
+    "load_haste",
+    "load_keras",
+    "load_tensorflow",
+    "load_torch",
     "masks",
     "norm_stabilizer",
     "onnx",
