@@ -54,14 +54,14 @@ def elnino() -> Tensor:
 
 
 def features(values: Tensor) -> Tensor:
-    """Return the temperature in units of the training months, and the month of the year: [732, 3]."""
+    """Return the scaled temperature, and sine and cosine of the month: [732, 3]."""
     train = values[:TRAIN_END]
     angle = torch.arange(len(values)) * (2 * torch.pi / 12)
     return torch.stack([(values - train.mean()) / train.std(), angle.sin(), angle.cos()], -1)
 
 
 def windows(x: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """Return PAST months up to each month in `last` [PAST, B, 3], and the AHEAD after them [B, 12]."""
+    """Return the months up to each in `last` [PAST, B, 3], and those after it [B, AHEAD]."""
     past = x[last - torch.arange(PAST - 1, -1, -1)[:, None]]
     return past, x[last[:, None] + torch.arange(1, AHEAD + 1), 0]
 
