@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+NEEDS = {"recurrent_ppo": "gymnasium"}  # `make test-ecosystem` installs these
 ARGUMENTS = {
     "compile_and_autocast": ["aot_eager"]
 }  # inductor's C++ is tested elsewhere, and takes long to build
@@ -21,6 +22,8 @@ def test_example_runs(script, tmp_path):
     """A newcomer's first script ends in a traceback, warns, leaves files behind, or no longer
     shows what it says.
     """
+    if script.stem in NEEDS:
+        pytest.importorskip(NEEDS[script.stem])
     command = [sys.executable, "-W", "error", str(script), *ARGUMENTS.get(script.stem, [])]
     # In the examples' own folder no package is in sight: the one that is tested has to be named.
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
