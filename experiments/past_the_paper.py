@@ -185,10 +185,10 @@ def control() -> None:
         for seed in TUNING:
             tuning[arm, seed] = timed_control(arm, seed)["training"]
     means = {arm: statistics.mean(tuning[arm, seed] for seed in TUNING) for arm in rated}
-    chosen = max(means, key=lambda arm: means[arm])
-    print("chosen by the tuning seeds:", chosen, means)
+    best = max(means, key=lambda arm: means[arm])
+    print("chosen by the tuning seeds:", best, means)
     for seed in SEEDS:
-        for arm in ("cartpole_lstm", chosen):
+        for arm in ("cartpole_lstm", best):
             timed_control(arm, seed)
 
 
@@ -236,8 +236,24 @@ def spread(found: list[dict[str, Any]], key: str, digits: int) -> str:
     return f"{mean}±{statistics.stdev(numbers):.{digits}f}" if len(numbers) > 1 else mean
 
 
+def chosen(arms: list[str], key: str, seeds: tuple[int, ...], sign: int) -> str:
+    """Return the arm with the lowest mean (sign 1), or the highest (sign -1)."""
+    return min(arms, key=lambda arm: sign * statistics.mean(r[key] for r in records(arm, seeds)))
+
+
+def difference(arm: str, other: str, key: str, digits: int) -> str:
+    """Return a row of Markdown: means of two arms over SEEDS, their difference, and Welch's t."""
+    both = [[record[key] for record in records(name, SEEDS)] for name in (arm, other)]
+    means = [statistics.mean(numbers) for numbers in both]
+    error = sum(statistics.variance(numbers) / len(numbers) for numbers in both) ** 0.5
+    gap = means[0] - means[1]
+    wins = sum(a < b for a, b in zip(*both))
+    numbers = f"{gap:+.{digits}f} | {error:.{digits}f} | {gap / error:+.1f}"
+    return f"| `{arm}` | `{other}` | {key} | {numbers} | {wins} of {len(both[0])} |"
+
+
 def table() -> None:
-    """Print both tables as Markdown."""
+    """Print all tables of docs/past-the-paper.md as Markdown."""
     columns = ("valid", "test", "valid_at_end", "test_at_end")
     print("| arm | validation | test | validation, last update | test, last update | seeds |")
     print("|---|---|---|---|---|---|")
@@ -252,6 +268,18 @@ def table() -> None:
             if found := records(arm, seeds):
                 cells = " | ".join(spread(found, key, 1) for key in ("training", "test"))
                 print(f"| `{arm}` | {name}, {len(found)} | {cells} |")
+    dropout, zoneout = (
+        chosen([arm for arm in SERIES if name in arm], "valid", SEEDS, 1)
+        for name in ("dropout", "zoneout")
+    )
+    policy = chosen([arm for arm in CONTROL if CONTROL[arm]], "training", TUNING, -1)
+    print("\n| arm | against | score | difference | standard error | t | seeds below |")
+    print("|---|---|---|---|---|---|---|")
+    for other in ("elnino_lstm", dropout):
+        for key in columns:
+            print(difference(zoneout, other, key, 3))
+    for key in ("training", "test"):
+        print(difference(policy, "cartpole_lstm", key, 1))
 
 
 if __name__ == "__main__":
