@@ -26,6 +26,7 @@ from .noise import (
 from .norm import RecurrentBatchNorm, estimate_statistics
 from .penalties import norm_stabilizer
 from .philox import fold
+from .schedule import RateSchedule
 from .step_cells import GRUCell, LSTMCell, RecurrentCell, RNNCell
 from .wrap import ZoneoutCell, zoneout
 
@@ -38,6 +39,7 @@ __all__ = [
     "LSTMCell",
     "OutputFirst",
     "RNNCell",
+    "RateSchedule",
     "Recurrent",
     "RecurrentBatchNorm",
     "RecurrentCell",
