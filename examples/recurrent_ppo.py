@@ -1,8 +1,7 @@
-"""PPO with a recurrent policy: CartPole without its velocities, which the policy must remember.
+"""PPO with a recurrent policy: CartPole without its velocities. Needs gymnasium.
 
-The rollout calls the policy step by step, the update calls it on whole sequences. Both draw the
-same masks, because both get the same `seed`, steps and `examples`; so the probability ratio is 1
-before the first change of the weights. Needs gymnasium.
+The rollout calls the policy step by step, the update on whole sequences. Both draw the same masks,
+from the same `seed`, steps and `examples`: before the first update the probability ratio is 1.
 """
 
 import gymnasium as gym
@@ -45,8 +44,8 @@ def train(noise, seed, rollouts):
         optimizer.param_groups[0]["lr"] = RATE * (1 - rollout / rollouts)
         masks, rows, first = {"seed": zo.fold(seed, rollout)}, [], tuple(state)
         for t in range(STEPS):
+            now = {"first_step": t, "resets": starts[None]}
             with torch.no_grad():
-                now = {"first_step": t, "resets": starts[None]}
                 pi, value, state = policy(x[None], tuple(state), **now, **masks)
             action = pi.sample()
             new, reward, ended, cut, _ = envs.step(action[0].numpy())
@@ -64,25 +63,23 @@ def train(noise, seed, rollouts):
         for t in reversed(range(STEPS - 1)):  # generalised advantages, in place
             delta[t] += GAMMA * LAMBDA * goes_on[t] * delta[t + 1]
         target, scaled = delta + values, (delta - delta.mean()) / delta.std()
-        for epoch in range(EPOCHS):
-            for n, part in enumerate(torch.randperm(ENVS).split(ENVS // 2)):  # whole sequences
-                same = {"examples": part, "resets": begins[:, part]}
-                state_0 = tuple(s[:, part] for s in first)
-                pi, value, _ = policy(xs[:, part], state_0, **same, **masks)
-                ratio = (pi.log_prob(actions[:, part]) - old[:, part]).exp()
-                if epoch == n == 0:  # no weight has changed: fails without seed= or examples=
-                    torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=0, atol=1e-4)
-                a, clipped = scaled[:, part], ratio.clamp(1 - CLIP, 1 + CLIP)
-                loss = -torch.min(ratio * a, clipped * a).mean() - 0.01 * pi.entropy().mean()
-                loss = loss + 0.5 * (value - target[:, part]).square().mean()
-                optimizer.zero_grad()
-                loss.backward()
-                nn.utils.clip_grad_norm_(policy.parameters(), 0.5)
-                optimizer.step()
+        halves = [half for _ in range(EPOCHS) for half in torch.randperm(ENVS).chunk(2)]
+        for n, part in enumerate(halves):  # whole sequences of half of the environments
+            same = {"examples": part, "resets": begins[:, part]}
+            state_0 = tuple(s[:, part] for s in first)
+            pi, value, _ = policy(xs[:, part], state_0, **same, **masks)
+            ratio = (pi.log_prob(actions[:, part]) - old[:, part]).exp()
+            if n == 0:  # no weight has changed: fails without seed= or examples=
+                torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=0, atol=1e-4)
+            a, clipped = scaled[:, part], ratio.clamp(1 - CLIP, 1 + CLIP)
+            loss = -torch.min(ratio * a, clipped * a).mean() - 0.01 * pi.entropy().mean()
+            loss = loss + 0.5 * (value - target[:, part]).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(policy.parameters(), 0.5)
+            optimizer.step()
         if (rollout + 1) % 10 == 0:
-            print(
-                f"  step {(rollout + 1) * STEPS * ENVS}: {np.mean(returns[-40:]):.1f}", flush=True
-            )
+            print(f"  step {(rollout + 1) * STEPS * ENVS}: {np.mean(returns[-40:]):.1f}")
     return policy, returns
 
 
