@@ -30,9 +30,9 @@ test-cluster: $(READY) ## install Ray, and run a sweep on a local cluster of two
 	@$(PIP) 'ray[tune]' optuna
 	@$(RUN) -m pytest -q -rs tests/paper/test_cluster.py
 
-test-ecosystem: $(READY) ## install transformers and accelerate, and load models with them
-	@$(PIP) transformers accelerate
-	@$(RUN) -m pytest -q -rs tests/test_loaders.py
+test-ecosystem: $(READY) ## install transformers, lightning, gymnasium and others; load models, run their examples
+	@$(PIP) transformers accelerate lightning pytorch-forecasting gymnasium
+	@$(RUN) -m pytest -q -rs tests/test_loaders.py tests/test_examples.py
 
 mutants: $(READY) ## change 500 small things in the source, one at a time, and see that a test fails (hours with JOBS=2)
 	@$(RUN) tests/mutation/run.py --jobs $(JOBS)

@@ -5,6 +5,16 @@ from .convert import convert, revert
 from .definition import DefinitionError, candidate, cell, held, product, shown, update
 from .draws import masks
 from .layers import GRU, LSTM, RNN, Recurrent
+from .load import (
+    OutputFirst,
+    ResetFirstGRUCell,
+    load_arrays,
+    load_chainer,
+    load_haste,
+    load_keras,
+    load_tensorflow,
+    load_torch,
+)
 from .noise import (
     RecurrentDropout,
     StateDropout,
@@ -16,6 +26,7 @@ from .noise import (
 from .norm import RecurrentBatchNorm, estimate_statistics
 from .penalties import norm_stabilizer
 from .philox import fold
+from .schedule import RateSchedule
 from .step_cells import GRUCell, LSTMCell, RecurrentCell, RNNCell
 from .wrap import ZoneoutCell, zoneout
 
@@ -26,11 +37,14 @@ __all__ = [
     "DefinitionError",
     "GRUCell",
     "LSTMCell",
+    "OutputFirst",
     "RNNCell",
+    "RateSchedule",
     "Recurrent",
     "RecurrentBatchNorm",
     "RecurrentCell",
     "RecurrentDropout",
+    "ResetFirstGRUCell",
     "StateDropout",
     "VariationalDropout",
     "WeightDrop",
@@ -45,6 +59,12 @@ __all__ = [
     "fold",
     "held",
     "init",
+    "load_arrays",
+    "load_chainer",
+    "load_haste",
+    "load_keras",
+    "load_tensorflow",
+    "load_torch",
     "masks",
     "norm_stabilizer",
     "onnx",
