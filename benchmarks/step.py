@@ -33,12 +33,12 @@ import torch
 from gpu import captured
 
 from zoneout.ops.cuda.runtime.compiler import shared_by
-from zoneout.paper.config import Batches, Config, Data, Model, Optimizer, Zoneout
-from zoneout.paper.data import Corpus, Images, Vocabulary
-from zoneout.paper.feeds import make_feed
-from zoneout.paper.models import build, loss_of, parameters_of
-from zoneout.paper.processes import Processes, device_of, products_in
-from zoneout.paper.step import Step
+from zoneout.paper.data.corpora import Corpus, Images, Vocabulary
+from zoneout.paper.training.config import Batches, Config, Data, Model, Optimizer, Zoneout
+from zoneout.paper.training.feeds import make_feed
+from zoneout.paper.training.models import build, loss_of, parameters_of
+from zoneout.paper.training.processes import Processes, device_of, products_in
+from zoneout.paper.training.step import Step
 
 PAPER = Model(hidden=1000, init="torch", one_bias=True, learn_initial_state=True)
 CONFIGS = {

@@ -13,7 +13,7 @@ TOOL = {"tyro", "rich", "safetensors", "matplotlib"}  # the packages of the extr
 def main() -> int:
     """Run the command line and return its exit code."""
     try:
-        from .paper import cli
+        from .paper.cli import main as cli
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in TOOL:
             raise

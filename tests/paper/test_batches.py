@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zoneout.paper import batches
+from zoneout.paper.data import batches
 
 SEED = st.integers(-(2**63), 2**64 - 1)
 EPOCH = st.integers(0, 2**32 - 1)

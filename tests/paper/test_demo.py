@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 from fabricated import Page, demo_page, shared_look
+from zoneout.paper.cli.main.demo import PLAIN, ZONED, Result, verdict
+from zoneout.paper.cli.main.main import main
 
-from zoneout.paper import demo, runs
-from zoneout.paper.cli import main
-from zoneout.paper.codes import FAILED, INTERRUPTED, OK
-from zoneout.paper.config import Config, Zoneout
-from zoneout.paper.demo import PLAIN, ZONED, Result, verdict
+from zoneout.paper.cli import demo
+from zoneout.paper.training import runs
+from zoneout.paper.training.config import Config, Zoneout
+from zoneout.paper.training.exit_codes import FAILED, INTERRUPTED, OK
 
 TINY = ["--updates", "6", "--hidden", "8", "--characters", "4000"]
 

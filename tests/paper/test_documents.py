@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from zoneout.paper import figures, plots
-from zoneout.paper.measures import rounded
-from zoneout.paper.recipes import RECIPES
-from zoneout.paper.results import best_epoch, fitting
+from zoneout.paper.experiments.recipes import RECIPES
+from zoneout.paper.experiments.results import best_epoch, fitting
+from zoneout.paper.report import figures, plots
+from zoneout.paper.training.measures import rounded
 
 ROOT = Path(__file__).parents[2]
 
