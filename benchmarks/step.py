@@ -1,7 +1,7 @@
 """Measure what a training step costs beyond its recurrent layers: `python benchmarks/step.py [NAME
 …] [--device cuda]`.
 
-Three things in turn, the median over rounds: the whole step of `zoneout.paper.train` (gather,
+Three things in turn, the median over rounds: the whole step of `zoneout.paper.training.train` (gather,
     forward, backward,
 clipping, optimizer), the recurrent layers alone forward and backward, and these with the softmax
 and the loss. The data are random symbols of the right number. On a GPU each is one CUDA graph, so

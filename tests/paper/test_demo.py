@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from fabricated import Page, demo_page, shared_look
-from zoneout.paper.cli.main.demo import PLAIN, ZONED, Result, verdict
-from zoneout.paper.cli.main.main import main
+from zoneout.paper.cli.demo import PLAIN, ZONED, Result, verdict
+from zoneout.paper.cli.main import main
 
 from zoneout.paper.cli import demo
 from zoneout.paper.training import runs

@@ -1,7 +1,7 @@
 """The commands: one frozen dataclass for each command. Its fields are the command's options.
 
 Results go to standard output, progress to standard error. Calling a command returns its exit code
-(see `codes`).
+(see `exit_codes`).
 """
 
 from __future__ import annotations

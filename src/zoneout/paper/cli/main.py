@@ -1,7 +1,7 @@
 """The command line: parse the arguments, run the command, and report its errors.
 
 An error is printed on standard error as a sentence. The exit code gives the kind of error (see
-`codes`).
+`exit_codes`).
 """
 
 from __future__ import annotations
