@@ -1,11 +1,10 @@
 """Measure what a training step costs beyond its recurrent layers: `python benchmarks/step.py [NAME
 …] [--device cuda]`.
 
-Three things in turn, the median over rounds: the whole step of `zoneout.paper.training.train` (gather,
-    forward, backward,
-clipping, optimizer), the recurrent layers alone forward and backward, and these with the softmax
-and the loss. The data are random symbols of the right number. On a GPU each is one CUDA graph, so
-that kernels are compared with kernels.
+Three things in turn, the median over rounds: the whole step of `zoneout.paper.training.train`
+(gather, forward, backward, clipping, optimizer), the recurrent layers alone forward and backward,
+and these with the softmax and the loss. The data are random symbols of the right number. On a GPU
+each is one CUDA graph, so that kernels are compared with kernels.
 
 `--at-once N` measures instead how long an update takes when N runs share the device as those of
 `zoneout reproduce --parallel N` do: on a GPU each in a thread and a stream of its own. Each has to

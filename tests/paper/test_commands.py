@@ -15,11 +15,11 @@ import fabricated
 import pytest
 import torch
 from command_line import SMALL, TEXT, environment, process
-from zoneout.paper.report.pages.describe import describe
 
 from zoneout.paper.cli import commands, main
 from zoneout.paper.data import datasets, download
 from zoneout.paper.experiments.recipes import RECIPES
+from zoneout.paper.report.describe import describe
 from zoneout.paper.training import config, runs
 from zoneout.paper.training.exit_codes import BAD_DATA, DIVERGED, FAILED, INTERRUPTED, OK, WRONG_USE
 from zoneout.paper.training.models import build

@@ -192,7 +192,7 @@ STRANGE = change(
 )
 def test_the_command_line_takes_the_flags(config: Config) -> None:
     """A command that is shown is refused, or makes another run."""
-    cli = pytest.importorskip("zoneout.paper.cli")
+    cli = pytest.importorskip("zoneout.paper.cli.main")
     shown = shlex.join(configs.flags(configs.changed(config)))
     assert cli.parse("train", shlex.split(shown)).config == config
     recipe = RECIPES["pmnist_zoneout"]

@@ -640,8 +640,8 @@ def test_two_processes_at_once(tmp_path):
     """If this fails, processes that encode the same text at once trip over each other."""
     path = write(tmp_path / "my.txt", "some text " * 5000)
     code = (
-        "import sys; from zoneout.paper.data import load; c = load(sys.argv[1]); print(c.digest, "
-        "len(c.train))"
+        "import sys; from zoneout.paper.data.corpora import load; c = load(sys.argv[1]); "
+        "print(c.digest, len(c.train))"
     )
     command = [sys.executable, "-c", code, str(path)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]

@@ -12,12 +12,12 @@ from xml.etree import ElementTree
 
 import fabricated
 import pytest
-from zoneout.paper.report.pages.figures import FIGURES, draw, draw_all, limits, save_all
 
 from zoneout.paper.cli import main
 from zoneout.paper.disk import RunError, write_record
 from zoneout.paper.experiments.recipes import RECIPES
 from zoneout.paper.report import figures, plots
+from zoneout.paper.report.figures import FIGURES, draw, draw_all, limits, save_all
 from zoneout.paper.training import exit_codes
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zoneout.paper.report.pages.plots import (
+
+from zoneout.paper.report.plots import (
     COLOURS,
     MARKS,
     Curve,

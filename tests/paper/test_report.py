@@ -15,13 +15,13 @@ from pathlib import Path
 import fabricated
 import pytest
 from fabricated import Page
-from zoneout.paper.report.pages.figures import FIGURES
-from zoneout.paper.report.pages.pages import paper_page, runs_page
 
 from zoneout.paper.cli import main
 from zoneout.paper.disk import RunError, write_record
 from zoneout.paper.experiments.recipes import QUOTED, RECIPES
 from zoneout.paper.report import html, sweep_page
+from zoneout.paper.report.figures import FIGURES
+from zoneout.paper.report.pages import paper_page, runs_page
 from zoneout.paper.training import exit_codes
 from zoneout.paper.training.measures import spread
 from zoneout.paper.training.runs import read_config

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from zoneout.paper.report.pages.describe import describe
 
 from zoneout.paper import disk
 from zoneout.paper.data.corpora import Vocabulary
 from zoneout.paper.disk import RunError
+from zoneout.paper.report.describe import describe
 from zoneout.paper.training import config as configs
 from zoneout.paper.training import runs
 from zoneout.paper.training.config import Config, Data, Model, Schedule

@@ -739,8 +739,8 @@ def test_half_precision(config: Config, precision: Any, tmp_path: Path) -> None:
 
 TWO = """
 import json, sys, torch
-from zoneout.paper.config import from_json
-from zoneout.paper.train import train
+from zoneout.paper.training.config import from_json
+from zoneout.paper.training.train import train
 torch.set_num_threads(1)
 config = from_json(json.load(open(sys.argv[1])))
 train(config, sys.argv[2])
