@@ -19,7 +19,7 @@ def main() -> int:
             raise
         print(
             f"zoneout: the command line needs the package {error.name}, which is not installed; "
-            "try pip install '.[tool]' in a clone of the repository. (The layers do not need it.)",
+            "try pip install 'zoneout[tool]' (in a clone: '.[tool]'). The layers do not need it.",
             file=sys.stderr,
         )
         return 1

@@ -1,4 +1,4 @@
-"""The former place of `zoneout.paper.experiments.gradient_flow`, for scripts that import it here."""
+"""The former place of `zoneout.paper.experiments.gradient_flow`, kept for older scripts."""
 
 from .experiments.gradient_flow import gradients_of, mean_norms, watched
 

@@ -1,4 +1,4 @@
-"""The former place of `zoneout.paper.training.runs`, kept for scripts that import it from here."""
+"""The former place of `zoneout.paper.training.runs`, kept for older scripts."""
 
 from .training.runs import Loaded, Run, load, read_config, read_metrics, read_summary
 

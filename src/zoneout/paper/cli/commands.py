@@ -424,10 +424,9 @@ class Sweep:
 
     To continue an interrupted sweep, run the same command again.
 
-    $ zoneout sweep --data my.txt --grid zoneout.cell=0,0.25,0.5 --grid zoneout.hidden=0,0.05
-    --seeds 3 --epochs 5 $ zoneout sweep char_ptb_zoneout --grid zoneout.cell=0.25,0.5 --engine ray
-    --address auto --gpus 0.25 $ zoneout sweep --grid optimizer.lr=0.0001..0.01,log --search optuna
-    --trials 50 --scheduler asha
+    $ zoneout sweep --data my.txt --grid zoneout.cell=0,0.25,0.5 --seeds 3 --epochs 5
+    $ zoneout sweep char_ptb_zoneout --grid zoneout.cell=0.25,0.5 --engine ray --gpus 0.25
+    $ zoneout sweep --grid optimizer.lr=0.0001..0.01,log --search optuna --scheduler asha
     """
 
     recipe: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RECIPE]")] = None
@@ -497,7 +496,7 @@ class Sweep:
         if self.json:
             show_json([asdict(row) for row in rows])
         else:
-            show(sweep_page.table(rows))
+            show(f"{sweep_page.table(rows)}\n\n{sweep_page.ending(rows, self.out)}")
         if any(row.why == "interrupted" for row in rows):
             return complain(
                 "sweep", "interrupted; the same command goes on where this one stopped", INTERRUPTED

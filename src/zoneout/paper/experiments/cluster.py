@@ -1,6 +1,6 @@
 """Run a sweep on a Ray cluster, or on a Ray that this process starts.
 
-To install Ray: `pip install '.[cluster]'` in a clone.
+To install Ray: `pip install 'zoneout[cluster]'`.
 
 Ray Tune decides where and when each job of `sweep` runs. Each job has a folder, which must have the
 same path on every machine. If a worker or a machine dies, Tune starts the job again, and the job
@@ -291,7 +291,7 @@ def _ray(cluster: Cluster) -> Iterator[None]:
         from ray import tune  # noqa: F401
     except ImportError:
         raise ValueError(
-            "--engine: the package ray is not installed; pip install '.[cluster]' in a clone, or "
+            "--engine: the package ray is not installed; try pip install 'zoneout[cluster]', or "
             "use --engine local"
         ) from None
     if ray.is_initialized():

@@ -52,8 +52,7 @@ def describe(folder: Path) -> dict[str, Any]:
     return {
         "run": str(folder),
         "status": ended["status"] if ended else "not finished",
-        "update": rows[-1]["update"] if rows else 0,
-        "epoch": rows[-1]["epoch"] if rows else 0,
+        **position(folder, rows),
         "best": next((row for row in reversed(valid) if row["best"]), None),
         "test": next((row for row in reversed(rows) if row["kind"] == "test"), None),
         "parameters": ended and ended["parameters"],
@@ -65,6 +64,16 @@ def describe(folder: Path) -> dict[str, Any]:
         },
         "config": configs.to_json(config),
     }
+
+
+def position(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return how far a run has come: its last metrics line, or a checkpoint after that line."""
+    update, epoch = (rows[-1]["update"], rows[-1]["epoch"]) if rows else (0, 0)
+    saved, epochs = runs.trained(folder)
+    if saved <= update:
+        return {"update": update, "epoch": epoch}
+    # All epochs have the same number of updates. Without a line, only whole epochs are known.
+    return {"update": saved, "epoch": epoch * saved / update if update else max(0, epochs - 1)}
 
 
 def described(page: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -103,6 +104,20 @@ def table(rows: Sequence[Row]) -> str:
             *([""] if notes else []),
             *notes,
         ]
+    )
+
+
+def ending(rows: Sequence[Row], out: Path) -> str:
+    """Return the last lines of a sweep: its best run, how to look at it, and the page."""
+    page = f"All results on one page: {out / 'index.html'}"
+    judged = [row for row in rows if row.state == "finished" and row.valid is not None]
+    if not judged:
+        return page
+    best = min(judged, key=lambda row: math.inf if row.valid is None else row.valid)
+    test = "" if best.test is None else f", test {figure_of(best.test, best.measure)}"
+    return (
+        f"Best run: {best.name}, valid {figure_of(best.valid or 0.0, best.measure)}{test}\n"
+        f"  zoneout show {shlex.quote(str(best.folder))}\n{page}"
     )
 
 

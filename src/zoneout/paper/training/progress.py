@@ -193,10 +193,7 @@ class Live:
             columns.append(_Of(lambda run: f"valid {worth(run.valid)}" if run.valid else ""))
         if console.width >= 100:
             columns.append(_Of(lambda run: f"best {worth(run.best)}" if run.best else "", "green"))
-        if console.width >= 120:
-            columns.append(
-                _Of(lambda run: f"{run.pace.speed:.1f}/s" if run.pace.speed else "", "dim")
-            )
+        columns.append(_Of(lambda run: f"{run.pace.speed:.1f}/s" if run.pace.speed else "", "dim"))
         columns.append(_Of(lambda run: run.left(), "cyan"))
         self.progress = Progress(*columns, console=console, refresh_per_second=5, expand=True)
         self.tasks = {
@@ -253,7 +250,7 @@ class TensorBoard:
         except ImportError:
             raise ValueError(
                 "--tensorboard: the package tensorboard is not installed; "
-                "run pip install '.[tensorboard]' in a clone of the project"
+                "try pip install 'zoneout[tensorboard]' (in a clone: '.[tensorboard]')"
             ) from None
         self.make = lambda update: SummaryWriter(
             str(own_folder(Path(folder) / "tensorboard")), purge_step=update

@@ -37,6 +37,8 @@ from .step import Step
 
 Progress = Callable[[dict[str, Any]], None]
 
+SAVE_SECONDS = 300.0  # at most this much training is lost with a killed process
+
 
 class Stopped(Exception):
     """The run was asked to stop."""
@@ -141,7 +143,7 @@ class Training:
         deadline: float,
     ) -> None:
         self.deadline = deadline
-        self.began = time.monotonic()
+        self.began = self.saved = time.monotonic()
         self.config, self.run, self.tell, self.processes = config, run, progress, processes
         device = processes.device
         if config.precision == "tf32" and device.type != "cuda":
@@ -230,7 +232,9 @@ class Training:
                 self.updates = self.step.begin(state.epoch, 0, state.update)
             if self.due():
                 self.validate()
-            elif config.save_every and state.update % config.save_every == 0:
+            elif (config.save_every and state.update % config.save_every == 0) or self.unsaved(
+                logging
+            ):
                 self.save()
             if self.processes.size == 1:
                 self.tick()
@@ -250,6 +254,14 @@ class Training:
         every = self.config.evaluation.every
         now = self.state.update % every == 0 if every else self.state.done == 0
         return self.state.validated != self.state.update and (now or self.complete())
+
+    def unsaved(self, logging: bool) -> bool:
+        """Return whether the last checkpoint is `SAVE_SECONDS` old.
+
+        Several processes decide together, when a training loss is logged.
+        """
+        late = time.monotonic() - self.saved >= SAVE_SECONDS
+        return late if self.processes.size == 1 else logging and self.processes.any(late)
 
     def epoch(self) -> float:
         """Return the number of epochs so far, with a fraction for the current one."""
@@ -325,6 +337,7 @@ class Training:
             raise self.diverged(f"a weight was not finite after update {self.state.update}")
         if self.processes.first:
             self.run.save(tensors, asdict(self.state))
+        self.saved = time.monotonic()
         self.tell({"kind": "save", "update": self.state.update})
 
     def restore(self) -> runs.Checkpoint | None:
