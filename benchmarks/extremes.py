@@ -24,13 +24,13 @@ from typing import Any
 import torch
 
 import zoneout as zo
-from zoneout.paper.config import Batches, Config, Data, Model, Optimizer, Protocol, Zoneout
-from zoneout.paper.data import Corpus, Vocabulary
-from zoneout.paper.evaluate import evaluate_text
-from zoneout.paper.feeds import make_feed
-from zoneout.paper.models import build
-from zoneout.paper.processes import Processes, products_in
-from zoneout.paper.step import Step
+from zoneout.paper.data.corpora import Corpus, Vocabulary
+from zoneout.paper.training.config import Batches, Config, Data, Model, Optimizer, Protocol, Zoneout
+from zoneout.paper.training.evaluate import evaluate_text
+from zoneout.paper.training.feeds import make_feed
+from zoneout.paper.training.models import build
+from zoneout.paper.training.processes import Processes, products_in
+from zoneout.paper.training.step import Step
 
 MiB = 2**20
 NOISE = zo.Zoneout(cell=0.5, hidden=0.05)

@@ -38,10 +38,11 @@ def target(name: str, work: Path) -> Callable[[bytes], Any]:
         call: Callable[[bytes], Any] = tests[name].hypothesis.fuzz_one_input
         return call
 
-    from zoneout.paper import files, runs
-    from zoneout.paper.data import load
+    from zoneout.paper.data import datasets
+    from zoneout.paper.data.corpora import load
+    from zoneout.paper.data.datasets import DataError
     from zoneout.paper.disk import RunError
-    from zoneout.paper.files import DataError
+    from zoneout.paper.training import runs
 
     path = work / {
         "config": "config.json",
@@ -57,7 +58,7 @@ def target(name: str, work: Path) -> Callable[[bytes], Any]:
         "weights": lambda: runs.read_tensors(path),
         "checkpoint": lambda: runs.read_checkpoint(work, work / "metrics.jsonl"),
         "text": lambda: load(path),
-        "packed": lambda: files.read(path),
+        "packed": lambda: datasets.read(path),
     }
     allowed: tuple[type[Exception], ...] = (RunError, DataError)
     if name == "checkpoint":  # whoever reads one expects these, and passes it over
@@ -85,8 +86,8 @@ def fuzz(name: str, runs: int) -> None:
     import atheris
 
     with atheris.instrument_imports(include=["zoneout"], enable_loader_override=False):
-        import zoneout.paper.data
-        import zoneout.paper.runs  # noqa: F401
+        import zoneout.paper.data.corpora
+        import zoneout.paper.training.runs  # noqa: F401
     work = Path(tempfile.mkdtemp(prefix=f"fuzz-{name}-"))
     arguments = [
         sys.argv[0],

@@ -27,7 +27,7 @@ import bench
 import torch
 from bench import LAYERS, ZONEOUT, Row, mixed_lengths
 
-from zoneout.paper.processes import products_in
+from zoneout.paper.training.processes import products_in
 
 SHAPES = {  # T, B, input, H, layers
     "char-PTB": (100, 32, 50, 1000, 1),

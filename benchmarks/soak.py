@@ -34,8 +34,12 @@ from typing import Any
 
 import torch
 
-from zoneout.paper import disk, runs
-from zoneout.paper.config import (
+from zoneout.paper import disk
+from zoneout.paper.data.corpora import load
+from zoneout.paper.data.datasets import DataError
+from zoneout.paper.disk import RunError
+from zoneout.paper.training import runs
+from zoneout.paper.training.config import (
     Batches,
     Config,
     Data,
@@ -45,11 +49,8 @@ from zoneout.paper.config import (
     Protocol,
     Zoneout,
 )
-from zoneout.paper.data import load
-from zoneout.paper.disk import RunError
-from zoneout.paper.files import DataError
-from zoneout.paper.runs import Run
-from zoneout.paper.train import train
+from zoneout.paper.training.runs import Run
+from zoneout.paper.training.train import train
 
 FINISHED, REFUSED, STOPPED, UNTOLD = (
     0,

@@ -1,11 +1,10 @@
 """Measure what a training step costs beyond its recurrent layers: `python benchmarks/step.py [NAME
 …] [--device cuda]`.
 
-Three things in turn, the median over rounds: the whole step of `zoneout.paper.train` (gather,
-    forward, backward,
-clipping, optimizer), the recurrent layers alone forward and backward, and these with the softmax
-and the loss. The data are random symbols of the right number. On a GPU each is one CUDA graph, so
-that kernels are compared with kernels.
+Three things in turn, the median over rounds: the whole step of `zoneout.paper.training.train`
+(gather, forward, backward, clipping, optimizer), the recurrent layers alone forward and backward,
+and these with the softmax and the loss. The data are random symbols of the right number. On a GPU
+each is one CUDA graph, so that kernels are compared with kernels.
 
 `--at-once N` measures instead how long an update takes when N runs share the device as those of
 `zoneout reproduce --parallel N` do: on a GPU each in a thread and a stream of its own. Each has to
@@ -33,12 +32,12 @@ import torch
 from gpu import captured
 
 from zoneout.ops.cuda.runtime.compiler import shared_by
-from zoneout.paper.config import Batches, Config, Data, Model, Optimizer, Zoneout
-from zoneout.paper.data import Corpus, Images, Vocabulary
-from zoneout.paper.feeds import make_feed
-from zoneout.paper.models import build, loss_of, parameters_of
-from zoneout.paper.processes import Processes, device_of, products_in
-from zoneout.paper.step import Step
+from zoneout.paper.data.corpora import Corpus, Images, Vocabulary
+from zoneout.paper.training.config import Batches, Config, Data, Model, Optimizer, Zoneout
+from zoneout.paper.training.feeds import make_feed
+from zoneout.paper.training.models import build, loss_of, parameters_of
+from zoneout.paper.training.processes import Processes, device_of, products_in
+from zoneout.paper.training.step import Step
 
 PAPER = Model(hidden=1000, init="torch", one_bias=True, learn_initial_state=True)
 CONFIGS = {

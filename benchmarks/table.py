@@ -194,7 +194,7 @@ def chart(results: Rows) -> Any:
     """Draw the README's chart: the time of a training step, the unregularised torch.nn layer
     being 1.
     """
-    from zoneout.paper import plots
+    from zoneout.paper.report import plots
 
     entries = headlines(results)
     fig, (axes,) = plots.canvas(height=0.4 * len(entries) + 1.1, width=7.4)
@@ -249,7 +249,7 @@ def main() -> None:
         else:
             print(f"{where}\n\n{table}\n")
     if write:
-        from zoneout.paper import plots
+        from zoneout.paper.report import plots
 
         plots.save(
             chart(rows()),

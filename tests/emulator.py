@@ -203,7 +203,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         made.cache_clear()
     own = [f"ops.cuda.kernels.{name}" for name in ("batch", "small", "persistent", "wide", "steps")]
     own += [f"ops.cuda.pointwise.{name}" for name in ("norms", "dropout", "weight_noise", "rows")]
-    for name in (*own, "paper.optimizer_kernel"):
+    for name in (*own, "paper.training.optimizer_kernel"):
         monkeypatch.setattr(f"zoneout.{name}.load", load)
     for module in (cuda.batch, cuda.small, cuda.persistent, cuda.wide, cuda.steps, compiler):
         monkeypatch.setattr(module, "chip", lambda device: compiler.Chip(132, 232448, 9))

@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import pack_padded_sequence
 import zoneout as zo
 from zoneout.ops import cuda
 from zoneout.ops.cuda.runtime.compiler import Chip
-from zoneout.paper.config import Optimizer as Settings
-from zoneout.paper.optimizers import Optimizer
+from zoneout.paper.training.config import Optimizer as Settings
+from zoneout.paper.training.optimizers import Optimizer
 
 PATHS = {
     "small": (cuda.batch, cuda.small),

@@ -18,7 +18,7 @@ from zoneout.ops import build_cache
 from zoneout.ops.cpu import native
 from zoneout.ops.cpu.native import build
 from zoneout.ops.cuda.runtime import compiler as cuda_compiler
-from zoneout.paper import cache as paper_cache
+from zoneout.paper.data import cache as paper_cache
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="owners and rights as in Unix")
 

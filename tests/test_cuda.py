@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import zoneout as zo
 from zoneout.ops import cuda, reference
 from zoneout.ops.weight_noise import weight_noise
-from zoneout.paper.processes import products_in
+from zoneout.paper.training.processes import products_in
 
 pytestmark = pytest.mark.gpu
 

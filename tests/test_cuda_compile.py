@@ -12,7 +12,7 @@ from zoneout.ops.cuda.kernels import batch, persistent, small, steps, wide
 from zoneout.ops.cuda.pointwise import norms, rows
 from zoneout.ops.cuda.runtime import compiler
 from zoneout.ops.cuda.runtime.arguments import CELLS, EVERYTHING, TYPES
-from zoneout.paper import optimizer_kernel as optimizer
+from zoneout.paper.training import optimizer_kernel as optimizer
 
 HOPPER, PROCESSORS, SHARED = (9, 0), 132, 232448
 SHAPES = {
@@ -178,7 +178,7 @@ def test_rows(dtype):
 @pytest.mark.parametrize("rule", range(len(optimizer.RULES)), ids=optimizer.RULES)
 def test_optimizers(rule, paper):
     """A rule does not compile."""
-    _, spilled = build("optimizer.cu", optimizer.defines_of(rule, paper))
+    _, spilled = build(optimizer.SOURCE, optimizer.defines_of(rule, paper))
     assert max(spilled) == 0
 
 

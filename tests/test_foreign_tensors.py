@@ -24,7 +24,7 @@ from zoneout.noise import Rule
 from zoneout.ops import memory
 from zoneout.ops.cpu.masks import Draw, masks_of
 from zoneout.ops.cuda.runtime.arguments import Arguments, Exchange
-from zoneout.paper.optimizers import apart
+from zoneout.paper.training.optimizers import apart
 
 INPUT, HIDDEN, BATCH = 3, 4, 2
 NOISE = zo.Zoneout(hidden=0.3)

@@ -13,13 +13,13 @@ TOOL = {"tyro", "rich", "safetensors", "matplotlib"}  # the packages of the extr
 def main() -> int:
     """Run the command line and return its exit code."""
     try:
-        from .paper import cli
+        from .paper.cli import main as cli
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in TOOL:
             raise
         print(
             f"zoneout: the command line needs the package {error.name}, which is not installed; "
-            "try pip install '.[tool]' in a clone of the repository. (The layers do not need it.)",
+            "try pip install 'zoneout[tool]' (in a clone: '.[tool]'). The layers do not need it.",
             file=sys.stderr,
         )
         return 1

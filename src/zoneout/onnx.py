@@ -6,7 +6,7 @@ the step, nor a user's own cell. For these, `zoneout::run` becomes a Scan over t
 Scan is one step, made from the graph of the cell's definition.
 
 After `import zoneout`, `torch.onnx.export` has these translations. They need the packages of the
-extra "onnx": `pip install '.[onnx]'` in a clone.
+extra "onnx": `pip install 'zoneout[onnx]'`.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _packages() -> None:
         raise ImportError(
             f"export to ONNX needs the packages onnx and onnxscript, and {missing.name} is not "
             "installed; "
-            "try pip install '.[onnx]' in a clone of the repository"
+            "try pip install 'zoneout[onnx]' (in a clone: '.[onnx]')"
         ) from missing
     del onnx
 

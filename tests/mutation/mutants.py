@@ -33,10 +33,10 @@ AREAS: dict[str, tuple[int, tuple[str, ...]]] = {  # how many mutants, of which 
     "native, C": (75, ("ops/cpu/loop.c", "ops/cpu/body.h", "ops/cpu/functions.h")),
     "cuda, kernels": (85, ("ops/cuda/*/*.cu", "ops/cuda/*/*.cuh")),
     "cuda, Python": (35, ("ops/cuda/*.py", "ops/cuda/*/*.py")),
-    "paper/train": (20, ("paper/train.py",)),
-    "paper/evaluate": (15, ("paper/evaluate.py",)),
-    "paper/optimizers": (15, ("paper/optimizers.py",)),
-    "paper/batches": (15, ("paper/batches.py",)),
+    "paper/train": (20, ("paper/training/train.py",)),
+    "paper/evaluate": (15, ("paper/training/evaluate.py",)),
+    "paper/optimizers": (15, ("paper/training/optimizers.py",)),
+    "paper/batches": (15, ("paper/data/batches.py",)),
 }
 LEFT_OUT = {f"ops/cuda/runtime/{name}.py" for name in ("compiler", "blas", "side_streams")}
 

@@ -78,7 +78,7 @@ def zoneout(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, 
 
 def run_here(*arguments: str | Path) -> int:
     """A command in this process; what it needs may not be there where other tests run."""
-    from zoneout.paper.cli import main
+    from zoneout.paper.cli.main import main
 
     return main([str(argument) for argument in arguments])
 

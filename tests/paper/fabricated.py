@@ -10,12 +10,15 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from zoneout.paper import demo, gradients, page, plots, sweep_report
-from zoneout.paper.config import Config, change, to_json
+from zoneout.paper.cli import demo
 from zoneout.paper.disk import write_record
-from zoneout.paper.recipes import RECIPES
-from zoneout.paper.results import FORMAT, command_of
-from zoneout.paper.trials import Row
+from zoneout.paper.experiments import gradient_flow
+from zoneout.paper.experiments.recipes import RECIPES
+from zoneout.paper.experiments.results import FORMAT, command_of
+from zoneout.paper.experiments.trials import Row
+from zoneout.paper.report import html, plots
+from zoneout.paper.report import sweep_page as sweep_pages
+from zoneout.paper.training.config import Config, change, to_json
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 
@@ -78,7 +81,7 @@ def flow(recipe: str, seed: int = 1, *, steps: int = 40, fall: float = 0.1) -> d
     states = {"cell": {"sum": 1.0, "share": share}, "hidden": {"sum": 2.0, "share": share}}
     command = f"zoneout gradients {recipe} --seed {seed}"
     whole = {
-        "format": gradients.FORMAT,
+        "format": gradient_flow.FORMAT,
         "recipe": recipe,
         "seed": seed,
         "weights": "best",
@@ -182,7 +185,7 @@ def sweep_page(folder: Path) -> str:
     failed = Row(
         "d-1", "", {"zoneout.cell": 0.5, "model.hidden": 9, "seed": 2}, "failed", why="no disk"
     )
-    return sweep_report.page([*rows, failed], "a sweep")
+    return sweep_pages.page([*rows, failed], "a sweep")
 
 
 def shared_look(text: str) -> bool:
@@ -190,7 +193,7 @@ def shared_look(text: str) -> bool:
     type).
     """
     found = [style for attributes, style in Page(text).all("style") if "type" not in attributes]
-    return found == [f"\n{page.STYLE}\n{plots.dark_style()}"]
+    return found == [f"\n{html.STYLE}\n{plots.dark_style()}"]
 
 
 def contrast(one: str, other: str) -> float:

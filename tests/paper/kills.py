@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from zoneout.paper.config import from_json
-from zoneout.paper.train import train
+from zoneout.paper.training.config import from_json
+from zoneout.paper.training.train import train
 
 
 def attempt(config: dict[str, Any], folder: Path, pipe: int, write: int) -> None:

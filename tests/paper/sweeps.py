@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zoneout.paper.config import Batches, Config, Data, Evaluation, Model, Protocol
-from zoneout.paper.sweep import Job
-from zoneout.paper.trials import Row, axes_of, folders, grid_of, known_trials, row_of
+from zoneout.paper.experiments.sweep import Job
+from zoneout.paper.experiments.trials import Row, axes_of, folders, grid_of, known_trials, row_of
+from zoneout.paper.training.config import Batches, Config, Data, Evaluation, Model, Protocol
 
 BASE = Config(
     data=Data(str(Path(__file__).parent / "golden" / "text.txt")),
@@ -76,8 +76,8 @@ def main(out: Path) -> None:
     import ray
     from ray.cluster_utils import Cluster
 
-    from zoneout.paper.cluster import Cluster as Room
-    from zoneout.paper.cluster import run_ray, search_ray
+    from zoneout.paper.experiments.cluster import Cluster as Room
+    from zoneout.paper.experiments.cluster import run_ray, search_ray
 
     node: dict[str, Any] = {
         "num_cpus": 1,

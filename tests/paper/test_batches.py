@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zoneout.paper import batches
+from zoneout.paper.data import batches
 
 SEED = st.integers(-(2**63), 2**64 - 1)
 EPOCH = st.integers(0, 2**32 - 1)
@@ -95,7 +95,7 @@ def test_the_same_order_in_another_process():
     run.
     """
     code = (
-        "import json; from zoneout.paper import batches as b;"
+        "import json; from zoneout.paper.data import batches as b;"
         "print(json.dumps([b.chunk_starts(5000, 100, seed=3, epoch=7).tolist(), b.image_order(40, "
         "seed=3).tolist()]))"
     )

@@ -17,8 +17,8 @@ import fabricated
 import pytest
 
 from zoneout.paper.disk import write_record
-from zoneout.paper.figures import FIGURES, draw_all
-from zoneout.paper.report import paper_page, runs_page
+from zoneout.paper.report.figures import FIGURES, draw_all
+from zoneout.paper.report.pages import paper_page, runs_page
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS, RESULTS = ROOT / "benchmarks" / "results.csv", ROOT / "results"

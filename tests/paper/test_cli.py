@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 from command_line import SMALL, environment, process
 
-from zoneout.paper import cli, files, runs, streams
-from zoneout.paper.codes import BAD_DATA, DIVERGED, FAILED, INTERRUPTED, OK, WRONG_USE
+from zoneout.paper import console
+from zoneout.paper.cli import bench, main
+from zoneout.paper.data import datasets
+from zoneout.paper.training import runs
+from zoneout.paper.training.exit_codes import BAD_DATA, DIVERGED, FAILED, INTERRUPTED, OK, WRONG_USE
 
 pytestmark = pytest.mark.usefixtures("one_thread", "elsewhere")
 
@@ -27,7 +30,7 @@ def test_help_names_every_command_and_exit_code(zoneout) -> None:
     """A command is there that nobody can find, or a code that nobody can look up."""
     code, out, _ = zoneout("--help")
     assert code == OK
-    for name in cli.COMMANDS:
+    for name in main.COMMANDS:
         assert f"\n  {name} " in out
     for number in (OK, FAILED, WRONG_USE, BAD_DATA, DIVERGED, INTERRUPTED):
         assert f"\n  {number} " in out
@@ -183,7 +186,7 @@ def test_wrong_use_gets_a_sentence_and_a_code(
     """A mistake ends in a traceback, in a code that scripts cannot tell apart, or leaves a
     folder behind.
     """
-    monkeypatch.setattr(files, "places", lambda folder=None: [tmp_path / "nothing"])
+    monkeypatch.setattr(datasets, "places", lambda folder=None: [tmp_path / "nothing"])
     found, out, err = zoneout(*arguments)
     assert found == code, err
     assert says in err
@@ -207,7 +210,9 @@ def test_a_missing_package_is_named(tmp_path) -> None:
 
 def test_bench_runs_that_of_the_clone(zoneout, monkeypatch, tmp_path) -> None:
     """`zoneout bench` starts something else, or swallows its options."""
-    monkeypatch.setattr(cli.zoneout, "__file__", str(tmp_path / "src" / "zoneout" / "__init__.py"))
+    monkeypatch.setattr(
+        bench.zoneout, "__file__", str(tmp_path / "src" / "zoneout" / "__init__.py")
+    )
     code, _, err = zoneout("bench")
     assert code == FAILED and "make bench" in err
     Path("benchmarks").mkdir()
@@ -303,7 +308,7 @@ def test_a_stream_of_somebodys_own_that_fails() -> None:
         def write(self, text: str) -> int:
             raise OSError(5, "Input/output error")
 
-    stream = streams.Unheard(Failing())
+    stream = console.Unheard(Failing())
     assert stream.write("words") == 5
     stream.flush()
 
@@ -343,5 +348,5 @@ def test_a_program_that_calls_it_has_its_streams_back(monkeypatch) -> None:
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="ascii") for _ in range(2))
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
-    assert cli.main(["--version"]) == OK
+    assert main.main(["--version"]) == OK
     assert (sys.stdout, sys.stderr) == (out, err) and out.errors == err.errors == "strict"

@@ -18,7 +18,8 @@ import torch
 from sweeps import jobs, rows
 
 import zoneout
-from zoneout.paper import sweep, sweep_report
+from zoneout.paper.experiments import sweep
+from zoneout.paper.report import sweep_page
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install '.[cluster]'"
@@ -71,7 +72,7 @@ def test_a_killed_worker_and_a_lost_node_change_nothing(
         "the run that was killed at update 17 did not go on from its checkpoint"
     )
     assert [row.state for row in rows(out / "grid")] == ["finished"] * 4
-    assert sweep_report.table(rows(out / "grid")) == sweep_report.table(rows(undisturbed))
+    assert sweep_page.table(rows(out / "grid")) == sweep_page.table(rows(undisturbed))
     for job in jobs(undisturbed):
         ours, theirs = out / "grid" / job.folder.name, job.folder
         assert (ours / "metrics.jsonl").read_bytes() == (theirs / "metrics.jsonl").read_bytes()

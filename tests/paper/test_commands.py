@@ -16,12 +16,14 @@ import pytest
 import torch
 from command_line import SMALL, TEXT, environment, process
 
-from zoneout.paper import cli, commands, config, fetch, files, runs
-from zoneout.paper.codes import BAD_DATA, DIVERGED, FAILED, INTERRUPTED, OK, WRONG_USE
-from zoneout.paper.describe import describe
-from zoneout.paper.models import build
-from zoneout.paper.recipes import RECIPES
-from zoneout.paper.unread import refuse_unread, unread
+from zoneout.paper.cli import commands, main
+from zoneout.paper.data import datasets, download
+from zoneout.paper.experiments.recipes import RECIPES
+from zoneout.paper.report.describe import describe
+from zoneout.paper.training import config, runs
+from zoneout.paper.training.exit_codes import BAD_DATA, DIVERGED, FAILED, INTERRUPTED, OK, WRONG_USE
+from zoneout.paper.training.models import build
+from zoneout.paper.training.unused_options import refuse_unread, unread
 
 pytestmark = pytest.mark.usefixtures("one_thread", "elsewhere")
 
@@ -71,10 +73,12 @@ def test_train_looks_for_a_corpus_in_a_folder(zoneout, monkeypatch) -> None:
     """--data DIR is taken for a text."""
     Path("there").mkdir()
     shutil.copy("my.txt", "there/bottles.txt")
-    file = files.File(
+    file = datasets.File(
         "bottles.txt", len(TEXT), __import__("hashlib").sha256(TEXT.encode()).hexdigest()
     )
-    monkeypatch.setitem(files.DATASETS, "bottles", files.Dataset("bottles", "a song", (file,)))
+    monkeypatch.setitem(
+        datasets.DATASETS, "bottles", datasets.Dataset("bottles", "a song", (file,))
+    )
     code, _, err = zoneout(
         "train", "--data", "there", "--data.name", "bottles", "--updates", "1", *SMALL
     )
@@ -566,7 +570,7 @@ def test_show_repeats_the_command(trained, tmp_path, zoneout) -> None:
     for run in (trained, other):
         shown = zoneout("show", run)[1]
         (options,) = [shlex.split(line) for line in shown.splitlines() if line.startswith("  --")]
-        assert cli.parse("train", options).config == runs.read_config(run)
+        assert main.parse("train", options).config == runs.read_config(run)
 
 
 def test_show_compares_and_draws(trained, zoneout) -> None:
@@ -626,9 +630,11 @@ def test_show_of_a_run_that_has_just_begun(trained, zoneout) -> None:
 def test_data_list_and_verify(zoneout, monkeypatch, tmp_path) -> None:
     """A damaged file is called good, or a good one missing."""
     sha256 = __import__("hashlib").sha256(TEXT.encode()).hexdigest()
-    file = files.File("songs/bottles.txt", len(TEXT), sha256)
-    monkeypatch.setattr(files, "DATASETS", {"bottles": files.Dataset("bottles", "a song", (file,))})
-    monkeypatch.setattr(commands, "DATASETS", files.DATASETS)
+    file = datasets.File("songs/bottles.txt", len(TEXT), sha256)
+    monkeypatch.setattr(
+        datasets, "DATASETS", {"bottles": datasets.Dataset("bottles", "a song", (file,))}
+    )
+    monkeypatch.setattr(commands, "DATASETS", datasets.DATASETS)
     monkeypatch.setenv("ZONEOUT_CACHE", str(tmp_path / "cache"))
     assert "bottles       not here  a song" in zoneout("data", "list")[1]
     assert zoneout("data", "verify")[0] == OK  # nothing is there, so nothing is wrong
@@ -650,7 +656,7 @@ def test_data_fetch(zoneout, monkeypatch) -> None:
     """fetch downloads what is there already, or says nothing of where it is."""
     asked = []
     monkeypatch.setattr(
-        fetch,
+        download,
         "fetch",
         lambda name, folder, progress: (
             asked.append((name, folder)) or [(Path("cache/thing"), True)]

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zoneout.paper import config as configs
-from zoneout.paper import unread as rules
-from zoneout.paper.config import (
+from zoneout.paper.console import CONTROL
+from zoneout.paper.experiments.recipes import RECIPES
+from zoneout.paper.training import config as configs
+from zoneout.paper.training import unused_options as rules
+from zoneout.paper.training.config import (
     MOST,
     Batches,
     Config,
@@ -29,9 +31,7 @@ from zoneout.paper.config import (
     names,
     to_json,
 )
-from zoneout.paper.recipes import RECIPES
-from zoneout.paper.streams import CONTROL
-from zoneout.paper.unread import unread
+from zoneout.paper.training.unused_options import unread
 
 WORD_PTB = Config(
     data=Data("word-ptb", by="word"),
@@ -192,7 +192,7 @@ STRANGE = change(
 )
 def test_the_command_line_takes_the_flags(config: Config) -> None:
     """A command that is shown is refused, or makes another run."""
-    cli = pytest.importorskip("zoneout.paper.cli")
+    cli = pytest.importorskip("zoneout.paper.cli.main")
     shown = shlex.join(configs.flags(configs.changed(config)))
     assert cli.parse("train", shlex.split(shown)).config == config
     recipe = RECIPES["pmnist_zoneout"]

@@ -15,10 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zoneout.paper import cache, data, files, text
-from zoneout.paper.data import load, load_images
-from zoneout.paper.files import DATASETS, DataError, MissingError
-from zoneout.paper.text import PARTS, Vocabulary
+from zoneout.paper.data import cache, corpora, datasets, text
+from zoneout.paper.data.corpora import load, load_images
+from zoneout.paper.data.datasets import DATASETS, DataError, MissingError
+from zoneout.paper.data.text import PARTS, Vocabulary
 
 REAL = os.environ.get("ZONEOUT_DATA")
 WORDS = ["a", "rose", "is", "red", "<unk>", "thé", "N"]
@@ -62,8 +62,8 @@ def makes(monkeypatch):
     """How often something is really encoded."""
     count = []
     for name in ("encode_characters", "encode_words"):
-        real = getattr(data, name)
-        monkeypatch.setattr(data, name, lambda *args, real=real: count.append(1) or real(*args))
+        real = getattr(corpora, name)
+        monkeypatch.setattr(corpora, name, lambda *args, real=real: count.append(1) or real(*args))
     return count
 
 
@@ -125,7 +125,7 @@ def test_mnist(real, order):
     ] == [((n, 784), np.uint8, (n,), np.uint8) for n in (50_000, 10_000, 10_000)]
     raw = gzip.decompress((real / "mnist" / "train-images-idx3-ubyte.gz").read_bytes())
     pixels = np.frombuffer(raw, np.uint8, offset=16).reshape(60_000, 784)
-    places = data.pixel_order(order)
+    places = corpora.pixel_order(order)
     for step in (0, 17, 783):
         np.testing.assert_array_equal(images.train[0][:100, step], pixels[:100, places[step]])
         np.testing.assert_array_equal(images.valid[0][-100:, step], pixels[-100:, places[step]])
@@ -142,15 +142,15 @@ def need(call):
 
 def test_the_papers_order_of_pixels():
     """If this fails, the permuted task is not the one whose figures the paper shows."""
-    order = data.pixel_order("paper")
+    order = corpora.pixel_order("paper")
     assert order[:5].tolist() == [37, 235, 72, 767, 715]
     assert len(set(order.tolist())) == 501
     assert (
-        sorted(data.pixel_order("permuted").tolist())
-        == data.pixel_order("rows").tolist()
+        sorted(corpora.pixel_order("permuted").tolist())
+        == corpora.pixel_order("rows").tolist()
         == list(range(784))
     )
-    assert data.pixel_order("permuted").tolist() != list(range(784))
+    assert corpora.pixel_order("permuted").tolist() != list(range(784))
 
 
 # The same on files that the tests make, so that they hold where the corpora are not
@@ -164,9 +164,9 @@ def small_table(monkeypatch, tmp_path):
         made = []
         for old, content in zip(DATASETS[name].files, contents):
             write(tmp_path / "data" / old.path, content)
-            checked = files.hashlib.sha256(content).hexdigest()
-            made.append(files.File(old.path, len(content), checked))
-        monkeypatch.setitem(DATASETS, name, files.Dataset(name, "", tuple(made)))
+            checked = datasets.hashlib.sha256(content).hexdigest()
+            made.append(datasets.File(old.path, len(content), checked))
+        monkeypatch.setitem(DATASETS, name, datasets.Dataset(name, "", tuple(made)))
         return tmp_path / "data"
 
     return lay
@@ -216,7 +216,7 @@ def test_images_of_a_small_set(small_table):
     for _ in range(2):
         images = load_images("paper", folder=folder)
         np.testing.assert_array_equal(
-            images.valid[0], train[50_000:].reshape(2, 784)[:, data.pixel_order("paper")]
+            images.valid[0], train[50_000:].reshape(2, 784)[:, corpora.pixel_order("paper")]
         )
         np.testing.assert_array_equal(images.valid[1], labels[50_000:])
         np.testing.assert_array_equal(images.test[1], test_labels)
@@ -233,11 +233,11 @@ def test_the_prefix_of_text8_comes_out_of_text8(monkeypatch, tmp_path):
     digest for it.
     """
     whole = b"abcdefghij" * 30
-    start = (200, files.hashlib.sha256(whole[:200]).hexdigest())
-    text8 = files.File("text8/text8", 300, crc32=files.zlib.crc32(whole), start=start)
-    prefix = files.File("text8/prefix", *start, part_of=text8)
-    monkeypatch.setitem(DATASETS, "text8", files.Dataset("text8", "", (text8,)))
-    monkeypatch.setitem(DATASETS, "text8-prefix", files.Dataset("text8-prefix", "", (prefix,)))
+    start = (200, datasets.hashlib.sha256(whole[:200]).hexdigest())
+    text8 = datasets.File("text8/text8", 300, crc32=datasets.zlib.crc32(whole), start=start)
+    prefix = datasets.File("text8/prefix", *start, part_of=text8)
+    monkeypatch.setitem(DATASETS, "text8", datasets.Dataset("text8", "", (text8,)))
+    monkeypatch.setitem(DATASETS, "text8-prefix", datasets.Dataset("text8-prefix", "", (prefix,)))
     with zipfile.ZipFile(write(tmp_path / "whole" / "text8.zip", b""), "w") as archive:
         archive.writestr("text8", whole)
     write(tmp_path / "part" / "prefix", whole[:200])
@@ -534,7 +534,7 @@ def test_the_second_start_reads_nothing(tmp_path, makes, monkeypatch):
     """If this fails, every start reads or encodes the text anew."""
     path = write(tmp_path / "my.txt", "some text " * 50)
     first = load(path)
-    monkeypatch.setattr(files, "read", lambda *args: pytest.fail("the file was read again"))
+    monkeypatch.setattr(datasets, "read", lambda *args: pytest.fail("the file was read again"))
     second = load(path)
     assert len(makes) == 1
     assert isinstance(second.train, np.memmap) and second.train.filename
@@ -640,8 +640,8 @@ def test_two_processes_at_once(tmp_path):
     """If this fails, processes that encode the same text at once trip over each other."""
     path = write(tmp_path / "my.txt", "some text " * 5000)
     code = (
-        "import sys; from zoneout.paper.data import load; c = load(sys.argv[1]); print(c.digest, "
-        "len(c.train))"
+        "import sys; from zoneout.paper.data.corpora import load; c = load(sys.argv[1]); "
+        "print(c.digest, len(c.train))"
     )
     command = [sys.executable, "-c", code, str(path)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]

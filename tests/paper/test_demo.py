@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 from fabricated import Page, demo_page, shared_look
 
-from zoneout.paper import demo, runs
-from zoneout.paper.cli import main
-from zoneout.paper.codes import FAILED, INTERRUPTED, OK
-from zoneout.paper.config import Config, Zoneout
-from zoneout.paper.demo import PLAIN, ZONED, Result, verdict
+from zoneout.paper import disk
+from zoneout.paper.cli import demo
+from zoneout.paper.cli.demo import PLAIN, ZONED, Result, verdict
+from zoneout.paper.cli.main import main
+from zoneout.paper.training import runs
+from zoneout.paper.training.config import Config, Zoneout
+from zoneout.paper.training.exit_codes import FAILED, INTERRUPTED, OK
 
 TINY = ["--updates", "6", "--hidden", "8", "--characters", "4000"]
 
@@ -105,9 +107,9 @@ def test_a_folder_that_is_not_empty_is_left_alone(folder, capsys) -> None:
 def test_each_demo_gets_a_folder(tmp_path) -> None:
     """A second `make demo` fails because of the first."""
     base = tmp_path / "demo"
-    assert demo.free_folder(base) == base
+    assert disk.free_folder(base) == base
     base.mkdir()
-    assert demo.free_folder(base) == tmp_path / "demo-2"
+    assert disk.free_folder(base) == tmp_path / "demo-2"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["keys", "kill"])

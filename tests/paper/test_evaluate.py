@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from zoneout.paper.config import Config, Data, Evaluation, Model, Protocol, Zoneout
-from zoneout.paper.data import Corpus, Images, Vocabulary
-from zoneout.paper.evaluate import (
+from zoneout.paper.data.corpora import Corpus, Images, Vocabulary
+from zoneout.paper.training.config import Config, Data, Evaluation, Model, Protocol, Zoneout
+from zoneout.paper.training.evaluate import (
     Score,
     estimate_statistics,
     evaluate,
@@ -25,8 +25,8 @@ from zoneout.paper.evaluate import (
     predictions,
     slices,
 )
-from zoneout.paper.feeds import ImageFeed, make_feed
-from zoneout.paper.models import build
+from zoneout.paper.training.feeds import ImageFeed, make_feed
+from zoneout.paper.training.models import build
 
 SYMBOLS = 7
 TEXT = torch.randint(0, SYMBOLS, (107,), generator=torch.Generator().manual_seed(0))
@@ -299,7 +299,7 @@ def test_products_on_the_cpu_are_evaluated_in_float32(
         asked.append(name)
         return nullcontext()
 
-    monkeypatch.setattr("zoneout.paper.evaluate.products_in", products_in)
+    monkeypatch.setattr("zoneout.paper.training.evaluate.products_in", products_in)
     config = Config(model=Model(hidden=4), precision=precision)
     with judged(build(config, 5), config, batch_statistics=False):
         pass

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zoneout.paper.config import Batches, Config, Data
-from zoneout.paper.data import Corpus, Images, Vocabulary
-from zoneout.paper.feeds import make_feed
+from zoneout.paper.data.corpora import Corpus, Images, Vocabulary
+from zoneout.paper.training.config import Batches, Config, Data
+from zoneout.paper.training.feeds import make_feed
 
 CPU = torch.device("cpu")
 

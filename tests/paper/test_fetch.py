@@ -18,9 +18,9 @@ from dataclasses import replace
 
 import pytest
 
-from zoneout.paper import cache, files
-from zoneout.paper.fetch import download, fetch
-from zoneout.paper.files import DATASETS, DataError, Dataset, File, MissingError
+from zoneout.paper.data import cache, datasets
+from zoneout.paper.data.datasets import DATASETS, DataError, Dataset, File, MissingError
+from zoneout.paper.data.download import download, fetch
 
 TEXT = bytes(range(256)) * 3000  # 768,000 bytes: some blocks of the download
 REAL = os.environ.get("ZONEOUT_DATA")
@@ -221,7 +221,7 @@ def test_an_interrupted_download_looks_unfinished(server, tmp_path):
     file = at(server, "good")
     with pytest.raises(KeyboardInterrupt):
         download(file, tmp_path, progress=interrupt)
-    assert files.find_in(tmp_path, file) is None
+    assert datasets.find_in(tmp_path, file) is None
     part = part_of(tmp_path)
     assert part == part_at(file, tmp_path)
     assert TEXT.startswith(part.read_bytes()) and part.stat().st_size > len(TEXT) // 2
@@ -261,7 +261,7 @@ def test_a_wrong_file_is_named_and_never_kept(server, tmp_path, way):
     said = str(caught.value)
     assert BAD[way] in said and file.urls[0] in said
     assert FILE.sha256 in said and "768,000 bytes" in said and "ZONEOUT_DATA" in said
-    assert files.find_in(tmp_path, file) is None
+    assert datasets.find_in(tmp_path, file) is None
     assert names(tmp_path) == (
         [part_at(file, tmp_path).name] if way == "stuck" else []
     )  # what can be continued
@@ -317,16 +317,16 @@ def test_packed_or_not(server, tmp_path, kind):
     it packed.
     """
     there = pack(kind, TEXT, tmp_path / "there" / "box" / "thing.txt")
-    assert files.find(FILE, tmp_path / "there") == there
-    assert files.read(there, FILE) == TEXT
+    assert datasets.find(FILE, tmp_path / "there") == there
+    assert datasets.read(there, FILE) == TEXT
     flat = pack(kind, TEXT, tmp_path / "flat" / "thing.txt")  # straight in the folder
-    assert files.find(FILE, tmp_path / "flat") == flat
+    assert datasets.find(FILE, tmp_path / "flat") == flat
     server.body = there.read_bytes()
     fetched = download(
         at(server, "breaks"), tmp_path / "new"
     )  # the address says nothing of how it is packed
     assert fetched.name == "thing.txt" + kind
-    assert files.read(fetched, FILE) == TEXT
+    assert datasets.read(fetched, FILE) == TEXT
 
 
 @pytest.mark.parametrize("kind", ["", ".xz", ".gz", ".zip"])
@@ -344,7 +344,7 @@ def test_a_harmed_file_is_refused(tmp_path, kind, harm):
         raw[len(raw) // 2] ^= 0x10
         path.write_bytes(raw)
     with pytest.raises(DataError) as caught:
-        files.read(path, FILE)
+        datasets.read(path, FILE)
     assert str(path) in str(caught.value)
     assert "768,000 bytes" in str(caught.value) and FILE.sha256 in str(caught.value)
 
@@ -358,7 +358,7 @@ def test_an_archive_writes_nowhere(tmp_path):
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("../../thing.txt", TEXT)
     before = sorted(tmp_path.rglob("*"))
-    assert files.read(path, FILE) == TEXT
+    assert datasets.read(path, FILE) == TEXT
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -368,9 +368,9 @@ def test_a_zip_of_many(tmp_path):
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("README", b"no")
         archive.writestr("data/thing.txt", TEXT)
-    assert files.read(path, FILE) == TEXT
+    assert datasets.read(path, FILE) == TEXT
     with pytest.raises(DataError, match="expected a zip with one file in it"):
-        files.read(path)
+        datasets.read(path)
 
 
 def test_a_bomb_is_not_unpacked(tmp_path):
@@ -380,7 +380,7 @@ def test_a_bomb_is_not_unpacked(tmp_path):
     tracemalloc.start()
     try:
         with pytest.raises(DataError, match="more than 1,000 bytes"):
-            files.read(path, small)
+            datasets.read(path, small)
         assert tracemalloc.get_traced_memory()[1] < 3_000_000
     finally:
         tracemalloc.stop()
@@ -398,8 +398,8 @@ def table(monkeypatch, server):
         "things": Dataset("things", "", (at(server, "good"),)),
         "part": Dataset("part", "", (part,)),
     }
-    monkeypatch.setattr(files, "DATASETS", small)
-    monkeypatch.setattr("zoneout.paper.fetch.DATASETS", small)
+    monkeypatch.setattr(datasets, "DATASETS", small)
+    monkeypatch.setattr("zoneout.paper.data.download.DATASETS", small)
     return small
 
 
@@ -418,9 +418,9 @@ def test_a_part_comes_with_the_whole(table, server):
     public home.
     """
     assert fetch("part") == [(cache.downloads() / "box" / "whole", True)]
-    path, there = files.locate(table["part"].files[0])
+    path, there = datasets.locate(table["part"].files[0])
     assert (path.name, there.path) == ("whole", "box/whole")
-    assert files.read(path, there) == TEXT
+    assert datasets.read(path, there) == TEXT
 
 
 @pytest.mark.parametrize("change", [-1, 0, 999, 1000])
@@ -433,13 +433,13 @@ def test_a_file_known_by_its_crc(table, tmp_path, change):
     data[change] ^= 1
     (tmp_path / "whole").write_bytes(data)
     with pytest.raises(DataError, match="its CRC-32 is"):
-        files.read(tmp_path / "whole", whole)
+        datasets.read(tmp_path / "whole", whole)
     with (
         pytest.raises(DataError, match="first 1,000 bytes")
         if 0 <= change < 1000
         else contextlib.nullcontext()
     ):
-        files.read(tmp_path / "whole", replace(whole, crc32=zlib.crc32(data)))
+        datasets.read(tmp_path / "whole", replace(whole, crc32=zlib.crc32(data)))
 
 
 def test_fetch_mends_a_damaged_file(table, tmp_path):
@@ -449,10 +449,10 @@ def test_fetch_mends_a_damaged_file(table, tmp_path):
     mine = tmp_path / "mine"
     bad = pack(".gz", b"something else", mine / "thing.txt")
     with pytest.raises(DataError):
-        files.read(bad, FILE)
+        datasets.read(bad, FILE)
     ((path, new),) = fetch("things", mine)
-    assert new and files.read(path, FILE) == TEXT
-    assert files.find(FILE, mine) == path
+    assert new and datasets.read(path, FILE) == TEXT
+    assert datasets.find(FILE, mine) == path
     assert names(mine) == ["thing.txt", "thing.txt.gz.damaged"]
 
 
@@ -471,34 +471,34 @@ def test_listing_and_verifying(table, tmp_path):
     it is not.
     """
     mine = tmp_path / "mine"
-    assert {s.state for s in files.listing(mine)} == {"missing"}
+    assert {s.state for s in datasets.listing(mine)} == {"missing"}
     bad = pack(".gz", b"x", mine / "box" / "thing.txt")
-    assert [(s.dataset, s.state) for s in files.listing(mine)] == [
+    assert [(s.dataset, s.state) for s in datasets.listing(mine)] == [
         ("things", "present"),
         ("part", "missing"),
     ]
-    (status,) = files.verify("things", mine)
+    (status,) = datasets.verify("things", mine)
     assert (status.state, status.path, status.size) == ("damaged", bad, len(TEXT))
     assert "it has 1 bytes" in status.note
     pack(".gz", TEXT, mine / "box" / "thing.txt")
-    assert [s.state for s in files.verify("things", mine)] == ["good"]
+    assert [s.state for s in datasets.verify("things", mine)] == ["good"]
     with pytest.raises(ValueError, match="did you mean things"):
-        files.verify("thing", mine)
+        datasets.verify("thing", mine)
 
 
 def test_where_files_are_looked_for(tmp_path, monkeypatch):
     """If this fails, a folder that was named is not the first to be looked into, or ZONEOUT_DATA
     is left out for it.
     """
-    assert files.places() == [tmp_path / "cache" / "data"]
+    assert datasets.places() == [tmp_path / "cache" / "data"]
     monkeypatch.setenv("ZONEOUT_DATA", str(tmp_path / "env"))
-    assert files.places() == [tmp_path / "env", tmp_path / "cache" / "data"]
+    assert datasets.places() == [tmp_path / "env", tmp_path / "cache" / "data"]
     all_three = [tmp_path / "given", tmp_path / "env", tmp_path / "cache" / "data"]
-    assert files.places(tmp_path / "given") == all_three
-    assert files.places(tmp_path / "env") == all_three[1:]
+    assert datasets.places(tmp_path / "given") == all_three
+    assert datasets.places(tmp_path / "env") == all_three[1:]
     monkeypatch.delenv("ZONEOUT_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert files.places()[-1] == tmp_path / "xdg" / "zoneout" / "data"
+    assert datasets.places()[-1] == tmp_path / "xdg" / "zoneout" / "data"
 
 
 def test_a_missing_file_says_how_to_get_it(tmp_path, monkeypatch):
@@ -508,11 +508,11 @@ def test_a_missing_file_says_how_to_get_it(tmp_path, monkeypatch):
     with pytest.raises(
         MissingError, match=r"ptb/ptb.train.txt was not found .* `zoneout data fetch char-ptb`"
     ) as error:
-        files.locate(DATASETS["char-ptb"].files[0], tmp_path / "given")
+        datasets.locate(DATASETS["char-ptb"].files[0], tmp_path / "given")
     assert "; ZONEOUT_DATA may name a folder that has it." in str(error.value)
     monkeypatch.setenv("ZONEOUT_DATA", str(tmp_path / "env"))
     with pytest.raises(MissingError) as error:
-        files.locate(DATASETS["char-ptb"].files[0], tmp_path / "given")
+        datasets.locate(DATASETS["char-ptb"].files[0], tmp_path / "given")
     assert "ZONEOUT_DATA" not in str(error.value)
     assert f"{tmp_path / 'given'} or {tmp_path / 'env'} or {tmp_path / 'cache'}" in str(error.value)
 
@@ -532,7 +532,7 @@ def test_the_real_files_are_those_of_the_table():
     """
     if REAL is None:
         pytest.skip("ZONEOUT_DATA names no folder with the real corpora")
-    found = files.verify(folder=REAL)
+    found = datasets.verify(folder=REAL)
     assert [status for status in found if status.state == "damaged"] == []
     if not any(status.state == "good" for status in found):
         pytest.skip("the folder named by ZONEOUT_DATA has none of the corpora")
@@ -566,10 +566,10 @@ def test_of_a_file_without_a_strong_sum_only_its_archive_is_taken(
         zip_md5=hashlib.md5(good).hexdigest(),
     )
     if sent == "the archive":
-        assert files.read(download(checked, tmp_path), checked) == TEXT
+        assert datasets.read(download(checked, tmp_path), checked) == TEXT
         return
     monkeypatch.setattr(
-        files, "_contents", lambda *args: pytest.fail("it was unpacked before it was checked")
+        datasets, "_contents", lambda *args: pytest.fail("it was unpacked before it was checked")
     )
     with pytest.raises(DataError, match=rf"its md5 is .*zip with md5 {checked.zip_md5}"):
         download(checked, tmp_path)
@@ -582,7 +582,7 @@ def test_an_archive_that_is_there_is_checked_too(tmp_path):
     path = tmp_path / "thing.txt.zip"
     path.write_bytes(archive_of(TEXT))
     with pytest.raises(DataError, match="its md5 is"):
-        files.read(path, known)
+        datasets.read(path, known)
 
 
 def test_homes_that_nobody_can_listen_in_on_come_first():

@@ -13,10 +13,12 @@ from xml.etree import ElementTree
 import fabricated
 import pytest
 
-from zoneout.paper import cli, codes, figures, plots
+from zoneout.paper.cli import main
 from zoneout.paper.disk import RunError, write_record
-from zoneout.paper.figures import FIGURES, draw, draw_all, limits, save_all
-from zoneout.paper.recipes import RECIPES
+from zoneout.paper.experiments.recipes import RECIPES
+from zoneout.paper.report import figures, plots
+from zoneout.paper.report.figures import FIGURES, draw, draw_all, limits, save_all
+from zoneout.paper.training import exit_codes
 
 
 @pytest.fixture(scope="module")
@@ -239,15 +241,17 @@ def test_pictures_in_every_format(full: Path, tmp_path: Path) -> None:
 def test_the_command(full: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The command draws something else, or does not say what is missing."""
     arguments = ["figures", "text8", "--results", str(full), "--out", str(tmp_path)]
-    assert cli.main(arguments) == 0
+    assert main.main(arguments) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "text8.svg")
     assert (
-        cli.main(["figures", "text8", "--results", str(tmp_path), "--out", str(tmp_path), "--json"])
+        main.main(
+            ["figures", "text8", "--results", str(tmp_path), "--out", str(tmp_path), "--json"]
+        )
         == 0
     )
     (said,) = json.loads(capsys.readouterr().out)
     assert said["missing"] == ["text8_unregularised", "text8_zoneout", "text8_recurrent_dropout"]
-    assert cli.main(["figures", "nonsense", "--results", str(full)]) == codes.WRONG_USE
+    assert main.main(["figures", "nonsense", "--results", str(full)]) == exit_codes.WRONG_USE
     assert "expected one of rates" in capsys.readouterr().err
 
 

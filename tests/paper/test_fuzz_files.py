@@ -25,13 +25,14 @@ from fuzzing import some
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from zoneout.paper import cache, files, runs
-from zoneout.paper.config import Config, Model, from_json, names, to_json
-from zoneout.paper.data import Vocabulary, load, load_images
+from zoneout.paper.data import cache, datasets
+from zoneout.paper.data.corpora import Vocabulary, load, load_images
+from zoneout.paper.data.datasets import DATASETS, DataError
 from zoneout.paper.disk import RunError
-from zoneout.paper.files import DATASETS, DataError
-from zoneout.paper.models import build
-from zoneout.paper.runs import Run
+from zoneout.paper.training import runs
+from zoneout.paper.training.config import Config, Model, from_json, names, to_json
+from zoneout.paper.training.models import build
+from zoneout.paper.training.runs import Run
 
 VOCABULARY = Vocabulary("char", tuple("abcü\n"))
 CONFIG = Config(model=Model(hidden=4))
@@ -302,7 +303,7 @@ def test_images_with_any_harm_are_refused(home: Path, harm: Harm, number: int, p
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(harm(gzip.compress(content * 3, mtime=0) if pack else content * 3))
     with pytest.raises(DataError) as error:
-        files.read(path, file)
+        datasets.read(path, file)
     assert sentence(error.value)
 
 

@@ -15,8 +15,20 @@ import torch
 from torch import Tensor, nn
 
 import zoneout as zo
-from zoneout.paper import cli, codes, disk, gradients
-from zoneout.paper.config import (
+from zoneout.paper import disk
+from zoneout.paper.cli import main
+from zoneout.paper.experiments import gradient_flow
+from zoneout.paper.experiments.gradient_flow import (
+    flow,
+    gradients_of,
+    half_in_last,
+    mean_norms,
+    measure,
+    watched,
+)
+from zoneout.paper.experiments.recipes import RECIPES
+from zoneout.paper.training import exit_codes
+from zoneout.paper.training.config import (
     Batches,
     Config,
     Data,
@@ -27,12 +39,10 @@ from zoneout.paper.config import (
     Zoneout,
     change,
 )
-from zoneout.paper.feeds import make_feed
-from zoneout.paper.gradients import flow, gradients_of, half_in_last, mean_norms, measure, watched
-from zoneout.paper.models import build, loss_of
-from zoneout.paper.recipes import RECIPES
-from zoneout.paper.step import update_seeds
-from zoneout.paper.train import load_data, train
+from zoneout.paper.training.feeds import make_feed
+from zoneout.paper.training.models import build, loss_of
+from zoneout.paper.training.step import update_seeds
+from zoneout.paper.training.train import load_data, train
 
 TEXT = str(Path(__file__).parent / "golden" / "text.txt")
 TINY = Config(
@@ -298,10 +308,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_of_a_run(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The command measures something else than it says, or the file cannot be read again."""
     arguments = [str(trained), "--batches", "2", "--device", "cpu"]
-    assert cli.main(["gradients", *arguments, "--picture", str(tmp_path / "flow.svg")]) == 0
+    assert main.main(["gradients", *arguments, "--picture", str(tmp_path / "flow.svg")]) == 0
     said = capsys.readouterr().out
     assert "half of the norm lies in the last" in said and str(trained) in said
-    record = gradients.read_record(trained / "gradients.json")
+    record = gradient_flow.read_record(trained / "gradients.json")
     assert list(record["layers"]) == ["l0", "l1"] and list(record["layers"]["l1"]) == [
         "hidden",
         "cell",
@@ -313,16 +323,16 @@ def test_of_a_run(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (tmp_path / "flow.svg").read_text().count("<svg") == 1
 
     first = (trained / "gradients.json").read_bytes()
-    assert cli.main(["gradients", *arguments, "--json"]) == 0
+    assert main.main(["gradients", *arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == [json.loads(first)]
     assert (
         trained / "gradients.json"
     ).read_bytes() == first  # the same weights give the same numbers
-    assert cli.main(["gradients", *arguments, "--seed", "3"]) == codes.WRONG_USE
+    assert main.main(["gradients", *arguments, "--seed", "3"]) == exit_codes.WRONG_USE
     assert "--seed: it is for recipes" in capsys.readouterr().err
     assert (
-        cli.main(["gradients", *arguments, "--picture", str(tmp_path / "flow.jpg")])
-        == codes.WRONG_USE
+        main.main(["gradients", *arguments, "--picture", str(tmp_path / "flow.jpg")])
+        == exit_codes.WRONG_USE
     )
     said = capsys.readouterr()
     assert (
@@ -341,22 +351,22 @@ def test_of_a_recipe(
     """
     out, results = tmp_path / "out", tmp_path / "res"
     where = ["--out", str(out), "--results", str(results), "--batches", "1", "--device", "cpu"]
-    assert cli.main(["gradients", "gradient-flow", *where]) == codes.FAILED
+    assert main.main(["gradients", "gradient-flow", *where]) == exit_codes.FAILED
     assert "zoneout reproduce gradient_flow_unregularised --first-seed 1" in capsys.readouterr().err
     for name in (name for name in RECIPES if name.startswith("gradient_flow")):
         (out / name).mkdir(parents=True)
         (out / name / "seed-1").symlink_to(trained)
-    assert cli.main(["gradients", "gradient-flow", *where]) == codes.FAILED
+    assert main.main(["gradients", "gradient-flow", *where]) == exit_codes.FAILED
     assert (
         "is a trial of gradient_flow_unregularised" in capsys.readouterr().err
         and not results.exists()
     )
-    monkeypatch.setattr(gradients, "changes", lambda ours, theirs: [])
-    assert cli.main(["gradients", "gradient-flow", *where]) == 0
-    record = gradients.read_record(results / "gradient_flow_zoneout" / "gradients-seed-1.json")
+    monkeypatch.setattr(gradient_flow, "changes", lambda ours, theirs: [])
+    assert main.main(["gradients", "gradient-flow", *where]) == 0
+    record = gradient_flow.read_record(results / "gradient_flow_zoneout" / "gradients-seed-1.json")
     assert record["recipe"] == "gradient_flow_zoneout"
     assert record["command"].startswith("zoneout gradients gradient_flow_zoneout --seed 1")
-    assert cli.main(["gradients", "nonsense"]) == codes.WRONG_USE
+    assert main.main(["gradients", "nonsense"]) == exit_codes.WRONG_USE
     assert "got 'nonsense'" in capsys.readouterr().err
 
 
@@ -373,4 +383,4 @@ def test_a_damaged_record_is_a_sentence(tmp_path: Path) -> None:
     ):
         path.write_text(text)
         with pytest.raises(disk.RunError, match="not a gradient flow that can be read"):
-            gradients.read_record(path)
+            gradient_flow.read_record(path)

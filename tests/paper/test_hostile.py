@@ -23,24 +23,18 @@ import torch
 from command_line import SMALL
 from safetensors.torch import load_file, save_file
 
-from zoneout.paper import (
-    commands,
-    data,
-    disk,
-    files,
-    models,
-    plots,
-    processes,
-    runs,
-    streams,
-    trials,
-)
-from zoneout.paper import train as training
-from zoneout.paper.codes import BAD_DATA, DIVERGED, FAILED, OK, WRONG_USE
-from zoneout.paper.config import Config, Model
-from zoneout.paper.evaluate import Score
-from zoneout.paper.progress import Lines
-from zoneout.paper.runs import Run
+from zoneout.paper import console, disk
+from zoneout.paper.cli import commands
+from zoneout.paper.data import corpora, datasets
+from zoneout.paper.experiments import trials
+from zoneout.paper.report import plots
+from zoneout.paper.training import models, processes, runs
+from zoneout.paper.training import train as training
+from zoneout.paper.training.config import Config, Model
+from zoneout.paper.training.evaluate import Score
+from zoneout.paper.training.exit_codes import BAD_DATA, DIVERGED, FAILED, OK, WRONG_USE
+from zoneout.paper.training.progress import Lines
+from zoneout.paper.training.runs import Run
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -74,7 +68,7 @@ def sentence(result: tuple[int, str, str], code: int, *words: str) -> None:
     found, out, err = result
     assert found == code, (found, out, err)
     assert len(err.strip().splitlines()) == 1 and all(word in err for word in words), err
-    assert not out and not streams.CONTROL.search(err.strip())
+    assert not out and not console.CONTROL.search(err.strip())
 
 
 def go_on(zoneout: Command, run: Path) -> tuple[int, str, str]:
@@ -172,8 +166,8 @@ def test_files_are_opened_in_one_place() -> None:
     What the files of a run are called by others (safetensors, NumPy) is checked before, in these
     functions.
     """
-    allowed = {"disk.py": {"open"}, "streams.py": {"print"}}
-    for path in Path(disk.__file__).parent.glob("*.py"):
+    allowed = {"disk.py": {"open"}, "console.py": {"print"}}
+    for path in Path(disk.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call):
                 continue
@@ -559,21 +553,21 @@ def test_a_small_archive_of_a_large_text(
 
 def test_the_limit_of_packed_texts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """There is none unless somebody asks for it, or texts that are not packed have one."""
-    monkeypatch.setattr(files, "UNPACKED_MIB", 1)
+    monkeypatch.setattr(datasets, "UNPACKED_MIB", 1)
     for name, content in (
         ("packed.xz", lzma.compress(bytes(2**20 + 1), preset=0)),
         ("plain.txt", b"a b" * 2**19),
     ):
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(files.DataError, match="unpacks to more than 1 MiB"):
-        files.read(tmp_path / "packed.xz")
-    assert len(files.read(tmp_path / "plain.txt")) == 3 * 2**19
+    with pytest.raises(datasets.DataError, match="unpacks to more than 1 MiB"):
+        datasets.read(tmp_path / "packed.xz")
+    assert len(datasets.read(tmp_path / "plain.txt")) == 3 * 2**19
     for more in (2, 10**30):
-        with files.unpacking(more):
-            assert len(files.read(tmp_path / "packed.xz")) == 2**20 + 1
+        with datasets.unpacking(more):
+            assert len(datasets.read(tmp_path / "packed.xz")) == 2**20 + 1
     monkeypatch.setenv("ZONEOUT_UNPACKED", "much")
     with pytest.raises(ValueError, match="ZONEOUT_UNPACKED: expected a number of MiB, got 'much'"):
-        data.load(tmp_path / "packed.xz")
+        corpora.load(tmp_path / "packed.xz")
 
 
 # --- what is shown
@@ -598,7 +592,7 @@ def test_nothing_from_a_file_commands_the_terminal(hostile: Path, zoneout: Comma
         out += "".join(map(str, zoneout(*command)[1:]))
     (named / "metrics.jsonl").write_text('{"kind": "\x1b"}\n')
     out += "".join(map(str, zoneout("show", named)[1:])) + text
-    assert not streams.CONTROL.search(out.replace("\n", "").replace("\t", ""))
+    assert not console.CONTROL.search(out.replace("\n", "").replace("\t", ""))
     assert json.loads(zoneout("sample", named, "--length", "5", "--json")[1])["text"].startswith(
         "\x1b["
     )
@@ -613,7 +607,7 @@ def test_progress_does_not_command_the_terminal(capsys: pytest.CaptureFixture[st
 def test_json_is_json_or_nothing() -> None:
     """A number that JSON has not is printed as a name that only some readers know."""
     with pytest.raises(ValueError):
-        streams.show_json({"bits": float("nan")})
+        console.show_json({"bits": float("nan")})
 
 
 def test_files_are_made_for_those_who_may_read_them(tmp_path: Path) -> None:

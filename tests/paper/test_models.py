@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import zoneout as zo
-from zoneout.paper.config import (
+from zoneout.paper.experiments.recipes import RECIPES
+from zoneout.paper.training.config import (
     Config,
     Data,
     Evaluation,
@@ -21,8 +22,7 @@ from zoneout.paper.config import (
     VariationalDropout,
     Zoneout,
 )
-from zoneout.paper.models import build, loss_of, noises, parameters_of
-from zoneout.paper.recipes import RECIPES
+from zoneout.paper.training.models import build, loss_of, noises, parameters_of
 
 SYMBOLS = 11
 TOKENS = torch.randint(0, SYMBOLS, (7, 4), generator=torch.Generator().manual_seed(0))

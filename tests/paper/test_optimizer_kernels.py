@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zoneout.paper.config import Optimizer as Settings
-from zoneout.paper.optimizers import Optimizer
+from zoneout.paper.training.config import Optimizer as Settings
+from zoneout.paper.training.optimizers import Optimizer
 
 SHAPES = [(40, 70), (4096,), (4097,), (1,), (3, 5, 7)]
 SETTINGS = [

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from zoneout.paper.config import Optimizer as Settings
-from zoneout.paper.optimizers import Optimizer, apart, clipped_factor
+from zoneout.paper.training.config import Optimizer as Settings
+from zoneout.paper.training.optimizers import Optimizer, apart, clipped_factor
 
 SHAPES = {"weight": (4, 3), "bias": (4,), "start": (2, 5)}
 

@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zoneout.paper.plots import COLOURS, MARKS, Curve, ascii_curves, figure, read_curve, save, svg
+from zoneout.paper.report.plots import (
+    COLOURS,
+    MARKS,
+    Curve,
+    ascii_curves,
+    figure,
+    read_curve,
+    save,
+    svg,
+)
 
 FALLING = Curve("plain", "bits", ((50, 4.0), (100, 1.0)), ((100, 3.0), (200, 2.0), (300, 2.5)))
 

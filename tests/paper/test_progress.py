@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from zoneout.paper.measures import figure_of
-from zoneout.paper.progress import Lines, Live, Pace, TensorBoard, together
+from zoneout.paper.training.measures import figure_of
+from zoneout.paper.training.progress import Lines, Live, Pace, TensorBoard, together
 
 Event = dict[str, Any]
 

@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 import torch
 
-from zoneout.paper import recipes
-from zoneout.paper.config import Config, change, from_json, to_json
-from zoneout.paper.data import Corpus, Images, Vocabulary
-from zoneout.paper.feeds import make_feed
-from zoneout.paper.models import build
-from zoneout.paper.processes import Processes
-from zoneout.paper.recipes import MEASURES, RECIPES, Recipe, select
-from zoneout.paper.step import Step, learning_rates
-from zoneout.paper.train import check_protocols, load_data
+from zoneout.paper.data.corpora import Corpus, Images, Vocabulary
+from zoneout.paper.experiments import recipes
+from zoneout.paper.experiments.recipes import MEASURES, RECIPES, Recipe, select
+from zoneout.paper.training.config import Config, change, from_json, to_json
+from zoneout.paper.training.feeds import make_feed
+from zoneout.paper.training.models import build
+from zoneout.paper.training.processes import Processes
+from zoneout.paper.training.step import Step, learning_rates
+from zoneout.paper.training.train import check_protocols, load_data
 
 GOLDEN = Path(__file__).parent / "golden" / "recipes.txt"
 CPU = torch.device("cpu")

@@ -16,13 +16,15 @@ import fabricated
 import pytest
 from fabricated import Page
 
-from zoneout.paper import cli, codes, page, sweep_report
+from zoneout.paper.cli import main
 from zoneout.paper.disk import RunError, write_record
-from zoneout.paper.figures import FIGURES
-from zoneout.paper.measures import spread
-from zoneout.paper.recipes import QUOTED, RECIPES
-from zoneout.paper.report import paper_page, runs_page
-from zoneout.paper.runs import read_config
+from zoneout.paper.experiments.recipes import QUOTED, RECIPES
+from zoneout.paper.report import html, sweep_page
+from zoneout.paper.report.figures import FIGURES
+from zoneout.paper.report.pages import paper_page, runs_page
+from zoneout.paper.training import exit_codes
+from zoneout.paper.training.measures import spread
+from zoneout.paper.training.runs import read_config
 
 SPEED = """\
 group,layer,what,against,shape,dtype,ours,theirs,ratio,low,high,goal,error,backend,device,threads,torch,python,date
@@ -85,7 +87,7 @@ def every(request: pytest.FixtureRequest, full: str, mine: str, tmp_path: Path) 
         "nothing": lambda: paper_page(tmp_path / "none", tmp_path / "none.csv"),
         "demo": lambda: fabricated.demo_page(tmp_path),
         "sweep": lambda: fabricated.sweep_page(tmp_path),
-        "sweep of nothing": lambda: sweep_report.page([], "no runs"),
+        "sweep of nothing": lambda: sweep_page.page([], "no runs"),
     }
     return make[request.param]()
 
@@ -236,7 +238,7 @@ def test_the_command_of_a_run_makes_it_again(tmp_path: Path) -> None:
     (shown,) = [
         text for _, text in Page(runs_page([folder])).all("code") if "zoneout train" in text
     ]
-    command = cli.parse("train", shlex.split(shown)[2:])
+    command = main.parse("train", shlex.split(shown)[2:])
     assert command.out == folder and command.config == read_config(folder)
 
 
@@ -260,9 +262,9 @@ def test_all_pages_have_one_look(every: str) -> None:
 
 def test_one_place_makes_pages() -> None:
     """Some page has a skeleton of its own, which no test above has seen."""
-    sources = Path(page.__file__).parents[1].rglob("*.py")
+    sources = Path(html.__file__).parents[1].rglob("*.py")
     assert [path.name for path in sources if "<html lang" in path.read_text(encoding="utf-8")] == [
-        "page.py"
+        "html.py"
     ]
 
 
@@ -337,7 +339,7 @@ def test_rows_are_as_long_as_their_head(every: str) -> None:
 
 def test_it_has_contrast_in_light_and_dark() -> None:
     """A text cannot be told from its ground."""
-    for style in page.STYLE.split("@media (prefers-color-scheme: dark)"):
+    for style in html.STYLE.split("@media (prefers-color-scheme: dark)"):
         colours = dict(re.findall(r"--(\w+): (#\w{6})", style))
         for ground in ("paper", "wash"):
             assert all(
@@ -381,25 +383,27 @@ def test_the_command(
     """The command writes another page, or to another place."""
     out = tmp_path / "new" / "report.html"
     assert (
-        cli.main(
+        main.main(
             ["report", "--results", str(results), "--benchmarks", str(speed), "--out", str(out)]
         )
         == 0
     )
     assert out.read_text(encoding="utf-8") == full and str(out) in capsys.readouterr().out
     folder = fabricated.run_folder(tmp_path, "run", best=1.5)
-    assert cli.main(["report", str(folder), "--out", str(out)]) == 0
+    assert main.main(["report", str(folder), "--out", str(out)]) == 0
     assert "1.5000" in out.read_text(encoding="utf-8")
-    assert cli.main(["report", str(tmp_path / "nothing"), "--out", str(out)]) == codes.WRONG_USE
+    assert (
+        main.main(["report", str(tmp_path / "nothing"), "--out", str(out)]) == exit_codes.WRONG_USE
+    )
     assert "there is no folder" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
     assert (
-        cli.main(["report", str(folder), "--out", str(tmp_path / "file" / "report.html")])
-        == codes.FAILED
+        main.main(["report", str(folder), "--out", str(tmp_path / "file" / "report.html")])
+        == exit_codes.FAILED
     )
     assert "is not a folder" in capsys.readouterr().err
     text = tmp_path / "my.txt"
     text.write_text("a year's work")
-    assert cli.main(["report", str(folder), "--out", str(text)]) == codes.WRONG_USE
+    assert main.main(["report", str(folder), "--out", str(text)]) == exit_codes.WRONG_USE
     assert "--out: expected a name that ends in .html, got" in capsys.readouterr().err
     assert text.read_text() == "a year's work", "a text was written over"

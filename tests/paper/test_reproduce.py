@@ -19,11 +19,15 @@ from typing import Any
 import pytest
 import torch
 
-from zoneout.paper import cli
-from zoneout.paper import reproduce as module
-from zoneout.paper import results as pages
-from zoneout.paper.codes import BAD_DATA, INTERRUPTED
-from zoneout.paper.config import (
+from zoneout.paper.cli import main as cli
+from zoneout.paper.cli.reproduce import main, parser
+from zoneout.paper.disk import RunError, write_record
+from zoneout.paper.experiments import reproduce as module
+from zoneout.paper.experiments import results as pages
+from zoneout.paper.experiments.recipes import RECIPES, Recipe
+from zoneout.paper.experiments.reproduce import reproduce
+from zoneout.paper.experiments.results import FORMAT, command_of, document, read_record, table
+from zoneout.paper.training.config import (
     Batches,
     Config,
     Data,
@@ -35,13 +39,10 @@ from zoneout.paper.config import (
     change,
     to_json,
 )
-from zoneout.paper.disk import RunError, write_record
-from zoneout.paper.measures import reached
-from zoneout.paper.recipes import RECIPES, Recipe
-from zoneout.paper.reproduce import main, parser, reproduce
-from zoneout.paper.results import FORMAT, command_of, document, read_record, table
-from zoneout.paper.runs import Run, read_metrics
-from zoneout.paper.train import stop_requests, train
+from zoneout.paper.training.exit_codes import BAD_DATA, INTERRUPTED
+from zoneout.paper.training.measures import reached
+from zoneout.paper.training.runs import Run, read_metrics
+from zoneout.paper.training.train import stop_requests, train
 
 ROOT = Path(__file__).parents[2]
 TEXT = str(Path(__file__).parent / "golden" / "text.txt")
@@ -775,19 +776,19 @@ def test_zoneout_reproduce_is_the_same_command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`zoneout reproduce` is not there, or its errors are not sentences with a code."""
-    from zoneout.paper import cli, codes
+    from zoneout.paper.training import exit_codes
 
     monkeypatch.setenv("ZONEOUT_CACHE", "nothing")
     monkeypatch.delenv("ZONEOUT_DATA", raising=False)
     assert (
-        cli.main(["reproduce", "--help"]) == codes.OK
+        cli.main(["reproduce", "--help"]) == exit_codes.OK
         and "\n$ zoneout reproduce char-ptb" in capsys.readouterr().out
     )
-    assert cli.main(["reproduce", "pmnist", "zonout"]) == codes.WRONG_USE
+    assert cli.main(["reproduce", "pmnist", "zonout"]) == exit_codes.WRONG_USE
     assert "zoneout reproduce: row: there is no 'zonout' of pmnist" in capsys.readouterr().err
     assert (
         cli.main(["reproduce", "char-ptb", "zoneout", "--data", "nowhere", "--device", "cpu"])
-        == codes.BAD_DATA
+        == exit_codes.BAD_DATA
     )
 
 

@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from zoneout.paper import config as configs
-from zoneout.paper import disk, runs
-from zoneout.paper.config import Config, Data, Model, Schedule
-from zoneout.paper.data import Vocabulary
-from zoneout.paper.describe import describe
+from zoneout.paper import disk
+from zoneout.paper.data.corpora import Vocabulary
 from zoneout.paper.disk import RunError
-from zoneout.paper.models import build
-from zoneout.paper.runs import Run, load, read_metrics
+from zoneout.paper.report.describe import describe
+from zoneout.paper.training import config as configs
+from zoneout.paper.training import runs
+from zoneout.paper.training.config import Config, Data, Model, Schedule
+from zoneout.paper.training.models import build
+from zoneout.paper.training.runs import Run, load, read_metrics
 
 VOCABULARY = Vocabulary("char", tuple("abcü\n"))
 CONFIG = Config(model=Model(hidden=4, embedding=4, tied=True))

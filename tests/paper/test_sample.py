@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from zoneout.paper.config import Config, Data, Model
-from zoneout.paper.models import Output, build
-from zoneout.paper.runs import Loaded
-from zoneout.paper.sample import sample
-from zoneout.paper.text import Vocabulary
+from zoneout.paper.data.text import Vocabulary
+from zoneout.paper.training.config import Config, Data, Model
+from zoneout.paper.training.models import Output, build
+from zoneout.paper.training.runs import Loaded
+from zoneout.paper.training.sample import sample
 
 LETTERS = Vocabulary("char", ("\n", " ", "a", "b", "c"))
 WORDS = Vocabulary("word", ("<eos>", "<unk>", "the", "cat", "sat"))
@@ -122,7 +122,7 @@ def test_what_training_never_showed_is_never_drawn() -> None:
 
 def test_at_eval_sample_draws_anew_at_every_step() -> None:
     """A model whose masks are drawn in evaluation uses those of the first step for ever."""
-    from zoneout.paper.config import Evaluation, Zoneout
+    from zoneout.paper.training.config import Evaluation, Zoneout
 
     config = Config(
         model=Model(hidden=16), zoneout=Zoneout(hidden=0.5), evaluation=Evaluation(at_eval="sample")

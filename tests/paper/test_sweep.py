@@ -19,14 +19,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sweeps import BASE, GRID, jobs, rows
 
-from zoneout.paper import cli, cluster, processes, runs, sweep, sweep_report
-from zoneout.paper.config import change, changed, flags
+from zoneout.paper.cli import main
+from zoneout.paper.console import CONTROL
+from zoneout.paper.data.datasets import DataError
 from zoneout.paper.disk import RunError
-from zoneout.paper.files import DataError
-from zoneout.paper.streams import CONTROL
-from zoneout.paper.sweep import run_local
-from zoneout.paper.train import load_data, train
-from zoneout.paper.trials import Row, axes_of, grid_of, part_of, read_ended, row_of, trial_of
+from zoneout.paper.experiments import cluster, sweep
+from zoneout.paper.experiments.sweep import run_local
+from zoneout.paper.experiments.trials import (
+    Row,
+    axes_of,
+    grid_of,
+    part_of,
+    read_ended,
+    row_of,
+    trial_of,
+)
+from zoneout.paper.report import sweep_page
+from zoneout.paper.training import processes, runs
+from zoneout.paper.training.config import change, changed, flags
+from zoneout.paper.training.train import load_data, train
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +157,7 @@ def test_a_killed_worker_changes_nothing(undisturbed: Path, tmp_path: Path) -> N
         == 1
     )
     assert rows(tmp_path) == rows(undisturbed)
-    assert sweep_report.table(rows(tmp_path)) == sweep_report.table(rows(undisturbed))
+    assert sweep_page.table(rows(tmp_path)) == sweep_page.table(rows(undisturbed))
     for job in jobs(tmp_path):
         assert (job.folder / "metrics.jsonl").read_bytes() == (
             undisturbed / job.folder.name / "metrics.jsonl"
@@ -212,10 +223,10 @@ def test_two_parts_that_end_at_once_both_write_the_page(
         sync(file)
         if len(others) < 2:
             others.append("another part")
-            sweep_report.write([], tmp_path, others[-1])
+            sweep_page.write([], tmp_path, others[-1])
 
     monkeypatch.setattr(os, "fsync", meanwhile)
-    sweep_report.write([], tmp_path, "one part")
+    sweep_page.write([], tmp_path, "one part")
     assert others and "one part" in (tmp_path / "index.html").read_text(encoding="utf-8")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["index.html", "results.json"]
 
@@ -259,7 +270,7 @@ def test_what_goes_wrong_with_one_run_is_told(tmp_path: Path) -> None:
     (trial,) = grid_of(missing, {})
     assert "there is no such file" in sweep.Job(trial, tmp_path / trial.name)()
     row = row_of(trial, tmp_path / trial.name, "there is no such file")
-    assert row.state == "failed" and "there is no such file" in sweep_report.table([row])
+    assert row.state == "failed" and "there is no such file" in sweep_page.table([row])
 
 
 def test_a_folder_that_is_held_is_waited_for(
@@ -462,7 +473,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "--json",
     ]
     environment = os.environ | {
-        "PYTHONPATH": str(Path(cli.__file__).parents[2]),
+        "PYTHONPATH": str(Path(main.__file__).parents[3]),
         "OMP_NUM_THREADS": "1",
     }
     process = subprocess.Popen(
@@ -480,11 +491,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert process.returncode == 130 and "interrupted; the same command goes on" in err
     states = [row["state"] for row in json.loads(out)]
     assert states[0] == "finished" and states[-1] != "finished"
-    assert cli.main([*command[3:], "--out", str(tmp_path / "a"), "--parallel", "2"]) == 0
+    assert main.main([*command[3:], "--out", str(tmp_path / "a"), "--parallel", "2"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [row["state"] for row in found] == ["finished"] * 4
     assert json.loads((tmp_path / "a" / "results.json").read_text()) == found
-    assert cli.main(["sweep", "char_ptb_zonout", "--out", str(tmp_path)]) == 2
+    assert main.main(["sweep", "char_ptb_zonout", "--out", str(tmp_path)]) == 2
     assert (
         "there is no recipe 'char_ptb_zonout'; the nearest are char_ptb_zoneout"
         in capsys.readouterr().err
@@ -508,7 +519,7 @@ def test_a_signal_for_the_sweep_alone_stops_its_runs(tmp_path: Path) -> None:
         "1",
     ]
     environment = os.environ | {
-        "PYTHONPATH": str(Path(cli.__file__).parents[2]),
+        "PYTHONPATH": str(Path(main.__file__).parents[3]),
         "OMP_NUM_THREADS": "1",
     }
     process = subprocess.Popen(
@@ -536,7 +547,7 @@ def test_processes_keep_to_the_threads_that_are_allowed(monkeypatch: pytest.Monk
 
 
 def test_the_recipe_is_what_the_options_leave_open() -> None:
-    command = cli.parse(
+    command = main.parse(
         "sweep", ["char_ptb_zoneout", "--grid", "zoneout.cell=0.25,0.5", "--epochs", "3"]
     )
     assert command.config.model.hidden == 1000 and command.config.zoneout.hidden == 0.05
@@ -586,7 +597,7 @@ def test_the_table_has_the_best_first_and_the_spread_over_seeds() -> None:
     found = [row(0.0, 1, 2.0), row(0.0, 2, 4.0), row(0.5, 1, 1.0), row(0.5, 2, None, "missing")]
     found += [row(0.9, 1, None, "failed", "no disk"), row(0.7, 1, 9.0, "stopped")]
     assert (
-        sweep_report.table(found)
+        sweep_page.table(found)
         == """\
 | zoneout.cell | valid            | test             | runs                  |
 |--------------|------------------|------------------|-----------------------|
@@ -610,7 +621,7 @@ def test_the_page_has_the_shared_look_and_escapes_every_string(undisturbed: Path
         Row(evil, evil, {evil: evil, "seed": 1}, "failed", why=evil),
     ]
     for order in (rows, rows[::-1]):
-        page = sweep_report.page(order, f"{evil} & more")
+        page = sweep_page.page(order, f"{evil} & more")
         assert shared_look(page)
         assert "<script" not in page and "&lt;script&gt;" in page and "&amp; more" in page
         texts = [text for _, text in Page(page).all("text")]

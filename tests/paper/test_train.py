@@ -23,8 +23,10 @@ from typing import Any
 import pytest
 import torch
 
-from zoneout.paper import processes, runs
-from zoneout.paper.config import (
+from zoneout.paper.data.datasets import DataError
+from zoneout.paper.disk import RunError
+from zoneout.paper.training import processes, runs
+from zoneout.paper.training.config import (
     Batches,
     Config,
     Data,
@@ -38,12 +40,10 @@ from zoneout.paper.config import (
     change,
     to_json,
 )
-from zoneout.paper.disk import RunError
-from zoneout.paper.files import DataError
-from zoneout.paper.processes import products_in
-from zoneout.paper.runs import read_metrics
-from zoneout.paper.step import learning_rates, update_seeds
-from zoneout.paper.train import Diverged, Summary, Training, load_data, train
+from zoneout.paper.training.processes import products_in
+from zoneout.paper.training.runs import read_metrics
+from zoneout.paper.training.step import learning_rates, update_seeds
+from zoneout.paper.training.train import Diverged, Summary, Training, load_data, train
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
@@ -181,7 +181,7 @@ def test_the_best_weights_are_kept_and_tested(tmp_path: Path) -> None:
         and summary.best["update"] < rows[-1]["update"]
         and not rows[-1]["best"]
     )
-    from zoneout.paper.evaluate import evaluate
+    from zoneout.paper.training.evaluate import evaluate
 
     found = runs.load(tmp_path / "run")
     score = evaluate(found.model, load_data(config), "test", config)
@@ -192,7 +192,7 @@ def test_batch_norms_statistics_are_estimated_anew_and_kept(tmp_path: Path) -> N
     """Whoever loads the best weights gets what the test had; running averages of a short run are
     of little use.
     """
-    from zoneout.paper.evaluate import evaluate
+    from zoneout.paper.training.evaluate import evaluate
 
     config = CURVES["char-lstm-batch-norm"]
     summary = train(config, tmp_path / "run")
@@ -261,7 +261,7 @@ def test_of_weights_that_are_equally_good_the_first_are_the_best(tmp_path: Path)
 
 def test_the_learning_rate_of_a_line_is_that_of_its_update(tmp_path: Path) -> None:
     """A curve shows rates that belong to the update before or after, or to another epoch."""
-    from zoneout.paper.feeds import make_feed
+    from zoneout.paper.training.feeds import make_feed
 
     config = replace(CHARS, schedule=Schedule("cosine"), log_every=1)
     train(config, tmp_path / "run")
@@ -358,10 +358,10 @@ def test_streams_carry_their_state_and_begin_each_epoch_anew(tmp_path: Path) -> 
     """An update by hand: the second starts from where the first ended, the first of an epoch
     from the initial state.
     """
-    from zoneout.paper.feeds import make_feed
-    from zoneout.paper.models import build
-    from zoneout.paper.processes import Processes
-    from zoneout.paper.step import Step
+    from zoneout.paper.training.feeds import make_feed
+    from zoneout.paper.training.models import build
+    from zoneout.paper.training.processes import Processes
+    from zoneout.paper.training.step import Step
 
     config = replace(
         WORDS,
@@ -391,7 +391,7 @@ def test_streams_carry_their_state_and_begin_each_epoch_anew(tmp_path: Path) -> 
 
 
 def test_every_row_of_streams_is_trained_once() -> None:
-    from zoneout.paper.feeds import make_feed
+    from zoneout.paper.training.feeds import make_feed
 
     corpus = load_data(WORDS)
     feed = make_feed(WORDS, corpus, torch.device("cpu"))
@@ -558,7 +558,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     config = replace(CHARS, log_every=5, save_every=5, epochs=9)
     train(replace(config, updates=5), tmp_path / "run")
 
-    from zoneout.paper import step
+    from zoneout.paper.training import step
 
     original, calls = step.loss_of, 0
 
@@ -739,8 +739,8 @@ def test_half_precision(config: Config, precision: Any, tmp_path: Path) -> None:
 
 TWO = """
 import json, sys, torch
-from zoneout.paper.config import from_json
-from zoneout.paper.train import train
+from zoneout.paper.training.config import from_json
+from zoneout.paper.training.train import train
 torch.set_num_threads(1)
 config = from_json(json.load(open(sys.argv[1])))
 train(config, sys.argv[2])
@@ -789,7 +789,7 @@ def test_two_processes_train_what_one_does(config: Config, tmp_path: Path) -> No
 
 
 def test_a_batch_that_cannot_be_shared_is_an_error() -> None:
-    from zoneout.paper.feeds import make_feed
+    from zoneout.paper.training.feeds import make_feed
 
     with pytest.raises(ValueError, match=r"batches\.size: expected a multiple of the 3 processes"):
         make_feed(CHARS, load_data(CHARS), torch.device("cpu"), rank=0, processes=3)
@@ -865,7 +865,7 @@ def test_the_captured_step_is_the_eager_step(
     """If this fails, something in the step is decided when it is captured and should be decided
     at every update.
     """
-    from zoneout.paper.step import Step
+    from zoneout.paper.training.step import Step
 
     for name in ("char-lstm-zoneout", "word-lstm-streams"):
         config = replace(CURVES[name], device="cuda")

@@ -22,6 +22,7 @@ from .autograd import eager
 from .cpu import one_step
 from .run import TOLERANCES, Result, Run, Weights
 from .sequence.prepare import LOOPS
+from .sequence.products import linear
 
 __all__ = [
     "BACKENDS",
@@ -32,6 +33,7 @@ __all__ = [
     "autocast_on",
     "check_backend",
     "dense",
+    "linear",
     "run",
 ]
 

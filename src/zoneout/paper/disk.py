@@ -34,7 +34,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .streams import shown
+from .console import shown
 
 
 class RunError(Exception):
@@ -325,3 +325,12 @@ def tensor_digest(tensors: dict[str, Tensor], info: dict[str, Any]) -> str:
         digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
         digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def free_folder(base: Path) -> Path:
+    """Return a folder that does not exist yet: `base`, or `base`-2, `base`-3 and so on."""
+    number, folder = 1, base
+    while folder.exists():
+        number += 1
+        folder = base.with_name(f"{base.name}-{number}")
+    return folder

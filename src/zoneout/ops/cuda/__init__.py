@@ -27,6 +27,10 @@ from .pointwise import dropout, norms, rows
 from .runtime import blas, compiler, side_streams
 from .runtime.arguments import CELLS, TYPES
 from .runtime.compiler import Ready
+from .runtime.compiler import add_source as add_source
+from .runtime.compiler import load as load
+from .runtime.compiler import pack as pack
+from .runtime.compiler import shared_by as shared_by
 from .runtime.exclusive import turns
 
 register(gpu_product=blas.times, gpu_split=rows.split_columns)

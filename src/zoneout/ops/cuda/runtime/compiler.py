@@ -32,6 +32,12 @@ _LARGE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 _CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 
 
+def add_source(path: Path) -> str:
+    """Add a file of kernels that lies elsewhere; return the name that `load` knows it by."""
+    SOURCES[path.name] = path
+    return path.name
+
+
 def tf32() -> bool:
     """Return True if float32 products of recurrent layers may use TF32: torch's nn.LSTM setting."""
     return _setting.fp32_precision == "tf32"

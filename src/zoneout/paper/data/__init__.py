@@ -1,0 +1,1 @@
+"""Corpora and images: files, downloads, encoding, the cache, and the order of batches."""

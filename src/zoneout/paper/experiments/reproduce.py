@@ -1,0 +1,376 @@
+"""Run the rows of the paper's tables that have no record yet, one at a time or several at once.
+
+A run's folder is OUT/RECIPE/seed-N. An interrupted run
+continues from its last checkpoint. A finished run writes the record RESULTS/RECIPE/seed-N.json (see
+`results`).
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ...ops.cuda import shared_by
+from .. import console, disk
+from ..data.datasets import DataError
+from ..disk import RunError, write_record
+from ..training import config as configs
+from ..training import runs
+from ..training.config import Config
+from ..training.exit_codes import BAD_DATA, DIVERGED, FAILED, INTERRUPTED, OK, WRONG_USE
+from ..training.processes import device_of, obey_the_parent, threads_of_each
+from ..training.train import Diverged, Progress, stop_requests, train
+from ..training.unused_options import refuse_unread
+from .recipes import RECIPES, Recipe, select
+from .results import changes, make_record, read_record, table
+
+State = Literal["finished", "interrupted", "diverged", "without data", "refused", "failed"]
+OPTIONS = {
+    "seed": "--first-seed",
+    "precision": "--precision",
+    "device": "--device",
+}  # settings that are options
+RUNS, RESULTS = Path("runs/reproduce"), Path("results")
+SHARED = "at_once.json"  # in a run's folder: how many runs shared the device
+CODES: dict[State, int] = {
+    "finished": OK,
+    "failed": FAILED,
+    "refused": WRONG_USE,
+    "without data": BAD_DATA,
+    "diverged": DIVERGED,
+    "interrupted": INTERRUPTED,
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a recipe, with its folder and the file of its record."""
+
+    recipe: str
+    seed: int
+    out: Path
+    results: Path
+    data: Path | None = None
+    precision: str = "fp32"
+    device: str = "auto"
+    settings: dict[str, Any] = field(default_factory=dict)  # changes to the recipe's settings
+    until: float = math.inf  # time.time() at which to stop
+    at_once: int = 1
+
+    @property
+    def folder(self) -> Path:
+        return self.out / self.recipe / f"seed-{self.seed}"
+
+    @property
+    def record(self) -> Path:
+        return self.results / self.recipe / f"seed-{self.seed}.json"
+
+    @property
+    def config(self) -> Config:
+        own = {"seed": self.seed, "precision": self.precision, "device": self.device}
+        return configs.change(RECIPES[self.recipe].make(), self.settings | own)
+
+    def missing(self) -> bool:
+        """Return True if there is no record yet; raise `RunError` if the record has other
+        settings.
+        """
+        config = self.config  # raises if a setting is invalid
+        if not self.record.exists():
+            return True
+        there = configs.from_json(read_record(self.record)["config"])
+        for name, ours, theirs in changes(config, there):
+            raise RunError(
+                f"{self.record} is of other settings: {name} is {theirs} there and {ours} here. "
+                "Move it away, or "
+                "choose another folder with --results."
+            )
+        return False
+
+    def most_at_once(self) -> int:
+        """Return how many runs shared the device, at most, in this call or an earlier one."""
+        path = self.folder / SHARED
+        if not path.exists():
+            return self.at_once
+        try:
+            found = disk.read_json(path)
+            disk.check_fields(found, {"at_once": "count"})
+        except (OSError, ValueError) as error:
+            raise RunError(f"{path} cannot be read: {disk.reason(error)}") from None
+        return max(self.at_once, int(found["at_once"]))
+
+    def __call__(self, progress: Progress | None = None) -> State:
+        """Train or resume the run, then write its record."""
+        config, folder = self.config, self.folder
+        begun = (folder / "config.json").exists()
+        if not (
+            begun and (folder / "summary.json").exists() and runs.read_config(folder) == config
+        ):
+            deadline = time.monotonic() + self.until - time.time()
+            summary = train(
+                config, folder, resume=begun, progress=progress, data=self.data, deadline=deadline
+            )
+            write_record(folder / SHARED, {"at_once": self.most_at_once()})
+            if summary.status == "interrupted":
+                return "interrupted"
+        record = make_record(
+            folder, self.recipe, data=self.data, device=self.device, at_once=self.most_at_once()
+        )
+        write_record(self.record, record)
+        return "finished"
+
+
+def reproduce(
+    task: str,
+    rows: Sequence[str] = (),
+    seeds: Iterable[int] = (1,),
+    *,
+    out: Path | str = RUNS,
+    results: Path | str = RESULTS,
+    data: Path | str | None = None,
+    precision: str = "fp32",
+    device: str = "auto",
+    minutes: float = math.inf,
+    parallel: int = 1,
+    settings: dict[str, Any] | None = None,
+    say: Callable[[str], None] = console.show,
+) -> State:
+    """Run the rows of a task (see `recipes.select`) that have no record yet; print the table after
+    each.
+
+    After `minutes` the current runs stop with a checkpoint, and the next call resumes them.
+    `parallel` runs share the device: as threads on a GPU, as processes elsewhere. A run that
+    diverges does not stop the others. Returns the worst final state of all runs.
+    """
+    if parallel < 1:
+        raise ValueError(f"parallel: expected 1 or more, got {parallel}")
+    if not (seeds := list(seeds)):
+        raise ValueError("seeds: expected 1 or more, got none")
+    if not minutes >= 0:
+        raise ValueError(f"minutes: expected 0 or more, got {minutes:g}")
+    recipes = select(task, rows)
+    until = time.time() + 60 * minutes
+    jobs = [
+        Job(
+            recipe.name,
+            seed,
+            Path(out),
+            Path(results),
+            None if data is None else Path(data),
+            precision,
+            device,
+            settings or {},
+            until,
+        )
+        for seed in seeds
+        for recipe in sorted(recipes, key=_urgency)
+    ]
+    refuse_unread(settings or {}, [job.config for job in jobs])
+    missing = [job for job in jobs if job.missing()]
+    missing = [replace(job, at_once=min(parallel, len(missing))) for job in missing]
+    if missing:
+        disk.check_writable(Path(results))  # before hours of training
+    say(table(results, recipes, details=False))
+    if not missing:
+        say(
+            f"Nothing to run: every record is in {results}.{of_another_precision(jobs)} With other "
+            "folders for --results and --out, they run again."
+        )
+    states: list[State] = []
+    how = one_by_one if parallel == 1 else together if device_of(device).type == "cuda" else several
+    for job, state in how(missing):
+        states.append(state)
+        say(f"{job.recipe}, seed {job.seed}: {state}")
+        if state == "finished":
+            say(table(results, recipes, details=False))
+    if len(states) < len(missing):  # there was no time to begin them
+        states.append("interrupted")
+    return max(states, key=lambda state: CODES[state], default="finished")
+
+
+def of_another_precision(jobs: Sequence[Job]) -> str:
+    """Return a sentence that names the records made in another precision than requested, or ""."""
+    found = [(job, str(read_record(job.record)["precision"])) for job in jobs]
+    others = [
+        f"{job.recipe}, seed {job.seed} ({there})" for job, there in found if there != job.precision
+    ]
+    return (
+        f" Of another precision than {jobs[0].precision}, which was asked for: {'; '.join(others)}."
+        if others
+        else ""
+    )
+
+
+def _urgency(recipe: Recipe) -> int:
+    """Return a sort key: the zoneout and unregularised rows of a task run first."""
+    return 0 if recipe.short in ("zoneout", "unregularised") else 1
+
+
+def one_by_one(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:
+    """Run the jobs in this process; yield each with its final state. Stop after an interruption
+    or at the deadline.
+    """
+    for job in jobs:
+        if time.time() >= job.until:
+            return
+        state = attempt(job)
+        yield job, state
+        if state == "interrupted":
+            return
+
+
+def attempt(job: Job) -> State:
+    """Run a job; print an error of the run instead of raising it."""
+    try:
+        return job(lines(job))
+    except Diverged as error:
+        console.say(f"{job.recipe}, seed {job.seed}: {error}")
+        return "diverged"
+    except RunError as error:
+        console.say(f"{job.recipe}, seed {job.seed}: {error}")
+        return "failed"
+
+
+def together(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:
+    """Run `at_once` jobs at a time, each in a thread with its own CUDA stream; yield each with its
+    final state.
+
+    Threads of one process run concurrently on the GPU, while processes would take turns. One
+    process suffices: between two validations a run only replays a CUDA graph.
+    """
+
+    own = threading.local()
+
+    def begin(job: Job) -> State | None:
+        if asked() or time.time() >= job.until:
+            return None
+        device = device_of(job.device)
+        if device.type == "cuda" and not hasattr(
+            own, "stream"
+        ):  # one per thread: torch reuses streams after 32
+            own.stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(own.stream) if device.type == "cuda" else nullcontext():
+            return attempt_beside_others(job)
+
+    at_once = max((job.at_once for job in jobs), default=1)
+    patience = sys.getswitchinterval()
+    sys.setswitchinterval(_GIVES_WAY)
+    try:
+        with stop_requests() as asked, shared_by(at_once), ThreadPoolExecutor(at_once) as threads:
+            begun = {threads.submit(begin, job): job for job in jobs}
+            for ended in as_completed(begun):
+                if (state := ended.result()) is not None:
+                    yield begun[ended], state
+    finally:
+        sys.setswitchinterval(patience)
+
+
+_GIVES_WAY = (
+    1e-4  # seconds after which a validating run lets the other threads launch their next update
+)
+
+
+def several(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:
+    """Run `at_once` jobs at a time, each in a spawned process; yield each with its final state."""
+    waiting = list(jobs)
+    running: dict[Any, Job] = {}
+    fresh = multiprocessing.get_context("spawn")  # CUDA needs spawned processes
+    with passing_on(running) as stopping:
+        while running or waiting:
+            begin = waiting and not stopping and time.time() < waiting[0].until
+            if begin and len(running) < waiting[0].at_once:
+                job = waiting.pop(0)
+                process = fresh.Process(
+                    target=_in_process, args=(job, threads_of_each(job.at_once))
+                )
+                process.start()
+                running[process] = job
+                if stopping:  # the signal came while the process was being started
+                    process.terminate()
+                continue
+            if not running:
+                return
+            ended = wait([process.sentinel for process in running])
+            for process in [p for p in running if p.sentinel in ended]:
+                process.join()
+                job = running.pop(process)
+                states: dict[int | None, State] = {code: state for state, code in CODES.items()}
+                state = states.get(process.exitcode, "failed")
+                # A process that is told to stop outside of training ends without a state.
+                yield job, "interrupted" if stopping and state == "failed" else state
+
+
+def _in_process(job: Job, threads: int) -> None:
+    obey_the_parent()
+    torch.set_num_threads(threads)
+    with console.ready():
+        sys.exit(CODES[attempt_beside_others(job)])
+
+
+def attempt_beside_others(job: Job) -> State:
+    """Run a job; print an error in its data or settings, so that it ends this job only."""
+    try:
+        return attempt(job)
+    except (DataError, ValueError) as error:
+        console.say(f"{job.recipe}, seed {job.seed}: {error}")
+        return "without data" if isinstance(error, DataError) else "refused"
+
+
+@contextmanager
+def passing_on(running: dict[Any, Job]) -> Iterator[list[int]]:
+    """Forward SIGINT and SIGTERM to the processes; yield a list that holds the signals received.
+
+    The processes ignore these signals from the terminal and obey only their parent
+    (`obey_the_parent`). After the first signal each process stops with a checkpoint, after the
+    second one at once.
+    """
+    stopping: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        for process in list(running):
+            process.terminate()
+        if stopping:
+            raise KeyboardInterrupt
+        stopping.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stopping
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def lines(job: Job) -> Progress:
+    """Return a progress callback that prints one line to standard error per validation."""
+    began = time.monotonic()
+    name = f"{job.recipe}, seed {job.seed}"
+
+    def tell(event: dict[str, Any]) -> None:
+        kind, text = event["kind"], ""
+        if kind == "start":
+            again = f", continued after {event['update']:,}" if event["update"] else ""
+            text = f"{event['updates']:,} updates on {event['device']}{again}"
+        elif kind in ("valid", "test"):
+            measure = RECIPES[job.recipe].measure
+            best = ", the best so far" if event.get("best") else ""
+            minutes = (time.monotonic() - began) / 60
+            text = f"epoch {event['epoch']:g}, {minutes:.1f} min, {kind} {event[measure]:.4f}{best}"
+        elif kind == "note":
+            text = event["text"]
+        if text:
+            console.say(f"{name}: {text}")
+
+    return tell

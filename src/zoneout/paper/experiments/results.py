@@ -1,0 +1,551 @@
+"""Results: one record per finished run, and the tables computed from the records.
+
+A record is a file `results/RECIPE/seed-N.json`. It holds the config, the scores under every
+evaluation protocol, a learning curve, the device and the versions. Every number of ours in
+`docs/results.md` is computed from these files. The paper's numbers come from `recipes`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import shlex
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import fmean
+from textwrap import fill
+from typing import Any, TypeAlias
+
+import torch
+
+import zoneout as zo
+
+from .. import disk
+from ..console import shown
+from ..disk import RunError
+from ..training import config as configs
+from ..training import runs
+from ..training.config import Config, Protocol
+from ..training.evaluate import evaluate
+from ..training.measures import REACHED, UNITS, measure_of, reached, rounded, spread
+from ..training.processes import device_of
+from ..training.train import data_of, values_of
+from .recipes import MEASURES, QUOTED, RECIPES, Recipe
+
+Record: TypeAlias = dict[str, Any]
+
+FORMAT = 1
+FREE = (
+    "seed",
+    "precision",
+    "device",
+    "backend",
+    "log_every",
+    "save_every",
+)  # fields that a recipe leaves open
+COLUMNS = (
+    "paper: valid, test",
+    "ours: valid",
+    "ours: test",
+    "difference",
+    "reached",
+    "seeds",
+    "epochs",
+    "minutes",
+)
+GROUPS = {  # groups of recipes, and the line above each group's table
+    "table": "",
+    "ours": "Beyond the paper, compared with the paper's zoneout row:",
+    "more": "In the paper's figures and text:",
+}
+CORPORA = {  # the tasks of the README's table, as its readers know them
+    "char-ptb": "PTB characters, bits",
+    "word-ptb": "PTB words, perplexity",
+    "pmnist": "MNIST (paper's order), error",
+}
+HEADLINES = (  # the recipes in the README's table
+    "char_ptb_unregularised", "char_ptb_recurrent_dropout", "char_ptb_zoneout",
+    "word_ptb_nr_dropout", "word_ptb_zoneout",
+    "pmnist_unregularised", "pmnist_zoneout", "pmnist_batch_norm_zoneout",
+)  # fmt: skip
+POINTS = 200  # maximum number of points kept of a learning curve
+NUMBER = (int, float)
+KINDS: dict[str, Any] = {  # the fields of a record and their types
+    "recipe": str, "seed": int, "measure": str, "valid": NUMBER, "test": NUMBER,
+    "best_epoch": NUMBER, "epochs": NUMBER, "seconds": NUMBER, "at_once": int, "precision": str,
+    "device": str, "versions": dict, "date": str, "command": str, "scores": list, "curve": dict,
+    "config": dict,
+}  # fmt: skip
+RULE = f"""
+Lower is better. `zoneout reproduce --write` makes this page from the records in `results/`;
+[Reproducing the paper](reproducing.md) says how to make the records. Our numbers are means over
+seeds ± standard deviation, for the weights with the best validation score. *Reached* means that
+{REACHED}. *Minutes* is the time of one run: the mean over the seeds that shared their GPU with the
+fewest other runs. Runs with batch norm use each batch's own statistics for validation, as the
+paper's runs did. The *by protocol* tables show both parts with the statistics of the test.
+"""
+PAGE = f"""# Results
+
+{fill(RULE.strip(), 100, break_on_hyphens=False)}
+"""
+PARTS = ("valid", "test")
+BEGIN, END = "<!-- results: made by zoneout reproduce --write -->", "<!-- end -->"
+
+
+# --- making a record
+# -------------------------------------------------------------------------------
+
+
+def make_record(
+    folder: Path,
+    recipe: str,
+    *,
+    data: Path | str | None = None,
+    device: str = "auto",
+    at_once: int = 1,
+) -> Record:
+    """Return the record of the finished run in `folder`; `at_once` runs shared the device."""
+    config, summary = runs.read_config(folder), runs.read_summary(folder) or {}
+    where, measure = device_of(device), RECIPES[recipe].measure
+    if not all(measure in (summary.get(part) or {}) for part in ("best", "test")):
+        raise RunError(
+            f"{folder / 'summary.json'} has no validation and test in {measure}, as the recipe has "
+            "them"
+        )
+    return {
+        "format": FORMAT,
+        "recipe": recipe,
+        "seed": config.seed,
+        "measure": measure,
+        "valid": summary["best"][measure],  # under the protocol that the config names
+        "test": summary["test"][measure],
+        "best_epoch": summary["best"]["epoch"],
+        "epochs": summary["epoch"],
+        "updates": summary["update"],
+        "status": summary["status"],
+        "parameters": summary["parameters"],
+        "seconds": round(summary["seconds"], 1),
+        "at_once": at_once,
+        "precision": config.precision,
+        "device": torch.cuda.get_device_name(where)
+        if where.type == "cuda"
+        else f"CPU ({platform.machine()})",
+        "versions": {
+            "zoneout": zo.__version__,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "python": platform.python_version(),
+        },
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "command": command_of(recipe, config),
+        "scores": scores(folder, config, data, where),
+        "curve": curve(runs.read_metrics(folder), measure),
+        "config": configs.to_json(config),
+    }
+
+
+def command_of(recipe: str, config: Config) -> str:
+    """Return the command that repeats the run."""
+    words = [
+        "zoneout",
+        "reproduce",
+        recipe,
+        "--first-seed",
+        str(config.seed),
+        "--precision",
+        config.precision,
+    ]
+    for name, ours, _ in changes(config, RECIPES[recipe].make()):
+        words += ["--set", f"{name}={json.dumps(ours)}"]
+    return shlex.join(words)
+
+
+def changes(config: Config, other: Config) -> list[tuple[str, Any, Any]]:
+    """Return the differing fields as (name, value, other value), without the fields in `FREE`."""
+    there = configs.to_json(other)
+    return [
+        (n, here, configs.at(there, n))
+        for n, here in configs.changed(config, other).items()
+        if n not in FREE
+    ]
+
+
+def protocols(config: Config) -> list[Protocol | None]:
+    """Return the evaluation protocols of a run: its own two, and the whole text as one sequence.
+
+    >>> [p.kind for p in protocols(RECIPES["word_ptb_zoneout"].make())]
+    ['streams', 'whole']
+    """
+    if config.task == "images":
+        return [None]
+    own = {
+        named(p): p
+        for p in (config.evaluation.valid, config.evaluation.test, Protocol("whole", length=1000))
+    }
+    return list(own.values())
+
+
+def scores(
+    folder: Path, config: Config, data: Path | str | None, device: torch.device
+) -> list[Record]:
+    """Evaluate the best weights on both parts under every protocol.
+
+    A model with static masks is evaluated twice: with its training masks and with their
+        expectation.
+    """
+    corpus = data_of(folder, config, data)
+    found: list[Record] = []
+    ways = (
+        ("sample", "expectation")
+        if config.zoneout.mask == "static"
+        else (config.evaluation.at_eval,)
+    )
+    for at_eval in ways:
+        loaded = runs.load(
+            folder, device=device, changes={"evaluation.at_eval": at_eval, "device": str(device)}
+        )
+        for protocol in protocols(config):
+            for part in PARTS:
+                score = evaluate(loaded.model, corpus, part, loaded.config, protocol=protocol)
+                how = {"part": part, "protocol": named(protocol), "at_eval": at_eval}
+                found.append(
+                    how | values_of(score.checked(f"{folder} on {part}"), measure_of(corpus))
+                )
+    return found
+
+
+def named(protocol: Protocol | None) -> str:
+    """Describe a protocol in words."""
+    if protocol is None:
+        return "images"
+    words = {
+        "chunks": f"chunks of {protocol.length}",
+        "streams": f"{protocol.size} streams",
+        "whole": "one sequence",
+    }
+    return words[protocol.kind]
+
+
+def curve(rows: Sequence[Record], measure: str) -> Record:
+    """Return validation scores and the mean training loss before each, thinned to about `POINTS`
+    points.
+    """
+    valid = [row for row in rows if row["kind"] == "valid"]
+    points, before = [], 0
+    for number, row in enumerate(valid):
+        lines = [
+            r["nats"]
+            for r in rows
+            if r["kind"] == "train" and before < r["update"] <= row["update"]
+        ]
+        before = row["update"]
+        if (
+            (number + 1) % math.ceil(len(valid) / POINTS) == 0
+            or row["best"]
+            or number == len(valid) - 1
+        ):
+            points.append(
+                (row["epoch"], round(row[measure], 5), round(fmean(lines), 5) if lines else None)
+            )
+    epochs, values, nats = zip(*points) if points else ((), (), ())
+    return {"epoch": list(epochs), "valid": list(values), "train_nats": list(nats)}
+
+
+def read_record(path: Path) -> Record:
+    """Read a record; raise `RunError` with the reason if the file is not a valid record."""
+    try:
+        record = disk.read_json(path)
+        if record["format"] != FORMAT:
+            raise ValueError(f"it has format {record['format']!r}, expected {FORMAT}")
+        for name, kind in KINDS.items():
+            value = record.get(name)
+            if (
+                not isinstance(value, kind)
+                or isinstance(value, bool)
+                or (kind is NUMBER and not disk.is_number(value))
+            ):
+                raise ValueError(f"its {name} is {shown(value)}")
+        if (record["recipe"], f"seed-{record['seed']}") != (path.parent.name, path.stem):
+            raise ValueError(f"it is of {record['recipe']}, seed {record['seed']}")
+        configs.from_json(record["config"])
+        _check_parts(record)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{path} is not a record that can be read: {disk.reason(error)}") from None
+    return record
+
+
+def _check_parts(record: Record) -> None:
+    """Raise `ValueError` if a nested value cannot be used by the tables and figures."""
+    curve, measure = record["curve"], record["measure"]
+    if (known := RECIPES.get(record["recipe"])) is not None and measure != known.measure:
+        raise ValueError(f"its measure is {measure!r}, expected {known.measure!r}")
+    lengths = [len(curve[name]) for name in ("epoch", "valid", "train_nats")]
+    if lengths[0] == 0 or len(set(lengths)) > 1:
+        raise ValueError(
+            f"its curve has {', '.join(map(str, lengths))} epochs, validations and training losses"
+        )
+    numbers = [
+        *curve["epoch"],
+        *curve["valid"],
+        *(nats for nats in curve["train_nats"] if nats is not None),
+    ]
+    numbers += [score[measure] for score in record["scores"] if measure in score]
+    if strange := [value for value in numbers if not disk.is_number(value)]:
+        raise ValueError(f"a value of its curve or scores is {shown(strange[0])}")
+    if not isinstance(record["versions"].get("torch"), str):
+        raise ValueError("its versions have none of torch")
+    for score in record["scores"]:
+        if missing := {"part", "protocol", "at_eval", measure} - set(score):
+            raise ValueError(f"one of its scores lacks {', '.join(sorted(missing))}")
+
+
+def read_records(results: Path, recipe: str) -> list[Record]:
+    """Return the records of a recipe in the order of their seeds."""
+    return sorted(
+        map(read_record, (results / recipe).glob("seed-*.json")),
+        key=lambda record: int(record["seed"]),
+    )
+
+
+# --- tables
+# ----------------------------------------------------------------------------------------
+
+
+def table(
+    results: Path | str, recipes: Sequence[Recipe] | None = None, *, details: bool = True
+) -> str:
+    """Return one Markdown table per task; `details` adds one table by protocol and one of all
+    runs.
+    """
+    results = Path(results)
+    chosen = list(RECIPES.values()) if recipes is None else list(recipes)
+    parts = []
+    for task in MEASURES:
+        rows = [r for r in chosen if r.task == task]
+        if not rows:
+            continue
+        own = rows[0].make().evaluation
+        cut = (
+            ""
+            if rows[0].measure == "error"
+            else f"\n\nValid: {named(own.valid)}. Test: {named(own.test)}."
+        )
+        parts.append(f"## {task}{cut}")
+        for group, words in GROUPS.items():
+            if of_group := [r for r in rows if r.group == group]:
+                parts += [words] if words else []
+                parts.append(
+                    _main_table(of_group, results, quoted=group == "table" and recipes is None)
+                )
+        parts += _other_tables(rows, results) if details else []
+    return "\n\n".join(parts)
+
+
+def document(results: Path | str) -> str:
+    """Return the page docs/results.md."""
+    return f"{PAGE}\n{table(results)}\n"
+
+
+def summary(results: Path | str) -> str:
+    """Return the README's table: test scores of the `HEADLINES`, ours beside the paper's."""
+    lines = _head("test", "method", "paper", "ours", "seeds")
+    for recipe in (RECIPES[name] for name in HEADLINES):
+        if not (own := fitting(recipe, Path(results))[0]):
+            continue
+        missed = " (missed)" if _verdict(recipe, own, "test") == "no" else ""
+        score = spread([record["test"] for record in own], recipe.measure).replace(" ± ", "±")
+        lines.append(
+            _row(
+                CORPORA[recipe.task],
+                recipe.row,
+                str(recipe.test),
+                f"{score}{missed}",
+                str(len(own)),
+            )
+        )
+    return "\n".join(lines)
+
+
+def put_summary(text: str, results: Path | str) -> str:
+    """Return `text` with the README's table between its two marks."""
+    before, mark, after = text.partition(BEGIN)
+    return f"{before}{mark}\n\n{summary(results)}\n\n{END}{after.partition(END)[2]}"
+
+
+def fitting(recipe: Recipe, results: Path) -> tuple[list[Record], list[Record]]:
+    """Return a recipe's records in two lists: with the recipe's settings, and with other
+    settings.
+    """
+    found = read_records(results, recipe.name)
+    own = [r for r in found if not changes(configs.from_json(r["config"]), recipe.make())]
+    return own, [r for r in found if r not in own]
+
+
+def _main_table(recipes: Sequence[Recipe], results: Path, quoted: bool = False) -> str:
+    lines, notes = _head(UNITS[recipes[0].measure], *COLUMNS), []
+    for recipe in recipes:
+        own, other = fitting(recipe, results)
+        name, paper = f"{recipe.row} `{recipe.name}`", _paper(recipe.valid, recipe.test)
+        lines.append(_row(name, paper, *(_ours(recipe, own) if own else _blank("no run yet"))))
+        for record in other:
+            wrong = configs.from_json(record["config"])
+            shown = ", ".join(
+                f"{n} is {here}, not {there}" for n, here, there in changes(wrong, recipe.make())
+            )
+            notes.append(
+                f"* Left out: `{recipe.name}`, seed {record['seed']}, had other settings ({shown})."
+            )
+    for task, row, valid, test in QUOTED if quoted else ():
+        if task == recipes[0].task:
+            lines.append(_row(row, _paper(valid, test), *_blank("not built here")))
+    return "\n".join([*lines, *([""] if notes else []), *notes])
+
+
+def best_epoch(records: Sequence[Record]) -> str:
+    """Return the epoch of the best validation score, averaged over seeds."""
+    return f"{round(fmean(record['best_epoch'] for record in records), 1):g}"
+
+
+def seeds_of(records: Sequence[Record]) -> str:
+    """List the seeds; three or more consecutive ones become a range.
+
+    >>> seeds_of([{"seed": seed} for seed in (1, 2, 3, 4, 6, 7)])
+    '1–4, 6, 7'
+    """
+    rows: list[list[int]] = []
+    for seed in sorted(record["seed"] for record in records):
+        if rows and seed == rows[-1][-1] + 1:
+            rows[-1].append(seed)
+        else:
+            rows.append([seed])
+    return ", ".join(
+        f"{row[0]}–{row[-1]}" if len(row) > 2 else ", ".join(map(str, row)) for row in rows
+    )
+
+
+def minutes(records: Sequence[Record]) -> tuple[float, int]:
+    """Return the mean minutes over the runs that shared their GPU least, and how many runs
+    shared it.
+    """
+    fewest = min(record["at_once"] for record in records)
+    return fmean(
+        record["seconds"] for record in records if record["at_once"] == fewest
+    ) / 60, fewest
+
+
+def _minutes(records: Sequence[Record]) -> str:
+    mean, at_once = minutes(records)
+    return f"{mean:.1f}" + (f" ({at_once} at once)" if at_once > 1 else "")
+
+
+def _ours(recipe: Recipe, records: Sequence[Record]) -> list[str]:
+    differences, verdicts, cells = [], [], []
+    for part in PARTS:
+        values, paper = [record[part] for record in records], getattr(recipe, part)
+        cells.append(spread(values, recipe.measure))
+        differences.append(
+            "–" if paper is None else rounded(fmean(values) - paper, recipe.measure, "+")
+        )
+        verdicts.append(_verdict(recipe, records, part))
+    if recipe.valid is None and recipe.test is None:
+        differences, verdicts = ["–"], ["–"]
+
+    return [
+        *cells,
+        ", ".join(differences),
+        ", ".join(verdicts),
+        seeds_of(records),
+        f"{fmean(record['epochs'] for record in records):.4g} (best {best_epoch(records)})",
+        _minutes(records),
+    ]
+
+
+def _verdict(recipe: Recipe, records: Sequence[Record], part: str) -> str:
+    """Return "yes" or "no": is the paper's number reached? "–" if the row is not compared with
+    it.
+    """
+    paper = getattr(recipe, part)
+    if paper is None or not recipe.held:
+        return "–"
+    return "yes" if reached([record[part] for record in records], paper, recipe.measure) else "no"
+
+
+def _blank(why: str) -> list[str]:
+    return [why, *[""] * (len(COLUMNS) - 2)]
+
+
+def _other_tables(recipes: Sequence[Recipe], results: Path) -> list[str]:
+    """Return the table by protocol and the table of all runs; nothing without records."""
+    found = [(recipe, own) for recipe in recipes if (own := fitting(recipe, results)[0])]
+    if not found:
+        return []
+    measure = recipes[0].measure
+    ways = list(
+        dict.fromkeys(
+            _way(score) for _, own in found for record in own for score in record["scores"]
+        )
+    )
+    by_protocol = _head("by protocol", *ways)
+    runs_of = _head(
+        "run",
+        "valid",
+        "test",
+        "best epoch",
+        "minutes",
+        "precision",
+        "device",
+        "torch",
+        "date",
+        "command",
+    )
+    for recipe, own in found:
+        scores = [score for record in own for score in record["scores"]]
+        for mask in dict.fromkeys(map(_mask, scores)):
+            cells = []
+            for way in ways:
+                values = [s[measure] for s in scores if (_way(s), _mask(s)) == (way, mask)]
+                cells.append(spread(values, measure) if values else "")
+            by_protocol.append(_row(f"`{recipe.name}`{mask}", *cells))
+        for r in own:
+            figures = (
+                rounded(r["valid"], measure),
+                rounded(r["test"], measure),
+                f"{r['best_epoch']:.4g}",
+            )
+            made = (
+                r["precision"],
+                r["device"],
+                r["versions"]["torch"],
+                r["date"],
+                f"`{r['command']}`",
+            )
+            name = f"{recipe.row}, seed {r['seed']}"
+            runs_of.append(_row(name, *figures, _minutes([r]), *made))
+    return ["\n".join(by_protocol), "\n".join(runs_of)]
+
+
+def _way(score: Record) -> str:
+    return f"{score['part']}, {score['protocol']}"
+
+
+def _mask(score: Record) -> str:
+    return ", with the training mask" if score["at_eval"] == "sample" else ""
+
+
+def _head(*cells: str) -> list[str]:
+    return [_row(*cells), "|" + "---|" * len(cells)]
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _paper(valid: float | None, test: float | None) -> str:
+    """Format the paper's validation and test numbers."""
+    return (
+        "–"
+        if valid is None and test is None
+        else ", ".join("–" if v is None else str(v) for v in (valid, test))
+    )

@@ -1,0 +1,512 @@
+"""The paper's figures and the README's, drawn from the records in `results/`.
+
+A figure shows the recipes that have records; the caption names those that have none. Curves of
+several seeds share one colour. Gradient flow has its own records (`gradients`); all other figures
+use `results`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from textwrap import fill
+from typing import Any, TypeAlias
+
+from ..disk import RunError
+from ..experiments import gradient_flow
+from ..experiments.recipes import RATES_EPOCHS, RECIPES, Recipe
+from ..experiments.results import Record, best_epoch, fitting, named
+from ..training.measures import UNITS, in_measure, rounded
+from . import plots
+from .plots import COLOURS, DASHED, INK, MARKERS, PAPER, SOFT
+
+Records: TypeAlias = dict[str, list[Record]]  # by recipe; recipes without records are left out
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure, its description in words, and the recipes that have no records."""
+
+    name: str
+    title: str
+    where: str  # in the paper
+    figure: Any  # of matplotlib
+    text: str
+    missing: tuple[str, ...]  # recipes
+    recipes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to draw a figure; its arms are recipes."""
+
+    title: str
+    where: str
+    arms: tuple[str, ...]
+    draw: Callable[[Records], tuple[Any, str]]
+    read: Callable[[Recipe, Path], list[Record]]
+    in_place_of: str = ""  # replaces this figure on the page while that one has no results
+
+
+def own_records(recipe: Recipe, results: Path) -> list[Record]:
+    """Return the records that have the recipe's own settings."""
+    return fitting(recipe, results)[0]
+
+
+def flow_records(recipe: Recipe, results: Path) -> list[Record]:
+    """Return the gradient-flow records of a recipe in the order of their seeds."""
+    found = map(gradient_flow.read_record, (results / recipe.name).glob("gradients-seed-*.json"))
+    return sorted(found, key=lambda record: int(record["seed"]))
+
+
+def draw(name: str, results: Path | str) -> Drawn:
+    """Draw a figure by its name."""
+    plans = FIGURES | {OVERVIEW: WITH_AND_WITHOUT}
+    if name not in plans:
+        raise ValueError(f"figure: expected one of {', '.join(plans)}, got {name!r}")
+    plan, results = plans[name], Path(results)
+    found = {arm: plan.read(RECIPES[arm], results) for arm in plan.arms}
+    records = {arm: each for arm, each in found.items() if each}
+    missing = tuple(arm for arm in plan.arms if arm not in records)
+    figure, text = plan.draw(records) if records else (_nothing(), "Nothing to draw yet.")
+    if missing:
+        note = fill(f"No results yet: {', '.join(missing)}", 78, break_on_hyphens=False)
+        figure.supxlabel(note, fontsize=7.5, color=SOFT, x=0.02, ha="left")
+    return Drawn(name, plan.title, plan.where, figure, text, missing, plan.arms)
+
+
+def draw_all(results: Path | str) -> list[Drawn]:
+    """Draw the page's figures, without empty ones that another figure replaces."""
+    drawn = {name: draw(name, results) for name in FIGURES}
+    empty = {name for name, one in drawn.items() if one.missing == one.recipes}
+    replaced = {FIGURES[name].in_place_of for name in drawn.keys() - empty}
+    return [one for name, one in drawn.items() if name not in empty & replaced]
+
+
+def save_all(
+    results: Path | str, out: Path, kind: str = "svg", names: Sequence[str] = ()
+) -> list[tuple[Path, Drawn]]:
+    """Write figures to a folder, as svg, pdf or png; all of them by default."""
+    made = []
+    for name in names or FIGURES:
+        drawn = draw(name, results)
+        path = out / f"{name}.{kind}"
+        try:
+            plots.save(drawn.figure, path, drawn.title)
+        except OSError as error:
+            raise RunError(f"{path} cannot be written: {error.strerror or error}") from None
+        made.append((path, drawn))
+    return made
+
+
+def _nothing() -> Any:
+    fig, (axes,) = plots.canvas(height=1.6)
+    axes.set_axis_off()
+    axes.text(0.5, 0.5, "Nothing to draw yet.", ha="center", va="center", color=INK)
+    return fig
+
+
+# --- learning curves
+# -------------------------------------------------------------------------------
+
+
+def curves(records: Records, *, train: bool = True) -> tuple[Any, str]:
+    """Draw validation (solid) and optionally training (dashed) over epochs; images get separate
+    axes.
+    """
+    measure = RECIPES[next(iter(records))].measure
+    apart = train and measure == "error"  # the training loss of images is in nats
+    fig, panels = plots.canvas(2 if apart else 1, (6.6 if apart else 3.9) + 0.1 * len(records))
+    for number, (arm, runs) in enumerate(records.items()):
+        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+        for which, record in enumerate(runs):
+            epochs, valid = record["curve"]["epoch"], record["curve"]["valid"]
+            label = {"label": labelled(arm, runs)} if which == 0 else {}
+            style = {
+                "color": colour,
+                "lw": 1.8 if which == 0 else 1.0,
+                "alpha": 1.0 if which == 0 else 0.7,
+            }
+            # Short curves: mark every point. Long curves: spread the marks so that curves do not
+            # share them.
+            every: Any = 1 if len(epochs) <= 12 else (0.02 + 0.02 * number, 0.12)
+            marked = (
+                {"marker": marker, "ms": 5, "mec": PAPER, "mew": 0.7, "markevery": every}
+                if which == 0
+                else {}
+            )
+            panels[0].plot(epochs, valid, **style, **label, **marked)
+            if train:
+                nats = [
+                    (e, n) for e, n in zip(epochs, record["curve"]["train_nats"]) if n is not None
+                ]
+                values = [in_measure(n, measure) for _, n in nats]
+                panels[-1].plot([e for e, _ in nats], values, **(style | {"ls": DASHED, "lw": 1.1}))
+    panels[0].set(
+        xlabel="epoch", ylabel=f"{UNITS[measure]}, validation" if apart else UNITS[measure]
+    )
+    panels[0].set_ylim(*limits(records, measure, train=train and not apart))
+    if apart:
+        panels[1].set(xlabel="epoch", ylabel="training loss, nats", xlim=panels[0].get_xlim())
+    elif train:
+        panels[0].plot([], [], color=SOFT, lw=1.1, ls=DASHED, label=plots.TRAINING)
+    handles, labels = panels[0].get_legend_handles_labels()
+    plots.legend(panels[-1], below=True, handles=handles, labels=labels)
+    return fig, "Best validation: " + "; ".join(
+        best_of(arm, runs) for arm, runs in records.items()
+    ) + "."
+
+
+def limits(records: Records, measure: str, *, train: bool) -> tuple[float, float]:
+    """Return y limits from the lowest value to well above every arm's best."""
+    best = [min(record["curve"]["valid"]) for runs in records.values() for record in runs]
+    low, worst = min(best), max(best)
+    every = [low]
+    for record in (record for runs in records.values() for record in runs) if train else ():
+        every += [
+            in_measure(nats, measure) for nats in record["curve"]["train_nats"] if nats is not None
+        ]
+    top = worst + max(worst - low, 0.15 * low)
+    return min(every) - 0.04 * (top - min(every)), top
+
+
+def labelled(arm: str, runs: Sequence[Record]) -> str:
+    return RECIPES[arm].row + (f" ({len(runs)} seeds)" if len(runs) > 1 else "")
+
+
+def best_of(arm: str, runs: Sequence[Record]) -> str:
+    """Return an arm's best validation score in words, with the paper's."""
+    recipe, value = RECIPES[arm], fmean(record["valid"] for record in runs)
+    found = f"{labelled(arm, runs)} {rounded(value, recipe.measure)} at epoch {best_epoch(runs)}"
+    return found if recipe.valid is None else f"{found} (paper {recipe.valid})"
+
+
+def validation_curves(records: Records) -> tuple[Any, str]:
+    return curves(records, train=False)
+
+
+def static_curves(records: Records) -> tuple[Any, str]:
+    """Draw learning curves, and the score of the static-mask model evaluated with the
+    expectation.
+    """
+    fig, text = curves(records)
+    for arm, runs in records.items():
+        if runs[0]["config"]["zoneout"]["mask"] != "static":
+            continue
+        way = named(RECIPES[arm].make().evaluation.valid)
+        found = [
+            score[record["measure"]]
+            for record in runs
+            for score in record["scores"]
+            if (score["part"], score["protocol"], score["at_eval"]) == ("valid", way, "expectation")
+        ]
+        if found:
+            value, axes = fmean(found), fig.axes[0]
+            shown = rounded(value, runs[0]["measure"])
+            axes.axhline(value, color=INK, lw=1, ls=":", label=f"static, by expectation: {shown}")
+            low, high = axes.get_ylim()
+            axes.set_ylim(low, max(high, value + 0.04 * (high - low)))
+            plots.legend(axes, below=True)
+            text += (
+                " The static masks' model evaluated with the expectation instead of its masks: "
+                f"{shown}."
+            )
+    return fig, text
+
+
+def with_and_without(records: Records) -> tuple[Any, str]:
+    """Draw the README's picture: training and validation with and without zoneout, labelled in
+    place.
+    """
+    fig, (axes,) = plots.canvas(height=3.3, width=7.4)
+    _, text = curves(records)
+    epochs = max(record["epochs"] for runs in records.values() for record in runs)
+    for colour, (arm, runs) in zip(COLOURS, records.items()):
+        name = "with zoneout" if RECIPES[arm].make().zoneout.hidden else "without zoneout"
+        for number, record in enumerate(runs):
+            curve, style = record["curve"], {"color": colour, "alpha": 1.0 if number == 0 else 0.6}
+            training = [nats / math.log(2) for nats in curve["train_nats"]]
+            axes.plot(curve["epoch"], curve["valid"], lw=2.0 if number == 0 else 1.0, **style)
+            axes.plot(curve["epoch"], training, lw=1.0, ls=DASHED, **style)
+            if number == 0:
+                # A label stands right of its curve, or above the end of a curve that fills the
+                # width.
+                full = curve["epoch"][-1] == epochs
+                place: Any = {"ha": "right", "va": "bottom"} if full else {"va": "center"}
+                for part, values in (("validation", curve["valid"]), ("training", training)):
+                    at = (curve["epoch"][-1], values[-1])
+                    apart = {"xytext": (0, 5) if full else (6, 0), "textcoords": "offset points"}
+                    axes.annotate(
+                        f"{part}, {name}", at, color=colour, fontsize=10, **apart, **place
+                    )
+    axes.set(xlabel="epoch", ylabel=UNITS["bits"], xlim=(0, 1.01 * epochs))
+    axes.set_ylim(*limits(records, "bits", train=True))
+    return fig, text
+
+
+# --- rates
+# -----------------------------------------------------------------------------------------
+
+_PLAIN = "char_ptb_unregularised"
+SERIES = {  # the lines of the rates figure: recipes in the order of their rates
+    "zoneout on cells": (
+        _PLAIN,
+        "char_ptb_zoneout_cells_005",
+        "char_ptb_zoneout_cells_025",
+        "char_ptb_zoneout_cells_050",
+    ),
+    "zoneout on states": (
+        _PLAIN,
+        "char_ptb_zoneout_states_005",
+        "char_ptb_zoneout_states_025",
+        "char_ptb_zoneout_states_050",
+    ),
+    "zoneout on cells, states 0.05": (
+        "char_ptb_zoneout_states_005",
+        "char_ptb_zoneout_both_005_005",
+        "char_ptb_zoneout_both_025_005",
+        "char_ptb_zoneout",
+    ),
+    "zoneout on both alike": (
+        _PLAIN,
+        "char_ptb_zoneout_both_005_005",
+        "char_ptb_zoneout_both_050_050",
+    ),
+    "recurrent dropout": (
+        _PLAIN,
+        "char_ptb_recurrent_dropout_005",
+        "char_ptb_recurrent_dropout_020",
+        "char_ptb_recurrent_dropout",
+        "char_ptb_recurrent_dropout_050",
+        "char_ptb_recurrent_dropout_070",
+    ),
+}
+RATES = tuple(dict.fromkeys(arm for arms in SERIES.values() for arm in arms))
+
+
+def rate_of(series: str, arm: str) -> float:
+    """Return an arm's position on the rate axis of a line.
+
+    >>> rate_of("zoneout on states", "char_ptb_zoneout_states_025")
+    0.25
+    >>> rate_of("recurrent dropout", _PLAIN)
+    0.0
+    """
+    config = RECIPES[arm].make()
+    if series == "recurrent dropout":
+        return config.recurrent_dropout.rate
+    return config.zoneout.hidden if series == "zoneout on states" else config.zoneout.cell
+
+
+def rates(records: Records) -> tuple[Any, str]:
+    """Draw the best validation score within `RATES_EPOCHS`; several seeds give a mean and a
+    min–max bar.
+    """
+    fig, (axes,) = plots.canvas(height=4.2)
+    words = []
+    for number, (series, arms) in enumerate(SERIES.items()):
+        points = [
+            (rate_of(series, arm), [_best(r) for r in records[arm]])
+            for arm in arms
+            if arm in records
+        ]
+        if not points:
+            continue
+        colour, marker = COLOURS[number], MARKERS[number]
+        means = [fmean(values) for _, values in points]
+        spread = [
+            [mean - min(values) for mean, (_, values) in zip(means, points)],
+            [max(values) - mean for mean, (_, values) in zip(means, points)],
+        ]
+        axes.errorbar(
+            [rate for rate, _ in points], means, spread, color=colour, marker=marker, ms=6,
+            mec=PAPER, lw=1.6, capsize=2, label=series,
+        )  # fmt: skip
+        rate, value = min(
+            ((rate, mean) for (rate, _), mean in zip(points, means)), key=lambda pair: pair[1]
+        )
+        words.append(f"{series} {rounded(value, 'bits')} at {rate:g}")
+    axes.set(xlabel="rate", ylabel=f"{UNITS['bits']}, best validation")
+    plots.legend(axes, below=True)
+    return fig, f"The best of each line: {'; '.join(words)}."
+
+
+def _best(record: Record) -> float:
+    curve = record["curve"]
+    return min(
+        value for epoch, value in zip(curve["epoch"], curve["valid"]) if epoch <= RATES_EPOCHS
+    )
+
+
+# --- gradient flow
+# ---------------------------------------------------------------------------------
+
+SHOWN = 1e-7  # fraction of the largest share below which nothing is drawn
+STATES = {"cell": "share of ‖dL/dcₜ‖", "hidden": "share of ‖dL/dhₜ‖"}
+
+
+def flow_figure(flows: dict[str, list[Record]]) -> Any:
+    """Draw the last layer's gradient flow over time, one colour per arm: cells above, hidden
+    states below.
+    """
+    found = {name: [_last_layer(record) for record in runs] for name, runs in flows.items()}
+    states = [
+        state
+        for state in STATES
+        if any(state in layer for runs in found.values() for layer in runs)
+    ]
+    fig, panels = plots.canvas(len(states), 2.9 * len(states) + 0.6)
+    for axes, state in zip(panels, states):
+        for number, (name, runs) in enumerate(found.items()):
+            colour = COLOURS[number % len(COLOURS)]
+            for which, layer in enumerate(layer for layer in runs if state in layer):
+                share = [value if value > 0 else math.nan for value in layer[state]["share"]]
+                apart = max(1, len(share) // 9)
+                marked = {
+                    "marker": MARKERS[number % len(MARKERS)],
+                    "ms": 5,
+                    "mec": PAPER,
+                    "mew": 0.7,
+                }
+                marked |= {
+                    "markevery": (apart * number // len(found), apart),
+                    "label": name,
+                    "lw": 1.6,
+                }
+                line = marked if which == 0 else {"lw": 0.9, "alpha": 0.7}
+                axes.plot(range(1, len(share) + 1), share, color=colour, **line)
+        axes.set(xlabel="step t", ylabel=STATES[state], yscale="log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.minorticks_off()
+        bottom, top = axes.get_ylim()
+        axes.set_ylim(max(bottom, top * SHOWN), top)
+    plots.legend(panels[-1], below=True)
+    return fig
+
+
+def flows(records: Records) -> tuple[Any, str]:
+    words = []
+    for arm, runs in records.items():
+        layers = [_last_layer(record) for record in runs]
+        parts = []
+        for state in (state for state in STATES if all(state in layer for layer in layers)):
+            steps = fmean(gradient_flow.half_in_last(layer[state]["share"]) for layer in layers)
+            parts.append(f"of dL/d{state[0]} in the last {steps:.0f}")
+        words.append(f"{labelled(arm, runs)}, {', '.join(parts)}")
+    every = len(next(iter(_last_layer(next(iter(records.values()))[0]).values()))["share"])
+    text = f"Half of the norm lies in the last steps of {every}: {'; '.join(words)}."
+    return flow_figure({labelled(arm, runs): runs for arm, runs in records.items()}), text
+
+
+def _last_layer(record: Record) -> dict[str, Any]:
+    layers: dict[str, Any] = record["layers"]
+    return list(layers.values())[-1]
+
+
+# --- the figures
+# -----------------------------------------------------------------------------------
+
+
+def _arms(task: str, *rows: str) -> tuple[str, ...]:
+    return tuple(f"{task}_{row}" for row in rows)
+
+
+_COMPARED = (
+    "unregularised",
+    "zoneout",
+    "recurrent_dropout",
+    "stochastic_depth",
+    "norm_stabiliser",
+    "weight_noise",
+)
+_TEXT8 = ("unregularised", "zoneout", "recurrent_dropout")
+_PMNIST = ("unregularised", "zoneout", "recurrent_dropout", "batch_norm", "batch_norm_zoneout")
+
+OVERVIEW = "with-and-without"  # for the README; the page has the figures of the paper
+WITH_AND_WITHOUT = Plan(
+    "Character-level Penn Treebank with and without zoneout",
+    "not a figure of the paper",
+    _arms("char_ptb", "unregularised", "zoneout"),
+    with_and_without,
+    own_records,
+)
+
+FIGURES = {
+    "rates": Plan(
+        "Validation on character-level Penn Treebank over the rates of zoneout",
+        (
+            f"Figure 3, left: there each rate is a curve, here a point, the best of {RATES_EPOCHS} "
+            "epochs"
+        ),
+        RATES,
+        rates,
+        own_records,
+    ),
+    "methods": Plan(
+        "Validation on character-level Penn Treebank, method by method",
+        "Figure 3, right",
+        _arms("char_ptb", *_COMPARED),
+        validation_curves,
+        own_records,
+    ),
+    "char-ptb": Plan(
+        "Training and validation on character-level Penn Treebank",
+        "Figure 4, left",
+        _arms("char_ptb", "unregularised", "zoneout", "recurrent_dropout"),
+        curves,
+        own_records,
+    ),
+    "text8": Plan(
+        "Training and validation on text8",
+        "Figure 4, right",
+        _arms("text8", *_TEXT8),
+        curves,
+        own_records,
+    ),
+    "text8-prefix": Plan(
+        "Training and validation on the first 74 million characters of text8",
+        "as Figure 4, right, on less text",
+        _arms("text8_prefix", *_TEXT8),
+        curves,
+        own_records,
+        in_place_of="text8",
+    ),
+    "word-ptb": Plan(
+        "Training and validation on word-level Penn Treebank",
+        "not a figure of the paper",
+        _arms("word_ptb", "unregularised", "zoneout", "recurrent_dropout", "nr_dropout"),
+        curves,
+        own_records,
+    ),
+    "pmnist": Plan(
+        "Validation error and training loss on permuted sequential MNIST, in the paper's order",
+        "Figure 5, which has the training error where this has the loss",
+        _arms("pmnist", *_PMNIST),
+        curves,
+        own_records,
+    ),
+    "pmnist-permuted": Plan(
+        "Validation error and training loss on sequential MNIST, truly permuted",
+        "as Figure 5, in another order",
+        _arms("pmnist_permuted", *_PMNIST),
+        curves,
+        own_records,
+    ),
+    "gradient-flow": Plan(
+        "Gradient flow on permuted sequential MNIST after one epoch",
+        "Figure 6",
+        _arms("gradient_flow", "unregularised", "zoneout", "dropout"),
+        flows,
+        flow_records,
+    ),
+    "static": Plan(
+        "Static identity connections on character-level Penn Treebank",
+        "Figure 7, in the appendix",
+        _arms("char_ptb", "unregularised", "zoneout", "static"),
+        static_curves,
+        own_records,
+    ),
+}

@@ -1,0 +1,518 @@
+"""The report: a page of the paper's results and ours, or a page that compares runs.
+
+The first page has the paper's tables with our numbers, its figures, and the speed of the layers.
+Everything on a page is computed from `results/`, `benchmarks/results.csv` or the runs' folders.
+Each of our numbers is a link to the command that reproduces it.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from .. import disk
+from ..disk import RunError
+from ..experiments import gradient_flow
+from ..experiments.recipes import MEASURES, QUOTED, RECIPES, Recipe
+from ..experiments.results import Record, best_epoch, fitting, minutes, seeds_of
+from ..training import config as configs
+from ..training.config import at
+from ..training.measures import REACHED, UNITS, reached, rounded, spread
+from ..training.progress import duration
+from . import figures, plots
+from .describe import describe
+from .html import Html, code, document, element, figure, join, learning_curves, link, section, table
+
+NONE = "–"
+TASKS = {  # the title of each table, and the place of its rows in the paper
+    "char-ptb": ("Penn Treebank, characters", "Table 1"),
+    "word-ptb": ("Penn Treebank, words", "Table 1"),
+    "text8": ("text8", "Table 1"),
+    "text8-prefix": (
+        "The first 74 million characters of text8",
+        "not in the paper; like Table 1, on less text",
+    ),
+    "pmnist": ("Permuted sequential MNIST, in the paper's order", "Table 2"),
+    "pmnist-permuted": (
+        "Sequential MNIST, truly permuted",
+        "not in the paper; like Table 2, in another order",
+    ),
+}
+_REACHED = REACHED.replace("'", "’").replace(" %", "\N{NO-BREAK SPACE}%")
+RULE = (
+    "Lower is better. Our numbers are the mean over seeds ± the standard deviation, for the "
+    "weights with the best "
+    "validation. “Epoch” is the epoch of that validation. “Minutes” is the time of one run. "
+    "“Reached” means that "
+    f"{_REACHED}. With batch norm, a run is validated with the statistics of the validation "
+    "batches, as in the paper."
+)
+
+
+def write(out: Path, page: str) -> None:
+    """Write a page to a file; if that fails, raise an error that says why."""
+    with disk.explained(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        disk.write_text(out, page)
+
+
+# --- the paper ------------------------------------------------------------------------------------
+
+
+def paper_page(results: Path, benchmarks: Path) -> str:
+    """Return the page of the paper: its tables with our numbers, figures, speed and commands."""
+    found = {recipe.name: fitting(recipe, results) for recipe in RECIPES.values()}
+    own = {name: records for name, (records, _) in found.items()}  # our records
+    count = sum(len(records) for records in own.values())
+    with_any = sum(bool(records) for records in own.values())
+    lead = element(
+        "p",
+        "The paper’s experiments, reproduced: its tables with our numbers, its figures, and the "
+        "speed of the layers. "
+        f"Made from {count} records of {with_any} recipes; {len(own) - with_any} of the {len(own)} "
+        "recipes have not "
+        "been run yet. Each of our numbers, and each speed ratio, is a link to the command that "
+        "reproduces it.",
+    )
+    tables = [task_section(task, own) for task in TASKS]
+    others = [(name, record) for name, (_, unfit) in found.items() for record in unfit]
+    notes = [
+        element(
+            "p",
+            f"Left out because its settings differ from the recipe: {name}, seed {record['seed']}.",
+        )
+        for name, record in others
+    ]
+    drawn = figures.draw_all(results)
+    sections = [
+        (
+            "tables",
+            "Tables",
+            section("tables", "The paper’s numbers and ours", element("p", RULE), *tables, *notes),
+        ),
+        ("figures", "Figures", section("figures", "Figures", *map(drawn_figure, drawn))),
+        ("speed", "Speed", section("speed", "Speed", *speed(benchmarks))),
+        ("commands", "Commands", section("commands", "The commands", *commands(own, results))),
+    ]
+    footer = join(
+        [
+            "Made by ",
+            code("zoneout report"),
+            " from ",
+            code(str(results)),
+            " and ",
+            code(str(benchmarks)),
+            ".",
+        ]
+    )
+    return document(
+        "Zoneout: the paper’s results, reproduced", lead, sections, element("p", footer)
+    )
+
+
+def task_section(task: str, own: dict[str, list[Record]]) -> Html:
+    """Return the section of a task: the rows of the paper's table, our rows, then all others."""
+    title, where = TASKS[task]
+    recipes = [recipe for recipe in RECIPES.values() if recipe.task == task]
+    quoted = [row for row in QUOTED if row[0] == task]
+    unit = UNITS[MEASURES[task]]
+    main, ours, rest = (
+        [r for r in recipes if r.group == group] for group in ("table", "ours", "more")
+    )
+    parts = [results_table(f"{title}: {where}. In {unit}.", main, own, quoted, name=task)]
+    if ours:
+        caption = f"{title}: beyond the paper, compared with the paper’s zoneout row. In {unit}."
+        parts.append(results_table(caption, ours, own, name=f"{task}-ours"))
+    if rest:
+        caption = f"{title}: other rows, for the paper’s figures and text. In {unit}."
+        shown = results_table(caption, rest, own, name=f"{task}-more")
+        summary = element("summary", f"{len(rest)} more rows, for the paper’s figures and text")
+        parts.append(element("details", summary, shown))
+    return section(f"task-{task}", title, *parts, level=3)
+
+
+def results_table(
+    caption: str,
+    recipes: Sequence[Recipe],
+    own: dict[str, list[Record]],
+    quoted: Sequence[Any] = (),
+    *,
+    name: str,
+) -> Html:
+    """Return a table of the paper's numbers and ours. The row of a recipe without a run says so."""
+    head: list[list[Any]] = [
+        ["Model", ("Validation", 3), ("Test", 3), "Reached", "Seeds", "Epoch", "Minutes"],
+        ["paper", "ours", "difference"] * 2,
+    ]
+    rows = [[recipe.row, *cells(recipe, own[recipe.name])] for recipe in recipes]
+    for _, row, valid, test in quoted:
+        numbers = [cell for paper in (valid, test) for cell in (as_paper(paper), NONE, NONE)]
+        rows.append(
+            [
+                join([row, " ", element("small", "quoted by the paper, not built here")]),
+                *numbers,
+                *[NONE] * 4,
+            ]
+        )
+    return table(caption, head, rows, name)
+
+
+def cells(recipe: Recipe, records: Sequence[Record]) -> list[Any]:
+    """Return the cells of a recipe's row, without the title."""
+    papers = {"valid": recipe.valid, "test": recipe.test}
+    where = f"make-{recipe.name}"
+    if not records:
+        missing = link(where, "no run yet")
+        return [cell for paper in papers.values() for cell in (as_paper(paper), missing, NONE)] + [
+            NONE
+        ] * 4
+    numbers: list[Any] = []
+    verdicts = []
+    for part, paper in papers.items():
+        values = [record[part] for record in records]
+        numbers += [as_paper(paper), link(where, spread(values, recipe.measure))]
+        numbers.append(
+            NONE if paper is None else rounded(fmean(values) - paper, recipe.measure, "+")
+        )
+        if paper is not None and recipe.held:
+            verdicts.append("yes" if reached(values, paper, recipe.measure) else "no")
+    verdict = verdicts[0] if len(set(verdicts)) == 1 else ", ".join(verdicts)
+    mean, at_once = minutes(records)
+    return [
+        *numbers,
+        verdict or NONE,
+        seeds_of(records),
+        best_epoch(records),
+        join(
+            [f"{mean:.1f}", Html("<br>"), element("small", f"{at_once} at once")]
+            if at_once > 1
+            else [f"{mean:.1f}"]
+        ),
+    ]
+
+
+def as_paper(value: float | None) -> str:
+    """Format a number as the paper prints it."""
+    return NONE if value is None else str(value)
+
+
+def drawn_figure(drawn: figures.Drawn) -> Html:
+    """Return a figure of the paper. The caption says what it shows and which results it lacks."""
+    picture = Html(plots.svg(drawn.figure, f"fig-{drawn.name}", drawn.title, drawn.text))
+    words: list[Any] = [f"{drawn.where[0].upper()}{drawn.where[1:]}. {drawn.text}"]
+    prefix = "flow-" if drawn.name == "gradient-flow" else "make-"
+    have = [name for name in drawn.recipes if name not in drawn.missing]
+    for what, names in (("Made by the commands of", have), ("No results yet of", drawn.missing)):
+        if names:
+            to = join((link(f"{prefix}{name}", RECIPES[name].row) for name in names), ", ")
+            words.append(element("small", f"{what}: ", to, "."))
+    return figure(picture, drawn.title, *words, name=f"figure-{drawn.name}")
+
+
+def commands(own: dict[str, list[Record]], results: Path) -> list[Html]:
+    """Return the commands of every recipe: those that made its records, or the one to run.
+
+    The recipes of gradient flow also have the commands that measure the gradients.
+    """
+    text = (
+        "A command skips a run whose record already exists; a clone of the project contains "
+        "records. To run it "
+        "again, add "
+    )
+    parts: list[Html] = [
+        element("p", text, code("--out again --results again/results"), " to the command.")
+    ]
+    for task in MEASURES:
+        lines = []
+        for recipe in (recipe for recipe in RECIPES.values() if recipe.task == task):
+            lines.append(
+                element(
+                    "dt", recipe.row, " ", element("small", recipe.name), id=f"make-{recipe.name}"
+                )
+            )
+            records = own[recipe.name]
+            for record in records:
+                made = f"{record['device']}, torch {record['versions']['torch']}, {record['date']}"
+                lines.append(element("dd", code(record["command"]), " ", element("small", made)))
+            if not records:
+                lines.append(
+                    element(
+                        "dd",
+                        code(f"zoneout reproduce {recipe.name}"),
+                        " ",
+                        element("small", "not run yet"),
+                    )
+                )
+            if task == "gradient-flow":
+                lines.append(element("dt", recipe.row, ", the gradients", id=f"flow-{recipe.name}"))
+                flows = figures.flow_records(recipe, results)
+                lines += [element("dd", code(flow["command"])) for flow in flows]
+                if not flows:
+                    to_do = code(f"zoneout gradients {recipe.name}")
+                    lines.append(element("dd", to_do, " ", element("small", "not measured yet")))
+        parts.append(element("h3", TASKS[task][0] if task in TASKS else "Gradient flow"))
+        parts.append(element("dl", join(lines, "\n")))
+    return parts
+
+
+# --- speed ----------------------------------------------------------------------------------------
+
+_GPU = "python benchmarks/gpu.py"
+GROUPS = {  # groups of benchmarks/results.csv: description, and the command that measures it again
+    "train": (
+        "a training step with zoneout, compared with torch.nn without",
+        "python benchmarks/bench.py train",
+    ),
+    "eval": ("evaluation", "python benchmarks/bench.py eval"),
+    "packed": ("sequences of different lengths", "python benchmarks/bench.py packed"),
+    "memory": ("peak memory, MiB", "python benchmarks/bench.py memory"),
+    "torch calls": ("without a compiler", "python benchmarks/bench.py torch-calls"),
+    "combination": ("every combination of noises", "python benchmarks/bench.py combinations"),
+    "norm": ("with norms", "python benchmarks/bench.py combinations"),
+    "bf16": ("bf16", "python benchmarks/bench.py bf16"),
+    "cell": ("one step of a cell", "python benchmarks/bench.py cells"),
+    "gpu graph": (
+        "a training step with zoneout, compared with torch.nn without, in a CUDA graph",
+        f"{_GPU} headline",
+    ),
+    "gpu eager": (
+        "a training step with zoneout, compared with torch.nn without, eager",
+        f"{_GPU} headline",
+    ),
+    "gpu grid graph": ("a grid of sizes, in a CUDA graph", f"{_GPU} grid"),
+    "gpu grid eager": ("a grid of sizes, eager", f"{_GPU} grid"),
+    "gpu combination": (
+        "other noises, lengths, resets and directions in a CUDA graph, packed input eager",
+        f"{_GPU} combinations",
+    ),
+    "gpu norm": ("with norms, compared with plain zoneout", f"{_GPU} combinations"),
+    "gpu host": ("host time per call", f"{_GPU} host"),
+    "gpu memory": ("peak memory, MiB", f"{_GPU} memory"),
+}
+# Columns of text, and columns of numbers.
+WORDS = ("group", "layer", "what", "against", "shape", "dtype", "backend", "device")
+NUMBERS = ("ours", "theirs", "ratio", "goal")
+OPEN = ("train", "gpu graph")  # groups that are shown unfolded; the reader unfolds the others
+
+
+def speed(benchmarks: Path) -> list[Html]:
+    """Return a table for each group of measurements and each device."""
+    if not benchmarks.is_file():
+        return [
+            element(
+                "p",
+                "No measurements: the file ",
+                code(str(benchmarks)),
+                " is not there. ",
+                _bench(),
+            )
+        ]
+    try:
+        lines = list(csv.DictReader(io.StringIO(disk.read_text(benchmarks), newline="")))
+        for line in lines:
+            if missing := [name for name in (*WORDS, *NUMBERS) if line.get(name) is None]:
+                raise ValueError(f"a line has no value for {', '.join(missing)}")
+            for name in NUMBERS:
+                if not math.isfinite(float(line[name])):
+                    raise ValueError(f"{name}: expected a finite number, got {line[name]}")
+    except (OSError, ValueError, csv.Error) as error:
+        raise RunError(
+            f"{benchmarks} is not a table of measurements: {disk.reason(error)}"
+        ) from None
+    text = (
+        "A ratio is our value divided by theirs, the median of paired runs. Below 1, ours is "
+        "faster (or needs less "
+        "memory). "
+    )
+    parts = [element("p", text, _bench())]
+    groups = dict.fromkeys(
+        (line["backend"] == "cuda", line["device"], line["group"]) for line in lines
+    )
+    for on_gpu, device, group in sorted(groups, key=lambda key: (key[2] not in OPEN, key[0])):
+        rows = [line for line in lines if (line["device"], line["group"]) == (device, group)]
+        parts.append(speed_table(group, device, on_gpu, rows))
+    return parts
+
+
+def _bench() -> Html:
+    return join(
+        [
+            "To measure, run ",
+            code("make bench"),
+            ", on a GPU ",
+            code("python benchmarks/gpu.py"),
+            ".",
+        ]
+    )
+
+
+def speed_table(group: str, device: str, on_gpu: bool, rows: Sequence[dict[str, str]]) -> Html:
+    """Return the table of one group of measurements on one device."""
+    words, command = GROUPS.get(group, (group, _GPU if on_gpu else "python benchmarks/bench.py"))
+    unit = "" if group.endswith("memory") else "; times in milliseconds"
+    versions, dates = (
+        [*dict.fromkeys(sorted(row.get(key) or "" for row in rows))] for key in ("torch", "date")
+    )
+    # Rows that were measured again are last in the file. Group the rows by layer and shape.
+    places = [*dict.fromkeys((row["layer"], row["shape"]) for row in rows)]
+    rows = sorted(rows, key=lambda row: (places.index((row["layer"], row["shape"])), row["dtype"]))
+    name = slug(f"speed-{device}-{group}")
+    caption = join(
+        [
+            f"{device}: {words}{unit}. ",
+            element("small", f"torch {', '.join(versions)}; {' and '.join(dates)}"),
+            " ",
+            element("span", code(command), id=f"{name}-command"),
+        ]
+    )
+    head = [
+        ["Layer, shape", "What", "Type", "Ours", "Theirs", "Compared with", "Ratio", "Goal", "Met"]
+    ]
+    body = []
+    for row in rows:
+        ours, theirs, ratio, goal = (float(row[key]) for key in NUMBERS)
+        times = [row["what"], row["dtype"], f"{ours:.3g}", f"{theirs:.3g}", row["against"]]
+        verdict = [
+            link(f"{name}-command", f"{ratio:.2f}"),
+            f"{goal:.3g}",
+            "yes" if ratio <= goal else "no",
+        ]
+        body.append([f"{row['layer']}, {row['shape']}", *times, *verdict])
+    shown = table(caption, head, body, name)
+    if group in OPEN:
+        return shown
+    met = sum(line[-1] == "yes" for line in body)
+    return element(
+        "details",
+        element("summary", f"{device}: {words}: {met} of {len(body)} within their goal"),
+        shown,
+    )
+
+
+def slug(text: str) -> str:
+    """Turn a text into an id for HTML.
+
+    >>> slug("AMD EPYC <9>: train")
+    'amd-epyc-9-train'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+# --- the user's runs ------------------------------------------------------------------------------
+
+
+def runs_page(folders: Sequence[Path]) -> str:
+    """Return a page that compares runs: results, curves, and the options in which they differ."""
+    pages = [describe(folder) for folder in folders]
+    curves = [plots.read_curve(folder, str(folder)) for folder in folders]
+    parts: list[tuple[str, str, Html]] = []
+    tables, pictures = [], learning_curves(curves)
+    for measure in dict.fromkeys(curve.measure for curve in curves):
+        tables.append(
+            runs_table(
+                {n: pages[n] for n, curve in enumerate(curves) if curve.measure == measure}, measure
+            )
+        )
+    parts.append(("results", "Results", section("results", "Results", *tables)))
+    flows = {
+        str(f): gradient_flow.read_record(f / "gradients.json")
+        for f in folders
+        if (f / "gradients.json").exists()
+    }
+    if flows:
+        title = "Gradient flow"
+        text = (
+            "How the norm of the loss’s gradient is distributed over the time steps, in the last "
+            "layer."
+        )
+        drawn = figures.flow_figure({name: [record] for name, record in flows.items()})
+        picture = Html(plots.svg(drawn, "fig-flow", title, text))
+        pictures.append(figure(picture, title, text, code("zoneout gradients"), name="figure-flow"))
+    if pictures:
+        parts.append(("figures", "Figures", section("figures", "Figures", *pictures)))
+    if differing := options_table(pages):
+        parts.append(
+            (
+                "options",
+                "Options",
+                section("options", "Options in which the runs differ", differing),
+            )
+        )
+    parts.append(("commands", "Commands", section("commands", "The commands", run_commands(pages))))
+    lead = element("p", f"A comparison of {len(pages)} runs." if len(pages) > 1 else "One run.")
+    footer = join(["Made by ", code("zoneout report"), "."])
+    return document(
+        "Runs compared" if len(pages) > 1 else f"The run {folders[0]}",
+        lead,
+        parts,
+        element("p", footer),
+    )
+
+
+def runs_table(pages: dict[int, dict[str, Any]], measure: str) -> Html:
+    """Return a table of the results of every run, and how far its validation is from the best."""
+    best = min((page["best"][measure] for page in pages.values() if page["best"]), default=None)
+    names = [
+        "best validation",
+        "above the best run",
+        "at epoch",
+        "test",
+        "epochs",
+        "parameters",
+        "time",
+        "state",
+    ]
+    rows = []
+    for which, page in pages.items():
+        valid, test, where = page["best"], page["test"], f"make-run-{which}"
+        rows.append(
+            [
+                page["run"],
+                link(where, f"{valid[measure]:.4f}") if valid else NONE,
+                f"{valid[measure] - best:+.4f}" if valid and best is not None else NONE,
+                f"{valid['epoch']:.4g}" if valid else NONE,
+                link(where, f"{test[measure]:.4f}") if test else NONE,
+                f"{page['epoch']:.4g}",
+                f"{page['parameters']:,}" if page["parameters"] else NONE,
+                duration(page["seconds"]) if page["seconds"] else NONE,
+                page["status"],
+            ]
+        )
+    return table(
+        f"In {UNITS[measure]}; lower is better.", [["Run", *names]], rows, f"runs-{measure}"
+    )
+
+
+def options_table(pages: Sequence[dict[str, Any]]) -> Html | None:
+    """Return a table of the options that differ between the runs, or None if there are none."""
+    names = [
+        n for n in configs.names() if len({spelled(at(page["config"], n)) for page in pages}) > 1
+    ]
+    rows = [
+        [code(f"--{n.replace('_', '-')}"), *(spelled(at(page["config"], n)) for page in pages)]
+        for n in names
+    ]
+    head = [["Option", *(page["run"] for page in pages)]]
+    return table("All other options are the same.", head, rows, "options") if rows else None
+
+
+def spelled(value: Any) -> str:
+    """Format the value of an option for a table."""
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def run_commands(pages: Sequence[dict[str, Any]]) -> Html:
+    """Return a list of the commands that repeat the runs."""
+    lines: list[Html] = []
+    for which, page in enumerate(pages):
+        words = ["zoneout", "train", "--out", page["run"], *configs.flags(page["changed"])]
+        lines.append(element("dt", page["run"], id=f"make-run-{which}"))
+        lines.append(element("dd", code(shlex.join(words))))
+    return element("dl", join(lines, "\n"))

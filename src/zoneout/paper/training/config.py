@@ -1,0 +1,675 @@
+"""The configuration of a run: frozen dataclasses.
+
+The command line, `config.json` and the training loop all use these classes. The docstring of a
+field is its help text on the command line, with the same line breaks. A rate is always the
+probability that the previous value (or zero) is used instead of the new value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from ..console import CONTROL, shown
+
+Mask: TypeAlias = Literal["unit", "shared", "step", "sequence", "static"]
+AtEval: TypeAlias = Literal["expectation", "off", "sample"]
+
+IMAGES = ("mnist",)  # corpora for classification; all others are texts for prediction
+# Maximum number of layers of a model. Higher planes of the random generator are reserved for the
+# draws outside the layers (see `models`).
+LAYERS = 2**14
+MOST = 2**31 - 1  # maximum of any field that is the size of a tensor
+
+
+@dataclass(frozen=True)
+class Data:
+    """The data, and how they are prepared."""
+
+    name: str = "python"
+    """A corpus (`zoneout data list` shows the names) or the path of a text file."""
+    by: Literal["char", "word"] = "char"
+    """Read the text as characters or as words.
+    char-ptb is always read as characters, word-ptb always as words.
+    """
+    preparation: Literal["paper", "stripped"] = "paper"
+    """Only for char-ptb. paper: one space at each line break, as in the paper's files.
+    stripped: without the spaces at the start and end of lines.
+    """
+    order: Literal["paper", "permuted", "rows"] = "paper"
+    """Only for mnist, the order of the pixels.
+    paper: the paper's random draw, which repeats some pixels and omits others.
+    permuted: a random permutation. rows: row by row.
+    """
+    valid: str | None = None
+    """A text file for validation, if --data.name is a text file.
+    By default the validation part is split off the end of the text.
+    """
+    test: str | None = None
+    """A text file for the test, if --data.name is a text file.
+    By default the test part is split off the end of the text.
+    """
+    limit: int | None = None
+    """Use only about this many symbols: the first of the text.
+    If the parts are separate files, the first of each part in proportion.
+    For mnist: the number of images in each part.
+    """
+    words: int | None = None
+    """Size of the vocabulary, if the text is read as words.
+    Only the most frequent words are kept; all others become <unk>.
+    """
+
+    def __post_init__(self) -> None:
+        _check(
+            "data.name",
+            self.name,
+            self.name != "",
+            "the name of a corpus or the path of a text file",
+        )
+        for name in ("name", "valid", "test"):
+            _check_text(f"data.{name}", getattr(self, name))
+        for name in ("limit", "words"):
+            value = getattr(self, name)
+            _check(f"data.{name}", value, value is None or value > 0, "a number above 0, or none")
+
+
+@dataclass(frozen=True)
+class Batches:
+    """How training batches are cut from a text; mnist uses only the size."""
+
+    kind: Literal["chunks", "streams"] = "chunks"
+    """chunks: shuffled chunks of the text, each from the initial state.
+    streams: parallel streams, with the state carried from batch to batch.
+    """
+    size: int = 32
+    """Chunks, streams or images in a batch, summed over all processes."""
+    length: int = 100
+    """chunks: symbols in a chunk; all but the first are predicted.
+    streams: steps in a batch.
+    """
+    offset: bool = True
+    """chunks: start the first chunk at another random offset in every epoch."""
+
+    def __post_init__(self) -> None:
+        _check_size("batches.size", self.size)
+        least = 2 if self.kind == "chunks" else 1
+        _check(
+            "batches.length", self.length, self.length >= least, f"at least {least} for {self.kind}"
+        )
+        _check_size("batches.length", self.length)
+
+
+@dataclass(frozen=True)
+class Model:
+    """The network: input, recurrent layers, softmax."""
+
+    cell: Literal["lstm", "gru", "rnn", "rnn-relu"] = "lstm"
+    """The recurrent cell."""
+    hidden: int = 256
+    """Number of units in a layer."""
+    layers: int = 1
+    """Number of recurrent layers."""
+    embedding: int = 0
+    """Size of the input embedding; 0: the input is one-hot, without an embedding."""
+    dropout: float = 0.0
+    """Rate of non-recurrent dropout: on the embedding, between layers and before the softmax."""
+    tied: bool = False
+    """Use the embedding matrix also as the weight matrix of the softmax."""
+    norm: Literal["none", "layer", "batch"] = "none"
+    """Normalisation inside the recurrent step."""
+    norm_momentum: float = 0.01
+    """Weight of a new batch in the running averages of batch norm."""
+    init: Literal["torch", "block-orthogonal", "orthogonal", "identity", "uniform"] = "torch"
+    """Initial weights.
+    identity: orthogonal, but the recurrent matrix of the candidate is the identity matrix.
+    The candidate is g in an LSTM, n in a GRU; a plain RNN has only this matrix.
+    """
+    init_bound: float = 0.04
+    """init=uniform: weights and biases are drawn from U(-bound, bound)."""
+    forget_bias: float = 1.0
+    """Number added to the initial biases of the forget gates (LSTM only)."""
+    one_bias: bool = False
+    """Use one bias for each gate: torch's second bias (bias_hh) stays at zero."""
+    learn_initial_state: bool = False
+    """Learn the initial state of a sequence."""
+
+    def __post_init__(self) -> None:
+        _check_size("model.hidden", self.hidden)
+        _check_size("model.layers", self.layers, LAYERS)
+        _check(
+            "model.embedding", self.embedding, self.embedding >= 0, "a size, or 0 for one-hot input"
+        )
+        _check_size("model.embedding", max(self.embedding, 1))
+        _check_rates("model", self, "dropout", "norm_momentum")
+        _check(
+            "model.init_bound",
+            self.init_bound,
+            0 < self.init_bound < math.inf,
+            "a finite number above 0",
+        )
+        _check(
+            "model.forget_bias",
+            self.forget_bias,
+            math.isfinite(self.forget_bias),
+            "a finite number",
+        )
+        if self.tied and self.embedding != self.hidden:
+            raise ValueError(
+                "model.tied: expected an embedding of the size of the hidden state "
+                f"({self.hidden}), since both share "
+                f"one matrix, got embedding {self.embedding}; try --model.embedding {self.hidden}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zoneout:
+    """Zoneout: units of the state keep their previous value. A rate is the probability of this."""
+
+    cell: float = 0.0
+    """Rate for the cell state (LSTM only)."""
+    hidden: float = 0.0
+    """Rate for the hidden state."""
+    mask: Mask = "unit"
+    """Where one random draw applies.
+    unit: to one unit, in one step of one sequence (the paper's zoneout).
+    shared: to a unit of both the cell and the hidden state.
+    step: to all units of a state (stochastic depth through time).
+    sequence: to all steps of a sequence.
+    static: to all sequences of the whole run.
+    """
+
+    def __post_init__(self) -> None:
+        _check_rates("zoneout", self, "cell", "hidden")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentDropout:
+    """Recurrent dropout: with probability `rate`, the update of a unit's state is set to zero."""
+
+    rate: float = 0.0
+    """Rate for the update (LSTM and GRU only)."""
+    mask: Literal["unit", "step", "sequence", "static"] = "unit"
+    """Where one random draw applies; see --zoneout.mask."""
+    hold_output_gate: bool = False
+    """If the update of a unit is dropped, also keep its previous output gate (LSTM only)."""
+
+    def __post_init__(self) -> None:
+        _check_rates("recurrent_dropout", self, "rate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateDropout:
+    """State dropout: units of the state are set to zero. A rate is the probability of this.
+
+    With a cell rate and mask=sequence, the method is rnnDrop.
+    """
+
+    cell: float = 0.0
+    """Rate for the cell state (LSTM only)."""
+    hidden: float = 0.0
+    """Rate for the hidden state."""
+    mask: Mask = "unit"
+    """Where one random draw applies; see --zoneout.mask."""
+
+    def __post_init__(self) -> None:
+        _check_rates("state_dropout", self, "cell", "hidden")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VariationalDropout:
+    """Variational dropout: one mask for all steps of a sequence.
+
+    The masks apply to a layer's input and to the hidden state before the gates.
+    """
+
+    input: float = 0.0
+    """Rate for the input of each layer."""
+    hidden: float = 0.0
+    """Rate for the hidden state before the gates."""
+    output: float = 0.0
+    """Rate for the input of the softmax."""
+    words: float = 0.0
+    """Rate for whole symbols: a dropped symbol has a zero embedding everywhere in its sequence."""
+
+    def __post_init__(self) -> None:
+        _check_rates("variational_dropout", self, "input", "hidden", "output", "words")
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """The optimizer."""
+
+    rule: Literal["adam", "sgd", "rmsprop"] = "adam"
+    """The update rule."""
+    paper: bool = False
+    """Use the rule as in the paper's code.
+    Adam adds eps to √v without bias correction. RMSProp divides by max(rms, eps).
+    """
+    lr: float = 0.002
+    """The learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """adam: decay rates of the running averages of the gradient and of its square."""
+    eps: float | None = None
+    """adam, rmsprop: term in the denominator against division by zero.
+    By default 1e-8, or 1e-5 for rmsprop with --optimizer.paper.
+    """
+    decay: float = 0.9
+    """rmsprop: decay rate of the running average of the squared gradient; 0.5 in the paper."""
+    momentum: float = 0.0
+    """sgd, rmsprop: the momentum."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay, as in AdamW.
+    Each update shrinks the weight matrices by this number times the learning rate.
+    """
+    clip_gradient: float = 0.0
+    """Clip the gradient to this global norm; 0: no clipping."""
+    clip_update: float = 0.0
+    """Clip the update, which includes the learning rate, to this global norm; 0: no clipping."""
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "weight_decay", "clip_gradient", "clip_update"):
+            value = getattr(self, name)
+            _check(f"optimizer.{name}", value, 0 <= value < math.inf, "a finite number, 0 or more")
+        for name, value in (
+            ("betas", self.betas[0]),
+            ("betas", self.betas[1]),
+            ("decay", self.decay),
+        ):
+            _check(f"optimizer.{name}", value, 0 <= value < 1, "a number from 0 to below 1")
+        _check(
+            "optimizer.momentum",
+            self.momentum,
+            0 <= self.momentum < 1,
+            "a number from 0 to below 1",
+        )
+        _check(
+            "optimizer.eps",
+            self.eps,
+            self.eps is None or 0 < self.eps < math.inf,
+            "a number above 0",
+        )
+        if self.momentum and self.rule == "adam":
+            raise ValueError(
+                "optimizer.momentum: expected 0 with rule adam; its momentum is the first of the "
+                "betas"
+            )
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The schedule of the learning rate."""
+
+    kind: Literal["constant", "divide", "cosine"] = "constant"
+    """constant: the same rate in all epochs.
+    divide: the full rate for some epochs, then divided again before every epoch.
+    cosine: a cosine curve from the full rate to zero at the end of the run.
+    """
+    after: int = 14
+    """divide: number of epochs at the full rate."""
+    by: float = 1.15
+    """divide: the divisor of the rate."""
+
+    def __post_init__(self) -> None:
+        _check("schedule.after", self.after, self.after >= 0, "a number of epochs, 0 or more")
+        _check("schedule.by", self.by, 0 < self.by < math.inf, "a finite number above 0")
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How a text is cut for evaluation; mnist uses only `size`."""
+
+    kind: Literal["chunks", "streams", "whole"] = "chunks"
+    """chunks: chunks of the text, each from the initial state.
+    streams: parallel streams, with the state carried from batch to batch.
+    whole: the whole text as one sequence.
+    """
+    length: int = 100
+    """chunks: symbols in a chunk.
+    streams, whole: steps per forward pass; affects only the memory use.
+    """
+    size: int = 100
+    """streams: number of streams. chunks: chunks in a batch. mnist: images in a batch.
+    A batch size affects only the memory use and, in validations, the batch norm statistics.
+    """
+
+    def __post_init__(self) -> None:
+        least = 2 if self.kind == "chunks" else 1
+        _check("length", self.length, self.length >= least, f"at least {least} for {self.kind}")
+        _check_size("length", self.length)
+        _check_size("size", self.size)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """When and how a run is evaluated."""
+
+    valid: Protocol = field(default_factory=Protocol)
+    """Evaluation on the validation part, during training."""
+    test: Protocol = field(default_factory=lambda: Protocol("whole", length=1000))
+    """Evaluation on the test part, after training, with the best weights."""
+    every: int = 0
+    """Number of updates between validations; 0: one validation after every epoch."""
+    at_eval: AtEval = "expectation"
+    """The noise inside the recurrent layers during evaluation. Other dropout is then off.
+    expectation: each mask is replaced by its expected value.
+    off: no noise. sample: masks are drawn, as in training.
+    """
+    statistics: int = 0
+    """Only with batch norm: after training, estimate its statistics again for the test,
+    on this many training batches; 0: on all batches of one epoch.
+    """
+    statistics_size: int = 0
+    """Number of examples in each of these batches; 0: as many as in training.
+    Not for streams, whose batches depend on each other.
+    """
+
+    def __post_init__(self) -> None:
+        _check("evaluation.every", self.every, self.every >= 0, "a number of updates, or 0")
+        _check(
+            "evaluation.statistics",
+            self.statistics,
+            self.statistics >= 0,
+            "a number of batches, or 0",
+        )
+        size = self.statistics_size
+        _check(
+            "evaluation.statistics_size",
+            size,
+            size == 0 or size >= 2,
+            "a number of examples above 1, or 0",
+        )
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings that determine what a run computes.
+
+    >>> config = Config(zoneout=Zoneout(cell=0.5, hidden=0.05))
+    >>> from_json(to_json(config)) == config
+    True
+    >>> change(config, {"model.hidden": 1000, "zoneout.cell": 0.25}).model.hidden
+    1000
+    """
+
+    data: Data = field(default_factory=Data)
+    batches: Batches = field(default_factory=Batches)
+    model: Model = field(default_factory=Model)
+    zoneout: Zoneout = field(default_factory=Zoneout)
+    recurrent_dropout: RecurrentDropout = field(default_factory=RecurrentDropout)
+    state_dropout: StateDropout = field(default_factory=StateDropout)
+    variational_dropout: VariationalDropout = field(default_factory=VariationalDropout)
+    weight_noise: float = 0.0
+    """Standard deviation of Gaussian noise on the weight matrices, drawn for each batch."""
+    weight_drop: float = 0.0
+    """Rate of dropout on the entries of the recurrent matrices, drawn for each batch."""
+    norm_stabilizer: float = 0.0
+    """Factor β of the norm stabilizer: a penalty on changes of the norm of the hidden state."""
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    schedule: Schedule = field(default_factory=Schedule)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    loss: Literal["mean", "sum"] = "mean"
+    """Mean or sum of the loss over time steps. Over the batch it is always the mean."""
+    epochs: int = 20
+    """Maximum number of passes over the training part."""
+    updates: int = 0
+    """Maximum number of updates, even in the middle of an epoch; 0: only --epochs is the limit."""
+    patience: int = 0
+    """Stop after this many validations in a row without a new best; 0: never."""
+    seed: int = 1
+    """Seed of everything random: initial weights, order of the data, and masks."""
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
+    """Precision of the matrix products in training. Evaluation uses fp32;
+    on a GPU, after training in a lower precision, it uses tf32.
+    """
+    device: str = "auto"
+    """auto (a GPU if there is one, otherwise the CPU), cpu, cuda or cuda:N."""
+    backend: str | None = None
+    """Backend of the recurrent layers: reference, cpu or cuda; by default chosen by the device."""
+    log_every: int = 100
+    """Number of updates between lines of training loss."""
+    save_every: int = 0
+    """Number of updates between checkpoints; 0: checkpoints only after validations.
+    There is always a checkpoint after a validation.
+    """
+
+    def __post_init__(self) -> None:
+        for name in ("weight_noise", "norm_stabilizer"):
+            _check(
+                name,
+                getattr(self, name),
+                0 <= getattr(self, name) < math.inf,
+                "a finite number, 0 or more",
+            )
+        _check(
+            "weight_drop", self.weight_drop, 0 <= self.weight_drop < 1, "a rate from 0 to below 1"
+        )
+        for name in ("updates", "patience", "save_every"):
+            _check(name, getattr(self, name), getattr(self, name) >= 0, "0 or more")
+        for name in ("epochs", "log_every"):
+            _check(name, getattr(self, name), getattr(self, name) > 0, "a number above 0")
+        for name in ("device", "backend"):
+            _check_text(name, getattr(self, name))
+        _check("seed", self.seed, -(2**63) <= self.seed < 2**64, "an integer of at most 64 bits")
+        if self.model.norm == "batch":
+            _check(
+                "batches.size",
+                self.batches.size,
+                self.batches.size >= 2,
+                "at least 2 with batch norm",
+            )
+        if self.variational_dropout.words and not self.model.embedding:
+            raise ValueError(
+                "variational_dropout.words: expected 0 without an embedding (--model.embedding)"
+            )
+        if self.task == "images" and self.model.embedding:
+            raise ValueError(
+                "model.embedding: expected 0, since a pixel is a number and not a symbol"
+            )
+
+    @property
+    def task(self) -> Literal["language", "images"]:
+        """The task of the model: "language" predicts the next symbol, "images" classifies."""
+        return "images" if self.data.name in IMAGES else "language"
+
+
+# --- to and from JSON
+# ------------------------------------------------------------------------------
+
+
+def to_json(config: Config) -> dict[str, Any]:
+    """Return the config as plain dicts, lists, strings, numbers and None."""
+    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
+    return plain
+
+
+def from_json(values: Any) -> Config:
+    """Return the config of a value from `to_json`; fields that are missing have their defaults."""
+    config = _build(Config, values, "")
+    assert isinstance(config, Config)
+    return config
+
+
+def names(kind: type = Config, prefix: str = "") -> dict[str, Any]:
+    """Return the type of every field that holds a value, by its dotted name.
+
+    >>> "zoneout.cell" in names(), "zoneout" in names()
+    (True, False)
+    """
+    found: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(kind).items():
+        if dataclasses.is_dataclass(hint):
+            found |= names(typing.cast(type, hint), f"{prefix}{name}.")
+        else:
+            found[prefix + name] = hint
+    return found
+
+
+def at(values: Any, name: str) -> Any:
+    """Return the value with this dotted name from a config in JSON form.
+
+    >>> at(to_json(Config()), "model.cell")
+    'lstm'
+    """
+    for part in name.split("."):
+        values = values[part]
+    return values
+
+
+def change(config: Config, values: dict[str, Any]) -> Config:
+    """Return the config with the fields of these dotted names replaced.
+
+    A string is converted to the field's type.
+
+    >>> change(Config(), {"zoneout.cell": "0.5", "model.tied": "false"}).zoneout.cell
+    0.5
+    """
+    plain = to_json(config)
+    known = names()
+    for name, value in values.items():
+        if name not in known:
+            raise ValueError(f"{name}: there is no such field{nearest(name, known)}")
+        if isinstance(value, str):
+            value = _parse(value, known[name])
+        inner = plain
+        *outer, last = name.split(".")
+        for part in outer:
+            inner = inner[part]
+        inner[last] = value
+    return from_json(plain)
+
+
+def changed(config: Config, other: Config | None = None) -> dict[str, Any]:
+    """Return the fields in which a config differs from another one, or from the defaults.
+
+    The result has dotted names and JSON values.
+
+    >>> changed(Config(model=Model(one_bias=True), optimizer=Optimizer(betas=(0.5, 0.9))))
+    {'model.one_bias': True, 'optimizer.betas': [0.5, 0.9]}
+    """
+    ours, theirs = to_json(config), to_json(other or Config())
+    return {name: at(ours, name) for name in names() if at(ours, name) != at(theirs, name)}
+
+
+def flags(settings: dict[str, Any]) -> list[str]:
+    """Return settings (dotted names and JSON values) as command-line arguments.
+
+    >>> " ".join(flags({"model.one_bias": True, "batches.offset": False}))
+    '--model.one-bias --batches.no-offset'
+    >>> " ".join(flags({"optimizer.betas": [0.5, 0.9]}))
+    '--optimizer.betas 0.5 0.9'
+    """
+    words: list[str] = []
+    for name, value in settings.items():
+        group, dot, last = name.replace("_", "-").rpartition(".")
+        if isinstance(value, bool):
+            words.append(f"--{group}{dot}{'' if value else 'no-'}{last}")
+            continue
+        first, *rest = map(str, value if isinstance(value, list) else [value])
+        option = f"--{group}{dot}{last}"
+        # A value that starts with "-" would be read as another option.
+        words += [f"{option}={first}"] if first.startswith("-") else [option, first]
+        words += rest
+    return words
+
+
+def _parse(text: str, hint: Any) -> Any:
+    """Parse a string as JSON, unless only the string itself fits the field's type."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = {"none": None, "true": True, "false": False}.get(text.lower(), text)
+    if isinstance(_fit(value, hint), _Misfit) and not isinstance(_fit(text, hint), _Misfit):
+        return text
+    return value
+
+
+def _build(kind: type, values: Any, prefix: str) -> Any:
+    if not isinstance(values, dict):
+        raise ValueError(
+            f"{prefix[:-1] or 'config'}: expected named fields in braces, got {shown(values)}"
+        )
+    hints = typing.get_type_hints(kind)
+    given: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in hints:
+            raise ValueError(f"{prefix}{name}: there is no such field{nearest(str(name), hints)}")
+        hint = hints[name]
+        if dataclasses.is_dataclass(hint):
+            given[name] = _build(typing.cast(type, hint), value, f"{prefix}{name}.")
+            continue
+        fitted = _fit(value, hint)
+        if isinstance(fitted, _Misfit):
+            raise ValueError(f"{prefix}{name}: expected {fitted.expected}, got {shown(value)}")
+        given[name] = fitted
+    return kind(**given)
+
+
+@dataclass(frozen=True)
+class _Misfit:
+    """The value does not fit the field's type; `expected` describes the values that do."""
+
+    expected: str
+
+
+def _fit(value: Any, hint: Any) -> Any:
+    """Return the value converted to the field's type without loss, or a `_Misfit`."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        choices = ", ".join(map(str, arguments))
+        return (
+            value if isinstance(value, str) and value in arguments else _Misfit(f"one of {choices}")
+        )
+    if origin is types.UnionType:
+        (inner,) = (a for a in arguments if a is not type(None))
+        fitted = None if value is None else _fit(value, inner)
+        return _Misfit(f"{fitted.expected} or null") if isinstance(fitted, _Misfit) else fitted
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)) or len(value) != len(arguments):
+            return _Misfit(f"{len(arguments)} numbers")
+        parts = tuple(_fit(v, a) for v, a in zip(value, arguments))
+        return next((p for p in parts if isinstance(p, _Misfit)), parts)
+    if hint is bool:
+        return value if isinstance(value, bool) else _Misfit("true or false")
+    if hint is str:
+        return value if isinstance(value, str) else _Misfit("a string")
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return _Misfit("a whole number" if hint is int else "a number")
+    if hint is int:
+        return value if isinstance(value, int) else _Misfit("a whole number")
+    try:
+        return float(value)
+    except OverflowError:
+        return _Misfit("a number that fits in a float")
+
+
+def nearest(name: str, known: typing.Iterable[str]) -> str:
+    """Return the end of an error message that suggests similar names, or ""."""
+    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    return f"; the nearest are {', '.join(close)}" if close else ""
+
+
+def _check(name: str, value: Any, good: bool, expected: str) -> None:
+    if not good:
+        raise ValueError(f"{name}: expected {expected}, got {shown(value)}")
+
+
+def _check_size(name: str, value: int, most: int = MOST) -> None:
+    _check(name, value, value > 0, "a number above 0")
+    _check(name, value, value <= most, f"at most {most:,}")
+
+
+def _check_text(name: str, value: str | None) -> None:
+    good = value is None or not CONTROL.search(value)
+    _check(name, value, good, "a name without control characters")
+
+
+def _check_rates(group: str, fields: Any, *rates: str) -> None:
+    for name in rates:
+        value = getattr(fields, name)
+        _check(f"{group}.{name}", value, 0 <= value <= 1, "a rate between 0 and 1")

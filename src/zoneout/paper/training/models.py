@@ -1,0 +1,379 @@
+"""The paper's models: a language model for characters or words, and a sequence classifier.
+
+Nothing here depends on the state of torch's random generators, or changes it. Weights are a
+function of the run's seed. Dropout and noise are functions of the update's seed and of their
+coordinates, like the masks inside the layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+import zoneout as zo
+
+from ...draws import example_ids
+from ...noise import plane
+from ...ops import linear
+from ...ops.dropout import dropout
+from ...ops.weight_noise import weight_noise
+from ...philox import as_seed
+from .config import LAYERS, Config
+from .processes import alone, memory_of, one_thread
+
+CLASSES, PIXELS = 10, 784  # of mnist
+
+# Random draws outside the layers: each has a layer number that no recurrent layer can have.
+_INPUT, _OUTPUT, _WORDS, _OUTPUT_OF_SEQUENCE = range(LAYERS, LAYERS + 4)
+
+
+class Output(NamedTuple):
+    """The output of a model for one batch."""
+
+    logits: Tensor  # language: [T, B, symbols]; images: [B, classes]
+    hidden: Tensor  # [T, B, H]: the output of the last recurrent layer, before dropout
+    state: Any  # the final recurrent state, from which the next batch can continue
+
+
+class RecurrentModel(nn.Module):
+    """Base class of both models: input, recurrent layers, softmax."""
+
+    def __init__(self, config: Config, inputs: int, outputs: int, steps: int) -> None:
+        super().__init__()
+        model = config.model
+        self.weight_noise, self.dropout = config.weight_noise, model.dropout
+        self.variational = config.variational_dropout
+        self.embedding = nn.Embedding(inputs, model.embedding) if model.embedding else None
+        norms = {
+            "none": None,
+            "layer": "layer",
+            "batch": zo.RecurrentBatchNorm(steps, model.norm_momentum),
+        }
+        kinds: dict[str, Any] = {"lstm": zo.LSTM, "gru": zo.GRU, "rnn": zo.RNN, "rnn-relu": zo.RNN}
+        extra = {"nonlinearity": "relu"} if model.cell == "rnn-relu" else {}
+        self.recurrent = kinds[model.cell](
+            model.embedding or inputs,
+            model.hidden,
+            model.layers,
+            dropout=model.dropout if model.layers > 1 else 0.0,
+            noise=noises(config),
+            norm=norms[model.norm],
+            learn_initial_state=model.learn_initial_state,
+            backend=config.backend,
+            **extra,
+        )
+        self.softmax = nn.Linear(model.hidden, outputs)
+        if model.tied:
+            assert self.embedding is not None
+            self.softmax.weight = self.embedding.weight
+
+    def initial_state(self, batch: int) -> Any:
+        """Return the initial state of a sequence: learned, or zero."""
+        layer = self.recurrent
+        shape = (layer.num_layers, batch, layer.hidden_size)
+        names = layer.initial_names()
+        if layer.learn_initial_state:
+            states = tuple(getattr(layer, name)[:, None].expand(shape) for name in names)
+        else:
+            states = tuple(self.softmax.weight.new_zeros(shape) for _ in names)
+        return states if len(states) > 1 else states[0]
+
+    def logits(self, hidden: Tensor, seed: Tensor | None, rows: Tensor, first_step: int) -> Tensor:
+        """Return the logits [T, B, outputs], the input of the softmax."""
+        hidden = self.drop(hidden, self.dropout, _OUTPUT, seed, rows, first_step)
+        hidden = self.drop(
+            hidden, self.variational.output, _OUTPUT_OF_SEQUENCE, seed, rows, mask="sequence"
+        )
+        return linear(hidden, self.noisy(self.softmax.weight, _OUTPUT, seed), self.softmax.bias)
+
+    def drop(
+        self,
+        x: Tensor,
+        rate: float,
+        where: int,
+        seed: Tensor | None,
+        rows: Tensor,
+        first_step: int = 0,
+        mask: str = "unit",
+    ) -> Tensor:
+        """Apply dropout in training mode; otherwise return `x`."""
+        if not self.training or not rate:
+            return x
+        assert seed is not None
+        return dropout(x, rate, seed, plane("dropout", where, 0), rows, first_step, mask=mask)
+
+    def noisy(self, weight: Tensor, where: int, seed: Tensor | None) -> Tensor:
+        """Return the weight matrix, in training mode with Gaussian noise added."""
+        if not self.training or not self.weight_noise:
+            return weight
+        assert seed is not None
+        return weight_noise(weight, self.weight_noise, seed, plane("weight_noise", where, 0))
+
+    def seed(self, seed: int | Tensor | None) -> Tensor | None:
+        """Return the seed as a tensor on the model's device; raise if it is None in training."""
+        if seed is None and self.training:
+            raise ValueError(
+                "seed: expected one in training, got None; dropout and masks are drawn from the "
+                "seed"
+            )
+        return None if seed is None else as_seed(seed, self.softmax.weight.device)
+
+
+class LanguageModel(RecurrentModel):
+    """Predicts the next symbol.
+
+    >>> model = LanguageModel(Config(), symbols=50).eval()
+    >>> model(torch.zeros(7, 3, dtype=torch.int64)).logits.shape
+    torch.Size([7, 3, 50])
+    """
+
+    def __init__(self, config: Config, symbols: int) -> None:
+        super().__init__(
+            config, symbols, symbols, config.batches.length - (config.batches.kind == "chunks")
+        )
+
+    def forward(
+        self,
+        tokens: Tensor,
+        state: Any = None,
+        *,
+        seed: int | Tensor | None = None,
+        examples: int | Tensor | None = None,
+        first_step: int = 0,
+    ) -> Output:
+        """Return the logits of the symbol that follows each of `tokens` [T, B].
+
+        `seed`, `examples` and `first_step` have the same meaning as in the recurrent layers.
+        """
+        key = self.seed(seed)
+        rows = example_ids(examples, tokens.shape[1], tokens.device)
+        x = tokens  # without an embedding, the layer treats integer tokens as one-hot rows
+        if self.embedding is not None:
+            table = self.noisy(self.embedding.weight, _INPUT, key)
+            # On a GPU the backward pass of F.embedding synchronises with the host. A CUDA graph
+            # must not do that, so the rows are indexed instead.
+            x = table[tokens] if table.is_cuda else F.embedding(tokens, table)
+            x = self.drop(x, self.dropout, _INPUT, key, rows, first_step)
+            x = self.drop_words(x, tokens, key, rows)
+        hidden, state = self.recurrent(x, state, seed=key, examples=rows, first_step=first_step)
+        return Output(self.logits(hidden, key, rows, first_step), hidden, state)
+
+    def drop_words(self, x: Tensor, tokens: Tensor, seed: Tensor | None, rows: Tensor) -> Tensor:
+        """Drop whole symbols in training mode: a dropped symbol is zero in its whole sequence."""
+        rate = self.variational.words
+        if not self.training or not rate:
+            return x
+        every = x.new_ones(1, len(rows), self.softmax.out_features)
+        kept = self.drop(every, rate, _WORDS, seed, rows, mask="sequence")
+        return x * kept[0].gather(1, tokens.t()).t()[..., None]
+
+
+class Classifier(RecurrentModel):
+    """Reads an image one pixel per step and classifies it from the last hidden state.
+
+    >>> model = Classifier(Config()).eval()
+    >>> model(torch.zeros(20, 3, 1)).logits.shape
+    torch.Size([3, 10])
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, 1, CLASSES, PIXELS)
+
+    def forward(
+        self,
+        pixels: Tensor,
+        state: Any = None,
+        *,
+        seed: int | Tensor | None = None,
+        examples: int | Tensor | None = None,
+        first_step: int = 0,
+    ) -> Output:
+        """Return the logits of images [T, B, 1], whose pixels are numbers from 0 to 1."""
+        key = self.seed(seed)
+        rows = example_ids(examples, pixels.shape[1], pixels.device)
+        hidden, state = self.recurrent(
+            pixels, state, seed=key, examples=rows, first_step=first_step
+        )
+        last = state[0] if isinstance(state, tuple) else state  # [layers, B, H]
+        return Output(self.logits(last[-1:], key, rows, first_step)[0], hidden, state)
+
+
+def noises(config: Config) -> list[Any]:
+    """Return the noises inside the layers that have a rate other than zero.
+
+    A static mask depends on the run's seed: another seed gives another mask.
+    """
+    at_eval = config.evaluation.at_eval
+    made: list[Any] = []
+    methods: list[tuple[Any, Any]] = [
+        (zo.Zoneout, config.zoneout),
+        (zo.RecurrentDropout, config.recurrent_dropout),
+        (zo.StateDropout, config.state_dropout),
+    ]
+    for number, (kind, settings) in enumerate(methods):
+        seed = {"seed": zo.fold(config.seed, number)} if settings.mask == "static" else {}
+        made.append(kind(**vars(settings), **seed, at_eval=at_eval))
+    variational = config.variational_dropout
+    made.append(
+        zo.VariationalDropout(input=variational.input, hidden=variational.hidden, at_eval=at_eval)
+    )
+    made.append(zo.WeightDrop(rate=config.weight_drop, at_eval=at_eval))
+    made.append(zo.WeightNoise(std=config.weight_noise, at_eval=at_eval))
+    return [noise for noise in made if noise.rules()]
+
+
+def build(config: Config, symbols: int = 0) -> LanguageModel | Classifier:
+    """Build the model of a config, with weights that are a function of `config.seed`.
+
+    `symbols` is the size of a text's vocabulary.
+    """
+    # torch's initialisers draw from the global generator, so its state is restored afterwards.
+    with alone, torch.random.fork_rng(devices=[]), one_thread():
+        torch.manual_seed(int(zo.fold(config.seed, _INPUT)) % 2**63)
+        model = _model(config, symbols)
+        initialise(model, config)
+    return model
+
+
+class _Undrawn(TorchFunctionMode):
+    """Skip the random initialisation of nn.Embedding on the meta device.
+
+    The first such draw on the meta device takes seconds, because torch then imports sympy.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return (
+            kwargs["tensor"]
+            if func is nn.init.normal_ and "tensor" in kwargs
+            else func(*args, **kwargs)
+        )
+
+
+def outline(config: Config, symbols: int = 0) -> LanguageModel | Classifier:
+    """Build the model of a config on the meta device: names and shapes, but no weights."""
+    check(config, symbols)
+    with torch.device("meta"), _Undrawn():
+        return _model(config, symbols)
+
+
+def check(
+    config: Config, symbols: int = 1, device: torch.device | None = None, copies: int = 1
+) -> None:
+    """Raise if a tensor of the model is too large, or if `copies` of it do not fit in memory."""
+    room = memory_of(device or torch.device("cpu"))
+    needed = 4 * copies * _size(config, symbols)
+    if room is not None and needed > room:
+        raise ValueError(
+            f"model: expected one that fits in {room / 2**30:,.1f} GiB of memory, got one that "
+            "needs at least "
+            f"{needed / 2**30:,.1f} GiB; try a smaller --model.hidden, --model.layers or "
+            "--model.embedding"
+        )
+
+
+def _size(config: Config, symbols: int) -> int:
+    """Return the number of elements of all parameters and buffers of a model.
+
+    All layers from the second on have the same size, so it is computed from one and two layers.
+    """
+
+    def count(layers: int) -> int:
+        with torch.device("meta"), _Undrawn():
+            model = _model(replace(config, model=replace(config.model, layers=layers)), symbols)
+        return sum(tensor.numel() for tensor in chain(model.parameters(), model.buffers()))
+
+    try:
+        one = count(1)
+        return one + (config.model.layers - 1) * (count(2) - one if config.model.layers > 1 else 0)
+    except RuntimeError as error:
+        if "overflow" not in str(error):
+            raise
+        raise ValueError(
+            "model: expected sizes that a tensor can have; try a smaller --model.hidden or "
+            "--model.embedding"
+        ) from error
+
+
+def _model(config: Config, symbols: int) -> LanguageModel | Classifier:
+    return LanguageModel(config, symbols) if config.task == "language" else Classifier(config)
+
+
+@torch.no_grad()
+def initialise(model: RecurrentModel, config: Config) -> None:
+    """Initialise weights and biases as the config says.
+
+    Initial states and the scales of norms keep the values of their constructors.
+    """
+    settings = config.model
+    if settings.init == "uniform":
+        zo.init.uniform_(model, settings.init_bound)
+    elif settings.init != "torch":
+        for name, parameter in model.named_parameters():
+            kind = name.rpartition(".")[2]
+            if kind.startswith("bias"):
+                parameter.zero_()
+            elif kind.startswith("weight"):
+                _matrix_(parameter, settings.init, kind.startswith("weight_hh"), settings.cell)
+    gates = settings.hidden
+    for name, parameter in model.recurrent.named_parameters():
+        if name.startswith("bias_hh") and settings.one_bias:
+            parameter.zero_().requires_grad_(False)
+        elif name.startswith("bias_ih") and settings.cell == "lstm":
+            parameter[gates : 2 * gates] += settings.forget_bias
+
+
+def _matrix_(weight: Tensor, init: str, recurrent: bool, cell: str) -> None:
+    if init == "block-orthogonal":
+        zo.init.block_orthogonal_(weight)
+        return
+    zo.init.orthogonal_(weight)
+    if init == "identity" and recurrent:
+        # As in the paper's classifier: the candidate (g) starts as the identity, and the other
+        # gates together as one orthogonal matrix.
+        side = weight.shape[1]
+        others = torch.empty(len(weight) - side, side)
+        if len(others):
+            zo.init.orthogonal_(others)
+        before = {"lstm": 2, "gru": 2}.get(cell, 0) * side  # the candidate is the third block
+        weight.copy_(torch.cat([others[:before], torch.eye(side), others[before:]]))
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the trainable parameters by name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def loss_of(output: Output, targets: Tensor, config: Config) -> tuple[Tensor, Tensor]:
+    """Return the loss to minimise, and the mean negative log-likelihood in nats to report."""
+    nats = F.cross_entropy(at_least_float32(output.logits).flatten(0, -2), targets.flatten())
+    loss = nats
+    if config.loss == "sum" and config.task == "language":
+        loss = loss * len(targets)
+    if config.norm_stabilizer:
+        loss = loss + zo.norm_stabilizer(at_least_float32(output.hidden), config.norm_stabilizer)
+    return loss, nats.detach()
+
+
+def loss_scale(targets: Tensor, config: Config) -> float:
+    """Return the loss scale of the backward pass, which keeps fp16 gradients from underflow.
+
+    With this scale the derivative of one prediction is at most 1/4, however many predictions the
+    loss averages. That is far from both ends of the fp16 range, even for a sum of a few thousand.
+    """
+    if config.precision != "fp16":
+        return 1.0
+    return targets.numel() / (
+        4 * len(targets) if config.loss == "sum" and config.task == "language" else 4
+    )
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Cast half precision to float32, because losses are never computed in half precision."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,110 @@
+"""Options without effect: fields that a config has but does not use.
+
+A user who sets such an option expects an effect, so the option is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ..data.datasets import CUT
+from .config import Config
+
+_Read = Callable[[Config], bool]
+
+# Fields, the condition under which they are used, and the reason to show when they are not.
+_RULES: tuple[tuple[tuple[str, ...], _Read, str], ...] = (
+    (
+        ("schedule.after", "schedule.by"),
+        lambda c: c.schedule.kind == "divide",
+        "only the schedule divide has it",
+    ),
+    (("optimizer.decay",), lambda c: c.optimizer.rule == "rmsprop", "only rmsprop has it"),
+    (("optimizer.betas",), lambda c: c.optimizer.rule == "adam", "only adam has them"),
+    (("optimizer.eps", "optimizer.paper"), lambda c: c.optimizer.rule != "sgd", "sgd has none"),
+    (("model.init_bound",), lambda c: c.model.init == "uniform", "only init uniform has it"),
+    (("model.forget_bias",), lambda c: c.model.cell == "lstm", "only an LSTM has forget gates"),
+    (("model.norm_momentum",), lambda c: c.model.norm == "batch", "only batch norm has it"),
+    (("zoneout.mask",), lambda c: c.zoneout.cell > 0 or c.zoneout.hidden > 0, "its rates are 0"),
+    (
+        ("recurrent_dropout.mask", "recurrent_dropout.hold_output_gate"),
+        lambda c: c.recurrent_dropout.rate > 0,
+        "recurrent_dropout.rate is 0",
+    ),
+    (
+        ("state_dropout.mask",),
+        lambda c: c.state_dropout.cell > 0 or c.state_dropout.hidden > 0,
+        "its rates are 0",
+    ),
+    (
+        ("batches.offset",),
+        lambda c: c.batches.kind == "chunks" and c.task == "language",
+        "only a text that is cut into chunks has it",
+    ),
+    (
+        ("evaluation.statistics",),
+        lambda c: c.model.norm == "batch",
+        "only batch norm has statistics",
+    ),
+    (
+        ("evaluation.statistics_size",),
+        lambda c: c.model.norm == "batch" and (c.batches.kind == "chunks" or c.task == "images"),
+        "only batch norm has statistics, and with streams the batches are as large as in training",
+    ),
+    (("data.order",), lambda c: c.task == "images", "only the pixels of mnist have an order"),
+    (("data.preparation",), lambda c: c.data.name == "char-ptb", "only char-ptb has it"),
+    (
+        ("data.by",),
+        lambda c: c.task == "language" and CUT.get(c.data.name, c.data.by) == c.data.by,
+        "this corpus is cut in one way only",
+    ),
+    (
+        (
+            *("batches.length", "batches.kind", "loss", "data.words", "data.valid", "data.test"),
+            *(
+                "evaluation.valid.kind",
+                "evaluation.valid.length",
+                "evaluation.test.kind",
+                "evaluation.test.length",
+            ),
+        ),
+        lambda c: c.task == "language",
+        "images are not cut as a text is",
+    ),
+)
+
+
+def unread(config: Config) -> dict[str, str]:
+    """Return the fields that have no effect in this config, each with the reason.
+
+    >>> unread(Config())["schedule.by"]
+    'only the schedule divide has it'
+    """
+    return {name: why for names, read, why in _RULES if not read(config) for name in names}
+
+
+def refuse_unread(given: Iterable[str], configs: Sequence[Config]) -> None:
+    """Raise if an option that the user gave has no effect in any of the configs.
+
+    >>> refuse_unread(["schedule.by"], [Config()])
+    Traceback (most recent call last):
+        ...
+    ValueError: --schedule.by: it would do nothing here (only the schedule divide has it); leave it
+        out
+    """
+    for name in given:
+        reasons = [unread(config).get(name) for config in configs]
+        if reasons and all(reasons):
+            raise ValueError(
+                f"--{name.replace('_', '-')}: it would do nothing here ({reasons[0]}); leave it out"
+            )
+
+
+def refuse_given(
+    names: Iterable[str], options: Any, default: Callable[[str], Any], why: str
+) -> None:
+    """Raise if an option without effect differs from its default; `why` is the message."""
+    for name in names:
+        if getattr(options, name) != default(name):
+            raise ValueError(f"--{name.replace('_', '-')}: {why}")
