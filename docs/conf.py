@@ -1,0 +1,74 @@
+"""Settings of the documentation site; `make docs` builds it into build/docs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import zoneout
+
+DOCS = Path(__file__).parent
+
+project = "zoneout"
+author = "the zoneout authors"
+copyright = "the zoneout authors"
+version = release = zoneout.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
+root_doc = "index"
+exclude_patterns = ["README.md"]  # the index for readers of the repository; the site has its own
+
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 4  # links to headings work as on a git host
+suppress_warnings = ["myst.strikethrough"]
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 90
+
+html_theme = "furo"
+html_title = f"zoneout {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_copyright = False
+
+# Files beside docs/ are no pages of the site: links to them lead to the repository.
+REPOSITORY = "https://github.com/zoneout-rnn/zoneout/blob/main"
+_OUTSIDE = re.compile(r"\]\(\.\./(?P<path>[^)\s]+)\)")
+
+
+def _link_outside(app: Any, name: str, source: list[str]) -> None:
+    """Replace links that leave docs/ by addresses in the repository; point the index to index."""
+    source[0] = _OUTSIDE.sub(lambda link: f"]({REPOSITORY}/{link['path']})", source[0])
+    source[0] = source[0].replace("](README.md)", "](index.md)")
+
+
+_CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)(?!_)(?<!:`)")
+
+
+def _markdown(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Turn the Markdown of docstrings into reStructuredText: code spans, tables, lists."""
+    text = "\n".join(lines)
+    text = re.sub(r"(?<![:`\w])`([^`\n]+)`(?!`)", r"``\1``", text)
+    out: list[str] = []
+    table = False
+    for line in text.split("\n"):
+        is_row = line.lstrip().startswith("|")
+        if is_row and not table:
+            out += ["", "::", ""]
+        if not is_row and table:
+            out += [""]
+        table = is_row
+        if re.match(r"\s*\* ", line) and out and out[-1].strip() and not out[-1].startswith(" "):
+            if not re.match(r"\s*\* ", out[-1]):
+                out.append("")
+        out.append(f"    {line}" if is_row else line)
+    lines[:] = out
+
+
+def setup(app: Any) -> None:
+    app.connect("source-read", _link_outside)
+    app.connect("autodoc-process-docstring", _markdown)
