@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
-from pathlib import Path
 from typing import Any
 
 import zoneout
-
-DOCS = Path(__file__).parent
 
 project = "zoneout"
 author = "the zoneout authors"
 copyright = "the zoneout authors"
 version = release = zoneout.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 root_doc = "index"
 exclude_patterns = ["README.md"]  # the index for readers of the repository; the site has its own
@@ -35,18 +33,16 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_copyright = False
 
-# Files beside docs/ are no pages of the site: links to them lead to the repository.
-REPOSITORY = "https://github.com/zoneout-rnn/zoneout/blob/main"
-_OUTSIDE = re.compile(r"\]\(\.\./(?P<path>[^)\s]+)\)")
+# Files beside docs/ are no pages of the site. Links to them lead to the repository, if the variable
+# names its address (as in https://host/owner/name/blob/main); otherwise their text stays.
+REPOSITORY = os.environ.get("DOCS_REPOSITORY")
+_OUTSIDE = re.compile(r"\[(?P<text>[^]]*)\]\(\.\./(?P<path>[^)\s]+)\)")
 
 
 def _link_outside(app: Any, name: str, source: list[str]) -> None:
-    """Replace links that leave docs/ by addresses in the repository; point the index to index."""
-    source[0] = _OUTSIDE.sub(lambda link: f"]({REPOSITORY}/{link['path']})", source[0])
-    source[0] = source[0].replace("](README.md)", "](index.md)")
-
-
-_CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)(?!_)(?<!:`)")
+    """Replace links that leave docs/."""
+    new = rf"[\g<text>]({REPOSITORY}/\g<path>)" if REPOSITORY else r"\g<text>"
+    source[0] = _OUTSIDE.sub(new, source[0]).replace("](README.md)", "](index.md)")
 
 
 def _markdown(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
