@@ -1,6 +1,6 @@
 """Check an installed wheel of a platform: its compiled loop is there, runs and is right.
 
-    python tools/try_wheel.py        # in an environment with the wheel; needs no compiler
+python tools/try_wheel.py        # in an environment with the wheel; needs no compiler
 """
 
 from __future__ import annotations
