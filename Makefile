@@ -9,7 +9,7 @@ PIP   := $(RUN) -m pip --disable-pip-version-check install -qq -c constraints.tx
 READY := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-browser test-cluster test-ecosystem mutants check documents bench clean
+.PHONY: help demo test test-browser test-cluster test-ecosystem mutants check documents docs wheels bench clean
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,13 @@ documents: $(READY) ## write the tables and pictures of the README and docs/ fro
 	@$(RUN) -m zoneout reproduce --write
 	@$(RUN) -m zoneout figures with-and-without rates --out docs/pictures
 	@$(RUN) benchmarks/table.py --write
+
+docs: $(READY) ## build the documentation site (build/docs/index.html); a warning is an error
+	@$(RUN) -m sphinx -q -W --keep-going -j auto docs build/docs
+	@echo "build/docs/index.html"
+
+wheels: $(READY) ## build the wheel of every platform, the pure wheel and the source archive (dist)
+	@$(RUN) tools/wheels.py
 
 bench: $(READY) ## run the benchmarks
 	@$(RUN) benchmarks/bench.py

@@ -380,6 +380,10 @@ class StateDropout(StateNoise):
 
     h is computed from the masked c. With `mask="sequence"` and a cell rate this is rnnDrop. The
     arguments are those of `Zoneout`; a rate is the probability that a unit becomes zero.
+
+    >>> import torch, zoneout as zo
+    >>> layer = zo.LSTM(3, 5, noise=zo.StateDropout(cell=0.25, mask="sequence"))
+    >>> y, (h, c) = layer(torch.randn(4, 2, 3))
     """
 
     by: ClassVar[str] = "zero"
@@ -400,6 +404,10 @@ class RecurrentDropout(Noise):
             cells whose definition marks such a gate).
         at_eval: as in `Zoneout`.
         seed: as in `Zoneout`.
+
+    >>> import torch, zoneout as zo
+    >>> layer = zo.LSTM(3, 5, noise=zo.RecurrentDropout(rate=0.25))
+    >>> y, (h, c) = layer(torch.randn(4, 2, 3))
     """
 
     rate: Rate = 0.0
@@ -433,6 +441,10 @@ class VariationalDropout(Noise):
         input: the rate for the input of the layer; see `Zoneout` for its forms.
         hidden: the rate for h.
         at_eval: `"sample"` draws masks in evaluation too; otherwise evaluation has no noise.
+
+    >>> import torch, zoneout as zo
+    >>> layer = zo.GRU(3, 5, noise=zo.VariationalDropout(input=0.4, hidden=0.25))
+    >>> y, h = layer(torch.randn(4, 2, 3))
     """
 
     input: Rate = 0.0
@@ -454,6 +466,10 @@ class WeightDrop(Noise):
     Args:
         rate: the probability that a weight becomes zero: a number, or a list with one per layer.
         at_eval: `"sample"` draws masks in evaluation too; otherwise evaluation has no noise.
+
+    >>> import torch, zoneout as zo
+    >>> layer = zo.LSTM(3, 5, noise=zo.WeightDrop(rate=0.5))
+    >>> y, (h, c) = layer(torch.randn(4, 2, 3))
     """
 
     rate: Rate = 0.0
@@ -474,6 +490,10 @@ class WeightNoise(Noise):
     Args:
         std: the standard deviation: a number, or a list with one per layer.
         at_eval: `"sample"` draws noise in evaluation too; otherwise evaluation has no noise.
+
+    >>> import torch, zoneout as zo
+    >>> layer = zo.RNN(3, 5, noise=zo.WeightNoise(std=0.075))
+    >>> y, h = layer(torch.randn(4, 2, 3))
     """
 
     std: Rate = 0.0

@@ -162,19 +162,28 @@ int64_t NAME(zoneout_packed_size)(int64_t m, int64_t k, int64_t n) {
     return m > BLOCK_ROWS ? NAME(panel_size)(k, n) : 0;
 }
 
+typedef struct {
+    int64_t m, k, n, sk, sn;
+    const REAL *a, *w;
+    REAL *c, *packed;
+} NAME(Product);
+
+static void NAME(product_task)(void *arguments) {
+    const NAME(Product) p = *(const NAME(Product) *)arguments;
+    if (p.m <= BLOCK_ROWS) {
+        NAME(product_of)(p.m, p.k, p.n, p.a, p.k, NULL, p.w, p.sk, p.sn, p.c, p.n, 0);
+        return;
+    }
+    NAME(pack)(p.packed, p.w, p.k, p.n, p.sk, p.sn);
+    barrier();
+    for (int64_t row = 0; row < p.m; row += BLOCK_ROWS)
+        NAME(product)(min64(BLOCK_ROWS, p.m - row), p.k, p.n, p.a + row * p.k, p.k, p.packed, p.c + row * p.n, p.n, 0);
+}
+
 void NAME(zoneout_product)(int64_t m, int64_t k, int64_t n, const REAL *a, const REAL *w, int64_t sk, int64_t sn, REAL *c,
                            REAL *packed, int64_t threads) {
-#pragma omp parallel num_threads((int)(m * k * n < 1 << 16 ? 1 : threads))
-    {
-        if (m <= BLOCK_ROWS) {
-            NAME(product_of)(m, k, n, a, k, NULL, w, sk, sn, c, n, 0);
-        } else {
-            NAME(pack)(packed, w, k, n, sk, sn);
-            barrier();
-            for (int64_t row = 0; row < m; row += BLOCK_ROWS)
-                NAME(product)(min64(BLOCK_ROWS, m - row), k, n, a + row * k, k, packed, c + row * n, n, 0);
-        }
-    }
+    NAME(Product) p = {m, k, n, sk, sn, a, w, c, packed};
+    in_threads(m * k * n < 1 << 16 ? 1 : threads, NAME(product_task), &p);
 }
 
 /* --- noise --------------------------------------------------------------------------------------- */
@@ -820,25 +829,35 @@ static void NAME(run_forward)(const Loop *l, WORK *w) {
     }
 }
 
-/* Run a pass with threads that share every step, or with threads that have their own rows. */
-#define TEAM(pass)                                                                                                    \
-    WORK shared;                                                                                                      \
-    int apart = NAME(rows_apart)(l);                                                                                  \
-    if (!apart) NAME(layout)(l, &shared);                                                                             \
-    _Pragma("omp parallel num_threads((int)l->threads)") {                                                            \
-        if (apart) {                                                                                                  \
-            Loop own = NAME(own_rows)(l);                                                                             \
-            WORK mine;                                                                                                \
-            NAME(layout)(&own, &mine);                                                                                \
-            alone = 1;                                                                                                \
-            pass(&own, &mine);                                                                                        \
-            alone = 0;                                                                                                \
-        } else {                                                                                                      \
-            pass(l, &shared);                                                                                         \
-        }                                                                                                             \
-    }
+/* A pass over a loop, with threads that share every step, or with threads that have their own rows. */
+typedef struct {
+    void (*pass)(const Loop *, WORK *);
+    const Loop *loop;
+    WORK shared;
+    int apart;
+} NAME(Pass);
 
-void NAME(zoneout_forward)(const Loop *l) { TEAM(NAME(run_forward)) }
+static void NAME(pass_task)(void *arguments) {
+    NAME(Pass) *p = arguments;
+    if (!p->apart) {
+        p->pass(p->loop, &p->shared);
+        return;
+    }
+    Loop own = NAME(own_rows)(p->loop);
+    WORK mine;
+    NAME(layout)(&own, &mine);
+    alone = 1;
+    p->pass(&own, &mine);
+    alone = 0;
+}
+
+static void NAME(in_team)(const Loop *l, void (*pass)(const Loop *, WORK *)) {
+    NAME(Pass) p = {.pass = pass, .loop = l, .apart = NAME(rows_apart)(l)};
+    if (!p.apart) NAME(layout)(l, &p.shared);
+    in_threads(l->threads, NAME(pass_task), &p);
+}
+
+void NAME(zoneout_forward)(const Loop *l) { NAME(in_team)(l, NAME(run_forward)); }
 
 /* --- backward pass ------------------------------------------------------------------------------- */
 
@@ -1091,9 +1110,8 @@ static void NAME(run_backward)(const Loop *l, WORK *w) {
     }
 }
 
-void NAME(zoneout_backward)(const Loop *l) { TEAM(NAME(run_backward)) }
+void NAME(zoneout_backward)(const Loop *l) { NAME(in_team)(l, NAME(run_backward)); }
 
-#undef TEAM
 #undef TILE_OF
 #undef LANES
 #undef TILE

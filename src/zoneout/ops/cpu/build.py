@@ -28,7 +28,7 @@ from .. import build_cache
 FLAGS = (
     "-O3",
     "-std=gnu11",
-    "-fPIC",
+    *(() if os.name == "nt" else ("-fPIC",)),  # Windows has no other code
     "-fno-math-errno",
     "-fno-trapping-math",
     "-ffp-contract=fast",
@@ -42,19 +42,32 @@ _PROBE = """
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef _OPENMP
-#include <omp.h>
+#if defined(_OPENMP) || defined(TORCH_OPENMP)
+extern int omp_get_thread_num(void), omp_get_num_threads(void);
 #endif
-void zoneout_probe(double *x, int64_t n) {
-#pragma omp parallel num_threads((int)n)
-    {
-#ifdef _OPENMP
-        n += omp_get_thread_num() % omp_get_num_threads();
+#ifdef TORCH_OPENMP
+extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned), GOMP_barrier(void);
 #endif
+static void task(void *x) {
+    int64_t n = 1;
+#if defined(_OPENMP) || defined(TORCH_OPENMP)
+    n += omp_get_thread_num() % omp_get_num_threads();
+#endif
+#ifdef TORCH_OPENMP
+    GOMP_barrier();
+#else
 #pragma omp barrier
-        memset(x, 0, (size_t)n);
-        x[0] = tanh(exp(x[0]));
-    }
+#endif
+    memset(x, 0, (size_t)n);
+    *(double *)x = tanh(exp(*(double *)x));
+}
+void zoneout_probe(double *x, int64_t n) {
+#ifdef TORCH_OPENMP
+    GOMP_parallel(task, x, (unsigned)n, 0);
+#else
+#pragma omp parallel num_threads((int)n)
+    task(x);
+#endif
 }
 """
 
@@ -82,8 +95,14 @@ class Flags(NamedTuple):
 
 
 # First without linking an OpenMP runtime: torch has already loaded its own, and two runtimes would
-# compete for the cores.
-OPENMP = (Flags(openmp=("-fopenmp",)), Flags(openmp=("-fopenmp",), link=("-fopenmp",)), Flags())
+# compete for the cores. clang's own calls are for another runtime than torch's on Linux: TORCH_OPENMP.
+TORCH_OPENMP = Flags(openmp=("-fopenmp-simd", "-DTORCH_OPENMP"))
+OPENMP = (
+    Flags(openmp=("-fopenmp",)),
+    TORCH_OPENMP,
+    Flags(openmp=("-fopenmp",), link=("-fopenmp",)),
+    Flags(),
+)
 
 
 class Compiler(NamedTuple):

@@ -7,9 +7,6 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 #include "loop.h"
 #include "functions.h"
 
@@ -22,30 +19,47 @@ INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
 static _Thread_local int alone; /* this thread works on its own rows and waits for no other thread */
 
-INLINE int real_thread_id(void) {
-#ifdef _OPENMP
-    return omp_get_thread_num();
+typedef void Task(void *arguments);
+
+/* With a compiler that has no OpenMP of its own, TORCH_OPENMP calls torch's runtime by the names that gcc uses. */
+#if defined(_OPENMP) || defined(TORCH_OPENMP)
+extern int omp_get_thread_num(void), omp_get_num_threads(void);
+INLINE int real_thread_id(void) { return omp_get_thread_num(); }
+INLINE int real_thread_count(void) { return omp_get_num_threads(); }
 #else
-    return 0;
+INLINE int real_thread_id(void) { return 0; }
+INLINE int real_thread_count(void) { return 1; }
 #endif
+
+/* Run a task in `threads` threads at once; wait in it for the other threads. */
+#if defined(_OPENMP)
+static void in_threads(int64_t threads, Task *task, void *arguments) {
+#pragma omp parallel num_threads((int)threads)
+    task(arguments);
 }
+INLINE void wait_for_all(void) {
+#pragma omp barrier
+}
+#elif defined(TORCH_OPENMP)
+extern void GOMP_parallel(Task *task, void *arguments, unsigned threads, unsigned flags), GOMP_barrier(void);
+static void in_threads(int64_t threads, Task *task, void *arguments) {
+    GOMP_parallel(task, arguments, (unsigned)threads, 0);
+}
+INLINE void wait_for_all(void) { GOMP_barrier(); }
+#else
+static void in_threads(int64_t threads, Task *task, void *arguments) {
+    (void)threads;
+    task(arguments);
+}
+INLINE void wait_for_all(void) {}
+#endif
 
 INLINE int thread_id(void) { return alone ? 0 : real_thread_id(); }
 
-INLINE int thread_count(void) {
-#ifdef _OPENMP
-    return alone ? 1 : omp_get_num_threads();
-#else
-    return 1;
-#endif
-}
+INLINE int thread_count(void) { return alone ? 1 : real_thread_count(); }
 
 INLINE void barrier(void) {
-#ifdef _OPENMP
-    if (!alone) {
-#pragma omp barrier
-    }
-#endif
+    if (!alone) wait_for_all();
 }
 
 /* Compute this thread's part of [0, n), split at multiples of `grain`. */
@@ -97,20 +111,26 @@ static void stream_words(const Stream *s, uint32_t *words, int64_t from, int64_t
     }
 }
 
-/* Write a mask, [count, batch, units]: 1 where the old value is kept. If `each` is 0, all steps share their examples.
- * Otherwise each step has its own examples, and `each` is the stride from one step to the next. */
-void zoneout_mask(const Stream *s, const int64_t *steps, int64_t count, const int64_t *examples, int64_t batch,
-                  int64_t each, int64_t units, int64_t threads, uint8_t *out) {
+typedef struct {
+    const Stream *stream;
+    const int64_t *steps, *examples;
+    int64_t count, batch, each, units;
+    uint8_t *out;
+} Masks;
+
+static void mask_task(void *arguments) {
     enum { BLOCK = 1024 };
-    int64_t blocks = (units + BLOCK - 1) / BLOCK;
+    const Masks *m = arguments;
+    const Stream *s = m->stream;
+    int64_t blocks = (m->units + BLOCK - 1) / BLOCK, first, last;
     int shift = s->high ? 16 : 0;
-#pragma omp parallel for num_threads((int)threads)
-    for (int64_t k = 0; k < count * batch * blocks; k++) {
-        int64_t row = k / blocks, t = row / batch, from = k % blocks * BLOCK, to = min64(units, from + BLOCK);
+    share(m->count * m->batch * blocks, 1, &first, &last);
+    for (int64_t k = first; k < last; k++) {
+        int64_t row = k / blocks, t = row / m->batch, from = k % blocks * BLOCK, to = min64(m->units, from + BLOCK);
         uint32_t words[BLOCK] __attribute__((aligned(64)));
-        uint8_t *restrict keep = out + row * units + from;
+        uint8_t *restrict keep = m->out + row * m->units + from;
         const double *restrict rate = s->rate + from * s->stride;
-        stream_words(s, words, from, to, examples[t * each + row % batch], steps[t]);
+        stream_words(s, words, from, to, m->examples[t * m->each + row % m->batch], m->steps[t]);
         if (s->stride) {
             for (int64_t j = 0; j < to - from; j++) keep[j] = ((words[j] >> shift) & 0xFFFF) < rint(rate[j] * 65536);
         } else {
@@ -118,6 +138,14 @@ void zoneout_mask(const Stream *s, const int64_t *steps, int64_t count, const in
             for (int64_t j = 0; j < to - from; j++) keep[j] = ((words[j] >> shift) & 0xFFFF) < threshold;
         }
     }
+}
+
+/* Write a mask, [count, batch, units]: 1 where the old value is kept. If `each` is 0, all steps share their examples.
+ * Otherwise each step has its own examples, and `each` is the stride from one step to the next. */
+void zoneout_mask(const Stream *s, const int64_t *steps, int64_t count, const int64_t *examples, int64_t batch,
+                  int64_t each, int64_t units, int64_t threads, uint8_t *out) {
+    Masks m = {s, steps, examples, count, batch, each, units, out};
+    in_threads(threads, mask_task, &m);
 }
 
 INLINE int same_words(const Stream *a, const Stream *b) {

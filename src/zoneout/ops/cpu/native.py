@@ -1,16 +1,19 @@
-"""The loop over time in C: built at first use with an installed compiler, and cached.
+"""The loop over time in C: from the wheel, or built at first use with a compiler, and cached.
 
-Nothing is compiled at install time. The library is cached in a folder of its own (`ZONEOUT_CACHE`,
-else the user's cache folder). Its name is made of the sources, the compiler, its flags and the
-processor, so a change of any of these triggers a new build. If no compiler can build it, `load`
-returns None, and the same loop runs in torch calls.
+A platform's wheel brings the library of the built-in cells (`prebuilt.py`). Otherwise it is built at
+first use, never at install time, and cached in a folder of its own (`ZONEOUT_CACHE`, else the
+user's cache folder). Its name is made of the sources, the compiler, its flags and the processor, so
+a change of any of these triggers a new build. If no compiler can build it, `load` returns None, and
+the same loop runs in torch calls.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import shlex
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -19,7 +22,7 @@ from typing import Any, NamedTuple
 from ...cells import CELLS
 from ...definition import Definition
 from ...definition.c import print_cell
-from . import build
+from . import build, prebuilt
 
 HERE = Path(__file__).parent
 SOURCES = tuple(
@@ -93,7 +96,14 @@ class Loop(ctypes.Structure):
 
 @cache
 def load() -> ctypes.CDLL | None:
-    """Return the compiled loop, or None if it cannot be built; `why_not` returns the reason."""
+    """Return the compiled loop, or None if there is none; `why_not` returns the reason.
+
+    The environment variable ZONEOUT_NATIVE chooses: 0 for no compiled loop, "compile" for one that
+    is compiled here although the wheel has one.
+    """
+    if os.environ.get("ZONEOUT_NATIVE", "1") == "1":
+        if (library := prebuilt.load(SOURCES, _declare)) is not None:
+            return library
     return _built(lambda compiler: build.library(compiler, SOURCES, _declare))
 
 
@@ -104,7 +114,7 @@ def _built(attempt: Callable[[build.Compiler], ctypes.CDLL]) -> ctypes.CDLL | No
         return None
     said: dict[str, str] = {}
     tried: list[build.Compiler] = []
-    for command in dict.fromkeys((os.environ.get("CC") or "cc", "cc", "gcc", "clang")):
+    for command in _commands():
         try:
             compiler = build.find_compiler(shlex.split(command))
             if any(map(compiler.same_as, tried)):
@@ -116,9 +126,17 @@ def _built(attempt: Callable[[build.Compiler], ctypes.CDLL]) -> ctypes.CDLL | No
     _reasons.append(
         "no C compiler built it "
         f"({'; '.join(f'{command}: {why}' for command, why in said.items())}); "
-        "$CC names another to try first"
+        "$CC names another to try first, and pip install ziglang brings one"
     )
     return None
+
+
+def _commands() -> list[str]:
+    """Return the compilers to try, in this order; the last is that of the extra `compiler`."""
+    commands = [os.environ.get("CC") or "cc", "cc", "gcc", "clang"]
+    if importlib.util.find_spec("ziglang") is not None:
+        commands.append(shlex.join([sys.executable, "-m", "ziglang", "cc"]))
+    return list(dict.fromkeys(commands))
 
 
 # --- cells ----------------------------------------------------------------------------------------

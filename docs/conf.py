@@ -1,0 +1,62 @@
+"""Settings of the documentation site; `make docs` builds it into build/docs."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import zoneout
+
+project = "zoneout"
+author = "the zoneout authors"
+copyright = "the zoneout authors"
+version = release = zoneout.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
+root_doc = "index"
+exclude_patterns = ["README.md"]  # the index for readers of the repository; the site has its own
+
+myst_heading_anchors = 4  # links to headings work as on a git host
+suppress_warnings = ["myst.strikethrough"]
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # docstrings say what an argument may be; signatures stay short
+autodoc_preserve_defaults = True
+napoleon_use_rtype = False
+python_maximum_signature_line_length = 80
+
+html_theme = "furo"
+html_title = f"zoneout {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_copyright = False
+html_copy_source = False
+
+# Files beside docs/ are no pages of the site. Links to them lead to the repository, if the variable
+# names its address (as in https://host/owner/name/blob/main); otherwise their text stays.
+REPOSITORY = os.environ.get("DOCS_REPOSITORY")
+_OUTSIDE = re.compile(r"\[(?P<text>[^]]*)\]\(\.\./(?P<path>[^)\s]+)\)")
+_CODE = re.compile(r"(?<![:`\w])`([^`\n]+)`(?!`)")
+
+
+def _link_outside(app: Any, name: str, source: list[str]) -> None:
+    """Replace links that leave docs/."""
+    new = rf"[\g<text>]({REPOSITORY}/\g<path>)" if REPOSITORY else r"\g<text>"
+    source[0] = _OUTSIDE.sub(new, source[0]).replace("](README.md)", "](index.md)")
+
+
+def _reformat(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Turn the Markdown of docstrings into reStructuredText: code spans, and bars as in |h|."""
+    for number, line in enumerate(lines):
+        if not line.lstrip().startswith((">>> ", "... ")):
+            pieces = _CODE.split(line)  # text and code in turn
+            pieces[::2] = [text.replace("|", r"\|") for text in pieces[::2]]
+            pieces[1::2] = [f"``{code}``" for code in pieces[1::2]]
+            lines[number] = "".join(pieces)
+
+
+def setup(app: Any) -> None:
+    app.connect("source-read", _link_outside)
+    app.connect("autodoc-process-docstring", _reformat)
