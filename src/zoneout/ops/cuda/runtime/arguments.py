@@ -143,7 +143,8 @@ def loop_arguments(loop: Loop, back: LoopGrads | None) -> Arguments:
         made.put_all(back, _NARROW_BACK, loop.gates.dtype)
         made.put_all(back, _WIDE_BACK, torch.float32)
     for name, draw in loop.draws.items():
-        fill_stream(getattr(s, _STREAMS[name]), draw, loop.gates.get_device())
+        if name in _STREAMS:  # other states have streams in the arguments of kernels of any cell
+            fill_stream(getattr(s, _STREAMS[name]), draw, loop.gates.get_device())
     return made
 
 

@@ -1,0 +1,241 @@
+"""Kernels of any cell against the reference in float64: in the emulator, and on a GPU.
+
+Ten random cells have 1 to 8 gates and 1 to 4 states between them, with every mark and every noise.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from test_backends import CALLS, INPUT
+from test_cuda import PRECISIONS, far, to_gpu
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+
+import zoneout as zo
+from zoneout.definition import Definition
+from zoneout.definition.graph import Graph
+from zoneout.ops.cuda.kernels import cell_steps, diagonal
+
+DEVICES = ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request, monkeypatch):
+    """The device of the layer: the CPU, which then runs what a GPU would, or a GPU."""
+    if request.param == "cuda":
+        return "cuda"
+    request.getfixturevalue("emulated")
+    return "cpu"
+
+
+SMOOTH = ["exp", "log", "div", "sqrt", "neg"]
+CORNERED = ["where", "maximum", "minimum", "abs", "relu"]  # rounding may take a number over these
+
+
+def random_cell(
+    seed: int, gates: int, states: int, recurrence: str, smooth: bool = False
+) -> Definition:
+    """A cell whose values stay small, with all marks but `shown` and some of the operations."""
+    pick = random.Random(seed)
+    graph, has_r = Graph(), recurrence in ("dense", "blocks")
+    add, names = graph.add, [f"s{k}" for k in range(states)]
+    parameters = [f"p{k}" for k in range(pick.randint(1, 3))]
+    old = [add("state", value=name) for name in names]
+    pool = [*old, *(add("parameter", value=name) for name in parameters)]
+    merged, values = pick.random() < 0.5, []
+    for q in range(gates):
+        value = add("x", value=str(q))
+        if has_r:
+            r = add("r", value=str(q))
+            value = add("add", value, r if merged else add("mul", pick.choice(pool), r))
+        values.append(add(pick.choice(("sigmoid", "tanh", "softplus", "sigmoid")), value))
+    if seed % 2:
+        values[-1] = add("held", values[-1])
+    pool += values
+    for op in pick.sample(SMOOTH if smooth else SMOOTH + CORNERED, 3):
+        a, b, half = pick.choice(pool), add("tanh", pick.choice(pool)), graph.number(0.5)
+        positive = add("add", add("abs", b), graph.number(1.0))
+        made = {
+            "exp": add("exp", b),
+            "log": add("log", positive),
+            "div": add("div", a, positive),
+            "where": add("where", add("gt", a, half), b, a),
+            "maximum": add("maximum", b, half),
+            "minimum": add("minimum", a, b),
+            "abs": add("abs", a),
+            "sqrt": add("sqrt", positive),
+            "relu": add("relu", a),
+            "neg": add("neg", b),
+        }
+        pool.append(made[op])
+    pool.append(add("update", add("mul", pick.choice(values), pick.choice(pool))))
+    outputs = []
+    for name in names:
+        total = add("add", pool[-1], add("mul", graph.number(0.5), pick.choice(old)))
+        for value in values:
+            term = add("mul", value, pick.choice(pool))
+            total = add("add", add("mul", total, graph.number(0.7)), term)
+        for name_of in parameters:  # every one counts
+            scaled = add("mul", add("parameter", value=name_of), pick.choice(old))
+            total = add("add", total, scaled)
+        outputs.append(add("candidate", add("tanh", total), value=name))
+        pool.append(outputs[-1])
+    groups = [(name,) for name in names]
+    if states == 4:  # two states with one mask
+        groups = [(names[0],), (names[1],), (names[2], names[3])]
+    made = Definition(
+        graph, outputs, gates=gates, groups=groups, parameters=parameters, recurrence=recurrence,
+        heads=3 if recurrence == "blocks" else 1, bounded=False, name=f"random{seed}",
+    )  # fmt: skip
+    return Definition.from_text(made.text, made.name)
+
+
+def fitting_cell(seed: int, *sizes: Any) -> Definition:
+    """The first random cell from a seed on that stores no more than a loop has room for."""
+    found = (random_cell(seed + 10 * n, *sizes) for n in range(100))
+    return next(cell for cell in found if cell.storage.fits)
+
+
+# gates, states, recurrence, hidden size (odd ones are read one unit at a time)
+SIZES = [
+    (1, 1, "dense", 37),
+    (2, 2, "dense", 12),
+    (3, 3, "blocks", 12),
+    (4, 4, "dense", 9),
+    (6, 2, "dense", 8),
+    (8, 4, "blocks", 15),
+    (1, 1, "diagonal", 70),
+    (2, 3, "none", 9),
+    (5, 4, "diagonal", 37),
+    (8, 2, "none", 12),
+]
+
+
+def noises(cell: Definition, kind: str) -> Any:
+    """A noise of every stream of a cell."""
+    names = dict(zip(("hidden", "cell"), (0.3, 0.5)[: len(cell.groups)]))
+    more = {group[0]: 0.4 for group in cell.groups[2:]}
+    states: dict[str, Any] = {**names, **({"states": more} if more else {})}
+    if len(cell.groups) < len(cell.states):  # a mask of several states has no expectation
+        states["at_eval"] = "sample"
+    variational = [zo.VariationalDropout(input=0.1, hidden=0.3)] if cell.has_r else []
+    holds = "held" in cell.marks
+    return {
+        "zoneout": lambda: zo.Zoneout(**states),
+        "shared": lambda: zo.Zoneout(**states, mask="shared"),
+        "sequence": lambda: [zo.Zoneout(**states, mask="sequence"), *variational],
+        "static": lambda: zo.Zoneout(**states, mask="static", seed=3),
+        "step": lambda: zo.StateDropout(**states, mask="step"),
+        "all": lambda: [
+            zo.StateDropout(**states),
+            zo.RecurrentDropout(rate=0.4, hold_output_gate=holds),
+            *variational,
+        ],
+        "both": lambda: [zo.Zoneout(**states), zo.RecurrentDropout(rate=0.4), *variational],
+    }[kind]()
+
+
+CASES = [
+    # seed of the cell and place in SIZES, noise, call, precision, training, options
+    (0, "all", "all", "exact", True, {}),
+    (1, "zoneout", "whole", "bf16", True, {"bidirectional": True}),
+    (2, "both", "lengths", "exact", True, {"bidirectional": True}),
+    (3, "all", "resets", "tf32", True, {}),
+    (4, "shared", "packed", "exact", True, {"bidirectional": True}),
+    (5, "sequence", "all", "bf16", True, {}),
+    (6, "zoneout", "whole", "exact", True, {"bidirectional": True}),
+    (7, "all", "all", "exact", True, {"bidirectional": True}),
+    (8, "static", "resets", "bf16", True, {}),
+    (9, "both", "lengths", "exact", False, {}),
+]
+
+
+def values(layer: Any, x: torch.Tensor, states: list[torch.Tensor], call: dict[str, Any]) -> Any:
+    """Outputs, states and every gradient of a call, by name."""
+    x = x.clone().requires_grad_()
+    states = [s.clone().requires_grad_() for s in states]
+    call = dict(call)
+    lengths = call.pop("packed", None)
+    given: Any = x
+    if lengths is not None:
+        given = pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=False)
+    y, ended = layer(given, tuple(states) if len(states) > 1 else states[0], seed=5, **call)
+    y = y.data if isinstance(y, PackedSequence) else y
+    out = {"y": y} | {
+        f"end {k}": s for k, s in enumerate(ended if isinstance(ended, tuple) else (ended,))
+    }
+    weights = torch.Generator().manual_seed(1)
+    loss = sum(
+        (v * torch.randn(v.shape, generator=weights, dtype=torch.float64).to(v)).sum()
+        for v in out.values()
+    )
+    layer.zero_grad()
+    loss.backward()
+    grads = {"x": x.grad} | {f"state {k}": s.grad for k, s in enumerate(states)}
+    grads |= {name: p.grad for name, p in layer.named_parameters()}
+    return out | {f"of {name}": grad for name, grad in grads.items()}
+
+
+def compare(cell, noise, call, precision, training, hidden, device, **options) -> None:
+    """One layer on the device and its twin in the reference, in float64 with the same seed."""
+    dtype, _, tolerance = PRECISIONS[precision]
+    ours = zo.Recurrent(cell, INPUT, hidden, noise=noise, dtype=dtype, backend=device, **options)
+    theirs = zo.Recurrent(
+        cell, INPUT, hidden, noise=noise, dtype=torch.float64, backend="reference", **options
+    )
+    with torch.no_grad():  # every parameter of a unit differs from its neighbour's
+        for p in ours.parameters():
+            p.copy_(torch.rand_like(p) - 0.5 if p.dim() == 1 else p)
+    theirs.load_state_dict({key: value.double() for key, value in ours.state_dict().items()})
+    ours.train(training), theirs.train(training)
+    count = len(ours.suffixes())
+    x = torch.randn(7, 5, INPUT).to(dtype)
+    states = [torch.randn(count, 5, hidden).to(dtype) for _ in cell.states]
+    want = values(theirs, x.double(), [s.double() for s in states], call)
+    if device == "cuda":
+        call = {key: to_gpu(value) for key, value in call.items()}
+    got = values(ours.to(device), x.to(device), [s.to(device) for s in states], call)
+    assert want.keys() == got.keys()
+    wrong = {
+        key: error
+        for key, value in want.items()
+        if not (error := far(got[key], value)) <= tolerance
+    }
+    assert not wrong, wrong
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The paths that have run a loop."""
+    found: list[Any] = []
+    for path in (cell_steps, diagonal):
+        whole = path.ready
+
+        def ready(*given, path=path, whole=whole):
+            made = whole(*given)
+            found.extend([path] if made is not None else [])
+            return made
+
+        monkeypatch.setattr(path, "ready", ready)
+    return found
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(
+    ("number", "noise", "call", "precision", "training", "options"),
+    CASES,
+    ids=lambda value: str(value) if isinstance(value, (int, str)) else "",
+)
+def test_random_cells(
+    number, noise, call, precision, training, options, device, launched, monkeypatch
+):
+    """A generated step, its derivative, its masks or what lies around it is wrong."""
+    gates, states, recurrence, hidden = SIZES[number]
+    cell = fitting_cell(number, gates, states, recurrence, precision == "bf16")
+    monkeypatch.setattr(torch.backends.cudnn.rnn, "fp32_precision", PRECISIONS[precision][1])
+    compare(cell, noises(cell, noise), CALLS[call], precision, training, hidden, device, **options)
+    path = cell_steps if cell.has_r else diagonal
+    assert launched and set(launched) == {path}
