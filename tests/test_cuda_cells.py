@@ -140,20 +140,22 @@ def noises(cell: Definition, kind: str) -> Any:
 
 CASES = [
     # seed of the cell and place in SIZES, noise, call, precision, training, options
-    (0, "all", "all", "exact", True, {}),
+    (0, "all", "all", "exact", True, {"learn_initial_state": True}),
     (1, "zoneout", "whole", "bf16", True, {"bidirectional": True}),
-    (2, "both", "lengths", "exact", True, {"bidirectional": True}),
-    (3, "all", "resets", "tf32", True, {}),
-    (4, "shared", "packed", "exact", True, {"bidirectional": True}),
+    (2, "both", "lengths", "exact", True, {"bidirectional": True, "seen": True}),
+    (3, "all", "resets", "tf32", True, {"learn_initial_state": True, "seen": True}),
+    (4, "shared", "packed", "exact", True, {"bidirectional": True, "seen": True}),
     (5, "sequence", "all", "bf16", True, {}),
-    (6, "zoneout", "whole", "exact", True, {"bidirectional": True}),
-    (7, "all", "all", "exact", True, {"bidirectional": True}),
-    (8, "static", "resets", "bf16", True, {}),
+    (6, "zoneout", "whole", "exact", True, {"bidirectional": True, "num_layers": 2}),
+    (7, "all", "all", "exact", True, {"bidirectional": True, "seen": True}),
+    (8, "static", "resets", "bf16", True, {"learn_initial_state": True, "seen": True}),
     (9, "both", "lengths", "exact", False, {}),
 ]
 
 
-def values(layer: Any, x: torch.Tensor, states: list[torch.Tensor], call: dict[str, Any]) -> Any:
+def values(
+    layer: Any, x: torch.Tensor, states: list[torch.Tensor], call: dict[str, Any], seen: bool
+) -> Any:
     """Outputs, states and every gradient of a call, by name."""
     x = x.clone().requires_grad_()
     states = [s.clone().requires_grad_() for s in states]
@@ -162,11 +164,11 @@ def values(layer: Any, x: torch.Tensor, states: list[torch.Tensor], call: dict[s
     given: Any = x
     if lengths is not None:
         given = pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=False)
-    y, ended = layer(given, tuple(states) if len(states) > 1 else states[0], seed=5, **call)
-    y = y.data if isinstance(y, PackedSequence) else y
-    out = {"y": y} | {
-        f"end {k}": s for k, s in enumerate(ended if isinstance(ended, tuple) else (ended,))
-    }
+    hx = tuple(states) if len(states) > 1 else states[0]
+    y, ended, *every = layer(given, hx, seed=5, return_states=seen, **call)
+    out = {"y": y, **(every[0] if every else {})}
+    out |= {f"end {k}": s for k, s in enumerate(ended if len(states) > 1 else [ended])}
+    out = {name: v.data if isinstance(v, PackedSequence) else v for name, v in out.items()}
     weights = torch.Generator().manual_seed(1)
     loss = sum(
         (v * torch.randn(v.shape, generator=weights, dtype=torch.float64).to(v)).sum()
@@ -179,7 +181,7 @@ def values(layer: Any, x: torch.Tensor, states: list[torch.Tensor], call: dict[s
     return out | {f"of {name}": grad for name, grad in grads.items()}
 
 
-def compare(cell, noise, call, precision, training, hidden, device, **options) -> None:
+def compare(cell, noise, call, precision, training, hidden, device, seen=False, **options) -> None:
     """One layer on the device and its twin in the reference, in float64 with the same seed."""
     dtype, _, tolerance = PRECISIONS[precision]
     ours = zo.Recurrent(cell, INPUT, hidden, noise=noise, dtype=dtype, backend=device, **options)
@@ -194,10 +196,10 @@ def compare(cell, noise, call, precision, training, hidden, device, **options) -
     count = len(ours.suffixes())
     x = torch.randn(7, 5, INPUT).to(dtype)
     states = [torch.randn(count, 5, hidden).to(dtype) for _ in cell.states]
-    want = values(theirs, x.double(), [s.double() for s in states], call)
+    want = values(theirs, x.double(), [s.double() for s in states], call, seen)
     if device == "cuda":
         call = {key: to_gpu(value) for key, value in call.items()}
-    got = values(ours.to(device), x.to(device), [s.to(device) for s in states], call)
+    got = values(ours.to(device), x.to(device), [s.to(device) for s in states], call, seen)
     assert want.keys() == got.keys()
     wrong = {
         key: error
@@ -236,6 +238,8 @@ def test_random_cells(
     gates, states, recurrence, hidden = SIZES[number]
     cell = fitting_cell(number, gates, states, recurrence, precision == "bf16")
     monkeypatch.setattr(torch.backends.cudnn.rnn, "fp32_precision", PRECISIONS[precision][1])
+    if number > 6:  # more steps than loads are issued ahead
+        monkeypatch.setattr(diagonal, "AHEAD", 4)
     compare(cell, noises(cell, noise), CALLS[call], precision, training, hidden, device, **options)
     path = cell_steps if cell.has_r else diagonal
     assert launched and set(launched) == {path}

@@ -56,6 +56,16 @@ __device__ __forceinline__ void shared_loads(Unit *u, const Loop &l, const Own &
 #endif
 }
 
+/* V units among those of their head. */
+struct Head {
+    i64 number, j;
+};
+
+__device__ __forceinline__ Head head_of(const Own &o, i64 j) {
+    u32 number = (u32)j / (u32)o.block;
+    return {number, j - number * o.block};
+}
+
 /* --- forward -------------------------------------------------------------------------------------- */
 
 /* h as it enters the product of step t: with resets and the variational mask. */
@@ -66,7 +76,7 @@ __device__ __forceinline__ void enter_product(const Loop &l, const Own &o, i64 r
         Units scale = get((const narrow *)l.scale_h + at);
         EACH h[e] *= scale[e];
     }
-    put(o.h_in + row * o.pitch + j, h);
+    put(o.h_in + row * o.h_pitch + j, h);
 }
 
 /* Before the first step. */
@@ -80,12 +90,14 @@ extern "C" __global__ void forward(Loop l, Own o, int t) {
     if (!p.in) return;
     const i64 H = l.hidden, here = p.row * H + p.j;
     narrow *gates = (narrow *)l.gates + p.at * GATES * H + p.j;
+    const Head head = head_of(o, p.j);
+    const float *product = o.product + (head.number * l.batch + p.row) * GATES * o.block + head.j;
     Unit u[V] = {};
 #pragma unroll
     for (int q = 0; q < GATES; q++) {
         FILL(gate[q], get(gates + q * H));
         FILL(bias_x[q], get((const narrow *)l.b_x + q * H + p.j));
-        Units r = get(o.product + p.row * GATES * H + q * H + p.j);
+        Units r = get(product + q * o.block);
 #if APART
         EACH u[e].r[q] = r[e];
         if (l.b_h) FILL(bias_r[q], get((const narrow *)l.b_h + q * H + p.j));
@@ -125,10 +137,11 @@ __device__ __forceinline__ void arrive(Units *d, const Loop &l, const Own &o, i6
 #pragma unroll
     for (int k = 0; k < STATES; k++) d[k] = get(o.dstate[k] + at);
     if (t + 1 >= length) return;
+    const Head head = head_of(o, j);
     Units sum = all_of(0.0f);
 #pragma unroll 4
     for (i64 part = 0; part < o.sums; part++) {
-        Units one = get(o.rec + (part * l.batch + row) * o.pitch + j);
+        Units one = get(o.rec + ((head.number + part) * l.batch + row) * o.rec_pitch + head.j);
         EACH sum[e] += one[e];
     }
     if (l.scale_h) {
@@ -148,14 +161,10 @@ __device__ __forceinline__ void arrive(Units *d, const Loop &l, const Own &o, i6
 
 extern "C" __global__ void backward(Loop l, Own o, int t) {
     Place p = place(l, t, l.hidden);
+    if (!p.in) return; /* the product reads the row, but nobody its result */
     const i64 H = l.hidden, here = p.row * H + p.j;
-    narrow *enters = o.d_in ? o.d_in + p.row * GATES * H + p.j : nullptr;
-    if (!p.in) {
-        bool ended = (i64)blockIdx.x * blockDim.x + threadIdx.x < l.batch * (H / V);
-        if (enters && ended) /* the product reads the rows that have ended, too */
-            for (int q = 0; q < GATES; q++) put(enters + q * H, all_of(0.0f));
-        return;
-    }
+    const Head head = head_of(o, p.j);
+    narrow *enters = o.d_in ? o.d_in + (p.row * H + head.number * o.block) * GATES + head.j : nullptr;
     Unit u[V] = {};
     Units d[STATES];
     const i64 first = p.at * GATES * H + p.j;
@@ -186,7 +195,7 @@ extern "C" __global__ void backward(Loop l, Own o, int t) {
 #else
         Units &dr = dx;
 #endif
-        if (enters) put(enters + q * H, dr);
+        if (enters) put(enters + q * o.block, dr);
     }
 #pragma unroll
     for (int k = 0; k < STATES; k++) {

@@ -1,6 +1,7 @@
 """Any cell with a matrix for h, one step at a time: a product and one generated kernel.
 
-A block-diagonal matrix is expanded to a dense one.
+The blocks of a block-diagonal matrix are the parts of one batched product, if their rows are
+multiples of 16 bytes. Otherwise the matrix is expanded to a dense one.
 """
 
 from __future__ import annotations
@@ -33,12 +34,15 @@ def forward(loop: Loop) -> None:
     dtype, batch = loop.gates.dtype, loop.batch
     if dtype != torch.float32:  # y is rounded, the carried h is not
         pass_.scratch("h", (batch, loop.hidden))
-    w = pad_columns(dense_weight(loop))
+    heads, w = weight_of_heads(loop)  # [heads, G, D, D]
+    # As [G · D, heads · D], whose parts are the heads.
+    w = pad_columns(w.permute(1, 2, 0, 3).reshape(-1, loop.hidden))
     h_in = pass_.scratch("h_in", (batch, w.shape[1]), dtype)
     h_in.zero_()  # the padding
     out = pass_.scratch("product", (batch, loop.width))
-    pass_.own.struct.pitch = w.shape[1]
-    multiply = product(w, batch, torch.float32, transposed=True)
+    own = pass_.own.struct
+    own.h_pitch, own.block = w.shape[1], loop.hidden // heads
+    multiply = product(w, batch, torch.float32, transposed=True, parts=heads)
     a, b, step = address(h_in, "h_in"), address(out, "product"), pass_.step("forward")
     pass_.step("enter")(0)
     for t in range(loop.steps):
@@ -52,12 +56,16 @@ def backward(loop: Loop, back: LoopGrads) -> None:
     batch, own = loop.batch, pass_.own
     if holds(loop):
         pass_.scratch("owed", (batch, loop.hidden)).zero_()
-    w, transposed = for_backward(dense_weight(loop))
+    heads, w = weight_of_heads(loop)
+    w, transposed = for_backward(w.reshape(loop.width, -1))
     pitch = w.shape[0] if transposed else w.shape[1]
-    parts = parts_of(loop.width, pitch, batch, w.element_size(), chip(pass_.index).processors)
+    processors = chip(pass_.index).processors
+    sums = 1 if heads > 1 else parts_of(loop.width, pitch, batch, w.element_size(), processors)
+    parts = heads * sums
     rec = address(pass_.scratch("rec", (parts, batch, pitch)), "rec")
-    own.struct.pitch, own.struct.sums = pitch, parts
-    if loop.reverse and loop.lengths is not None:  # the rows of a step are not adjacent
+    own.struct.rec_pitch, own.struct.sums, own.struct.block = pitch, sums, loop.hidden // heads
+    # Otherwise the rows of a step are adjacent and ordered as the product needs them.
+    if heads > 1 or (loop.reverse and loop.lengths is not None):
         entering = pass_.scratch("d_in", (batch, loop.width), loop.gates.dtype)
         rows = [address(entering, "d_in")] * loop.steps
     else:
@@ -73,16 +81,16 @@ def backward(loop: Loop, back: LoopGrads) -> None:
     own.finish(back)
 
 
-def dense_weight(loop: Loop) -> Tensor:
-    """Return W_h, [G, H]; a block-diagonal one is expanded, with zeros between the blocks."""
-    w, heads = loop.recurrent_weight, loop.cell.heads
-    if heads == 1:
-        return w
+def weight_of_heads(loop: Loop) -> tuple[int, Tensor]:
+    """Return the number of heads and W_h as [heads, G, D, D]: a dense matrix has one head."""
+    w, gates, heads = loop.recurrent_weight, loop.cell.gates, loop.cell.heads
     size = w.shape[1]
-    wide = w.new_zeros(loop.cell.gates, heads, size, heads, size)
-    blocks = w.view(loop.cell.gates, heads, size, size)
-    wide.diagonal(dim1=1, dim2=3).copy_(blocks.permute(0, 2, 3, 1))
-    return wide.view(loop.width, heads * size)
+    blocks = w.view(gates, heads, size, size).transpose(0, 1)
+    if heads == 1 or size * w.element_size() % 16 == 0:
+        return heads, blocks
+    dense = w.new_zeros(gates, heads, size, heads, size)
+    dense.diagonal(dim1=1, dim2=3).copy_(blocks.permute(1, 2, 3, 0))
+    return 1, dense.view(1, gates, loop.hidden, loop.hidden)
 
 
 class _Pass:

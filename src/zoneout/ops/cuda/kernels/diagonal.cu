@@ -192,7 +192,7 @@ __device__ __forceinline__ void load_step(Loads &to, const Loop &l, const Own &o
 #pragma unroll
     for (int k = 1; k < STATES; k++) {
         to.old[k] = late_wide(t ? o.states[k] + before : o.initial[k] + h.own);
-        to.dseen[k] = o.dseen[k] ? late_wide(o.dseen[k] + here) : 0.0f;
+        to.dseen[k] = HAS_DCELLS && o.dseen[k] ? late_wide(o.dseen[k] + here) : 0.0f;
     }
 }
 

@@ -15,7 +15,7 @@ from .own_cell import OwnArguments, defines_of, step_text
 
 THREADS = 64  # per block
 AHEAD = 16  # steps between a load and its use, if the registers suffice
-REGISTERS = 144  # most of a thread's 255 registers for loads under way
+REGISTERS = 112  # most of a thread's 255 registers for loads under way
 
 
 def ready(loop: Loop, back: LoopGrads | None, loops: int) -> Ready | None:
@@ -41,12 +41,21 @@ def diagonal_defines(
     cell: Definition, dtype: torch.dtype, back: bool, features: int
 ) -> tuple[tuple[str, int], ...]:
     """Return the macros that the kernel of a pass is compiled with; `features`: see `has`."""
-    own = (("BACK", int(back)), ("THREADS", THREADS), ("AHEAD", ahead(cell, back)))
+    own = (
+        ("BACK", int(back)),
+        ("THREADS", THREADS),
+        ("AHEAD", ahead(cell, back, bool(features & 8))),
+    )
     return (*defines_of(dtype), ("HAS", features), *own)
 
 
-def ahead(cell: Definition, back: bool) -> int:
-    """Return how many steps a load is issued before its use: a multiple of 4, at most AHEAD."""
+def ahead(cell: Definition, back: bool, seen: bool = False) -> int:
+    """Return how many steps a load is issued before its use: a multiple of 4, at most AHEAD.
+
+    `seen`: the states at every step have gradients.
+    """
     states = len(cell.states)
-    numbers = cell.gates + (len(cell.storage.slots) + 2 * states if back else 0)
+    numbers = cell.gates
+    if back:
+        numbers += len(cell.storage.slots) + 1 + states + (states - 1) * seen
     return min(AHEAD, max(4, REGISTERS // numbers // 4 * 4))

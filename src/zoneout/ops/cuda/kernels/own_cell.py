@@ -29,7 +29,7 @@ class Own(ctypes.Structure):
         *((f"{name}{k}", _p) for name in ("dseen", "dstate", "dreset") for k in range(4)),
         *((f"dparameter{k}", _p) for k in range(8)),
         *((name, _p) for name in ("h", "h_in", "product", "owed", "d_in", "rec")),
-        *((name, _i64) for name in ("pitch", "sums")),
+        *((name, _i64) for name in ("block", "h_pitch", "rec_pitch", "sums")),
     ]
 
 

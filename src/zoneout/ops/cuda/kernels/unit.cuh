@@ -54,14 +54,14 @@ struct Own { /* beside Loop: what cells of several states have. State 0 is h; in
     const float *dseen[4];              /* [N, H]: gradients of the states at every step */
     float *dstate[4], *dreset[4];       /* [B, H] */
     float *dparameter[8];               /* [B, H]: the sums over the steps of each row */
-    /* cell_steps.cu */
+    /* cell_steps.cu; a head is a block of `block` units that meet a matrix of their own, D below */
     float *h;             /* [B, H]: the carried h, not rounded */
-    narrow *h_in;         /* [B, pitch]: h as it enters the product of the next step */
-    const float *product; /* [B, G·H]: h·Wh */
+    narrow *h_in;         /* [B, h_pitch]: h as it enters the product of the next step */
+    const float *product; /* [heads, B, G·D]: h·Wh */
     float *owed;          /* [B, H]: gradient of a held gate, for the step before */
-    narrow *d_in;         /* [B, G·H]: gradients as they enter the product, or NULL: dsh is read in place */
-    const float *rec;     /* [sums, B, pitch]: gradient of the h that entered the next step, in parts */
-    i64 pitch, sums;
+    narrow *d_in;         /* [B, heads, G, D]: gradients as they enter the product, or NULL: dsh is read in place */
+    const float *rec;     /* [heads or sums, B, rec_pitch]: gradient of the h that entered the next step, in parts */
+    i64 block, h_pitch, rec_pitch, sums; /* sums: the parts of `rec` to be added */
 };
 
 /* --- noise ---------------------------------------------------------------------------------------- */

@@ -191,7 +191,7 @@ def has(loop: Loop, back: LoopGrads | None) -> int:
         loop.lengths is not None,
         loop.resets is not None,
         loop.scale_h is not None,
-        back is not None and back.dcells is not None,
+        back is not None and any(d is not None for d in back.dseen),
         loop.reverse,
         "update" in loop.draws,
         any(draw.rule.by == "zero" for name, draw in loop.draws.items() if name != "update"),
