@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import emulator
 import pytest
 import torch
 from test_backends import CALLS, INPUT
@@ -15,8 +16,10 @@ from test_cuda import PRECISIONS, far, to_gpu
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import zoneout as zo
+from zoneout.cells import lstm
 from zoneout.definition import Definition
 from zoneout.definition.graph import Graph
+from zoneout.ops import cuda, reference
 from zoneout.ops.cuda.kernels import cell_steps, diagonal
 
 DEVICES = ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -243,3 +246,97 @@ def test_random_cells(
     compare(cell, noises(cell, noise), CALLS[call], precision, training, hidden, device, **options)
     path = cell_steps if cell.has_r else diagonal
     assert launched and set(launched) == {path}
+
+
+@zo.cell(gates=4, states=("h", "c"))
+def peephole(x, r, h, c, p_i, p_f, p_o):
+    i, f, g, o = (a + b for a, b in zip(x, r))
+    kept = (f + p_f * c).sigmoid() * c
+    new = zo.candidate("c", kept + zo.update((i + p_i * c).sigmoid() * g.tanh()))
+    return (o + p_o * new).sigmoid() * new.tanh(), new
+
+
+@zo.cell(gates=2, recurrence="none")
+def min_gru(x, h):
+    z = x[0].sigmoid()
+    return (1 - z) * h + z * x[1]
+
+
+@zo.cell(gates=1, recurrence="diagonal")
+def ind_rnn(x, h, u):
+    return (x[0] + u * h).relu()
+
+
+@pytest.mark.parametrize("cell", [peephole, min_gru, ind_rnn], ids=lambda cell: cell.name)
+def test_a_nan_stays_in_its_row(cell, device):
+    """A value that is not finite reaches a unit that keeps its value, or another row."""
+    layer = zo.Recurrent(cell, 3, 9, noise=zo.Zoneout(hidden=1.0), backend=device, device=device)
+    x = torch.randn(5, 4, 3, device=device)
+    x[2, 1] = float("nan")
+    start = torch.randn(1, 4, 9, device=device)
+    hx = start if len(cell.states) == 1 else (start, torch.zeros_like(start))
+    y, _ = layer(x, hx, seed=1)
+    assert torch.equal(y, start.expand_as(y))  # all units keep h
+    layer.noise = None
+    y, _ = layer(x, hx, seed=1)
+    assert y[:, [0, 2, 3]].isfinite().all() and y[:2].isfinite().all() and y[2:, 1].isnan().all()
+
+
+def test_equal_graphs_have_the_same_kernels(device, launched):
+    """A cell is known by its name: a built-in equation under another name loses its kernels."""
+    same = Definition.from_text(lstm.text, "mine")
+    layer = zo.Recurrent(same, 3, 9, backend=device, device=device)
+    layer(torch.randn(2, 4, 3, device=device))
+    assert not launched
+
+
+def test_directions_go_side_by_side(device, launched, monkeypatch):
+    """Both directions of a cell without a matrix wait for each other, or mix their results."""
+    layer = zo.Recurrent(ind_rnn, 3, 9, bidirectional=True, backend=device, device=device)
+    x = torch.randn(5, 4, 3, device=device)
+
+    def found():
+        y, _ = layer(x, seed=3)
+        return [y, *torch.autograd.grad(y.square().sum(), list(layer.parameters()))]
+
+    emulator.launched.clear()
+    together = found()
+    assert device == "cuda" or emulator.launched.count(1) == 2  # the second one, in both passes
+    monkeypatch.setattr(cuda, "side_by_side", lambda runs: False)
+    assert all(torch.equal(a, b) for a, b in zip(together, found(), strict=True))
+    assert set(launched) == {diagonal}
+
+
+@zo.cell(gates=1, states=("h", "c"))
+def with_shown(x, r, h, c):
+    new = zo.candidate("c", 0.5 * c + (x[0] + r[0]).tanh())
+    return zo.shown(new).tanh(), new
+
+
+@pytest.mark.parametrize("options", [{"norm": "layer"}, {"proj_size": 4}], ids=str)
+def test_what_has_no_kernels_runs_in_the_reference(options, device, launched):
+    """A norm or a projection of such a cell fails, or is left out."""
+    x = torch.randn(5, 4, 3, device=device)
+    with pytest.raises(
+        ValueError, match=r"backend: 'cuda' has no kernels for the cell 'with_shown'"
+    ):
+        cuda.check(_run_of(with_shown, x, options))
+    layer = zo.Recurrent(with_shown, 3, 9, device=device, **options)
+    theirs = zo.Recurrent(with_shown, 3, 9, device=device, backend="reference", **options)
+    theirs.load_state_dict(layer.state_dict())
+    with pytest.warns(UserWarning, match=r"no kernels .* with a norm, a projection"):
+        cuda._warn_slow.cache_clear()
+        y, _ = layer(x, seed=1)
+    torch.testing.assert_close(y, theirs(x, seed=1)[0])
+    assert not launched
+
+
+def _run_of(cell, x, options):
+    """The run that a layer asks a backend for."""
+    found: list[Any] = []
+    layer = zo.Recurrent(cell, 3, 9, device=x.device, backend="reference", **options)
+    whole = reference.run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "run", lambda r: found.append(r) or whole(r))
+        layer(x, seed=1)
+    return found[0]

@@ -170,7 +170,9 @@ def multiplies_x(w_ih: Tensor) -> bool:
 
 def side_by_side(runs: Sequence[Run]) -> bool:
     """Return True if the loops of these runs can run concurrently, each on a part of the chip."""
-    return all(r.cell in CELLS for r in runs) and all(
+    if runs[0].cell not in CELLS:
+        return all(not r.cell.has_r for r in runs)
+    return all(
         by_unit(r) or small.fits(r, len(runs)) or persistent.fits(r, len(runs)) for r in runs
     )
 

@@ -78,7 +78,6 @@ def backward(loop: Loop, back: LoopGrads) -> None:
         step(t)
         multiply(rows[t], rec)
     pass_.step("leave")(0)
-    own.finish(back)
 
 
 def weight_of_heads(loop: Loop) -> tuple[int, Tensor]:

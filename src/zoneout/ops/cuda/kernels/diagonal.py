@@ -5,6 +5,8 @@ One thread has a unit of a row over all steps.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ....definition import Definition
@@ -28,11 +30,10 @@ def ready(loop: Loop, back: LoopGrads | None, loops: int) -> Ready | None:
     (kernel,) = load(loop.gates.get_device(), "diagonal.cu", (name,), defines, step_text(loop))
     blocks = loop.batch * -(-loop.hidden // THREADS)
 
-    def start(lane: object) -> None:
-        arguments = pack((loop_struct.struct, own.struct))
-        kernel.launch(blocks, THREADS, arguments, stream=lane)  # type: ignore[arg-type]
-        if back is not None:
-            own.finish(back)
+    arguments = (loop_struct.struct, own.struct)
+
+    def start(lane: Any) -> None:
+        kernel.launch(blocks, THREADS, pack(arguments), stream=lane)
 
     return Ready(start)
 

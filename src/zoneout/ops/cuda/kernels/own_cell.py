@@ -43,7 +43,7 @@ class OwnArguments(Arguments):
 
     def __init__(self, loop: Loop, back: LoopGrads | None) -> None:
         super().__init__(Own)
-        self.device, h0 = loop.gates.get_device(), loop.h0
+        device = loop.gates.get_device()
         self.alive.append(loop.gates)
         # h has the dtype of the input, and is in `Loop`.
         self._put_each("initial", loop.initial, first=1)
@@ -51,27 +51,24 @@ class OwnArguments(Arguments):
         self._put_each("states", loop.states, first=1)
         self._put_each("slot", loop.slots)
         self._put_each("parameter", loop.parameters)
-        # The gradients of the parameters, summed over the steps of each row.
-        self.sums = [torch.zeros_like(h0, dtype=torch.float32) for _ in loop.parameters if back]
         if back is not None:
+            # One partial sum for each row: the caller adds them.
+            back.dparameters = tuple(
+                torch.zeros_like(loop.h0, dtype=torch.float32) for _ in loop.parameters
+            )
             self._put_each("dseen", (None, *back.dseen))
             self._put_each("dstate", back.dstates)
             self._put_each("dreset", back.dreset)
-            self._put_each("dparameter", self.sums)
+            self._put_each("dparameter", back.dparameters)
         streams = {f"state{k}": stream for k, stream in enumerate(STATE_STREAMS)}
         for field, stream in (streams | {"update": "update"}).items():
             if (draw := loop.draws.get(stream)) is not None:
-                fill_stream(getattr(self.struct, field), draw, self.device)
+                fill_stream(getattr(self.struct, field), draw, device)
 
     def _put_each(self, name: str, values: Sequence[Tensor | None], first: int = 0) -> None:
         for k, value in enumerate(values):
             if k >= first:
                 self.put(f"{name}{k}", value, torch.float32)
-
-    def finish(self, back: LoopGrads) -> None:
-        """Add the sums of all rows to the gradients of the parameters."""
-        for total, of_rows in zip(back.dparameters, self.sums, strict=True):
-            total[0] += of_rows.sum(0)
 
 
 def holds(loop: Loop) -> bool:
