@@ -20,7 +20,7 @@ from zoneout.cells import lstm
 from zoneout.definition import Definition
 from zoneout.definition.graph import Graph
 from zoneout.ops import cuda, reference
-from zoneout.ops.cuda.kernels import cell_steps, diagonal
+from zoneout.ops.cuda.kernels import cell_steps, diagonal, persistent_cell
 
 DEVICES = ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -153,7 +153,14 @@ CASES = [
     (7, "all", "all", "exact", True, {"bidirectional": True, "seen": True}),
     (8, "static", "resets", "bf16", True, {"learn_initial_state": True, "seen": True}),
     (9, "both", "lengths", "exact", False, {}),
+    # with all steps in one launch, which takes no exact float32
+    (0, "all", "all", "bf16", True, {"learn_initial_state": True}),
+    (1, "zoneout", "whole", "tf32", True, {"bidirectional": True, "seen": True}),
+    (3, "all", "resets", "bf16", True, {"learn_initial_state": True, "seen": True}),
+    (4, "both", "packed", "tf32", True, {"bidirectional": True}),
+    (4, "both", "lengths", "bf16", True, {"seen": True}),
 ]
+PERSISTENT = CASES[len(SIZES) :]
 
 
 def values(
@@ -216,7 +223,7 @@ def compare(cell, noise, call, precision, training, hidden, device, seen=False, 
 def launched(monkeypatch):
     """The paths that have run a loop."""
     found: list[Any] = []
-    for path in (cell_steps, diagonal):
+    for path in (cell_steps, diagonal, persistent_cell):
         whole = path.ready
 
         def ready(*given, path=path, whole=whole):
@@ -239,12 +246,14 @@ def test_random_cells(
 ):
     """A generated step, its derivative, its masks or what lies around it is wrong."""
     gates, states, recurrence, hidden = SIZES[number]
-    cell = fitting_cell(number, gates, states, recurrence, precision == "bf16")
+    cell = fitting_cell(number, gates, states, recurrence, precision != "exact")
     monkeypatch.setattr(torch.backends.cudnn.rnn, "fp32_precision", PRECISIONS[precision][1])
+    case = (number, noise, call, precision, training, options)
+    path = persistent_cell if case in PERSISTENT else cell_steps if cell.has_r else diagonal
+    monkeypatch.setattr(cuda, "OWN_PATHS", (path,))
     if number > 6:  # more steps than loads are issued ahead
         monkeypatch.setattr(diagonal, "AHEAD", 4)
     compare(cell, noises(cell, noise), CALLS[call], precision, training, hidden, device, **options)
-    path = cell_steps if cell.has_r else diagonal
     assert launched and set(launched) == {path}
 
 
@@ -256,6 +265,12 @@ def peephole(x, r, h, c, p_i, p_f, p_o):
     return (o + p_o * new).sigmoid() * new.tanh(), new
 
 
+@zo.cell(gates=2, bounded=True)
+def light_gru(x, r, h):
+    z = (x[0] + r[0]).sigmoid()
+    return z * h + (1 - z) * (x[1] + r[1]).tanh()
+
+
 @zo.cell(gates=2, recurrence="none")
 def min_gru(x, h):
     z = x[0].sigmoid()
@@ -265,6 +280,16 @@ def min_gru(x, h):
 @zo.cell(gates=1, recurrence="diagonal")
 def ind_rnn(x, h, u):
     return (x[0] + u * h).relu()
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("cell", [peephole, light_gru], ids=lambda cell: cell.name)
+def test_exchange_in_half_precision(cell, device, launched, monkeypatch):
+    """What goes around in half precision, and the factors of its gradients, are of other units."""
+    monkeypatch.setattr(torch.backends.cudnn.rnn, "fp32_precision", "tf32")
+    monkeypatch.setattr(cuda, "OWN_PATHS", (persistent_cell,))
+    compare(cell, noises(cell, "zoneout"), CALLS["lengths"], "tf32", True, 37, device)
+    assert set(launched) == {persistent_cell}
 
 
 @pytest.mark.parametrize("cell", [peephole, min_gru, ind_rnn], ids=lambda cell: cell.name)

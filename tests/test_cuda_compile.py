@@ -184,6 +184,29 @@ def test_steps_of_any_cell(cell, variant, vector):
 
 
 @pytest.mark.parametrize("back", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", ["char-PTB", "speech", "512"])
+def test_persistent_of_any_cell(shape, dtype, back):
+    """The weights of a paper's shape no longer fit beside a generated step."""
+    batch, hidden = SHAPES[shape]
+    tiles = persistent.plan(peephole, dtype, hidden, batch, back, PROCESSORS, SHARED)
+    assert tiles is not None
+    defines = persistent.defines_of(peephole, dtype, back, tiles, 0)
+    _, spilled = build("persistent_cell.cu", defines, step=print_unit(peephole, "zoneout"))
+    assert max(spilled) <= 256
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("cell", OWN, ids=lambda cell: cell.name)
+def test_persistent_of_any_cell_with_everything(cell, back):
+    """The kernel for every noise, lengths, resets and directions does not compile."""
+    tiles = persistent.plan(cell, torch.bfloat16, 500, 20, back, PROCESSORS, SHARED)
+    assert tiles is not None
+    defines = persistent.defines_of(cell, torch.bfloat16, back, tiles, EVERYTHING)
+    build("persistent_cell.cu", defines, step=print_unit(cell))
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("features", [0, EVERYTHING], ids=["plain", "everything"])
 @pytest.mark.parametrize("cell", UNITWISE, ids=lambda cell: cell.name)
 def test_diagonal(cell, features, back):

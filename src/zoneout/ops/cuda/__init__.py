@@ -23,7 +23,17 @@ from ..backend import Loop, LoopGrads, by_gate
 from ..backend import by_unit as to_units
 from ..run import Run
 from ..sequence.products import FEW, register
-from .kernels import batch, cell_steps, diagonal, own_cell, persistent, small, steps, wide
+from .kernels import (
+    batch,
+    cell_steps,
+    diagonal,
+    own_cell,
+    persistent,
+    persistent_cell,
+    small,
+    steps,
+    wide,
+)
 from .pointwise import dropout, norms, rows
 from .runtime import blas, compiler, side_streams
 from .runtime.arguments import CELLS, TYPES
@@ -35,7 +45,7 @@ register(gpu_product=blas.times, gpu_split=rows.split_columns)
 # The first path that supports a loop runs it. The hand-written kernels run the cells whose graph
 # equals a built-in one; generated kernels run all others.
 PATHS = (batch, small, wide, persistent, steps)
-OWN_PATHS = (diagonal, cell_steps)
+OWN_PATHS = (diagonal, persistent_cell, cell_steps)
 ROWS = rows.Padded
 IN_FLOAT32 = False  # half-precision operands enter the products unconverted
 # Gate values computed at once if there is no backward pass: all, in one launch.
@@ -171,7 +181,7 @@ def multiplies_x(w_ih: Tensor) -> bool:
 def side_by_side(runs: Sequence[Run]) -> bool:
     """Return True if the loops of these runs can run concurrently, each on a part of the chip."""
     if runs[0].cell not in CELLS:
-        return all(not r.cell.has_r for r in runs)
+        return all(not r.cell.has_r or persistent_cell.fits(r, len(runs)) for r in runs)
     return all(
         by_unit(r) or small.fits(r, len(runs)) or persistent.fits(r, len(runs)) for r in runs
     )

@@ -59,12 +59,6 @@ __device__ __forceinline__ void draw_four(u32 *w, const Loop &l, const Stream &s
     }
 }
 
-struct Streams {
-    Noise noise[STATES + 1];
-};
-
-__device__ __forceinline__ const Stream &stream_of(const Own &o, int k) { return k < STATES ? o.state[k] : o.update; }
-
 __device__ __forceinline__ void draw_all(Words4 &w, const Loop &l, const Own &o, const Streams &n, const Here &h, i64 t, int way) {
     int drawn = -1; /* the stream that was drawn last */
 #pragma unroll
@@ -82,24 +76,18 @@ __device__ __forceinline__ void draw_all(Words4 &w, const Loop &l, const Own &o,
 }
 
 __device__ __forceinline__ void masks_of(Unit &u, const Own &o, const Streams &n, const Words4 &w, int i, bool first) {
+    Kept kept = {};
 #pragma unroll
-    for (int k = 0; k <= STATES; k++) {
-        const Stream &s = stream_of(o, k);
-        if (s.mode == OFF) continue;
-        float keep = keep_of(s, n.noise[k], w.at[k][i]);
-        if (k < STATES)
-            put_keep(u, k, s, keep);
-        else
-            put_update(u, s, keep, first);
-    }
+    for (int k = 0; k <= STATES; k++)
+        if (stream_of(o, k).mode != OFF) kept.of[k] = keep_of(stream_of(o, k), n.noise[k], w.at[k][i]);
+    put_kept(u, o, kept, first);
 }
 
 /* What a unit has at all steps: parameters and noise. */
 __device__ __forceinline__ Unit constants(Streams &n, const Loop &l, const Own &o, const Here &h) {
     Unit u = {};
     const i64 j = h.in ? h.j : 0;
-#pragma unroll
-    for (int k = 0; k <= STATES; k++) n.noise[k] = noise_of(stream_of(o, k), j);
+    n = streams_of(o, j);
 #pragma unroll
     for (int k = 0; k < PARAMETERS; k++) u.parameter[k] = o.parameter[k][j];
     return u;
@@ -111,7 +99,7 @@ __device__ __forceinline__ Unit constants(Streams &n, const Loop &l, const Own &
 
 #if !BACK
 extern "C" __global__ void __launch_bounds__(THREADS) forward(Loop l, Own o) {
-    simplify(l);
+    simplify(l), simplify(o);
     const Here h = here_of(l);
     const i64 H = l.hidden;
     Streams n;
@@ -192,12 +180,12 @@ __device__ __forceinline__ void load_step(Loads &to, const Loop &l, const Own &o
 #pragma unroll
     for (int k = 1; k < STATES; k++) {
         to.old[k] = late_wide(t ? o.states[k] + before : o.initial[k] + h.own);
-        to.dseen[k] = HAS_DCELLS && o.dseen[k] ? late_wide(o.dseen[k] + here) : 0.0f;
+        to.dseen[k] = o.dseen[k] ? late_wide(o.dseen[k] + here) : 0.0f;
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) backward(Loop l, Own o) {
-    simplify(l);
+    simplify(l), simplify(o);
     const Here h = here_of(l);
     const i64 H = l.hidden;
     Streams n;

@@ -1,6 +1,7 @@
 /* Any cell: the numbers of one unit, the functions that a generated step calls, and the noise of up to four states.
  *
- * Prepended to cell_steps.cu and diagonal.cu, after units.cuh. The text of the step (definition/cuda.py) is put in below.
+ * Prepended to cell_steps.cu and diagonal.cu, after units.cuh, and to persistent_cell.cu (QUICK: the functions that are
+ * fastest, for a step that others wait for). The text of the step (definition/cuda.py) is put in below.
  */
 
 struct Unit { /* of one unit of one row at one step; the fields of ops/cpu/step.h */
@@ -25,8 +26,13 @@ __device__ __forceinline__ float exp_of(float x) { return expf(x); }
 __device__ __forceinline__ float softplus_of(float x) { /* x itself above 20, as in torch */
     return x > 20.0f ? x : fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))) + (x - x); /* NaN stays NaN */
 }
+#if QUICK
+#define SIGMOID(x) sigmoid_at(x)
+#define TANH(x) tanh_at(x)
+#else
 #define SIGMOID(x) sigmoid(x)
 #define TANH(x) tanh_kept(x)
+#endif
 #define EXP(x) exp_of(x)
 #define LOG(x) logf(x)
 #define SQRT(x) sqrtf(x)
@@ -43,6 +49,9 @@ __device__ __forceinline__ float softplus_of(float x) { /* x itself above 20, as
 __device__ __forceinline__ float tanh_kept(float x) { return x == x ? tanh_of(x) : x; }
 
 /* The functions of the cell's step stand here. */
+
+#undef G
+#define G GATES
 
 /* --- arguments ------------------------------------------------------------------------------------ */
 
@@ -79,6 +88,57 @@ __device__ __forceinline__ void put_update(Unit &u, const Stream &s, float keep,
     u.hold = s.hold && !first ? keep : 0.0f;
 }
 
+__device__ __forceinline__ const Stream &stream_of(const Own &o, int k) { return k < STATES ? o.state[k] : o.update; }
+
+struct Streams { /* those of the states, then the update's, as one unit sees them */
+    Noise noise[STATES + 1];
+};
+
+__device__ __forceinline__ Streams streams_of(const Own &o, i64 unit) {
+    Streams n;
+#pragma unroll
+    for (int k = 0; k <= STATES; k++) n.noise[k] = noise_of(stream_of(o, k), unit);
+    return n;
+}
+
+struct Kept { /* of each stream: 1 where the old value (or zero) is used, its chance at evaluation */
+    float of[STATES + 1];
+};
+
+__device__ __forceinline__ void put_kept(Unit &u, const Own &o, const Kept &kept, bool first) {
+#pragma unroll
+    for (int k = 0; k < STATES; k++) put_keep(u, k, o.state[k], kept.of[k]);
+    put_update(u, o.update, kept.of[STATES], first);
+}
+
+__device__ __forceinline__ Kept kept_at(const Own &o, const Streams &n, u32 unit, u32 example, u32 step) {
+    Kept kept = {};
+    u32 word = 0;
+    int drawn = -1; /* the stream of `word` */
+#pragma unroll
+    for (int k = 0; k <= STATES; k++) {
+        const Stream &s = stream_of(o, k);
+        if (s.mode == OFF) continue;
+        if (s.mode == DRAWN) {
+            if (!(k && drawn == k - 1 && same_words(stream_of(o, k - 1), n.noise[k ? k - 1 : 0], s, n.noise[k])))
+                word = word_of(s, n.noise[k].seed, unit, example, step);
+            drawn = k;
+        }
+        kept.of[k] = keep_of(s, n.noise[k], word);
+    }
+    return kept;
+}
+
+/* What HAS says that a loop has not. */
+__device__ __forceinline__ void simplify(Own &o) {
+    if (!HAS_UPDATE) o.update.mode = OFF, o.update.hold = 0;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        if (!HAS_ZERO) o.state[k].zero = 0;
+        if (!HAS_DCELLS) o.dseen[k] = nullptr;
+    }
+}
+
 /* --- the states before a step --------------------------------------------------------------------- */
 
 __device__ __forceinline__ const float *start_of(const Own &o, int k, bool cut, i64 at) {
@@ -86,7 +146,7 @@ __device__ __forceinline__ const float *start_of(const Own &o, int k, bool cut, 
 }
 
 /* The stored value of the gate that may be held, at a row of a step. */
-#if HELD >= 0
+#if HELD >= 0 && defined(V)
 __device__ __forceinline__ Units held_at(const Loop &l, const Own &o, i64 at, i64 j) {
 #if HELD < GATES
     return get((const narrow *)l.gates + (at * GATES + HELD) * l.hidden + j);

@@ -30,6 +30,8 @@ HEADERS = {
     "steps.cu": ("units.cuh",),
     "cell_steps.cu": ("units.cuh", "unit.cuh"),
     "diagonal.cu": ("units.cuh", "unit.cuh"),
+    "persistent.cu": ("exchange.cuh",),
+    "persistent_cell.cu": ("unit.cuh", "exchange.cuh"),
 }
 STEP = "/* The functions of the cell's step stand here. */\n"
 # Sources with architecture-specific instructions, which later architectures do not have.
