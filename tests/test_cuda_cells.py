@@ -20,7 +20,7 @@ from zoneout.cells import lstm
 from zoneout.definition import Definition
 from zoneout.definition.graph import Graph
 from zoneout.ops import cuda, reference
-from zoneout.ops.cuda.kernels import cell_steps, diagonal, persistent_cell
+from zoneout.ops.cuda.kernels import cell_steps, diagonal, persistent_cell, small_cell
 
 DEVICES = ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -160,7 +160,12 @@ CASES = [
     (4, "both", "packed", "tf32", True, {"bidirectional": True}),
     (4, "both", "lengths", "bf16", True, {"seen": True}),
 ]
-PERSISTENT = CASES[len(SIZES) :]
+AT_ONCE = CASES[len(SIZES) :]
+CASES = [
+    *((cell_steps if SIZES[case[0]][2] in ("dense", "blocks") else diagonal, *case)
+      for case in CASES[: len(SIZES)]),
+    *((path, *case) for path in (small_cell, persistent_cell) for case in AT_ONCE),
+]  # fmt: skip
 
 
 def values(
@@ -223,7 +228,7 @@ def compare(cell, noise, call, precision, training, hidden, device, seen=False, 
 def launched(monkeypatch):
     """The paths that have run a loop."""
     found: list[Any] = []
-    for path in (cell_steps, diagonal, persistent_cell):
+    for path in (cell_steps, diagonal, persistent_cell, small_cell):
         whole = path.ready
 
         def ready(*given, path=path, whole=whole):
@@ -237,19 +242,17 @@ def launched(monkeypatch):
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(
-    ("number", "noise", "call", "precision", "training", "options"),
+    ("path", "number", "noise", "call", "precision", "training", "options"),
     CASES,
-    ids=lambda value: str(value) if isinstance(value, (int, str)) else "",
+    ids=lambda value: getattr(value, "__name__", str(value)).split(".")[-1],
 )
 def test_random_cells(
-    number, noise, call, precision, training, options, device, launched, monkeypatch
+    path, number, noise, call, precision, training, options, device, launched, monkeypatch
 ):
     """A generated step, its derivative, its masks or what lies around it is wrong."""
     gates, states, recurrence, hidden = SIZES[number]
     cell = fitting_cell(number, gates, states, recurrence, precision != "exact")
     monkeypatch.setattr(torch.backends.cudnn.rnn, "fp32_precision", PRECISIONS[precision][1])
-    case = (number, noise, call, precision, training, options)
-    path = persistent_cell if case in PERSISTENT else cell_steps if cell.has_r else diagonal
     monkeypatch.setattr(cuda, "OWN_PATHS", (path,))
     if number > 6:  # more steps than loads are issued ahead
         monkeypatch.setattr(diagonal, "AHEAD", 4)

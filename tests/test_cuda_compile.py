@@ -197,6 +197,19 @@ def test_persistent_of_any_cell(shape, dtype, back):
 
 
 @pytest.mark.parametrize("back", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("features", [0, EVERYTHING], ids=["plain", "everything"])
+def test_small_of_any_cell(features, dtype, back):
+    """The weights of pMNIST's shape no longer fit beside a generated step."""
+    tiles = small.plan(peephole, dtype.itemsize, 100, 100, back, PROCESSORS, SHARED)
+    assert tiles is not None
+    defines = small.defines_of(peephole, dtype, back, tiles, features, None)
+    step = print_unit(peephole, "all" if features else "zoneout")
+    _, spilled = build("small_cell.cu", defines, step=step)
+    assert features or max(spilled) <= 64
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("cell", OWN, ids=lambda cell: cell.name)
 def test_persistent_of_any_cell_with_everything(cell, back):
     """The kernel for every noise, lengths, resets and directions does not compile."""

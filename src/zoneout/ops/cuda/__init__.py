@@ -31,6 +31,7 @@ from .kernels import (
     persistent,
     persistent_cell,
     small,
+    small_cell,
     steps,
     wide,
 )
@@ -45,7 +46,7 @@ register(gpu_product=blas.times, gpu_split=rows.split_columns)
 # The first path that supports a loop runs it. The hand-written kernels run the cells whose graph
 # equals a built-in one; generated kernels run all others.
 PATHS = (batch, small, wide, persistent, steps)
-OWN_PATHS = (diagonal, persistent_cell, cell_steps)
+OWN_PATHS = (diagonal, small_cell, persistent_cell, cell_steps)
 ROWS = rows.Padded
 IN_FLOAT32 = False  # half-precision operands enter the products unconverted
 # Gate values computed at once if there is no backward pass: all, in one launch.
@@ -181,7 +182,10 @@ def multiplies_x(w_ih: Tensor) -> bool:
 def side_by_side(runs: Sequence[Run]) -> bool:
     """Return True if the loops of these runs can run concurrently, each on a part of the chip."""
     if runs[0].cell not in CELLS:
-        return all(not r.cell.has_r or persistent_cell.fits(r, len(runs)) for r in runs)
+        return all(
+            not r.cell.has_r or small_cell.fits(r, len(runs)) or persistent_cell.fits(r, len(runs))
+            for r in runs
+        )
     return all(
         by_unit(r) or small.fits(r, len(runs)) or persistent.fits(r, len(runs)) for r in runs
     )

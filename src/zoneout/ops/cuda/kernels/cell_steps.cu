@@ -9,8 +9,7 @@ __device__ __forceinline__ void masks_at(Unit *u, const Loop &l, const Own &o, c
     Words w = {};
     Stream drawn = {}; /* the stream that `w` was drawn for */
     Noise of_drawn = {};
-#pragma unroll
-    for (int k = 0; k <= STATES; k++) {
+    EACH_STREAM {
         const Stream &s = k < STATES ? o.state[k] : o.update;
         if (s.mode == OFF) continue;
         Noise n = noise_of(s, p.j);
@@ -46,10 +45,8 @@ __device__ __forceinline__ Units before(const Loop &l, const Own &o, const Place
 }
 
 __device__ __forceinline__ void shared_loads(Unit *u, const Loop &l, const Own &o, const Place &p, i64 t) {
-#pragma unroll
-    for (int k = 0; k < STATES; k++) FILL(old[k], before(l, o, p, k));
-#pragma unroll
-    for (int k = 0; k < PARAMETERS; k++) FILL(parameter[k], get(o.parameter[k] + p.j));
+    EACH_STATE FILL(old[k], before(l, o, p, k));
+    EACH_PARAMETER FILL(parameter[k], get(o.parameter[k] + p.j));
     masks_at(u, l, o, p, t);
 #if HELD >= 0
     if (o.update.hold && !p.first) FILL(held, held_at(l, o, p.before, p.j));
@@ -93,8 +90,7 @@ extern "C" __global__ void forward(Loop l, Own o, int t) {
     const Head head = head_of(o, p.j);
     const float *product = o.product + (head.number * l.batch + p.row) * GATES * o.block + head.j;
     Unit u[V] = {};
-#pragma unroll
-    for (int q = 0; q < GATES; q++) {
+    EACH_GATE {
         FILL(gate[q], get(gates + q * H));
         FILL(bias_x[q], get((const narrow *)l.b_x + q * H + p.j));
         Units r = get(product + q * o.block);
@@ -107,13 +103,11 @@ extern "C" __global__ void forward(Loop l, Own o, int t) {
     }
     shared_loads(u, l, o, p, t);
     EACH step_forward(u[e]);
-#pragma unroll
-    for (int q = 0; q < GATES; q++) {
+    EACH_GATE {
         TAKEN(value, gate[q]);
         put(gates + q * H, value);
     }
-#pragma unroll
-    for (int k = 0; k < SLOTS; k++) {
+    EACH_SLOT {
         TAKEN(value, slot[k]);
         put(o.slot[k] + p.at * H + p.j, value);
     }
@@ -134,8 +128,7 @@ extern "C" __global__ void forward(Loop l, Own o, int t) {
  * go to the states after it, and no further. */
 __device__ __forceinline__ void arrive(Units *d, const Loop &l, const Own &o, i64 row, i64 j, i64 t, i64 length) {
     const i64 at = row * l.hidden + j;
-#pragma unroll
-    for (int k = 0; k < STATES; k++) d[k] = get(o.dstate[k] + at);
+    EACH_STATE d[k] = get(o.dstate[k] + at);
     if (t + 1 >= length) return;
     const Head head = head_of(o, j);
     Units sum = all_of(0.0f);
@@ -150,8 +143,7 @@ __device__ __forceinline__ void arrive(Units *d, const Loop &l, const Own &o, i6
     }
     EACH d[0][e] += sum[e];
     if (!cut_at(l, t + 1, row, length)) return;
-#pragma unroll
-    for (int k = 0; k < STATES; k++) {
+    EACH_STATE {
         Units total = get(o.dreset[k] + at);
         EACH total[e] += d[k][e];
         put(o.dreset[k] + at, total);
@@ -169,8 +161,7 @@ extern "C" __global__ void backward(Loop l, Own o, int t) {
     Units d[STATES];
     const i64 first = p.at * GATES * H + p.j;
     arrive(d, l, o, p.row, p.j, t, p.length);
-#pragma unroll
-    for (int k = 0; k < STATES; k++) {
+    EACH_STATE {
         EACH u[e].dstate[k] = d[k][e];
         if (k && o.dseen[k]) {
             Units more = get(o.dseen[k] + p.at * H + p.j);
@@ -178,15 +169,12 @@ extern "C" __global__ void backward(Loop l, Own o, int t) {
         }
     }
     FILL(dy, get((const narrow *)l.dy + p.at * H + p.j));
-#pragma unroll
-    for (int q = 0; q < GATES; q++) FILL(gate[q], get((const narrow *)l.gates + first + q * H));
-#pragma unroll
-    for (int k = 0; k < SLOTS; k++) FILL(slot[k], get(o.slot[k] + p.at * H + p.j));
+    EACH_GATE FILL(gate[q], get((const narrow *)l.gates + first + q * H));
+    EACH_SLOT FILL(slot[k], get(o.slot[k] + p.at * H + p.j));
     if (o.owed) FILL(owed, get(o.owed + here));
     shared_loads(u, l, o, p, t);
     EACH step_backward(u[e]);
-#pragma unroll
-    for (int q = 0; q < GATES; q++) {
+    EACH_GATE {
         TAKEN(dx, dx[q]);
         put((narrow *)l.dgx + first + q * H, dx);
 #if APART
@@ -197,8 +185,7 @@ extern "C" __global__ void backward(Loop l, Own o, int t) {
 #endif
         if (enters) put(enters + q * o.block, dr);
     }
-#pragma unroll
-    for (int k = 0; k < STATES; k++) {
+    EACH_STATE {
         TAKEN(value, dstate[k]);
         put(o.dstate[k] + here, value);
     }
@@ -206,8 +193,7 @@ extern "C" __global__ void backward(Loop l, Own o, int t) {
         TAKEN(value, owed);
         put(o.owed + here, value);
     }
-#pragma unroll
-    for (int k = 0; k < PARAMETERS; k++) {
+    EACH_PARAMETER {
         Units sum = get(o.dparameter[k] + here);
         EACH sum[e] += u[e].dparameter[k];
         put(o.dparameter[k] + here, sum);
@@ -220,6 +206,5 @@ extern "C" __global__ void leave(Loop l, Own o, int t) {
     if (!p.in) return;
     Units d[STATES];
     arrive(d, l, o, p.row, p.j, -1, p.length);
-#pragma unroll
-    for (int k = 0; k < STATES; k++) put(o.dstate[k] + p.row * l.hidden + p.j, d[k]);
+    EACH_STATE put(o.dstate[k] + p.row * l.hidden + p.j, d[k]);
 }

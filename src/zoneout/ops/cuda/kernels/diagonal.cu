@@ -59,10 +59,10 @@ __device__ __forceinline__ void draw_four(u32 *w, const Loop &l, const Stream &s
     }
 }
 
-__device__ __forceinline__ void draw_all(Words4 &w, const Loop &l, const Own &o, const Streams &n, const Here &h, i64 t, int way) {
+__device__ __forceinline__ void draw_all(Words4 &w, const Loop &l, const Own &o, const Streams &n, const Here &h, i64 t,
+                                         int way) {
     int drawn = -1; /* the stream that was drawn last */
-#pragma unroll
-    for (int k = 0; k <= STATES; k++) {
+    EACH_STREAM {
         const Stream &s = stream_of(o, k);
         if (s.mode != DRAWN) continue;
         if (k && drawn == k - 1 && same_words(stream_of(o, k - 1), n.noise[k ? k - 1 : 0], s, n.noise[k])) {
@@ -77,20 +77,8 @@ __device__ __forceinline__ void draw_all(Words4 &w, const Loop &l, const Own &o,
 
 __device__ __forceinline__ void masks_of(Unit &u, const Own &o, const Streams &n, const Words4 &w, int i, bool first) {
     Kept kept = {};
-#pragma unroll
-    for (int k = 0; k <= STATES; k++)
-        if (stream_of(o, k).mode != OFF) kept.of[k] = keep_of(stream_of(o, k), n.noise[k], w.at[k][i]);
+    EACH_STREAM if (stream_of(o, k).mode != OFF) kept.of[k] = keep_of(stream_of(o, k), n.noise[k], w.at[k][i]);
     put_kept(u, o, kept, first);
-}
-
-/* What a unit has at all steps: parameters and noise. */
-__device__ __forceinline__ Unit constants(Streams &n, const Loop &l, const Own &o, const Here &h) {
-    Unit u = {};
-    const i64 j = h.in ? h.j : 0;
-    n = streams_of(o, j);
-#pragma unroll
-    for (int k = 0; k < PARAMETERS; k++) u.parameter[k] = o.parameter[k][j];
-    return u;
 }
 
 /* --- forward -------------------------------------------------------------------------------------- */
@@ -102,20 +90,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(Loop l, Own o) {
     simplify(l), simplify(o);
     const Here h = here_of(l);
     const i64 H = l.hidden;
-    Streams n;
-    Unit u = constants(n, l, o, h);
+    const i64 own = h.in ? h.j : 0;
+    const Streams n = streams_of(o, own);
+    Unit u = unit_of(l, o, own);
     Late ring[AHEAD][GATES];
     float state[STATES] = {}, held = 0.0f;
     const narrow *from = (const narrow *)l.gates + h.j;
     if (h.in) {
-#pragma unroll
-        for (int q = 0; q < GATES; q++) u.bias_x[q] = widen(((const narrow *)l.b_x)[q * H + h.j]);
         state[0] = widen(((const narrow *)l.h0)[h.own]);
 #pragma unroll
         for (int k = 1; k < STATES; k++) state[k] = o.initial[k][h.own];
         RING if (i < h.length)
-#pragma unroll
-            for (int q = 0; q < GATES; q++) ring[i][q] = late(from + (at_of(l, i, h.row, h.length) * GATES + q) * H);
+            EACH_GATE ring[i][q] = late(from + (at_of(l, i, h.row, h.length) * GATES + q) * H);
     }
     Words4 words;
     for (i64 start = 0; start < h.length; start += AHEAD) {
@@ -131,25 +117,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(Loop l, Own o) {
 #pragma unroll
                 for (int k = 1; k < STATES; k++) state[k] = o.reset[k][h.own];
             }
-#pragma unroll
-            for (int k = 0; k < STATES; k++) u.old[k] = state[k];
+            EACH_STATE u.old[k] = state[k];
             u.held = held;
             masks_of(u, o, n, words, i % 4, first);
             narrow *gates = (narrow *)l.gates + at * GATES * H + h.j;
-#pragma unroll
-            for (int q = 0; q < GATES; q++) {
+            EACH_GATE {
                 u.gate[q] = widen(ring[i][q]);
                 if (t + AHEAD < h.length)
                     ring[i][q] = late(from + (at_of(l, t + AHEAD, h.row, h.length) * GATES + q) * H);
             }
             step_forward(u);
-#pragma unroll
-            for (int q = 0; q < GATES; q++) gates[q * H] = narrowed(u.gate[q]);
-#pragma unroll
-            for (int k = 0; k < SLOTS; k++) o.slot[k][here] = u.slot[k];
+            EACH_GATE gates[q * H] = narrowed(u.gate[q]);
+            EACH_SLOT o.slot[k][here] = u.slot[k];
             ((narrow *)l.y)[here] = narrowed(u.made[0]);
-#pragma unroll
-            for (int k = 0; k < STATES; k++) {
+            EACH_STATE {
                 if (k) o.states[k][here] = u.made[k];
                 state[k] = u.made[k];
             }
@@ -171,11 +152,9 @@ struct Loads { /* of one step */
 __device__ __forceinline__ void load_step(Loads &to, const Loop &l, const Own &o, const Here &h, i64 t) {
     const i64 H = l.hidden, at = at_of(l, t, h.row, h.length), here = at * H + h.j;
     const i64 before = at_of(l, t - 1, h.row, h.length) * H + h.j;
-#pragma unroll
-    for (int q = 0; q < GATES; q++) to.gate[q] = late((const narrow *)l.gates + (at * GATES + q) * H + h.j);
+    EACH_GATE to.gate[q] = late((const narrow *)l.gates + (at * GATES + q) * H + h.j);
     to.dy = late((const narrow *)l.dy + here);
-#pragma unroll
-    for (int k = 0; k < SLOTS; k++) to.slot[k] = late_wide(o.slot[k] + here);
+    EACH_SLOT to.slot[k] = late_wide(o.slot[k] + here);
     to.old[0] = widen(late(t ? (const narrow *)l.y + before : (const narrow *)l.h0 + h.own));
 #pragma unroll
     for (int k = 1; k < STATES; k++) {
@@ -188,12 +167,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(Loop l, Own o) {
     simplify(l), simplify(o);
     const Here h = here_of(l);
     const i64 H = l.hidden;
-    Streams n;
-    Unit u = constants(n, l, o, h);
+    const i64 own = h.in ? h.j : 0;
+    const Streams n = streams_of(o, own);
+    Unit u = unit_of(l, o, own);
     Loads ring[AHEAD];
     if (h.in) {
-#pragma unroll
-        for (int k = 0; k < STATES; k++) u.dstate[k] = o.dstate[k][h.own];
+        EACH_STATE u.dstate[k] = o.dstate[k][h.own];
         RING if (i < h.length) load_step(ring[i], l, o, h, h.length - 1 - i);
     }
     Words4 words;
@@ -206,12 +185,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(Loop l, Own o) {
             const i64 at = at_of(l, t, h.row, h.length);
             const bool cut = cut_at(l, t, h.row, h.length), first = cut || t == 0;
             Loads &now = ring[i];
-#pragma unroll
-            for (int q = 0; q < GATES; q++) u.gate[q] = widen(now.gate[q]);
-#pragma unroll
-            for (int k = 0; k < SLOTS; k++) u.slot[k] = now.slot[k];
-#pragma unroll
-            for (int k = 0; k < STATES; k++) {
+            EACH_GATE u.gate[q] = widen(now.gate[q]);
+            EACH_SLOT u.slot[k] = now.slot[k];
+            EACH_STATE {
                 u.old[k] = now.old[k];
                 if (k) u.dstate[k] += now.dseen[k];
             }
@@ -228,11 +204,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(Loop l, Own o) {
             if (t >= AHEAD) load_step(ring[i], l, o, h, t - AHEAD);
             step_backward(u);
             narrow *dgx = (narrow *)l.dgx + at * GATES * H + h.j;
-#pragma unroll
-            for (int q = 0; q < GATES; q++) dgx[q * H] = narrowed(u.dx[q]);
+            EACH_GATE dgx[q * H] = narrowed(u.dx[q]);
             if (cut) {
-#pragma unroll
-                for (int k = 0; k < STATES; k++) {
+                EACH_STATE {
                     o.dreset[k][h.own] += u.dstate[k];
                     u.dstate[k] = 0.0f;
                 }
@@ -240,9 +214,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(Loop l, Own o) {
         }
     }
     if (!h.in) return;
-#pragma unroll
-    for (int k = 0; k < STATES; k++) o.dstate[k][h.own] = u.dstate[k];
-#pragma unroll
-    for (int k = 0; k < PARAMETERS; k++) o.dparameter[k][h.own] = u.dparameter[k];
+    EACH_STATE o.dstate[k][h.own] = u.dstate[k];
+    EACH_PARAMETER o.dparameter[k][h.own] = u.dparameter[k];
 }
 #endif

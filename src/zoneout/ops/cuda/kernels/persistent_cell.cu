@@ -1,25 +1,5 @@
 /* Any cell: all steps in one launch, with the exchange of exchange.cuh and the generated step. */
 
-#define EACH_STATE _Pragma("unroll") for (int k = 0; k < STATES; k++)
-#define EACH_GATE _Pragma("unroll") for (int q = 0; q < G; q++)
-
-/* A state before the first step, or after a reset; `at`: row and unit. */
-__device__ __forceinline__ float start_at(const Loop &l, const Own &o, int k, bool cut, i64 at) {
-    return k ? *start_of(o, k, cut, at) : start_h(l, cut, at);
-}
-
-/* What a unit has at all steps. */
-__device__ __forceinline__ Unit unit_of(const Loop &l, const Own &o, i64 unit) {
-    Unit u = {};
-#pragma unroll
-    for (int k = 0; k < PARAMETERS; k++) u.parameter[k] = o.parameter[k][unit];
-    EACH_GATE {
-        if (l.b_x) u.bias_x[q] = widen(((const narrow *)l.b_x)[q * l.hidden + unit]);
-        if (l.b_h) u.bias_r[q] = widen(((const narrow *)l.b_h)[q * l.hidden + unit]);
-    }
-    return u;
-}
-
 /* --- forward -------------------------------------------------------------------------------------- */
 #if !BACK
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(Loop l, Own o, Exchange x) {
@@ -93,8 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(Loop l, Own o, 
             step_forward(u);
             EACH_STATE state[i][k] = u.made[k];
             EACH_GATE stored[i][q] = u.gate[q];
-#pragma unroll
-            for (int k = 0; k < SLOTS; k++) stored[i][G + k] = u.slot[k];
+            EACH_SLOT stored[i][G + k] = u.slot[k];
             if (HELD >= 0) held[i] = stored[i][HELD < 0 ? 0 : HELD];
             cut[i] = cut_next[i];
         }
@@ -104,8 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(Loop l, Own o, 
             ((narrow *)l.y)[at * H + m.unit] = narrowed(state[i][0]);
             EACH_STATE if (k) o.states[k][at * H + m.unit] = state[i][k];
             EACH_GATE gates[(at * G + q) * H + m.unit] = narrowed(stored[i][q]);
-#pragma unroll
-            for (int k = 0; k < SLOTS; k++) o.slot[k][at * H + m.unit] = stored[i][G + k];
+            EACH_SLOT o.slot[k][at * H + m.unit] = stored[i][G + k];
         }
     }
 }
@@ -148,8 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(Loop l, Own o,
             later[i].first = first;
             EACH_GATE later[i].gates[q] = late(gates + (at * G + q) * H + m.unit);
             later[i].dy = late((const narrow *)l.dy + here);
-#pragma unroll
-            for (int k = 0; k < SLOTS; k++) later[i].slot[k] = o.slot[k][here];
+            EACH_SLOT later[i].slot[k] = o.slot[k][here];
             EACH_STATE {
                 if (first)
                     later[i].old[k] = start_at(l, o, k, cut, start);
@@ -168,8 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(Loop l, Own o,
         bool there = row < l.batch;
         owed[i] = 0.0f, example[i] = there ? (u32)l.examples[row] : 0;
         EACH_STATE d[i][k] = there ? o.dstate[k][row * H + m.unit] : 0.0f, of_reset[i][k] = 0.0f;
-#pragma unroll
-        for (int k = 0; k < PARAMETERS; k++) of_parameter[i][k] = 0.0f;
+        EACH_PARAMETER of_parameter[i][k] = 0.0f;
     }
     fetch(l.steps - 1);
     i64 t = l.steps - 1;
@@ -201,16 +177,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(Loop l, Own o,
         EACH_ITEM if (t < length[i]) {
             Unit u = constant;
             EACH_GATE u.gate[q] = widen(f[i].gates[q]);
-#pragma unroll
-            for (int k = 0; k < SLOTS; k++) u.slot[k] = f[i].slot[k];
+            EACH_SLOT u.slot[k] = f[i].slot[k];
             EACH_STATE u.old[k] = f[i].old[k], u.dstate[k] = d[i][k] + f[i].dseen[k];
             u.dy = widen(f[i].dy), u.held = f[i].first ? 0.0f : f[i].held, u.owed = owed[i];
             put_kept(u, o, kept[i], f[i].first);
             step_backward(u);
             owed[i] = u.owed;
             EACH_STATE d[i][k] = u.dstate[k];
-#pragma unroll
-            for (int k = 0; k < PARAMETERS; k++) of_parameter[i][k] += u.dparameter[k];
+            EACH_PARAMETER of_parameter[i][k] += u.dparameter[k];
             EACH_GATE {
                 out[i][q % GE] = APART ? u.dr[q] : u.dx[q];
                 dx[i][q] = narrowed(u.dx[q]);
@@ -237,8 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(Loop l, Own o,
             o.dstate[k][own] = d[i][k];
             if (l.resets) o.dreset[k][own] = of_reset[i][k];
         }
-#pragma unroll
-        for (int k = 0; k < PARAMETERS; k++) o.dparameter[k][own] = of_parameter[i][k];
+        EACH_PARAMETER o.dparameter[k][own] = of_parameter[i][k];
     }
 }
 #endif

@@ -1,7 +1,7 @@
 /* Any cell: the numbers of one unit, the functions that a generated step calls, and the noise of up to four states.
  *
- * Prepended to cell_steps.cu and diagonal.cu, after units.cuh, and to persistent_cell.cu (QUICK: the functions that are
- * fastest, for a step that others wait for). The text of the step (definition/cuda.py) is put in below.
+ * Prepended to cell_steps.cu and diagonal.cu, after units.cuh, and to small_cell.cu and persistent_cell.cu (QUICK: the
+ * fastest functions, since every step waits for them). The text of the step (definition/cuda.py) is put in below.
  */
 
 struct Unit { /* of one unit of one row at one step; the fields of ops/cpu/step.h */
@@ -73,6 +73,12 @@ struct Own { /* beside Loop: what cells of several states have. State 0 is h; in
     i64 block, h_pitch, rec_pitch, sums; /* sums: the parts of `rec` to be added */
 };
 
+#define EACH_GATE _Pragma("unroll") for (int q = 0; q < G; q++)
+#define EACH_STATE _Pragma("unroll") for (int k = 0; k < STATES; k++)
+#define EACH_STREAM _Pragma("unroll") for (int k = 0; k <= STATES; k++) /* of the states, then the update's */
+#define EACH_SLOT _Pragma("unroll") for (int k = 0; k < SLOTS; k++)
+#define EACH_PARAMETER _Pragma("unroll") for (int k = 0; k < PARAMETERS; k++)
+
 /* --- noise ---------------------------------------------------------------------------------------- */
 
 __device__ __forceinline__ void put_keep(Unit &u, int k, const Stream &s, float keep) {
@@ -96,8 +102,7 @@ struct Streams { /* those of the states, then the update's, as one unit sees the
 
 __device__ __forceinline__ Streams streams_of(const Own &o, i64 unit) {
     Streams n;
-#pragma unroll
-    for (int k = 0; k <= STATES; k++) n.noise[k] = noise_of(stream_of(o, k), unit);
+    EACH_STREAM n.noise[k] = noise_of(stream_of(o, k), unit);
     return n;
 }
 
@@ -143,6 +148,22 @@ __device__ __forceinline__ void simplify(Own &o) {
 
 __device__ __forceinline__ const float *start_of(const Own &o, int k, bool cut, i64 at) {
     return (cut ? o.reset[k] : o.initial[k]) + at;
+}
+
+/* A state before the first step, or after a reset; `at`: row and unit. */
+__device__ __forceinline__ float start_at(const Loop &l, const Own &o, int k, bool cut, i64 at) {
+    return k ? *start_of(o, k, cut, at) : start_h(l, cut, at);
+}
+
+/* What a unit has at all steps. */
+__device__ __forceinline__ Unit unit_of(const Loop &l, const Own &o, i64 unit) {
+    Unit u = {};
+    EACH_PARAMETER u.parameter[k] = o.parameter[k][unit];
+    EACH_GATE {
+        if (l.b_x) u.bias_x[q] = widen(((const narrow *)l.b_x)[q * l.hidden + unit]);
+        if (l.b_h) u.bias_r[q] = widen(((const narrow *)l.b_h)[q * l.hidden + unit]);
+    }
+    return u;
 }
 
 /* The stored value of the gate that may be held, at a row of a step. */

@@ -30,6 +30,8 @@ HEADERS = {
     "steps.cu": ("units.cuh",),
     "cell_steps.cu": ("units.cuh", "unit.cuh"),
     "diagonal.cu": ("units.cuh", "unit.cuh"),
+    "small.cu": ("block.cuh",),
+    "small_cell.cu": ("unit.cuh", "block.cuh"),
     "persistent.cu": ("exchange.cuh",),
     "persistent_cell.cu": ("unit.cuh", "exchange.cuh"),
 }
