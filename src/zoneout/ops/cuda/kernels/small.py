@@ -165,9 +165,9 @@ def defines_of(
     """Return the macros that the kernel is compiled with."""
     return (
         ("CELL", CELLS.index(cell) if cell in CELLS else 0), ("TYPE", TYPES[dtype]), ("FAST", 1),
-        ("BACK", int(back)), ("QUICK", 1), ("HIDDEN", tiles.hidden), ("WARPS", tiles.warps), ("KS", tiles.k_steps),
-        ("KR", tiles.resident), ("NC", tiles.rows), ("NORM", tiles.norm), ("HAS", beyond),
-        *known(modes),
+        ("BACK", int(back)), ("QUICK", 1), ("HIDDEN", tiles.hidden), ("WARPS", tiles.warps),
+        ("KS", tiles.k_steps), ("KR", tiles.resident), ("NC", tiles.rows), ("NORM", tiles.norm),
+        ("HAS", beyond), *known(modes),
     )  # fmt: skip
 
 
