@@ -33,6 +33,7 @@ from zoneout.ops import cuda
 from zoneout.ops.cuda.runtime import compiler
 from zoneout.ops.sequence import packing, passes, products
 
+KERNELS = ("batch", "small", "persistent", "wide", "steps", "cell_steps", "diagonal")
 HEADER = Path(__file__).with_name("emulator.h")
 # Without the checks of jumps, which take one to another stack for a mistake.
 OPTIONS = ["-std=c++17", "-O1", "-w", "-fPIC", "-fsanitize=alignment,bounds", "-U_FORTIFY_SOURCE"]
@@ -159,10 +160,14 @@ class Kernel:
 
 @cache
 def load(
-    device: int, source: str, names: tuple[str, ...], defines: tuple[tuple[str, int], ...]
+    device: int,
+    source: str,
+    names: tuple[str, ...],
+    defines: tuple[tuple[str, int], ...],
+    step: str = "",
 ) -> tuple[Kernel, ...]:
     """As the compiler's `load`."""
-    text, _ = compiler.program((9, 0), source, defines)
+    text, _ = compiler.program((9, 0), source, defines, step)
     found = re.search(r"__cluster_dims__\((\w+)", text)
     cluster = 1 if found is None else dict(defines)[found[1]]
     known = [("__CUDA_ARCH__", 900), *defines]
@@ -201,14 +206,16 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     )
     for made in kept:
         made.cache_clear()
-    own = [f"ops.cuda.kernels.{name}" for name in ("batch", "small", "persistent", "wide", "steps")]
+    own = [f"ops.cuda.kernels.{name}" for name in KERNELS]
     own += [f"ops.cuda.pointwise.{name}" for name in ("norms", "dropout", "weight_noise", "rows")]
     for name in (*own, "paper.training.optimizer_kernel"):
         monkeypatch.setattr(f"zoneout.{name}.load", load)
-    for module in (cuda.batch, cuda.small, cuda.persistent, cuda.wide, cuda.steps, compiler):
+    chips = (cuda.batch, cuda.small, cuda.persistent, cuda.wide, cuda.steps, cuda.cell_steps)
+    for module in (*chips, compiler):
         monkeypatch.setattr(module, "chip", lambda device: compiler.Chip(132, 232448, 9))
-    monkeypatch.setattr(cuda.steps, "driver", lambda: SimpleNamespace(cuLaunchKernelEx=_launch))
+    monkeypatch.setattr(compiler, "driver", lambda: SimpleNamespace(cuLaunchKernelEx=_launch))
     monkeypatch.setattr(cuda.steps, "product", product)
+    monkeypatch.setattr(cuda.cell_steps, "product", product)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)

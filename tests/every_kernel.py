@@ -4,11 +4,12 @@
     tests/every_kernel.py compute-sanitizer --tool racecheck --error-exitcode 1 python
     tests/every_kernel.py
 
-Names of paths after it, `rows` or `optimizers`, run those alone. Without torch's cache of memory
-every tensor has an allocation of its own, so that a step over its end is seen.
+Names of paths after it, `rows`, `optimizers` or `cells`, run those alone. Without torch's cache of
+memory every tensor has an allocation of its own, so that a step over its end is seen.
 """
 
 import sys
+from functools import partial
 
 import torch
 from torch.nn.utils.rnn import pack_padded_sequence
@@ -70,10 +71,15 @@ def run(kind, dtype, norm, plain, batch=BATCH, hidden=HIDDEN, lengths=None):
     """One training step; kernels are built for what it has: nothing but zoneout and these
     lengths, or everything.
     """
+    has_update, has_matrix = kind is not zo.RNN, True
+    if isinstance(kind, partial):
+        (cell,) = kind.args
+        has_update, has_matrix = "update" in cell.marks, cell.has_r
     noise = [zo.Zoneout(cell=0.5, hidden=0.1) if kind is zo.LSTM else zo.Zoneout(hidden=0.1)]
     if not plain:
-        noise += [zo.VariationalDropout(hidden=0.2), zo.WeightNoise(std=0.05)]
-        noise += [] if kind is zo.RNN else [zo.RecurrentDropout(rate=0.1)]
+        noise += [zo.WeightNoise(std=0.05)]
+        noise += [zo.VariationalDropout(hidden=0.2)] if has_matrix else []
+        noise += [zo.RecurrentDropout(rate=0.1)] if has_update else []
     options = {} if plain else {"num_layers": 2, "dropout": 0.2}
     layer = kind(
         INPUT, hidden, noise=noise, norm=norm, dtype=dtype, device="cuda", backend="cuda", **options
@@ -143,7 +149,38 @@ def rows():
     print("rows", flush=True)
 
 
-OTHERS = {"rows": rows, "optimizers": optimizers}
+@zo.cell(gates=2, states=("h", "c"))
+def with_matrix(x, r, h, c, p):
+    new = zo.candidate("c", (x[0] + p * r[0]).sigmoid() * c + zo.update((x[1] + r[1]).tanh()))
+    return new.tanh(), new
+
+
+@zo.cell(gates=2, recurrence="blocks", heads=2)
+def with_heads(x, r, h):
+    z = (x[0] + r[0]).sigmoid()
+    return z * h + (1 - z) * (x[1] + r[1]).tanh()
+
+
+@zo.cell(gates=1, recurrence="diagonal")
+def without_matrix(x, h, u):
+    return (x[0] + u * h).tanh()
+
+
+def cells():
+    """Generated kernels: a matrix for h, heads, and none; sizes that are read in fours or not."""
+    for cell in (with_matrix, with_heads, without_matrix):
+        for dtype in (torch.bfloat16, torch.float32):
+            for hidden in (18, 32):
+                for path in cuda.OWN_PATHS:  # what it cannot run goes step by step
+                    every, cuda.OWN_PATHS = cuda.OWN_PATHS, (path, cuda.cell_steps, cuda.diagonal)
+                    kind = partial(zo.Recurrent, cell)
+                    run(kind, dtype, None, plain=True, hidden=hidden)
+                    run(kind, dtype, None, plain=False, hidden=hidden)
+                    cuda.OWN_PATHS = every
+        print("cells", cell.name, flush=True)
+
+
+OTHERS = {"rows": rows, "optimizers": optimizers, "cells": cells}
 
 if __name__ == "__main__":
     main()

@@ -6,9 +6,11 @@ import re
 
 import pytest
 import torch
+from test_cuda_cells import SIZES, fitting_cell, ind_rnn, min_gru, peephole
 
 from zoneout import cells
-from zoneout.ops.cuda.kernels import batch, persistent, small, steps, wide
+from zoneout.definition.cuda import print_unit
+from zoneout.ops.cuda.kernels import batch, diagonal, own_cell, persistent, small, steps, wide
 from zoneout.ops.cuda.pointwise import norms, rows
 from zoneout.ops.cuda.runtime import compiler
 from zoneout.ops.cuda.runtime.arguments import CELLS, EVERYTHING, TYPES
@@ -31,11 +33,11 @@ def setup_module() -> None:
         pytest.skip(f"{error}; pip install nvidia-cuda-nvrtc brings it")
 
 
-def build(source, defines, capability=HOPPER):
+def build(source, defines, capability=HOPPER, step=""):
     """What the assembler says of a source's kernels: registers, bytes spilled, bytes of shared
     memory.
     """
-    text, options = compiler.program(capability, source, defines)
+    text, options = compiler.program(capability, source, defines, step)
     image, said = compiler.compiled(text, [*options, "--ptxas-options=-v"])
     assert "Potential Performance Loss" not in said, (
         said
@@ -163,6 +165,71 @@ def test_batch_knows_its_limits():
 def test_dropout_and_weight_noise(dtype, source):
     """What drops units and weights, or adds noise to weights, does not compile."""
     build(source, (("CELL", 0), ("TYPE", TYPES[dtype]), ("FAST", 1)))
+
+
+# Published cells, the built-in ones, and the largest random one.
+OWN = [peephole, cells.lstm, cells.gru, fitting_cell(5, *SIZES[5][:3])]
+UNITWISE = [min_gru, ind_rnn, fitting_cell(9, *SIZES[9][:3])]
+
+
+@pytest.mark.parametrize("vector", [4, 1])
+@pytest.mark.parametrize("variant", ["zoneout", "all"])
+@pytest.mark.parametrize("cell", OWN, ids=lambda cell: cell.name)
+def test_steps_of_any_cell(cell, variant, vector):
+    """A generated step does not compile, or needs more registers than a thread has."""
+    dtype = torch.bfloat16 if vector == 4 else torch.float32
+    defines, step = own_cell.defines_of(dtype, vector), print_unit(cell, variant)
+    registers, spilled = build("cell_steps.cu", defines, step=step)
+    assert len(registers) == 4 and max(spilled) == 0
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", ["char-PTB", "speech", "512"])
+def test_persistent_of_any_cell(shape, dtype, back):
+    """The weights of a paper's shape no longer fit beside a generated step."""
+    batch, hidden = SHAPES[shape]
+    tiles = persistent.plan(peephole, dtype, hidden, batch, back, PROCESSORS, SHARED)
+    assert tiles is not None
+    defines = persistent.defines_of(peephole, dtype, back, tiles, 0)
+    _, spilled = build("persistent_cell.cu", defines, step=print_unit(peephole, "zoneout"))
+    assert max(spilled) <= 256
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("features", [0, EVERYTHING], ids=["plain", "everything"])
+def test_small_of_any_cell(features, dtype, back):
+    """The weights of pMNIST's shape no longer fit beside a generated step."""
+    tiles = small.plan(peephole, dtype.itemsize, 100, 100, back, PROCESSORS, SHARED)
+    assert tiles is not None
+    defines = small.defines_of(peephole, dtype, back, tiles, features, None)
+    step = print_unit(peephole, "all" if features else "zoneout")
+    _, spilled = build("small_cell.cu", defines, step=step)
+    assert features or max(spilled) <= 64
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("cell", OWN, ids=lambda cell: cell.name)
+def test_persistent_of_any_cell_with_everything(cell, back):
+    """The kernel for every noise, lengths, resets and directions does not compile."""
+    tiles = persistent.plan(cell, torch.bfloat16, 500, 20, back, PROCESSORS, SHARED)
+    assert tiles is not None
+    defines = persistent.defines_of(cell, torch.bfloat16, back, tiles, EVERYTHING)
+    build("persistent_cell.cu", defines, step=print_unit(cell))
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("features", [0, EVERYTHING], ids=["plain", "everything"])
+@pytest.mark.parametrize("cell", UNITWISE, ids=lambda cell: cell.name)
+def test_diagonal(cell, features, back):
+    """Loads that are under way no longer fit in registers: the kernel waits for every one."""
+    defines = diagonal.diagonal_defines(cell, torch.bfloat16, back, features)
+    step = print_unit(cell, "all" if features else "zoneout")
+    _, spilled = build("diagonal.cu", defines, step=step)
+    assert max(spilled) == 0
+    if cell in (min_gru, ind_rnn):
+        assert dict(defines)["AHEAD"] == diagonal.AHEAD == 16
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -316,6 +383,10 @@ def test_other_chips(capability, dtype):
     """
     plain = (("CELL", 0), ("TYPE", TYPES[dtype]), ("FAST", 1))
     build("steps.cu", steps.defines_of(cells.lstm, dtype, 1, True), capability)
+    unit = own_cell.defines_of(dtype)
+    build("cell_steps.cu", unit, capability, print_unit(peephole))
+    unitwise = diagonal.diagonal_defines(min_gru, dtype, True, EVERYTHING)
+    build("diagonal.cu", unitwise, capability, print_unit(min_gru))
     for layer in (True, False):
         made = norms.plan(layer, dtype.itemsize, 400, 9, 1, False)
         build("norms.cu", norms.defines_of(dtype, made, False, True), capability)

@@ -41,9 +41,9 @@ def path(request, tf32, monkeypatch):
     monkeypatch.setattr(cuda, "PATHS", (request.param,))
     made, load = [], request.param.load
 
-    def and_keep(device, source, names, defines):
+    def and_keep(device, source, names, defines, step=""):
         made.append(dict(defines))
-        return load(device, source, names, defines)
+        return load(device, source, names, defines, step)
 
     monkeypatch.setattr(request.param, "load", and_keep)
     cuda.persistent._kernel.cache_clear()

@@ -56,7 +56,7 @@ def print_step(d: Definition, name: str = "step") -> str:
     """
     texts = []
     for variant, rules in VARIANTS.items():
-        of = _Printer(d, d.passes(rules))
+        of = Printer(d, d.passes(rules))
         texts.append(of.function(f"{name}_forward_{variant}", of.inputs, [*of.stored, *of.new]))
         texts.append(of.function(f"{name}_backward_{variant}", of.loads, of.gradients, of.sums))
         if of.has_again:
@@ -73,7 +73,7 @@ def print_step(d: Definition, name: str = "step") -> str:
             for k, stores in enumerate(of.leaves)
         ]
     if "shown" in d.marks:
-        of = _Printer(d, d.passes(RULES, split=True))
+        of = Printer(d, d.passes(RULES, split=True))
         texts += [
             of.function(f"{name}_gates", of.inputs, [*of.stored, *of.raw]),
             of.function(f"{name}_raw", of.loads, of.raw),
@@ -144,10 +144,10 @@ def _graph_and_inputs(d: Definition) -> tuple[Graph, tuple[int, ...]]:
 
 
 def _has_again(d: Definition, variant: str) -> bool:
-    return _Printer(d, d.passes(VARIANTS[variant])).has_again
+    return Printer(d, d.passes(VARIANTS[variant])).has_again
 
 
-class _Printer:
+class Printer:
     """How the values of a step are read and written in C."""
 
     def __init__(self, d: Definition, passes: Passes) -> None:
@@ -256,6 +256,11 @@ def _first_parts(d: Definition) -> list[int]:
 def _function(
     name: str, graph: Graph, loads: Mapping[int, str], stores: Stores, sums: Stores
 ) -> str:
+    return _over_units(name, lines_of(graph, loads, stores, sums))
+
+
+def lines_of(graph: Graph, loads: Mapping[int, str], stores: Stores, sums: Stores) -> list[str]:
+    """Return C statements for one unit: one per operation, then the stores and sums."""
     lines: list[str] = []
     texts: dict[int, str] = {}
     for node in graph.reached([node for _, node in (*stores, *sums)], stop=loads):
@@ -274,8 +279,7 @@ def _function(
         texts[node] = f"v{len(lines)}"
         lines.append(f"REAL {texts[node]} = {text};")
     lines += [f"{place} = {texts[node]};" for place, node in stores]
-    lines += [f"{place} += {texts[node]};" for place, node in sums]
-    return _over_units(name, lines)
+    return lines + [f"{place} += {texts[node]};" for place, node in sums]
 
 
 def _over_units(name: str, lines: Sequence[str]) -> str:

@@ -17,12 +17,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...definition.storage import MOST_SLOTS
 from ...draws import Draw
 from ..backend import Loop, LoopGrads, by_gate
 from ..backend import by_unit as to_units
 from ..run import Run
 from ..sequence.products import FEW, register
-from .kernels import batch, persistent, small, steps, wide
+from .kernels import (
+    batch,
+    cell_steps,
+    diagonal,
+    own_cell,
+    persistent,
+    persistent_cell,
+    small,
+    small_cell,
+    steps,
+    wide,
+)
 from .pointwise import dropout, norms, rows
 from .runtime import blas, compiler, side_streams
 from .runtime.arguments import CELLS, TYPES
@@ -35,7 +47,10 @@ from .runtime.exclusive import turns
 
 register(gpu_product=blas.times, gpu_split=rows.split_columns)
 
-PATHS = (batch, small, wide, persistent, steps)  # the first that supports a loop runs it
+# The first path that supports a loop runs it. The hand-written kernels run the cells whose graph
+# equals a built-in one; generated kernels run all others.
+PATHS = (batch, small, wide, persistent, steps)
+OWN_PATHS = (diagonal, small_cell, persistent_cell, cell_steps)
 ROWS = rows.Padded
 IN_FLOAT32 = False  # half-precision operands enter the products unconverted
 # Gate values computed at once if there is no backward pass: all, in one launch.
@@ -49,11 +64,8 @@ def check(r: Run) -> None:
         raise ValueError(
             f"backend: 'cuda' takes {known}, got {r.h0.dtype}; backend='reference' takes every type"
         )
-    if r.cell not in CELLS:
-        raise ValueError(
-            f"backend: 'cuda' has no kernels for the cell {r.cell.name!r}; backend='reference' "
-            "takes every cell"
-        )
+    if not _has_kernels(r):
+        raise ValueError(f"backend: 'cuda' {_why_not(r)}; backend='reference' takes every cell")
 
 
 def is_available(like: Tensor) -> bool:
@@ -85,17 +97,26 @@ def supports(r: Run) -> bool:
     """Return True if the kernels support a run: NVIDIA GPU, dtype and cell."""
     if r.h0.dtype not in TYPES or not is_available(r.h0):
         return False
-    if r.cell not in CELLS and not torch.compiler.is_compiling():
-        _say_that_slow(r.cell.name)
-    return r.cell in CELLS
+    if not _has_kernels(r) and not torch.compiler.is_compiling():
+        _warn_slow(_why_not(r))
+    return _has_kernels(r)
+
+
+def _has_kernels(r: Run) -> bool:
+    return r.cell in CELLS or own_cell.supports(r)
+
+
+def _why_not(r: Run) -> str:
+    return (
+        f"has no kernels for the cell {r.cell.name!r} with a norm, a projection, or more than "
+        f"{MOST_SLOTS} stored values per unit beside its gates"
+    )
 
 
 @cache
-def _say_that_slow(cell: str) -> None:
+def _warn_slow(reason: str) -> None:
     warnings.warn(
-        f"zoneout has no GPU kernels for the cell {cell!r} yet; it runs in a loop of torch calls, "
-        "many times slower",
-        stacklevel=2,
+        f"zoneout {reason}; it runs in a loop of torch calls, many times slower", stacklevel=2
     )
 
 
@@ -164,6 +185,11 @@ def multiplies_x(w_ih: Tensor) -> bool:
 
 def side_by_side(runs: Sequence[Run]) -> bool:
     """Return True if the loops of these runs can run concurrently, each on a part of the chip."""
+    if runs[0].cell not in CELLS:
+        return all(
+            not r.cell.has_r or small_cell.fits(r, len(runs)) or persistent_cell.fits(r, len(runs))
+            for r in runs
+        )
     return all(
         by_unit(r) or small.fits(r, len(runs)) or persistent.fits(r, len(runs)) for r in runs
     )
@@ -174,7 +200,7 @@ def forward(loops: Sequence[Loop]) -> None:
     due = []
     for loop in loops:
         if loop.lengths is not None:
-            rows.clear(loop.lengths, loop.steps, loop.y, loop.c, loop.gh)
+            rows.clear(loop.lengths, loop.steps, *loop.states, loop.hats, *loop.slots)
         if loop.steps == 0 or loop.batch == 0:
             continue
         if loop.norm is not None:
@@ -216,7 +242,7 @@ def _run_all(due: Sequence[tuple[Loop, LoopGrads | None]]) -> None:
 
 def _ready(loop: Loop, back: LoopGrads | None, loops: int) -> Ready:
     """Prepare a loop with the first path that supports it; `loops` of them run concurrently."""
-    for path in PATHS:
+    for path in PATHS if loop.cell in CELLS else OWN_PATHS:
         if (path is batch) == loop.by_unit and (found := path.ready(loop, back, loops)) is not None:
             return found
     if loop.by_unit:

@@ -6,6 +6,7 @@ This module decides if they fit, and into which tiles they are split.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -72,19 +73,25 @@ class Plan:
         return numbers + (factor_bytes(last + self.makers, self.eights) if self.makers else 0)
 
 
+def exchanged(cell: Definition) -> int:
+    """Return the gradients of a unit in what goes around: one, or 8 or 16 bytes of half types."""
+    return 1 if cell.gates == 1 else 4 if cell.gates <= 4 else 8
+
+
 def in_half(cell: Definition, dtype: torch.dtype, hidden: int, back: bool) -> bool:
     """Return True if TF32 operands may be exchanged in half precision: both have 10 mantissa bits.
 
     * h may: it is between -1 and 1, unless it is given from outside. The h of a ReLU may not: it
       can have any size.
     * Gradients may: each block scales them by a power of two for each row of each step. Those of
-      plain RNNs may not, because a k-step has values of more than one block.
+      cells with one gate may not, because a k-step has values of more than one block, nor those of
+      cells with more than four, whose k-steps have another size.
 
     Values too small for half precision are lost. For h that is at most 3e-8, added to values near
     one. For gradients, and for W_h with them, it is at most 4e-12 of the largest value. One value
     in four loses its last bit, which would show in a sum of few terms.
     """
-    may = cell.gates > 1 if back else cell.bounded
+    may = exchanged(cell) == 4 if back else cell.bounded
     return dtype == torch.float32 and may and hidden >= 32
 
 
@@ -147,7 +154,7 @@ def plan(
 ) -> Plan | None:
     """Return the tiles for a shape and device, or None if the weights do not fit."""
     gates = cell.gates
-    depth = hidden * (1 if not back else gates + cell.storage.apart)
+    depth = hidden * (exchanged(cell) if back else 1)
     half = in_half(cell, dtype, hidden, back)
     k_steps = -(-depth // (WARPS * 64 // (2 if half else dtype.itemsize))) * 2
     best: Plan | None = None
@@ -215,33 +222,46 @@ def pays(made: Plan, dtype: torch.dtype, back: bool) -> bool:
 
 def ready(loop: Loop, back: LoopGrads | None, loops: int) -> Ready | None:
     """Prepare a loop as one launch, with `loops` running concurrently; None if it does not fit."""
+    return ready_with(loop, back, loops)
+
+
+def ready_with(
+    loop: Loop,
+    back: LoopGrads | None,
+    loops: int,
+    own: Callable[[], Arguments] | None = None,
+    step: str = "",
+) -> Ready | None:
+    """As `ready`; for any cell with the text of its step, and its own arguments."""
     tiles, beyond = plan_for(loop, back is not None, loops), has(loop, back)
     if tiles is None:
         return None
     device = loop.gates.device
     kernel = _kernel(
-        loop.gates.get_device(), loop.cell, loop.gates.dtype, back is not None, tiles, beyond, loops
+        loop.gates.get_device(),
+        loop.cell,
+        loop.gates.dtype,
+        back is not None,
+        tiles,
+        beyond,
+        loops,
+        step,
     )
     if kernel is None:
         return None
-    arguments, exchange = loop_arguments(loop, back), Arguments(Exchange)
+    exchange = Arguments(Exchange)
     exchange.put(
         "buffer", torch.zeros(2 * tiles.groups * tiles.size, dtype=torch.uint8, device=device)
     )
     exchange.struct.size, exchange.struct.blocks = tiles.size, tiles.blocks
     if tiles.makers:
         exchange.put("peak", torch.linalg.vector_norm(loop.recurrent_weight, math.inf))
+    arguments = [loop_arguments(loop, back), *([own()] if own else []), exchange]
     blocks, shared = tiles.groups * tiles.blocks, tiles.layout.shared
 
     def start(lane: Any) -> None:
-        kernel.launch(
-            blocks,
-            THREADS,
-            pack((arguments.struct, exchange.struct)),
-            shared,
-            cooperative=True,
-            stream=lane,
-        )
+        structs = pack([one.struct for one in arguments])
+        kernel.launch(blocks, THREADS, structs, shared, cooperative=True, stream=lane)
 
     return Ready(start, fills=True)
 
@@ -251,11 +271,12 @@ def defines_of(
 ) -> tuple[tuple[str, int], ...]:
     """Return the macros that the kernel is compiled with."""
     return (
-        ("CELL", CELLS.index(cell)), ("TYPE", TYPES[dtype]), ("FAST", 1), ("BACK", int(back)),
-        ("U", tiles.units), ("UP", tiles.padded_units), ("KS", tiles.k_steps),
+        ("CELL", CELLS.index(cell) if cell in CELLS else 0), ("TYPE", TYPES[dtype]), ("FAST", 1),
+        ("BACK", int(back)), ("U", tiles.units), ("UP", tiles.padded_units), ("KS", tiles.k_steps),
         ("KR", tiles.layout.resident), ("BB", tiles.layout.pairs), ("D", tiles.layout.in_flight),
         ("MT", tiles.tiles), ("EIGHTS", tiles.eights), ("PARTS", tiles.layout.parts),
         ("HALF", int(tiles.half)), ("FOLD", tiles.fold), ("MAKERS", tiles.makers), ("HAS", beyond),
+        ("QUICK", 1),
     )  # fmt: skip
 
 
@@ -268,13 +289,15 @@ def _kernel(
     tiles: Plan,
     beyond: int,
     loops: int,
+    step: str = "",
 ) -> Kernel | None:
     """Return the compiled kernel, or None if the blocks of all loops do not fit on the device."""
     (kernel,) = load(
         device,
-        "persistent.cu",
+        "persistent_cell.cu" if step else "persistent.cu",
         ("backward" if back else "forward",),
         defines_of(cell, dtype, back, tiles, beyond),
+        step,
     )
     with torch.cuda.device(device):
         kernel.allow_shared(tiles.layout.shared)

@@ -5,6 +5,7 @@ A block holds all of W_h, and the batch is split over blocks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,8 +15,18 @@ import torch
 from ....definition import Definition
 from ...backend import Loop, LoopGrads
 from ...run import Run
-from ..runtime.arguments import CELLS, TYPES, has, known, loop_arguments, modes_of, norm_arguments
+from ..runtime.arguments import (
+    CELLS,
+    TYPES,
+    Arguments,
+    has,
+    known,
+    loop_arguments,
+    modes_of,
+    norm_arguments,
+)
 from ..runtime.compiler import Kernel, Ready, chip, load, pack, processors, tf32
+from .persistent import exchanged
 
 # Registers per lane in one of the four partitions of a multiprocessor.
 REGISTERS = 16384 // 32
@@ -42,6 +53,12 @@ class Plan:
     shared: int  # shared memory of a block for weights and a norm's sums, bytes
 
 
+def beyond_lstm(cell: Definition) -> int:
+    """Return the registers that a row of a cell needs beyond those of an LSTM."""
+    gates, states = max(0, cell.gates - 4), max(0, len(cell.states) - 2)
+    return 4 * gates + 8 * states + 4 * len(cell.storage.slots) * (cell not in CELLS)
+
+
 @cache
 def plan(
     cell: Definition,
@@ -59,7 +76,7 @@ def plan(
     """
     gates, each = cell.gates, 32 // size
     warps, tiles = -(-hidden // 16), 1 if back else gates
-    depth = hidden * (1 if not back else gates + cell.storage.apart)
+    depth = hidden * (exchanged(cell) if back else 1)
     k_steps = -(-depth // each)
     rows = min(COSTS, key=lambda rows: -(-batch // (2 * rows * processors)) * COSTS[rows])
     registers = (
@@ -67,6 +84,7 @@ def plan(
         - OWN
         - OWN_ROW * (rows - 1)
         - OWN_NORM * (norm > 0)
+        - rows * beyond_lstm(cell)
     )
     resident = min(k_steps, max(0, registers) // (4 * tiles))
     shared = (k_steps - resident) * tiles * warps * 512
@@ -75,7 +93,7 @@ def plan(
     if norm == 1:
         shared += 2 * (2 * rows) * warps * 8
     entering = 2 * (2 * rows) * (8 * k_steps + 32) * 4
-    if shared + entering + 256 * warps > most:
+    if shared + entering + max(256, 64 * (len(cell.states) + 2)) * warps > most:
         return None
     return Plan(hidden, -(-batch // (2 * rows)), warps, k_steps, resident, rows, norm, shared)
 
@@ -106,23 +124,32 @@ def fits(r: Run, loops: int) -> bool:
 
 def ready(loop: Loop, back: LoopGrads | None, loops: int) -> Ready | None:
     """Prepare a loop as one launch, with `loops` running concurrently; None if it does not fit."""
+    return ready_with(loop, back, loops, lambda: norm_arguments(loop, back))
+
+
+def ready_with(
+    loop: Loop, back: LoopGrads | None, loops: int, own: Callable[[], Arguments], step: str = ""
+) -> Ready | None:
+    """As `ready`, with the second argument of the kernel; `step`: the step of any cell."""
     tiles = plan_for(loop, back is not None, loops)
     if tiles is None:
         return None
-    beyond, modes = has(loop, back), modes_of(loop.draws)
+    beyond, modes = has(loop, back), None if step else modes_of(loop.draws)
     kernel = _kernel(
-        loop.gates.get_device(), loop.cell, loop.gates.dtype, back is not None, tiles, beyond, modes
+        loop.gates.get_device(),
+        loop.cell,
+        loop.gates.dtype,
+        back is not None,
+        tiles,
+        beyond,
+        modes,
+        step,
     )
-    arguments, norm = loop_arguments(loop, back), norm_arguments(loop, back)
+    arguments, more = loop_arguments(loop, back), own()
 
     def start(lane: Any) -> None:
-        kernel.launch(
-            tiles.blocks,
-            32 * tiles.warps,
-            pack((arguments.struct, norm.struct)),
-            tiles.shared,
-            stream=lane,
-        )
+        structs = pack((arguments.struct, more.struct))
+        kernel.launch(tiles.blocks, 32 * tiles.warps, structs, tiles.shared, stream=lane)
 
     return Ready(start)
 
@@ -137,10 +164,10 @@ def defines_of(
 ) -> tuple[tuple[str, int], ...]:
     """Return the macros that the kernel is compiled with."""
     return (
-        ("CELL", CELLS.index(cell)), ("TYPE", TYPES[dtype]), ("FAST", 1), ("BACK", int(back)),
-        ("HIDDEN", tiles.hidden), ("WARPS", tiles.warps), ("KS", tiles.k_steps),
-        ("KR", tiles.resident), ("NC", tiles.rows), ("NORM", tiles.norm), ("HAS", beyond),
-        *known(modes),
+        ("CELL", CELLS.index(cell) if cell in CELLS else 0), ("TYPE", TYPES[dtype]), ("FAST", 1),
+        ("BACK", int(back)), ("QUICK", 1), ("HIDDEN", tiles.hidden), ("WARPS", tiles.warps),
+        ("KS", tiles.k_steps), ("KR", tiles.resident), ("NC", tiles.rows), ("NORM", tiles.norm),
+        ("HAS", beyond), *known(modes),
     )  # fmt: skip
 
 
@@ -153,9 +180,11 @@ def _kernel(
     tiles: Plan,
     beyond: int,
     modes: tuple[int, int] | None,
+    step: str = "",
 ) -> Kernel:
     defines = defines_of(cell, dtype, back, tiles, beyond, modes)
-    (kernel,) = load(device, "small.cu", ("backward" if back else "forward",), defines)
+    source, names = "small_cell.cu" if step else "small.cu", ("backward" if back else "forward",)
+    (kernel,) = load(device, source, names, defines, step)
     with torch.cuda.device(device):
         kernel.allow_shared(tiles.shared)
     return kernel

@@ -29,7 +29,7 @@ from ..runtime.arguments import (
     modes_of,
 )
 from ..runtime.blas import product
-from ..runtime.compiler import Kernel, Launch, Ready, chip, driver, load, pack, tf32
+from ..runtime.compiler import Kernel, Ready, at_each_step, chip, load, tf32
 from .persistent import in_half
 
 THREADS = 64  # per block
@@ -149,7 +149,7 @@ def backward(loop: Loop, back: LoopGrads) -> None:
         back_d = pass_.scratch("back", (batch,))
         d: Callable[[int], int] = lambda t: entering  # noqa: E731
     else:
-        w, transposed = _for_the_way_back(loop.recurrent_weight)
+        w, transposed = for_backward(loop.recurrent_weight)
         d = pass_.rows(back.dgh)
     pitch = w.shape[0] if transposed else w.shape[1]
     parts = parts_of(depth, pitch, batch, w.element_size(), chip(pass_.index).processors)
@@ -203,7 +203,7 @@ def _scaled(w: Tensor) -> tuple[Tensor, Tensor]:
     return torch.div(w, back, out=torch.empty_like(w, dtype=torch.float16)), back
 
 
-def _for_the_way_back(w: Tensor) -> tuple[Tensor, bool]:
+def for_backward(w: Tensor) -> tuple[Tensor, bool]:
     """Return W for the backward pass, and True if it is transposed.
 
     Tensor cores take TF32 only if both operands are contiguous along the summed dimension.
@@ -219,7 +219,6 @@ class _Pass:
     def __init__(self, loop: Loop, back: LoopGrads | None) -> None:
         self.loop, self.device = loop, loop.gates.device
         self.arguments, self.own = loop_arguments(loop, back), Arguments(Scratch)
-        self.given: list[Any] = []  # keeps the arguments of launches alive
         self.index = loop.gates.get_device()
         # True: the rows of one processed step are not adjacent in memory.
         self.apart = loop.reverse and loop.lengths is not None
@@ -353,23 +352,8 @@ class _Pass:
         before: tuple[Any, ...],
         after: tuple[Any, ...] = (),
     ) -> Step:
-        """Return a prepared launch of a kernel as a function of the step.
-
-        The kernel's arguments are `before`, the step, then `after`. Their values may change later,
-        but their addresses must not.
-        """
-        config, step = Launch(*blocks, 1, *threads, 1, 0, self.stream), ctypes.c_int()
-        given = (*before, step, *after)
-        self.given.append(given)
-        call, at = driver().cuLaunchKernelEx, ctypes.byref(config)
-        handle, packed = self.kernels[name].handle, pack(given)
-
-        def launch(t: int) -> None:
-            step.value = t
-            if status := call(at, handle, packed, None):
-                raise RuntimeError(f"CUDA: error {status} at the launch of {name}")
-
-        return launch
+        """Return a prepared launch of a kernel; see `at_each_step`."""
+        return at_each_step(self.kernels[name], blocks, threads, before, after, self.stream)
 
     def normalise(
         self,

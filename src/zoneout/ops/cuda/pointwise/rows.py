@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...backend import Loop
 from ...memory import address
-from ...sequence.products import pad_columns, product, times, without_padding
+from ...sequence.products import block_products, pad_columns, product, times, without_padding
 from ..runtime.arguments import TYPES
 from ..runtime.compiler import load, pack
 
@@ -327,7 +327,10 @@ class Padded:
 
         Each state is given as a pair: at every step, and the initial state.
         """
-        return last(states, self.steps, self.lengths, self.reverse, dtype)
+        pairs = [states[k : k + 2] for k in range(0, len(states), 2)]
+        return [
+            v for two in pairs for v in last(two, self.steps, self.lengths, self.reverse, dtype)
+        ]
 
     def cuts(self, resets: Tensor | None) -> Tensor | None:
         return None if resets is None else resets.contiguous()
@@ -366,6 +369,8 @@ class Padded:
     def grad_w_hh(self, d: Tensor, loop: Loop) -> Tensor:
         """Return the gradient of W_h, [G, P], from `d`, the gradient of h·Wh."""
         turned = self.reverse and self.lengths is not None
+        if loop.cell.heads > 1:
+            return block_products(d, self.recurrent_inputs(loop), loop.cell.gates, loop.cell.heads)
         if turned or loop.resets is not None or loop.scale_h is not None or loop.balanced:
             return times(d.t(), self.recurrent_inputs(loop))
         edge = d.shape[0] - self.batch

@@ -143,7 +143,8 @@ def loop_arguments(loop: Loop, back: LoopGrads | None) -> Arguments:
         made.put_all(back, _NARROW_BACK, loop.gates.dtype)
         made.put_all(back, _WIDE_BACK, torch.float32)
     for name, draw in loop.draws.items():
-        fill_stream(getattr(s, _STREAMS[name]), draw, loop.gates.get_device())
+        if name in _STREAMS:  # other states have streams in the arguments of kernels of any cell
+            fill_stream(getattr(s, _STREAMS[name]), draw, loop.gates.get_device())
     return made
 
 
@@ -190,7 +191,7 @@ def has(loop: Loop, back: LoopGrads | None) -> int:
         loop.lengths is not None,
         loop.resets is not None,
         loop.scale_h is not None,
-        back is not None and back.dcells is not None,
+        back is not None and any(d is not None for d in back.dseen),
         loop.reverse,
         "update" in loop.draws,
         any(draw.rule.by == "zero" for name, draw in loop.draws.items() if name != "update"),

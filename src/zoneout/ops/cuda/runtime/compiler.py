@@ -24,6 +24,18 @@ CUDA = Path(__file__).parents[1]
 COMMON = CUDA / "kernels" / "common.cuh"  # prepended to every source
 # Path of each source by file name; other modules may add their own.
 SOURCES = {path.name: path for path in CUDA.glob("*/*.cu")}
+# What else is prepended to some sources, after COMMON. The text of a cell's step, made by
+# definition/cuda.py, takes the place of the line STEP in unit.cuh.
+HEADERS = {
+    "steps.cu": ("units.cuh",),
+    "cell_steps.cu": ("units.cuh", "unit.cuh"),
+    "diagonal.cu": ("units.cuh", "unit.cuh"),
+    "small.cu": ("block.cuh",),
+    "small_cell.cu": ("unit.cuh", "block.cuh"),
+    "persistent.cu": ("exchange.cuh",),
+    "persistent_cell.cu": ("unit.cuh", "exchange.cuh"),
+}
+STEP = "/* The functions of the cell's step stand here. */\n"
 # Sources with architecture-specific instructions, which later architectures do not have.
 OWN = ("wide.cu",)
 
@@ -185,6 +197,31 @@ def pack(values: Sequence[Any]) -> Any:
     return _pointers(len(values))(*map(ctypes.addressof, values))
 
 
+def at_each_step(
+    kernel: Kernel,
+    blocks: tuple[int, int],
+    threads: tuple[int, int],
+    before: tuple[Any, ...],
+    after: tuple[Any, ...] = (),
+    stream: int = 0,
+) -> Callable[[int], None]:
+    """Return a prepared launch of a kernel as a function of the step.
+
+    The kernel's arguments are `before`, the step, then `after`. Their values may change later, but
+    their addresses must not.
+    """
+    config, step = Launch(*blocks, 1, *threads, 1, 0, stream), ctypes.c_int()
+    given = (*before, step, *after)
+    call, at, packed = driver().cuLaunchKernelEx, ctypes.byref(config), pack(given)
+
+    def launch(t: int, alive: Any = given) -> None:
+        step.value = t
+        if status := call(at, kernel.handle, packed, None):
+            raise RuntimeError(f"CUDA: error {status} at a launch of step {t}")
+
+    return launch
+
+
 @cache
 def _pointers(count: int) -> Any:
     """Return the ctypes array type of `count` pointers.
@@ -196,10 +233,17 @@ def _pointers(count: int) -> Any:
 
 @cache
 def load(
-    device: int, source: str, names: tuple[str, ...], defines: tuple[tuple[str, int], ...]
+    device: int,
+    source: str,
+    names: tuple[str, ...],
+    defines: tuple[tuple[str, int], ...],
+    step: str = "",
 ) -> tuple[Kernel, ...]:
-    """Return the kernels `names` of a source file, compiled for a device."""
-    image = machine_code(torch.cuda.get_device_capability(device), source, defines)
+    """Return the kernels `names` of a source file, compiled for a device.
+
+    `step`: the text of a cell's step, for sources that run any cell.
+    """
+    image = machine_code(torch.cuda.get_device_capability(device), source, defines, step)
     module = ctypes.c_void_p()
     with torch.cuda.device(device):
         torch.cuda.current_stream()
@@ -213,17 +257,18 @@ def load(
 
 
 def machine_code(
-    capability: tuple[int, int], source: str, defines: Sequence[tuple[str, int]]
+    capability: tuple[int, int], source: str, defines: Sequence[tuple[str, int]], step: str = ""
 ) -> bytes:
     """Return a source file compiled for a compute capability, from the disk cache if present."""
-    return _kept(*program(capability, source, defines))
+    return _kept(*program(capability, source, defines, step))
 
 
 def program(
-    capability: tuple[int, int], source: str, defines: Sequence[tuple[str, int]]
+    capability: tuple[int, int], source: str, defines: Sequence[tuple[str, int]], step: str = ""
 ) -> tuple[str, list[str]]:
     """Return the compiler's input for a source file: the source text and the options."""
-    text = COMMON.read_text() + SOURCES[source].read_text()
+    files = [COMMON, *(COMMON.with_name(name) for name in HEADERS.get(source, ()))]
+    text = "".join(path.read_text() for path in (*files, SOURCES[source])).replace(STEP, step)
     only = "a" if source in OWN else ""
     options = [f"--gpu-architecture=sm_{architecture(capability)}{only}", "--std=c++17"]
     return text, options + [f"--define-macro={name}={value}" for name, value in defines]

@@ -1,0 +1,216 @@
+/* All steps in one launch for small H: a block keeps all of W_h in registers and has R rows to itself, so that nothing goes
+ * from block to block.
+ *
+ * Compiled with BACK (0 forwards, 1 backwards), HIDDEN, WARPS (one for every 16 units), KS (k-steps), KR (the first of them,
+ * whose weights are in registers; the others lie in shared memory), NC (rows of a thread: a block has twice as many), NORM
+ * (0 none, 1 over the units, 2 over the examples, with moments that are given) and HAS; where there is no noise but zoneout with
+ * a mask for each unit CELL_MODE and HIDDEN_MODE are those of the two streams, and KNOWN says so.
+ *
+ * The product is taken the other way around: weights as the left factor, which stays, and rows as the right one, which comes
+ * through shared memory. A tile of the left factor is one gate of 16 units forwards, 16 units backwards. Of the 8 columns
+ * of the right factor many are the same row: so every thread finds all gates of one unit of NC rows among its sums, the
+ * same ones over all time. What a step costs is mostly instructions, so rows are spread thin over the processors.
+ */
+#define THREADS (32 * WARPS)
+#define R (2 * NC)
+#define NT ((NC + 1) / 2)                /* tiles of 8 columns */
+#define KE (TYPE ? 16 : 8)               /* numbers of a k-step: always 8 words */
+#define GE (!BACK || G == 1 ? 1 : G <= 4 ? 4 : 8) /* numbers of a unit in what enters the product */
+#define TILES (BACK ? 1 : G)             /* of 16 rows of the left factor */
+#define CHAINS (TILES > 2 ? 1 : 4)       /* of sums, so that one product need not wait for the one before */
+#define WORDS (KS * 8)
+#define PITCH ((WORDS + 15) / 32 * 32 + 16) /* words of a row in shared memory: neighbours lie in other banks */
+#define AHEAD 6                             /* steps, for what is brought into the L2 */
+
+/* --- what a thread has to do ------------------------------------------------------------------------ */
+
+struct Mine { /* one unit of NC rows */
+    int warp, lane, unit;
+    bool in;                 /* whether there is such a unit */
+    int row[NC], length[NC]; /* a row that is not there has no steps */
+    u32 example[NC];
+    int longest; /* of the rows of the block */
+};
+
+#define EACH_ROW _Pragma("unroll") for (int c = 0; c < NC; c++)
+#ifndef EACH_GATE
+#define EACH_GATE _Pragma("unroll") for (int q = 0; q < G; q++)
+#endif
+#define ALIVE(t) (m.in && (HAS_LENGTHS ? (t) < m.length[c] : m.length[c] > 0))
+/* Whether step t is cut off from the one before, where the row of t is `at`: bits that are needed only a step later. */
+#define CUT(t, at)                                                                         \
+    (HAS_RESETS && (t) >= 0 && (t) < m.length[c] && !(l.reverse && (t) == 0)               \
+         ? late(l.resets + (at) + (l.reverse ? l.batch : 0))                               \
+         : Late{0})
+
+/* A thread of column pair q (the lane's lowest two bits) has one of two rows for each c, of the first or last 8 units. */
+__device__ __forceinline__ int local_row(int lane, int c) { return lane % 2 + c * 2; }
+__device__ __forceinline__ int upper(int lane) { return lane / 2 % 2; }
+/* The row that column j of tile n is, so that column 2q + c % 2 is row c of a thread of pair q. */
+__device__ __forceinline__ int row_of_column(int n, int j) {
+    return NC == 1 ? j / 2 % 2 : j / 2 % 2 + (n * 2 + j % 2) * 2;
+}
+
+__device__ __forceinline__ Mine mine(const Loop &l) {
+    Mine m;
+    m.warp = threadIdx.x / 32, m.lane = threadIdx.x % 32;
+    m.unit = m.warp * 16 + upper(m.lane) * 8 + m.lane / 4, m.in = m.unit < HIDDEN;
+    EACH_ROW {
+        m.row[c] = blockIdx.x * R + local_row(m.lane, c);
+        bool there = m.row[c] < l.batch;
+        m.length[c] = there ? (int)length_of(l, m.row[c]) : 0;
+        m.example[c] = there ? (u32)l.examples[m.row[c]] : 0;
+    }
+    m.longest = HAS_LENGTHS ? 0 : (int)l.steps;
+    for (int r = 0; HAS_LENGTHS && r < R; r++) {
+        int row = blockIdx.x * R + r, length = row < l.batch ? (int)length_of(l, row) : 0;
+        m.longest = length > m.longest ? length : m.longest;
+    }
+    return m;
+}
+
+/* --- the product ------------------------------------------------------------------------------------ */
+
+/* Where the two words of k-step s that a thread of column q reads lie: two k-steps are 16 neighbouring bytes. */
+__device__ __forceinline__ int word_of_step(int s, int q) {
+    return KS % 2 && s == KS - 1 ? s * 8 + q * 2 : s / 2 * 16 + q * 4 + s % 2 * 2;
+}
+
+/* Word `word` of the depth and row `row` of a tile of a warp's part of the left factor. */
+__device__ __forceinline__ u32 weights_at(const Loop &l, int warp, int tile, int row, int word) {
+    const narrow *w = (const narrow *)l.w_hh;
+    u32 out = 0;
+#pragma unroll
+    for (int half = 0; half < (TYPE ? 2 : 1); half++) {
+        int k = TYPE ? word * 2 + half : word;
+        narrow one = 0;
+        int unit = warp * 16 + row, from = k / GE, gate = BACK ? k % GE : tile;
+        if (unit < HIDDEN && from < HIDDEN && gate < G)
+            one = w[BACK ? (gate * HIDDEN + from) * HIDDEN + unit : (gate * HIDDEN + unit) * HIDDEN + from];
+#if TYPE
+        out |= (u32)one << half * 16;
+#else
+        out = bits(one);
+#endif
+    }
+    return out;
+}
+
+struct Weights {
+    u32 own[KR][TILES][4];
+    const uint4 *rest; /* [KS - KR][TILES][32 lanes] of the warp */
+};
+
+__device__ __forceinline__ void load_weights(const Loop &l, Weights &w, int warp, int lane) {
+    extern __shared__ __align__(16) uint4 rest[];
+    uint4 *to = rest + warp * (KS - KR) * TILES * 32 + lane;
+    w.rest = to;
+#pragma unroll
+    for (int s = 0; s < KS; s++)
+#pragma unroll
+        for (int i = 0; i < TILES; i++) {
+            u32 one[4];
+#pragma unroll
+            for (int part = 0; part < 4; part++)
+                one[part] = weights_at(l, warp, i, part % 2 * 8 + lane / 4, word_of_step(s, lane % 4) + part / 2);
+            if (s < KR) {
+#pragma unroll
+                for (int part = 0; part < 4; part++) w.own[s < KR ? s : 0][i][part] = one[part];
+            } else {
+                to[((s - KR) * TILES + i) * 32] = make_uint4(one[0], one[1], one[2], one[3]);
+            }
+        }
+}
+
+/* One k-step of one tile; those in shared memory are read again each time. */
+__device__ __forceinline__ void add_step(float *sum, const Weights &w, int s, int i, u32 b0, u32 b1) {
+    if (s < KR) {
+        multiply(sum, w.own[s < KR ? s : 0][i], b0, b1);
+    } else {
+        uint4 v = w.rest[((s - KR) * TILES + i) * 32];
+        u32 one[4] = {v.x, v.y, v.z, v.w};
+        multiply(sum, one, b0, b1);
+    }
+}
+
+typedef float Sums[CHAINS][NT][TILES][4];
+
+/* Added to the sums, which are not waited for. */
+__device__ __forceinline__ void product(Sums &sums, const Weights &w, const u32 *entering, int lane) {
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+        const u32 *from = entering + row_of_column(n, lane / 4) * PITCH;
+#pragma unroll
+        for (int s = 0; s + 1 < KS; s += 2) {
+            uint4 v = *(const uint4 *)(from + word_of_step(s, lane % 4));
+#pragma unroll
+            for (int i = 0; i < TILES; i++) add_step(sums[s % CHAINS][n][i], w, s, i, v.x, v.y);
+#pragma unroll
+            for (int i = 0; i < TILES; i++) add_step(sums[(s + 1) % CHAINS][n][i], w, s + 1, i, v.z, v.w);
+        }
+        if (KS % 2) {
+            uint2 v = *(const uint2 *)(from + word_of_step(KS - 1, lane % 4));
+#pragma unroll
+            for (int i = 0; i < TILES; i++) add_step(sums[(KS - 1) % CHAINS][n][i], w, KS - 1, i, v.x, v.y);
+        }
+    }
+}
+
+/* What a thread has of a tile: its unit and row c. */
+__device__ __forceinline__ float total(const Sums &sums, int tile, int c, bool up) {
+    float low = 0.0f, high = 0.0f;
+#pragma unroll
+    for (int k = 0; k < CHAINS; k++) low += sums[k][c / 2][tile][c % 2], high += sums[k][c / 2][tile][2 + c % 2];
+    return up ? high : low;
+}
+
+/* A unit's numbers of one row, for the next product. */
+__device__ __forceinline__ void enter(u32 *entering, int row, int unit, const float *v) {
+#if TYPE
+    if (GE == 1)
+        ((narrow *)(entering + row * PITCH))[unit] = narrowed(v[0]);
+    else
+#pragma unroll
+        for (int q = 0; q < GE; q += 4)
+            *(uint2 *)(entering + row * PITCH + (unit * GE + q) / 2) =
+                make_uint2(pair(v[q], v[(q + 1) % GE]), pair(v[(q + 2) % GE], v[(q + 3) % GE]));
+#else
+    if (GE == 1)
+        entering[row * PITCH + unit] = bits(v[0]);
+    else
+#pragma unroll
+        for (int q = 0; q < GE; q += 4)
+            *(uint4 *)(entering + row * PITCH + unit * GE + q) =
+                make_uint4(bits(v[q]), bits(v[(q + 1) % GE]), bits(v[(q + 2) % GE]), bits(v[(q + 3) % GE]));
+#endif
+}
+
+/* --- memory ----------------------------------------------------------------------------------------- */
+
+/* A row of at most 4 KB that is needed in a few steps, into the L2: a warp has one row of one kind. */
+struct Brings {
+    const char *from; /* the lane's line of it at step 0 */
+    int length;       /* of the row, in steps */
+    i64 forth;        /* bytes from one step to the next */
+};
+
+__device__ __forceinline__ Brings brings(const Loop &l, const Mine &m, int kind, const void *from, int bytes) {
+    int row = blockIdx.x * R + m.warp % R, off = m.lane * 128;
+    Brings b = {};
+    if (m.warp / R != kind || row >= l.batch || off >= bytes + 127) return b;
+    b.length = (int)length_of(l, row), b.forth = bytes * (l.reverse ? -l.batch : l.batch);
+    b.from = (const char *)from + at_of(l, 0, row, b.length) * bytes + (off < bytes ? off : bytes - 1);
+    return b;
+}
+
+__device__ __forceinline__ void bring(const Brings &b, int t) {
+    if (t >= 0 && t < b.length) asm volatile("prefetch.global.L2 [%0];" ::"l"(b.from + t * b.forth));
+}
+
+/* The step that is the n-th to be worked on. */
+__device__ __forceinline__ int step_at(const Mine &m, int n) { return BACK ? m.longest - 1 - n : n; }
+
+/* Of four lanes with neighbouring units each draws for another step. */
+#define FOUR (m.unit / 4)
+#define WHICH (m.lane / 4 % 4) /* of the four steps */
+

@@ -1,0 +1,178 @@
+/* Any cell: the numbers of one unit, the functions that a generated step calls, and the noise of up to four states.
+ *
+ * Prepended to cell_steps.cu and diagonal.cu, after units.cuh, and to small_cell.cu and persistent_cell.cu (QUICK: the
+ * fastest functions, since every step waits for them). The text of the step (definition/cuda.py) is put in below.
+ */
+
+struct Unit { /* of one unit of one row at one step; the fields of ops/cpu/step.h */
+    float gate[8], r[8], bias_x[8], bias_r[8];
+    float old[4], made[4]; /* the states before and after the step */
+    float zone[4], zero[4], update, hold, held;
+    float parameter[8], slot[2];
+    float dstate[4], dy, owed, dx[8], dr[8], dparameter[8];
+};
+
+/* --- the vocabulary of a step -------------------------------------------------------------------- */
+
+#define REAL float
+#ifndef INFINITY
+#define INFINITY __int_as_float(0x7f800000)
+#endif
+#if FAST
+__device__ __forceinline__ float exp_of(float x) { return __expf(x); }
+#else
+__device__ __forceinline__ float exp_of(float x) { return expf(x); }
+#endif
+__device__ __forceinline__ float softplus_of(float x) { /* x itself above 20, as in torch */
+    return x > 20.0f ? x : fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))) + (x - x); /* NaN stays NaN */
+}
+#if QUICK
+#define SIGMOID(x) sigmoid_at(x)
+#define TANH(x) tanh_at(x)
+#else
+#define SIGMOID(x) sigmoid(x)
+#define TANH(x) tanh_kept(x)
+#endif
+#define EXP(x) exp_of(x)
+#define LOG(x) logf(x)
+#define SQRT(x) sqrtf(x)
+#define SOFTPLUS(x) softplus_of(x)
+#define ABS(x) fabsf(x)
+#undef RELU /* a built-in cell of common.cuh */
+#define RELU(x) ((x) < 0 ? 0.0f : (x)) /* NaN stays NaN */
+#define SIGN(x) ((x) > 0 ? 1.0f : (x) < 0 ? -1.0f : 0.0f)
+#define MINIMUM(a, b) ((a) < (b) || (a) != (a) ? (a) : (b)) /* NaN if either is NaN */
+#define MAXIMUM(a, b) ((a) > (b) || (a) != (a) ? (a) : (b))
+#define MIX(value, old, keep) mix(value, old, keep)
+#define LESS(value, drop) less(value, drop)
+/* fminf and fmaxf drop a NaN, so the fast tanh would bound it. */
+__device__ __forceinline__ float tanh_kept(float x) { return x == x ? tanh_of(x) : x; }
+
+/* The functions of the cell's step stand here. */
+
+#undef G
+#define G GATES
+
+/* --- arguments ------------------------------------------------------------------------------------ */
+
+struct Own { /* beside Loop: what cells of several states have. State 0 is h; index 0 of states, initial and reset is unused */
+    Stream state[4], update;
+    const float *initial[4], *reset[4]; /* [B, H] */
+    float *states[4], *slot[2];         /* [N, H] */
+    const float *parameter[8];          /* [H] */
+    const float *dseen[4];              /* [N, H]: gradients of the states at every step */
+    float *dstate[4], *dreset[4];       /* [B, H] */
+    float *dparameter[8];               /* [B, H]: the sums over the steps of each row */
+    /* cell_steps.cu; a head is a block of `block` units that meet a matrix of their own, D below */
+    float *h;             /* [B, H]: the carried h, not rounded */
+    narrow *h_in;         /* [B, h_pitch]: h as it enters the product of the next step */
+    const float *product; /* [heads, B, G·D]: h·Wh */
+    float *owed;          /* [B, H]: gradient of a held gate, for the step before */
+    narrow *d_in;         /* [B, heads, G, D]: gradients as they enter the product, or NULL: dsh is read in place */
+    const float *rec;     /* [heads or sums, B, rec_pitch]: gradient of the h that entered the next step, in parts */
+    i64 block, h_pitch, rec_pitch, sums; /* sums: the parts of `rec` to be added */
+};
+
+#define EACH_GATE _Pragma("unroll") for (int q = 0; q < G; q++)
+#define EACH_STATE _Pragma("unroll") for (int k = 0; k < STATES; k++)
+#define EACH_STREAM _Pragma("unroll") for (int k = 0; k <= STATES; k++) /* of the states, then the update's */
+#define EACH_SLOT _Pragma("unroll") for (int k = 0; k < SLOTS; k++)
+#define EACH_PARAMETER _Pragma("unroll") for (int k = 0; k < PARAMETERS; k++)
+
+/* --- noise ---------------------------------------------------------------------------------------- */
+
+__device__ __forceinline__ void put_keep(Unit &u, int k, const Stream &s, float keep) {
+    if (s.zero)
+        u.zero[k] = keep;
+    else
+        u.zone[k] = keep;
+}
+
+/* A held gate takes the value of the step before, where a row has one. */
+__device__ __forceinline__ void put_update(Unit &u, const Stream &s, float keep, bool first) {
+    u.update = keep;
+    u.hold = s.hold && !first ? keep : 0.0f;
+}
+
+__device__ __forceinline__ const Stream &stream_of(const Own &o, int k) { return k < STATES ? o.state[k] : o.update; }
+
+struct Streams { /* those of the states, then the update's, as one unit sees them */
+    Noise noise[STATES + 1];
+};
+
+__device__ __forceinline__ Streams streams_of(const Own &o, i64 unit) {
+    Streams n;
+    EACH_STREAM n.noise[k] = noise_of(stream_of(o, k), unit);
+    return n;
+}
+
+struct Kept { /* of each stream: 1 where the old value (or zero) is used, its chance at evaluation */
+    float of[STATES + 1];
+};
+
+__device__ __forceinline__ void put_kept(Unit &u, const Own &o, const Kept &kept, bool first) {
+#pragma unroll
+    for (int k = 0; k < STATES; k++) put_keep(u, k, o.state[k], kept.of[k]);
+    put_update(u, o.update, kept.of[STATES], first);
+}
+
+__device__ __forceinline__ Kept kept_at(const Own &o, const Streams &n, u32 unit, u32 example, u32 step) {
+    Kept kept = {};
+    u32 word = 0;
+    int drawn = -1; /* the stream of `word` */
+#pragma unroll
+    for (int k = 0; k <= STATES; k++) {
+        const Stream &s = stream_of(o, k);
+        if (s.mode == OFF) continue;
+        if (s.mode == DRAWN) {
+            if (!(k && drawn == k - 1 && same_words(stream_of(o, k - 1), n.noise[k ? k - 1 : 0], s, n.noise[k])))
+                word = word_of(s, n.noise[k].seed, unit, example, step);
+            drawn = k;
+        }
+        kept.of[k] = keep_of(s, n.noise[k], word);
+    }
+    return kept;
+}
+
+/* What HAS says that a loop has not. */
+__device__ __forceinline__ void simplify(Own &o) {
+    if (!HAS_UPDATE) o.update.mode = OFF, o.update.hold = 0;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        if (!HAS_ZERO) o.state[k].zero = 0;
+        if (!HAS_DCELLS) o.dseen[k] = nullptr;
+    }
+}
+
+/* --- the states before a step --------------------------------------------------------------------- */
+
+__device__ __forceinline__ const float *start_of(const Own &o, int k, bool cut, i64 at) {
+    return (cut ? o.reset[k] : o.initial[k]) + at;
+}
+
+/* A state before the first step, or after a reset; `at`: row and unit. */
+__device__ __forceinline__ float start_at(const Loop &l, const Own &o, int k, bool cut, i64 at) {
+    return k ? *start_of(o, k, cut, at) : start_h(l, cut, at);
+}
+
+/* What a unit has at all steps. */
+__device__ __forceinline__ Unit unit_of(const Loop &l, const Own &o, i64 unit) {
+    Unit u = {};
+    EACH_PARAMETER u.parameter[k] = o.parameter[k][unit];
+    EACH_GATE {
+        if (l.b_x) u.bias_x[q] = widen(((const narrow *)l.b_x)[q * l.hidden + unit]);
+        if (l.b_h) u.bias_r[q] = widen(((const narrow *)l.b_h)[q * l.hidden + unit]);
+    }
+    return u;
+}
+
+/* The stored value of the gate that may be held, at a row of a step. */
+#if HELD >= 0 && defined(V)
+__device__ __forceinline__ Units held_at(const Loop &l, const Own &o, i64 at, i64 j) {
+#if HELD < GATES
+    return get((const narrow *)l.gates + (at * GATES + HELD) * l.hidden + j);
+#else
+    return get(o.slot[HELD - GATES] + at * l.hidden + j);
+#endif
+}
+#endif
