@@ -653,8 +653,8 @@ class Recurrent(SequenceLayer):
     Args:
         cell: the definition of the cell.
         input_size, hidden_size, num_layers, bias, batch_first, dropout: as in `nn.LSTM`.
-        bidirectional, proj_size, device, dtype: as in `nn.LSTM`. `proj_size` needs a cell that reads
-            h only through `r`.
+        bidirectional, proj_size, device, dtype: as in `nn.LSTM`. `proj_size` needs a cell that
+            reads h only through `r`.
         noise, norm, learn_initial_state, backend, recompute: as in `LSTM`. A norm needs a cell
             whose recurrence is "dense".
 

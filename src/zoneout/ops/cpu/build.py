@@ -95,7 +95,7 @@ class Flags(NamedTuple):
 
 
 # First without linking an OpenMP runtime: torch has already loaded its own, and two runtimes would
-# compete for the cores. clang's own calls are for another runtime than torch's on Linux: TORCH_OPENMP.
+# compete for the cores. On Linux clang's calls are for another runtime than torch's: TORCH_OPENMP.
 TORCH_OPENMP = Flags(openmp=("-fopenmp-simd", "-DTORCH_OPENMP"))
 OPENMP = (
     Flags(openmp=("-fopenmp",)),

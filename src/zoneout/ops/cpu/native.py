@@ -1,6 +1,6 @@
 """The loop over time in C: from the wheel, or built at first use with a compiler, and cached.
 
-A platform's wheel brings the library of the built-in cells (`prebuilt.py`). Otherwise it is built at
+A platform's wheel has the library of the built-in cells (`prebuilt.py`). Otherwise it is built at
 first use, never at install time, and cached in a folder of its own (`ZONEOUT_CACHE`, else the
 user's cache folder). Its name is made of the sources, the compiler, its flags and the processor, so
 a change of any of these triggers a new build. If no compiler can build it, `load` returns None, and
@@ -101,9 +101,9 @@ def load() -> ctypes.CDLL | None:
     The environment variable ZONEOUT_NATIVE chooses: 0 for no compiled loop, "compile" for one that
     is compiled here although the wheel has one.
     """
-    if os.environ.get("ZONEOUT_NATIVE", "1") == "1":
-        if (library := prebuilt.load(SOURCES, _declare)) is not None:
-            return library
+    shipped = os.environ.get("ZONEOUT_NATIVE", "1") == "1"
+    if shipped and (library := prebuilt.load(SOURCES, _declare)) is not None:
+        return library
     return _built(lambda compiler: build.library(compiler, SOURCES, _declare))
 
 

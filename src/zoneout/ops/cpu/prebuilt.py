@@ -1,8 +1,8 @@
 """Libraries of the loop that come with a wheel, so that no compiler is needed.
 
-A wheel for one platform has a folder `prebuilt` beside this file. `tools/wheels.py` fills it. A file
-is named after the processor level that it needs and after a digest of the sources. A library of
-other sources is therefore never loaded.
+A wheel for one platform has a folder `prebuilt` beside this file, filled by `tools/wheels.py`. A
+file is named after the processor level that it needs and after a digest of the sources. A library
+of other sources is therefore never loaded.
 """
 
 from __future__ import annotations
