@@ -18,15 +18,21 @@ import argparse
 import copy
 import fnmatch
 import itertools
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import bench
 import torch
 from bench import LAYERS, ZONEOUT, Row, mixed_lengths
 
+import zoneout as zo
 from zoneout.paper.training.processes import products_in
 
 SHAPES = {  # T, B, input, H, layers
@@ -68,7 +74,7 @@ class Asked(NamedTuple):
 def main() -> None:
     groups: dict[str, Callable[[Asked], Iterator[Row]]] = {
         "headline": headline, "grid": grid, "combinations": combinations, "host": host,
-        "memory": memory,
+        "memory": memory, "cells": cells,
     }  # fmt: skip
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -180,6 +186,153 @@ def memory(asked: Asked) -> Iterator[Row]:
                     ratio,
                 )
                 yield Row(*values, 1.0, 0.0, **here())
+
+
+CELL_SHAPES = ("char-PTB", "512", "pMNIST", "speech decoder")
+LONG = (1024, 16, 1024, 1024, 1)  # for cells without a product in the loop
+BEYOND = 0.3  # milliseconds that such a cell may take beyond its input product
+SLSTM_SHAPE, SLSTM_LIMIT = (1024, 16, 768, 768, 1), 9.0
+MOGRIFIER_SHAPE, MOGRIFIER_RANK = (70, 64, 950, 950, 1), 84
+FIRST_CALLS = {"cold cache": 5.0, "warm cache": 0.3}  # seconds
+
+
+def cells(asked: Asked) -> Iterator[Row]:
+    """Cells that are written as equations: kernels are generated from them."""
+    for shape, dtype in itertools.product(filter(asked.has, CELL_SHAPES), asked.types):
+        ours, against, x, dy = layers("LSTM", SHAPES[shape], dtype)
+        peephole = own_layer(zo.cells.peephole_lstm, SHAPES[shape], dtype)
+        for what, other, goal in (("ours, zoneout", ours, 1.05), ("torch.nn", against, 1.0)):
+            yield from own_row(peephole, other, x, dy, what, shape, dtype, asked.pairs, goal)
+    if asked.has("char-PTB") and "bf16" in asked.types:
+        x, dy = layers("LSTM", SHAPES["char-PTB"], "bf16")[2:]
+        peephole, loop = (
+            own_layer(zo.cells.peephole_lstm, SHAPES["char-PTB"], "bf16") for _ in range(2)
+        )
+        loop.backend = "reference"
+        both = timed(training(peephole, x, dy), training(loop, x, dy), min(3, asked.pairs))
+        what = ("peephole_lstm", "zoneout, eager", "a Python loop, eager", "char-PTB", "bf16")
+        yield row("gpu cells", *what, both, 1 / 20, parity(peephole, x, {}))
+    if asked.has("long"):
+        for cell in (zo.cells.mingru, zo.cells.indrnn):
+            yield from beyond_the_product(cell, asked.pairs)
+    if asked.has("sLSTM"):
+        _, other, x, dy = layers("LSTM", SLSTM_SHAPE, "bf16")
+        layer = own_layer(zo.cells.slstm, SLSTM_SHAPE, "bf16")
+        yield from own_row(
+            layer, other, x, dy, "torch.nn", "sLSTM", "bf16", asked.pairs, limit=SLSTM_LIMIT
+        )
+    if asked.has("Mogrifier"):
+        other, _, x, dy = layers("LSTM", MOGRIFIER_SHAPE, "bf16")
+        layer = own_layer(mogrifier, MOGRIFIER_SHAPE, "bf16")
+        yield from own_row(
+            layer, other, x, dy, "ours, zoneout", "Mogrifier", "bf16", asked.pairs, 4.0
+        )
+    if asked.has("first call"):
+        yield from first_calls()
+
+
+@zo.cell(gates=1, states=("h", "c"), recurrence="none", bounded=True, checked=False)
+def mogrifier(x, h, c, a1, b1, a2, b2, a3, b3, a4, b4, a5, b5, w, u, b_i, b_f, b_g, b_o):  # type: ignore[no-untyped-def]
+    """The Mogrifier LSTM with five rounds, whose matrices are products of two of a lower rank."""
+    (x,) = x
+    for number, (a, b) in enumerate(((a1, b1), (a2, b2), (a3, b3), (a4, b4), (a5, b5))):
+        of, to = (x, h) if number % 2 else (h, x)
+        to = 2 * zo.product(a, zo.product(b, of, rank=MOGRIFIER_RANK)).sigmoid() * to
+        x, h = (x, to) if number % 2 else (to, h)
+    sums = zip(zo.product(w, x, parts=4), zo.product(u, h, parts=4), (b_i, b_f, b_g, b_o))
+    i, f, g, o = (a + b + bias for a, b, bias in sums)
+    c = zo.candidate("c", f.sigmoid() * c + zo.update(i.sigmoid() * g.tanh()))
+    return zo.held(o.sigmoid()) * c.tanh(), c
+
+
+def own_layer(cell: Any, sizes: tuple[int, ...], dtype: str) -> Any:
+    """A layer of a cell, with zoneout on the states that have an expectation."""
+    _, _, size, hidden, _ = sizes
+    several = len(cell.states) == 2
+    noise = zo.Zoneout(cell=0.5, hidden=0.05) if several else zo.Zoneout(hidden=0.05)
+    torch.manual_seed(0)
+    return zo.Recurrent(cell, size, hidden, noise=noise).to("cuda", TYPES[dtype])
+
+
+def own_row(
+    layer: Any,
+    other: Any,
+    x: Any,
+    dy: Any,
+    against: str,
+    shape: str,
+    dtype: str,
+    pairs: int,
+    goal: float = 0.0,
+    limit: float | None = None,
+) -> Iterator[Row]:
+    """A layer of a cell against another layer, in a graph; `limit`: milliseconds."""
+    error, name = parity(layer, x, {}), layer.definition.name
+    if not bench.held(f"{name} at {shape} in {dtype}", error, TOLERANCES[dtype]):
+        return
+    both = timed(captured(training(layer, x, dy)), captured(training(other, x, dy)), pairs)
+    if limit is not None:
+        goal = limit / (1e3 * statistics.median(b for _, b in both))
+    yield row("gpu cells", name, "zoneout", against, shape, dtype, both, goal, error)
+
+
+def beyond_the_product(cell: Any, pairs: int) -> Iterator[Row]:
+    """A layer without a product in its loop against its input product and the gradients of it."""
+    layer = own_layer(cell, LONG, "bf16")
+    steps, batch, size, hidden, _ = LONG
+    x = torch.randn(steps, batch, size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(steps, batch, hidden, device="cuda", dtype=torch.bfloat16)
+    weights = [layer.weight_ih_l0, layer.bias_ih_l0]
+    gates = torch.randn(steps, batch, cell.gates * hidden, device="cuda", dtype=torch.bfloat16)
+
+    def product() -> Any:
+        return torch.autograd.grad(torch.nn.functional.linear(x, *weights), [x, *weights], gates)
+
+    error = parity(layer, x, {})
+    if not bench.held(f"{cell.name}, long, in bf16", error, TOLERANCES["bf16"]):
+        return
+    both = timed(captured(training(layer, x, dy)), captured(product), pairs)
+    goal = 1 + BEYOND / (1e3 * statistics.median(b for _, b in both))
+    against = "its input product"
+    yield row("gpu cells", cell.name, "zoneout", against, "long", "bf16", both, goal, error)
+
+
+FIRST_CALL = """
+import os, time, torch, zoneout as zo
+x = torch.randn(35, 20, 200, device="cuda", dtype=torch.bfloat16)
+@zo.cell(gates=2)
+def light(x, r, h):
+    z, n = (a + b for a, b in zip(x, r))
+    z = z.sigmoid()
+    return z * h + zo.update((1 - z) * n.relu())
+zo.LSTM(200, 200, device="cuda", dtype=torch.bfloat16)(x)[0].sum().backward()
+layer = zo.Recurrent(light, 200, 200, device="cuda", dtype=torch.bfloat16)
+torch.cuda.synchronize()
+began = time.perf_counter()
+layer(x)[0].sum().backward()
+torch.cuda.synchronize()
+print(time.perf_counter() - began)
+"""
+
+
+def first_calls() -> Iterator[Row]:
+    """A definition's first training step, in new processes, without and with its code on disk."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "first.py"
+        script.write_text(FIRST_CALL)
+        for what, limit in FIRST_CALLS.items():
+            done = subprocess.run(
+                [sys.executable, script],
+                env=os.environ | {"ZONEOUT_CACHE": str(Path(folder) / "cache")},
+                check=True,
+                capture_output=True,
+                text=True,
+            )
+            seconds = float(done.stdout)
+            yield row(
+                "gpu cells", "light", what, "the goal", "first call", "bf16",
+                [(seconds, limit)], 1.0, 0.0,
+            )  # fmt: skip
 
 
 # --- how it is measured
@@ -387,7 +540,7 @@ def parity(layer: Any, x: Any, call: dict[str, Any], steps: int = 12) -> float:
     exact.backend = "reference"
     results = []
     for one in (layer, exact):
-        given = x.to(one.weight_hh_l0.dtype).requires_grad_()
+        given = x.to(one.weight_ih_l0.dtype).requires_grad_()
         y, state, *_ = one(given, seed=7, **call)
         states = state if isinstance(state, tuple) else (state,)
         weights = torch.randn(
