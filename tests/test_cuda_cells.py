@@ -159,6 +159,8 @@ CASES = [
     (3, "all", "resets", "bf16", True, {"learn_initial_state": True, "seen": True}),
     (4, "both", "packed", "tf32", True, {"bidirectional": True}),
     (4, "both", "lengths", "bf16", True, {"seen": True}),
+    (2, "zoneout", "lengths", "tf32", True, {}),
+    (5, "all", "all", "bf16", True, {"learn_initial_state": True}),
 ]
 AT_ONCE = CASES[len(SIZES) :]
 CASES = [

@@ -13,7 +13,7 @@ from zoneout.definition.cuda import print_unit
 from zoneout.ops.cuda.kernels import batch, diagonal, own_cell, persistent, small, steps, wide
 from zoneout.ops.cuda.pointwise import norms, rows
 from zoneout.ops.cuda.runtime import compiler
-from zoneout.ops.cuda.runtime.arguments import CELLS, EVERYTHING, TYPES
+from zoneout.ops.cuda.runtime.arguments import CELLS, EVERYTHING, TYPES, known
 from zoneout.paper.training import optimizer_kernel as optimizer
 
 HOPPER, PROCESSORS, SHARED = (9, 0), 132, 232448
@@ -92,7 +92,9 @@ def test_small(norm, dtype, back):
         cells.lstm, 2 if dtype == torch.bfloat16 else 4, 100, 100, back, PROCESSORS, SHARED, norm
     )
     assert tiles is not None and tiles.shared <= SHARED
-    _, spilled = build("small.cu", small.defines_of(cells.lstm, dtype, back, tiles, 0, (1, 1)))
+    _, spilled = build(
+        "small.cu", small.defines_of(cells.lstm, dtype, back, tiles, 0, known((1, 1)))
+    )
     assert max(spilled) <= 256  # bytes: TF32 has twice the weights
 
 
@@ -105,7 +107,7 @@ def test_other_cells(cell, dtype, back):
     """
     tiles = small.plan(cell, dtype.itemsize, 100, 100, back, PROCESSORS, SHARED)
     assert tiles is not None and tiles.shared <= SHARED
-    _, spilled = build("small.cu", small.defines_of(cell, dtype, back, tiles, 0, (1, 1)))
+    _, spilled = build("small.cu", small.defines_of(cell, dtype, back, tiles, 0, known((1, 1))))
     assert max(spilled) <= 288  # bytes: a GRU's way back in TF32
     batch, hidden = SHAPES["char-PTB"]
     large = persistent.plan(cell, dtype, hidden, batch, back, PROCESSORS, SHARED)
@@ -203,7 +205,7 @@ def test_small_of_any_cell(features, dtype, back):
     """The weights of pMNIST's shape no longer fit beside a generated step."""
     tiles = small.plan(peephole, dtype.itemsize, 100, 100, back, PROCESSORS, SHARED)
     assert tiles is not None
-    defines = small.defines_of(peephole, dtype, back, tiles, features, None)
+    defines = small.defines_of(peephole, dtype, back, tiles, features)
     step = print_unit(peephole, "all" if features else "zoneout")
     _, spilled = build("small_cell.cu", defines, step=step)
     assert features or max(spilled) <= 64

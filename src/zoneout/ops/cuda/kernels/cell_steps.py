@@ -15,7 +15,7 @@ from ...sequence.products import pad_columns
 from ..runtime.arguments import loop_arguments
 from ..runtime.blas import product
 from ..runtime.compiler import Kernel, Ready, at_each_step, chip, load
-from .own_cell import OwnArguments, defines_of, holds, step_text
+from .own_cell import OwnArguments, defines_of, holds, step_text, with_dense_weight
 from .steps import THREADS, Step, for_backward, parts_of
 
 _NAMES = ("enter", "forward", "backward", "leave")
@@ -87,9 +87,7 @@ def weight_of_heads(loop: Loop) -> tuple[int, Tensor]:
     blocks = w.view(gates, heads, size, size).transpose(0, 1)
     if heads == 1 or size * w.element_size() % 16 == 0:
         return heads, blocks
-    dense = w.new_zeros(gates, heads, size, heads, size)
-    dense.diagonal(dim1=1, dim2=3).copy_(blocks.permute(1, 2, 3, 0))
-    return 1, dense.view(1, gates, loop.hidden, loop.hidden)
+    return 1, with_dense_weight(loop).recurrent_weight.view(1, gates, loop.hidden, loop.hidden)
 
 
 class _Pass:

@@ -3,7 +3,7 @@
  * Nothing is exchanged, so a step waits only for its own loads. These are issued AHEAD steps early, into registers. Masks that
  * see step and unit are drawn four steps at a time: the four threads of a draw take one step each and exchange words.
  *
- * A block has THREADS units of one row. Compiled with V = 1, and BACK: the pass.
+ * A block has THREADS units of one row. Compiled with V = 1, BACK: the pass, and FULL: no thread is past the last unit.
  */
 
 __device__ __forceinline__ float late_wide(const float *from) {
@@ -13,9 +13,11 @@ __device__ __forceinline__ float late_wide(const float *from) {
 }
 
 struct Here { /* a thread's place */
-    i64 row, j, length, own; /* own: of arrays [B, H] */
-    u32 example;
+    i64 row, j, own; /* own: of arrays [B, H] */
+    int length;
+    u32 example, rows; /* rows: bytes of a step of [N, H] in float32 */
     bool in;
+    i64 unit; /* j, or the last unit: its numbers are read in vain by threads past the end */
 };
 
 __device__ __forceinline__ Here here_of(const Loop &l) {
@@ -23,12 +25,24 @@ __device__ __forceinline__ Here here_of(const Loop &l) {
     Here h;
     h.row = row;
     h.j = (i64)(blockIdx.x - row * across) * THREADS + threadIdx.x;
-    h.in = h.j < l.hidden;
-    h.length = length_of(l, row);
-    h.own = row * l.hidden + h.j;
+    h.in = FULL || h.j < l.hidden;
+    h.unit = h.in ? h.j : l.hidden - 1;
+    h.length = (int)length_of(l, row);
+    h.own = row * l.hidden + h.unit;
     h.example = (u32)l.examples[row];
+    h.rows = (u32)(l.batch * l.hidden * sizeof(float));
     return h;
 }
+
+/* The number of step t of a row, in an array whose steps are `bytes` apart; `first`: that of position 0. */
+template <typename T>
+__device__ __forceinline__ T *at_step(T *first, u32 bytes, const Loop &l, const Here &h, int t) {
+    return (T *)((char *)first + (u64)(u32)(l.reverse ? h.length - 1 - t : t) * bytes);
+}
+#define WIDE_AT(array, t) at_step((array) + h.own, h.rows, l, h, t)
+#define NARROW_AT(array, t) at_step((narrow *)(array) + h.own, h.rows / (4 / (u32)sizeof(narrow)), l, h, t)
+#define GATE_AT(array, q, t)                                                                                   \
+    at_step((narrow *)(array) + (h.row * GATES + (q)) * l.hidden + h.unit, GATES * (h.rows / (4 / (u32)sizeof(narrow))), l, h, t)
 
 /* --- masks ---------------------------------------------------------------------------------------- */
 
@@ -65,7 +79,7 @@ __device__ __forceinline__ void draw_all(Words4 &w, const Loop &l, const Own &o,
     EACH_STREAM {
         const Stream &s = stream_of(o, k);
         if (s.mode != DRAWN) continue;
-        if (k && drawn == k - 1 && same_words(stream_of(o, k - 1), n.noise[k ? k - 1 : 0], s, n.noise[k])) {
+        if (k && drawn == k - 1 && shares_word(o, n, k)) {
 #pragma unroll
             for (int i = 0; i < 4; i++) w.at[k][i] = w.at[k - 1][i];
         } else {
@@ -81,62 +95,53 @@ __device__ __forceinline__ void masks_of(Unit &u, const Own &o, const Streams &n
     put_kept(u, o, kept, first);
 }
 
-/* --- forward -------------------------------------------------------------------------------------- */
-
+/* Groups of AHEAD steps. All but the last are known to be whole: without a branch between them, the compiler works on
+ * several steps at once. */
+#define EACH_GROUP                                                       \
+    _Pragma("unroll") for (int rest = 0, start = 0; rest < 2; rest++)    \
+        for (; rest ? start < h.length : start + AHEAD <= h.length; start += AHEAD)
 #define RING _Pragma("unroll") for (int i = 0; i < AHEAD; i++)
+
+/* --- forward -------------------------------------------------------------------------------------- */
 
 #if !BACK
 extern "C" __global__ void __launch_bounds__(THREADS) forward(Loop l, Own o) {
     simplify(l), simplify(o);
     const Here h = here_of(l);
-    const i64 H = l.hidden;
-    const i64 own = h.in ? h.j : 0;
-    const Streams n = streams_of(o, own);
-    Unit u = unit_of(l, o, own);
+    if (h.length <= 0) return;
+    const Streams n = streams_of(o, h.unit);
+    Unit u = unit_of(l, o, h.unit);
     Late ring[AHEAD][GATES];
-    float state[STATES] = {}, held = 0.0f;
-    const narrow *from = (const narrow *)l.gates + h.j;
-    if (h.in) {
-        state[0] = widen(((const narrow *)l.h0)[h.own]);
-#pragma unroll
-        for (int k = 1; k < STATES; k++) state[k] = o.initial[k][h.own];
-        RING if (i < h.length)
-            EACH_GATE ring[i][q] = late(from + (at_of(l, i, h.row, h.length) * GATES + q) * H);
-    }
+    float state[STATES], held = 0.0f;
+    const int last = h.length - 1;
+    EACH_STATE state[k] = start_at(l, o, k, false, h.own);
+    RING EACH_GATE ring[i][q] = late(GATE_AT(l.gates, q, min(i, last)));
     Words4 words;
-    for (i64 start = 0; start < h.length; start += AHEAD) {
+    EACH_GROUP {
         RING {
-            const i64 t = start + i;
-            if (t >= h.length) break;
+            const int t = start + i;
+            if (rest && t >= h.length) break;
             if (i % 4 == 0) draw_all(words, l, o, n, h, t, 1);
-            if (!h.in) continue;
-            const i64 at = at_of(l, t, h.row, h.length), here = at * H + h.j;
             const bool cut = cut_at(l, t, h.row, h.length), first = cut || t == 0;
-            if (cut) {
-                state[0] = widen(((const narrow *)l.reset_h)[h.own]);
-#pragma unroll
-                for (int k = 1; k < STATES; k++) state[k] = o.reset[k][h.own];
-            }
+            if (cut) EACH_STATE state[k] = start_at(l, o, k, true, h.own);
             EACH_STATE u.old[k] = state[k];
             u.held = held;
             masks_of(u, o, n, words, i % 4, first);
-            narrow *gates = (narrow *)l.gates + at * GATES * H + h.j;
             EACH_GATE {
                 u.gate[q] = widen(ring[i][q]);
-                if (t + AHEAD < h.length)
-                    ring[i][q] = late(from + (at_of(l, t + AHEAD, h.row, h.length) * GATES + q) * H);
+                ring[i][q] = late(GATE_AT(l.gates, q, min(t + AHEAD, last)));
             }
             step_forward(u);
-            EACH_GATE gates[q * H] = narrowed(u.gate[q]);
-            EACH_SLOT o.slot[k][here] = u.slot[k];
-            ((narrow *)l.y)[here] = narrowed(u.made[0]);
-            EACH_STATE {
-                if (k) o.states[k][here] = u.made[k];
-                state[k] = u.made[k];
-            }
+            EACH_STATE state[k] = u.made[k];
 #if HELD >= 0
             held = HELD < GATES ? u.gate[HELD < GATES ? HELD : 0] : u.slot[HELD < GATES ? 0 : HELD - GATES];
 #endif
+            if (h.in) {
+                EACH_GATE *GATE_AT(l.gates, q, t) = narrowed(u.gate[q]);
+                EACH_SLOT *WIDE_AT(o.slot[k], t) = u.slot[k];
+                *NARROW_AT(l.y, t) = narrowed(u.made[0]);
+                EACH_STATE if (k) *WIDE_AT(o.states[k], t) = u.made[k];
+            }
         }
     }
 }
@@ -145,69 +150,61 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(Loop l, Own o) {
 /* --- backward ------------------------------------------------------------------------------------- */
 
 struct Loads { /* of one step */
-    Late gate[GATES], dy;
+    Late gate[GATES], dy, h;
     float slot[SLOTS + 1], old[STATES], dseen[STATES];
 };
 
-__device__ __forceinline__ void load_step(Loads &to, const Loop &l, const Own &o, const Here &h, i64 t) {
-    const i64 H = l.hidden, at = at_of(l, t, h.row, h.length), here = at * H + h.j;
-    const i64 before = at_of(l, t - 1, h.row, h.length) * H + h.j;
-    EACH_GATE to.gate[q] = late((const narrow *)l.gates + (at * GATES + q) * H + h.j);
-    to.dy = late((const narrow *)l.dy + here);
-    EACH_SLOT to.slot[k] = late_wide(o.slot[k] + here);
-    to.old[0] = widen(late(t ? (const narrow *)l.y + before : (const narrow *)l.h0 + h.own));
+/* Of the first step, the states before it are those of the row itself: they are not used. */
+__device__ __forceinline__ void load_step(Loads &to, const Loop &l, const Own &o, const Here &h, int t) {
+    const int before = max(t - 1, 0);
+    EACH_GATE to.gate[q] = late(GATE_AT(l.gates, q, t));
+    to.dy = late(NARROW_AT(l.dy, t));
+    to.h = late(NARROW_AT(l.y, before));
+    EACH_SLOT to.slot[k] = late_wide(WIDE_AT(o.slot[k], t));
 #pragma unroll
     for (int k = 1; k < STATES; k++) {
-        to.old[k] = late_wide(t ? o.states[k] + before : o.initial[k] + h.own);
-        to.dseen[k] = o.dseen[k] ? late_wide(o.dseen[k] + here) : 0.0f;
+        to.old[k] = late_wide(WIDE_AT(o.states[k], before));
+        to.dseen[k] = o.dseen[k] ? late_wide(WIDE_AT(o.dseen[k], t)) : 0.0f;
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) backward(Loop l, Own o) {
     simplify(l), simplify(o);
     const Here h = here_of(l);
-    const i64 H = l.hidden;
-    const i64 own = h.in ? h.j : 0;
-    const Streams n = streams_of(o, own);
-    Unit u = unit_of(l, o, own);
+    if (h.length <= 0) return;
+    const Streams n = streams_of(o, h.unit);
+    Unit u = unit_of(l, o, h.unit);
     Loads ring[AHEAD];
-    if (h.in) {
-        EACH_STATE u.dstate[k] = o.dstate[k][h.own];
-        RING if (i < h.length) load_step(ring[i], l, o, h, h.length - 1 - i);
-    }
+    float initial[STATES];
+    const int last = h.length - 1;
+    EACH_STATE u.dstate[k] = o.dstate[k][h.own], initial[k] = start_at(l, o, k, false, h.own);
+    RING load_step(ring[i], l, o, h, max(last - i, 0));
     Words4 words;
-    for (i64 start = 0; start < h.length; start += AHEAD) {
+    EACH_GROUP {
         RING {
-            const i64 t = h.length - 1 - start - i;
-            if (t < 0) break;
+            const int t = last - start - i;
+            if (rest && t < 0) break;
             if (i % 4 == 0) draw_all(words, l, o, n, h, t, -1);
-            if (!h.in) continue;
-            const i64 at = at_of(l, t, h.row, h.length);
             const bool cut = cut_at(l, t, h.row, h.length), first = cut || t == 0;
             Loads &now = ring[i];
             EACH_GATE u.gate[q] = widen(now.gate[q]);
             EACH_SLOT u.slot[k] = now.slot[k];
             EACH_STATE {
-                u.old[k] = now.old[k];
+                u.old[k] = t == 0 ? initial[k] : k ? now.old[k] : widen(now.h);
+                if (cut) u.old[k] = start_at(l, o, k, true, h.own);
                 if (k) u.dstate[k] += now.dseen[k];
             }
             u.dy = widen(now.dy);
-            if (cut) {
-                u.old[0] = widen(((const narrow *)l.reset_h)[h.own]);
-#pragma unroll
-                for (int k = 1; k < STATES; k++) u.old[k] = o.reset[k][h.own];
-            }
 #if HELD >= 0
-            if (!first) u.held = held_at(l, o, at_of(l, t - 1, h.row, h.length), h.j)[0];
+            if (!first) u.held = held_at(l, o, at_of(l, t - 1, h.row, h.length), h.unit)[0];
 #endif
             masks_of(u, o, n, words, i % 4, first);
-            if (t >= AHEAD) load_step(ring[i], l, o, h, t - AHEAD);
             step_backward(u);
-            narrow *dgx = (narrow *)l.dgx + at * GATES * H + h.j;
-            EACH_GATE dgx[q * H] = narrowed(u.dx[q]);
+            load_step(ring[i], l, o, h, max(t - AHEAD, 0));
+            if (h.in) EACH_GATE *GATE_AT(l.dgx, q, t) = narrowed(u.dx[q]);
             if (cut) {
                 EACH_STATE {
-                    o.dreset[k][h.own] += u.dstate[k];
+                    if (h.in) o.dreset[k][h.own] += u.dstate[k];
                     u.dstate[k] = 0.0f;
                 }
             }

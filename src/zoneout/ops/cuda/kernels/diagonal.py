@@ -11,22 +11,26 @@ import torch
 
 from ....definition import Definition
 from ...backend import Loop, LoopGrads
-from ..runtime.arguments import has, loop_arguments
+from ..runtime.arguments import Defines, has, loop_arguments
 from ..runtime.compiler import Ready, load, pack
-from .own_cell import OwnArguments, defines_of, step_text
+from .own_cell import OwnArguments, defines_of, known_streams, step_text
 
 THREADS = 64  # per block
 AHEAD = 16  # steps between a load and its use, if the registers suffice
-REGISTERS = 112  # most of a thread's 255 registers for loads under way
+MOST_NUMBERS = 2**30  # gate values of a step: distances in bytes are 32 bits wide
+REGISTERS = 88  # most of a thread's 255 registers for loads under way; several steps are computed at once
 
 
 def ready(loop: Loop, back: LoopGrads | None, loops: int) -> Ready | None:
     """Prepare a loop, if no unit of its cell sees another."""
-    if loop.cell.has_r:
+    cell = loop.cell
+    if cell.has_r or cell.products or loop.batch * cell.gates * loop.hidden >= MOST_NUMBERS:
         return None
     loop_struct, own = loop_arguments(loop, back), OwnArguments(loop, back)
     name = "forward" if back is None else "backward"
-    defines = diagonal_defines(loop.cell, loop.gates.dtype, back is not None, has(loop, back))
+    full = loop.hidden % THREADS == 0
+    defines = diagonal_defines(cell, loop.gates.dtype, back is not None, has(loop, back), full)
+    defines += known_streams(loop)
     (kernel,) = load(loop.gates.get_device(), "diagonal.cu", (name,), defines, step_text(loop))
     blocks = loop.batch * -(-loop.hidden // THREADS)
 
@@ -39,13 +43,17 @@ def ready(loop: Loop, back: LoopGrads | None, loops: int) -> Ready | None:
 
 
 def diagonal_defines(
-    cell: Definition, dtype: torch.dtype, back: bool, features: int
-) -> tuple[tuple[str, int], ...]:
-    """Return the macros that the kernel of a pass is compiled with; `features`: see `has`."""
+    cell: Definition, dtype: torch.dtype, back: bool, features: int, full: bool = False
+) -> Defines:
+    """Return the macros that the kernel of a pass is compiled with.
+
+    `features`: see `has`. `full`: the units are a multiple of THREADS.
+    """
     own = (
         ("BACK", int(back)),
         ("THREADS", THREADS),
         ("AHEAD", ahead(cell, back, bool(features & 8))),
+        ("FULL", int(full)),
     )
     return (*defines_of(dtype), ("HAS", features), *own)
 

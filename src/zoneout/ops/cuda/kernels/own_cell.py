@@ -1,18 +1,20 @@
-"""Any cell: the arguments of its kernels, for `cell_steps` and `diagonal`."""
+"""Any cell: what its kernels have in common on the host."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ....definition.cuda import print_unit
 from ....noise import STATE_STREAMS
-from ...backend import Loop, LoopGrads
+from ...backend import Loop, LoopGrads, mask_coordinates
+from ...memory import address
 from ...run import Run
-from ..runtime.arguments import TYPES, Arguments, Stream, fill_stream
+from ..runtime.arguments import TYPES, Arguments, Defines, Stream, fill_stream
 from ..runtime.compiler import tf32
 
 _i64, _p = ctypes.c_int64, ctypes.c_void_p
@@ -71,6 +73,21 @@ class OwnArguments(Arguments):
                 self.put(f"{name}{k}", value, torch.float32)
 
 
+def with_dense_weight(loop: Loop) -> Loop:
+    """Return a loop whose W_h is a dense matrix: blocks of a block-diagonal one among zeros.
+
+    All steps in one launch wait for each other, not for the products with the zeros.
+    """
+    heads, gates = loop.cell.heads, loop.cell.gates
+    if heads == 1:
+        return loop
+    w = loop.recurrent_weight
+    size = w.shape[1]
+    dense = w.new_zeros(gates, heads, size, heads, size)
+    dense.diagonal(dim1=1, dim2=3).copy_(w.view(gates, heads, size, size).permute(0, 2, 3, 1))
+    return replace(loop, w_hh=dense.view(gates * loop.hidden, loop.hidden))
+
+
 def holds(loop: Loop) -> bool:
     """Return True if a noise holds a gate."""
     draw = loop.draws.get("update")
@@ -85,7 +102,28 @@ def step_text(loop: Loop) -> str:
     return print_unit(loop.cell, "all" if others else "zoneout")
 
 
-def defines_of(dtype: torch.dtype, vector: int = 1) -> tuple[tuple[str, int], ...]:
+def known_streams(loop: Loop) -> Defines:
+    """Return what the kernels may know of the noise: macros of unit.cuh, none if it is unusual.
+
+    Usual is zoneout alone, whose masks see step, example and unit, with one seed.
+    """
+    if any(name not in STATE_STREAMS for name in loop.draws):
+        return ()
+    draws = [loop.draws.get(name) for name in STATE_STREAMS]
+    streams, before = [0] * len(STATE_STREAMS), None
+    for k, draw in enumerate(draws):
+        if draw is not None:
+            *sees, high = mask_coordinates(draw.rule)
+            if draw.rule.by != "previous" or not all(sees):
+                return ()
+            shares = before is not None and draw.seed is not None and before.plane == draw.plane
+            streams[k] = (2 if draw.seed is None else 1) + 4 * high + 8 * shares
+        before = None if draw is None or draw.seed is None else draw
+    seeds = {address(draw.seed) for draw in draws if draw is not None and draw.seed is not None}
+    return tuple((f"STREAM{k}", v) for k, v in enumerate(streams)) if len(seeds) < 2 else ()
+
+
+def defines_of(dtype: torch.dtype, vector: int = 1) -> Defines:
     """Return the macros that the kernels are compiled with."""
     fast = int(dtype != torch.float32 or tf32())
     return (("CELL", 0), ("TYPE", TYPES[dtype]), ("FAST", fast), ("V", vector))

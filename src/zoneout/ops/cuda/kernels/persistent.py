@@ -16,7 +16,15 @@ import torch
 from ....definition import Definition
 from ...backend import Loop, LoopGrads
 from ...run import Run
-from ..runtime.arguments import CELLS, TYPES, Arguments, Exchange, has, loop_arguments
+from ..runtime.arguments import (
+    CELLS,
+    TYPES,
+    Arguments,
+    Defines,
+    Exchange,
+    has,
+    loop_arguments,
+)
 from ..runtime.compiler import Kernel, Ready, chip, load, pack, tf32
 
 WARPS = 8
@@ -230,9 +238,13 @@ def ready_with(
     back: LoopGrads | None,
     loops: int,
     own: Callable[[], Arguments] | None = None,
+    streams: Defines = (),
     step: str = "",
 ) -> Ready | None:
-    """As `ready`; for any cell with the text of its step, and its own arguments."""
+    """As `ready`; for any cell with its own arguments and the text of its step.
+
+    `streams`: macros that say what is known of the noise.
+    """
     tiles, beyond = plan_for(loop, back is not None, loops), has(loop, back)
     if tiles is None:
         return None
@@ -245,6 +257,7 @@ def ready_with(
         tiles,
         beyond,
         loops,
+        streams,
         step,
     )
     if kernel is None:
@@ -267,8 +280,13 @@ def ready_with(
 
 
 def defines_of(
-    cell: Definition, dtype: torch.dtype, back: bool, tiles: Plan, beyond: int
-) -> tuple[tuple[str, int], ...]:
+    cell: Definition,
+    dtype: torch.dtype,
+    back: bool,
+    tiles: Plan,
+    beyond: int,
+    streams: Defines = (),
+) -> Defines:
     """Return the macros that the kernel is compiled with."""
     return (
         ("CELL", CELLS.index(cell) if cell in CELLS else 0), ("TYPE", TYPES[dtype]), ("FAST", 1),
@@ -276,7 +294,7 @@ def defines_of(
         ("KR", tiles.layout.resident), ("BB", tiles.layout.pairs), ("D", tiles.layout.in_flight),
         ("MT", tiles.tiles), ("EIGHTS", tiles.eights), ("PARTS", tiles.layout.parts),
         ("HALF", int(tiles.half)), ("FOLD", tiles.fold), ("MAKERS", tiles.makers), ("HAS", beyond),
-        ("QUICK", 1),
+        ("QUICK", 1), *streams,
     )  # fmt: skip
 
 
@@ -289,6 +307,7 @@ def _kernel(
     tiles: Plan,
     beyond: int,
     loops: int,
+    streams: Defines = (),
     step: str = "",
 ) -> Kernel | None:
     """Return the compiled kernel, or None if the blocks of all loops do not fit on the device."""
@@ -296,7 +315,7 @@ def _kernel(
         device,
         "persistent_cell.cu" if step else "persistent.cu",
         ("backward" if back else "forward",),
-        defines_of(cell, dtype, back, tiles, beyond),
+        defines_of(cell, dtype, back, tiles, beyond, streams),
         step,
     )
     with torch.cuda.device(device):

@@ -19,6 +19,7 @@ from ..runtime.arguments import (
     CELLS,
     TYPES,
     Arguments,
+    Defines,
     has,
     known,
     loop_arguments,
@@ -124,17 +125,26 @@ def fits(r: Run, loops: int) -> bool:
 
 def ready(loop: Loop, back: LoopGrads | None, loops: int) -> Ready | None:
     """Prepare a loop as one launch, with `loops` running concurrently; None if it does not fit."""
-    return ready_with(loop, back, loops, lambda: norm_arguments(loop, back))
+    streams = known(modes_of(loop.draws))
+    return ready_with(loop, back, loops, lambda: norm_arguments(loop, back), streams)
 
 
 def ready_with(
-    loop: Loop, back: LoopGrads | None, loops: int, own: Callable[[], Arguments], step: str = ""
+    loop: Loop,
+    back: LoopGrads | None,
+    loops: int,
+    own: Callable[[], Arguments],
+    streams: Defines,
+    step: str = "",
 ) -> Ready | None:
-    """As `ready`, with the second argument of the kernel; `step`: the step of any cell."""
+    """As `ready`, with the second argument of the kernel.
+
+    `streams`: macros that say what is known of the noise. `step`: the step of any cell.
+    """
     tiles = plan_for(loop, back is not None, loops)
     if tiles is None:
         return None
-    beyond, modes = has(loop, back), None if step else modes_of(loop.draws)
+    beyond = has(loop, back)
     kernel = _kernel(
         loop.gates.get_device(),
         loop.cell,
@@ -142,7 +152,7 @@ def ready_with(
         back is not None,
         tiles,
         beyond,
-        modes,
+        streams,
         step,
     )
     arguments, more = loop_arguments(loop, back), own()
@@ -160,14 +170,14 @@ def defines_of(
     back: bool,
     tiles: Plan,
     beyond: int,
-    modes: tuple[int, int] | None,
-) -> tuple[tuple[str, int], ...]:
+    streams: Defines = (),
+) -> Defines:
     """Return the macros that the kernel is compiled with."""
     return (
         ("CELL", CELLS.index(cell) if cell in CELLS else 0), ("TYPE", TYPES[dtype]), ("FAST", 1),
         ("BACK", int(back)), ("QUICK", 1), ("HIDDEN", tiles.hidden), ("WARPS", tiles.warps),
         ("KS", tiles.k_steps), ("KR", tiles.resident), ("NC", tiles.rows), ("NORM", tiles.norm),
-        ("HAS", beyond), *known(modes),
+        ("HAS", beyond), *streams,
     )  # fmt: skip
 
 
@@ -179,10 +189,10 @@ def _kernel(
     back: bool,
     tiles: Plan,
     beyond: int,
-    modes: tuple[int, int] | None,
+    streams: Defines = (),
     step: str = "",
 ) -> Kernel:
-    defines = defines_of(cell, dtype, back, tiles, beyond, modes)
+    defines = defines_of(cell, dtype, back, tiles, beyond, streams)
     source, names = "small_cell.cu" if step else "small.cu", ("backward" if back else "forward",)
     (kernel,) = load(device, source, names, defines, step)
     with torch.cuda.device(device):

@@ -1,5 +1,14 @@
 /* Any cell: all steps in one launch, with the product of block.cuh and the generated step. */
 
+/* Steps in the loop's body: what is done every fourth step is then known. */
+constexpr int at_once = KNOWN_STREAMS && NC == 1 ? 4 : 1;
+
+/* `n` counts the steps that are worked on; masks are drawn for four at a time, of which a step is the phase-th. */
+#define EACH_STEP(n, phase)                                                  \
+    for (int begun_ = 0; begun_ < m.longest; begun_ += at_once)              \
+        _Pragma("unroll") for (int part_ = 0; part_ < at_once; part_++)      \
+            if (const int n = begun_ + part_, phase = at_once == 4 ? part_ : n & 3; n < m.longest)
+
 /* --- noise ------------------------------------------------------------------------------------------ */
 
 struct Bits { /* of each stream: [step][unit], four of each */
@@ -21,7 +30,7 @@ __device__ __forceinline__ Bits draw_bits(const Loop &l, const Own &o, const Min
     EACH_STREAM {
         const Stream &s = stream_of(o, k);
         if (s.mode != DRAWN) continue;
-        if (!(k && drawn == k - 1 && same_words(stream_of(o, k - 1), noises.noise[k ? k - 1 : 0], s, noises.noise[k])))
+        if (!(k && drawn == k - 1 && shares_word(o, noises, k)))
             philox(w, noises.noise[k].seed, s.sees_unit ? FOUR : 0, s.sees_example ? m.example[c] : 0, s.sees_step ? step : 0,
                    s.plane);
         drawn = k;
@@ -42,11 +51,11 @@ __device__ __forceinline__ bool draws(const Own &o) {
     return any;
 }
 
-__device__ __forceinline__ Kept kept_of(const Own &o, const Bits &bits, const Streams &n, int unit, int step) {
+__device__ __forceinline__ Kept kept_of(const Own &o, const Bits &bits, const Streams &n, int unit, int phase) {
     Kept kept = {};
     EACH_STREAM {
         const Stream &s = stream_of(o, k);
-        bool keeps = bits.of[k] >> ((step & 3) * 4 + unit % 4) & 1;
+        bool keeps = bits.of[k] >> (phase * 4 + unit % 4) & 1;
         kept.of[k] = s.mode == EXPECTED ? n.noise[k].rate : s.mode == DRAWN && keeps ? 1.0f : 0.0f;
     }
     return kept;
@@ -113,15 +122,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop give
     }
     fetch(0, 0);
 
-    for (int t = 0; t < m.longest; t++) {
+    EACH_STEP(t, phase) {
         __syncthreads();
         Sums sums = {};
-        product(sums, w, entering[t & 1], m.lane);
+        product(sums, w, entering[phase & 1], m.lane);
         /* Until the sums are there: masks, x's part and stores. */
-        if ((t & 3) == 0) {
+        if (phase == 0) {
             EACH_ROW now[c] = next[c];
         }
-        if ((t & 3) == 3 && draws(o)) {
+        if (phase == 3 && draws(o)) {
             EACH_ROW next[c] = draw_bits(l, o, m, noises, limits, c, t + 1);
         }
         EACH_ROW EACH_GATE pre[c][q] = later[c][q];
@@ -140,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop give
             }
             EACH_STATE u.old[k] = cut[c] ? start_at(l, o, k, true, start) : state[c][k];
             u.held = held[c];
-            put_kept(u, o, kept_of(o, now[c], noises, m.unit, t), t == 0 || cut[c]);
+            put_kept(u, o, kept_of(o, now[c], noises, m.unit, phase), t == 0 || cut[c]);
             step_forward(u);
             EACH_STATE state[c][k] = u.made[k];
             EACH_GATE stored[c][q] = u.gate[q];
@@ -151,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop give
                 cut[c] = HAS_RESETS && soon[c].bits, soon[c] = later_still[c];
                 if (cut[c]) out = start_h(l, true, start);
                 if (scale) out *= widen(scale[start]);
-                enter(entering[(t + 1) & 1], local_row(m.lane, c), m.unit, &out);
+                enter(entering[(phase + 1) & 1], local_row(m.lane, c), m.unit, &out);
             }
             at[c] += forth;
         }
@@ -245,15 +254,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
     if (m.longest) fetch(m.longest - 1, 0);
 
     /* What has come back through the product to step t: to the last step nothing. */
-    auto receive = [&](int t, int done) {
+    auto receive = [&](int t, int done, int phase) {
         __syncthreads();
         Sums sums = {};
-        product(sums, w, entering[done & 1], m.lane);
+        product(sums, w, entering[phase & 1], m.lane);
         /* Until the sums are there: masks, what the next step needs, and stores. */
-        if ((done & 3) == 0) {
+        if (phase == 0) {
             EACH_ROW now[c] = next[c];
         }
-        if ((done & 3) == 3 && draws(o)) {
+        if (phase == 3 && draws(o)) {
             EACH_ROW next[c] = draw_bits(l, o, m, noises, limits, c, done + 1);
         }
         Late above[NC]; /* whether step t + 1 is cut off */
@@ -268,9 +277,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
         }
     };
 
-    for (int done = 0; done < m.longest; done++) {
+    EACH_STEP(done, phase) {
         const int t = m.longest - 1 - done;
-        receive(t, done);
+        receive(t, done, phase);
         EACH_ROW {
             if (ALIVE(t)) {
                 Unit u = constant;
@@ -278,18 +287,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
                 EACH_SLOT u.slot[k] = f[c].slot[k];
                 EACH_STATE u.old[k] = f[c].old[k], u.dstate[k] = d[c][k] + f[c].dseen[k];
                 u.dy = widen(f[c].dy), u.held = f[c].first ? 0.0f : f[c].held, u.owed = owed[c];
-                put_kept(u, o, kept_of(o, now[c], noises, m.unit, done), f[c].first);
+                put_kept(u, o, kept_of(o, now[c], noises, m.unit, phase), f[c].first);
                 step_backward(u);
                 owed[c] = u.owed;
                 EACH_STATE d[c][k] = u.dstate[k];
                 EACH_PARAMETER of_parameter[c][k] += u.dparameter[k];
                 EACH_GATE dx[c][q] = u.dx[q], out[c][q % GE] = APART ? u.dr[q] : u.dx[q];
-                enter(entering[(done + 1) & 1], local_row(m.lane, c), m.unit, out[c]);
+                enter(entering[(phase + 1) & 1], local_row(m.lane, c), m.unit, out[c]);
             }
             at[c] -= forth;
         }
     }
-    if (m.longest) receive(-1, m.longest);
+    if (m.longest) receive(-1, m.longest, m.longest & 3);
     EACH_ROW if (m.in && m.row[c] < l.batch) {
         const i64 at = (i64)m.row[c] * HIDDEN + m.unit;
         EACH_STATE {

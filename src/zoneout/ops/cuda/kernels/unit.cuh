@@ -81,6 +81,17 @@ struct Own { /* beside Loop: what cells of several states have. State 0 is h; in
 
 /* --- noise ---------------------------------------------------------------------------------------- */
 
+/* It may be known that the only noise is zoneout whose masks see step, example and unit, with one seed. STREAM0 to STREAM3
+ * then say of each state: the mode, 4: the high half of the word, 8: the word is that of the state before. */
+#ifdef STREAM0
+#define KNOWN_STREAMS 1
+__device__ __forceinline__ constexpr int stream_known(int k) {
+    return k == 0 ? STREAM0 : k == 1 ? STREAM1 : k == 2 ? STREAM2 : k == 3 ? STREAM3 : 0;
+}
+#else
+#define KNOWN_STREAMS 0
+#endif
+
 __device__ __forceinline__ void put_keep(Unit &u, int k, const Stream &s, float keep) {
     if (s.zero)
         u.zero[k] = keep;
@@ -106,6 +117,15 @@ __device__ __forceinline__ Streams streams_of(const Own &o, i64 unit) {
     return n;
 }
 
+/* Whether a stream has the word of the stream before, which was drawn. */
+__device__ __forceinline__ bool shares_word(const Own &o, const Streams &n, int k) {
+#if KNOWN_STREAMS
+    return stream_known(k) & 8;
+#else
+    return same_words(stream_of(o, k - 1), n.noise[k - 1], stream_of(o, k), n.noise[k]);
+#endif
+}
+
 struct Kept { /* of each stream: 1 where the old value (or zero) is used, its chance at evaluation */
     float of[STATES + 1];
 };
@@ -125,7 +145,7 @@ __device__ __forceinline__ Kept kept_at(const Own &o, const Streams &n, u32 unit
         const Stream &s = stream_of(o, k);
         if (s.mode == OFF) continue;
         if (s.mode == DRAWN) {
-            if (!(k && drawn == k - 1 && same_words(stream_of(o, k - 1), n.noise[k ? k - 1 : 0], s, n.noise[k])))
+            if (!(k && drawn == k - 1 && shares_word(o, n, k)))
                 word = word_of(s, n.noise[k].seed, unit, example, step);
             drawn = k;
         }
@@ -141,7 +161,14 @@ __device__ __forceinline__ void simplify(Own &o) {
     for (int k = 0; k < 4; k++) {
         if (!HAS_ZERO) o.state[k].zero = 0;
         if (!HAS_DCELLS) o.dseen[k] = nullptr;
+#if KNOWN_STREAMS
+        o.state[k].mode = stream_known(k) & 3, o.state[k].high = stream_known(k) & 4, o.state[k].zero = 0;
+        o.state[k].sees_step = o.state[k].sees_example = o.state[k].sees_unit = 1;
+#endif
     }
+#if KNOWN_STREAMS
+    o.update.mode = OFF, o.update.hold = 0;
+#endif
 }
 
 /* --- the states before a step --------------------------------------------------------------------- */

@@ -179,6 +179,7 @@ def fill_stream(to: Stream, draw: Draw, device: int) -> None:
 # --- compile-time options of kernels ---
 
 
+Defines = tuple[tuple[str, int], ...]  # macros that a kernel is compiled with
 EVERYTHING = 127  # all bits of `has`
 
 
@@ -199,7 +200,7 @@ def has(loop: Loop, back: LoopGrads | None) -> int:
     return sum(bool(there) << bit for bit, there in enumerate(found))
 
 
-def known(modes: tuple[int, int] | None) -> tuple[tuple[str, int], ...]:
+def known(modes: tuple[int, int] | None) -> Defines:
     """Return the macros for the modes of both states' streams; none if `modes` is None."""
     return () if modes is None else (("CELL_MODE", modes[0]), ("HIDDEN_MODE", modes[1]))
 
