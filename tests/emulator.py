@@ -216,6 +216,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(compiler, "driver", lambda: SimpleNamespace(cuLaunchKernelEx=_launch))
     monkeypatch.setattr(cuda.steps, "product", product)
     monkeypatch.setattr(cuda.cell_steps, "product", product)
+    monkeypatch.setattr(cuda.cell_steps.step_products, "product", product)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)

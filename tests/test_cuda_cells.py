@@ -262,6 +262,53 @@ def test_random_cells(
     assert launched and set(launched) == {path}
 
 
+@zo.cell(gates=2, recurrence="none", bounded=True)
+def low_rank(x, h, a, b, u, p):
+    """One product after two others of which one is of two matrices; a matrix is used twice."""
+    z = (x[0] + zo.product(a, zo.product(b, h, rank=5))).sigmoid()
+    n = zo.product(u, z * h)
+    g = (x[1] + p * n + zo.product(u, n.tanh())).tanh()
+    return z * h + zo.update((1 - z) * g)
+
+
+@zo.cell(gates=3, states=("h", "c"))
+def both_products(x, r, h, c, u, w):
+    """A matrix for h in the gates, and products of the new c and of h."""
+    i, f = (x[0] + r[0]).sigmoid(), (x[1] * r[1]).tanh()
+    new = zo.candidate("c", 0.5 * c + zo.update(i * (x[2] + r[2] + zo.product(w, c)).tanh()))
+    s, t = zo.product(u, new * h, parts=2)
+    return zo.held((f + s).sigmoid()) * (new + t).tanh(), new
+
+
+PRODUCTS = [
+    (zo.cells.mgu, 12, "zoneout", "all", "exact", {"bidirectional": True}),
+    (zo.cells.mgu, 37, "both", "lengths", "bf16", {"bidirectional": True}),
+    (low_rank, 37, "both", "packed", "exact", {"bidirectional": True, "num_layers": 2}),
+    (low_rank, 40, "sequence", "resets", "tf32", {"learn_initial_state": True}),
+    (both_products, 9, "all", "all", "exact", {"learn_initial_state": True, "seen": True}),
+    (both_products, 36, "both", "resets", "exact", {"bidirectional": True, "seen": True}),
+    (both_products, 36, "zoneout", "lengths", "bf16", {"bidirectional": True}),
+    (zo.cells.mogrifier_lstm, 20, "all", "lengths", "exact", {"bidirectional": True}),
+    (zo.cells.mogrifier_lstm, 24, "zoneout", "all", "bf16", {"learn_initial_state": True}),
+]
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(
+    ("cell", "hidden", "noise", "call", "precision", "options"),
+    PRODUCTS,
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_products_inside_the_step(
+    cell, hidden, noise, call, precision, options, device, launched, monkeypatch
+):
+    """A product is taken of other numbers, at another level, of another row; or its gradient."""
+    monkeypatch.setattr(torch.backends.cudnn.rnn, "fp32_precision", PRECISIONS[precision][1])
+    given = noises(cell, noise)
+    compare(cell, given, CALLS[call], precision, True, hidden, device, **options)
+    assert launched and set(launched) == {cell_steps}
+
+
 @zo.cell(gates=4, states=("h", "c"))
 def peephole(x, r, h, c, p_i, p_f, p_o):
     i, f, g, o = (a + b for a, b in zip(x, r))

@@ -108,8 +108,8 @@ def _has_kernels(r: Run) -> bool:
 
 def _why_not(r: Run) -> str:
     return (
-        f"has no kernels for the cell {r.cell.name!r} with a norm, a projection, or more than "
-        f"{MOST_SLOTS} stored values per unit beside its gates"
+        f"has no kernels for the cell {r.cell.name!r} with a norm, a projection, more than "
+        f"{MOST_SLOTS} stored values per unit beside its gates, or as many products in its step"
     )
 
 
@@ -187,7 +187,7 @@ def side_by_side(runs: Sequence[Run]) -> bool:
     """Return True if the loops of these runs can run concurrently, each on a part of the chip."""
     if runs[0].cell not in CELLS:
         return all(
-            not r.cell.has_r or small_cell.fits(r, len(runs)) or persistent_cell.fits(r, len(runs))
+            diagonal.fits(r) or small_cell.fits(r, len(runs)) or persistent_cell.fits(r, len(runs))
             for r in runs
         )
     return all(
@@ -201,6 +201,8 @@ def forward(loops: Sequence[Loop]) -> None:
     for loop in loops:
         if loop.lengths is not None:
             rows.clear(loop.lengths, loop.steps, *loop.states, loop.hats, *loop.slots)
+            for inner in loop.inner:
+                rows.clear(loop.lengths, loop.steps, inner)
         if loop.steps == 0 or loop.batch == 0:
             continue
         if loop.norm is not None:
@@ -216,6 +218,8 @@ def backward(loops: Sequence[tuple[Loop, LoopGrads]]) -> None:
         if loop.lengths is not None:
             written = (back.dgx, back.dgh, back.dsh, back.du, back.u, back.dnc, back.chat)
             rows.clear(loop.lengths, loop.steps, *written)
+            for pair in zip(back.dinner, back.ins):
+                rows.clear(loop.lengths, loop.steps, *pair)
         if loop.steps > 0 and loop.batch > 0:
             due.append((loop, back))
     _run_all(due)

@@ -200,8 +200,8 @@ def _allocate(device: Backend, job: BackwardInputs, ready: Prepared, loop: Loop)
         dscale_c=sums(hidden) if normed_c else None,
         dshift_c=sums(hidden) if normed_c else None,
         dparameters=tuple(sums(hidden) for _ in loop.parameters),
-        dinner=tuple(scratch(v.shape[1], states) for v in loop.inner),
-        ins=tuple(scratch(hidden, states) for _ in loop.inner),
+        dinner=tuple(scratch(v.shape[1]) for v in loop.inner),
+        ins=tuple(scratch(hidden) for _ in loop.inner),
     )
 
 

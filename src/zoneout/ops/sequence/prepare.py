@@ -170,7 +170,7 @@ def build_loop(
         b_h=contiguous(w.b_hh) if has_own_bias(r) else None,
         w_hr=contiguous(w.w_hr),
         parameters=tuple(own[name] for name in r.cell.vectors),
-        matrices=tuple(own[name] for name in r.cell.matrices),
+        matrices=tuple(own[name].to(saved.gates.dtype) for name in r.cell.matrices),
         draws=draws,
         scale_h=scale_h,
         norm=norm,

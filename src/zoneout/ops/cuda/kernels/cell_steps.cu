@@ -1,7 +1,8 @@
 /* Any cell, one step at a time: what stands between the products.
  *
  * Compiled with V, the units of a thread. A step has one launch: it also settles what enters the next product (resets and
- * the variational mask forwards; forwards' adjoint backwards).
+ * the variational mask forwards; forwards' adjoint backwards). With products inside the step it has one more for each level
+ * of them.
  */
 
 __device__ __forceinline__ void masks_at(Unit *u, const Loop &l, const Own &o, const Place &p, i64 t) {
@@ -82,26 +83,62 @@ extern "C" __global__ void enter(Loop l, Own o, int t) {
     if (p.in) enter_product(l, o, p.row, p.j, 0, p.length, get((const narrow *)l.h0 + p.row * l.hidden + p.j));
 }
 
-extern "C" __global__ void forward(Loop l, Own o, int t) {
-    Place p = place(l, t, l.hidden);
-    if (!p.in) return;
-    const i64 H = l.hidden, here = p.row * H + p.j;
-    narrow *gates = (narrow *)l.gates + p.at * GATES * H + p.j;
-    const Head head = head_of(o, p.j);
-    const float *product = o.product + (head.number * l.batch + p.row) * GATES * o.block + head.j;
-    Unit u[V] = {};
+/* What step t computes its gates from. */
+__device__ __forceinline__ void load_forward(Unit *u, const Loop &l, const Own &o, const Place &p, i64 t) {
+    const i64 H = l.hidden;
+    const narrow *gates = (const narrow *)l.gates + p.at * GATES * H + p.j;
     EACH_GATE {
         FILL(gate[q], get(gates + q * H));
         FILL(bias_x[q], get((const narrow *)l.b_x + q * H + p.j));
-        Units r = get(product + q * o.block);
+#if RECURRENT
+        const Head head = head_of(o, p.j);
+        Units r = get(o.product + (head.number * l.batch + p.row) * GATES * o.block + head.j + q * o.block);
 #if APART
         EACH u[e].r[q] = r[e];
         if (l.b_h) FILL(bias_r[q], get((const narrow *)l.b_h + q * H + p.j));
 #else
         EACH u[e].gate[q] += r[e];
 #endif
+#endif
     }
     shared_loads(u, l, o, p, t);
+#if PRODUCTS
+    EACH_PRODUCT EACH_PART {
+        const i64 row = o.gathered ? p.row : p.at;
+        const float *from = o.gathered ? o.part[k] : o.inner[k];
+        FILL(inner[product_first(k) + q], get(from + (row * product_parts(k) + q) * H + p.j));
+    }
+#endif
+}
+
+#if PRODUCTS
+/* What the products of a level are taken of. Those of this level and of higher ones have no results yet. */
+extern "C" __global__ void enter_level(Loop l, Own o, int t, int level) {
+    Place p = place(l, t, l.hidden);
+    if (!p.in) return;
+    Unit u[V] = {};
+    load_forward(u, l, o, p, t);
+    EACH step_enter(u[e], level);
+    EACH_PRODUCT if (product_level(k) == level) {
+        TAKEN(value, in[k]);
+        put(o.in[k] + p.row * o.in_pitch + p.j, value);
+    }
+}
+#endif
+
+extern "C" __global__ void forward(Loop l, Own o, int t) {
+    Place p = place(l, t, l.hidden);
+    if (!p.in) return;
+    const i64 H = l.hidden, here = p.row * H + p.j;
+    narrow *gates = (narrow *)l.gates + p.at * GATES * H + p.j;
+    Unit u[V] = {};
+    load_forward(u, l, o, p, t);
+#if PRODUCTS
+    if (o.gathered) EACH_PRODUCT EACH_PART {
+        TAKEN(value, inner[product_first(k) + q]);
+        put(o.inner[k] + (p.at * product_parts(k) + q) * H + p.j, value);
+    }
+#endif
     EACH step_forward(u[e]);
     EACH_GATE {
         TAKEN(value, gate[q]);
@@ -119,7 +156,9 @@ extern "C" __global__ void forward(Loop l, Own o, int t) {
     TAKEN(h, made[0]);
     put((narrow *)l.y + p.at * H + p.j, h);
     if (o.h) put(o.h + here, h);
+#if RECURRENT
     enter_product(l, o, p.row, p.j, t + 1, p.length, h);
+#endif
 }
 
 /* --- backward ------------------------------------------------------------------------------------- */
@@ -130,6 +169,7 @@ __device__ __forceinline__ void arrive(Units *d, const Loop &l, const Own &o, i6
     const i64 at = row * l.hidden + j;
     EACH_STATE d[k] = get(o.dstate[k] + at);
     if (t + 1 >= length) return;
+#if RECURRENT
     const Head head = head_of(o, j);
     Units sum = all_of(0.0f);
 #pragma unroll 4
@@ -142,6 +182,7 @@ __device__ __forceinline__ void arrive(Units *d, const Loop &l, const Own &o, i6
         EACH sum[e] *= scale[e];
     }
     EACH d[0][e] += sum[e];
+#endif
     if (!cut_at(l, t + 1, row, length)) return;
     EACH_STATE {
         Units total = get(o.dreset[k] + at);
@@ -151,29 +192,85 @@ __device__ __forceinline__ void arrive(Units *d, const Loop &l, const Own &o, i6
     }
 }
 
-extern "C" __global__ void backward(Loop l, Own o, int t) {
-    Place p = place(l, t, l.hidden);
-    if (!p.in) return; /* the product reads the row, but nobody its result */
-    const i64 H = l.hidden, here = p.row * H + p.j;
-    const Head head = head_of(o, p.j);
-    narrow *enters = o.d_in ? o.d_in + (p.row * H + head.number * o.block) * GATES + head.j : nullptr;
-    Unit u[V] = {};
+/* What the backward pass of step t computes its gradients from, but for those of the states. */
+__device__ __forceinline__ void load_backward(Unit *u, const Loop &l, const Own &o, const Place &p, i64 t) {
+    const i64 H = l.hidden;
+    FILL(dy, get((const narrow *)l.dy + p.at * H + p.j));
+    EACH_GATE FILL(gate[q], get((const narrow *)l.gates + (p.at * GATES + q) * H + p.j));
+    EACH_SLOT FILL(slot[k], get(o.slot[k] + p.at * H + p.j));
+    if (o.owed) FILL(owed, get(o.owed + p.row * H + p.j));
+    shared_loads(u, l, o, p, t);
+#if PRODUCTS
+    EACH_PRODUCT {
+        EACH_PART FILL(inner[product_first(k) + q], get(o.inner[k] + (p.at * product_parts(k) + q) * H + p.j));
+        FILL(din[k], get(o.din[k] + p.row * o.din_pitch + p.j));
+    }
+#endif
+}
+
+/* The gradients of the states after step t, with those of the states that are returned at every step. */
+__device__ __forceinline__ void arrive_at(Unit *u, const Loop &l, const Own &o, const Place &p, i64 t) {
     Units d[STATES];
-    const i64 first = p.at * GATES * H + p.j;
     arrive(d, l, o, p.row, p.j, t, p.length);
     EACH_STATE {
         EACH u[e].dstate[k] = d[k][e];
         if (k && o.dseen[k]) {
-            Units more = get(o.dseen[k] + p.at * H + p.j);
+            Units more = get(o.dseen[k] + p.at * l.hidden + p.j);
             EACH u[e].dstate[k] += more[e];
         }
     }
-    FILL(dy, get((const narrow *)l.dy + p.at * H + p.j));
-    EACH_GATE FILL(gate[q], get((const narrow *)l.gates + first + q * H));
-    EACH_SLOT FILL(slot[k], get(o.slot[k] + p.at * H + p.j));
-    if (o.owed) FILL(owed, get(o.owed + here));
-    shared_loads(u, l, o, p, t);
+}
+
+#if PRODUCTS
+/* The gradients of the products of a level. The highest one comes first, and finds what all products were taken of. */
+extern "C" __global__ void leave_level(Loop l, Own o, int t, int level) {
+    Place p = place(l, t, l.hidden);
+    if (!p.in) return; /* products read the row, but nobody their results */
+    const i64 H = l.hidden, here = p.row * H + p.j;
+    Unit u[V] = {};
+    load_backward(u, l, o, p, t);
+    if (level == LEVELS - 1) {
+        arrive_at(u, l, o, p, t);
+        EACH_STATE {
+            TAKEN(value, dstate[k]);
+            put(o.dstate[k] + here, value);
+        }
+        EACH step_inputs(u[e]);
+        EACH_PRODUCT {
+            TAKEN(value, in[k]);
+            put(o.ins[k] + p.at * H + p.j, value);
+        }
+    } else {
+        EACH_STATE FILL(dstate[k], get(o.dstate[k] + here));
+    }
+    EACH step_leave(u[e], level);
+    EACH_PRODUCT if (product_level(k) == level) {
+        EACH_PART {
+            TAKEN(value, dinner[product_first(k) + q]);
+            put(o.dinner[k] + (p.at * product_parts(k) + q) * H + p.j, value);
+            if (o.gathered) put(o.d_part[k] + (p.row * product_parts(k) + q) * H + p.j, value);
+        }
+    }
+}
+#endif
+
+extern "C" __global__ void backward(Loop l, Own o, int t) {
+    Place p = place(l, t, l.hidden);
+    if (!p.in) return; /* the product reads the row, but nobody its result */
+    const i64 H = l.hidden, here = p.row * H + p.j;
+    const i64 first = p.at * GATES * H + p.j;
+    Unit u[V] = {};
+    load_backward(u, l, o, p, t);
+#if PRODUCTS
+    EACH_STATE FILL(dstate[k], get(o.dstate[k] + here));
+#else
+    arrive_at(u, l, o, p, t);
+#endif
     EACH step_backward(u[e]);
+#if RECURRENT
+    const Head head = head_of(o, p.j);
+    narrow *enters = o.d_in ? o.d_in + (p.row * H + head.number * o.block) * GATES + head.j : nullptr;
+#endif
     EACH_GATE {
         TAKEN(dx, dx[q]);
         put((narrow *)l.dgx + first + q * H, dx);
@@ -183,7 +280,9 @@ extern "C" __global__ void backward(Loop l, Own o, int t) {
 #else
         Units &dr = dx;
 #endif
+#if RECURRENT
         if (enters) put(enters + q * o.block, dr);
+#endif
     }
     EACH_STATE {
         TAKEN(value, dstate[k]);

@@ -11,6 +11,7 @@ import torch
 
 from ....definition import Definition
 from ...backend import Loop, LoopGrads
+from ...run import Run
 from ..runtime.arguments import Defines, has, loop_arguments
 from ..runtime.compiler import Ready, load, pack
 from .own_cell import OwnArguments, defines_of, known_streams, step_text
@@ -18,14 +19,20 @@ from .own_cell import OwnArguments, defines_of, known_streams, step_text
 THREADS = 64  # per block
 AHEAD = 16  # steps between a load and its use, if the registers suffice
 MOST_NUMBERS = 2**30  # gate values of a step: distances in bytes are 32 bits wide
-REGISTERS = 88  # most of a thread's 255 registers for loads under way; several steps are computed at once
+REGISTERS = 88  # of a thread, for loads under way; several steps are computed at once
+
+
+def fits(of: Loop | Run) -> bool:
+    """Return True if this kernel supports a run: no unit of its cell sees another."""
+    alone = not of.cell.has_r and not of.cell.products
+    return alone and of.batch * of.width < MOST_NUMBERS
 
 
 def ready(loop: Loop, back: LoopGrads | None, loops: int) -> Ready | None:
     """Prepare a loop, if no unit of its cell sees another."""
-    cell = loop.cell
-    if cell.has_r or cell.products or loop.batch * cell.gates * loop.hidden >= MOST_NUMBERS:
+    if not fits(loop):
         return None
+    cell = loop.cell
     loop_struct, own = loop_arguments(loop, back), OwnArguments(loop, back)
     name = "forward" if back is None else "backward"
     full = loop.hidden % THREADS == 0

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from ....definition.cuda import print_unit
+from ....definition.products import MOST_PRODUCTS
+from ....definition.storage import MOST_SLOTS
 from ....noise import STATE_STREAMS
 from ...backend import Loop, LoopGrads, mask_coordinates
 from ...memory import address
@@ -32,12 +34,20 @@ class Own(ctypes.Structure):
         *((f"dparameter{k}", _p) for k in range(8)),
         *((name, _p) for name in ("h", "h_in", "product", "owed", "d_in", "rec")),
         *((name, _i64) for name in ("block", "h_pitch", "rec_pitch", "sums")),
+        *(
+            (f"{name}{k}", _p)
+            for name in ("in", "inner", "part", "din", "dinner", "d_part", "ins")
+            for k in range(MOST_PRODUCTS)
+        ),
+        *((name, _i64) for name in ("in_pitch", "din_pitch", "gathered")),
     ]
 
 
 def supports(r: Run) -> bool:
     """Return True if the kernels of any cell can run this."""
-    return r.cell.storage.fits and r.norm is None and r.w_hr is None
+    layout = r.cell.storage
+    room = layout.fits_products if r.cell.products else layout.fits
+    return room and len(layout.slots) <= MOST_SLOTS and r.norm is None and r.w_hr is None
 
 
 class OwnArguments(Arguments):

@@ -10,6 +10,7 @@ struct Unit { /* of one unit of one row at one step; the fields of ops/cpu/step.
     float zone[4], zero[4], update, hold, held;
     float parameter[8], slot[2];
     float dstate[4], dy, owed, dx[8], dr[8], dparameter[8];
+    float in[16], inner[32], din[16], dinner[32]; /* products inside the step: what they are taken of, their parts */
 };
 
 /* --- the vocabulary of a step -------------------------------------------------------------------- */
@@ -71,13 +72,25 @@ struct Own { /* beside Loop: what cells of several states have. State 0 is h; in
     narrow *d_in;         /* [B, heads, G, D]: gradients as they enter the product, or NULL: dsh is read in place */
     const float *rec;     /* [heads or sums, B, rec_pitch]: gradient of the h that entered the next step, in parts */
     i64 block, h_pitch, rec_pitch, sums; /* sums: the parts of `rec` to be added */
+    /* products inside the step: [B, in_pitch], [N, parts·H] and [B, din_pitch]. Where the rows of a step are not
+     * neighbours (`gathered`), products write `part` and read `d_part`, [B, parts·H] */
+    narrow *in[16];
+    float *inner[16], *part[16];
+    const float *din[16];
+    narrow *dinner[16], *d_part[16], *ins[16];
+    i64 in_pitch, din_pitch, gathered;
 };
 
+#ifndef PRODUCTS
+#define PRODUCTS 0
+#endif
 #define EACH_GATE _Pragma("unroll") for (int q = 0; q < G; q++)
 #define EACH_STATE _Pragma("unroll") for (int k = 0; k < STATES; k++)
 #define EACH_STREAM _Pragma("unroll") for (int k = 0; k <= STATES; k++) /* of the states, then the update's */
 #define EACH_SLOT _Pragma("unroll") for (int k = 0; k < SLOTS; k++)
 #define EACH_PARAMETER _Pragma("unroll") for (int k = 0; k < PARAMETERS; k++)
+#define EACH_PRODUCT _Pragma("unroll") for (int k = 0; k < PRODUCTS; k++)
+#define EACH_PART _Pragma("unroll") for (int q = 0; q < product_parts(k); q++) /* of product k */
 
 /* --- noise ---------------------------------------------------------------------------------------- */
 
