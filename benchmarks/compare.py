@@ -1,4 +1,4 @@
-"""Compare the speed of two checkouts on the CPU: their layers run in turn, in one process each.
+"""Compare the speed of two checkouts: their layers run in turn, in one process each.
 
     git worktree add ../old COMMIT
     python benchmarks/compare.py ../old . --threads 1 LSTM:pMNIST:train GRU:small:eval
@@ -6,6 +6,11 @@
 
 A case is LAYER:SHAPE:MODE[:NOISE]. Without cases all layers and shapes are compared, in training
 and evaluation. The ratio is the median of new / old over pairs that follow each other.
+
+With `--gpu bf16` (or tf32, fp16) they run on a GPU, in CUDA graphs. `--new NAME=VALUE` sets an
+environment variable for the new one, so that a checkout can be compared with itself:
+
+    python benchmarks/compare.py . . --gpu bf16 --new ZONEOUT_BATCH_INVARIANT=1
 """
 
 from __future__ import annotations
@@ -16,20 +21,22 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 SHAPES = {"char-PTB": (100, 32, 50, 1000), "pMNIST": (784, 100, 1, 100)}  # T, B, input, H
 SHAPES |= {"medium": (100, 32, 256, 256), "small": (100, 32, 64, 128)}
+SHAPES |= {"few-rows": (100, 8, 50, 1000), "large": (100, 128, 512, 1500)}
 REPEATS = {"char-PTB": 1, "pMNIST": 2, "medium": 4, "small": 12}  # calls per measurement
+ON_GPU = 5  # the same on a GPU, for every shape
 PAUSE = 0.05  # seconds: OpenMP threads of the other process spin for a while after their last loop
 LAYERS, MODES = ("LSTM", "GRU", "RNN"), ("train", "eval")
 NOISES = ("zoneout", "none", "dropout", "layer-norm", "batch-norm")
 
 
-def make(case: str) -> Callable[[], Any]:
-    """Return a function that runs the case once."""
+def make(case: str, gpu: str) -> Callable[[], Any]:
+    """Return a function that runs the case once, on a GPU in the type `gpu`."""
     import torch
 
     import zoneout as zo
@@ -45,28 +52,54 @@ def make(case: str) -> Callable[[], Any]:
     if noise.endswith("norm"):
         options["norm"] = "layer" if noise == "layer-norm" else zo.RecurrentBatchNorm(steps=steps)
     torch.manual_seed(0)
-    module = getattr(zo, layer)(inputs, hidden, **options).train(mode == "train")
-    x = torch.randn(steps, batch, inputs, requires_grad=mode == "train")
+    types = {"": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
+    to: dict[str, Any] = {
+        "device": "cuda" if gpu else "cpu",
+        "dtype": types.get(gpu, torch.float16),
+    }
+    module = getattr(zo, layer)(inputs, hidden, **options).to(**to).train(mode == "train")
+    x = torch.randn(steps, batch, inputs, **to, requires_grad=mode == "train")
 
     def run() -> None:
         with torch.set_grad_enabled(mode == "train"):
             y, _ = module(x, seed=3)
         if mode == "train":
-            y.sum().backward()
+            y.backward(dy)
 
+    with torch.no_grad():
+        dy = torch.ones_like(module(x)[0])
     run()
-    return run
+    return captured(run) if gpu else run
 
 
-def serve() -> None:
+def captured(run: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a function that replays a CUDA graph of a run and waits for its end."""
+    import torch
+
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run(), run()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph, stream=stream):
+        run()
+
+    def replay() -> None:
+        graph.replay()
+        torch.cuda.synchronize()
+
+    return replay
+
+
+def serve(gpu: str) -> None:
     """Time the cases that are named on standard input, one at a time."""
     cases: dict[str, Callable[[], Any]] = {}
     for line in sys.stdin:
         case = line.strip()
         if case not in cases:
-            cases[case] = make(case)
+            cases[case] = make(case, gpu)
         run = cases[case]
-        repeats = REPEATS[case.split(":")[1]]
+        repeats = ON_GPU if gpu else REPEATS[case.split(":")[1]]
         time.sleep(PAUSE)
         run()
         began = time.perf_counter()
@@ -78,12 +111,15 @@ def serve() -> None:
 class Checkout:
     """A process that has imported one checkout's package."""
 
-    def __init__(self, folder: Path, threads: int) -> None:
+    def __init__(
+        self, folder: Path, threads: int, gpu: str = "", variables: Sequence[str] = ()
+    ) -> None:
         environment = os.environ | {
             "PYTHONPATH": str(folder.resolve() / "src"),
             "OMP_NUM_THREADS": str(threads),
+            **dict(one.split("=", 1) for one in variables),
         }
-        command = [sys.executable, str(Path(__file__).resolve()), "--serve"]
+        command = [sys.executable, str(Path(__file__).resolve()), "--serve", gpu]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
@@ -104,10 +140,18 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"noises: {', '.join(NOISES)}")
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--gpu", choices=("bf16", "tf32", "fp16"), default="")
+    parser.add_argument(
+        "--new", dest="variables", action="append", default=[], metavar="NAME=VALUE"
+    )
     options = parser.parse_intermixed_args()
-    checkouts = [Checkout(folder, options.threads) for folder in (options.old, options.new)]
+    checkouts = [
+        Checkout(options.old, options.threads, options.gpu),
+        Checkout(options.new, options.threads, options.gpu, options.variables),
+    ]
+    shapes = SHAPES if options.gpu else REPEATS
     everything = [
-        f"{layer}:{shape}:{mode}" for layer in LAYERS for shape in SHAPES for mode in MODES
+        f"{layer}:{shape}:{mode}" for layer in LAYERS for shape in shapes for mode in MODES
     ]
     print("case                             old ms    new ms   new / old")
     for case in options.cases or everything:
@@ -124,4 +168,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    serve() if "--serve" in sys.argv else main()
+    serve(sys.argv[2]) if "--serve" in sys.argv else main()
