@@ -290,6 +290,20 @@ def test_more_rows_for_each_block(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bf16", "fp16"], indirect=True)
+def test_many_rows_on_a_gpu(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warpgroups of `wide`, which takes no batch of one row, add in another order."""
+    only("wide", monkeypatch)
+    rows = Rows("lstm", 1024, 0, precision[0], "cuda")
+    found = [
+        (rows.results(others(n, at)), at) for n, at in ((65, 0), (65, 64), (100, 3), (128, 99))
+    ]
+    first, place = found[0]
+    for among, at in found[1:]:
+        assert all(torch.equal(among[name][at], first[name][place]) for name in first)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("path", "cell", "precision"), GPU_CASES, indirect=["precision"])
 def test_layers_on_a_gpu(
     path: str, cell: str, precision: Any, monkeypatch: pytest.MonkeyPatch
