@@ -418,9 +418,11 @@ def reaching(
     elif name.endswith((".c", ".h")):
         found = [one for one in tests if any(one["lines"].get(path) for path in NATIVE)]
     else:
-        of_file = [one for one in tests if one["lines"].get(mutant.path)]
-        # What only an import runs, such as the trace of a cell, is not seen in any test.
-        found = [one for one in of_file if one["lines"][mutant.path] & lines] or of_file or tests
+        found = [one for one in tests if one["lines"].get(mutant.path, 0) & lines]
+    reached = {one["id"] for one in found}
+    if not found or "/definition/" in mutant.path or "/cells/" in mutant.path:
+        # What an import runs, such as the trace of a cell, any test may notice.
+        found = tests
     seen: Counter[str] = Counter()
     worth = {}
     for one in sorted(found, key=lambda one: one["seconds"]):
@@ -429,6 +431,7 @@ def reaching(
         worth[one["id"]] = (
             (one["seconds"] + 0.02) * seen[function] / (1 + 5 * kills[mutant.area, function])
         )
+        worth[one["id"]] *= 1 if one["id"] in reached else 3
     return sorted(found, key=lambda one: worth[one["id"]])
 
 
