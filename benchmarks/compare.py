@@ -2,13 +2,16 @@
 
     git worktree add ../old COMMIT
     python benchmarks/compare.py ../old . --threads 1 LSTM:pMNIST:train GRU:small:eval
-    python benchmarks/compare.py ../old . --device cuda --type bf16
-    python benchmarks/compare.py ../old . --device cuda LSTM:char-PTB:train:layer-norm
+    LSTM:small:train:layer-norm
 
-A case is LAYER:SHAPE:MODE[:NOISE]. Without cases all layers and shapes are compared, on the CPU in
-training and evaluation. Modes on a GPU: `graph` and `eager`, a training step in a CUDA graph and
-without one, and `host`, the host's part of the second. The ratio is the median of new / old over
-pairs that follow each other.
+A case is LAYER:SHAPE:MODE[:NOISE]. Without cases all layers and shapes are compared, in training
+and evaluation. The ratio is the median of new / old over pairs that follow each other.
+
+With `--gpu bf16` (or tf32, fp16) they run on a GPU, in CUDA graphs; without cases, those of the
+README. Mode `host` is the host's part of a training step without a graph. `--new NAME=VALUE` sets
+an environment variable for the new one, so that a checkout can be compared with itself:
+
+    python benchmarks/compare.py . . --gpu bf16 --new ZONEOUT_BATCH_INVARIANT=1
 """
 
 from __future__ import annotations
@@ -19,30 +22,30 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 SHAPES = {"char-PTB": (100, 32, 50, 1000), "pMNIST": (784, 100, 1, 100)}  # T, B, input, H
 SHAPES |= {"medium": (100, 32, 256, 256), "small": (100, 32, 64, 128)}
+SHAPES |= {"few-rows": (100, 8, 50, 1000), "large": (100, 128, 512, 1500)}
+SHAPES |= {"text8": (180, 128, 27, 2000), "word-PTB": (35, 20, 1500, 1500)}
+SHAPES |= {"speech": (800, 64, 1024, 1024), "1024": (100, 32, 1024, 1024)}
+SHAPES |= {"512": (100, 64, 512, 512)}
+DEPTHS = {"word-PTB": 2}  # layers
 REPEATS = {"char-PTB": 1, "pMNIST": 2, "medium": 4, "small": 12}  # calls per measurement
-GPU_SHAPES = {"char-PTB": (100, 32, 50, 1000), "text8": (180, 128, 27, 2000)}
-GPU_SHAPES |= {"word-PTB": (35, 20, 1500, 1500), "pMNIST": (784, 100, 1, 100)}
-GPU_SHAPES |= {"speech": (800, 64, 1024, 1024), "1024": (100, 32, 1024, 1024)}
-GPU_SHAPES |= {"512": (100, 64, 512, 512)}
-GPU_CASES = [f"LSTM:{shape}:graph" for shape in GPU_SHAPES]
-GPU_CASES += [
-    f"{layer}:{shape}:graph" for layer in ("GRU", "RNN") for shape in ("char-PTB", "pMNIST")
-]
-GPU_CASES += [f"LSTM:{shape}:host" for shape in ("char-PTB", "512")]
-GPU_REPEATS, GPU_WARM_UP = 5, 3
+ON_GPU = 5  # the same on a GPU, for every shape
 PAUSE = 0.05  # seconds: OpenMP threads of the other process spin for a while after their last loop
 LAYERS, MODES = ("LSTM", "GRU", "RNN"), ("train", "eval")
 NOISES = ("zoneout", "none", "dropout", "layer-norm", "batch-norm")
+GPU_SHAPES = ("char-PTB", "text8", "word-PTB", "pMNIST", "speech", "1024", "512")
+GPU_CASES = [f"LSTM:{shape}:train" for shape in GPU_SHAPES]
+GPU_CASES += [f"{layer}:{shape}:train" for shape in GPU_SHAPES[::3][:2] for layer in ("GRU", "RNN")]
+GPU_CASES += [f"LSTM:{shape}:host" for shape in ("char-PTB", "512")]
 
 
-def make(case: str) -> Callable[[], Any]:
-    """Return a function that runs the case once."""
+def make(case: str, gpu: str) -> Callable[[], Any]:
+    """Return a function that runs the case once, on a GPU in the type `gpu`."""
     import torch
 
     import zoneout as zo
@@ -58,106 +61,89 @@ def make(case: str) -> Callable[[], Any]:
     if noise.endswith("norm"):
         options["norm"] = "layer" if noise == "layer-norm" else zo.RecurrentBatchNorm(steps=steps)
     torch.manual_seed(0)
-    module = getattr(zo, layer)(inputs, hidden, **options).train(mode == "train")
-    x = torch.randn(steps, batch, inputs, requires_grad=mode == "train")
+    types = {"": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
+    to: dict[str, Any] = {
+        "device": "cuda" if gpu else "cpu",
+        "dtype": types.get(gpu, torch.float16),
+    }
+    training = mode != "eval"
+    module = getattr(zo, layer)(inputs, hidden, DEPTHS.get(shape, 1), **options)
+    module = module.to(**to).train(training)
+    x = torch.randn(steps, batch, inputs, **to, requires_grad=training)
+
+    call = {} if gpu else {"seed": 3}  # a graph draws its seed on the GPU
 
     def run() -> None:
-        with torch.set_grad_enabled(mode == "train"):
-            y, _ = module(x, seed=3)
-        if mode == "train":
-            y.sum().backward()
+        with torch.set_grad_enabled(training):
+            y, _ = module(x, **call)
+        if training:
+            torch.autograd.grad(y, [x, *module.parameters()], dy)
 
+    with torch.no_grad():
+        dy = torch.ones_like(module(x)[0])
     run()
-    return run
+    return captured(run) if gpu and mode != "host" else run
 
 
-def make_on_gpu(case: str, kind: str) -> Callable[[], float]:
-    """Return a function that runs the case a few times and returns the seconds of one run."""
+def captured(run: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a function that replays a CUDA graph of a run and waits for its end."""
     import torch
 
-    import zoneout as zo
-
-    layer, shape, mode, noise = (*case.split(":"), "zoneout")[:4]
-    steps, batch, inputs, hidden = GPU_SHAPES[shape]
-    rates = {"hidden": 0.05, "cell": 0.5} if layer == "LSTM" else {"hidden": 0.1}
-    options: dict[str, Any] = {"noise": None if noise == "none" else zo.Zoneout(**rates)}
-    if noise.endswith("norm"):
-        options["norm"] = "layer" if noise == "layer-norm" else zo.RecurrentBatchNorm(steps=steps)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32}[kind]
-    count = 2 if shape == "word-PTB" else 1
-    torch.manual_seed(0)
-    module = getattr(zo, layer)(inputs, hidden, count, **options).to("cuda", dtype)
-    x = torch.randn(steps, batch, inputs, device="cuda", dtype=dtype, requires_grad=True)
-    dy = torch.randn(steps, batch, hidden, device="cuda", dtype=dtype)
-    wanted = [x, *module.parameters()]
-
-    def run() -> Any:
-        return torch.autograd.grad(module(x)[0], wanted, dy, allow_unused=True)
-
-    if mode == "graph":
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            run(), run()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            run()
-        replay: Callable[[], Any] = graph.replay
-    else:
-        replay = run
-
-    def seconds() -> float:
-        for _ in range(GPU_WARM_UP):
-            replay()
-        torch.cuda.synchronize()
-        total = 0.0
-        for _ in range(GPU_REPEATS):
-            began = time.perf_counter()
-            replay()
-            if mode != "host":
-                torch.cuda.synchronize()
-            total += time.perf_counter() - began
-            torch.cuda.synchronize()
-        return total / GPU_REPEATS
-
-    return seconds
-
-
-def timer_of(case: str) -> Callable[[], float]:
-    """Return a function that runs the case on the CPU and returns the seconds of one run."""
-    run, repeats = make(case), REPEATS[case.split(":")[1]]
-
-    def seconds() -> float:
-        time.sleep(PAUSE)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run(), run()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph, stream=stream):
         run()
-        began = time.perf_counter()
-        for _ in range(repeats):
-            run()
-        return (time.perf_counter() - began) / repeats
 
-    return seconds
+    def replay() -> None:
+        graph.replay()
+        torch.cuda.synchronize()
+
+    return replay
 
 
-def serve(kind: str) -> None:
-    """Time the cases that are named on standard input, one at a time; `kind`: "" on the CPU."""
-    cases: dict[str, Callable[[], float]] = {}
+def serve(gpu: str) -> None:
+    """Time the cases that are named on standard input, one at a time."""
+    cases: dict[str, Callable[[], Any]] = {}
     for line in sys.stdin:
         case = line.strip()
         if case not in cases:
-            cases.clear()
-            cases[case] = make_on_gpu(case, kind) if kind else timer_of(case)
-        print(cases[case](), flush=True)
+            cases = {case: make(case, gpu)}
+        run = cases[case]
+        if not gpu:
+            time.sleep(PAUSE)
+        run()
+        print(seconds_of(run, ON_GPU if gpu else REPEATS[case.split(":")[1]], gpu), flush=True)
+
+
+def seconds_of(run: Callable[[], Any], repeats: int, gpu: str) -> float:
+    """Return the mean time of a run; the GPU has nothing to do when one begins."""
+    import torch
+
+    total = 0.0
+    for _ in range(repeats):
+        if gpu:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        run()
+        total += time.perf_counter() - began
+    return total / repeats
 
 
 class Checkout:
     """A process that has imported one checkout's package."""
 
-    def __init__(self, folder: Path, threads: int, kind: str = "") -> None:
+    def __init__(
+        self, folder: Path, threads: int, gpu: str = "", variables: Sequence[str] = ()
+    ) -> None:
         environment = os.environ | {
             "PYTHONPATH": str(folder.resolve() / "src"),
             "OMP_NUM_THREADS": str(threads),
+            **dict(one.split("=", 1) for one in variables),
         }
-        command = [sys.executable, str(Path(__file__).resolve()), f"--serve={kind}"]
+        command = [sys.executable, str(Path(__file__).resolve()), "--serve", gpu]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
@@ -178,16 +164,19 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"noises: {', '.join(NOISES)}")
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--type", choices=("bf16", "fp16", "tf32"), default="bf16", help="on a GPU")
+    parser.add_argument("--gpu", choices=("bf16", "tf32", "fp16"), default="")
+    parser.add_argument(
+        "--new", dest="variables", action="append", default=[], metavar="NAME=VALUE"
+    )
     options = parser.parse_intermixed_args()
-    kind = options.type if options.device == "cuda" else ""
-    folders = (options.old, options.new)
-    checkouts = [Checkout(folder, options.threads, kind) for folder in folders]
-    everything = [
-        f"{layer}:{shape}:{mode}" for layer in LAYERS for shape in SHAPES for mode in MODES
+    checkouts = [
+        Checkout(options.old, options.threads, options.gpu),
+        Checkout(options.new, options.threads, options.gpu, options.variables),
     ]
-    everything = GPU_CASES if kind else everything
+    everything = [
+        f"{layer}:{shape}:{mode}" for layer in LAYERS for shape in REPEATS for mode in MODES
+    ]
+    everything = GPU_CASES if options.gpu else everything
     print("case                             old ms    new ms   new / old")
     for case in options.cases or everything:
         pairs: list[tuple[float, float]] = []
@@ -203,5 +192,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    served = [word for word in sys.argv if word.startswith("--serve=")]
-    serve(served[0].removeprefix("--serve=")) if served else main()
+    serve(sys.argv[2]) if "--serve" in sys.argv else main()

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_cuda import precision  # noqa: F401 (a fixture)
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import zoneout as zo
-from zoneout.ops import TOLERANCES, cuda
+from zoneout.ops import TOLERANCES
 from zoneout.ops.cpu import native, product
-from zoneout.ops.cuda.runtime import compiler
 
 STEPS, ROWS = 3, 60  # 180 rows at once are more than a product takes in one block
 LAYERS = {"lstm": zo.LSTM, "gru": zo.GRU, "rnn": zo.RNN}
@@ -179,39 +177,3 @@ def test_a_product_of_nothing() -> None:
     """The memory of a product without depth is left as it was."""
     out = torch.full((2, 3), torch.nan)
     assert product(torch.empty(2, 0), torch.empty(0, 3), out) and (out == 0).all()
-
-
-# --- the kernels of a GPU, on the CPU
-# -----------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize(
-    ("path", "cell", "hidden"), [("small", "lstm", 20), ("persistent", "lstm", 40)]
-)
-@pytest.mark.parametrize("precision", ["tf32"], indirect=True)
-def test_kernels(
-    path: str,
-    cell: str,
-    hidden: int,
-    precision: Any,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A kernel adds in another order where a larger batch gives it other tiles."""
-    module = getattr(cuda, path)
-    few = compiler.Chip(
-        8, 232448, 9
-    )  # so few processors that a block gets more rows in a larger batch
-    monkeypatch.setattr(module, "chip", lambda device: few)
-    if path == "small":
-        monkeypatch.setattr(module, "processors", lambda device: 2)
-    monkeypatch.setattr(cuda, "PATHS", (module,))
-    plans, make = [], module.defines_of
-    monkeypatch.setattr(
-        module, "defines_of", lambda *given: plans.append(make(*given)) or make(*given)
-    )
-    rows = Rows(cell, 4, hidden, {})
-    rows.x = torch.randint(4, (STEPS, ROWS))  # ids: nothing is multiplied before the loop
-    alone, among = rows.results([4], grad=False), rows.results([*range(ROWS)], grad=False)
-    assert not differing(alone, among, 4)
-    assert len(set(plans)) > 1, "all batches had the same tiles"

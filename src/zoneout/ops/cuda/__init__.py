@@ -45,7 +45,7 @@ from .runtime.compiler import pack as pack
 from .runtime.compiler import shared_by as shared_by
 from .runtime.exclusive import turns
 
-register(gpu_product=blas.times, gpu_split=rows.split_columns)
+register(gpu_product=blas.times, gpu_rows=blas.by_rows, gpu_split=rows.split_columns)
 
 # The first path that supports a loop runs it. The hand-written kernels run the cells whose graph
 # equals a built-in one; generated kernels run all others.

@@ -27,6 +27,9 @@ class _Own:
     cpu_product: Callable[[Tensor, Tensor, Tensor], bool] | None = (
         None  # row by row; returns False if not possible
     )
+    gpu_rows: Callable[[Tensor, Tensor, Tensor], bool] | None = (
+        None  # the same; returns False if not requested
+    )
     gpu_split: Callable[[Tensor, Sequence[tuple[int, int]]], list[Tensor]] | None = None
 
 
@@ -56,12 +59,14 @@ def row_by_row(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Return a·b; on a CPU the bits of a row do not depend on the other rows.
 
     Every row of a is a row of the batch. This does not hold without a compiled loop, or for half
-    types, which torch multiplies.
+    types, which torch multiplies. On a GPU it holds if ZONEOUT_BATCH_INVARIANT requests it.
     """
-    if a.device.type == "cpu" and _own.cpu_product is not None:
+    own = _own.cpu_product if a.device.type == "cpu" else _own.gpu_rows if a.is_cuda else None
+    if own is not None:
         to = a.new_empty(a.shape[0], b.shape[1]) if out is None else out
-        if _own.cpu_product(a, b, to):
+        if own(a, b, to):
             return to
+        out = to
     return product(a, b, out)
 
 

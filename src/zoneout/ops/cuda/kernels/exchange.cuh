@@ -31,7 +31,9 @@
 #define ROWS_AT_ONCE (THREADS / UP)
 #define ITEMS ((R + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE)
 #define SCALED (BACK && HALF)
-#define SETS (!SCALED && MT * NT < 4 ? 2 : 1) /* of sums, so that one product need not wait for the one before */
+/* Of sums, so that one product need not wait for the one before. Forwards one, whatever the tiles are: the bits of a row may
+ * not depend on the size of its batch. */
+#define SETS (BACK && !SCALED && MT * NT < 4 ? 2 : 1)
 #define BATCHES ((KS / 2 + BB - 1) / BB)
 #define PIECES (BB * MT * 2) /* of 16 bytes that a thread copies of a batch, at most */
 #define EACH (SENT ? 8 : 4)  /* numbers of a piece */

@@ -3,12 +3,16 @@
 `times` is a float32 product in the precision of recurrent layers, whatever torch's setting for its
 own products is. `product` is the product of a step: it is the same at every step, only the
 addresses change. Its algorithm is selected once per shape, and a call creates no other objects.
+
+cuBLAS selects an algorithm by the number of rows, so by default the bits of a row depend on it.
+With the environment variable ZONEOUT_BATCH_INVARIANT=1 they do not: see `_invariant_plan`.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import cache
 from typing import Any, NamedTuple
@@ -16,13 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...memory import address
+from ...memory import address, in_memory
 from .compiler import _wheels, tf32
 
 _KINDS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # cudaDataType
 _FLOAT = 0
 _EXACT, _TF32 = 68, 77  # cublasComputeType_t
 _DEFAULT = -1  # cublasGemmAlgo_t
+_NOT_SUPPORTED = 15  # cublasStatus_t
 # Attribute of a product: CUBLASLT_MATMUL_DESC_TRANSA.
 _TRANSPOSE_FIRST = 3
 # Attributes of a layout: CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, …_STRIDED_BATCH_OFFSET.
@@ -32,8 +37,20 @@ _COUNT, _DISTANCE = 5, 6
 _WORKSPACE, _REDUCTION, _ALIGNMENT = 1, 3, (5, 6, 7, 8)
 # A separate kernel adds partial sums. In-place addition would make the order depend on timing.
 _IN_ORDER = 2 | 4
+_NEVER = 0  # no partial sums: one accumulator adds all products of an element
 _MOST_WORKSPACE = 32 * 2**20  # bytes
 _ALIGNED = 16  # bytes: the largest alignment requested
+# Batch invariance: rows for which the standard algorithm is selected; the most rows on which
+# another one is compared with it; how many others are tried.
+_MANY, _TRIED, _OTHERS = 4096, 512, 16
+
+
+def batch_invariant() -> bool:
+    """Return True if a row of a product must have the same bits for any number of rows.
+
+    The environment variable ZONEOUT_BATCH_INVARIANT=1 requests it.
+    """
+    return os.environ.get("ZONEOUT_BATCH_INVARIANT", "0") == "1"
 
 
 def times(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> Tensor:
@@ -78,6 +95,30 @@ def times(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> Tensor:
             )
         )
     return out
+
+
+def by_rows(a: Tensor, b: Tensor, out: Tensor) -> bool:
+    """Write a·b to `out` such that no row depends on the number of rows; False if not requested.
+
+    `out` is contiguous.
+    """
+    if not batch_invariant() or a.dtype not in _KINDS or out.numel() == 0 or a.shape[1] == 0:
+        return False
+    (rows, depth), columns, kind, device = a.shape, b.shape[1], a.dtype, a.get_device()
+    turned, pitch, b = _lies(b)
+    a, each = in_memory(a), a.element_size()
+    # The alignment of a row must follow from its length.
+    if address(a, "a") % _alignment(depth * each):
+        a = a.clone()
+    aligned = (
+        _alignment(address(b, "b", gaps=True), pitch * each),
+        _alignment(depth * each),
+        _alignment(columns * out.element_size()),
+    )
+    shape, exact = (pitch, columns, depth, rows, 1), not (kind == torch.float32 and tf32())
+    of = _Problem(device, kind, out.dtype, shape, bool(turned), exact, aligned)
+    _check(_run(_invariant_plan(of, add=False), b, a, out, False, device))
+    return True
 
 
 def _lies(v: Tensor) -> tuple[int, int, Tensor]:
@@ -125,13 +166,16 @@ def product(
     exact = not (w.dtype == torch.float32 and tf32())
 
     def prepare(a_at: int, b_at: int) -> None:
+        invariant = batch_invariant()
+        times_rows = 1 if invariant else rows
         aligned = (
             _alignment(address(w, "W")),
-            _alignment(a_at, rows * depth * w.element_size()),
-            _alignment(b_at, rows * columns * out.itemsize),
+            _alignment(a_at, times_rows * depth * w.element_size()),
+            _alignment(b_at, times_rows * columns * out.itemsize),
         )
         shape = (w.shape[1], columns, depth, rows, parts)
-        how = _plan(w.get_device(), w.dtype, out, shape, transposed, exact, aligned)
+        of = _Problem(w.get_device(), w.dtype, out, shape, transposed, exact, aligned)
+        how = _invariant_plan(of, add) if invariant else _plan(of)
         memory = torch.empty(max(1, how.workspace), dtype=torch.uint8, device=w.device)
         alive.append(memory)
         arguments.extend(
@@ -200,56 +244,181 @@ class _Plan(NamedTuple):
     workspace: int
 
 
+class _Problem(NamedTuple):
+    """What an algorithm is selected for."""
+
+    device: int
+    kind: torch.dtype  # of the operands
+    out: torch.dtype
+    shape: tuple[int, int, int, int, int]  # row length of W, columns, depth, rows, parts
+    transposed: bool
+    exact: bool
+    aligned: tuple[int, int, int]  # W, a and b, bytes
+
+    def with_rows(self, rows: int) -> _Problem:
+        return self._replace(shape=(*self.shape[:3], rows, self.shape[4]))
+
+
 @cache
-def _plan(
-    device: int,
-    kind: torch.dtype,
-    out: torch.dtype,
-    shape: tuple[int, int, int, int, int],
-    transposed: bool,
-    exact: bool,
-    aligned: tuple[int, int, int],
-) -> _Plan:
-    """Select the algorithm of a product; `shape`: row length of W, columns, depth, rows, parts."""
-    pitch, columns, depth, rows, parts = shape
-    each = depth // parts
-    # cuBLASLt is column-major, so it computes bᵀ = Wᵀ·aᵀ.
-    product = _made(
-        "cublasLtMatmulDescCreate", ctypes.c_int(_EXACT if exact else _TF32), ctypes.c_int(_FLOAT)
-    )
-    _set("cublasLtMatmulDescSetAttribute", product, _TRANSPOSE_FIRST, ctypes.c_int(transposed))
-    of_w = (each, columns, pitch, each) if transposed else (columns, each, pitch, each * columns)
-    w = _layout(kind, *of_w, parts)
-    a, b = (
-        _layout(kind, each, rows, depth, each, parts),
-        _layout(out, columns, rows, columns, rows * columns, parts),
-    )
-    wish = _made("cublasLtMatmulPreferenceCreate")
-    _set("cublasLtMatmulPreferenceSetAttribute", wish, _WORKSPACE, ctypes.c_size_t(_MOST_WORKSPACE))
-    _set("cublasLtMatmulPreferenceSetAttribute", wish, _REDUCTION, ctypes.c_uint32(_IN_ORDER))
-    for name, value in zip(_ALIGNMENT, (*aligned, aligned[-1])):
-        _set("cublasLtMatmulPreferenceSetAttribute", wish, name, ctypes.c_uint32(value))
-    best, count = _Algorithm(), ctypes.c_int()
-    with torch.cuda.device(device):
-        handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
-        given = (
-            handle,
-            product,
-            w,
-            a,
-            b,
-            b,
-            wish,
-            ctypes.c_int(1),
-            ctypes.byref(best),
-            ctypes.byref(count),
-        )
-        _check(library("Lt").cublasLtMatmulAlgoGetHeuristic(*given))
-    if not count.value:
+def _plan(of: _Problem) -> _Plan:
+    """Select the algorithm of a product."""
+    made = _described(of)
+    best = next(_ranked(of, made, _IN_ORDER, 1), None)
+    if best is None:
+        _, columns, depth, rows, _ = of.shape
         raise RuntimeError(
             f"cuBLAS knows no way to take a product of {rows} × {depth} by {depth} × {columns}"
         )
-    return _Plan(product, w, a, b, best, best.workspace)
+    return _Plan(*made, best, best.workspace)
+
+
+def _described(of: _Problem) -> tuple[Any, Any, Any, Any]:
+    """Create the descriptors of a product and of the layouts of W, a and b."""
+    pitch, columns, depth, rows, parts = of.shape
+    each = depth // parts
+    # cuBLASLt is column-major, so it computes bᵀ = Wᵀ·aᵀ.
+    product = _made(
+        "cublasLtMatmulDescCreate",
+        ctypes.c_int(_EXACT if of.exact else _TF32),
+        ctypes.c_int(_FLOAT),
+    )
+    _set("cublasLtMatmulDescSetAttribute", product, _TRANSPOSE_FIRST, ctypes.c_int(of.transposed))
+    of_w = (each, columns, pitch, each) if of.transposed else (columns, each, pitch, each * pitch)
+    w = _layout(of.kind, *of_w, parts)
+    a, b = (
+        _layout(of.kind, each, rows, depth, each, parts),
+        _layout(of.out, columns, rows, columns, rows * columns, parts),
+    )
+    return product, w, a, b
+
+
+def _ranked(
+    of: _Problem, made: tuple[Any, Any, Any, Any], reduction: int, most: int
+) -> Iterator[_Algorithm]:
+    """Yield at most so many algorithms, the presumably fastest first."""
+    product, w, a, b = made
+    wish = _made("cublasLtMatmulPreferenceCreate")
+    _set("cublasLtMatmulPreferenceSetAttribute", wish, _WORKSPACE, ctypes.c_size_t(_MOST_WORKSPACE))
+    _set("cublasLtMatmulPreferenceSetAttribute", wish, _REDUCTION, ctypes.c_uint32(reduction))
+    for name, value in zip(_ALIGNMENT, (*of.aligned, of.aligned[-1])):
+        _set("cublasLtMatmulPreferenceSetAttribute", wish, name, ctypes.c_uint32(value))
+    found, count = (_Algorithm * most)(), ctypes.c_int()
+    with torch.cuda.device(of.device):
+        handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
+        given = (handle, product, w, a, b, b, wish, ctypes.c_int(most), found, ctypes.byref(count))
+        status = library("Lt").cublasLtMatmulAlgoGetHeuristic(*given)
+    if status != _NOT_SUPPORTED:  # else none was found
+        _check(status)
+        yield from (one for one in found[: count.value] if one.state == 0)
+
+
+_plans: dict[tuple[_Problem, bool], _Plan] = {}
+_selected: dict[tuple[_Problem, bool], _Algorithm] = {}
+
+
+def _invariant_plan(of: _Problem, add: bool) -> _Plan:
+    """Select an algorithm such that the bits of a row do not depend on the number of rows.
+
+    One standard algorithm is selected for all numbers of rows: one without partial sums. For few
+    rows others are much faster. Such an algorithm is used if it gives the same bits as the standard
+    one for random numbers of this shape, which is tried once per shape and range of rows. Nothing
+    is tried during the capture of a CUDA graph, and the standard algorithm is used there.
+    """
+    if (known := _plans.get((of, add))) is not None:
+        return known
+    rows = of.shape[3]
+    range_of = of.with_rows(min(max(16, 1 << (rows - 1).bit_length()), _MANY))
+    standard, capturing = _standard(of.with_rows(_MANY)), torch.cuda.is_current_stream_capturing()
+    if (range_of, add) not in _selected and not capturing:
+        _selected[range_of, add] = _agreeing(range_of, standard, add)
+    for algorithm in (_selected.get((range_of, add), standard), standard):
+        if (plan := _checked(of, algorithm)) is not None:
+            if (range_of, add) in _selected:
+                _plans[of, add] = plan
+            return plan
+    raise _without_algorithm(of)
+
+
+def _without_algorithm(of: _Problem) -> RuntimeError:
+    return RuntimeError(
+        "cuBLAS has no algorithm that takes any number of rows for (row length of W, columns, "
+        f"depth, rows, parts) = {of.shape} in {of.kind}; unset ZONEOUT_BATCH_INVARIANT"
+    )
+
+
+@cache
+def _standard(of: _Problem) -> _Algorithm:
+    """Return the presumably fastest algorithm for many rows that also takes one row."""
+    for algorithm in _ranked(of, _described(of), _NEVER, _OTHERS):
+        if _checked(of.with_rows(1), algorithm) and _checked(of.with_rows(16), algorithm):
+            return algorithm
+    raise _without_algorithm(of)
+
+
+def _checked(of: _Problem, algorithm: _Algorithm) -> _Plan | None:
+    """Return the plan of a product with this algorithm, or None if it does not take the shape."""
+    made, found = _described(of), _Algorithm()
+    product, w, a, b = made
+    with torch.cuda.device(of.device):
+        handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
+        given = (handle, product, w, a, b, b, ctypes.byref(algorithm), ctypes.byref(found))
+        status = library("Lt").cublasLtMatmulAlgoCheck(*given)
+    if status or found.workspace > _MOST_WORKSPACE:
+        return None
+    return _Plan(*made, algorithm, found.workspace)
+
+
+def _agreeing(of: _Problem, standard: _Algorithm, add: bool) -> _Algorithm:
+    """Return the presumably fastest algorithm with the bits of the standard one."""
+    tried = of.with_rows(min(of.shape[3], _TRIED))
+    w, a, before = _random_operands(tried)
+
+    def result(algorithm: _Algorithm) -> Tensor | None:
+        plan, b = _checked(tried, algorithm), before.clone()
+        return b if plan is not None and _run(plan, w, a, b, add, of.device) == 0 else None
+
+    expected = result(standard)
+    for algorithm in _ranked(of, _described(of), _NEVER, _OTHERS):
+        found = result(algorithm)
+        if expected is not None and found is not None and torch.equal(expected, found):
+            return algorithm
+    return standard
+
+
+def _random_operands(of: _Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """Return W, a and what is in b before the product; torch's own generator is not used."""
+    pitch, columns, depth, rows, parts = of.shape
+    device = torch.device("cuda", of.device)
+    own = torch.Generator(device).manual_seed(0)
+    shapes = (columns if of.transposed else depth, pitch), (rows, depth), (parts, rows, columns)
+    w, a, b = (torch.randn(shape, generator=own, device=device) for shape in shapes)
+    return w.to(of.kind), a.to(of.kind), b.to(of.out)
+
+
+def _run(plan: _Plan, w: Tensor, a: Tensor, b: Tensor, add: bool, device: int) -> int:
+    """Compute b = a·W, or b += a·W, on the current stream; return cuBLAS's status."""
+    one, beta = ctypes.c_float(1.0), ctypes.c_float(float(add))
+    memory = torch.empty(max(1, plan.workspace), dtype=torch.uint8, device=b.device)
+    with torch.cuda.device(device) if device != torch.cuda.current_device() else nullcontext():
+        status = library("Lt").cublasLtMatmul(
+            ctypes.c_void_p(torch.cuda.current_blas_handle()),
+            plan.product,
+            ctypes.byref(one),
+            ctypes.c_void_p(address(w, "W", gaps=True)),
+            plan.w,
+            ctypes.c_void_p(address(a, "a")),
+            plan.a,
+            ctypes.byref(beta),
+            ctypes.c_void_p(address(b, "b")),
+            plan.b,
+            ctypes.c_void_p(address(b, "b")),
+            plan.b,
+            ctypes.byref(plan.algorithm),
+            ctypes.c_void_p(address(memory, "memory")),
+            ctypes.c_size_t(plan.workspace),
+            ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device)),
+        )
+    return int(status)
 
 
 def _layout(
