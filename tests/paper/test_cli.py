@@ -204,7 +204,7 @@ def test_a_missing_package_is_named(tmp_path) -> None:
         [sys.executable, "-c", hide], capture_output=True, text=True, env=environment()
     )
     assert done.returncode == 1
-    assert "pip install '.[tool]'" in done.stderr
+    assert "try pip install 'zoneout[tool]' (in a clone: '.[tool]')" in done.stderr
     assert "Traceback" not in done.stderr
 
 
