@@ -37,14 +37,15 @@ html_copy_source = False
 # Files beside docs/ are no pages of the site. Links to them lead to the repository, if the variable
 # names its address (as in https://host/owner/name/blob/main); otherwise their text stays.
 REPOSITORY = os.environ.get("DOCS_REPOSITORY")
-_OUTSIDE = re.compile(r"\[(?P<text>[^]]*)\]\(\.\./(?P<path>[^)\s]+)\)")
+_OUTSIDE = r"\[(?P<text>[^]]*)\]\({up}(?P<path>[^)\s]+)\)"
 _CODE = re.compile(r"(?<![:`\w])`([^`\n]+)`(?!`)")
 
 
 def _link_outside(app: Any, name: str, source: list[str]) -> None:
     """Replace links that leave docs/."""
     new = rf"[\g<text>]({REPOSITORY}/\g<path>)" if REPOSITORY else r"\g<text>"
-    source[0] = _OUTSIDE.sub(new, source[0]).replace("](README.md)", "](index.md)")
+    outside = _OUTSIDE.format(up=r"\.\./" * (1 + name.count("/")))
+    source[0] = re.sub(outside, new, source[0]).replace("](README.md)", "](index.md)")
 
 
 def _reformat(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:

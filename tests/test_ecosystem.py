@@ -612,7 +612,7 @@ def test_onnx_says_what_is_missing(monkeypatch):
     from zoneout.onnx import translations
 
     monkeypatch.setitem(sys.modules, "onnx", None)
-    with pytest.raises(ImportError, match=r"pip install '\.\[onnx\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'zoneout\[onnx\]' \(in a clone: "):
         translations()
 
 

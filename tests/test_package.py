@@ -58,6 +58,7 @@ def test_wheel_holds_every_file(installed):
         return {str(file) for file in found if "__pycache__" not in file.parts}
 
     assert files(installed / "zoneout") == files(ROOT / "src" / "zoneout")
+    assert (installed / "zoneout_command.py").is_file()  # what the installed command runs
 
 
 def test_installed_package_works(installed):

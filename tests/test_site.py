@@ -65,3 +65,9 @@ def test_pages_are_searchable(site):
     index = (site / "searchindex.js").read_text(encoding="utf-8")
     assert '"hardware"' in index and "zoneout" in index
     assert (site / "search.html").is_file()
+
+
+def test_pages_in_folders_link_to_the_others(site):
+    """A link from the reference to a page lost its target, as links to files beside docs/ do."""
+    page = (site / "api" / "layers.html").read_text(encoding="utf-8")
+    assert 'href="../layers.html"><span' in page

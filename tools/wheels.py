@@ -38,6 +38,8 @@ class Platform(NamedTuple):
 _X86 = {level: f"x86_64_{level}" for level in ("v2", "v3", "v4")}
 # torch's OpenMP runtime is gcc's on Linux only; elsewhere the loop runs in one thread.
 _LINUX = ("-fPIC", "-fopenmp-simd", "-DTORCH_OPENMP", "-lm")
+# Without a name of its own, a library on macOS has the path that it was built at.
+_MACOS = ("-fPIC", "-fopenmp-simd", "-Wl,-install_name,loop.so")
 PLATFORMS = {
     "linux-x86_64": Platform("manylinux_2_17_x86_64", "x86_64-linux-gnu.2.17", _X86, _LINUX),
     "linux-aarch64": Platform(
@@ -45,7 +47,7 @@ PLATFORMS = {
     ),
     "windows-x86_64": Platform("win_amd64", "x86_64-windows-gnu", _X86, ("-fopenmp-simd",)),
     "macos-arm64": Platform(
-        "macosx_11_0_arm64", "aarch64-macos.11.0", {"arm64": "apple_m1"}, ("-fPIC", "-fopenmp-simd")
+        "macosx_11_0_arm64", "aarch64-macos.11.0", {"arm64": "apple_m1"}, _MACOS
     ),
 }
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 
+from .extras import install_command
+
 TOOL = {"tyro", "rich", "safetensors", "matplotlib"}  # the packages of the extra "tool"
 
 
@@ -19,7 +21,7 @@ def main() -> int:
             raise
         print(
             f"zoneout: the command line needs the package {error.name}, which is not installed; "
-            "try pip install 'zoneout[tool]' (in a clone: '.[tool]'). The layers do not need it.",
+            f"try {install_command('tool')}. The layers do not need it.",
             file=sys.stderr,
         )
         return 1

@@ -26,6 +26,7 @@ from .definition import Definition
 from .definition.graph import Value
 from .definition.onnx import Nodes, Rate, evaluate, gate_sums, less, mix
 from .definition.step import HELD
+from .extras import install_command
 from .norm import Moments, StepNorm
 from .ops import Run
 from .ops.autograd.flat import decode, unflatten
@@ -165,8 +166,7 @@ def _packages() -> None:
     except ImportError as missing:
         raise ImportError(
             f"export to ONNX needs the packages onnx and onnxscript, and {missing.name} is not "
-            "installed; "
-            "try pip install 'zoneout[onnx]' (in a clone: '.[onnx]')"
+            f"installed; try {install_command('onnx')}"
         ) from missing
     del onnx
 

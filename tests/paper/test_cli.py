@@ -13,11 +13,20 @@ from pathlib import Path
 import pytest
 from command_line import SMALL, environment, process
 
+import zoneout as package
+import zoneout_command
 from zoneout.paper import console
 from zoneout.paper.cli import bench, main
 from zoneout.paper.data import datasets
 from zoneout.paper.training import runs
-from zoneout.paper.training.exit_codes import BAD_DATA, DIVERGED, FAILED, INTERRUPTED, OK, WRONG_USE
+from zoneout.paper.training.exit_codes import (
+    BAD_DATA,
+    CODES,
+    FAILED,
+    INTERRUPTED,
+    OK,
+    WRONG_USE,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread", "elsewhere")
 
@@ -27,13 +36,19 @@ pytestmark = pytest.mark.usefixtures("one_thread", "elsewhere")
 
 
 def test_help_names_every_command_and_exit_code(zoneout) -> None:
-    """A command is there that nobody can find, or a code that nobody can look up."""
+    """A command is there that nobody can find, or a code that nobody can look up. The text is a
+    file, so nothing else keeps it true.
+    """
     code, out, _ = zoneout("--help")
     assert code == OK
-    for name in main.COMMANDS:
-        assert f"\n  {name} " in out
-    for number in (OK, FAILED, WRONG_USE, BAD_DATA, DIVERGED, INTERRUPTED):
-        assert f"\n  {number} " in out
+    lines = out.splitlines()
+    commands = [
+        f"  {name:9} {(kind.__doc__ or '').splitlines()[0]}" for name, kind in main.COMMANDS.items()
+    ]
+    first = lines.index("commands (for the options: zoneout COMMAND --help):") + 1
+    assert lines[first : lines.index("", first)] == commands
+    codes = [f"  {code:<9} {meaning}" for code, meaning in CODES.items()]
+    assert lines[lines.index("exit codes:") + 1 :] == codes
     assert zoneout()[0] == WRONG_USE
 
 
@@ -204,8 +219,29 @@ def test_a_missing_package_is_named(tmp_path) -> None:
         [sys.executable, "-c", hide], capture_output=True, text=True, env=environment()
     )
     assert done.returncode == 1
-    assert "pip install '.[tool]'" in done.stderr
+    assert "try pip install 'zoneout[tool]' (in a clone: '.[tool]')" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["help"], 0), ([], 2)])
+def test_help_does_not_wait_for_torch(arguments: list[str], code: int) -> None:
+    """`zoneout --help` takes seconds."""
+    run = (
+        f"import sys, zoneout_command; sys.argv[1:] = {arguments}; code = zoneout_command.main(); "
+        "assert not {'torch', 'numpy', 'zoneout', 'tyro'} & set(sys.modules); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", run], capture_output=True, text=True, env=environment()
+    )
+    assert (done.returncode, done.stderr) == (code, "")
+    assert done.stdout == main.overview() + "\n"
+
+
+def test_the_command_runs_the_others(capfd, monkeypatch) -> None:
+    """The installed command shows its help and does nothing else."""
+    monkeypatch.setattr(sys, "argv", ["zoneout", "--version"])
+    assert zoneout_command.main() == OK
+    assert capfd.readouterr().out == f"zoneout {package.__version__}\n"
 
 
 def test_bench_runs_that_of_the_clone(zoneout, monkeypatch, tmp_path) -> None:

@@ -573,11 +573,13 @@ def test_without_ray_there_is_a_sentence(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(
         ValueError,
-        match=r"ray is not installed; pip install '.\[cluster\]' in a clone, or use --engine local",
+        match=r"ray is not installed; try pip install 'zoneout\[cluster\]' \(in a clone: "
+        r"'\.\[cluster\]'\), or use --engine local",
     ):
         sweep.sweep(BASE, GRID, 1, tmp_path, engine="ray")
     with pytest.raises(
-        ValueError, match=r"--search: the package optuna is not installed; pip install optuna"
+        ValueError,
+        match=r"--search: the package optuna is not installed; try pip install 'zoneout\[",
     ):
         cluster.search_ray(BASE, axes_of(GRID), tmp_path, 3, cluster.Cluster(), print)
 

@@ -302,6 +302,14 @@ def product(
             several gates.
         rank: W is [rank, …]. The result has `rank` numbers, and only another product takes it:
             `product(A, product(B, v, rank=40))` has a matrix A · B of rank 40.
+
+    >>> import zoneout as zo
+    >>> @zo.cell(gates=1, recurrence="none")
+    ... def low_rank(x, h, a, b):
+    ...     return (x[0] + zo.product(a, zo.product(b, h, rank=4))).tanh()
+    >>> layer = zo.Recurrent(low_rank, 10, 20)
+    >>> layer.a_l0.shape, layer.b_l0.shape
+    (torch.Size([20, 4]), torch.Size([4, 20]))
     """
     size = rank if parts is None else parts
     if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):

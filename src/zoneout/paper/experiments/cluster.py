@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from ...extras import install_command
 from ..disk import own_folder
 from ..training import config as configs
 from ..training.config import Config
@@ -84,7 +85,7 @@ def search_ray(
         optuna: Any = importlib.import_module("optuna")
     except ImportError:
         raise ValueError(
-            "--search: the package optuna is not installed; pip install optuna"
+            f"--search: the package optuna is not installed; try {install_command('cluster')}"
         ) from None
     known = known_trials(base, list(axes), out)
     places = folders(known, out)
@@ -291,8 +292,8 @@ def _ray(cluster: Cluster) -> Iterator[None]:
         from ray import tune  # noqa: F401
     except ImportError:
         raise ValueError(
-            "--engine: the package ray is not installed; try pip install 'zoneout[cluster]', or "
-            "use --engine local"
+            f"--engine: the package ray is not installed; try {install_command('cluster')}, or use "
+            "--engine local"
         ) from None
     if ray.is_initialized():
         yield

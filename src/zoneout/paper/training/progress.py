@@ -13,10 +13,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Column, Table
 from rich.text import Text
 
+from ...extras import install_command
 from ..console import show, visible
 from ..disk import own_folder
 from .measures import LABELS, figure_of, in_measure, measure_in
@@ -181,21 +184,17 @@ class Live:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.console, self.shown = console, {name: Shown(clock) for name in names}
-        columns: list[ProgressColumn] = (
-            [TextColumn("{task.description}", style="bold")] if len(names) > 1 else []
-        )
-        columns.append(BarColumn(bar_width=None))
-        columns.append(
-            _Of(lambda run: f"{run.update:,}/{run.updates:,}" if run.updates else "starting")
-        )
-        columns.append(_Of(lambda run: f"train {run.training()}" if run.loss is not None else ""))
-        if console.width >= 80:  # a narrow terminal shows fewer columns, the most important ones
-            columns.append(_Of(lambda run: f"valid {worth(run.valid)}" if run.valid else ""))
-        if console.width >= 100:
-            columns.append(_Of(lambda run: f"best {worth(run.best)}" if run.best else "", "green"))
-        columns.append(_Of(lambda run: f"{run.pace.speed:.1f}/s" if run.pace.speed else "", "dim"))
-        columns.append(_Of(lambda run: run.left(), "cyan"))
-        self.progress = Progress(*columns, console=console, refresh_per_second=5, expand=True)
+        several = len(names) > 1
+        name = [TextColumn("{task.description}", style="bold", table_column=_fixed())] * several
+        optional = [  # in the order of the screen; the lowest rank stays longest
+            _Of(0, lambda run: f"{run.update:,}/{run.updates:,}" if run.updates else "starting"),
+            _Of(3, lambda run: f"train {run.training()}" if run.loss is not None else ""),
+            _Of(4, lambda run: f"valid {worth(run.valid)}" if run.valid else ""),
+            _Of(5, lambda run: f"best {worth(run.best)}" if run.best else "", "green"),
+            _Of(1, lambda run: f"{run.pace.speed:.1f}/s" if run.pace.speed else "", "dim"),
+            _Of(2, lambda run: run.left(), "cyan"),
+        ]
+        self.progress = _Fitting([*name, BarColumn(bar_width=None)], optional, console)
         self.tasks = {
             name: self.progress.add_task(name, total=None, shown=run)
             for name, run in self.shown.items()
@@ -224,15 +223,46 @@ class Live:
             self.console.print(line, style=style, highlight=False, markup=False)
 
 
+def _fixed() -> Column:
+    """Return a table column that keeps its width: only the bar shrinks."""
+    return Column(no_wrap=True)
+
+
 class _Of(ProgressColumn):
     """A column whose text is computed from the run of the task."""
 
-    def __init__(self, ask: Callable[[Shown], str], style: str = "") -> None:
-        super().__init__()
-        self.ask, self.style = ask, style
+    def __init__(self, rank: int, ask: Callable[[Shown], str], style: str = "") -> None:
+        super().__init__(_fixed())
+        self.rank, self.ask, self.style = rank, ask, style
 
     def render(self, task: Task) -> Text:
         return Text(self.ask(task.fields["shown"]), style=self.style, no_wrap=True)
+
+
+class _Fitting(Progress):
+    """A progress display that leaves out the columns for which the terminal has no room."""
+
+    BAR = 6  # the least width of the bar
+
+    def __init__(
+        self, always: Sequence[ProgressColumn], optional: Sequence[_Of], console: Console
+    ) -> None:
+        self.always, self.optional, self.screen = always, optional, console
+        super().__init__(*always, *optional, console=console, refresh_per_second=5, expand=True)
+
+    def make_tasks_table(self, tasks: Iterable[Task]) -> Table:
+        """Return the table of the tasks, with the columns of the lowest ranks that fit."""
+        tasks = list(tasks)
+        names = max((cell_len(task.description) for task in tasks), default=0)
+        room = self.screen.width - self.BAR - (names + 1) * (len(self.always) > 1)
+        shown = set()
+        for column in sorted(self.optional, key=lambda column: column.rank):
+            room -= 1 + max((column.render(task).cell_len for task in tasks), default=0)
+            if room < 0:
+                break
+            shown.add(column)
+        self.columns = (*self.always, *(column for column in self.optional if column in shown))
+        return super().make_tasks_table(tasks)
 
 
 def watch(names: Sequence[str] = ("",)) -> Lines | Live:
@@ -249,8 +279,8 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise ValueError(
-                "--tensorboard: the package tensorboard is not installed; "
-                "try pip install 'zoneout[tensorboard]' (in a clone: '.[tensorboard]')"
+                "--tensorboard: the package tensorboard is not installed; try "
+                f"{install_command('tensorboard')}"
             ) from None
         self.make = lambda update: SummaryWriter(
             str(own_folder(Path(folder) / "tensorboard")), purge_step=update
