@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import pkgutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -118,4 +119,6 @@ def parse(name: str, args: Sequence[str]) -> Any:
 
 def overview() -> str:
     """Return the text of `zoneout --help`, which `zoneout_command` also shows without torch."""
-    return (Path(__file__).parent / "overview.txt").read_text(encoding="ascii").rstrip()
+    text = pkgutil.get_data(__package__, "overview.txt")
+    assert text is not None  # it is packed with the module
+    return text.decode("ascii").rstrip()
