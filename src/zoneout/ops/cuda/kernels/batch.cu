@@ -734,10 +734,10 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
             float candidate = gate * tanh_at(shows[r][u]);
 #elif GRU
             float reset = sigmoid_at(widen(pre[r], u, 0) + v[r][u]), z = sigmoid_at(widen(pre[r], u, 1) + v[r][2 + u]);
-            float new_h = tanh_at(widen(pre[r], u, 2) + reset * v[r][4 + u]), update = (1 - z) * new_h;
+            float new_h = tanh_at(fmaf(reset, v[r][4 + u], widen(pre[r], u, 2))), update = (1 - z) * new_h;
             a[r][u][0] = reset, a[r][u][1] = z, a[r][u][2] = new_h;
             if (l.update.mode) update = less(update, keep[r][u].update);
-            float candidate = z * h[r][u] + update;
+            float candidate = fmaf(z, h[r][u], update);
 #else
             float sums = widen(pre[r], u, 0) + v[r][u], candidate = RELU ? fmaxf(sums, 0.0f) : tanh_at(sums);
             a[r][u][0] = candidate;

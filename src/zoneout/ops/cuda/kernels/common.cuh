@@ -360,13 +360,16 @@ __device__ __forceinline__ void simplify(Loop &l) {
 
 /* --- one step of one unit, forwards ------------------------------------------------------------- */
 
+/* Sums of two products are written as fmaf: the compiler would otherwise choose which of them is rounded, by what surrounds
+ * them, and the bits of a row would depend on the tiles of its batch. */
+
 __device__ __forceinline__ float carried_h(const Loop &l, float value, float old, const Keep &k) {
     if (!l.hidden_state.mode) return value;
     return l.hidden_state.zero ? less(value, k.hidden) : mix(value, old, k.hidden);
 }
 
 __device__ __forceinline__ float lstm_candidate(const Loop &l, float i, float f, float g, float old, const Keep &k) {
-    float c = f * old + (l.update.mode ? less(i * g, k.update) : i * g);
+    float c = fmaf(f, old, l.update.mode ? less(i * g, k.update) : i * g);
     return l.cell.mode && l.cell.zero ? less(c, k.cell) : c;
 }
 

@@ -85,10 +85,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(Loop l, Exchang
             for (int q = 0; q < G; q++) v[q] += bias[q];
             extra[i] = v[2];
             float reset = sigmoid_at(widen(pre[i][0]) + bias_x[0] + v[0]), z = sigmoid_at(widen(pre[i][1]) + bias_x[1] + v[1]);
-            float n = tanh_at(widen(pre[i][2]) + bias_x[2] + reset * v[2]), update = (1 - z) * n;
+            float n = tanh_at(fmaf(reset, v[2], widen(pre[i][2]) + bias_x[2])), update = (1 - z) * n;
             a[i][0] = reset, a[i][1] = z, a[i][2] = n;
             if (l.update.mode) update = less(update, keep[i].update);
-            h[i] = carried_h(l, z * h[i] + update, h[i], keep[i]);
+            h[i] = carried_h(l, fmaf(z, h[i], update), h[i], keep[i]);
 #else
             a[i][0] = widen(pre[i][0]) + bias_x[0] + v[0];
             a[i][0] = RELU ? fmaxf(a[i][0], 0.0f) : tanh_at(a[i][0]);

@@ -375,10 +375,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop give
 #elif GRU
             float reset = sigmoid_at(widen(pre[c][0]) + bias_x[0] + v[c][0]);
             float z = sigmoid_at(widen(pre[c][1]) + bias_x[1] + v[c][1]);
-            float new_h = tanh_at(widen(pre[c][2]) + bias_x[2] + reset * v[c][2]), update = (1 - z) * new_h;
+            float new_h = tanh_at(fmaf(reset, v[c][2], widen(pre[c][2]) + bias_x[2])), update = (1 - z) * new_h;
             a[c][0] = reset, a[c][1] = z, a[c][2] = new_h, gh[c] = v[c][2];
             if (l.update.mode) update = less(update, keep[c].update);
-            float candidate = z * h[c] + update;
+            float candidate = fmaf(z, h[c], update);
 #else
             a[c][0] = widen(pre[c][0]) + v[c][0];
             a[c][0] = RELU ? fmaxf(a[c][0], 0.0f) : tanh_at(a[c][0]);

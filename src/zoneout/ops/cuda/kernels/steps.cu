@@ -201,10 +201,10 @@ __device__ __forceinline__ void gru(const Loop &l, const Scratch &s, const Place
     if (!s.norm) put(l.gh + p.at * H + p.j, v[2]);
     EACH {
         float r = sigmoid(x[0][e] + v[0][e]), z = sigmoid(x[1][e] + v[1][e]);
-        float n = tanh_of(x[2][e] + r * v[2][e]), update = (1 - z) * n;
+        float n = tanh_of(fmaf(r, v[2][e], x[2][e])), update = (1 - z) * n;
         x[0][e] = r, x[1][e] = z, x[2][e] = n;
         if (l.update.mode) update = less(update, k[e].update);
-        h[e] = z * old[e] + update;
+        h[e] = fmaf(z, old[e], update);
     }
     for (int q = 0; q < 3; q++) put(gates + q * H, x[q]);
     carry_h(l, s, p, h, old, k);
