@@ -65,9 +65,9 @@ class OwnArguments(Arguments):
         self._put_each("parameter", loop.parameters)
         if back is not None:
             # One partial sum for each row: the caller adds them.
-            back.dparameters = tuple(
-                torch.zeros_like(loop.h0, dtype=torch.float32) for _ in loop.parameters
-            )
+            count = len(loop.parameters)
+            sums = loop.h0.new_zeros(count, *loop.h0.shape, dtype=torch.float32)
+            back.dparameters = sums.unbind()
             self._put_each("dseen", (None, *back.dseen))
             self._put_each("dstate", back.dstates)
             self._put_each("dreset", back.dreset)
