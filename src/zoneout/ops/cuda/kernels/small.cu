@@ -18,25 +18,6 @@ struct Seeds {
     bool same; /* one word serves cell and hidden state */
 };
 
-/* Philox 4x32-10 in pieces. */
-__device__ __forceinline__ void begin_words(u32 (&w)[4], const Stream &s, u32 four, u32 example, u32 step) {
-    w[0] = s.sees_unit ? four : 0, w[1] = s.sees_example ? example : 0, w[2] = s.sees_step ? step : 0, w[3] = s.plane;
-}
-template <int COUNT>
-__device__ __forceinline__ void rounds(u32 (&w)[4], u64 seed, int first) {
-    u32 k0 = (u32)seed + first * 0x9E3779B9u, k1 = (u32)(seed >> 32) + first * 0xBB67AE85u;
-#pragma unroll
-    for (int round = 0; round < COUNT; round++) {
-        u64 p0 = (u64)w[0] * 0xD2511F53u, p1 = (u64)w[2] * 0xCD9E8D57u;
-        w[0] = (u32)(p1 >> 32) ^ w[1] ^ k0;
-        w[1] = (u32)p1;
-        w[2] = (u32)(p0 >> 32) ^ w[3] ^ k1;
-        w[3] = (u32)p0;
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
-    }
-}
-
 /* Every second bit: whether a unit keeps its old value. A draw that does not see the unit is that of the first. */
 __device__ __forceinline__ u32 below(const u32 (&w)[4], const Stream &s, const u32 *limits) {
     uint4 limit = *(const uint4 *)limits;

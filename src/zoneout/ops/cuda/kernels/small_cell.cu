@@ -21,6 +21,17 @@ __device__ __forceinline__ void put_limits(Limits &limits, const Mine &m, const 
     EACH_STREAM if (m.lane % 2 == 0) limits[k][m.unit] = n.noise[k].threshold;
 }
 
+/* A stream's bits of four steps, from the words of one of them; all lanes of a warp must come here. */
+__device__ __forceinline__ u32 bits_of_four(const u32 (&w)[4], const Stream &s, const u32 *limits, const Mine &m) {
+    u32 own = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        own |= (u32)(((s.sees_unit ? w[i] : w[0]) >> (s.high ? 16 : 0) & 0xFFFF) < limits[FOUR * 4 + i]) << i;
+    own <<= 4 * WHICH;
+    own |= __shfl_xor_sync(~0u, own, 4);
+    return own | __shfl_xor_sync(~0u, own, 8);
+}
+
 /* The bits of four steps from the n-th on; all lanes of a warp must come here. */
 __device__ __forceinline__ Bits draw_bits(const Loop &l, const Own &o, const Mine &m, const Streams &noises, const Limits &limits,
                                           int c, int n) {
@@ -34,13 +45,7 @@ __device__ __forceinline__ Bits draw_bits(const Loop &l, const Own &o, const Min
             philox(w, noises.noise[k].seed, s.sees_unit ? FOUR : 0, s.sees_example ? m.example[c] : 0, s.sees_step ? step : 0,
                    s.plane);
         drawn = k;
-        u32 own = 0;
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            own |= (u32)(((s.sees_unit ? w[i] : w[0]) >> (s.high ? 16 : 0) & 0xFFFF) < limits[k][FOUR * 4 + i]) << i;
-        own <<= 4 * WHICH;
-        own |= __shfl_xor_sync(~0u, own, 4);
-        bits.of[k] = own | __shfl_xor_sync(~0u, own, 8);
+        bits.of[k] = bits_of_four(w, s, limits[k], m);
     }
     return bits;
 }
@@ -49,6 +54,45 @@ __device__ __forceinline__ bool draws(const Own &o) {
     bool any = false;
     EACH_STREAM any = any || stream_of(o, k).mode == DRAWN;
     return any;
+}
+
+/* Masks, drawn ahead. Where one draw serves all streams, its ten rounds are spread over the four steps before. */
+struct Drawn {
+    Bits now[NC], next[NC];
+    u32 w[NC][4];
+};
+
+__device__ __forceinline__ constexpr bool one_draw() { /* at most states 0 and 1 are drawn, from the same words */
+#if KNOWN_STREAMS
+    return (STREAM2 & 3) != DRAWN && (STREAM3 & 3) != DRAWN &&
+           ((STREAM0 & 3) != DRAWN || (STREAM1 & 3) != DRAWN || STREAM1 & 8);
+#else
+    return false;
+#endif
+}
+
+/* `n`: the step that is worked on. */
+__device__ __forceinline__ void draw_ahead(Drawn &d, const Loop &l, const Own &o, const Mine &m, const Streams &noises,
+                                           const Limits &limits, int n, int phase) {
+    if (!draws(o)) return;
+    if (!one_draw()) {
+        if (phase == 3) {
+            EACH_ROW d.next[c] = draw_bits(l, o, m, noises, limits, c, n + 1);
+        }
+        return;
+    }
+    const int k = o.state[0].mode == DRAWN ? 0 : 1;
+    EACH_ROW {
+        if (phase == 0) begin_words(d.w[c], o.state[k], FOUR, m.example[c], step_of(l, step_at(m, n + 4 + WHICH), m.length[c]));
+        if (phase < 2)
+            rounds<3>(d.w[c], noises.noise[k].seed, phase * 3);
+        else
+            rounds<2>(d.w[c], noises.noise[k].seed, phase * 2 + 2);
+        if (phase == 3) EACH_STATE {
+            const Stream &s = o.state[k];
+            if (s.mode == DRAWN) d.next[c].of[k] = bits_of_four(d.w[c], s, limits[k], m);
+        }
+    }
 }
 
 __device__ __forceinline__ Kept kept_of(const Own &o, const Bits &bits, const Streams &n, int unit, int phase) {
@@ -116,9 +160,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop give
         }
     };
     const Brings ahead = brings(l, m, 0, gates, G * HIDDEN * sizeof(narrow));
-    Bits now[NC] = {}, next[NC] = {};
+    Drawn drawn = {};
     if (draws(o)) {
-        EACH_ROW next[c] = draw_bits(l, o, m, noises, limits, c, 0);
+        EACH_ROW drawn.next[c] = draw_bits(l, o, m, noises, limits, c, 0);
     }
     fetch(0, 0);
 
@@ -128,11 +172,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop give
         product(sums, w, entering[phase & 1], m.lane);
         /* Until the sums are there: masks, x's part and stores. */
         if (phase == 0) {
-            EACH_ROW now[c] = next[c];
+            EACH_ROW drawn.now[c] = drawn.next[c];
         }
-        if (phase == 3 && draws(o)) {
-            EACH_ROW next[c] = draw_bits(l, o, m, noises, limits, c, t + 1);
-        }
+        draw_ahead(drawn, l, o, m, noises, limits, t, phase);
         EACH_ROW EACH_GATE pre[c][q] = later[c][q];
         if (t + 1 < m.longest) fetch(t + 1, forth);
         if (t) store(t - 1, -forth);
@@ -149,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop give
             }
             EACH_STATE u.old[k] = cut[c] ? start_at(l, o, k, true, start) : state[c][k];
             u.held = held[c];
-            put_kept(u, o, kept_of(o, now[c], noises, m.unit, phase), t == 0 || cut[c]);
+            put_kept(u, o, kept_of(o, drawn.now[c], noises, m.unit, phase), t == 0 || cut[c]);
             step_forward(u);
             EACH_STATE state[c][k] = u.made[k];
             EACH_GATE stored[c][q] = u.gate[q];
@@ -247,9 +289,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
 #pragma unroll
     for (int k = 1; k < STATES; k++)
         if (m.warp / R == 1 + k) ahead = brings(l, m, 1 + k, o.states[k], HIDDEN * sizeof(float));
-    Bits now[NC] = {}, next[NC] = {};
+    Drawn drawn = {};
     if (draws(o)) {
-        EACH_ROW next[c] = draw_bits(l, o, m, noises, limits, c, 0);
+        EACH_ROW drawn.next[c] = draw_bits(l, o, m, noises, limits, c, 0);
     }
     if (m.longest) fetch(m.longest - 1, 0);
 
@@ -260,11 +302,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
         product(sums, w, entering[phase & 1], m.lane);
         /* Until the sums are there: masks, what the next step needs, and stores. */
         if (phase == 0) {
-            EACH_ROW now[c] = next[c];
+            EACH_ROW drawn.now[c] = drawn.next[c];
         }
-        if (phase == 3 && draws(o)) {
-            EACH_ROW next[c] = draw_bits(l, o, m, noises, limits, c, done + 1);
-        }
+        draw_ahead(drawn, l, o, m, noises, limits, done, phase);
         Late above[NC]; /* whether step t + 1 is cut off */
         EACH_ROW above[c] = cut[c], cut[c] = later_cut[c], f[c] = later[c];
         if (t > 0) fetch(t - 1, -forth);
@@ -287,7 +327,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
                 EACH_SLOT u.slot[k] = f[c].slot[k];
                 EACH_STATE u.old[k] = f[c].old[k], u.dstate[k] = d[c][k] + f[c].dseen[k];
                 u.dy = widen(f[c].dy), u.held = f[c].first ? 0.0f : f[c].held, u.owed = owed[c];
-                put_kept(u, o, kept_of(o, now[c], noises, m.unit, phase), f[c].first);
+                put_kept(u, o, kept_of(o, drawn.now[c], noises, m.unit, phase), f[c].first);
                 step_backward(u);
                 owed[c] = u.owed;
                 EACH_STATE d[c][k] = u.dstate[k];
