@@ -17,7 +17,8 @@ from typing import Any, TypeAlias
 
 from ..disk import RunError
 from ..experiments import gradient_flow
-from ..experiments.recipes import RATES_EPOCHS, RECIPES, Recipe
+from ..experiments.recipes import RECIPES, Recipe
+from ..experiments.recipes.char_ptb import RATES_EPOCHS
 from ..experiments.results import Record, best_epoch, fitting, named
 from ..training.measures import UNITS, in_measure, rounded
 from . import plots

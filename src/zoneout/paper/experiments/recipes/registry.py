@@ -1,0 +1,134 @@
+"""The registry of recipes: what is known of a row, and how rows are selected by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ...training import config as configs
+from ...training.config import Config
+
+MEASURES = {  # the measure of each task; lower is better
+    "char-ptb": "bits",
+    "word-ptb": "perplexity",
+    "text8": "bits",
+    "text8-prefix": "bits",
+    "pmnist": "error",
+    "pmnist-permuted": "error",
+    "gradient-flow": "error",
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A row of a table or an arm of a figure."""
+
+    name: str
+    task: str
+    row: str  # the title of the row
+    make: Callable[[], Config]
+    valid: float | None  # the paper's numbers, in the task's measure
+    test: float | None
+    where: str  # the place in the paper, or another origin ("ours", "search", …)
+    held: bool  # whether our result has to reach the paper's numbers, or is only shown with them
+
+    @property
+    def measure(self) -> str:
+        return MEASURES[self.task]
+
+    @property
+    def short(self) -> str:
+        """The name without the prefix of the task."""
+        return self.name.removeprefix(self.task.replace("-", "_") + "_")
+
+    @property
+    def group(self) -> Literal["table", "ours", "more"]:
+        """The kind of row: in the paper's two tables, ours, or in the paper's figures and text."""
+        return (
+            "table"
+            if self.where.startswith("Table")
+            else "ours"
+            if self.where == "ours"
+            else "more"
+        )
+
+
+RECIPES: dict[str, Recipe] = {}
+
+# Rows of the paper's tables that quote models of other authors, which are not built here:
+# task, row, valid, test.
+QUOTED = (
+    ("char-ptb", "HyperLSTM + layer norm", 1.281, 1.250),
+    ("char-ptb", "3-layer HM-LSTM + layer norm", None, 1.24),
+    ("text8", "3-layer HM-LSTM + layer norm", None, 1.29),
+)
+
+
+def recipe(
+    task: str,
+    row: str,
+    *,
+    valid: float | None = None,
+    test: float | None = None,
+    where: str = "Table 1",
+    held: bool = True,
+    beside: str = "",
+) -> Callable[[Callable[[], Config]], Callable[[], Config]]:
+    """Return a decorator that registers a function as a recipe, under the function's name.
+
+    `beside` names an earlier recipe. The new recipe is shown with that recipe's numbers of the
+    paper, but is not held to them.
+    """
+    if beside:
+        valid, test, held = RECIPES[beside].valid, RECIPES[beside].test, False
+
+    def register(make: Callable[[], Config]) -> Callable[[], Config]:
+        RECIPES[make.__name__] = Recipe(make.__name__, task, row, make, valid, test, where, held)
+        return make
+
+    return register
+
+
+def select(task: str, rows: Sequence[str] = ()) -> list[Recipe]:
+    """Return the selected recipes: recipes by name, or rows of a task.
+
+    Rows are named with or without the prefix of the task. Without `rows`, the result is the rows
+    of the paper's tables, or all rows of a task that is in no table. "all" adds the figures, the
+    text and our own rows. If `task` is a recipe, `rows` may name more recipes, of any task.
+
+    >>> [r.name for r in select("pmnist", ["zoneout", "pmnist_batch_norm"])]
+    ['pmnist_zoneout', 'pmnist_batch_norm']
+    >>> [r.name for r in select("gradient-flow")]
+    ['gradient_flow_unregularised', 'gradient_flow_zoneout', 'gradient_flow_dropout']
+    >>> [r.name for r in select("char_ptb_gru", ["char_ptb_rnn", "word_ptb_zoneout"])]
+    ['char_ptb_gru', 'char_ptb_rnn', 'word_ptb_zoneout']
+    """
+    if task in RECIPES:
+        recipes, of_same_task = (
+            [row for row in rows if row in RECIPES],
+            [row for row in rows if row not in RECIPES],
+        )
+        first = select(RECIPES[task].task, [task, *of_same_task])
+        return list(dict.fromkeys([*first, *(RECIPES[row] for row in recipes)]))
+    if task not in MEASURES:
+        near = configs.nearest(task, [*MEASURES, *RECIPES])
+        raise ValueError(
+            f"task: expected one of {', '.join(MEASURES)}, or the name of a recipe, got "
+            f"{task!r}{near}"
+        )
+    of_task = {r.name: r for r in RECIPES.values() if r.task == task}
+    if not rows:
+        return [r for r in of_task.values() if r.group == "table"] or list(of_task.values())
+    short = {r.short: r for r in of_task.values()}
+    selected: dict[str, Recipe] = {}
+    for row in rows:
+        if row == "all":
+            selected |= of_task
+        elif one := of_task.get(row) or short.get(row.replace("-", "_")):
+            selected[one.name] = one
+        else:
+            raise ValueError(
+                f"row: there is no {row!r} of {task}; expected all, or some of {', '.join(short)}"
+            )
+    return list(selected.values())
