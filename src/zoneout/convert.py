@@ -22,8 +22,9 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from .fits import restrict
 from .layers import LSTM, RNN, Recurrent
-from .noise import Noise, as_noises, restrict
+from .noise import Noise, as_noises
 from .recurrent import RecurrentModule
 from .step_cells import RecurrentCell, RNNCell
 from .subclasses import BACK, TWINS, base_of, obstacle, rebased, statement, users_class

@@ -13,21 +13,10 @@ import torch
 from torch import Tensor
 
 from .definition import Definition
-from .noise import (
-    MASKS,
-    Noise,
-    Rule,
-    as_noises,
-    bits_of,
-    check_fits,
-    in_65536ths,
-    is_zero,
-    plane,
-    rate_of_layer,
-    readable,
-    state_groups,
-)
+from .fits import check_fits
+from .noise import MASKS, Noise, Rule, as_noises, bits_of, plane, state_groups
 from .philox import as_integer, as_seed, philox
+from .rates import in_65536ths, is_zero, rate_of_layer, readable
 
 
 class Draw(NamedTuple):

@@ -19,13 +19,14 @@ from torch.overrides import handle_torch_function
 from . import cells
 from .definition import Definition
 from .draws import as_integers, check_count, example_ids
-from .noise import Noise, plane, readable, warn_if_rounded
+from .noise import Noise, plane
 from .norm import LayerNorm, RecurrentBatchNorm
 from .ops.dropout import dropout
 from .ops.sequence.packing import packed, packing_of, padded
 from .ops.sequence.rows import check_counts, places
 from .overrides import overriding
 from .philox import as_seed, fresh_seed
+from .rates import readable, warn_if_rounded
 from .recurrent import (
     WEIGHTS,
     CallNoise,

@@ -17,20 +17,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Self, SupportsFloat, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
 from .definition import Definition
 from .philox import as_seed
-from .torch_state import plain_eager
+from .rates import Rate, check_rate, is_zero
 
-Rate: TypeAlias = "float | Tensor | Sequence[float | Tensor]"
 StateRates: TypeAlias = "Mapping[str, Rate] | tuple[tuple[str, Rate], ...]"  # by a state's name
 
 
@@ -302,7 +299,7 @@ class StateNoise(Noise):
             entries.setdefault(stream, Entry("states", stream, 0.0, group[0]))
         for entry in self.state_entries(cell):
             if not entry.stream:
-                raise _misfit_error(self, _no_state(cell, cell.name, entry.state))
+                raise misfit_error(self, no_state(cell, cell.name, entry.state))
             if not is_zero((other := entries[entry.stream]).rate):
                 raise ValueError(
                     f"noise: expected one rate for the state {entry.state}, got {other.field} and "
@@ -512,149 +509,6 @@ torch.serialization.add_safe_globals(
 )
 
 
-# --- rates ----------------------------------------------------------------------------------------
-
-
-def check_rate(rate: Rate, name: str, limit: float = 1.0, in_call: bool = False) -> Rate:
-    """Return a rate as a float, a float64 tensor, or a tuple of these with one per layer; or raise.
-
-    In a compiler a tensor stays on its device. So does a tensor of a call (`in_call`) whose values
-    cannot be read immediately, on a GPU or under torch.func. Their values are not checked but
-    clamped to the valid range.
-    """
-    if type(rate) is float:  # first: the tests below do not work for the floats of a compiler
-        _check_range(rate, name, limit)
-        if limit == 1:
-            warn_if_rounded(rate, name)
-        return rate
-    if not isinstance(rate, Tensor) and getattr(rate, "ndim", 0) and hasattr(rate, "__array__"):  # type: ignore[arg-type]
-        rate = torch.as_tensor(rate, device="cpu")
-    if isinstance(rate, Tensor):
-        if rate.is_complex() or rate.dtype == torch.bool or rate.dim() > 1 or rate.numel() == 0:
-            raise ValueError(
-                f"{name}: expected a tensor with one rate a unit, got {rate.dtype} of shape "
-                f"{tuple(rate.shape)}"
-            )
-        if rate.requires_grad:
-            raise ValueError(
-                f"{name}: expected rates that are not learned, since their values are copied, "
-                "got a tensor with requires_grad; pass rate.detach()"
-            )
-        if rate.is_meta:
-            raise ValueError(
-                f"{name}: expected numbers, got a tensor on the meta device, which has no values"
-            )
-        if torch.compiler.is_compiling() or (in_call and not readable(rate)):
-            return rate.to(torch.float32 if rate.device.type == "mps" else torch.float64).clamp(
-                0, limit
-            )
-        rate = rate.to("cpu", torch.float64, copy=True)
-        if rate.dim() == 0:
-            return check_rate(rate.item(), name, limit, in_call)
-        _check_range(rate.min().item(), name, limit)
-        _check_range(rate.max().item(), name, limit)
-        rounded = rate[(in_65536ths(rate) % 65536 == 0) & (rate % 1 != 0)]
-        if limit == 1 and len(rounded):
-            warn_if_rounded(rounded[0].item(), name)
-        return rate
-    if isinstance(rate, (list, tuple)):
-        if not rate:
-            raise ValueError(f"{name}: expected one rate a layer, got an empty list")
-        if any(isinstance(one, (list, tuple)) for one in rate):
-            raise TypeError(f"{name}: expected one rate a layer, got a list inside a list")
-        return tuple(check_rate(one, name, limit, in_call) for one in rate)  # type: ignore[misc]
-    if isinstance(rate, (bool, str)) or not isinstance(rate, SupportsFloat):  # NumPy scalars pass
-        raise TypeError(
-            f"{name}: expected a number, a list with one rate per layer or a tensor with one rate "
-            "per unit, "
-            f"got {type(rate).__name__}"
-        )
-    return check_rate(float(rate), name, limit, in_call)
-
-
-def readable(x: Tensor) -> bool:
-    """Return True if a tensor's values can be read without waiting: on the CPU, in eager mode."""
-    return x.device.type == "cpu" and plain_eager()
-
-
-def _check_range(value: float, name: str, limit: float) -> None:
-    """Raise if a rate is not in [0, limit], or a standard deviation not in [0, ∞)."""
-    if limit == math.inf:
-        if not 0 <= value < limit:
-            raise ValueError(
-                f"{name}: expected a standard deviation, finite and not negative, got {value}"
-            )
-    elif not 0 <= value <= limit:
-        raise ValueError(f"{name}: expected a rate between 0 and 1, got {value}")
-
-
-def warn_if_rounded(rate: float, name: str) -> None:
-    """Warn if a rate is drawn as 0 or 1 although it is neither."""
-    if torch.compiler.is_compiling() or rate in (0, 1) or round(rate * 65536) not in (0, 65536):
-        return
-    warnings.warn(
-        f"{name}: {rate} rounds to {round(rate)}, since rates are drawn in steps of 1/65536: in "
-        "training the old "
-        f"value (or zero) is {'always' if rate > 0.5 else 'never'} used; expected {round(rate)}, "
-        "or a rate from "
-        "1/65536 to 1 − 1/65536",
-        stacklevel=_outside(),
-    )
-
-
-def _outside() -> int:
-    """Return the `stacklevel` of the first caller outside of zoneout and torch.
-
-    It is meant for `warnings.warn` in the function that calls this one.
-    """
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in (
-        __package__,
-        "torch",
-    ):
-        level, frame = level + 1, frame.f_back
-    return level
-
-
-def in_65536ths(rate: Tensor) -> Tensor:
-    """Return a rate in units of 1/65536, rounded: the resolution of a draw with 16 random bits."""
-    return (rate * 65536).round()
-
-
-def is_zero(rate: Rate) -> bool:
-    """Return True if a rate is the number 0, so that its stream is disabled.
-
-    A tensor of rates never counts as 0, because its values may change during training.
-    """
-    if isinstance(rate, tuple):
-        return all(is_zero(one) for one in rate)
-    return not isinstance(rate, Tensor) and rate == 0
-
-
-def rate_of_layer(rate: Rate, layer: int, layers: int, units: int | None, name: str) -> Tensor:
-    """Return the rate of one layer as a float64 tensor, a scalar or [units].
-
-    `units` is the number of units of the stream, or None for noise on weights.
-    """
-    if isinstance(rate, tuple):
-        if len(rate) != layers:
-            raise ValueError(
-                f"{name}: expected one rate for each of {layers} layers, got {len(rate)}"
-            )
-        rate = rate[layer]
-    if isinstance(rate, Tensor) and rate.dim() == 0:
-        return rate
-    if isinstance(rate, Tensor) and units is None:
-        raise ValueError(
-            f"{name}: expected a number or a list with one rate per layer, got a tensor"
-        )
-    if isinstance(rate, Tensor) and len(rate) != units:
-        raise ValueError(f"{name}: expected one rate for each of {units} units, got {len(rate)}")
-    if isinstance(rate, Tensor):
-        return rate.to(torch.float64)
-    return torch.tensor(rate, dtype=torch.float64, device="cpu")
-
-
 def _plain(value: Any, short: bool = False) -> Any:
     """Return a field as plain numbers; with `short`, show only the number of rates in a tensor."""
     if isinstance(value, Tensor):
@@ -687,11 +541,11 @@ def as_noises(noise: Noise | Iterable[Noise] | None) -> tuple[Noise, ...]:
             raise ValueError(
                 f"noise: {type(one).__name__} is there twice, expected each method once"
             )
-    _check_claims(noises)
+    check_claims(noises)
     return noises
 
 
-def _check_claims(noises: tuple[Noise, ...], cell: Definition | None = None) -> None:
+def check_claims(noises: tuple[Noise, ...], cell: Definition | None = None) -> None:
     """Raise if two noises replace the same stream; with a cell, rates in `states` count too."""
     claimed: dict[str, Noise] = {}
     for one in noises:
@@ -711,8 +565,6 @@ def _check_claims(noises: tuple[Noise, ...], cell: Definition | None = None) -> 
 
 # --- a noise and a cell ---------------------------------------------------------------------------
 
-TORCH_CELLS = ("LSTM", "GRU", "RNN")  # names that a reader knows; messages say what they lack
-
 
 class Misfit(NamedTuple):
     """A field of a noise that does not apply to a cell; of `states`, one of its rates."""
@@ -723,88 +575,17 @@ class Misfit(NamedTuple):
     state: str = ""
 
 
-def misfits(
-    noise: Noise,
-    cell: Definition,
-    name: str,
-    one_step: bool = False,
-    told: bool = True,
-) -> list[Misfit]:
-    """Return the fields of a noise that do not apply to a cell, each with the reason.
-
-    Args:
-        noise: the noise.
-        cell: the definition of the cell.
-        name: the name of the cell in messages, such as "LSTM".
-        one_step: True for a single-step cell.
-        told: True if the caller of a single-step cell can pass seed and step to it.
-    """
-    entries = [*noise.field_entries(), *noise.state_entries(cell)]
-    found = [_misfit(noise, entry, cell, name, one_step and not told) for entry in entries]
-    wrong = [misfit for misfit in found if misfit is not None]
-    if getattr(noise, "hold_output_gate", False):
-        if "held" not in cell.marks:
-            wrong.append(_left_out("hold_output_gate", _no_stream("held", cell, name)))
-        elif one_step:
-            why = "a cell does not keep the output gate of the previous step"
-            wrong.append(_left_out("hold_output_gate", why))
-    return wrong
-
-
-def _left_out(field: str, why: str, state: str = "") -> Misfit:
-    """Return a misfit whose remedy is to leave the field out, or the state in `states`."""
-    return Misfit(field, why, f"expected {repr(state) if state else field} to be left out", state)
-
-
-_ONCE = "drawn once for a whole sequence, and the model passes neither seed nor step to a cell"
-
-
-def _misfit(noise: Noise, entry: Entry, cell: Definition, name: str, untold: bool) -> Misfit | None:
-    """Return why a rate does not apply to a cell; None if it applies.
-
-    `untold` is True if a single-step cell is not told seed and step.
-    """
-    field, stream, rate, state = entry
-    if not stream:
-        return _no_state(cell, name, state)
-    if is_zero(rate):
-        return None
-    if stream not in streams_of(cell):
-        return _left_out(field, _no_stream(stream, cell, name))
-    rule = noise.rule(stream)
-    if untold and (rule.mask == "static" or not sees_step(rule)):
-        return _left_out(field, _ONCE, state)
-    group = state_groups(cell).get(stream, ())
-    if len(group) > 1 and rule.at_eval == "expectation":
-        states = ", ".join(group)
-        why = f"the expectation of one mask for the states {states} of {name} is not defined"
-        return Misfit(field, why, "try at_eval='sample' or at_eval='off'", state)
-    return None
-
-
-def _no_stream(stream: str, cell: Definition, name: str) -> str:
-    """Return a sentence that says that a cell does not have a stream, or a gate to hold."""
-    known = name in TORCH_CELLS
-    if stream == "cell":
-        return f"a {name} has no cell" if known else _states_of(cell, name)
-    if stream == "update":
-        return f"a plain {name} has no gated update" if known else f"{name} has no zo.update(…)"
-    if stream == "held":
-        return f"a {name} has no output gate" if known else f"{name} has no zo.held(…)"
-    return f"{name} has no recurrent weight matrix"
-
-
-def _no_state(cell: Definition, name: str, state: str) -> Misfit:
+def no_state(cell: Definition, name: str, state: str) -> Misfit:
     """Return the misfit for a key of `states` that is not the name of a state or group."""
     if state not in cell.states:
         remedy = f"expected the name of a state, got {state!r}"
-        return Misfit("states", _states_of(cell, name), remedy, state)
+        return Misfit("states", states_of(cell, name), remedy, state)
     group = next(group for group in cell.groups if state in group)
     why = f"the states {', '.join(group)} of {name} form a group, with one rate under {group[0]!r}"
     return Misfit("states", why, f"expected {group[0]!r}, got {state!r}", state)
 
 
-def _states_of(cell: Definition, name: str) -> str:
+def states_of(cell: Definition, name: str) -> str:
     """Return a sentence with the states of a cell; a group is in parentheses."""
     if len(cell.states) == 1:
         return f"{name} has one state, {cell.states[0]}"
@@ -812,66 +593,9 @@ def _states_of(cell: Definition, name: str) -> str:
     return f"{name} has the states {', '.join(groups)}"
 
 
-def sees_step(rule: Rule) -> bool:
-    """Return True if a rule draws a new mask at every step."""
-    return MASKS[rule.mask].step
-
-
-def check_fits(
-    noises: tuple[Noise, ...],
-    cell: Definition,
-    name: str,
-    one_step: bool = False,
-) -> None:
-    """Raise if a noise does not apply to a cell, or if two noises replace one of its states.
-
-    The arguments are those of `misfits`.
-    """
-    for noise in noises:
-        for misfit in misfits(noise, cell, name, one_step):
-            raise _misfit_error(noise, misfit)
-    _check_claims(noises, cell)
-
-
-def _misfit_error(noise: Noise, misfit: Misfit) -> ValueError:
+def misfit_error(noise: Noise, misfit: Misfit) -> ValueError:
     """Return the error for a field that does not apply."""
     field, why, remedy, state = misfit
     shown = noise._shown(field)[state] if state else noise._shown(field)
     argument = _argument(field, state, repr(shown))
     return ValueError(f"noise: {type(noise).__name__}({argument}) does not apply, {why}; {remedy}")
-
-
-def restrict(
-    noises: tuple[Noise, ...],
-    cell: Definition,
-    name: str,
-    one_step: bool = False,
-    told: bool = True,
-) -> tuple[tuple[Noise, ...], list[str]]:
-    """Return the noises without the fields that do not apply, and a phrase for each dropped field.
-
-    The arguments are those of `misfits`.
-    """
-    kept, dropped = [], []
-    for noise in noises:
-        wrong = misfits(noise, cell, name, one_step, told)
-        for field, why, _, state in wrong:
-            what = f"{field}[{state!r}]" if state else field
-            dropped.append(f"{type(noise).__name__}'s {what} ({why})")
-        if wrong:
-            noise = dataclasses.replace(noise, **_without(noise, wrong))
-        if noise.rules(cell) or not wrong:
-            kept.append(noise)
-    return tuple(kept), dropped
-
-
-def _without(noise: Noise, wrong: list[Misfit]) -> dict[str, Any]:
-    """Return new values for the fields that do not apply, which have no effect."""
-    changes: dict[str, Any] = {}
-    for field, _, _, state in wrong:
-        if state:
-            rates = changes.get("states", dict(getattr(noise, "states", ())))
-            changes["states"] = {other: rate for other, rate in rates.items() if other != state}
-        else:
-            changes[field] = False if field == "hold_output_gate" else 0.0
-    return changes

@@ -13,19 +13,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import ops
 from .definition import Definition
 from .draws import Draw, stream_units, widest
-from .noise import (
-    STATE_STREAMS,
-    Entry,
-    Noise,
-    Rate,
-    Rule,
-    as_noises,
-    check_fits,
-    check_rate,
-    is_zero,
-    plane,
-    rate_of_layer,
-)
+from .fits import check_fits
+from .noise import STATE_STREAMS, Entry, Noise, Rule, as_noises, plane
 from .norm import (
     STATISTICS,
     LayerNorm,
@@ -39,6 +28,7 @@ from .norm import (
 from .ops.dropout import drop_units
 from .ops.weight_noise import add_noise
 from .philox import as_seed
+from .rates import Rate, check_rate, is_zero, rate_of_layer
 from .torch_state import functionalizing, plain_eager
 
 WEIGHTS = {  # the fields of `ops.Weights`, and the names of the parameters without suffix

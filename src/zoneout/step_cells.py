@@ -18,6 +18,7 @@ from torch.overrides import handle_torch_function
 from . import cells
 from .definition import Definition
 from .draws import Draw, check_count, example_ids
+from .fits import sees_step
 from .layers import (
     Noises,
     Norm,
@@ -29,7 +30,6 @@ from .layers import (
     check_sizes,
     check_state_dtype,
 )
-from .noise import sees_step
 from .norm import RecurrentBatchNorm
 from .ops.cpu import one_step
 from .overrides import overriding
