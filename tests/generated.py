@@ -140,6 +140,8 @@ class Compiled:
             "new": 4,
             "zone": 4,
             "zero": 4,
+            "drop": 4,
+            "add": 4,
             "update": 0,
         }
         sizes |= {"hold": 0, "held": 0, "parameter": 8, "slot": 2, "raw": 0, "shown": 0}
@@ -152,6 +154,12 @@ class Compiled:
             "dparameter": 8,
             "dshown": 0,
             "draw": 0,
+            "dzone": 4,
+            "dzero": 4,
+            "ddrop": 4,
+            "dadd": 4,
+            "dupdate": 0,
+            "dhold": 0,
         }
         pointers: list[Any] = []
         units = len(arrays["gate"][0])
@@ -176,10 +184,9 @@ def tensors(
     leaves |= {("r", str(q)): values() for q in range(definition.gates)}
     leaves |= {("state", s): values() for s in (*definition.states, "held gate")}
     leaves |= {("parameter", p): values() for p in definition.parameters}
-    names = [f"{rule}:{state}" for rule in ("zone", "zero") for state in definition.states] + [
-        "update",
-        "hold",
-    ]
+    rules = ("zone", "zero", "drop", "add")
+    names = [f"{rule}:{state}" for rule in rules for state in definition.states]
+    names += ["update", "hold"]
     return leaves | {
         ("mask", n): torch.from_numpy(generator.choice([0.0, 0.0, 1.0, 0.3], units)) for n in names
     }

@@ -80,6 +80,11 @@ def zoned(new: Array, old: Array, d: Array) -> Array:
     return d * old + (1 - d) * new
 
 
+def swapped(new: Array, old: Array, added: Array, dropped: Array) -> Array:
+    """Θ₁ ⊙ old + Θ₂ ⊙ new, where Θ₂ = 1 − `dropped`."""
+    return added * old + (1 - dropped) * new
+
+
 # --- one layer and direction
 # -----------------------------------------------------------------------
 
@@ -103,12 +108,18 @@ class Noise:
     zero_cell: Array | None = None
     zero_hidden: Array | None = None
     update: Array | None = None
+    add_cell: Array | None = None  # swapout: the old c is added
+    add_hidden: Array | None = None
+    drop_cell: Array | None = None  # swapout: the new c is left out
+    drop_hidden: Array | None = None
     hold: bool = False  # the output gate keeps its old value where the update is dropped
     times_input: Array | None = None  # x is multiplied by this
     times_hidden: Array | None = None  # h is multiplied by this where it enters the gates
 
     def at(self, t: int, b: int) -> Any:
-        d = {n: getattr(self, n) for n in ("cell", "hidden", "zero_cell", "zero_hidden", "update")}
+        names = ("cell", "hidden", "zero_cell", "zero_hidden", "update")
+        names += ("add_cell", "add_hidden", "drop_cell", "drop_hidden")
+        d = {n: getattr(self, n) for n in names}
         return SimpleNamespace(**{n: 0.0 if v is None else v[t, b] for n, v in d.items()})
 
 
@@ -229,7 +240,9 @@ def run(
             for b, t in at.items():
                 held = o[b] if noise.hold else None
                 candidates[b] = lstm_exposed(new_o[b], held, shown[b], noise.at(t, b), w.w_hr)
-                c[b] = zoned(new_c[b], c[b], noise.at(t, b).cell)
+                d = noise.at(t, b)
+                new = zoned(new_c[b], c[b], d.cell)
+                c[b] = swapped(new, c[b], d.add_cell, d.drop_cell)
                 o[b] = new_o[b]
                 cs[t, b] = c[b]
         for b, t in at.items():
@@ -238,7 +251,8 @@ def run(
             elif cell in ("rnn_tanh", "rnn_relu"):
                 nonlinearity = np.tanh if cell == "rnn_tanh" else relu
                 candidates[b] = rnn_candidate(g_x[b] + g_h[b], noise.at(t, b), nonlinearity)
-            h[b] = zoned(candidates[b], h[b], noise.at(t, b).hidden)
+            d = noise.at(t, b)
+            h[b] = swapped(zoned(candidates[b], h[b], d.hidden), h[b], d.add_hidden, d.drop_hidden)
             ys[t, b] = h[b]
 
     def over_time(states: dict[tuple[int, int], Array], units: int) -> Array:

@@ -17,6 +17,12 @@ GROUPS = {  # the design's streams: the group, and which half of the word
     "weight_noise": (4, "low"),
     "state2": (5, "low"),
     "state3": (5, "high"),
+    "drop_cell": (6, "low"),
+    "drop_hidden": (6, "high"),
+    "drop_state2": (7, "low"),
+    "drop_state3": (7, "high"),
+    "drop_depth": (8, "low"),
+    "depth": (8, "high"),
 }
 UNSEEN = {  # the coordinates that each kind of mask does not see
     "unit": (),

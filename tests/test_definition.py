@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from zoneout.cells import CELLS as CELLS_IN
 from zoneout.definition import Definition, DefinitionError, candidate, cell, held, shown, update
 from zoneout.definition import shown as shown_as
-from zoneout.definition.c import VARIANTS, print_cells
+from zoneout.definition.c import VARIANTS, print_cells, variants_of
 from zoneout.definition.operations import COMPARISONS, OPERATIONS, TRACED
 from zoneout.definition.step import RULES
 from zoneout.definition.storage import MOST_SLOTS, storage_of
@@ -207,7 +207,7 @@ def test_a_text_that_is_not_a_definition_is_refused(text):
 def gradients(made: Definition, leaves, weights, rules=RULES):
     """Autograd's gradients of a weighted sum of the new states and the held gate, by leaf."""
     step, _ = made.passes(rules)
-    wanted = {key: v.clone().requires_grad_() for key, v in leaves.items() if key[0] != "mask"}
+    wanted = {key: v.clone().requires_grad_() for key, v in leaves.items()}
     outputs = [*step.new, *([] if step.gate is None else [step.gate])]
     values = evaluate(step.graph, outputs, {**leaves, **wanted})
     loss = sum((w * v).sum() for w, v in zip(weights, values))
@@ -307,9 +307,13 @@ def test_what_is_stored_is_what_hand_written_kernels_store():
     assert [made.passes()[0].merged for made in CELLS] == [True, False, True, False]
 
 
+MASKS = ("zone", "zero", "drop", "add")
+
+
 def check_compiled(made, compiled, seed, tolerance) -> None:
     """Both variants, the one with zoneout alone without the masks of the others."""
-    for variant, rules in VARIANTS.items():
+    for variant in variants_of(made):
+        rules = VARIANTS[variant]
         check_variant(made, compiled, variant, rules, seed, tolerance)
 
 
@@ -341,6 +345,8 @@ def check_variant(made, compiled, variant, rules, seed, tolerance) -> None:
         "old": of("state", made.states), "new": [np.empty(units, dtype) for _ in made.states],
         "zone": of("mask", [f"zone:{s}" for s in made.states]),
         "zero": of("mask", [f"zero:{s}" for s in made.states]),
+        "drop": of("mask", [f"drop:{s}" for s in made.states]),
+        "add": of("mask", [f"add:{s}" for s in made.states]),
         "update": numpy(leaves["mask", "update"]), "hold": numpy(leaves["mask", "hold"]),
         "held": numpy(leaves["state", "held gate"]), "parameter": of("parameter", made.parameters),
         "slot": [np.empty(units, dtype) for _ in storage.slots],
@@ -364,6 +370,9 @@ def check_variant(made, compiled, variant, rules, seed, tolerance) -> None:
         "dr": [np.empty(units, dtype) for _ in numbers],
         "dparameter": [np.ones(units, dtype) for _ in made.parameters],
         "dy": np.zeros(units, dtype),
+        **{f"d{rule}": [np.empty(units, dtype) for _ in made.states] for rule in MASKS},
+        "dupdate": np.empty(units, dtype),
+        "dhold": np.empty(units, dtype),
     }
     compiled.run(f"step_backward_{variant}", **fields, **back)
     expected = gradients(made, leaves, weights, rules)
@@ -377,6 +386,10 @@ def check_variant(made, compiled, variant, rules, seed, tolerance) -> None:
         same(back["dparameter"][k] - 1, expected["parameter", name], f"d{name}")
     if step.gate is not None:
         same(back["owed"], expected["state", "held gate"], "owed")
+    for name, _ in backward.masks:
+        rule, _, state = name.partition(":")
+        ours = back[f"d{rule}"][made.states.index(state)] if state else back[f"d{rule}"]
+        same(ours, expected["mask", name], f"gradient of the mask {name}")
 
 
 needs_compiler = pytest.mark.skipif(generated.COMPILER is None, reason="no C compiler")

@@ -105,7 +105,9 @@ def test_streams_by_position():
 )
 def test_streams_of_a_cell(definition, streams):
     """A cell would accept noise that it has no place for, or refuse noise that it has."""
-    assert streams_of(definition) == tuple(streams.split())
+    states = [s for s in streams.split() if s in STATE_STREAMS]
+    rare = (*(f"drop_{s}" for s in states), "depth", "drop_depth")
+    assert streams_of(definition) == (*streams.split(), *rare)
 
 
 def test_definition_of_a_layer():
@@ -237,12 +239,13 @@ def test_entries():
     assert [(e.written(), e.stream, e.rate) for e in noise.entries(four)] == [
         ("states={'c': …}", "cell", 0.2),
         ("hidden=…", "hidden", 0.1),
+        ("depth=…", "depth", 0.0),
         ("states={'n': …}", "state2", 0.0),
         ("states={'m': …}", "state3", 0.4),
     ]
     assert [rule.stream for rule in noise.rules(four)] == ["cell", "hidden", "state3"]
     assert [rule.stream for rule in zo.Zoneout(cell=0.5, hidden=0.1).rules()] == ["cell", "hidden"]
-    assert [e.stream for e in zo.Zoneout(hidden=0.1).entries(plain)] == ["hidden"]
+    assert [e.stream for e in zo.Zoneout(hidden=0.1).entries(plain)] == ["hidden", "depth"]
     assert [e.stream for e in zo.VariationalDropout().entries(indrnn)] == ["input"]
 
 

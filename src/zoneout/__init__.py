@@ -18,6 +18,7 @@ from .load import (
 from .noise import (
     RecurrentDropout,
     StateDropout,
+    Swapout,
     VariationalDropout,
     WeightDrop,
     WeightNoise,
@@ -46,6 +47,7 @@ __all__ = [
     "RecurrentDropout",
     "ResetFirstGRUCell",
     "StateDropout",
+    "Swapout",
     "VariationalDropout",
     "WeightDrop",
     "WeightNoise",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .definition import Definition
 from .fits import check_fits
-from .noise import MASKS, Noise, Rule, as_noises, bits_of, plane, state_groups
+from .noise import DEPTH, MASKS, OPTIONAL, Noise, Rule, as_noises, bits_of, plane, state_groups
 from .philox import as_integer, as_seed, philox
 from .rates import in_65536ths, is_zero, rate_of_layer, readable
 
@@ -26,6 +26,9 @@ class Draw(NamedTuple):
     rate: Tensor  # float64, a scalar or [units]
     seed: Tensor | None  # None: nothing is drawn, the expectation replaces the mask
     plane: int  # the last word of the counter; see `noise.plane`
+    # The mask itself, as numbers [T, B, units] (packed: [N, units]): then nothing else is read. It
+    # may have a gradient, and may have other values than 0 and 1.
+    given: Tensor | None = None
 
     @property
     def threshold(self) -> Tensor:
@@ -63,6 +66,13 @@ def words(seed: Tensor, steps: Tensor, examples: Tensor, units: int, plane: int)
     c3 = torch.full((), plane, device=seed.device)
     four = philox(seed, c0, examples[..., None], steps[:, None, None], c3)
     return torch.stack(torch.broadcast_tensors(*four), dim=-1).flatten(-2)[..., :units]
+
+
+def draw_bits(draw: Draw, steps: Tensor, examples: Tensor, units: int) -> Tensor:
+    """Return the 16 random bits that a rate is compared with, [steps, examples, units]."""
+    assert draw.seed is not None
+    found = words(draw.seed, steps, examples, units, draw.plane)
+    return found >> 16 if bits_of(draw.rule).half else found & 0xFFFF
 
 
 _BLOCK = 2**17  # counters per block: enough for several threads, few enough for their caches
@@ -161,8 +171,10 @@ def masks(
     Returns:
         A dict from stream name to a bool tensor [steps, batch, units] on the CPU, True where the
         old value (or zero) is used. The streams are cell, hidden, update, input and
-        variational_hidden. Noise on weights has no entry. With `cell`, masks of states have the
-        names of the definition's states in place of cell and hidden.
+        variational_hidden; drop_cell and drop_hidden, what swapout leaves out of new values; and
+        depth and drop_depth, for layers above the first. Noise on weights has no entry. With
+        `cell`, masks of states have the names of the definition's states in place of cell and
+        hidden.
 
     >>> import zoneout as zo
     >>> noise = zo.Zoneout(cell=0.5, hidden=0.05)
@@ -192,8 +204,10 @@ def masks(
     for one in noises:
         for entry in one.entries(cell):
             stream, rates = entry.stream, entry.rate
-            if stream not in units or (stream in out and is_zero(rates)):
+            if stream not in units or (is_zero(rates) and (stream in out or stream in OPTIONAL)):
                 # Noise on weights has no steps. A rate of 0 does not replace another noise's mask.
+                continue
+            if stream in DEPTH and layer == 0:
                 continue
             name = f"{type(one).__name__}({entry.written()})"
             if isinstance(rates, tuple) and layer >= len(rates):
@@ -207,9 +221,22 @@ def masks(
             key = as_seed(seed if static_seed is None else static_seed, "cpu")
             rule = one.rule(stream)
             draw = Draw(rule, rate, key, plane(rule, layer, direction))
-            (mask,) = draw_masks([draw], at, rows, units[stream])
+            if rule.mask == "rate":
+                raise ValueError(
+                    f"noise: expected masks that are drawn or follow a clock, got {one}, whose "
+                    "mask is the rate itself"
+                )
+            if rule.mask == "clock":
+                mask = off_beat(rate, at[:, None, None])
+            else:
+                (mask,) = draw_masks([draw], at, rows, units[stream])
             out[stream] = mask.expand(steps, batch, units[stream]).contiguous()
     return out if cell is None else _by_state(out, cell)
+
+
+def off_beat(periods: Tensor, step: Tensor) -> Tensor:
+    """Return True where a unit keeps its value: the step is no multiple of its period."""
+    return step % periods.to(step.device, torch.int64) != 0
 
 
 def _check_cell(cell: Any, noises: tuple[Noise, ...]) -> None:
@@ -267,6 +294,12 @@ def stream_units(hidden: int, proj_size: int, input_size: int) -> dict[str, int]
         "variational_hidden": outputs,
         "state2": hidden,
         "state3": hidden,
+        "drop_cell": hidden,
+        "drop_hidden": outputs,
+        "drop_state2": hidden,
+        "drop_state3": hidden,
+        "depth": outputs,
+        "drop_depth": outputs,
     }
 
 

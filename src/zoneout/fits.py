@@ -7,6 +7,7 @@ from typing import Any
 
 from .definition import Definition
 from .noise import (
+    DEPTH,
     MASKS,
     Entry,
     Misfit,
@@ -43,6 +44,9 @@ def misfits(
     entries = [*noise.field_entries(), *noise.state_entries(cell)]
     found = [_misfit(noise, entry, cell, name, one_step and not told) for entry in entries]
     wrong = [misfit for misfit in found if misfit is not None]
+    for field, stream, rate, _ in noise.field_entries() if one_step else ():
+        if stream in DEPTH and not is_zero(rate):
+            wrong.append(_left_out(field, "a cell has no layer below it"))
     if getattr(noise, "hold_output_gate", False):
         if "held" not in cell.marks:
             wrong.append(_left_out("hold_output_gate", _no_stream("held", cell, name)))

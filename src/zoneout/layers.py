@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -18,8 +18,10 @@ from torch.overrides import handle_torch_function
 
 from . import cells
 from .definition import Definition
+from .definition.operations import also, less, mix
 from .draws import as_integers, check_count, example_ids
-from .noise import Noise, plane
+from .given import At, StepRate, mask_of
+from .noise import DEPTH, Noise, plane
 from .norm import LayerNorm, RecurrentBatchNorm
 from .ops.dropout import dropout
 from .ops.sequence.packing import packed, packing_of, padded
@@ -58,6 +60,7 @@ class Sequences(NamedTuple):
     counts: Tensor | None = None  # packed: [T], the number of rows at each step
     order: Tensor | None = None  # [B]: `sorted_indices` of the PackedSequence
     back: Tensor | None = None  # [B]: `unsorted_indices`, the inverse of `order`
+    swapped: bool = False  # the caller's layout is [B, T, ·]
 
     def sort(self, v: Tensor, dim: int = 0) -> Tensor:
         """Return `v`, whose dimension `dim` holds the rows, in the row order of `x`."""
@@ -123,7 +126,8 @@ class SequenceLayer(RecurrentModule):
         every step.
         """
         weight = self.weight_ih_l0
-        sequences = self._sequences(input, lengths, resets)
+        noise = self._call_noise(rates, weight.device)
+        sequences = self._sequences(input, lengths, resets, pad=bool(noise.steps))
         x = sequences.x
         check_parameter(weight)
         check_device("input", x, weight)
@@ -138,24 +142,28 @@ class SequenceLayer(RecurrentModule):
             rows = sequences.order  # the default ids 0, 1, 2, …, in sorted order
         else:
             rows = sequences.sort(example_ids(examples, sequences.batch, x.device))
-        noise = self._call_noise(rates, x.device)
+        if noise.steps:
+            noise = noise._replace(steps=self._arranged(noise.steps, sequences))
         key = self._seed(seed, x, noise)
 
         suffixes = list(self._weight_table)
         ends: list[tuple[Tensor, ...]] = []
         every: list[tuple[Tensor, ...]] = []
         for layer in range(self.num_layers):
+            below = x
             if layer > 0 and self.dropout > 0 and self.training:
                 assert key is not None
                 x = self._between_layers(layer - 1, x, key, rows, first_step, sequences.counts)
             runs, outputs, directions = {}, [], 2 if self.bidirectional else 1
+            at = At(x.shape[:-1], rows, first_step, sequences.counts)
             for direction in range(directions):
                 k = layer * directions + direction
+                draws = self._draws(noise, layer, direction, key)
                 runs[suffixes[k]] = self._build_run(
                     x,
                     [state[k] for state in begins],
                     suffixes[k],
-                    self._draws(noise, layer, direction, key),
+                    self._give_masks(draws, x, layer, at, dtype, noise),
                     rows,
                     first_step,
                     dtype,
@@ -173,6 +181,8 @@ class SequenceLayer(RecurrentModule):
                 ends.append(final)
                 if states:
                     every.append(states)
+            if layer > 0:
+                outputs = self._over_depth(below, outputs, layer, at, noise, key)
             x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
         # In place, so that the state is no view: detach_() must work, as on the states of torch.nn.
@@ -194,17 +204,18 @@ class SequenceLayer(RecurrentModule):
         input: Tensor | PackedSequence,
         lengths: Tensor | Sequence[int] | None,
         resets: Tensor | None,
+        pad: bool = False,
     ) -> Sequences:
         """Check an input of any form and return it as [T, B, input] or as packed rows.
 
-        Rows of a padded input keep the caller's order.
+        Rows of a padded input keep the caller's order. `pad`: do not return packed rows.
         """
         if isinstance(input, PackedSequence):
             if lengths is not None:
                 raise ValueError(
                     "lengths: expected None, since a packed input contains its lengths"
                 )
-            return self._packed(input, resets)
+            return self._packed(input, resets, pad)
         if not isinstance(input, Tensor):
             raise no_tensor(input, "a tensor or a PackedSequence")
         if input.is_nested:
@@ -246,13 +257,13 @@ class SequenceLayer(RecurrentModule):
         def outputs(y: Tensor) -> Tensor:
             return y.transpose(0, 1) if swap else y if batched else y.squeeze(1)
 
-        return Sequences(x, steps, batch, lengths, resets, batched, outputs)
+        return Sequences(x, steps, batch, lengths, resets, batched, outputs, swapped=swap)
 
-    def _packed(self, input: PackedSequence, resets: Tensor | None) -> Sequences:
+    def _packed(self, input: PackedSequence, resets: Tensor | None, pad: bool) -> Sequences:
         """Check a packed input and return its rows.
 
-        The rows stay packed if the backend supports that. Otherwise they are padded, with the
-        longest sequence first.
+        The rows stay packed if the backend supports that, unless `pad` is set. Otherwise they are
+        padded, with the longest sequence first.
         """
         x, counts, order, back = input
         features = has_features(x)
@@ -273,7 +284,7 @@ class SequenceLayer(RecurrentModule):
             resets = resets if order is None else resets.index_select(1, order)
         if readable(counts):
             check_counts(counts, batch, x.shape[0])
-        if self._packs(x):
+        if self._packs(x) and not pad:
             if resets is not None:
                 resets = resets[places(counts, x.shape[0])]
             return Sequences(
@@ -350,6 +361,25 @@ class SequenceLayer(RecurrentModule):
             states.append(sequences.sort(state, 1) if sequences.batched else state.unsqueeze(1))
         return states
 
+    def _arranged(
+        self, rates: Mapping[str, tuple[StepRate, str]], sequences: Sequences
+    ) -> dict[str, tuple[StepRate, str]]:
+        """Return rates of each step with their dimensions in the order of the internal layout."""
+
+        def arranged(rate: StepRate, name: str) -> StepRate:
+            if not isinstance(rate, Tensor) or rate.dim() < 2:
+                return rate
+            wanted = 3 if sequences.batched else 2
+            if rate.dim() != wanted:
+                shape = "[T, B, units]" if sequences.batched else "[T, units]"
+                raise ValueError(f"{name}: expected {shape}, got shape {tuple(rate.shape)}")
+            if not sequences.batched:
+                return rate.unsqueeze(1)
+            rate = rate.transpose(0, 1) if sequences.swapped else rate
+            return rate if rate.shape[1] == 1 else sequences.sort(rate, 1)
+
+        return {key: (arranged(rate, name), name) for key, (rate, name) in rates.items()}
+
     def _seed(self, seed: int | Tensor | None, x: Tensor, noise: CallNoise) -> Tensor | None:
         """Return the seed of this call, or None if nothing is drawn.
 
@@ -390,6 +420,39 @@ class SequenceLayer(RecurrentModule):
             for direction, part in enumerate(x.split(self.output_size, dim=-1))
         ]
         return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+
+    def _over_depth(
+        self,
+        below: Tensor,
+        outputs: list[Tensor],
+        layer: int,
+        at: At,
+        noise: CallNoise,
+        key: Tensor | None,
+    ) -> list[Tensor]:
+        """Return the outputs of a layer, where noise over depth replaces them by those below it."""
+        if all(rule.stream not in DEPTH for rule in noise.rules):
+            return outputs
+        parts = below.split(self.output_size, dim=-1)
+        changed = []
+        for direction, (y, old) in enumerate(zip(outputs, parts)):
+            draws = self._draws(noise, layer, direction, key, depth=True)
+            given = self._give_masks(draws, below, layer, at, y.dtype, noise)
+            drops = sorted(given, key=lambda draw: draw.rule.by != "zero")  # what is left out first
+            for draw in drops:
+                mask = draw.given
+                if mask is None:
+                    mask = mask_of(draw, self.output_size, at, y.dtype)
+                y = _REPLACED[draw.rule.by](y, old, mask)
+            changed.append(y)
+        return changed
+
+
+_REPLACED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {  # by the `by` of a rule
+    "previous": mix,
+    "zero": lambda new, old, mask: less(new, mask),
+    "added": also,
+}
 
 
 class RecurrentLayer(SequenceLayer, nn.RNNBase):
@@ -474,7 +537,11 @@ class RecurrentLayer(SequenceLayer, nn.RNNBase):
                 as the whole.
             rates: rates that replace those of the layer's noise in this call, by stream, such as
                 `{"cell": 0.5, "hidden": 0.05}`. Each is a number, a list with one rate per layer,
-                or a tensor with one rate per unit, which `torch.func.vmap` may batch.
+                or a tensor with one rate per unit, which `torch.func.vmap` may batch. Rates of
+                states and of the update may also change from step to step: a tensor
+                [T, B, units] in the layout of the input, in which a size may be 1, or a function
+                (a module) that computes it from the input of the layer, [T, B, input_size]. Such a
+                rate may have a gradient; see `Zoneout`.
             return_cells: also return c_t of the last layer at every step (LSTM only).
 
         Returns:

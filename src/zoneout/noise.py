@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 
@@ -26,8 +26,9 @@ from torch import Tensor
 
 from .definition import Definition
 from .philox import as_seed
-from .rates import Rate, check_rate, is_zero
+from .rates import Rate, check_periods, check_rate, is_zero
 
+Periods: TypeAlias = "int | Tensor | Sequence[int | Tensor]"
 StateRates: TypeAlias = "Mapping[str, Rate] | tuple[tuple[str, Rate], ...]"  # by a state's name
 
 
@@ -43,13 +44,17 @@ class Sees(NamedTuple):
     unit: bool
 
 
-MASKS = {
+MASKS = {  # the mask kinds
     "unit": Sees(True, True, True, True),  # zoneout
     "shared": Sees(False, True, True, True),  # one mask for all states
     "step": Sees(True, True, True, False),  # stochastic depth through time
     "sequence": Sees(True, False, True, True),  # rnnDrop, variational dropout
     "static": Sees(True, True, False, True),  # static identity connections; the noise has the seed
+    # Not drawn, and the same in training and evaluation:
+    "rate": Sees(True, True, True, True),  # the rate itself: learned, or a mask of zeros and ones
+    "clock": Sees(True, True, True, True),  # a unit is updated at the multiples of its period
 }
+DRAWN = ("unit", "shared", "step", "sequence", "static")
 
 
 class Stream(NamedTuple):
@@ -70,16 +75,28 @@ STREAMS = {
     "weight_noise": Stream(4, 0),
     "state2": Stream(5, 0),
     "state3": Stream(5, 1),
+    # What is left out of the new value of a state, where the old value is added to it.
+    "drop_cell": Stream(6, 0),
+    "drop_hidden": Stream(6, 1),
+    "drop_state2": Stream(7, 0),
+    "drop_state3": Stream(7, 1),
+    # The outputs of a layer of a stack: its input takes their place, or is added to them.
+    "drop_depth": Stream(8, 0),
+    "depth": Stream(8, 1),
 }
 STATE_STREAMS = ("hidden", "cell", "state2", "state3")  # the stream of each state, by position
-SHARED = "cell"  # the stream whose bits all states use if they share a mask
+DROPS = tuple(f"drop_{stream}" for stream in STATE_STREAMS)
+DEPTH = ("depth", "drop_depth")
+OPTIONAL = (*DROPS, *DEPTH)  # streams that few models use
 
 
 class Rule(NamedTuple):
     """One stream of a noise method, without rates and seeds."""
 
     stream: str
-    by: str  # "previous", "zero", "scaled zero" (inverted scaling), or "sum" (noise is added)
+    # "previous", "zero", "scaled zero" (inverted scaling), "added" (the previous value is added to
+    # the new one), or "sum" (noise is added)
+    by: str
     mask: str
     at_eval: str
     holds_gate: bool = False  # units with a dropped update also keep their previous output gate
@@ -87,7 +104,9 @@ class Rule(NamedTuple):
 
 def bits_of(rule: Rule) -> Stream:
     """Return the random bits that the masks of a rule are drawn from."""
-    return STREAMS[rule.stream if MASKS[rule.mask].stream else SHARED]
+    if MASKS[rule.mask].stream:
+        return STREAMS[rule.stream]
+    return STREAMS["depth" if rule.stream in DEPTH else "cell"]
 
 
 def plane(source: str | Rule, layer: int, direction: int) -> int:
@@ -112,9 +131,11 @@ def state_groups(cell: Definition) -> dict[str, tuple[str, ...]]:
 
 def streams_of(cell: Definition) -> tuple[str, ...]:
     """Return the streams that a cell has, those of its states first."""
+    states = tuple(state_groups(cell))
     update = ("update",) if "update" in cell.marks else ()
     matrix = ("variational_hidden", "weight") if cell.has_r else ()
-    return (*state_groups(cell), *update, "input", *matrix, "weight_noise")
+    drops = (f"drop_{stream}" for stream in states)
+    return (*states, *update, "input", *matrix, "weight_noise", *drops, *DEPTH)
 
 
 # --- the methods ----------------------------------------------------------------------------------
@@ -147,7 +168,7 @@ class Noise:
 
     fields: ClassVar[dict[str, str]] = {}  # rate field -> stream
     limit: ClassVar[float] = 1.0  # the largest rate; infinite for a standard deviation
-    masks: ClassVar[tuple[str, ...]] = tuple(MASKS)  # the valid mask kinds
+    masks: ClassVar[tuple[str, ...]] = DRAWN  # the valid mask kinds
 
     def __new__(cls, *positional: Any, **given: Any) -> Self:
         if positional:
@@ -183,8 +204,9 @@ class Noise:
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        for field, _, rate, _ in self.field_entries():
-            object.__setattr__(self, field, check_rate(rate, f"{name}({field}=…)", self.limit))
+        for field in self.fields:
+            rate = check_rate(getattr(self, field), f"{name}({field}=…)", self.limit)
+            object.__setattr__(self, field, rate)
         mask, seed = getattr(self, "mask", "unit"), getattr(self, "seed", None)
         if mask not in self.masks:
             raise ValueError(
@@ -208,6 +230,11 @@ class Noise:
         if at_eval not in choices:
             raise ValueError(
                 f"{name}(at_eval=…): expected one of {', '.join(choices)}, got {at_eval!r}"
+            )
+        if mask not in DRAWN and at_eval != "expectation":
+            raise ValueError(
+                f"{name}(at_eval=…): expected 'expectation', since mask={mask!r} draws nothing and "
+                f"is the same in training and evaluation, got {at_eval!r}"
             )
 
     def __eq__(self, other: object) -> bool:
@@ -246,7 +273,7 @@ def _positional_error(
         cls.__name__,
         [field.name for field in dataclasses.fields(cls) if field.name not in given],
     )
-    rates = [field for field in cls.fields if field in free]
+    rates = [name for name, stream in cls.fields.items() if name in free and stream not in DEPTH]
     one_for_several = len(positional) == 1 and len(rates) > 1
     keywords = (
         dict.fromkeys(rates, positional[0]) if one_for_several else dict(zip(free, positional))
@@ -278,6 +305,7 @@ class StateNoise(Noise):
     states: StateRates = ()  # kept as sorted pairs: hashable, and nobody can change them
 
     fields: ClassVar[dict[str, str]] = {"cell": "cell", "hidden": "hidden"}
+    masks: ClassVar[tuple[str, ...]] = (*DRAWN, "rate")
     by: ClassVar[str]
 
     def __post_init__(self) -> None:
@@ -361,14 +389,103 @@ class Zoneout(StateNoise):
         seed: the seed of a static mask; only with `mask="static"`.
         states: rates by the names that the definition of a cell gives to its states, as a dict.
             A group of states has one rate, under the name of its first state.
+        depth: the probability that a unit of a layer's output is that of the layer below, in all
+            layers of a stack but the first (SkipForward, zoneout over depth).
+        periods: with `mask="clock"`, in place of rates: a unit is updated at the steps that are a
+            multiple of its period, and keeps all its states at the others (clockwork RNN). A whole
+            number, a list with one per layer, or a tensor with one per unit.
+
+    Two kinds of masks are not drawn. With `mask="rate"` the rate itself replaces the mask, in
+    training too: a rate that is computed or learned has its exact gradient, and a rate of zeros and
+    ones is a mask that the caller gives (`rates=` in the layer's call). `mask="clock"` follows from
+    the step.
 
     >>> Zoneout(cell=0.5, hidden=0.05)
     Zoneout(cell=0.5, hidden=0.05)
     >>> Zoneout(hidden=0.05, states={"n": 0.1})
     Zoneout(hidden=0.05, states={'n': 0.1})
+    >>> Zoneout(mask="clock", periods=[1, 2, 4])
+    Zoneout(mask='clock', periods=[1, 2, 4])
     """
 
+    depth: Rate = 0.0
+    periods: Periods = ()
+
+    fields: ClassVar[dict[str, str]] = {"cell": "cell", "hidden": "hidden", "depth": "depth"}
+    masks: ClassVar[tuple[str, ...]] = tuple(MASKS)
     by: ClassVar[str] = "previous"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ticks = self.mask == "clock"
+        if not ticks and not isinstance(self.periods, Tensor) and self.periods == ():
+            return
+        if not ticks:
+            raise ValueError(
+                f"Zoneout(periods=…): expected mask='clock' with periods, got mask={self.mask!r}"
+            )
+        rates = [entry.written() for entry in super().field_entries() if not is_zero(entry.rate)]
+        if rates or self.states:
+            raise ValueError(
+                "Zoneout(mask='clock'): expected periods in place of rates, got "
+                f"{', '.join(rates) or 'states=…'}"
+            )
+        object.__setattr__(self, "periods", check_periods(self.periods, "Zoneout(periods=…)"))
+
+    def field_entries(self) -> list[Entry]:
+        if self.mask != "clock":
+            return super().field_entries()
+        return [Entry("periods", "hidden", self.periods)]
+
+    def entries(self, cell: Definition | None = None) -> list[Entry]:
+        if self.mask != "clock" or cell is None:
+            return super().entries(cell)
+        return [Entry("periods", stream, self.periods) for stream in state_groups(cell)]
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Swapout(Noise):
+    """Swapout: a state is Θ₁ ⊙ old + Θ₂ ⊙ new, with two masks. The same over depth.
+
+    All rates of 0 are no noise. Dropout of the new value is `hidden_new` alone. A residual
+    recurrence, old + new, is `hidden_old=1`. With the same rate for both and `mask="shared"`, the
+    old value is added where the new one is left out: that is zoneout.
+
+    Args:
+        hidden_old: the probability that the previous value of h is added, P(Θ₁ = 1); a number, a
+            list with one rate per layer, or a tensor with one rate per unit.
+        hidden_new: the probability that the new value of h is left out, P(Θ₂ = 0).
+        cell_old, cell_new: the same for c, the second state.
+        depth_old, depth_new: the same for the outputs of a layer of a stack: in all layers but the
+            first, the output of the layer below is the old value.
+        mask: as in `Zoneout`, for drawn masks. `"shared"` uses one mask for all of them.
+        at_eval: as in `Zoneout`.
+        seed: as in `Zoneout`.
+
+    >>> import torch, zoneout as zo
+    >>> layer = zo.LSTM(3, 5, noise=zo.Swapout(hidden_old=0.2, hidden_new=0.2))
+    >>> y, (h, c) = layer(torch.randn(4, 2, 3))
+    """
+
+    hidden_old: Rate = 0.0
+    hidden_new: Rate = 0.0
+    cell_old: Rate = 0.0
+    cell_new: Rate = 0.0
+    depth_old: Rate = 0.0
+    depth_new: Rate = 0.0
+    mask: str = "unit"
+    at_eval: str = "expectation"
+    seed: int | None = None
+
+    fields: ClassVar[dict[str, str]] = {
+        f"{what}_{value}": what if value == "old" else f"drop_{what}"
+        for what in ("hidden", "cell", "depth")
+        for value in ("old", "new")
+    }
+
+    def rule(self, stream: str) -> Rule:
+        by = "zero" if stream.startswith("drop_") else "added"
+        return Rule(stream, by, self.mask, self.at_eval)
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -505,7 +622,7 @@ class WeightNoise(Noise):
 
 # These classes hold only numbers and strings, so `torch.load(weights_only=True)` may build them.
 torch.serialization.add_safe_globals(
-    [Zoneout, StateDropout, RecurrentDropout, VariationalDropout, WeightDrop, WeightNoise]
+    [Zoneout, Swapout, StateDropout, RecurrentDropout, VariationalDropout, WeightDrop, WeightNoise]
 )
 
 
@@ -533,8 +650,8 @@ def as_noises(noise: Noise | Iterable[Noise] | None) -> tuple[Noise, ...]:
     for index, one in enumerate(noises):
         if not isinstance(one, Noise):
             raise TypeError(
-                "noise: expected Zoneout, RecurrentDropout, StateDropout, VariationalDropout, "
-                "WeightNoise, "
+                "noise: expected Zoneout, Swapout, RecurrentDropout, StateDropout, "
+                "VariationalDropout, WeightNoise, "
                 f"WeightDrop, a list of them or None, got {type(one).__name__}"
             )
         if any(type(one) is type(other) for other in noises[:index]):

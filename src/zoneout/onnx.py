@@ -30,7 +30,7 @@ from .extras import install_command
 from .norm import Moments, StepNorm
 from .ops import Run
 from .ops.autograd.flat import decode, unflatten
-from .ops.reference import state_of
+from .ops.run import kind_of
 from .recurrent import RecurrentModule, drawn_rules
 from .wrap import ZoneoutCell
 
@@ -188,6 +188,13 @@ def _check(model: nn.Module) -> None:
                 f"{where} draws its {drawn[0].stream} noise in evaluation too (at_eval='sample'), "
                 "which ONNX does not "
                 "support; expected at_eval='expectation' or 'off'"
+            )
+        if isinstance(module, RecurrentModule) and (
+            changing := [r for r in module._rules if r.mask == "clock" or r.by == "added"]
+        ):
+            raise ValueError(
+                f"{where} has a mask of its {changing[0].stream} that the ONNX export does not "
+                "support: a clock's, or one of swapout's"
             )
 
 
@@ -428,14 +435,19 @@ class _Rates(NamedTuple):
         zero: dict[str, Rate] = {}
         update: Rate | None = None
         for draw in r.draws:
+            if draw.given is not None:
+                raise ValueError(
+                    "the model has masks that are given (a clock's, swapout's, or those of rates "
+                    "of each step), which the ONNX export does not support"
+                )
             if draw.seed is not None:
                 _fresh_seed(None)
             rate = Rate.of(op, draw.rate)
             if draw.rule.stream == "update":
                 update = rate
             else:
-                of_state = zone if draw.rule.by == "previous" else zero
-                of_state[state_of(r.cell, draw.rule.stream)] = rate
+                kind, k = kind_of(draw.rule)
+                (zone if kind == "zone" else zero)[r.cell.states[k]] = rate
         holds = "held" in r.cell.marks and any(draw.rule.holds_gate for draw in r.draws)
         return _Rates(zone, zero, update, holds)
 

@@ -9,7 +9,7 @@ import math
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import SupportsFloat, TypeAlias
+from typing import Any, SupportsFloat, TypeAlias
 
 import torch
 from torch import Tensor
@@ -102,11 +102,11 @@ def warn_if_rounded(rate: float, name: str) -> None:
         f"value (or zero) is {'always' if rate > 0.5 else 'never'} used; expected {round(rate)}, "
         "or a rate from "
         "1/65536 to 1 − 1/65536",
-        stacklevel=_outside(),
+        stacklevel=outside(),
     )
 
 
-def _outside() -> int:
+def outside() -> int:
     """Return the `stacklevel` of the first caller outside of zoneout and torch.
 
     It is meant for `warnings.warn` in the function that calls this one.
@@ -123,6 +123,35 @@ def _outside() -> int:
 def in_65536ths(rate: Tensor) -> Tensor:
     """Return a rate in units of 1/65536, rounded: the resolution of a draw with 16 random bits."""
     return (rate * 65536).round()
+
+
+def check_periods(periods: Any, name: str) -> Any:
+    """Return periods as an int, an int64 tensor, or a tuple of these with one per layer; or raise.
+
+    A tensor has one per unit.
+    """
+    if isinstance(periods, (list, tuple)) and periods:
+        if any(isinstance(one, (list, tuple)) for one in periods):
+            raise TypeError(f"{name}: expected one period a layer, got a list inside a list")
+        return tuple(check_periods(one, name) for one in periods)
+    if isinstance(periods, Tensor):
+        if periods.is_floating_point() or periods.dtype == torch.bool or periods.dim() != 1:
+            raise ValueError(
+                f"{name}: expected a tensor with one whole number a unit, got {periods.dtype} of "
+                f"shape {tuple(periods.shape)}"
+            )
+        periods = periods.to("cpu", torch.int64, copy=True)
+        least = int(periods.min()) if periods.numel() else 0
+    elif isinstance(periods, int) and not isinstance(periods, bool):
+        least = periods
+    else:
+        raise TypeError(
+            f"{name}: expected a whole number, a list with one per layer or a tensor with one per "
+            f"unit, got {periods!r}"
+        )
+    if least < 1:
+        raise ValueError(f"{name}: expected periods of at least 1, got {least}")
+    return periods
 
 
 def is_zero(rate: Rate) -> bool:

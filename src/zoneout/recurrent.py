@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
@@ -14,7 +15,9 @@ from . import ops
 from .definition import Definition
 from .draws import Draw, stream_units, widest
 from .fits import check_fits
-from .noise import STATE_STREAMS, Entry, Noise, Rule, as_noises, plane
+from .given import STREAMS as STEP_STREAMS
+from .given import At, StepRate, is_given, is_step_rate, mask_of, mask_of_rate
+from .noise import DEPTH, DRAWN, OPTIONAL, STATE_STREAMS, Entry, Noise, Rule, as_noises, plane
 from .norm import (
     STATISTICS,
     LayerNorm,
@@ -28,7 +31,7 @@ from .norm import (
 from .ops.dropout import drop_units
 from .ops.weight_noise import add_noise
 from .philox import as_seed
-from .rates import Rate, check_rate, is_zero, rate_of_layer
+from .rates import Rate, check_rate, is_zero, outside, rate_of_layer
 from .torch_state import functionalizing, plain_eager
 
 WEIGHTS = {  # the fields of `ops.Weights`, and the names of the parameters without suffix
@@ -46,11 +49,13 @@ class CallNoise(NamedTuple):
 
     rules: tuple[Rule, ...]
     numbers: dict[str, Tensor]  # rates by `rate_name`, static seeds by `seed_name`, on the device
+    # By `rate_name`: rates that change from step to step, and their names in messages.
+    steps: Mapping[str, tuple[StepRate, str]] = {}
 
 
 def drawn_rules(rules: Iterable[Rule], training: bool) -> list[Rule]:
     """Return the rules that draw masks: all in training, else those with `at_eval="sample"`."""
-    return [rule for rule in rules if training or rule.at_eval == "sample"]
+    return [r for r in rules if r.mask in DRAWN and (training or r.at_eval == "sample")]
 
 
 def rate_name(stream: str, layer: int) -> str:
@@ -248,6 +253,13 @@ class RecurrentModule(Settable):
         noises = as_noises(noise)
         check_fits(noises, self.definition, self.cell_name, self.one_step)
         self._noise_numbers(noises)
+        for one, entry in self._entries(noises) if len(self.input_sizes()) == 1 else ():
+            if entry.stream in DEPTH and not is_zero(entry.rate):
+                warnings.warn(
+                    f"noise: {type(one).__name__}({entry.written()}) has no effect, since it is "
+                    "for all layers but the first and num_layers is 1",
+                    stacklevel=outside(),
+                )
         return noises
 
     def _noise_numbers(self, noises: tuple[Noise, ...]) -> dict[str, Tensor]:
@@ -255,8 +267,9 @@ class RecurrentModule(Settable):
         numbers: dict[str, Tensor] = {}
         for one, entry in self._entries(noises):
             stream = entry.stream
-            if is_zero(entry.rate) and rate_name(stream, 0) in numbers:
-                continue  # another noise uses this stream
+            used = rate_name(stream, 0) in numbers  # by another noise
+            if is_zero(entry.rate) and (used or stream in OPTIONAL):
+                continue
             name = f"{type(one).__name__}({entry.written()})"
             numbers |= self._layer_rates(entry.rate, stream, name)
             if getattr(one, "mask", None) == "static":
@@ -361,24 +374,56 @@ class RecurrentModule(Settable):
             if entry.stream not in known or not is_zero(entry.rate):  # prefer an enabled noise
                 known[entry.stream] = one
         rules, numbers = list(self._rules), dict(default.numbers)
+        steps: dict[str, tuple[StepRate, str]] = {}
         named = dict(zip(self.definition.states, STATE_STREAMS))
-        for given, rate in rates.items():
-            stream = given if given in known else named.get(given, given)
+        for key, rate in rates.items():
+            stream = key if key in known else named.get(key, key)
             if stream not in known:
                 raise ValueError(
                     "rates: expected streams of the layer's noise "
                     f"({', '.join(sorted(known)) or 'it has none'}), "
-                    f"got {given!r}"
+                    f"got {key!r}"
                 )
             one = known[stream]
-            name = f"rates[{given!r}]"
+            name = f"rates[{key!r}]"
+            if getattr(one, "mask", "") == "clock":
+                raise ValueError(
+                    f"{name}: expected none, since the layer's noise has periods and no rates"
+                )
+            fixed, changing = self._step_rates(rate, stream, name)
+            steps |= changing
             new_rates = self._layer_rates(
-                check_rate(rate, name, one.limit, in_call=True), stream, name
+                check_rate(fixed, name, one.limit, in_call=True), stream, name
             )
-            numbers |= {key: _to_device(value, device) for key, value in new_rates.items()}
+            numbers |= {name: _to_device(value, device) for name, value in new_rates.items()}
             if all(rule.stream != stream for rule in rules):
                 rules.append(one.rule(stream))
-        return CallNoise(tuple(rules), numbers)
+        return CallNoise(tuple(rules), numbers, steps)
+
+    def _step_rates(
+        self, rate: Any, stream: str, name: str
+    ) -> tuple[Any, dict[str, tuple[StepRate, str]]]:
+        """Return a rate of a call without those that change from step to step, and these."""
+        layers = len(self.input_sizes())
+        each = list(rate) if isinstance(rate, (list, tuple)) else [rate] * layers
+        found = {
+            rate_name(stream, layer): (one, name)
+            for layer, one in enumerate(each)
+            if is_step_rate(one)
+        }
+        if not found:
+            return rate, found
+        if stream not in STEP_STREAMS:
+            raise ValueError(
+                f"{name}: expected a rate that is the same at all steps, since the masks of "
+                f"{stream} are, got one for each step or one with a gradient"
+            )
+        if len(each) != layers:
+            raise ValueError(
+                f"{name}: expected one rate for each of {layers} layers, got {len(each)}"
+            )
+        # 0.5 stands in for these, so that the stream counts as used.
+        return tuple(0.5 if is_step_rate(one) else one for one in each), found
 
     def _draws(
         self,
@@ -387,15 +432,21 @@ class RecurrentModule(Settable):
         direction: int,
         seed: Tensor | None,
         at: int | None = None,
+        depth: bool = False,
     ) -> list[Draw]:
         """Return the draws of one layer and direction that have an effect in the current mode.
 
-        `at` is the layer coordinate of the draws; by default it is `layer`.
+        `at` is the layer coordinate of the draws; by default it is `layer`. `depth`: the draws of
+        the layer's outputs, in place of those inside the layer.
         """
         draws = []
         for rule in noise.rules:
             mode = "sample" if self.training else rule.at_eval
-            if mode == "off" or (mode == "expectation" and rule.by in ("scaled zero", "sum")):
+            if rule.mask not in DRAWN:
+                mode = "expectation"
+            if (rule.stream in DEPTH) != depth or mode == "off":
+                continue
+            if mode == "expectation" and rule.by in ("scaled zero", "sum"):
                 continue
             key, rate = seed, noise.numbers[rate_name(rule.stream, layer)]
             if rule.mask == "static":
@@ -478,6 +529,35 @@ class RecurrentModule(Settable):
         if self._norm is not None:
             run = run._replace(norm=self._step_norm(suffix, run.steps, first_step, dtype))
         return run
+
+    def _give_masks(
+        self,
+        draws: list[Draw],
+        x: Tensor,
+        layer: int,
+        at: At,
+        dtype: torch.dtype,
+        noise: CallNoise,
+    ) -> list[Draw]:
+        """Return the draws, with the masks that are computed before the loop."""
+        if not noise.steps and not any(map(is_given, draws)):
+            return draws
+        units = stream_units(self.hidden_size, getattr(self, "proj_size", 0), 0)
+        precise = torch.promote_types(dtype, torch.float32)  # that of the states
+
+        def with_mask(draw: Draw) -> Draw:
+            stream = draw.rule.stream
+            changing = noise.steps.get(rate_name(stream, layer))
+            if changing is not None:
+                rate, name = changing
+                mask = mask_of_rate(draw, rate, x, units[stream], at, precise, name)
+            elif is_given(draw):
+                mask = mask_of(draw, units[stream], at, precise)
+            else:
+                return draw
+            return draw._replace(given=mask, seed=None)
+
+        return [with_mask(draw) for draw in draws]
 
     def _run(self, runs: dict[str, ops.Run]) -> list[ops.Result]:
         """Run all directions of one layer (by suffix) and update the batch-norm statistics."""

@@ -8,7 +8,7 @@ layer would draw at that step. Without a seed, every call draws new masks.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from . import cells
 from .definition import Definition
 from .draws import Draw, check_count, example_ids
 from .fits import sees_step
+from .given import At, StepRate, is_given
 from .layers import (
     Noises,
     Norm,
@@ -92,7 +93,9 @@ class StepCell(RecurrentModule):
             step: the number of this step in its sequence. It is required with batch norm, with a
                 static mask, and with a seed if the noise draws a new mask at every step.
             examples: the ids of the rows for the masks: an offset, or one id per row.
-            rates: rates that replace those of the cell's noise in this call, as in a layer.
+            rates: rates that replace those of the cell's noise in this call, as in a layer. Those
+                of a single step are [B, units], or [units] unbatched; a function computes them
+                from the input.
 
         Returns:
             The next state: h, or a tuple such as (h, c).
@@ -131,6 +134,11 @@ class StepCell(RecurrentModule):
         noise = self._call_noise(rates, x.device)
         at, key = self._step(seed, step, noise), self._seed(seed, x, noise)
         draws = self._draws(noise, 0, 0, key, self.layer)
+        if noise.steps or any(map(is_given, draws)):
+            ids = example_ids(examples, x.shape[0], x.device)
+            noise = noise._replace(steps=_of_one_step(noise.steps, x, batched))
+            where = At(torch.Size((1, x.shape[0])), ids, at)
+            draws = self._give_masks(draws, x[None], 0, where, dtype, noise)
         if (new := self._plain_step(x, states, draws, examples, at, dtype)) is None:
             ids = example_ids(examples, x.shape[0], x.device)
             (result,) = self._run({"": self._build_run(x[None], states, "", draws, ids, at, dtype)})
@@ -183,6 +191,11 @@ class StepCell(RecurrentModule):
         if step is not None:
             return check_count("step", step, 2**32)
         needs = [rule for rule in drawn_rules(noise.rules, self.training) if sees_step(rule)]
+        if any(rule.mask == "clock" for rule in noise.rules):
+            raise ValueError(
+                "step: expected the number of this step, since a clock tells which units it "
+                "updates, got None"
+            )
         if any(seed is not None or rule.mask == "static" for rule in needs):
             raise ValueError(
                 "step: expected the number of this step, since the masks are drawn from a fixed "
@@ -210,6 +223,22 @@ class StepCell(RecurrentModule):
                     "every step"
                 )
         return fresh_seed(x) if drawn else None
+
+
+def _of_one_step(
+    rates: Mapping[str, tuple[StepRate, str]], x: Tensor, batched: bool
+) -> dict[str, tuple[StepRate, str]]:
+    """Return the rates of a step as [1, B, units]; x is [B, input]."""
+
+    def of_step(rate: StepRate, name: str) -> Tensor:
+        rate = rate if isinstance(rate, Tensor) else rate(x if batched else x[0])
+        if not isinstance(rate, Tensor) or rate.dim() > 1 + batched:
+            got = f"shape {tuple(rate.shape)}" if isinstance(rate, Tensor) else repr(rate)
+            shape = "[B, units]" if batched else "[units]"
+            raise ValueError(f"{name}: expected a tensor {shape}, got {got}")
+        return rate
+
+    return {key: (of_step(rate, name), name) for key, (rate, name) in rates.items()}
 
 
 class TorchCell(StepCell, nn.RNNCellBase):

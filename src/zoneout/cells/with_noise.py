@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..definition import Definition
 from ..definition.graph import Value
-from ..definition.operations import less, mix
+from ..definition.operations import also, less, mix
 
 
 class Keep(NamedTuple):
@@ -22,6 +22,8 @@ class Keep(NamedTuple):
     zone: Mapping[str, Tensor] = {}  # the state keeps its previous value
     zero: Mapping[str, Tensor] = {}  # the candidate becomes zero
     update: Tensor | None = None  # the update becomes zero
+    drop: Mapping[str, Tensor] = {}  # the new value is left out
+    add: Mapping[str, Tensor] = {}  # the previous value is added
 
 
 NOTHING = Keep()
@@ -108,9 +110,15 @@ def step(
     new = definition.evaluate(leaves, marks)
     if project is not None:
         new[0] = drop(project(new[0]), keep.zero.get(h))
-    keeps = [keep.zone.get(definition.group_of(state)) for state in definition.states]
-    # A state that is computed from parameters alone has no rows yet.
-    return [zone(value.expand_as(old), old, k) for value, old, k in zip(new, states, keeps)], gate
+
+    def carried(state: str, value: Tensor, old: Tensor) -> Tensor:
+        group = definition.group_of(state)
+        # A state that is computed from parameters alone has no rows yet.
+        value = zone(drop(value.expand_as(old), keep.drop.get(group)), old, keep.zone.get(group))
+        share = keep.add.get(group)
+        return value if share is None else also(value, old, share)
+
+    return [carried(*each) for each in zip(definition.states, new, states)], gate
 
 
 def _split(definition: Definition, v: Tensor) -> tuple[Tensor, ...]:

@@ -189,7 +189,7 @@ class Definition:
         """Return the forward and backward pass of one step in one graph (see `step_of`)."""
         if (rules, split) not in self._passes:
             step = step_of(self, rules, split)
-            self._passes[rules, split] = step, backward_of(self, step)
+            self._passes[rules, split] = step, backward_of(self, step, "sum" in rules)
         return self._passes[rules, split]
 
     def __call__(self, *args: Any) -> Any:

@@ -20,10 +20,10 @@ states, parameters |
 | leave | as backward, and gradients of what products of higher levels are taken of | gradients of
 the products of a level |
 
-`forward`, `again` and `backward` have two variants: zoneout alone, and all rules of noise. The
-others have all rules, but for the last three, which have both variants too. `gates` to `back_gates`
-are those of a step with a norm, and exist where the definition has `zo.shown`. `enter` and `leave`
-exist for each level of the products inside the step.
+`forward`, `again`, `backward` and the last three have the variants in `VARIANTS`. The others have
+all rules whose masks are drawn. `gates` to `back_gates` are those of a step with a norm, and exist
+where the definition has `zo.shown`. `enter` and `leave` exist for each level of the products inside
+the step. A definition has no functions of the last variant where they would store other values.
 """
 
 from __future__ import annotations
@@ -36,14 +36,18 @@ from typing import TYPE_CHECKING
 from .graph import Graph
 from .operations import COMPARISONS, OPERATIONS
 from .products import levels_of
-from .step import HELD, RAW, RULES, SHOWN, Passes
+from .step import GIVEN, HELD, RAW, RULES, SHOWN, Passes
 from .storage import MOST_SLOTS, Storage, computable, storage_of
 from .trace import DefinitionError
 
 if TYPE_CHECKING:
     from . import Definition
 
-VARIANTS = {"zoneout": frozenset[str](), "all": RULES}  # by the rules of noise that a function has
+VARIANTS = {  # by the rules of noise that a function has
+    "zoneout": frozenset[str](),
+    "all": RULES,
+    "given": GIVEN,  # with the gradients of the masks
+}
 PASSES = ("forward", "backward")
 NORM_PARTS = ("gates", "raw", "shows", "back_shows", "back_gates")
 Stores = list[tuple[str, int]]
@@ -55,8 +59,8 @@ def print_step(d: Definition, name: str = "step") -> str:
     Raises `DefinitionError` if a step stores more than two values per unit beside its gates.
     """
     texts = []
-    for variant, rules in VARIANTS.items():
-        of = Printer(d, d.passes(rules))
+    for variant in variants_of(d):
+        of = Printer(d, d.passes(VARIANTS[variant]))
         texts.append(of.function(f"{name}_forward_{variant}", of.inputs, [*of.stored, *of.new]))
         texts.append(of.function(f"{name}_backward_{variant}", of.loads, of.gradients, of.sums))
         if of.has_again:
@@ -82,6 +86,11 @@ def print_step(d: Definition, name: str = "step") -> str:
             of.function(f"{name}_back_gates", of.loads, of.gradients, of.sums),
         ]
     return "\n".join(texts)
+
+
+def variants_of(d: Definition) -> list[str]:
+    """Return the variants that a definition has."""
+    return [name for name in VARIANTS if name != "given" or d.storage.takes_masks]
 
 
 def print_cells(cells: Mapping[str, Definition]) -> str:
@@ -115,9 +124,10 @@ def _row(d: Definition, name: str) -> str:
         return f"{{{', '.join(map(str, values))}}}"
 
     fields = [*map(str, numbers), listed(slots), listed(lead), str(len(d.vectors))]
-    fields += [listed(f"NAME({name}_{kind}_{variant})" for variant in VARIANTS) for kind in PASSES]
+    variants = variants_of(d)  # in C, functions that are left out are NULL
+    fields += [listed(f"NAME({name}_{kind}_{variant})" for variant in variants) for kind in PASSES]
     fields.append(
-        listed(f"NAME({name}_again_{v})" if _has_again(d, v) else "NULL" for v in VARIANTS)
+        listed(f"NAME({name}_again_{v})" if _has_again(d, v) else "NULL" for v in variants)
     )
     fields += [f"NAME({name}_{part})" if "shown" in d.marks else "NULL" for part in NORM_PARTS]
     if d.products:  # in C, fields that are left out are zero
@@ -131,10 +141,10 @@ def _row(d: Definition, name: str) -> str:
             fields.append(
                 listed(
                     listed(f"NAME({name}_{kind}_{variant}_{k})" for k in range(max(levels) + 1))
-                    for variant in VARIANTS
+                    for variant in variants
                 )
             )
-        fields.append(listed(f"NAME({name}_inputs_{variant})" for variant in VARIANTS))
+        fields.append(listed(f"NAME({name}_inputs_{variant})" for variant in variants))
     return listed(fields)
 
 
@@ -179,6 +189,8 @@ class Printer:
             f"dstate[{k}]": zero if node is None else node for k, node in enumerate(backward.states)
         }
         grads |= {} if backward.gate is None else {"owed": backward.gate}
+        masks = {name: f"d{field}" for name, field in _mask_fields(d).items()}
+        grads |= {masks[name]: node for name, node in backward.masks}
         self.gradients: Stores = [(f"s->{field}[j]", node) for field, node in grads.items()]
         self.sums: Stores = [
             (f"s->dparameter[{k}][j]", node)
@@ -208,13 +220,12 @@ class Printer:
             for k in range(product.parts):
                 loads[add("inner", value=f"{p}.{k}")] = f"s->inner[{first + k}][j]"
         for k, state in enumerate(d.states):
-            loads[add("mask", value=f"zero:{state}")] = f"s->zero[{k}][j]"
-            loads[add("mask", value=f"zone:{state}")] = f"s->zone[{k}][j]"
             loads[add("gradient", value=state)] = f"s->dstate[{k}][j]" + (
                 " + s->dy[j]" if k == 0 else ""
             )
-        names = {("state", HELD): "held", ("state", SHOWN): "shown", ("mask", "update"): "update"}
-        names |= {("mask", "hold"): "hold", ("gradient", HELD): "owed", ("gradient", RAW): "draw"}
+        names = {("state", HELD): "held", ("state", SHOWN): "shown"}
+        names |= {("gradient", HELD): "owed", ("gradient", RAW): "draw"}
+        names |= {("mask", name): field for name, field in _mask_fields(d).items()}
         return loads | {
             add(kind, value=name): f"s->{field}[j]" for (kind, name), field in names.items()
         }
@@ -246,6 +257,13 @@ class Printer:
         it loads.
         """
         return _function(name, self.graph, loads, stores, sums or [])
+
+
+def _mask_fields(d: Definition) -> dict[str, str]:
+    """Return the field of the struct for each mask of a step."""
+    rules = ("zone", "zero", "drop", "add")
+    fields = {f"{rule}:{s}": f"{rule}[{k}]" for rule in rules for k, s in enumerate(d.states)}
+    return fields | {"update": "update", "hold": "hold"}
 
 
 def _first_parts(d: Definition) -> list[int]:

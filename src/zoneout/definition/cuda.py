@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @cache
 def print_unit(d: Definition, variant: str = "all") -> str:
-    """Return the macros and functions of a definition, with zoneout alone or all rules of noise.
+    """Return the macros and functions of a definition, in one of the variants of `c.VARIANTS`.
 
     Raises `DefinitionError` if a step stores more than two values per unit beside its gates.
     """
@@ -37,6 +37,7 @@ def print_unit(d: Definition, variant: str = "all") -> str:
         "RECURRENT": int(d.has_r),  # h meets a matrix
         "APART": int(layout.apart),
         "HELD": -1 if passes[0].gate is None else layout.held,
+        "MASKS": int(variant == "given"),
     }
     forward = lines_of(of.graph, of.inputs, [*of.stored, *of.new], [])
     backward = lines_of(of.graph, of.loads, of.gradients, of.sums)

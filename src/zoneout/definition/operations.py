@@ -1,9 +1,9 @@
 """The operations of a cell: for each one its name, torch function, C text and derivative.
 
 This table is the only place that knows an operation. The tracer, the reference, the derivative and
-the printers read it. `mix` and `less` are the two rules of noise: they select at 0 and 1 instead of
-multiplying, so that a NaN never reaches a unit that keeps its value. Their gradients are products:
-a gradient that is not finite is lost anyway, and selecting costs a third more time.
+the printers read it. `mix`, `less` and `also` are the rules of noise. At 0 and 1 they select and do
+not multiply, so that a NaN never reaches a unit that does not take the value. Their gradients are
+products: a gradient that is not finite is lost anyway, and selecting costs a third more time.
 """
 
 from __future__ import annotations
@@ -52,15 +52,42 @@ def mix(new: Tensor, old: Tensor, keep: Tensor) -> Tensor:
     """Return `old` where `keep` is 1, `new` where it is 0, else new + keep · (old − new)."""
     if keep.dtype == torch.bool:
         return torch.where(keep, old, new)
-    between = torch.lerp(new, old, keep.to(new.dtype))
-    return torch.where(keep == 0, new, torch.where(keep == 1, old, between))
+    fixed = keep.detach()
+    between = torch.lerp(new, old, fixed.to(new.dtype))
+    made = torch.where(fixed == 0, new, torch.where(fixed == 1, old, between))
+    return _with_slope(made, keep, old - new) if _is_learned(keep) else made
 
 
 def less(value: Tensor, drop: Tensor) -> Tensor:
     """Return 0 where `drop` is 1, else value · (1 − drop)."""
     if drop.dtype == torch.bool:
         return value.masked_fill(drop, 0.0)
-    return torch.where(drop == 1, 0.0, value * (1 - drop).to(value.dtype))
+    fixed = drop.detach()
+    made = torch.where(fixed == 1, 0.0, value * (1 - fixed).to(value.dtype))
+    return _with_slope(made, drop, -value) if _is_learned(drop) else made
+
+
+def also(value: Tensor, old: Tensor, share: Tensor) -> Tensor:
+    """Return `value` where `share` is 0, else value + share · old."""
+    if share.dtype == torch.bool:
+        return torch.where(share, value + old, value)
+    fixed = share.detach()
+    made = torch.where(fixed == 0, value, value + fixed.to(value.dtype) * old)
+    return _with_slope(made, share, old) if _is_learned(share) else made
+
+
+def _is_learned(mask: Tensor) -> bool:
+    """Return True if a mask may have a gradient, of reverse or of forward mode."""
+    return mask.requires_grad or torch.autograd.forward_ad._current_level >= 0
+
+
+def _with_slope(made: Tensor, mask: Tensor, slope: Tensor) -> Tensor:
+    """Return `made`, whose derivative with respect to `mask` is `slope`, at 0 and 1 too.
+
+    Where the slope is not finite there is no derivative, so that the value stays what it is.
+    """
+    change = (mask - mask.detach()).to(made.dtype)  # zero
+    return made + change * torch.where(slope.isfinite(), slope, 0.0)
 
 
 def _half_at_ties(wins: str) -> Derivative:
@@ -156,13 +183,26 @@ OPERATIONS: dict[str, Operation] = {
         3,
         mix,
         "MIX({0}, {1}, {2})",
-        lambda g, a, y, d: (g.mul(d, _rest(g, a[2])), g.mul(d, a[2]), None),
+        lambda g, a, y, d: (
+            g.mul(d, _rest(g, a[2])),
+            g.mul(d, a[2]),
+            g.mul(d, g.add("sub", a[1], a[0])),
+        ),
     ),
     "less": Operation(
-        2, less, "LESS({0}, {1})", lambda g, a, y, d: (g.mul(d, _rest(g, a[1])), None)
+        2,
+        less,
+        "LESS({0}, {1})",
+        lambda g, a, y, d: (g.mul(d, _rest(g, a[1])), g.add("neg", g.mul(d, a[0]))),
+    ),
+    "also": Operation(
+        3,
+        also,
+        "ALSO({0}, {1}, {2})",
+        lambda g, a, y, d: (d, g.mul(d, a[2]), g.mul(d, a[1])),
     ),
 }
 TRACED = tuple(
-    name for name in OPERATIONS if name not in ("mix", "less", "sign")
+    name for name in OPERATIONS if name not in ("mix", "less", "also", "sign")
 )  # for use in a cell
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")

@@ -2,8 +2,9 @@
 
 A `Step` is a definition with its marks replaced by the rules of noise. Each rule reads a mask: 1
 takes the old value (or zero), 0 the new one, a number between blends the two. A mask of zeros is no
-noise, so two steps serve every combination of noises: one with zoneout alone, the common case, and
-one with all rules.
+noise, so three steps serve every combination of noises: one with zoneout alone, the common case,
+one with all rules whose masks are drawn, and one with the rules and gradients of masks that the
+caller gives.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from . import Definition
 
 RULES = frozenset({"zero", "update", "hold"})  # the rules of a step beside zoneout
+# With these the masks have gradients, too, and a state may be the sum of its old and its new value.
+GIVEN = RULES | {"sum"}
 HELD = (
     "held gate"  # the state and gradient name of the gate that a step may take from the step before
 )
@@ -54,6 +57,7 @@ class Backward:
     parameters: tuple[int | None, ...]
     shown: int | None = None  # of the norm's result, in a step that is split there
     inner: tuple[tuple[int | None, ...], ...] = ()  # per product inside the step: of each part
+    masks: tuple[tuple[str, int], ...] = ()  # of each mask that is used, by name
 
 
 Passes = tuple[Step, Backward]
@@ -61,6 +65,9 @@ Passes = tuple[Step, Backward]
 
 def step_of(definition: Definition, rules: frozenset[str] = RULES, split: bool = False) -> Step:
     """Return the step of a definition, with zoneout and these other rules of noise.
+
+    With "sum" a state is Θ₁ · old + Θ₂ · new: `add:` is the mask of the old value, and `drop:` the
+    mask of what is left out of the new one.
 
     A split step has two parts, before and after the norm of what `zo.shown` marks. The second part
     reads the norm's result as a state, and the backward pass of the first part the gradient of the
@@ -101,8 +108,12 @@ def step_of(definition: Definition, rules: frozenset[str] = RULES, split: bool =
             places[number] = graph.add(op, *new_args, value=value)
     new = []
     for state, output in zip(definition.states, definition.outputs, strict=True):
-        keep = graph.add("mask", value=f"zone:{definition.group_of(state)}")
-        new.append(graph.add("mix", places[output], graph.add("state", value=state), keep))
+        group, old = definition.group_of(state), graph.add("state", value=state)
+        made = less(places[output], "sum", f"drop:{group}")
+        made = graph.add("mix", made, old, graph.add("mask", value=f"zone:{group}"))
+        if "sum" in rules:
+            made = graph.add("also", made, old, graph.add("mask", value=f"add:{group}"))
+        new.append(made)
     ends = [*new, *inputs, *([] if raw is None else [raw])]
     return Step(
         graph,
@@ -113,6 +124,11 @@ def step_of(definition: Definition, rules: frozenset[str] = RULES, split: bool =
         raw,
         tuple(inputs),
     )
+
+
+def ends_of(step: Step) -> list[int]:
+    """Return all results of the forward pass."""
+    return [*step.new, *step.inputs, *(node for node in (step.gate, step.raw) if node is not None)]
 
 
 def _gates(graph: Graph, outputs: list[int], count: int) -> tuple[tuple[int, ...], ...]:
@@ -139,8 +155,8 @@ def _merged(graph: Graph, outputs: list[int], definition: Definition) -> bool:
     return True
 
 
-def backward_of(definition: Definition, step: Step) -> Backward:
-    """Add the backward pass to the step's graph."""
+def backward_of(definition: Definition, step: Step, of_masks: bool = False) -> Backward:
+    """Add the backward pass to the step's graph; `of_masks`: with the gradients of the masks."""
     graph = step.graph
     outputs = [
         (node, graph.add("gradient", value=state))
@@ -159,6 +175,7 @@ def backward_of(definition: Definition, step: Step) -> Backward:
         "state": [*definition.states, HELD, SHOWN],
         "parameter": list(definition.vectors),
         "inner": [f"{p}.{k}" for p, one in enumerate(products) for k in range(one.parts)],
+        "mask": [str(name) for _, name in graph.leaves(ends_of(step), "mask")] if of_masks else [],
     }
     leaves = [graph.add(kind, value=name) for kind, names in kinds.items() for name in names]
     found = dict(
@@ -185,4 +202,5 @@ def backward_of(definition: Definition, step: Step) -> Backward:
         tuple(of("parameter")),
         shown,
         inner,
+        tuple((name, d) for name in kinds["mask"] if (d := found["mask", name]) is not None),
     )

@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .graph import Graph
+from .graph import Graph, to_text
 from .operations import COMPARISONS, OPERATIONS
 from .products import MOST_LINKS, MOST_PARTS, MOST_PRODUCTS
-from .step import RULES
+from .step import GIVEN, RULES, ends_of
 
 if TYPE_CHECKING:
     from . import Definition
@@ -48,6 +48,8 @@ class Layout:
     products: tuple[int, ...] = ()  # the parts of each product inside the step, stored beside it
     links: int = 0  # the most matrices that one of them applies
     shown: bool = False  # a norm splits the step
+    # masks may be given, and have gradients: the step with these stores no more than the others
+    takes_masks: bool = True
 
     @property
     def fits(self) -> bool:
@@ -97,7 +99,18 @@ def layout_of(d: Definition) -> Layout:
         tuple(product.parts for product in d.products),
         max((len(product.matrices) for product in d.products), default=0),
         "shown" in d.marks,
+        _stores_the_same(d),
     )
+
+
+def _stores_the_same(d: Definition) -> bool:
+    """Return True if the gradients of masks need no other stored values than the step without."""
+    names = []
+    for rules in (RULES, GIVEN):
+        step, backward = d.passes(rules)
+        storage = storage_of(step, backward)
+        names.append((to_text(step.graph, storage.nodes), len(storage.gates), storage.held))
+    return names[0] == names[1]
 
 
 def storage_of(step: Step, backward: Backward) -> Storage:
@@ -123,11 +136,6 @@ def storage_of(step: Step, backward: Backward) -> Storage:
     return Storage(gates, tuple(slots), held)
 
 
-def ends_of(step: Step) -> list[int]:
-    """Return all results of the forward pass."""
-    return [*step.new, *step.inputs, *(node for node in (step.gate, step.raw) if node is not None)]
-
-
 def needed(step: Step, backward: Backward) -> list[int]:
     """Return the nodes of the forward pass that the backward pass reads, arguments before
     results.
@@ -141,6 +149,7 @@ def needed(step: Step, backward: Backward) -> list[int]:
         if node is not None
     ]
     ends += [node for node in (backward.gate, backward.shown) if node is not None]
+    ends += [node for _, node in backward.masks]
     ends += [node for each in backward.inner for node in each if node is not None]
     found = {end for end in ends if end in inside}
     for node in graph.reached(ends, stop=forward):

@@ -20,7 +20,7 @@ returns True.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -82,6 +82,7 @@ class Loop:
     by_unit: bool = False
     matrices: tuple[Tensor, ...] = ()  # of the products inside the step, as `cell.matrices`
     inner: tuple[Tensor, ...] = ()  # * their results: [N, parts · H] each
+    masks: dict[str, Tensor] = field(default_factory=dict)  # given, by stream of `draws`: [N, ·]
 
     @property
     def batch(self) -> int:
@@ -191,6 +192,7 @@ class LoopGrads:
     db_h: Tensor | None = None  # [G]: the sum of dsh, if the loop computes it
     dinner: tuple[Tensor, ...] = ()  # of the products inside the step: [N, parts · H] each
     ins: tuple[Tensor, ...] = ()  # what these products are taken of: [N, H] each
+    dmasks: dict[str, Tensor] = field(default_factory=dict)  # of given masks that need one: [N, ·]
 
     @property
     def dh(self) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..draws import Draw, constant
+from ..draws import Draw, constant, draw_bits, seen
 from ..noise import MASKS, Rule
 from . import cuda
 from .cpu.masks import masks_of
@@ -46,21 +46,41 @@ def drop_units(
 ) -> Tensor:
     """Return x with units dropped by any draw; its mask may depend on fewer coordinates."""
     if cuda.has_kernel(x):
-        rule, rate, seed, plane = draw
+        rule, rate, seed, plane, _ = draw
         return torch.ops.zoneout.dropout(
             x, rule.stream, rule.mask, rate, seed, plane, examples, first_step
         )
+    mask = drawn_units(draw, x.shape[-1], examples, first_step, x.shape[0], counts)
+    return x * kept_scale(draw, mask, x.dtype)
+
+
+def drawn_units(
+    draw: Draw,
+    units: int,
+    examples: Tensor,
+    first_step: int,
+    steps: int,
+    counts: Tensor | None = None,
+    limits: Tensor | None = None,
+) -> Tensor:
+    """Return the mask of a draw, [T, B, units] or, for packed rows, [N, units].
+
+    A size may be 1 where the mask does not depend on a coordinate. For packed rows, `steps` is
+    their number N. `limits` replaces the rate of the draw: for padded rows, in units of 1/65536 and
+    for each step and row.
+    """
+    if limits is not None:
+        at = torch.arange(first_step, first_step + steps, device=examples.device)
+        return draw_bits(draw, *seen([draw], at, examples, units)) < limits
     if counts is None:
-        steps = torch.arange(first_step, first_step + x.shape[0], device=x.device)
-    else:
-        t, row = places(counts, x.shape[0])
-        if not MASKS[draw.rule.mask].step:  # one mask for all steps: draw it once, then index it
-            (mask,) = masks_of([draw], examples.new_zeros(1), examples, x.shape[-1])
-            return x * kept_scale(draw, mask, x.dtype)[0, row]
-        steps, examples = first_step + t, examples[row, None]
-    (mask,) = masks_of([draw], steps, examples, x.shape[-1])
-    scale = kept_scale(draw, mask, x.dtype)
-    return x * (scale if counts is None else scale.view(x.shape))
+        at = torch.arange(first_step, first_step + steps, device=examples.device)
+        return masks_of([draw], at, examples, units)[0]
+    t, row = places(counts, steps)
+    if not MASKS[draw.rule.mask].step:  # one mask for all steps: draw it once, then index it
+        (mask,) = masks_of([draw], examples.new_zeros(1), examples, units)
+        return mask[0].expand(len(examples), -1)[row]
+    (mask,) = masks_of([draw], first_step + t, examples[row, None], units)
+    return mask.reshape(len(row), -1)
 
 
 @torch.library.custom_op("zoneout::dropout", mutates_args=(), device_types="cuda")

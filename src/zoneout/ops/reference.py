@@ -12,9 +12,8 @@ from torch import Tensor
 from .. import cells
 from ..definition import Definition
 from ..draws import Draw, draw_all, stream_units
-from ..noise import STATE_STREAMS
 from ..norm import Moments, StepNorm, moments, normalise
-from .run import Result, Run
+from .run import Result, Run, kind_of
 
 
 def run(r: Run) -> Result:
@@ -139,19 +138,14 @@ def _masks(r: Run) -> dict[str, Tensor]:
     units = stream_units(
         r.hidden, 0 if r.weights.w_hr is None else len(r.weights.w_hr), r.x.shape[-1]
     )
-    return draw_all(r.draws, steps, r.examples, units)
-
-
-def state_of(cell: Definition, stream: str) -> str:
-    """Return the name of the state that a stream belongs to."""
-    return cell.states[STATE_STREAMS.index(stream)]
+    drawn = draw_all(r.draws, steps, r.examples, units)
+    return drawn | {d.rule.stream: d.given for d in r.draws if d.given is not None}
 
 
 def _keeps(r: Run, masks: dict[str, Tensor]) -> tuple[list[cells.Keep], Tensor | None]:
     """Return what noise replaces at each step, and the factors of h where it enters the gates."""
     steps, scale_h, update = len(r.x), None, None
-    zone: dict[str, list[Tensor]] = {}
-    zero: dict[str, list[Tensor]] = {}
+    kinds: dict[str, dict[str, list[Tensor]]] = {"zone": {}, "zero": {}, "drop": {}, "add": {}}
     for draw in r.draws:
         rule, mask = draw.rule, masks.get(draw.rule.stream)
         if rule.by == "scaled zero":
@@ -162,11 +156,14 @@ def _keeps(r: Run, masks: dict[str, Tensor]) -> tuple[list[cells.Keep], Tensor |
         if rule.stream == "update":
             update = each
         else:
-            (zone if rule.by == "previous" else zero)[state_of(r.cell, rule.stream)] = each
+            kind, k = kind_of(rule)
+            kinds[kind][r.cell.states[k]] = each
 
     def at(t: int) -> cells.Keep:
-        zones, zeroes = ({state: each[t] for state, each in kind.items()} for kind in (zone, zero))
-        return cells.Keep(zones, zeroes, None if update is None else update[t])
+        of_states = {
+            kind: {state: each[t] for state, each in found.items()} for kind, found in kinds.items()
+        }
+        return cells.Keep(**of_states, update=None if update is None else update[t])
 
     return [at(t) for t in range(steps)], scale_h
 

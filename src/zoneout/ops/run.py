@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..definition import Definition
 from ..draws import Draw
+from ..noise import DROPS, STATE_STREAMS, Rule
 from ..norm import Moments, StepNorm
 
 # The largest allowed distance of a backend from the reference, ‖a − b‖ / ‖b‖, for outputs, states
@@ -23,6 +24,18 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2, t
 
 OF_GATES = ("w_ih", "w_hh", "b_ih", "b_hh", "scale_x", "scale_h")  # have a row for every gate
 OF_OUTPUTS = ("w_hr", "scale_c", "shift_c")  # only h depends on them, no other state
+
+
+def kind_of(rule: Rule) -> tuple[str, int]:
+    """Return what a rule does with a state, and the number of that state.
+
+    "zone" keeps the old value, "zero" sets the candidate to zero, "drop" leaves the new value out,
+    and "add" adds the old one.
+    """
+    if rule.stream in DROPS:
+        return "drop", DROPS.index(rule.stream)
+    kind = {"previous": "zone", "zero": "zero", "added": "add"}[rule.by]
+    return kind, STATE_STREAMS.index(rule.stream)
 
 
 def several(name: str, values: Iterable[Tensor | None]) -> dict[str, Tensor | None]:

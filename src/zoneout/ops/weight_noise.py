@@ -24,7 +24,7 @@ def weight_noise(weight: Tensor, std: float, seed: Tensor, plane: int) -> Tensor
 
 def add_noise(weight: Tensor, draw: Draw, matrix: int = 0) -> Tensor:
     """Return a weight plus noise from a layer's draw; `matrix` is its number in the layer."""
-    _, std, seed, plane = draw
+    _, std, seed, plane, _ = draw
     assert seed is not None
     if cuda.has_kernel(weight):
         return torch.ops.zoneout.weight_noise(weight, std, seed, matrix, plane)

@@ -21,7 +21,8 @@ _WEIGHTS = ("w_ih", "w_hh", "b_ih", "b_hh", "w_hr")
 _SCALES = ("scale_x", "scale_h", "scale_c", "shift_c")
 _STATES = tuple(f"state{k}" for k in range(MOST_STATES))
 _CONSTANTS = ("examples", "lengths", "resets", "counts")
-_STREAMS, _MASKS, _BY = tuple(STREAMS), tuple(MASKS), ("previous", "zero", "scaled zero")
+_STREAMS, _MASKS = tuple(STREAMS), tuple(MASKS)
+_BY = ("previous", "zero", "scaled zero", "added")
 _OVER = ("", "units", "examples")
 
 
@@ -59,6 +60,8 @@ def differentiable(r: Run) -> dict[str, Tensor]:
         found |= several("parameter", r.weights.parameters)
     if r.norm is not None:
         found |= {name: getattr(r.norm, name) for name in _SCALES}
+    if r.draws:
+        found |= several("mask", (draw.given for draw in r.draws))
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -89,7 +92,7 @@ def unflatten(settings: Settings, tensors: Sequence[Any], constants: Sequence[An
     of = dict(zip(settings.names, tensors, strict=True))
     also = dict(zip(settings.constants, constants, strict=True))
     draws = [
-        Draw(rule, also[f"rate{k}"], also.get(f"seed{k}"), plane)
+        Draw(rule, also[f"rate{k}"], also.get(f"seed{k}"), plane, of.get(f"mask{k}"))
         for k, (rule, plane) in enumerate(settings.draws)
     ]
     norm = None

@@ -17,11 +17,10 @@ from torch import Tensor
 from ...definition.products import MOST_LINKS, MOST_PARTS, MOST_PRODUCTS
 from ...definition.storage import MOST_SLOTS
 from ...draws import Draw
-from ...noise import STATE_STREAMS
 from ..backend import Loop, LoopGrads
 from ..memory import address
 from ..reference import kept_scale
-from ..run import Run
+from ..run import Run, kind_of
 from ..sequence.products import register
 from ..sequence.rows import rows_of
 from . import fallback, native
@@ -49,11 +48,37 @@ def check(r: Run) -> None:
 
 def _fits(r: Run) -> bool:
     # The ONNX exporter translates the operator of any cell.
-    runs = r.cell.storage.runs(r.w_hr is not None, r.norm is not None)
+    runs = r.cell.storage.runs(r.w_hr is not None, r.norm is not None) and takes_masks(r)
     return runs or torch.onnx.is_in_onnx_export()
 
 
+def takes_masks(r: Run) -> bool:
+    """Return True if the loop can have the run's given masks.
+
+    Masks of two values, and gradients of masks, take a variant of the step that does not know norm
+    and projection, nor a held gate.
+    """
+    given = [draw for draw in r.draws if draw.given is not None]
+    if not given:
+        return True
+    plain = all(
+        (draw.rule.stream == "update" or kind_of(draw.rule)[0] in ("zone", "zero"))
+        and not (draw.given is not None and draw.given.requires_grad)
+        for draw in given
+    )
+    room = r.cell.storage.takes_masks and r.norm is None and r.w_hr is None
+    holds = any(draw.rule.holds_gate for draw in given)
+    # A program that is compiled now may run elsewhere; `forward` raises if there is no compiler.
+    compiled = torch.compiler.is_compiling() or native.load() is not None
+    return compiled and not holds and (plain or room)
+
+
 def _too_much(r: Run) -> str:
+    if not takes_masks(r):
+        return (
+            f"the masks that are given for the cell {r.cell.name!r} need the compiled loop, and "
+            "with two masks or a gradient a cell without norm, projection and held gate"
+        )
     if not r.cell.storage.fits_products:
         return (
             f"the cell {r.cell.name!r} has more products inside its step than the compiled loop "
@@ -170,6 +195,11 @@ def forward(loops: Sequence[Loop]) -> None:
     """Run the forward pass of loops; results are written into each `Loop`."""
     for loop in loops:
         if (cell := _cell_of(loop)) is None:
+            if loop.masks:
+                raise RuntimeError(
+                    f"masks that are given need zoneout's compiled loop: {native.why_not()}; "
+                    "backend='reference' would do"
+                )
             _say_once(_IN_TORCH_CALLS.format(reason=native.why_not()))
             fallback.forward(loop)
         else:
@@ -314,10 +344,12 @@ def _arguments(loop: Loop, back: LoopGrads | None) -> native.Loop:
     args.first_step, args.reverse = loop.first_step, loop.reverse
     args.inputs = 0 if loop.x is None else loop.x.shape[1]
     for name, draw in loop.draws.items():
+        stream = _given(loop, back, name) if name in loop.masks else stream_of(draw)
         if name == "update":
-            args.update_noise = stream_of(draw)
+            args.update_noise = stream
         else:
-            args.state_noise[STATE_STREAMS.index(name)] = stream_of(draw)
+            kind, k = kind_of(draw.rule)
+            {"drop": args.dropped, "add": args.added}.get(kind, args.state_noise)[k] = stream
     _put(args, loop.__dict__, _INTEGERS, torch.int64)
     _put(args, loop.__dict__, _BITS, torch.bool)
     _put(args, loop.__dict__, _NUMBERS, numbers)
@@ -336,6 +368,19 @@ def _arguments(loop: Loop, back: LoopGrads | None) -> native.Loop:
         _put_several(args, back.__dict__, _SEVERAL_BACK, numbers)
         _put_several(args, {"dseen": (None, *back.dseen)}, ("dseen",), numbers)
     return args
+
+
+def _given(loop: Loop, back: LoopGrads | None, name: str) -> native.Stream:
+    """Return the C struct of a stream whose mask is given."""
+    rule, mask = loop.draws[name].rule, loop.masks[name]
+    gradient = None if back is None else back.dmasks.get(name)
+    return native.Stream(
+        mode=3,
+        zero=rule.by == "zero",
+        hold=rule.holds_gate,
+        given=address(mask, "mask", loop.gates.dtype, -1),
+        dgiven=None if gradient is None else address(gradient, "mask", loop.gates.dtype, -1),
+    )
 
 
 def _put(

@@ -223,11 +223,11 @@ static void NAME(keeps)(const Loop *l, KEEP *keep, int64_t t, int64_t row, int64
     int64_t step = l->first_step + (l->reverse ? l->lengths[row] - 1 - t : t), example = l->examples[row];
     for (int64_t k = first; k < last; k++) {
         const Stream *s = &l->state_noise[k];
-        if (s->mode == OFF) continue;
+        if (s->mode == OFF || s->mode == GIVEN) continue;
         if (s->mode == DRAWN && !(drawn && same_words(drawn, s))) stream_words(s, words, from, to, example, step), drawn = s;
         NAME(keep_of)(s, words, keep->state[k], from, to);
     }
-    if (!update || u->mode == OFF) return;
+    if (!update || u->mode == OFF || u->mode == GIVEN) return;
     if (u->mode == DRAWN) stream_words(u, words, from, to, example, step);
     NAME(keep_of)(u, words, keep->update, from, to);
 }
@@ -552,6 +552,11 @@ static void NAME(normalise_c)(const Loop *l, WORK *w, const REAL *c, REAL *hat, 
     for (int64_t j = from; j < to; j++) out[j] = hat[j] * scale[j] + shift[j];
 }
 
+/* Return the masks of a stream for one row, `size` units wide: given, drawn for units from `from` on, or zeros. */
+INLINE const REAL *NAME(mask_of)(const Stream *s, const REAL *keep, int64_t at, int64_t size, int64_t from) {
+    return s->mode == GIVEN ? (const REAL *)s->given + at * size : (s->mode == OFF ? NOTHING : keep) - from;
+}
+
 /* Set the pointers to gates, masks and states of one row for units from `from` on. If h is projected, its masks are
  * applied after the projection. */
 static void NAME(point)(const Loop *l, WORK *w, const KEEP *keep, STEP *s, int64_t t, int64_t row, int64_t from) {
@@ -568,15 +573,18 @@ static void NAME(point)(const Loop *l, WORK *w, const KEEP *keep, STEP *s, int64
         }
     }
     for (int64_t k = 0; k < cell->states; k++) {
-        const Stream *noise = &l->state_noise[cell->lead[k]];
-        const REAL *mask = keep->state[cell->lead[k]] - from;
-        int projected = k == 0 && l->w_hr, on = !projected && noise->mode != OFF;
+        int64_t lead = cell->lead[k];
+        const Stream *noise = &l->state_noise[lead];
+        const REAL *mask = NAME(mask_of)(noise, keep->state[lead], at, h, from);
+        int projected = k == 0 && l->w_hr;
         s->old[k] = projected ? none : NAME(old_state)(l, k, t, row);
-        s->zone[k] = on && !noise->zero ? mask : none;
-        s->zero[k] = on && noise->zero ? mask : none;
+        s->zone[k] = !projected && !noise->zero ? mask : none;
+        s->zero[k] = !projected && noise->zero ? mask : none;
+        s->drop[k] = NAME(mask_of)(&l->dropped[lead], NULL, at, h, from);
+        s->add[k] = NAME(mask_of)(&l->added[lead], NULL, at, h, from);
     }
     for (int64_t k = 0; k < cell->parameters; k++) s->parameter[k] = l->parameters[k];
-    s->update = update->mode != OFF ? keep->update - from : none;
+    s->update = NAME(mask_of)(update, keep->update, at, h, from);
     s->hold = s->held = none;
     if (update->hold && t > 0 && !(l->resets && l->resets[at])) { /* otherwise there is no gate to hold */
         int64_t before = l->offsets[t - 1] + row;
@@ -593,11 +601,15 @@ INLINE void NAME(point_slots)(const Loop *l, STEP *s, int64_t t, int64_t row, in
         s->slot[k] = l->slots[k] ? (REAL *)l->slots[k] + at : slots + k * CHUNK - from;
 }
 
-/* Return the variant of a step: 0 has only zoneout, 1 has all noise rules. */
+/* Return the variant of a step that the noise needs. */
 INLINE int NAME(variant)(const Loop *l) {
-    for (int64_t k = 0; k < STATES; k++)
-        if (l->state_noise[k].mode != OFF && l->state_noise[k].zero) return 1;
-    return l->update_noise.mode != OFF;
+    int variant = l->update_noise.mode != OFF ? DROPOUTS : ZONEOUT;
+    for (int64_t k = 0; k < STATES; k++) {
+        const Stream *s = &l->state_noise[k];
+        if (s->dgiven || l->dropped[k].mode != OFF || l->added[k].mode != OFF) return MASKS;
+        if (s->mode != OFF && s->zero) variant = DROPOUTS;
+    }
+    return l->update_noise.dgiven ? MASKS : variant;
 }
 
 /* Apply the noise of h to the candidate `new`, and write the new h to y. */
@@ -606,7 +618,8 @@ INLINE void NAME(carry_h)(const Loop *l, const KEEP *keep, const REAL *new, int6
     int64_t p = l->outputs;
     const Stream *noise = &l->state_noise[0];
     REAL *restrict y = (REAL *)l->states[0] + (l->offsets[t] + row) * p;
-    const REAL *restrict old = NAME(old_state)(l, 0, t, row), *restrict k = keep->state[0] - from;
+    const REAL *restrict old = NAME(old_state)(l, 0, t, row);
+    const REAL *restrict k = NAME(mask_of)(noise, keep->state[0], l->offsets[t] + row, p, from);
     if (noise->mode == OFF) {
         memcpy(y + from, new + from, sizeof(REAL) * (to - from));
     } else if (noise->zero) {
@@ -868,7 +881,7 @@ INLINE void NAME(carry_back)(const Loop *l, const KEEP *keep, REAL *d, int64_t t
     const Stream *noise = &l->state_noise[0];
     REAL *restrict dh = (REAL *)l->dstates[0] + row * p;
     const REAL *restrict dy = (const REAL *)l->dy + (l->offsets[t] + row) * p;
-    const REAL *restrict k = (noise->mode != OFF ? keep->state[0] : NOTHING) - from;
+    const REAL *restrict k = NAME(mask_of)(noise, keep->state[0], l->offsets[t] + row, p, from);
     REAL straight = noise->zero ? 0 : 1;
 #pragma omp simd
     for (int64_t j = from; j < to; j++) {
@@ -925,6 +938,23 @@ static void NAME(point_back)(const Loop *l, WORK *w, STEP *s, int64_t t, int64_t
     for (int64_t k = 1; k < cell->states; k++) s->dstate[k] = (REAL *)l->dstates[k] + row * h;
     for (int64_t k = 0; k < cell->parameters; k++) s->dparameter[k] = (REAL *)l->dparameters[k] + thread_id() * h;
     s->owed = w->gate + row * h;
+}
+
+/* Set the pointers to the gradients of given masks of one row; those that are not wanted go to `unused`. */
+static void NAME(point_masks)(const Loop *l, STEP *s, int64_t t, int64_t row, int64_t from, REAL *unused) {
+    const CELL *cell = NAME(cell_of)(l);
+    int64_t at = (l->offsets[t] + row) * l->hidden;
+#define GRADIENT(stream, wanted) ((stream).dgiven && (wanted) ? (REAL *)(stream).dgiven + at : (unused += CHUNK) - from)
+    for (int64_t k = 0; k < cell->states; k++) {
+        const Stream *noise = &l->state_noise[k];
+        s->dzone[k] = GRADIENT(*noise, !noise->zero);
+        s->dzero[k] = GRADIENT(*noise, noise->zero);
+        s->ddrop[k] = GRADIENT(l->dropped[k], 1);
+        s->dadd[k] = GRADIENT(l->added[k], 1);
+    }
+    s->dupdate = GRADIENT(l->update_noise, 1);
+    s->dhold = (unused += CHUNK) - from;
+#undef GRADIENT
 }
 
 /* With a norm, recompute the slots that store h·W_h of a gate, normalised, scaled and shifted. */
@@ -990,8 +1020,9 @@ static void NAME(step_backward)(const Loop *l, WORK *w, int64_t t) {
     const CELL *cell = NAME(cell_of)(l);
     int64_t h = l->hidden, p = l->outputs, off = l->offsets[t], n = l->counts[t], b0, b1, j0, j1;
     int project = l->w_hr != NULL, split = l->norm && cell->norm_shows;
-    FUNCTION *backward = cell->backward[NAME(variant)(l)];
-    REAL slots[SLOTS * CHUNK], raw[CHUNK], shown[CHUNK], unused[CHUNK];
+    int variant = NAME(variant)(l);
+    FUNCTION *backward = cell->backward[variant];
+    REAL slots[SLOTS * CHUNK], raw[CHUNK], shown[CHUNK], unused[CHUNK], of_masks[(4 * STATES + 3) * CHUNK];
     KEEP keep;
     STEP s;
     if (project) {
@@ -1032,6 +1063,7 @@ static void NAME(step_backward)(const Loop *l, WORK *w, int64_t t) {
                 NAME(point_products)(l, w, &s, t, b, 1);
                 if (l->norm) NAME(slots_again)(l, &s, t, b, from, to);
                 if (!second && !cell->products) NAME(add_seen)(l, &s, t, b, from, to);
+                if (variant == MASKS) NAME(point_masks)(l, &s, t, b, from, of_masks);
                 s.raw = raw - from, s.shown = shown - from, s.draw = w->raw + b * h, s.dshown = (REAL *)l->dnc + at;
                 if (split) { /* recompute the cell's shown value */
                     cell->norm_raw(&s, from, to);
@@ -1040,7 +1072,7 @@ static void NAME(step_backward)(const Loop *l, WORK *w, int64_t t) {
                 if (l->u && !second) {
                     s.new[0] = (REAL *)l->u + at;
                     for (int64_t k = 1; k < cell->states; k++) s.new[k] = unused - from;
-                    (split ? cell->norm_shows : cell->again[NAME(variant)(l)])(&s, from, to);
+                    (split ? cell->norm_shows : cell->again[variant])(&s, from, to);
                 }
                 (split ? second ? cell->norm_back_gates : cell->norm_back_shows : backward)(&s, from, to);
             }

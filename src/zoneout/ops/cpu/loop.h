@@ -9,10 +9,11 @@
 
 enum { GATES = 8, STATES = 4, PARAMETERS = 8, SLOTS = 2, PRODUCTS = 16 }; /* the maximum of a cell */
 enum { NORM_NONE, NORM_UNITS, NORM_EXAMPLES };
-enum { OFF, DRAWN, EXPECTED };
+enum { OFF, DRAWN, EXPECTED, GIVEN };
+enum { ZONEOUT, DROPOUTS, MASKS }; /* variants of a step: zoneout alone; all drawn masks; given masks, with gradients */
 
 typedef struct { /* one stream of noise */
-    int64_t mode; /* OFF; DRAWN: compare 16 random bits with the rate; EXPECTED: the rate replaces the mask */
+    int64_t mode; /* OFF; DRAWN: compare 16 random bits with the rate; EXPECTED: the rate replaces the mask; GIVEN */
     int64_t zero; /* replace the value by zero, not by the previous value */
     int64_t hold; /* update: the output gate also keeps its previous value */
     int64_t sees_step, sees_example, sees_unit;
@@ -21,6 +22,8 @@ typedef struct { /* one stream of noise */
     uint64_t seed;
     const double *rate; /* one, or [units] */
     int64_t stride;     /* of the rates: 0 if all units share one */
+    const void *given;  /* GIVEN: the masks, [N, units] */
+    void *dgiven;       /* their gradient, or NULL */
 } Stream;
 
 typedef struct {
@@ -33,6 +36,7 @@ typedef struct {
     const int64_t *examples;         /* [B] */
     const uint8_t *resets;           /* [N], or NULL */
     Stream state_noise[STATES], update_noise;
+    Stream dropped[STATES], added[STATES]; /* OFF or GIVEN: leave the new value of a state out; add the old value */
     const void *scale_h; /* [B, P]: variational mask of h as it enters the gates, or NULL */
     int64_t norm, norm_given;
     double eps;

@@ -43,6 +43,8 @@ class Stream(ctypes.Structure):
         ("seed", ctypes.c_uint64),
         ("rate", ctypes.c_void_p),
         ("stride", ctypes.c_int64),
+        ("given", ctypes.c_void_p),
+        ("dgiven", ctypes.c_void_p),
     ]
 
 
@@ -60,6 +62,8 @@ class Loop(ctypes.Structure):
         *((name, _pointer) for name in ("counts", "offsets", "lengths", "examples", "resets")),
         ("state_noise", Stream * STATES),
         ("update_noise", Stream),
+        ("dropped", Stream * STATES),
+        ("added", Stream * STATES),
         ("scale_h", _pointer),
         ("norm", _number),
         ("norm_given", _number),

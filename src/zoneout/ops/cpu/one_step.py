@@ -105,7 +105,9 @@ def step(
             masks.get(draw.rule.stream),
         )
         value, old = new[k], states[k]
-        if mask is not None:
+        if draw.given is not None:
+            new[k] = zone(value, old, draw.given[0])
+        elif mask is not None:
             new[k] = zone(value, old, mask[0])
         elif rate.dim():
             new[k] = zone(value, old, rate.to(value.dtype, copy=True))

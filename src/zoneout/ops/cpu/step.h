@@ -7,6 +7,7 @@ typedef struct {
     const REAL *old[4];                 /* the states before the step */
     REAL *new[4];                       /* the states after the step */
     const REAL *zone[4], *zero[4];      /* masks of the states: keep the old value; set the candidate to zero */
+    const REAL *drop[4], *add[4];       /* given masks: leave the new value out; add the old value */
     const REAL *update, *hold, *held;   /* masks of update and held gate; the held gate of the previous step */
     const REAL *parameter[8];
     REAL *slot[2];                      /* other stored values */
@@ -20,6 +21,7 @@ typedef struct {
     REAL *dparameter[8];                /* accumulated */
     REAL *dshown;                       /* gradient of the norm's result */
     const REAL *draw;                   /* gradient of the norm's input */
+    REAL *dzone[4], *dzero[4], *ddrop[4], *dadd[4], *dupdate, *dhold; /* gradients of given masks */
     /* products inside the step */
     const REAL *inner[32];              /* their results, one per part */
     REAL *in[16];                       /* what they are taken of */
@@ -37,11 +39,11 @@ typedef struct { /* a cell: its sizes and its functions, as definition/c.py desc
     int64_t slot_gate[2]; /* the gate whose h·W_h a slot stores; -1: another value */
     int64_t lead[4]; /* the state whose mask a state uses: itself, or the first of its group */
     int64_t parameters;
-    FUNCTION *forward[2], *backward[2], *again[2]; /* [0]: only zoneout; [1]: all noise rules */
+    FUNCTION *forward[3], *backward[3], *again[3]; /* ZONEOUT, DROPOUTS, MASKS */
     FUNCTION *norm_gates, *norm_raw, *norm_shows, *norm_back_shows, *norm_back_gates; /* NULL: no zo.shown */
     int64_t products, levels; /* inside the step; a product depends on products of lower levels only */
     int64_t level[16], parts[16]; /* of each product */
     int64_t links[16], link[16][4]; /* the matrices that a product applies, the first one first */
-    FUNCTION *enter[2][16], *leave[2][16]; /* per variant and level */
-    FUNCTION *inputs[2];
+    FUNCTION *enter[3][16], *leave[3][16]; /* per variant and level */
+    FUNCTION *inputs[3];
 } CELL;

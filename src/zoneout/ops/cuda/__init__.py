@@ -103,13 +103,15 @@ def supports(r: Run) -> bool:
 
 
 def _has_kernels(r: Run) -> bool:
-    return r.cell in CELLS or own_cell.supports(r)
+    given = any(draw.given is not None for draw in r.draws)
+    return (r.cell in CELLS and not given) or own_cell.supports(r)
 
 
 def _why_not(r: Run) -> str:
     return (
         f"has no kernels for the cell {r.cell.name!r} with a norm, a projection, more than "
-        f"{MOST_SLOTS} stored values per unit beside its gates, or as many products in its step"
+        f"{MOST_SLOTS} stored values per unit beside its gates, or as many products in its step "
+        "(for a built-in cell: with a norm or a projection and masks that are given)"
     )
 
 
@@ -185,6 +187,8 @@ def multiplies_x(w_ih: Tensor) -> bool:
 
 def side_by_side(runs: Sequence[Run]) -> bool:
     """Return True if the loops of these runs can run concurrently, each on a part of the chip."""
+    if any(draw.given is not None for r in runs for draw in r.draws):
+        return False
     if runs[0].cell not in CELLS:
         return all(
             diagonal.fits(r) or small_cell.fits(r, len(runs)) or persistent_cell.fits(r, len(runs))
@@ -246,7 +250,8 @@ def _run_all(due: Sequence[tuple[Loop, LoopGrads | None]]) -> None:
 
 def _ready(loop: Loop, back: LoopGrads | None, loops: int) -> Ready:
     """Prepare a loop with the first path that supports it; `loops` of them run concurrently."""
-    for path in PATHS if loop.cell in CELLS else OWN_PATHS:
+    paths = PATHS if loop.cell in CELLS else OWN_PATHS
+    for path in (cell_steps,) if loop.masks else paths:
         if (path is batch) == loop.by_unit and (found := path.ready(loop, back, loops)) is not None:
             return found
     if loop.by_unit:

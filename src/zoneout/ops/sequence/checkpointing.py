@@ -77,7 +77,11 @@ def backward(
     if len(begins) <= 1:
         return passes.backward(BackwardInputs(r, passes.forward(r)[0], d, needs))[0]
     narrow, final = r.h0.dtype, d.final
-    dx = torch.empty_like(r.x, memory_format=torch.contiguous_format) if "x" in needs else None
+    by_step = {name: v for name, v in _by_step(r).items() if name in needs}
+    whole = {
+        name: torch.empty_like(v, memory_format=torch.contiguous_format)
+        for name, v in by_step.items()
+    }
     total: dict[str, Tensor] = {}
     ready, of_states = _prepare(r), frozenset(several("state", r.states))
     for k, at in reversed([*enumerate(_cuts(r, _steps_to_recompute(r)))]):
@@ -90,15 +94,20 @@ def backward(
         job = BackwardInputs(part, passes.forward(part)[0], mine, needs | of_states if k else needs)
         (found,) = passes.precise_gradients(job)
         final = [found.pop(f"state{n}", None) for n in range(len(r.states))]
-        if dx is not None:
-            dx[at] = found.pop("x")
+        for name, value in whole.items():
+            value[at] = found.pop(name)
         for name, value in found.items():  # sum many parts in the precision of states
             total[name] = total[name].add_(value) if name in total else _wide(value)
     total |= {
         name: v for name, v in several("state", final).items() if v is not None and name in needs
     }
-    total |= {} if dx is None else {"x": dx}
-    return {name: v.to(narrow) for name, v in total.items()}
+    return whole | {name: v.to(narrow) for name, v in total.items()}
+
+
+def _by_step(r: Run) -> dict[str, Tensor]:
+    """Return the tensors of a run that have a part for each step, by name."""
+    masks = several("mask", (draw.given for draw in r.draws))
+    return {"x": r.x, **{name: v for name, v in masks.items() if v is not None}}
 
 
 def _wide(v: Tensor) -> Tensor:
@@ -178,6 +187,9 @@ def _part(r: Run, at: slice, states: tuple[Tensor, ...]) -> Run:
         first_step=r.first_step + at.start,
         lengths=None if r.lengths is None else (r.lengths - at.start).clamp(0, len(x)),
         resets=None if r.resets is None else r.resets[at],
+        draws=tuple(
+            draw if draw.given is None else draw._replace(given=draw.given[at]) for draw in r.draws
+        ),
     )
 
 

@@ -71,7 +71,7 @@ class BackwardPass:
     def finish(self) -> dict[str, Tensor]:
         """Return all gradients that are needed, and possibly others."""
         r, back = self.job.r, self.back
-        found = self._of_states() | self._of_norm() | self._of_parameters()
+        found = self._of_states() | self._of_norm() | self._of_parameters() | self._of_masks()
         weights, sums = _WeightGradients(self).all()
         found |= weights
         found |= self._of_biases(sums)
@@ -90,6 +90,11 @@ class BackwardPass:
         each = {f"state{k}": v for k, v in enumerate(self.back.dstates)}
         each |= {f"reset{k}": v for k, v in enumerate(self.back.dreset)}
         return {name: rows.unsort(value) for name, value in each.items() if name in needs}
+
+    def _of_masks(self) -> dict[str, Tensor]:
+        rows, given = self.ready.rows, self.back.dmasks
+        streams = [draw.rule.stream for draw in self.job.r.draws]
+        return {f"mask{streams.index(s)}": rows.unpack(v) for s, v in given.items()}
 
     def _of_norm(self) -> dict[str, Tensor]:
         b = self.back
@@ -202,6 +207,11 @@ def _allocate(device: Backend, job: BackwardInputs, ready: Prepared, loop: Loop)
         dparameters=tuple(sums(hidden) for _ in loop.parameters),
         dinner=tuple(scratch(v.shape[1]) for v in loop.inner),
         ins=tuple(scratch(hidden) for _ in loop.inner),
+        dmasks={
+            draw.rule.stream: torch.zeros_like(loop.masks[draw.rule.stream])
+            for k, draw in enumerate(r.draws)
+            if f"mask{k}" in job.needs
+        },
     )
 
 

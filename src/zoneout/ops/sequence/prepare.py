@@ -172,6 +172,11 @@ def build_loop(
         parameters=tuple(own[name] for name in r.cell.vectors),
         matrices=tuple(own[name].to(saved.gates.dtype) for name in r.cell.matrices),
         draws=draws,
+        masks={
+            stream: rows.pack(draw.given.to(state_type(h0.dtype)))
+            for stream, draw in draws.items()
+            if draw.given is not None
+        },
         scale_h=scale_h,
         norm=norm,
         lengths=rows.sorted_lengths,

@@ -13,6 +13,14 @@ __device__ __forceinline__ void masks_at(Unit *u, const Loop &l, const Own &o, c
     EACH_STREAM {
         const Stream &s = k < STATES ? o.state[k] : o.update;
         if (s.mode == OFF) continue;
+#if GIVEN_MASKS
+        if (s.mode == GIVEN) {
+            Units given = get(o.given[k < STATES ? k : 4] + p.at * l.hidden + p.j);
+            EACH if (k < STATES) put_keep(u[e], k, s, given[e]);
+            else put_update(u[e], s, given[e], p.first);
+            continue;
+        }
+#endif
         Noise n = noise_of(s, p.j);
         if (s.mode == DRAWN && !(drawn.mode == DRAWN && same_words(drawn, of_drawn, s, n))) {
             w = words_of(s, n.seed, (u32)p.j, example, step);
@@ -49,6 +57,12 @@ __device__ __forceinline__ void shared_loads(Unit *u, const Loop &l, const Own &
     EACH_STATE FILL(old[k], before(l, o, p, k));
     EACH_PARAMETER FILL(parameter[k], get(o.parameter[k] + p.j));
     masks_at(u, l, o, p, t);
+#if MASKS
+    EACH_STATE {
+        if (o.dropped[k]) FILL(drop[k], get(o.dropped[k] + p.at * l.hidden + p.j));
+        if (o.added[k]) FILL(add[k], get(o.added[k] + p.at * l.hidden + p.j));
+    }
+#endif
 #if HELD >= 0
     if (o.update.hold && !p.first) FILL(held, held_at(l, o, p.before, p.j));
 #endif
@@ -292,6 +306,23 @@ extern "C" __global__ void backward(Loop l, Own o, int t) {
         TAKEN(value, owed);
         put(o.owed + here, value);
     }
+#if MASKS
+#define GRADIENT(to, field)                 \
+    if (to) {                               \
+        TAKEN(value, field);                \
+        put((to) + p.at * H + p.j, value);  \
+    }
+    EACH_STATE {
+        if (o.state[k].zero) {
+            GRADIENT(o.dgiven[k], dzero[k])
+        } else {
+            GRADIENT(o.dgiven[k], dzone[k])
+        }
+        GRADIENT(o.ddropped[k], ddrop[k])
+        GRADIENT(o.dadded[k], dadd[k])
+    }
+    GRADIENT(o.dgiven[4], dupdate)
+#endif
     EACH_PARAMETER {
         Units sum = get(o.dparameter[k] + here);
         EACH sum[e] += u[e].dparameter[k];

@@ -121,9 +121,10 @@ class _Pass:
         self.arguments, self.own = loop_arguments(loop, back), OwnArguments(loop, back)
         self.vector = 4 if loop.hidden % 4 == 0 and self._aligned() else 1
         defines = defines_of(loop.gates.dtype, self.vector)
+        defines += (("GIVEN_MASKS", int(bool(loop.masks))),)
         names = (*_NAMES, *(_OF_PRODUCTS if loop.cell.products else ()))
         self.kernels: dict[str, Kernel] = dict(
-            zip(names, load(self.index, "cell_steps.cu", names, defines, step_text(loop)))
+            zip(names, load(self.index, "cell_steps.cu", names, defines, step_text(loop, back)))
         )
 
     @property

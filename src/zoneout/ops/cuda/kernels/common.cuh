@@ -13,7 +13,7 @@ typedef unsigned char u8;
 #define GRU (CELL == 1)
 #define RELU (CELL == 3)
 #define G (LSTM ? 4 : GRU ? 3 : 1)
-enum { OFF, DRAWN, EXPECTED, SHARED }; /* … drawn, with the bits of the cell's mask */
+enum { OFF, DRAWN, EXPECTED, SHARED, GIVEN }; /* SHARED: drawn, with the bits of the cell's mask */
 
 struct Stream { /* one stream of noise */
     int mode, zero, hold, sees_step, sees_example, sees_unit, high;

@@ -15,7 +15,7 @@ from ....definition.storage import MOST_SLOTS
 from ....noise import STATE_STREAMS
 from ...backend import Loop, LoopGrads, mask_coordinates
 from ...memory import address
-from ...run import Run
+from ...run import Run, kind_of
 from ..runtime.arguments import TYPES, Arguments, Defines, Stream, fill_stream
 from ..runtime.compiler import tf32
 
@@ -40,6 +40,10 @@ class Own(ctypes.Structure):
             for k in range(MOST_PRODUCTS)
         ),
         *((name, _i64) for name in ("in_pitch", "din_pitch", "gathered")),
+        *((f"given{k}", _p) for k in range(5)),
+        *((f"{name}{k}", _p) for name in ("dropped", "added") for k in range(4)),
+        *((f"dgiven{k}", _p) for k in range(5)),
+        *((f"{name}{k}", _p) for name in ("ddropped", "dadded") for k in range(4)),
     ]
 
 
@@ -47,7 +51,13 @@ def supports(r: Run) -> bool:
     """Return True if the kernels of any cell can run this."""
     layout = r.cell.storage
     room = layout.fits_products if r.cell.products else layout.fits
-    return room and len(layout.slots) <= MOST_SLOTS and r.norm is None and r.w_hr is None
+    masks = [draw.rule for draw in r.draws if draw.given is not None]
+    takes = not masks or (layout.takes_masks and not any(rule.holds_gate for rule in masks))
+    alone = r.norm is None and r.w_hr is None
+    return room and takes and len(layout.slots) <= MOST_SLOTS and alone
+
+
+_GIVEN = {"drop": "dropped", "add": "added"}  # fields of masks that are always given, by kind
 
 
 class OwnArguments(Arguments):
@@ -72,10 +82,18 @@ class OwnArguments(Arguments):
             self._put_each("dstate", back.dstates)
             self._put_each("dreset", back.dreset)
             self._put_each("dparameter", back.dparameters)
-        streams = {f"state{k}": stream for k, stream in enumerate(STATE_STREAMS)}
-        for field, stream in (streams | {"update": "update"}).items():
-            if (draw := loop.draws.get(stream)) is not None:
-                fill_stream(getattr(self.struct, field), draw, device)
+        for stream, draw in loop.draws.items():
+            kind, k = ("", 4) if stream == "update" else kind_of(draw.rule)
+            if stream in loop.masks:
+                self._give(stream, f"{_GIVEN.get(kind, 'given')}{k}", loop, back)
+            if kind not in _GIVEN:
+                fill_stream(getattr(self.struct, f"state{k}" if kind else stream), draw, device)
+
+    def _give(self, stream: str, field: str, loop: Loop, back: LoopGrads | None) -> None:
+        """Put the mask of a stream, and its gradient if it needs one."""
+        self.put(field, loop.masks[stream], torch.float32)
+        if back is not None:
+            self.put(f"d{field}", back.dmasks.get(stream), torch.float32)
 
     def _put_each(self, name: str, values: Sequence[Tensor | None], first: int = 0) -> None:
         for k, value in enumerate(values):
@@ -104,8 +122,11 @@ def holds(loop: Loop) -> bool:
     return draw is not None and draw.rule.holds_gate
 
 
-def step_text(loop: Loop) -> str:
+def step_text(loop: Loop, back: LoopGrads | None = None) -> str:
     """Return the generated step, with the rules of noise that the loop needs."""
+    kinds = {kind_of(draw.rule)[0] for name, draw in loop.draws.items() if name != "update"}
+    if kinds & {*_GIVEN} or (back is not None and back.dmasks):
+        return print_unit(loop.cell, "given")
     others = any(
         name == "update" or draw.rule.by != "previous" for name, draw in loop.draws.items()
     )

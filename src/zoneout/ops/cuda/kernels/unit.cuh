@@ -7,9 +7,10 @@
 struct Unit { /* of one unit of one row at one step; the fields of ops/cpu/step.h */
     float gate[8], r[8], bias_x[8], bias_r[8];
     float old[4], made[4]; /* the states before and after the step */
-    float zone[4], zero[4], update, hold, held;
+    float zone[4], zero[4], drop[4], add[4], update, hold, held;
     float parameter[8], slot[2];
     float dstate[4], dy, owed, dx[8], dr[8], dparameter[8];
+    float dzone[4], dzero[4], ddrop[4], dadd[4], dupdate, dhold; /* gradients of given masks */
     float in[16], inner[32], din[16], dinner[32]; /* products inside the step: what they are taken of, their parts */
 };
 
@@ -46,6 +47,7 @@ __device__ __forceinline__ float softplus_of(float x) { /* x itself above 20, as
 #define MAXIMUM(a, b) ((a) > (b) || (a) != (a) ? (a) : (b))
 #define MIX(value, old, keep) mix(value, old, keep)
 #define LESS(value, drop) less(value, drop)
+#define ALSO(value, old, share) ((share) <= 0 ? (value) : (value) + (share) * (old))
 /* fminf and fmaxf drop a NaN, so the fast tanh would bound it. */
 __device__ __forceinline__ float tanh_kept(float x) { return x == x ? tanh_of(x) : x; }
 
@@ -79,6 +81,10 @@ struct Own { /* beside Loop: what cells of several states have. State 0 is h; in
     const float *din[16];
     narrow *dinner[16], *d_part[16], *ins[16];
     i64 in_pitch, din_pitch, gathered;
+    /* cell_steps.cu: given masks, [N, H], of the streams of mode GIVEN (index 4: the update); those that leave the new value
+     * of a state out, and those that add the old value; and their gradients */
+    const float *given[5], *dropped[4], *added[4];
+    float *dgiven[5], *ddropped[4], *dadded[4];
 };
 
 #ifndef PRODUCTS

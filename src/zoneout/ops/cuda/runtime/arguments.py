@@ -167,7 +167,7 @@ _STREAMS = {"cell": "cell", "hidden": "hidden_state", "update": "update"}
 
 def fill_stream(to: Stream, draw: Draw, device: int) -> None:
     """Fill the kernels' struct of a noise stream from a `Draw`."""
-    to.mode = 2 if draw.seed is None else 1
+    to.mode = 4 if draw.given is not None else 2 if draw.seed is None else 1
     to.zero, to.hold = draw.rule.by == "zero", draw.rule.holds_gate
     to.sees_step, to.sees_example, to.sees_unit, to.high = mask_coordinates(draw.rule)
     to.plane = draw.plane
