@@ -175,12 +175,13 @@ UNITWISE = [min_gru, ind_rnn, fitting_cell(9, *SIZES[9][:3])]
 
 
 @pytest.mark.parametrize("vector", [4, 1])
-@pytest.mark.parametrize("variant", ["zoneout", "all"])
+@pytest.mark.parametrize("variant", ["zoneout", "all", "given"])
 @pytest.mark.parametrize("cell", OWN, ids=lambda cell: cell.name)
 def test_steps_of_any_cell(cell, variant, vector):
     """A generated step does not compile, or needs more registers than a thread has."""
     dtype = torch.bfloat16 if vector == 4 else torch.float32
     defines, step = own_cell.defines_of(dtype, vector), print_unit(cell, variant)
+    defines += (("GIVEN_MASKS", int(variant == "given")),)
     registers, spilled = build("cell_steps.cu", defines, step=step)
     assert len(registers) == 4 and max(spilled) == 0
 

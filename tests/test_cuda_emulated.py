@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import emulator
+import philox_numpy
 import pytest
 import torch
 from philox_numpy import rates_on_the_edge
@@ -25,6 +26,7 @@ from zoneout.draws import Draw
 from zoneout.noise import Rule
 from zoneout.ops import cuda
 from zoneout.ops.cuda.pointwise.dropout import dropout as fused_dropout
+from zoneout.ops.cuda.pointwise.dropout import random_bits
 from zoneout.ops.cuda.pointwise.weight_noise import add_noise as fused_noise
 from zoneout.ops.cuda.runtime.compiler import Chip
 from zoneout.ops.dropout import dropout
@@ -371,6 +373,11 @@ def test_what_comes_before_the_loop(dtype):
         torch.tensor([4, 1, 9, 0, 7]),
     )
     seed, rate = torch.tensor(3), torch.tensor(0.4, dtype=torch.float64)
+    for mask in ("unit", "sequence", "step", "shared"):
+        draw = Draw(Rule("hidden", "added", mask, "expectation"), rate, seed, 2)
+        bits = random_bits(draw, rows, 4, 3, 37)
+        want = philox_numpy.bits("hidden", mask, 3, range(4, 7), rows.numpy(), 37, layer=1)
+        assert torch.equal(bits, torch.from_numpy(want.astype("int32")))
     for mask in ("unit", "sequence"):
         rule = Rule("dropout", "scaled zero", mask, "expectation")
         dropped = fused_dropout(x, Draw(rule, rate, seed, 1), rows, 2)

@@ -50,12 +50,11 @@ def states_of(kind: str) -> tuple[str, ...]:
     return ("hidden", "cell") if kind == "lstm" else ("hidden",)
 
 
-def numpy_run(layer: Any, x: Tensor, noise: oracle.Noise, change: Any = None, **call: Any) -> Any:
-    """One layer forwards in NumPy; `change` is a direction in which its numbers are moved."""
+def numpy_run(layer: Any, x: Tensor, noise: oracle.Noise, **call: Any) -> Any:
+    """One layer forwards in NumPy."""
     a = oracle.values(layer)
-    weights = oracle.Weights(
-        *(a[n] for n in ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"))
-    )
+    names = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
+    weights = oracle.Weights(*(a[n] for n in names))
     cell = {"LSTM": "lstm", "GRU": "gru", "RNN_TANH": "rnn_tanh"}[layer.mode]
     zero = np.zeros((x.shape[1], layer.hidden_size))
     return oracle.run(
@@ -190,8 +189,6 @@ def test_swapout(kind, mask, make):
     for name, rate in rates.items():
         state, _, value = name.rpartition("_")
         stream = state if value == "old" else f"drop_{state}"
-        own = {"stream": "drop_hidden"} if mask == "shared" else {}
-        del own
         want = philox_numpy.mask(stream, mask, rate, 5, range(T), range(B), H)
         assert np.array_equal(masks[stream], np.broadcast_to(want, (T, B, H)))
     terms = {
@@ -213,6 +210,29 @@ def test_swapout(kind, mask, make):
     layer.eval()
     mean = {term: np.full((T, B, H), rates[n]) for term, n in terms.items()}
     close(layer(x)[0], numpy_run(layer, x, oracle.Noise(**mean)).y, make.tolerance)
+
+
+def test_learned_rates_of_swapout(make):
+    """The gradient of one of the two masks is that of the other, or of another state."""
+    rates = {"hidden_old": 0.6, "hidden_new": 0.4, "cell_old": 0.3, "cell_new": 0.2}
+    layer = make(zo.LSTM, I, H, noise=zo.Swapout(**rates)).eval()
+    x = uniform(T, B, I).to(layer.weight_ih_l0)
+    terms = dict(zip(("hidden", "drop_hidden", "cell", "drop_cell"),
+                     ("add_hidden", "drop_hidden", "add_cell", "drop_cell")))  # fmt: skip
+    leaves = {n: (uniform(T, B, H) / (k + 1)).to(x).requires_grad_() for k, n in enumerate(terms)}
+    y = layer(x, rates=leaves)[0]
+    every = {terms[n]: v.detach().cpu().double().numpy() for n, v in leaves.items()}
+    close(y, numpy_run(layer, x, oracle.Noise(**every)).y, make.tolerance)
+    weights = uniform(T, B, H)
+    for name, grad in zip(
+        leaves, torch.autograd.grad((y * weights.to(y)).sum(), [*leaves.values()])
+    ):
+        way = torch.randn(T, B, H, dtype=torch.float64)
+        moved = every | {terms[name]: every[terms[name]] + 1e-30j * way.numpy()}
+        slope = numpy_run(layer, x, oracle.Noise(**moved)).y.imag / 1e-30
+        close(
+            (grad.cpu().double() * way).sum(), (slope * weights.numpy()).sum(), 10 * make.tolerance
+        )
 
 
 def test_special_cases_of_swapout():
@@ -281,7 +301,6 @@ def test_depth(bidirectional):
         halves = []
         for d in range(directions):
             alone = zo.LSTM(one.input_size, H, noise=zo.Zoneout(mask="rate")).double()
-            end = "_reverse" if d else ""
             alone.load_state_dict(
                 {
                     n: v
@@ -292,7 +311,6 @@ def test_depth(bidirectional):
                     )
                 }
             )
-            del end
             h = masks[d]["hidden"].double()
             flip = (lambda v: v.flip(0)) if d else (lambda v: v)
             out = flip(alone(flip(inputs), rates={"hidden": flip(h)})[0])

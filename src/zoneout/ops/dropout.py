@@ -15,6 +15,7 @@ from ..noise import MASKS, Rule
 from . import cuda
 from .cpu.masks import masks_of
 from .cuda.pointwise.dropout import dropout as fused
+from .cuda.pointwise.dropout import random_bits
 from .reference import kept_scale
 from .sequence.rows import places
 
@@ -69,6 +70,12 @@ def drawn_units(
     their number N. `limits` replaces the rate of the draw: for padded rows, in units of 1/65536 and
     for each step and row.
     """
+    if counts is None and cuda.draws_bits(examples):
+        rule, rate, seed, plane, _ = draw
+        bits = torch.ops.zoneout.random_bits(
+            examples, rule.stream, rule.mask, rate, seed, plane, first_step, steps, units
+        )
+        return bits < (draw.threshold if limits is None else limits)
     if limits is not None:
         at = torch.arange(first_step, first_step + steps, device=examples.device)
         return draw_bits(draw, *seen([draw], at, examples, units)) < limits
@@ -81,6 +88,28 @@ def drawn_units(
         return mask[0].expand(len(examples), -1)[row]
     (mask,) = masks_of([draw], first_step + t, examples[row, None], units)
     return mask.reshape(len(row), -1)
+
+
+@torch.library.custom_op("zoneout::random_bits", mutates_args=(), device_types="cuda")
+def _random_bits(
+    examples: Tensor,
+    stream: str,
+    mask: str,
+    rate: Tensor,
+    seed: Tensor,
+    plane: int,
+    first_step: int,
+    steps: int,
+    units: int,
+) -> Tensor:
+    draw = Draw(_RULE._replace(stream=stream, mask=mask), rate, seed, plane)
+    return random_bits(draw, examples, first_step, steps, units)
+
+
+@_random_bits.register_fake
+def _(examples: Tensor, *given: Any) -> Tensor:
+    *_, steps, units = given
+    return examples.new_empty(steps, len(examples), units, dtype=torch.int32)
 
 
 @torch.library.custom_op("zoneout::dropout", mutates_args=(), device_types="cuda")

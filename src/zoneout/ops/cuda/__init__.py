@@ -132,6 +132,12 @@ def has_kernel(x: Tensor) -> bool:
     )
 
 
+def draws_bits(examples: Tensor) -> bool:
+    """Return True if the random bits of masks for these rows are drawn by one kernel."""
+    transformed = torch._C._are_functorch_transforms_active()
+    return examples.is_cuda and is_available(examples) and not transformed
+
+
 def scratch(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
     """Return uninitialised workspace for one call."""
     return like.new_empty(shape, dtype=dtype)

@@ -7,17 +7,39 @@ struct Dropped {
     const i64 *examples; /* [batch] */
 };
 
-extern "C" __global__ void dropout(Stream s, Dropped d) {
+struct Four { /* units of one row, and the 16 random bits of each */
+    i64 row, unit;
+    u32 bits[4];
+    bool in;
+};
+
+__device__ __forceinline__ Four four_of(const Stream &s, const Dropped &d) {
     i64 fours = (d.units + 3) / 4, at = (i64)blockIdx.x * blockDim.x + threadIdx.x;
-    if (at >= d.rows * fours) return;
-    i64 row = at / fours, unit = at % fours * 4;
-    u32 word[4];
-    u32 example = s.sees_example ? (u32)d.examples[row % d.batch] : 0;
-    u32 step = s.sees_step ? (u32)(d.first_step + row / d.batch) : 0;
-    philox(word, (u64)*s.seed, (u32)(unit / 4), example, step, s.plane);
+    Four f = {at / fours, at % fours * 4};
+    f.in = at < d.rows * fours;
+    if (!f.in) return f;
+    u32 example = s.sees_example ? (u32)d.examples[f.row % d.batch] : 0;
+    u32 step = s.sees_step ? (u32)(d.first_step + f.row / d.batch) : 0;
+    philox(f.bits, (u64)*s.seed, s.sees_unit ? (u32)(f.unit / 4) : 0, example, step, s.plane);
+    u32 first = f.bits[0];
+    for (int q = 0; q < 4; q++) f.bits[q] = ((s.sees_unit ? f.bits[q] : first) >> (s.high ? 16 : 0)) & 0xFFFF;
+    return f;
+}
+
+/* The random bits alone, [rows, units]. */
+extern "C" __global__ void bits(Stream s, Dropped d) {
+    Four f = four_of(s, d);
+    if (!f.in) return;
+    for (int q = 0; q < 4 && f.unit + q < d.units; q++) ((int *)d.y)[f.row * d.units + f.unit + q] = (int)f.bits[q];
+}
+
+extern "C" __global__ void dropout(Stream s, Dropped d) {
+    Four f = four_of(s, d);
+    if (!f.in) return;
+    i64 row = f.row, unit = f.unit;
     for (int q = 0; q < 4 && unit + q < d.units; q++) {
         double rate = s.rate[(unit + q) * s.stride];
-        u32 threshold = (u32)rint(rate * 65536.0), bits = (word[q] >> (s.high ? 16 : 0)) & 0xFFFF;
+        u32 threshold = (u32)rint(rate * 65536.0), bits = f.bits[q];
         i64 i = row * d.units + unit + q;
         float x = widen(((const narrow *)d.x)[i]);
         double scale = 65536.0 / (65536u - threshold); /* by the rate as it is drawn; never used at a rate of 1 */

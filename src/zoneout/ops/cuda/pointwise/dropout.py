@@ -1,4 +1,7 @@
-"""Dropout of a whole sequence in one kernel: the cost is one read and one write of it."""
+"""Dropout of a whole sequence in one kernel: the cost is one read and one write of it.
+
+The random bits of its masks, alone, are a kernel too.
+"""
 
 from __future__ import annotations
 
@@ -29,19 +32,34 @@ def dropout(x: Tensor, draw: Draw, examples: Tensor, first_step: int) -> Tensor:
     """Return x, [T, B, units], with drawn units set to zero and the others scaled up."""
     x = x.contiguous()
     y = torch.empty_like(x)
-    steps, batch, units = x.shape
-    if x.numel() == 0:
-        return y
+    _launch("dropout", x, y, draw, examples, first_step)
+    return y
+
+
+def random_bits(draw: Draw, examples: Tensor, first_step: int, steps: int, units: int) -> Tensor:
+    """Return the 16 random bits that a rate is compared with, int32 [steps, examples, units]."""
+    shape = (steps, len(examples), units)
+    bits = torch.empty(shape, dtype=torch.int32, device=examples.device)
+    _launch("bits", None, bits, draw, examples, first_step)
+    return bits
+
+
+def _launch(
+    name: str, x: Tensor | None, y: Tensor, draw: Draw, examples: Tensor, first_step: int
+) -> None:
+    """Launch a kernel of dropout.cu, which writes to y, [T, B, units]."""
+    if y.numel() == 0:
+        return
+    steps, batch, units = y.shape
     stream = Stream()
-    device = x.get_device()
+    device = y.get_device()
     fill_stream(stream, draw, device)
     dropped = Dropped(  # must live until the launch
-        address(x, "x"), address(y, "y"), steps * batch, batch, units, first_step,
-        address(examples, "examples", torch.int64, device),
+        None if x is None else address(x, "x"), address(y, "y"), steps * batch, batch, units,
+        first_step, address(examples, "examples", torch.int64, device),
     )  # fmt: skip
-    defines = (("CELL", 0), ("TYPE", TYPES[x.dtype]), ("FAST", 1))
-    with torch.cuda.device(x.device):
-        (kernel,) = load(device, "dropout.cu", ("dropout",), defines)
+    defines = (("CELL", 0), ("TYPE", 0 if x is None else TYPES[x.dtype]), ("FAST", 1))
+    with torch.cuda.device(y.device):
+        (kernel,) = load(device, "dropout.cu", (name,), defines)
         blocks = -(-(steps * batch * -(-units // 4)) // THREADS)
         kernel.launch(blocks, THREADS, pack((stream, dropped)))
-    return y
