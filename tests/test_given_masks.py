@@ -19,8 +19,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import zoneout as zo
+from zoneout.draws import Draw
+from zoneout.noise import Rule
 from zoneout.ops import cpu, cuda
 from zoneout.ops.cpu import native
+from zoneout.ops.cpu.masks import bits_of
 
 T, B, I, H = 6, 4, 3, 8
 LENGTHS = [6, 2, 5, 1]
@@ -505,6 +508,18 @@ def test_copies_and_pickles():
         for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
             assert other.noise == noise and torch.equal(other(x, seed=1)[0], layer(x, seed=1)[0])
         assert not list(layer.buffers())
+
+
+@pytest.mark.parametrize("kind", ["unit", "shared", "step", "sequence"])
+def test_bits_drawn_in_c(kind):
+    """The bits of another coordinate are compared with a rate, in rows of many units or few."""
+    ids = torch.tensor([3, 0, 7])
+    rate = torch.tensor(0.5, dtype=torch.float64)
+    for units in (5, 1030):
+        draw = Draw(Rule("hidden", "previous", kind, "expectation"), rate, torch.tensor(11), 3)
+        got = bits_of(draw, torch.arange(2, 6), ids, units)
+        want = philox_numpy.bits("hidden", kind, 11, range(2, 6), ids.numpy(), units, 1, 1)
+        assert np.array_equal(np.broadcast_to(got, want.shape), want)
 
 
 # --- what runs where ------------------------------------------------------------------------------

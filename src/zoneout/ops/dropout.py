@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..draws import Draw, constant, draw_bits, seen
+from ..draws import Draw, constant
 from ..noise import MASKS, Rule
 from . import cuda
-from .cpu.masks import masks_of
+from .cpu.masks import bits_of, masks_of
 from .cuda.pointwise.dropout import dropout as fused
 from .cuda.pointwise.dropout import random_bits
 from .reference import kept_scale
@@ -78,7 +78,7 @@ def drawn_units(
         return bits < (draw.threshold if limits is None else limits)
     if limits is not None:
         at = torch.arange(first_step, first_step + steps, device=examples.device)
-        return draw_bits(draw, *seen([draw], at, examples, units)) < limits
+        return bits_of(draw, at, examples, units) < limits
     if counts is None:
         at = torch.arange(first_step, first_step + steps, device=examples.device)
         return masks_of([draw], at, examples, units)[0]

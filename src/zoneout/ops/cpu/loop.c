@@ -116,6 +116,7 @@ typedef struct {
     const int64_t *steps, *examples;
     int64_t count, batch, each, units;
     uint8_t *out;
+    int32_t *bits; /* in place of the mask: the 16 bits that a rate is compared with */
 } Masks;
 
 static void mask_task(void *arguments) {
@@ -128,10 +129,12 @@ static void mask_task(void *arguments) {
     for (int64_t k = first; k < last; k++) {
         int64_t row = k / blocks, t = row / m->batch, from = k % blocks * BLOCK, to = min64(m->units, from + BLOCK);
         uint32_t words[BLOCK] __attribute__((aligned(64)));
-        uint8_t *restrict keep = m->out + row * m->units + from;
+        uint8_t *restrict keep = m->out ? m->out + row * m->units + from : NULL;
         const double *restrict rate = s->rate + from * s->stride;
         stream_words(s, words, from, to, m->examples[t * m->each + row % m->batch], m->steps[t]);
-        if (s->stride) {
+        if (m->bits) {
+            for (int64_t j = 0; j < to - from; j++) m->bits[row * m->units + from + j] = (words[j] >> shift) & 0xFFFF;
+        } else if (s->stride) {
             for (int64_t j = 0; j < to - from; j++) keep[j] = ((words[j] >> shift) & 0xFFFF) < rint(rate[j] * 65536);
         } else {
             uint32_t threshold = (uint32_t)rint(*rate * 65536);
@@ -144,7 +147,14 @@ static void mask_task(void *arguments) {
  * Otherwise each step has its own examples, and `each` is the stride from one step to the next. */
 void zoneout_mask(const Stream *s, const int64_t *steps, int64_t count, const int64_t *examples, int64_t batch,
                   int64_t each, int64_t units, int64_t threads, uint8_t *out) {
-    Masks m = {s, steps, examples, count, batch, each, units, out};
+    Masks m = {s, steps, examples, count, batch, each, units, out, NULL};
+    in_threads(threads, mask_task, &m);
+}
+
+/* Write the random bits of a stream, [count, batch, units]; all steps share their examples. */
+void zoneout_bits(const Stream *s, const int64_t *steps, int64_t count, const int64_t *examples, int64_t batch,
+                  int64_t units, int64_t threads, int32_t *bits) {
+    Masks m = {s, steps, examples, count, batch, 0, units, NULL, bits};
     in_threads(threads, mask_task, &m);
 }
 

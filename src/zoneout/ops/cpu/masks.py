@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ...draws import Draw, draw_masks, seen
+from ...draws import Draw, draw_bits, draw_masks, seen
 from ...noise import Rule
 from ...torch_state import plain_eager
 from ..backend import mask_coordinates
@@ -48,6 +48,25 @@ def masks_of(draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: int)
         )  # fmt: skip
         masks.append(mask)
     return masks
+
+
+def bits_of(draw: Draw, steps: Tensor, examples: Tensor, units: int) -> Tensor:
+    """Return the same bits as `draw_bits`, drawn in C if possible."""
+    steps, examples, units = seen([draw], steps, examples, units)
+    given = (steps, examples, draw.rate, draw.seed)
+    library = native.load() if steps.is_cpu and plain_eager() and are_memory(given) else None
+    if library is None:
+        return draw_bits(draw, steps, examples, units)
+    steps, examples = steps.contiguous(), examples.contiguous()
+    bits = steps.new_empty(len(steps), len(examples), units, dtype=torch.int32)
+    threads = torch.get_num_threads() if bits.numel() > _FEW else 1
+    draw = draw._replace(rate=draw.rate.to(torch.float64).contiguous())
+    library.zoneout_bits(
+        ctypes.byref(stream_of(draw)), address(steps, "steps", torch.int64, -1), len(steps),
+        address(examples, "examples", torch.int64, -1), len(examples), units, threads,
+        address(bits, "bits", torch.int32, -1),
+    )  # fmt: skip
+    return bits
 
 
 _FEW = 2**15  # one thread draws this many numbers before another thread has woken up

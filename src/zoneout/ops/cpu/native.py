@@ -233,6 +233,18 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         pointer,
     ]
     mask.restype = None
+    bits: Any = library.zoneout_bits
+    bits.argtypes = [
+        ctypes.POINTER(Stream),
+        pointer,
+        number,
+        pointer,
+        number,
+        number,
+        number,
+        pointer,
+    ]
+    bits.restype = None
     for kind in ("float", "double"):
         cell: Any = getattr(library, f"zoneout_cell_{kind}")
         cell.argtypes, cell.restype = [number], pointer
