@@ -207,7 +207,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for made in kept:
         made.cache_clear()
     own = [f"ops.cuda.kernels.{name}" for name in KERNELS]
-    own += [f"ops.cuda.pointwise.{name}" for name in ("norms", "dropout", "weight_noise", "rows")]
+    pointwise = ("norms", "dropout", "weight_noise", "rows", "normals")
+    own += [f"ops.cuda.pointwise.{name}" for name in pointwise]
     for name in (*own, "paper.training.optimizer_kernel"):
         monkeypatch.setattr(f"zoneout.{name}.load", load)
     chips = (cuda.batch, cuda.small, cuda.persistent, cuda.wide, cuda.steps, cuda.cell_steps)

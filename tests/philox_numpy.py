@@ -23,6 +23,8 @@ GROUPS = {  # the design's streams: the group, and which half of the word
     "drop_state3": (7, "high"),
     "drop_depth": (8, "low"),
     "depth": (8, "high"),
+    "fast_input": (4096, "low"),
+    "fast_hidden": (4097, "low"),
 }
 UNSEEN = {  # the coordinates that each kind of mask does not see
     "unit": (),

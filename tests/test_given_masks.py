@@ -35,6 +35,7 @@ DEVICES = ["reference", "cpu", "emulated", pytest.param("cuda", marks=pytest.mar
 def make(request, monkeypatch):
     """A function that makes a layer of a backend, in the best precision that it has."""
     name = request.param
+    monkeypatch.setattr(torch.backends.cudnn.rnn, "fp32_precision", "ieee")
     if name == "emulated":
         request.getfixturevalue("emulated")
     if name == "cpu" and native.load() is None:
@@ -68,7 +69,7 @@ def numpy_run(layer: Any, x: Tensor, noise: oracle.Noise, **call: Any) -> Any:
 
 def close(got: Tensor, want: Any, tolerance: float) -> None:
     torch.testing.assert_close(
-        got.detach().cpu().double(), torch.as_tensor(want), rtol=tolerance, atol=tolerance
+        got.detach().cpu().double(), torch.as_tensor(want).double(), rtol=tolerance, atol=tolerance
     )
 
 

@@ -16,6 +16,7 @@ from .load import (
     load_torch,
 )
 from .noise import (
+    FastDropout,
     RecurrentDropout,
     StateDropout,
     Swapout,
@@ -36,6 +37,7 @@ __all__ = [
     "LSTM",
     "RNN",
     "DefinitionError",
+    "FastDropout",
     "GRUCell",
     "LSTMCell",
     "OutputFirst",

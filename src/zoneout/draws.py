@@ -204,6 +204,8 @@ def masks(
     for one in noises:
         for entry in one.entries(cell):
             stream, rates = entry.stream, entry.rate
+            if one.rule(stream).by == "gaussian":
+                continue  # it has no mask
             if stream not in units or (is_zero(rates) and (stream in out or stream in OPTIONAL)):
                 # Noise on weights has no steps. A rate of 0 does not replace another noise's mask.
                 continue
@@ -300,6 +302,8 @@ def stream_units(hidden: int, proj_size: int, input_size: int) -> dict[str, int]
         "drop_state3": hidden,
         "depth": outputs,
         "drop_depth": outputs,
+        "fast_input": input_size,
+        "fast_hidden": outputs,
     }
 
 

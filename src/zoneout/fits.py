@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from .definition import Definition
+from .definition.gaussian import MOST_GATES
 from .noise import (
     DEPTH,
     MASKS,
@@ -94,6 +95,8 @@ def _no_stream(stream: str, cell: Definition, name: str) -> str:
         return f"a {name} has no cell" if known else states_of(cell, name)
     if stream == "update":
         return f"a plain {name} has no gated update" if known else f"{name} has no zo.update(…)"
+    if stream == "fast_hidden" and cell.has_r:
+        return f"{name} has more than {MOST_GATES} gates or no dense recurrent matrix"
     if stream == "held":
         return f"a {name} has no output gate" if known else f"{name} has no zo.held(…)"
     return f"{name} has no recurrent weight matrix"

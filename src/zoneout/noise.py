@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from .definition import Definition
+from .definition.gaussian import MOST_GATES
 from .philox import as_seed
 from .rates import Rate, check_periods, check_rate, is_zero
 
@@ -83,11 +84,14 @@ STREAMS = {
     # The outputs of a layer of a stack: its input takes their place, or is added to them.
     "drop_depth": Stream(8, 0),
     "depth": Stream(8, 1),
+    # Normal numbers, one for each result of a product: all bits of a word.
+    "fast_input": Stream(4096, 0),
+    "fast_hidden": Stream(4097, 0),
 }
 STATE_STREAMS = ("hidden", "cell", "state2", "state3")  # the stream of each state, by position
 DROPS = tuple(f"drop_{stream}" for stream in STATE_STREAMS)
 DEPTH = ("depth", "drop_depth")
-OPTIONAL = (*DROPS, *DEPTH)  # streams that few models use
+OPTIONAL = (*DROPS, *DEPTH, "fast_input", "fast_hidden")  # streams that few models use
 
 
 class Rule(NamedTuple):
@@ -95,7 +99,7 @@ class Rule(NamedTuple):
 
     stream: str
     # "previous", "zero", "scaled zero" (inverted scaling), "added" (the previous value is added to
-    # the new one), or "sum" (noise is added)
+    # the new one), "sum" (noise is added), or "gaussian" (a product is drawn)
     by: str
     mask: str
     at_eval: str
@@ -135,7 +139,9 @@ def streams_of(cell: Definition) -> tuple[str, ...]:
     update = ("update",) if "update" in cell.marks else ()
     matrix = ("variational_hidden", "weight") if cell.has_r else ()
     drops = (f"drop_{stream}" for stream in states)
-    return (*states, *update, "input", *matrix, "weight_noise", *drops, *DEPTH)
+    dense = cell.recurrence == "dense" and cell.gates <= MOST_GATES
+    fast = ("fast_input", "fast_hidden") if dense else ("fast_input",)
+    return (*states, *update, "input", *matrix, "weight_noise", *drops, *DEPTH, *fast)
 
 
 # --- the methods ----------------------------------------------------------------------------------
@@ -572,6 +578,35 @@ class VariationalDropout(Noise):
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class FastDropout(Noise):
+    """Fast dropout: products are Gaussian numbers, as those with dropped factors nearly are.
+
+    Of a product Σ w x whose factors x are dropped at a rate p, the mean is Σ (1 − p) w x, and the
+    variance Σ p (1 − p) w² x². One normal number for each gate of each unit takes the place of a
+    mask. In evaluation the products have their mean. Nothing is scaled up.
+
+    Args:
+        input: the rate for the product of the layer's input and W_ih; see `Zoneout` for its forms.
+        hidden: the rate for the product of h and W_hh, for cells of up to 4 gates with a dense
+            matrix. The step then has two products.
+        at_eval: as in `Zoneout`; `"off"` uses the products as they are.
+
+    >>> import torch, zoneout as zo
+    >>> layer = zo.LSTM(3, 5, noise=zo.FastDropout(input=0.2, hidden=0.1))
+    >>> y, (h, c) = layer(torch.randn(4, 2, 3))
+    """
+
+    input: Rate = 0.0
+    hidden: Rate = 0.0
+    at_eval: str = "expectation"
+
+    fields: ClassVar[dict[str, str]] = {"input": "fast_input", "hidden": "fast_hidden"}
+
+    def rule(self, stream: str) -> Rule:
+        return Rule(stream, "gaussian", "unit", self.at_eval)
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class WeightDrop(Noise):
     """WeightDrop: one mask per call on the recurrent weight matrices.
 
@@ -621,9 +656,9 @@ class WeightNoise(Noise):
 
 
 # These classes hold only numbers and strings, so `torch.load(weights_only=True)` may build them.
-torch.serialization.add_safe_globals(
-    [Zoneout, Swapout, StateDropout, RecurrentDropout, VariationalDropout, WeightDrop, WeightNoise]
-)
+_CLASSES: list[Any] = [Zoneout, Swapout, StateDropout, RecurrentDropout, VariationalDropout]
+_CLASSES += [FastDropout, WeightDrop, WeightNoise]
+torch.serialization.add_safe_globals(_CLASSES)
 
 
 def _plain(value: Any, short: bool = False) -> Any:
@@ -651,7 +686,7 @@ def as_noises(noise: Noise | Iterable[Noise] | None) -> tuple[Noise, ...]:
         if not isinstance(one, Noise):
             raise TypeError(
                 "noise: expected Zoneout, Swapout, RecurrentDropout, StateDropout, "
-                "VariationalDropout, WeightNoise, "
+                "VariationalDropout, FastDropout, WeightNoise, "
                 f"WeightDrop, a list of them or None, got {type(one).__name__}"
             )
         if any(type(one) is type(other) for other in noises[:index]):
@@ -669,15 +704,20 @@ def check_claims(noises: tuple[Noise, ...], cell: Definition | None = None) -> N
         for entry in one.field_entries() if cell is None else one.entries(cell):
             if is_zero(entry.rate):
                 continue
-            if entry.stream in claimed:
+            stream = _SAME.get(entry.stream, entry.stream)
+            if stream in claimed:
                 groups = {} if cell is None else state_groups(cell)
-                named = entry.stream in groups
-                what = f"state {groups[entry.stream][0]}" if named else f"{entry.stream} state"
+                named = stream in groups
+                what = f"state {groups[stream][0]}" if named else f"{stream} state"
                 raise ValueError(
-                    f"noise: both {claimed[entry.stream]} and {one} replace the {what}, "
+                    f"noise: both {claimed[stream]} and {one} replace the {what}, "
                     "expected one method for each state"
                 )
-            claimed[entry.stream] = one
+            claimed[stream] = one
+
+
+# Two methods for the same factors of a product.
+_SAME = {"fast_input": "input", "fast_hidden": "variational_hidden"}
 
 
 # --- a noise and a cell ---------------------------------------------------------------------------

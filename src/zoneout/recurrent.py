@@ -15,6 +15,7 @@ from . import ops
 from .definition import Definition
 from .draws import Draw, stream_units, widest
 from .fits import check_fits
+from .gaussian import with_fast_dropout
 from .given import STREAMS as STEP_STREAMS
 from .given import At, StepRate, is_given, is_step_rate, mask_of, mask_of_rate
 from .noise import DEPTH, DRAWN, OPTIONAL, STATE_STREAMS, Entry, Noise, Rule, as_noises, plane
@@ -38,6 +39,8 @@ WEIGHTS = {  # the fields of `ops.Weights`, and the names of the parameters with
     "w_ih": "weight_ih", "w_hh": "weight_hh", "b_ih": "bias_ih", "b_hh": "bias_hh",
     "w_hr": "weight_hr",
 }  # fmt: skip
+# Streams of noise that is applied before the loop over time.
+OUTSIDE = ("input", "weight", "weight_noise", "fast_input", "fast_hidden")
 NORMS = ("norm_ih", "norm_hh", "norm_cell", "norm_cell_shift")  # three scales and one shift
 
 
@@ -253,14 +256,23 @@ class RecurrentModule(Settable):
         noises = as_noises(noise)
         check_fits(noises, self.definition, self.cell_name, self.one_step)
         self._noise_numbers(noises)
-        for one, entry in self._entries(noises) if len(self.input_sizes()) == 1 else ():
-            if entry.stream in DEPTH and not is_zero(entry.rate):
-                warnings.warn(
-                    f"noise: {type(one).__name__}({entry.written()}) has no effect, since it is "
-                    "for all layers but the first and num_layers is 1",
-                    stacklevel=outside(),
-                )
+        for one, entry in self._entries(noises):
+            if entry.stream in OPTIONAL and not is_zero(entry.rate):
+                self._check_sizes(f"{type(one).__name__}({entry.written()})", entry.stream)
         return noises
+
+    def _check_sizes(self, name: str, stream: str) -> None:
+        """Raise if the product of a stream cannot be drawn; warn if there is no layer below."""
+        if stream.startswith("fast_") and self._norm is not None:
+            raise ValueError(f"noise: {name} does not apply to products that are normalised")
+        if stream == "fast_hidden" and self.output_size != self.hidden_size:
+            raise ValueError(f"noise: {name} does not apply to an h that is projected")
+        if stream in DEPTH and len(self.input_sizes()) == 1:
+            warnings.warn(
+                f"noise: {name} has no effect, since it is for all layers but the first and "
+                "num_layers is 1",
+                stacklevel=outside(),
+            )
 
     def _noise_numbers(self, noises: tuple[Noise, ...]) -> dict[str, Tensor]:
         """Return the rate of each stream and layer, and the seeds of static masks, on the CPU."""
@@ -520,12 +532,15 @@ class RecurrentModule(Settable):
             x,
             tuple(states),
             weights,
-            tuple(d for d in draws if d.rule.stream not in ("input", "weight", "weight_noise")),
+            tuple(d for d in draws if d.rule.stream not in OUTSIDE),
             examples,
             first_step,
             recompute=self.recompute,
             **options,
         )
+        if "fast_input" in by_stream or "fast_hidden" in by_stream:
+            at = At(x.shape[:-1], examples, first_step, options.get("counts"))
+            run = with_fast_dropout(run, by_stream, at)
         if self._norm is not None:
             run = run._replace(norm=self._step_norm(suffix, run.steps, first_step, dtype))
         return run

@@ -36,6 +36,8 @@ def run(r: Run) -> Result:
     if r.norm is not None:
         gx = norm.x(gx)
         gx = gx if w.b_ih is None else gx + w.b_ih
+    if r.extra is not None:
+        gx = gx + (turn(r.extra) if alive is None else torch.where(alive, turn(r.extra), 0.0))
     holds = any(draw.rule.holds_gate for draw in r.draws)
 
     def project(v: Tensor) -> Tensor:

@@ -76,6 +76,7 @@ class Run(NamedTuple):
     recompute: bool = (
         False  # the backward pass recomputes the steps instead of storing their results
     )
+    extra: Tensor | None = None  # [T, B, G]; packed: [N, G]: added to x·W_x + b
 
     @property
     def steps(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from ..noise import Rule
 from ..philox import philox
 from . import cuda
 from .cuda.pointwise.weight_noise import add_noise as fused
+from .normals import box_muller
 
 _RULE = Rule("weight_noise", "sum", "sequence", "expectation")
 
@@ -34,19 +34,10 @@ def add_noise(weight: Tensor, draw: Draw, matrix: int = 0) -> Tensor:
 
 def normals(seed: Tensor, count: int, matrix: int, plane: int) -> Tensor:
     """Return standard normal numbers, one per element of a matrix (Box-Muller method)."""
-    wide = widest(seed.device)
     index = torch.arange((count + 3) // 4, device=seed.device)
     zero = torch.zeros((), dtype=torch.int64, device=seed.device)
-    w = [
-        (word.to(wide) + 0.5) / 2**32
-        for word in philox(seed, index, zero + matrix, zero, zero + plane)
-    ]
-    pairs = [
-        ((-2 * a.log()).sqrt() * turn(2 * math.pi * b))
-        for a, b in ((w[0], w[1]), (w[2], w[3]))
-        for turn in (torch.cos, torch.sin)
-    ]
-    return torch.stack(pairs, dim=-1).flatten()[:count]
+    words = philox(seed, index, zero + matrix, zero, zero + plane)
+    return box_muller(words, widest(seed.device)).flatten()[:count]
 
 
 @torch.library.custom_op("zoneout::weight_noise", mutates_args=(), device_types="cuda")

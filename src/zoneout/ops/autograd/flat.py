@@ -60,6 +60,7 @@ def differentiable(r: Run) -> dict[str, Tensor]:
         found |= several("parameter", r.weights.parameters)
     if r.norm is not None:
         found |= {name: getattr(r.norm, name) for name in _SCALES}
+    found["extra"] = r.extra
     if r.draws:
         found |= several("mask", (draw.given for draw in r.draws))
     return {name: value for name, value in found.items() if value is not None}
@@ -121,6 +122,7 @@ def unflatten(settings: Settings, tensors: Sequence[Any], constants: Sequence[An
         settings.return_states,
         also.get("counts"),
         settings.recompute,
+        of.get("extra"),
     )
 
 

@@ -49,6 +49,7 @@ def check(r: Run) -> None:
 def _fits(r: Run) -> bool:
     # The ONNX exporter translates the operator of any cell.
     runs = r.cell.storage.runs(r.w_hr is not None, r.norm is not None) and takes_masks(r)
+    runs &= r.extra is None or r.norm is None  # the norm is of x·W_x alone
     return runs or torch.onnx.is_in_onnx_export()
 
 
@@ -74,6 +75,8 @@ def takes_masks(r: Run) -> bool:
 
 
 def _too_much(r: Run) -> str:
+    if r.extra is not None and r.norm is not None:
+        return f"noise on the products of the cell {r.cell.name!r} and a norm of them"
     if not takes_masks(r):
         return (
             f"the masks that are given for the cell {r.cell.name!r} need the compiled loop, and "

@@ -57,7 +57,7 @@ def is_plain(
 
 def supports(r: Run) -> bool:
     """Return True if a run is one such step."""
-    extra = (r.norm, r.weights.w_hr, r.lengths, r.counts)
+    extra = (r.norm, r.weights.w_hr, r.lengths, r.counts, r.extra)
     others = (*r.states, *r.reset_to, r.resets, *r.weights[:4])
     return (
         r.x.shape[0] == 1

@@ -103,6 +103,8 @@ def supports(r: Run) -> bool:
 
 
 def _has_kernels(r: Run) -> bool:
+    if r.extra is not None and r.norm is not None:
+        return False
     given = any(draw.given is not None for draw in r.draws)
     return (r.cell in CELLS and not given) or own_cell.supports(r)
 

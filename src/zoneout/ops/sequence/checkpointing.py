@@ -107,7 +107,8 @@ def backward(
 def _by_step(r: Run) -> dict[str, Tensor]:
     """Return the tensors of a run that have a part for each step, by name."""
     masks = several("mask", (draw.given for draw in r.draws))
-    return {"x": r.x, **{name: v for name, v in masks.items() if v is not None}}
+    found = {"x": r.x, "extra": r.extra, **masks}
+    return {name: v for name, v in found.items() if v is not None}
 
 
 def _wide(v: Tensor) -> Tensor:
@@ -190,6 +191,7 @@ def _part(r: Run, at: slice, states: tuple[Tensor, ...]) -> Run:
         draws=tuple(
             draw if draw.given is None else draw._replace(given=draw.given[at]) for draw in r.draws
         ),
+        extra=None if r.extra is None else r.extra[at],
     )
 
 

@@ -94,7 +94,10 @@ class BackwardPass:
     def _of_masks(self) -> dict[str, Tensor]:
         rows, given = self.ready.rows, self.back.dmasks
         streams = [draw.rule.stream for draw in self.job.r.draws]
-        return {f"mask{streams.index(s)}": rows.unpack(v) for s, v in given.items()}
+        found = {f"mask{streams.index(s)}": rows.unpack(v) for s, v in given.items()}
+        if "extra" in self.job.needs:
+            found["extra"] = rows.unpack(self.back.dgx.clone())
+        return found
 
     def _of_norm(self) -> dict[str, Tensor]:
         b = self.back

@@ -82,9 +82,12 @@ class ForwardPass:
         device.prepare(y, *saved.states, gates, saved.hats, *saved.slots)
         x = rows.inputs(ready.x)
         n, every = x.shape[0], gates.shape[0]
-        inside = x.is_floating_point() and device.multiplies_x(w.w_ih)
+        added = r.extra is not None
+        inside = x.is_floating_point() and not added and device.multiplies_x(w.w_ih)
         if not inside:
             input_product(x, w.w_ih, gates[:n] if n < every else gates)
+        if r.extra is not None:
+            gates[:n] += rows.inputs(r.extra).to(gates.dtype)
         if n < every:
             for kept in (gates, saved.hats, *saved.slots):
                 if kept is not None:

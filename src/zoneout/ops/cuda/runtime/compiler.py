@@ -34,6 +34,8 @@ HEADERS = {
     "small_cell.cu": ("unit.cuh", "block.cuh"),
     "persistent.cu": ("exchange.cuh",),
     "persistent_cell.cu": ("unit.cuh", "exchange.cuh"),
+    "weight_noise.cu": ("normal.cuh",),
+    "normals.cu": ("normal.cuh",),
 }
 STEP = "/* The functions of the cell's step stand here. */\n"
 # Sources with architecture-specific instructions, which later architectures do not have.
