@@ -1,6 +1,6 @@
 """Regularised recurrent layers for PyTorch: LSTM, GRU and RNN with zoneout and related methods."""
 
-from . import cells, init, onnx
+from . import cells, init, onnx, systems
 from .convert import convert, revert
 from .definition import DefinitionError, candidate, cell, held, product, shown, update
 from .draws import masks
@@ -75,6 +75,7 @@ __all__ = [
     "product",
     "revert",
     "shown",
+    "systems",
     "update",
     "zoneout",
 ]

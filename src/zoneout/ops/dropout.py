@@ -70,15 +70,10 @@ def drawn_units(
     their number N. `limits` replaces the rate of the draw: for padded rows, in units of 1/65536 and
     for each step and row.
     """
-    if counts is None and cuda.draws_bits(examples):
-        rule, rate, seed, plane, _ = draw
-        bits = torch.ops.zoneout.random_bits(
-            examples, rule.stream, rule.mask, rate, seed, plane, first_step, steps, units
-        )
-        return bits < (draw.threshold if limits is None else limits)
     if limits is not None:
-        at = torch.arange(first_step, first_step + steps, device=examples.device)
-        return bits_of(draw, at, examples, units) < limits
+        return random_units(draw, units, examples, first_step, steps) < limits
+    if counts is None and cuda.draws_bits(examples):
+        return random_units(draw, units, examples, first_step, steps) < draw.threshold
     if counts is None:
         at = torch.arange(first_step, first_step + steps, device=examples.device)
         return masks_of([draw], at, examples, units)[0]
@@ -88,6 +83,17 @@ def drawn_units(
         return mask[0].expand(len(examples), -1)[row]
     (mask,) = masks_of([draw], first_step + t, examples[row, None], units)
     return mask.reshape(len(row), -1)
+
+
+def random_units(draw: Draw, units: int, examples: Tensor, first_step: int, steps: int) -> Tensor:
+    """Return the 16 random bits that rates are compared with, [T, B, units]."""
+    if cuda.draws_bits(examples):
+        rule, rate, seed, plane, _ = draw
+        return torch.ops.zoneout.random_bits(
+            examples, rule.stream, rule.mask, rate, seed, plane, first_step, steps, units
+        )
+    at = torch.arange(first_step, first_step + steps, device=examples.device)
+    return bits_of(draw, at, examples, units)
 
 
 @torch.library.custom_op("zoneout::random_bits", mutates_args=(), device_types="cuda")

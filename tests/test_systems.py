@@ -1,0 +1,357 @@
+"""The systems that the paper names, each against its equations in NumPy."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import oracle
+import philox_numpy
+import pytest
+import torch
+from torch import nn
+
+import zoneout as zo
+from zoneout.systems import (
+    HMLSTM,
+    AdaptiveLSTM,
+    HyperLSTM,
+    SurprisalLSTM,
+    clockwork,
+    module_periods,
+)
+
+T, B, I, H = 6, 3, 5, 8
+
+
+def sigmoid(v: Any) -> Any:
+    return 1 / (1 + np.exp(-v))
+
+
+def arrays(module: nn.Module) -> dict[str, Any]:
+    return {n: v.detach().double().numpy() for n, v in module.state_dict().items()}
+
+
+def normal(v: Any, scale: Any, shift: Any) -> Any:
+    """Layer norm of one vector."""
+    return (v - v.mean()) / np.sqrt(v.var() + 1e-3) * scale + shift
+
+
+def inputs(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def shaken(module: Any) -> Any:
+    """A module in float64 none of whose parameters is zero, or equal to its neighbour."""
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return module.double()
+
+
+def bits(stream: str, seed: int, first: int, ids: Any, units: int) -> Any:
+    return philox_numpy.bits(stream, "unit", seed, range(first, first + T), ids, units)
+
+
+# --- HyperLSTM ------------------------------------------------------------------------------------
+
+
+def numpy_hyper(m: HyperLSTM, x: Any, keep: Any) -> Any:
+    a = arrays(m)
+    n, out = m.embedding_size, np.zeros((T, B, H))
+    for b in range(B):
+        h, c, small, small_c = (
+            np.zeros(H),
+            np.zeros(H),
+            np.zeros(m.hyper_size),
+            np.zeros(m.hyper_size),
+        )
+        for t in range(T):
+            gates = a["hyper_ih"] @ np.concatenate([x[t, b], h]) + a["hyper_hh"] @ small
+            i, f, g, o = (
+                normal(v, a["hyper_norm_gates.weight"][k], a["hyper_norm_gates.bias"][k])
+                for k, v in enumerate(np.split(gates, 4))
+            )
+            small_c = sigmoid(f + 1) * small_c + sigmoid(i) * np.tanh(g)
+            shown = normal(small_c, a["hyper_norm_c.weight"][0], a["hyper_norm_c.bias"][0])
+            small = sigmoid(o) * np.tanh(shown)
+            z = (a["scale_in.weight"] @ small + a["scale_in.bias"]).reshape(8, n)
+            shift = (a["shift_in.weight"] @ small).reshape(4, n)
+            of_x, of_h = np.split(a["weight_ih"] @ x[t, b], 4), np.split(a["weight_hh"] @ h, 4)
+            bias = np.split(a["bias"], 4)
+            i, f, g, o = (
+                normal(
+                    (z[k] @ a["scale_out"][k]) * of_x[k]
+                    + (z[4 + k] @ a["scale_out"][4 + k]) * of_h[k]
+                    + shift[k] @ a["shift_out"][k]
+                    + bias[k],
+                    a["norm_gates.weight"][k],
+                    a["norm_gates.bias"][k],
+                )
+                for k in range(4)
+            )
+            c = sigmoid(f + 1) * c + sigmoid(i) * np.tanh(g) * keep[t, b]
+            h = sigmoid(o) * np.tanh(normal(c, a["norm_c.weight"][0], a["norm_c.bias"][0]))
+            out[t, b] = h
+    return out
+
+
+def test_hyper_lstm():
+    """A scale or shift belongs to another gate or product, or dropout to another value."""
+    model = shaken(HyperLSTM(I, H, hyper_size=4, embedding_size=3, dropout=0.4))
+    x, ids = inputs(T, B, I), [4, 0, 9]
+    limit = round(0.4 * 65536)
+    keep = (bits("update", 5, 2, ids, H) >= limit) * 65536 / (65536 - limit)
+    y, state = model(x, seed=5, examples=ids, first_step=2)
+    torch.testing.assert_close(y, torch.from_numpy(numpy_hyper(model, x.numpy(), keep)))
+    model.eval()
+    y, _ = model(x)
+    want = numpy_hyper(model, x.numpy(), np.ones((T, B, H)))
+    torch.testing.assert_close(y, torch.from_numpy(want))
+    first, state = model(x[:2])
+    torch.testing.assert_close(torch.cat([first, model(x[2:], state)[0]]), y)
+
+
+def test_the_start_of_a_hyper_lstm_is_that_of_its_authors():
+    """The scales would not start at 0.1, or the shifts not at zero."""
+    model = HyperLSTM(I, H, hyper_size=4)
+    hyper = torch.randn(2, 4)
+    scales = torch.bmm(
+        model.scale_in(hyper).unflatten(-1, (8, -1)).transpose(0, 1), model.scale_out
+    )
+    assert torch.allclose(scales, torch.full_like(scales, 0.1))
+    assert not model.shift_out.any() and model.shift_in.weight.std() < 0.02
+    gate = model.weight_hh[:H]
+    assert torch.allclose(gate @ gate.T, torch.eye(H), atol=1e-5)
+
+
+# --- adaptive zoneout -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", ["unit", "rate"])
+def test_adaptive_zoneout(mask):
+    """A rate is not σ(A ĥ + a), is of another state, or is not drawn as the layer's masks are."""
+    model = shaken(AdaptiveLSTM(I, H, hyper_size=4, mask=mask))
+    x, ids = inputs(T, B, I), [4, 0, 9]
+    hidden = model.hyper(x)[0].detach().numpy()
+    a = arrays(model)
+    rates = {
+        n: sigmoid(hidden @ a[f"rates.{n}.weight"].T + a[f"rates.{n}.bias"])
+        for n in ("cell", "hidden")
+    }
+    d = rates
+    if mask == "unit":
+        d = {n: (bits(n, 5, 2, ids, H) < np.rint(r * 65536)) * 1.0 for n, r in rates.items()}
+    names = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
+    weights = oracle.Weights(*(a[f"main.{name}"] for name in names))
+    zero = np.zeros((B, H))
+    y, _ = model(x, seed=5, examples=ids, first_step=2)
+    want = oracle.run("lstm", x.numpy(), zero, zero, weights, oracle.Noise(**d)).y
+    torch.testing.assert_close(y, torch.from_numpy(want))
+    model.eval()
+    want = oracle.run("lstm", x.numpy(), zero, zero, weights, oracle.Noise(**rates)).y
+    y, _ = model(x)
+    torch.testing.assert_close(y, torch.from_numpy(want))
+    first, state = model(x[:2])
+    torch.testing.assert_close(torch.cat([first, model(x[2:], state)[0]]), y)
+
+
+def test_adaptive_zoneout_starts_at_its_rates_and_learns():
+    """It would start elsewhere than plain zoneout, or its rates would get no gradient."""
+    model = AdaptiveLSTM(I, H, hyper_size=4, cell=0.5, hidden=0.05)
+    plain = zo.LSTM(I, H, noise=zo.Zoneout(cell=0.5, hidden=0.05))
+    plain.load_state_dict(model.main.state_dict())
+    x = inputs(T, B, I).float()
+    y = model(x, seed=5)[0]
+    assert torch.allclose(y, plain(x, seed=5)[0], atol=1e-6)
+    y.square().sum().backward()
+    assert all(head.weight.grad.abs().sum() > 0 for head in model.rates.values())
+
+
+# --- clockwork ------------------------------------------------------------------------------------
+
+
+def test_clockwork():
+    """A slow unit sees a fast one, or ticks at another step; or the clock stops at evaluation."""
+    periods = [1, 2, 3]
+    units = module_periods(H, periods).numpy()
+    assert units.tolist() == [1, 1, 1, 2, 2, 2, 3, 3]
+    layer = clockwork(zo.RNN(I, H, norm="layer").double(), periods)
+    assert layer.state_dict().keys() >= {"parametrizations.weight_hh_l0.original"}
+    used = units[None, :] >= units[:, None]
+    assert np.array_equal(layer.weight_hh_l0.detach().numpy() != 0, used)
+    a = arrays(layer)
+    x, start = inputs(T, B, I), 4
+    norm = oracle.Norm("units", layer.norm.eps, a["norm_ih_l0"], a["norm_hh_l0"])
+    weights = oracle.Weights(
+        a["weight_ih_l0"], a["parametrizations.weight_hh_l0.original"] * used,
+        a["bias_ih_l0"], a["bias_hh_l0"],
+    )  # fmt: skip
+    step = np.arange(start, start + T)[:, None, None]
+    held = np.broadcast_to(step % units != 0, (T, B, H)) * 1.0
+    want = oracle.run(
+        "rnn_tanh", x.numpy(), np.zeros((B, H)), None, weights, oracle.Noise(hidden=held), norm=norm
+    ).y
+    for training in (True, False):
+        y = layer.train(training)(x, first_step=start)[0]
+        torch.testing.assert_close(y, torch.from_numpy(want))
+    y.sum().backward()
+    grad = layer.parametrizations.weight_hh_l0.original.grad
+    assert not grad[~torch.from_numpy(used)].any() and grad.any()
+
+
+def test_clockwork_keeps_the_noise_of_a_layer():
+    """The layer's own noise would be lost."""
+    layer = clockwork(zo.LSTM(I, H, noise=zo.RecurrentDropout(rate=0.5)), [1, 4])
+    assert [type(one).__name__ for one in layer.noise] == ["Zoneout", "RecurrentDropout"]
+    assert layer(torch.randn(T, B, I))[0].shape == (T, B, H)
+
+
+# --- HM-LSTM --------------------------------------------------------------------------------------
+
+
+def numpy_hm(m: HMLSTM, x: Any, slope: float) -> tuple[Any, Any]:
+    a, layers = arrays(m), m.num_layers
+    out, ends = np.zeros((T, B, m.output_size)), np.zeros((T, B, layers - 1))
+    for b in range(B):
+        h, c, z = np.zeros((layers, H)), np.zeros((layers, H)), np.zeros(layers)
+        for t in range(T):
+            below, z_below, old = x[t, b], 1.0, (h.copy(), z.copy())
+            for k in range(layers):
+                sums = (
+                    a[f"own.{k}"] @ old[0][k]
+                    + z_below * (a[f"below.{k}"] @ below)
+                    + a[f"biases.{k}"]
+                )
+                if k < layers - 1:
+                    sums = sums + old[1][k] * (a[f"above.{k}"] @ old[0][k + 1])
+                i, f, g, o = (
+                    normal(v, a[f"norm_gates.{k}.weight"][q], a[f"norm_gates.{k}.bias"][q])
+                    for q, v in enumerate(np.split(sums[: 4 * H], 4))
+                )
+                before = old[1][k] if k < layers - 1 else 0.0
+                if before == 1:
+                    c[k] = sigmoid(i) * np.tanh(g)  # flush
+                elif z_below == 1:
+                    c[k] = sigmoid(f) * c[k] + sigmoid(i) * np.tanh(g)  # update
+                if before == 1 or z_below == 1:
+                    shown = normal(c[k], a[f"norm_c.{k}.weight"][0], a[f"norm_c.{k}.bias"][0])
+                    h[k] = sigmoid(o) * np.tanh(shown)
+                if k < layers - 1:
+                    z[k] = float(np.clip((slope * sums[4 * H] + 1) / 2, 0, 1) > 0.5)
+                    ends[t, b, k] = z[k]
+                below, z_below = h[k], z[k]
+            gates = sigmoid(a["gates_out.weight"] @ h.reshape(-1) + a["gates_out.bias"])
+            out[t, b] = np.maximum(
+                sum(gates[k] * (a[f"out.{k}.weight"] @ h[k]) for k in range(layers)), 0
+            )
+    return out, ends
+
+
+def test_hm_lstm():
+    """One of the three operations is chosen or computed wrongly, or a layer sees another h."""
+    model = shaken(HMLSTM(I, H, 3, output_size=7))
+    with torch.no_grad():
+        for layer in range(2):  # boundaries at about half of the steps
+            model.biases[layer][-1] = 0.1
+    model.begin_epoch(10)
+    assert model.slope.item() == pytest.approx(1.4)
+    x = inputs(T, B, I)
+    y, state = model(x)
+    want, ends = numpy_hm(model, x.numpy(), 1.4)
+    assert 0.2 < ends.mean() < 0.8, "all operations would not be seen"
+    torch.testing.assert_close(y, torch.from_numpy(want))
+    first, state = model(x[:2])
+    torch.testing.assert_close(torch.cat([first, model(x[2:], state)[0]]), y)
+    y.square().sum().backward()
+    for name, p in model.named_parameters():
+        assert p.grad is not None and p.grad.isfinite().all(), name
+    assert all(model.own[k].grad[-1].abs().sum() > 0 for k in range(2)), "straight-through"
+    model.begin_epoch(1000)
+    assert model.slope.item() == 5.0
+
+
+# --- surprisal ------------------------------------------------------------------------------------
+
+
+def numpy_surprisal(m: SurprisalLSTM, tokens: Any, drawn: Any) -> Any:
+    a, symbols = arrays(m), m.input_size
+    out = np.zeros((T, B, symbols))
+    for b in range(B):
+        h, c, p = np.zeros(H), np.zeros(H), np.full(symbols, 1 / symbols)
+        for t in range(T):
+            x = np.eye(symbols)[tokens[t, b]]
+            s = -np.log(p[tokens[t, b]])
+            gates = a["weight_ih"] @ x + a["weight_hh"] @ h + s * a["weight_surprisal"] + a["bias"]
+            i, f, u, o = np.split(gates, 4)
+            z = np.minimum(m.least + np.abs((p - x) @ a["softmax.weight"]), 1)
+            if drawn is not None:
+                z = (drawn[t, b] < np.rint(z * 65536)) * 1.0
+            c = (1 - sigmoid(f) * z) * c + z * sigmoid(i) * np.tanh(u)
+            h = sigmoid(o) * np.tanh(c)
+            y = a["softmax.weight"] @ h + a["softmax.bias"]
+            p = np.exp(y - y.max()) / np.exp(y - y.max()).sum()
+            out[t, b] = y
+    return out
+
+
+def test_surprisal_driven_zoneout():
+    """A unit is updated with another probability, or the surprisal is of another step."""
+    model = shaken(SurprisalLSTM(I, H, least=0.1))
+    tokens, ids = torch.randint(0, I, (T, B)), [4, 0, 9]
+    logits, hidden, state = model(tokens, seed=5, examples=ids, first_step=2)
+    want = numpy_surprisal(model, tokens.numpy(), bits("update", 5, 2, ids, H))
+    torch.testing.assert_close(logits, torch.from_numpy(want))
+    assert hidden.shape == (T, B, H)
+    model.eval()
+    logits, _, _ = model(tokens)
+    torch.testing.assert_close(
+        logits, torch.from_numpy(numpy_surprisal(model, tokens.numpy(), None))
+    )
+    first, _, state = model(tokens[:2])
+    torch.testing.assert_close(torch.cat([first, model(tokens[2:], state)[0]]), logits)
+
+
+# --- all ------------------------------------------------------------------------------------------
+
+MAKES: dict[str, Any] = {
+    "hyper": lambda: HyperLSTM(I, H, hyper_size=4, dropout=0.2),
+    "adaptive": lambda: AdaptiveLSTM(I, H, hyper_size=4),
+    "hm": lambda: HMLSTM(I, H),
+    "surprisal": lambda: SurprisalLSTM(I, H),
+}
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_ids_and_copies(name):
+    """Ids are not the one-hot rows they stand for, or a copy draws something else."""
+    model = MAKES[name]()
+    tokens = torch.randint(0, I, (T, B))
+    y = model(tokens, seed=3)[0]
+    assert torch.equal(copy.deepcopy(model)(tokens, seed=3)[0], y)
+    if name != "surprisal":
+        one_hot = torch.nn.functional.one_hot(tokens, I).float()
+        assert torch.allclose(model(one_hot, seed=3)[0], y, atol=1e-6)
+    y.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+ERRORS: dict[str, Any] = {
+    "dropout: expected a rate between 0 and 1": lambda: HyperLSTM(I, H, dropout=1.5),
+    "cell: expected a rate above 0 and below 1": lambda: AdaptiveLSTM(I, H, cell=0.0),
+    "num_layers: expected at least 2": lambda: HMLSTM(I, H, 1),
+    "least: expected a rate between 0 and 1": lambda: SurprisalLSTM(I, H, least=-1.0),
+    "expected periods of at least 1": lambda: clockwork(zo.RNN(I, H), [0, 1]),
+    "expected at most 8, one a unit": lambda: clockwork(zo.RNN(I, H), range(1, 20)),
+    "expected one direction": lambda: clockwork(zo.RNN(I, H, bidirectional=True), [1, 2]),
+    "expected a layer with a matrix": lambda: clockwork(nn.RNN(I, H), [1, 2]),
+}
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_bad_arguments(message):
+    """A bad argument runs, or is refused without saying what was expected."""
+    with pytest.raises((ValueError, TypeError)) as error:
+        ERRORS[message]()
+    assert message in str(error.value)
