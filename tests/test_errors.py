@@ -930,7 +930,7 @@ WEIGHTS: dict[str, Bad] = {
     "a stream that the noise has not": Bad(
         lambda: zo.GRU(I, H, noise=NOISE)(X, rates={"cell": 0.5}),
         ValueError,
-        r"rates: .*\(hidden\), got 'cell'",
+        r"rates: .*\(depth, hidden\), got 'cell'",
     ),
     "rates without a noise": Bad(
         lambda: zo.GRU(I, H)(X, rates={"hidden": 0.5}),
@@ -943,12 +943,13 @@ WEIGHTS: dict[str, Bad] = {
         r"rates: expected a dict .*, got float",
     ),
     "learned rates": Bad(
-        lambda: zo.GRU(I, H, noise=NOISE)(
-            X, rates={"hidden": torch.tensor(0.5, requires_grad=True)}
+        lambda: zo.GRU(I, H, noise=zo.VariationalDropout(input=0.5))(
+            X, rates={"input": torch.tensor(0.5, requires_grad=True)}
         ),
         ValueError,
-        r"rates\['hidden'\]",
-        "requires_grad",
+        r"rates\['input'\]",
+        "one for each step or one with a gradient",
+        "the same at all steps",
     ),
     "of no device": Bad(
         with_weight(zo.LSTM(I, H), "weight_hh_l0", torch.empty(4 * H, H, device="meta")),

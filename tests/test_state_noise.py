@@ -106,7 +106,9 @@ def test_streams_by_position():
 def test_streams_of_a_cell(definition, streams):
     """A cell would accept noise that it has no place for, or refuse noise that it has."""
     states = [s for s in streams.split() if s in STATE_STREAMS]
-    rare = (*(f"drop_{s}" for s in states), "depth", "drop_depth")
+    rare = (*(f"drop_{s}" for s in states), "depth", "drop_depth", "fast_input")
+    few_dense = definition.recurrence == "dense" and definition.gates <= 4
+    rare = (*rare, "fast_hidden") if few_dense else rare
     assert streams_of(definition) == (*streams.split(), *rare)
 
 

@@ -125,6 +125,8 @@ class SequenceLayer(RecurrentModule):
         """Return the outputs, the final state, and with `return_states` the states after h at
         every step.
         """
+        if not isinstance(input, (Tensor, PackedSequence)):
+            raise no_tensor(input, "a tensor or a PackedSequence")
         weight = self.weight_ih_l0
         noise = self._call_noise(rates, weight.device)
         sequences = self._sequences(input, lengths, resets, pad=bool(noise.steps))
@@ -216,8 +218,6 @@ class SequenceLayer(RecurrentModule):
                     "lengths: expected None, since a packed input contains its lengths"
                 )
             return self._packed(input, resets, pad)
-        if not isinstance(input, Tensor):
-            raise no_tensor(input, "a tensor or a PackedSequence")
         if input.is_nested:
             raise TypeError(
                 "input: expected a padded tensor with lengths=… or a PackedSequence, got a nested "
