@@ -8,6 +8,9 @@ import pytest
 import torch
 from backends import EVERY, Backend
 from emulator import emulated  # noqa: F401 (a fixture)
+from repeated import recorded_and_repeated
+
+from zoneout.ops import plan
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,6 +43,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def seeded() -> None:
     """What a test draws from torch's own generator is the same whichever tests ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no plan of one test reach the next.
+
+    With ZONEOUT_CHECK_PLANS=1, every pass of every test is recorded, repeated by its plan on copies
+    of its tensors, and compared to the bit.
+    """
+    plan.forget()
+    if os.environ.get("ZONEOUT_CHECK_PLANS") == "1":
+        monkeypatch.setattr(plan, "_first_calls", recorded_and_repeated)
 
 
 @pytest.fixture

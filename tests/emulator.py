@@ -118,7 +118,7 @@ MISTAKES = (
 launched: list[Any] = []  # the stream of each launch since `emulated` began, None: the current one
 
 
-class Kernel:
+class Kernel(compiler.Kernel):
     """In place of the compiler's: called instead of launched."""
 
     def __init__(self, function: Any, cluster: int) -> None:
@@ -136,25 +136,18 @@ class Kernel:
         assert cluster == self.cluster and not blocks % cluster
         return True
 
-    def launch(
-        self,
-        blocks: Any,
-        threads: Any,
-        arguments: Any,
-        shared: int = 0,
-        cooperative: bool = False,
+    def start(
+        self, across: int, down: int, x: int, y: int, shared: int, cooperative: int, pointers: int,
         stream: Any = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Run to the end."""
         launched.append(stream)
-        grid, block = (
-            value if isinstance(value, tuple) else (value, 1) for value in (blocks, threads)
-        )
-        assert min(*grid, *block) > 0 and max(grid) < 2**31, (
+        assert min(across, down, x, y) > 0 and max(across, down) < 2**31, (
             "a grid of nothing, or of too much, is an error"
         )
-        together = grid[0] * grid[1] if cooperative else self.cluster
-        wrong = self.function(*grid, *block, shared, together, self.cluster, arguments)
+        together = across * down if cooperative else self.cluster
+        given = (across, down, x, y, shared, together, self.cluster, ctypes.c_void_p(pointers))
+        wrong = self.function(*given)
         assert not wrong, MISTAKES[wrong - 1]
 
 
@@ -245,9 +238,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _launch(at: Any, kernel: Kernel, arguments: Any, extra: None) -> int:
     """In place of the driver's: `at` refers to what a launch is."""
     how = at._obj
-    kernel.launch(
-        (how.blocks_x, how.blocks_y), (how.threads_x, how.threads_y), arguments, how.shared
-    )
+    grid = (how.blocks_x, how.blocks_y, how.threads_x, how.threads_y, how.shared, False)
+    kernel.start(*grid, ctypes.addressof(arguments))
     return 0
 
 

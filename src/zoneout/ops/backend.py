@@ -239,6 +239,9 @@ class Backend(Protocol):
     def GATES_AT_ONCE(self) -> int:
         """The maximum number of gate values in memory at once if no backward pass follows."""
 
+    def settings(self) -> tuple[Any, ...]:
+        """Return the settings that a pass depends on besides its run; they are hashable."""
+
     # --- supported runs ---
 
     def supports(self, r: Run) -> bool:

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .recording import note
+
 _PLAIN = {Tensor, Parameter}
 _NO_OFFSET = 1 << 40  # no offset is as large: for nearly all tensors one comparison decides
 
@@ -74,6 +76,7 @@ def address(
             f"{_described(device)}, got {_described_tensor(v)}; please report this as a bug of "
             "zoneout"
         )
+    note(at, v)
     return at
 
 

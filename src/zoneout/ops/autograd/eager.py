@@ -8,13 +8,14 @@ layer's directions, whose loops then run concurrently.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ...torch_state import nobody_derives, plain_eager
 from ..memory import are_memory
+from ..plan import Kind, planned
 from ..run import Result, Run
 from ..sequence import checkpointing, passes
 from ..sequence.prepare import LOOPS
@@ -30,6 +31,8 @@ from ..sequence.saved import (
 from . import operator
 from .flat import Flat, Settings, encode, flatten, unflatten
 from .operator import call_backward, no_forward_mode
+
+T = TypeVar("T")
 
 
 def run(runs: Sequence[Run]) -> list[Result]:
@@ -72,7 +75,7 @@ class _Eager(torch.autograd.Function):
     def run(runs: Sequence[Run], flats: Sequence[Flat]) -> list[Result]:
         tensors = [v for flat in flats for v in flat.tensors]
         if nobody_derives(tensors):  # a node is a large part of the cost of a small call
-            return checkpointing.run(*runs)
+            return _planned("results", *_given(flats), lambda: checkpointing.run(*runs))
         outputs, results = iter(_Eager.apply(runs, flats, *tensors)), []
         for r in runs:
             y, *final = (next(outputs) for _ in range(1 + len(r.states)))
@@ -94,7 +97,8 @@ class _Eager(torch.autograd.Function):
         saved: list[Tensor] = list(tensors)
         ctx.parts = []
         begin = 0
-        for flat, (results, kept, rows) in zip(flats, _passed(runs)):
+        passed = _planned("forward", *_given(flats), lambda: _passed(runs))
+        for flat, (results, kept, rows) in zip(flats, passed):
             seen = [] if results.moments is None else [v for v in results.moments if v is not None]
             moments += seen
             at, end = len(outputs), begin + len(flat.tensors)
@@ -117,21 +121,22 @@ class _Eager(torch.autograd.Function):
             if "inplace operation" not in str(error):
                 raise
             raise RuntimeError(f"{_CHANGED} (torch: {error})") from error
-        needed, jobs = ctx.needs_input_grad[2:], []
-        for part in ctx.parts:
-            r = unflatten(part.settings, values[part.tensors], values[part.constants])
-            needs = frozenset(
-                n for n, need in zip(part.settings.names, needed[part.tensors]) if need
-            )
-            needs = reached(r, Gradients.of(r, d[part.outputs]), needs)
-            jobs.append(_Job(r, part, values[part.saved], needs))
+        needed = ctx.needs_input_grad[2:]
         # A dispatch mode (such as a FLOP counter) must see the operator, not only some of the
         # products inside it. For a second derivative, the operator raises a clear error.
         if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
-            return (None, None, *_by_operator(jobs, d))
+            return (None, None, *_by_operator(_jobs(ctx.parts, values, needed, d), d))
 
         def backward(d: Any) -> list[Tensor | None]:
-            return (_by_passes if are_memory((*d, *values)) else _by_operator)(jobs, d)
+            by = _by_passes if are_memory((*d, *values)) else _by_operator
+
+            def general() -> list[Tensor | None]:
+                return by(_jobs(ctx.parts, values, needed, d), d)
+
+            if by is _by_operator:
+                return general()
+            settings = [part.settings for part in ctx.parts]
+            return _planned("backward", settings, (*values, *d), general, needed)
 
         return (None, None, *_one_by_one(backward, d))
 
@@ -147,6 +152,19 @@ class _Job(NamedTuple):
     needs: frozenset[str]
 
 
+def _jobs(
+    parts: Sequence[_Part], values: Sequence[Tensor], needed: Sequence[bool], d: Sequence[Any]
+) -> list[_Job]:
+    """Return the backward pass of each run, from the node's saved tensors and gradients."""
+    jobs = []
+    for part in parts:
+        r = unflatten(part.settings, values[part.tensors], values[part.constants])
+        needs = frozenset(n for n, need in zip(part.settings.names, needed[part.tensors]) if need)
+        needs = reached(r, Gradients.of(r, d[part.outputs]), needs)
+        jobs.append(_Job(r, part, values[part.saved], needs))
+    return jobs
+
+
 def _seen(r: Run) -> int:
     """Return the number of moments of a run.
 
@@ -157,14 +175,47 @@ def _seen(r: Run) -> int:
     return 4 if r.norm is None or r.norm.scale_c is None else 6
 
 
+def _planned(
+    name: str,
+    settings: Sequence[Settings],
+    tensors: Sequence[Tensor | None],
+    general: Callable[[], T],
+    needed: tuple[bool, ...] = (),
+) -> T:
+    """Return what `general` computes from the tensors of these runs, by a plan if possible."""
+    kind = tensors[0].device.type  # type: ignore[union-attr]
+    if any(_depends_on_values(one, kind) for one in settings):
+        return general()
+    runs = tuple([one._replace(first_step=0) for one in settings])
+    what = Kind(name, runs, LOOPS[kind].settings(), needed)
+    return planned(what, tensors, settings[0].first_step, general)
+
+
+def _depends_on_values(settings: Settings, kind: str) -> bool:
+    """Return True if the CPU reads lengths or counts of a run, so that it cannot have a plan."""
+    of = settings.constants
+    return "counts" in of or (kind == "cpu" and "lengths" in of)
+
+
+def _given(flats: Sequence[Flat]) -> tuple[list[Settings], list[Tensor]]:
+    """Return the settings and all tensors of runs."""
+    tensors = [v for flat in flats for v in (*flat.tensors, *flat.constants)]
+    return [flat.settings for flat in flats], tensors
+
+
 def _passed(runs: Sequence[Run]) -> list[tuple[Saved, list[Tensor], Any]]:
     """Return the results of each run, its tensors for the backward pass, and its row layout."""
     if runs[0].recompute:
         (r,) = runs
         saved, begins = checkpointing.forward(r)
         return [(saved, [v for states in begins for v in states], None)]
+    reads = _depends_on_values(flatten(runs[0]).settings, runs[0].x.device.type)
     return [
-        (checkpointing.results_of(saved, r), saved.for_backward(), saved.rows)
+        (
+            checkpointing.results_of(saved, r),
+            saved.for_backward(),
+            saved.rows if reads else None,  # cheap to make again, and no part of a plan
+        )
         for r, saved in zip(runs, passes.forward(*runs))
     ]
 

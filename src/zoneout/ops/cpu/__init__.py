@@ -17,6 +17,7 @@ from torch import Tensor
 from ...definition.products import MOST_LINKS, MOST_PARTS, MOST_PRODUCTS
 from ...definition.storage import MOST_SLOTS
 from ...draws import Draw
+from .. import recording
 from ..backend import Loop, LoopGrads
 from ..memory import address
 from ..reference import kept_scale
@@ -29,6 +30,11 @@ from .masks import masks_of, stream_of
 ROWS = rows_of
 IN_FLOAT32 = True  # half types are computed in float32
 GATES_AT_ONCE = 2**22  # gate values at once if no backward pass follows
+
+
+def settings() -> tuple[int]:
+    """Return the settings that a pass depends on besides its run."""
+    return (torch.get_num_threads(),)
 
 
 def supports(r: Run) -> bool:
@@ -120,6 +126,7 @@ def hidden_scale(draw: Draw, examples: Tensor, units: int, dtype: torch.dtype) -
     return kept_scale(draw, mask, dtype)[0].contiguous()
 
 
+@recording.step
 def scratch(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
     """Return uninitialised memory for one call: released by an earlier call, or new."""
     if (
@@ -133,6 +140,7 @@ def scratch(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
     return new
 
 
+@recording.step
 def release(*buffers: Tensor | None) -> None:
     """Keep scratch memory for the next call.
 
@@ -204,6 +212,7 @@ def forward(loops: Sequence[Loop]) -> None:
                     "backend='reference' would do"
                 )
             _say_once(_IN_TORCH_CALLS.format(reason=native.why_not()))
+            recording.refuse("the loop runs in torch calls")
             fallback.forward(loop)
         else:
             _call(cell, "forward", loop, None)
@@ -213,6 +222,7 @@ def backward(loops: Sequence[tuple[Loop, LoopGrads]]) -> None:
     """Run the backward pass of loops; gradients are written into each `LoopGrads`."""
     for loop, back in loops:
         if (cell := _cell_of(loop)) is None:
+            recording.refuse("the loop runs in torch calls")
             fallback.backward(loop, back)
         else:
             _call(cell, "backward", loop, back)
@@ -223,6 +233,7 @@ def _cell_of(loop: Loop) -> native.Cell | None:
     return native.cell(loop.cell) if native.load() is not None else None
 
 
+@recording.step
 def product(a: Tensor, b: Tensor, out: Tensor) -> bool:
     """Write a·b to `out`; return False if this is not possible here.
 
@@ -266,13 +277,18 @@ def prepare(*buffers: Tensor | None) -> None:
     The first touch of a small page costs microseconds, and a training step touches tens of
     thousands of pages.
     """
-    advise = _advice()
+    large = [v for v in buffers if v is not None and v.nbytes >= _LARGE]
+    if large and _advice() is not None:
+        _use_huge_pages(large)
+
+
+@recording.step
+def _use_huge_pages(buffers: list[Tensor]) -> None:
     for buffer in buffers:
-        if advise is not None and buffer is not None and buffer.nbytes >= _LARGE:
-            at = address(buffer, "buffer")
-            start = -(-at // _PAGE) * _PAGE
-            size = (at + buffer.nbytes) // _PAGE * _PAGE - start
-            advise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
+        at = address(buffer, "buffer")
+        start = -(-at // _PAGE) * _PAGE
+        size = (at + buffer.nbytes) // _PAGE * _PAGE - start
+        _advice()(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
 
 
 _PAGE, _LARGE = 2**21, 2**22
@@ -302,8 +318,8 @@ def _call(cell: native.Cell, name: str, loop: Loop, back: LoopGrads | None) -> N
     args.cell = getattr(cell, kind)
     size = getattr(library, f"zoneout_work_size_{kind}")(ctypes.byref(args))
     work = scratch(loop.gates, size + 64, dtype=torch.uint8)
-    args.work = (address(work, "work") + 63) // 64 * 64
-    getattr(library, f"zoneout_{name}_{kind}")(ctypes.byref(args))
+    args.work = address(work, "work")
+    recording.call(getattr(library, f"zoneout_{name}_{kind}"), args, fixed=("cell",))
     release(work)
 
 

@@ -392,7 +392,7 @@ static int64_t NAME(rank)(const Loop *l) {
 
 static int64_t NAME(layout)(const Loop *l, WORK *w) {
     int64_t b = l->batch, h = l->hidden, p = l->outputs, g = NAME(width)(l), at = 0;
-    char *base = (char *)l->work;
+    char *base = work_of(l);
 #define PLACE(name, count) (w->name = (REAL *)(base + at), at += ((count) * (int64_t)sizeof(REAL) + 63) / 64 * 64)
     PLACE(w_ih, l->x ? NAME(panel_size)(l->inputs, g) : 0);
     PLACE(w_hh, NAME(packed_recurrent_size)(l));
@@ -441,7 +441,7 @@ static Loop NAME(own_rows)(const Loop *l) {
     WORK w;
     int64_t from, to, h = l->hidden, p = l->outputs, g = NAME(width)(l), id = real_thread_id();
     int64_t size = NAME(layout)(l, &w) + NAME(spans_size)(l);
-    int64_t *spans = (int64_t *)((char *)l->work + size * id);
+    int64_t *spans = (int64_t *)(work_of(l) + size * id);
     share(l->batch, 1, &from, &to);
     for (int64_t t = 0; t < l->steps; t++) {
         spans[t] = to - from;

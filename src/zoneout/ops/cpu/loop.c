@@ -103,10 +103,10 @@ static void philox_words(uint32_t *words, int64_t from, int64_t to, uint64_t see
 static void stream_words(const Stream *s, uint32_t *words, int64_t from, int64_t to, int64_t example, int64_t step) {
     uint32_t e = s->sees_example ? (uint32_t)example : 0, t = s->sees_step ? (uint32_t)step : 0;
     if (s->sees_unit) {
-        philox_words(words, from, to, s->seed, e, t, (uint32_t)s->plane);
+        philox_words(words, from, to, (uint64_t)*s->seed, e, t, (uint32_t)s->plane);
     } else {
         uint32_t one[4] __attribute__((aligned(8)));
-        philox_words(one, 0, 1, s->seed, e, t, (uint32_t)s->plane);
+        philox_words(one, 0, 1, (uint64_t)*s->seed, e, t, (uint32_t)s->plane);
         for (int64_t j = 0; j < to - from; j++) words[j] = one[0];
     }
 }
@@ -159,9 +159,11 @@ void zoneout_bits(const Stream *s, const int64_t *steps, int64_t count, const in
 }
 
 INLINE int same_words(const Stream *a, const Stream *b) {
-    return a->seed == b->seed && a->plane == b->plane && a->sees_step == b->sees_step &&
+    return a->seed && b->seed && *a->seed == *b->seed && a->plane == b->plane && a->sees_step == b->sees_step &&
            a->sees_example == b->sees_example && a->sees_unit == b->sees_unit;
 }
+
+INLINE char *work_of(const Loop *l) { return (char *)(((intptr_t)l->work + 63) / 64 * 64); }
 
 /* --- the same code for both types --------------------------------------------------------------- */
 

@@ -19,7 +19,7 @@ typedef struct { /* one stream of noise */
     int64_t sees_step, sees_example, sees_unit;
     int64_t high; /* use the high half of a word */
     int64_t plane;
-    uint64_t seed;
+    const int64_t *seed; /* DRAWN */
     const double *rate; /* one, or [units] */
     int64_t stride;     /* of the rates: 0 if all units share one */
     const void *given;  /* GIVEN: the masks, [N, units] */
@@ -70,6 +70,6 @@ typedef struct {
     void *dscale_x, *dscale_h, *dscale_c, *dshift_c; /* norm: [threads, G or H], starts at zero; sum over threads */
     void *dparameters[PARAMETERS];                   /* [threads, H], starts at zero; sum over threads */
     void *dinner[PRODUCTS], *ins[PRODUCTS]; /* gradients of the inner products; what they are taken of, [N, H] */
-    void *work;              /* scratch memory, zoneout_work_size() bytes, 64-byte aligned */
+    void *work;              /* scratch memory: zoneout_work_size() bytes from the first multiple of 64 on */
 } Loop;
 #endif

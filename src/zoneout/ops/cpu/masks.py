@@ -14,9 +14,11 @@ from ...noise import Rule
 from ...torch_state import plain_eager
 from ..backend import mask_coordinates
 from ..memory import address, are_memory
+from ..recording import step
 from . import native
 
 
+@step
 def masks_of(draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: int) -> list[Tensor]:
     """Return the same masks as `draw_masks`, drawn in C if possible."""
     given = (steps, examples, *(v for draw in draws for v in (draw.rate, draw.seed)))
@@ -50,6 +52,7 @@ def masks_of(draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: int)
     return masks
 
 
+@step
 def bits_of(draw: Draw, steps: Tensor, examples: Tensor, units: int) -> Tensor:
     """Return the same bits as `draw_bits`, drawn in C if possible."""
     steps, examples, units = seen([draw], steps, examples, units)
@@ -73,11 +76,11 @@ _FEW = 2**15  # one thread draws this many numbers before another thread has wok
 
 
 def stream_of(draw: Draw) -> native.Stream:
-    """Return the C struct of one noise stream; it is valid only as long as the rate exists."""
+    """Return the C struct of one noise stream, valid as long as its rate and seed exist."""
     stream = native.Stream.from_buffer_copy(_constants(draw.rule, draw.plane, draw.seed is None))
     stream.rate, stream.stride = address(draw.rate, "rate", torch.float64, -1), draw.rate.dim() > 0
     if draw.seed is not None:
-        stream.seed = int(draw.seed) & (2**64 - 1)
+        stream.seed = address(draw.seed, "seed", torch.int64, -1)
     return stream
 
 

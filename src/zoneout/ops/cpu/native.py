@@ -40,7 +40,7 @@ class Stream(ctypes.Structure):
         ),
         ("high", ctypes.c_int64),
         ("plane", ctypes.c_int64),
-        ("seed", ctypes.c_uint64),
+        ("seed", ctypes.c_void_p),
         ("rate", ctypes.c_void_p),
         ("stride", ctypes.c_int64),
         ("given", ctypes.c_void_p),
@@ -55,6 +55,7 @@ STATES, PARAMETERS, SLOTS, PRODUCTS = 4, 8, 2, 16  # the maximum of a cell
 class Loop(ctypes.Structure):
     """`Loop` of loop.h."""
 
+    moving = ("first_step",)
     _fields_ = [
         ("cell", _pointer),
         *((name, _number) for name in ("steps", "batch", "hidden", "outputs", "threads", "heads")),
@@ -252,7 +253,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         work.argtypes, work.restype = [ctypes.POINTER(Loop)], ctypes.c_int64
         for name in ("forward", "backward"):
             function: Any = getattr(library, f"zoneout_{name}_{kind}")
-            function.argtypes, function.restype = [ctypes.POINTER(Loop)], None
+            function.argtypes, function.restype = [pointer], None  # the address of a `Loop`
         packed: Any = getattr(library, f"zoneout_packed_size_{kind}")
         packed.argtypes, packed.restype = [number] * 3, number
         product: Any = getattr(library, f"zoneout_product_{kind}")

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...definition.storage import MOST_SLOTS
 from ...draws import Draw
+from .. import recording
 from ..backend import Loop, LoopGrads, by_gate
 from ..backend import by_unit as to_units
 from ..run import Run
@@ -41,7 +42,6 @@ from .runtime.arguments import CELLS, TYPES
 from .runtime.compiler import Ready
 from .runtime.compiler import add_source as add_source
 from .runtime.compiler import load as load
-from .runtime.compiler import pack as pack
 from .runtime.compiler import shared_by as shared_by
 from .runtime.exclusive import turns
 
@@ -55,6 +55,12 @@ ROWS = rows.Padded
 IN_FLOAT32 = False  # half-precision operands enter the products unconverted
 # Gate values computed at once if there is no backward pass: all, in one launch.
 GATES_AT_ONCE = 2**62
+
+
+def settings() -> tuple[Any, ...]:
+    """Return the settings that a pass depends on besides its run."""
+    at, capturing = torch.cuda.current_device(), torch.cuda.is_current_stream_capturing()
+    return at, capturing, compiler.tf32(), compiler.sharers(), blas.batch_invariant()
 
 
 def check(r: Run) -> None:
@@ -246,12 +252,15 @@ def _run_all(due: Sequence[tuple[Loop, LoopGrads | None]]) -> None:
         return
     device = due[0][0].gates.get_device()
     elsewhere = device != torch.cuda.current_device()
+    if elsewhere:
+        recording.refuse("another GPU than the current one")
     with torch.cuda.device(device) if elsewhere else nullcontext():
         loops = [_ready(loop, back, len(due)) for loop, back in due]
-        with turns(device).take() if any(loop.fills for loop in loops) else nullcontext():
+        alone = turns(device).take if any(loop.fills for loop in loops) else nullcontext
+        with recording.within(alone):
             if len(loops) == 1:
                 return loops[0].start(None)
-            with side_streams.fork(device, len(loops) - 1) as others:
+            with recording.within(partial(side_streams.fork, device, len(loops) - 1)) as others:
                 for loop, lane in zip(loops, (None, *others)):
                     loop.start(lane)
 

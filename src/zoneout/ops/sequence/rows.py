@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..backend import Loop
+from ..recording import constant
 from ..run import Run
 from .products import block_products
 
@@ -52,13 +53,15 @@ class Packed:
     @cached_property
     def starts(self) -> Tensor:
         """[T]: the first packed row of each step."""
-        if self.given is None and self.lengths is None:
+        if self.full:
             return _multiples(self.steps, self.batch)
         return self.counts.cumsum(0) - self.counts
 
     @cached_property
     def grid(self) -> tuple[Tensor, Tensor]:
         """The step and the batch row of every packed row."""
+        if self.full:
+            return _step_of_row(self.steps, self.batch), _row_of_row(self.steps, self.batch)
         return places(self.counts, int(self.counts.sum()))
 
     @cached_property
@@ -68,6 +71,11 @@ class Packed:
         return self.starts[(t - 1).clamp(min=0)] + row
 
     @property
+    def full(self) -> bool:
+        """True if every step has all rows."""
+        return self.lengths is None and self.given is None
+
+    @property
     def whole(self) -> bool:
         """True if the rows are already in the caller's layout, so no packing is needed."""
         return self.lengths is None and not self.reverse
@@ -75,6 +83,8 @@ class Packed:
     @cached_property
     def take(self) -> Tensor:
         """[N]: the index of each packed row in the caller's rows."""
+        if self.full and self.reverse:
+            return _backwards(self.steps, self.batch)
         t, row = self.grid
         if self.reverse:
             t = self.sorted_lengths[row] - 1 - t
@@ -121,7 +131,7 @@ class Packed:
 
         A sequence of length 0 has its initial state.
         """
-        if self.lengths is None and self.given is None:
+        if self.full:
             return v[v.shape[0] - self.batch :]
         rows = torch.arange(self.batch, device=self.starts.device)
         last = self.starts[(self.sorted_lengths - 1).clamp(min=0)] + rows
@@ -144,7 +154,7 @@ class Packed:
 
         With `balanced`, h of the first row of the same step is subtracted.
         """
-        first = int(self.counts[0])
+        first = self.batch if self.full else int(self.counts[0])
         out[:first] = loop.h0[:first]
         if self.whole and self.given is None:
             out[first:] = loop.y[: len(out) - first]
@@ -247,13 +257,31 @@ def copied(v: Tensor, dtype: torch.dtype) -> Tensor:
     return v.clone() if v.dtype == dtype else v.to(dtype)
 
 
-@lru_cache(64)
+@constant(64)
 def _same(count: int, value: int) -> Tensor:
     """Return one number many times; cached, so it must not be written to."""
     return torch.full((count,), value, device="cpu")
 
 
-@lru_cache(64)
+@constant(64)
 def _multiples(count: int, of: int) -> Tensor:
     """Return 0, `of`, 2 · `of`, …; cached, so it must not be written to."""
     return torch.arange(count, device="cpu") * of
+
+
+@constant(64)
+def _step_of_row(steps: int, batch: int) -> Tensor:
+    """Return the step of every row of a full batch; cached, so it must not be written to."""
+    return torch.arange(steps, device="cpu").repeat_interleave(batch)
+
+
+@constant(64)
+def _row_of_row(steps: int, batch: int) -> Tensor:
+    """Return the batch row of every row of a full batch; cached as well."""
+    return torch.arange(batch, device="cpu").repeat(steps)
+
+
+@constant(64)
+def _backwards(steps: int, batch: int) -> Tensor:
+    """Return the rows of a full batch from the last step to the first; cached as well."""
+    return torch.arange(steps * batch, device="cpu").view(steps, batch).flip(0).flatten()

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...ops.cuda import add_source, load, pack
+from ...ops.cuda import add_source, load
 from ...ops.memory import address
 
 SOURCE = add_source(Path(__file__).with_suffix(".cu"))
@@ -129,4 +129,4 @@ def _launch(
         setattr(how, field, None if number is None else address(number, field))
     with torch.cuda.device(steps[0].device):
         kernels = load(steps[0].get_device(), SOURCE, ("advance", "apply"), defines)
-        kernels[name == "apply"].launch(given.end[len(steps) - 1], THREADS, pack((given, how)))
+        kernels[name == "apply"].launch(given.end[len(steps) - 1], THREADS, (given, how))

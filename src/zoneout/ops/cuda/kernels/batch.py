@@ -17,7 +17,7 @@ from ...backend import Loop, LoopGrads
 from ...memory import is_aligned
 from ...run import Run
 from ..runtime.arguments import CELLS, TYPES, has, known, loop_arguments, modes_of, norm_arguments
-from ..runtime.compiler import Kernel, Ready, chip, load, pack, tf32
+from ..runtime.compiler import Kernel, Ready, chip, load, tf32
 from .small import MOST_NUMBERS
 
 MOST_BLOCKS = 16  # maximum in a cluster
@@ -120,7 +120,7 @@ def ready(loop: Loop, back: LoopGrads | None, loops: int) -> Ready | None:
         kernel.launch(
             tiles.blocks,
             tiles.threads,
-            pack((arguments.struct, norm.struct)),
+            (arguments.struct, norm.struct),
             tiles.shared,
             stream=lane,
         )

@@ -13,7 +13,7 @@ from ....definition import Definition
 from ...backend import Loop, LoopGrads
 from ...run import Run
 from ..runtime.arguments import Defines, has, loop_arguments
-from ..runtime.compiler import Ready, load, pack
+from ..runtime.compiler import Ready, load
 from .own_cell import OwnArguments, defines_of, known_streams, step_text
 
 THREADS = 64  # per block
@@ -44,7 +44,7 @@ def ready(loop: Loop, back: LoopGrads | None, loops: int) -> Ready | None:
     arguments = (loop_struct.struct, own.struct)
 
     def start(lane: Any) -> None:
-        kernel.launch(blocks, THREADS, pack(arguments), stream=lane)
+        kernel.launch(blocks, THREADS, arguments, stream=lane)
 
     return Ready(start)
 

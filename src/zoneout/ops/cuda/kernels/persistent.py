@@ -25,7 +25,7 @@ from ..runtime.arguments import (
     has,
     loop_arguments,
 )
-from ..runtime.compiler import Kernel, Ready, chip, load, pack, tf32
+from ..runtime.compiler import Kernel, Ready, chip, load, tf32
 
 WARPS = 8
 THREADS = 32 * WARPS
@@ -273,7 +273,7 @@ def ready_with(
     blocks, shared = tiles.groups * tiles.blocks, tiles.layout.shared
 
     def start(lane: Any) -> None:
-        structs = pack([one.struct for one in arguments])
+        structs = [one.struct for one in arguments]
         kernel.launch(blocks, THREADS, structs, shared, cooperative=True, stream=lane)
 
     return Ready(start, fills=True)

@@ -26,7 +26,7 @@ from ..runtime.arguments import (
     modes_of,
     norm_arguments,
 )
-from ..runtime.compiler import Kernel, Ready, chip, load, pack, processors, tf32
+from ..runtime.compiler import Kernel, Ready, chip, load, processors, tf32
 from .persistent import exchanged
 
 # Registers per lane in one of the four partitions of a multiprocessor.
@@ -158,7 +158,7 @@ def ready_with(
     arguments, more = loop_arguments(loop, back), own()
 
     def start(lane: Any) -> None:
-        structs = pack((arguments.struct, more.struct))
+        structs = (arguments.struct, more.struct)
         kernel.launch(tiles.blocks, 32 * tiles.warps, structs, tiles.shared, stream=lane)
 
     return Ready(start)

@@ -15,7 +15,7 @@ from ...backend import Loop, LoopGrads
 from ...memory import is_aligned
 from ..pointwise import rows
 from ..runtime.arguments import CELLS, TYPES, Arguments, Exchange, known, loop_arguments, modes_of
-from ..runtime.compiler import Kernel, Ready, chip, load, pack
+from ..runtime.compiler import Kernel, Ready, chip, load
 from .persistent import plan_for as other_plan
 
 OWNED = 16  # units per block
@@ -109,7 +109,7 @@ def ready(loop: Loop, back: LoopGrads | None, loops: int) -> Ready | None:
 
     def start(lane: None) -> None:
         kernel.launch(
-            blocks, THREADS, pack((arguments.struct, exchange.struct)), shared, cooperative=True
+            blocks, THREADS, (arguments.struct, exchange.struct), shared, cooperative=True
         )
         # The kernel has no register left for lengths: it runs all rows to the last step.
         if loop.lengths is not None:

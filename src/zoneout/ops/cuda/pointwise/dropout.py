@@ -13,7 +13,7 @@ from torch import Tensor
 from ....draws import Draw
 from ...memory import address
 from ..runtime.arguments import TYPES, Stream, fill_stream
-from ..runtime.compiler import load, pack
+from ..runtime.compiler import load
 
 THREADS = 256
 
@@ -62,4 +62,4 @@ def _launch(
     with torch.cuda.device(y.device):
         (kernel,) = load(device, "dropout.cu", (name,), defines)
         blocks = -(-(steps * batch * -(-units // 4)) // THREADS)
-        kernel.launch(blocks, THREADS, pack((stream, dropped)))
+        kernel.launch(blocks, THREADS, (stream, dropped))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...memory import address
-from ..runtime.compiler import load, pack
+from ..runtime.compiler import load
 
 THREADS = 256
 
@@ -41,5 +41,5 @@ def normals(
     with torch.cuda.device(y.device):
         (kernel,) = load(device, "normals.cu", ("normals",), defines)
         blocks = -(-(steps * len(examples) * -(-units // 4)) // THREADS)
-        kernel.launch(blocks, THREADS, pack((normal,)))
+        kernel.launch(blocks, THREADS, (normal,))
     return y

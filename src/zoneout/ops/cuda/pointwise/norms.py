@@ -18,7 +18,7 @@ from torch import Tensor
 from ...backend import Loop, LoopGrads
 from ...memory import is_aligned
 from ..runtime.arguments import TYPES, Arguments
-from ..runtime.compiler import Kernel, load, pack
+from ..runtime.compiler import Kernel, load
 
 THREADS = 256  # per block, if the plan may choose
 # Threads of a block that adds partial sums: columns, and partial sums at once.
@@ -121,7 +121,7 @@ def forward(loop: Loop) -> None:
             ("forward",),
             defines_of(dtype, made, False, loop.lengths is not None),
         )
-        kernel.launch(made.groups(loop) * made.tiles, made.threads, pack((given.struct,)))
+        kernel.launch(made.groups(loop) * made.tiles, made.threads, (given.struct,))
 
 
 def backward(loop: Loop, back: LoopGrads) -> None:
@@ -146,7 +146,7 @@ def backward(loop: Loop, back: LoopGrads) -> None:
         ready = _ready(device, defines, made.threads, threads)
         many = _parts(gates, back.dx, width, made.groups(loop), ready.resident // made.tiles)
         given.put("parts", gates.alive[-1])
-        ready.backward.launch(many * made.tiles, made.threads, pack((given.struct,)))
+        ready.backward.launch(many * made.tiles, made.threads, (given.struct,))
         if back.dnc is not None:
             many = _parts(
                 cell,
@@ -156,9 +156,9 @@ def backward(loop: Loop, back: LoopGrads) -> None:
                 ready.resident_sums // 2 // tiles,
             )
             cell.struct.rows = rows
-            ready.sums.launch(many * tiles, threads, pack((cell.struct,)))
+            ready.sums.launch(many * tiles, threads, (cell.struct,))
         columns = 2 * (width + (0 if back.dnc is None else loop.hidden))
-        ready.finish.launch(-(-columns // FINISH[0]), FINISH, pack((gates.struct, cell.struct)))
+        ready.finish.launch(-(-columns // FINISH[0]), FINISH, (gates.struct, cell.struct))
 
 
 def sum_tiles(across: int) -> tuple[tuple[int, int], int]:

@@ -18,7 +18,7 @@ from ...backend import Loop
 from ...memory import address
 from ...sequence.products import block_products, pad_columns, product, times, without_padding
 from ..runtime.arguments import TYPES
-from ..runtime.compiler import load, pack
+from ..runtime.compiler import load
 
 THREADS = 256
 MOST = 7  # maximum arrays that one launch clears
@@ -267,7 +267,7 @@ def _launch(
     elsewhere = device != torch.cuda.current_device()
     with torch.cuda.device(device) if elsewhere else nullcontext():
         kernels = load(device, "rows.cu", _KERNELS, defines_of(like.dtype))
-        kernels[_KERNELS.index(name)].launch(blocks, THREADS, pack((given,)))
+        kernels[_KERNELS.index(name)].launch(blocks, THREADS, (given,))
 
 
 def defines_of(dtype: torch.dtype) -> tuple[tuple[str, int], ...]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...memory import address
 from ..runtime.arguments import TYPES
-from ..runtime.compiler import load, pack
+from ..runtime.compiler import load
 
 THREADS = 256
 
@@ -39,5 +39,5 @@ def add_noise(weight: Tensor, std: Tensor, seed: Tensor, matrix: int, plane: int
     defines = (("CELL", 0), ("TYPE", TYPES[weight.dtype]), ("FAST", 1))
     with torch.cuda.device(weight.device):
         (kernel,) = load(device, "weight_noise.cu", ("weight_noise",), defines)
-        kernel.launch(-(-weight.numel() // (4 * THREADS)), THREADS, pack((noisy,)))
+        kernel.launch(-(-weight.numel() // (4 * THREADS)), THREADS, (noisy,))
     return y

@@ -36,6 +36,7 @@ class Stream(ctypes.Structure):
 class LoopArguments(ctypes.Structure):
     """`Loop` of common.cuh."""
 
+    moving = ("first_step",)
     _fields_ = [
         *(
             (name, _i64)

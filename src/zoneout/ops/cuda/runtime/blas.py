@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ... import recording
 from ...memory import address, in_memory
 from .compiler import _wheels, tf32
 
@@ -53,6 +54,7 @@ def batch_invariant() -> bool:
     return os.environ.get("ZONEOUT_BATCH_INVARIANT", "0") == "1"
 
 
+@recording.step
 def times(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> Tensor:
     """Write a·b to `out`, or add it with `add`, and return `out`: float32 and contiguous."""
     (rows, depth), columns = a.shape, b.shape[1]
@@ -97,6 +99,7 @@ def times(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> Tensor:
     return out
 
 
+@recording.step
 def by_rows(a: Tensor, b: Tensor, out: Tensor) -> bool:
     """Write a·b to `out` such that no row depends on the number of rows; False if not requested.
 
@@ -156,6 +159,7 @@ def product(
     the current stream and for one pass. Within it, addresses must differ by multiples of the size
     of a or b, so that their alignment stays the same.
     """
+    recording.refuse("a product for each step")
     columns, depth = w.shape if transposed else (w.shape[1], w.shape[0])
     assert depth % parts == 0
     one, beta = ctypes.c_float(1.0), ctypes.c_float(float(add))

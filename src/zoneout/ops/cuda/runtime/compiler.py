@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ... import build_cache
+from ... import build_cache, recording
 
 CUDA = Path(__file__).parents[1]
 COMMON = CUDA / "kernels" / "common.cuh"  # prepended to every source
@@ -94,9 +94,14 @@ def shared_by(loops: int) -> Iterator[None]:
         _sharers.remove(loops)
 
 
+def sharers() -> int:
+    """Return the number of concurrent loops that share a GPU."""
+    return max(_sharers)
+
+
 def processors(device: int) -> int:
     """Return the number of multiprocessors that one loop may fill, if it does not need all."""
-    return max(1, chip(device).processors // max(_sharers))
+    return max(1, chip(device).processors // sharers())
 
 
 class LaunchAttribute(ctypes.Structure):
@@ -157,33 +162,29 @@ class Kernel:
         self,
         blocks: int | tuple[int, int],
         threads: int | tuple[int, int],
-        arguments: Any,
+        values: Sequence[Any],
         shared: int = 0,
         cooperative: bool = False,
         stream: ctypes.c_void_p | None = None,
     ) -> None:
-        """Launch the kernel on a stream, by default torch's current one.
-
-        `arguments` is the result of `pack`.
-        """
+        """Launch the kernel with ctypes values on a stream, by default torch's current one."""
         x, y = threads if isinstance(threads, tuple) else (threads, 1)
         across, down = blocks if isinstance(blocks, tuple) else (blocks, 1)
+        how, pointers = (across, down, x, y, shared, cooperative), pack(values)
+        recording.launch(self.start, how, values, ctypes.addressof(pointers), stream)
+
+    def start(
+        self, across: int, down: int, x: int, y: int, shared: int, cooperative: int, pointers: int,
+        stream: ctypes.c_void_p | int | None = None,
+    ) -> None:  # fmt: skip
+        """Launch the kernel with the addresses of its arguments, which begin at `pointers`."""
         if stream is None:
-            stream = ctypes.c_void_p(
-                torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
-            )
+            stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+        grid = (self.handle, across, down, 1, x, y, 1, shared, stream, pointers)
         if cooperative:
-            check(
-                driver().cuLaunchCooperativeKernel(
-                    self.handle, across, down, 1, x, y, 1, shared, stream, arguments
-                )
-            )
+            check(driver().cuLaunchCooperativeKernel(*grid))
         else:
-            check(
-                driver().cuLaunchKernel(
-                    self.handle, across, down, 1, x, y, 1, shared, stream, arguments, None
-                )
-            )
+            check(driver().cuLaunchKernel(*grid, None))
 
 
 class Ready(NamedTuple):
@@ -212,6 +213,7 @@ def at_each_step(
     The kernel's arguments are `before`, the step, then `after`. Their values may change later, but
     their addresses must not.
     """
+    recording.refuse("a launch for each step")
     config, step = Launch(*blocks, 1, *threads, 1, 0, stream), ctypes.c_int()
     given = (*before, step, *after)
     call, at, packed = driver().cuLaunchKernelEx, ctypes.byref(config), pack(given)
@@ -370,9 +372,13 @@ def library() -> ctypes.CDLL:
     """Load the driver's library."""
     for name in ("libcuda.so.1", "nvcuda.dll"):
         try:
-            return ctypes.CDLL(name)
+            found = ctypes.CDLL(name)
         except OSError:
             continue
+        pointer, sizes = ctypes.c_void_p, [ctypes.c_uint] * 7
+        found.cuLaunchKernel.argtypes = [pointer, *sizes, pointer, pointer, pointer]
+        found.cuLaunchCooperativeKernel.argtypes = [pointer, *sizes, pointer, pointer]
+        return found
     raise RuntimeError("the CUDA driver's library was not found (looked for libcuda.so.1)")
 
 

@@ -1,0 +1,234 @@
+"""A plan repeats a pass to the bit; what it cannot repeat, it refuses."""
+
+import ctypes
+import threading
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+import zoneout as zo
+from zoneout.ops import plan, recording
+from zoneout.ops.memory import address
+
+X = torch.randn(5, 4, 3)
+LAYERS = {
+    "lstm": lambda: zo.LSTM(3, 8, noise=zo.Zoneout(cell=0.5, hidden=0.1)),
+    "stack": lambda: zo.GRU(3, 8, 2, bidirectional=True, noise=zo.Zoneout(hidden=0.1), dropout=0.2),
+    "norm": lambda: zo.LSTM(3, 8, norm="layer", noise=zo.RecurrentDropout(rate=0.2)),
+    "batch norm": lambda: zo.LSTM(3, 8, norm=zo.RecurrentBatchNorm(5)),
+    "projection": lambda: zo.LSTM(3, 8, proj_size=2, noise=zo.VariationalDropout(hidden=0.3)),
+    "float64": lambda: zo.RNN(3, 8, dtype=torch.float64, noise=zo.Zoneout(hidden=0.3)),
+    "bfloat16": lambda: zo.LSTM(3, 8, dtype=torch.bfloat16, noise=zo.Zoneout(cell=0.3)),
+    "recomputed": lambda: zo.LSTM(3, 8, recompute=True, noise=zo.Zoneout(cell=0.3)),
+    "products": lambda: zo.Recurrent(zo.cells.mogrifier_lstm, 3, 8, noise=zo.Zoneout(cell=0.3)),
+    "diagonal": lambda: zo.Recurrent(zo.cells.indrnn, 3, 8, noise=zo.Zoneout(hidden=0.3)),
+    "heads": lambda: zo.Recurrent(zo.cells.slstm, 3, 8, noise=zo.Zoneout(hidden=0.1)),
+}
+
+
+def results(layer, k: int, seen: bool = False):
+    """Return outputs, states and all gradients of call number `k`."""
+    x = (X.to(layer.weight_ih_l0.dtype) + k).requires_grad_()
+    y, state = layer(x, seed=k, first_step=3 * k)
+    final = state if isinstance(state, tuple) else (state,)
+    loss = y.float().square().sum() if k % 2 else sum(v.float().sum() for v in final)
+    wanted = [x, *layer.parameters()]
+    grads = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
+    with torch.no_grad():
+        again, _ = layer(x, seed=k)
+    return [y, *final, *grads, again]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_repeats_to_the_bit(name):
+    """Every call has other inputs, weights, seed, first step and gradients than the recorded."""
+    layer = LAYERS[name]()
+    by_plan, general = [], []
+    for found in (by_plan, general):
+        torch.manual_seed(1)
+        for p in layer.parameters():
+            torch.nn.init.uniform_(p, -0.5, 0.5)
+        for buffer in layer.buffers():
+            buffer.fill_(1)
+        for k in range(8):
+            if found is general:
+                plan.forget()
+            found.append(results(layer, k))
+            with torch.no_grad():
+                for p in layer.parameters():
+                    p.mul_(0.9)
+        if found is by_plan:
+            made = [one.text for one in plan.plans() if one.run is None]
+            assert plan.plans() and not made
+    for a, b in zip(by_plan, general):
+        assert all(map(torch.equal, a, b))
+
+
+def test_follows_the_layer():
+    """A plan is of shapes and types: other weights, rates, threads or a cast change the result."""
+    layer, other = zo.LSTM(3, 8, noise=zo.Zoneout(cell=0.5, hidden=0.1)), zo.LSTM(3, 8)
+
+    def both():
+        for _ in range(4):
+            found = layer(X.to(layer.weight_ih_l0.dtype), seed=1)[0]
+        plan.forget()
+        assert torch.equal(found, layer(X.to(layer.weight_ih_l0.dtype), seed=1)[0])
+        return found
+
+    first = both()
+    layer.noise = zo.Zoneout(cell=0.1, hidden=0.3)
+    second = both()
+    layer.load_state_dict(other.state_dict())
+    third = both()
+    layer.weight_hh_l0 = Parameter(torch.randn(8, 32).t())
+    fourth = both()
+    found = [first, second, third, fourth, both().clone()]
+    assert all(not torch.equal(a, b) for a, b in zip(found[:3], found[1:4]))
+    layer.double()
+    assert both().dtype == torch.float64
+
+
+def test_number_of_plans_is_bounded(monkeypatch):
+    monkeypatch.setattr(plan, "MOST", 8)
+    layer = zo.LSTM(3, 4)
+    for steps in range(1, 30):
+        for _ in range(3):
+            layer(X[:1].expand(steps + 1, 4, 3))
+    assert len(plan.plans()) == 8
+    assert len(plan._seen) == 8
+
+
+def test_a_shape_that_comes_once_is_not_recorded():
+    zo.LSTM(3, 4)(X)
+    assert not plan.plans()
+
+
+@pytest.mark.parametrize("form", ["lengths", "packed"])
+def test_values_that_the_cpu_reads_make_no_plan(form):
+    layer = zo.LSTM(3, 4)
+    for long in (5, 4, 3, 2):
+        lengths = torch.tensor([5, long, 1, 1])
+        given = torch.nn.utils.rnn.pack_padded_sequence(X, lengths) if form == "packed" else X
+        y, _ = layer(given) if form == "packed" else layer(given, lengths=lengths)
+        data = y.data if form == "packed" else y
+        assert data.isfinite().all()
+    assert not plan.plans()
+
+
+def test_threads_share_plans():
+    layer = zo.LSTM(3, 8, noise=zo.Zoneout(cell=0.5, hidden=0.1))
+    expected = [layer(X, seed=k)[0] for k in range(20)]
+    wrong = []
+
+    def work():
+        wrong.extend(k for k in range(20) if not torch.equal(layer(X, seed=k)[0], expected[k]))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def recorded(general, *tensors):
+    """Return the plan of a function of these tensors."""
+    with recording.Recorder(tensors, 0) as recorder:
+        result = general(*tensors)
+    return recorder.plan(result)
+
+
+class Struct(ctypes.Structure):
+    moving = ("first_step",)
+    _fields_ = [("first_step", ctypes.c_int64), ("at", ctypes.c_void_p)]
+
+
+HIDDEN = torch.ones(3)
+
+
+def with_address(v):
+    recording.call(lambda at: None, Struct(0, v.data_ptr()))
+    return v
+
+
+def on_hidden_memory(v):
+    recording.call(lambda at: None, Struct(0, address(HIDDEN)))
+    return v
+
+
+@pytest.mark.parametrize(
+    ("general", "reason"),
+    [
+        (lambda v: v + v.sum().item(), "depends on values"),
+        (lambda v: v[v > 0], "depends on values"),
+        (lambda v: v + torch.rand(3), "depends on values"),
+        (lambda v: v + HIDDEN, "unknown memory"),
+        (lambda v: HIDDEN, "unknown memory"),
+        (with_address, "an address of unknown memory"),
+        (on_hidden_memory, "unknown memory"),
+        (lambda v: v.view(torch.int32) + 1, "a view of another type"),
+        (lambda v: object(), "a object between calls"),
+    ],
+)
+def test_refuses(general, reason):
+    made = recorded(general, torch.randn(3))
+    assert made.run is None and reason in made.text
+
+
+def test_fields_follow_the_inputs():
+    """Addresses and the first step of a struct are those of the call, also inside a tensor."""
+    seen = []
+
+    def function(at):
+        found = Struct.from_address(at)
+        seen.append((found.first_step, found.at))
+
+    def general(v):
+        recording.call(function, Struct(7, address(v) + 4))
+        return v
+
+    a, b = torch.randn(3), torch.randn(3)
+    with recording.Recorder([a], 5) as recorder:
+        made = recorder.plan(general(a))
+    assert made.run([b], [b.data_ptr()], 20) is b
+    assert seen == [(7, a.data_ptr() + 4), (22, b.data_ptr() + 4)]
+
+
+def test_unneeded_lines_go():
+    made = recorded(lambda v: (v + 1, v * 2)[0], torch.randn(3))
+    assert "mul" not in str(made.text) and made.text.count("\n") == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("hidden", [32, 256])
+def test_on_the_gpu(hidden, dtype):
+    """A plan gives the same as the general code, alone and in a graph; lengths stay on the GPU."""
+    options = dict(device="cuda", dtype=dtype, noise=zo.Zoneout(cell=0.5, hidden=0.1))
+    layer = zo.LSTM(3, hidden, 2, bidirectional=True, **options)
+    x = torch.randn(7, 5, 3, device="cuda", dtype=dtype, requires_grad=True)
+    lengths, seed = torch.tensor([7, 5, 5, 2, 1]), torch.tensor(3, device="cuda")
+
+    def found():
+        y, (h, c) = layer(x, lengths=lengths, seed=seed)
+        loss = y.float().square().sum() + h.float().sum() + c.float().sum()
+        return [y, h, c, *torch.autograd.grad(loss, [x, *layer.parameters()])]
+
+    first = found()
+    for _ in range(3):
+        again = found()
+    assert plan.plans() and all(one.run for one in plan.plans()), [p.text for p in plan.plans()]
+    assert all(map(torch.equal, first, again))
+    lengths = lengths.cuda()
+    graph = torch.cuda.CUDAGraph()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            found()
+    with torch.cuda.graph(graph):
+        inside = found()
+    seed.fill_(4)
+    graph.replay()
+    plan.forget()
+    assert all(map(torch.equal, inside, found()))
