@@ -17,6 +17,7 @@ from .fits import check_fits
 from .noise import DEPTH, MASKS, OPTIONAL, Noise, Rule, as_noises, bits_of, plane, state_groups
 from .philox import as_integer, as_seed, philox
 from .rates import in_65536ths, is_zero, rate_of_layer, readable
+from .torch_state import kept
 
 
 class Draw(NamedTuple):
@@ -316,7 +317,7 @@ def example_ids(
     checked, because that would wait for the device. They are taken modulo 2³² instead.
     """
     if examples is None:
-        return torch.arange(batch, device=device)
+        return _first_ids(device, batch)
     first = None if isinstance(examples, Tensor) else as_integer(examples)
     if first is not None:
         _check_ids(first, first, batch)
@@ -331,6 +332,11 @@ def example_ids(
         _check_ids(int(ids.min()), int(ids.max()), batch if offset else None)
     ids = ids.to(device)
     return (torch.arange(batch, device=device) + ids if offset else ids) & 0xFFFFFFFF
+
+
+@kept(64)
+def _first_ids(device: torch.device, batch: int) -> Tensor:
+    return torch.arange(batch, device=device)
 
 
 def _check_ids(low: int, high: int, batch: int | None) -> None:

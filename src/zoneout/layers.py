@@ -41,6 +41,7 @@ from .recurrent import (
     has_features,
     no_tensor,
 )
+from .torch_state import zeros
 
 Noises: TypeAlias = "Noise | Iterable[Noise] | None"
 Norm: TypeAlias = "str | LayerNorm | RecurrentBatchNorm | None"
@@ -344,8 +345,8 @@ class SequenceLayer(RecurrentModule):
         if self.learn_initial_state:
             learned = (getattr(self, name) for name in self.initial_names())
             return [s.to(dtype)[:, None].expand(-1, batch, -1) for s in learned]
-        h = weight.new_zeros(count, batch, self.output_size, dtype=dtype)
-        other = h if not self.proj_size else h.new_zeros(count, batch, self.hidden_size)
+        h = zeros(weight, (count, batch, self.output_size), dtype)
+        other = zeros(weight, (count, batch, self.hidden_size), dtype) if self.proj_size else h
         return [h, *[other] * (len(self.definition.states) - 1)]
 
     def _given_states(self, hx: State, initial: list[Tensor], sequences: Sequences) -> list[Tensor]:

@@ -33,7 +33,7 @@ from .ops.dropout import drop_units
 from .ops.weight_noise import add_noise
 from .philox import as_seed
 from .rates import Rate, check_rate, is_zero, outside, rate_of_layer
-from .torch_state import functionalizing, plain_eager
+from .torch_state import capturing, functionalizing, plain_eager
 
 WEIGHTS = {  # the fields of `ops.Weights`, and the names of the parameters without suffix
     "w_ih": "weight_ih", "w_hh": "weight_hh", "b_ih": "bias_ih", "b_hh": "bias_hh",
@@ -54,6 +54,7 @@ class CallNoise(NamedTuple):
     numbers: dict[str, Tensor]  # rates by `rate_name`, static seeds by `seed_name`, on the device
     # By `rate_name`: rates that change from step to step, and their names in messages.
     steps: Mapping[str, tuple[StepRate, str]] = {}
+    changing: bool = False  # the numbers may be changed in place
 
 
 def drawn_rules(rules: Iterable[Rule], training: bool) -> list[Rule]:
@@ -179,6 +180,7 @@ class RecurrentModule(Settable):
         self._reset_parts()
         self._rules: tuple[Rule, ...] = ()
         self._copies: dict[torch.device, dict[str, Tensor]] = {}
+        self._current: dict[torch.device, dict[str, Tensor]] = {}
         self.noise = noise
         self._copy_early()
 
@@ -305,7 +307,8 @@ class RecurrentModule(Settable):
     # Rates and static seeds ("the numbers") are plain attributes, not buffers. Loaders that build a
     # model on the meta device fill every buffer that is not in a checkpoint with arbitrary memory.
     # The numbers on the CPU are never changed in place. Their copies on a device are changed in
-    # place, so that a captured CUDA graph reads a replaced rate.
+    # place, so that a captured CUDA graph reads a replaced rate. Eager calls read `_current`, whose
+    # tensors are replaced, so that a backward pass still finds the rates of its forward pass.
 
     def _numbers_on(self, device: torch.device) -> dict[str, Tensor]:
         """Return rates and static seeds on a device; they are copied at the first use."""
@@ -324,11 +327,24 @@ class RecurrentModule(Settable):
                 self._copies[device] = copies
         return copies
 
+    def _fixed_on(self, device: torch.device) -> tuple[dict[str, Tensor], bool]:
+        """Return rates and static seeds on a device, and whether they may be changed in place."""
+        if device.type == "cpu":
+            return self._numbers, False
+        if not plain_eager() or capturing(device):
+            return self._numbers_on(device), True
+        if (found := self._current.get(device)) is None:
+            with torch.inference_mode(False):
+                found = {name: v.clone() for name, v in self._numbers_on(device).items()}
+            self._current[device] = found
+        return found, False
+
     def _update_copies(self) -> None:
         """Write the current numbers into the copies on all devices.
 
         The copies of removed noises become zero.
         """
+        self._current = {}
         for device, copies in self._copies.items():
             for name, old in copies.items():
                 if name not in self._numbers:
@@ -343,6 +359,7 @@ class RecurrentModule(Settable):
         """Copy the numbers to the device of the weights before the first call, for compilers."""
         device = getattr(self, f"weight_ih{self.suffixes()[0]}").device
         self._copies = {at: copies for at, copies in self._copies.items() if at == device}
+        self._current = {}
         if device.type != "meta":
             self._numbers_on(device)
 
@@ -358,7 +375,7 @@ class RecurrentModule(Settable):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the copies on devices, which are made again when needed."""
-        return {**super().__getstate__(), "_copies": {}}
+        return {**super().__getstate__(), "_copies": {}, "_current": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -370,11 +387,12 @@ class RecurrentModule(Settable):
         if "_copies" not in self.__dict__:
             self._copies = {}
             self.noise = self._noise
+        self._current = {}
 
     def _call_noise(self, rates: Rates | None, device: torch.device) -> CallNoise:
         """Return the noise of one call: that of the module, with the rates in `rates` replaced."""
-        on_cpu = device.type == "cpu"
-        default = CallNoise(self._rules, self._numbers if on_cpu else self._numbers_on(device))
+        numbers, in_place = self._fixed_on(device)
+        default = CallNoise(self._rules, numbers, changing=in_place)
         if rates is None:
             return default
         if not isinstance(rates, Mapping):
@@ -385,7 +403,7 @@ class RecurrentModule(Settable):
         for one, entry in self._entries(as_noises(self._noise)):
             if entry.stream not in known or not is_zero(entry.rate):  # prefer an enabled noise
                 known[entry.stream] = one
-        rules, numbers = list(self._rules), dict(default.numbers)
+        rules, numbers = list(self._rules), dict(numbers)
         steps: dict[str, tuple[StepRate, str]] = {}
         named = dict(zip(self.definition.states, STATE_STREAMS))
         for key, rate in rates.items():
@@ -410,7 +428,7 @@ class RecurrentModule(Settable):
             numbers |= {name: _to_device(value, device) for name, value in new_rates.items()}
             if all(rule.stream != stream for rule in rules):
                 rules.append(one.rule(stream))
-        return CallNoise(tuple(rules), numbers, steps)
+        return CallNoise(tuple(rules), numbers, steps, in_place)
 
     def _step_rates(
         self, rate: Any, stream: str, name: str
@@ -463,7 +481,7 @@ class RecurrentModule(Settable):
             key, rate = seed, noise.numbers[rate_name(rule.stream, layer)]
             if rule.mask == "static":
                 key = noise.numbers[seed_name(rule.stream)]
-            if not rate.is_cpu:  # the copies on a device may change before the backward pass
+            if noise.changing:  # perhaps before the backward pass
                 rate = rate.clone()
                 key = key.clone() if key is not None and rule.mask == "static" else key
             where = plane(rule, layer if at is None else at, direction)

@@ -45,6 +45,7 @@ from .recurrent import (
     has_features,
     no_tensor,
 )
+from .torch_state import zeros
 
 
 class StepCell(RecurrentModule):
@@ -174,7 +175,7 @@ class StepCell(RecurrentModule):
         """Check `hx` and return the states as [B, hidden_size]; zeros if `hx` is None."""
         shape = (x.shape[0], self.hidden_size)
         if hx is None:
-            return [x.new_zeros(shape)] * len(self.definition.states)
+            return [zeros(x, shape, x.dtype)] * len(self.definition.states)
         states = []
         for name, state in as_states(hx, self.definition):
             expected = shape if batched else shape[1:]

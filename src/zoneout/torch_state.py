@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache, wraps
 
 import torch
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack
+from torch.nn import Parameter
 
 
 def plain_eager() -> bool:
@@ -37,3 +39,41 @@ def nobody_derives(tensors: Sequence[Tensor | None]) -> bool:
     return not torch.is_grad_enabled() or not any(
         v is not None and v.requires_grad for v in tensors
     )
+
+
+def capturing(device: torch.device) -> bool:
+    """Return True if a CUDA graph is being captured on this device's current stream."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def kept(most: int) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Keep the results of a function that makes a constant tensor on `device`, its first argument.
+
+    The result must not be written to. A tensor that is made inside a trace, a transform, inference
+    mode or the capture of a CUDA graph must not outlive it, and a graph must not read one that
+    could be dropped: there, each call makes its own.
+    """
+
+    def decorate(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        once = lru_cache(most)(function)
+
+        @wraps(function)
+        def found(device: torch.device, *args: Hashable) -> Tensor:
+            alone = not plain_eager() or torch.is_inference_mode_enabled() or capturing(device)
+            return function(device, *args) if alone else once(device, *args)
+
+        return found
+
+    return decorate
+
+
+def zeros(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return zeros of the kind and on the device of `like`, which must not be written to."""
+    if type(like) in (Tensor, Parameter):
+        return _zeros(like.device, shape, dtype)
+    return like.new_zeros(shape, dtype=dtype)
+
+
+@kept(32)
+def _zeros(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)

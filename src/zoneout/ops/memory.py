@@ -80,6 +80,11 @@ def address(
     return at
 
 
+def addresses(tensors: Iterable[Tensor | None]) -> list[int]:
+    """Return the address of the first value of tensors for which `are_memory` is True; None: 0."""
+    return [0 if v is None else v.data_ptr() for v in tensors]
+
+
 def is_aligned(v: Tensor, size: int) -> bool:
     """Return True if the first value is aligned to `size` bytes."""
     return v.data_ptr() % size == 0

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from .memory import addresses
 from .recording import Plan, Recorder, is_recording
 
 T = TypeVar("T")
@@ -35,10 +36,10 @@ def planned(
 ) -> T:
     """Return what `general()` returns: by its plan, if there is one.
 
-    `general` must compute from `tensors` and `kind` alone. `first_step` is the only number that may
-    differ between the calls of a plan.
+    `general` must compute from `tensors`, which are in memory, and `kind` alone. `first_step` is
+    the only number that may differ between the calls of a plan.
     """
-    at = [0 if v is None else v.data_ptr() for v in tensors]
+    at = addresses(tensors)
     key = (
         kind,
         tuple(

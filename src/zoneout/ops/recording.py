@@ -516,17 +516,27 @@ def _padded(size: int) -> int:
     return -(-size // 16) * 16
 
 
-@lru_cache(64)
-def _pointers(struct: Any, begin: int = 0, name: str = "") -> list[tuple[str, int]]:
+def _pointers(struct: type[Any]) -> list[tuple[str, int]]:
     """Return the name and place of every pointer of a struct, nested ones included."""
+    if struct not in _places_of:
+        _places_of[struct] = _found_pointers(struct)
+    return _places_of[struct]
+
+
+_places_of: dict[type[Any], list[tuple[str, int]]] = {}
+
+
+def _found_pointers(struct: Any, begin: int = 0, name: str = "") -> list[tuple[str, int]]:
     if struct is ctypes.c_void_p:
         return [(name, begin)]
     if issubclass(struct, ctypes.Array):
         size = ctypes.sizeof(struct._type_)
-        each = [_pointers(struct._type_, begin + k * size, name) for k in range(struct._length_)]
+        each = [
+            _found_pointers(struct._type_, begin + k * size, name) for k in range(struct._length_)
+        ]
         return [one for found in each for one in found]
     if issubclass(struct, ctypes.Structure):
         fields: Sequence[Any] = struct._fields_
-        each = [_pointers(of, begin + getattr(struct, own).offset, own) for own, of in fields]
+        each = [_found_pointers(of, begin + getattr(struct, own).offset, own) for own, of in fields]
         return [one for found in each for one in found]
     return []
