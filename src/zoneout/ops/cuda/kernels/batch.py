@@ -6,7 +6,7 @@ A block owns a few units for the whole batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class Plan:
         return 32 * self.parts * self.bands
 
 
-@cache
+@lru_cache(1024)
 def plan(
     cell: Definition, size: int, hidden: int, batch: int, back: bool, plain: bool, most: int
 ) -> Plan | None:
@@ -153,7 +153,7 @@ def defines_of(
     )  # fmt: skip
 
 
-@cache
+@lru_cache(1024)
 def _kernel(
     device: int,
     cell: Definition,

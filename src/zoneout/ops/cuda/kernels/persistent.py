@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -150,7 +150,7 @@ def layout(
     return None
 
 
-@cache
+@lru_cache(1024)
 def plan(
     cell: Definition,
     dtype: torch.dtype,
@@ -298,7 +298,7 @@ def defines_of(
     )  # fmt: skip
 
 
-@cache
+@lru_cache(1024)
 def _kernel(
     device: int,
     cell: Definition,

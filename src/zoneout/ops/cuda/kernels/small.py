@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ def beyond_lstm(cell: Definition) -> int:
     return 4 * gates + 8 * states + 4 * len(cell.storage.slots) * (cell not in CELLS)
 
 
-@cache
+@lru_cache(1024)
 def plan(
     cell: Definition,
     size: int,
@@ -181,7 +181,7 @@ def defines_of(
     )  # fmt: skip
 
 
-@cache
+@lru_cache(1024)
 def _kernel(
     device: int,
     cell: Definition,

@@ -6,7 +6,7 @@ W_h is spread over the chip, and warpgroups compute the products.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 import torch
 
@@ -40,7 +40,7 @@ class Plan:
     size: int  # exchange buffer of a group, bytes
 
 
-@cache
+@lru_cache(1024)
 def plan(hidden: int, batch: int, processors: int, shared: int) -> Plan | None:
     """Return the tiles for a shape and device, or None if the weights do not fit."""
     k_steps = -(-hidden // OWNED)
@@ -129,7 +129,7 @@ def defines_of(
     )  # fmt: skip
 
 
-@cache
+@lru_cache(1024)
 def _kernel(device: int, dtype: torch.dtype, tiles: Plan, modes: tuple[int, int]) -> Kernel | None:
     """Return the compiled kernel, or None if its blocks do not all fit on the device at once."""
     (kernel,) = load(device, "wide.cu", ("forward",), defines_of(dtype, tiles, modes))

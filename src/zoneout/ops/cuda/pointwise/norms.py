@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -72,7 +72,7 @@ class Plan:
         return -(-loop.steps * loop.batch * self.team // self.bound) if self.layer else loop.steps
 
 
-@cache
+@lru_cache(1024)
 def plan(layer: bool, size: int, width: int, batch: int, vector: int, back: bool) -> Plan:
     """Return the plan for rows of `width` elements of `size` bytes, read `vector` at a time."""
     across = width // vector
@@ -239,7 +239,7 @@ class _Ready(NamedTuple):
     resident_sums: int
 
 
-@cache
+@lru_cache(1024)
 def _ready(
     device: int,
     defines: tuple[tuple[str, int], ...],
