@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,11 +12,16 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import zoneout as zo
+from zoneout import cells
 from zoneout.ops import TOLERANCES
 from zoneout.ops.cpu import native, product
 
 STEPS, ROWS = 3, 60  # 180 rows at once are more than a product takes in one block
-LAYERS = {"lstm": zo.LSTM, "gru": zo.GRU, "rnn": zo.RNN}
+LAYERS = {
+    "lstm": zo.LSTM, "gru": zo.GRU, "rnn": zo.RNN,
+    "own lstm": partial(zo.Recurrent, cells.peephole_lstm), "mgu": partial(zo.Recurrent, cells.mgu),
+}  # fmt: skip
+PAIRS = ("lstm", "own lstm")  # cells with h and c
 # cell, input, hidden, options: x·W_x inside of the loop, and before it where W_x is larger than 512
 # KB
 CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
@@ -23,6 +29,9 @@ CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "lstm before": ("lstm", 900, 37, {}),
     "gru before": ("gru", 1200, 37, {}),
     "rnn before": ("rnn", 1400, 101, {}),
+    "own cell inside": ("own lstm", 5, 37, {}),
+    "own cell before": ("own lstm", 900, 37, {}),
+    "a product in the step": ("mgu", 5, 37, {}),
     "float64": ("lstm", 450, 37, {"dtype": torch.float64}),
     "bfloat16": ("lstm", 900, 37, {"dtype": torch.bfloat16}),
     "float16": ("gru", 1200, 37, {"dtype": torch.float16}),
@@ -54,14 +63,14 @@ class Rows:
 
     def __init__(self, cell: str, inputs: int, hidden: int, options: dict[str, Any]) -> None:
         torch.manual_seed(0)
-        noise = zo.Zoneout(hidden=0.2) if cell != "lstm" else zo.Zoneout(cell=0.3, hidden=0.2)
+        noise = zo.Zoneout(hidden=0.2) if cell not in PAIRS else zo.Zoneout(cell=0.3, hidden=0.2)
         self.layer = LAYERS[cell](inputs, hidden, **{"noise": noise, **options})
         dtype = options.get("dtype", torch.float32)
         self.x = torch.randn(STEPS, ROWS, inputs).to(dtype)
         outputs = options.get("proj_size", hidden)
         self.states = [
             torch.randn(1, ROWS, size).to(dtype)
-            for size in ((outputs, hidden) if cell == "lstm" else (hidden,))
+            for size in ((outputs, hidden) if cell in PAIRS else (hidden,))
         ]
         self.dy = torch.randn(STEPS, ROWS, outputs).to(dtype)
 

@@ -620,13 +620,28 @@ def test_onnx_says_what_is_missing(monkeypatch):
 # -----------------------------------------------------------------------------
 
 
+class Both(nn.Module):
+    """Two layers, one after the other."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor, **call: Any) -> tuple[Tensor, Any]:
+        for layer in self.layers:
+            x, state = layer(x, **call)
+        return x, state
+
+
 def ddp_case() -> tuple[nn.Module, Tensor, Tensor, Tensor]:
     """The same model, inputs, targets and example ids in every process."""
     torch.manual_seed(0)
-    layer = zo.LSTM(
-        INPUT, HIDDEN, 2, dropout=0.3, noise=[BOTH, zo.VariationalDropout(input=0.1, hidden=0.2)]
+    noise = [BOTH, zo.VariationalDropout(input=0.1, hidden=0.2)]
+    layers = (
+        zo.LSTM(INPUT, HIDDEN, 2, dropout=0.3, noise=noise),
+        zo.Recurrent(zo.cells.peephole_lstm, HIDDEN, HIDDEN, noise=BOTH),
     )
-    return layer, x_of(), torch.randn(STEPS, BATCH, HIDDEN), torch.tensor([10, 7, 30, 2])
+    return Both(*layers), x_of(), torch.randn(STEPS, BATCH, HIDDEN), torch.tensor([10, 7, 30, 2])
 
 
 def ddp_worker(rank: int, folder: Path) -> None:

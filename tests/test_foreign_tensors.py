@@ -7,6 +7,7 @@ give wrong numbers or end the process.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 import zoneout as zo
+from zoneout import cells
 from zoneout.draws import draw_masks
 from zoneout.noise import Rule
 from zoneout.ops import memory
@@ -49,7 +51,9 @@ class Own(nn.Module):
         return h, state[1] / 2 + h
 
 
-LAYERS = {"LSTM": zo.LSTM, "GRU": zo.GRU, "RNN": zo.RNN}
+LAYERS = {
+    "LSTM": zo.LSTM, "GRU": zo.GRU, "RNN": zo.RNN, "own": partial(zo.Recurrent, cells.peephole_lstm),
+}  # fmt: skip
 CELLS = {
     "LSTMCell": lambda: zo.LSTMCell(INPUT, HIDDEN, noise=NOISE),
     "GRUCell": lambda: zo.GRUCell(INPUT, HIDDEN, noise=NOISE),
@@ -63,7 +67,7 @@ CASES = [*((name, steps) for name in LAYERS for steps in (1, 3)), *((name, 0) fo
 def make(name: str, steps: int, **options: Any) -> tuple[nn.Module, Tensor, Any, dict[str, int]]:
     """A module, an input, a state, and what fixes its draws."""
     torch.manual_seed(0)
-    pair = name in ("LSTM", "LSTMCell", "ZoneoutCell")
+    pair = name in ("LSTM", "own", "LSTMCell", "ZoneoutCell")
     if name in LAYERS:
         shape, size, call = (1, BATCH), HIDDEN, {"seed": 5}
         module: nn.Module = LAYERS[name](INPUT, HIDDEN, **{"noise": NOISE} | options)
@@ -296,9 +300,8 @@ def test_there_is_one_gate():
 @pytest.mark.parametrize("name, steps", CASES)
 def test_gradients_of_a_rate_of_one(name, steps):
     """The weights' gradients are zero, not missing; those of the state pass through."""
-    everything = (
-        zo.Zoneout(hidden=1.0, cell=1.0) if name.startswith("LSTM") else zo.Zoneout(hidden=1.0)
-    )
+    pair = name.startswith("LSTM") or name == "own"
+    everything = zo.Zoneout(hidden=1.0, cell=1.0) if pair else zo.Zoneout(hidden=1.0)
     module, x, state, _ = make(name, steps)
     if name == "ZoneoutCell":
         module.rates = 1.0

@@ -35,10 +35,11 @@ class Body(nn.Module):
             5, 4, noise=zo.Zoneout(hidden=[torch.tensor([0.1, 0.2, 0.3, 0.4], device="cpu")])
         )
         self.third = zo.RNN(4, 4, noise=zo.Zoneout(hidden=0.5, mask="static", seed=3))
+        self.own = zo.Recurrent(zo.cells.peephole_lstm, 4, 4, noise=NOISE)
         self.cell = zo.GRUCell(4, 2, noise=zo.Zoneout(hidden=0.5))
 
     def forward(self, x: Tensor, seed: int) -> Tensor:
-        for layer in (self.first, self.second, self.third):
+        for layer in (self.first, self.second, self.third, self.own):
             x, _ = layer(x, seed=seed)
         return self.cell(x[-1], torch.ones(x.shape[1], 2), seed=seed, step=0)
 
