@@ -52,7 +52,8 @@ class Own(nn.Module):
 
 
 LAYERS = {
-    "LSTM": zo.LSTM, "GRU": zo.GRU, "RNN": zo.RNN, "own": partial(zo.Recurrent, cells.peephole_lstm),
+    "LSTM": zo.LSTM, "GRU": zo.GRU, "RNN": zo.RNN,
+    "own": partial(zo.Recurrent, cells.peephole_lstm),
 }  # fmt: skip
 CELLS = {
     "LSTMCell": lambda: zo.LSTMCell(INPUT, HIDDEN, noise=NOISE),
