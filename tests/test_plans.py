@@ -90,6 +90,19 @@ def test_follows_the_layer():
     assert both().dtype == torch.float64
 
 
+def test_backward_inside_autocast():
+    """Autocast would run the products of a plan in half precision."""
+    layer = zo.LSTM(3, 8)
+
+    def gradients():
+        y, _ = layer(X, seed=1)
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.autograd.grad(y.square().sum(), [*layer.parameters()])
+
+    found = [gradients() for _ in range(4)]
+    assert all(map(torch.equal, found[0], found[-1]))
+
+
 def test_number_of_plans_is_bounded(monkeypatch):
     monkeypatch.setattr(plan, "MOST", 8)
     layer = zo.LSTM(3, 4)

@@ -8,6 +8,7 @@ layer's directions, whose loops then run concurrently.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -188,7 +189,9 @@ def _planned(
         return general()
     runs = tuple([one._replace(first_step=0) for one in settings])
     what = Kind(name, runs, LOOPS[kind].settings(), needed)
-    return planned(what, tensors, settings[0].first_step, general)
+    # A backward pass may run inside autocast, which would round products of a plan.
+    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+        return planned(what, tensors, settings[0].first_step, general)
 
 
 def _depends_on_values(settings: Settings, kind: str) -> bool:
