@@ -214,6 +214,19 @@ def test_unneeded_lines_go():
     assert "mul" not in str(made.text) and made.text.count("\n") == 4
 
 
+@pytest.mark.usefixtures("emulated")
+def test_of_kernels(monkeypatch):
+    """Both directions of a layer, on side streams, with the structs of the kernels."""
+    monkeypatch.setattr(torch.backends.cudnn.rnn, "fp32_precision", "tf32")
+    layer = zo.LSTM(3, 9, bidirectional=True, noise=zo.Zoneout(cell=0.5, hidden=0.1))
+    by_plan = [results(layer, k) for k in range(5)]
+    assert len(plan.plans()) == 4  # forward, two kinds of backward passes, evaluation
+    assert all("with" in one.text and one.run for one in plan.plans())
+    for k, found in enumerate(by_plan):
+        plan.forget()
+        assert all(map(torch.equal, found, results(layer, k)))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("hidden", [32, 256])
