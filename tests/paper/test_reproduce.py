@@ -49,7 +49,7 @@ TEXT = str(Path(__file__).parent / "golden" / "text.txt")
 TINY = Config(
     data=Data(TEXT),
     batches=Batches(size=16, length=25),
-    model=Model(hidden=8, one_bias=True, learn_initial_state=True),
+    model=Model(hidden=8, embedding=0, one_bias=True, learn_initial_state=True),
     zoneout=Zoneout(cell=0.5, hidden=0.05),
     optimizer=Optimizer("adam", lr=0.01),
     evaluation=Evaluation(Protocol("chunks", length=25), Protocol("whole", length=100)),

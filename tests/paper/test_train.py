@@ -52,9 +52,11 @@ TEXT = Data(str(GOLDEN / "text.txt"))
 CHARS = Config(
     data=TEXT,
     batches=Batches("chunks", size=16, length=25),
-    model=Model(hidden=24, init="block-orthogonal", one_bias=True, learn_initial_state=True),
+    model=Model(
+        hidden=24, embedding=0, init="block-orthogonal", one_bias=True, learn_initial_state=True
+    ),
     zoneout=Zoneout(cell=0.5, hidden=0.05),
-    optimizer=Optimizer("adam", paper=True, lr=0.01, clip_update=1.0),
+    optimizer=Optimizer("adam", paper=True, lr=0.01, clip_gradient=0.0, clip_update=1.0),
     evaluation=Evaluation(Protocol("chunks", length=25), Protocol("whole", length=100)),
     epochs=2,
     log_every=4,
@@ -86,14 +88,14 @@ CURVES = {
     "word-lstm-streams": WORDS,
     "char-gru-layer-norm": replace(
         CHARS,
-        model=Model("gru", hidden=24, norm="layer", init="orthogonal"),
+        model=Model("gru", hidden=24, embedding=0, norm="layer", init="orthogonal"),
         zoneout=Zoneout(hidden=0.1),
         optimizer=Optimizer("rmsprop", paper=True, lr=0.005, decay=0.5, clip_gradient=1.0),
         norm_stabilizer=1.0,
     ),
     "char-lstm-batch-norm": replace(
         CHARS,
-        model=Model(hidden=12, norm="batch", norm_momentum=0.05, init="identity"),
+        model=Model(hidden=12, embedding=0, norm="batch", norm_momentum=0.05, init="identity"),
         zoneout=Zoneout(cell=0.15, hidden=0.15, mask="shared"),
         weight_noise=0.01,
         schedule=Schedule("cosine"),
@@ -103,7 +105,7 @@ CURVES = {
         CHARS,
         model=Model("rnn", hidden=16, embedding=16, tied=True),
         zoneout=Zoneout(hidden=0.05, mask="step"),
-        optimizer=Optimizer("adam", lr=0.005, weight_decay=0.01),
+        optimizer=Optimizer("adam", lr=0.005, weight_decay=0.01, clip_gradient=0.0),
     ),
 }
 
@@ -171,7 +173,7 @@ def test_the_best_weights_are_kept_and_tested(tmp_path: Path) -> None:
     config = replace(
         CHARS,
         epochs=3,
-        optimizer=Optimizer("adam", lr=3.0),
+        optimizer=Optimizer("adam", lr=3.0, clip_gradient=0.0),
         evaluation=replace(CHARS.evaluation, every=2),
     )
     summary = train(config, tmp_path / "run")
@@ -275,7 +277,9 @@ def test_the_learning_rate_of_a_line_is_that_of_its_update(tmp_path: Path) -> No
 
 
 def test_patience(tmp_path: Path) -> None:
-    config = replace(CHARS, epochs=50, patience=2, optimizer=Optimizer("adam", lr=3.0))
+    config = replace(
+        CHARS, epochs=50, patience=2, optimizer=Optimizer("adam", lr=3.0, clip_gradient=0.0)
+    )
     summary = train(config, tmp_path / "run")
     flags = [r["best"] for r in read_metrics(tmp_path / "run") if r["kind"] == "valid"]
     assert summary.status == "patience" and flags[-3:] == [True, False, False] and len(flags) < 50
@@ -584,7 +588,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
 
 
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
-    config = replace(CHARS, optimizer=Optimizer("sgd", lr=1e38), save_every=1)
+    config = replace(CHARS, optimizer=Optimizer("sgd", lr=1e38, clip_gradient=0.0), save_every=1)
     with pytest.raises(Diverged, match=r"training has diverged; there is none to keep|not finite"):
         train(config, tmp_path / "run")
     for kept in runs.Run(tmp_path / "run").checkpoints():
@@ -892,7 +896,7 @@ def test_char_ptb_trains_at_reduced_size(tmp_path: Path) -> None:
         batches=Batches("chunks", size=32, length=50),
         model=Model(hidden=64, init="block-orthogonal", one_bias=True, learn_initial_state=True),
         zoneout=Zoneout(cell=0.25, hidden=0.05),
-        optimizer=Optimizer("adam", paper=True, lr=0.01, clip_update=1.0),
+        optimizer=Optimizer("adam", paper=True, lr=0.01, clip_gradient=0.0, clip_update=1.0),
         evaluation=Evaluation(Protocol("chunks", length=50), Protocol("whole", length=500)),
         epochs=1,
         device="cpu",

@@ -97,7 +97,7 @@ class Demo:
         plain = Config(
             data=text,
             batches=Batches(length=50),
-            model=Model(hidden=self.hidden),
+            model=Model(hidden=self.hidden, embedding=0),
             optimizer=Optimizer(lr=0.006, clip_gradient=1.0),
             evaluation=Evaluation(valid=streams, test=streams, every=max(1, self.updates // 30)),
             epochs=self.updates,  # never reached: `updates` ends the run first
