@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,10 @@ from command_line import SMALL, environment, process
 import zoneout as package
 import zoneout_command
 from zoneout.paper import console
-from zoneout.paper.cli import bench, main
+from zoneout.paper.cli import bench, main, options
+from zoneout.paper.cli.bench import Bench
+from zoneout.paper.cli.gradients import Gradients
+from zoneout.paper.cli.reproduce import Reproduce
 from zoneout.paper.data import datasets
 from zoneout.paper.training import runs
 from zoneout.paper.training.exit_codes import (
@@ -166,7 +170,7 @@ def test_version(zoneout) -> None:
         (
             ["train", "--data", "my.txt", "--model.forget-bias", "nan"],
             WRONG_USE,
-            "model.forget_bias: expected a",
+            "train: --model.forget-bias: expected a",
         ),
         (
             ["sweep", "--data", "my.txt", "--grid", "optimizer.decay=0.5,0.9"],
@@ -244,6 +248,28 @@ def test_the_command_runs_the_others(capfd, monkeypatch) -> None:
     assert capfd.readouterr().out == f"zoneout {package.__version__}\n"
 
 
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Reproduce, ""),
+        (Reproduce, "pmnist all zoneout --seeds 3 --precision bf16 --minutes 0.5 --out x --write"),
+        (Reproduce, "a --set epochs=1 --set data.name=x"),
+        (Gradients, "a b --batches 3 --weights last --json --unpacked 5"),
+        (Bench, "gpu headline --type bf16 --type fp32 --at-once 2 --dry-run"),
+    ],
+)
+def test_a_command_without_tyro_is_the_same(kind, words, capsys) -> None:
+    """On a machine without tyro an option is missing, or it means something else."""
+    assert options.plain(kind, "z", words.split()) == options.read(kind, "z", words.split())
+    shown = []
+    for parse in (options.plain, options.read):
+        with pytest.raises(SystemExit):
+            parse(kind, "z", ["--help"])
+        shown.append(set(re.findall(r"--[a-z][a-z-]*|\w{5,}", capsys.readouterr().out)))
+    ours, theirs = (words - {"show", "message", "program"} for words in shown)
+    assert len(ours) > 50 and theirs - ours <= {"OPTIONS", "False", "repeatable"}, theirs - ours
+
+
 def test_bench_runs_that_of_the_clone(zoneout, monkeypatch, tmp_path) -> None:
     """`zoneout bench` starts something else, or swallows its options."""
     monkeypatch.setattr(
@@ -255,8 +281,10 @@ def test_bench_runs_that_of_the_clone(zoneout, monkeypatch, tmp_path) -> None:
     Path("benchmarks/bench.py").write_text("import sys; print(sys.argv[1:]); sys.exit(7)")
     Path("benchmarks/gpu.py").write_text("import sys; print('gpu', sys.argv[1:]); sys.exit(5)")
     assert zoneout("bench", "gpu", "headline")[:2] == (5, "gpu ['headline']\n")
-    code, out, _ = zoneout("bench", "--quick", "LSTM")
-    assert code == 7 and out == "['--quick', 'LSTM']\n"
+    code, out, _ = zoneout("bench", "train", "--dry-run", "--pairs", "3")
+    assert code == 7 and out == "['train', '--pairs', '3', '--dry-run']\n"
+    out = zoneout("bench", "gpu", "--type", "bf16", "--type", "fp32", "--at-once", "2")[1]
+    assert out == "gpu ['--type', 'bf16', '--type', 'fp32', '--at-once', '2']\n"
 
 
 # --- as a process

@@ -41,10 +41,12 @@ from ..training.progress import TensorBoard, together, watch
 from ..training.sample import sample
 from ..training.train import data_of, train, values_of
 from ..training.unused_options import refuse_given, refuse_unread
-from . import bench, gradients, reproduce
+from .bench import Bench
 from .demo import Demo
+from .gradients import Gradients
+from .options import Flag
+from .reproduce import Reproduce
 
-Flag: TypeAlias = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 Folder: TypeAlias = Annotated[Path | None, tyro.conf.arg(metavar="DIR")]
 RunFolder: TypeAlias = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 
@@ -572,7 +574,7 @@ class Report:
         return OK
 
 
-COMMANDS: dict[str, Any] = {  # a dataclass of options, or a function of the arguments
+COMMANDS: dict[str, type[Any]] = {
     "demo": Demo,
     "train": Train,
     "eval": Eval,
@@ -580,11 +582,11 @@ COMMANDS: dict[str, Any] = {  # a dataclass of options, or a function of the arg
     "show": Show,
     "data": Data,
     "sweep": Sweep,
-    "reproduce": reproduce.main,
-    "gradients": gradients.main,
+    "reproduce": Reproduce,
+    "gradients": Gradients,
     "figures": Figures,
     "report": Report,
-    "bench": bench.main,
+    "bench": Bench,
 }
 
 

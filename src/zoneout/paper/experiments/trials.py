@@ -139,7 +139,10 @@ def trial_of(base: Config, settings: Mapping[str, Any]) -> Trial:
 
     A string is parsed as the type of its field.
     """
-    config = configs.change(base, dict(settings))  # raises if a field does not exist
+    try:
+        config = configs.change(base, dict(settings))
+    except ValueError as error:
+        raise ValueError(f"--grid: {error}") from None
     return Trial(config, tuple(sorted({*settings, "seed"}, key=NAMES.index)))
 
 
