@@ -25,6 +25,7 @@ import torch
 
 from zoneout.paper.data.datasets import DataError
 from zoneout.paper.disk import RunError
+from zoneout.paper.report.describe import describe
 from zoneout.paper.training import processes, runs
 from zoneout.paper.training.config import (
     Batches,
@@ -484,6 +485,29 @@ def test_kill_9_at_random_moments(name: str, config: Config, seed: int, tmp_path
     assert done.returncode == 0, done.stdout + done.stderr
     assert "exit -9" in done.stdout and "finished" in done.stdout, done.stdout
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole"), done.stdout
+
+
+def test_a_killed_epoch_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is killed in a long epoch, before any validation, starts again."""
+
+    config = replace(CHARS, updates=8)
+
+    class Killed(BaseException):
+        pass
+
+    def kill(event: dict[str, Any]) -> None:
+        if event["kind"] == "step" and event["update"] == 5:
+            raise Killed
+
+    monkeypatch.setattr("zoneout.paper.training.train.SAVE_SECONDS", 0.0)
+    with pytest.raises(Killed):
+        train(config, tmp_path / "run", progress=kill)
+    page = describe(tmp_path / "run")
+    assert (page["update"], page["saved"], page["best"]) == (4, 4, None)
+    assert config.save_every == 0 == config.evaluation.every
+    train(config, tmp_path / "whole")
+    train(None, tmp_path / "run", resume=True)
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
 
 
 def test_a_run_cannot_be_made_shorter(tmp_path: Path) -> None:

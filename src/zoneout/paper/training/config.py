@@ -439,8 +439,8 @@ class Config:
     log_every: int = 100
     """Number of updates between lines of training loss."""
     save_every: int = 0
-    """Number of updates between checkpoints; 0: checkpoints only after validations.
-    There is always a checkpoint after a validation.
+    """Number of updates between checkpoints; 0: no fixed number.
+    In any case there is a checkpoint every 5 minutes, after each validation and at Ctrl-C.
     """
 
     def __post_init__(self) -> None:

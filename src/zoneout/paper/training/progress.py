@@ -243,6 +243,7 @@ class _Fitting(Progress):
     """A progress display that leaves out the columns for which the terminal has no room."""
 
     BAR = 6  # the least width of the bar
+    ECHO = 2  # free columns at the right: there the terminal shows ^C, without breaking the line
 
     def __init__(
         self, always: Sequence[ProgressColumn], optional: Sequence[_Of], console: Console
@@ -254,7 +255,8 @@ class _Fitting(Progress):
         """Return the table of the tasks, with the columns of the lowest ranks that fit."""
         tasks = list(tasks)
         names = max((cell_len(task.description) for task in tasks), default=0)
-        room = self.screen.width - self.BAR - (names + 1) * (len(self.always) > 1)
+        width = self.screen.width - self.ECHO
+        room = width - self.BAR - (names + 1) * (len(self.always) > 1)
         shown = set()
         for column in sorted(self.optional, key=lambda column: column.rank):
             room -= 1 + max((column.render(task).cell_len for task in tasks), default=0)
@@ -262,7 +264,9 @@ class _Fitting(Progress):
                 break
             shown.add(column)
         self.columns = (*self.always, *(column for column in self.optional if column in shown))
-        return super().make_tasks_table(tasks)
+        table = super().make_tasks_table(tasks)
+        table.width = width
+        return table
 
 
 def watch(names: Sequence[str] = ("",)) -> Lines | Live:
