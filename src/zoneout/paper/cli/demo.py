@@ -308,7 +308,7 @@ def report(demo: Demo, folder: Path) -> None:
     """Print the table and a sample, and write the picture and the page."""
     results = [result(folder, name) for name in (PLAIN, ZONED)]
     better = min(results, key=lambda r: r.best)
-    curves = [plots.read_curve(folder / name) for name in (PLAIN, ZONED)]
+    curves = [plots.read_curve(folder / name, LABELS[name]) for name in (PLAIN, ZONED)]
     fig = plots.figure(
         curves, "Bits per character on unseen text (solid) and on the training text (dashed)"
     )
