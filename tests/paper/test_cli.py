@@ -53,15 +53,17 @@ def test_help_names_every_command_and_exit_code(zoneout) -> None:
     assert lines[first : lines.index("", first)] == commands
     codes = [f"  {code:<9} {meaning}" for code, meaning in CODES.items()]
     assert lines[lines.index("exit codes:") + 1 :] == codes
+    assert max(map(len, lines)) <= 80
     assert zoneout()[0] == WRONG_USE
 
 
-@pytest.mark.parametrize("name", ["demo", "train", "eval", "sample", "show", "data"])
+@pytest.mark.parametrize("name", main.COMMANDS)
 def test_every_command_has_help_with_an_example(name, zoneout) -> None:
     """The examples are missing, or run into one line."""
     code, out, _ = zoneout(name, "--help")
     assert code == OK
-    assert f"\n$ zoneout {name} " in out or f"\n$ zoneout {name}\n" in out
+    assert f"\n\nExamples:\n$ zoneout {name}" in out
+    assert not re.search(r"default: (None|False|\))|\{None\}", out), "a default that says nothing"
 
 
 def test_version(zoneout) -> None:

@@ -16,7 +16,7 @@ from .options import Flag, Positional, UseAppendAction, arg
 
 @dataclass(frozen=True)
 class Bench:
-    """Compare the speed of the layers with torch.nn (needs a clone of the repository).
+    """Compare the speed of the layers with torch.nn (only in a clone).
 
     Without gpu or step it measures the layers on the CPU.
 

@@ -273,7 +273,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Show:
-    """Show the settings, results and learning curve of a run; compare several runs.
+    """Show the settings, results and learning curves of one or more runs.
 
     $ zoneout show runs/ptb
     $ zoneout show runs/plain runs/zoneout --picture curves.png
@@ -422,7 +422,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Train a grid of settings and seeds, on this machine or on a Ray cluster.
+    """Train a grid of settings and seeds, here or on a Ray cluster.
 
     To continue an interrupted sweep, run the same command again.
 
@@ -541,7 +541,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Report:
-    """Write an HTML page: the paper's results next to ours, or a comparison of runs.
+    """Write an HTML page: our results and the paper's, or several runs.
 
     $ zoneout report --out report.html
     $ zoneout report runs/plain runs/zoneout --out compared.html

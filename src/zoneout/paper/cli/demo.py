@@ -50,7 +50,7 @@ PROMPT = "The "
 
 @dataclass(frozen=True)
 class Demo:
-    """Train an LSTM without and with zoneout on a small text, and compare the two.
+    """Train an LSTM without and with zoneout, and compare the two.
 
     $ zoneout demo
     $ zoneout demo --characters 250000 --out runs/more-text

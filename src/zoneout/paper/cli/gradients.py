@@ -18,11 +18,9 @@ from .options import Flag, Positional, arg
 
 @dataclass(frozen=True)
 class Gradients:
-    """Measure how much of the gradient reaches every time step, in runs or paper recipes.
+    """Measure how much of the gradient reaches every time step.
 
-    These are the norms of dL/dc_t and dL/dh_t, averaged over the batch and divided by their sum
-    over t. They are written to RUN/gradients.json, those of a recipe to
-    RESULTS/RECIPE/gradients-seed-N.json.
+    These are the norms of dL/dc_t and dL/dh_t, divided by their sum over t.
 
     $ zoneout gradients gradient-flow
     $ zoneout gradients runs/plain runs/zoneout --picture flow.svg
@@ -49,7 +47,9 @@ class Gradients:
     picture: Annotated[Path | None, arg(metavar="FILE")] = None
     """Save a picture in this file: .svg, .pdf or .png."""
     json: Flag = False
-    """Print the records as JSON."""
+    """Print the records as JSON. They are also written to RUN/gradients.json, those of recipes to
+    RESULTS/RECIPE/gradients-seed-N.json.
+    """
 
     def __call__(self) -> int:
         if not self.what:

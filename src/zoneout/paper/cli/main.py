@@ -15,8 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 import zoneout
 
 from .. import console, disk
@@ -110,7 +108,7 @@ def parse(name: str, args: Sequence[str]) -> Any:
 
 def _read(kind: type[Any], name: str, args: Sequence[str], **more: Any) -> Any:
     with configs.unchecked():  # tyro would name a field of the command in the message of a check
-        return tyro.cli(kind, prog=f"zoneout {name}", args=args, **more)
+        return options.read(kind, f"zoneout {name}", args, **more)
 
 
 def config_of(recipe: str) -> configs.Config:

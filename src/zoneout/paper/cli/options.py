@@ -35,16 +35,49 @@ Command = TypeVar("Command")
 __all__ = ["Flag", "Positional", "UseAppendAction", "arg", "names", "plain", "read"]
 
 
-def read(kind: type[Command], prog: str, args: Sequence[str]) -> Command:
-    """Return the command with the options in `args`."""
-    command: Command = (_cli or plain)(kind, prog=prog, args=args)
-    return command
+def read(kind: type[Command], prog: str, args: Sequence[str], **more: Any) -> Any:
+    """Return the command with the options in `args`; `more` are arguments of `tyro.cli`."""
+    if _cli is None:
+        return plain(kind, prog, args)
+    _tidy(kind)
+    return _cli(kind, prog=prog, args=args, description=_description(kind), **more)
+
+
+_TIDY: set[Any] = set()  # classes that `_tidy` has changed
+
+
+def _tidy(kind: Any) -> None:
+    """Let tyro's help leave out the value None, and defaults that say nothing."""
+    if kind in _TIDY:
+        return
+    _TIDY.add(kind)
+    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+        bare, *marks = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
+        if dataclasses.is_dataclass(bare):
+            _tidy(bare)
+            continue
+        shown: dict[str, Any] = {"help_behavior_hint": _default}
+        if any(getattr(mark, "metavar", None) for mark in marks):
+            pass
+        elif typing.get_origin(bare) is types.UnionType:  # X | None
+            (inner,) = (part for part in typing.get_args(bare) if part is not type(None))
+            choices = typing.get_args(inner)
+            shown["metavar"] = f"{{{','.join(choices)}}}" if choices else inner.__name__.upper()
+        kind.__annotations__[name] = Annotated[hint, arg(**shown)]
+
+
+def _description(kind: type) -> str:
+    return (inspect.getdoc(kind) or "").replace("\n\n$", "\n\nExamples:\n$")
+
+
+def _default(value: str) -> str:
+    return "" if value in ("None", "False", "", "''") else f"(default: {value})"
 
 
 def plain(kind: type[Command], prog: str, args: Sequence[str]) -> Command:
     """Return the command with the options in `args`, read with argparse."""
     parser = argparse.ArgumentParser(
-        prog, description=inspect.getdoc(kind), formatter_class=argparse.RawTextHelpFormatter
+        prog, description=_description(kind), formatter_class=argparse.RawTextHelpFormatter
     )
     hints, texts = typing.get_type_hints(kind, include_extras=True), help_texts(kind)
     for one in dataclasses.fields(typing.cast(Any, kind)):
@@ -90,8 +123,8 @@ def _add(parser: Any, one: Any, hint: Any, text: str) -> None:
     if several:
         kind = typing.get_args(kind)[0]
     optional = one.default is not dataclasses.MISSING
-    if optional and not several and kind is not bool:
-        text += f" (default: {one.default})"
+    if optional and not several and (default := _default(str(one.default))):
+        text += f" {default}"
     settings: dict[str, Any] = {"help": text.replace("%", "%%")}
     settings |= {"default": one.default} if optional else {}
     if kind is bool:

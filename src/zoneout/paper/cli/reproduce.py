@@ -32,7 +32,7 @@ OF_RUNS = (
 
 @dataclass(frozen=True)
 class Reproduce:
-    """Reproduce the paper's tables: run missing rows, and compare the results with the paper.
+    """Reproduce the paper's tables: run missing rows, compare the results.
 
     A run that was interrupted is continued. The table is printed after each run.
 
