@@ -40,30 +40,24 @@ def read(kind: type[Command], prog: str, args: Sequence[str], **more: Any) -> An
     if _cli is None:
         return plain(kind, prog, args)
     _tidy(kind)
-    return _cli(kind, prog=prog, args=args, description=_description(kind), **more)
+    how = [tyro.conf.DisallowNone]  # None is what an option is that was not given
+    return _cli(kind, prog=prog, args=args, description=_description(kind), config=how, **more)
 
 
 _TIDY: set[Any] = set()  # classes that `_tidy` has changed
 
 
 def _tidy(kind: Any) -> None:
-    """Let tyro's help leave out the value None, and defaults that say nothing."""
+    """Let tyro's help leave out defaults that say nothing."""
     if kind in _TIDY:
         return
     _TIDY.add(kind)
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
-        bare, *marks = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
+        bare, *_ = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
         if dataclasses.is_dataclass(bare):
             _tidy(bare)
             continue
-        shown: dict[str, Any] = {"help_behavior_hint": _default}
-        if any(getattr(mark, "metavar", None) for mark in marks):
-            pass
-        elif typing.get_origin(bare) is types.UnionType:  # X | None
-            (inner,) = (part for part in typing.get_args(bare) if part is not type(None))
-            choices = typing.get_args(inner)
-            shown["metavar"] = f"{{{','.join(choices)}}}" if choices else inner.__name__.upper()
-        kind.__annotations__[name] = Annotated[hint, arg(**shown)]
+        kind.__annotations__[name] = Annotated[hint, arg(help_behavior_hint=_default)]
 
 
 def _description(kind: type) -> str:
