@@ -378,7 +378,7 @@ def test_a_stream_of_somebodys_own_that_fails() -> None:
         def write(self, text: str) -> int:
             raise OSError(5, "Input/output error")
 
-    stream = console.Unheard(Failing())
+    stream = console.Forgiving(Failing())
     assert stream.write("words") == 5
     stream.flush()
 

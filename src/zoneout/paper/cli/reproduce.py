@@ -100,7 +100,7 @@ class Reproduce:
             refuse_given(["page"], self, lambda name: PAGE, "only --write writes it; add --write")
         state: State = "finished"
         # The tables that are shown while running are progress, not the result.
-        said = console.heard(sys.stdout)
+        screen = console.forgiving(sys.stdout)
         if self.task is not None:
             state = reproduce(
                 self.task,
@@ -114,7 +114,7 @@ class Reproduce:
                 minutes=math.inf if self.minutes is None else self.minutes,
                 parallel=self.parallel,
                 settings={name: value for name, _, value in pairs},
-                say=lambda text: console.show(text, said),
+                say=lambda text: console.show(text, screen),
             )
         elif not self.write:
             console.show(table(results))

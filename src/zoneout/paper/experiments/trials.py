@@ -305,7 +305,7 @@ def row_of(trial: Trial, folder: Path, why: str = "", *, scheduled: bool = False
     )
 
 
-def told(row: Row) -> str:
+def outcome(row: Row) -> str:
     """Describe how a trial ended, in a few words."""
     values = [
         f"{kind} {figure_of(v, row.measure)}"

@@ -115,7 +115,7 @@ def position(row: Event) -> str:
     return f"epoch {row['epoch']:6.2f}  update {row['update']:7,}"
 
 
-def said(event: Event) -> str | None:
+def log_line(event: Event) -> str | None:
     """Return the log line for an event; None for events that are too frequent or add nothing."""
     kind = event["kind"]
     if kind == "start":
@@ -163,7 +163,7 @@ class Lines:
 
     def _hear(self, event: Event, name: str, run: Shown) -> None:
         run.hear(event)
-        line = said(event)
+        line = log_line(event)
         if event["kind"] == "train":
             speed = f"  {run.pace.speed:.1f} updates/s  {run.left()} left" if run.pace.speed else ""
             line = f"{position(event)}  train {run.training()}{speed}"
@@ -217,7 +217,7 @@ class Live:
             self.progress.update(self.tasks[name], completed=run.update, total=run.updates or None)
         if event["kind"] == "valid" and len(self.shown) > 1:
             return  # with several runs, only the bars show validations
-        if (line := said(event)) is not None:
+        if (line := log_line(event)) is not None:
             style = "green" if event.get("best") else "yellow" if event["kind"] == "note" else None
             line = visible(named(name, line, self.shown))
             self.console.print(line, style=style, highlight=False, markup=False)
