@@ -199,6 +199,22 @@ def test_version(zoneout) -> None:
         (["demo", "--characters", "10"], WRONG_USE, "--characters: expected at least 2,000"),
         (["demo", "--updates", "0"], WRONG_USE, "--updates: expected a number above 0"),
         (["demo", "--characters", "99999999"], WRONG_USE, "--characters: expected at most"),
+        (["train", "--zoneout.cell", "2"], WRONG_USE, "zoneout train: --zoneout.cell: expected a"),
+        (
+            ["train", "--evaluation.valid.length", "1"],
+            WRONG_USE,
+            "train: --evaluation.valid.length: expected at least 2 for chunks, got 1",
+        ),
+        (
+            ["sweep", "--grid", "zoneout.cell=2"],
+            WRONG_USE,
+            "sweep: --grid: zoneout.cell: expected a rate",
+        ),
+        (
+            ["reproduce", "char-ptb", "--set", "zoneout.cell=2"],
+            WRONG_USE,
+            "reproduce: --set: zoneout.cell: expected a rate",
+        ),
     ],
 )
 def test_wrong_use_gets_a_sentence_and_a_code(
