@@ -67,7 +67,7 @@ def configs(text: Path) -> dict[str, Config]:
     chars = Config(
         data=Data(str(text)),
         batches=Batches(size=8, length=25),
-        model=Model(hidden=24, learn_initial_state=True),
+        model=Model(hidden=24, embedding=0, learn_initial_state=True),
         zoneout=Zoneout(cell=0.5, hidden=0.05),
         optimizer=Optimizer(lr=0.01, clip_gradient=1.0),
         evaluation=Evaluation(
@@ -81,7 +81,7 @@ def configs(text: Path) -> dict[str, Config]:
     streams = replace(
         chars,
         batches=Batches("streams", size=8, length=20),
-        model=Model("gru", hidden=24, layers=2),
+        model=Model("gru", hidden=24, layers=2, embedding=0),
     )
     return {
         "LSTM, chunks": chars,

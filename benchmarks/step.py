@@ -39,7 +39,7 @@ from zoneout.paper.training.models import build, loss_of, parameters_of
 from zoneout.paper.training.processes import Processes, device_of, products_in
 from zoneout.paper.training.step import Step
 
-PAPER = Model(hidden=1000, init="torch", one_bias=True, learn_initial_state=True)
+PAPER = Model(hidden=1000, embedding=0, init="torch", one_bias=True, learn_initial_state=True)
 CONFIGS = {
     "char-PTB": (
         50,
@@ -47,7 +47,7 @@ CONFIGS = {
             batches=Batches(size=32, length=100),
             model=PAPER,
             zoneout=Zoneout(cell=0.5, hidden=0.05),
-            optimizer=Optimizer("adam", paper=True, clip_update=1.0),
+            optimizer=Optimizer("adam", paper=True, clip_gradient=0.0, clip_update=1.0),
         ),
     ),
     "word-PTB": (
@@ -93,8 +93,9 @@ CONFIGS = {
         80,
         Config(
             batches=Batches(size=32, length=100),
-            model=Model(hidden=256),
+            model=Model(hidden=256, embedding=0),
             zoneout=Zoneout(cell=0.5, hidden=0.05),
+            optimizer=Optimizer(clip_gradient=0.0),
         ),
     ),
 }

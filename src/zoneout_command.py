@@ -1,4 +1,4 @@
-"""The installed command `zoneout`: `--help` answers before torch is imported, which takes a second.
+"""The command `zoneout`: `--help` answers before torch is imported, which takes a second.
 
 This module is outside the package, since importing anything of the package imports torch.
 """
@@ -10,13 +10,25 @@ import os
 import sys
 from pathlib import Path
 
+HELP: tuple[list[str], ...] = ([], ["-h"], ["--help"], ["help"])  # these ask for the overview
+
 
 def main() -> int:
     """Run the command line and return its exit code."""
-    if sys.argv[1:] not in ([], ["-h"], ["--help"], ["help"]):
-        from zoneout.__main__ import main as run
+    answer_help()
+    from zoneout.__main__ import main as run
 
-        return run()
+    return run()
+
+
+def answer_help() -> None:
+    """Print the overview and end the process, if the arguments ask for it."""
+    if sys.argv[1:] in HELP:
+        sys.exit(overview())
+
+
+def overview() -> int:
+    """Print the overview of the commands and return the exit code."""
     spec = importlib.util.find_spec("zoneout")  # finds the package, and does not import it
     assert spec is not None and spec.origin is not None
     overview = Path(spec.origin).parent / "paper" / "cli" / "overview.txt"

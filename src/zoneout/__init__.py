@@ -1,5 +1,13 @@
 """Regularised recurrent layers for PyTorch: LSTM, GRU and RNN with zoneout and related methods."""
 
+import sys
+
+if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv) - 1 :][:2] == ["-m", "zoneout"]:
+    # `python -m zoneout --help` begins with this import. It answers without torch.
+    from zoneout_command import answer_help
+
+    answer_help()
+
 from . import cells, init, onnx, systems
 from .convert import convert, revert
 from .definition import DefinitionError, candidate, cell, held, product, shown, update

@@ -16,23 +16,24 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
 from .fits import restrict
-from .layers import LSTM, RNN, Recurrent
+from .layers import GRU, LSTM, RNN, Recurrent
 from .noise import Noise, as_noises
 from .recurrent import RecurrentModule
-from .step_cells import RecurrentCell, RNNCell
+from .step_cells import GRUCell, LSTMCell, RecurrentCell, RNNCell
 from .subclasses import BACK, TWINS, base_of, obstacle, rebased, statement, users_class
 from .wrap import ZoneoutCell
 
 NAMES = {theirs.__name__ for theirs in TWINS}
 
 Report = Callable[[str], None]
+Model = TypeVar("Model", bound=nn.Module)
 
 
 class Plan(NamedTuple):
@@ -47,6 +48,34 @@ class Plan(NamedTuple):
 _log = logging.getLogger("zoneout")
 
 
+@overload
+def convert(
+    model: nn.LSTM, noise: Noise | Iterable[Noise] | None, *, report: Report | None = None
+) -> LSTM: ...
+@overload
+def convert(
+    model: nn.GRU, noise: Noise | Iterable[Noise] | None, *, report: Report | None = None
+) -> GRU: ...
+@overload
+def convert(
+    model: nn.RNN, noise: Noise | Iterable[Noise] | None, *, report: Report | None = None
+) -> RNN: ...
+@overload
+def convert(
+    model: nn.LSTMCell, noise: Noise | Iterable[Noise] | None, *, report: Report | None = None
+) -> LSTMCell: ...
+@overload
+def convert(
+    model: nn.GRUCell, noise: Noise | Iterable[Noise] | None, *, report: Report | None = None
+) -> GRUCell: ...
+@overload
+def convert(
+    model: nn.RNNCell, noise: Noise | Iterable[Noise] | None, *, report: Report | None = None
+) -> RNNCell: ...
+@overload
+def convert(
+    model: Model, noise: Noise | Iterable[Noise] | None, *, report: Report | None = None
+) -> Model: ...
 def convert(
     model: nn.Module, noise: Noise | Iterable[Noise] | None, *, report: Report | None = None
 ) -> nn.Module:
@@ -144,6 +173,20 @@ def convert(
     return _replace(model, plan, report)
 
 
+@overload
+def revert(model: LSTM, *, report: Report | None = None) -> nn.LSTM: ...
+@overload
+def revert(model: GRU, *, report: Report | None = None) -> nn.GRU: ...
+@overload
+def revert(model: RNN, *, report: Report | None = None) -> nn.RNN: ...
+@overload
+def revert(model: LSTMCell, *, report: Report | None = None) -> nn.LSTMCell: ...
+@overload
+def revert(model: GRUCell, *, report: Report | None = None) -> nn.GRUCell: ...
+@overload
+def revert(model: RNNCell, *, report: Report | None = None) -> nn.RNNCell: ...
+@overload
+def revert(model: Model, *, report: Report | None = None) -> Model: ...
 def revert(model: nn.Module, *, report: Report | None = None) -> nn.Module:
     """Replace the zoneout modules in `model` by those of `torch.nn`, in place: undo `convert`.
 

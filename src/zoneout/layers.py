@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import handle_torch_function
 
 from . import cells
+from .calls import Batch, LayerCall
 from .definition import Definition
 from .definition.operations import also, less, mix
 from .draws import as_integers, check_count, example_ids
@@ -598,6 +599,30 @@ class LSTM(RecurrentLayer):
     kind = "lstm"
     family = definition = cells.lstm
 
+    if TYPE_CHECKING:
+
+        @overload
+        def __call__(
+            self,
+            input: Batch,
+            hx: tuple[Tensor, ...] | None = None,
+            *,
+            return_cells: Literal[False] = False,
+            **call: Unpack[LayerCall],
+        ) -> tuple[Batch, tuple[Tensor, Tensor]]: ...
+
+        @overload
+        def __call__(
+            self,
+            input: Batch,
+            hx: tuple[Tensor, ...] | None = None,
+            *,
+            return_cells: Literal[True],
+            **call: Unpack[LayerCall],
+        ) -> tuple[Batch, tuple[Tensor, Tensor], Batch]: ...
+
+        def __call__(self, *args: Any, **call: Any) -> Any: ...
+
     def __init__(
         self,
         input_size: int,
@@ -639,6 +664,13 @@ class GRU(RecurrentLayer):
 
     kind = "gru"
     family = definition = cells.gru
+
+    if TYPE_CHECKING:
+
+        def __call__(
+            self, input: Batch, hx: Tensor | None = None, **call: Unpack[LayerCall]
+        ) -> tuple[Batch, Tensor]: ...
+
     keeps_state_type = True
 
     def __init__(
@@ -677,6 +709,12 @@ class RNN(RecurrentLayer):
 
     kind = "rnn"
     family = cells.rnn_tanh
+
+    if TYPE_CHECKING:
+
+        def __call__(
+            self, input: Batch, hx: Tensor | None = None, **call: Unpack[LayerCall]
+        ) -> tuple[Batch, Tensor]: ...
 
     def __init__(
         self,

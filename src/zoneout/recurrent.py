@@ -104,6 +104,15 @@ class RecurrentModule(Settable):
     recompute = False  # True: the backward pass runs the steps again to save memory
     recording: dict[str, Tensor] | None  # in `estimate_statistics`: the number of batches per step
 
+    def _slow_forward(self, *args: Any, **call: Any) -> Any:
+        """Run the forward pass in `torch.jit.trace`; `nn.Module.__call__` calls this only there.
+
+        The trace warns of every check of a shape. A trace holds for other shapes as well.
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", torch.jit.TracerWarning)
+            return super()._slow_forward(*args, **call)
+
     # --- defined by subclasses ---
 
     def suffixes(self) -> list[str]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function
 
 from . import cells
+from .calls import StepCall
 from .definition import Definition
 from .draws import Draw, check_count, example_ids
 from .fits import sees_step
@@ -298,6 +299,12 @@ class LSTMCell(TorchCell):
     family = definition = cells.lstm
     keeps_state_type = True
 
+    if TYPE_CHECKING:
+
+        def __call__(
+            self, input: Tensor, hx: tuple[Tensor, ...] | None = None, **call: Unpack[StepCall]
+        ) -> tuple[Tensor, Tensor]: ...
+
     def __init__(
         self,
         input_size: int,
@@ -328,6 +335,12 @@ class GRUCell(TorchCell):
     family = definition = cells.gru
     keeps_state_type = True
 
+    if TYPE_CHECKING:
+
+        def __call__(
+            self, input: Tensor, hx: Tensor | None = None, **call: Unpack[StepCall]
+        ) -> Tensor: ...
+
     def __init__(
         self,
         input_size: int,
@@ -356,6 +369,12 @@ class RNNCell(TorchCell):
 
     kind = "rnn"
     family = cells.rnn_tanh
+
+    if TYPE_CHECKING:
+
+        def __call__(
+            self, input: Tensor, hx: Tensor | None = None, **call: Unpack[StepCall]
+        ) -> Tensor: ...
 
     def __init__(
         self,

@@ -163,7 +163,12 @@ def demo_page(folder: Path, written: str = "The end.") -> str:
     ]
     results = [demo.result(folder, run.name) for run in runs]
     return demo.page(
-        demo.Demo(), results, results[1], [plots.read_curve(run) for run in runs], written, folder
+        demo.Demo(),
+        results,
+        results[1],
+        [plots.read_curve(run) for run in runs],
+        dict.fromkeys(demo.LABELS, written),
+        folder,
     )
 
 

@@ -25,7 +25,7 @@ from zoneout.paper.training.config import Batches, Config, Data, Evaluation, Mod
 BASE = Config(
     data=Data(str(Path(__file__).parent / "golden" / "text.txt")),
     batches=Batches(size=16, length=25),
-    model=Model(hidden=8),
+    model=Model(hidden=8, embedding=0),
     evaluation=Evaluation(Protocol("chunks", length=25), Protocol("whole", length=100), every=10),
     epochs=2,
     device="cpu",

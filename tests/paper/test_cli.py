@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,10 @@ from command_line import SMALL, environment, process
 import zoneout as package
 import zoneout_command
 from zoneout.paper import console
-from zoneout.paper.cli import bench, main
+from zoneout.paper.cli import bench, main, options
+from zoneout.paper.cli.bench import Bench
+from zoneout.paper.cli.gradients import Gradients
+from zoneout.paper.cli.reproduce import Reproduce
 from zoneout.paper.data import datasets
 from zoneout.paper.training import runs
 from zoneout.paper.training.exit_codes import (
@@ -49,15 +53,17 @@ def test_help_names_every_command_and_exit_code(zoneout) -> None:
     assert lines[first : lines.index("", first)] == commands
     codes = [f"  {code:<9} {meaning}" for code, meaning in CODES.items()]
     assert lines[lines.index("exit codes:") + 1 :] == codes
+    assert max(map(len, lines)) <= 80
     assert zoneout()[0] == WRONG_USE
 
 
-@pytest.mark.parametrize("name", ["demo", "train", "eval", "sample", "show", "data"])
+@pytest.mark.parametrize("name", main.COMMANDS)
 def test_every_command_has_help_with_an_example(name, zoneout) -> None:
     """The examples are missing, or run into one line."""
     code, out, _ = zoneout(name, "--help")
     assert code == OK
-    assert f"\n$ zoneout {name} " in out or f"\n$ zoneout {name}\n" in out
+    assert f"\n\nExamples:\n$ zoneout {name}" in out
+    assert not re.search(r"default: (None|False|\))|\{None\}", out), "a default that says nothing"
 
 
 def test_version(zoneout) -> None:
@@ -166,7 +172,7 @@ def test_version(zoneout) -> None:
         (
             ["train", "--data", "my.txt", "--model.forget-bias", "nan"],
             WRONG_USE,
-            "model.forget_bias: expected a",
+            "train: --model.forget-bias: expected a",
         ),
         (
             ["sweep", "--data", "my.txt", "--grid", "optimizer.decay=0.5,0.9"],
@@ -193,6 +199,22 @@ def test_version(zoneout) -> None:
         (["demo", "--characters", "10"], WRONG_USE, "--characters: expected at least 2,000"),
         (["demo", "--updates", "0"], WRONG_USE, "--updates: expected a number above 0"),
         (["demo", "--characters", "99999999"], WRONG_USE, "--characters: expected at most"),
+        (["train", "--zoneout.cell", "2"], WRONG_USE, "zoneout train: --zoneout.cell: expected a"),
+        (
+            ["train", "--evaluation.valid.length", "1"],
+            WRONG_USE,
+            "train: --evaluation.valid.length: expected at least 2 for chunks, got 1",
+        ),
+        (
+            ["sweep", "--grid", "zoneout.cell=2"],
+            WRONG_USE,
+            "sweep: --grid: zoneout.cell: expected a rate",
+        ),
+        (
+            ["reproduce", "char-ptb", "--set", "zoneout.cell=2"],
+            WRONG_USE,
+            "reproduce: --set: zoneout.cell: expected a rate",
+        ),
     ],
 )
 def test_wrong_use_gets_a_sentence_and_a_code(
@@ -226,15 +248,19 @@ def test_a_missing_package_is_named(tmp_path) -> None:
 @pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["help"], 0), ([], 2)])
 def test_help_does_not_wait_for_torch(arguments: list[str], code: int) -> None:
     """`zoneout --help` takes seconds."""
-    run = (
-        f"import sys, zoneout_command; sys.argv[1:] = {arguments}; code = zoneout_command.main(); "
-        "assert not {'torch', 'numpy', 'zoneout', 'tyro'} & set(sys.modules); sys.exit(code)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", run], capture_output=True, text=True, env=environment()
-    )
-    assert (done.returncode, done.stderr) == (code, "")
-    assert done.stdout == main.overview() + "\n"
+    installed = "import sys, zoneout_command; sys.argv[0] = 'zoneout'; zoneout_command.main()"
+    for how in (["-c", installed], ["-m", "zoneout"]):
+        done = subprocess.run(
+            [sys.executable, "-X", "importtime", *how, *arguments],
+            capture_output=True,
+            text=True,
+            env=environment(),
+        )
+        assert done.returncode == code, done.stderr
+        assert done.stdout == main.overview() + "\n"
+        imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+        assert "zoneout_command" in imported
+        assert not imported & {"torch", "numpy", "tyro", "zoneout.layers"}
 
 
 def test_the_command_runs_the_others(capfd, monkeypatch) -> None:
@@ -242,6 +268,28 @@ def test_the_command_runs_the_others(capfd, monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", ["zoneout", "--version"])
     assert zoneout_command.main() == OK
     assert capfd.readouterr().out == f"zoneout {package.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Reproduce, ""),
+        (Reproduce, "pmnist all zoneout --seeds 3 --precision bf16 --minutes 0.5 --out x --write"),
+        (Reproduce, "a --set epochs=1 --set data.name=x"),
+        (Gradients, "a b --batches 3 --weights last --json --unpacked 5"),
+        (Bench, "gpu headline --type bf16 --type fp32 --at-once 2 --dry-run"),
+    ],
+)
+def test_a_command_without_tyro_is_the_same(kind, words, capsys) -> None:
+    """On a machine without tyro an option is missing, or it means something else."""
+    assert options.plain(kind, "z", words.split()) == options.read(kind, "z", words.split())
+    shown = []
+    for parse in (options.plain, options.read):
+        with pytest.raises(SystemExit):
+            parse(kind, "z", ["--help"])
+        shown.append(set(re.findall(r"--[a-z][a-z-]*|\w{5,}", capsys.readouterr().out)))
+    ours, theirs = (words - {"show", "message", "program"} for words in shown)
+    assert len(ours) > 50 and theirs - ours <= {"OPTIONS", "False", "repeatable"}, theirs - ours
 
 
 def test_bench_runs_that_of_the_clone(zoneout, monkeypatch, tmp_path) -> None:
@@ -255,8 +303,10 @@ def test_bench_runs_that_of_the_clone(zoneout, monkeypatch, tmp_path) -> None:
     Path("benchmarks/bench.py").write_text("import sys; print(sys.argv[1:]); sys.exit(7)")
     Path("benchmarks/gpu.py").write_text("import sys; print('gpu', sys.argv[1:]); sys.exit(5)")
     assert zoneout("bench", "gpu", "headline")[:2] == (5, "gpu ['headline']\n")
-    code, out, _ = zoneout("bench", "--quick", "LSTM")
-    assert code == 7 and out == "['--quick', 'LSTM']\n"
+    code, out, _ = zoneout("bench", "train", "--dry-run", "--pairs", "3")
+    assert code == 7 and out == "['train', '--pairs', '3', '--dry-run']\n"
+    out = zoneout("bench", "gpu", "--type", "bf16", "--type", "fp32", "--at-once", "2")[1]
+    assert out == "gpu ['--type', 'bf16', '--type', 'fp32', '--at-once', '2']\n"
 
 
 # --- as a process
@@ -344,7 +394,7 @@ def test_a_stream_of_somebodys_own_that_fails() -> None:
         def write(self, text: str) -> int:
             raise OSError(5, "Input/output error")
 
-    stream = console.Unheard(Failing())
+    stream = console.Forgiving(Failing())
     assert stream.write("words") == 5
     stream.flush()
 

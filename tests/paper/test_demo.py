@@ -74,13 +74,16 @@ def test_the_page_has_the_shared_look_and_the_numbers_of_the_runs(folder) -> Non
     for name in (PLAIN, ZONED):
         best = json.loads((folder / name / "summary.json").read_text())["best"]["bits"]
         assert f"{best:.3f}" in body
+    assert "rate 0.5 for the cell state, 0.05 for the hidden state" in body
+    assert [text for _, text in read.all("h3")] == ["unregularised", "zoneout 0.5, 0.05"]
+    assert len({text for _, text in read.all("pre")}) == 2
 
 
 def test_what_a_model_writes_is_escaped(tmp_path) -> None:
     """A model that writes markup changes the page."""
     written = "</pre><script>alert(1)</script>&amp;"
     read = Page(demo_page(tmp_path, written))
-    assert not read.all("script") and [text for _, text in read.all("pre")] == [written]
+    assert not read.all("script") and [text for _, text in read.all("pre")] == [written, written]
 
 
 def test_the_verdict_goes_by_the_numbers() -> None:

@@ -94,14 +94,3 @@ def test_the_readme_can_be_finished() -> None:
     lines = [line for line in prose.splitlines() if not line.startswith(("|", "#", "!", "    "))]
     sentences = [s.split() for s in re.split(r"(?<=[.!?:])\s+|\n\n", "\n".join(lines))]
     assert statistics.median(len(words) for words in sentences if len(words) > 2) <= 18
-
-
-def test_documented_imports_of_earlier_versions_work() -> None:
-    """A script written with the documents of an earlier version stops at its import."""
-    from zoneout.paper import gradients, runs
-    from zoneout.paper.experiments import gradient_flow
-    from zoneout.paper.training import runs as moved
-
-    for old, new in ((runs, moved), (gradients, gradient_flow)):
-        assert old.__all__
-        assert all(getattr(old, name) is getattr(new, name) for name in old.__all__)

@@ -30,7 +30,7 @@ IMAGES = Config(data=Data("mnist"), model=Model(hidden=6))
 
 
 def model_of(**model: Any) -> Any:
-    return build(Config(model=Model(**{"hidden": 6, **model})), SYMBOLS)
+    return build(Config(model=Model(**{"hidden": 6, "embedding": 0, **model})), SYMBOLS)
 
 
 def test_one_hot_input_is_what_torch_computes_from_one_hot_rows() -> None:
@@ -188,7 +188,7 @@ def test_variational_dropout_outside_the_layers() -> None:
     assert (model.drop_words(torch.ones(40, 50, 5), tokens, key, rows) == 1).all()
     assert (model.logits(torch.ones(7, 50, 600), key, rows, 0) == 1).all()
     with pytest.raises(ValueError, match="without an embedding"):
-        Config(variational_dropout=rate)
+        Config(model=Model(embedding=0), variational_dropout=rate)
 
 
 def test_noises_are_those_of_the_config() -> None:

@@ -85,14 +85,14 @@ def sgd(g, kept, t, lr):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize(
     "settings, rule",
     [
-        (Settings("adam", paper=True, lr=0.002, clip_update=1.0), adam),
+        (Settings("adam", paper=True, lr=0.002, clip_update=1.0, clip_gradient=0.0), adam),
         (
-            Settings("adam", paper=True, lr=5.0, clip_update=1.0),
+            Settings("adam", paper=True, lr=5.0, clip_update=1.0, clip_gradient=0.0),
             adam,
         ),  # where the update really is clipped
         (Settings("adam", paper=True, lr=0.001, clip_gradient=1.0), adam),  # text8
         (Settings("rmsprop", paper=True, lr=0.001, decay=0.5, clip_gradient=1.0), rmsprop),
-        (Settings("rmsprop", paper=True, lr=0.001, decay=0.5), rmsprop),
+        (Settings("rmsprop", paper=True, lr=0.001, decay=0.5, clip_gradient=0.0), rmsprop),
         (Settings("sgd", lr=1.0, clip_gradient=10.0), sgd),
     ],
 )
@@ -105,18 +105,21 @@ def test_the_papers_rules(settings: Settings, rule) -> None:  # type: ignore[no-
 @pytest.mark.parametrize(
     "settings, make",
     [
-        (Settings("adam", lr=0.01), lambda p: torch.optim.Adam(p, lr=0.01)),
+        (Settings("adam", lr=0.01, clip_gradient=0.0), lambda p: torch.optim.Adam(p, lr=0.01)),
         (
-            Settings("adam", lr=0.01, eps=1e-3, betas=(0.5, 0.9)),
+            Settings("adam", lr=0.01, eps=1e-3, betas=(0.5, 0.9), clip_gradient=0.0),
             lambda p: torch.optim.Adam(p, 0.01, (0.5, 0.9), 1e-3),
         ),
-        (Settings("sgd", lr=0.1, momentum=0.9), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)),
         (
-            Settings("rmsprop", lr=0.01, decay=0.9),
+            Settings("sgd", lr=0.1, momentum=0.9, clip_gradient=0.0),
+            lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+        ),
+        (
+            Settings("rmsprop", lr=0.01, decay=0.9, clip_gradient=0.0),
             lambda p: torch.optim.RMSprop(p, 0.01, alpha=0.9),
         ),
         (
-            Settings("rmsprop", lr=0.01, decay=0.8, momentum=0.5),
+            Settings("rmsprop", lr=0.01, decay=0.8, momentum=0.5, clip_gradient=0.0),
             lambda p: torch.optim.RMSprop(p, 0.01, alpha=0.8, momentum=0.5),
         ),
     ],
@@ -138,7 +141,7 @@ def test_weight_decay_is_adamws_on_matrices_alone() -> None:
     """Biases, initial states that are vectors and scales of norms must not be pulled towards
     zero.
     """
-    settings = Settings("adam", lr=0.01, weight_decay=0.3)
+    settings = Settings("adam", lr=0.01, weight_decay=0.3, clip_gradient=0.0)
     parameters = [p.requires_grad_() for p in start().values()]
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.3},
@@ -163,11 +166,11 @@ def test_weight_decay_leaves_learned_states_alone() -> None:
         name: torch.ones(1, 4)
         for name in ("recurrent.h0", "recurrent.c0", "recurrent.weight_hh_l0")
     }
-    optimizer = Optimizer(parameters, Settings("sgd", weight_decay=1.0))
+    optimizer = Optimizer(parameters, Settings("sgd", weight_decay=1.0, clip_gradient=0.0))
     optimizer.step([torch.zeros(1, 4) for _ in parameters], torch.tensor(0.1))
     assert [p.mean().item() for p in parameters.values()] == pytest.approx([1, 1, 0.9])
     states = dict(list(parameters.items())[:2])
-    Optimizer(states, Settings("sgd", weight_decay=1.0)).step(
+    Optimizer(states, Settings("sgd", weight_decay=1.0, clip_gradient=0.0)).step(
         [torch.zeros(1, 4)] * 2, torch.tensor(0.1)
     )  # nothing to do
 
@@ -185,7 +188,7 @@ def test_clipping_leaves_small_and_zero_gradients_alone() -> None:
 @pytest.mark.parametrize("rule", ["adam", "sgd", "rmsprop"])
 def test_an_optimizer_goes_on_from_its_tensors(rule: str) -> None:
     """If this fails, a run that is continued differs from one that never stopped."""
-    settings = Settings(rule, lr=0.01, momentum=0.0 if rule == "adam" else 0.9)  # type: ignore[arg-type]
+    settings = Settings(rule, lr=0.01, momentum=0.0 if rule == "adam" else 0.9, clip_gradient=0.0)  # type: ignore[arg-type]
     whole, lr = run(settings, 6), torch.tensor
     parameters = start()
     first = Optimizer(parameters, settings)
@@ -227,6 +230,6 @@ def test_gradients_that_share_memory_are_taken_apart():
 def test_a_model_of_one_parameter():
     """An optimizer looks for a second parameter."""
     parameter = torch.ones(3, requires_grad=True)
-    optimizer = Optimizer({"weight": parameter}, Settings("sgd", lr=0.5))
+    optimizer = Optimizer({"weight": parameter}, Settings("sgd", lr=0.5, clip_gradient=0.0))
     optimizer.step([torch.ones(3)], torch.tensor(0.5))
     assert parameter.tolist() == [0.5] * 3

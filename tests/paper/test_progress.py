@@ -150,6 +150,7 @@ def screen(width: int, names: tuple[str, ...] = ("",), measure: str = "bits") ->
         elif not part.startswith(("\x1b", "\r")):
             lines[at] += part
             assert len(lines[at]) <= width
+            assert "━" not in lines[at] or len(lines[at]) <= width - len("^C"), "Ctrl-C breaks it"
     return [line.rstrip() for line in lines if line]
 
 

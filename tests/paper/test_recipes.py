@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import math
 import os
 import pkgutil
@@ -20,6 +21,7 @@ import torch
 from zoneout.paper.data.corpora import Corpus, Images, Vocabulary
 from zoneout.paper.experiments import recipes
 from zoneout.paper.experiments.recipes import MEASURES, RECIPES, Recipe, select
+from zoneout.paper.experiments.results import changes
 from zoneout.paper.training.config import Config, change, from_json, to_json
 from zoneout.paper.training.feeds import make_feed
 from zoneout.paper.training.models import build
@@ -28,6 +30,7 @@ from zoneout.paper.training.step import Step, learning_rates
 from zoneout.paper.training.train import check_protocols, load_data
 
 GOLDEN = Path(__file__).parent / "golden" / "recipes.txt"
+RESULTS = Path(__file__).parents[2] / "results"
 CPU = torch.device("cpu")
 
 
@@ -123,6 +126,15 @@ def test_a_recipe_is_of_its_task() -> None:
         assert (config.seed, config.precision, config.device) == (1, "fp32", "auto"), (
             "these are the caller's"
         )
+
+
+def test_the_records_are_of_the_recipes() -> None:
+    """A default has changed, and with it the settings of a recipe that has results."""
+    paths = [path for name in RECIPES for path in (RESULTS / name).glob("seed-*.json")]
+    assert len(paths) > 50
+    for path in paths:
+        there = from_json(json.loads(path.read_text())["config"])
+        assert not changes(there, RECIPES[path.parent.name].make()), path
 
 
 def test_select() -> None:

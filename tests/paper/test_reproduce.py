@@ -20,7 +20,8 @@ import pytest
 import torch
 
 from zoneout.paper.cli import main as cli
-from zoneout.paper.cli.reproduce import main, parser
+from zoneout.paper.cli import options
+from zoneout.paper.cli.reproduce import Reproduce
 from zoneout.paper.disk import RunError, write_record
 from zoneout.paper.experiments import reproduce as module
 from zoneout.paper.experiments import results as pages
@@ -49,7 +50,7 @@ TEXT = str(Path(__file__).parent / "golden" / "text.txt")
 TINY = Config(
     data=Data(TEXT),
     batches=Batches(size=16, length=25),
-    model=Model(hidden=8, one_bias=True, learn_initial_state=True),
+    model=Model(hidden=8, embedding=0, one_bias=True, learn_initial_state=True),
     zoneout=Zoneout(cell=0.5, hidden=0.05),
     optimizer=Optimizer("adam", lr=0.01),
     evaluation=Evaluation(Protocol("chunks", length=25), Protocol("whole", length=100)),
@@ -70,6 +71,10 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     yield
     for name in ("char_ptb_tiny", "char_ptb_bad"):
         del RECIPES[name]
+
+
+def main(arguments: list[str]) -> int:
+    return options.read(Reproduce, "zoneout reproduce", arguments)()
 
 
 def add(name: str, config: Config, **numbers: Any) -> None:
@@ -425,10 +430,10 @@ def test_the_command_of_a_record_makes_the_run_again() -> None:
     }
     config = change(recipe.make(), {"seed": 3, "precision": "bf16"} | settings)
     _, _, *words = shlex.split(command_of(recipe.name, config))
-    options = parser("zoneout reproduce").parse_args(words)
-    made = dict(setting.split("=", 1) for setting in options.set)
-    own = {"seed": options.first_seed, "precision": options.precision}
-    assert options.task == recipe.name and change(recipe.make(), made | own) == config
+    command = options.read(Reproduce, "zoneout reproduce", words)
+    made = dict(setting.split("=", 1) for setting in command.set)
+    own = {"seed": command.first_seed, "precision": command.precision}
+    assert command.task == recipe.name and change(recipe.make(), made | own) == config
 
 
 def test_settings_of_ones_own_do_not_pass_for_the_recipe() -> None:
@@ -682,7 +687,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     Path("README.md").write_text(
         f"mine\n{pages.BEGIN}\nold\n{pages.END}\nmine too\n", encoding="utf-8"
     )
-    assert main(["--results", "res", "--write", "page.md"]) == 0
+    assert main(["--results", "res", "--write", "--page", "page.md"]) == 0
     assert Path("page.md").read_text(encoding="utf-8") == document("res")
     assert "old" in Path("README.md").read_text(encoding="utf-8")
     Path("docs").mkdir()
@@ -703,7 +708,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_tables_are_not_lost(capsys: pytest.CaptureFixture[str]) -> None:
     """A trial, or a folder that is not there, takes the place of all records in the tables."""
-    with pytest.raises(ValueError, match=r"--write: expected a file of its own for trials"):
+    with pytest.raises(ValueError, match=r"--write: expected a --page of its own for trials"):
         main(["char_ptb_tiny", "--set", "epochs=1", "--write"])
     with pytest.raises(RunError, match="there are no records in nothere"):
         main(["--results", "nothere", "--write"])
@@ -735,11 +740,11 @@ def test_tables_without_a_place_for_them(monkeypatch: pytest.MonkeyPatch) -> Non
     for task in ([], ["char_ptb_tiny"]):
         with pytest.raises(
             ValueError,
-            match=r"--write: there is no folder docs here for results\.md; --write FILE says",
+            match=r"--write: there is no folder docs here for results\.md; --page FILE says",
         ):
             main([*task, "--results", "res", "--write"])
     with pytest.raises(RunError, match="Is a directory"):
-        main(["--results", "res", "--write", "res"])
+        main(["--results", "res", "--write", "--page", "res"])
 
 
 def test_a_trial_has_its_own_place() -> None:
@@ -756,10 +761,11 @@ def test_a_trial_has_its_own_place() -> None:
 def test_it_runs_where_the_command_lines_packages_are_not() -> None:
     """A machine with torch and safetensors alone could not reproduce anything."""
     code = (
-        "import sys\n"
+        "import runpy, sys\n"
         "for name in ('tyro', 'rich', 'matplotlib'): sys.modules[name] = None\n"
-        "from zoneout.paper.reproduce import main\n"
-        "sys.exit(main(['--results', 'nothing']))"
+        "import zoneout.paper.gradients\n"
+        "sys.argv[1:] = ['--results', 'nothing']\n"
+        "runpy.run_module('zoneout.paper.reproduce', run_name='__main__')"
     )
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(

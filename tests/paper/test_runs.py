@@ -338,7 +338,7 @@ def test_weights_that_are_missing_damaged_or_anothers(run: Run) -> None:
         load(run.folder)
     with pytest.raises(RunError, match=r"has no checkpoint yet"):
         load(run.folder, weights="last")
-    run.save_best(build(replace(CONFIG, model=Model(hidden=5)), len(VOCABULARY)), {})
+    run.save_best(build(replace(CONFIG, model=Model(hidden=5, embedding=0)), len(VOCABULARY)), {})
     with pytest.raises(RunError, match=r"do not fit its config \(missing: \['embedding\.weight'\]"):
         load(run.folder)
     truncate(run.folder / "best.safetensors")
@@ -405,7 +405,7 @@ def test_a_config_that_was_altered_is_not_gone_on_with(run: Run) -> None:
     """
     checkpoint(run, 1)
     path = run.folder / "config.json"
-    path.write_text(path.read_text().replace('"lr": 0.002', '"lr": 0.003'))
+    path.write_text(path.read_text().replace('"lr": 0.003', '"lr": 0.002'))
     with pytest.raises(
         RunError,
         match=r"cannot be continued: .* is damaged \(config\.json has been altered since\)",
@@ -413,7 +413,7 @@ def test_a_config_that_was_altered_is_not_gone_on_with(run: Run) -> None:
         run.latest()
     path.write_text(
         path.read_text()
-        .replace('"lr": 0.003', '"lr": 0.002')
+        .replace('"lr": 0.002', '"lr": 0.003')
         .replace('"epochs": 20', '"epochs": 30')
     )
     found, problems = run.latest()

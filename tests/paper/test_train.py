@@ -25,6 +25,7 @@ import torch
 
 from zoneout.paper.data.datasets import DataError
 from zoneout.paper.disk import RunError
+from zoneout.paper.report.describe import describe
 from zoneout.paper.training import processes, runs
 from zoneout.paper.training.config import (
     Batches,
@@ -52,9 +53,11 @@ TEXT = Data(str(GOLDEN / "text.txt"))
 CHARS = Config(
     data=TEXT,
     batches=Batches("chunks", size=16, length=25),
-    model=Model(hidden=24, init="block-orthogonal", one_bias=True, learn_initial_state=True),
+    model=Model(
+        hidden=24, embedding=0, init="block-orthogonal", one_bias=True, learn_initial_state=True
+    ),
     zoneout=Zoneout(cell=0.5, hidden=0.05),
-    optimizer=Optimizer("adam", paper=True, lr=0.01, clip_update=1.0),
+    optimizer=Optimizer("adam", paper=True, lr=0.01, clip_gradient=0.0, clip_update=1.0),
     evaluation=Evaluation(Protocol("chunks", length=25), Protocol("whole", length=100)),
     epochs=2,
     log_every=4,
@@ -86,14 +89,14 @@ CURVES = {
     "word-lstm-streams": WORDS,
     "char-gru-layer-norm": replace(
         CHARS,
-        model=Model("gru", hidden=24, norm="layer", init="orthogonal"),
+        model=Model("gru", hidden=24, embedding=0, norm="layer", init="orthogonal"),
         zoneout=Zoneout(hidden=0.1),
         optimizer=Optimizer("rmsprop", paper=True, lr=0.005, decay=0.5, clip_gradient=1.0),
         norm_stabilizer=1.0,
     ),
     "char-lstm-batch-norm": replace(
         CHARS,
-        model=Model(hidden=12, norm="batch", norm_momentum=0.05, init="identity"),
+        model=Model(hidden=12, embedding=0, norm="batch", norm_momentum=0.05, init="identity"),
         zoneout=Zoneout(cell=0.15, hidden=0.15, mask="shared"),
         weight_noise=0.01,
         schedule=Schedule("cosine"),
@@ -103,7 +106,7 @@ CURVES = {
         CHARS,
         model=Model("rnn", hidden=16, embedding=16, tied=True),
         zoneout=Zoneout(hidden=0.05, mask="step"),
-        optimizer=Optimizer("adam", lr=0.005, weight_decay=0.01),
+        optimizer=Optimizer("adam", lr=0.005, weight_decay=0.01, clip_gradient=0.0),
     ),
 }
 
@@ -171,7 +174,7 @@ def test_the_best_weights_are_kept_and_tested(tmp_path: Path) -> None:
     config = replace(
         CHARS,
         epochs=3,
-        optimizer=Optimizer("adam", lr=3.0),
+        optimizer=Optimizer("adam", lr=3.0, clip_gradient=0.0),
         evaluation=replace(CHARS.evaluation, every=2),
     )
     summary = train(config, tmp_path / "run")
@@ -275,7 +278,9 @@ def test_the_learning_rate_of_a_line_is_that_of_its_update(tmp_path: Path) -> No
 
 
 def test_patience(tmp_path: Path) -> None:
-    config = replace(CHARS, epochs=50, patience=2, optimizer=Optimizer("adam", lr=3.0))
+    config = replace(
+        CHARS, epochs=50, patience=2, optimizer=Optimizer("adam", lr=3.0, clip_gradient=0.0)
+    )
     summary = train(config, tmp_path / "run")
     flags = [r["best"] for r in read_metrics(tmp_path / "run") if r["kind"] == "valid"]
     assert summary.status == "patience" and flags[-3:] == [True, False, False] and len(flags) < 50
@@ -482,6 +487,29 @@ def test_kill_9_at_random_moments(name: str, config: Config, seed: int, tmp_path
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole"), done.stdout
 
 
+def test_a_killed_epoch_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is killed in a long epoch, before any validation, starts again."""
+
+    config = replace(CHARS, updates=8)
+
+    class Killed(BaseException):
+        pass
+
+    def kill(event: dict[str, Any]) -> None:
+        if event["kind"] == "step" and event["update"] == 5:
+            raise Killed
+
+    monkeypatch.setattr("zoneout.paper.training.train.SAVE_SECONDS", 0.0)
+    with pytest.raises(Killed):
+        train(config, tmp_path / "run", progress=kill)
+    page = describe(tmp_path / "run")
+    assert (page["update"], page["saved"], page["best"]) == (4, 4, None)
+    assert config.save_every == 0 == config.evaluation.every
+    train(config, tmp_path / "whole")
+    train(None, tmp_path / "run", resume=True)
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+
+
 def test_a_run_cannot_be_made_shorter(tmp_path: Path) -> None:
     """The config says that a run had less training than what its weights come from."""
     done = train(CHARS, tmp_path / "run")
@@ -584,7 +612,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
 
 
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
-    config = replace(CHARS, optimizer=Optimizer("sgd", lr=1e38), save_every=1)
+    config = replace(CHARS, optimizer=Optimizer("sgd", lr=1e38, clip_gradient=0.0), save_every=1)
     with pytest.raises(Diverged, match=r"training has diverged; there is none to keep|not finite"):
         train(config, tmp_path / "run")
     for kept in runs.Run(tmp_path / "run").checkpoints():
@@ -892,7 +920,7 @@ def test_char_ptb_trains_at_reduced_size(tmp_path: Path) -> None:
         batches=Batches("chunks", size=32, length=50),
         model=Model(hidden=64, init="block-orthogonal", one_bias=True, learn_initial_state=True),
         zoneout=Zoneout(cell=0.25, hidden=0.05),
-        optimizer=Optimizer("adam", paper=True, lr=0.01, clip_update=1.0),
+        optimizer=Optimizer("adam", paper=True, lr=0.01, clip_gradient=0.0, clip_update=1.0),
         evaluation=Evaluation(Protocol("chunks", length=50), Protocol("whole", length=500)),
         epochs=1,
         device="cpu",

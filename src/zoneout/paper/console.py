@@ -59,7 +59,7 @@ def say(text: object) -> None:
         show(text, sys.stderr)
 
 
-class Unheard:
+class Forgiving:
     """A stream whose failures are ignored: its reader or terminal is gone, or the disk is full.
 
     After a failure, all further output to the stream is lost.
@@ -108,7 +108,7 @@ def ready() -> Iterator[None]:
     errors = {s: s.errors for s in (sys.stdout, sys.stderr) if isinstance(s, io.TextIOWrapper)}
     for stream in errors:
         stream.reconfigure(errors="backslashreplace")
-    sys.stderr = heard(before)
+    sys.stderr = forgiving(before)
     try:
         yield
     finally:
@@ -117,6 +117,6 @@ def ready() -> Iterator[None]:
             stream.reconfigure(errors=how)
 
 
-def heard(stream: Any) -> Any:
+def forgiving(stream: Any) -> Any:
     """Return the stream with failures ignored; None if the process has no such stream."""
-    return None if stream is None else Unheard(stream)
+    return None if stream is None else Forgiving(stream)

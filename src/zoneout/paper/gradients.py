@@ -1,5 +1,9 @@
-"""The former place of `zoneout.paper.experiments.gradient_flow`, kept for older scripts."""
+"""`python -m zoneout.paper.gradients`: the command `zoneout gradients` (see `cli.alone`)."""
 
-from .experiments.gradient_flow import gradients_of, mean_norms, watched
+import sys
 
-__all__ = ["gradients_of", "mean_norms", "watched"]
+from .cli.alone import run
+from .cli.gradients import Gradients
+
+if __name__ == "__main__":
+    sys.exit(run(Gradients))

@@ -41,10 +41,12 @@ from ..training.progress import TensorBoard, together, watch
 from ..training.sample import sample
 from ..training.train import data_of, train, values_of
 from ..training.unused_options import refuse_given, refuse_unread
-from . import bench, gradients, reproduce
+from .bench import Bench
 from .demo import Demo
+from .gradients import Gradients
+from .options import Flag
+from .reproduce import Reproduce
 
-Flag: TypeAlias = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 Folder: TypeAlias = Annotated[Path | None, tyro.conf.arg(metavar="DIR")]
 RunFolder: TypeAlias = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 
@@ -271,7 +273,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Show:
-    """Show the settings, results and learning curve of a run; compare several runs.
+    """Show the settings, results and learning curves of one or more runs.
 
     $ zoneout show runs/ptb
     $ zoneout show runs/plain runs/zoneout --picture curves.png
@@ -420,7 +422,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Train a grid of settings and seeds, on this machine or on a Ray cluster.
+    """Train a grid of settings and seeds, here or on a Ray cluster.
 
     To continue an interrupted sweep, run the same command again.
 
@@ -539,7 +541,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Report:
-    """Write an HTML page: the paper's results next to ours, or a comparison of runs.
+    """Write an HTML page: our results and the paper's, or several runs.
 
     $ zoneout report --out report.html
     $ zoneout report runs/plain runs/zoneout --out compared.html
@@ -572,7 +574,7 @@ class Report:
         return OK
 
 
-COMMANDS: dict[str, Any] = {  # a dataclass of options, or a function of the arguments
+COMMANDS: dict[str, type[Any]] = {
     "demo": Demo,
     "train": Train,
     "eval": Eval,
@@ -580,11 +582,11 @@ COMMANDS: dict[str, Any] = {  # a dataclass of options, or a function of the arg
     "show": Show,
     "data": Data,
     "sweep": Sweep,
-    "reproduce": reproduce.main,
-    "gradients": gradients.main,
+    "reproduce": Reproduce,
+    "gradients": Gradients,
     "figures": Figures,
     "report": Report,
-    "bench": bench.main,
+    "bench": Bench,
 }
 
 

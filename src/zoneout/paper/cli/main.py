@@ -11,20 +11,21 @@ import os
 import pkgutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 import zoneout
 
-from .. import console
+from .. import console, disk
 from ..data.datasets import DataError, unpacking
 from ..disk import RunError
 from ..experiments.recipes import RECIPES
+from ..training import config as configs
 from ..training import runs
 from ..training.exit_codes import INTERRUPTED, OK, WRONG_USE, code_of
 from ..training.processes import memory_explained
+from . import options
 from .commands import COMMANDS, Sweep, Train, complain
 
 
@@ -48,7 +49,7 @@ def run(args: Sequence[str]) -> int:
         console.silence(sys.stdout)
         return OK
     except (RunError, DataError, OSError, ValueError) as error:
-        return complain(name, error, code_of(error))
+        return complain(name, in_options(name, error), code_of(error))
 
 
 def do(name: str, args: Sequence[str]) -> int:
@@ -67,8 +68,6 @@ def do(name: str, args: Sequence[str]) -> int:
             else f"the commands are {', '.join(COMMANDS)}."
         )
         return complain("", f"there is no command {name!r}; {hint}", WRONG_USE)
-    if not isinstance(COMMANDS[name], type):
-        return int(COMMANDS[name](args[1:]))
     command = parse(name, args[1:])
     with unpacking(getattr(command, "unpacked", None)):
         code: int = command()
@@ -78,43 +77,61 @@ def do(name: str, args: Sequence[str]) -> int:
 def parse(name: str, args: Sequence[str]) -> Any:
     """Return the command with its options.
 
-    With --resume, the options that are not given have the values of the run's config.
+    With --resume, the options that are not given have the values of the run's config; with a
+    recipe of `sweep`, they have the values of the recipe.
     """
-    prog = f"zoneout {name}"
-    command, unknown = tyro.cli(COMMANDS[name], prog=prog, args=args, return_unknown_args=True)
+    command, unknown = _read(COMMANDS[name], name, args, return_unknown_args=True)
     if unknown and isinstance(command, Train) and not unknown[0].startswith("-"):
         what = unknown[0]
         meant = f"zoneout reproduce {what}" if what in RECIPES else f"--data {what}"
         raise ValueError(f"expected options only, got {what!r}; did you mean {meant}?")
     if unknown:
-        tyro.cli(COMMANDS[name], prog=prog, args=args)  # prints the error and similar options
+        _read(COMMANDS[name], name, args)  # prints the error and similar options
     if isinstance(command, Sweep) and command.recipe is not None:
-        if command.recipe not in RECIPES:
-            if Path(command.recipe).exists():
-                raise ValueError(
-                    f"there is no recipe {command.recipe!r}; did you mean --data {command.recipe}?"
-                )
-            near = ", ".join(difflib.get_close_matches(command.recipe, RECIPES, n=3, cutoff=0.3))
+        command = _read(Sweep, name, args, default=Sweep(config=config_of(command.recipe)))
+    if isinstance(command, Train):
+        if command.resume and command.out is None:
             raise ValueError(
-                f"there is no recipe {command.recipe!r}; the nearest are "
-                f"{near or ', '.join(RECIPES)}"
+                "--resume: say which run to continue, as in `zoneout train --resume --out runs/ptb`"
             )
-        return tyro.cli(
-            Sweep, prog=prog, args=args, default=Sweep(config=RECIPES[command.recipe].make())
-        )
-    if not isinstance(command, Train):
-        return command
-    if command.resume and command.out is None:
-        raise ValueError(
-            "--resume: say which run to continue, as in `zoneout train --resume --out runs/ptb`"
-        )
-    if command.resume and command.out is not None:
-        command = tyro.cli(
-            Train, prog=prog, args=args, default=Train(config=runs.read_config(command.out))
-        )
-    if command.out is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("--out: expected the folder of the run, since several processes share it")
+        if command.resume and command.out is not None:
+            default = Train(config=runs.read_config(command.out))
+            command = _read(Train, name, args, default=default)
+        if command.out is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ValueError(
+                "--out: expected the folder of the run, since several processes share it"
+            )
+    if isinstance(command, (Train, Sweep)):
+        command = replace(command, config=configs.checked(command.config))
     return command
+
+
+def _read(kind: type[Any], name: str, args: Sequence[str], **more: Any) -> Any:
+    with configs.unchecked():  # tyro would name a field of the command in the message of a check
+        return options.read(kind, f"zoneout {name}", args, **more)
+
+
+def config_of(recipe: str) -> configs.Config:
+    """Return the config of the recipe of a sweep."""
+    if recipe in RECIPES:
+        return RECIPES[recipe].make()
+    if Path(recipe).exists():
+        raise ValueError(f"there is no recipe {recipe!r}; did you mean --data {recipe}?")
+    near = ", ".join(difflib.get_close_matches(recipe, RECIPES, n=3, cutoff=0.3))
+    raise ValueError(f"there is no recipe {recipe!r}; the nearest are {near or ', '.join(RECIPES)}")
+
+
+def in_options(name: str, error: Exception) -> str:
+    """Return the message of an error, which begins with the option as the user types it.
+
+    >>> in_options("train", ValueError("weight_noise: expected a finite number"))
+    '--weight-noise: expected a finite number'
+    """
+    message = disk.in_words(error)
+    field, colon, rest = message.partition(": ")
+    if colon and name in COMMANDS and field in options.names(COMMANDS[name]):
+        return f"--{field.replace('_', '-')}: {rest}"
+    return message
 
 
 def overview() -> str:

@@ -1,189 +1,144 @@
-"""The command `reproduce`: options, and the files that it writes.
-
-It uses argparse, so that `python -m zoneout.paper.reproduce` also runs where only torch, numpy and
-safetensors are installed.
-"""
+"""The command `reproduce`: options, and the files that it writes."""
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 from .. import console, disk
 from ..disk import RunError
-from ..experiments.recipes import MEASURES
 from ..experiments.reproduce import CODES, OPTIONS, RESULTS, RUNS, State, reproduce
 from ..experiments.results import BEGIN, document, put_summary, table
 from ..training.unused_options import refuse_given
+from .options import Flag, Positional, UseAppendAction, arg
 
 PAGE, README = Path("docs/results.md"), Path("README.md")  # the files that hold the tables
 TRIALS = Path("runs/trials")
+OF_RUNS = (
+    "seeds",
+    "first_seed",
+    "out",
+    "precision",
+    "device",
+    "data",
+    "minutes",
+    "parallel",
+    "set",
+)
 
 
-def parser(prog: str) -> argparse.ArgumentParser:
-    """Return the argument parser. It uses `argparse`, so that only torch's dependencies are
-    needed.
+@dataclass(frozen=True)
+class Reproduce:
+    """Reproduce the paper's tables: run missing rows, compare the results.
+
+    A run that was interrupted is continued. The table is printed after each run.
+
+    $ zoneout reproduce char-ptb
+    $ zoneout reproduce char-ptb zoneout unregularised --seeds 3 --precision bf16
+    $ zoneout reproduce pmnist all --parallel 3
+    $ zoneout reproduce char_ptb_gru word_ptb_zoneout --minutes 8
+    $ zoneout reproduce --write
     """
-    found = argparse.ArgumentParser(
-        prog=prog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=(
-            "Run the rows of the paper's tables that have no record yet; print the table after "
-            "each."
-        ),
-        epilog=f"""examples:
 
-$ {prog} char-ptb                                  # the rows of Table 1
-$ {prog} char-ptb zoneout unregularised --seeds 3 --precision bf16
-$ {prog} pmnist all --parallel 3                   # also figures and text, three runs at a time
-$ {prog} char_ptb_zoneout --minutes 8              # stop after 8 minutes; repeat to resume
-$ {prog} char_ptb_gru word_ptb_zoneout             # recipes of any task
-$ {prog}                                           # only print the tables
-$ {prog} --write                                   # write docs/results.md and the README's table
+    task: Annotated[str | None, Positional, arg(metavar="[TASK]")] = None
+    """A recipe, or a task. Without it nothing is run: the tables are printed.
+    tasks: char-ptb, word-ptb, text8, text8-prefix, pmnist, pmnist-permuted, gradient-flow.
+    """
+    rows: Annotated[tuple[str, ...], Positional, arg(metavar="[ROW …]")] = ()
+    """Rows of the task, or more recipes; by default the rows of the paper's tables.
+    all: also those of the paper's figures and text.
+    """
+    seeds: Annotated[int, arg(metavar="N")] = 1
+    """Number of seeds of each row."""
+    first_seed: Annotated[int, arg(metavar="N")] = 1
+    """The first seed."""
+    out: Annotated[Path | None, arg(metavar="DIR")] = None
+    """The folder for the runs; by default runs/reproduce, with --set runs/trials."""
+    results: Annotated[Path | None, arg(metavar="DIR")] = None
+    """The folder for the records; by default results, with --set runs/trials/results."""
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
+    """Precision of the matrix products in training."""
+    device: Annotated[str, arg(metavar="NAME")] = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    data: Annotated[Path | None, arg(metavar="DIR")] = None
+    """A folder with the data, searched before ZONEOUT_DATA."""
+    minutes: Annotated[float | None, arg(metavar="M")] = None
+    """Stop after this many minutes, with a checkpoint; the same command goes on."""
+    parallel: Annotated[int, arg(metavar="N")] = 1
+    """Number of runs at the same time on the device."""
+    set: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="NAME=VALUE")] = ()
+    """Change a setting of the recipe, for a trial, which has its own folders."""
+    write: Flag = False
+    """Write the tables to --page, and the short table to README.md."""
+    page: Annotated[Path, arg(metavar="FILE")] = PAGE
+    """Only with --write: the page for the tables. For another page, README.md is left as it is."""
 
-tasks: {", ".join(MEASURES)}""",
-    )
-    add = found.add_argument
-    add("task", metavar="TASK", nargs="?", help="a task, or a recipe by its name")
-    add(
-        "rows",
-        metavar="ROW",
-        nargs="*",
-        help="rows or recipes (default: the paper's tables); `all` adds figures",
-    )
-    add("--seeds", metavar="N", type=int, default=1, help="number of seeds (1)")
-    add("--first-seed", metavar="N", type=int, default=1, help="the first seed (1)")
-    add(
-        "--out",
-        metavar="DIR",
-        type=Path,
-        help="folder for the runs (runs/reproduce; with --set runs/trials)",
-    )
-    add(
-        "--results",
-        metavar="DIR",
-        type=Path,
-        help="folder for the records (results; with --set runs/trials/results)",
-    )
-    precisions = ("fp32", "tf32", "bf16", "fp16")
-    add(
-        "--precision",
-        choices=precisions,
-        default="fp32",
-        help="precision of the matrix products in training (fp32)",
-    )
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    add(
-        "--data",
-        metavar="DIR",
-        type=Path,
-        help="folder with the data, searched before ZONEOUT_DATA",
-    )
-    add(
-        "--minutes",
-        metavar="M",
-        type=float,
-        default=math.inf,
-        help="stop after M minutes, with a checkpoint",
-    )
-    add(
-        "--parallel",
-        metavar="N",
-        type=int,
-        default=1,
-        help="number of runs at the same time on the device (1)",
-    )
-    add(
-        "--set",
-        metavar="NAME=VALUE",
-        action="append",
-        default=[],
-        help="change a setting of the recipe, for a trial",
-    )
-    add(
-        "--write",
-        metavar="FILE",
-        nargs="?",
-        const=PAGE,
-        type=Path,
-        help=f"write {PAGE} and the table of {README}",
-    )
-    return found
-
-
-def main(arguments: Sequence[str] | None = None, prog: str = "zoneout reproduce") -> int:
-    """Reproduce the paper's tables: run missing rows, and compare the results with the paper."""
-    command = parser(prog)
-    options = command.parse_args(arguments)
-    pairs = [setting.partition("=") for setting in options.set]
-    for name, equals, _ in pairs:
-        if not equals:
-            raise ValueError(f"--set: expected a name and a value, as in epochs=1, got {name!r}")
-        if name in OPTIONS:
-            raise ValueError(
-                f"--set: expected a setting of the recipe, got {name}; {OPTIONS[name]} is for that"
+    def __call__(self) -> int:
+        pairs = [setting.partition("=") for setting in self.set]
+        for name, equals, _ in pairs:
+            if not equals:
+                raise ValueError(
+                    f"--set: expected a name and a value, as in epochs=1, got {name!r}"
+                )
+            if name in OPTIONS:
+                raise ValueError(
+                    f"--set: expected a setting of the recipe, got {name}; {OPTIONS[name]} is for "
+                    "that"
+                )
+        if self.task is None:
+            why = "without a TASK nothing is run; say which"
+            refuse_given(OF_RUNS, self, lambda name: getattr(Reproduce, name), why)
+        # A trial has its own folders, so that it neither uses nor replaces the recipe's record.
+        out = self.out or (TRIALS if pairs else RUNS)
+        results = self.results or (TRIALS / "results" if pairs else RESULTS)
+        if self.write:
+            self.check_page(results)
+        else:
+            refuse_given(["page"], self, lambda name: PAGE, "only --write writes it; add --write")
+        state: State = "finished"
+        # The tables that are shown while running are progress, not the result.
+        screen = console.forgiving(sys.stdout)
+        if self.task is not None:
+            state = reproduce(
+                self.task,
+                self.rows,
+                range(self.first_seed, self.first_seed + self.seeds),
+                out=out,
+                results=results,
+                data=self.data,
+                precision=self.precision,
+                device=self.device,
+                minutes=math.inf if self.minutes is None else self.minutes,
+                parallel=self.parallel,
+                settings={name: value for name, _, value in pairs},
+                say=lambda text: console.show(text, screen),
             )
-    if options.task is None:
-        of_runs = (
-            "seeds",
-            "first_seed",
-            "out",
-            "precision",
-            "device",
-            "data",
-            "minutes",
-            "parallel",
-            "set",
-        )
-        refuse_given(
-            of_runs, options, command.get_default, "without a TASK nothing is run; say which"
-        )
-    # A trial has its own folders, so that it neither uses nor replaces the recipe's record.
-    out = options.out or (TRIALS if pairs else RUNS)
-    results = options.results or (TRIALS / "results" if pairs else RESULTS)
-    if options.write == PAGE and pairs:
-        raise ValueError(
-            f"--write: expected a file of its own for trials (--set), since {PAGE} is of the "
-            "recipes"
-        )
-    if (
-        options.write is not None
-        and options.task is None
-        and not any(results.glob("*/seed-*.json"))
-    ):
-        raise RunError(f"there are no records in {results}, so that --write would empty the tables")
-    if options.write is not None and not options.write.parent.is_dir():
-        raise ValueError(
-            f"--write: there is no folder {options.write.parent} here for {options.write.name}; "
-            "--write FILE says "
-            "which file to write instead"
-        )
-    state: State = "finished"
-    said = console.heard(sys.stdout)  # the tables shown while running are progress, not the result
-    if options.task is not None:
-        state = reproduce(
-            options.task,
-            options.rows,
-            range(options.first_seed, options.first_seed + options.seeds),
-            out=out,
-            results=results,
-            data=options.data,
-            precision=options.precision,
-            device=options.device,
-            minutes=options.minutes,
-            parallel=options.parallel,
-            settings={name: value for name, _, value in pairs},
-            say=lambda text: console.show(text, said),
-        )
-    elif options.write is None:
-        console.show(table(results))
-    if options.write is not None:
-        with disk.explained(options.write):
-            disk.write_text(options.write, document(results))
-            text = disk.read_text(README) if README.exists() else ""
-            if BEGIN in text and options.write == PAGE:
-                disk.write_text(README, put_summary(text, results))
-    return CODES[state]
+        elif not self.write:
+            console.show(table(results))
+        if self.write:
+            with disk.explained(self.page):
+                disk.write_text(self.page, document(results))
+                text = disk.read_text(README) if README.exists() else ""
+                if BEGIN in text and self.page == PAGE:
+                    disk.write_text(README, put_summary(text, results))
+        return CODES[state]
+
+    def check_page(self, results: Path) -> None:
+        """Raise if the tables cannot be written, before hours of training."""
+        if self.page == PAGE and self.set:
+            raise ValueError(
+                f"--write: expected a --page of its own for trials (--set), since {PAGE} is of the "
+                "recipes"
+            )
+        if self.task is None and not any(results.glob("*/seed-*.json")):
+            raise RunError(
+                f"there are no records in {results}, so that --write would empty the tables"
+            )
+        if not self.page.parent.is_dir():
+            raise ValueError(
+                f"--write: there is no folder {self.page.parent} here for {self.page.name}; "
+                "--page FILE says which file to write instead"
+            )

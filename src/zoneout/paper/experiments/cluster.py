@@ -30,7 +30,17 @@ from ..training import config as configs
 from ..training.config import Config
 from ..training.measures import measure_in
 from .sweep import RETRIES, Job, Say, mark
-from .trials import Range, Trial, folders, known_trials, row_of, spelled, state_of, told, trial_of
+from .trials import (
+    Range,
+    Trial,
+    folders,
+    known_trials,
+    outcome,
+    row_of,
+    spelled,
+    state_of,
+    trial_of,
+)
 
 SCRATCH = ".ray"  # folder for Tune's files inside the sweep's folder; removed when Tune ends
 STOPPED = "stopped by the scheduler: other runs were better after the same amount of training"
@@ -199,7 +209,7 @@ def _tune(
             if problem:
                 problems[job.trial.name] = problem
             row = row_of(job.trial, job.folder, problem, scheduled=cluster.asha)
-            say(f"{done}/{count} {job.trial.name}: {problem or told(row)}")
+            say(f"{done}/{count} {job.trial.name}: {problem or outcome(row)}")
 
     # Silence Tune's log: `Notes` prints the same facts without tracebacks.
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)

@@ -81,7 +81,10 @@ class Job:
     @property
     def config(self) -> Config:
         own = {"seed": self.seed, "precision": self.precision, "device": self.device}
-        return configs.change(RECIPES[self.recipe].make(), self.settings | own)
+        try:
+            return configs.change(RECIPES[self.recipe].make(), self.settings | own)
+        except ValueError as error:
+            raise ValueError(f"--set: {error}") from None
 
     def missing(self) -> bool:
         """Return True if there is no record yet; raise `RunError` if the record has other

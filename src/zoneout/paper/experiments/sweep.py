@@ -47,10 +47,10 @@ from .trials import (
     folders,
     grid_of,
     known_trials,
+    outcome,
     part_of,
     row_of,
     state_of,
-    told,
     trial_of,
 )
 
@@ -161,7 +161,8 @@ def run_local(
                 done += 1
                 if problem:
                     problems[name] = problem
-                say(f"{done}/{len(jobs)} {name}: {problem or told(row_of(job.trial, job.folder))}")
+                how = problem or outcome(row_of(job.trial, job.folder))
+                say(f"{done}/{len(jobs)} {name}: {how}")
         for pipe, process in idle:
             with contextlib.suppress(OSError):
                 pipe.send(None)

@@ -66,7 +66,9 @@ class Trial:
             if self.config.schedule.kind == "cosine"
             else tuple(n for n in LENGTH if n not in self.fields)
         )
-        own = {n: v for n, v in configs.changed(self.config).items() if n not in (*ANYHOW, *length)}
+        own = {
+            n: v for n, v in configs.identity(self.config).items() if n not in (*ANYHOW, *length)
+        }
         page = json.dumps(own, sort_keys=True)
         return hashlib.sha256(page.encode()).hexdigest()[:8]
 
@@ -75,7 +77,7 @@ class Trial:
         """The name of the run's folder.
 
         >>> Trial(configs.change(Config(), {"zoneout.cell": 0.5}), ("zoneout.cell", "seed")).name
-        'zoneout.cell=0.5,seed=1-e5256b2e'
+        'zoneout.cell=0.5,seed=1-...'
         """
         short = {n: Path(v).name if v and n in PATHS else v for n, v in self.settings.items()}
         text = ",".join(f"{name}={spelled(value)}" for name, value in short.items())
@@ -137,7 +139,10 @@ def trial_of(base: Config, settings: Mapping[str, Any]) -> Trial:
 
     A string is parsed as the type of its field.
     """
-    config = configs.change(base, dict(settings))  # raises if a field does not exist
+    try:
+        config = configs.change(base, dict(settings))
+    except ValueError as error:
+        raise ValueError(f"--grid: {error}") from None
     return Trial(config, tuple(sorted({*settings, "seed"}, key=NAMES.index)))
 
 
@@ -300,7 +305,7 @@ def row_of(trial: Trial, folder: Path, why: str = "", *, scheduled: bool = False
     )
 
 
-def told(row: Row) -> str:
+def outcome(row: Row) -> str:
     """Describe how a trial ended, in a few words."""
     values = [
         f"{kind} {figure_of(v, row.measure)}"

@@ -53,6 +53,7 @@ def describe(folder: Path) -> dict[str, Any]:
         "run": str(folder),
         "status": ended["status"] if ended else "not finished",
         **position(folder, rows),
+        "saved": runs.trained(folder)[0],
         "best": next((row for row in reversed(valid) if row["best"]), None),
         "test": next((row for row in reversed(rows) if row["kind"] == "test"), None),
         "parameters": ended and ended["parameters"],
@@ -82,10 +83,12 @@ def described(page: dict[str, Any]) -> str:
     size = f", {page['parameters']:,} parameters" if page["parameters"] else ""
     layers = f"{model['layers']} layers" if model["layers"] > 1 else "one layer"
     took = f" in {duration(page['seconds'])}" if page["seconds"] else ""
+    saved = f"after {page['saved']:,} updates" if page["saved"] else "none yet"
+    behind = "" if page["saved"] >= page["update"] else f"; last checkpoint: {saved}"
     lines = [
         (
             f"{page['run']}: {page['status']}, {page['update']:,} updates ({page['epoch']:.4g} "
-            f"epochs){took}"
+            f"epochs){took}{behind}"
         ),
         (
             f"  {model['cell'].upper()}, {layers} of {model['hidden']:,} units{size}, on "

@@ -121,6 +121,11 @@ def learning_curves(curves: Sequence[plots.Curve], *words: Any) -> list[Html]:
     return figures
 
 
+def beside(*parts: Any) -> Html:
+    """Return parts that stand beside each other on a wide screen, below each other on a phone."""
+    return element("div", *(element("div", part) for part in parts), class_="beside")
+
+
 def section(name: str, title: str, *children: Any, level: int = 2) -> Html:
     """Return a section with a heading."""
     heading = element(f"h{level}", title, id=f"{name}-title")
@@ -196,6 +201,8 @@ tbody th { font-weight: normal; white-space: normal; min-width: 8.5rem; position
 td a { display: inline-block; }
 small { color: var(--soft); font-size: .85em; }
 #figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(32rem, 100%), 1fr)); gap: 0 3rem; }
+.beside { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(32rem, 100%), 1fr)); gap: 0 3rem; }
+.beside > div { min-width: 0; } .beside figure { margin: 0 0 2rem; }
 #figures > h2 { grid-column: 1 / -1; }
 figure { margin: 2rem 0; min-width: 0; }
 .picture svg { display: block; width: 100%; height: auto; max-width: 40rem; }

@@ -7,12 +7,15 @@ probability that the previous value (or zero) is used instead of the new value.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import json
 import math
 import types
 import typing
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -115,8 +118,8 @@ class Model:
     """Number of units in a layer."""
     layers: int = 1
     """Number of recurrent layers."""
-    embedding: int = 0
-    """Size of the input embedding; 0: the input is one-hot, without an embedding."""
+    embedding: int = 128
+    """Size of the embedding of symbols; 0: the input is one-hot, without an embedding."""
     dropout: float = 0.0
     """Rate of non-recurrent dropout: on the embedding, between layers and before the softmax."""
     tied: bool = False
@@ -127,6 +130,8 @@ class Model:
     """Weight of a new batch in the running averages of batch norm."""
     init: Literal["torch", "block-orthogonal", "orthogonal", "identity", "uniform"] = "torch"
     """Initial weights.
+    torch: as torch.nn initialises them. orthogonal: each weight matrix is orthogonal.
+    block-orthogonal: each matrix is made of orthogonal squares.
     identity: orthogonal, but the recurrent matrix of the candidate is the identity matrix.
     The candidate is g in an LSTM, n in a GRU; a plain RNN has only this matrix.
     """
@@ -160,7 +165,7 @@ class Model:
             "a finite number",
         )
         if self.tied and self.embedding != self.hidden:
-            raise ValueError(
+            _refuse(
                 "model.tied: expected an embedding of the size of the hidden state "
                 f"({self.hidden}), since both share "
                 f"one matrix, got embedding {self.embedding}; try --model.embedding {self.hidden}"
@@ -251,7 +256,7 @@ class Optimizer:
     """Use the rule as in the paper's code.
     Adam adds eps to √v without bias correction. RMSProp divides by max(rms, eps).
     """
-    lr: float = 0.002
+    lr: float = 0.003
     """The learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
     """adam: decay rates of the running averages of the gradient and of its square."""
@@ -267,7 +272,7 @@ class Optimizer:
     """Decoupled weight decay, as in AdamW.
     Each update shrinks the weight matrices by this number times the learning rate.
     """
-    clip_gradient: float = 0.0
+    clip_gradient: float = 1.0
     """Clip the gradient to this global norm; 0: no clipping."""
     clip_update: float = 0.0
     """Clip the update, which includes the learning rate, to this global norm; 0: no clipping."""
@@ -295,7 +300,7 @@ class Optimizer:
             "a number above 0",
         )
         if self.momentum and self.rule == "adam":
-            raise ValueError(
+            _refuse(
                 "optimizer.momentum: expected 0 with rule adam; its momentum is the first of the "
                 "betas"
             )
@@ -434,8 +439,8 @@ class Config:
     log_every: int = 100
     """Number of updates between lines of training loss."""
     save_every: int = 0
-    """Number of updates between checkpoints; 0: checkpoints only after validations.
-    There is always a checkpoint after a validation.
+    """Number of updates between checkpoints; 0: no fixed number.
+    In any case there is a checkpoint every 5 minutes, after each validation and at Ctrl-C.
     """
 
     def __post_init__(self) -> None:
@@ -463,14 +468,15 @@ class Config:
                 self.batches.size >= 2,
                 "at least 2 with batch norm",
             )
-        if self.variational_dropout.words and not self.model.embedding:
-            raise ValueError(
-                "variational_dropout.words: expected 0 without an embedding (--model.embedding)"
-            )
-        if self.task == "images" and self.model.embedding:
-            raise ValueError(
-                "model.embedding: expected 0, since a pixel is a number and not a symbol"
-            )
+        embedding = self.model.embedding if self.task == "language" else 0
+        for name, uses in (
+            ("variational_dropout.words", self.variational_dropout.words),
+            ("model.tied", self.model.tied),
+        ):
+            if uses and not embedding:
+                _refuse(
+                    f"{name}: expected none without an embedding of symbols (--model.embedding)"
+                )
 
     @property
     def task(self) -> Literal["language", "images"]:
@@ -556,6 +562,19 @@ def changed(config: Config, other: Config | None = None) -> dict[str, Any]:
     return {name: at(ours, name) for name in names() if at(ours, name) != at(theirs, name)}
 
 
+# The first default of every field whose default has changed since.
+FIRST_DEFAULTS = {"model.embedding": 0, "optimizer.lr": 0.002, "optimizer.clip_gradient": 0.0}
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """Return the fields whose values identify a config, for digests.
+
+    These are the fields that differ from their first defaults. New fields, and new defaults of old
+    fields, therefore do not change the digest of an existing run.
+    """
+    return changed(config, change(Config(), FIRST_DEFAULTS))
+
+
 def flags(settings: dict[str, Any]) -> list[str]:
     """Return settings (dotted names and JSON values) as command-line arguments.
 
@@ -607,7 +626,11 @@ def _build(kind: type, values: Any, prefix: str) -> Any:
         if isinstance(fitted, _Misfit):
             raise ValueError(f"{prefix}{name}: expected {fitted.expected}, got {shown(value)}")
         given[name] = fitted
-    return kind(**given)
+    try:
+        return kind(**given)
+    except ValueError as error:  # the fields of a protocol do not name their place
+        text = str(error)
+        raise ValueError(text if text.startswith(prefix) else prefix + text) from None
 
 
 @dataclass(frozen=True)
@@ -654,9 +677,35 @@ def nearest(name: str, known: typing.Iterable[str]) -> str:
     return f"; the nearest are {', '.join(close)}" if close else ""
 
 
+_CHECKING = ContextVar("checking", default=True)
+
+
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """Inside, configs are built without checks; call `checked` on them afterwards.
+
+    For parsers that would put their own names before the message of a check.
+    """
+    token = _CHECKING.set(False)
+    try:
+        yield
+    finally:
+        _CHECKING.reset(token)
+
+
+def checked(config: Config) -> Config:
+    """Return the config, or raise if a value in it is not valid."""
+    return from_json(to_json(config))
+
+
+def _refuse(message: str) -> None:
+    if _CHECKING.get():
+        raise ValueError(message)
+
+
 def _check(name: str, value: Any, good: bool, expected: str) -> None:
     if not good:
-        raise ValueError(f"{name}: expected {expected}, got {shown(value)}")
+        _refuse(f"{name}: expected {expected}, got {shown(value)}")
 
 
 def _check_size(name: str, value: int, most: int = MOST) -> None:

@@ -8,10 +8,10 @@ from .train import Diverged
 OK, FAILED, WRONG_USE, BAD_DATA, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 CODES = {
     OK: "success",
-    FAILED: "the run failed: its folder is in use or damaged, the disk is full, or memory ran out",
+    FAILED: "the run failed: folder in use or damaged, disk full, out of memory",
     WRONG_USE: "wrong usage: an option or a value is not valid",
     BAD_DATA: "data are missing, or their contents are not as expected",
-    DIVERGED: "the loss is not a finite number: training diverged, or the weights are not usable",
+    DIVERGED: "the loss is not finite: training diverged, or weights are not usable",
     INTERRUPTED: "interrupted (Ctrl-C or SIGTERM); the run can be continued",
 }
 

@@ -44,12 +44,14 @@ class Output(NamedTuple):
 class RecurrentModel(nn.Module):
     """Base class of both models: input, recurrent layers, softmax."""
 
-    def __init__(self, config: Config, inputs: int, outputs: int, steps: int) -> None:
+    def __init__(
+        self, config: Config, inputs: int, outputs: int, steps: int, embedding: int = 0
+    ) -> None:
         super().__init__()
         model = config.model
         self.weight_noise, self.dropout = config.weight_noise, model.dropout
         self.variational = config.variational_dropout
-        self.embedding = nn.Embedding(inputs, model.embedding) if model.embedding else None
+        self.embedding = nn.Embedding(inputs, embedding) if embedding else None
         norms = {
             "none": None,
             "layer": "layer",
@@ -58,7 +60,7 @@ class RecurrentModel(nn.Module):
         kinds: dict[str, Any] = {"lstm": zo.LSTM, "gru": zo.GRU, "rnn": zo.RNN, "rnn-relu": zo.RNN}
         extra = {"nonlinearity": "relu"} if model.cell == "rnn-relu" else {}
         self.recurrent = kinds[model.cell](
-            model.embedding or inputs,
+            embedding or inputs,
             model.hidden,
             model.layers,
             dropout=model.dropout if model.layers > 1 else 0.0,
@@ -134,9 +136,8 @@ class LanguageModel(RecurrentModel):
     """
 
     def __init__(self, config: Config, symbols: int) -> None:
-        super().__init__(
-            config, symbols, symbols, config.batches.length - (config.batches.kind == "chunks")
-        )
+        steps = config.batches.length - (config.batches.kind == "chunks")
+        super().__init__(config, symbols, symbols, steps, config.model.embedding)
 
     def forward(
         self,

@@ -37,16 +37,16 @@ class Rule(ctypes.Structure):
     ]
 
 
-def takes(parameters: Sequence[Tensor], steps: Sequence[Tensor]) -> bool:
+def supports(parameters: Sequence[Tensor], steps: Sequence[Tensor]) -> bool:
     """Return True if the kernels support these parameters and their update steps.
 
     All tensors must be contiguous, non-empty, float32 and on a GPU, at most 64 parameters.
     """
     each = (v for values in (parameters, steps) for v in values)
-    there = (
+    suitable = (
         v.is_cuda and v.dtype == torch.float32 and v.is_contiguous() and v.numel() > 0 for v in each
     )
-    return len(parameters) <= MOST and all(there)
+    return len(parameters) <= MOST and all(suitable)
 
 
 def advance(

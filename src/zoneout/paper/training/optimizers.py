@@ -100,7 +100,7 @@ class Optimizer:
 
     def _fused(self, steps: Tensors) -> bool:
         first = self.parameters[0]
-        return first.is_cuda and cuda.is_available(first) and fused.takes(self.parameters, steps)
+        return first.is_cuda and cuda.is_available(first) and fused.supports(self.parameters, steps)
 
     def _advance(self, grads: Tensors, factor: Tensor | None, eps: Tensor) -> Tensors:
         """Multiply the gradients by `factor`, update the optimizer's state and return the steps."""

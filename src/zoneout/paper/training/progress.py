@@ -115,7 +115,7 @@ def position(row: Event) -> str:
     return f"epoch {row['epoch']:6.2f}  update {row['update']:7,}"
 
 
-def said(event: Event) -> str | None:
+def log_line(event: Event) -> str | None:
     """Return the log line for an event; None for events that are too frequent or add nothing."""
     kind = event["kind"]
     if kind == "start":
@@ -163,7 +163,7 @@ class Lines:
 
     def _hear(self, event: Event, name: str, run: Shown) -> None:
         run.hear(event)
-        line = said(event)
+        line = log_line(event)
         if event["kind"] == "train":
             speed = f"  {run.pace.speed:.1f} updates/s  {run.left()} left" if run.pace.speed else ""
             line = f"{position(event)}  train {run.training()}{speed}"
@@ -217,7 +217,7 @@ class Live:
             self.progress.update(self.tasks[name], completed=run.update, total=run.updates or None)
         if event["kind"] == "valid" and len(self.shown) > 1:
             return  # with several runs, only the bars show validations
-        if (line := said(event)) is not None:
+        if (line := log_line(event)) is not None:
             style = "green" if event.get("best") else "yellow" if event["kind"] == "note" else None
             line = visible(named(name, line, self.shown))
             self.console.print(line, style=style, highlight=False, markup=False)
@@ -243,6 +243,7 @@ class _Fitting(Progress):
     """A progress display that leaves out the columns for which the terminal has no room."""
 
     BAR = 6  # the least width of the bar
+    ECHO = 2  # free columns at the right: there the terminal shows ^C, without breaking the line
 
     def __init__(
         self, always: Sequence[ProgressColumn], optional: Sequence[_Of], console: Console
@@ -254,7 +255,8 @@ class _Fitting(Progress):
         """Return the table of the tasks, with the columns of the lowest ranks that fit."""
         tasks = list(tasks)
         names = max((cell_len(task.description) for task in tasks), default=0)
-        room = self.screen.width - self.BAR - (names + 1) * (len(self.always) > 1)
+        width = self.screen.width - self.ECHO
+        room = width - self.BAR - (names + 1) * (len(self.always) > 1)
         shown = set()
         for column in sorted(self.optional, key=lambda column: column.rank):
             room -= 1 + max((column.render(task).cell_len for task in tasks), default=0)
@@ -262,7 +264,9 @@ class _Fitting(Progress):
                 break
             shown.add(column)
         self.columns = (*self.always, *(column for column in self.optional if column in shown))
-        return super().make_tasks_table(tasks)
+        table = super().make_tasks_table(tasks)
+        table.width = width
+        return table
 
 
 def watch(names: Sequence[str] = ("",)) -> Lines | Live:

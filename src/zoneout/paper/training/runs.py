@@ -310,16 +310,10 @@ class Run:
     def config_digest(self) -> str:
         """Return the digest of the fields in config.json that may not change, for the checkpoints.
 
-        Fields with their default value do not count, so a version with new fields can continue the
-        run.
+        A version with new fields or new defaults can continue the run (see `configs.identity`).
         """
-        plain, default = configs.to_json(read_config(self.folder)), configs.to_json(Config())
-        fixed = {
-            name: configs.at(plain, name) for name in configs.names() if name not in MAY_CHANGE
-        }
-        return _page_digest(
-            {name: value for name, value in fixed.items() if value != configs.at(default, name)}
-        )
+        own = configs.identity(read_config(self.folder))
+        return _page_digest({name: own[name] for name in own if name not in MAY_CHANGE})
 
     def checkpoints(self) -> list[Path]:
         """Return the folders of the checkpoints, the latest first."""

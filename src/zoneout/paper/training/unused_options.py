@@ -52,6 +52,11 @@ _RULES: tuple[tuple[tuple[str, ...], _Read, str], ...] = (
         lambda c: c.model.norm == "batch" and (c.batches.kind == "chunks" or c.task == "images"),
         "only batch norm has statistics, and with streams the batches are as large as in training",
     ),
+    (
+        ("model.embedding",),
+        lambda c: c.task == "language",
+        "a pixel is a number and not a symbol, so images have no embedding",
+    ),
     (("data.order",), lambda c: c.task == "images", "only the pixels of mnist have an order"),
     (("data.preparation",), lambda c: c.data.name == "char-ptb", "only char-ptb has it"),
     (

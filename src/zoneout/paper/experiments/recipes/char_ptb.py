@@ -27,8 +27,14 @@ from .registry import recipe
 _CHAR_PTB = Config(
     data=Data("char-ptb"),
     batches=Batches("chunks", size=32, length=100, offset=True),
-    model=Model(hidden=1000, init="block-orthogonal", one_bias=True, learn_initial_state=True),
-    optimizer=Optimizer("adam", paper=True, lr=0.002, clip_update=1.0),
+    model=Model(
+        hidden=1000,
+        embedding=0,
+        init="block-orthogonal",
+        one_bias=True,
+        learn_initial_state=True,
+    ),
+    optimizer=Optimizer("adam", paper=True, lr=0.002, clip_gradient=0.0, clip_update=1.0),
     # The valid numbers are measured on chunks of 100, the test numbers on the whole text as one
     # sequence.
     evaluation=Evaluation(Protocol("chunks", length=100, size=500), Protocol("whole", length=1000)),

@@ -26,7 +26,9 @@ from .registry import recipe
 _PMNIST = Config(
     data=Data("mnist", order="paper"),
     batches=Batches(size=100),
-    model=Model(hidden=100, init="orthogonal", one_bias=True, learn_initial_state=True),
+    model=Model(
+        hidden=100, embedding=0, init="orthogonal", one_bias=True, learn_initial_state=True
+    ),
     optimizer=Optimizer("rmsprop", paper=True, lr=0.001, decay=0.5, clip_gradient=1.0),
     evaluation=Evaluation(Protocol(size=1000), Protocol(size=1000)),
     epochs=150,

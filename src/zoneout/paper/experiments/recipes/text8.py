@@ -25,7 +25,9 @@ from .registry import recipe
 _TEXT8 = Config(
     data=Data("text8"),
     batches=Batches("chunks", size=128, length=180, offset=True),
-    model=Model(hidden=2000, init="orthogonal", one_bias=True, learn_initial_state=True),
+    model=Model(
+        hidden=2000, embedding=0, init="orthogonal", one_bias=True, learn_initial_state=True
+    ),
     optimizer=Optimizer("adam", paper=True, lr=0.001, clip_gradient=1.0),
     evaluation=Evaluation(
         Protocol("chunks", length=1000, size=100), Protocol("chunks", length=1000, size=100)

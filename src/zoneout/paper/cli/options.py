@@ -1,0 +1,137 @@
+"""The options of a command: the fields of its dataclass, whose docstrings are the help.
+
+`read` parses them with tyro. Where the extra "tool" is not installed, argparse reads the same
+fields. Only the layout of the help differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import textwrap
+import types
+import typing
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+from ..training import config as configs
+
+try:
+    import tyro
+    from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
+
+    _cli: Any = tyro.cli
+except ModuleNotFoundError:  # `plain` is used, and it knows these marks
+    _cli = None
+    FlagCreatePairsOff, Positional, UseAppendAction = "flag", "positional", "append"
+    arg = types.SimpleNamespace
+
+
+Flag: TypeAlias = Annotated[bool, FlagCreatePairsOff]  # --name, without --no-name
+Command = TypeVar("Command")
+
+__all__ = ["Flag", "Positional", "UseAppendAction", "arg", "names", "plain", "read"]
+
+
+def read(kind: type[Command], prog: str, args: Sequence[str], **more: Any) -> Any:
+    """Return the command with the options in `args`; `more` are arguments of `tyro.cli`."""
+    if _cli is None:
+        return plain(kind, prog, args)
+    _tidy(kind)
+    how = [tyro.conf.DisallowNone]  # None is what an option is that was not given
+    return _cli(kind, prog=prog, args=args, description=_description(kind), config=how, **more)
+
+
+_TIDY: set[Any] = set()  # classes that `_tidy` has changed
+
+
+def _tidy(kind: Any) -> None:
+    """Let tyro's help leave out defaults that say nothing."""
+    if kind in _TIDY:
+        return
+    _TIDY.add(kind)
+    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+        bare, *_ = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
+        if dataclasses.is_dataclass(bare):
+            _tidy(bare)
+            continue
+        kind.__annotations__[name] = Annotated[hint, arg(help_behavior_hint=_default)]
+
+
+def _description(kind: type) -> str:
+    return (inspect.getdoc(kind) or "").replace("\n\n$", "\n\nExamples:\n$")
+
+
+def _default(value: str) -> str:
+    return "" if value in ("None", "False", "", "''") else f"(default: {value})"
+
+
+def plain(kind: type[Command], prog: str, args: Sequence[str]) -> Command:
+    """Return the command with the options in `args`, read with argparse."""
+    parser = argparse.ArgumentParser(
+        prog, description=_description(kind), formatter_class=argparse.RawTextHelpFormatter
+    )
+    hints, texts = typing.get_type_hints(kind, include_extras=True), help_texts(kind)
+    for one in dataclasses.fields(typing.cast(Any, kind)):
+        _add(parser, one, hints[one.name], texts[one.name])
+    found = vars(parser.parse_args(args))
+    return kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in found.items()})
+
+
+def names(kind: type) -> list[str]:
+    """Return the options of a command, as dotted names of fields without dashes.
+
+    The fields of the config, whose own name is empty, are options like the others.
+    """
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return [
+        name.removeprefix("config.")
+        for name in configs.names(kind)
+        if Positional not in typing.get_args(hints[name.partition(".")[0]])
+    ]
+
+
+def help_texts(kind: type) -> dict[str, str]:
+    """Return the docstrings of the fields of a dataclass."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(tree, ast.ClassDef)
+    return {
+        ast.unparse(one.target): inspect.cleandoc(after.value.value)
+        for one, after in zip(tree.body, tree.body[1:])
+        if isinstance(one, ast.AnnAssign)
+        and isinstance(after, ast.Expr)
+        and isinstance(after.value, ast.Constant)
+        and isinstance(after.value.value, str)
+    }
+
+
+def _add(parser: Any, one: Any, hint: Any, text: str) -> None:
+    """Add an option to a parser of argparse."""
+    kind, *marks = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
+    metavars = [mark.metavar for mark in marks if getattr(mark, "metavar", None)]
+    if typing.get_origin(kind) is types.UnionType:  # X | None
+        (kind,) = (part for part in typing.get_args(kind) if part is not type(None))
+    several = typing.get_origin(kind) is tuple
+    if several:
+        kind = typing.get_args(kind)[0]
+    optional = one.default is not dataclasses.MISSING
+    if optional and not several and (default := _default(str(one.default))):
+        text += f" {default}"
+    settings: dict[str, Any] = {"help": text.replace("%", "%%")}
+    settings |= {"default": one.default} if optional else {}
+    if kind is bool:
+        settings["action"] = "store_true"
+    elif typing.get_origin(kind) is Literal:
+        settings["choices"] = typing.get_args(kind)
+    else:
+        settings |= {"type": kind} | ({"metavar": metavars[0]} if metavars else {})
+    if Positional in marks:
+        nargs = ("*" if optional else "+") if several else "?" if optional else None
+        parser.add_argument(one.name, nargs=nargs, **settings)
+        return
+    if several:
+        settings |= {"action": "append"} if UseAppendAction in marks else {"nargs": "*"}
+        settings["default"] = list(one.default)  # argparse appends to a copy of it
+    parser.add_argument(f"--{one.name.replace('_', '-')}", **settings)
