@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 import zoneout
+from zoneout.definition import Definition
 
 project = "zoneout"
 author = "the zoneout authors"
@@ -49,13 +53,26 @@ def _link_outside(app: Any, name: str, source: list[str]) -> None:
 
 
 def _reformat(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Turn the Markdown of docstrings into reStructuredText: code spans, and bars as in |h|."""
+    """Turn the Markdown of docstrings into reStructuredText: code spans, and bars as in |h|.
+
+    A cell also gets its equation.
+    """
     for number, line in enumerate(lines):
         if not line.lstrip().startswith((">>> ", "... ")):
             pieces = _CODE.split(line)  # text and code in turn
             pieces[::2] = [text.replace("|", r"\|") for text in pieces[::2]]
             pieces[1::2] = [f"``{code}``" for code in pieces[1::2]]
             lines[number] = "".join(pieces)
+    if isinstance(obj, Definition) and obj.function is not None:
+        lines += ["", ".. code-block:: python", "", *(f"   {one}" for one in _code(obj.function))]
+
+
+def _code(function: Callable[..., Any]) -> list[str]:
+    """Return the source of a function without its docstring."""
+    lines = inspect.getsource(function).splitlines()
+    (definition,) = ast.parse("\n".join(lines)).body
+    text = definition.body[0]
+    return lines[: text.lineno - 1] + lines[text.end_lineno :]
 
 
 def setup(app: Any) -> None:

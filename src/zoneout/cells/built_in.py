@@ -12,7 +12,7 @@ from ..definition import Definition, candidate, cell, held, shown, update
 
 @cell(gates=4, states=("h", "c"), bounded=True, checked=False)
 def lstm(x, r, h, c):  # type: ignore[no-untyped-def]
-    """h is computed from the candidate c, before zoneout."""
+    """torch's LSTM. h is computed from the candidate c, before zoneout."""
     i, f, g, o = (a + b for a, b in zip(x, r))
     c = candidate("c", f.sigmoid() * c + update(i.sigmoid() * g.tanh()))
     return held(o.sigmoid()) * shown(c).tanh(), c
@@ -29,11 +29,13 @@ def gru(x, r, h):  # type: ignore[no-untyped-def]
 
 @cell(gates=1, bounded=True, checked=False)
 def rnn_tanh(x, r, h):  # type: ignore[no-untyped-def]
+    """torch's RNN with `nonlinearity="tanh"`."""
     return (x[0] + r[0]).tanh()
 
 
 @cell(gates=1, checked=False)
 def rnn_relu(x, r, h):  # type: ignore[no-untyped-def]
+    """torch's RNN with `nonlinearity="relu"`."""
     return (x[0] + r[0]).relu()
 
 
