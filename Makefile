@@ -21,10 +21,10 @@ demo: $(READY) ## train a small LSTM with and without zoneout, and compare them 
 test: $(READY) ## run every test, the examples in the documentation included
 	@$(RUN) -m pytest -q -n $(JOBS) --dist worksteal
 
-test-browser: $(READY) ## install Chromium (Debian's package) and playwright, and open the report in it
+test-browser: $(READY) ## install Chromium (Debian's package) and playwright, and open the report and the site in it
 	@command -v chromium >/dev/null || { apt-get update && apt-get install -y --no-install-recommends chromium fonts-dejavu-core; }
 	@$(PIP) playwright
-	@$(RUN) -m pytest -q -rs tests/paper/test_browser.py
+	@$(RUN) -m pytest -q -rs tests/paper/test_browser.py tests/test_site.py
 
 test-cluster: $(READY) ## install Ray, and run a sweep on a local cluster of two nodes
 	@$(PIP) 'ray[tune]' optuna

@@ -34,7 +34,10 @@ python_maximum_signature_line_length = 80
 html_theme = "furo"
 html_title = f"zoneout {release}"
 html_static_path = ["_static"]
+html_favicon = "_static/icon.svg"
 html_css_files = ["site.css"]
+# The background of the pictures (DARK in paper/report/plots.py): they have no frame.
+html_theme_options = {"dark_css_variables": {"color-background-primary": "#1b1b1a"}}
 html_show_copyright = False
 html_copy_source = False
 

@@ -1,13 +1,20 @@
 """The documentation site: it is built without a warning, and has every public name."""
 
 import inspect
+import io
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
+import browsing
+import matplotlib.image
 import pytest
 
 import zoneout
@@ -129,3 +136,91 @@ def test_pages_in_folders_link_to_the_others(site):
     """A link from the reference to a page lost its target, as links to files beside docs/ do."""
     page = (site / "api" / "layers.html").read_text(encoding="utf-8")
     assert 'href="../layers.html"><span' in page
+
+
+# --- in a browser (make test-browser) -------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with browsing.started() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def address(browser: Any, site: Path) -> Iterator[str]:
+    """The address of the site on a server of this machine, since a search loads its index."""
+    handler = partial(Quiet, directory=str(site))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *args: Any) -> None:
+        """Write nothing."""
+
+
+@pytest.fixture
+def visit(browser: Any, address: str) -> Iterator[Any]:
+    opened: list[browsing.Visit] = []
+
+    def go(page: str, size: str = "desktop", scheme: str = "light") -> browsing.Visit:
+        opened.append(browsing.Visit(browser, f"{address}/{page}", size, scheme))
+        return opened[-1]
+
+    yield go
+    for one in opened:
+        one.context.close()
+
+
+@pytest.mark.parametrize("size", browsing.SIZES)
+def test_pages_load_and_fit(site: Path, address: str, visit: Any, size: str) -> None:
+    """A page asks another server for something, complains, or is wider than the screen."""
+    pages = sorted(page.relative_to(site).as_posix() for page in site.glob("**/*.html"))
+    assert len(pages) > 25
+    seen = visit("index.html", size)
+    wide = []
+    for page in pages:
+        seen.page.goto(f"{address}/{page}")
+        if seen.page.evaluate("document.documentElement.scrollWidth") > browsing.SIZES[size][0]:
+            wide.append(page)
+    assert wide == []
+    trouble = [one for one in seen.trouble if not one.endswith("/icon.svg")]  # cut by the next page
+    assert trouble == [] and all(url.startswith(address) for url in seen.asked)
+
+
+def test_search_finds_pages_and_names(visit: Any) -> None:
+    """A reader types a word or a name into the search, and its page is not offered."""
+    page = visit("index.html").page
+    for words, found in (("orthogonal", "api/modules.html"), ("padded batches", "layers.html")):
+        page.locator("input[name=q]").first.fill(words)
+        page.locator("input[name=q]").first.press("Enter")
+        page.wait_for_selector("#search-results li a")
+        links = page.locator("#search-results li a").evaluate_all("all => all.map(a => a.href)")
+        assert any(found in link for link in links), (words, links)
+
+
+def test_the_menu_opens_on_a_phone(visit: Any) -> None:
+    """On a phone no other page can be reached."""
+    page = visit("start.html", "phone").page
+    entry = page.locator(".sidebar-tree a", has_text="Which rates")
+    assert not entry.is_visible() or entry.bounding_box()["x"] < 0
+    page.locator(".mobile-header label[for=__navigation]").click()
+    entry.click()
+    page.wait_for_url("**/rates.html")
+
+
+@pytest.mark.parametrize(("system", "theme"), [("dark", "auto"), ("light", "dark")])
+def test_pictures_are_dark_in_the_dark(visit: Any, system: str, theme: str) -> None:
+    """A picture is a white field at night, whether the system or the reader chose the dark."""
+    page = visit("index.html", "desktop", system).page
+    page.evaluate(f"localStorage.setItem('theme', '{theme}')")
+    page.reload()
+    picture = page.locator("article img")
+    picture.evaluate("e => e.decode()")
+    image = matplotlib.image.imread(io.BytesIO(picture.screenshot()))[..., :3]
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert abs(image[2, 2] * 255 - [int(n) for n in re.findall(r"\d+", ground)]).max() < 3
+    assert image.mean() < 0.3
