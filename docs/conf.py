@@ -42,9 +42,11 @@ html_show_copyright = False
 html_copy_source = False
 
 # Files beside docs/ are no pages of the site. Links to them lead to the repository, if the variable
-# names its address (as in https://host/owner/name/blob/main); otherwise their text stays.
+# names its address (as in https://host/owner/name/blob/main); otherwise the site has a copy of each
+# example, and of other links the text stays.
 REPOSITORY = os.environ.get("DOCS_REPOSITORY")
-_OUTSIDE = r"\[(?P<text>[^]]*)\]\({up}(?P<path>[^)\s]+)\)"
+_KEPT = "" if REPOSITORY else r"(?!examples/\w+\.py)"
+_OUTSIDE = r"\[(?P<text>[^]]*)\]\({up}" + _KEPT + r"(?P<path>[^)\s]+)\)"
 _CODE = re.compile(r"(?<![:`\w])`([^`\n]+)`(?!`)")
 
 

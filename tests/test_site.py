@@ -138,6 +138,22 @@ def test_pages_in_folders_link_to_the_others(site):
     assert 'href="../layers.html"><span' in page
 
 
+def test_no_two_entries_of_the_menu_have_one_name(site):
+    """A reader sees the same name twice and has to guess which page is meant."""
+    page = (site / "index.html").read_text(encoding="utf-8")
+    menu = page[page.index('class="sidebar-tree"') :].partition("</aside>")[0]
+    names = re.findall(r'<a class="reference internal" href="[^"]+">([^<]+)</a>', menu)
+    assert len(names) > 25 and len(names) == len(set(names))
+
+
+def test_the_site_has_the_examples(site):
+    """A reader of the site sees the name of a script and cannot get it."""
+    page = (site / "examples.html").read_text(encoding="utf-8")
+    copies = {found.name for found in (site / "_downloads").rglob("*.py")}
+    for script in (DOCS.parent / "examples").glob("*.py"):
+        assert script.name in copies and f'/{script.name}">' in page
+
+
 # --- in a browser (make test-browser) -------------------------------------------------------------
 
 

@@ -98,7 +98,7 @@ class StepCell(RecurrentModule):
                 from the input.
 
         Returns:
-            The next state: h, or a tuple such as (h, c), in the shapes of `hx`.
+            The next state, h or a tuple such as (h, c), in the shapes of `hx`.
         """
         if overriders := overriding(input, hx):
             call: dict[str, Any] = {

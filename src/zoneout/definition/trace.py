@@ -372,7 +372,7 @@ def candidate(state: str, value: Any) -> Any:
         value: its new value.
 
     Returns:
-        The value to compute with: `StateDropout` has been applied. On tensors, `value` itself.
+        The value to compute with, after `StateDropout`. On tensors, `value` itself.
 
     >>> import zoneout as zo
     >>> @zo.cell(gates=3, states=("h", "c"))
