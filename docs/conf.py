@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from typing import Any
 
 import zoneout
@@ -62,6 +63,8 @@ def _reformat(app: Any, what: str, name: str, obj: Any, options: Any, lines: lis
 
     A cell also gets its equation.
     """
+    if isinstance(obj, Definition):  # napoleon reads a colon in its first line as a type
+        lines[:] = [*(inspect.getdoc(obj) or "").splitlines(), ""]
     for number, line in enumerate(lines):
         if not line.lstrip().startswith((">>> ", "... ")):
             pieces = _CODE.split(line)  # text and code in turn
@@ -80,6 +83,18 @@ def _code(function: Callable[..., Any]) -> list[str]:
     return lines[: text.lineno - 1] + lines[text.end_lineno :]
 
 
+def _signature(
+    app: Any, what: str, name: str, obj: Any, options: Any, signature: str, result: str
+) -> tuple[str, str] | None:
+    """Return the fields of a noise as its arguments: its `__new__` only checks them."""
+    if not is_dataclass(obj):
+        return None
+    found = inspect.signature(obj)
+    bare = [one.replace(annotation=one.empty) for one in found.parameters.values()]
+    return str(found.replace(parameters=bare, return_annotation=found.empty)), result
+
+
 def setup(app: Any) -> None:
     app.connect("source-read", _link_outside)
     app.connect("autodoc-process-docstring", _reformat)
+    app.connect("autodoc-process-signature", _signature)

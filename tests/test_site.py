@@ -115,10 +115,16 @@ def test_calls_are_on_the_page(site):
         assert f'id="zoneout.{name}.forward"' in text
 
 
+def test_a_noise_shows_its_arguments(site):
+    """The head of a class is (*positional, **given), which says nothing."""
+    page = (site / "api" / "noises.html").read_text(encoding="utf-8")
+    assert "at_eval" in page and '<span class="pre">positional</span>' not in page
+
+
 def test_every_cell_has_words_and_its_equation(site):
     """A published cell is a bare name in the reference."""
     page = (site / "api" / "cells.html").read_text(encoding="utf-8")
-    assert "An LSTM with a forget gate only" in page
+    assert "<p>The gates also see c: i and f the old one, o the new one.</p>" in page
     for name, cell in PUBLIC.items():
         if isinstance(cell, Definition):
             assert f'id="zoneout.{name}"' in page and cell.function.__doc__, name
