@@ -9,7 +9,7 @@ PIP   := $(RUN) -m pip --disable-pip-version-check install -qq -c constraints.tx
 READY := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-browser test-cluster test-ecosystem mutants check documents docs wheels bench clean
+.PHONY: help demo test test-browser test-cluster test-ecosystem test-wheels mutants check documents docs wheels bench clean
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,10 +21,10 @@ demo: $(READY) ## train a small LSTM with and without zoneout, and compare them 
 test: $(READY) ## run every test, the examples in the documentation included
 	@$(RUN) -m pytest -q -n $(JOBS) --dist worksteal
 
-test-browser: $(READY) ## install Chromium (Debian's package) and playwright, and open the report in it
+test-browser: $(READY) ## install Chromium (Debian's package) and playwright, and open the report and the site in it
 	@command -v chromium >/dev/null || { apt-get update && apt-get install -y --no-install-recommends chromium fonts-dejavu-core; }
 	@$(PIP) playwright
-	@$(RUN) -m pytest -q -rs tests/paper/test_browser.py
+	@$(RUN) -m pytest -q -rs tests/paper/test_browser.py tests/test_site.py
 
 test-cluster: $(READY) ## install Ray, and run a sweep on a local cluster of two nodes
 	@$(PIP) 'ray[tune]' optuna
@@ -33,6 +33,9 @@ test-cluster: $(READY) ## install Ray, and run a sweep on a local cluster of two
 test-ecosystem: $(READY) ## install transformers, lightning, gymnasium and others; load models, run their examples
 	@$(PIP) transformers accelerate lightning pytorch-forecasting gymnasium
 	@$(RUN) -m pytest -q -rs tests/test_loaders.py tests/test_examples.py
+
+test-wheels: wheels ## test what `make wheels` builds: contents, platforms, and the one of this machine without a compiler
+	@ZONEOUT_DIST=dist $(RUN) -m pytest -q -rs tests/test_wheels.py
 
 mutants: $(READY) ## change 500 small things in the source, one at a time, and see that a test fails (hours with JOBS=2)
 	@$(RUN) tests/mutation/run.py --jobs $(JOBS)

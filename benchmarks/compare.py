@@ -5,7 +5,8 @@
     LSTM:small:train:layer-norm
 
 A case is LAYER:SHAPE:MODE[:NOISE]. Without cases all layers and shapes are compared, in training
-and evaluation. The ratio is the median of new / old over pairs that follow each other.
+and evaluation. The ratio is the median of new / old over pairs that follow each other. With one
+thread on the CPU the processor's time counts, so that other processes disturb less.
 
 With `--gpu bf16` (or tf32, fp16) they run on a GPU, in CUDA graphs; without cases, those of the
 README. Mode `host` is the host's part of a training step without a graph. `--new NAME=VALUE` sets
@@ -122,13 +123,15 @@ def seconds_of(run: Callable[[], Any], repeats: int, gpu: str) -> float:
     """Return the mean time of a run; the GPU has nothing to do when one begins."""
     import torch
 
+    alone = not gpu and torch.get_num_threads() == 1
+    clock = time.process_time if alone else time.perf_counter
     total = 0.0
     for _ in range(repeats):
         if gpu:
             torch.cuda.synchronize()
-        began = time.perf_counter()
+        began = clock()
         run()
-        total += time.perf_counter() - began
+        total += clock() - began
     return total / repeats
 
 

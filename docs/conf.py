@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import os
 import re
+from collections.abc import Callable
+from dataclasses import is_dataclass
 from typing import Any
 
 import zoneout
+from zoneout.definition import Definition
 
 project = "zoneout"
 author = "the zoneout authors"
@@ -30,14 +35,19 @@ python_maximum_signature_line_length = 80
 html_theme = "furo"
 html_title = f"zoneout {release}"
 html_static_path = ["_static"]
+html_favicon = "_static/icon.svg"
 html_css_files = ["site.css"]
+# The background of the pictures (DARK in paper/report/plots.py): they have no frame.
+html_theme_options = {"dark_css_variables": {"color-background-primary": "#1b1b1a"}}
 html_show_copyright = False
 html_copy_source = False
 
 # Files beside docs/ are no pages of the site. Links to them lead to the repository, if the variable
-# names its address (as in https://host/owner/name/blob/main); otherwise their text stays.
+# names its address (as in https://host/owner/name/blob/main); otherwise the site has a copy of each
+# example, and of other links the text stays.
 REPOSITORY = os.environ.get("DOCS_REPOSITORY")
-_OUTSIDE = r"\[(?P<text>[^]]*)\]\({up}(?P<path>[^)\s]+)\)"
+_KEPT = "" if REPOSITORY else r"(?!examples/\w+\.py)"
+_OUTSIDE = r"\[(?P<text>[^]]*)\]\({up}" + _KEPT + r"(?P<path>[^)\s]+)\)"
 _CODE = re.compile(r"(?<![:`\w])`([^`\n]+)`(?!`)")
 
 
@@ -49,15 +59,42 @@ def _link_outside(app: Any, name: str, source: list[str]) -> None:
 
 
 def _reformat(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Turn the Markdown of docstrings into reStructuredText: code spans, and bars as in |h|."""
+    """Turn the Markdown of docstrings into reStructuredText: code spans, and bars as in |h|.
+
+    A cell also gets its equation.
+    """
+    if isinstance(obj, Definition):  # napoleon reads a colon in its first line as a type
+        lines[:] = [*(inspect.getdoc(obj) or "").splitlines(), ""]
     for number, line in enumerate(lines):
         if not line.lstrip().startswith((">>> ", "... ")):
             pieces = _CODE.split(line)  # text and code in turn
             pieces[::2] = [text.replace("|", r"\|") for text in pieces[::2]]
             pieces[1::2] = [f"``{code}``" for code in pieces[1::2]]
             lines[number] = "".join(pieces)
+    if isinstance(obj, Definition) and obj.function is not None:
+        lines += ["", ".. code-block:: python", "", *(f"   {one}" for one in _code(obj.function))]
+
+
+def _code(function: Callable[..., Any]) -> list[str]:
+    """Return the source of a function without its docstring."""
+    lines = inspect.getsource(function).splitlines()
+    (definition,) = ast.parse("\n".join(lines)).body
+    text = definition.body[0]
+    return lines[: text.lineno - 1] + lines[text.end_lineno :]
+
+
+def _signature(
+    app: Any, what: str, name: str, obj: Any, options: Any, signature: str, result: str
+) -> tuple[str, str] | None:
+    """Return the fields of a noise as its arguments: its `__new__` only checks them."""
+    if not is_dataclass(obj):
+        return None
+    found = inspect.signature(obj)
+    bare = [one.replace(annotation=one.empty) for one in found.parameters.values()]
+    return str(found.replace(parameters=bare, return_annotation=found.empty)), result
 
 
 def setup(app: Any) -> None:
     app.connect("source-read", _link_outside)
     app.connect("autodoc-process-docstring", _reformat)
+    app.connect("autodoc-process-signature", _signature)

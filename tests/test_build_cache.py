@@ -495,6 +495,15 @@ def test_a_full_folder_is_left_for_another(source, folder, fake, monkeypatch):
     assert len(list(folder.iterdir())) == 1
 
 
+def test_without_a_compiler_the_message_names_the_extra(monkeypatch):
+    """A user without a compiler gets a slow layer, and does not learn the one line that helps."""
+    monkeypatch.setattr(native, "_reasons", [])
+    monkeypatch.setattr(native, "_commands", lambda: [])
+    monkeypatch.setenv("ZONEOUT_NATIVE", "compile")
+    assert native.load.__wrapped__() is None
+    assert "pip install 'zoneout[compiler]'" in native.why_not()
+
+
 @compiles
 def test_the_next_compiler_is_tried(fake, monkeypatch, tmp_path):
     """A library in which a function is missing would be an AttributeError at every call."""

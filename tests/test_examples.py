@@ -52,6 +52,18 @@ def test_example_runs(script, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("script", EXAMPLES, ids=lambda script: script.stem)
+def test_example_is_short(script):
+    """An example grew, so that a newcomer can no longer read it in one sitting."""
+    assert len(script.read_text(encoding="utf-8").splitlines()) <= 80
+
+
+def test_page_names_every_example():
+    """An example is not in docs/examples.md, so readers of the site do not find it."""
+    page = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
+    assert [script.name for script in EXAMPLES if f"examples/{script.name}" not in page] == []
+
+
 def test_there_are_examples():
     """The folder is elsewhere, and nothing above was run."""
     assert len(EXAMPLES) >= 4

@@ -100,6 +100,48 @@ def test_the_index_names_every_page():
     } == set()
 
 
+def modules() -> list[list[str]]:
+    """The modules of the architecture page's first table, row by row."""
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    table = text[text.index("| in `src/zoneout`") : text.index("| in `ops/`")]
+    rows = [line.split("|")[1] for line in table.splitlines()[2:] if line.startswith("|")]
+    return [
+        [name.removesuffix(".py").rstrip("/") for name in re.findall("`(.+?)`", row)]
+        for row in rows
+    ]
+
+
+def test_the_architecture_names_every_module():
+    """A reader looks for a file in the tree of the architecture page and does not find it."""
+    named = {name for row in modules() for name in row}
+    folder = ROOT / "src" / "zoneout"
+    there = {p.stem for p in folder.iterdir() if p.suffix == ".py" or (p / "__init__.py").is_file()}
+    assert there - {"__init__", "__main__"} == named - {"../zoneout_command"}
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    files = [path.name for path in (folder / "ops").glob("*.py")]
+    assert [name for name in files if f"`{name}`" not in text] == []
+
+
+def test_the_architecture_is_in_the_order_of_imports():
+    """The page says that a file imports only what stands above it, and that is not so."""
+    place = {name: row for row, names in enumerate(modules()) for name in names}
+    wrong = []
+    for name, row in place.items():
+        if name in ("ops", "paper", "systems", "../zoneout_command"):
+            continue  # folders; the operator's parts also import what stands above
+        path = ROOT / "src" / "zoneout" / name
+        files = path.glob("*.py") if path.is_dir() else [path.with_suffix(".py")]
+        for file in files:
+            dots = r"\.\." if path.is_dir() else r"\."
+            text = file.read_text(encoding="utf-8")
+            for found in re.findall(
+                rf"^from {dots}([a-z_]+)?[a-z_.]* import (.+)", text, re.MULTILINE
+            ):
+                names = [found[0]] if found[0] else re.findall(r"[a-z_]+", found[1])
+                wrong += [f"{file.name} imports {n}" for n in names if place.get(n, row) > row]
+    assert wrong == []
+
+
 def test_the_citation_has_the_version_of_the_package():
     """A citation names a version that the package does not have."""
     lines = (ROOT / "CITATION.cff").read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""Build the wheels: one for each platform with the compiled loop in it, and a pure one.
+"""Build the wheels, one for each platform with the compiled loop in it, a pure one, and the sdist.
 
     python tools/wheels.py                       # all, into dist/
     python tools/wheels.py linux-x86_64 pure     # some of them
@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hatchling.build import build_wheel
+from hatchling.build import build_sdist, build_wheel
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,19 +95,20 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
 
 def main() -> None:
-    """Build the wheels that are named on the command line."""
+    """Build what is named on the command line."""
+    known = (*PLATFORMS, "pure", "sdist")
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("wheel", nargs="*", help=f"one of {', '.join(PLATFORMS)}, pure; else all")
+    parser.add_argument("name", nargs="*", help=f"some of {', '.join(known)}; else all")
     parser.add_argument("--out", default="dist", help="the folder to write to (dist)")
     arguments = parser.parse_args()
     out = Path(arguments.out).absolute()
     out.mkdir(parents=True, exist_ok=True)
     os.chdir(ROOT)
-    for name in arguments.wheel or [*PLATFORMS, "pure"]:
-        if name not in (*PLATFORMS, "pure"):
-            parser.error(f"wheel: expected {', '.join(PLATFORMS)} or pure, got {name!r}")
+    for name in arguments.name or known:
+        if name not in known:
+            parser.error(f"name: expected one of {', '.join(known)}, got {name!r}")
         os.environ[CHOICE] = name
-        print(out / build_wheel(str(out)))
+        print(out / (build_sdist if name == "sdist" else build_wheel)(str(out)))
 
 
 if __name__ == "__main__":

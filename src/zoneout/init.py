@@ -50,6 +50,11 @@ def orthogonal_(weight: Tensor, generator: torch.Generator | None = None) -> Ten
 
     Returns:
         `weight`.
+
+    >>> import torch, zoneout as zo
+    >>> w = zo.init.orthogonal_(torch.empty(20, 50))
+    >>> torch.allclose(w @ w.T, torch.eye(20), atol=1e-5)
+    True
     """
     _check_matrix(weight)
     wide = (
@@ -72,6 +77,11 @@ def uniform_(
 
     Returns:
         `module`.
+
+    >>> import zoneout as zo
+    >>> layer = zo.init.uniform_(zo.LSTM(10, 20), 0.05)
+    >>> bool(layer.weight_ih_l0.abs().max() <= 0.05)
+    True
     """
     norms = {
         id(param)
@@ -102,6 +112,11 @@ def forget_bias_(module: nn.Module, value: float = 1.0) -> nn.Module:
 
     Returns:
         `module`.
+
+    >>> import zoneout as zo
+    >>> layer = zo.init.forget_bias_(zo.LSTM(10, 2), 1.0)
+    >>> layer.bias_ih_l0.tolist()  # two units; the gates are input, forget, cell, output
+    [0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     """
     if not isinstance(module, (nn.LSTM, LSTM, nn.LSTMCell, LSTMCell)):
         raise ValueError(f"module: expected an LSTM or an LSTMCell, got {type(module).__name__}")

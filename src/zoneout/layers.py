@@ -547,8 +547,12 @@ class RecurrentLayer(SequenceLayer, nn.RNNBase):
             return_cells: also return c_t of the last layer at every step (LSTM only).
 
         Returns:
-            The outputs and the final state, as in `torch.nn`. With `return_cells`, a third result
-            holds the cells in the layout of the outputs.
+            The outputs and the final state, as in `torch.nn`. The outputs are [T, B, D · H],
+            [B, T, D · H] with `batch_first`, or [T, D · H] unbatched, where D is 2 for a
+            bidirectional layer and else 1; of a PackedSequence they are one. The state of an LSTM
+            is (h, c), that of a GRU or RNN is h; each is [D · num_layers, B, H], without B if
+            unbatched. With `proj_size`, H of outputs and h is that size. With `return_cells`, a
+            third result holds the cells in the layout of the outputs.
         """
         call: dict[str, Any] = {
             "lengths": lengths,
@@ -579,9 +583,13 @@ class RecurrentLayer(SequenceLayer, nn.RNNBase):
 class LSTM(RecurrentLayer):
     """`nn.LSTM` with noise: the same arguments, inputs, outputs and `state_dict`.
 
-    These keyword arguments are additional; for those of the call, see `forward`.
+    The keyword arguments from `noise` on are additional. `forward` has the arguments of the call.
 
     Args:
+        input_size: the number of features of the input.
+        hidden_size: the number of units, H.
+        num_layers, bias, batch_first, dropout: as in `nn.LSTM`.
+        bidirectional, proj_size, device, dtype: as in `nn.LSTM`.
         noise: a noise, a list of noises, or None.
         norm: `"layer"`, a `RecurrentBatchNorm`, or None.
         learn_initial_state: True makes h0 and c0 parameters.
@@ -655,7 +663,19 @@ class LSTM(RecurrentLayer):
 class GRU(RecurrentLayer):
     """`nn.GRU` with noise: the same arguments, inputs, outputs and `state_dict`.
 
-    The hidden state is the only state. The additional keyword arguments are those of `LSTM`.
+    The hidden state is the only state. The keyword arguments from `noise` on are additional.
+
+    Args:
+        input_size: the number of features of the input.
+        hidden_size: the number of units, H.
+        num_layers, bias, batch_first, dropout: as in `nn.GRU`.
+        bidirectional, device, dtype: as in `nn.GRU`.
+        noise: a noise, a list of noises, or None.
+        norm: `"layer"`, a `RecurrentBatchNorm`, or None.
+        learn_initial_state: True makes h0 a parameter.
+        backend: the implementation to use; by default the device of the input decides.
+        recompute: True makes the backward pass run the steps again instead of storing their
+            intermediate results, which takes less memory and more time.
 
     >>> import torch, zoneout as zo
     >>> layer = zo.GRU(50, 100, noise=zo.Zoneout(hidden=0.1))
@@ -700,7 +720,20 @@ class GRU(RecurrentLayer):
 class RNN(RecurrentLayer):
     """`nn.RNN` with noise: the same arguments, inputs, outputs and `state_dict`.
 
-    The hidden state is the only state. The additional keyword arguments are those of `LSTM`.
+    The hidden state is the only state. The keyword arguments from `noise` on are additional.
+
+    Args:
+        input_size: the number of features of the input.
+        hidden_size: the number of units, H.
+        num_layers, bias, batch_first, dropout: as in `nn.RNN`.
+        nonlinearity: `"tanh"` or `"relu"`.
+        bidirectional, device, dtype: as in `nn.RNN`.
+        noise: a noise, a list of noises, or None.
+        norm: `"layer"`, a `RecurrentBatchNorm`, or None.
+        learn_initial_state: True makes h0 a parameter.
+        backend: the implementation to use; by default the device of the input decides.
+        recompute: True makes the backward pass run the steps again instead of storing their
+            intermediate results, which takes less memory and more time.
 
     >>> import torch, zoneout as zo
     >>> layer = zo.RNN(50, 100, nonlinearity="relu", noise=zo.Zoneout(hidden=0.1))
@@ -856,9 +889,8 @@ class Recurrent(SequenceLayer):
     ) -> Any:
         """Run the layer over a batch of sequences.
 
-        The arguments are those of `LSTM.forward`, except:
-
         Args:
+            input, lengths, resets, seed, examples, first_step, rates: as in `LSTM.forward`.
             hx: the states before the first step: a tuple of them, or the state itself if the cell
                 has one.
             return_states: also return all states of the last layer at every step.

@@ -98,7 +98,7 @@ def load_arrays(
     index: int = 0,
     reverse: bool = False,
 ) -> Module:
-    """Load matrices [in, gates · H] with the gates in any order; return the layer.
+    """Load matrices [in, gates · H] with the gates in any order.
 
     Args:
         layer: an `LSTM`, `GRU`, `RNN` or cell of this package or of `torch.nn`, without norm and
@@ -112,6 +112,9 @@ def load_arrays(
         forget_bias: what the toolkit adds to the forget gate at run time.
         index: the layer of a stack that is loaded, from 0.
         reverse: True loads its backward direction.
+
+    Returns:
+        `layer`.
 
     >>> import numpy as np, zoneout as zo
     >>> layer = zo.LSTM(3, 4, noise=zo.Zoneout(cell=0.1, hidden=0.1))
@@ -158,7 +161,7 @@ def load_arrays(
 
 
 def load_keras(layer: Module, weights: Sequence[Array], *, index: int = 0) -> Module:
-    """Load what `get_weights()` of a Keras `LSTM`, `GRU` or `SimpleRNN` returns; return the layer.
+    """Load what `get_weights()` of a Keras `LSTM`, `GRU` or `SimpleRNN` returns.
 
     A bidirectional layer takes the arrays of `Bidirectional`, forward direction first. A GRU with
     `reset_after=False` goes into a `ResetFirstGRUCell`.
@@ -167,6 +170,9 @@ def load_keras(layer: Module, weights: Sequence[Array], *, index: int = 0) -> Mo
         layer: see `load_arrays`.
         weights: kernel, recurrent kernel and bias, of each direction; the bias may be missing.
         index: the layer of a stack that is loaded, from 0.
+
+    Returns:
+        `layer`.
 
     >>> import numpy as np, zoneout as zo
     >>> keras_weights = [np.ones((3, 12)), np.ones((4, 12)), np.zeros((2, 12))]
@@ -201,13 +207,16 @@ def load_haste(
     """Load the weights of a Haste `LSTM` or `GRU`, of its PyTorch or TensorFlow package.
 
     Args:
-        layer: see `load_arrays`; the layer is returned.
+        layer: see `load_arrays`.
         weights: the entries `kernel`, `recurrent_kernel`, `bias`, and of a GRU `recurrent_bias`,
             such as the `state_dict` of `haste_pytorch`. The TensorFlow package stores `kernel` with
             both matrices in one array, and both biases of a GRU end to end in `bias`.
         prefix: what stands before these names.
         index: the layer of a stack that is loaded, from 0.
         reverse: True loads its backward direction.
+
+    Returns:
+        `layer`.
 
     >>> import numpy as np, zoneout as zo
     >>> haste = {"kernel": np.ones((3, 16)), "recurrent_kernel": np.ones((4, 16))}
@@ -245,7 +254,7 @@ def load_tensorflow(
     """Load the weights of a TensorFlow 1 cell: `LSTMCell`, `BasicLSTMCell`, `GRUCell` and others.
 
     Args:
-        layer: see `load_arrays`; the layer is returned. `GRUCell` needs a `ResetFirstGRUCell`.
+        layer: see `load_arrays`. `GRUCell` needs a `ResetFirstGRUCell`.
         weights: `kernel` and `bias` of an LSTM or RNN; of a `GRUCell` `gates/kernel`, `gates/bias`,
             `candidate/kernel` and `candidate/bias`.
         prefix: what stands before these names, such as `"decoder/lstm_cell/"`.
@@ -253,6 +262,9 @@ def load_tensorflow(
             otherwise. It is not in the checkpoint.
         index: the layer of a stack that is loaded, from 0.
         reverse: True loads its backward direction.
+
+    Returns:
+        `layer`.
 
     >>> import numpy as np, zoneout as zo
     >>> checkpoint = {"lstm_cell/kernel": np.ones((7, 16)), "lstm_cell/bias": np.zeros(16)}
@@ -293,7 +305,7 @@ def load_chainer(
     index: int = 0,
     reverse: bool = False,
 ) -> Module:
-    """Load the weights of a Chainer `LSTM` or `StatefulZoneoutLSTM`; return the layer.
+    """Load the weights of a Chainer `LSTM` or `StatefulZoneoutLSTM`.
 
     Args:
         layer: an LSTM; see `load_arrays`.
@@ -302,6 +314,9 @@ def load_chainer(
         prefix: what stands before these names.
         index: the layer of a stack that is loaded, from 0.
         reverse: True loads its backward direction.
+
+    Returns:
+        `layer`.
 
     >>> import numpy as np, zoneout as zo
     >>> chainer = {"upward/W": np.ones((16, 3)), "lateral/W": np.ones((16, 4))}
@@ -321,7 +336,7 @@ def load_chainer(
 
 
 def load_torch(layer: Module, weights: Mapping[str, Tensor], *, prefix: str = "") -> Module:
-    """Load a layer or cell out of the `state_dict` of a larger PyTorch model; return the layer.
+    """Load a layer or cell out of the `state_dict` of a larger PyTorch model.
 
     It finds the weights of ESPnet, fairseq, NVIDIA's Tacotron 2, AWD-LSTM and fastai. A cell's
     weights may go into a layer of one direction, and the other way round. Of a matrix under weight
@@ -331,6 +346,9 @@ def load_torch(layer: Module, weights: Mapping[str, Tensor], *, prefix: str = ""
         layer: any layer or cell of this package or of `torch.nn`.
         weights: the `state_dict`.
         prefix: what stands before the names of the parameters, such as `"lstm.0.cell."`.
+
+    Returns:
+        `layer`.
 
     >>> import torch, zoneout as zo
     >>> model = torch.nn.ModuleDict({"decoder": torch.nn.LSTMCell(3, 4)})

@@ -498,8 +498,11 @@ class Swapout(Noise):
 class StateDropout(StateNoise):
     """Dropout on the recurrent connections: random units of the states are set to zero.
 
-    h is computed from the masked c. With `mask="sequence"` and a cell rate this is rnnDrop. The
-    arguments are those of `Zoneout`; a rate is the probability that a unit becomes zero.
+    h is computed from the masked c. With `mask="sequence"` and a cell rate this is rnnDrop.
+
+    Args:
+        cell, hidden, states: as in `Zoneout`; a rate is the probability that a unit becomes zero.
+        mask, at_eval, seed: as in `Zoneout`.
 
     >>> import torch, zoneout as zo
     >>> layer = zo.LSTM(3, 5, noise=zo.StateDropout(cell=0.25, mask="sequence"))

@@ -52,6 +52,12 @@ def export(model: nn.Module, args: tuple[Any, ...] = (), path: Any = None, **opt
 
     Returns:
         The result of `torch.onnx.export`.
+
+    >>> import torch, zoneout as zo
+    >>> layer = zo.LSTM(3, 4, noise=zo.Zoneout(cell=0.25, hidden=0.05)).eval()
+    >>> program = zo.onnx.export(layer, (torch.randn(5, 2, 3),), verbose=False)
+    >>> [node.op_type for node in program.model.graph if node.op_type in ("LSTM", "Scan")]
+    ['Scan']
     """
     _packages()
     _check(model)
@@ -67,7 +73,13 @@ def export(model: nn.Module, args: tuple[Any, ...] = (), path: Any = None, **opt
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     """Return the ONNX translations of zoneout's operators.
 
-    The dict has the form of the argument `custom_translation_table` of `torch.onnx.export`.
+    Returns:
+        A dict from operator to translation, the form of the argument `custom_translation_table` of
+        `torch.onnx.export`.
+
+    >>> import zoneout as zo
+    >>> len(zo.onnx.translations())
+    2
     """
     _packages()
     return {torch.ops.zoneout.run.default: _run, torch.ops.zoneout.fresh_seed.default: _fresh_seed}

@@ -100,7 +100,7 @@ class StepCell(RecurrentModule):
                 from the input.
 
         Returns:
-            The next state: h, or a tuple such as (h, c).
+            The next state, h or a tuple such as (h, c), in the shapes of `hx`.
         """
         if overriders := overriding(input, hx):
             call: dict[str, Any] = {
@@ -280,9 +280,12 @@ class TorchCell(StepCell, nn.RNNCellBase):
 class LSTMCell(TorchCell):
     """`nn.LSTMCell` with noise: the same arguments, inputs, outputs and `state_dict`.
 
-    These keyword arguments are additional; for those of the call, see `forward`.
+    The keyword arguments from `noise` on are additional. `forward` has the arguments of the call.
 
     Args:
+        input_size: the number of features of the input.
+        hidden_size: the number of units, H.
+        bias, device, dtype: as in `nn.LSTMCell`.
         noise: a noise, a list of noises, or None.
         norm: `"layer"`, a `RecurrentBatchNorm`, or None.
         layer: the index of this cell in a stack. A cell draws the masks of that layer.
@@ -324,7 +327,16 @@ class LSTMCell(TorchCell):
 class GRUCell(TorchCell):
     """`nn.GRUCell` with noise: the same arguments, inputs, outputs and `state_dict`.
 
-    The additional keyword arguments are those of `LSTMCell`.
+    The keyword arguments from `noise` on are additional. `forward` has the arguments of the call.
+
+    Args:
+        input_size: the number of features of the input.
+        hidden_size: the number of units, H.
+        bias, device, dtype: as in `nn.GRUCell`.
+        noise: a noise, a list of noises, or None.
+        norm: `"layer"`, a `RecurrentBatchNorm`, or None.
+        layer: the index of this cell in a stack. A cell draws the masks of that layer.
+        backend: the implementation to use; by default the device of the input decides.
 
     >>> import torch, zoneout as zo
     >>> cell = zo.GRUCell(10, 20, noise=zo.Zoneout(hidden=0.1))
@@ -360,7 +372,17 @@ class GRUCell(TorchCell):
 class RNNCell(TorchCell):
     """`nn.RNNCell` with noise: the same arguments, inputs, outputs and `state_dict`.
 
-    The additional keyword arguments are those of `LSTMCell`.
+    The keyword arguments from `noise` on are additional. `forward` has the arguments of the call.
+
+    Args:
+        input_size: the number of features of the input.
+        hidden_size: the number of units, H.
+        nonlinearity: `"tanh"` or `"relu"`.
+        bias, device, dtype: as in `nn.RNNCell`.
+        noise: a noise, a list of noises, or None.
+        norm: `"layer"`, a `RecurrentBatchNorm`, or None.
+        layer: the index of this cell in a stack. A cell draws the masks of that layer.
+        backend: the implementation to use; by default the device of the input decides.
 
     >>> import torch, zoneout as zo
     >>> cell = zo.RNNCell(10, 20, nonlinearity="relu", noise=zo.Zoneout(hidden=0.1))

@@ -1,20 +1,17 @@
 """Every kind of page in a real browser, at the width of a desktop and of a phone, in light and in
 dark.
-
-Chromium is looked for where Debian's package puts it, or where ZONEOUT_CHROMIUM says. `make
-test-browser` installs it.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import browsing
 import fabricated
 import pytest
+from browsing import SIZES, Visit
 
 from zoneout.paper.disk import write_record
 from zoneout.paper.report.figures import FIGURES, draw_all
@@ -22,30 +19,12 @@ from zoneout.paper.report.pages import paper_page, runs_page
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS, RESULTS = ROOT / "benchmarks" / "results.csv", ROOT / "results"
-SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
-
-
-def chromium() -> str | None:
-    names = (os.environ.get("ZONEOUT_CHROMIUM"), "chromium", "chromium-browser", "google-chrome")
-    return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed: make test-browser"
-    )
-    path = chromium()
-    if path is None:
-        pytest.skip(
-            "there is no Chromium here: make test-browser installs one, ZONEOUT_CHROMIUM names "
-            "another"
-        )
-    with sync_api.sync_playwright() as playwright:
-        # Without its sandbox, which does not work for root or in a container; the pages are ours.
-        started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield started
-        started.close()
+    with browsing.started() as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -71,30 +50,12 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / f"{name}.html" for name in texts}
 
 
-class Visit:
-    """A page opened at a size, and all that it asked for or complained about."""
-
-    def __init__(self, browser: Any, path: Path, size: str, scheme: str = "light") -> None:
-        width, height = SIZES[size]
-        self.context = browser.new_context(
-            viewport={"width": width, "height": height}, color_scheme=scheme
-        )
-        self.page = self.context.new_page()
-        self.trouble: list[str] = []
-        self.asked: list[str] = []
-        self.page.on("console", lambda message: self.trouble.append(message.text))
-        self.page.on("pageerror", lambda error: self.trouble.append(str(error)))
-        self.page.on("requestfailed", lambda request: self.trouble.append(request.url))
-        self.page.on("request", lambda request: self.asked.append(request.url))
-        self.page.goto(path.as_uri())
-
-
 @pytest.fixture
 def visit(browser: Any, pages: dict[str, Path]) -> Iterator[Any]:
     opened: list[Visit] = []
 
     def go(name: str, size: str, scheme: str = "light") -> Visit:
-        opened.append(Visit(browser, pages[name], size, scheme))
+        opened.append(Visit(browser, pages[name].as_uri(), size, scheme))
         return opened[-1]
 
     yield go

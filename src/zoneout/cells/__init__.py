@@ -1,4 +1,4 @@
-"""Cells as definitions: those of torch.nn, published ones, and one step of any cell with its noise.
+"""Cells as definitions: those of torch.nn and published ones.
 
 `zo.Recurrent(zo.cells.peephole_lstm, 64, 256)` is a layer of a published cell.
 """
@@ -20,18 +20,22 @@ from .published import (
     slstm,
     sru,
 )
-from .with_noise import NOTHING, Held, Keep, drop, same, step, zone
+
+# One step with its noise, for the rest of the package: no public names.
+from .with_noise import NOTHING as NOTHING
+from .with_noise import Held as Held
+from .with_noise import Keep as Keep
+from .with_noise import drop as drop
+from .with_noise import same as same
+from .with_noise import step as step
+from .with_noise import zone as zone
 
 __all__ = [
     "CELLS",
-    "NOTHING",
     "PUBLISHED",
-    "Held",
-    "Keep",
     "capped_lstm",
     "cfc",
     "coupled_lstm",
-    "drop",
     "gru",
     "indrnn",
     "janet",
@@ -44,9 +48,6 @@ __all__ = [
     "peephole_lstm",
     "rnn_relu",
     "rnn_tanh",
-    "same",
     "slstm",
     "sru",
-    "step",
-    "zone",
 ]

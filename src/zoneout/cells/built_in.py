@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from ..definition import Definition, candidate, cell, held, shown, update
 
+# mypy: disable-error-code="no-untyped-def"
+
 
 @cell(gates=4, states=("h", "c"), bounded=True, checked=False)
-def lstm(x, r, h, c):  # type: ignore[no-untyped-def]
-    """h is computed from the candidate c, before zoneout."""
+def lstm(x, r, h, c):
+    """torch's LSTM. h is computed from the candidate c, before zoneout."""
     i, f, g, o = (a + b for a, b in zip(x, r))
     c = candidate("c", f.sigmoid() * c + update(i.sigmoid() * g.tanh()))
     return held(o.sigmoid()) * shown(c).tanh(), c
 
 
 @cell(gates=3, bounded=True, checked=False)
-def gru(x, r, h):  # type: ignore[no-untyped-def]
+def gru(x, r, h):
     """torch's GRU: the reset gate is applied to the product W_h h."""
     (reset_x, z_x, n_x), (reset_r, z_r, n_r) = x, r
     reset, z = (reset_x + reset_r).sigmoid(), (z_x + z_r).sigmoid()
@@ -28,12 +30,14 @@ def gru(x, r, h):  # type: ignore[no-untyped-def]
 
 
 @cell(gates=1, bounded=True, checked=False)
-def rnn_tanh(x, r, h):  # type: ignore[no-untyped-def]
+def rnn_tanh(x, r, h):
+    """torch's RNN with `nonlinearity="tanh"`."""
     return (x[0] + r[0]).tanh()
 
 
 @cell(gates=1, checked=False)
-def rnn_relu(x, r, h):  # type: ignore[no-untyped-def]
+def rnn_relu(x, r, h):
+    """torch's RNN with `nonlinearity="relu"`."""
     return (x[0] + r[0]).relu()
 
 

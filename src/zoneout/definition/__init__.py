@@ -79,6 +79,8 @@ class Definition:
         )  # True if h enters the gates through a matrix
         self.recurrence, self.heads, self.bounded = recurrence, heads, bounded
         self.name, self.function = name, function
+        if function is not None and function.__doc__:
+            self.__doc__ = function.__doc__  # what help() shows
         self._passes: dict[tuple[frozenset[str], bool], Passes] = {}
 
     def _set_graph(self, graph: Graph, outputs: Sequence[int]) -> None:
@@ -325,6 +327,9 @@ def cell(
         heads: the number of blocks of W_h, with `recurrence="blocks"`.
         bounded: True promises that |h| ≤ 1, which lets a GPU exchange h in half precision.
         checked: False leaves out the check of the trace and of the derivative.
+
+    Returns:
+        A decorator; it makes a `Definition`, which `Recurrent` and `RecurrentCell` take.
 
     >>> import zoneout.definition as zo
     >>> @zo.cell(gates=2)

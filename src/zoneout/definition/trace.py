@@ -35,7 +35,15 @@ TRACES: dict[Any, str] = {  # torch's functions, and Python's where a number sta
 
 
 class DefinitionError(ValueError):
-    """A cell's function is not a definition; the message says what to change."""
+    """A cell's function is not a definition; the message says what to change.
+
+    >>> import zoneout as zo
+    >>> try:
+    ...     zo.cell(gates=1)(lambda x, r, h: x[0].tanh())
+    ... except zo.DefinitionError as error:
+    ...     print(error)
+    cell '<lambda>': r is never used; write recurrence='none' and leave r out
+    """
 
 
 class Tracer:
@@ -303,6 +311,9 @@ def product(
         rank: W is [rank, …]. The result has `rank` numbers, and only another product takes it:
             `product(A, product(B, v, rank=40))` has a matrix A · B of rank 40.
 
+    Returns:
+        A value; with `parts`, a tuple of values.
+
     >>> import zoneout as zo
     >>> @zo.cell(gates=1, recurrence="none")
     ... def low_rank(x, h, a, b):
@@ -354,29 +365,84 @@ def _described(graph: Graph, value: Any) -> str:
 def candidate(state: str, value: Any) -> Any:
     """Mark the new value of a state, before noise. `StateDropout` sets it to zero here.
 
-    What the function computes from the result sees the dropped value. Zoneout is applied after the
-    step, so that other states are computed from the candidate itself. On tensors this is the
-    identity.
+    Zoneout is applied after the step. A state that is used to compute another state must be marked.
+
+    Args:
+        state: the name of the state.
+        value: its new value.
+
+    Returns:
+        The value to compute with, after `StateDropout`. On tensors, `value` itself.
+
+    >>> import zoneout as zo
+    >>> @zo.cell(gates=3, states=("h", "c"))
+    ... def coupled(x, r, h, c):
+    ...     f, g, o = (a + b for a, b in zip(x, r))
+    ...     c = zo.candidate("c", f.sigmoid() * c + (1 - f.sigmoid()) * g.tanh())
+    ...     return o.sigmoid() * c.tanh(), c  # h is computed from c without zoneout
+    >>> layer = zo.Recurrent(coupled, 10, 20, noise=zo.Zoneout(cell=0.25, hidden=0.05))
     """
     return _mark("candidate", value, state)
 
 
 def update(value: Any) -> Any:
-    """Mark what `RecurrentDropout` drops. All marks of a step share one mask. On tensors the
-    identity.
+    """Mark what `RecurrentDropout` drops. All marks of a step share one mask.
+
+    Args:
+        value: the term that adds new content to a state, such as i ⊙ g of an LSTM.
+
+    Returns:
+        The value to compute with. On tensors, `value` itself.
+
+    >>> import zoneout as zo
+    >>> @zo.cell(gates=1, recurrence="none")
+    ... def leaky(x, h):
+    ...     return 0.9 * h + zo.update(0.1 * x[0].tanh())
+    >>> layer = zo.Recurrent(leaky, 10, 20, noise=zo.RecurrentDropout(rate=0.25))
     """
     return _mark("update", value)
 
 
 def shown(value: Any) -> Any:
-    """Mark what a norm normalises where a state feeds the output, once at most. On tensors the
-    identity.
+    """Mark where a norm normalises a state that feeds the output; at most once in a cell.
+
+    The state itself stays as it is. In an LSTM this is the c of o ⊙ tanh(c).
+
+    Args:
+        value: the state, or the candidate of it.
+
+    Returns:
+        The value to compute with, normalised if the layer has a norm. On tensors, `value` itself.
+
+    >>> import zoneout as zo
+    >>> @zo.cell(gates=3, states=("h", "c"))
+    ... def coupled(x, r, h, c):
+    ...     f, g, o = (a + b for a, b in zip(x, r))
+    ...     c = zo.candidate("c", f.sigmoid() * c + (1 - f.sigmoid()) * g.tanh())
+    ...     return o.sigmoid() * zo.shown(c).tanh(), c
+    >>> layer = zo.Recurrent(coupled, 10, 20, norm="layer")
     """
     return _mark("shown", value)
 
 
 def held(value: Any) -> Any:
-    """Mark the gate that `RecurrentDropout(hold_output_gate=True)` holds, once at most. On
-    tensors the identity.
+    """Mark the gate that `RecurrentDropout(hold_output_gate=True)` holds; at most once in a cell.
+
+    A unit whose update is dropped keeps this gate of the previous step.
+
+    Args:
+        value: the gate, such as the output gate of an LSTM.
+
+    Returns:
+        The value to compute with. On tensors, `value` itself.
+
+    >>> import zoneout as zo
+    >>> @zo.cell(gates=3, states=("h", "c"))
+    ... def coupled(x, r, h, c):
+    ...     f, g, o = (a + b for a, b in zip(x, r))
+    ...     c = zo.candidate("c", f.sigmoid() * c + zo.update((1 - f.sigmoid()) * g.tanh()))
+    ...     return zo.held(o.sigmoid()) * c.tanh(), c
+    >>> noise = zo.RecurrentDropout(rate=0.25, hold_output_gate=True)
+    >>> layer = zo.Recurrent(coupled, 10, 20, noise=noise)
     """
     return _mark("held", value)

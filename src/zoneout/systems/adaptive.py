@@ -27,6 +27,7 @@ class AdaptiveLSTM(Loop):
         mask: `"unit"` draws masks in training, with a straight-through gradient of the rates.
             `"rate"` mixes the old and the new value by the rate in training too; the gradient is
             exact, and nothing is drawn.
+        learn_initial_state: True makes h0 and c0 of the layer parameters.
 
     >>> import torch, zoneout as zo
     >>> layer = zo.systems.AdaptiveLSTM(10, 20, hyper_size=8)

@@ -21,6 +21,9 @@ def module_periods(hidden_size: int, periods: Sequence[int]) -> Tensor:
         hidden_size: the number of units.
         periods: one period for each module.
 
+    Returns:
+        An int64 tensor [hidden_size].
+
     >>> module_periods(5, [1, 2])
     tensor([1, 1, 1, 2, 2])
     """
@@ -42,6 +45,9 @@ def clockwork(layer: Any, periods: Sequence[int]) -> Any:
     Args:
         layer: an `LSTM`, `GRU`, `RNN` or `Recurrent` with a matrix for h.
         periods: the period of each module, such as 1, 2, 4, 8.
+
+    Returns:
+        `layer`.
 
     >>> import torch, zoneout as zo
     >>> layer = zo.systems.clockwork(zo.RNN(3, 8), [1, 2, 4, 8])

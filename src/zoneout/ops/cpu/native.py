@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from ...cells import CELLS
 from ...definition import Definition
 from ...definition.c import print_cell
+from ...extras import install_command
 from . import build, prebuilt
 
 HERE = Path(__file__).parent
@@ -131,7 +132,7 @@ def _built(attempt: Callable[[build.Compiler], ctypes.CDLL]) -> ctypes.CDLL | No
     _reasons.append(
         "no C compiler built it "
         f"({'; '.join(f'{command}: {why}' for command, why in said.items())}); "
-        "$CC names another to try first, and pip install ziglang brings one"
+        f"$CC names another to try first, and {install_command('compiler')} brings one"
     )
     return None
 
