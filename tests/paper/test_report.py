@@ -19,6 +19,7 @@ from fabricated import Page
 from zoneout.paper.cli import main
 from zoneout.paper.disk import RunError, write_record
 from zoneout.paper.experiments.recipes import QUOTED, RECIPES
+from zoneout.paper.experiments.results import no_run
 from zoneout.paper.report import html, sweep_page
 from zoneout.paper.report.figures import FIGURES
 from zoneout.paper.report.pages import paper_page, runs_page
@@ -117,7 +118,7 @@ def test_rows_that_were_not_run_are_there(tmp_path: Path) -> None:
     for recipe in RECIPES.values():
         assert f'id="make-{recipe.name}"' in text and f"zoneout reproduce {recipe.name}" in text
         if recipe.task != "gradient-flow":
-            assert f'<a href="#make-{recipe.name}">no run yet</a>' in text
+            assert f'<a href="#make-{recipe.name}">{no_run(recipe)}</a>' in text
     for _, row, _, _ in QUOTED:
         assert row in text
     assert "is not there" in text  # the measurements

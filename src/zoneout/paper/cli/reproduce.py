@@ -16,7 +16,7 @@ from .. import console, disk
 from ..disk import RunError
 from ..experiments.recipes import MEASURES
 from ..experiments.reproduce import CODES, OPTIONS, RESULTS, RUNS, State, reproduce
-from ..experiments.results import BEGIN, document, put_summary, table
+from ..experiments.results import BEGIN, document, missing_text, put_summary, table
 from ..training.unused_options import refuse_given
 
 PAGE, README = Path("docs/results.md"), Path("README.md")  # the files that hold the tables
@@ -41,7 +41,7 @@ $ {prog} char-ptb zoneout unregularised --seeds 3 --precision bf16
 $ {prog} pmnist all --parallel 3                   # also figures and text, three runs at a time
 $ {prog} char_ptb_zoneout --minutes 8              # stop after 8 minutes; repeat to resume
 $ {prog} char_ptb_gru word_ptb_zoneout             # recipes of any task
-$ {prog}                                           # only print the tables
+$ {prog}                                           # print the tables and what is missing
 $ {prog} --write                                   # write docs/results.md and the README's table
 
 tasks: {", ".join(MEASURES)}""",
@@ -54,8 +54,8 @@ tasks: {", ".join(MEASURES)}""",
         nargs="*",
         help="rows or recipes (default: the paper's tables); `all` adds figures",
     )
-    add("--seeds", metavar="N", type=int, default=1, help="number of seeds (1)")
-    add("--first-seed", metavar="N", type=int, default=1, help="the first seed (1)")
+    add("--seeds", metavar="N", type=int, help="number of seeds (those that each recipe states)")
+    add("--first-seed", metavar="N", type=int, help="the first seed (1; alone: this seed only)")
     add(
         "--out",
         metavar="DIR",
@@ -72,8 +72,7 @@ tasks: {", ".join(MEASURES)}""",
     add(
         "--precision",
         choices=precisions,
-        default="fp32",
-        help="precision of the matrix products in training (fp32)",
+        help="precision of the matrix products in training (fp32, or what the row is about)",
     )
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add(
@@ -112,6 +111,13 @@ tasks: {", ".join(MEASURES)}""",
         help=f"write {PAGE} and the table of {README}",
     )
     return found
+
+
+def _seeds(first: int | None, count: int | None) -> Sequence[int] | None:
+    """Return the seeds of the options, or None for those of each recipe."""
+    if first is None and count is None:
+        return None
+    return range(first or 1, (first or 1) + (1 if count is None else count))
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "zoneout reproduce") -> int:
@@ -167,7 +173,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "zoneout reproduce"
         state = reproduce(
             options.task,
             options.rows,
-            range(options.first_seed, options.first_seed + options.seeds),
+            _seeds(options.first_seed, options.seeds),
             out=out,
             results=results,
             data=options.data,
@@ -179,7 +185,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "zoneout reproduce"
             say=lambda text: console.show(text, said),
         )
     elif options.write is None:
-        console.show(table(results))
+        console.show(f"{table(results)}\n\n{missing_text(results)}")
     if options.write is not None:
         with disk.explained(options.write):
             disk.write_text(options.write, document(results))

@@ -135,12 +135,12 @@ class Job:
 def reproduce(
     task: str,
     rows: Sequence[str] = (),
-    seeds: Iterable[int] = (1,),
+    seeds: Iterable[int] | None = None,
     *,
     out: Path | str = RUNS,
     results: Path | str = RESULTS,
     data: Path | str | None = None,
-    precision: str = "fp32",
+    precision: str | None = None,
     device: str = "auto",
     minutes: float = math.inf,
     parallel: int = 1,
@@ -150,17 +150,23 @@ def reproduce(
     """Run the rows of a task (see `recipes.select`) that have no record yet; print the table after
     each.
 
-    After `minutes` the current runs stop with a checkpoint, and the next call resumes them.
-    `parallel` runs share the device: as threads on a GPU, as processes elsewhere. A run that
-    diverges does not stop the others. Returns the worst final state of all runs.
+    `seeds` are by default those that each recipe states, and `precision` is the one that the row is
+    about, or else fp32. After `minutes` the current runs stop with a checkpoint, and the next call
+    resumes them. `parallel` runs share the device: as threads on a GPU, as processes elsewhere. A
+    run that diverges does not stop the others. Returns the worst final state of all runs.
     """
     if parallel < 1:
         raise ValueError(f"parallel: expected 1 or more, got {parallel}")
-    if not (seeds := list(seeds)):
+    if seeds is not None and not (seeds := list(seeds)):
         raise ValueError("seeds: expected 1 or more, got none")
     if not minutes >= 0:
         raise ValueError(f"minutes: expected 0 or more, got {minutes:g}")
     recipes = select(task, rows)
+    for recipe in recipes:
+        if precision and recipe.precision not in ("", precision):
+            raise ValueError(
+                f"precision: expected {recipe.precision} for {recipe.name}, got {precision}"
+            )
     until = time.time() + 60 * minutes
     jobs = [
         Job(
@@ -169,13 +175,12 @@ def reproduce(
             Path(out),
             Path(results),
             None if data is None else Path(data),
-            precision,
+            precision or recipe.precision or "fp32",
             device,
             settings or {},
             until,
         )
-        for seed in seeds
-        for recipe in sorted(recipes, key=_urgency)
+        for recipe, seed in _in_order(recipes, seeds)
     ]
     refuse_unread(settings or {}, [job.config for job in jobs])
     missing = [job for job in jobs if job.missing()]
@@ -200,17 +205,27 @@ def reproduce(
     return max(states, key=lambda state: CODES[state], default="finished")
 
 
+def _in_order(
+    recipes: Sequence[Recipe], seeds: Sequence[int] | None
+) -> Iterator[tuple[Recipe, int]]:
+    """Yield the first seed of every recipe, then the second; of one seed, urgent rows first.
+
+    A recipe without seeds is run with seed 1, since the caller has named it or its task.
+    """
+    wanted = {r.name: seeds or r.seeds or (1,) for r in sorted(recipes, key=_urgency)}
+    for number in range(max(map(len, wanted.values()), default=0)):
+        for name, own in wanted.items():
+            if number < len(own):
+                yield RECIPES[name], own[number]
+
+
 def of_another_precision(jobs: Sequence[Job]) -> str:
     """Return a sentence that names the records made in another precision than requested, or ""."""
     found = [(job, str(read_record(job.record)["precision"])) for job in jobs]
     others = [
         f"{job.recipe}, seed {job.seed} ({there})" for job, there in found if there != job.precision
     ]
-    return (
-        f" Of another precision than {jobs[0].precision}, which was asked for: {'; '.join(others)}."
-        if others
-        else ""
-    )
+    return f" Of another precision than was asked for: {'; '.join(others)}." if others else ""
 
 
 def _urgency(recipe: Recipe) -> int:

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 from textwrap import fill
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -78,6 +78,7 @@ KINDS: dict[str, Any] = {  # the fields of a record and their types
     "device": str, "versions": dict, "date": str, "command": str, "scores": list, "curve": dict,
     "config": dict,
 }  # fmt: skip
+GRADIENTS = "gradients-seed-{}.json"  # the file of a gradient flow, beside that of its run
 RULE = f"""
 Lower is better. `zoneout reproduce --write` makes this page from the records in `results/`;
 [Reproducing the paper](reproducing.md) says how to make the records. Our numbers are means over
@@ -309,6 +310,60 @@ def read_records(results: Path, recipe: str) -> list[Record]:
     )
 
 
+# --- what is missing
+# --------------------------------------------------------------------------------
+
+
+class Missing(NamedTuple):
+    """Seeds of a recipe that have no record, and the command that runs them."""
+
+    recipe: Recipe
+    seeds: tuple[int, ...]
+    command: str
+    minutes: float | None  # of one run on a GPU, if the recipe has records
+    spare: bool  # to be run only if there is time
+
+
+def missing(results: Path | str, recipes: Sequence[Recipe] | None = None) -> list[Missing]:
+    """Return the runs that the recipes state and that have no record; spare seeds last."""
+    results = Path(results)
+    found: list[Missing] = []
+    for recipe in RECIPES.values() if recipes is None else recipes:
+        own = fitting(recipe, results)[0]
+        ran, took = {record["seed"] for record in own}, minutes(own)[0] if own else None
+        run = f"zoneout reproduce {recipe.name}"
+        exact = f" --precision {recipe.gpu_precision}"
+        if left := tuple(seed for seed in recipe.seeds if seed not in ran):
+            found.append(Missing(recipe, left, run + exact, took, False))
+        if left := tuple(seed for seed in recipe.spare if seed not in ran):
+            run += f" --first-seed {left[0]}" + f" --seeds {len(left)}" * (len(left) > 1)
+            found.append(Missing(recipe, left, run + exact, took, True))
+        for seed in recipe.seeds if recipe.task == "gradient-flow" else ():
+            if not (results / recipe.name / GRADIENTS.format(seed)).exists():
+                measured = f"zoneout gradients {recipe.name} --seed {seed}"
+                found.append(Missing(recipe, (seed,), measured, None, False))
+    return sorted(found, key=lambda one: one.spare)
+
+
+def missing_text(results: Path | str) -> str:
+    """Return the list of missing runs, one command a line."""
+    if not (found := missing(results)):
+        return "Nothing is missing: every recipe has a record of each of its seeds."
+    lines = []
+    for spare, title in ((False, "Missing:"), (True, "If there is time:")):
+        part = [one for one in found if one.spare == spare]
+        lines += ["", title, ""] if part else []
+        for one in part:
+            seeds = f"seed{'s' * (len(one.seeds) > 1)} {', '.join(map(str, one.seeds))}"
+            each = " each" if len(one.seeds) > 1 else ""
+            took = f", {one.minutes:.0f} min{each}" if one.minutes and one.minutes >= 1 else ""
+            lines.append(f"  {one.command}  # {seeds}{took}")
+    left_out = [recipe for recipe in RECIPES.values() if recipe.not_run]
+    lines += ["", "Not to be run:", ""] if left_out else []
+    lines += [f"  {recipe.name}: {recipe.not_run}" for recipe in left_out]
+    return "\n".join(lines[1:])
+
+
 # --- tables
 # ----------------------------------------------------------------------------------------
 
@@ -388,7 +443,7 @@ def _main_table(recipes: Sequence[Recipe], results: Path, quoted: bool = False) 
     for recipe in recipes:
         own, other = fitting(recipe, results)
         name, paper = f"{recipe.row} `{recipe.name}`", _paper(recipe.valid, recipe.test)
-        lines.append(_row(name, paper, *(_ours(recipe, own) if own else _blank("no run yet"))))
+        lines.append(_row(name, paper, *(_ours(recipe, own) if own else _blank(no_run(recipe)))))
         for record in other:
             wrong = configs.from_json(record["config"])
             shown = ", ".join(
@@ -470,6 +525,11 @@ def _verdict(recipe: Recipe, records: Sequence[Record], part: str) -> str:
     if paper is None or not recipe.held:
         return "–"
     return "yes" if reached([record[part] for record in records], paper, recipe.measure) else "no"
+
+
+def no_run(recipe: Recipe) -> str:
+    """Say that a recipe has no record, and why if none is to be made."""
+    return f"not run: {recipe.not_run}" if recipe.not_run else "no run yet"
 
 
 def _blank(why: str) -> list[str]:

@@ -21,7 +21,7 @@ from .. import disk
 from ..disk import RunError
 from ..experiments import gradient_flow
 from ..experiments.recipes import MEASURES, QUOTED, RECIPES, Recipe
-from ..experiments.results import Record, best_epoch, fitting, minutes, seeds_of
+from ..experiments.results import Record, best_epoch, fitting, minutes, no_run, seeds_of
 from ..training import config as configs
 from ..training.config import at
 from ..training.measures import REACHED, UNITS, reached, rounded, spread
@@ -169,7 +169,7 @@ def cells(recipe: Recipe, records: Sequence[Record]) -> list[Any]:
     papers = {"valid": recipe.valid, "test": recipe.test}
     where = f"make-{recipe.name}"
     if not records:
-        missing = link(where, "no run yet")
+        missing = link(where, no_run(recipe))
         return [cell for paper in papers.values() for cell in (as_paper(paper), missing, NONE)] + [
             NONE
         ] * 4
@@ -247,7 +247,7 @@ def commands(own: dict[str, list[Record]], results: Path) -> list[Html]:
                         "dd",
                         code(f"zoneout reproduce {recipe.name}"),
                         " ",
-                        element("small", "not run yet"),
+                        element("small", no_run(recipe)),
                     )
                 )
             if task == "gradient-flow":
