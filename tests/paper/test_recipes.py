@@ -106,11 +106,11 @@ def test_the_papers_numbers_make_sense() -> None:
 
 def test_no_two_recipes_are_the_same_run() -> None:
     """Two arms of a figure would be one."""
-    configs: dict[Config, str] = {}
+    configs: dict[tuple[Config, str], str] = {}
     for name, recipe in RECIPES.items():
         config = recipe.make()
-        assert config not in configs, f"{name} is {configs[config]}"
-        configs[config] = name
+        assert (config, recipe.precision) not in configs, f"{name} is another one"
+        configs[config, recipe.precision] = name
         assert from_json(to_json(config)) == config == recipe.make()
 
 

@@ -31,7 +31,7 @@ from ..training.config import Config, Protocol
 from ..training.evaluate import evaluate
 from ..training.measures import REACHED, UNITS, measure_of, reached, rounded, spread
 from ..training.processes import device_of
-from ..training.train import data_of, values_of
+from ..training.train import ALSO, data_of, values_of
 from .recipes import MEASURES, QUOTED, RECIPES, Recipe
 
 Record: TypeAlias = dict[str, Any]
@@ -231,7 +231,7 @@ def named(protocol: Protocol | None) -> str:
 
 def curve(rows: Sequence[Record], measure: str) -> Record:
     """Return validation scores and the mean training loss before each, thinned to about `POINTS`
-    points.
+    points; with the other scores (`ALSO`) that the run has.
     """
     valid = [row for row in rows if row["kind"] == "valid"]
     points, before = [], 0
@@ -248,10 +248,20 @@ def curve(rows: Sequence[Record], measure: str) -> Record:
             or number == len(valid) - 1
         ):
             points.append(
-                (row["epoch"], round(row[measure], 5), round(fmean(lines), 5) if lines else None)
+                (
+                    row["epoch"],
+                    round(row[measure], 5),
+                    round(fmean(lines), 5) if lines else None,
+                    *(None if name not in row else round(row[name], 5) for name in ALSO),
+                )
             )
-    epochs, values, nats = zip(*points) if points else ((), (), ())
-    return {"epoch": list(epochs), "valid": list(values), "train_nats": list(nats)}
+    names = ("epoch", "valid", "train_nats", *ALSO)
+    columns = dict(zip(names, map(list, zip(*points) if points else [()] * len(names))))
+    return {
+        name: values
+        for name, values in columns.items()
+        if name not in ALSO or any(value is not None for value in values)
+    }
 
 
 def read_record(path: Path) -> Record:
@@ -282,7 +292,8 @@ def _check_parts(record: Record) -> None:
     curve, measure = record["curve"], record["measure"]
     if (known := RECIPES.get(record["recipe"])) is not None and measure != known.measure:
         raise ValueError(f"its measure is {measure!r}, expected {known.measure!r}")
-    lengths = [len(curve[name]) for name in ("epoch", "valid", "train_nats")]
+    also = [name for name in ALSO if name in curve]
+    lengths = [len(curve[name]) for name in ("epoch", "valid", "train_nats", *also)]
     if lengths[0] == 0 or len(set(lengths)) > 1:
         raise ValueError(
             f"its curve has {', '.join(map(str, lengths))} epochs, validations and training losses"
@@ -290,7 +301,7 @@ def _check_parts(record: Record) -> None:
     numbers = [
         *curve["epoch"],
         *curve["valid"],
-        *(nats for nats in curve["train_nats"] if nats is not None),
+        *(v for name in ("train_nats", *also) for v in curve[name] if v is not None),
     ]
     numbers += [score[measure] for score in record["scores"] if measure in score]
     if strange := [value for value in numbers if not disk.is_number(value)]:

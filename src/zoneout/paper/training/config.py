@@ -138,6 +138,8 @@ class Model:
     """Use one bias for each gate: torch's second bias (bias_hh) stays at zero."""
     learn_initial_state: bool = False
     """Learn the initial state of a sequence."""
+    output_bias: bool = False
+    """Learn a bias inside the tanh of the output: h = o ⊙ tanh(c + b) (LSTM only)."""
 
     def __post_init__(self) -> None:
         _check_size("model.hidden", self.hidden)
@@ -368,6 +370,12 @@ class Evaluation:
     """Number of examples in each of these batches; 0: as many as in training.
     Not for streams, whose batches depend on each other.
     """
+    statistics_also: bool = False
+    """Only with batch norm: in each validation, also record the score with running averages,
+    and with the statistics of batches of 5,000 examples.
+    """
+    keep: Literal["best", "last"] = "best"
+    """The weights to keep and to test: of the best validation, or of the last one."""
 
     def __post_init__(self) -> None:
         _check("evaluation.every", self.every, self.every >= 0, "a number of updates, or 0")

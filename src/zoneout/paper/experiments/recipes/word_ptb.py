@@ -95,6 +95,30 @@ def word_ptb_nr_dropout() -> Config:
     return _word_ptb()
 
 
+@recipe(
+    "word-ptb",
+    "NR-dropout 0.65, final weights",
+    beside="word_ptb_nr_dropout",
+    where="code",
+    seeds=THREE,
+)
+def word_ptb_nr_dropout_last() -> Config:
+    """`word_ptb_nr_dropout`, judged by its final weights, as its source judges."""
+    return _word_ptb(evaluation=replace(_WORD_PTB.evaluation, keep="last"))
+
+
+@recipe(
+    "word-ptb",
+    "NR-dropout 0.65, in TF32",
+    beside="word_ptb_nr_dropout",
+    where="precision",
+    precision="tf32",
+)
+def word_ptb_nr_dropout_tf32() -> Config:
+    """`word_ptb_nr_dropout` with products in TF32, which asks whether bf16 is why it misses."""
+    return _word_ptb()
+
+
 _VARIATIONAL = _word_ptb(
     model=replace(_WORD_PTB.model, dropout=0.0),
     variational_dropout=VariationalDropout(input=0.5, hidden=0.3),
@@ -167,3 +191,21 @@ def word_ptb_recurrent_dropout_only() -> Config:
         recurrent_dropout=RecurrentDropout(rate=0.25),
         epochs=30,
     )
+
+
+@recipe(
+    "word-ptb", "Recurrent dropout alone 0.1", beside="word_ptb_recurrent_dropout", where="search"
+)
+def word_ptb_recurrent_dropout_only_010() -> Config:
+    """Another rate of `word_ptb_recurrent_dropout_only`."""
+    config = word_ptb_recurrent_dropout_only()
+    return replace(config, recurrent_dropout=RecurrentDropout(rate=0.1))
+
+
+@recipe(
+    "word-ptb", "Recurrent dropout alone 0.5", beside="word_ptb_recurrent_dropout", where="search"
+)
+def word_ptb_recurrent_dropout_only_050() -> Config:
+    """Another rate of `word_ptb_recurrent_dropout_only`."""
+    config = word_ptb_recurrent_dropout_only()
+    return replace(config, recurrent_dropout=RecurrentDropout(rate=0.5))
