@@ -106,9 +106,10 @@ def test_a_row_has_the_papers_number_ours_and_the_difference(tmp_path: Path) -> 
     found = cells(text, "Zoneout 0.5, 0.05")  # the first table with this row is that of characters
     assert found[:3] == ["1.362", "1.3640 ± 0.0020", "+0.002"]
     assert found[3:6] == ["1.252", "1.2540 ± 0.0020", "+0.002"]
-    assert found[6:] == ["yes", "1–3", "3", "3.0"]
+    # The sd of the row, 0.002, is also the pooled one, and the other row has a single seed.
+    assert found[6:] == ["0.9, 0.9", "yes", "1–3", "3", "3.0"]
     worse = cells(text, "Recurrent dropout 0.25")
-    assert worse[1:3] == ["1.496", "+0.100"] and worse[6] == "no"
+    assert worse[1:3] == ["1.496", "+0.100"] and worse[6:8] == ["35.4, 35.4", "no"]
     assert "Made from 4 records of 2 recipes" in text.replace("\n", " ")
 
 

@@ -29,7 +29,18 @@ from ..training import config as configs
 from ..training import runs
 from ..training.config import Config, Protocol
 from ..training.evaluate import evaluate
-from ..training.measures import REACHED, UNITS, measure_of, reached, rounded, spread
+from ..training.measures import (
+    DIFFERENT,
+    REACHED,
+    UNITS,
+    Verdict,
+    measure_of,
+    pooled,
+    reached,
+    rounded,
+    spread,
+    z_score,
+)
 from ..training.processes import device_of
 from ..training.train import ALSO, data_of, values_of
 from .recipes import MEASURES, QUOTED, RECIPES, Recipe
@@ -50,6 +61,7 @@ COLUMNS = (
     "ours: valid",
     "ours: test",
     "difference",
+    "z",
     "reached",
     "seeds",
     "epochs",
@@ -83,9 +95,9 @@ RULE = f"""
 Lower is better. `zoneout reproduce --write` makes this page from the records in `results/`;
 [Reproducing the paper](reproducing.md) says how to make the records. Our numbers are means over
 seeds ± standard deviation, for the weights with the best validation score. *Reached* means that
-{REACHED}. *Minutes* is the time of one run: the mean over the seeds that shared their GPU with the
-fewest other runs. Runs with batch norm use each batch's own statistics for validation, as the
-paper's runs did. The *by protocol* tables show both parts with the statistics of the test.
+{REACHED}. {DIFFERENT}. *Minutes* is the time of one run: the mean over the seeds that shared their
+GPU with the fewest other runs. Runs with batch norm use each batch's own statistics for validation,
+as the paper's runs did. The *by protocol* tables show both parts with the statistics of the test.
 """
 PAGE = f"""# Results
 
@@ -399,11 +411,14 @@ def table(
             else f"\n\nValid: {named(own.valid)}. Test: {named(own.test)}."
         )
         parts.append(f"## {task}{cut}")
+        scatter = scatter_of(records_of(task, results))
         for group, words in GROUPS.items():
             if of_group := [r for r in rows if r.group == group]:
                 parts += [words] if words else []
                 parts.append(
-                    _main_table(of_group, results, quoted=group == "table" and recipes is None)
+                    _main_table(
+                        of_group, results, scatter, quoted=group == "table" and recipes is None
+                    )
                 )
         parts += _other_tables(rows, results) if details else []
     return "\n\n".join(parts)
@@ -420,7 +435,9 @@ def summary(results: Path | str) -> str:
     for recipe in (RECIPES[name] for name in HEADLINES):
         if not (own := fitting(recipe, Path(results))[0]):
             continue
-        missed = " (missed)" if _verdict(recipe, own, "test") == "no" else ""
+        scatter = scatter_of(records_of(recipe.task, Path(results)))
+        verdict = reached(z_of(recipe, own, "test", scatter))
+        missed = {"no": " (missed)", "differs": " (differs)"}.get(verdict or "", "")
         score = spread([record["test"] for record in own], recipe.measure).replace(" ± ", "±")
         lines.append(
             _row(
@@ -449,12 +466,57 @@ def fitting(recipe: Recipe, results: Path) -> tuple[list[Record], list[Record]]:
     return own, [r for r in found if r not in own]
 
 
-def _main_table(recipes: Sequence[Recipe], results: Path, quoted: bool = False) -> str:
+def records_of(task: str, results: Path) -> list[list[Record]]:
+    """Return the records of every row of a task that have the row's own settings."""
+    return [fitting(recipe, results)[0] for recipe in RECIPES.values() if recipe.task == task]
+
+
+def scatter_of(rows: Sequence[Sequence[Record]]) -> dict[str, float | None]:
+    """Return the standard deviation over seeds, pooled over the rows of a task, by part."""
+    return {part: pooled([record[part] for record in row] for row in rows) for part in PARTS}
+
+
+def z_of(
+    recipe: Recipe, records: Sequence[Record], part: str, scatter: dict[str, float | None]
+) -> float | None:
+    """Return z of a row on a part; None if it is not held to a number of the paper."""
+    paper = getattr(recipe, part)
+    if paper is None or not recipe.held:
+        return None
+    return z_score([record[part] for record in records], paper, scatter[part])
+
+
+def as_z(z: float | None) -> str:
+    """Format z with one decimal and a real minus sign.
+
+    >>> as_z(-2.04), as_z(None)
+    ('−2.0', '–')
+    """
+    return "–" if z is None else f"{z:.1f}".replace("-", "−")
+
+
+def differing(recipe: Recipe, verdicts: Sequence[Verdict | None]) -> str:
+    """Say why a row differs from the paper's, or return "" if it does not."""
+    why = recipe.differs or "why is not known"
+    return f"`{recipe.name}` differs: {why}." if "differs" in verdicts else ""
+
+
+def _main_table(
+    recipes: Sequence[Recipe],
+    results: Path,
+    scatter: dict[str, float | None],
+    quoted: bool = False,
+) -> str:
     lines, notes = _head(UNITS[recipes[0].measure], *COLUMNS), []
     for recipe in recipes:
         own, other = fitting(recipe, results)
         name, paper = f"{recipe.row} `{recipe.name}`", _paper(recipe.valid, recipe.test)
-        lines.append(_row(name, paper, *(_ours(recipe, own) if own else _blank(no_run(recipe)))))
+        lines.append(
+            _row(name, paper, *(_ours(recipe, own, scatter) if own else _blank(no_run(recipe))))
+        )
+        verdicts = [reached(z_of(recipe, own, part, scatter)) for part in PARTS if own]
+        if why := differing(recipe, verdicts):
+            notes.append(f"* {why}")
         for record in other:
             wrong = configs.from_json(record["config"])
             shown = ", ".join(
@@ -506,36 +568,25 @@ def _minutes(records: Sequence[Record]) -> str:
     return f"{mean:.1f}" + (f" ({at_once} at once)" if at_once > 1 else "")
 
 
-def _ours(recipe: Recipe, records: Sequence[Record]) -> list[str]:
-    differences, verdicts, cells = [], [], []
+def _ours(recipe: Recipe, records: Sequence[Record], scatter: dict[str, float | None]) -> list[str]:
+    differences, cells = [], []
+    zs = [z_of(recipe, records, part, scatter) for part in PARTS]
     for part in PARTS:
         values, paper = [record[part] for record in records], getattr(recipe, part)
         cells.append(spread(values, recipe.measure))
         differences.append(
             "–" if paper is None else rounded(fmean(values) - paper, recipe.measure, "+")
         )
-        verdicts.append(_verdict(recipe, records, part))
-    if recipe.valid is None and recipe.test is None:
-        differences, verdicts = ["–"], ["–"]
-
+    known = any(z is not None for z in zs)
     return [
         *cells,
-        ", ".join(differences),
-        ", ".join(verdicts),
+        "–" if recipe.valid is None and recipe.test is None else ", ".join(differences),
+        ", ".join(map(as_z, zs)) if known else "–",
+        ", ".join(reached(z) or "–" for z in zs) if known else "–",
         seeds_of(records),
         f"{fmean(record['epochs'] for record in records):.4g} (best {best_epoch(records)})",
         _minutes(records),
     ]
-
-
-def _verdict(recipe: Recipe, records: Sequence[Record], part: str) -> str:
-    """Return "yes" or "no": is the paper's number reached? "–" if the row is not compared with
-    it.
-    """
-    paper = getattr(recipe, part)
-    if paper is None or not recipe.held:
-        return "–"
-    return "yes" if reached([record[part] for record in records], paper, recipe.measure) else "no"
 
 
 def no_run(recipe: Recipe) -> str:

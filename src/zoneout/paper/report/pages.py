@@ -21,10 +21,22 @@ from .. import disk
 from ..disk import RunError
 from ..experiments import gradient_flow
 from ..experiments.recipes import MEASURES, QUOTED, RECIPES, Recipe
-from ..experiments.results import Record, best_epoch, fitting, minutes, no_run, seeds_of
+from ..experiments.results import (
+    PARTS,
+    Record,
+    as_z,
+    best_epoch,
+    differing,
+    fitting,
+    minutes,
+    no_run,
+    scatter_of,
+    seeds_of,
+    z_of,
+)
 from ..training import config as configs
 from ..training.config import at
-from ..training.measures import REACHED, UNITS, reached, rounded, spread
+from ..training.measures import DIFFERENT, REACHED, UNITS, Verdict, reached, rounded, spread
 from ..training.progress import duration
 from . import figures, plots
 from .describe import describe
@@ -45,14 +57,17 @@ TASKS = {  # the title of each table, and the place of its rows in the paper
         "not in the paper; like Table 2, in another order",
     ),
 }
-_REACHED = REACHED.replace("'", "’").replace(" %", "\N{NO-BREAK SPACE}%")
 RULE = (
-    "Lower is better. Our numbers are the mean over seeds ± the standard deviation, for the "
-    "weights with the best "
-    "validation. “Epoch” is the epoch of that validation. “Minutes” is the time of one run. "
-    "“Reached” means that "
-    f"{_REACHED}. With batch norm, a run is validated with the statistics of the validation "
-    "batches, as in the paper."
+    (
+        "Lower is better. Our numbers are the mean over seeds ± the standard deviation, for the "
+        "weights with the best "
+        "validation. “Epoch” is the epoch of that validation. “Minutes” is the time of one run. "
+        f"“Reached” means that {REACHED}. {DIFFERENT}. "
+        "With batch norm, a run is validated with the statistics of the validation batches, as in "
+        "the paper."
+    )
+    .replace("'", "’")
+    .replace("*differs*", "“differs”")
 )
 
 
@@ -147,24 +162,34 @@ def results_table(
     name: str,
 ) -> Html:
     """Return a table of the paper's numbers and ours. The row of a recipe without a run says so."""
+    task = recipes[0].task
+    scatter = scatter_of([own[r.name] for r in RECIPES.values() if r.task == task])
     head: list[list[Any]] = [
-        ["Model", ("Validation", 3), ("Test", 3), "Reached", "Seeds", "Epoch", "Minutes"],
+        ["Model", ("Validation", 3), ("Test", 3), "z", "Reached", "Seeds", "Epoch", "Minutes"],
         ["paper", "ours", "difference"] * 2,
     ]
-    rows = [[recipe.row, *cells(recipe, own[recipe.name])] for recipe in recipes]
+    rows = [[recipe.row, *cells(recipe, own[recipe.name], scatter)] for recipe in recipes]
     for _, row, valid, test in quoted:
         numbers = [cell for paper in (valid, test) for cell in (as_paper(paper), NONE, NONE)]
         rows.append(
             [
                 join([row, " ", element("small", "quoted by the paper, not built here")]),
                 *numbers,
-                *[NONE] * 4,
+                *[NONE] * 5,
             ]
         )
-    return table(caption, head, rows, name)
+    notes = [differing(r, verdicts_of(r, own[r.name], scatter)).replace("`", "") for r in recipes]
+    return join([table(caption, head, rows, name), *(element("p", note) for note in notes if note)])
 
 
-def cells(recipe: Recipe, records: Sequence[Record]) -> list[Any]:
+def verdicts_of(
+    recipe: Recipe, records: Sequence[Record], scatter: dict[str, float | None]
+) -> list[Verdict | None]:
+    """Return whether a row with records reaches the paper's two numbers."""
+    return [reached(z_of(recipe, records, part, scatter)) for part in PARTS if records]
+
+
+def cells(recipe: Recipe, records: Sequence[Record], scatter: dict[str, float | None]) -> list[Any]:
     """Return the cells of a recipe's row, without the title."""
     papers = {"valid": recipe.valid, "test": recipe.test}
     where = f"make-{recipe.name}"
@@ -172,21 +197,21 @@ def cells(recipe: Recipe, records: Sequence[Record]) -> list[Any]:
         missing = link(where, no_run(recipe))
         return [cell for paper in papers.values() for cell in (as_paper(paper), missing, NONE)] + [
             NONE
-        ] * 4
+        ] * 5
     numbers: list[Any] = []
-    verdicts = []
     for part, paper in papers.items():
         values = [record[part] for record in records]
         numbers += [as_paper(paper), link(where, spread(values, recipe.measure))]
         numbers.append(
             NONE if paper is None else rounded(fmean(values) - paper, recipe.measure, "+")
         )
-        if paper is not None and recipe.held:
-            verdicts.append("yes" if reached(values, paper, recipe.measure) else "no")
+    zs = [z for part in PARTS if (z := z_of(recipe, records, part, scatter)) is not None]
+    verdicts = [reached(z) or NONE for z in zs]
     verdict = verdicts[0] if len(set(verdicts)) == 1 else ", ".join(verdicts)
     mean, at_once = minutes(records)
     return [
         *numbers,
+        ", ".join(map(as_z, zs)) or NONE,
         verdict or NONE,
         seeds_of(records),
         best_epoch(records),

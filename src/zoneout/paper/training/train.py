@@ -316,7 +316,8 @@ class Training:
         For images, the error on the first training images, without noise. With batch norm and
         `statistics_also`, the validation score by other statistics.
         """
-        config, found = self.config, {}
+        config = self.config
+        found: dict[str, float | None] = {}
         if self.measure == "error":
             part = replace(config.data, limit=min(config.data.limit or TRAINING, TRAINING))
             found["train_error"] = self.score("train", replace(config, data=part)).error
@@ -328,7 +329,7 @@ class Training:
                 (BY_LARGE, self.score("valid", large)),
             ):
                 found[name] = getattr(score, self.measure)
-        return {name: value for name, value in found.items() if math.isfinite(value)}
+        return {n: value for n, value in found.items() if value is not None}
 
     def test(self) -> dict[str, Any]:
         """Evaluate the best weights on the test part and return the metrics line."""

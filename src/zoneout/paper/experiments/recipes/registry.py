@@ -46,6 +46,7 @@ class Recipe:
     seeds: tuple[int, ...] = (1,)  # the seeds to run
     spare: tuple[int, ...] = ()  # seeds to run if there is time
     not_run: str = ""  # why no seed is to be run; "" if one is
+    differs: str = ""  # why the row may be a better one than the paper's
     precision: str = ""  # of the products, where the row is about it; "" leaves it open
 
     @property
@@ -98,13 +99,14 @@ def recipe(
     seeds: tuple[int, ...] = (1,),
     spare: tuple[int, ...] = (),
     not_run: str = "",
+    differs: str = "",
     precision: str = "",
 ) -> Callable[[Callable[[], Config]], Callable[[], Config]]:
     """Return a decorator that registers a function as a recipe, under the function's name.
 
     `beside` names an earlier recipe. The new recipe is shown with that recipe's numbers of the
-    paper, but is not held to them. `seeds`, `spare`, `not_run` and `precision` are fields of the
-    recipe; with `not_run`, there are no seeds.
+    paper, but is not held to them. The arguments after it are fields of the recipe; with `not_run`,
+    there are no seeds.
     """
     if beside:
         valid, test, held = RECIPES[beside].valid, RECIPES[beside].test, False
@@ -113,7 +115,7 @@ def recipe(
         name = make.__name__
         RECIPES[name] = Recipe(
             name, task, row, make, valid, test, where, held,
-            () if not_run else seeds, spare, not_run, precision,
+            () if not_run else seeds, spare, not_run, differs, precision,
         )  # fmt: skip
         return make
 

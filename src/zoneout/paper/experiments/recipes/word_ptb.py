@@ -67,7 +67,17 @@ def word_ptb_unregularised() -> Config:
     )
 
 
-@recipe("word-ptb", "Recurrent dropout 0.25", valid=91.6, test=87.0, seeds=THREE)
+@recipe(
+    "word-ptb",
+    "Recurrent dropout 0.25",
+    valid=91.6,
+    test=87.0,
+    seeds=THREE,
+    differs=(
+        "the paper gives neither the rate nor whether there was dropout between the layers, as in "
+        "this row"
+    ),
+)
 def word_ptb_recurrent_dropout() -> Config:
     """Recurrent dropout in addition to dropout on non-recurrent connections, like the zoneout row.
 
