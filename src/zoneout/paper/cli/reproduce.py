@@ -14,12 +14,14 @@ from pathlib import Path
 
 from .. import console, disk
 from ..disk import RunError
+from ..experiments import holds_up
 from ..experiments.recipes import MEASURES
 from ..experiments.reproduce import CODES, OPTIONS, RESULTS, RUNS, State, reproduce
 from ..experiments.results import BEGIN, document, missing_text, put_summary, table
 from ..training.unused_options import refuse_given
 
 PAGE, README = Path("docs/results.md"), Path("README.md")  # the files that hold the tables
+CLAIMS = Path("docs/holds-up.md")
 TRIALS = Path("runs/trials")
 
 
@@ -42,7 +44,7 @@ $ {prog} pmnist all --parallel 3                   # also figures and text, thre
 $ {prog} char_ptb_zoneout --minutes 8              # stop after 8 minutes; repeat to resume
 $ {prog} char_ptb_gru word_ptb_zoneout             # recipes of any task
 $ {prog}                                           # print the tables and what is missing
-$ {prog} --write                                   # write docs/results.md and the README's table
+$ {prog} --write                                   # write the documents' tables
 
 tasks: {", ".join(MEASURES)}""",
     )
@@ -108,7 +110,7 @@ tasks: {", ".join(MEASURES)}""",
         nargs="?",
         const=PAGE,
         type=Path,
-        help=f"write {PAGE} and the table of {README}",
+        help=f"write {PAGE}, {CLAIMS} and the table of {README}",
     )
     return found
 
@@ -192,4 +194,6 @@ def main(arguments: Sequence[str] | None = None, prog: str = "zoneout reproduce"
             text = disk.read_text(README) if README.exists() else ""
             if BEGIN in text and options.write == PAGE:
                 disk.write_text(README, put_summary(text, results))
+            if options.write == PAGE:
+                disk.write_text(CLAIMS, holds_up.document(results))
     return CODES[state]

@@ -65,7 +65,7 @@ def flow_records(recipe: Recipe, results: Path) -> list[Record]:
 
 def draw(name: str, results: Path | str) -> Drawn:
     """Draw a figure by its name."""
-    plans = FIGURES | {OVERVIEW: WITH_AND_WITHOUT}
+    plans = FIGURES | {OVERVIEW: WITH_AND_WITHOUT} | CLAIMS
     if name not in plans:
         raise ValueError(f"figure: expected one of {', '.join(plans)}, got {name!r}")
     plan, results = plans[name], Path(results)
@@ -407,6 +407,109 @@ def _last_layer(record: Record) -> dict[str, Any]:
     return list(layers.values())[-1]
 
 
+# --- the figures of the claims
+# ---------------------------------------------------------------------------------
+
+
+def dots(
+    rows: Sequence[tuple[str, Sequence[float], float | None]], label: str, marked: Sequence[int]
+) -> Any:
+    """Draw the values of each row as dots on a line, their mean, and the paper's number.
+
+    Rows come from top to bottom. Those in `marked` have another colour.
+    """
+    fig, (axes,) = plots.canvas(height=1.3 + 0.3 * len(rows))
+    for number, (_, values, paper) in enumerate(rows):
+        colour, height = COLOURS[number in marked], -number
+        axes.plot(values, [height] * len(values), "o", color=colour, ms=7, mec=PAPER, mew=0.8)
+        axes.plot([fmean(values)] * 2, [height - 0.32, height + 0.32], color=colour, lw=2)
+        if paper is not None:
+            axes.plot([paper], [height], "D", mfc=PAPER, mec=INK, ms=6, mew=1.2, zorder=3)
+    axes.set_yticks([-n for n in range(len(rows))], [name for name, _, _ in rows])
+    axes.grid(axis="x", color=plots.GRID, lw=0.8)
+    axes.set(xlabel=label, ylim=(-len(rows) + 0.4, 0.6))
+    axes.plot([], [], "o", color=SOFT, ms=7, label="ours, one dot a seed")
+    if any(paper is not None for _, _, paper in rows):
+        axes.plot([], [], "D", mfc=PAPER, mec=INK, ms=6, label="the paper")
+    fig.legend(loc="outside upper left", ncols=2, frameon=False, labelcolor=INK, fontsize=9)
+    return fig
+
+
+def scores(part: str) -> Callable[[Records], tuple[Any, str]]:
+    """Return the drawing of a task's scores on a part, the best first."""
+
+    def draw(records: Records) -> tuple[Any, str]:
+        means = {arm: fmean(record[part] for record in runs) for arm, runs in records.items()}
+        arms = sorted(records, key=lambda arm: means[arm])
+        measure = RECIPES[arms[0]].measure
+        rows = [
+            (
+                RECIPES[arm].row,
+                [record[part] for record in records[arm]],
+                getattr(RECIPES[arm], part),
+            )
+            for arm in arms
+        ]
+        marked = [number for number, arm in enumerate(arms) if "zoneout" in arm]
+        named = {"valid": "validation", "test": "test"}[part]
+        text = (
+            f"{RECIPES[arms[0]].row} is best, {rounded(means[arms[0]], measure)}; last is "
+            f"{RECIPES[arms[-1]].row}, {rounded(means[arms[-1]], measure)}. Lower is better. "
+            "Rows with zoneout are orange."
+        )
+        return dots(rows, f"{UNITS[measure]}, {named}", marked), text
+
+    return draw
+
+
+def training_time(records: Records) -> tuple[Any, str]:
+    """Draw the validation of every cell with and without zoneout, over epochs on a log scale."""
+    fig, _ = curves(records, train=False)
+    fig.axes[0].set_xscale("log")
+    fig.axes[0].xaxis.set_major_formatter("{x:g}")
+    words = "; ".join(f"{labelled(arm, runs)} {best_epoch(runs)}" for arm, runs in records.items())
+    return fig, f"With zoneout the best validation comes later and is lower. Its epoch: {words}."
+
+
+def reach(records: Records) -> tuple[Any, str]:
+    """Draw how many last steps hold half of the gradient's norm, by arm and state."""
+    found = [
+        (f"{RECIPES[arm].row}, {words}", arm, [
+            float(gradient_flow.half_in_last(_last_layer(record)[state]["share"]))
+            for record in runs if state in _last_layer(record)
+        ])
+        for state, words in (("cell", "dL/dc"), ("hidden", "dL/dh"))
+        for arm, runs in records.items()
+    ]  # fmt: skip
+    rows = [(name, values, None) for name, _, values in found if values]
+    marked = [n for n, (_, arm, values) in enumerate(found) if values and arm.endswith("zoneout")]
+    name, values, _ = max(rows, key=lambda row: fmean(row[1]))
+    text = (
+        f"{name} reaches furthest: half of the gradient’s norm lies in the last "
+        f"{fmean(values):.0f} steps of 784. More steps means further back."
+    )
+    return dots(rows, "last steps with half of the gradient’s norm", marked), text
+
+
+def gains(records: Records) -> tuple[Any, str]:
+    """Draw by how much zoneout lowers the validation score, in percent, for every pair of rows."""
+    rows = []
+    for arm, plain in PAIRS.items():
+        if arm in records and plain in records:
+            base = fmean(record["valid"] for record in records[plain])
+            gain = [100 * (1 - record["valid"] / base) for record in records[arm]]
+            rows.append((f"{RECIPES[arm].task}: {RECIPES[arm].row}", gain, None))
+    if not rows:
+        return _nothing(), "Nothing to draw yet."
+    rows.sort(key=lambda row: -fmean(row[1]))
+    low, high = (f"{fmean(row[1]):.1f}" for row in (rows[-1], rows[0]))
+    text = (
+        f"Zoneout lowers the validation score in {sum(fmean(gain) > 0 for _, gain, _ in rows)} of "
+        f"{len(rows)} pairs, by {low} to {high} %, in the measure of each task."
+    )
+    return dots(rows, "validation score, lower by %", range(len(rows))), text
+
+
 # --- the figures
 # -----------------------------------------------------------------------------------
 
@@ -422,6 +525,11 @@ _COMPARED = (
     "stochastic_depth",
     "norm_stabiliser",
     "weight_noise",
+)
+_VARIANTS = ("zoneout_cells_050", "zoneout_states_005", "zoneout_shared", "static")
+_WORDS = (
+    *("zoneout", "nr_dropout", "recurrent_dropout", "variational"),
+    *("zoneout_only", "recurrent_dropout_only"),
 )
 _TEXT8 = ("unregularised", "zoneout", "recurrent_dropout")
 _PMNIST = ("unregularised", "zoneout", "recurrent_dropout", "batch_norm", "batch_norm_zoneout")
@@ -508,6 +616,71 @@ FIGURES = {
         "Figure 7, in the appendix",
         _arms("char_ptb", "unregularised", "zoneout", "static"),
         static_curves,
+        own_records,
+    ),
+}
+
+PAIRS = {  # rows with zoneout, and the same without
+    "char_ptb_zoneout": "char_ptb_unregularised",
+    "char_ptb_zoneout_states_005": "char_ptb_unregularised",
+    "char_ptb_gru_zoneout": "char_ptb_gru",
+    "char_ptb_gru_zoneout_020": "char_ptb_gru",
+    "char_ptb_rnn_zoneout": "char_ptb_rnn",
+    "word_ptb_zoneout": "word_ptb_nr_dropout",
+    "text8_prefix_zoneout": "text8_prefix_unregularised",
+    "pmnist_zoneout": "pmnist_unregularised",
+    "pmnist_batch_norm_zoneout": "pmnist_batch_norm",
+}
+CLAIMS = {  # the figures of the page on the paper's claims
+    "scores-char-ptb": Plan(
+        "Validation on characters of Penn Treebank",
+        "Table 1 and Figure 3",
+        _arms("char_ptb", *_COMPARED, *_VARIANTS),
+        scores("valid"),
+        own_records,
+    ),
+    "training-time": Plan(
+        "Validation with and without zoneout, by cell",
+        "section 4.1",
+        _arms(
+            "char_ptb", "unregularised", "zoneout", "gru", "gru_zoneout_020", "rnn", "rnn_zoneout"
+        ),
+        training_time,
+        own_records,
+    ),
+    "scores-word-ptb": Plan(
+        "Test on words of Penn Treebank",
+        "Table 1",
+        _arms("word_ptb", *_WORDS),
+        scores("test"),
+        own_records,
+    ),
+    "scores-text8-prefix": Plan(
+        "Validation on the first 74 million characters of text8",
+        "as Table 1, on less text",
+        _arms("text8_prefix", *_COMPARED),
+        scores("valid"),
+        own_records,
+    ),
+    "scores-pmnist": Plan(
+        "Test on permuted sequential MNIST",
+        "Table 2",
+        _arms("pmnist", *_PMNIST),
+        scores("test"),
+        own_records,
+    ),
+    "reach": Plan(
+        "How far back gradients reach",
+        "Figure 6",
+        _arms("gradient_flow", "unregularised", "zoneout", "dropout"),
+        reach,
+        flow_records,
+    ),
+    "gains": Plan(
+        "What zoneout gains, in every pair of rows",
+        "all tables",
+        tuple(dict.fromkeys((*PAIRS, *PAIRS.values()))),
+        gains,
         own_records,
     ),
 }

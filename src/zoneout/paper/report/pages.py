@@ -41,6 +41,7 @@ from ..training.progress import duration
 from . import figures, plots
 from .describe import describe
 from .html import Html, code, document, element, figure, join, learning_curves, link, section, table
+from .verdicts import verdicts
 
 NONE = "–"
 TASKS = {  # the title of each table, and the place of its rows in the paper
@@ -89,8 +90,8 @@ def paper_page(results: Path, benchmarks: Path) -> str:
     with_any = sum(bool(records) for records in own.values())
     lead = element(
         "p",
-        "The paper’s experiments, reproduced: its tables with our numbers, its figures, and the "
-        "speed of the layers. "
+        "The paper’s experiments, reproduced: what of it holds up, its tables with our numbers, "
+        "its figures, and the speed of the layers. "
         f"Made from {count} records of {with_any} recipes; {len(own) - with_any} of the {len(own)} "
         "recipes have not "
         "been run yet. Each of our numbers, and each speed ratio, is a link to the command that "
@@ -107,6 +108,7 @@ def paper_page(results: Path, benchmarks: Path) -> str:
     ]
     drawn = figures.draw_all(results)
     sections = [
+        ("verdicts", "What holds up", verdicts(results)),
         (
             "tables",
             "Tables",
