@@ -116,6 +116,7 @@ def test_no_two_recipes_are_the_same_run() -> None:
 
 def test_a_recipe_is_of_its_task() -> None:
     data = {"pmnist": "mnist", "pmnist-permuted": "mnist", "gradient-flow": "mnist"}
+    data |= {"quick": "char-ptb"}
     for r in RECIPES.values():
         config = r.make()
         assert config.data.name == data.get(r.task, r.task)
@@ -159,7 +160,7 @@ def test_words_learn_at_the_full_rate_for_fifteen_epochs() -> None:
 # --- every one of them trains
 # ----------------------------------------------------------------------
 
-SYMBOLS = {"char-ptb": 50, "word-ptb": 10_000, "text8": 27, "text8-prefix": 27}
+SYMBOLS = {"char-ptb": 50, "word-ptb": 10_000, "text8": 27, "text8-prefix": 27, "quick": 50}
 NARROW = {"model.hidden": 8, "batches.size": 4}
 
 

@@ -42,6 +42,7 @@ $ {prog} char-ptb                                  # the rows of Table 1
 $ {prog} char-ptb zoneout unregularised --seeds 3 --precision bf16
 $ {prog} pmnist all --parallel 3                   # also figures and text, three runs at a time
 $ {prog} char_ptb_zoneout --minutes 8              # stop after 8 minutes; repeat to resume
+$ {prog} quick                                     # six methods in ten minutes, without a GPU
 $ {prog} char_ptb_gru word_ptb_zoneout             # recipes of any task
 $ {prog}                                           # print the tables and what is missing
 $ {prog} --write                                   # write the documents' tables

@@ -35,7 +35,7 @@ from ..training.processes import device_of, obey_the_parent, threads_of_each
 from ..training.train import Diverged, Progress, stop_requests, train
 from ..training.unused_options import refuse_unread
 from .recipes import RECIPES, Recipe, select
-from .results import changes, make_record, read_record, table
+from .results import changes, make_record, order, read_record, table
 
 State = Literal["finished", "interrupted", "diverged", "without data", "refused", "failed"]
 OPTIONS = {
@@ -200,6 +200,8 @@ def reproduce(
         say(f"{job.recipe}, seed {job.seed}: {state}")
         if state == "finished":
             say(table(results, recipes, details=False))
+    if states and (best_first := order(results, recipes)):
+        say(best_first)
     if len(states) < len(missing):  # there was no time to begin them
         states.append("interrupted")
     return max(states, key=lambda state: CODES[state], default="finished")

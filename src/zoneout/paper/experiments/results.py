@@ -424,6 +424,17 @@ def table(
     return "\n\n".join(parts)
 
 
+def order(results: Path | str, recipes: Sequence[Recipe]) -> str:
+    """Return the rows of one task that have records, the best validation first, or ""."""
+    found = {r.row: own for r in recipes if (own := fitting(r, Path(results))[0])}
+    if len(found) < 2 or len({r.task for r in recipes}) > 1:
+        return ""
+    means = {row: fmean(record["valid"] for record in own) for row, own in found.items()}
+    best_first = sorted(means, key=lambda row: means[row])
+    words = [f"{row} ({rounded(means[row], recipes[0].measure)})" for row in best_first]
+    return f"Best validation first: {'; '.join(words)}."
+
+
 def document(results: Path | str) -> str:
     """Return the page docs/results.md."""
     return f"{PAGE}\n{table(results)}\n"

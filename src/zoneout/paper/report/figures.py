@@ -15,6 +15,8 @@ from statistics import fmean
 from textwrap import fill
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from ..disk import RunError
 from ..experiments import gradient_flow
 from ..experiments.recipes import RECIPES, Recipe
@@ -87,6 +89,13 @@ def draw_all(results: Path | str) -> list[Drawn]:
     return [one for name, one in drawn.items() if name not in empty & replaced]
 
 
+def caption(drawn: Drawn) -> tuple[str, list[Any]]:
+    """Return a caption: the finding, which is the first sentence, and the paragraphs after it."""
+    finding, _, details = drawn.text.partition(". ")
+    about = f"{drawn.title}; {drawn.where}."
+    return finding.removesuffix("."), [details, about] if details else [about]
+
+
 def save_all(
     results: Path | str, out: Path, kind: str = "svg", names: Sequence[str] = ()
 ) -> list[tuple[Path, Drawn]]:
@@ -117,48 +126,77 @@ def _nothing() -> Any:
 def curves(records: Records, *, train: bool = True) -> tuple[Any, str]:
     """Draw validation (solid) and optionally training (dashed) over epochs; images get separate
     axes.
+
+    Several seeds are drawn as their mean and a band from the lowest to the highest.
     """
     measure = RECIPES[next(iter(records))].measure
     apart = train and measure == "error"  # the training loss of images is in nats
+    known = [r["curve"].get("train_error") for runs in records.values() for r in runs]
+    errors = apart and any(known)  # older records have the loss only
     fig, panels = plots.canvas(2 if apart else 1, (6.6 if apart else 3.9) + 0.1 * len(records))
     for number, (arm, runs) in enumerate(records.items()):
         colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
-        for which, record in enumerate(runs):
-            epochs, valid = record["curve"]["epoch"], record["curve"]["valid"]
-            label = {"label": labelled(arm, runs)} if which == 0 else {}
-            style = {
-                "color": colour,
-                "lw": 1.8 if which == 0 else 1.0,
-                "alpha": 1.0 if which == 0 else 0.7,
-            }
-            # Short curves: mark every point. Long curves: spread the marks so that curves do not
-            # share them.
-            every: Any = 1 if len(epochs) <= 12 else (0.02 + 0.02 * number, 0.12)
-            marked = (
-                {"marker": marker, "ms": 5, "mec": PAPER, "mew": 0.7, "markevery": every}
-                if which == 0
-                else {}
-            )
-            panels[0].plot(epochs, valid, **style, **label, **marked)
-            if train:
-                nats = [
-                    (e, n) for e, n in zip(epochs, record["curve"]["train_nats"]) if n is not None
-                ]
-                values = [in_measure(n, measure) for _, n in nats]
-                panels[-1].plot([e for e, _ in nats], values, **(style | {"ls": DASHED, "lw": 1.1}))
+        lines = [line_of(run, "valid") for run in runs]
+        epochs = lines[0][0]
+        # Short curves: mark every point. Long curves: spread the marks so that curves do not
+        # share them.
+        every: Any = 1 if len(epochs) <= 12 else (0.02 + 0.02 * number, 0.12)
+        marked = {"marker": marker, "ms": 5, "mec": PAPER, "mew": 0.7, "markevery": every}
+        band(panels[0], lines, color=colour, lw=1.8, label=labelled(arm, runs), **marked)
+        if train:
+            lines = [line_of(run, "train_error" if errors else "train_nats") for run in runs]
+            if measure != "error":
+                lines = [(e, [in_measure(nats, measure) for nats in v]) for e, v in lines]
+            band(panels[-1], [line for line in lines if line[0]], color=colour, lw=1.1, ls=DASHED)
     panels[0].set(
         xlabel="epoch", ylabel=f"{UNITS[measure]}, validation" if apart else UNITS[measure]
     )
     panels[0].set_ylim(*limits(records, measure, train=train and not apart))
     if apart:
-        panels[1].set(xlabel="epoch", ylabel="training loss, nats", xlim=panels[0].get_xlim())
+        label = f"{UNITS[measure]}, training" if errors else "training loss, nats"
+        panels[1].set(xlabel="epoch", ylabel=label, xlim=panels[0].get_xlim())
     elif train:
         panels[0].plot([], [], color=SOFT, lw=1.1, ls=DASHED, label=plots.TRAINING)
     handles, labels = panels[0].get_legend_handles_labels()
     plots.legend(panels[-1], below=True, handles=handles, labels=labels)
-    return fig, "Best validation: " + "; ".join(
-        best_of(arm, runs) for arm, runs in records.items()
-    ) + "."
+    return fig, lowest(records) + (TRAINED if errors else "")
+
+
+TRAINED = (
+    " The training error is that of the first 10,000 training images, without noise; runs made "
+    "before it was recorded are left out of it."
+)
+Line: TypeAlias = tuple[list[float], list[float]]  # epochs and values
+
+
+def line_of(record: Record, name: str) -> Line:
+    """Return the points of a curve that have a value."""
+    values = record["curve"].get(name) or []
+    points = [(e, v) for e, v in zip(record["curve"]["epoch"], values) if v is not None]
+    return [e for e, _ in points], [v for _, v in points]
+
+
+def band(axes: Any, lines: Sequence[Line], *, color: str, **style: Any) -> None:
+    """Draw the mean of the curves, and the range from the lowest to the highest as a band."""
+    if not lines:
+        return
+    last = min(epochs[-1] for epochs, _ in lines)
+    epochs = [epoch for epoch in lines[0][0] if epoch <= last]
+    values = np.array([np.interp(epochs, *line) for line in lines])
+    axes.plot(epochs, values.mean(0), color=color, **style)
+    if len(lines) > 1:
+        axes.fill_between(epochs, values.min(0), values.max(0), color=color, alpha=0.2, lw=0)
+
+
+def lowest(records: Records) -> str:
+    """Return a caption: which arm has the lowest validation, then the best of all others."""
+    means = {arm: fmean(record["valid"] for record in runs) for arm, runs in records.items()}
+    first, *others = sorted(records, key=lambda arm: means[arm])
+    text = f"{best_of(first, records[first])}"
+    if not others:
+        return f"{text} is the best validation."
+    rest = "; ".join(best_of(arm, records[arm]) for arm in others)
+    return f"{text} is the lowest validation. Then follow {rest}."
 
 
 def limits(records: Records, measure: str, *, train: bool) -> tuple[float, float]:
@@ -329,10 +367,12 @@ def rates(records: Records) -> tuple[Any, str]:
         rate, value = min(
             ((rate, mean) for (rate, _), mean in zip(points, means)), key=lambda pair: pair[1]
         )
-        words.append(f"{series} {rounded(value, 'bits')} at {rate:g}")
+        words.append((value, f"{series}, {rounded(value, 'bits')} at {rate:g}"))
     axes.set(xlabel="rate", ylabel=f"{UNITS['bits']}, best validation")
     plots.legend(axes, below=True)
-    return fig, f"The best of each line: {'; '.join(words)}."
+    first, *others = [text for _, text in sorted(words)]
+    rest = f" The best of the other lines: {'; '.join(others)}." if others else ""
+    return fig, f"The best is {first}.{rest}"
 
 
 def _best(record: Record) -> float:
@@ -389,16 +429,20 @@ def flow_figure(flows: dict[str, list[Record]]) -> Any:
 
 
 def flows(records: Records) -> tuple[Any, str]:
-    words = []
+    words: list[tuple[float, str]] = []
     for arm, runs in records.items():
         layers = [_last_layer(record) for record in runs]
         parts = []
         for state in (state for state in STATES if all(state in layer for layer in layers)):
             steps = fmean(gradient_flow.half_in_last(layer[state]["share"]) for layer in layers)
             parts.append(f"of dL/d{state[0]} in the last {steps:.0f}")
-        words.append(f"{labelled(arm, runs)}, {', '.join(parts)}")
+        words.append((steps, f"{labelled(arm, runs)}, {', '.join(parts)}"))
     every = len(next(iter(_last_layer(next(iter(records.values()))[0]).values()))["share"])
-    text = f"Half of the norm lies in the last steps of {every}: {'; '.join(words)}."
+    furthest = "; ".join(text for _, text in sorted(words, reverse=True))
+    text = (
+        f"{max(words)[1].partition(',')[0]} reaches furthest back. Half of the norm lies in the "
+        f"last steps of {every}: {furthest}."
+    )
     return flow_figure({labelled(arm, runs): runs for arm, runs in records.items()}), text
 
 
@@ -468,7 +512,15 @@ def training_time(records: Records) -> tuple[Any, str]:
     fig.axes[0].set_xscale("log")
     fig.axes[0].xaxis.set_major_formatter("{x:g}")
     words = "; ".join(f"{labelled(arm, runs)} {best_epoch(runs)}" for arm, runs in records.items())
-    return fig, f"With zoneout the best validation comes later and is lower. Its epoch: {words}."
+    arms = list(records)
+    pairs = [(records[PAIRS[arm]], records[arm]) for arm in arms if PAIRS.get(arm) in records]
+    later, lower = (
+        sum(fmean(r[what] for r in zoned) * sign > fmean(r[what] for r in plain) * sign
+            for plain, zoned in pairs)
+        for what, sign in (("best_epoch", 1), ("valid", -1))
+    )  # fmt: skip
+    finding = f"the best validation comes later in {later} of {len(pairs)} cells, and is lower in "
+    return fig, f"With zoneout, {finding}{lower}. Its epoch: {words}."
 
 
 def reach(records: Records) -> tuple[Any, str]:
@@ -591,14 +643,14 @@ FIGURES = {
         own_records,
     ),
     "pmnist": Plan(
-        "Validation error and training loss on permuted sequential MNIST, in the paper's order",
-        "Figure 5, which has the training error where this has the loss",
+        "Validation and training on permuted sequential MNIST, in the paper's order",
+        "Figure 5",
         _arms("pmnist", *_PMNIST),
         curves,
         own_records,
     ),
     "pmnist-permuted": Plan(
-        "Validation error and training loss on sequential MNIST, truly permuted",
+        "Validation and training on sequential MNIST, truly permuted",
         "as Figure 5, in another order",
         _arms("pmnist_permuted", *_PMNIST),
         curves,

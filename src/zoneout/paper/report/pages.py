@@ -57,6 +57,10 @@ TASKS = {  # the title of each table, and the place of its rows in the paper
         "Sequential MNIST, truly permuted",
         "not in the paper; like Table 2, in another order",
     ),
+    "quick": (
+        "Characters, scaled down to ten minutes on two CPU cores",
+        "not in the paper; the order of the methods, not their numbers",
+    ),
 }
 RULE = (
     (
@@ -163,25 +167,61 @@ def results_table(
     *,
     name: str,
 ) -> Html:
-    """Return a table of the paper's numbers and ours. The row of a recipe without a run says so."""
-    task = recipes[0].task
-    scatter = scatter_of([own[r.name] for r in RECIPES.values() if r.task == task])
-    head: list[list[Any]] = [
-        ["Model", ("Validation", 3), ("Test", 3), "z", "Reached", "Seeds", "Epoch", "Minutes"],
-        ["paper", "ours", "difference"] * 2,
+    """Return a table of the paper's numbers and ours; rows without a run are folded below it."""
+    scatter = scatter_of([own[r.name] for r in RECIPES.values() if r.task == recipes[0].task])
+    ran = [recipe for recipe in recipes if own[recipe.name]]
+    parts: list[Html] = []
+    if ran:
+        rows = [[recipe.row, *cells(recipe, own[recipe.name], scatter)] for recipe in ran]
+        parts.append(table(caption, *without_dashes(rows), name))
+    notes = [differing(r, verdicts_of(r, own[r.name], scatter)).replace("`", "") for r in ran]
+    parts += [element("p", note) for note in notes if note]
+    absent = [
+        [r.row, *map(as_paper, (r.valid, r.test)), link(f"make-{r.name}", no_run(r))]
+        for r in recipes
+        if r not in ran
     ]
-    rows = [[recipe.row, *cells(recipe, own[recipe.name], scatter)] for recipe in recipes]
-    for _, row, valid, test in quoted:
-        numbers = [cell for paper in (valid, test) for cell in (as_paper(paper), NONE, NONE)]
-        rows.append(
-            [
-                join([row, " ", element("small", "quoted by the paper, not built here")]),
-                *numbers,
-                *[NONE] * 5,
-            ]
+    absent += [
+        [row, as_paper(valid), as_paper(test), "quoted by the paper, not built here"]
+        for _, row, valid, test in quoted
+    ]
+    if absent:
+        head = [["Model", "Paper: validation", "Test", "Ours"]]
+        title = f"{caption} Rows without a run"
+        count = f"{len(absent)} row{'s' * (len(absent) > 1)} without a run"
+        parts.append(
+            element(
+                "details", element("summary", count), table(title, head, absent, f"{name}-none")
+            )
         )
-    notes = [differing(r, verdicts_of(r, own[r.name], scatter)).replace("`", "") for r in recipes]
-    return join([table(caption, head, rows, name), *(element("p", note) for note in notes if note)])
+    return join(parts)
+
+
+COLUMNS = (  # of a table of results: heading, and heading below it
+    *(
+        (part, which)
+        for part in ("Validation", "Test")
+        for which in ("paper", "ours", "difference")
+    ),
+    *((name, "") for name in ("z", "Reached", "Seeds", "Epoch", "Minutes")),
+)
+
+
+def without_dashes(rows: Sequence[Sequence[Any]]) -> tuple[list[list[Any]], list[list[Any]]]:
+    """Return the head and the rows of a table of results, without columns that have only dashes."""
+    kept = [n for n in range(len(COLUMNS)) if any(row[n + 1] != NONE for row in rows)]
+    above: list[Any] = ["Model"]
+    below: list[Any] = []
+    for group in dict.fromkeys(COLUMNS[n][0] for n in kept):
+        under = [COLUMNS[n][1] for n in kept if COLUMNS[n][0] == group]
+        if len(under) > 1:
+            above.append((group, len(under)))
+            below += under
+        else:
+            above.append(f"{group}, {under[0]}" if under[0] else group)
+    return [above, below] if below else [above], [
+        [row[0], *(row[n + 1] for n in kept)] for row in rows
+    ]
 
 
 def verdicts_of(
@@ -195,11 +235,6 @@ def cells(recipe: Recipe, records: Sequence[Record], scatter: dict[str, float | 
     """Return the cells of a recipe's row, without the title."""
     papers = {"valid": recipe.valid, "test": recipe.test}
     where = f"make-{recipe.name}"
-    if not records:
-        missing = link(where, no_run(recipe))
-        return [cell for paper in papers.values() for cell in (as_paper(paper), missing, NONE)] + [
-            NONE
-        ] * 5
     numbers: list[Any] = []
     for part, paper in papers.items():
         values = [record[part] for record in records]
@@ -233,14 +268,14 @@ def as_paper(value: float | None) -> str:
 def drawn_figure(drawn: figures.Drawn) -> Html:
     """Return a figure of the paper. The caption says what it shows and which results it lacks."""
     picture = Html(plots.svg(drawn.figure, f"fig-{drawn.name}", drawn.title, drawn.text))
-    words: list[Any] = [f"{drawn.where[0].upper()}{drawn.where[1:]}. {drawn.text}"]
+    finding, words = figures.caption(drawn)
     prefix = "flow-" if drawn.name == "gradient-flow" else "make-"
     have = [name for name in drawn.recipes if name not in drawn.missing]
     for what, names in (("Made by the commands of", have), ("No results yet of", drawn.missing)):
         if names:
             to = join((link(f"{prefix}{name}", RECIPES[name].row) for name in names), ", ")
             words.append(element("small", f"{what}: ", to, "."))
-    return figure(picture, drawn.title, *words, name=f"figure-{drawn.name}")
+    return figure(picture, finding, *words, name=f"figure-{drawn.name}")
 
 
 def commands(own: dict[str, list[Record]], results: Path) -> list[Html]:

@@ -24,8 +24,8 @@ def verdicts(results: Path) -> Html:
         if has_figure(book, group, found):
             drawn = figures.draw(group.figure, results)
             picture = plots.svg(drawn.figure, f"fig-{drawn.name}", drawn.title, drawn.text)
-            words = (drawn.text, f"{drawn.where[0].upper()}{drawn.where[1:]}.")
-            inside.append(figure(Html(picture), drawn.title, *words, name=f"figure-{drawn.name}"))
+            finding, words = figures.caption(drawn)
+            inside.append(figure(Html(picture), finding, *words, name=f"figure-{drawn.name}"))
         beside = element("div", *inside, class_="group")
         parts.append(section(f"claims-{group.name}", group.title, beside, level=3))
     rule = element("details", element("summary", "The rule"), element("p", RULE))
