@@ -18,7 +18,18 @@ from .fits import check_fits
 from .gaussian import with_fast_dropout
 from .given import STREAMS as STEP_STREAMS
 from .given import At, StepRate, is_given, is_step_rate, mask_of, mask_of_rate
-from .noise import DEPTH, DRAWN, OPTIONAL, STATE_STREAMS, Entry, Noise, Rule, as_noises, plane
+from .noise import (
+    DEPTH,
+    DRAWN,
+    OPTIONAL,
+    STATE_STREAMS,
+    UNTIED,
+    Entry,
+    Noise,
+    Rule,
+    as_noises,
+    plane,
+)
 from .norm import (
     STATISTICS,
     LayerNorm,
@@ -34,13 +45,14 @@ from .ops.weight_noise import add_noise
 from .philox import as_seed
 from .rates import Rate, check_rate, is_zero, outside, rate_of_layer
 from .torch_state import functionalizing, plain_eager
+from .untied import with_untied_masks
 
 WEIGHTS = {  # the fields of `ops.Weights`, and the names of the parameters without suffix
     "w_ih": "weight_ih", "w_hh": "weight_hh", "b_ih": "bias_ih", "b_hh": "bias_hh",
     "w_hr": "weight_hr",
 }  # fmt: skip
 # Streams of noise that is applied before the loop over time.
-OUTSIDE = ("input", "weight", "weight_noise", "fast_input", "fast_hidden")
+OUTSIDE = ("input", "weight", "weight_noise", "fast_input", "fast_hidden", *UNTIED)
 NORMS = ("norm_ih", "norm_hh", "norm_cell", "norm_cell_shift")  # three scales and one shift
 
 
@@ -265,7 +277,9 @@ class RecurrentModule(Settable):
         """Raise if the product of a stream cannot be drawn; warn if there is no layer below."""
         if stream.startswith("fast_") and self._norm is not None:
             raise ValueError(f"noise: {name} does not apply to products that are normalised")
-        if stream == "fast_hidden" and self.output_size != self.hidden_size:
+        if stream == "untied_hidden" and self._norm is not None:
+            raise ValueError(f"noise: {name} does not apply to products that are normalised")
+        if stream in ("fast_hidden", "untied_hidden") and self.output_size != self.hidden_size:
             raise ValueError(f"noise: {name} does not apply to an h that is projected")
         if stream in DEPTH and len(self.input_sizes()) == 1:
             warnings.warn(
@@ -538,9 +552,11 @@ class RecurrentModule(Settable):
             recompute=self.recompute,
             **options,
         )
+        at = At(x.shape[:-1], examples, first_step, options.get("counts"))
         if "fast_input" in by_stream or "fast_hidden" in by_stream:
-            at = At(x.shape[:-1], examples, first_step, options.get("counts"))
             run = with_fast_dropout(run, by_stream, at)
+        if not by_stream.keys().isdisjoint(UNTIED):
+            run = with_untied_masks(run, by_stream, at)
         if self._norm is not None:
             run = run._replace(norm=self._step_norm(suffix, run.steps, first_step, dtype))
         return run

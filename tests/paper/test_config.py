@@ -249,6 +249,8 @@ READ = [  # a field, settings with which it is read, and with which it is not
     ("optimizer.paper", {"optimizer.rule": "rmsprop"}, {"optimizer.rule": "sgd"}),
     ("model.init_bound", {"model.init": "uniform"}, {"model.init": "orthogonal"}),
     ("model.forget_bias", {"model.cell": "lstm"}, {"model.cell": "gru"}),
+    ("variational_dropout.tied", {"variational_dropout.input": 0.1}, {}),
+    ("variational_dropout.tied", {"variational_dropout.hidden": 0.1}, {}),
     ("model.output_bias", {"model.cell": "lstm"}, {"model.cell": "rnn"}),
     ("model.norm_momentum", {"model.norm": "batch"}, {"model.norm": "layer"}),
     ("evaluation.statistics_also", {"model.norm": "batch"}, {"model.norm": "layer"}),

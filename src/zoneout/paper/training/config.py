@@ -238,6 +238,8 @@ class VariationalDropout:
     """Rate for the input of the softmax."""
     words: float = 0.0
     """Rate for whole symbols: a dropped symbol has a zero embedding everywhere in its sequence."""
+    tied: bool = True
+    """One mask for all gates, instead of one for each gate, on the layer's input and on h."""
 
     def __post_init__(self) -> None:
         _check_rates("variational_dropout", self, "input", "hidden", "output", "words")

@@ -231,7 +231,12 @@ def noises(config: Config) -> list[Any]:
         made.append(kind(**vars(settings), **seed, at_eval=at_eval))
     variational = config.variational_dropout
     made.append(
-        zo.VariationalDropout(input=variational.input, hidden=variational.hidden, at_eval=at_eval)
+        zo.VariationalDropout(
+            input=variational.input,
+            hidden=variational.hidden,
+            tied=variational.tied,
+            at_eval=at_eval,
+        )
     )
     made.append(zo.WeightDrop(rate=config.weight_drop, at_eval=at_eval))
     made.append(zo.WeightNoise(std=config.weight_noise, at_eval=at_eval))

@@ -39,6 +39,11 @@ _RULES: tuple[tuple[tuple[str, ...], _Read, str], ...] = (
         "its rates are 0",
     ),
     (
+        ("variational_dropout.tied",),
+        lambda c: c.variational_dropout.input > 0 or c.variational_dropout.hidden > 0,
+        "its rates for input and h are 0",
+    ),
+    (
         ("batches.offset",),
         lambda c: c.batches.kind == "chunks" and c.task == "language",
         "only a text that is cut into chunks has it",

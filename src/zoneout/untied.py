@@ -1,0 +1,96 @@
+"""Variational dropout with one mask for each gate, on x and on h.
+
+Each gate then has its own dropped copy of x, so x·W_x becomes one product of all copies with the
+gates' rows of W_x in blocks. The dropped copies of h differ within the loop. So the cell takes one
+product for each gate itself, and the masks come as further gates of x.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from .definition import Definition
+from .definition.graph import Graph
+from .draws import Draw
+from .given import At
+from .ops import Run, Weights, dense
+from .ops.dropout import drop_units
+
+MATRIX, BIAS = "untied_weight", "untied_bias"  # parameters of the cell, with the gate's number
+
+
+def with_untied_masks(run: Run, draws: dict[str, Draw], at: At) -> Run:
+    """Return a run with a mask for every gate on x, on h, or on both."""
+    x, h = draws.get("untied_input"), draws.get("untied_hidden")
+    if x is not None:
+        run = _with_input(run, x, at)
+    return run if h is None else _with_hidden(run, h, at)
+
+
+def _drop(x: Tensor, draw: Draw, at: At) -> Tensor:
+    return drop_units(x, draw, at.examples, counts=at.counts)
+
+
+def _with_input(run: Run, draw: Draw, at: At) -> Run:
+    gates, w_ih = run.cell.gates, run.weights.w_ih
+    copies = torch.cat([dense(run.x, w_ih)] * gates, dim=-1)
+    blocks = torch.block_diag(*w_ih.chunk(gates))
+    return run._replace(x=_drop(copies, draw, at), weights=run.weights._replace(w_ih=blocks))
+
+
+def _with_hidden(run: Run, draw: Draw, at: At) -> Run:
+    w, w_hh, gates = run.weights, run.recurrent_weight, run.cell.gates
+    masks = _drop(w_hh.new_ones(*at.shape, run.width), draw, at)
+    bias, own = w.b_ih, (*w.parameters, *w_hh.chunk(gates))
+    if run.cell.storage.apart:
+        biases = w_hh.new_zeros(run.width) if w.b_hh is None else w.b_hh
+        own = (*own, *biases.chunk(gates))
+    elif w.b_hh is not None:
+        bias = w.b_hh if bias is None else bias + w.b_hh
+    if bias is not None:
+        bias = torch.cat((bias, torch.zeros_like(bias)))
+    w_ih = torch.cat((w.w_ih, torch.zeros_like(w.w_ih)))
+    first = torch.zeros_like(masks) if run.extra is None else run.extra
+    return run._replace(
+        cell=with_gate_products(run.cell),
+        weights=Weights(w_ih, None, bias, None, None, own),
+        extra=torch.cat((first, masks), dim=-1),
+    )
+
+
+@cache
+def with_gate_products(d: Definition) -> Definition:
+    """Return the cell whose gates each take a product of their own dropped copy of h.
+
+    Its gates of x are those of `d`, and as many factors of h. Its parameters are those of `d`, a
+    matrix for each gate, and a vector for each gate's bias of r, if that is kept apart.
+    """
+    assert d.recurrence == "dense"
+    graph, places = Graph(), {}
+    h = graph.add("state", value=d.states[0])
+
+    def of_gate(q: int) -> int:
+        dropped = graph.add("mul", h, graph.add("x", value=str(d.gates + q)))
+        matrix = graph.add("parameter", value=f"{MATRIX}{q}")
+        r = graph.add("part", graph.add("product", matrix, dropped, value="H"), value="0")
+        if not d.storage.apart:
+            return r
+        return graph.add("add", r, graph.add("parameter", value=f"{BIAS}{q}"))
+
+    for node in d.graph.reached(d.outputs):
+        op, args, value = d.graph.nodes[node]
+        if op == "r":
+            places[node] = of_gate(int(str(value)))
+        else:
+            places[node] = graph.add(op, *(places[arg] for arg in args), value=value)
+    own = [f"{MATRIX}{q}" for q in range(d.gates)]
+    own += [f"{BIAS}{q}" for q in range(d.gates)] if d.storage.apart else []
+    made = Definition(
+        graph, [places[node] for node in d.outputs], gates=2 * d.gates, groups=d.groups,
+        parameters=(*d.parameters, *own), recurrence="none", heads=1,
+        bounded=d.bounded, name=d.name,
+    )  # fmt: skip
+    return Definition.from_text(made.text, d.name)
