@@ -186,17 +186,16 @@ def changes(config: Config, other: Config) -> list[tuple[str, Any, Any]]:
 
 
 def protocols(config: Config) -> list[Protocol | None]:
-    """Return the evaluation protocols of a run: its own two, and the whole text as one sequence.
+    """Return the evaluation protocols of a run: those of its validation and of its test.
+
+    A long text as one sequence takes minutes, so it is evaluated only where the run asks for it.
 
     >>> [p.kind for p in protocols(RECIPES["word_ptb_zoneout"].make())]
     ['streams', 'whole']
     """
     if config.task == "images":
         return [None]
-    own = {
-        named(p): p
-        for p in (config.evaluation.valid, config.evaluation.test, Protocol("whole", length=1000))
-    }
+    own = {named(p): p for p in (config.evaluation.valid, config.evaluation.test)}
     return list(own.values())
 
 
