@@ -97,6 +97,16 @@ def test_a_packed_batch_and_a_single_step_draw_the_same() -> None:
         torch.testing.assert_close(y[:length, row], whole[:length, row])
 
 
+def test_masks_of_gates_in_a_compiled_layer() -> None:
+    """torch.compile cannot trace the layer, or draws other masks."""
+    noise = zo.VariationalDropout(input=0.4, hidden=0.3, tied=False)
+    layer, x = zo.LSTM(I, H, noise=noise).double(), uniform(T, B, I)
+    seed = torch.tensor(5)
+    want = layer(x, seed=seed)[0]
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x, seed=seed)[0], want)
+
+
 WRONG = {
     "normalised": lambda: zo.LSTM(
         I, H, norm="layer", noise=zo.VariationalDropout(hidden=0.1, tied=False)

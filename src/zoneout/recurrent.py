@@ -279,6 +279,8 @@ class RecurrentModule(Settable):
             raise ValueError(f"noise: {name} does not apply to products that are normalised")
         if stream == "untied_hidden" and self._norm is not None:
             raise ValueError(f"noise: {name} does not apply to products that are normalised")
+        if stream == "untied_hidden":
+            _ = self.definition.untied  # now, since a compiler cannot
         if stream in ("fast_hidden", "untied_hidden") and self.output_size != self.hidden_size:
             raise ValueError(f"noise: {name} does not apply to an h that is projected")
         if stream in DEPTH and len(self.input_sizes()) == 1:
@@ -555,7 +557,7 @@ class RecurrentModule(Settable):
         at = At(x.shape[:-1], examples, first_step, options.get("counts"))
         if "fast_input" in by_stream or "fast_hidden" in by_stream:
             run = with_fast_dropout(run, by_stream, at)
-        if not by_stream.keys().isdisjoint(UNTIED):
+        if "untied_input" in by_stream or "untied_hidden" in by_stream:
             run = with_untied_masks(run, by_stream, at)
         if self._norm is not None:
             run = run._replace(norm=self._step_norm(suffix, run.steps, first_step, dtype))

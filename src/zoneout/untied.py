@@ -7,19 +7,13 @@ product for each gate itself, and the masks come as further gates of x.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
-from .definition import Definition
-from .definition.graph import Graph
 from .draws import Draw
 from .given import At
 from .ops import Run, Weights, dense
 from .ops.dropout import drop_units
-
-MATRIX, BIAS = "untied_weight", "untied_bias"  # parameters of the cell, with the gate's number
 
 
 def with_untied_masks(run: Run, draws: dict[str, Draw], at: At) -> Run:
@@ -55,42 +49,7 @@ def _with_hidden(run: Run, draw: Draw, at: At) -> Run:
     w_ih = torch.cat((w.w_ih, torch.zeros_like(w.w_ih)))
     first = torch.zeros_like(masks) if run.extra is None else run.extra
     return run._replace(
-        cell=with_gate_products(run.cell),
+        cell=run.cell.untied,
         weights=Weights(w_ih, None, bias, None, None, own),
         extra=torch.cat((first, masks), dim=-1),
     )
-
-
-@cache
-def with_gate_products(d: Definition) -> Definition:
-    """Return the cell whose gates each take a product of their own dropped copy of h.
-
-    Its gates of x are those of `d`, and as many factors of h. Its parameters are those of `d`, a
-    matrix for each gate, and a vector for each gate's bias of r, if that is kept apart.
-    """
-    assert d.recurrence == "dense"
-    graph, places = Graph(), {}
-    h = graph.add("state", value=d.states[0])
-
-    def of_gate(q: int) -> int:
-        dropped = graph.add("mul", h, graph.add("x", value=str(d.gates + q)))
-        matrix = graph.add("parameter", value=f"{MATRIX}{q}")
-        r = graph.add("part", graph.add("product", matrix, dropped, value="H"), value="0")
-        if not d.storage.apart:
-            return r
-        return graph.add("add", r, graph.add("parameter", value=f"{BIAS}{q}"))
-
-    for node in d.graph.reached(d.outputs):
-        op, args, value = d.graph.nodes[node]
-        if op == "r":
-            places[node] = of_gate(int(str(value)))
-        else:
-            places[node] = graph.add(op, *(places[arg] for arg in args), value=value)
-    own = [f"{MATRIX}{q}" for q in range(d.gates)]
-    own += [f"{BIAS}{q}" for q in range(d.gates)] if d.storage.apart else []
-    made = Definition(
-        graph, [places[node] for node in d.outputs], gates=2 * d.gates, groups=d.groups,
-        parameters=(*d.parameters, *own), recurrence="none", heads=1,
-        bounded=d.bounded, name=d.name,
-    )  # fmt: skip
-    return Definition.from_text(made.text, d.name)
