@@ -218,6 +218,7 @@ class Eval:
         score = score.checked(f"{self.run} on {where}")
         if self.json:
             page = {"run": str(self.run), "part": where, "protocol": asdict(protocol)}
+            page |= {"samples": self.samples} if self.samples else {}
             show_json(page | values_of(score, measure))
             return OK
         how = {
@@ -226,6 +227,7 @@ class Eval:
             "whole": "one sequence, with the state carried",
         }[protocol.kind]
         cut = "" if measure == "error" else f", as {how}"
+        cut += f", averaged over {self.samples:,} passes" if self.samples else ""
         show(
             f"{figure_of(getattr(score, measure), measure)} on {where}: {score.predictions:,} "
             f"predictions{cut}"
