@@ -217,7 +217,8 @@ class Eval:
         where = str(self.text) if self.text else part
         score = score.checked(f"{self.run} on {where}")
         if self.json:
-            page = {"run": str(self.run), "part": where, "protocol": asdict(protocol)}
+            page: dict[str, Any] = {"run": str(self.run), "part": where}
+            page["protocol"] = asdict(protocol)
             page |= {"samples": self.samples} if self.samples else {}
             show_json(page | values_of(score, measure))
             return OK
