@@ -52,7 +52,8 @@ WEIGHTS = {  # the fields of `ops.Weights`, and the names of the parameters with
     "w_hr": "weight_hr",
 }  # fmt: skip
 # Streams of noise that is applied before the loop over time.
-OUTSIDE = ("input", "weight", "weight_noise", "fast_input", "fast_hidden", *UNTIED)
+PRODUCTS = ("fast_input", "fast_hidden", *UNTIED)  # those that change the products of a run
+OUTSIDE = ("input", "weight", "weight_noise", *PRODUCTS)
 NORMS = ("norm_ih", "norm_hh", "norm_cell", "norm_cell_shift")  # three scales and one shift
 
 
@@ -554,11 +555,9 @@ class RecurrentModule(Settable):
             recompute=self.recompute,
             **options,
         )
-        at = At(x.shape[:-1], examples, first_step, options.get("counts"))
-        if "fast_input" in by_stream or "fast_hidden" in by_stream:
-            run = with_fast_dropout(run, by_stream, at)
-        if "untied_input" in by_stream or "untied_hidden" in by_stream:
-            run = with_untied_masks(run, by_stream, at)
+        if [stream for stream in PRODUCTS if stream in by_stream]:
+            at = At(x.shape[:-1], examples, first_step, options.get("counts"))
+            run = with_untied_masks(with_fast_dropout(run, by_stream, at), by_stream, at)
         if self._norm is not None:
             run = run._replace(norm=self._step_norm(suffix, run.steps, first_step, dtype))
         return run
