@@ -48,7 +48,8 @@ check: $(READY) ## ruff, mypy and the tests
 
 documents: $(READY) ## write the tables and pictures of the README and docs/ from results/ and benchmarks/results.csv
 	@$(RUN) -m zoneout reproduce --write
-	@$(RUN) -m zoneout figures with-and-without rates --out docs/pictures
+	@$(RUN) -m zoneout figures with-and-without rates scores-char-ptb training-time scores-word-ptb \
+	  scores-text8-prefix scores-pmnist reach gains --out docs/pictures
 	@$(RUN) benchmarks/table.py --write
 
 docs: $(READY) ## build the documentation site (build/docs/index.html); a warning is an error

@@ -25,6 +25,8 @@ GROUPS = {  # the design's streams: the group, and which half of the word
     "depth": (8, "high"),
     "fast_input": (4096, "low"),
     "fast_hidden": (4097, "low"),
+    "untied_input": (4098, "low"),
+    "untied_hidden": (4098, "high"),
 }
 UNSEEN = {  # the coordinates that each kind of mask does not see
     "unit": (),

@@ -108,7 +108,8 @@ def test_streams_of_a_cell(definition, streams):
     states = [s for s in streams.split() if s in STATE_STREAMS]
     rare = (*(f"drop_{s}" for s in states), "depth", "drop_depth", "fast_input")
     few_dense = definition.recurrence == "dense" and definition.gates <= 4
-    rare = (*rare, "fast_hidden") if few_dense else rare
+    untied = ("untied_input", "untied_hidden")
+    rare = (*rare, "fast_hidden", *untied) if few_dense else (*rare, untied[0])
     assert streams_of(definition) == (*streams.split(), *rare)
 
 

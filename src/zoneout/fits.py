@@ -95,7 +95,7 @@ def _no_stream(stream: str, cell: Definition, name: str) -> str:
         return f"a {name} has no cell" if known else states_of(cell, name)
     if stream == "update":
         return f"a plain {name} has no gated update" if known else f"{name} has no zo.update(…)"
-    if stream == "fast_hidden" and cell.has_r:
+    if stream in ("fast_hidden", "untied_hidden") and cell.has_r:
         return f"{name} has more than {MOST_GATES} gates or no dense recurrent matrix"
     if stream == "held":
         return f"a {name} has no output gate" if known else f"{name} has no zo.held(…)"

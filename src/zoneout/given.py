@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .draws import Draw, off_beat
-from .noise import DROPS, OPTIONAL, STATE_STREAMS
+from .noise import DROPS, OPTIONAL, STATE_STREAMS, UNTIED
 from .ops.dropout import drawn_units
 from .ops.sequence.rows import places
 from .rates import in_65536ths, readable
@@ -23,7 +23,11 @@ from .rates import in_65536ths, readable
 # it from the input of the layer, [T, B, input].
 StepRate: TypeAlias = "Tensor | Callable[[Tensor], Tensor]"
 
-STREAMS = (*STATE_STREAMS, "update", *OPTIONAL)  # the streams that may have such rates
+STREAMS = (
+    *STATE_STREAMS,
+    "update",
+    *(s for s in OPTIONAL if s not in UNTIED),
+)  # the streams that may have such rates
 
 
 class At(NamedTuple):

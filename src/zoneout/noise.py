@@ -87,11 +87,15 @@ STREAMS = {
     # Normal numbers, one for each result of a product: all bits of a word.
     "fast_input": Stream(4096, 0),
     "fast_hidden": Stream(4097, 0),
+    # One mask for each gate, in the place of one for all gates; units count on over the gates.
+    "untied_input": Stream(4098, 0),
+    "untied_hidden": Stream(4098, 1),
 }
 STATE_STREAMS = ("hidden", "cell", "state2", "state3")  # the stream of each state, by position
 DROPS = tuple(f"drop_{stream}" for stream in STATE_STREAMS)
 DEPTH = ("depth", "drop_depth")
-OPTIONAL = (*DROPS, *DEPTH, "fast_input", "fast_hidden")  # streams that few models use
+UNTIED = ("untied_input", "untied_hidden")
+OPTIONAL = (*DROPS, *DEPTH, "fast_input", "fast_hidden", *UNTIED)  # streams that few models use
 
 
 class Rule(NamedTuple):
@@ -141,7 +145,8 @@ def streams_of(cell: Definition) -> tuple[str, ...]:
     drops = (f"drop_{stream}" for stream in states)
     dense = cell.recurrence == "dense" and cell.gates <= MOST_GATES
     fast = ("fast_input", "fast_hidden") if dense else ("fast_input",)
-    return (*states, *update, "input", *matrix, "weight_noise", *drops, *DEPTH, *fast)
+    untied = UNTIED if dense else UNTIED[:1]
+    return (*states, *update, "input", *matrix, "weight_noise", *drops, *DEPTH, *fast, *untied)
 
 
 # --- the methods ----------------------------------------------------------------------------------
@@ -563,6 +568,9 @@ class VariationalDropout(Noise):
     Args:
         input: the rate for the input of the layer; see `Zoneout` for its forms.
         hidden: the rate for h.
+        tied: one mask for all gates. If False, each gate has masks of its own, on x and on h; a
+            rate is then a number, or one for each layer, and h needs a dense matrix, at most 4
+            gates, no norm and no projection.
         at_eval: `"sample"` draws masks in evaluation too; otherwise evaluation has no noise.
 
     >>> import torch, zoneout as zo
@@ -572,9 +580,14 @@ class VariationalDropout(Noise):
 
     input: Rate = 0.0
     hidden: Rate = 0.0
+    tied: bool = True
     at_eval: str = "expectation"
 
     fields: ClassVar[dict[str, str]] = {"input": "input", "hidden": "variational_hidden"}
+
+    def field_entries(self) -> list[Entry]:
+        entries = super().field_entries()
+        return entries if self.tied else [e._replace(stream=f"untied_{e.field}") for e in entries]
 
     def rule(self, stream: str) -> Rule:
         return Rule(stream, "scaled zero", "sequence", self.at_eval)
@@ -721,6 +734,7 @@ def check_claims(noises: tuple[Noise, ...], cell: Definition | None = None) -> N
 
 # Two methods for the same factors of a product.
 _SAME = {"fast_input": "input", "fast_hidden": "variational_hidden"}
+_SAME |= {"untied_input": "input", "untied_hidden": "variational_hidden"}
 
 
 # --- a noise and a cell ---------------------------------------------------------------------------

@@ -18,7 +18,18 @@ from .fits import check_fits
 from .gaussian import with_fast_dropout
 from .given import STREAMS as STEP_STREAMS
 from .given import At, StepRate, is_given, is_step_rate, mask_of, mask_of_rate
-from .noise import DEPTH, DRAWN, OPTIONAL, STATE_STREAMS, Entry, Noise, Rule, as_noises, plane
+from .noise import (
+    DEPTH,
+    DRAWN,
+    OPTIONAL,
+    STATE_STREAMS,
+    UNTIED,
+    Entry,
+    Noise,
+    Rule,
+    as_noises,
+    plane,
+)
 from .norm import (
     STATISTICS,
     LayerNorm,
@@ -34,13 +45,15 @@ from .ops.weight_noise import add_noise
 from .philox import as_seed
 from .rates import Rate, check_rate, is_zero, outside, rate_of_layer
 from .torch_state import capturing, functionalizing, plain_eager
+from .untied import with_untied_masks
 
 WEIGHTS = {  # the fields of `ops.Weights`, and the names of the parameters without suffix
     "w_ih": "weight_ih", "w_hh": "weight_hh", "b_ih": "bias_ih", "b_hh": "bias_hh",
     "w_hr": "weight_hr",
 }  # fmt: skip
 # Streams of noise that is applied before the loop over time.
-OUTSIDE = ("input", "weight", "weight_noise", "fast_input", "fast_hidden")
+PRODUCTS = ("fast_input", "fast_hidden", *UNTIED)  # those that change the products of a run
+OUTSIDE = ("input", "weight", "weight_noise", *PRODUCTS)
 NORMS = ("norm_ih", "norm_hh", "norm_cell", "norm_cell_shift")  # three scales and one shift
 
 
@@ -276,7 +289,11 @@ class RecurrentModule(Settable):
         """Raise if the product of a stream cannot be drawn; warn if there is no layer below."""
         if stream.startswith("fast_") and self._norm is not None:
             raise ValueError(f"noise: {name} does not apply to products that are normalised")
-        if stream == "fast_hidden" and self.output_size != self.hidden_size:
+        if stream == "untied_hidden" and self._norm is not None:
+            raise ValueError(f"noise: {name} does not apply to products that are normalised")
+        if stream == "untied_hidden":
+            _ = self.definition.untied  # now, since a compiler cannot
+        if stream in ("fast_hidden", "untied_hidden") and self.output_size != self.hidden_size:
             raise ValueError(f"noise: {name} does not apply to an h that is projected")
         if stream in DEPTH and len(self.input_sizes()) == 1:
             warnings.warn(
@@ -565,9 +582,9 @@ class RecurrentModule(Settable):
             recompute=self.recompute,
             **options,
         )
-        if "fast_input" in by_stream or "fast_hidden" in by_stream:
+        if [stream for stream in PRODUCTS if stream in by_stream]:
             at = At(x.shape[:-1], examples, first_step, options.get("counts"))
-            run = with_fast_dropout(run, by_stream, at)
+            run = with_untied_masks(with_fast_dropout(run, by_stream, at), by_stream, at)
         if self._norm is not None:
             run = run._replace(norm=self._step_norm(suffix, run.steps, first_step, dtype))
         return run

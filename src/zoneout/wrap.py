@@ -275,5 +275,5 @@ def _as_tuple(state: Any, name: str) -> tuple[Tensor, ...]:
     return tuple(states)
 
 
-# Groups from 9 on are those of further states here; normal numbers have groups from 4096 on.
+# Groups from 9 on are those of further states here; streams of products have those from 4096 on.
 assert all(s.group <= _MORE_STATES or s.group >= 4096 for s in STREAMS.values())

@@ -253,6 +253,19 @@ def test_eval_counts_every_prediction(trained, zoneout) -> None:
         assert f"{count:,} predictions" in out and how in out
 
 
+def test_eval_averages_samples(trained, zoneout) -> None:
+    """--samples is not used, or its number is taken for an evaluation by expectation."""
+    options = (trained, "--protocol", "chunks", "--length", "20", "--device", "cpu")
+    own = json.loads(zoneout("eval", *options, "--json")[1])
+    code, out, _ = zoneout("eval", *options, "--json", "--samples", "3")
+    sampled = json.loads(out)
+    assert code == OK and sampled["samples"] == 3 and "samples" not in own
+    assert sampled["predictions"] == own["predictions"] and sampled["bits"] != own["bits"]
+    assert "averaged over 3 passes" in zoneout("eval", *options, "--samples", "3")[1]
+    code, _, err = zoneout("eval", *options[:1], "--samples", "-1")
+    assert code == WRONG_USE and "--samples: expected a number of passes" in err
+
+
 def test_eval_estimates_statistics_anew(trained, zoneout) -> None:
     """Statistics that were asked for are not estimated, or where there are none nobody says so."""
     code, _, err = zoneout("eval", trained, "--statistics", "8", "--device", "cpu")

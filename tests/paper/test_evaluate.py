@@ -13,16 +13,26 @@ import torch
 from torch import Tensor
 
 from zoneout.paper.data.corpora import Corpus, Images, Vocabulary
-from zoneout.paper.training.config import Config, Data, Evaluation, Model, Protocol, Zoneout
+from zoneout.paper.training.config import (
+    Config,
+    Data,
+    Evaluation,
+    Model,
+    Protocol,
+    VariationalDropout,
+    Zoneout,
+)
 from zoneout.paper.training.evaluate import (
     Score,
     estimate_statistics,
     evaluate,
     evaluate_images,
+    evaluate_samples,
     evaluate_text,
     evaluation_mode,
     judged,
     predictions,
+    sampling_mode,
     slices,
 )
 from zoneout.paper.training.feeds import ImageFeed, make_feed
@@ -311,3 +321,33 @@ def test_the_shortest_text_has_one_prediction() -> None:
     assert predictions(2, Protocol("whole")) == 1
     with pytest.raises(ValueError, match="at least 2 symbols, got 1"):
         predictions(1, Protocol("whole"))
+
+
+def test_samples_are_averaged_as_probabilities() -> None:
+    """Logarithms are averaged instead, a mask changes within a pass, or words are dropped."""
+    config = Config(
+        model=Model(hidden=5, embedding=4, layers=2),
+        variational_dropout=VariationalDropout(
+            input=0.4, hidden=0.3, output=0.5, words=0.9, tied=False
+        ),
+    )
+    model = build(config, 7).eval()
+    tokens = torch.arange(41) ** 2 % 7
+    with sampling_mode(model, config):
+        found = evaluate_samples(model, tokens, Protocol("whole", length=12), 4, seed=3)
+    assert not model.training and model.variational.words == 0.9
+    model.train()
+    model.variational = replace(model.variational, words=0.0)
+    passes = [
+        model(tokens[:-1, None], seed=3, examples=n).logits[:, 0].softmax(-1) for n in range(4)
+    ]
+    mean = torch.stack(passes).mean(0)[torch.arange(40), tokens[1:]]
+    assert found.nats == pytest.approx(-mean.log().mean().item(), rel=1e-5)
+    assert found.predictions == 40
+    chunks = Protocol("chunks", length=10, size=9)
+    with sampling_mode(model, config):
+        one = evaluate_samples(model, tokens, chunks, 3, seed=3)
+    assert one.predictions == 36 and one.nats != found.nats
+    images = Config(data=Data("mnist"))
+    with pytest.raises(ValueError, match="samples: expected"), sampling_mode(model, images):
+        pass

@@ -41,6 +41,22 @@ def test_one_hot_input_is_what_torch_computes_from_one_hot_rows() -> None:
     torch.testing.assert_close(model(TOKENS).logits, model.softmax(y))
 
 
+def test_a_bias_inside_the_output_starts_at_zero_and_is_added_to_c() -> None:
+    """The row with the authors' bias would be another model, or would not begin like the LSTM."""
+    plain, biased = model_of().eval(), model_of(output_bias=True).eval()
+    layer = biased.recurrent
+    assert layer.out_bias_l0.requires_grad and not layer.out_bias_l0.any()
+    layer.load_state_dict(plain.recurrent.state_dict(), strict=False)
+    y, (h, c) = layer(TOKENS[:1])
+    torch.testing.assert_close(y, plain.recurrent(TOKENS[:1])[0])
+    with torch.no_grad():
+        layer.out_bias_l0.fill_(0.3)
+    z, (_, d) = layer(TOKENS[:1])
+    o = h / c.tanh()  # the output gate of the one step
+    torch.testing.assert_close(d, c)
+    torch.testing.assert_close(z, o * (c + 0.3).tanh())
+
+
 def test_an_embedding_is_looked_up() -> None:
     model = model_of(embedding=5).eval()
     y, _ = model.recurrent(model.embedding(TOKENS))

@@ -109,16 +109,17 @@ def test_the_papers_numbers_make_sense() -> None:
 
 def test_no_two_recipes_are_the_same_run() -> None:
     """Two arms of a figure would be one."""
-    configs: dict[Config, str] = {}
+    configs: dict[tuple[Config, str], str] = {}
     for name, recipe in RECIPES.items():
         config = recipe.make()
-        assert config not in configs, f"{name} is {configs[config]}"
-        configs[config] = name
+        assert (config, recipe.precision) not in configs, f"{name} is another one"
+        configs[config, recipe.precision] = name
         assert from_json(to_json(config)) == config == recipe.make()
 
 
 def test_a_recipe_is_of_its_task() -> None:
     data = {"pmnist": "mnist", "pmnist-permuted": "mnist", "gradient-flow": "mnist"}
+    data |= {"quick": "char-ptb"}
     for r in RECIPES.values():
         config = r.make()
         assert config.data.name == data.get(r.task, r.task)
@@ -171,7 +172,7 @@ def test_words_learn_at_the_full_rate_for_fifteen_epochs() -> None:
 # --- every one of them trains
 # ----------------------------------------------------------------------
 
-SYMBOLS = {"char-ptb": 50, "word-ptb": 10_000, "text8": 27, "text8-prefix": 27}
+SYMBOLS = {"char-ptb": 50, "word-ptb": 10_000, "text8": 27, "text8-prefix": 27, "quick": 50}
 NARROW = {"model.hidden": 8, "batches.size": 4}
 
 

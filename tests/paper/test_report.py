@@ -19,6 +19,7 @@ from fabricated import Page
 from zoneout.paper.cli import main
 from zoneout.paper.disk import RunError, write_record
 from zoneout.paper.experiments.recipes import QUOTED, RECIPES
+from zoneout.paper.experiments.results import no_run
 from zoneout.paper.report import html, sweep_page
 from zoneout.paper.report.figures import FIGURES
 from zoneout.paper.report.pages import paper_page, runs_page
@@ -105,9 +106,10 @@ def test_a_row_has_the_papers_number_ours_and_the_difference(tmp_path: Path) -> 
     found = cells(text, "Zoneout 0.5, 0.05")  # the first table with this row is that of characters
     assert found[:3] == ["1.362", "1.3640 ± 0.0020", "+0.002"]
     assert found[3:6] == ["1.252", "1.2540 ± 0.0020", "+0.002"]
-    assert found[6:] == ["yes", "1–3", "3", "3.0"]
+    # The sd of the row, 0.002, is also the pooled one, and the other row has a single seed.
+    assert found[6:] == ["0.9, 0.9", "yes", "1–3", "3", "3.0"]
     worse = cells(text, "Recurrent dropout 0.25")
-    assert worse[1:3] == ["1.496", "+0.100"] and worse[6] == "no"
+    assert worse[1:3] == ["1.496", "+0.100"] and worse[6:8] == ["35.4, 35.4", "no"]
     assert "Made from 4 records of 2 recipes" in text.replace("\n", " ")
 
 
@@ -117,10 +119,27 @@ def test_rows_that_were_not_run_are_there(tmp_path: Path) -> None:
     for recipe in RECIPES.values():
         assert f'id="make-{recipe.name}"' in text and f"zoneout reproduce {recipe.name}" in text
         if recipe.task != "gradient-flow":
-            assert f'<a href="#make-{recipe.name}">no run yet</a>' in text
+            assert f'<a href="#make-{recipe.name}">{no_run(recipe)}</a>' in text
     for _, row, _, _ in QUOTED:
         assert row in text
     assert "is not there" in text  # the measurements
+
+
+def test_columns_of_dashes_are_left_out(tmp_path: Path) -> None:
+    """A reader looks for numbers in columns that have none."""
+    fabricated.write(tmp_path, fabricated.record("pmnist_permuted_zoneout"))
+    text = paper_page(tmp_path, tmp_path / "none.csv")
+    head = text.partition('id="pmnist-permuted-caption"')[2].partition("</thead>")[0]
+    headings = re.findall(r"<th [^>]*>(.*?)</th>", head)
+    assert headings == ["Model", "Validation, ours", "Test, ours", "Seeds", "Epoch", "Minutes"]
+    assert cells(text, "Zoneout 0.15, shared mask")[:2] == ["0.063", "0.069"]  # of pmnist, not run
+
+
+def test_a_caption_begins_with_what_was_found(full: str) -> None:
+    """A reader has to find out what a figure shows."""
+    (found,) = re.findall(r'<figure id="figure-methods">.*?</figure>', full, re.S)
+    (first, *_) = re.findall(r"<figcaption><p><strong>(.*?)</strong>", found)
+    assert first.startswith("Zoneout 0.5, 0.05 (3 seeds) 1.3") and "is the lowest" in first
 
 
 def test_every_figure_is_there_with_what_it_lacks(full: str, tmp_path: Path) -> None:
@@ -155,9 +174,8 @@ def test_a_record_with_other_settings_is_named_and_left_out(tmp_path: Path) -> N
     """A trial run stands in the table as if it were the recipe."""
     fabricated.write(tmp_path, fabricated.record("char_ptb_zoneout", epochs=2))
     text = paper_page(tmp_path, tmp_path / "none.csv")
-    assert (
-        "char_ptb_zoneout, seed 1" in text and cells(text, "Zoneout 0.5, 0.05")[1] == "no run yet"
-    )
+    assert "char_ptb_zoneout, seed 1" in text
+    assert cells(text, "Zoneout 0.5, 0.05") == ["1.362", "1.252", "no run yet"]
 
 
 def test_spread_has_a_digit_more_than_the_paper() -> None:

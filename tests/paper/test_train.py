@@ -20,13 +20,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from zoneout.paper.data.corpora import Images
 from zoneout.paper.data.datasets import DataError
 from zoneout.paper.disk import RunError
+from zoneout.paper.experiments import results
 from zoneout.paper.report.describe import describe
 from zoneout.paper.training import processes, runs
+from zoneout.paper.training import train as module
 from zoneout.paper.training.config import (
     Batches,
     Config,
@@ -41,8 +45,9 @@ from zoneout.paper.training.config import (
     change,
     to_json,
 )
+from zoneout.paper.training.evaluate import evaluate
 from zoneout.paper.training.processes import products_in
-from zoneout.paper.training.runs import read_metrics
+from zoneout.paper.training.runs import load, read_metrics
 from zoneout.paper.training.step import learning_rates, update_seeds
 from zoneout.paper.training.train import Diverged, Summary, Training, load_data, train
 
@@ -954,6 +959,56 @@ def test_permuted_mnist_trains_with_batch_norm_and_zoneout(tmp_path: Path) -> No
         and summary.test["predictions"] == 40
     )
     assert 0 <= summary.test["error"] <= 1 and summary.update == 2
+
+
+def test_other_scores_stand_in_the_line_of_a_validation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training error is of other images, or what is called running averages is something else:
+    the experiments on batch norm would compare nothing.
+    """
+    pixels = np.random.default_rng(0).integers(0, 256, (30, 784)).astype(np.uint8)
+    labels = (np.arange(30) % 10).astype(np.uint8)
+    images = Images(
+        "paper", (pixels, labels), (pixels[::-1][:12], labels[:12]), (pixels, labels), ""
+    )
+    monkeypatch.setattr(module, "load_data", lambda *_: images)
+    monkeypatch.setattr(module, "TRAINING", 20)
+    monkeypatch.setattr(module, "LARGE", 12)
+    config = Config(
+        data=Data("mnist"),
+        batches=Batches(size=15),
+        model=Model(hidden=3, norm="batch"),
+        optimizer=Optimizer("rmsprop", lr=0.01),
+        evaluation=Evaluation(Protocol(size=3), statistics_also=True, keep="last"),
+        epochs=1,
+        device="cpu",
+    )
+    train(config, tmp_path)
+    line = next(row for row in read_metrics(tmp_path) if row["kind"] == "valid")
+    model = load(tmp_path, weights="last").model
+    for name, part, size, batch in (
+        ("error", "valid", 3, True),
+        (module.RUNNING, "valid", 3, False),
+        (module.BY_LARGE, "valid", 12, True),
+        ("train_error", "train", 3, True),
+    ):
+        own = replace(config, data=Data("mnist", limit=20))
+        score = evaluate(
+            model, images, part, own, protocol=Protocol(size=size), batch_statistics=batch
+        )
+        assert line[name] == score.error, name
+    made = results.curve(read_metrics(tmp_path), "error")
+    assert [made[name] for name in module.ALSO] == [[round(line[n], 5)] for n in module.ALSO]
+
+
+def test_the_last_weights_can_be_the_ones_to_keep(tmp_path: Path) -> None:
+    """A row that its source judges by its final weights would be judged by the best."""
+    still = replace(CHARS, optimizer=Optimizer("sgd", lr=0.0))  # every validation is equally good
+    for keep, epoch in (("best", 1), ("last", 2)):
+        config = replace(still, evaluation=replace(still.evaluation, keep=keep))
+        best = train(config, tmp_path / keep).best
+        assert best is not None and best["epoch"] == epoch
 
 
 def test_dropping_in_another_backend_changes_nothing_but_rounding(tmp_path: Path) -> None:

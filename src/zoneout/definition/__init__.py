@@ -25,6 +25,7 @@ from .step import RULES, Passes, backward_of, step_of
 from .storage import Layout, layout_of
 from .torch_calls import compile_step
 from .trace import DefinitionError, Symbol, Tracer, candidate, held, product, shown, update
+from .untied import with_gate_products
 
 __all__ = [
     "Definition",
@@ -181,6 +182,11 @@ class Definition:
     def storage(self) -> Layout:
         """What a loop over time stores of this cell, and how its products meet."""
         return layout_of(self)
+
+    @cached_property
+    def untied(self) -> Definition:
+        """The cell in which every gate has masks of its own on h."""
+        return with_gate_products(self)
 
     def derive(self) -> None:
         """Compute the cached properties: a compiler cannot."""

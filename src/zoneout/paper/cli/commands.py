@@ -108,6 +108,7 @@ class Eval:
     $ zoneout eval runs/ptb
     $ zoneout eval runs/ptb --part valid --protocol chunks --length 100
     $ zoneout eval runs/ptb --text another.txt --json
+    $ zoneout eval runs/words --samples 100
     """
 
     run: RunFolder
@@ -132,6 +133,10 @@ class Eval:
     """
     weights: Literal["best", "last"] = "best"
     """best: the weights with the best validation. last: the weights of the latest checkpoint."""
+    samples: int = 0
+    """Average the predicted probabilities over this many passes with the dropout of training.
+    Masks of whole sequences are fixed for a pass, and no whole symbols are dropped.
+    """
     statistics: int | None = None
     """Only with batch norm: first estimate the batch norm statistics again on the training part.
     The value is the number of training examples in a batch (0: as many as in training).
@@ -155,6 +160,11 @@ class Eval:
             raise ValueError(
                 "--data: the run's data are not needed where --text is evaluated; give only one of "
                 "the two"
+            )
+        if self.samples < 0 or (self.samples and self.text is not None):
+            raise ValueError(
+                f"--samples: expected a number of passes over the run's data, got {self.samples}"
+                + (" with --text" if self.text else "")
             )
         part = self.part or "test"
         loaded = runs.load(self.run, weights=self.weights, device=device_of(self.device))
@@ -203,11 +213,15 @@ class Eval:
             measure = measure_of(data)
             if isinstance(data, Corpus):
                 protocol = fitted(protocol, len(getattr(data, part)))
-            score = evaluate(loaded.model, data, part, loaded.config, protocol=protocol)
+            score = evaluate(
+                loaded.model, data, part, loaded.config, protocol=protocol, samples=self.samples
+            )
         where = str(self.text) if self.text else part
         score = score.checked(f"{self.run} on {where}")
         if self.json:
-            page = {"run": str(self.run), "part": where, "protocol": asdict(protocol)}
+            page: dict[str, Any] = {"run": str(self.run), "part": where}
+            page["protocol"] = asdict(protocol)
+            page |= {"samples": self.samples} if self.samples else {}
             show_json(page | values_of(score, measure))
             return OK
         how = {
@@ -216,6 +230,7 @@ class Eval:
             "whole": "one sequence, with the state carried",
         }[protocol.kind]
         cut = "" if measure == "error" else f", as {how}"
+        cut += f", averaged over {self.samples:,} passes" if self.samples else ""
         show(
             f"{figure_of(getattr(score, measure), measure)} on {where}: {score.predictions:,} "
             f"predictions{cut}"

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from .. import console, disk
 from ..disk import RunError
+from ..experiments import holds_up
 from ..experiments.reproduce import CODES, OPTIONS, RESULTS, RUNS, State, reproduce
-from ..experiments.results import BEGIN, document, put_summary, table
+from ..experiments.results import BEGIN, document, missing_text, put_summary, table
 from ..training.unused_options import refuse_given
 from .options import Flag, Positional, UseAppendAction, arg
 
 PAGE, README = Path("docs/results.md"), Path("README.md")  # the files that hold the tables
+CLAIMS = Path("docs/holds-up.md")
 TRIALS = Path("runs/trials")
 OF_RUNS = (
     "seeds",
@@ -39,28 +42,30 @@ class Reproduce:
     $ zoneout reproduce char-ptb
     $ zoneout reproduce char-ptb zoneout unregularised --seeds 3 --precision bf16
     $ zoneout reproduce pmnist all --parallel 3
+    $ zoneout reproduce quick
     $ zoneout reproduce char_ptb_gru word_ptb_zoneout --minutes 8
     $ zoneout reproduce --write
     """
 
     task: Annotated[str | None, Positional, arg(metavar="[TASK]")] = None
-    """A recipe, or a task. Without it nothing is run: the tables are printed.
+    """A recipe, or a task. Without it nothing is run: the tables and what is missing are printed.
     tasks: char-ptb, word-ptb, text8, text8-prefix, pmnist, pmnist-permuted, gradient-flow.
+    quick: six methods on char-ptb in ten minutes, without a GPU.
     """
     rows: Annotated[tuple[str, ...], Positional, arg(metavar="[ROW …]")] = ()
     """Rows of the task, or more recipes; by default the rows of the paper's tables.
     all: also those of the paper's figures and text.
     """
-    seeds: Annotated[int, arg(metavar="N")] = 1
-    """Number of seeds of each row."""
-    first_seed: Annotated[int, arg(metavar="N")] = 1
-    """The first seed."""
+    seeds: Annotated[int | None, arg(metavar="N")] = None
+    """Number of seeds of each row; by default those that its recipe states."""
+    first_seed: Annotated[int | None, arg(metavar="N")] = None
+    """The first seed, by default 1; without --seeds, this seed alone."""
     out: Annotated[Path | None, arg(metavar="DIR")] = None
     """The folder for the runs; by default runs/reproduce, with --set runs/trials."""
     results: Annotated[Path | None, arg(metavar="DIR")] = None
     """The folder for the records; by default results, with --set runs/trials/results."""
-    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
-    """Precision of the matrix products in training."""
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] | None = None
+    """Precision of the matrix products in training; by default fp32, or what the row is about."""
     device: Annotated[str, arg(metavar="NAME")] = "auto"
     """auto, cpu, cuda or cuda:N."""
     data: Annotated[Path | None, arg(metavar="DIR")] = None
@@ -72,9 +77,9 @@ class Reproduce:
     set: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="NAME=VALUE")] = ()
     """Change a setting of the recipe, for a trial, which has its own folders."""
     write: Flag = False
-    """Write the tables to --page, and the short table to README.md."""
+    """Write the tables to --page, the verdicts to docs/holds-up.md and a table to README.md."""
     page: Annotated[Path, arg(metavar="FILE")] = PAGE
-    """Only with --write: the page for the tables. For another page, README.md is left as it is."""
+    """Only with --write: the page for the tables. For another page, the others are left alone."""
 
     def __call__(self) -> int:
         pairs = [setting.partition("=") for setting in self.set]
@@ -105,7 +110,7 @@ class Reproduce:
             state = reproduce(
                 self.task,
                 self.rows,
-                range(self.first_seed, self.first_seed + self.seeds),
+                self.chosen_seeds(),
                 out=out,
                 results=results,
                 data=self.data,
@@ -117,14 +122,23 @@ class Reproduce:
                 say=lambda text: console.show(text, screen),
             )
         elif not self.write:
-            console.show(table(results))
+            console.show(f"{table(results)}\n\n{missing_text(results)}")
         if self.write:
             with disk.explained(self.page):
                 disk.write_text(self.page, document(results))
                 text = disk.read_text(README) if README.exists() else ""
                 if BEGIN in text and self.page == PAGE:
                     disk.write_text(README, put_summary(text, results))
+                if self.page == PAGE:
+                    disk.write_text(CLAIMS, holds_up.document(results))
         return CODES[state]
+
+    def chosen_seeds(self) -> Sequence[int] | None:
+        """Return the seeds of the options, or None for those of each recipe."""
+        if self.first_seed is None and self.seeds is None:
+            return None
+        first = self.first_seed or 1
+        return range(first, first + (1 if self.seeds is None else self.seeds))
 
     def check_page(self, results: Path) -> None:
         """Raise if the tables cannot be written, before hours of training."""

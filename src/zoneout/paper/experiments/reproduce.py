@@ -35,7 +35,7 @@ from ..training.processes import device_of, obey_the_parent, threads_of_each
 from ..training.train import Diverged, Progress, stop_requests, train
 from ..training.unused_options import refuse_unread
 from .recipes import RECIPES, Recipe, select
-from .results import changes, make_record, read_record, table
+from .results import changes, make_record, order, read_record, table
 
 State = Literal["finished", "interrupted", "diverged", "without data", "refused", "failed"]
 OPTIONS = {
@@ -138,12 +138,12 @@ class Job:
 def reproduce(
     task: str,
     rows: Sequence[str] = (),
-    seeds: Iterable[int] = (1,),
+    seeds: Iterable[int] | None = None,
     *,
     out: Path | str = RUNS,
     results: Path | str = RESULTS,
     data: Path | str | None = None,
-    precision: str = "fp32",
+    precision: str | None = None,
     device: str = "auto",
     minutes: float = math.inf,
     parallel: int = 1,
@@ -153,17 +153,23 @@ def reproduce(
     """Run the rows of a task (see `recipes.select`) that have no record yet; print the table after
     each.
 
-    After `minutes` the current runs stop with a checkpoint, and the next call resumes them.
-    `parallel` runs share the device: as threads on a GPU, as processes elsewhere. A run that
-    diverges does not stop the others. Returns the worst final state of all runs.
+    `seeds` are by default those that each recipe states, and `precision` is the one that the row is
+    about, or else fp32. After `minutes` the current runs stop with a checkpoint, and the next call
+    resumes them. `parallel` runs share the device: as threads on a GPU, as processes elsewhere. A
+    run that diverges does not stop the others. Returns the worst final state of all runs.
     """
     if parallel < 1:
         raise ValueError(f"parallel: expected 1 or more, got {parallel}")
-    if not (seeds := list(seeds)):
+    if seeds is not None and not (seeds := list(seeds)):
         raise ValueError("seeds: expected 1 or more, got none")
     if not minutes >= 0:
         raise ValueError(f"minutes: expected 0 or more, got {minutes:g}")
     recipes = select(task, rows)
+    for recipe in recipes:
+        if precision and recipe.precision not in ("", precision):
+            raise ValueError(
+                f"precision: expected {recipe.precision} for {recipe.name}, got {precision}"
+            )
     until = time.time() + 60 * minutes
     jobs = [
         Job(
@@ -172,13 +178,12 @@ def reproduce(
             Path(out),
             Path(results),
             None if data is None else Path(data),
-            precision,
+            precision or recipe.precision or "fp32",
             device,
             settings or {},
             until,
         )
-        for seed in seeds
-        for recipe in sorted(recipes, key=_urgency)
+        for recipe, seed in _in_order(recipes, seeds)
     ]
     refuse_unread(settings or {}, [job.config for job in jobs])
     missing = [job for job in jobs if job.missing()]
@@ -198,9 +203,25 @@ def reproduce(
         say(f"{job.recipe}, seed {job.seed}: {state}")
         if state == "finished":
             say(table(results, recipes, details=False))
+    if states and (best_first := order(results, recipes)):
+        say(best_first)
     if len(states) < len(missing):  # there was no time to begin them
         states.append("interrupted")
     return max(states, key=lambda state: CODES[state], default="finished")
+
+
+def _in_order(
+    recipes: Sequence[Recipe], seeds: Sequence[int] | None
+) -> Iterator[tuple[Recipe, int]]:
+    """Yield the first seed of every recipe, then the second; of one seed, urgent rows first.
+
+    A recipe without seeds is run with seed 1, since the caller has named it or its task.
+    """
+    wanted = {r.name: seeds or r.seeds or (1,) for r in sorted(recipes, key=_urgency)}
+    for number in range(max(map(len, wanted.values()), default=0)):
+        for name, own in wanted.items():
+            if number < len(own):
+                yield RECIPES[name], own[number]
 
 
 def of_another_precision(jobs: Sequence[Job]) -> str:
@@ -209,11 +230,7 @@ def of_another_precision(jobs: Sequence[Job]) -> str:
     others = [
         f"{job.recipe}, seed {job.seed} ({there})" for job, there in found if there != job.precision
     ]
-    return (
-        f" Of another precision than {jobs[0].precision}, which was asked for: {'; '.join(others)}."
-        if others
-        else ""
-    )
+    return f" Of another precision than was asked for: {'; '.join(others)}." if others else ""
 
 
 def _urgency(recipe: Recipe) -> int:

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 from textwrap import fill
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -29,9 +29,20 @@ from ..training import config as configs
 from ..training import runs
 from ..training.config import Config, Protocol
 from ..training.evaluate import evaluate
-from ..training.measures import REACHED, UNITS, measure_of, reached, rounded, spread
+from ..training.measures import (
+    DIFFERENT,
+    REACHED,
+    UNITS,
+    Verdict,
+    measure_of,
+    pooled,
+    reached,
+    rounded,
+    spread,
+    z_score,
+)
 from ..training.processes import device_of
-from ..training.train import data_of, values_of
+from ..training.train import ALSO, data_of, values_of
 from .recipes import MEASURES, QUOTED, RECIPES, Recipe
 
 Record: TypeAlias = dict[str, Any]
@@ -50,6 +61,7 @@ COLUMNS = (
     "ours: valid",
     "ours: test",
     "difference",
+    "z",
     "reached",
     "seeds",
     "epochs",
@@ -78,13 +90,14 @@ KINDS: dict[str, Any] = {  # the fields of a record and their types
     "device": str, "versions": dict, "date": str, "command": str, "scores": list, "curve": dict,
     "config": dict,
 }  # fmt: skip
+GRADIENTS = "gradients-seed-{}.json"  # the file of a gradient flow, beside that of its run
 RULE = f"""
 Lower is better. `zoneout reproduce --write` makes this page from the records in `results/`;
 [Reproducing the paper](reproducing.md) says how to make the records. Our numbers are means over
 seeds ± standard deviation, for the weights with the best validation score. *Reached* means that
-{REACHED}. *Minutes* is the time of one run: the mean over the seeds that shared their GPU with the
-fewest other runs. Runs with batch norm use each batch's own statistics for validation, as the
-paper's runs did. The *by protocol* tables show both parts with the statistics of the test.
+{REACHED}. {DIFFERENT}. *Minutes* is the time of one run: the mean over the seeds that shared their
+GPU with the fewest other runs. Runs with batch norm use each batch's own statistics for validation,
+as the paper's runs did. The *by protocol* tables show both parts with the statistics of the test.
 """
 PAGE = f"""# Results
 
@@ -173,17 +186,16 @@ def changes(config: Config, other: Config) -> list[tuple[str, Any, Any]]:
 
 
 def protocols(config: Config) -> list[Protocol | None]:
-    """Return the evaluation protocols of a run: its own two, and the whole text as one sequence.
+    """Return the evaluation protocols of a run: those of its validation and of its test.
+
+    A long text as one sequence takes minutes, so it is evaluated only where the run asks for it.
 
     >>> [p.kind for p in protocols(RECIPES["word_ptb_zoneout"].make())]
     ['streams', 'whole']
     """
     if config.task == "images":
         return [None]
-    own = {
-        named(p): p
-        for p in (config.evaluation.valid, config.evaluation.test, Protocol("whole", length=1000))
-    }
+    own = {named(p): p for p in (config.evaluation.valid, config.evaluation.test)}
     return list(own.values())
 
 
@@ -230,7 +242,7 @@ def named(protocol: Protocol | None) -> str:
 
 def curve(rows: Sequence[Record], measure: str) -> Record:
     """Return validation scores and the mean training loss before each, thinned to about `POINTS`
-    points.
+    points; with the other scores (`ALSO`) that the run has.
     """
     valid = [row for row in rows if row["kind"] == "valid"]
     points, before = [], 0
@@ -247,10 +259,20 @@ def curve(rows: Sequence[Record], measure: str) -> Record:
             or number == len(valid) - 1
         ):
             points.append(
-                (row["epoch"], round(row[measure], 5), round(fmean(lines), 5) if lines else None)
+                (
+                    row["epoch"],
+                    round(row[measure], 5),
+                    round(fmean(lines), 5) if lines else None,
+                    *(None if name not in row else round(row[name], 5) for name in ALSO),
+                )
             )
-    epochs, values, nats = zip(*points) if points else ((), (), ())
-    return {"epoch": list(epochs), "valid": list(values), "train_nats": list(nats)}
+    names = ("epoch", "valid", "train_nats", *ALSO)
+    columns = dict(zip(names, map(list, zip(*points) if points else [()] * len(names))))
+    return {
+        name: values
+        for name, values in columns.items()
+        if name not in ALSO or any(value is not None for value in values)
+    }
 
 
 def read_record(path: Path) -> Record:
@@ -281,7 +303,8 @@ def _check_parts(record: Record) -> None:
     curve, measure = record["curve"], record["measure"]
     if (known := RECIPES.get(record["recipe"])) is not None and measure != known.measure:
         raise ValueError(f"its measure is {measure!r}, expected {known.measure!r}")
-    lengths = [len(curve[name]) for name in ("epoch", "valid", "train_nats")]
+    also = [name for name in ALSO if name in curve]
+    lengths = [len(curve[name]) for name in ("epoch", "valid", "train_nats", *also)]
     if lengths[0] == 0 or len(set(lengths)) > 1:
         raise ValueError(
             f"its curve has {', '.join(map(str, lengths))} epochs, validations and training losses"
@@ -289,7 +312,7 @@ def _check_parts(record: Record) -> None:
     numbers = [
         *curve["epoch"],
         *curve["valid"],
-        *(nats for nats in curve["train_nats"] if nats is not None),
+        *(v for name in ("train_nats", *also) for v in curve[name] if v is not None),
     ]
     numbers += [score[measure] for score in record["scores"] if measure in score]
     if strange := [value for value in numbers if not disk.is_number(value)]:
@@ -307,6 +330,60 @@ def read_records(results: Path, recipe: str) -> list[Record]:
         map(read_record, (results / recipe).glob("seed-*.json")),
         key=lambda record: int(record["seed"]),
     )
+
+
+# --- what is missing
+# --------------------------------------------------------------------------------
+
+
+class Missing(NamedTuple):
+    """Seeds of a recipe that have no record, and the command that runs them."""
+
+    recipe: Recipe
+    seeds: tuple[int, ...]
+    command: str
+    minutes: float | None  # of one run on a GPU, if the recipe has records
+    spare: bool  # to be run only if there is time
+
+
+def missing(results: Path | str, recipes: Sequence[Recipe] | None = None) -> list[Missing]:
+    """Return the runs that the recipes state and that have no record; spare seeds last."""
+    results = Path(results)
+    found: list[Missing] = []
+    for recipe in RECIPES.values() if recipes is None else recipes:
+        own = fitting(recipe, results)[0]
+        ran, took = {record["seed"] for record in own}, minutes(own)[0] if own else None
+        run = f"zoneout reproduce {recipe.name}"
+        exact = f" --precision {recipe.gpu_precision}"
+        if left := tuple(seed for seed in recipe.seeds if seed not in ran):
+            found.append(Missing(recipe, left, run + exact, took, False))
+        if left := tuple(seed for seed in recipe.spare if seed not in ran):
+            run += f" --first-seed {left[0]}" + f" --seeds {len(left)}" * (len(left) > 1)
+            found.append(Missing(recipe, left, run + exact, took, True))
+        for seed in recipe.seeds if recipe.task == "gradient-flow" else ():
+            if not (results / recipe.name / GRADIENTS.format(seed)).exists():
+                measured = f"zoneout gradients {recipe.name} --seed {seed}"
+                found.append(Missing(recipe, (seed,), measured, None, False))
+    return sorted(found, key=lambda one: one.spare)
+
+
+def missing_text(results: Path | str) -> str:
+    """Return the list of missing runs, one command a line."""
+    if not (found := missing(results)):
+        return "Nothing is missing: every recipe has a record of each of its seeds."
+    lines = []
+    for spare, title in ((False, "Missing:"), (True, "If there is time:")):
+        part = [one for one in found if one.spare == spare]
+        lines += ["", title, ""] if part else []
+        for one in part:
+            seeds = f"seed{'s' * (len(one.seeds) > 1)} {', '.join(map(str, one.seeds))}"
+            each = " each" if len(one.seeds) > 1 else ""
+            took = f", {one.minutes:.0f} min{each}" if one.minutes and one.minutes >= 1 else ""
+            lines.append(f"  {one.command}  # {seeds}{took}")
+    left_out = [recipe for recipe in RECIPES.values() if recipe.not_run]
+    lines += ["", "Not to be run:", ""] if left_out else []
+    lines += [f"  {recipe.name}: {recipe.not_run}" for recipe in left_out]
+    return "\n".join(lines[1:])
 
 
 # --- tables
@@ -333,14 +410,28 @@ def table(
             else f"\n\nValid: {named(own.valid)}. Test: {named(own.test)}."
         )
         parts.append(f"## {task}{cut}")
+        scatter = scatter_of(records_of(task, results))
         for group, words in GROUPS.items():
             if of_group := [r for r in rows if r.group == group]:
                 parts += [words] if words else []
                 parts.append(
-                    _main_table(of_group, results, quoted=group == "table" and recipes is None)
+                    _main_table(
+                        of_group, results, scatter, quoted=group == "table" and recipes is None
+                    )
                 )
         parts += _other_tables(rows, results) if details else []
     return "\n\n".join(parts)
+
+
+def order(results: Path | str, recipes: Sequence[Recipe]) -> str:
+    """Return the rows of one task that have records, the best validation first, or ""."""
+    found = {r.row: own for r in recipes if (own := fitting(r, Path(results))[0])}
+    if len(found) < 2 or len({r.task for r in recipes}) > 1:
+        return ""
+    means = {row: fmean(record["valid"] for record in own) for row, own in found.items()}
+    best_first = sorted(means, key=lambda row: means[row])
+    words = [f"{row} ({rounded(means[row], recipes[0].measure)})" for row in best_first]
+    return f"Best validation first: {'; '.join(words)}."
 
 
 def document(results: Path | str) -> str:
@@ -354,7 +445,9 @@ def summary(results: Path | str) -> str:
     for recipe in (RECIPES[name] for name in HEADLINES):
         if not (own := fitting(recipe, Path(results))[0]):
             continue
-        missed = " (missed)" if _verdict(recipe, own, "test") == "no" else ""
+        scatter = scatter_of(records_of(recipe.task, Path(results)))
+        verdict = reached(z_of(recipe, own, "test", scatter))
+        missed = {"no": " (missed)", "differs": " (differs)"}.get(verdict or "", "")
         score = spread([record["test"] for record in own], recipe.measure).replace(" ± ", "±")
         lines.append(
             _row(
@@ -383,12 +476,57 @@ def fitting(recipe: Recipe, results: Path) -> tuple[list[Record], list[Record]]:
     return own, [r for r in found if r not in own]
 
 
-def _main_table(recipes: Sequence[Recipe], results: Path, quoted: bool = False) -> str:
+def records_of(task: str, results: Path) -> list[list[Record]]:
+    """Return the records of every row of a task that have the row's own settings."""
+    return [fitting(recipe, results)[0] for recipe in RECIPES.values() if recipe.task == task]
+
+
+def scatter_of(rows: Sequence[Sequence[Record]]) -> dict[str, float | None]:
+    """Return the standard deviation over seeds, pooled over the rows of a task, by part."""
+    return {part: pooled([record[part] for record in row] for row in rows) for part in PARTS}
+
+
+def z_of(
+    recipe: Recipe, records: Sequence[Record], part: str, scatter: dict[str, float | None]
+) -> float | None:
+    """Return z of a row on a part; None if it is not held to a number of the paper."""
+    paper = getattr(recipe, part)
+    if paper is None or not recipe.held:
+        return None
+    return z_score([record[part] for record in records], paper, scatter[part])
+
+
+def as_z(z: float | None) -> str:
+    """Format z with one decimal and a real minus sign.
+
+    >>> as_z(-2.04), as_z(None)
+    ('−2.0', '–')
+    """
+    return "–" if z is None else f"{z:.1f}".replace("-", "−")
+
+
+def differing(recipe: Recipe, verdicts: Sequence[Verdict | None]) -> str:
+    """Say why a row differs from the paper's, or return "" if it does not."""
+    why = recipe.differs or "why is not known"
+    return f"`{recipe.name}` differs: {why}." if "differs" in verdicts else ""
+
+
+def _main_table(
+    recipes: Sequence[Recipe],
+    results: Path,
+    scatter: dict[str, float | None],
+    quoted: bool = False,
+) -> str:
     lines, notes = _head(UNITS[recipes[0].measure], *COLUMNS), []
     for recipe in recipes:
         own, other = fitting(recipe, results)
         name, paper = f"{recipe.row} `{recipe.name}`", _paper(recipe.valid, recipe.test)
-        lines.append(_row(name, paper, *(_ours(recipe, own) if own else _blank("no run yet"))))
+        lines.append(
+            _row(name, paper, *(_ours(recipe, own, scatter) if own else _blank(no_run(recipe))))
+        )
+        verdicts = [reached(z_of(recipe, own, part, scatter)) for part in PARTS if own]
+        if why := differing(recipe, verdicts):
+            notes.append(f"* {why}")
         for record in other:
             wrong = configs.from_json(record["config"])
             shown = ", ".join(
@@ -440,36 +578,30 @@ def _minutes(records: Sequence[Record]) -> str:
     return f"{mean:.1f}" + (f" ({at_once} at once)" if at_once > 1 else "")
 
 
-def _ours(recipe: Recipe, records: Sequence[Record]) -> list[str]:
-    differences, verdicts, cells = [], [], []
+def _ours(recipe: Recipe, records: Sequence[Record], scatter: dict[str, float | None]) -> list[str]:
+    differences, cells = [], []
+    zs = [z_of(recipe, records, part, scatter) for part in PARTS]
     for part in PARTS:
         values, paper = [record[part] for record in records], getattr(recipe, part)
         cells.append(spread(values, recipe.measure))
         differences.append(
             "–" if paper is None else rounded(fmean(values) - paper, recipe.measure, "+")
         )
-        verdicts.append(_verdict(recipe, records, part))
-    if recipe.valid is None and recipe.test is None:
-        differences, verdicts = ["–"], ["–"]
-
+    known = any(z is not None for z in zs)
     return [
         *cells,
-        ", ".join(differences),
-        ", ".join(verdicts),
+        "–" if recipe.valid is None and recipe.test is None else ", ".join(differences),
+        ", ".join(map(as_z, zs)) if known else "–",
+        ", ".join(reached(z) or "–" for z in zs) if known else "–",
         seeds_of(records),
         f"{fmean(record['epochs'] for record in records):.4g} (best {best_epoch(records)})",
         _minutes(records),
     ]
 
 
-def _verdict(recipe: Recipe, records: Sequence[Record], part: str) -> str:
-    """Return "yes" or "no": is the paper's number reached? "–" if the row is not compared with
-    it.
-    """
-    paper = getattr(recipe, part)
-    if paper is None or not recipe.held:
-        return "–"
-    return "yes" if reached([record[part] for record in records], paper, recipe.measure) else "no"
+def no_run(recipe: Recipe) -> str:
+    """Say that a recipe has no record, and why if none is to be made."""
+    return f"not run: {recipe.not_run}" if recipe.not_run else "no run yet"
 
 
 def _blank(why: str) -> list[str]:

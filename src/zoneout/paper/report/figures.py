@@ -15,6 +15,8 @@ from statistics import fmean
 from textwrap import fill
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from ..disk import RunError
 from ..experiments import gradient_flow
 from ..experiments.recipes import RECIPES, Recipe
@@ -65,7 +67,7 @@ def flow_records(recipe: Recipe, results: Path) -> list[Record]:
 
 def draw(name: str, results: Path | str) -> Drawn:
     """Draw a figure by its name."""
-    plans = FIGURES | {OVERVIEW: WITH_AND_WITHOUT}
+    plans = FIGURES | {OVERVIEW: WITH_AND_WITHOUT} | CLAIMS
     if name not in plans:
         raise ValueError(f"figure: expected one of {', '.join(plans)}, got {name!r}")
     plan, results = plans[name], Path(results)
@@ -85,6 +87,13 @@ def draw_all(results: Path | str) -> list[Drawn]:
     empty = {name for name, one in drawn.items() if one.missing == one.recipes}
     replaced = {FIGURES[name].in_place_of for name in drawn.keys() - empty}
     return [one for name, one in drawn.items() if name not in empty & replaced]
+
+
+def caption(drawn: Drawn) -> tuple[str, list[Any]]:
+    """Return a caption: the finding, which is the first sentence, and the paragraphs after it."""
+    finding, _, details = drawn.text.partition(". ")
+    about = f"{drawn.title}; {drawn.where}."
+    return finding.removesuffix("."), [details, about] if details else [about]
 
 
 def save_all(
@@ -117,48 +126,77 @@ def _nothing() -> Any:
 def curves(records: Records, *, train: bool = True) -> tuple[Any, str]:
     """Draw validation (solid) and optionally training (dashed) over epochs; images get separate
     axes.
+
+    Several seeds are drawn as their mean and a band from the lowest to the highest.
     """
     measure = RECIPES[next(iter(records))].measure
     apart = train and measure == "error"  # the training loss of images is in nats
+    known = [r["curve"].get("train_error") for runs in records.values() for r in runs]
+    errors = apart and any(known)  # older records have the loss only
     fig, panels = plots.canvas(2 if apart else 1, (6.6 if apart else 3.9) + 0.1 * len(records))
     for number, (arm, runs) in enumerate(records.items()):
         colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
-        for which, record in enumerate(runs):
-            epochs, valid = record["curve"]["epoch"], record["curve"]["valid"]
-            label = {"label": labelled(arm, runs)} if which == 0 else {}
-            style = {
-                "color": colour,
-                "lw": 1.8 if which == 0 else 1.0,
-                "alpha": 1.0 if which == 0 else 0.7,
-            }
-            # Short curves: mark every point. Long curves: spread the marks so that curves do not
-            # share them.
-            every: Any = 1 if len(epochs) <= 12 else (0.02 + 0.02 * number, 0.12)
-            marked = (
-                {"marker": marker, "ms": 5, "mec": PAPER, "mew": 0.7, "markevery": every}
-                if which == 0
-                else {}
-            )
-            panels[0].plot(epochs, valid, **style, **label, **marked)
-            if train:
-                nats = [
-                    (e, n) for e, n in zip(epochs, record["curve"]["train_nats"]) if n is not None
-                ]
-                values = [in_measure(n, measure) for _, n in nats]
-                panels[-1].plot([e for e, _ in nats], values, **(style | {"ls": DASHED, "lw": 1.1}))
+        lines = [line_of(run, "valid") for run in runs]
+        epochs = lines[0][0]
+        # Short curves: mark every point. Long curves: spread the marks so that curves do not
+        # share them.
+        every: Any = 1 if len(epochs) <= 12 else (0.02 + 0.02 * number, 0.12)
+        marked = {"marker": marker, "ms": 5, "mec": PAPER, "mew": 0.7, "markevery": every}
+        band(panels[0], lines, color=colour, lw=1.8, label=labelled(arm, runs), **marked)
+        if train:
+            lines = [line_of(run, "train_error" if errors else "train_nats") for run in runs]
+            if measure != "error":
+                lines = [(e, [in_measure(nats, measure) for nats in v]) for e, v in lines]
+            band(panels[-1], [line for line in lines if line[0]], color=colour, lw=1.1, ls=DASHED)
     panels[0].set(
         xlabel="epoch", ylabel=f"{UNITS[measure]}, validation" if apart else UNITS[measure]
     )
     panels[0].set_ylim(*limits(records, measure, train=train and not apart))
     if apart:
-        panels[1].set(xlabel="epoch", ylabel="training loss, nats", xlim=panels[0].get_xlim())
+        label = f"{UNITS[measure]}, training" if errors else "training loss, nats"
+        panels[1].set(xlabel="epoch", ylabel=label, xlim=panels[0].get_xlim())
     elif train:
         panels[0].plot([], [], color=SOFT, lw=1.1, ls=DASHED, label=plots.TRAINING)
     handles, labels = panels[0].get_legend_handles_labels()
     plots.legend(panels[-1], below=True, handles=handles, labels=labels)
-    return fig, "Best validation: " + "; ".join(
-        best_of(arm, runs) for arm, runs in records.items()
-    ) + "."
+    return fig, lowest(records) + (TRAINED if errors else "")
+
+
+TRAINED = (
+    " The training error is that of the first 10,000 training images, without noise; runs made "
+    "before it was recorded are left out of it."
+)
+Line: TypeAlias = tuple[list[float], list[float]]  # epochs and values
+
+
+def line_of(record: Record, name: str) -> Line:
+    """Return the points of a curve that have a value."""
+    values = record["curve"].get(name) or []
+    points = [(e, v) for e, v in zip(record["curve"]["epoch"], values) if v is not None]
+    return [e for e, _ in points], [v for _, v in points]
+
+
+def band(axes: Any, lines: Sequence[Line], *, color: str, **style: Any) -> None:
+    """Draw the mean of the curves, and the range from the lowest to the highest as a band."""
+    if not lines:
+        return
+    last = min(epochs[-1] for epochs, _ in lines)
+    epochs = [epoch for epoch in lines[0][0] if epoch <= last]
+    values = np.array([np.interp(epochs, *line) for line in lines])
+    axes.plot(epochs, values.mean(0), color=color, **style)
+    if len(lines) > 1:
+        axes.fill_between(epochs, values.min(0), values.max(0), color=color, alpha=0.2, lw=0)
+
+
+def lowest(records: Records) -> str:
+    """Return a caption: which arm has the lowest validation, then the best of all others."""
+    means = {arm: fmean(record["valid"] for record in runs) for arm, runs in records.items()}
+    first, *others = sorted(records, key=lambda arm: means[arm])
+    text = f"{best_of(first, records[first])}"
+    if not others:
+        return f"{text} is the best validation."
+    rest = "; ".join(best_of(arm, records[arm]) for arm in others)
+    return f"{text} is the lowest validation. Then follow {rest}."
 
 
 def limits(records: Records, measure: str, *, train: bool) -> tuple[float, float]:
@@ -329,10 +367,12 @@ def rates(records: Records) -> tuple[Any, str]:
         rate, value = min(
             ((rate, mean) for (rate, _), mean in zip(points, means)), key=lambda pair: pair[1]
         )
-        words.append(f"{series} {rounded(value, 'bits')} at {rate:g}")
+        words.append((value, f"{series}, {rounded(value, 'bits')} at {rate:g}"))
     axes.set(xlabel="rate", ylabel=f"{UNITS['bits']}, best validation")
     plots.legend(axes, below=True)
-    return fig, f"The best of each line: {'; '.join(words)}."
+    first, *others = [text for _, text in sorted(words)]
+    rest = f" The best of the other lines: {'; '.join(others)}." if others else ""
+    return fig, f"The best is {first}.{rest}"
 
 
 def _best(record: Record) -> float:
@@ -389,22 +429,137 @@ def flow_figure(flows: dict[str, list[Record]]) -> Any:
 
 
 def flows(records: Records) -> tuple[Any, str]:
-    words = []
+    words: list[tuple[float, str]] = []
     for arm, runs in records.items():
         layers = [_last_layer(record) for record in runs]
         parts = []
         for state in (state for state in STATES if all(state in layer for layer in layers)):
             steps = fmean(gradient_flow.half_in_last(layer[state]["share"]) for layer in layers)
             parts.append(f"of dL/d{state[0]} in the last {steps:.0f}")
-        words.append(f"{labelled(arm, runs)}, {', '.join(parts)}")
+        words.append((steps, f"{labelled(arm, runs)}, {', '.join(parts)}"))
     every = len(next(iter(_last_layer(next(iter(records.values()))[0]).values()))["share"])
-    text = f"Half of the norm lies in the last steps of {every}: {'; '.join(words)}."
+    furthest = "; ".join(text for _, text in sorted(words, reverse=True))
+    text = (
+        f"{max(words)[1].partition(',')[0]} reaches furthest back. Half of the norm lies in the "
+        f"last steps of {every}: {furthest}."
+    )
     return flow_figure({labelled(arm, runs): runs for arm, runs in records.items()}), text
 
 
 def _last_layer(record: Record) -> dict[str, Any]:
     layers: dict[str, Any] = record["layers"]
     return list(layers.values())[-1]
+
+
+# --- the figures of the claims
+# ---------------------------------------------------------------------------------
+
+
+def dots(
+    rows: Sequence[tuple[str, Sequence[float], float | None]], label: str, marked: Sequence[int]
+) -> Any:
+    """Draw the values of each row as dots on a line, their mean, and the paper's number.
+
+    Rows come from top to bottom. Those in `marked` have another colour.
+    """
+    fig, (axes,) = plots.canvas(height=1.3 + 0.3 * len(rows))
+    for number, (_, values, paper) in enumerate(rows):
+        colour, height = COLOURS[number in marked], -number
+        axes.plot(values, [height] * len(values), "o", color=colour, ms=7, mec=PAPER, mew=0.8)
+        axes.plot([fmean(values)] * 2, [height - 0.32, height + 0.32], color=colour, lw=2)
+        if paper is not None:
+            axes.plot([paper], [height], "D", mfc=PAPER, mec=INK, ms=6, mew=1.2, zorder=3)
+    axes.set_yticks([-n for n in range(len(rows))], [name for name, _, _ in rows])
+    axes.grid(axis="x", color=plots.GRID, lw=0.8)
+    axes.set(xlabel=label, ylim=(-len(rows) + 0.4, 0.6))
+    axes.plot([], [], "o", color=SOFT, ms=7, label="ours, one dot a seed")
+    if any(paper is not None for _, _, paper in rows):
+        axes.plot([], [], "D", mfc=PAPER, mec=INK, ms=6, label="the paper")
+    fig.legend(loc="outside upper left", ncols=2, frameon=False, labelcolor=INK, fontsize=9)
+    return fig
+
+
+def scores(part: str) -> Callable[[Records], tuple[Any, str]]:
+    """Return the drawing of a task's scores on a part, the best first."""
+
+    def draw(records: Records) -> tuple[Any, str]:
+        means = {arm: fmean(record[part] for record in runs) for arm, runs in records.items()}
+        arms = sorted(records, key=lambda arm: means[arm])
+        measure = RECIPES[arms[0]].measure
+        rows = [
+            (
+                RECIPES[arm].row,
+                [record[part] for record in records[arm]],
+                getattr(RECIPES[arm], part),
+            )
+            for arm in arms
+        ]
+        marked = [number for number, arm in enumerate(arms) if "zoneout" in arm]
+        named = {"valid": "validation", "test": "test"}[part]
+        text = (
+            f"{RECIPES[arms[0]].row} is best, {rounded(means[arms[0]], measure)}; last is "
+            f"{RECIPES[arms[-1]].row}, {rounded(means[arms[-1]], measure)}. Lower is better. "
+            "Rows with zoneout are orange."
+        )
+        return dots(rows, f"{UNITS[measure]}, {named}", marked), text
+
+    return draw
+
+
+def training_time(records: Records) -> tuple[Any, str]:
+    """Draw the validation of every cell with and without zoneout, over epochs on a log scale."""
+    fig, _ = curves(records, train=False)
+    fig.axes[0].set_xscale("log")
+    fig.axes[0].xaxis.set_major_formatter("{x:g}")
+    words = "; ".join(f"{labelled(arm, runs)} {best_epoch(runs)}" for arm, runs in records.items())
+    arms = list(records)
+    pairs = [(records[PAIRS[arm]], records[arm]) for arm in arms if PAIRS.get(arm) in records]
+    later, lower = (
+        sum(fmean(r[what] for r in zoned) * sign > fmean(r[what] for r in plain) * sign
+            for plain, zoned in pairs)
+        for what, sign in (("best_epoch", 1), ("valid", -1))
+    )  # fmt: skip
+    finding = f"the best validation comes later in {later} of {len(pairs)} cells, and is lower in "
+    return fig, f"With zoneout, {finding}{lower}. Its epoch: {words}."
+
+
+def reach(records: Records) -> tuple[Any, str]:
+    """Draw how many last steps hold half of the gradient's norm, by arm and state."""
+    found = [
+        (f"{RECIPES[arm].row}, {words}", arm, [
+            float(gradient_flow.half_in_last(_last_layer(record)[state]["share"]))
+            for record in runs if state in _last_layer(record)
+        ])
+        for state, words in (("cell", "dL/dc"), ("hidden", "dL/dh"))
+        for arm, runs in records.items()
+    ]  # fmt: skip
+    rows = [(name, values, None) for name, _, values in found if values]
+    marked = [n for n, (_, arm, values) in enumerate(found) if values and arm.endswith("zoneout")]
+    name, values, _ = max(rows, key=lambda row: fmean(row[1]))
+    text = (
+        f"{name} reaches furthest: half of the gradient’s norm lies in the last "
+        f"{fmean(values):.0f} steps of 784. More steps means further back."
+    )
+    return dots(rows, "last steps with half of the gradient’s norm", marked), text
+
+
+def gains(records: Records) -> tuple[Any, str]:
+    """Draw by how much zoneout lowers the validation score, in percent, for every pair of rows."""
+    rows = []
+    for arm, plain in PAIRS.items():
+        if arm in records and plain in records:
+            base = fmean(record["valid"] for record in records[plain])
+            gain = [100 * (1 - record["valid"] / base) for record in records[arm]]
+            rows.append((f"{RECIPES[arm].task}: {RECIPES[arm].row}", gain, None))
+    if not rows:
+        return _nothing(), "Nothing to draw yet."
+    rows.sort(key=lambda row: -fmean(row[1]))
+    low, high = (f"{fmean(row[1]):.1f}" for row in (rows[-1], rows[0]))
+    text = (
+        f"Zoneout lowers the validation score in {sum(fmean(gain) > 0 for _, gain, _ in rows)} of "
+        f"{len(rows)} pairs, by {low} to {high} %, in the measure of each task."
+    )
+    return dots(rows, "validation score, lower by %", range(len(rows))), text
 
 
 # --- the figures
@@ -422,6 +577,11 @@ _COMPARED = (
     "stochastic_depth",
     "norm_stabiliser",
     "weight_noise",
+)
+_VARIANTS = ("zoneout_cells_050", "zoneout_states_005", "zoneout_shared", "static")
+_WORDS = (
+    *("zoneout", "nr_dropout", "recurrent_dropout", "variational"),
+    *("zoneout_only", "recurrent_dropout_only"),
 )
 _TEXT8 = ("unregularised", "zoneout", "recurrent_dropout")
 _PMNIST = ("unregularised", "zoneout", "recurrent_dropout", "batch_norm", "batch_norm_zoneout")
@@ -483,14 +643,14 @@ FIGURES = {
         own_records,
     ),
     "pmnist": Plan(
-        "Validation error and training loss on permuted sequential MNIST, in the paper's order",
-        "Figure 5, which has the training error where this has the loss",
+        "Validation and training on permuted sequential MNIST, in the paper's order",
+        "Figure 5",
         _arms("pmnist", *_PMNIST),
         curves,
         own_records,
     ),
     "pmnist-permuted": Plan(
-        "Validation error and training loss on sequential MNIST, truly permuted",
+        "Validation and training on sequential MNIST, truly permuted",
         "as Figure 5, in another order",
         _arms("pmnist_permuted", *_PMNIST),
         curves,
@@ -508,6 +668,71 @@ FIGURES = {
         "Figure 7, in the appendix",
         _arms("char_ptb", "unregularised", "zoneout", "static"),
         static_curves,
+        own_records,
+    ),
+}
+
+PAIRS = {  # rows with zoneout, and the same without
+    "char_ptb_zoneout": "char_ptb_unregularised",
+    "char_ptb_zoneout_states_005": "char_ptb_unregularised",
+    "char_ptb_gru_zoneout": "char_ptb_gru",
+    "char_ptb_gru_zoneout_020": "char_ptb_gru",
+    "char_ptb_rnn_zoneout": "char_ptb_rnn",
+    "word_ptb_zoneout": "word_ptb_nr_dropout",
+    "text8_prefix_zoneout": "text8_prefix_unregularised",
+    "pmnist_zoneout": "pmnist_unregularised",
+    "pmnist_batch_norm_zoneout": "pmnist_batch_norm",
+}
+CLAIMS = {  # the figures of the page on the paper's claims
+    "scores-char-ptb": Plan(
+        "Validation on characters of Penn Treebank",
+        "Table 1 and Figure 3",
+        _arms("char_ptb", *_COMPARED, *_VARIANTS),
+        scores("valid"),
+        own_records,
+    ),
+    "training-time": Plan(
+        "Validation with and without zoneout, by cell",
+        "section 4.1",
+        _arms(
+            "char_ptb", "unregularised", "zoneout", "gru", "gru_zoneout_020", "rnn", "rnn_zoneout"
+        ),
+        training_time,
+        own_records,
+    ),
+    "scores-word-ptb": Plan(
+        "Test on words of Penn Treebank",
+        "Table 1",
+        _arms("word_ptb", *_WORDS),
+        scores("test"),
+        own_records,
+    ),
+    "scores-text8-prefix": Plan(
+        "Validation on the first 74 million characters of text8",
+        "as Table 1, on less text",
+        _arms("text8_prefix", *_COMPARED),
+        scores("valid"),
+        own_records,
+    ),
+    "scores-pmnist": Plan(
+        "Test on permuted sequential MNIST",
+        "Table 2",
+        _arms("pmnist", *_PMNIST),
+        scores("test"),
+        own_records,
+    ),
+    "reach": Plan(
+        "How far back gradients reach",
+        "Figure 6",
+        _arms("gradient_flow", "unregularised", "zoneout", "dropout"),
+        reach,
+        flow_records,
+    ),
+    "gains": Plan(
+        "What zoneout gains, in every pair of rows",
+        "all tables",
+        tuple(dict.fromkeys((*PAIRS, *PAIRS.values()))),
+        gains,
         own_records,
     ),
 }

@@ -168,9 +168,11 @@ def document(title: str, lead: Any, sections: Sequence[tuple[str, str, Html]], f
 
 STYLE = """\
 :root { --ink: #222222; --soft: #5c5c5a; --paper: #ffffff; --wash: #f5f5f2; --line: #d9d9d5; --link: #0060a0;
+  --good: #00694f; --bad: #b04000;
   color-scheme: light dark; }
 @media (prefers-color-scheme: dark) {
-  :root { --ink: #e8e6e3; --soft: #b3b1ac; --paper: #1b1b1a; --wash: #262624; --line: #454542; --link: #7cc4f5; } }
+  :root { --ink: #e8e6e3; --soft: #b3b1ac; --paper: #1b1b1a; --wash: #262624; --line: #454542; --link: #7cc4f5;
+    --good: #3ccba0; --bad: #ff9459; } }
 * { box-sizing: border-box; }
 html { scroll-padding-top: 1rem; }
 body { font: 1rem/1.55 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 0 auto;
@@ -212,6 +214,13 @@ code { font: .88em/1.5 ui-monospace, monospace; background: var(--wash); padding
   overflow-wrap: anywhere; white-space: normal; }
 code span { white-space: nowrap; }
 pre { background: var(--wash); padding: 1rem; white-space: pre-wrap; overflow-wrap: anywhere; }
+.claims { list-style: none; padding: 0; margin: 0; }
+@media (min-width: 60rem) { .group { display: grid; grid-template-columns: 1fr 1fr; gap: 0 2.5rem; } }
+.group figure { margin: 0 0 1rem; }
+.claims li { margin: .9rem 0; padding-left: .8rem; border-left: 3px solid var(--line); }
+.claims small { display: block; margin-top: .15rem; }
+.verdict { font-weight: 600; margin-right: .5rem; white-space: nowrap; }
+.holds { color: var(--good); } .does { color: var(--bad); } .cannot { color: var(--soft); }
 dt { margin-top: .8rem; } dd { margin: 0 0 0 1rem; }
 details { margin: 1rem 0; } summary { cursor: pointer; padding: .3rem 0; }
 dt:target, figure:target { background: var(--wash); outline: .4rem solid var(--wash); }

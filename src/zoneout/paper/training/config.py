@@ -143,6 +143,8 @@ class Model:
     """Use one bias for each gate: torch's second bias (bias_hh) stays at zero."""
     learn_initial_state: bool = False
     """Learn the initial state of a sequence."""
+    output_bias: bool = False
+    """Learn a bias inside the tanh of the output: h = o ⊙ tanh(c + b) (LSTM only)."""
 
     def __post_init__(self) -> None:
         _check_size("model.hidden", self.hidden)
@@ -241,6 +243,8 @@ class VariationalDropout:
     """Rate for the input of the softmax."""
     words: float = 0.0
     """Rate for whole symbols: a dropped symbol has a zero embedding everywhere in its sequence."""
+    tied: bool = True
+    """One mask for all gates, instead of one for each gate, on the layer's input and on h."""
 
     def __post_init__(self) -> None:
         _check_rates("variational_dropout", self, "input", "hidden", "output", "words")
@@ -373,6 +377,12 @@ class Evaluation:
     """Number of examples in each of these batches; 0: as many as in training.
     Not for streams, whose batches depend on each other.
     """
+    statistics_also: bool = False
+    """Only with batch norm: in each validation, also record the score with running averages,
+    and with the statistics of batches of 5,000 examples.
+    """
+    keep: Literal["best", "last"] = "best"
+    """The weights to keep and to test: of the best validation, or of the last one."""
 
     def __post_init__(self) -> None:
         _check("evaluation.every", self.every, self.every >= 0, "a number of updates, or 0")

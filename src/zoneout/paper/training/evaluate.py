@@ -106,6 +106,58 @@ def evaluate_text(
     return Score(total.item() / count, count)
 
 
+@torch.no_grad()
+def evaluate_samples(
+    model: Any,
+    tokens: Tensor,
+    protocol: Protocol,
+    samples: int,
+    *,
+    seed: int = 0,
+    tick: Callable[[], None] = nothing,
+) -> Score:
+    """Evaluate a language model by the mean of the probabilities that `samples` passes predict.
+
+    Call it in `sampling_mode`. The passes are rows of one batch. Masks of whole sequences are those
+    of the row, and so are fixed for a pass. Pieces of a text are shorter, and batches of chunks
+    smaller, so that it needs no more memory than one pass.
+    """
+    predictions(len(tokens), protocol)  # raises if the text is too short
+    name = "size" if protocol.kind == "chunks" else "length"
+    small = replace(protocol, **{name: max(1, getattr(protocol, name) // samples)})
+    total = torch.zeros((), dtype=torch.float64, device=tokens.device)
+    count = 0
+    state, step, first_row = None, 0, 0
+    for inputs, targets in _pieces(tokens, small):
+        wide, wanted = (v.repeat_interleave(samples, 1) for v in (inputs, targets))
+        output = model(wide, state, seed=seed, examples=first_row, first_step=step)
+        logs = at_least_float32(output.logits).log_softmax(-1).gather(-1, wanted[..., None])
+        logs = logs[..., 0].unflatten(1, (-1, samples)).double()
+        total -= (logs.logsumexp(-1) - math.log(samples)).sum()
+        count += targets.numel()
+        if protocol.kind == "chunks":
+            first_row += wide.shape[1]
+        else:
+            state, step = output.state, step + len(inputs)
+        tick()
+    return Score(total.item() / count, count)
+
+
+@contextmanager
+def sampling_mode(model: Any, config: Config) -> Iterator[None]:
+    """Draw dropout and noise inside the `with` block, as in training, but drop no whole symbols."""
+    if config.task == "images" or config.model.norm == "batch":
+        raise ValueError("samples: expected a run on a text, without batch norm")
+    variational, mode = model.variational, model.training
+    model.train()
+    model.variational = replace(variational, words=0.0)
+    try:
+        yield
+    finally:
+        model.variational = variational
+        model.train(mode)
+
+
 def predictions(size: int, protocol: Protocol) -> int:
     """Return the number of predictions on a text of `size` symbols; raise if the text is too short.
 
@@ -226,13 +278,15 @@ def evaluate(
     *,
     protocol: Protocol | None = None,
     batch_statistics: bool = False,
+    samples: int = 0,
     tick: Callable[[], None] = nothing,
 ) -> Score:
     """Evaluate a model on a part of the data: "train", "valid" or "test".
 
     By default the protocol is the config's protocol for the test part, or, for the other two parts,
     the one for the validation part. Matrix products are in fp32; on a GPU, after training in a
-    lower precision (tf32, bf16, fp16), they are in tf32.
+    lower precision (tf32, bf16, fp16), they are in tf32. With `samples`, probabilities are averaged
+    over so many passes with masks (see `evaluate_samples`).
     """
     if part not in ("train", "valid", "test"):
         raise ValueError(f"part: expected 'train', 'valid' or 'test', got {part!r}")
@@ -243,7 +297,11 @@ def evaluate(
         if isinstance(data, Images):
             pixels, labels = (on_device(array[: config.data.limit], device) for array in values)
             return evaluate_images(model, pixels, labels, chosen.size, seed=config.seed, tick=tick)
-        return evaluate_text(model, on_device(values, device), chosen, seed=config.seed, tick=tick)
+        tokens = on_device(values, device)
+        if samples:
+            with sampling_mode(model, config):
+                return evaluate_samples(model, tokens, chosen, samples, seed=config.seed, tick=tick)
+        return evaluate_text(model, tokens, chosen, seed=config.seed, tick=tick)
 
 
 def estimate_statistics(

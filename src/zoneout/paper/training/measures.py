@@ -1,30 +1,36 @@
 """Measures (bits, perplexity, error): their names, units and formats.
 
-Also the rule for when a result reaches the paper's number.
+Also the rule for when a result reaches the paper's number (`z_score` and `reached`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from statistics import fmean, stdev
-from typing import Any
+from collections.abc import Iterable, Sequence
+from statistics import fmean, stdev, variance
+from typing import Any, Literal, TypeAlias
 
 from ..data.corpora import Corpus, Images
 from ..data.text import Vocabulary
+
+Verdict: TypeAlias = Literal["yes", "no", "differs"]
 
 LABELS = {"bits": "bits per character", "perplexity": "perplexity", "error": "error"}  # in plots
 UNITS = LABELS | {"error": "share that is wrong"}  # in tables
 DIGITS = {"bits": 3, "perplexity": 1, "error": 3}  # decimal places, as in the paper
 # Decimal places of a mean over seeds and of its standard deviation.
 SPREADS = {name: digits + 1 for name, digits in DIGITS.items()}
-# Tolerance for a result of a single seed; for perplexity, relative to the paper's number.
-SCATTER = {"bits": 0.004, "perplexity": 0.01, "error": 0.005}
+AT_MOST = 1.65  # z of a row that reaches the paper's number
+DIFFERS = -2.0  # z below which a row is so much better that it is another experiment
 REACHED = (
-    "the mean is at or below the paper's number plus one standard deviation over our seeds; with "
-    "one seed, plus "
-    f"{SCATTER['bits']} bits, {SCATTER['perplexity'] * 100:g} % of the perplexity or "
-    f"{SCATTER['error']} of error"
+    "z = (our mean − the paper's number) / (sd · √(1 + 1/n)) is at most "
+    f"{AT_MOST}, where n is the number of our seeds, and sd the standard deviation over seeds: the "
+    "smaller of the row's own (from three seeds on) and that pooled over the rows of the task"
+)
+DIFFERENT = (
+    "Lower numbers are better, so a negative z is a better result than the paper's. At z ≤ "
+    f"{DIFFERS:g}".replace("-", "−")
+    + " the row *differs*: it is then another experiment than the paper's, and no success"
 )
 
 
@@ -78,17 +84,39 @@ def spread(values: Sequence[float], measure: str) -> str:
     return f"{fmean(values):.{digits}f} ± {stdev(values):.{digits}f}"
 
 
-def reached(values: Sequence[float], paper: float, measure: str) -> bool:
-    """Return whether the results reach the paper's number (lower is better).
+def pooled(rows: Iterable[Sequence[float]]) -> float | None:
+    """Return the standard deviation over seeds, pooled over rows; None if no row has two seeds.
 
-    The mean over seeds must be at most the paper's number plus one standard deviation. A single
-    seed must be at most the paper's number plus the tolerance in `SCATTER`.
-
-    >>> reached([1.3655], 1.362, "bits"), reached([1.367], 1.362, "bits")
-    (True, False)
-    >>> reached([1.361, 1.367], 1.362, "bits")
-    True
+    >>> pooled([[1.0, 3.0], [5.0], [2.0, 2.0]])
+    1.0
     """
-    if len(values) > 1:
-        return fmean(values) <= paper + stdev(values)
-    return values[0] <= paper + SCATTER[measure] * (paper if measure == "perplexity" else 1)
+    several = [values for values in rows if len(values) > 1]
+    squares = sum(variance(values) * (len(values) - 1) for values in several)
+    degrees = sum(len(values) - 1 for values in several)
+    return math.sqrt(squares / degrees) if degrees else None
+
+
+def z_score(values: Sequence[float], paper: float, pooled: float | None) -> float | None:
+    """Return by how many standard deviations the mean over seeds is above the paper's number.
+
+    The paper's number is taken for one more run: so the deviation is sd · √(1 + 1/n). sd is the
+    smaller of the row's own, from three seeds on, and that pooled over the rows of its task. The
+    result is None if neither is known.
+
+    >>> z_score([1.0, 2.0, 3.0], 1.0, pooled=None)
+    0.8660254037844387
+    """
+    known = [sd for sd in (pooled, stdev(values) if len(values) > 2 else None) if sd is not None]
+    if not known:
+        return None
+    difference, sd = fmean(values) - paper, min(known) * math.sqrt(1 + 1 / len(values))
+    return difference / sd if sd else math.copysign(math.inf, difference) if difference else 0.0
+
+
+def reached(z: float | None) -> Verdict | None:
+    """Return whether a row with this z reaches the paper's number; None if it is not known.
+
+    >>> reached(1.65), reached(1.66), reached(-1.9), reached(-2.0)
+    ('yes', 'no', 'yes', 'differs')
+    """
+    return None if z is None else "no" if z > AT_MOST else "differs" if z <= DIFFERS else "yes"

@@ -8,6 +8,7 @@ coordinates, like the masks inside the layers.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -31,6 +32,14 @@ CLASSES, PIXELS = 10, 784  # of mnist
 
 # Random draws outside the layers: each has a layer number that no recurrent layer can have.
 _INPUT, _OUTPUT, _WORDS, _OUTPUT_OF_SEQUENCE = range(LAYERS, LAYERS + 4)
+
+
+@zo.cell(gates=4, states=("h", "c"), bounded=True, checked=False)
+def biased_lstm(x, r, h, c, out_bias):  # type: ignore[no-untyped-def]
+    """An LSTM with a learned bias inside the output's tanh, as in the paper's pMNIST code."""
+    i, f, g, o = (a + b for a, b in zip(x, r))
+    c = zo.candidate("c", f.sigmoid() * c + zo.update(i.sigmoid() * g.tanh()))
+    return zo.held(o.sigmoid()) * (zo.shown(c) + out_bias).tanh(), c
 
 
 class Output(NamedTuple):
@@ -57,7 +66,8 @@ class RecurrentModel(nn.Module):
             "layer": "layer",
             "batch": zo.RecurrentBatchNorm(steps, model.norm_momentum),
         }
-        kinds: dict[str, Any] = {"lstm": zo.LSTM, "gru": zo.GRU, "rnn": zo.RNN, "rnn-relu": zo.RNN}
+        lstm = partial(zo.Recurrent, biased_lstm) if model.output_bias else zo.LSTM
+        kinds: dict[str, Any] = {"lstm": lstm, "gru": zo.GRU, "rnn": zo.RNN, "rnn-relu": zo.RNN}
         extra = {"nonlinearity": "relu"} if model.cell == "rnn-relu" else {}
         self.recurrent = kinds[model.cell](
             embedding or inputs,
@@ -222,7 +232,12 @@ def noises(config: Config) -> list[Any]:
         made.append(kind(**vars(settings), **seed, at_eval=at_eval))
     variational = config.variational_dropout
     made.append(
-        zo.VariationalDropout(input=variational.input, hidden=variational.hidden, at_eval=at_eval)
+        zo.VariationalDropout(
+            input=variational.input,
+            hidden=variational.hidden,
+            tied=variational.tied,
+            at_eval=at_eval,
+        )
     )
     made.append(zo.WeightDrop(rate=config.weight_drop, at_eval=at_eval))
     made.append(zo.WeightNoise(std=config.weight_noise, at_eval=at_eval))
@@ -326,6 +341,8 @@ def initialise(model: RecurrentModel, config: Config) -> None:
     for name, parameter in model.recurrent.named_parameters():
         if name.startswith("bias_hh") and settings.one_bias:
             parameter.zero_().requires_grad_(False)
+        elif name.startswith("out_bias"):
+            parameter.zero_()
         elif name.startswith("bias_ih") and settings.cell == "lstm":
             parameter[gates : 2 * gates] += settings.forget_bias
 

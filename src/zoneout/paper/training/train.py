@@ -37,6 +37,10 @@ from .step import Step
 
 Progress = Callable[[dict[str, Any]], None]
 
+TRAINING = 10_000  # training images of the training error
+LARGE = 5_000  # examples in a batch of `statistics_also`
+RUNNING, BY_LARGE = "by_running_averages", "by_large_batches"  # fields of `statistics_also`
+ALSO = ("train_error", RUNNING, BY_LARGE)  # other scores in the line of a validation
 SAVE_SECONDS = 300.0  # at most this much training is lost with a killed process
 
 
@@ -280,23 +284,52 @@ class Training:
     def validate(self) -> None:
         """Validate, save the weights if they are the best so far, and write a checkpoint."""
         self.check_finite()
-        score = evaluate(
-            self.model, self.data, "valid", self.config, batch_statistics=True, tick=self.tick
-        )
-        score = self.processes.share(score)
+        score = self.score("valid", self.config)
         if not math.isfinite(score.nats):
             raise self.diverged(
                 f"the validation loss was {score.nats} after update {self.state.update}"
             )
         state, judged = self.state, "error" if self.measure == "error" else "nats"
-        best = state.best is None or getattr(score, judged) < state.best[judged]
+        best = (
+            state.best is None
+            or self.config.evaluation.keep == "last"
+            or getattr(score, judged) < state.best[judged]
+        )
         state.validated, state.stale = state.update, 0 if best else state.stale + 1
-        line = self.line("valid", **values_of(score, self.measure), best=best)
+        line = self.line("valid", **values_of(score, self.measure), **self.also(), best=best)
         if best:
             state.best = line
             if self.processes.first:
                 self.run.save_best(self.model, line)
         self.save()
+
+    def score(self, part: str, config: Config, *, batch_statistics: bool = True) -> Score:
+        """Evaluate the current weights on a part of the data."""
+        score = evaluate(
+            self.model, self.data, part, config, batch_statistics=batch_statistics, tick=self.tick
+        )
+        return self.processes.share(score)
+
+    def also(self) -> dict[str, float]:
+        """Return other scores of the current weights, for the line of a validation.
+
+        For images, the error on the first training images, without noise. With batch norm and
+        `statistics_also`, the validation score by other statistics.
+        """
+        config = self.config
+        found: dict[str, float | None] = {}
+        if self.measure == "error":
+            part = replace(config.data, limit=min(config.data.limit or TRAINING, TRAINING))
+            found["train_error"] = self.score("train", replace(config, data=part)).error
+        if config.evaluation.statistics_also and config.model.norm == "batch":
+            many = replace(config.evaluation.valid, size=LARGE)
+            large = replace(config, evaluation=replace(config.evaluation, valid=many))
+            for name, score in (
+                (RUNNING, self.score("valid", config, batch_statistics=False)),
+                (BY_LARGE, self.score("valid", large)),
+            ):
+                found[name] = getattr(score, self.measure)
+        return {n: value for n, value in found.items() if value is not None}
 
     def test(self) -> dict[str, Any]:
         """Evaluate the best weights on the test part and return the metrics line."""

@@ -25,6 +25,7 @@ _RULES: tuple[tuple[tuple[str, ...], _Read, str], ...] = (
     (("optimizer.eps", "optimizer.paper"), lambda c: c.optimizer.rule != "sgd", "sgd has none"),
     (("model.init_bound",), lambda c: c.model.init == "uniform", "only init uniform has it"),
     (("model.forget_bias",), lambda c: c.model.cell == "lstm", "only an LSTM has forget gates"),
+    (("model.output_bias",), lambda c: c.model.cell == "lstm", "only an LSTM has a cell state"),
     (("model.norm_momentum",), lambda c: c.model.norm == "batch", "only batch norm has it"),
     (("zoneout.mask",), lambda c: c.zoneout.cell > 0 or c.zoneout.hidden > 0, "its rates are 0"),
     (
@@ -38,12 +39,17 @@ _RULES: tuple[tuple[tuple[str, ...], _Read, str], ...] = (
         "its rates are 0",
     ),
     (
+        ("variational_dropout.tied",),
+        lambda c: c.variational_dropout.input > 0 or c.variational_dropout.hidden > 0,
+        "its rates for input and h are 0",
+    ),
+    (
         ("batches.offset",),
         lambda c: c.batches.kind == "chunks" and c.task == "language",
         "only a text that is cut into chunks has it",
     ),
     (
-        ("evaluation.statistics",),
+        ("evaluation.statistics", "evaluation.statistics_also"),
         lambda c: c.model.norm == "batch",
         "only batch norm has statistics",
     ),

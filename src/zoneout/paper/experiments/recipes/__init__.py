@@ -11,10 +11,10 @@ sources disagree.
 (1.252, Zoneout(cell=0.5, hidden=0.05, mask='unit'))
 """
 
-from . import char_ptb, word_ptb, text8, pmnist  # isort: skip  # the order of the tables
+from . import char_ptb, word_ptb, text8, pmnist, quick  # isort: skip  # the order of the tables
 from .registry import MEASURES, QUOTED, RECIPES, Recipe, recipe, select
 
 __all__ = [
-    "MEASURES", "QUOTED", "RECIPES", "Recipe", "char_ptb", "pmnist", "recipe",
+    "MEASURES", "QUOTED", "RECIPES", "Recipe", "char_ptb", "pmnist", "quick", "recipe",
     "select", "text8", "word_ptb",
 ]  # fmt: skip

@@ -17,7 +17,20 @@ MEASURES = {  # the measure of each task; lower is better
     "pmnist": "error",
     "pmnist-permuted": "error",
     "gradient-flow": "error",
+    "quick": "bits",
 }
+
+PRECISIONS = {  # of the products in training, where a task's rows are run on a GPU
+    "char-ptb": "bf16",
+    "word-ptb": "bf16",
+    "text8": "bf16",
+    "text8-prefix": "bf16",
+    "pmnist": "tf32",
+    "pmnist-permuted": "tf32",
+    "gradient-flow": "tf32",
+    "quick": "fp32",
+}
+THREE = (1, 2, 3)  # the seeds of the rows of Tables 1 and 2, fixed before they were run
 
 
 @dataclass(frozen=True)
@@ -32,10 +45,21 @@ class Recipe:
     test: float | None
     where: str  # the place in the paper, or another origin ("ours", "search", …)
     held: bool  # whether our result has to reach the paper's numbers, or is only shown with them
+    seeds: tuple[int, ...] = (1,)  # the seeds to run
+    spare: tuple[int, ...] = ()  # seeds to run if there is time
+    not_run: str = ""  # why no seed is to be run; "" if one is
+    differs: str = ""  # why the row may be a better one than the paper's
+    precision: str = ""  # of the products, where the row is about it; "" leaves it open
 
     @property
     def measure(self) -> str:
         return MEASURES[self.task]
+
+    @property
+    def gpu_precision(self) -> str:
+        """The precision of the products in which the row is run on a GPU."""
+        norm = self.make().model.norm
+        return self.precision or ("tf32" if norm == "batch" else PRECISIONS[self.task])
 
     @property
     def short(self) -> str:
@@ -74,17 +98,27 @@ def recipe(
     where: str = "Table 1",
     held: bool = True,
     beside: str = "",
+    seeds: tuple[int, ...] = (1,),
+    spare: tuple[int, ...] = (),
+    not_run: str = "",
+    differs: str = "",
+    precision: str = "",
 ) -> Callable[[Callable[[], Config]], Callable[[], Config]]:
     """Return a decorator that registers a function as a recipe, under the function's name.
 
     `beside` names an earlier recipe. The new recipe is shown with that recipe's numbers of the
-    paper, but is not held to them.
+    paper, but is not held to them. The arguments after it are fields of the recipe; with `not_run`,
+    there are no seeds.
     """
     if beside:
         valid, test, held = RECIPES[beside].valid, RECIPES[beside].test, False
 
     def register(make: Callable[[], Config]) -> Callable[[], Config]:
-        RECIPES[make.__name__] = Recipe(make.__name__, task, row, make, valid, test, where, held)
+        name = make.__name__
+        RECIPES[name] = Recipe(
+            name, task, row, make, valid, test, where, held,
+            () if not_run else seeds, spare, not_run, differs, precision,
+        )  # fmt: skip
         return make
 
     return register

@@ -1,0 +1,639 @@
+"""What of the paper holds up: its empirical claims, each with a verdict computed from the records.
+
+A claim is a sentence of ours about what the paper found, and a rule that turns records into a
+finding: a verdict and the evidence in words. There are two kinds of rules.
+
+* Scores are compared by t: the difference of two means over seeds, divided by its standard
+  error, sd · √(1/n + 1/m). sd is the standard deviation over seeds, pooled over the rows of the
+  task, so that a row with one seed can be compared too.
+* Other quantities (epochs, steps, training losses) have no pooled deviation. There every run of
+  one row must be on the same side of every run of the other.
+
+Claims about the state of the art of 2016 are left out: no run can check them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Literal, TypeAlias
+
+from ..training.measures import reached, rounded, spread
+from . import gradient_flow
+from .recipes import RECIPES
+from .results import GRADIENTS, PARTS, Record, fitting, scatter_of, z_of
+
+Verdict: TypeAlias = Literal["holds", "does not hold here", "cannot tell"]
+VERDICTS: tuple[Verdict, ...] = ("holds", "does not hold here", "cannot tell")
+NEAREST = 2  # rivals that are named in the evidence
+CLEAR = 2.0  # |t| from which two rows differ
+RULE = (
+    f"A claim that one row is better than another holds if t ≥ {CLEAR:g} on validation or test, "
+    f"and t > 0 on the other. It does not hold here if t ≤ −{CLEAR:g} on one and t < 0 on the "
+    "other. "
+    "Otherwise these runs cannot tell. t is the difference of the means over seeds, divided by "
+    "sd · √(1/n + 1/m) with the standard deviation pooled over the rows of the task. A claim about "
+    "several rows holds if it holds for each. Epochs, steps and training losses are compared run "
+    "by run: all of one row must lie on one side of all of the other."
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the records say of a claim."""
+
+    verdict: Verdict
+    evidence: str
+    recipes: tuple[str, ...]  # the rows that were compared
+
+
+class Book:
+    """All records, and the scatter over seeds of every task."""
+
+    def __init__(self, results: Path) -> None:
+        self.results = results
+        self.records = {name: fitting(r, results)[0] for name, r in RECIPES.items()}
+
+    @cached_property
+    def scatter(self) -> dict[str, dict[str, float | None]]:
+        """The standard deviation over seeds, pooled over the rows of a task, by task and part."""
+        tasks = dict.fromkeys(recipe.task for recipe in RECIPES.values())
+        return {
+            task: scatter_of([self.records[r.name] for r in RECIPES.values() if r.task == task])
+            for task in tasks
+        }
+
+    def scores(self, recipe: str, part: str) -> list[float]:
+        """Return the scores of a recipe's seeds."""
+        return [record[part] for record in self.records[recipe]]
+
+    def reach(self, recipe: str, state: str) -> list[int]:
+        """Return, for each seed, the number of last steps that hold half of the gradient's norm."""
+        found = (self.results / recipe).glob(GRADIENTS.format("*"))
+        layers = [gradient_flow.read_record(path)["layers"] for path in sorted(found)]
+        return [
+            gradient_flow.half_in_last(list(one.values())[-1][state]["share"]) for one in layers
+        ]
+
+
+# --- rules
+# ---------------------------------------------------------------------------------------
+
+
+def t_of(book: Book, better: str, worse: str, part: str) -> float | None:
+    """Return t of the difference between two rows of a task; positive if `better` is better.
+
+    None if a row has no records, or if the scatter over seeds is not known.
+    """
+    ours, theirs = book.scores(better, part), book.scores(worse, part)
+    sd = book.scatter[RECIPES[better].task][part]
+    if not ours or not theirs or sd is None:
+        return None
+    difference, error = fmean(theirs) - fmean(ours), sd * math.sqrt(1 / len(ours) + 1 / len(theirs))
+    return (
+        difference / error if error else math.copysign(math.inf, difference) if difference else 0.0
+    )
+
+
+def verdict_of(ts: Sequence[float | None]) -> Verdict:
+    """Return the verdict on a comparison from t on each part.
+
+    >>> verdict_of([2.0, 0.1]), verdict_of([2.0, -0.1]), verdict_of([-2.0, -0.1]), verdict_of([1.9])
+    ('holds', 'cannot tell', 'does not hold here', 'cannot tell')
+    >>> verdict_of([None, 3.0])
+    'cannot tell'
+    """
+    known = [t for t in ts if t is not None]
+    if len(known) < len(ts):
+        return "cannot tell"
+    if max(known) >= CLEAR and min(known) > 0:
+        return "holds"
+    return "does not hold here" if min(known) <= -CLEAR and max(known) < 0 else "cannot tell"
+
+
+def all_of(verdicts: Iterable[Verdict]) -> Verdict:
+    """Return the verdict on a claim about several rows.
+
+    >>> all_of(["holds", "cannot tell"]), all_of(["cannot tell", "does not hold here"])
+    ('cannot tell', 'does not hold here')
+    """
+    found = set(verdicts)
+    if "does not hold here" in found:
+        return "does not hold here"
+    return "holds" if found == {"holds"} else "cannot tell"
+
+
+def apart(fewer: Sequence[float], more: Sequence[float]) -> Verdict:
+    """Return the verdict on "the first numbers are smaller", number by number.
+
+    >>> apart([1, 2], [3]), apart([1, 4], [3]), apart([4], [3]), apart([], [3])
+    ('holds', 'cannot tell', 'does not hold here', 'cannot tell')
+    """
+    if not fewer or not more:
+        return "cannot tell"
+    if max(fewer) < min(more):
+        return "holds"
+    return "does not hold here" if min(fewer) > max(more) else "cannot tell"
+
+
+def seeds(count: int) -> str:
+    return "1 seed" if count == 1 else f"{count} seeds"
+
+
+def numbers_of(book: Book, recipe: str, parts: Sequence[str]) -> str:
+    """Return a row's title, its scores and its number of seeds; or that it has no run."""
+    row, own = RECIPES[recipe], book.records[recipe]
+    if not own:
+        return f"{row.row}: {'not run' if row.not_run else 'no run yet'}"
+    return f"{row.row}: {shown(book, recipe, parts)} ({seeds(len(own))})"
+
+
+def shown(book: Book, recipe: str, parts: Sequence[str]) -> str:
+    """Return the scores of a row with records, validation before test."""
+    measure = RECIPES[recipe].measure
+    return " / ".join(spread(book.scores(recipe, part), measure) for part in parts)
+
+
+Test: TypeAlias = Callable[[Book], Finding]
+
+
+def better(*pairs: tuple[str, str], parts: Sequence[str] = PARTS) -> Test:
+    """Return the test of "the first row of each pair is better than the second"."""
+    rows = tuple(dict.fromkeys(row for pair in pairs for row in pair))
+    several = len({RECIPES[row].task for row in rows}) > 1
+
+    def test(book: Book) -> Finding:
+        verdict, t = compared(book, pairs, parts)
+        words = [
+            (f"{RECIPES[pair[0]].task}: " if several else "") + against(book, pair, parts)
+            for pair in pairs
+        ]
+        return Finding(verdict, f"{'; '.join(words)}.{t}", rows)
+
+    return test
+
+
+def against(book: Book, pair: tuple[str, str], parts: Sequence[str]) -> str:
+    """Return the scores of two rows beside each other."""
+    first = RECIPES[pair[0]].row
+    if missing := [row for row in pair if not book.records[row]]:
+        return f"{first}: no run of {' and '.join(missing)}"
+    counts = " and ".join(str(len(book.records[row])) for row in pair)
+    ours, theirs = (shown(book, row, parts) for row in pair)
+    return f"{first} {ours} against {theirs} (seeds: {counts})"
+
+
+def beats(winner: str, *others: str, parts: Sequence[str] = PARTS) -> Test:
+    """Return the test of "a row is better than each of the others"."""
+    pairs = [(winner, other) for other in others]
+
+    def test(book: Book) -> Finding:
+        verdict, t = compared(book, pairs, parts)
+
+        def rank(row: str) -> float:
+            return fmean(book.scores(row, parts[0])) if book.records[row] else -math.inf
+
+        near = sorted(others, key=rank)  # rows without runs first, then the best
+        text = "; ".join(numbers_of(book, row, parts) for row in (winner, *near[:NEAREST]))
+        more = f"; {len(near) - NEAREST} more are further behind" if len(near) > NEAREST else ""
+        return Finding(verdict, f"{text}{more}.{t}", (winner, *others))
+
+    return test
+
+
+def compared(
+    book: Book, pairs: Sequence[tuple[str, str]], parts: Sequence[str]
+) -> tuple[Verdict, str]:
+    """Return the verdict on "the first of each pair is better", and the range of t in words."""
+    found = [[t_of(book, *pair, part) for part in parts] for pair in pairs]
+    every = sorted(t for ts in found for t in ts if t is not None)
+    words = [f"{t:.1f}".replace("-", "−") for t in every]
+    text = f" t {words[0]}" if words else ""
+    return all_of(map(verdict_of, found)), text + f" to {words[-1]}." if every[
+        1:
+    ] else text + "." * bool(text)
+
+
+def as_printed(*rows: str) -> Test:
+    """Return the test of "these rows reach the paper's numbers": neither missed nor far below."""
+
+    def test(book: Book) -> Finding:
+        verdicts, words = [], []
+        for name in rows:
+            recipe, own = RECIPES[name], book.records[name]
+            zs = [z_of(recipe, own, part, book.scatter[recipe.task]) for part in PARTS if own]
+            ones = [reached(z) for z in zs if z is not None] or [None]
+            verdicts += ones
+            paper = " / ".join(str(getattr(recipe, part) or "–") for part in PARTS)
+            if set(ones) != {"yes"} or len(rows) < 3:
+                words.append(f"{numbers_of(book, name, PARTS)}, paper {paper}")
+        if left := len(rows) - len(words):
+            words.append(f"{left} other {'row has' if left == 1 else 'rows have'} the paper's")
+        verdict: Verdict = (
+            "does not hold here"
+            if {"no", "differs"} & set(verdicts)
+            else "cannot tell"
+            if None in verdicts
+            else "holds"
+        )
+        return Finding(verdict, "; ".join(words) + ".", rows)
+
+    return test
+
+
+def epochs_to(record: Record, level: float) -> float:
+    """Return the first epoch whose validation is at the level or below; infinity if none is."""
+    points = zip(record["curve"]["epoch"], record["curve"]["valid"])
+    return next((epoch for epoch, value in points if value <= level), math.inf)
+
+
+def trains(zoned: str, plain: str, *, faster: bool) -> Test:
+    """Return the test of "zoneout takes fewer (or more) epochs to a validation score".
+
+    The score is one that every unregularised run reaches: the worst of their best scores.
+    """
+
+    def test(book: Book) -> Finding:
+        ours, theirs = book.records[zoned], book.records[plain]
+        if not ours or not theirs:
+            return Finding("cannot tell", "No runs to compare.", (zoned, plain))
+        level = max(min(record["curve"]["valid"]) for record in theirs)
+        with_it, without = ([epochs_to(r, level) for r in rows] for rows in (ours, theirs))
+        verdict = apart(with_it, without) if faster else apart(without, with_it)
+        later = fmean(r["best_epoch"] for r in ours), fmean(r["best_epoch"] for r in theirs)
+        text = (
+            f"Epochs to {rounded(level, RECIPES[plain].measure)}: {span(with_it)} with zoneout "
+            f"({seeds(len(ours))}), {span(without)} without ({seeds(len(theirs))}). Their own best "
+            f"comes at epoch {later[0]:.0f} and {later[1]:.0f}."
+        )
+        return Finding(verdict, text, (zoned, plain))
+
+    return test
+
+
+def span(values: Sequence[float]) -> str:
+    """Format the range of some numbers.
+
+    >>> span([7.0, 7.0]), span([7, 9])
+    ('7', '7 to 9')
+    """
+    low, high = (f"{value:g}" for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+def further(state: Literal["cell", "hidden"]) -> Test:
+    """Return the test of "with zoneout, gradients reach more steps back than in the other arms"."""
+    arms = [f"gradient_flow_{arm}" for arm in ("zoneout", "unregularised", "dropout")]
+
+    def test(book: Book) -> Finding:
+        steps = {arm: book.reach(arm, state) for arm in arms}
+        verdict = all_of(apart(steps[arm], steps[arms[0]]) for arm in arms[1:])
+        words = [
+            f"{RECIPES[arm].row} {span(found)} ({seeds(len(found))})" if found else f"{arm}: no run"
+            for arm, found in steps.items()
+        ]
+        text = f"Half of the norm lies in this many last steps of 784: {'; '.join(words)}."
+        return Finding(verdict, text, tuple(arms))
+
+    return test
+
+
+def trains_lower(low: str, high: str) -> Test:
+    """Return the test of "one row ends with a lower training loss", at the last common epoch."""
+
+    def test(book: Book) -> Finding:
+        both = [book.records[low], book.records[high]]
+        if not all(both):
+            return Finding("cannot tell", "No runs to compare.", (low, high))
+        last = min(record["epochs"] for rows in both for record in rows)
+        found = [[training_bits(record, last) for record in rows] for rows in both]
+        words = [
+            f"{RECIPES[name].row} {fmean(values):.3f} ({seeds(len(values))})"
+            for name, values in zip((low, high), found)
+        ]
+        text = f"Training loss in bits at epoch {last:g}, with noise: {'; '.join(words)}."
+        return Finding(apart(*found), text, (low, high))
+
+    return test
+
+
+def training_bits(record: Record, epoch: float) -> float:
+    """Return the training loss of the last recorded epoch up to this one."""
+    points = zip(record["curve"]["epoch"], record["curve"]["train_nats"])
+    nats = [value for at, value in points if at <= epoch and value is not None]
+    return float(nats[-1]) / math.log(2) if nats else math.inf
+
+
+def not_tried(book: Book) -> Finding:
+    return Finding("cannot tell", "The project has no row for it.", ())
+
+
+# --- the claims
+# ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim of the paper, in our words."""
+
+    name: str
+    sentence: str
+    where: str  # in the paper
+    test: Test
+
+
+@dataclass(frozen=True)
+class Group:
+    """Claims that one figure shows."""
+
+    name: str
+    title: str
+    figure: str  # of report.figures
+    claims: tuple[Claim, ...]
+
+
+_RIVALS = (
+    "unregularised",
+    "weight_noise",
+    "norm_stabiliser",
+    "stochastic_depth",
+    "recurrent_dropout",
+)
+_ARMS = (
+    "cells_005", "cells_025", "cells_050", "states_005", "states_025", "states_050",
+    "both_005_005", "both_025_005", "both_050_050",
+)  # fmt: skip
+
+
+def _char(*rows: str) -> tuple[str, ...]:
+    return tuple(f"char_ptb_{row}" for row in rows)
+
+
+GROUPS = (
+    Group(
+        "char-ptb",
+        "Characters of Penn Treebank",
+        "scores-char-ptb",
+        (
+            Claim(
+                "numbers-char",
+                "An LSTM with zoneout has 1.362 bits in validation and 1.252 in the test.",
+                "Table 1",
+                as_printed("char_ptb_zoneout"),
+            ),
+            Claim(
+                "rivals-char",
+                "Zoneout is better than no noise and than its four rivals.",
+                "Table 1",
+                beats("char_ptb_zoneout", *_char(*_RIVALS)),
+            ),
+            Claim(
+                "rivals-numbers-char",
+                "The rivals are as far behind as the paper's table says.",
+                "Table 1",
+                as_printed(*_char(*_RIVALS)),
+            ),
+            Claim(
+                "cells-alone",
+                "Zoneout on cells alone, at 0.5, is better than the best recurrent dropout.",
+                "section 4.1",
+                beats("char_ptb_zoneout_cells_050", "char_ptb_recurrent_dropout"),
+            ),
+            Claim(
+                "states-alone",
+                "Zoneout on states alone, at 0.05, is better than the best recurrent dropout.",
+                "section 4.1",
+                beats("char_ptb_zoneout_states_005", "char_ptb_recurrent_dropout"),
+            ),
+            Claim(
+                "best-rates",
+                "Cells 0.5 together with states 0.05 are the best rates.",
+                "section 4.1",
+                beats("char_ptb_zoneout", *(f"char_ptb_zoneout_{arm}" for arm in _ARMS)),
+            ),
+            Claim(
+                "low-states-high-cells",
+                "Low rates are best on states, and rates around 0.5 work well on cells.",
+                "section 4.1",
+                better(
+                    ("char_ptb_zoneout_states_005", "char_ptb_zoneout_states_025"),
+                    ("char_ptb_zoneout_states_005", "char_ptb_zoneout_states_050"),
+                    ("char_ptb_zoneout_cells_050", "char_ptb_zoneout_cells_005"),
+                ),
+            ),
+            Claim(
+                "shared-mask",
+                "One mask for cells and states is worse than separate masks.",
+                "section 4.1",
+                beats("char_ptb_zoneout", "char_ptb_zoneout_shared"),
+            ),
+            Claim(
+                "schedules",
+                "Different update rates or schedules for different units bring no gain.",
+                "section 2.4",
+                not_tried,
+            ),
+        ),
+    ),
+    Group(
+        "training-time",
+        "Other cells, and the length of training",
+        "training-time",
+        (
+            Claim(
+                "gru",
+                "A GRU with zoneout is better than without.",
+                "section 4.1",
+                beats("char_ptb_gru_zoneout_020", "char_ptb_gru"),
+            ),
+            Claim(
+                "rnn",
+                "A tanh-RNN with zoneout is better than without.",
+                "section 4.1",
+                beats("char_ptb_rnn_zoneout", "char_ptb_rnn"),
+            ),
+            Claim(
+                "shorter-lstm",
+                "Zoneout shortens the training of LSTMs.",
+                "section 4.1",
+                trains("char_ptb_zoneout", "char_ptb_unregularised", faster=True),
+            ),
+            Claim(
+                "longer-gru",
+                "Zoneout lengthens the training of GRUs.",
+                "section 4.1",
+                trains("char_ptb_gru_zoneout_020", "char_ptb_gru", faster=False),
+            ),
+            Claim(
+                "longer-rnn",
+                "Zoneout lengthens the training of tanh-RNNs.",
+                "section 4.1",
+                trains("char_ptb_rnn_zoneout", "char_ptb_rnn", faster=False),
+            ),
+        ),
+    ),
+    Group(
+        "word-ptb",
+        "Words of Penn Treebank",
+        "scores-word-ptb",
+        (
+            Claim(
+                "on-top-words",
+                "Zoneout added to dropout between the layers lowers the perplexity.",
+                "section 4.1",
+                beats("word_ptb_zoneout", "word_ptb_nr_dropout"),
+            ),
+            Claim(
+                "numbers-words",
+                "The perplexities are 81.4 and 77.4 with zoneout, and 82.2 and 78.4 without.",
+                "Table 1",
+                as_printed("word_ptb_zoneout", "word_ptb_nr_dropout"),
+            ),
+            Claim(
+                "dropout-words",
+                "Zoneout is better than recurrent dropout.",
+                "Table 1",
+                beats("word_ptb_zoneout", "word_ptb_recurrent_dropout"),
+            ),
+            Claim(
+                "alone-words",
+                "Zoneout as the only regularisation of the large model is not competitive.",
+                "section 4.1",
+                beats("word_ptb_nr_dropout", "word_ptb_zoneout_only"),
+            ),
+            Claim(
+                "variational-words",
+                "Variational dropout is better than zoneout.",
+                "Table 1",
+                beats("word_ptb_variational", "word_ptb_zoneout"),
+            ),
+        ),
+    ),
+    Group(
+        "text8",
+        "text8, on its first 74 million characters",
+        "scores-text8-prefix",
+        (
+            Claim(
+                "rivals-text8",
+                "Zoneout is better than no noise and than its four rivals.",
+                "Table 1",
+                beats("text8_prefix_zoneout", *(f"text8_prefix_{row}" for row in _RIVALS)),
+            ),
+        ),
+    ),
+    Group(
+        "pmnist",
+        "Permuted sequential MNIST",
+        "scores-pmnist",
+        (
+            Claim(
+                "unregularised-images",
+                "Zoneout is better than no noise.",
+                "Table 2",
+                beats("pmnist_zoneout", "pmnist_unregularised"),
+            ),
+            Claim(
+                "dropout-images",
+                "Zoneout is better than recurrent dropout.",
+                "Table 2",
+                beats("pmnist_zoneout", "pmnist_recurrent_dropout"),
+            ),
+            Claim(
+                "batch-norm-images",
+                "Recurrent batch norm is better than all three.",
+                "Table 2",
+                beats(
+                    "pmnist_batch_norm",
+                    "pmnist_zoneout",
+                    "pmnist_recurrent_dropout",
+                    "pmnist_unregularised",
+                    parts=("test",),  # by other statistics, the validation cannot be compared
+                ),
+            ),
+            Claim(
+                "on-top-images",
+                "Zoneout makes recurrent batch norm better.",
+                "Table 2",
+                beats("pmnist_batch_norm_zoneout", "pmnist_batch_norm"),
+            ),
+            Claim(
+                "numbers-images",
+                "The errors are 0.063 and 0.069 with zoneout, 0.045 and 0.041 with both.",
+                "Table 2",
+                as_printed("pmnist_zoneout", "pmnist_batch_norm_zoneout"),
+            ),
+        ),
+    ),
+    Group(
+        "gradients",
+        "Gradients and identity connections",
+        "reach",
+        (
+            Claim(
+                "cells-reach",
+                "Gradients of cells reach further back with zoneout than with dropout or no noise.",
+                "Figure 6",
+                further("cell"),
+            ),
+            Claim(
+                "states-reach",
+                "So do gradients of hidden states.",
+                "section 4.4",
+                further("hidden"),
+            ),
+            Claim(
+                "static-valid",
+                "Static identity connections are worse than no noise in validation.",
+                "Figure 7",
+                beats("char_ptb_unregularised", "char_ptb_static", parts=("valid",)),
+            ),
+            Claim(
+                "static-noise",
+                "Static identity connections are worse than zoneout: the noise is needed.",
+                "Figure 7",
+                beats("char_ptb_zoneout", "char_ptb_static", parts=("valid",)),
+            ),
+            Claim(
+                "static-train",
+                "Static identity connections have a lower training loss than zoneout.",
+                "Figure 7",
+                trains_lower("char_ptb_static", "char_ptb_zoneout"),
+            ),
+        ),
+    ),
+    Group(
+        "across",
+        "Across tasks",
+        "gains",
+        (
+            Claim(
+                "reliable",
+                "Low rates on states (0.05 to 0.2) reliably improve existing models.",
+                "conclusion",
+                better(
+                    ("char_ptb_zoneout_states_005", "char_ptb_unregularised"),
+                    ("char_ptb_gru_zoneout", "char_ptb_gru"),
+                    ("char_ptb_gru_zoneout_020", "char_ptb_gru"),
+                    ("char_ptb_rnn_zoneout", "char_ptb_rnn"),
+                    ("text8_prefix_zoneout", "text8_prefix_unregularised"),
+                    ("pmnist_zoneout", "pmnist_unregularised"),
+                    ("pmnist_batch_norm_zoneout", "pmnist_batch_norm"),
+                ),
+            ),
+            Claim(
+                "combines",
+                "Zoneout works on top of other regularisers: dropout between layers, batch norm.",
+                "conclusion",
+                better(
+                    ("word_ptb_zoneout", "word_ptb_nr_dropout"),
+                    ("pmnist_batch_norm_zoneout", "pmnist_batch_norm"),
+                ),
+            ),
+        ),
+    ),
+)

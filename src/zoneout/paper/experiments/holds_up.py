@@ -1,0 +1,58 @@
+"""The page docs/holds-up.md: what of the paper holds up, made from the records alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from textwrap import fill
+
+from .claims import GROUPS, RULE, VERDICTS, Book, Claim, Finding, Group
+
+PICTURES = "pictures"  # beside the page; `zoneout figures` draws them
+MARKS = dict(zip(VERDICTS, ("✓ holds", "✗ does not hold here", "? cannot tell")))
+
+
+def judged(book: Book) -> list[tuple[Group, list[tuple[Claim, Finding]]]]:
+    """Return every group of claims with its findings."""
+    return [(group, [(claim, claim.test(book)) for claim in group.claims]) for group in GROUPS]
+
+
+def tally(findings: list[Finding]) -> str:
+    """Return how many claims have each verdict, in words."""
+    count = Counter(finding.verdict for finding in findings)
+    return (
+        f"Of {len(findings)} claims, {count['holds']} hold here, {count['does not hold here']} do "
+        f"not, and of {count['cannot tell']} these runs cannot tell."
+    )
+
+
+def has_figure(book: Book, group: Group, findings: list[tuple[Claim, Finding]]) -> bool:
+    """Return whether any row of a group has a record, so that its figure shows something."""
+    return any(book.records[row] for _, finding in findings for row in finding.recipes)
+
+
+def document(results: Path | str) -> str:
+    """Return the page docs/holds-up.md."""
+    book = Book(Path(results))
+    groups = judged(book)
+    every = [finding for _, found in groups for _, finding in found]
+    lead = (
+        f"{tally(every)} Every verdict is computed from the records in `results/`, and `zoneout "
+        "reproduce --write` makes this page. Numbers are validation / test means ± standard "
+        "deviation over seeds; lower is better. [All results](results.md), [how they are "
+        "made](reproducing.md)."
+    )
+    parts = ["# What of the paper holds up", fill(lead, 100, break_on_hyphens=False)]
+    for group, found in groups:
+        lines = [f"## {group.title}", ""]
+        if has_figure(book, group, found):
+            lines += [f"![{group.title}]({PICTURES}/{group.figure}.svg)", ""]
+        lines += ["| the paper says | verdict | evidence |", "|---|---|---|"]
+        lines += [
+            f"| {claim.sentence} ({claim.where}) | {MARKS[finding.verdict]} | {finding.evidence} |"
+            for claim, finding in found
+        ]
+        parts.append("\n".join(lines))
+    left_out = "Claims about the state of the art of 2016 are left out, since no run checks them."
+    parts += ["## The rule", fill(f"{RULE} {left_out}", 100, break_on_hyphens=False)]
+    return "\n\n".join(parts) + "\n"

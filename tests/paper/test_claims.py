@@ -1,0 +1,130 @@
+"""The claims of the paper: verdicts follow from the records by the stated rule, and nobody types
+one.
+
+The records are invented.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import fabricated
+import numpy as np
+import pytest
+
+from zoneout.paper.experiments import claims, holds_up
+from zoneout.paper.experiments.claims import GROUPS, VERDICTS, Book, Finding, apart, t_of
+from zoneout.paper.experiments.recipes import RECIPES
+from zoneout.paper.report import figures
+
+ROOT = Path(__file__).parents[2]
+ZONED, PLAIN = "char_ptb_zoneout", "char_ptb_unregularised"
+
+
+def write(results: Path, recipe: str, values: list[float], **fields: object) -> None:
+    for seed, value in enumerate(values, 1):
+        scores = {"valid": value, "test": value}
+        fabricated.write(results, fabricated.record(recipe, seed) | scores | fields)
+
+
+def finding(results: Path, name: str) -> Finding:
+    (claim,) = [c for group in GROUPS for c in group.claims if c.name == name]
+    return claim.test(Book(results))
+
+
+def test_t_is_what_numpy_computes(tmp_path: Path) -> None:
+    """A difference between two rows is held against the wrong scatter."""
+    ours, theirs = [1.36, 1.37, 1.35], [1.46, 1.48]
+    write(tmp_path, ZONED, ours)
+    write(tmp_path, PLAIN, theirs)
+    squares = sum(np.var(row) * len(row) for row in (ours, theirs))
+    error = math.sqrt(squares / 3) * math.sqrt(1 / 3 + 1 / 2)
+    t = (np.mean(theirs) - np.mean(ours)) / error
+    assert t_of(Book(tmp_path), ZONED, PLAIN, "test") == pytest.approx(t)
+    assert t_of(Book(tmp_path), PLAIN, ZONED, "test") == pytest.approx(-t)
+    assert t_of(Book(tmp_path), ZONED, "char_ptb_gru", "test") is None
+
+
+@pytest.mark.parametrize(
+    ("dropout", "verdict"),
+    [(1.40, "holds"), (1.30, "does not hold here"), (1.3605, "cannot tell"), (None, "cannot tell")],
+)
+def test_a_verdict_follows_the_records(dropout: float | None, verdict: str, tmp_path: Path) -> None:
+    """A verdict stays as it is when the records say something else."""
+    write(tmp_path, ZONED, [1.359, 1.361])
+    for row in ("unregularised", "weight_noise", "norm_stabiliser", "stochastic_depth"):
+        write(tmp_path, f"char_ptb_{row}", [1.5])
+    if dropout is not None:
+        write(tmp_path, "char_ptb_recurrent_dropout", [dropout])
+    found = finding(tmp_path, "rivals-char")
+    assert found.verdict == verdict
+    assert "Zoneout 0.5, 0.05: 1.3600 ± 0.0014 / 1.3600 ± 0.0014 (2 seeds)" in found.evidence
+    assert len(found.recipes) == 6 and "3 more are further behind" in found.evidence
+
+
+def test_numbers_are_as_printed_only_if_every_one_is(tmp_path: Path) -> None:
+    """A row far below the paper's number, or one without a run, counts as reproduced."""
+    write(tmp_path, ZONED, [1.362, 1.364], test=1.252)
+    assert finding(tmp_path, "numbers-char").verdict == "holds"
+    write(tmp_path, "char_ptb_weight_noise", [1.3, 1.302])
+    found = finding(tmp_path, "rivals-numbers-char")
+    assert found.verdict == "does not hold here" and "paper 1.507 / 1.344" in found.evidence
+    assert finding(tmp_path, "numbers-words").verdict == "cannot tell"
+
+
+def test_epochs_are_counted_to_a_score_that_all_reach(tmp_path: Path) -> None:
+    """Zoneout seems to train faster because the two are not held to the same score."""
+    curve = {"epoch": [1.0, 2.0, 3.0], "valid": [1.6, 1.5, 1.4], "train_nats": [None] * 3}
+    write(tmp_path, PLAIN, [1.4, 1.45], curve=curve)
+    late = {**curve, "valid": [1.7, 1.4, 1.3]}
+    write(tmp_path, ZONED, [1.3], curve=late)
+    found = finding(tmp_path, "shorter-lstm")
+    assert found.verdict == "holds"
+    assert "Epochs to 1.400: 2 with zoneout (1 seed), 3 without (2 seeds)" in found.evidence
+    write(tmp_path, ZONED, [1.3], curve={**curve, "valid": [1.7, 1.5, 1.3]})
+    assert finding(tmp_path, "shorter-lstm").verdict == "cannot tell"
+
+
+def test_runs_that_overlap_cannot_tell() -> None:
+    """One seed decides where the others contradict it."""
+    assert apart([118, 90], [100]) == "cannot tell" and apart([79], [118, 119]) == "holds"
+
+
+def test_gradients_are_compared_by_their_records(tmp_path: Path) -> None:
+    """The figure of the gradients says one thing and the verdict another."""
+    for arm, fall in (("zoneout", 0.02), ("unregularised", 0.1), ("dropout", 0.3)):
+        fabricated.write(tmp_path, fabricated.flow(f"gradient_flow_{arm}", fall=fall))
+    assert finding(tmp_path, "cells-reach").verdict == "holds"
+    fabricated.write(tmp_path, fabricated.flow("gradient_flow_zoneout", 2, fall=0.2))
+    assert finding(tmp_path, "cells-reach").verdict == "cannot tell"
+
+
+def test_every_claim_is_there_with_a_verdict_and_its_figure(tmp_path: Path) -> None:
+    """A claim is left out of the page, or its group has no figure."""
+    fabricated.everything(tmp_path)
+    text = holds_up.document(tmp_path)
+    every = [claim for group in GROUPS for claim in group.claims]
+    assert len({claim.name for claim in every}) == len(every) >= 30
+    for group in GROUPS:
+        assert group.figure in figures.CLAIMS and f"(pictures/{group.figure}.svg)" in text
+        assert not figures.draw(group.figure, tmp_path).missing
+    assert all(f"| {claim.sentence} ({claim.where}) |" in text for claim in every)
+    counts = [int(n) for n in re.findall(r"\d+", text.split("\n\n")[1].split(" Every")[0])]
+    assert counts[0] == sum(counts[1:]) == len(every)
+    nothing = holds_up.document(tmp_path / "none")
+    assert nothing.count("? cannot tell") == len(every) and "pictures/" not in nothing
+    assert list(holds_up.MARKS) == list(VERDICTS)
+
+
+def test_the_page_is_what_the_records_say() -> None:
+    """docs/holds-up.md is not what `zoneout reproduce --write` makes of results/."""
+    page = (ROOT / "docs" / "holds-up.md").read_text(encoding="utf-8")
+    assert page == holds_up.document(ROOT / "results")
+
+
+def test_claims_name_rows_that_exist() -> None:
+    """A row was renamed, and a claim is without evidence for ever."""
+    names = re.findall(r'"((?:char_ptb|word_ptb|pmnist)_\w+)"', Path(claims.__file__).read_text())
+    assert names and set(names) <= set(RECIPES)
