@@ -55,6 +55,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> None:
     plan.forget()
     if os.environ.get("ZONEOUT_CHECK_PLANS") == "1":
         monkeypatch.setattr(plan, "_first_calls", recorded_and_repeated)
+        monkeypatch.setattr(plan, "DEVICES", {"cpu", "cuda"})
 
 
 @pytest.fixture

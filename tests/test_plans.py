@@ -230,8 +230,9 @@ def test_of_kernels(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("hidden", [32, 256])
-def test_on_the_gpu(hidden, dtype):
+def test_on_the_gpu(hidden, dtype, monkeypatch):
     """A plan gives the same as the general code, alone and in a graph; lengths stay on the GPU."""
+    monkeypatch.setattr(plan, "DEVICES", {"cuda"})
     options = dict(device="cuda", dtype=dtype, noise=zo.Zoneout(cell=0.5, hidden=0.1))
     layer = zo.LSTM(3, hidden, 2, bidirectional=True, **options)
     x = torch.randn(7, 5, 3, device="cuda", dtype=dtype, requires_grad=True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...torch_state import nobody_derives, plain_eager
+from .. import plan
 from ..memory import are_memory
 from ..plan import Kind, planned
 from ..run import Result, Run
@@ -185,7 +186,7 @@ def _planned(
 ) -> T:
     """Return what `general` computes from the tensors of these runs, by a plan if possible."""
     kind = tensors[0].device.type  # type: ignore[union-attr]
-    if any(_depends_on_values(one, kind) for one in settings):
+    if kind not in plan.DEVICES or any(_depends_on_values(one, kind) for one in settings):
         return general()
     runs = tuple([one._replace(first_step=0) for one in settings])
     what = Kind(name, runs, LOOPS[kind].settings(), needed)
