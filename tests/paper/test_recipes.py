@@ -166,8 +166,10 @@ NARROW = {"model.hidden": 8, "batches.size": 4}
 def narrowed(recipe: Recipe) -> Config:
     """The recipe with few units and a small batch, and nothing else changed."""
     config = recipe.make()
-    embedding = {"model.embedding": 8} if config.model.embedding else {}
-    return change(config, NARROW | embedding | {"device": "cpu"})
+    fewer: dict[str, Any] = {"model.embedding": 8} if config.model.embedding else {}
+    if config.model.system:
+        fewer |= {"system.hyper": 4, "batches.length": 12}  # a loop in torch calls is slow
+    return change(config, NARROW | fewer | {"device": "cpu"})
 
 
 @functools.cache
@@ -215,7 +217,9 @@ def test_every_recipe_builds_its_model_and_takes_two_steps(name: str) -> None:
     check_protocols(recipe.make(), data)
     first, second = losses(config, data, 2)
     choices = len(data.vocabulary) if isinstance(data, Corpus) else 10
-    assert first == pytest.approx(math.log(choices), rel=0.5) and math.isfinite(second)
+    assert math.isfinite(first) and math.isfinite(second)
+    # A residual recurrence starts far from equal chances of all symbols.
+    assert config.swapout.hidden_old == 1 or first == pytest.approx(math.log(choices), rel=0.5)
 
 
 @pytest.mark.skipif(

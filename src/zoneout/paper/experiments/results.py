@@ -58,6 +58,7 @@ COLUMNS = (
 GROUPS = {  # groups of recipes, and the line above each group's table
     "table": "",
     "ours": "Beyond the paper, compared with the paper's zoneout row:",
+    "systems": "Other systems that the paper names, and models to compare with:",
     "more": "In the paper's figures and text:",
 }
 CORPORA = {  # the tasks of the README's table, as its readers know them
@@ -175,6 +176,8 @@ def changes(config: Config, other: Config) -> list[tuple[str, Any, Any]]:
 def protocols(config: Config) -> list[Protocol | None]:
     """Return the evaluation protocols of a run: its own two, and the whole text as one sequence.
 
+    A model with a loop in torch calls would need minutes for that sequence, and is spared.
+
     >>> [p.kind for p in protocols(RECIPES["word_ptb_zoneout"].make())]
     ['streams', 'whole']
     """
@@ -183,6 +186,7 @@ def protocols(config: Config) -> list[Protocol | None]:
     own = {
         named(p): p
         for p in (config.evaluation.valid, config.evaluation.test, Protocol("whole", length=1000))
+        if p.kind != "whole" or not config.model.loops or p == config.evaluation.test
     }
     return list(own.values())
 
@@ -397,9 +401,10 @@ def _main_table(recipes: Sequence[Recipe], results: Path, quoted: bool = False) 
             notes.append(
                 f"* Left out: `{recipe.name}`, seed {record['seed']}, had other settings ({shown})."
             )
-    for task, row, valid, test in QUOTED if quoted else ():
-        if task == recipes[0].task:
-            lines.append(_row(row, _paper(valid, test), *_blank("not built here")))
+    for one in QUOTED if quoted else ():
+        if one.task == recipes[0].task:
+            shown = f"see `{one.recipe}`" if one.recipe else one.why
+            lines.append(_row(one.row, _paper(one.valid, one.test), *_blank(shown)))
     return "\n".join([*lines, *([""] if notes else []), *notes])
 
 

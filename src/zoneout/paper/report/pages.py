@@ -121,15 +121,21 @@ def task_section(task: str, own: dict[str, list[Record]]) -> Html:
     """Return the section of a task: the rows of the paper's table, our rows, then all others."""
     title, where = TASKS[task]
     recipes = [recipe for recipe in RECIPES.values() if recipe.task == task]
-    quoted = [row for row in QUOTED if row[0] == task]
+    quoted = [row for row in QUOTED if row.task == task]
     unit = UNITS[MEASURES[task]]
-    main, ours, rest = (
-        [r for r in recipes if r.group == group] for group in ("table", "ours", "more")
+    main, ours, systems, rest = (
+        [r for r in recipes if r.group == group] for group in ("table", "ours", "systems", "more")
     )
     parts = [results_table(f"{title}: {where}. In {unit}.", main, own, quoted, name=task)]
     if ours:
         caption = f"{title}: beyond the paper, compared with the paper’s zoneout row. In {unit}."
         parts.append(results_table(caption, ours, own, name=f"{task}-ours"))
+    if systems:
+        caption = (
+            f"{title}: other systems that the paper names, with numbers of their authors, and "
+            f"models to compare with. In {unit}."
+        )
+        parts.append(results_table(caption, systems, own, name=f"{task}-systems"))
     if rest:
         caption = f"{title}: other rows, for the paper’s figures and text. In {unit}."
         shown = results_table(caption, rest, own, name=f"{task}-more")
@@ -152,15 +158,12 @@ def results_table(
         ["paper", "ours", "difference"] * 2,
     ]
     rows = [[recipe.row, *cells(recipe, own[recipe.name])] for recipe in recipes]
-    for _, row, valid, test in quoted:
-        numbers = [cell for paper in (valid, test) for cell in (as_paper(paper), NONE, NONE)]
-        rows.append(
-            [
-                join([row, " ", element("small", "quoted by the paper, not built here")]),
-                *numbers,
-                *[NONE] * 4,
-            ]
-        )
+    for one in quoted:
+        papers = (one.valid, one.test)
+        numbers = [cell for paper in papers for cell in (as_paper(paper), NONE, NONE)]
+        why = join(["see ", link(f"make-{one.recipe}", "the systems")]) if one.recipe else one.why
+        title = join([one.row, " ", element("small", "quoted by the paper; ", why)])
+        rows.append([title, *numbers, *[NONE] * 4])
     return table(caption, head, rows, name)
 
 

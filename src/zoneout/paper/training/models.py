@@ -24,8 +24,9 @@ from ...ops import linear
 from ...ops.dropout import dropout
 from ...ops.weight_noise import weight_noise
 from ...philox import as_seed
-from .config import LAYERS, Config
+from .config import LAYERS, Config, VariationalDropout, Zoneout
 from .processes import alone, memory_of, one_thread
+from .stacks import initial_state, layers_of, parameters_of_systems, recurrent
 
 CLASSES, PIXELS = 10, 784  # of mnist
 
@@ -50,39 +51,22 @@ class RecurrentModel(nn.Module):
         self.weight_noise, self.dropout = config.weight_noise, model.dropout
         self.variational = config.variational_dropout
         self.embedding = nn.Embedding(inputs, model.embedding) if model.embedding else None
-        norms = {
-            "none": None,
-            "layer": "layer",
-            "batch": zo.RecurrentBatchNorm(steps, model.norm_momentum),
-        }
-        kinds: dict[str, Any] = {"lstm": zo.LSTM, "gru": zo.GRU, "rnn": zo.RNN, "rnn-relu": zo.RNN}
-        extra = {"nonlinearity": "relu"} if model.cell == "rnn-relu" else {}
-        self.recurrent = kinds[model.cell](
-            model.embedding or inputs,
-            model.hidden,
-            model.layers,
-            dropout=model.dropout if model.layers > 1 else 0.0,
-            noise=noises(config),
-            norm=norms[model.norm],
-            learn_initial_state=model.learn_initial_state,
-            backend=config.backend,
-            **extra,
-        )
-        self.softmax = nn.Linear(model.hidden, outputs)
+        self.recurrent = recurrent(config, model.embedding or inputs, steps, noises(config))
+        inside = getattr(self.recurrent, "softmax", None)  # the softmax of a surprisal-lstm
+        self.softmax = inside or nn.Linear(self.recurrent.output_size, outputs)
         if model.tied:
             assert self.embedding is not None
             self.softmax.weight = self.embedding.weight
 
     def initial_state(self, batch: int) -> Any:
         """Return the initial state of a sequence: learned, or zero."""
-        layer = self.recurrent
-        shape = (layer.num_layers, batch, layer.hidden_size)
-        names = layer.initial_names()
-        if layer.learn_initial_state:
-            states = tuple(getattr(layer, name)[:, None].expand(shape) for name in names)
-        else:
-            states = tuple(self.softmax.weight.new_zeros(shape) for _ in names)
-        return states if len(states) > 1 else states[0]
+        return initial_state(self.recurrent, batch, self.softmax.weight)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Tell layers with a schedule of their own (the slope of an HM-LSTM) where training is."""
+        for module in self.modules():
+            if isinstance(module, zo.systems.HMLSTM):
+                module.begin_epoch(epoch)
 
     def logits(self, hidden: Tensor, seed: Tensor | None, rows: Tensor, first_step: int) -> Tensor:
         """Return the logits [T, B, outputs], the input of the softmax."""
@@ -211,21 +195,38 @@ def noises(config: Config) -> list[Any]:
     """
     at_eval = config.evaluation.at_eval
     made: list[Any] = []
+    if config.model.system:  # a system has its own
+        return made
     methods: list[tuple[Any, Any]] = [
         (zo.Zoneout, config.zoneout),
         (zo.RecurrentDropout, config.recurrent_dropout),
         (zo.StateDropout, config.state_dropout),
     ]
+
+    def seed_of(settings: Any, number: int) -> dict[str, Any]:
+        return {"seed": zo.fold(config.seed, number)} if settings.mask == "static" else {}
+
     for number, (kind, settings) in enumerate(methods):
-        seed = {"seed": zo.fold(config.seed, number)} if settings.mask == "static" else {}
-        made.append(kind(**vars(settings), **seed, at_eval=at_eval))
+        fields = vars(settings) | (inspired_rates(config) if kind is zo.Zoneout else {})
+        made.append(kind(**fields, **seed_of(settings, number), at_eval=at_eval))
     variational = config.variational_dropout
     made.append(
         zo.VariationalDropout(input=variational.input, hidden=variational.hidden, at_eval=at_eval)
     )
     made.append(zo.WeightDrop(rate=config.weight_drop, at_eval=at_eval))
     made.append(zo.WeightNoise(std=config.weight_noise, at_eval=at_eval))
+    made.append(zo.Swapout(**vars(config.swapout), **seed_of(config.swapout, 3), at_eval=at_eval))
+    made.append(zo.FastDropout(**vars(config.fast_dropout), at_eval=at_eval))
     return [noise for noise in made if noise.rules()]
+
+
+def inspired_rates(config: Config) -> dict[str, Any]:
+    """Return the fields of zoneout whose rates are 1 − 1/period, of groups of units; or nothing."""
+    zoneout, model = config.zoneout, config.model
+    if zoneout.mask == "clock" or not zoneout.periods:
+        return {}
+    rates = 1 - 1 / zo.systems.module_periods(model.units[0], zoneout.periods)
+    return {"periods": (), "hidden": rates} | ({"cell": rates} if model.cell == "lstm" else {})
 
 
 def build(config: Config, symbols: int = 0) -> LanguageModel | Classifier:
@@ -281,17 +282,25 @@ def check(
 def _size(config: Config, symbols: int) -> int:
     """Return the number of elements of all parameters and buffers of a model.
 
-    All layers from the second on have the same size, so it is computed from one and two layers.
+    Layers of one size are counted in models of one and of two layers.
     """
 
-    def count(layers: int) -> int:
+    def count(config: Config) -> int:
         with torch.device("meta"), _Undrawn():
-            model = _model(replace(config, model=replace(config.model, layers=layers)), symbols)
+            model = _model(config, symbols)
         return sum(tensor.numel() for tensor in chain(model.parameters(), model.buffers()))
 
+    model = config.model
     try:
-        one = count(1)
-        return one + (config.model.layers - 1) * (count(2) - one if config.model.layers > 1 else 0)
+        if model.sizes or model.system:
+            return count(config)
+        # Noises have no parameters, and may have rates for another number of layers.
+        quiet = replace(
+            config, zoneout=Zoneout(), variational_dropout=VariationalDropout(), weight_drop=0.0
+        )
+        one, two = (replace(quiet, model=replace(model, layers=layers)) for layers in (1, 2))
+        first = count(one)
+        return first + (model.layers - 1) * (count(two) - first if model.layers > 1 else 0)
     except RuntimeError as error:
         if "overflow" not in str(error):
             raise
@@ -315,18 +324,23 @@ def initialise(model: RecurrentModel, config: Config) -> None:
     if settings.init == "uniform":
         zo.init.uniform_(model, settings.init_bound)
     elif settings.init != "torch":
+        own = {id(p) for p in parameters_of_systems(model)}
         for name, parameter in model.named_parameters():
-            kind = name.rpartition(".")[2]
+            # The matrix of a clockwork layer has its name before ".original".
+            kind = name.removesuffix(".original").rpartition(".")[2]
+            if id(parameter) in own:
+                continue
             if kind.startswith("bias"):
                 parameter.zero_()
             elif kind.startswith("weight"):
                 _matrix_(parameter, settings.init, kind.startswith("weight_hh"), settings.cell)
-    gates = settings.hidden
-    for name, parameter in model.recurrent.named_parameters():
-        if name.startswith("bias_hh") and settings.one_bias:
-            parameter.zero_().requires_grad_(False)
-        elif name.startswith("bias_ih") and settings.cell == "lstm":
-            parameter[gates : 2 * gates] += settings.forget_bias
+    for layer in layers_of(model.recurrent):
+        for name, parameter in layer.named_parameters():
+            if name.startswith("bias_hh") and settings.one_bias:
+                parameter.zero_().requires_grad_(False)
+            elif name.startswith("bias_ih") and isinstance(layer, zo.LSTM):
+                gates = layer.hidden_size
+                parameter[gates : 2 * gates] += settings.forget_bias
 
 
 def _matrix_(weight: Tensor, init: str, recurrent: bool, cell: str) -> None:

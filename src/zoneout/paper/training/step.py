@@ -38,8 +38,10 @@ def update_seeds(seed: int, first: int, count: int) -> Tensor:
     return low | high << 32
 
 
-def learning_rates(config: Config, epoch: int, first: int, count: int) -> Tensor:
+def learning_rates(config: Config, epoch: int, first: int, count: int, plateaus: int = 0) -> Tensor:
     """Return the learning rates of an epoch whose first update is number `first`, float64 [count].
+
+    `plateaus` is how often the schedule "plateau" has divided the rate so far.
 
     >>> from .config import Optimizer, Schedule
     >>> config = Config(optimizer=Optimizer(lr=1.0), schedule=Schedule("divide", after=2, by=2.0))
@@ -50,6 +52,10 @@ def learning_rates(config: Config, epoch: int, first: int, count: int) -> Tensor
     within = torch.arange(count, dtype=torch.float64)
     if schedule.kind == "divide":
         lr /= schedule.by ** max(0, epoch + 1 - schedule.after)
+    if schedule.kind == "milestones":
+        lr /= schedule.by ** sum(epoch >= passed for passed in schedule.at)
+    if schedule.kind == "plateau":
+        lr /= schedule.by**plateaus
     if schedule.kind == "cosine":
         done = (epoch + within / count) / config.epochs
         if config.updates:  # the run ends at the earlier limit; epochs may differ in length
@@ -89,17 +95,19 @@ class Step:
 
     # --- the epoch ---
 
-    def begin(self, epoch: int, done: int, update: int) -> int:
+    def begin(self, epoch: int, done: int, update: int, plateaus: int = 0) -> int:
         """Copy the table of an epoch to the device and return the number of its updates.
 
-        `done` of them are already done, and the next one is number `update` of the run.
+        `done` of them are already done, and the next one is number `update` of the run. `plateaus`
+        is how often the schedule "plateau" has divided the learning rate.
         """
         order = self.feed.order(epoch)
         first, count = update - done, len(order)
         self.order[:count].copy_(order)
         self.seeds[:count].copy_(update_seeds(self.config.seed, first, count))
-        self.rates[:count].copy_(learning_rates(self.config, epoch, first, count))
+        self.rates[:count].copy_(learning_rates(self.config, epoch, first, count, plateaus))
         self.position.fill_(done)
+        self.model.begin_epoch(epoch)
         return count
 
     # --- the update ---

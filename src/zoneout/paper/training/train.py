@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +70,15 @@ class State:
     done: int = 0  # updates in the current, incomplete epoch
     validated: int = 0  # the update of the latest validation
     stale: int = 0  # validations since the best
+    plateaus: int = 0  # how often the schedule "plateau" has divided the learning rate
+    waited: int = 0  # validations since the best, or since the rate was divided
     best: dict[str, Any] | None = None
     seconds: float = 0.0
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> State:
         """Read a state that `asdict` wrote; raise a ValueError if it is not valid."""
-        counts = dict.fromkeys(("update", "epoch", "done", "validated", "stale"), "count")
+        counts = dict.fromkeys((f.name for f in fields_of(cls) if f.type == "int"), "count")
         check_fields(fields, {"digest": "text"}, {**counts, "seconds": "number"})
         if strange := fields.keys() - vars(cls("")).keys():
             raise ValueError(f"the checkpoint has unknown fields: {shown(sorted(strange))}")
@@ -170,7 +173,7 @@ class Training:
         found = self.restore() if resume else None
         self.earlier = self.state.seconds
         # `updates` is the number of updates in this epoch.
-        self.updates = self.step.begin(self.state.epoch, self.state.done, self.state.update)
+        self.updates = self.begin_epoch()
         self.step.capture()
         # The folder is changed last, so an error above leaves it as it was.
         if processes.first and resume:
@@ -229,7 +232,7 @@ class Training:
             if state.done == self.updates:
                 self.check_finite()
                 state.epoch, state.done = state.epoch + 1, 0
-                self.updates = self.step.begin(state.epoch, 0, state.update)
+                self.updates = self.begin_epoch()
             if self.due():
                 self.validate()
             elif (config.save_every and state.update % config.save_every == 0) or self.unsaved(
@@ -240,6 +243,11 @@ class Training:
                 self.tick()
             elif logging and self.processes.any(self.asked()):  # all stop at the same update
                 raise Stopped
+
+    def begin_epoch(self) -> int:
+        """Begin the epoch, or go on in it, and return the number of its updates."""
+        state = self.state
+        return self.step.begin(state.epoch, state.done, state.update, state.plateaus)
 
     # --- the position of the run ---
 
@@ -291,12 +299,24 @@ class Training:
         state, judged = self.state, "error" if self.measure == "error" else "nats"
         best = state.best is None or getattr(score, judged) < state.best[judged]
         state.validated, state.stale = state.update, 0 if best else state.stale + 1
+        self.check_plateau(best)
         line = self.line("valid", **values_of(score, self.measure), best=best)
         if best:
             state.best = line
             if self.processes.first:
                 self.run.save_best(self.model, line)
         self.save()
+
+    def check_plateau(self, best: bool) -> None:
+        """Divide the learning rate if validation has not improved for as long as the schedule says.
+
+        After that it waits as long again.
+        """
+        state, schedule = self.state, self.config.schedule
+        state.waited = 0 if best else state.waited + 1
+        if schedule.kind == "plateau" and state.waited >= schedule.after:
+            state.plateaus, state.waited = state.plateaus + 1, 0
+            self.begin_epoch()
 
     def test(self) -> dict[str, Any]:
         """Evaluate the best weights on the test part and return the metrics line."""
