@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from zoneout.systems import (
     SurprisalLSTM,
     clockwork,
     module_periods,
+    steps,
 )
 
 T, B, I, H = 6, 3, 5, 8
@@ -355,3 +357,54 @@ def test_bad_arguments(message):
     with pytest.raises((ValueError, TypeError)) as error:
         ERRORS[message]()
     assert message in str(error.value)
+
+
+# --- loops in torch calls -------------------------------------------------------------------------
+
+LOOPS = [name for name in MAKES if name != "adaptive"]
+
+
+def gradients(model: Any, tokens: torch.Tensor) -> Any:
+    y = model(tokens, seed=3)[0]
+    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
+    return torch.autograd.grad((y * weights).sum(), list(model.parameters()))
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_one_product_for_all_steps_has_the_gradient_of_every_step(name, monkeypatch):
+    """The gradient of a matrix is of other values, of some steps only, or counted twice."""
+    model, tokens = shaken(MAKES[name]()), torch.randint(0, I, (T, B))
+    y = model(tokens, seed=3)[0]
+    twice = [torch.autograd.grad(y.square().sum(), model.parameters(), retain_graph=True)
+             for _ in range(2)]  # fmt: skip
+    torch.testing.assert_close(*twice)
+    found = gradients(model, tokens)
+    monkeypatch.setattr("zoneout.systems.steps.plain_eager", lambda: False)
+    torch.testing.assert_close(found, gradients(model, tokens))
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_reads_nothing_on_the_host(name):
+    """A CUDA graph could not hold the loop: a value of a tensor decides what is computed."""
+    with torch.device("meta"):
+        model = MAKES[name]()
+        tokens = torch.zeros(T, B, dtype=torch.int64)
+        seed = torch.zeros((), dtype=torch.int64)
+    y, *_ = model(tokens, seed=seed)
+    assert y.is_meta
+    torch.autograd.grad(y.sum(), list(model.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch's own
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_step_can_be_compiled(name, monkeypatch):
+    """What lies between the products cannot be traced whole, or computes something else."""
+    eager = functools.partial(steps._compile, backend="eager")
+    monkeypatch.setattr(steps, "_compile", eager)
+    model, tokens = MAKES[name](), torch.randint(0, I, (2, B))
+    want = model(tokens, seed=3)[0]
+    model.compiled = True
+    torch.testing.assert_close(model(tokens, seed=3)[0], want)
+    model.eval()
+    with torch.no_grad():  # more variants of each function than torch compiles by default
+        assert model(tokens)[0].isfinite().all()

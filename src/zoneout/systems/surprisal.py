@@ -6,11 +6,10 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..init import block_orthogonal_
-from .steps import Loop
+from .steps import Loop, Product, each_step, in_autocast
 
 
 class SurprisalLSTM(Loop):
@@ -85,28 +84,45 @@ class SurprisalLSTM(Loop):
         if self.training:
             where: dict[str, Any] = {"examples": examples, "first_step": first_step}
             bits = self.bits("update", x, self.hidden_size, seed=seed, **where).unbind(0)
-        products = F.embedding(tokens, self.weight_ih.t())
-        logits, hidden = [], []
-        for g_x, symbols, drawn in zip(products, x, bits):
-            scores, state = self.step(g_x, symbols, state, drawn)
-            logits.append(scores)
-            hidden.append(state[0])
-        return torch.stack(logits), torch.stack(hidden), state
-
-    def step(
-        self, g_x: Tensor, symbols: Tensor, state: tuple[Tensor, ...], bits: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the logits of a step and the state after it; `bits`: None in evaluation."""
+        steps, batch = x.shape[:2]
+        to_gates = Product(self.weight_hh, x @ self.weight_ih.t() + self.bias)
+        to_scores = Product(self.softmax.weight, self.softmax.bias.expand(steps, batch, -1))
+        back = in_autocast(self.softmax.weight.detach())
+        each = each_step(self.weight_surprisal, steps)
+        missed, update = self.between(_missed), self.between(_update)
+        predict = self.between(_predict)
         h, c, predicted = state
-        surprisal = -(predicted * symbols).sum(-1, keepdim=True)
-        gates = g_x + h @ self.weight_hh.t() + surprisal * self.weight_surprisal + self.bias
-        i, f, u, o = gates.chunk(4, dim=-1)
-        with torch.no_grad():
-            error = (predicted.exp() - symbols) @ self.softmax.weight
-            updated = (self.least + error.abs()).clamp(max=1)
-            if bits is not None:
-                updated = (bits < (updated * 65536).round()).to(c.dtype)
-        c = (1 - f.sigmoid() * updated) * c + updated * i.sigmoid() * u.tanh()
-        h = o.sigmoid() * c.tanh()
-        logits = self.softmax(h)
-        return logits, (h, c, logits.log_softmax(-1))
+        logits, hidden = [], []
+        for t, (symbols, drawn) in enumerate(zip(x.unbind(0), bits)):
+            error = missed(predicted.detach(), symbols).to(back.dtype) @ back
+            sums = to_gates(t, h)
+            h, c = update(*sums, predicted, symbols, error, drawn, each[t], c, self.least)
+            scores, predicted = predict(*to_scores(t, h))
+            logits.append(scores)
+            hidden.append(h)
+        return torch.stack(logits), torch.stack(hidden), (h, c, predicted)
+
+
+def _missed(predicted: Tensor, symbols: Tensor) -> Tensor:
+    """Return the difference between the predicted probabilities and what came."""
+    return predicted.exp() - symbols
+
+
+def _update(
+    product: Tensor, sums: Tensor, predicted: Tensor, symbols: Tensor, error: Tensor,
+    bits: Tensor | None, of_surprisal: Tensor, c: Tensor, least: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return h and c after a step; `bits`: None in evaluation."""
+    surprisal = -(predicted * symbols).sum(-1, keepdim=True)
+    i, f, u, o = (product + sums + surprisal * of_surprisal).chunk(4, dim=-1)
+    updated = (least + error.abs()).clamp(max=1)
+    if bits is not None:
+        updated = (bits < (updated * 65536).round()).to(c.dtype)
+    c = (1 - f.sigmoid() * updated) * c + updated * i.sigmoid() * u.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def _predict(product: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logits of a step, and the logarithms of the probabilities."""
+    logits = product + sums
+    return logits, logits.log_softmax(-1)

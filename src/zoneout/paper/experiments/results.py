@@ -44,6 +44,7 @@ FREE = (
     "backend",
     "log_every",
     "save_every",
+    "system.compile",
 )  # fields that a recipe leaves open
 COLUMNS = (
     "paper: valid, test",

@@ -297,6 +297,7 @@ GROUPS = {  # groups of benchmarks/results.csv: description, and the command tha
     ),
     "gpu norm": ("with norms, compared with plain zoneout", f"{_GPU} combinations"),
     "gpu host": ("host time per call", f"{_GPU} host"),
+    "gpu systems": ("an update of a system with a loop in torch calls", f"{_GPU} systems"),
     "gpu memory": ("peak memory, MiB", f"{_GPU} memory"),
 }
 # Columns of text, and columns of numbers.
