@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..init import orthogonal_
-from .steps import GateNorm, Loop, Norm, Product, each_norm, normalised
+from .steps import GateNorm, Loop, Norm, Product, check_sizes, each_norm, normalised
 
 State = tuple[Tensor, ...]  # h, c and z of each layer in turn; the last layer has no z
 
@@ -55,10 +55,12 @@ class HMLSTM(Loop):
         output_size: int | None = None,
     ) -> None:
         super().__init__()
+        output_size = hidden_size if output_size is None else output_size
+        check_sizes(input_size=input_size, hidden_size=hidden_size, output_size=output_size)
         if num_layers < 2:
             raise ValueError(f"num_layers: expected at least 2, got {num_layers}")
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
-        width, self.output_size = 4 * hidden_size, output_size or hidden_size
+        width, self.output_size = 4 * hidden_size, output_size
         below = [input_size] + [hidden_size] * (num_layers - 1)
         tops = [layer == num_layers - 1 for layer in range(num_layers)]
         # The last row of a layer with a boundary computes it.
@@ -106,7 +108,7 @@ class HMLSTM(Loop):
             where: seed, examples and first_step, which have no effect: nothing is drawn.
         """
         x = self.one_hot(input)
-        state = self.initial_state(x.shape[1], x) if hx is None else hx
+        state = self.begins(hx, x)
         steps, batch = x.shape[:2]
         products = []
         for layer, bias in enumerate(self.biases):

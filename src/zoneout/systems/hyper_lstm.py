@@ -14,6 +14,7 @@ from .steps import (
     Norm,
     Product,
     check_dropout,
+    check_sizes,
     each_norm,
     each_step,
     in_autocast,
@@ -54,6 +55,12 @@ class HyperLSTM(Loop):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        check_sizes(
+            input_size=input_size,
+            hidden_size=hidden_size,
+            hyper_size=hyper_size,
+            embedding_size=embedding_size,
+        )
         self.input_size, self.hidden_size, self.hyper_size = input_size, hidden_size, hyper_size
         self.embedding_size, self.dropout = embedding_size, check_dropout(dropout, "dropout")
         self.weight_ih = nn.Parameter(torch.empty(4 * hidden_size, input_size))
@@ -107,7 +114,7 @@ class HyperLSTM(Loop):
             seed, examples, first_step: coordinates of the masks, as in the layers.
         """
         x = self.one_hot(input)
-        state = self.initial_state(x.shape[1], x) if hx is None else hx
+        h, c, hyper_h, hyper_c = self.begins(hx, x)
         kept: Any = [None] * len(x)
         if self.training and self.dropout:
             where: dict[str, Any] = {"examples": examples, "first_step": first_step}
@@ -126,7 +133,6 @@ class HyperLSTM(Loop):
         small = each_norm(steps, self.hyper_norm_gates, self.hyper_norm_c)
         large = each_norm(steps, self.norm_gates, self.norm_c)
         step_small, step_large = self.between(_small), self.between(_large)
-        h, c, hyper_h, hyper_c = state
         outputs = []
         for t in range(steps):
             sums = to_hyper(t, torch.cat([h, hyper_h], dim=1))

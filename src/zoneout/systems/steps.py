@@ -26,7 +26,7 @@ from ..draws import constant, example_ids
 from ..noise import Rule, plane
 from ..ops.dropout import random_units
 from ..philox import as_seed, fresh_seed
-from ..rates import check_rate
+from ..rates import check_rate, readable
 from ..torch_state import plain_eager
 
 EPS = 1e-3  # of the layer norms, as in the code of the HyperLSTM's authors
@@ -49,10 +49,41 @@ class Loop(nn.Module):
 
     def one_hot(self, input: Tensor) -> Tensor:
         """Return the input as features; int64 is read as ids of one-hot rows."""
-        if input.dtype == torch.int64:
+        if not isinstance(input, Tensor):
+            raise TypeError(f"input: expected a tensor, got {type(input).__name__}")
+        numbers = input.dtype == torch.int64
+        shape = (*input.shape[:2], *(() if numbers else (self.input_size,)))
+        if input.shape != shape or input.dim() < 2 or not (numbers or input.is_floating_point()):
+            raise ValueError(
+                f"input: expected [T, B, {self.input_size}], or int64 ids [T, B], got "
+                f"{input.dtype} of shape {tuple(input.shape)}"
+            )
+        if not len(input):
+            raise ValueError("input: expected at least one step, got a sequence of length 0")
+        if numbers:
+            if input.numel() and readable(input):
+                low, high = (int(v) for v in torch.aminmax(input))
+                if low < 0 or high >= self.input_size:
+                    raise ValueError(
+                        f"input: expected ids from 0 to {self.input_size - 1}, got {low} to {high}"
+                    )
             ids = torch.arange(self.input_size, device=input.device)
             return (input[..., None] == ids).to(next(self.parameters()).dtype)
         return input
+
+    def begins(self, hx: Any, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the state to start from: the given one, or the initial one. Raise if it is bad."""
+        initial = self.initial_state(x.shape[1], x)
+        if hx is None:
+            return initial
+        want, got = ([tuple(s.shape) for s in state] for state in (initial, hx))
+        if want != got:
+            raise ValueError(f"hx: expected states of shapes {want}, got {got}")
+        return tuple(hx)
+
+    def initial_state(self, batch: int, like: Tensor) -> tuple[Tensor, ...]:
+        """Return the initial state for a batch."""
+        raise NotImplementedError
 
     def bits(
         self,
@@ -164,6 +195,15 @@ def normalised(v: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """Return v, [B, gates · units], with each gate normalised by itself."""
     parts = F.layer_norm(v.unflatten(-1, scale.shape), scale.shape[1:], eps=EPS)
     return (parts * scale + shift).flatten(-2)
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raise if a size is not a whole number above 0."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{name}: expected a whole number, got {size!r}")
+        if size < 1:
+            raise ValueError(f"{name}: expected a number above 0, got {size}")
 
 
 def check_dropout(rate: float, name: str) -> float:

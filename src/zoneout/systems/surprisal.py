@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..init import block_orthogonal_
-from .steps import Loop, Product, each_step, in_autocast
+from .steps import Loop, Product, check_sizes, each_step, in_autocast
 
 
 class SurprisalLSTM(Loop):
@@ -36,6 +36,7 @@ class SurprisalLSTM(Loop):
 
     def __init__(self, symbols: int, hidden_size: int, least: float = 0.2) -> None:
         super().__init__()
+        check_sizes(symbols=symbols, hidden_size=hidden_size)
         if not 0 <= least <= 1:
             raise ValueError(f"least: expected a rate between 0 and 1, got {least}")
         self.input_size, self.hidden_size, self.least = symbols, hidden_size, least
@@ -78,8 +79,10 @@ class SurprisalLSTM(Loop):
             hx: the state to start from, with what was predicted for the first symbol.
             seed, examples, first_step: coordinates of the masks, as in the layers.
         """
+        if tokens.dtype != torch.int64:
+            raise TypeError(f"tokens: expected int64 ids [T, B], got {tokens.dtype}")
         x = self.one_hot(tokens)
-        state = self.initial_state(x.shape[1], x) if hx is None else hx
+        h, c, predicted = self.begins(hx, x)
         bits: Any = [None] * len(x)
         if self.training:
             where: dict[str, Any] = {"examples": examples, "first_step": first_step}
@@ -91,7 +94,6 @@ class SurprisalLSTM(Loop):
         each = each_step(self.weight_surprisal, steps)
         missed, update = self.between(_missed), self.between(_update)
         predict = self.between(_predict)
-        h, c, predicted = state
         logits, hidden = [], []
         for t, (symbols, drawn) in enumerate(zip(x.unbind(0), bits)):
             error = missed(predicted.detach(), symbols).to(back.dtype) @ back
