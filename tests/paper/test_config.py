@@ -306,6 +306,11 @@ READ = [  # a field, settings with which it is read, and with which it is not
     ("state_dropout.mask", {"state_dropout.hidden": 0.1}, {}),
     ("batches.offset", {"batches.kind": "chunks"}, {"batches.kind": "streams"}),
     ("batches.offset", {}, {"data.name": "mnist"}),
+    ("batches.halved", {"batches.kind": "streams"}, {}),
+    ("batches.spread", {"batches.kind": "streams"}, {}),
+    ("model.embedding_bound", {"model.embedding": 8}, {}),
+    ("evaluation.samples", {"evaluation.at_eval": "sample"}, {}),
+    ("evaluation.temperature", {}, {"data.name": "mnist"}),
     ("evaluation.statistics", {"model.norm": "batch"}, {}),
     (
         "evaluation.statistics_size",

@@ -101,6 +101,13 @@ class Batches:
     """
     offset: bool = True
     """chunks: start the first chunk at another random offset in every epoch."""
+    halved: float = 0.0
+    """streams: the chance that a batch has half the length."""
+    spread: float = 0.0
+    """streams: standard deviation of the length of a batch, in steps.
+    Lengths are normal numbers, at most three deviations from the mean and at least 5. With this or
+    --batches.halved, the learning rate of a batch is proportional to its length.
+    """
 
     def __post_init__(self) -> None:
         _check_size("batches.size", self.size)
@@ -109,6 +116,14 @@ class Batches:
             "batches.length", self.length, self.length >= least, f"at least {least} for {self.kind}"
         )
         _check_size("batches.length", self.length)
+        _check_rates("batches", self, "halved")
+        good = 0 <= self.spread < math.inf
+        _check("batches.spread", self.spread, good, "a finite number, 0 or more")
+
+    @property
+    def varied(self) -> bool:
+        """Whether the batches of streams have different lengths."""
+        return self.kind == "streams" and (self.halved > 0 or self.spread > 0)
 
 
 @dataclass(frozen=True)
@@ -148,6 +163,10 @@ class Model:
     """Number of units of each layer, if they differ; then --model.hidden and --model.layers are
     not used.
     """
+    embedding_bound: float = 0.0
+    """Draw the initial embedding from U(-bound, bound), and set the bias of the softmax to 0.
+    0: both as --model.init has them.
+    """
     modules: tuple[int, ...] = ()
     """Periods of the modules of a clockwork RNN, such as 1 2 4 8.
     The units are divided into as many modules; a unit is updated at multiples of its period, and
@@ -175,6 +194,8 @@ class Model:
         for size in self.sizes:
             _check_size("model.sizes", size)
         _check("model.sizes", self.sizes, len(self.sizes) <= LAYERS, f"at most {LAYERS:,} layers")
+        good = 0 <= self.embedding_bound < math.inf
+        _check("model.embedding_bound", self.embedding_bound, good, "a finite number, 0 or more")
         for period in self.modules:
             _check("model.modules", period, period >= 1, "periods of at least 1")
         _check(
@@ -412,11 +433,17 @@ class Optimizer:
     """Clip the gradient to this global norm; 0: no clipping."""
     clip_update: float = 0.0
     """Clip the update, which includes the learning rate, to this global norm; 0: no clipping."""
+    average_after: int = 0
+    """Average the weights of all updates once this many validations in a row had no new best.
+    Validation and test then use the averages. 0: never.
+    """
 
     def __post_init__(self) -> None:
         for name in ("lr", "weight_decay", "clip_gradient", "clip_update"):
             value = getattr(self, name)
             _check(f"optimizer.{name}", value, 0 <= value < math.inf, "a finite number, 0 or more")
+        good = self.average_after >= 0
+        _check("optimizer.average_after", self.average_after, good, "a number of validations, or 0")
         for name, value in (
             ("betas", self.betas[0]),
             ("betas", self.betas[1]),
@@ -511,6 +538,12 @@ class Evaluation:
     expectation: each mask is replaced by its expected value.
     off: no noise. sample: masks are drawn, as in training.
     """
+    samples: int = 1
+    """Only with at_eval=sample: number of passes over a text in the test, each with masks of its
+    own. The mean of their probabilities is judged.
+    """
+    temperature: bool = False
+    """After training, choose a temperature of the softmax on the validation part, for the test."""
     statistics: int = 0
     """Only with batch norm: after training, estimate its statistics again for the test,
     on this many training batches; 0: on all batches of one epoch.
@@ -522,6 +555,9 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         _check("evaluation.every", self.every, self.every >= 0, "a number of updates, or 0")
+        _check(
+            "evaluation.samples", self.samples, self.samples >= 1, "a number of passes, 1 or more"
+        )
         _check(
             "evaluation.statistics",
             self.statistics,
@@ -566,6 +602,10 @@ class Config:
     """
     norm_stabilizer: float = 0.0
     """Factor β of the norm stabilizer: a penalty on changes of the norm of the hidden state."""
+    activation_penalty: float = 0.0
+    """Factor of a penalty on the squares of the last layer's outputs, after dropout."""
+    change_penalty: float = 0.0
+    """Factor of a penalty on the squares of their changes from step to step, before dropout."""
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
     evaluation: Evaluation = field(default_factory=Evaluation)
@@ -595,7 +635,7 @@ class Config:
     """
 
     def __post_init__(self) -> None:
-        for name in ("weight_noise", "norm_stabilizer"):
+        for name in ("weight_noise", "norm_stabilizer", "activation_penalty", "change_penalty"):
             _check(
                 name,
                 getattr(self, name),

@@ -83,27 +83,71 @@ def evaluate_text(
     protocol: Protocol,
     *,
     seed: int = 0,
+    samples: int = 1,
     tick: Callable[[], None] = nothing,
 ) -> Score:
     """Evaluate a language model on a text, by a protocol.
 
-    The model should be in evaluation mode. `seed` is used by noises with at_eval="sample". `tick`
-    is called after every batch, and may raise an exception to stop the evaluation.
+    The model should be in evaluation mode. `seed` is used by noises with at_eval="sample". With
+    several `samples`, the mean of their probabilities is judged; each has its own masks for the
+    whole text. `tick` is called after every batch, and may raise an exception to stop the
+    evaluation.
     """
-    predictions(len(tokens), protocol)  # raises if the text is too short
     total = torch.zeros((), dtype=torch.float64, device=tokens.device)
     count = 0
-    state, step, first_row = None, 0, 0
+    for logits, targets in _judged_pieces(model, tokens, protocol, seed, samples):
+        total += nats(logits, targets)
+        count += len(targets)
+        tick()
+    return Score(total.item() / count, count)
+
+
+TEMPERATURES = tuple(0.8 + 0.02 * k for k in range(26))
+
+
+@torch.no_grad()
+def choose_temperature(
+    model: Any, data: Corpus, config: Config, *, tick: Callable[[], None] = nothing
+) -> float:
+    """Set the model's temperature to the one with the lowest loss on the validation part.
+
+    It is one of `TEMPERATURES`. Return it.
+    """
+    tokens = on_device(data.valid, model.temperature.device)
+    totals = torch.zeros(len(TEMPERATURES), dtype=torch.float64, device=tokens.device)
+    model.temperature.fill_(1.0)
+    with judged(model, config, batch_statistics=False):
+        for logits, targets in _judged_pieces(
+            model, tokens, config.evaluation.valid, config.seed, 1
+        ):
+            totals += torch.stack([nats(logits / t, targets) for t in TEMPERATURES])
+            tick()
+    chosen = TEMPERATURES[int(totals.argmin())]
+    model.temperature.fill_(chosen)
+    return round(chosen, 2)
+
+
+def _judged_pieces(
+    model: Any, tokens: Tensor, protocol: Protocol, seed: int, samples: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the logits [N, symbols] and targets [N] of every piece of a text."""
+    predictions(len(tokens), protocol)  # raises if the text is too short
+    states: list[Any] = [None] * samples
+    step, first_row = 0, 0
     for inputs, targets in _pieces(tokens, protocol):
-        output = model(inputs, state, seed=seed, examples=first_row, first_step=step)
-        total += nats(output.logits.flatten(0, 1), targets.flatten())
-        count += targets.numel()
+        outputs = [
+            model(inputs, state, seed=seed + k, examples=first_row, first_step=step)
+            for k, state in enumerate(states)
+        ]
+        logits = outputs[0].logits
+        if samples > 1:
+            each = torch.stack([at_least_float32(o.logits).log_softmax(-1) for o in outputs])
+            logits = each.logsumexp(0) - math.log(samples)
+        yield logits.flatten(0, 1), targets.flatten()
         if protocol.kind == "chunks":
             first_row += inputs.shape[1]
         else:
-            state, step = output.state, step + len(inputs)
-        tick()
-    return Score(total.item() / count, count)
+            states, step = [o.state for o in outputs], step + len(inputs)
 
 
 def predictions(size: int, protocol: Protocol) -> int:
@@ -226,6 +270,7 @@ def evaluate(
     *,
     protocol: Protocol | None = None,
     batch_statistics: bool = False,
+    samples: int = 1,
     tick: Callable[[], None] = nothing,
 ) -> Score:
     """Evaluate a model on a part of the data: "train", "valid" or "test".
@@ -243,7 +288,8 @@ def evaluate(
         if isinstance(data, Images):
             pixels, labels = (on_device(array[: config.data.limit], device) for array in values)
             return evaluate_images(model, pixels, labels, chosen.size, seed=config.seed, tick=tick)
-        return evaluate_text(model, on_device(values, device), chosen, seed=config.seed, tick=tick)
+        text = on_device(values, device)
+        return evaluate_text(model, text, chosen, seed=config.seed, samples=samples, tick=tick)
 
 
 def estimate_statistics(

@@ -40,15 +40,21 @@ class Output(NamedTuple):
     logits: Tensor  # language: [T, B, symbols]; images: [B, classes]
     hidden: Tensor  # [T, B, H]: the output of the last recurrent layer, before dropout
     state: Any  # the final recurrent state, from which the next batch can continue
+    dropped: Any = None  # `hidden` after dropout, the input of the softmax
 
 
 class RecurrentModel(nn.Module):
     """Base class of both models: input, recurrent layers, softmax."""
 
+    temperature: Tensor | None
+
     def __init__(self, config: Config, inputs: int, outputs: int, steps: int) -> None:
         super().__init__()
         model = config.model
         self.weight_noise, self.dropout = config.weight_noise, model.dropout
+        # Chosen on the validation part after training; a buffer, so that it is saved.
+        chosen = torch.ones(()) if config.evaluation.temperature else None
+        self.register_buffer("temperature", chosen)
         self.variational = config.variational_dropout
         self.embedding = nn.Embedding(inputs, model.embedding) if model.embedding else None
         self.recurrent = recurrent(config, model.embedding or inputs, steps, noises(config))
@@ -68,13 +74,20 @@ class RecurrentModel(nn.Module):
             if isinstance(module, zo.systems.HMLSTM):
                 module.begin_epoch(epoch)
 
-    def logits(self, hidden: Tensor, seed: Tensor | None, rows: Tensor, first_step: int) -> Tensor:
-        """Return the logits [T, B, outputs], the input of the softmax."""
+    def dropped(self, hidden: Tensor, seed: Tensor | None, rows: Tensor, first_step: int) -> Tensor:
+        """Return the outputs of the recurrent layers after dropout."""
         hidden = self.drop(hidden, self.dropout, _OUTPUT, seed, rows, first_step)
-        hidden = self.drop(
+        return self.drop(
             hidden, self.variational.output, _OUTPUT_OF_SEQUENCE, seed, rows, mask="sequence"
         )
-        return linear(hidden, self.noisy(self.softmax.weight, _OUTPUT, seed), self.softmax.bias)
+
+    def logits(self, dropped: Tensor, seed: Tensor | None) -> Tensor:
+        """Return the logits [T, B, outputs], the input of the softmax."""
+        weight = self.noisy(self.softmax.weight, _OUTPUT, seed)
+        logits = linear(dropped, weight, self.softmax.bias)
+        if self.training or self.temperature is None:
+            return logits
+        return logits / self.temperature
 
     def drop(
         self,
@@ -146,7 +159,8 @@ class LanguageModel(RecurrentModel):
             x = self.drop(x, self.dropout, _INPUT, key, rows, first_step)
             x = self.drop_words(x, tokens, key, rows)
         hidden, state = self.recurrent(x, state, seed=key, examples=rows, first_step=first_step)
-        return Output(self.logits(hidden, key, rows, first_step), hidden, state)
+        dropped = self.dropped(hidden, key, rows, first_step)
+        return Output(self.logits(dropped, key), hidden, state, dropped)
 
     def drop_words(self, x: Tensor, tokens: Tensor, seed: Tensor | None, rows: Tensor) -> Tensor:
         """Drop whole symbols in training mode: a dropped symbol is zero in its whole sequence."""
@@ -185,7 +199,8 @@ class Classifier(RecurrentModel):
             pixels, state, seed=key, examples=rows, first_step=first_step
         )
         last = state[0] if isinstance(state, tuple) else state  # [layers, B, H]
-        return Output(self.logits(last[-1:], key, rows, first_step)[0], hidden, state)
+        dropped = self.dropped(last[-1:], key, rows, first_step)
+        return Output(self.logits(dropped, key)[0], hidden, state, dropped)
 
 
 def noises(config: Config) -> list[Any]:
@@ -334,6 +349,11 @@ def initialise(model: RecurrentModel, config: Config) -> None:
                 parameter.zero_()
             elif kind.startswith("weight"):
                 _matrix_(parameter, settings.init, kind.startswith("weight_hh"), settings.cell)
+    if settings.embedding_bound and model.embedding is not None:
+        nn.init.uniform_(
+            model.embedding.weight, -settings.embedding_bound, settings.embedding_bound
+        )
+        model.softmax.bias.zero_()
     for layer in layers_of(model.recurrent):
         for name, parameter in layer.named_parameters():
             if name.startswith("bias_hh") and settings.one_bias:
@@ -370,6 +390,13 @@ def loss_of(output: Output, targets: Tensor, config: Config) -> tuple[Tensor, Te
     loss = nats
     if config.loss == "sum" and config.task == "language":
         loss = loss * len(targets)
+    if config.activation_penalty or config.change_penalty:
+        loss = loss + zo.activation_penalty(
+            at_least_float32(output.hidden),
+            config.activation_penalty,
+            config.change_penalty,
+            dropped=at_least_float32(output.dropped),
+        )
     if config.norm_stabilizer:
         loss = loss + zo.norm_stabilizer(at_least_float32(output.hidden), config.norm_stabilizer)
     return loss, nats.detach()

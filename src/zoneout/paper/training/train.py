@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from dataclasses import fields as fields_of
 from pathlib import Path
@@ -28,7 +28,14 @@ from ..data.datasets import DataError, MissingError
 from ..disk import RunError, check_fields
 from . import runs
 from .config import Config
-from .evaluate import Diverged, Score, estimate_statistics, evaluate, predictions
+from .evaluate import (
+    Diverged,
+    Score,
+    choose_temperature,
+    estimate_statistics,
+    evaluate,
+    predictions,
+)
 from .feeds import make_feed
 from .measures import measure_of
 from .models import build, check, parameters_of
@@ -72,6 +79,7 @@ class State:
     stale: int = 0  # validations since the best
     plateaus: int = 0  # how often the schedule "plateau" has divided the learning rate
     waited: int = 0  # validations since the best, or since the rate was divided
+    averaging: bool = False  # whether the weights are averaged
     best: dict[str, Any] | None = None
     seconds: float = 0.0
 
@@ -79,7 +87,8 @@ class State:
     def from_json(cls, fields: dict[str, Any]) -> State:
         """Read a state that `asdict` wrote; raise a ValueError if it is not valid."""
         counts = dict.fromkeys((f.name for f in fields_of(cls) if f.type == "int"), "count")
-        check_fields(fields, {"digest": "text"}, {**counts, "seconds": "number"})
+        others = {"seconds": "number", "averaging": "flag"}
+        check_fields(fields, {"digest": "text"}, counts | others)
         if strange := fields.keys() - vars(cls("")).keys():
             raise ValueError(f"the checkpoint has unknown fields: {shown(sorted(strange))}")
         if fields.get("best") is not None:
@@ -288,6 +297,12 @@ class Training:
     def validate(self) -> None:
         """Validate, save the weights if they are the best so far, and write a checkpoint."""
         self.check_finite()
+        with self.step.average.used() if self.state.averaging else nullcontext():
+            self.judge()
+        self.save()
+
+    def judge(self) -> None:
+        """Validate the weights of the model, and save them if they are the best so far."""
         score = evaluate(
             self.model, self.data, "valid", self.config, batch_statistics=True, tick=self.tick
         )
@@ -305,18 +320,20 @@ class Training:
             state.best = line
             if self.processes.first:
                 self.run.save_best(self.model, line)
-        self.save()
 
     def check_plateau(self, best: bool) -> None:
         """Divide the learning rate if validation has not improved for as long as the schedule says.
 
-        After that it waits as long again.
+        After that it waits as long again. Averaging of the weights begins in the same way.
         """
         state, schedule = self.state, self.config.schedule
         state.waited = 0 if best else state.waited + 1
         if schedule.kind == "plateau" and state.waited >= schedule.after:
             state.plateaus, state.waited = state.plateaus + 1, 0
             self.begin_epoch()
+        if 0 < self.config.optimizer.average_after <= state.stale and not state.averaging:
+            state.averaging = True
+            self.step.average.start()
 
     def test(self) -> dict[str, Any]:
         """Evaluate the best weights on the test part and return the metrics line."""
@@ -332,12 +349,19 @@ class Training:
             )
             if self.processes.first and self.state.best is not None:
                 self.run.save_best(self.model, self.state.best)
+        chosen = {}
+        if self.config.evaluation.temperature and isinstance(self.data, Corpus):
+            chosen["temperature"] = choose_temperature(
+                self.model, self.data, self.config, tick=self.tick
+            )
+            if self.processes.first and self.state.best is not None:
+                self.run.save_best(self.model, self.state.best)
+        samples = self.config.evaluation.samples
         score = self.processes.share(
-            evaluate(self.model, self.data, "test", self.config, tick=self.tick)
+            evaluate(self.model, self.data, "test", self.config, samples=samples, tick=self.tick)
         )
-        return self.line(
-            "test", **values_of(score.checked("test of the best weights"), self.measure)
-        )
+        score = score.checked("test of the best weights")
+        return self.line("test", **values_of(score, self.measure), **chosen)
 
     def line(self, kind: str, **values: Any) -> dict[str, Any]:
         """Append a line to the metrics, report it to `progress`, and return it."""

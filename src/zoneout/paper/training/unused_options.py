@@ -86,6 +86,18 @@ _RULES: tuple[tuple[tuple[str, ...], _Read, str], ...] = (
         lambda c: c.model.norm == "batch" and (c.batches.kind == "chunks" or c.task == "images"),
         "only batch norm has statistics, and with streams the batches are as large as in training",
     ),
+    (
+        ("batches.halved", "batches.spread"),
+        lambda c: c.batches.kind == "streams" and c.task == "language",
+        "only streams have pieces of different lengths",
+    ),
+    (("model.embedding_bound",), lambda c: c.model.embedding > 0, "there is no embedding"),
+    (
+        ("evaluation.samples",),
+        lambda c: c.evaluation.at_eval == "sample" and c.task == "language",
+        "only at_eval sample draws masks, and only a text is judged so",
+    ),
+    (("evaluation.temperature",), lambda c: c.task == "language", "only a text is judged so"),
     (("data.order",), lambda c: c.task == "images", "only the pixels of mnist have an order"),
     (("data.preparation",), lambda c: c.data.name == "char-ptb", "only char-ptb has it"),
     (
