@@ -89,7 +89,7 @@ def test_the_papers_numbers_make_sense() -> None:
     """A number is in the wrong unit or the wrong row: zoneout is the best of what the paper's
     authors trained.
     """
-    for r in RECIPES.values():
+    for r in (r for r in RECIPES.values() if r.group != "past"):
         low, high = {"bits": (1.2, 1.7), "perplexity": (70, 125), "error": (0.03, 0.11)}[r.measure]
         assert all(low < v < high for v in (r.valid, r.test) if v is not None), r.name
     for task in ("char-ptb", "word-ptb", "text8"):
@@ -167,6 +167,8 @@ def narrowed(recipe: Recipe) -> Config:
     """The recipe with few units and a small batch, and nothing else changed."""
     config = recipe.make()
     fewer: dict[str, Any] = {"model.embedding": 8} if config.model.embedding else {}
+    if config.model.sizes:
+        fewer = {"model.sizes": [8, 7, 6], "model.embedding": 6}
     if config.model.system:
         fewer |= {"system.hyper": 4, "batches.length": 12}  # a loop in torch calls is slow
     return change(config, NARROW | fewer | {"device": "cpu"})

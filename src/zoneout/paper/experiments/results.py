@@ -60,6 +60,7 @@ GROUPS = {  # groups of recipes, and the line above each group's table
     "table": "",
     "ours": "Beyond the paper, compared with the paper's zoneout row:",
     "systems": "Other systems that the paper names, and models to compare with:",
+    "past": "Past the paper ([the plan](past-the-paper.md)), with numbers of their authors:",
     "more": "In the paper's figures and text:",
 }
 CORPORA = {  # the tasks of the README's table, as its readers know them

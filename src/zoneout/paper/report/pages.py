@@ -26,7 +26,7 @@ from ..training import config as configs
 from ..training.config import at
 from ..training.measures import REACHED, UNITS, reached, rounded, spread
 from ..training.progress import duration
-from . import figures, plots
+from . import figures, past, plots
 from .describe import describe
 from .html import Html, code, document, element, figure, join, learning_curves, link, section, table
 
@@ -98,6 +98,7 @@ def paper_page(results: Path, benchmarks: Path) -> str:
             section("tables", "The paper’s numbers and ours", element("p", RULE), *tables, *notes),
         ),
         ("figures", "Figures", section("figures", "Figures", *map(drawn_figure, drawn))),
+        ("past", "Past the paper", past.past_section(results, own, past_tables(own))),
         ("speed", "Speed", section("speed", "Speed", *speed(benchmarks))),
         ("commands", "Commands", section("commands", "The commands", *commands(own, results))),
     ]
@@ -142,6 +143,20 @@ def task_section(task: str, own: dict[str, list[Record]]) -> Html:
         summary = element("summary", f"{len(rest)} more rows, for the paper’s figures and text")
         parts.append(element("details", summary, shown))
     return section(f"task-{task}", title, *parts, level=3)
+
+
+def past_tables(own: dict[str, list[Record]]) -> list[Html]:
+    """Return a table of each task's models that came after the paper."""
+    tables = []
+    for task in TASKS:
+        rows = [r for r in RECIPES.values() if r.task == task and r.group == "past"]
+        if rows:
+            caption = (
+                f"{TASKS[task][0]}: models that came after the paper, with numbers of their "
+                f"authors. In {UNITS[MEASURES[task]]}."
+            )
+            tables.append(results_table(caption, rows, own, name=f"{task}-past"))
+    return tables
 
 
 def results_table(

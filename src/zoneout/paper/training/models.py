@@ -24,7 +24,7 @@ from ...ops import linear
 from ...ops.dropout import dropout
 from ...ops.weight_noise import weight_noise
 from ...philox import as_seed
-from .config import LAYERS, Config, VariationalDropout, Zoneout
+from .config import LAYERS, Config
 from .processes import alone, memory_of, one_thread
 from .stacks import initial_state, layers_of, parameters_of_systems, recurrent
 
@@ -309,11 +309,7 @@ def _size(config: Config, symbols: int) -> int:
     try:
         if model.sizes or model.system:
             return count(config)
-        # Noises have no parameters, and may have rates for another number of layers.
-        quiet = replace(
-            config, zoneout=Zoneout(), variational_dropout=VariationalDropout(), weight_drop=0.0
-        )
-        one, two = (replace(quiet, model=replace(model, layers=layers)) for layers in (1, 2))
+        one, two = (_with_layers(config, layers) for layers in (1, 2))
         first = count(one)
         return first + (model.layers - 1) * (count(two) - first if model.layers > 1 else 0)
     except RuntimeError as error:
@@ -323,6 +319,26 @@ def _size(config: Config, symbols: int) -> int:
             "model: expected sizes that a tensor can have; try a smaller --model.hidden or "
             "--model.embedding"
         ) from error
+
+
+def _with_layers(config: Config, layers: int) -> Config:
+    """Return the config with another number of layers, and rates for so many."""
+
+    def first(rate: Any) -> Any:
+        return (rate * layers)[:layers] if isinstance(rate, tuple) else rate
+
+    zoneout, variational = config.zoneout, config.variational_dropout
+    fields = {name: first(getattr(zoneout, name)) for name in ("cell", "hidden", "depth")}
+    if zoneout.mask == "clock":
+        fields["periods"] = first(zoneout.periods)
+    inside = {name: first(getattr(variational, name)) for name in ("input", "hidden")}
+    return replace(
+        config,
+        model=replace(config.model, layers=layers),
+        zoneout=replace(zoneout, **fields),
+        variational_dropout=replace(variational, **inside),
+        weight_drop=first(config.weight_drop),
+    )
 
 
 def _model(config: Config, symbols: int) -> LanguageModel | Classifier:

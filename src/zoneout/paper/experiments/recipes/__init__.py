@@ -11,10 +11,10 @@ sources disagree.
 (1.252, 0.5)
 """
 
-from . import char_ptb, systems, word_ptb, text8, pmnist  # isort: skip  # the order of the tables
+from . import char_ptb, systems, word_ptb, text8, pmnist, awd  # isort: skip  # the order of the tables
 from .registry import MEASURES, QUOTED, RECIPES, Recipe, recipe, select
 
 __all__ = [
-    "MEASURES", "QUOTED", "RECIPES", "Recipe", "char_ptb", "pmnist", "recipe",
+    "MEASURES", "QUOTED", "RECIPES", "Recipe", "awd", "char_ptb", "pmnist", "recipe",
     "select", "systems", "text8", "word_ptb",
 ]  # fmt: skip

@@ -43,13 +43,13 @@ class Recipe:
         return self.name.removeprefix(self.task.replace("-", "_") + "_")
 
     @property
-    def group(self) -> Literal["table", "ours", "systems", "more"]:
+    def group(self) -> Literal["table", "ours", "systems", "past", "more"]:
         """The kind of row: in the paper's two tables, ours, another system that the paper names,
-        or in the paper's figures and text.
+        a model that came after the paper, or in the paper's figures and text.
         """
         if self.where.startswith("Table"):
             return "table"
-        return self.where if self.where in ("ours", "systems") else "more"  # type: ignore[return-value]
+        return self.where if self.where in ("ours", "systems", "past") else "more"  # type: ignore[return-value]
 
 
 RECIPES: dict[str, Recipe] = {}
