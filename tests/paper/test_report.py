@@ -124,6 +124,17 @@ def test_rows_that_were_not_run_are_there(tmp_path: Path) -> None:
     assert "is not there" in text  # the measurements
 
 
+def test_a_system_is_compared_with_a_model_of_its_size(tmp_path: Path) -> None:
+    """A system stands without the model that it should beat, or with the difference reversed."""
+    assert all(r.against in RECIPES for r in RECIPES.values() if r.against)
+    fabricated.write(tmp_path, fabricated.record("char_ptb_hm_lstm"))
+    without = paper_page(tmp_path, tmp_path / "none.csv")
+    fabricated.write(tmp_path, fabricated.record("char_ptb_stacked_layer_norm", shift=0.3))
+    text = paper_page(tmp_path, tmp_path / "none.csv").replace("\n", " ")
+    sentence = "3-layer HM-LSTM + layer norm: 1.240 in test, 3-layer LSTM + layer norm: 1.300."
+    assert sentence not in without and f"{sentence} The difference is -0.060, of 1 seed." in text
+
+
 def test_past_the_paper_begins_with_its_answer(tmp_path: Path) -> None:
     """The answer is missing, is of other arms, or counts the seeds that chose the rates."""
     nothing = paper_page(tmp_path, tmp_path / "none.csv")

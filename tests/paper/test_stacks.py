@@ -22,6 +22,7 @@ from zoneout.paper.training.config import (
     Schedule,
     System,
     Zoneout,
+    change,
 )
 from zoneout.paper.training.feeds import make_feed
 from zoneout.paper.training.models import build, noises
@@ -131,6 +132,52 @@ def test_rates_inspired_by_clockwork_are_of_groups_of_units() -> None:
     (noise,) = noises(Config(model=Model(hidden=4), zoneout=Zoneout(periods=(1, 4))))
     rates = torch.tensor([0.0, 0.0, 0.75, 0.75])
     assert noise == zo.Zoneout(cell=rates, hidden=rates)
+
+
+GPU = {  # models whose update has to be the same in a graph
+    "adaptive": {"model.cell": "adaptive-lstm", "zoneout.cell": 0.5, "zoneout.hidden": 0.1},
+    "hyper": {"model.cell": "hyper-lstm", "recurrent_dropout.rate": 0.2},
+    "hm": {"model.cell": "hm-lstm", "model.layers": 3, "model.embedding": 6},
+    "surprisal": {"model.cell": "surprisal-lstm"},
+    "clockwork": {"model.cell": "rnn", "model.norm": "layer", "model.modules": [1, 2, 4]},
+    "hierarchical": {"model.layers": 2, "zoneout.mask": "clock", "zoneout.periods": [1, 2]},
+    "swapout": {"swapout.hidden_old": 0.3, "swapout.hidden_new": 0.1},
+    "fast dropout": {"fast_dropout.hidden": 0.3},
+    "awd": {
+        "model.sizes": [16, 8],
+        "model.embedding": 8,
+        "model.tied": True,
+        "weight_drop": 0.5,
+        "variational_dropout.input": [0.2, 0.4],
+        "variational_dropout.words": 0.1,
+        "activation_penalty": 2.0,
+        "change_penalty": 1.0,
+        "batches.spread": 2.0,
+        "optimizer.average_after": 1,
+    },
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GPU)
+def test_an_update_in_a_graph_is_the_update(name: str) -> None:
+    """A graph cannot be captured, or computes other updates than the same calls without one."""
+    changes = {"device": "cuda", "model.hidden": 16, "batches.kind": "streams"} | GPU[name]
+    config = change(TINY, changes)
+    data, cuda = load_data(config), torch.device("cuda")
+    found = []
+    for captured in (False, True):
+        model = build(config, len(data.vocabulary)).to(cuda)  # type: ignore[union-attr]
+        step = Step(model, make_feed(config, data, cuda), config, Processes(cuda))
+        step.begin(0, 0, 0)
+        if captured:
+            step.capture()
+        losses = []
+        for _ in range(4):
+            step()
+            losses.append(step.nats.item())
+        found.append(losses)
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
 # --- schedules and epochs

@@ -137,12 +137,28 @@ def task_section(task: str, own: dict[str, list[Record]]) -> Html:
             f"models to compare with. In {unit}."
         )
         parts.append(results_table(caption, systems, own, name=f"{task}-systems"))
+        parts.append(element("ul", join(map(comparison, systems, [own] * len(systems)))))
     if rest:
         caption = f"{title}: other rows, for the paper’s figures and text. In {unit}."
         shown = results_table(caption, rest, own, name=f"{task}-more")
         summary = element("summary", f"{len(rest)} more rows, for the paper’s figures and text")
         parts.append(element("details", summary, shown))
     return section(f"task-{task}", title, *parts, level=3)
+
+
+def comparison(recipe: Recipe, own: dict[str, list[Record]]) -> Html:
+    """Return a list item that compares a recipe's test score with the one it is held against."""
+    if not (recipe.against and own[recipe.name] and own[recipe.against]):
+        return Html("")
+    other = RECIPES[recipe.against]
+    ours, theirs = (fmean(r["test"] for r in own[one.name]) for one in (recipe, other))
+    seeds = len(own[recipe.name])
+    text = (
+        f"{recipe.row}: {rounded(ours, recipe.measure)} in test, {other.row}: "
+        f"{rounded(theirs, recipe.measure)}. The difference is "
+        f"{rounded(ours - theirs, recipe.measure, '+')}, of {seeds} seed{'s' * (seeds > 1)}."
+    )
+    return element("li", text)
 
 
 def past_tables(own: dict[str, list[Record]]) -> list[Html]:

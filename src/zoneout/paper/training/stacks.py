@@ -86,7 +86,7 @@ class Stack(nn.Module):
         each = 0 if hx is None else len(hx) // len(self.layers)
         ends: list[Tensor] = []
         for k, layer in enumerate(self.layers):
-            key = None if seed is None else seed + k * _APART
+            key = None if seed is None else seed + (k * _APART + 2**63) % 2**64 - 2**63
             if k and self.training and self.dropout:
                 where = plane("dropout", k - 1, 0)
                 x = dropout(x, self.dropout, seed, where, examples, first_step)

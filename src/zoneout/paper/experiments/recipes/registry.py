@@ -32,6 +32,7 @@ class Recipe:
     test: float | None
     where: str  # the place in the paper, or another origin ("ours", "search", …)
     held: bool  # whether our result has to reach the paper's numbers, or is only shown with them
+    against: str = ""  # the recipe that the row is compared with in a sentence
 
     @property
     def measure(self) -> str:
@@ -90,17 +91,20 @@ def recipe(
     where: str = "Table 1",
     held: bool = True,
     beside: str = "",
+    against: str = "",
 ) -> Callable[[Callable[[], Config]], Callable[[], Config]]:
     """Return a decorator that registers a function as a recipe, under the function's name.
 
     `beside` names an earlier recipe. The new recipe is shown with that recipe's numbers of the
-    paper, but is not held to them.
+    paper, but is not held to them. `against` names the recipe to compare it with.
     """
     if beside:
         valid, test, held = RECIPES[beside].valid, RECIPES[beside].test, False
 
     def register(make: Callable[[], Config]) -> Callable[[], Config]:
-        RECIPES[make.__name__] = Recipe(make.__name__, task, row, make, valid, test, where, held)
+        RECIPES[make.__name__] = Recipe(
+            make.__name__, task, row, make, valid, test, where, held, against
+        )
         return make
 
     return register

@@ -41,7 +41,13 @@ def _base(model: Model = _BASE.model, **changes: Any) -> Config:
 # --- adaptive
 
 
-@recipe("char-ptb", "Adaptive zoneout, masks drawn", beside="char_ptb_zoneout", where="systems")
+@recipe(
+    "char-ptb",
+    "Adaptive zoneout, masks drawn",
+    beside="char_ptb_zoneout",
+    where="systems",
+    against="char_ptb_zoneout",
+)
 def char_ptb_adaptive_zoneout() -> Config:
     """Zoneout whose rates a small LSTM computes at every step; the paper proposes it.
 
@@ -54,7 +60,13 @@ def char_ptb_adaptive_zoneout() -> Config:
     )
 
 
-@recipe("char-ptb", "Adaptive zoneout, rates mixed", beside="char_ptb_zoneout", where="systems")
+@recipe(
+    "char-ptb",
+    "Adaptive zoneout, rates mixed",
+    beside="char_ptb_zoneout",
+    where="systems",
+    against="char_ptb_zoneout",
+)
 def char_ptb_adaptive_zoneout_rate() -> Config:
     """`char_ptb_adaptive_zoneout` without masks: the rate mixes the old and the new value.
 
@@ -78,7 +90,14 @@ _HYPER = _base(
 )
 
 
-@recipe("char-ptb", "HyperLSTM + layer norm", valid=1.281, test=1.250, where="systems")
+@recipe(
+    "char-ptb",
+    "HyperLSTM + layer norm",
+    valid=1.281,
+    test=1.250,
+    where="systems",
+    against="char_ptb_layer_norm",
+)
 def char_ptb_hyper_lstm() -> Config:
     """A small LSTM scales and shifts the gates of a large one at every step.
 
@@ -111,7 +130,13 @@ _MULTISCALE = _base(
 )
 
 
-@recipe("char-ptb", "3-layer HM-LSTM + layer norm", test=1.24, where="systems")
+@recipe(
+    "char-ptb",
+    "3-layer HM-LSTM + layer norm",
+    test=1.24,
+    where="systems",
+    against="char_ptb_stacked_layer_norm",
+)
 def char_ptb_hm_lstm() -> Config:
     """Layers that copy their state until the layer below ends a segment."""
     return _MULTISCALE
@@ -127,7 +152,13 @@ def char_ptb_stacked_layer_norm() -> Config:
 # --- surprisal
 
 
-@recipe("char-ptb", "Surprisal-driven zoneout", beside="char_ptb_zoneout", where="systems")
+@recipe(
+    "char-ptb",
+    "Surprisal-driven zoneout",
+    beside="char_ptb_zoneout",
+    where="systems",
+    against="char_ptb_zoneout",
+)
 def char_ptb_surprisal_zoneout() -> Config:
     """The better a symbol was predicted, the fewer units are updated.
 
@@ -153,7 +184,13 @@ _CLOCKWORK = replace(
 )
 
 
-@recipe("char-ptb", "Clockwork RNN + layer norm", test=1.40, where="systems")
+@recipe(
+    "char-ptb",
+    "Clockwork RNN + layer norm",
+    test=1.40,
+    where="systems",
+    against="char_ptb_layer_norm_rnn",
+)
 def char_ptb_clockwork_rnn() -> Config:
     """Five modules with the periods 1, 2, 4, 8 and 16.
 
@@ -173,7 +210,13 @@ def char_ptb_layer_norm_rnn() -> Config:
 _LAYERS = replace(_BASE.model, hidden=448, layers=3)
 
 
-@recipe("char-ptb", "Hierarchical RNN, periods 1, 2, 4", beside="char_ptb_zoneout", where="systems")
+@recipe(
+    "char-ptb",
+    "Hierarchical RNN, periods 1, 2, 4",
+    beside="char_ptb_zoneout",
+    where="systems",
+    against="char_ptb_zoneout_3_layers",
+)
 def char_ptb_hierarchical_rnn() -> Config:
     """Three LSTM layers; the second is updated at every second step, the third at every fourth."""
     return _base(_LAYERS, zoneout=Zoneout(mask="clock", periods=(1, 2, 4)), epochs=RATES_EPOCHS)
@@ -185,7 +228,13 @@ def char_ptb_zoneout_3_layers() -> Config:
     return _base(_LAYERS, zoneout=Zoneout(cell=0.5, hidden=0.05), epochs=RATES_EPOCHS)
 
 
-@recipe("char-ptb", "Zoneout, rates 1 − 1/period", beside="char_ptb_zoneout", where="systems")
+@recipe(
+    "char-ptb",
+    "Zoneout, rates 1 − 1/period",
+    beside="char_ptb_zoneout",
+    where="systems",
+    against="char_ptb_zoneout",
+)
 def char_ptb_clockwork_rates() -> Config:
     """Rates of 0, 1/2, 3/4 and 7/8 for four groups of units, both of c and of h.
 
@@ -197,7 +246,13 @@ def char_ptb_clockwork_rates() -> Config:
 # --- two masks, and Gaussian products
 
 
-@recipe("char-ptb", "Swapout over time", beside="char_ptb_zoneout", where="systems")
+@recipe(
+    "char-ptb",
+    "Swapout over time",
+    beside="char_ptb_zoneout",
+    where="systems",
+    against="char_ptb_zoneout",
+)
 def char_ptb_swapout() -> Config:
     """Two masks per state: one adds the old value, the other leaves out the new one.
 
@@ -207,13 +262,25 @@ def char_ptb_swapout() -> Config:
     return _base(swapout=noise, epochs=RATES_EPOCHS)
 
 
-@recipe("char-ptb", "Residual recurrence", beside="char_ptb_unregularised", where="systems")
+@recipe(
+    "char-ptb",
+    "Residual recurrence",
+    beside="char_ptb_unregularised",
+    where="systems",
+    against="char_ptb_zoneout",
+)
 def char_ptb_residual() -> Config:
     """The old h is added to the new one at every step, which the paper found unstable."""
     return _base(swapout=Swapout(hidden_old=1.0), epochs=25)
 
 
-@recipe("char-ptb", "Fast dropout 0.25", beside="char_ptb_recurrent_dropout", where="systems")
+@recipe(
+    "char-ptb",
+    "Fast dropout 0.25",
+    beside="char_ptb_recurrent_dropout",
+    where="systems",
+    against="char_ptb_zoneout",
+)
 def char_ptb_fast_dropout() -> Config:
     """The product with h is a Gaussian number; the rate is that of the best recurrent dropout."""
     return _base(fast_dropout=FastDropout(hidden=0.25), epochs=RATES_EPOCHS)
