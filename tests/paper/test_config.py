@@ -309,7 +309,6 @@ READ = [  # a field, settings with which it is read, and with which it is not
     ("batches.halved", {"batches.kind": "streams"}, {}),
     ("batches.spread", {"batches.kind": "streams"}, {}),
     ("model.embedding_bound", {"model.embedding": 8}, {}),
-    ("evaluation.samples", {"evaluation.at_eval": "sample"}, {}),
     ("evaluation.temperature", {}, {"data.name": "mnist"}),
     ("evaluation.statistics", {"model.norm": "batch"}, {}),
     (

@@ -1,4 +1,4 @@
-"""Options of models after the paper: averages, penalties, lengths, temperature, samples."""
+"""Options of models after the paper: averages, penalties, lengths, temperature."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zoneout.paper.training.config import (
     Protocol,
     VariationalDropout,
 )
-from zoneout.paper.training.evaluate import TEMPERATURES, evaluate, evaluate_text
+from zoneout.paper.training.evaluate import TEMPERATURES, evaluate
 from zoneout.paper.training.feeds import make_feed
 from zoneout.paper.training.models import build, loss_of
 from zoneout.paper.training.optimizers import Average
@@ -154,23 +154,6 @@ def test_streams_with_random_lengths_are_the_text_in_order() -> None:
 
 
 # --- at evaluation
-
-
-def test_several_samples_are_judged_by_the_mean_of_their_probabilities() -> None:
-    """Losses are averaged and not probabilities, or a pass changes its masks on the way."""
-    config = Config(
-        model=Model(hidden=5),
-        variational_dropout=VariationalDropout(hidden=0.5),
-        evaluation=Evaluation(at_eval="sample"),
-    )
-    model: Any = build(config, SYMBOLS).eval()
-    tokens = torch.arange(41) * 5 % SYMBOLS
-    with torch.no_grad():
-        each = [model(tokens[:-1, None], seed=9 + k).logits[:, 0].softmax(-1) for k in range(3)]
-    assert not torch.equal(each[0], each[1])
-    chances = torch.stack(each).mean(0)[torch.arange(40), tokens[1:]]
-    score = evaluate_text(model, tokens, Protocol("whole", length=7), seed=9, samples=3)
-    assert score.nats == pytest.approx(-chances.log().mean().item(), rel=1e-5)
 
 
 def test_the_temperature_is_chosen_on_validation_and_kept(tmp_path: Path) -> None:

@@ -538,10 +538,6 @@ class Evaluation:
     expectation: each mask is replaced by its expected value.
     off: no noise. sample: masks are drawn, as in training.
     """
-    samples: int = 1
-    """Only with at_eval=sample: number of passes over a text in the test, each with masks of its
-    own. The mean of their probabilities is judged.
-    """
     temperature: bool = False
     """After training, choose a temperature of the softmax on the validation part, for the test."""
     statistics: int = 0
@@ -555,9 +551,6 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         _check("evaluation.every", self.every, self.every >= 0, "a number of updates, or 0")
-        _check(
-            "evaluation.samples", self.samples, self.samples >= 1, "a number of passes, 1 or more"
-        )
         _check(
             "evaluation.statistics",
             self.statistics,

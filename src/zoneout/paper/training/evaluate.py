@@ -83,19 +83,16 @@ def evaluate_text(
     protocol: Protocol,
     *,
     seed: int = 0,
-    samples: int = 1,
     tick: Callable[[], None] = nothing,
 ) -> Score:
     """Evaluate a language model on a text, by a protocol.
 
-    The model should be in evaluation mode. `seed` is used by noises with at_eval="sample". With
-    several `samples`, the mean of their probabilities is judged; each has its own masks for the
-    whole text. `tick` is called after every batch, and may raise an exception to stop the
-    evaluation.
+    The model should be in evaluation mode. `seed` is used by noises with at_eval="sample". `tick`
+    is called after every batch, and may raise an exception to stop the evaluation.
     """
     total = torch.zeros((), dtype=torch.float64, device=tokens.device)
     count = 0
-    for logits, targets in _judged_pieces(model, tokens, protocol, seed, samples):
+    for logits, targets in _judged_pieces(model, tokens, protocol, seed):
         total += nats(logits, targets)
         count += len(targets)
         tick()
@@ -117,9 +114,7 @@ def choose_temperature(
     totals = torch.zeros(len(TEMPERATURES), dtype=torch.float64, device=tokens.device)
     model.temperature.fill_(1.0)
     with judged(model, config, batch_statistics=False):
-        for logits, targets in _judged_pieces(
-            model, tokens, config.evaluation.valid, config.seed, 1
-        ):
+        for logits, targets in _judged_pieces(model, tokens, config.evaluation.valid, config.seed):
             totals += torch.stack([nats(logits / t, targets) for t in TEMPERATURES])
             tick()
     chosen = TEMPERATURES[int(totals.argmin())]
@@ -128,26 +123,18 @@ def choose_temperature(
 
 
 def _judged_pieces(
-    model: Any, tokens: Tensor, protocol: Protocol, seed: int, samples: int
+    model: Any, tokens: Tensor, protocol: Protocol, seed: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the logits [N, symbols] and targets [N] of every piece of a text."""
     predictions(len(tokens), protocol)  # raises if the text is too short
-    states: list[Any] = [None] * samples
-    step, first_row = 0, 0
+    state, step, first_row = None, 0, 0
     for inputs, targets in _pieces(tokens, protocol):
-        outputs = [
-            model(inputs, state, seed=seed + k, examples=first_row, first_step=step)
-            for k, state in enumerate(states)
-        ]
-        logits = outputs[0].logits
-        if samples > 1:
-            each = torch.stack([at_least_float32(o.logits).log_softmax(-1) for o in outputs])
-            logits = each.logsumexp(0) - math.log(samples)
-        yield logits.flatten(0, 1), targets.flatten()
+        output = model(inputs, state, seed=seed, examples=first_row, first_step=step)
+        yield output.logits.flatten(0, 1), targets.flatten()
         if protocol.kind == "chunks":
             first_row += inputs.shape[1]
         else:
-            states, step = [o.state for o in outputs], step + len(inputs)
+            state, step = output.state, step + len(inputs)
 
 
 def predictions(size: int, protocol: Protocol) -> int:
@@ -270,7 +257,6 @@ def evaluate(
     *,
     protocol: Protocol | None = None,
     batch_statistics: bool = False,
-    samples: int = 1,
     tick: Callable[[], None] = nothing,
 ) -> Score:
     """Evaluate a model on a part of the data: "train", "valid" or "test".
@@ -289,7 +275,7 @@ def evaluate(
             pixels, labels = (on_device(array[: config.data.limit], device) for array in values)
             return evaluate_images(model, pixels, labels, chosen.size, seed=config.seed, tick=tick)
         text = on_device(values, device)
-        return evaluate_text(model, text, chosen, seed=config.seed, samples=samples, tick=tick)
+        return evaluate_text(model, text, chosen, seed=config.seed, tick=tick)
 
 
 def estimate_statistics(

@@ -71,7 +71,6 @@ ANYHOW = ("device", "log_every", "save_every")  # fields that do not change what
 LENGTH = ("epochs", "updates", "patience")  # fields that can change to make a run longer
 # Fields that may change when a run is continued: where and how long it runs, and its test.
 MAY_CHANGE = (
-    "evaluation.samples",
     *LENGTH,
     *ANYHOW,
     *(

@@ -356,9 +356,8 @@ class Training:
             )
             if self.processes.first and self.state.best is not None:
                 self.run.save_best(self.model, self.state.best)
-        samples = self.config.evaluation.samples
         score = self.processes.share(
-            evaluate(self.model, self.data, "test", self.config, samples=samples, tick=self.tick)
+            evaluate(self.model, self.data, "test", self.config, tick=self.tick)
         )
         score = score.checked("test of the best weights")
         return self.line("test", **values_of(score, self.measure), **chosen)

@@ -92,11 +92,6 @@ _RULES: tuple[tuple[tuple[str, ...], _Read, str], ...] = (
         "only streams have pieces of different lengths",
     ),
     (("model.embedding_bound",), lambda c: c.model.embedding > 0, "there is no embedding"),
-    (
-        ("evaluation.samples",),
-        lambda c: c.evaluation.at_eval == "sample" and c.task == "language",
-        "only at_eval sample draws masks, and only a text is judged so",
-    ),
     (("evaluation.temperature",), lambda c: c.task == "language", "only a text is judged so"),
     (("data.order",), lambda c: c.task == "images", "only the pixels of mnist have an order"),
     (("data.preparation",), lambda c: c.data.name == "char-ptb", "only char-ptb has it"),
