@@ -276,7 +276,8 @@ def test_the_command_line_reads_it() -> None:
 # --- settings that nobody reads
 # --------------------------------------------------------------------
 
-HYPER = {"model.cell": "hyper-lstm"}
+HYPER: dict[str, Any] = {"model.cell": "hyper-lstm"}
+SURPRISAL: dict[str, Any] = {"model.cell": "surprisal-lstm", "model.embedding": 0}
 READ = [  # a field, settings with which it is read, and with which it is not
     ("schedule.by", {"schedule.kind": "divide"}, {"schedule.kind": "cosine"}),
     ("schedule.by", {"schedule.kind": "milestones"}, {}),
@@ -289,7 +290,7 @@ READ = [  # a field, settings with which it is read, and with which it is not
     ("system.hyper", HYPER, {}),
     ("system.scales", HYPER, {}),
     ("system.output", {"model.cell": "hm-lstm", "model.layers": 2}, HYPER),
-    ("system.least", {"model.cell": "surprisal-lstm"}, HYPER),
+    ("system.least", SURPRISAL, HYPER),
     ("system.compile", HYPER, {}),
     ("swapout.mask", {"swapout.hidden_old": 0.1}, {}),
     ("optimizer.decay", {"optimizer.rule": "rmsprop"}, {"optimizer.rule": "adam"}),
@@ -308,7 +309,7 @@ READ = [  # a field, settings with which it is read, and with which it is not
     ("batches.offset", {}, {"data.name": "mnist"}),
     ("batches.halved", {"batches.kind": "streams"}, {}),
     ("batches.spread", {"batches.kind": "streams"}, {}),
-    ("model.embedding_bound", {"model.embedding": 8}, {}),
+    ("model.embedding_bound", {"model.embedding": 8}, {"model.embedding": 0}),
     ("evaluation.temperature", {}, {"data.name": "mnist"}),
     ("evaluation.statistics", {"model.norm": "batch"}, {}),
     (

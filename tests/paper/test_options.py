@@ -39,7 +39,7 @@ TOKENS = torch.randint(0, SYMBOLS, (6, 3), generator=torch.Generator().manual_se
 TINY = Config(
     data=Data(str(Path(__file__).parent / "golden" / "text.txt"), limit=1200),
     batches=Batches("streams", size=4, length=12),
-    model=Model(hidden=4),
+    model=Model(hidden=4, embedding=0),
     evaluation=Evaluation(Protocol("streams", length=20, size=2), Protocol("whole", length=50)),
     device="cpu",
     log_every=1,
@@ -105,7 +105,7 @@ def test_a_run_is_judged_by_its_averages_after_a_plateau(tmp_path: Path) -> None
 def test_activation_penalties_are_added_to_the_loss() -> None:
     """A penalty is of the wrong outputs: squares are of those after dropout, changes before."""
     config = Config(
-        model=Model(hidden=5),
+        model=Model(hidden=5, embedding=0),
         variational_dropout=VariationalDropout(output=0.5),
         activation_penalty=2.0,
         change_penalty=3.0,

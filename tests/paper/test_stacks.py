@@ -36,7 +36,7 @@ TOKENS = torch.randint(0, SYMBOLS, (6, 3), generator=torch.Generator().manual_se
 TINY = Config(
     data=Data(str(Path(__file__).parent / "golden" / "text.txt"), limit=1200),
     batches=Batches("chunks", size=8, length=12),
-    model=Model(hidden=4),
+    model=Model(hidden=4, embedding=0),
     evaluation=Evaluation(Protocol("chunks", length=12), Protocol("whole", length=50)),
     device="cpu",
 )
@@ -73,7 +73,9 @@ def test_layers_of_several_sizes_are_layers_one_after_the_other() -> None:
 
 def test_layers_of_a_stack_draw_apart() -> None:
     """All layers would keep the same units at the same steps."""
-    config = Config(model=Model(sizes=(8, 9), dropout=0.5), zoneout=Zoneout(hidden=0.5))
+    config = Config(
+        model=Model(sizes=(8, 9), dropout=0.5, embedding=0), zoneout=Zoneout(hidden=0.5)
+    )
     model: Any = build(config, SYMBOLS)
     seeds: list[int] = []
     for layer in model.recurrent.layers:
@@ -93,7 +95,7 @@ def test_a_system_is_a_layer_of_a_model(cell: Any) -> None:
     layers = 2 if cell == "hm-lstm" else 1
     model: Any = build(
         Config(
-            model=Model(cell, hidden=6, layers=layers),
+            model=Model(cell, hidden=6, layers=layers, embedding=0),
             zoneout=zoneout,
             system=System(hyper=3, output=5 if cell == "hm-lstm" else 0, least=0.3),
         ),
@@ -111,7 +113,7 @@ def test_systems_keep_their_own_initial_values() -> None:
     """The scales of a norm, or heads that start at zero, would be orthogonal."""
     model: Any = build(
         Config(
-            model=Model("adaptive-lstm", hidden=8, init="orthogonal", one_bias=True),
+            model=Model("adaptive-lstm", hidden=8, init="orthogonal", one_bias=True, embedding=0),
             zoneout=Zoneout(cell=0.5, hidden=0.05),
             system=System(hyper=4),
         ),
@@ -122,14 +124,16 @@ def test_systems_keep_their_own_initial_values() -> None:
     matrix = inner.main.weight_hh_l0
     torch.testing.assert_close(matrix.t() @ matrix, torch.eye(8))
     assert inner.main.bias_ih_l0[8:16].eq(1).all() and not inner.main.bias_hh_l0.requires_grad
-    clock: Any = build(Config(model=Model("rnn", hidden=6, init="orthogonal", modules=(1, 2))), 7)
+    clock: Any = build(
+        Config(model=Model("rnn", hidden=6, init="orthogonal", modules=(1, 2), embedding=0)), 7
+    )
     matrix = clock.recurrent.parametrizations.weight_hh_l0.original
     torch.testing.assert_close(matrix.t() @ matrix, torch.eye(6))
 
 
 def test_rates_inspired_by_clockwork_are_of_groups_of_units() -> None:
     """A unit would have the rate of another period."""
-    (noise,) = noises(Config(model=Model(hidden=4), zoneout=Zoneout(periods=(1, 4))))
+    (noise,) = noises(Config(model=Model(hidden=4, embedding=0), zoneout=Zoneout(periods=(1, 4))))
     rates = torch.tensor([0.0, 0.0, 0.75, 0.75])
     assert noise == zo.Zoneout(cell=rates, hidden=rates)
 
@@ -162,7 +166,12 @@ GPU = {  # models whose update has to be the same in a graph
 @pytest.mark.parametrize("name", GPU)
 def test_an_update_in_a_graph_is_the_update(name: str) -> None:
     """A graph cannot be captured, or computes other updates than the same calls without one."""
-    changes = {"device": "cuda", "model.hidden": 16, "batches.kind": "streams"} | GPU[name]
+    changes = {
+        "device": "cuda",
+        "model.hidden": 16,
+        "model.embedding": 0,
+        "batches.kind": "streams",
+    } | GPU[name]
     config = change(TINY, changes)
     data, cuda = load_data(config), torch.device("cuda")
     found = []
@@ -218,7 +227,7 @@ def test_a_checkpoint_from_before_plateaus_still_loads() -> None:
 
 def test_an_epoch_moves_the_slope_of_an_hm_lstm() -> None:
     """Its boundaries would stay soft for the whole training."""
-    config = replace(TINY, model=Model("hm-lstm", hidden=4, layers=2))
+    config = replace(TINY, model=Model("hm-lstm", hidden=4, layers=2, embedding=0))
     data: Any = load_data(config)
     model: Any = build(config, len(data.vocabulary))
     cpu = torch.device("cpu")

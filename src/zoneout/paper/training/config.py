@@ -228,7 +228,7 @@ class Model:
         if self.cell == "surprisal-lstm" and (self.embedding or self.dropout):
             raise ValueError(
                 "model.embedding, model.dropout: expected 0 with surprisal-lstm, whose softmax is "
-                f"inside the recurrent step, got {self.embedding} and {self.dropout}"
+                f"inside the step, got {self.embedding} and {self.dropout}; try --model.embedding 0"
             )
         if self.cell == "hm-lstm" and (self.sizes or self.layers < 2):
             raise ValueError(

@@ -81,7 +81,7 @@ def char_ptb_adaptive_zoneout_rate() -> Config:
 # Batch, length, learning rate, clipping and recurrent dropout are said to be those of the source
 # [not checked]; that the state is carried, and the number of epochs, are ours.
 _HYPER = _base(
-    Model("hyper-lstm", hidden=1000),
+    Model("hyper-lstm", hidden=1000, embedding=0),
     batches=Batches("streams", size=128, length=100),
     recurrent_dropout=RecurrentDropout(rate=0.1),
     optimizer=Optimizer("adam", lr=0.001, clip_gradient=1.0),
@@ -112,7 +112,7 @@ def char_ptb_layer_norm() -> Config:
 
     Its layer norm is that of this library: one for all gates, on each product.
     """
-    return replace(_HYPER, model=Model(hidden=1000, norm="layer", init="orthogonal"))
+    return replace(_HYPER, model=Model(hidden=1000, embedding=0, norm="layer", init="orthogonal"))
 
 
 # --- hierarchical multiscale
@@ -166,7 +166,7 @@ def char_ptb_surprisal_zoneout() -> Config:
     fewer epochs. The source has no number for this corpus.
     """
     return _base(
-        Model("surprisal-lstm", hidden=1000, init="block-orthogonal"),
+        Model("surprisal-lstm", hidden=1000, embedding=0, init="block-orthogonal"),
         evaluation=replace(_BASE.evaluation, test=_STREAMS.test),
         epochs=RATES_EPOCHS,
     )
@@ -177,7 +177,9 @@ def char_ptb_surprisal_zoneout() -> Config:
 # A batch of 96 steps is a multiple of all periods, so that the clock goes on from batch to batch.
 _CLOCKWORK = replace(
     _MULTISCALE,
-    model=Model("rnn", hidden=1000, norm="layer", init="orthogonal", modules=(1, 2, 4, 8, 16)),
+    model=Model(
+        "rnn", hidden=1000, embedding=0, norm="layer", init="orthogonal", modules=(1, 2, 4, 8, 16)
+    ),
     system=System(),
     batches=Batches("streams", size=64, length=96),
     evaluation=Evaluation(_STREAMS.valid, Protocol("whole", length=960)),
