@@ -155,7 +155,7 @@ def random_lengths(
     standard deviation `spread`: at most three deviations from there, and at least `SHORTEST`.
 
     >>> random_lengths(100, 30, 0.2, 2.0, seed=1)
-    [31, 30, 28]
+    [10, 33, 16, 30]
     """
     most = max(1, steps // SHORTEST)
     unit = [_bits(most, seed=seed, epoch=epoch, plane=plane) >> 11 for plane in (_HALVED, _LENGTHS)]
