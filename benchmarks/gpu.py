@@ -29,11 +29,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import bench
+import numpy as np
 import torch
 from bench import LAYERS, ZONEOUT, Row, mixed_lengths
 
 import zoneout as zo
-from zoneout.paper.training.processes import products_in
+from zoneout.paper.data.corpora import Corpus, Vocabulary
+from zoneout.paper.experiments.recipes import RECIPES
+from zoneout.paper.training.config import change
+from zoneout.paper.training.feeds import make_feed
+from zoneout.paper.training.models import build
+from zoneout.paper.training.processes import Processes, products_in
+from zoneout.paper.training.step import Step
 
 SHAPES = {  # T, B, input, H, layers
     "char-PTB": (100, 32, 50, 1000, 1),
@@ -74,7 +81,7 @@ class Asked(NamedTuple):
 def main() -> None:
     groups: dict[str, Callable[[Asked], Iterator[Row]]] = {
         "headline": headline, "grid": grid, "combinations": combinations, "host": host,
-        "memory": memory, "cells": cells,
+        "memory": memory, "cells": cells, "systems": systems,
     }  # fmt: skip
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -333,6 +340,64 @@ def first_calls() -> Iterator[Row]:
                 "gpu cells", "light", what, "the goal", "first call", "bf16",
                 [(seconds, limit)], 1.0, 0.0,
             )  # fmt: skip
+
+
+SYSTEMS = ("char_ptb_hyper_lstm", "char_ptb_hm_lstm", "char_ptb_surprisal_zoneout")
+CAPTURED = 1 / 20  # of the eager loop's time
+
+
+def systems(asked: Asked) -> Iterator[Row]:
+    """An update of the systems that loop in torch calls, captured, against the eager loop.
+
+    It is the training tool's own update, with the optimizer. The first compiled update of a system
+    takes some ten seconds.
+    """
+    for name, dtype in itertools.product(filter(asked.has, SYSTEMS), asked.types):
+        cell = RECIPES[name].make().model.cell
+        eager = step_of(name, dtype, compiled=False)
+        want = loss_of_first(eager)
+        for what, compiled in (("update, graph", False), ("update, graph, compiled", True)):
+            step = step_of(name, dtype, compiled=compiled)
+            step.capture()
+            error = abs(loss_of_first(step) / want - 1)
+            if not bench.held(f"{name}, {what} in {dtype}", error, TOLERANCES[dtype]):
+                continue
+            both = timed(step_again(step), step_again(eager), min(3, asked.pairs))
+            yield row(
+                "gpu systems", cell, what, "the loop, eager", name, dtype, both, CAPTURED, error
+            )
+
+
+def step_of(name: str, dtype: str, compiled: bool, **changes: Any) -> Step:
+    """The update of a recipe on a made-up text of four batches."""
+    changes = {"precision": dtype, "device": "cuda", "system.compile": compiled} | changes
+    config = change(RECIPES[name].make(), changes)
+    device = torch.device(config.device)
+    size = 4 * config.batches.size * (config.batches.length + 1)
+    text = np.random.default_rng(0).integers(0, 50, size).astype(np.uint8)
+    data = Corpus(
+        name, "char", Vocabulary("char", tuple(map(chr, range(65, 115)))), text, text, text, ""
+    )
+    step = Step(
+        build(config, 50).to(device), make_feed(config, data, device), config, Processes(device)
+    )
+    step.begin(0, 0, 0)
+    return step
+
+
+def step_again(step: Step) -> Callable[[], Any]:
+    """A run of the update, always on the first batch."""
+
+    def run() -> None:
+        step.position.zero_()
+        step()
+
+    return run
+
+
+def loss_of_first(step: Step) -> float:
+    step_again(step)()
+    return float(step.nats)
 
 
 # --- how it is measured

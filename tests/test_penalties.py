@@ -168,3 +168,24 @@ def test_half_types(ends):
     torch.testing.assert_close(
         zo.norm_stabilizer(y.half(), 5000.0, lengths=ends), want, rtol=1e-4, atol=0
     )
+
+
+@pytest.mark.parametrize("lengths", [None, [5, 2, 3], [1, 4, 0]])
+def test_activation_penalty(lengths):
+    """Squares or changes are of padding, of other outputs, or have the other factor."""
+    y, dropped = outputs(), outputs()[::-1].copy()
+    ends = lengths or [T] * B
+    squares = [np.mean(dropped[t, b] ** 2) for b in range(B) for t in range(ends[b])]
+    changes = [np.mean((y[t, b] - y[t - 1, b]) ** 2) for b in range(B) for t in range(1, ends[b])]
+    found = zo.activation_penalty(
+        torch.tensor(y), 2.0, 3.0, dropped=torch.tensor(dropped), lengths=lengths
+    )
+    want = 2 * np.mean(squares) + 3 * np.mean(changes)
+    np.testing.assert_allclose(found.item(), want, rtol=1e-12)
+    if lengths is None:
+        half = zo.activation_penalty(torch.full((300, 2, 300), 200.0, dtype=torch.float16), 1.0)
+        assert half.item() == 40000.0
+        with pytest.raises(ValueError, match="dropped: expected the shape of the outputs"):
+            zo.activation_penalty(torch.tensor(y), 1.0, dropped=torch.tensor(y[1:]))
+        with pytest.raises(TypeError, match="alpha: expected a number, got str"):
+            zo.activation_penalty(torch.tensor(y), "1")

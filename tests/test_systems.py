@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from zoneout.systems import (
     SurprisalLSTM,
     clockwork,
     module_periods,
+    steps,
 )
 
 T, B, I, H = 6, 3, 5, 8
@@ -340,6 +342,39 @@ def test_ids_and_copies(name):
 ERRORS: dict[str, Any] = {
     "dropout: expected a rate between 0 and 1": lambda: HyperLSTM(I, H, dropout=1.5),
     "cell: expected a rate above 0 and below 1": lambda: AdaptiveLSTM(I, H, cell=0.0),
+    "hyper_size: expected a number above 0, got 0": lambda: HyperLSTM(I, H, hyper_size=0),
+    "embedding_size: expected a number above 0": lambda: HyperLSTM(I, H, embedding_size=0),
+    "hidden_size: expected a number above 0, got 0": lambda: HMLSTM(I, 0),
+    "output_size: expected a number above 0, got 0": lambda: HMLSTM(I, H, output_size=0),
+    "symbols: expected a number above 0, got -1": lambda: SurprisalLSTM(-1, H),
+    "hyper_size: expected a whole number, got 2.5": lambda: AdaptiveLSTM(I, H, hyper_size=2.5),
+    "expected [T, B, 5], or int64 ids [T, B], got torch.float32 of shape (4, 5)": (
+        lambda: HyperLSTM(I, H)(torch.randn(4, I))
+    ),
+    "got torch.float32 of shape (4, 2, 3)": lambda: HMLSTM(I, H)(torch.randn(4, 2, 3)),
+    "got torch.int64 of shape (4,)": lambda: HMLSTM(I, H)(torch.zeros(4, dtype=torch.int64)),
+    "got torch.int32 of shape (4, 2, 5)": (
+        lambda: HyperLSTM(I, H)(torch.zeros(4, 2, I, dtype=torch.int32))
+    ),
+    "input: expected 5 features": lambda: AdaptiveLSTM(I, H)(torch.randn(4, 2, 3)),
+    "expected at least one step": lambda: HyperLSTM(I, H)(torch.randn(0, 2, I)),
+    "expected ids from 0 to 4, got 0 to 5": lambda: HyperLSTM(I, H)(torch.tensor([[0, 5]])),
+    "tokens: expected int64 ids [T, B]": lambda: SurprisalLSTM(I, H)(torch.randn(4, 2, I)),
+    "hx: expected states of shapes [(2, 8), (2, 8), (2, 5)], got [(2, 8)]": (
+        lambda: SurprisalLSTM(I, H)(torch.zeros(4, 2, dtype=torch.int64), (torch.zeros(2, H),))
+    ),
+    "hx: expected h, c, ĥ and ĉ, got 2 tensors": (
+        lambda: AdaptiveLSTM(I, H)(torch.randn(4, 2, I), (torch.zeros(1, 2, H),) * 2)
+    ),
+    "rates: expected streams of the layer's noise": lambda: zo.LSTM(I, H)(
+        torch.randn(4, 2, I), rates={"foo": 0.5}
+    ),
+    "hold_output_gate=True) does not apply": lambda: zo.GRU(
+        I, H, noise=zo.RecurrentDropout(rate=0.5, hold_output_gate=True)
+    ),
+    "hidden_old=…): expected a rate between 0 and 1, got 1.5": lambda: zo.Swapout(hidden_old=1.5),
+    "input=…): expected a rate between 0 and 1, got -1": lambda: zo.FastDropout(input=-1.0),
+    "expected periods of at least 1, got 0": lambda: zo.Zoneout(mask="clock", periods=0),
     "num_layers: expected at least 2": lambda: HMLSTM(I, H, 1),
     "least: expected a rate between 0 and 1": lambda: SurprisalLSTM(I, H, least=-1.0),
     "expected periods of at least 1": lambda: clockwork(zo.RNN(I, H), [0, 1]),
@@ -355,3 +390,54 @@ def test_bad_arguments(message):
     with pytest.raises((ValueError, TypeError)) as error:
         ERRORS[message]()
     assert message in str(error.value)
+
+
+# --- loops in torch calls -------------------------------------------------------------------------
+
+LOOPS = [name for name in MAKES if name != "adaptive"]
+
+
+def gradients(model: Any, tokens: torch.Tensor) -> Any:
+    y = model(tokens, seed=3)[0]
+    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
+    return torch.autograd.grad((y * weights).sum(), list(model.parameters()))
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_one_product_for_all_steps_has_the_gradient_of_every_step(name, monkeypatch):
+    """The gradient of a matrix is of other values, of some steps only, or counted twice."""
+    model, tokens = shaken(MAKES[name]()), torch.randint(0, I, (T, B))
+    y = model(tokens, seed=3)[0]
+    twice = [torch.autograd.grad(y.square().sum(), model.parameters(), retain_graph=True)
+             for _ in range(2)]  # fmt: skip
+    torch.testing.assert_close(*twice)
+    found = gradients(model, tokens)
+    monkeypatch.setattr("zoneout.systems.steps.plain_eager", lambda: False)
+    torch.testing.assert_close(found, gradients(model, tokens))
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_reads_nothing_on_the_host(name):
+    """A CUDA graph could not hold the loop: a value of a tensor decides what is computed."""
+    with torch.device("meta"):
+        model = MAKES[name]()
+        tokens = torch.zeros(T, B, dtype=torch.int64)
+        seed = torch.zeros((), dtype=torch.int64)
+    y, *_ = model(tokens, seed=seed)
+    assert y.is_meta
+    torch.autograd.grad(y.sum(), list(model.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch's own
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_step_can_be_compiled(name, monkeypatch):
+    """What lies between the products cannot be traced whole, or computes something else."""
+    eager = functools.partial(steps._compile, backend="eager")
+    monkeypatch.setattr(steps, "_compile", eager)
+    model, tokens = MAKES[name](), torch.randint(0, I, (2, B))
+    want = model(tokens, seed=3)[0]
+    model.compiled = True
+    torch.testing.assert_close(model(tokens, seed=3)[0], want)
+    model.eval()
+    with torch.no_grad():  # more variants of each function than torch compiles by default
+        assert model(tokens)[0].isfinite().all()

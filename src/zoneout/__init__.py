@@ -34,7 +34,7 @@ from .noise import (
     Zoneout,
 )
 from .norm import RecurrentBatchNorm, estimate_statistics
-from .penalties import norm_stabilizer
+from .penalties import activation_penalty, norm_stabilizer
 from .philox import fold
 from .schedule import RateSchedule
 from .step_cells import GRUCell, LSTMCell, RecurrentCell, RNNCell
@@ -63,6 +63,7 @@ __all__ = [
     "WeightNoise",
     "Zoneout",
     "ZoneoutCell",
+    "activation_penalty",
     "candidate",
     "cell",
     "cells",

@@ -112,7 +112,7 @@ def test_a_field_that_is_left_out_has_its_default() -> None:
         ({"model": {"hidden": 0}}, r"model\.hidden: expected a number above 0, got 0"),
         (
             {"model": {"cell": "lstn"}},
-            r"model\.cell: expected one of lstm, gru, rnn, rnn-relu, got 'lstn'",
+            r"model\.cell: expected one of lstm, gru, .*, surprisal-lstm, got 'lstn'",
         ),
         ({"model": {"tied": 1}}, r"model\.tied: expected true or false, got 1"),
         ({"model": {"tied": True}}, r"model\.tied: .* try --model\.embedding 256"),
@@ -150,6 +150,42 @@ def test_a_field_that_is_left_out_has_its_default() -> None:
             {"model": {"norm": "batch"}, "batches": {"size": 1}},
             r"batches\.size: expected at least 2 with batch norm, got 1",
         ),
+        ({"zoneout": {"cell": [0.1, 2]}}, r"zoneout\.cell: expected a rate between 0 and 1, got 2"),
+        ({"zoneout": {"cell": [0.1]}, "model": {"layers": 2}}, r"zoneout\.cell: .* or 2, one for"),
+        ({"zoneout": {"cell": ["x"]}}, r"zoneout\.cell: expected a number or a list of numbers"),
+        ({"zoneout": {"mask": "clock"}}, r"zoneout\.periods: expected one for each layer"),
+        ({"zoneout": {"periods": [0]}}, r"zoneout\.periods: expected periods of at least 1"),
+        ({"zoneout": {"periods": [2], "cell": 0.1}}, r"periods: expected them in place of rates"),
+        ({"model": {"modules": [0, 1]}}, r"model\.modules: expected periods of at least 1, got 0"),
+        ({"model": {"sizes": [4, 0]}}, r"model\.sizes: expected a number above 0, got 0"),
+        (
+            {"model": {"sizes": [4, 3]}, "zoneout": {"depth": 0.1}},
+            r"model\.sizes: expected layers of one size with noise over depth, .* got \[4, 3\]",
+        ),
+        ({"model": {"cell": "hyper-lstm", "layers": 2}}, r"model\.layers: expected 1 with hyper"),
+        ({"model": {"cell": "hm-lstm"}}, r"model\.layers: expected at least 2 with hm-lstm"),
+        (
+            {"model": {"cell": "hm-lstm", "layers": 2, "norm": "layer"}},
+            r"norm: expected none with hm",
+        ),
+        (
+            {"model": {"cell": "surprisal-lstm", "embedding": 8}},
+            r"model\.embedding, model\.dropout: expected 0 with surprisal-lstm",
+        ),
+        (
+            {"model": {"cell": "adaptive-lstm"}},
+            r"zoneout\.cell: expected a rate above 0 and below 1 with adaptive-lstm, got 0",
+        ),
+        (
+            {"model": {"cell": "hyper-lstm"}, "weight_drop": 0.5},
+            r"weight_drop: expected no such noise with hyper-lstm",
+        ),
+        (
+            {"model": {"cell": "hyper-lstm"}, "data": {"name": "mnist"}},
+            r"model\.cell: expected lstm, gru, rnn or rnn-relu, got hyper-lstm",
+        ),
+        ({"system": {"scales": 0}}, r"system\.scales: expected a number above 0, got 0"),
+        ({"schedule": {"kind": "plateau", "after": 0}}, r"schedule\.after: expected at least 1"),
         ({"seed": 2**64}, r"seed: expected an integer of at most 64 bits"),
         ([], r"config: expected named fields in braces, got \[\]"),
     ],
@@ -177,7 +213,7 @@ def test_change_reads_strings_as_the_fields_type() -> None:
         ValueError, match=r"zoneout\.cel: there is no such field; the nearest are zoneout\.cell"
     ):
         change(Config(), {"zoneout.cel": 1})
-    with pytest.raises(ValueError, match=r"zoneout\.cell: expected a number, got 'half'"):
+    with pytest.raises(ValueError, match=r"zoneout\.cell: expected a number or .*, got 'half'"):
         change(Config(), {"zoneout.cell": "half"})
 
 
@@ -248,9 +284,23 @@ def test_the_command_line_reads_it() -> None:
 # --- settings that nobody reads
 # --------------------------------------------------------------------
 
+HYPER: dict[str, Any] = {"model.cell": "hyper-lstm"}
+SURPRISAL: dict[str, Any] = {"model.cell": "surprisal-lstm", "model.embedding": 0}
 READ = [  # a field, settings with which it is read, and with which it is not
     ("schedule.by", {"schedule.kind": "divide"}, {"schedule.kind": "cosine"}),
+    ("schedule.by", {"schedule.kind": "milestones"}, {}),
     ("schedule.after", {"schedule.kind": "divide"}, {}),
+    ("schedule.after", {"schedule.kind": "plateau"}, {"schedule.kind": "milestones"}),
+    ("schedule.at", {"schedule.kind": "milestones"}, {"schedule.kind": "plateau"}),
+    ("model.hidden", {}, {"model.sizes": [3, 4]}),
+    ("model.layers", {}, {"model.sizes": [3, 4]}),
+    ("model.one_bias", {}, HYPER),
+    ("system.hyper", HYPER, {}),
+    ("system.scales", HYPER, {}),
+    ("system.output", {"model.cell": "hm-lstm", "model.layers": 2}, HYPER),
+    ("system.least", SURPRISAL, HYPER),
+    ("system.compile", HYPER, {}),
+    ("swapout.mask", {"swapout.hidden_old": 0.1}, {}),
     ("optimizer.decay", {"optimizer.rule": "rmsprop"}, {"optimizer.rule": "adam"}),
     ("optimizer.betas", {"optimizer.rule": "adam"}, {"optimizer.rule": "rmsprop"}),
     ("optimizer.eps", {"optimizer.rule": "adam"}, {"optimizer.rule": "sgd"}),
@@ -263,12 +313,16 @@ READ = [  # a field, settings with which it is read, and with which it is not
     ("model.norm_momentum", {"model.norm": "batch"}, {"model.norm": "layer"}),
     ("evaluation.statistics_also", {"model.norm": "batch"}, {"model.norm": "layer"}),
     ("zoneout.mask", {"zoneout.cell": 0.1}, {}),
-    ("zoneout.mask", {"zoneout.hidden": 0.1}, {}),
+    ("zoneout.mask", {"zoneout.hidden": [0.0, 0.1], "model.layers": 2}, {}),
     ("recurrent_dropout.mask", {"recurrent_dropout.rate": 0.1}, {}),
     ("recurrent_dropout.hold_output_gate", {"recurrent_dropout.rate": 0.1}, {}),
     ("state_dropout.mask", {"state_dropout.hidden": 0.1}, {}),
     ("batches.offset", {"batches.kind": "chunks"}, {"batches.kind": "streams"}),
     ("batches.offset", {}, {"data.name": "mnist"}),
+    ("batches.halved", {"batches.kind": "streams"}, {}),
+    ("batches.spread", {"batches.kind": "streams"}, {}),
+    ("model.embedding_bound", {"model.embedding": 8}, {"model.embedding": 0}),
+    ("evaluation.temperature", {}, {"data.name": "mnist"}),
     ("evaluation.statistics", {"model.norm": "batch"}, {}),
     (
         "evaluation.statistics_size",

@@ -195,14 +195,14 @@ def test_variational_dropout_outside_the_layers() -> None:
     with torch.no_grad():
         model.softmax.weight.copy_(torch.eye(SYMBOLS, 600))
         model.softmax.bias.zero_()
-    shown = model.logits(torch.ones(7, 50, 600), key, rows, 0)
+    shown = model.logits(model.dropped(torch.ones(7, 50, 600), key, rows, 0), key)
     assert torch.equal(shown, shown[:1].expand_as(shown)) and set(shown.unique().tolist()) == {
         0.0,
         2.0,
     }
     model.eval()
     assert (model.drop_words(torch.ones(40, 50, 5), tokens, key, rows) == 1).all()
-    assert (model.logits(torch.ones(7, 50, 600), key, rows, 0) == 1).all()
+    assert (model.logits(model.dropped(torch.ones(7, 50, 600), key, rows, 0), key) == 1).all()
     with pytest.raises(ValueError, match="without an embedding"):
         Config(model=Model(embedding=0), variational_dropout=rate)
 

@@ -92,7 +92,7 @@ def test_the_papers_numbers_make_sense() -> None:
     """A number is in the wrong unit or the wrong row: zoneout is the best of what the paper's
     authors trained.
     """
-    for r in RECIPES.values():
+    for r in (r for r in RECIPES.values() if r.group != "past"):
         low, high = {"bits": (1.2, 1.7), "perplexity": (70, 125), "error": (0.03, 0.11)}[r.measure]
         assert all(low < v < high for v in (r.valid, r.test) if v is not None), r.name
     for task in ("char-ptb", "word-ptb", "text8"):
@@ -179,8 +179,12 @@ NARROW = {"model.hidden": 8, "batches.size": 4}
 def narrowed(recipe: Recipe) -> Config:
     """The recipe with few units and a small batch, and nothing else changed."""
     config = recipe.make()
-    embedding = {"model.embedding": 8} if config.model.embedding else {}
-    return change(config, NARROW | embedding | {"device": "cpu"})
+    fewer: dict[str, Any] = {"model.embedding": 8} if config.model.embedding else {}
+    if config.model.sizes:
+        fewer = {"model.sizes": [8, 7, 6], "model.embedding": 6}
+    if config.model.system:
+        fewer |= {"system.hyper": 4, "batches.length": 12}  # a loop in torch calls is slow
+    return change(config, NARROW | fewer | {"device": "cpu"})
 
 
 @functools.cache
@@ -228,7 +232,9 @@ def test_every_recipe_builds_its_model_and_takes_two_steps(name: str) -> None:
     check_protocols(recipe.make(), data)
     first, second = losses(config, data, 2)
     choices = len(data.vocabulary) if isinstance(data, Corpus) else 10
-    assert first == pytest.approx(math.log(choices), rel=0.5) and math.isfinite(second)
+    assert math.isfinite(first) and math.isfinite(second)
+    # A residual recurrence starts far from equal chances of all symbols.
+    assert config.swapout.hidden_old == 1 or first == pytest.approx(math.log(choices), rel=0.5)
 
 
 @pytest.mark.skipif(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..layers import LSTM
 from ..noise import Zoneout
-from .steps import Loop
+from .steps import Loop, check_sizes
 
 
 class AdaptiveLSTM(Loop):
@@ -47,6 +47,7 @@ class AdaptiveLSTM(Loop):
         learn_initial_state: bool = False,
     ) -> None:
         super().__init__()
+        check_sizes(input_size=input_size, hidden_size=hidden_size, hyper_size=hyper_size)
         self.input_size, self.hidden_size = input_size, hidden_size
         self.start = {"cell": cell, "hidden": hidden}
         for name, rate in self.start.items():
@@ -96,6 +97,8 @@ class AdaptiveLSTM(Loop):
 
         The arguments are those of `HyperLSTM.forward`.
         """
+        if hx is not None and len(hx) != 4:
+            raise ValueError(f"hx: expected h, c, ĥ and ĉ, got {len(hx)} tensors")
         main, hyper = (None, None) if hx is None else (hx[:2], hx[2:])
         found, hyper = self.hyper(input, hyper)
         where: dict[str, Any] = {"seed": seed, "examples": examples, "first_step": first_step}

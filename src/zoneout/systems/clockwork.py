@@ -30,8 +30,9 @@ def module_periods(hidden_size: int, periods: Sequence[int]) -> Tensor:
     checked = check_periods(list(periods), "periods")
     if len(checked) > hidden_size:
         raise ValueError(f"periods: expected at most {hidden_size}, one a unit, got {len(checked)}")
-    sizes = [len(part) for part in torch.arange(hidden_size).tensor_split(len(checked))]
-    return torch.repeat_interleave(torch.tensor(checked), torch.tensor(sizes))
+    size, larger = divmod(hidden_size, len(checked))
+    units = [p for k, p in enumerate(checked) for _ in range(size + (k < larger))]
+    return torch.tensor(units, device="cpu")
 
 
 def clockwork(layer: Any, periods: Sequence[int]) -> Any:
@@ -64,7 +65,8 @@ def clockwork(layer: Any, periods: Sequence[int]) -> Any:
     others = () if before is None else before if isinstance(before, tuple) else (before,)
     layer.noise = (Zoneout(mask="clock", periods=units), *others)
     for k in range(layer.num_layers):
-        slower = _FromSlower(units, layer.definition.gates)
+        weight = getattr(layer, f"weight_hh_l{k}")
+        slower = _FromSlower(units.to(weight.device), layer.definition.gates)
         parametrize.register_parametrization(layer, f"weight_hh_l{k}", slower)
     return layer
 

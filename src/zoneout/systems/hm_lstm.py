@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..init import orthogonal_
-from .steps import GateNorm, Loop
+from .steps import GateNorm, Loop, Norm, Product, check_sizes, each_norm, normalised
 
 State = tuple[Tensor, ...]  # h, c and z of each layer in turn; the last layer has no z
 
@@ -55,10 +55,12 @@ class HMLSTM(Loop):
         output_size: int | None = None,
     ) -> None:
         super().__init__()
+        output_size = hidden_size if output_size is None else output_size
+        check_sizes(input_size=input_size, hidden_size=hidden_size, output_size=output_size)
         if num_layers < 2:
             raise ValueError(f"num_layers: expected at least 2, got {num_layers}")
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
-        width, self.output_size = 4 * hidden_size, output_size or hidden_size
+        width, self.output_size = 4 * hidden_size, output_size
         below = [input_size] + [hidden_size] * (num_layers - 1)
         tops = [layer == num_layers - 1 for layer in range(num_layers)]
         # The last row of a layer with a boundary computes it.
@@ -106,10 +108,19 @@ class HMLSTM(Loop):
             where: seed, examples and first_step, which have no effect: nothing is drawn.
         """
         x = self.one_hot(input)
-        state = self.initial_state(x.shape[1], x) if hx is None else hx
+        state = self.begins(hx, x)
+        steps, batch = x.shape[:2]
+        products = []
+        for layer, bias in enumerate(self.biases):
+            # Each layer has one product: of its own h, and of those of the layers above and below.
+            others = [*self.above[layer : layer + 1], *([self.below[layer]] if layer else [])]
+            sums = bias.expand(steps, batch, -1) if layer else x @ self.below[0].t() + bias
+            weight = torch.cat([self.own[layer], *others], dim=1)
+            products.append(Product(weight, sums))
+        norms = [each_norm(steps, *both) for both in zip(self.norm_gates, self.norm_c)]
         outputs = []
-        for products in x @ self.below[0].t():
-            state = self.step(products, state)
+        for t in range(steps):
+            state = self.step(t, state, products, [each[t] for each in norms])
             outputs.append(torch.cat(state[0::3], dim=-1))
         return self._output(torch.stack(outputs)), state
 
@@ -119,29 +130,58 @@ class HMLSTM(Loop):
         each = (gates[..., k, None] * out(parts[k]) for k, out in enumerate(self.out))
         return F.relu(sum(each))
 
-    def step(self, products: Tensor, state: State) -> State:
-        """Return the state after a step; `products` are those of the input with the first layer."""
+    def step(self, t: int, state: State, products: Any, norms: Any) -> State:
+        """Return the state after step t."""
         made: list[Tensor] = []
-        below = products.new_ones(len(products), 1)  # the input ends a segment at every step
+        inputs, layer_step = self.between(_inputs), self.between(_layer)
         for layer in range(self.num_layers):
             h, c = state[3 * layer : 3 * layer + 2]
             top = layer == self.num_layers - 1
-            before = below.new_zeros(()) if top else state[3 * layer + 2]
-            sums = products + h @ self.own[layer].t() + self.biases[layer]
-            if not top:
-                sums = sums + before * (state[3 * layer + 3] @ self.above[layer].t())
-            width = 4 * self.hidden_size
-            i, f, g, o = self.norm_gates[layer](sums[:, :width]).chunk(4, dim=-1)
-            new = i.sigmoid() * g.tanh()
-            copied, flushed = (1 - before) * (1 - below), before
-            updated = (1 - before) * below
-            c = copied * c + flushed * new + updated * (f.sigmoid() * c + new)
-            h = copied * h + (1 - copied) * o.sigmoid() * self.norm_c[layer](c).tanh()
-            made += [h, c]
-            if top:
-                break
-            soft = ((self.slope * sums[:, width:] + 1) / 2).clamp(0, 1)
-            below = (soft > 0.5).to(soft.dtype) + (soft - soft.detach())
-            made.append(below)
-            products = below * (h @ self.below[layer + 1].t())
+            before, above = (None, None) if top else state[3 * layer + 2 : 3 * layer + 4]
+            below, ends = (made[-3], made[-1]) if layer else (None, None)
+            sums = products[layer](t, inputs(h, above, before, below, ends))
+            made += layer_step(*sums, h, c, before, ends, self.slope, *norms[layer])
         return tuple(made)
+
+
+def _inputs(
+    h: Tensor,
+    above: Tensor | None,
+    before: Tensor | None,
+    below: Tensor | None,
+    ends: Tensor | None,
+) -> Tensor:
+    """Return what a layer sees: its own h, that above after its own segment, that below at its end.
+
+    `before` and `ends` are the boundaries: the layer's own of the step before, and that below.
+    """
+    parts = [h]
+    if above is not None and before is not None:
+        parts.append(before * above)
+    if below is not None and ends is not None:
+        parts.append(ends * below)
+    return torch.cat(parts, dim=-1)
+
+
+def _layer(
+    product: Tensor, sums: Tensor, h: Tensor, c: Tensor, before: Tensor | None,
+    ends: Tensor | None, slope: Tensor, of_gates: Norm, of_c: Norm,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return h and c of a layer after a step, and its boundary unless it is the last.
+
+    The input of the first layer ends a segment at every step (`ends`: None); the last layer has no
+    boundary (`before`: None).
+    """
+    sums = product + sums
+    width = 4 * h.shape[-1]
+    i, f, g, o = normalised(sums[:, :width], *of_gates).chunk(4, dim=-1)
+    new = i.sigmoid() * g.tanh()
+    flushed = sums.new_zeros(()) if before is None else before
+    segment = sums.new_ones(()) if ends is None else ends
+    copied, updated = (1 - flushed) * (1 - segment), (1 - flushed) * segment
+    c = copied * c + flushed * new + updated * (f.sigmoid() * c + new)
+    h = copied * h + (1 - copied) * o.sigmoid() * normalised(c, *of_c).tanh()
+    if before is None:
+        return h, c
+    soft = ((slope * sums[:, width:] + 1) / 2).clamp(0, 1)
+    return h, c, (soft > 0.5).to(soft.dtype) + (soft - soft.detach())

@@ -8,7 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from ..init import orthogonal_
-from .steps import GateNorm, Loop, check_dropout
+from .steps import (
+    GateNorm,
+    Loop,
+    Norm,
+    Product,
+    check_dropout,
+    check_sizes,
+    each_norm,
+    each_step,
+    in_autocast,
+    normalised,
+)
 
 
 class HyperLSTM(Loop):
@@ -44,6 +55,12 @@ class HyperLSTM(Loop):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        check_sizes(
+            input_size=input_size,
+            hidden_size=hidden_size,
+            hyper_size=hyper_size,
+            embedding_size=embedding_size,
+        )
         self.input_size, self.hidden_size, self.hyper_size = input_size, hidden_size, hyper_size
         self.embedding_size, self.dropout = embedding_size, check_dropout(dropout, "dropout")
         self.weight_ih = nn.Parameter(torch.empty(4 * hidden_size, input_size))
@@ -97,44 +114,60 @@ class HyperLSTM(Loop):
             seed, examples, first_step: coordinates of the masks, as in the layers.
         """
         x = self.one_hot(input)
-        state = self.initial_state(x.shape[1], x) if hx is None else hx
+        h, c, hyper_h, hyper_c = self.begins(hx, x)
         kept: Any = [None] * len(x)
         if self.training and self.dropout:
             where: dict[str, Any] = {"examples": examples, "first_step": first_step}
             bits = self.bits("update", x, self.hidden_size, seed=seed, **where)
             limit = round(self.dropout * 65536)
             kept = ((bits >= limit) * (65536 / (65536 - limit))).to(x.dtype).unbind(0)
-        products = x @ self.weight_ih.t()
-        to_hyper = x @ self.hyper_ih[:, : self.input_size].t()
+        steps, batch = x.shape[:2]
+        of_x, of_h = self.hyper_ih.split([self.input_size, self.hidden_size], dim=1)
+        to_hyper = Product(torch.cat([of_h, self.hyper_hh], dim=1), x @ of_x.t())
+        heads = torch.cat([self.scale_in.weight, self.shift_in.weight])
+        none = self.bias.new_zeros(len(self.shift_in.weight))
+        to_heads = Product(heads, torch.cat([self.scale_in.bias, none]).expand(steps, batch, -1))
+        to_gates = Product(self.weight_hh, x.new_zeros(()).expand(steps, batch, len(self.bias)))
+        tables = each_step(in_autocast(torch.cat([self.scale_out, self.shift_out])), steps)
+        biases, products = each_step(self.bias, steps), (x @ self.weight_ih.t()).unbind(0)
+        small = each_norm(steps, self.hyper_norm_gates, self.hyper_norm_c)
+        large = each_norm(steps, self.norm_gates, self.norm_c)
+        step_small, step_large = self.between(_small), self.between(_large)
         outputs = []
-        for g_x, hyper_x, keep in zip(products, to_hyper, kept):
-            state = self.step(g_x, hyper_x, state, keep)
-            outputs.append(state[0])
-        return torch.stack(outputs), state
+        for t in range(steps):
+            sums = to_hyper(t, torch.cat([h, hyper_h], dim=1))
+            hyper_h, hyper_c = step_small(*sums, hyper_c, *small[t])
+            product, bias = to_heads(t, hyper_h)
+            numbers = (product + bias).unflatten(-1, (12, -1)).transpose(0, 1)  # [12, B, n]
+            scales = torch.bmm(numbers, tables[t])  # [12, B, H]: of x's and h's products, shifts
+            sums = to_gates(t, h)
+            h, c = step_large(*sums, products[t], scales, biases[t], c, kept[t], *large[t])
+            outputs.append(h)
+        return torch.stack(outputs), (h, c, hyper_h, hyper_c)
 
-    def step(
-        self, g_x: Tensor, hyper_x: Tensor, state: tuple[Tensor, ...], keep: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        """Return the state after a step, from the products of its input with both matrices."""
-        h, c, hyper_h, hyper_c = state
-        gates = hyper_x + h @ self.hyper_ih[:, self.input_size :].t() + hyper_h @ self.hyper_hh.t()
-        gates = self.hyper_norm_gates(gates)
-        hyper_h, hyper_c = _lstm(gates, hyper_c, self.hyper_norm_c)
-        scales = self.scale_in(hyper_h).unflatten(-1, (8, -1)).transpose(0, 1)  # [8, B, n]
-        scales = torch.bmm(scales, self.scale_out).transpose(0, 1)  # [B, 8, H]
-        shift = self.shift_in(hyper_h).unflatten(-1, (4, -1)).transpose(0, 1)
-        shift = torch.bmm(shift, self.shift_out).transpose(0, 1).flatten(1)
-        of_x, of_h = scales[:, :4].flatten(1), scales[:, 4:].flatten(1)
-        gates = of_x * g_x + of_h * (h @ self.weight_hh.t()) + shift + self.bias
-        h, c = _lstm(self.norm_gates(gates), c, self.norm_c, keep)
-        return h, c, hyper_h, hyper_c
+
+def _small(
+    product: Tensor, sums: Tensor, c: Tensor, of_gates: Norm, of_c: Norm
+) -> tuple[Tensor, Tensor]:
+    """Return h and c of the small LSTM."""
+    return _lstm(product + sums, c, None, of_gates, of_c)
+
+
+def _large(
+    product: Tensor, sums: Tensor, of_x: Tensor, scales: Tensor, bias: Tensor, c: Tensor,
+    keep: Tensor | None, of_gates: Norm, of_c: Norm,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return h and c of the large LSTM, whose products are scaled and whose gates are shifted."""
+    x, h, shift = (part.transpose(0, 1).flatten(1) for part in scales.split(4))
+    gates = x * of_x + h * (product + sums) + shift + bias
+    return _lstm(gates, c, keep, of_gates, of_c)
 
 
 def _lstm(
-    gates: Tensor, c: Tensor, norm: GateNorm, keep: Tensor | None = None
+    gates: Tensor, c: Tensor, keep: Tensor | None, of_gates: Norm, of_c: Norm
 ) -> tuple[Tensor, Tensor]:
-    """Return h and c of an LSTM from its normalised gates (i, f, g, o); 1 is added to f."""
-    i, f, g, o = gates.chunk(4, dim=-1)
+    """Return h and c of an LSTM with the gates i, f, g, o, normalised; 1 is added to f."""
+    i, f, g, o = normalised(gates, *of_gates).chunk(4, dim=-1)
     update = g.tanh() if keep is None else g.tanh() * keep
     c = (f + 1).sigmoid() * c + i.sigmoid() * update
-    return o.sigmoid() * norm(c).tanh(), c
+    return o.sigmoid() * normalised(c, *of_c).tanh(), c

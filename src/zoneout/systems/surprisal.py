@@ -6,11 +6,10 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..init import block_orthogonal_
-from .steps import Loop
+from .steps import Loop, Product, check_sizes, each_step, in_autocast
 
 
 class SurprisalLSTM(Loop):
@@ -37,6 +36,7 @@ class SurprisalLSTM(Loop):
 
     def __init__(self, symbols: int, hidden_size: int, least: float = 0.2) -> None:
         super().__init__()
+        check_sizes(symbols=symbols, hidden_size=hidden_size)
         if not 0 <= least <= 1:
             raise ValueError(f"least: expected a rate between 0 and 1, got {least}")
         self.input_size, self.hidden_size, self.least = symbols, hidden_size, least
@@ -79,34 +79,52 @@ class SurprisalLSTM(Loop):
             hx: the state to start from, with what was predicted for the first symbol.
             seed, examples, first_step: coordinates of the masks, as in the layers.
         """
+        if tokens.dtype != torch.int64:
+            raise TypeError(f"tokens: expected int64 ids [T, B], got {tokens.dtype}")
         x = self.one_hot(tokens)
-        state = self.initial_state(x.shape[1], x) if hx is None else hx
+        h, c, predicted = self.begins(hx, x)
         bits: Any = [None] * len(x)
         if self.training:
             where: dict[str, Any] = {"examples": examples, "first_step": first_step}
             bits = self.bits("update", x, self.hidden_size, seed=seed, **where).unbind(0)
-        products = F.embedding(tokens, self.weight_ih.t())
+        steps, batch = x.shape[:2]
+        to_gates = Product(self.weight_hh, x @ self.weight_ih.t() + self.bias)
+        to_scores = Product(self.softmax.weight, self.softmax.bias.expand(steps, batch, -1))
+        back = in_autocast(self.softmax.weight.detach())
+        each = each_step(self.weight_surprisal, steps)
+        missed, update = self.between(_missed), self.between(_update)
+        predict = self.between(_predict)
         logits, hidden = [], []
-        for g_x, symbols, drawn in zip(products, x, bits):
-            scores, state = self.step(g_x, symbols, state, drawn)
+        for t, (symbols, drawn) in enumerate(zip(x.unbind(0), bits)):
+            error = missed(predicted.detach(), symbols).to(back.dtype) @ back
+            sums = to_gates(t, h)
+            h, c = update(*sums, predicted, symbols, error, drawn, each[t], c, self.least)
+            scores, predicted = predict(*to_scores(t, h))
             logits.append(scores)
-            hidden.append(state[0])
-        return torch.stack(logits), torch.stack(hidden), state
+            hidden.append(h)
+        return torch.stack(logits), torch.stack(hidden), (h, c, predicted)
 
-    def step(
-        self, g_x: Tensor, symbols: Tensor, state: tuple[Tensor, ...], bits: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the logits of a step and the state after it; `bits`: None in evaluation."""
-        h, c, predicted = state
-        surprisal = -(predicted * symbols).sum(-1, keepdim=True)
-        gates = g_x + h @ self.weight_hh.t() + surprisal * self.weight_surprisal + self.bias
-        i, f, u, o = gates.chunk(4, dim=-1)
-        with torch.no_grad():
-            error = (predicted.exp() - symbols) @ self.softmax.weight
-            updated = (self.least + error.abs()).clamp(max=1)
-            if bits is not None:
-                updated = (bits < (updated * 65536).round()).to(c.dtype)
-        c = (1 - f.sigmoid() * updated) * c + updated * i.sigmoid() * u.tanh()
-        h = o.sigmoid() * c.tanh()
-        logits = self.softmax(h)
-        return logits, (h, c, logits.log_softmax(-1))
+
+def _missed(predicted: Tensor, symbols: Tensor) -> Tensor:
+    """Return the difference between the predicted probabilities and what came."""
+    return predicted.exp() - symbols
+
+
+def _update(
+    product: Tensor, sums: Tensor, predicted: Tensor, symbols: Tensor, error: Tensor,
+    bits: Tensor | None, of_surprisal: Tensor, c: Tensor, least: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return h and c after a step; `bits`: None in evaluation."""
+    surprisal = -(predicted * symbols).sum(-1, keepdim=True)
+    i, f, u, o = (product + sums + surprisal * of_surprisal).chunk(4, dim=-1)
+    updated = (least + error.abs()).clamp(max=1)
+    if bits is not None:
+        updated = (bits < (updated * 65536).round()).to(c.dtype)
+    c = (1 - f.sigmoid() * updated) * c + updated * i.sigmoid() * u.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def _predict(product: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logits of a step, and the logarithms of the probabilities."""
+    logits = product + sums
+    return logits, logits.log_softmax(-1)

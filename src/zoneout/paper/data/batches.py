@@ -25,6 +25,9 @@ from ...philox import as_seed, philox
 # The last word of the Philox counter ("plane"), one value for each kind of draw. No mask uses
 # these values.
 _CHUNKS, _OFFSET, _IMAGES = 0x6368756E, 0x6F666673, 0x696D6167
+_HALVED, _LENGTHS = 0x68616C76, 0x6C656E67
+
+SHORTEST = 5  # steps of a batch with a random length
 
 
 def chunk_starts(
@@ -141,6 +144,26 @@ def pieces(rows: Tensor, length: int, *, complete: bool = False) -> Iterator[tup
     for start in range(0, steps, length):
         stop = min(start + length, steps)
         yield rows[start:stop], rows[start + 1 : stop + 1]
+
+
+def random_lengths(
+    steps: int, length: int, halved: float, spread: float, *, seed: int = 0, epoch: int = 0
+) -> list[int]:
+    """Return the lengths of the batches of an epoch, which together are at most `steps` long.
+
+    Each is about `length`, or half of it with the chance `halved`, plus a normal number with the
+    standard deviation `spread`: at most three deviations from there, and at least `SHORTEST`.
+
+    >>> random_lengths(100, 30, 0.2, 2.0, seed=1)
+    [10, 33, 16, 30]
+    """
+    most = max(1, steps // SHORTEST)
+    unit = [_bits(most, seed=seed, epoch=epoch, plane=plane) >> 11 for plane in (_HALVED, _LENGTHS)]
+    chance, level = ((bits & (2**53 - 1)).double().add(0.5) / 2**53 for bits in unit)
+    mean = torch.where(chance < halved, length / 2, float(length))
+    normal = torch.special.ndtri(level).clamp(-3, 3)
+    drawn = (mean + spread * normal).long().clamp(min=min(SHORTEST, length))
+    return drawn[drawn.cumsum(0) <= steps].tolist() or [min(length, steps)]
 
 
 def whole(tokens: Tensor | np.ndarray[Any, Any], length: int) -> Iterator[tuple[Tensor, Tensor]]:

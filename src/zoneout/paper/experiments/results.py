@@ -55,6 +55,7 @@ FREE = (
     "backend",
     "log_every",
     "save_every",
+    "system.compile",
 )  # fields that a recipe leaves open
 COLUMNS = (
     "paper: valid, test",
@@ -70,6 +71,8 @@ COLUMNS = (
 GROUPS = {  # groups of recipes, and the line above each group's table
     "table": "",
     "ours": "Beyond the paper, compared with the paper's zoneout row:",
+    "systems": "Other systems that the paper names, and models to compare with:",
+    "past": "Past the paper ([the plan](past-the-paper.md)), with numbers of their authors:",
     "more": "In the paper's figures and text:",
 }
 CORPORA = {  # the tasks of the README's table, as its readers know them
@@ -189,6 +192,8 @@ def protocols(config: Config) -> list[Protocol | None]:
     """Return the evaluation protocols of a run: those of its validation and of its test.
 
     A long text as one sequence takes minutes, so it is evaluated only where the run asks for it.
+
+    A model with a loop in torch calls would need minutes for that sequence, and is spared.
 
     >>> [p.kind for p in protocols(RECIPES["word_ptb_zoneout"].make())]
     ['streams', 'whole']
@@ -535,9 +540,10 @@ def _main_table(
             notes.append(
                 f"* Left out: `{recipe.name}`, seed {record['seed']}, had other settings ({shown})."
             )
-    for task, row, valid, test in QUOTED if quoted else ():
-        if task == recipes[0].task:
-            lines.append(_row(row, _paper(valid, test), *_blank("not built here")))
+    for one in QUOTED if quoted else ():
+        if one.task == recipes[0].task:
+            shown = f"see `{one.recipe}`" if one.recipe else one.why
+            lines.append(_row(one.row, _paper(one.valid, one.test), *_blank(shown)))
     return "\n".join([*lines, *([""] if notes else []), *notes])
 
 

@@ -22,6 +22,7 @@ from ..experiments import gradient_flow
 from ..experiments.recipes import RECIPES, Recipe
 from ..experiments.recipes.char_ptb import RATES_EPOCHS
 from ..experiments.results import Record, best_epoch, fitting, named
+from ..training.config import several
 from ..training.measures import UNITS, in_measure, rounded
 from . import plots
 from .plots import COLOURS, DASHED, INK, MARKERS, PAPER, SOFT
@@ -337,7 +338,8 @@ def rate_of(series: str, arm: str) -> float:
     config = RECIPES[arm].make()
     if series == "recurrent dropout":
         return config.recurrent_dropout.rate
-    return config.zoneout.hidden if series == "zoneout on states" else config.zoneout.cell
+    zoneout = config.zoneout
+    return several(zoneout.hidden if series == "zoneout on states" else zoneout.cell)[0]
 
 
 def rates(records: Records) -> tuple[Any, str]:

@@ -21,6 +21,7 @@ from .. import disk
 from ..disk import RunError
 from ..experiments import gradient_flow
 from ..experiments.recipes import MEASURES, QUOTED, RECIPES, Recipe
+from ..experiments.recipes.registry import Quoted
 from ..experiments.results import (
     PARTS,
     Record,
@@ -38,7 +39,7 @@ from ..training import config as configs
 from ..training.config import at
 from ..training.measures import DIFFERENT, REACHED, UNITS, Verdict, reached, rounded, spread
 from ..training.progress import duration
-from . import figures, plots
+from . import figures, past, plots
 from .describe import describe
 from .html import Html, code, document, element, figure, join, learning_curves, link, section, table
 from .verdicts import verdicts
@@ -119,6 +120,7 @@ def paper_page(results: Path, benchmarks: Path) -> str:
             section("tables", "The paper’s numbers and ours", element("p", RULE), *tables, *notes),
         ),
         ("figures", "Figures", section("figures", "Figures", *map(drawn_figure, drawn))),
+        ("past", "Past the paper", past.past_section(results, own, past_tables(own))),
         ("speed", "Speed", section("speed", "Speed", *speed(benchmarks))),
         ("commands", "Commands", section("commands", "The commands", *commands(own, results))),
     ]
@@ -142,21 +144,57 @@ def task_section(task: str, own: dict[str, list[Record]]) -> Html:
     """Return the section of a task: the rows of the paper's table, our rows, then all others."""
     title, where = TASKS[task]
     recipes = [recipe for recipe in RECIPES.values() if recipe.task == task]
-    quoted = [row for row in QUOTED if row[0] == task]
+    quoted = [row for row in QUOTED if row.task == task]
     unit = UNITS[MEASURES[task]]
-    main, ours, rest = (
-        [r for r in recipes if r.group == group] for group in ("table", "ours", "more")
+    main, ours, systems, rest = (
+        [r for r in recipes if r.group == group] for group in ("table", "ours", "systems", "more")
     )
     parts = [results_table(f"{title}: {where}. In {unit}.", main, own, quoted, name=task)]
     if ours:
         caption = f"{title}: beyond the paper, compared with the paper’s zoneout row. In {unit}."
         parts.append(results_table(caption, ours, own, name=f"{task}-ours"))
+    if systems:
+        caption = (
+            f"{title}: other systems that the paper names, with numbers of their authors, and "
+            f"models to compare with. In {unit}."
+        )
+        parts.append(results_table(caption, systems, own, name=f"{task}-systems"))
+        parts.append(element("ul", join(map(comparison, systems, [own] * len(systems)))))
     if rest:
         caption = f"{title}: other rows, for the paper’s figures and text. In {unit}."
         shown = results_table(caption, rest, own, name=f"{task}-more")
         summary = element("summary", f"{len(rest)} more rows, for the paper’s figures and text")
         parts.append(element("details", summary, shown))
     return section(f"task-{task}", title, *parts, level=3)
+
+
+def comparison(recipe: Recipe, own: dict[str, list[Record]]) -> Html:
+    """Return a list item that compares a recipe's test score with the one it is held against."""
+    if not (recipe.against and own[recipe.name] and own[recipe.against]):
+        return Html("")
+    other = RECIPES[recipe.against]
+    ours, theirs = (fmean(r["test"] for r in own[one.name]) for one in (recipe, other))
+    seeds = len(own[recipe.name])
+    text = (
+        f"{recipe.row}: {rounded(ours, recipe.measure)} in test, {other.row}: "
+        f"{rounded(theirs, recipe.measure)}. The difference is "
+        f"{rounded(ours - theirs, recipe.measure, '+')}, of {seeds} seed{'s' * (seeds > 1)}."
+    )
+    return element("li", text)
+
+
+def past_tables(own: dict[str, list[Record]]) -> list[Html]:
+    """Return a table of each task's models that came after the paper."""
+    tables = []
+    for task in TASKS:
+        rows = [r for r in RECIPES.values() if r.task == task and r.group == "past"]
+        if rows:
+            caption = (
+                f"{TASKS[task][0]}: models that came after the paper, with numbers of their "
+                f"authors. In {UNITS[MEASURES[task]]}."
+            )
+            tables.append(results_table(caption, rows, own, name=f"{task}-past"))
+    return tables
 
 
 def results_table(
@@ -182,8 +220,13 @@ def results_table(
         if r not in ran
     ]
     absent += [
-        [row, as_paper(valid), as_paper(test), "quoted by the paper, not built here"]
-        for _, row, valid, test in quoted
+        [
+            one.row,
+            as_paper(one.valid),
+            as_paper(one.test),
+            join(["quoted by the paper; ", why_quoted(one)]),
+        ]
+        for one in quoted
     ]
     if absent:
         head = [["Model", "Paper: validation", "Test", "Ours"]]
@@ -195,6 +238,12 @@ def results_table(
             )
         )
     return join(parts)
+
+
+def why_quoted(one: Quoted) -> Any:
+    """Say where our row of a quoted system is, or why there is none."""
+    why = join(["see ", link(f"make-{one.recipe}", "the systems")]) if one.recipe else one.why
+    return join(["quoted by the paper; ", why])
 
 
 COLUMNS = (  # of a table of results: heading, and heading below it
@@ -356,6 +405,7 @@ GROUPS = {  # groups of benchmarks/results.csv: description, and the command tha
     ),
     "gpu norm": ("with norms, compared with plain zoneout", f"{_GPU} combinations"),
     "gpu host": ("host time per call", f"{_GPU} host"),
+    "gpu systems": ("an update of a system with a loop in torch calls", f"{_GPU} systems"),
     "gpu memory": ("peak memory, MiB", f"{_GPU} memory"),
 }
 # Columns of text, and columns of numbers.

@@ -14,7 +14,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -22,6 +22,11 @@ from typing import Any, Literal, TypeAlias
 from ..console import CONTROL, shown
 
 Mask: TypeAlias = Literal["unit", "shared", "step", "sequence", "static"]
+Kept: TypeAlias = Literal["unit", "shared", "step", "sequence", "static", "rate", "clock"]
+Rate: TypeAlias = float | tuple[float, ...]  # several numbers: one for each layer
+Cell: TypeAlias = Literal[
+    "lstm", "gru", "rnn", "rnn-relu", "adaptive-lstm", "hyper-lstm", "hm-lstm", "surprisal-lstm"
+]
 AtEval: TypeAlias = Literal["expectation", "off", "sample"]
 
 IMAGES = ("mnist",)  # corpora for classification; all others are texts for prediction
@@ -98,6 +103,13 @@ class Batches:
     """
     offset: bool = True
     """chunks: start the first chunk at another random offset in every epoch."""
+    halved: float = 0.0
+    """streams: the chance that a batch has half the length."""
+    spread: float = 0.0
+    """streams: standard deviation of the length of a batch, in steps.
+    Lengths are normal numbers, at most three deviations from the mean and at least 5. With this or
+    --batches.halved, the learning rate of a batch is proportional to its length.
+    """
 
     def __post_init__(self) -> None:
         _check_size("batches.size", self.size)
@@ -106,14 +118,22 @@ class Batches:
             "batches.length", self.length, self.length >= least, f"at least {least} for {self.kind}"
         )
         _check_size("batches.length", self.length)
+        _check_rates("batches", self, "halved")
+        good = 0 <= self.spread < math.inf
+        _check("batches.spread", self.spread, good, "a finite number, 0 or more")
+
+    @property
+    def varied(self) -> bool:
+        """Whether the batches of streams have different lengths."""
+        return self.kind == "streams" and (self.halved > 0 or self.spread > 0)
 
 
 @dataclass(frozen=True)
 class Model:
     """The network: input, recurrent layers, softmax."""
 
-    cell: Literal["lstm", "gru", "rnn", "rnn-relu"] = "lstm"
-    """The recurrent cell."""
+    cell: Cell = "lstm"
+    """The recurrent cell, or one of the systems of `zoneout.systems` (see --system)."""
     hidden: int = 256
     """Number of units in a layer."""
     layers: int = 1
@@ -145,10 +165,45 @@ class Model:
     """Learn the initial state of a sequence."""
     output_bias: bool = False
     """Learn a bias inside the tanh of the output: h = o ⊙ tanh(c + b) (LSTM only)."""
+    sizes: tuple[int, ...] = ()
+    """Number of units of each layer, if they differ; then --model.hidden and --model.layers are
+    not used.
+    """
+    embedding_bound: float = 0.0
+    """Draw the initial embedding from U(-bound, bound), and set the bias of the softmax to 0.
+    0: both as --model.init has them.
+    """
+    modules: tuple[int, ...] = ()
+    """Periods of the modules of a clockwork RNN, such as 1 2 4 8.
+    The units are divided into as many modules; a unit is updated at multiples of its period, and
+    sees units that are as slow or slower.
+    """
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        """The number of units of each layer."""
+        return self.sizes or (self.hidden,) * self.layers
+
+    @property
+    def system(self) -> bool:
+        """Whether the cell is one of `zoneout.systems` and no layer of its own."""
+        return self.cell in SYSTEMS
+
+    @property
+    def loops(self) -> bool:
+        """Whether the cell is a system that loops over its steps in torch calls."""
+        return self.system and self.cell != "adaptive-lstm"
 
     def __post_init__(self) -> None:
         _check_size("model.hidden", self.hidden)
         _check_size("model.layers", self.layers, LAYERS)
+        for size in self.sizes:
+            _check_size("model.sizes", size)
+        _check("model.sizes", self.sizes, len(self.sizes) <= LAYERS, f"at most {LAYERS:,} layers")
+        good = 0 <= self.embedding_bound < math.inf
+        _check("model.embedding_bound", self.embedding_bound, good, "a finite number, 0 or more")
+        for period in self.modules:
+            _check("model.modules", period, period >= 1, "periods of at least 1")
         _check(
             "model.embedding", self.embedding, self.embedding >= 0, "a size, or 0 for one-hot input"
         )
@@ -166,33 +221,137 @@ class Model:
             math.isfinite(self.forget_bias),
             "a finite number",
         )
-        if self.tied and self.embedding != self.hidden:
+        last = self.units[-1]
+        if self.tied and self.embedding != last:
             _refuse(
-                "model.tied: expected an embedding of the size of the hidden state "
-                f"({self.hidden}), since both share "
-                f"one matrix, got embedding {self.embedding}; try --model.embedding {self.hidden}"
+                f"model.tied: expected an embedding of the size of the hidden state ({last}), "
+                f"since both share one matrix, got embedding {self.embedding}; try "
+                f"--model.embedding {last}"
             )
+        one = {"adaptive-lstm", "hyper-lstm", "surprisal-lstm"}
+        if self.cell in one and len(self.units) > 1:
+            _refuse(f"model.layers: expected 1 with {self.cell}, got {len(self.units)}")
+        if self.cell == "surprisal-lstm" and (self.embedding or self.dropout):
+            _refuse(
+                "model.embedding, model.dropout: expected 0 with surprisal-lstm, whose softmax is "
+                f"inside the step, got {self.embedding} and {self.dropout}; try --model.embedding 0"
+            )
+        if self.cell == "hm-lstm" and (self.sizes or self.layers < 2):
+            _refuse(
+                "model.layers: expected at least 2 with hm-lstm, of one size, got "
+                f"{self.sizes or self.layers}"
+            )
+        if self.system:
+            _check("model.norm", self.norm, self.norm == "none", f"none with {self.cell}")
+            _check("model.modules", self.modules, not self.modules, f"none with {self.cell}")
+            learns = self.cell == "adaptive-lstm" or not self.learn_initial_state
+            _check("model.learn_initial_state", True, learns, f"false with {self.cell}")
+
+
+SYSTEMS = ("adaptive-lstm", "hyper-lstm", "hm-lstm", "surprisal-lstm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """Options of the cells adaptive-lstm, hyper-lstm, hm-lstm and surprisal-lstm.
+
+    The rates that adaptive-lstm starts with are those of --zoneout. The dropout of the update in a
+    hyper-lstm is --recurrent-dropout.rate, with inverted scaling.
+    """
+
+    hyper: int = 128
+    """adaptive-lstm, hyper-lstm: number of units of the small LSTM."""
+    scales: int = 4
+    """hyper-lstm: how many numbers each scale or shift is computed from."""
+    output: int = 0
+    """hm-lstm: size of its output; 0: as large as a layer."""
+    least: float = 0.2
+    """surprisal-lstm: the smallest probability of an update."""
+    compile: bool = False
+    """hyper-lstm, hm-lstm, surprisal-lstm: compile what a step has between its matrix products
+    with torch.compile.
+    """
+
+    def __post_init__(self) -> None:
+        _check_size("system.hyper", self.hyper)
+        _check_size("system.scales", self.scales)
+        _check("system.output", self.output, self.output >= 0, "a size, or 0")
+        _check_rates("system", self, "least")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Zoneout:
     """Zoneout: units of the state keep their previous value. A rate is the probability of this."""
 
-    cell: float = 0.0
-    """Rate for the cell state (LSTM only)."""
-    hidden: float = 0.0
-    """Rate for the hidden state."""
-    mask: Mask = "unit"
+    cell: Rate = 0.0
+    """Rate for the cell state (LSTM only); several numbers: one for each layer."""
+    hidden: Rate = 0.0
+    """Rate for the hidden state; several numbers: one for each layer."""
+    mask: Kept = "unit"
     """Where one random draw applies.
     unit: to one unit, in one step of one sequence (the paper's zoneout).
     shared: to a unit of both the cell and the hidden state.
     step: to all units of a state (stochastic depth through time).
     sequence: to all steps of a sequence.
     static: to all sequences of the whole run.
+    rate: nothing is drawn, the rate mixes the old and the new value.
+    clock: nothing is drawn, a layer is updated at the multiples of its period (--zoneout.periods).
+    """
+    depth: Rate = 0.0
+    """Rate for the output of a layer after the first, which is then that of the layer below."""
+    periods: tuple[int, ...] = ()
+    """mask=clock: the period of each layer (a hierarchical RNN).
+    Other masks, in place of rates: the units are divided into as many groups, and the rate of a
+    group is 1 − 1/period for all states (rates inspired by clockwork RNNs).
     """
 
     def __post_init__(self) -> None:
-        _check_rates("zoneout", self, "cell", "hidden")
+        _check_rates("zoneout", self, "cell", "hidden", "depth")
+        for period in self.periods:
+            _check("zoneout.periods", period, period >= 1, "periods of at least 1")
+        if self.mask == "clock" and not self.periods:
+            _refuse("zoneout.periods: expected one for each layer with mask clock, got none")
+        if self.periods and any_rate(self.cell, self.hidden, self.depth):
+            _refuse("zoneout.periods: expected them in place of rates, got both")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Swapout:
+    """Swapout: a state is the old value, the new one, both or neither, at random.
+
+    Rates of 0 for the old value leave it out; those for the new one keep it.
+    """
+
+    hidden_old: float = 0.0
+    """Probability that the old hidden state is added."""
+    hidden_new: float = 0.0
+    """Probability that the new hidden state is left out."""
+    cell_old: float = 0.0
+    """Probability that the old cell state is added (LSTM only)."""
+    cell_new: float = 0.0
+    """Probability that the new cell state is left out (LSTM only)."""
+    depth_old: float = 0.0
+    """Probability that the output of the layer below is added, in layers after the first."""
+    depth_new: float = 0.0
+    """Probability that the output of the layer itself is left out, in layers after the first."""
+    mask: Mask = "unit"
+    """Where one random draw applies; see --zoneout.mask."""
+
+    def __post_init__(self) -> None:
+        _check_rates("swapout", self, *(name for name in vars(self) if name != "mask"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FastDropout:
+    """Fast dropout: matrix products are Gaussian numbers, as sums with dropped terms nearly are."""
+
+    input: float = 0.0
+    """Rate for the product with the input of each layer."""
+    hidden: float = 0.0
+    """Rate for the product with the hidden state."""
+
+    def __post_init__(self) -> None:
+        _check_rates("fast_dropout", self, "input", "hidden")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,10 +394,10 @@ class VariationalDropout:
     The masks apply to a layer's input and to the hidden state before the gates.
     """
 
-    input: float = 0.0
-    """Rate for the input of each layer."""
-    hidden: float = 0.0
-    """Rate for the hidden state before the gates."""
+    input: Rate = 0.0
+    """Rate for the input of each layer; several numbers: one for each layer."""
+    hidden: Rate = 0.0
+    """Rate for the hidden state before the gates; several numbers: one for each layer."""
     output: float = 0.0
     """Rate for the input of the softmax."""
     words: float = 0.0
@@ -280,11 +439,17 @@ class Optimizer:
     """Clip the gradient to this global norm; 0: no clipping."""
     clip_update: float = 0.0
     """Clip the update, which includes the learning rate, to this global norm; 0: no clipping."""
+    average_after: int = 0
+    """Average the weights of all updates once this many validations in a row had no new best.
+    Validation and test then use the averages. 0: never.
+    """
 
     def __post_init__(self) -> None:
         for name in ("lr", "weight_decay", "clip_gradient", "clip_update"):
             value = getattr(self, name)
             _check(f"optimizer.{name}", value, 0 <= value < math.inf, "a finite number, 0 or more")
+        good = self.average_after >= 0
+        _check("optimizer.average_after", self.average_after, good, "a number of validations, or 0")
         for name, value in (
             ("betas", self.betas[0]),
             ("betas", self.betas[1]),
@@ -314,19 +479,29 @@ class Optimizer:
 class Schedule:
     """The schedule of the learning rate."""
 
-    kind: Literal["constant", "divide", "cosine"] = "constant"
+    kind: Literal["constant", "divide", "cosine", "plateau", "milestones"] = "constant"
     """constant: the same rate in all epochs.
     divide: the full rate for some epochs, then divided again before every epoch.
     cosine: a cosine curve from the full rate to zero at the end of the run.
+    plateau: divided whenever some validations in a row had no new best.
+    milestones: divided again at each of some epochs.
     """
     after: int = 14
-    """divide: number of epochs at the full rate."""
+    """divide: number of epochs at the full rate.
+    plateau: number of validations in a row without a new best.
+    """
     by: float = 1.15
-    """divide: the divisor of the rate."""
+    """divide, plateau, milestones: the divisor of the rate."""
+    at: tuple[int, ...] = ()
+    """milestones: the numbers of epochs after which the rate is divided."""
 
     def __post_init__(self) -> None:
         _check("schedule.after", self.after, self.after >= 0, "a number of epochs, 0 or more")
         _check("schedule.by", self.by, 0 < self.by < math.inf, "a finite number above 0")
+        if self.kind == "plateau":
+            _check("schedule.after", self.after, self.after >= 1, "at least 1 with plateau")
+        for epoch in self.at:
+            _check("schedule.at", epoch, epoch >= 1, "numbers of epochs, 1 or more")
 
 
 @dataclass(frozen=True)
@@ -369,6 +544,8 @@ class Evaluation:
     expectation: each mask is replaced by its expected value.
     off: no noise. sample: masks are drawn, as in training.
     """
+    temperature: bool = False
+    """After training, choose a temperature of the softmax on the validation part, for the test."""
     statistics: int = 0
     """Only with batch norm: after training, estimate its statistics again for the test,
     on this many training batches; 0: on all batches of one epoch.
@@ -415,16 +592,25 @@ class Config:
     data: Data = field(default_factory=Data)
     batches: Batches = field(default_factory=Batches)
     model: Model = field(default_factory=Model)
+    system: System = field(default_factory=System)
     zoneout: Zoneout = field(default_factory=Zoneout)
     recurrent_dropout: RecurrentDropout = field(default_factory=RecurrentDropout)
     state_dropout: StateDropout = field(default_factory=StateDropout)
     variational_dropout: VariationalDropout = field(default_factory=VariationalDropout)
+    swapout: Swapout = field(default_factory=Swapout)
+    fast_dropout: FastDropout = field(default_factory=FastDropout)
     weight_noise: float = 0.0
     """Standard deviation of Gaussian noise on the weight matrices, drawn for each batch."""
-    weight_drop: float = 0.0
-    """Rate of dropout on the entries of the recurrent matrices, drawn for each batch."""
+    weight_drop: Rate = 0.0
+    """Rate of dropout on the entries of the recurrent matrices, drawn for each batch.
+    Several numbers: one for each layer.
+    """
     norm_stabilizer: float = 0.0
     """Factor β of the norm stabilizer: a penalty on changes of the norm of the hidden state."""
+    activation_penalty: float = 0.0
+    """Factor of a penalty on the squares of the last layer's outputs, after dropout."""
+    change_penalty: float = 0.0
+    """Factor of a penalty on the squares of their changes from step to step, before dropout."""
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
     evaluation: Evaluation = field(default_factory=Evaluation)
@@ -454,16 +640,16 @@ class Config:
     """
 
     def __post_init__(self) -> None:
-        for name in ("weight_noise", "norm_stabilizer"):
+        for name in ("weight_noise", "norm_stabilizer", "activation_penalty", "change_penalty"):
             _check(
                 name,
                 getattr(self, name),
                 0 <= getattr(self, name) < math.inf,
                 "a finite number, 0 or more",
             )
-        _check(
-            "weight_drop", self.weight_drop, 0 <= self.weight_drop < 1, "a rate from 0 to below 1"
-        )
+        for rate in several(self.weight_drop):
+            _check("weight_drop", rate, 0 <= rate < 1, "a rate from 0 to below 1")
+        self._check_layers()
         for name in ("updates", "patience", "save_every"):
             _check(name, getattr(self, name), getattr(self, name) >= 0, "0 or more")
         for name in ("epochs", "log_every"):
@@ -488,10 +674,75 @@ class Config:
                     f"{name}: expected none without an embedding of symbols (--model.embedding)"
                 )
 
+    def _check_layers(self) -> None:
+        """Raise if there are rates for another number of layers, or a noise that has no place."""
+        layers = len(self.model.units)
+        zoneout, variational = self.zoneout, self.variational_dropout
+        for name, rate in {
+            "zoneout.cell": zoneout.cell,
+            "zoneout.hidden": zoneout.hidden,
+            "zoneout.depth": zoneout.depth,
+            "zoneout.periods": zoneout.periods if zoneout.mask == "clock" else 1,
+            "variational_dropout.input": variational.input,
+            "variational_dropout.hidden": variational.hidden,
+            "weight_drop": self.weight_drop,
+        }.items():
+            if isinstance(rate, tuple) and len(rate) != layers:
+                _refuse(
+                    f"{name}: expected one number, or {layers}, one for each layer, got {len(rate)}"
+                )
+        depth = any_rate(zoneout.depth, self.swapout.depth_old, self.swapout.depth_new)
+        if depth and len(set(self.model.units)) > 1:
+            _refuse(
+                "model.sizes: expected layers of one size with noise over depth, where the output "
+                f"of one takes the place of another's, got {list(self.model.units)}"
+            )
+        cell = self.model.cell
+        if self.model.system and self.task == "images":
+            _refuse(f"model.cell: expected lstm, gru, rnn or rnn-relu, got {cell}")
+        if cell == "adaptive-lstm":
+            for name in ("cell", "hidden"):
+                rate = getattr(zoneout, name)
+                good = isinstance(rate, float) and 0 < rate < 1
+                _check(f"zoneout.{name}", rate, good, f"a rate above 0 and below 1 with {cell}")
+            _check("zoneout.mask", zoneout.mask, zoneout.mask in ("unit", "rate"),
+                   f"unit or rate with {cell}")  # fmt: skip
+        if self.model.system:
+            used = {"adaptive-lstm": "zoneout", "hyper-lstm": "recurrent_dropout"}.get(cell)
+            for name, of in NOISES.items():
+                if name != used and of(self):
+                    _refuse(f"{name}: expected no such noise with {cell}")
+
     @property
     def task(self) -> Literal["language", "images"]:
         """The task of the model: "language" predicts the next symbol, "images" classifies."""
         return "images" if self.data.name in IMAGES else "language"
+
+
+def several(rate: Rate) -> tuple[float, ...]:
+    """Return the rates of a field as a tuple: one number, or one for each layer."""
+    return rate if isinstance(rate, tuple) else (rate,)
+
+
+def any_rate(*rates: Rate) -> bool:
+    """Return whether one of the rates is not 0."""
+    return any(one for rate in rates for one in several(rate))
+
+
+# The noises inside the recurrent layers, and whether a config has them.
+NOISES: dict[str, Callable[[Config], bool]] = {
+    "zoneout": lambda c: (
+        any_rate(c.zoneout.cell, c.zoneout.hidden, c.zoneout.depth) or bool(c.zoneout.periods)
+    ),
+    "recurrent_dropout": lambda c: c.recurrent_dropout.rate > 0,
+    "state_dropout": lambda c: c.state_dropout.cell > 0 or c.state_dropout.hidden > 0,
+    "variational_dropout.input": lambda c: any_rate(c.variational_dropout.input),
+    "variational_dropout.hidden": lambda c: any_rate(c.variational_dropout.hidden),
+    "swapout": lambda c: any(v for v in vars(c.swapout).values() if not isinstance(v, str)),
+    "fast_dropout": lambda c: c.fast_dropout.input > 0 or c.fast_dropout.hidden > 0,
+    "weight_drop": lambda c: any_rate(c.weight_drop),
+    "weight_noise": lambda c: c.weight_noise > 0,
+}
 
 
 # --- to and from JSON
@@ -599,8 +850,11 @@ def flags(settings: dict[str, Any]) -> list[str]:
         if isinstance(value, bool):
             words.append(f"--{group}{dot}{'' if value else 'no-'}{last}")
             continue
-        first, *rest = map(str, value if isinstance(value, list) else [value])
         option = f"--{group}{dot}{last}"
+        if value == []:
+            words.append(option)
+            continue
+        first, *rest = map(str, value if isinstance(value, list) else [value])
         # A value that starts with "-" would be read as another option.
         words += [f"{option}={first}"] if first.startswith("-") else [option, first]
         words += rest
@@ -659,9 +913,18 @@ def _fit(value: Any, hint: Any) -> Any:
             value if isinstance(value, str) and value in arguments else _Misfit(f"one of {choices}")
         )
     if origin is types.UnionType:
-        (inner,) = (a for a in arguments if a is not type(None))
-        fitted = None if value is None else _fit(value, inner)
-        return _Misfit(f"{fitted.expected} or null") if isinstance(fitted, _Misfit) else fitted
+        inner = [a for a in arguments if a is not type(None)]
+        if value is None and len(inner) < len(arguments):
+            return None
+        found = [_fit(value, a) for a in inner]
+        expected = " or ".join(f.expected for f in found if isinstance(f, _Misfit))
+        null = " or null" * (len(inner) < len(arguments))
+        return next((f for f in found if not isinstance(f, _Misfit)), _Misfit(expected + null))
+    if origin is tuple and arguments[-1] is ...:
+        if not isinstance(value, (list, tuple)):
+            return _Misfit("a list of numbers")
+        parts = tuple(_fit(v, arguments[0]) for v in value)
+        return next((_Misfit("a list of numbers") for p in parts if isinstance(p, _Misfit)), parts)
     if origin is tuple:
         if not isinstance(value, (list, tuple)) or len(value) != len(arguments):
             return _Misfit(f"{len(arguments)} numbers")
@@ -730,5 +993,5 @@ def _check_text(name: str, value: str | None) -> None:
 
 def _check_rates(group: str, fields: Any, *rates: str) -> None:
     for name in rates:
-        value = getattr(fields, name)
-        _check(f"{group}.{name}", value, 0 <= value <= 1, "a rate between 0 and 1")
+        for value in several(getattr(fields, name)):
+            _check(f"{group}.{name}", value, 0 <= value <= 1, "a rate between 0 and 1")

@@ -90,20 +90,51 @@ def evaluate_text(
     The model should be in evaluation mode. `seed` is used by noises with at_eval="sample". `tick`
     is called after every batch, and may raise an exception to stop the evaluation.
     """
-    predictions(len(tokens), protocol)  # raises if the text is too short
     total = torch.zeros((), dtype=torch.float64, device=tokens.device)
     count = 0
+    for logits, targets in _judged_pieces(model, tokens, protocol, seed):
+        total += nats(logits, targets)
+        count += len(targets)
+        tick()
+    return Score(total.item() / count, count)
+
+
+TEMPERATURES = tuple(0.8 + 0.02 * k for k in range(26))
+
+
+@torch.no_grad()
+def choose_temperature(
+    model: Any, data: Corpus, config: Config, *, tick: Callable[[], None] = nothing
+) -> float:
+    """Set the model's temperature to the one with the lowest loss on the validation part.
+
+    It is one of `TEMPERATURES`. Return it.
+    """
+    tokens = on_device(data.valid, model.temperature.device)
+    totals = torch.zeros(len(TEMPERATURES), dtype=torch.float64, device=tokens.device)
+    model.temperature.fill_(1.0)
+    with judged(model, config, batch_statistics=False):
+        for logits, targets in _judged_pieces(model, tokens, config.evaluation.valid, config.seed):
+            totals += torch.stack([nats(logits / t, targets) for t in TEMPERATURES])
+            tick()
+    chosen = TEMPERATURES[int(totals.argmin())]
+    model.temperature.fill_(chosen)
+    return round(chosen, 2)
+
+
+def _judged_pieces(
+    model: Any, tokens: Tensor, protocol: Protocol, seed: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the logits [N, symbols] and targets [N] of every piece of a text."""
+    predictions(len(tokens), protocol)  # raises if the text is too short
     state, step, first_row = None, 0, 0
     for inputs, targets in _pieces(tokens, protocol):
         output = model(inputs, state, seed=seed, examples=first_row, first_step=step)
-        total += nats(output.logits.flatten(0, 1), targets.flatten())
-        count += targets.numel()
+        yield output.logits.flatten(0, 1), targets.flatten()
         if protocol.kind == "chunks":
             first_row += inputs.shape[1]
         else:
             state, step = output.state, step + len(inputs)
-        tick()
-    return Score(total.item() / count, count)
 
 
 @torch.no_grad()

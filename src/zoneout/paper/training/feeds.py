@@ -7,6 +7,7 @@ several processes, each process takes its share of the columns of every batch.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -59,8 +60,15 @@ class Feed:
         """
         raise NotImplementedError
 
-    def batch(self, row: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the inputs and targets of one update, from its row of the order."""
+    def lengths(self, epoch: int) -> list[int]:
+        """Return the number of steps of each update; 0: as many as a batch always has."""
+        return [0] * len(self.order(epoch))
+
+    def batch(self, row: Tensor, length: int = 0) -> tuple[Tensor, Tensor]:
+        """Return the inputs and targets of one update, from its row of the order.
+
+        `length` is one of `lengths`.
+        """
         raise NotImplementedError
 
     def _cut(self, order: Tensor) -> Tensor:
@@ -92,7 +100,7 @@ class ChunkFeed(Feed):
             )
         )
 
-    def batch(self, row: Tensor) -> tuple[Tensor, Tensor]:
+    def batch(self, row: Tensor, length: int = 0) -> tuple[Tensor, Tensor]:
         chunk = batches.chunks(self.tokens, row, self.length)
         return chunk[:-1], chunk[1:]
 
@@ -107,14 +115,30 @@ class StreamFeed(Feed):
         streams = batches.streams(tokens, config.batches.size)
         self.streams = streams[:, self.first : self.first + self.rows].contiguous()
         self.length = min(config.batches.length, len(streams) - 1)
-        self.steps = torch.arange(self.length + 1, device=tokens.device)
+        longest = 2 * self.length + 3 * math.ceil(config.batches.spread)
+        self.steps = torch.arange(longest, device=tokens.device)
+
+    def updates(self) -> int:
+        if not self.config.batches.varied:
+            return super().updates()
+        return max(len(self.lengths(epoch)) for epoch in range(self.config.epochs + 1))
+
+    def lengths(self, epoch: int) -> list[int]:
+        steps, cut = len(self.streams) - 1, self.config.batches
+        if not cut.varied:
+            return [0] * (steps // self.length)
+        seed = self.config.seed
+        return batches.random_lengths(
+            steps, self.length, cut.halved, cut.spread, seed=seed, epoch=epoch
+        )
 
     def order(self, epoch: int) -> Tensor:
-        pieces = (len(self.streams) - 1) // self.length
-        return torch.arange(pieces)[:, None] * self.length
+        lengths = torch.tensor([length or self.length for length in self.lengths(epoch)])
+        return (lengths.cumsum(0) - lengths)[:, None]
 
-    def batch(self, row: Tensor) -> tuple[Tensor, Tensor]:
-        piece = self.streams.index_select(0, row + self.steps).to(torch.int64)
+    def batch(self, row: Tensor, length: int = 0) -> tuple[Tensor, Tensor]:
+        steps = self.steps[: (length or self.length) + 1]
+        piece = self.streams.index_select(0, row + steps).to(torch.int64)
         return piece[:-1], piece[1:]
 
 
@@ -130,7 +154,7 @@ class ImageFeed(Feed):
     def order(self, epoch: int) -> Tensor:
         return self._cut(batches.image_order(len(self.pixels), seed=self.config.seed, epoch=epoch))
 
-    def batch(self, row: Tensor) -> tuple[Tensor, Tensor]:
+    def batch(self, row: Tensor, length: int = 0) -> tuple[Tensor, Tensor]:
         return as_sequences(self.pixels.index_select(0, row)), self.labels.index_select(0, row).to(
             torch.int64
         )

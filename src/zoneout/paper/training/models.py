@@ -8,7 +8,6 @@ coordinates, like the masks inside the layers.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -27,19 +26,12 @@ from ...ops.weight_noise import weight_noise
 from ...philox import as_seed
 from .config import LAYERS, Config
 from .processes import alone, memory_of, one_thread
+from .stacks import LSTMS, initial_state, layers_of, parameters_of_systems, recurrent
 
 CLASSES, PIXELS = 10, 784  # of mnist
 
 # Random draws outside the layers: each has a layer number that no recurrent layer can have.
 _INPUT, _OUTPUT, _WORDS, _OUTPUT_OF_SEQUENCE = range(LAYERS, LAYERS + 4)
-
-
-@zo.cell(gates=4, states=("h", "c"), bounded=True, checked=False)
-def biased_lstm(x, r, h, c, out_bias):  # type: ignore[no-untyped-def]
-    """An LSTM with a learned bias inside the output's tanh, as in the paper's pMNIST code."""
-    i, f, g, o = (a + b for a, b in zip(x, r))
-    c = zo.candidate("c", f.sigmoid() * c + zo.update(i.sigmoid() * g.tanh()))
-    return zo.held(o.sigmoid()) * (zo.shown(c) + out_bias).tanh(), c
 
 
 class Output(NamedTuple):
@@ -48,10 +40,13 @@ class Output(NamedTuple):
     logits: Tensor  # language: [T, B, symbols]; images: [B, classes]
     hidden: Tensor  # [T, B, H]: the output of the last recurrent layer, before dropout
     state: Any  # the final recurrent state, from which the next batch can continue
+    dropped: Any = None  # `hidden` after dropout, the input of the softmax
 
 
 class RecurrentModel(nn.Module):
     """Base class of both models: input, recurrent layers, softmax."""
+
+    temperature: Tensor | None
 
     def __init__(
         self, config: Config, inputs: int, outputs: int, steps: int, embedding: int = 0
@@ -59,50 +54,42 @@ class RecurrentModel(nn.Module):
         super().__init__()
         model = config.model
         self.weight_noise, self.dropout = config.weight_noise, model.dropout
+        # Chosen on the validation part after training; a buffer, so that it is saved.
+        chosen = torch.ones(()) if config.evaluation.temperature else None
+        self.register_buffer("temperature", chosen)
         self.variational = config.variational_dropout
         self.embedding = nn.Embedding(inputs, embedding) if embedding else None
-        norms = {
-            "none": None,
-            "layer": "layer",
-            "batch": zo.RecurrentBatchNorm(steps, model.norm_momentum),
-        }
-        lstm = partial(zo.Recurrent, biased_lstm) if model.output_bias else zo.LSTM
-        kinds: dict[str, Any] = {"lstm": lstm, "gru": zo.GRU, "rnn": zo.RNN, "rnn-relu": zo.RNN}
-        extra = {"nonlinearity": "relu"} if model.cell == "rnn-relu" else {}
-        self.recurrent = kinds[model.cell](
-            embedding or inputs,
-            model.hidden,
-            model.layers,
-            dropout=model.dropout if model.layers > 1 else 0.0,
-            noise=noises(config),
-            norm=norms[model.norm],
-            learn_initial_state=model.learn_initial_state,
-            backend=config.backend,
-            **extra,
-        )
-        self.softmax = nn.Linear(model.hidden, outputs)
+        self.recurrent = recurrent(config, embedding or inputs, steps, noises(config))
+        inside = getattr(self.recurrent, "softmax", None)  # the softmax of a surprisal-lstm
+        self.softmax = inside or nn.Linear(self.recurrent.output_size, outputs)
         if model.tied:
             assert self.embedding is not None
             self.softmax.weight = self.embedding.weight
 
     def initial_state(self, batch: int) -> Any:
         """Return the initial state of a sequence: learned, or zero."""
-        layer = self.recurrent
-        shape = (layer.num_layers, batch, layer.hidden_size)
-        names = layer.initial_names()
-        if layer.learn_initial_state:
-            states = tuple(getattr(layer, name)[:, None].expand(shape) for name in names)
-        else:
-            states = tuple(self.softmax.weight.new_zeros(shape) for _ in names)
-        return states if len(states) > 1 else states[0]
+        return initial_state(self.recurrent, batch, self.softmax.weight)
 
-    def logits(self, hidden: Tensor, seed: Tensor | None, rows: Tensor, first_step: int) -> Tensor:
-        """Return the logits [T, B, outputs], the input of the softmax."""
+    def begin_epoch(self, epoch: int) -> None:
+        """Tell layers with a schedule of their own (the slope of an HM-LSTM) where training is."""
+        for module in self.modules():
+            if isinstance(module, zo.systems.HMLSTM):
+                module.begin_epoch(epoch)
+
+    def dropped(self, hidden: Tensor, seed: Tensor | None, rows: Tensor, first_step: int) -> Tensor:
+        """Return the outputs of the recurrent layers after dropout."""
         hidden = self.drop(hidden, self.dropout, _OUTPUT, seed, rows, first_step)
-        hidden = self.drop(
+        return self.drop(
             hidden, self.variational.output, _OUTPUT_OF_SEQUENCE, seed, rows, mask="sequence"
         )
-        return linear(hidden, self.noisy(self.softmax.weight, _OUTPUT, seed), self.softmax.bias)
+
+    def logits(self, dropped: Tensor, seed: Tensor | None) -> Tensor:
+        """Return the logits [T, B, outputs], the input of the softmax."""
+        weight = self.noisy(self.softmax.weight, _OUTPUT, seed)
+        logits = linear(dropped, weight, self.softmax.bias)
+        if self.training or self.temperature is None:
+            return logits
+        return logits / self.temperature
 
     def drop(
         self,
@@ -173,7 +160,8 @@ class LanguageModel(RecurrentModel):
             x = self.drop(x, self.dropout, _INPUT, key, rows, first_step)
             x = self.drop_words(x, tokens, key, rows)
         hidden, state = self.recurrent(x, state, seed=key, examples=rows, first_step=first_step)
-        return Output(self.logits(hidden, key, rows, first_step), hidden, state)
+        dropped = self.dropped(hidden, key, rows, first_step)
+        return Output(self.logits(dropped, key), hidden, state, dropped)
 
     def drop_words(self, x: Tensor, tokens: Tensor, seed: Tensor | None, rows: Tensor) -> Tensor:
         """Drop whole symbols in training mode: a dropped symbol is zero in its whole sequence."""
@@ -212,7 +200,8 @@ class Classifier(RecurrentModel):
             pixels, state, seed=key, examples=rows, first_step=first_step
         )
         last = state[0] if isinstance(state, tuple) else state  # [layers, B, H]
-        return Output(self.logits(last[-1:], key, rows, first_step)[0], hidden, state)
+        dropped = self.dropped(last[-1:], key, rows, first_step)
+        return Output(self.logits(dropped, key)[0], hidden, state, dropped)
 
 
 def noises(config: Config) -> list[Any]:
@@ -222,14 +211,20 @@ def noises(config: Config) -> list[Any]:
     """
     at_eval = config.evaluation.at_eval
     made: list[Any] = []
+    if config.model.system:  # a system has its own
+        return made
     methods: list[tuple[Any, Any]] = [
         (zo.Zoneout, config.zoneout),
         (zo.RecurrentDropout, config.recurrent_dropout),
         (zo.StateDropout, config.state_dropout),
     ]
+
+    def seed_of(settings: Any, number: int) -> dict[str, Any]:
+        return {"seed": zo.fold(config.seed, number)} if settings.mask == "static" else {}
+
     for number, (kind, settings) in enumerate(methods):
-        seed = {"seed": zo.fold(config.seed, number)} if settings.mask == "static" else {}
-        made.append(kind(**vars(settings), **seed, at_eval=at_eval))
+        fields = vars(settings) | (inspired_rates(config) if kind is zo.Zoneout else {})
+        made.append(kind(**fields, **seed_of(settings, number), at_eval=at_eval))
     variational = config.variational_dropout
     made.append(
         zo.VariationalDropout(
@@ -241,7 +236,18 @@ def noises(config: Config) -> list[Any]:
     )
     made.append(zo.WeightDrop(rate=config.weight_drop, at_eval=at_eval))
     made.append(zo.WeightNoise(std=config.weight_noise, at_eval=at_eval))
+    made.append(zo.Swapout(**vars(config.swapout), **seed_of(config.swapout, 3), at_eval=at_eval))
+    made.append(zo.FastDropout(**vars(config.fast_dropout), at_eval=at_eval))
     return [noise for noise in made if noise.rules()]
+
+
+def inspired_rates(config: Config) -> dict[str, Any]:
+    """Return the fields of zoneout whose rates are 1 − 1/period, of groups of units; or nothing."""
+    zoneout, model = config.zoneout, config.model
+    if zoneout.mask == "clock" or not zoneout.periods:
+        return {}
+    rates = 1 - 1 / zo.systems.module_periods(model.units[0], zoneout.periods)
+    return {"periods": (), "hidden": rates} | ({"cell": rates} if model.cell == "lstm" else {})
 
 
 def build(config: Config, symbols: int = 0) -> LanguageModel | Classifier:
@@ -297,17 +303,21 @@ def check(
 def _size(config: Config, symbols: int) -> int:
     """Return the number of elements of all parameters and buffers of a model.
 
-    All layers from the second on have the same size, so it is computed from one and two layers.
+    Layers of one size are counted in models of one and of two layers.
     """
 
-    def count(layers: int) -> int:
+    def count(config: Config) -> int:
         with torch.device("meta"), _Undrawn():
-            model = _model(replace(config, model=replace(config.model, layers=layers)), symbols)
+            model = _model(config, symbols)
         return sum(tensor.numel() for tensor in chain(model.parameters(), model.buffers()))
 
+    model = config.model
     try:
-        one = count(1)
-        return one + (config.model.layers - 1) * (count(2) - one if config.model.layers > 1 else 0)
+        if model.sizes or model.system:
+            return count(config)
+        one, two = (_with_layers(config, layers) for layers in (1, 2))
+        first = count(one)
+        return first + (model.layers - 1) * (count(two) - first if model.layers > 1 else 0)
     except RuntimeError as error:
         if "overflow" not in str(error):
             raise
@@ -315,6 +325,26 @@ def _size(config: Config, symbols: int) -> int:
             "model: expected sizes that a tensor can have; try a smaller --model.hidden or "
             "--model.embedding"
         ) from error
+
+
+def _with_layers(config: Config, layers: int) -> Config:
+    """Return the config with another number of layers, and rates for so many."""
+
+    def first(rate: Any) -> Any:
+        return (rate * layers)[:layers] if isinstance(rate, tuple) else rate
+
+    zoneout, variational = config.zoneout, config.variational_dropout
+    fields = {name: first(getattr(zoneout, name)) for name in ("cell", "hidden", "depth")}
+    if zoneout.mask == "clock":
+        fields["periods"] = first(zoneout.periods)
+    inside = {name: first(getattr(variational, name)) for name in ("input", "hidden")}
+    return replace(
+        config,
+        model=replace(config.model, layers=layers),
+        zoneout=replace(zoneout, **fields),
+        variational_dropout=replace(variational, **inside),
+        weight_drop=first(config.weight_drop),
+    )
 
 
 def _model(config: Config, symbols: int) -> LanguageModel | Classifier:
@@ -331,20 +361,30 @@ def initialise(model: RecurrentModel, config: Config) -> None:
     if settings.init == "uniform":
         zo.init.uniform_(model, settings.init_bound)
     elif settings.init != "torch":
+        own = {id(p) for p in parameters_of_systems(model)}
         for name, parameter in model.named_parameters():
-            kind = name.rpartition(".")[2]
+            # The matrix of a clockwork layer has its name before ".original".
+            kind = name.removesuffix(".original").rpartition(".")[2]
+            if id(parameter) in own:
+                continue
             if kind.startswith("bias"):
                 parameter.zero_()
             elif kind.startswith("weight"):
                 _matrix_(parameter, settings.init, kind.startswith("weight_hh"), settings.cell)
-    gates = settings.hidden
-    for name, parameter in model.recurrent.named_parameters():
-        if name.startswith("bias_hh") and settings.one_bias:
-            parameter.zero_().requires_grad_(False)
-        elif name.startswith("out_bias"):
-            parameter.zero_()
-        elif name.startswith("bias_ih") and settings.cell == "lstm":
-            parameter[gates : 2 * gates] += settings.forget_bias
+    if settings.embedding_bound and model.embedding is not None:
+        nn.init.uniform_(
+            model.embedding.weight, -settings.embedding_bound, settings.embedding_bound
+        )
+        model.softmax.bias.zero_()
+    for layer in layers_of(model.recurrent):
+        for name, parameter in layer.named_parameters():
+            if name.startswith("bias_hh") and settings.one_bias:
+                parameter.zero_().requires_grad_(False)
+            elif name.startswith("out_bias"):
+                parameter.zero_()
+            elif name.startswith("bias_ih") and layer.definition in LSTMS:
+                gates = layer.hidden_size
+                parameter[gates : 2 * gates] += settings.forget_bias
 
 
 def _matrix_(weight: Tensor, init: str, recurrent: bool, cell: str) -> None:
@@ -374,6 +414,13 @@ def loss_of(output: Output, targets: Tensor, config: Config) -> tuple[Tensor, Te
     loss = nats
     if config.loss == "sum" and config.task == "language":
         loss = loss * len(targets)
+    if config.activation_penalty or config.change_penalty:
+        loss = loss + zo.activation_penalty(
+            at_least_float32(output.hidden),
+            config.activation_penalty,
+            config.change_penalty,
+            dropped=at_least_float32(output.dropped),
+        )
     if config.norm_stabilizer:
         loss = loss + zo.norm_stabilizer(at_least_float32(output.hidden), config.norm_stabilizer)
     return loss, nats.detach()

@@ -10,7 +10,8 @@ On a GPU, each rule is one kernel for all parameters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -167,6 +168,66 @@ class Optimizer:
         torch._foreach_mul_(momentum, self.settings.momentum)
         torch._foreach_add_(momentum, steps)
         return [m.clone() for m in momentum]
+
+
+class Average:
+    """The averages of parameters over all updates since `start`; before, the parameters.
+
+    It computes what torch's `AveragedModel` does. That one reads on the host how many updates it
+    has seen, which a CUDA graph cannot do.
+
+    >>> weight = torch.zeros(1)
+    >>> average = Average({"weight": weight})
+    >>> average.start()
+    >>> for value in (1.0, 2.0, 6.0):
+    ...     average.step(weight.fill_(value))
+    >>> with average.used():
+    ...     print(weight)
+    tensor([3.])
+    """
+
+    def __init__(self, parameters: dict[str, Tensor]) -> None:
+        """Average these parameters; without any, all methods do nothing."""
+        self.parameters = parameters
+        self.values = {name: p.detach().clone() for name, p in parameters.items()}
+        device = next((p.device for p in parameters.values()), torch.device("cpu"))
+        self.started = torch.zeros((), dtype=torch.int64, device=device)
+        self.count = torch.zeros((), dtype=torch.int64, device=device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the averages and the counts by name, for a checkpoint."""
+        if not self.parameters:
+            return {}
+        return {"started": self.started, "count": self.count, **self.values}
+
+    def start(self) -> None:
+        """Begin to average with the next update."""
+        self.started.fill_(1)
+
+    @torch.no_grad()
+    def step(self, _: Any = None) -> None:
+        """Add the parameters to the averages, or copy them as long as nothing is averaged."""
+        if not self.parameters:
+            return
+        self.count += self.started
+        share = 1 / self.count.clamp(min=1)
+        values = list(self.values.values())
+        changes = torch._foreach_sub([p.detach() for p in self.parameters.values()], values)
+        torch._foreach_mul_(changes, share.to(values[0].dtype))
+        torch._foreach_add_(values, changes)
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Put the averages in place of the parameters inside the `with` block."""
+        with torch.no_grad():
+            kept = {name: p.detach().clone() for name, p in self.parameters.items()}
+            for name, parameter in self.parameters.items():
+                parameter.copy_(self.values[name])
+            try:
+                yield
+            finally:
+                for name, parameter in self.parameters.items():
+                    parameter.copy_(kept[name])
 
 
 def apart(gradients: Sequence[Tensor]) -> Tensors:

@@ -20,7 +20,7 @@ from ...philox import WORD, as_seed, philox
 from .config import Config
 from .feeds import Feed
 from .models import loss_of, loss_scale, parameters_of
-from .optimizers import Optimizer
+from .optimizers import Average, Optimizer
 from .processes import Processes, alone, products_in
 from .runs import weights_of
 
@@ -38,8 +38,10 @@ def update_seeds(seed: int, first: int, count: int) -> Tensor:
     return low | high << 32
 
 
-def learning_rates(config: Config, epoch: int, first: int, count: int) -> Tensor:
+def learning_rates(config: Config, epoch: int, first: int, count: int, plateaus: int = 0) -> Tensor:
     """Return the learning rates of an epoch whose first update is number `first`, float64 [count].
+
+    `plateaus` is how often the schedule "plateau" has divided the rate so far.
 
     >>> from .config import Optimizer, Schedule
     >>> config = Config(optimizer=Optimizer(lr=1.0), schedule=Schedule("divide", after=2, by=2.0))
@@ -50,6 +52,10 @@ def learning_rates(config: Config, epoch: int, first: int, count: int) -> Tensor
     within = torch.arange(count, dtype=torch.float64)
     if schedule.kind == "divide":
         lr /= schedule.by ** max(0, epoch + 1 - schedule.after)
+    if schedule.kind == "milestones":
+        lr /= schedule.by ** sum(epoch >= passed for passed in schedule.at)
+    if schedule.kind == "plateau":
+        lr /= schedule.by**plateaus
     if schedule.kind == "cosine":
         done = (epoch + within / count) / config.epochs
         if config.updates:  # the run ends at the earlier limit; epochs may differ in length
@@ -66,8 +72,12 @@ class Step:
         parameters = parameters_of(model)
         self.parameters = list(parameters.values())
         self.optimizer = Optimizer(parameters, config.optimizer)
-        self.graph: Any = None
-        self.fills = False  # whether the graph contains a kernel that needs the whole GPU
+        self.average = Average(parameters if config.optimizer.average_after else {})
+        # A graph for each length of a batch, and whether it contains a kernel that needs the whole
+        # GPU. Without `capture` there is none.
+        self.captures, self.graphs = False, dict[int, tuple[Any, bool]]()
+        self.lengths: list[int] = []  # of the epoch's updates
+        self.next = 0  # the next update of the epoch, as `position` on the device
         device, rows = self.parameters[0].device, feed.updates()
         wide = widest(device)
 
@@ -89,35 +99,46 @@ class Step:
 
     # --- the epoch ---
 
-    def begin(self, epoch: int, done: int, update: int) -> int:
+    def begin(self, epoch: int, done: int, update: int, plateaus: int = 0) -> int:
         """Copy the table of an epoch to the device and return the number of its updates.
 
-        `done` of them are already done, and the next one is number `update` of the run.
+        `done` of them are already done, and the next one is number `update` of the run. `plateaus`
+        is how often the schedule "plateau" has divided the learning rate.
         """
         order = self.feed.order(epoch)
+        self.lengths, self.next = self.feed.lengths(epoch), done
         first, count = update - done, len(order)
         self.order[:count].copy_(order)
         self.seeds[:count].copy_(update_seeds(self.config.seed, first, count))
-        self.rates[:count].copy_(learning_rates(self.config, epoch, first, count))
+        rates = learning_rates(self.config, epoch, first, count, plateaus)
+        if self.config.batches.varied:
+            rates = rates * (torch.tensor(self.lengths) / self.config.batches.length)
+        self.rates[:count].copy_(rates)
         self.position.fill_(done)
+        self.model.begin_epoch(epoch)
         return count
 
     # --- the update ---
 
     def __call__(self) -> None:
         """Run one update."""
-        if self.graph is None:
-            self._update()
+        length = self.lengths[min(self.next, len(self.lengths) - 1)]
+        self.next += 1
+        if not self.captures:
+            self._update(length)
             return
-        with turns(self.nats.get_device()).take() if self.fills else nullcontext():
-            self.graph.replay()
+        if length not in self.graphs:
+            self._capture(length)
+        graph, fills = self.graphs[length]
+        with turns(self.nats.get_device()).take() if fills else nullcontext():
+            graph.replay()
 
-    def _update(self) -> None:
+    def _update(self, length: int) -> None:
         row, seed, lr = (
             table.index_select(0, self.position)[0]
             for table in (self.order, self.seeds, self.rates)
         )
-        inputs, targets = self.feed.batch(row)
+        inputs, targets = self.feed.batch(row, length)
         with products_in(self.config.precision, inputs.device):
             output = self.model(inputs, self._start(), seed=seed, examples=self.feed.first)
             loss, nats = loss_of(output, targets, self.config)
@@ -127,6 +148,7 @@ class Step:
             own = torch._foreach_div(own, scale)
         *gradients, nats = self.processes.mean([*own, nats])
         self.optimizer.step(gradients, lr)
+        self.average.step()
         for carried, state in zip(self.carried, as_tuple(output.state)):
             carried.copy_(state.detach())
         self.nats.copy_(nats)
@@ -147,9 +169,15 @@ class Step:
         return tuple(states) if len(states) > 1 else states[0]
 
     def capture(self) -> None:
-        """Capture the update in a CUDA graph; without a GPU, do nothing. Call `begin` before."""
-        if self.parameters[0].device.type != "cuda":
-            return
+        """Capture updates in CUDA graphs; without a GPU, do nothing. Call `begin` before.
+
+        Updates of another length are captured when the first of them is due.
+        """
+        self.captures = self.parameters[0].device.type == "cuda"
+        if self.captures:
+            self._capture(self.lengths[min(self.next, len(self.lengths) - 1)])
+
+    def _capture(self, length: int) -> None:
         changed = [
             *weights_of(self.model).values(),
             *self._own().values(),
@@ -168,17 +196,21 @@ class Step:
                 # Warm-up: load kernels and allocate memory. The changes are undone below.
                 for _ in range(3):
                     self.position.zero_()
-                    self._update()
+                    self._update(length)
             here.wait_stream(stream)
             with torch.no_grad():
                 for tensor, value in zip(changed, before):
                     tensor.copy_(value)
             # thread_local: other threads may use their own streams during the capture.
             filled = turns(self.nats.get_device()).captured
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                self._update()
-            self.fills = turns(self.nats.get_device()).captured > filled
-        self.graph = graph
+            # Only one graph runs at a time, and none leaves anything in its memory: they share it.
+            pool = next((graph.pool() for graph, _ in self.graphs.values()), None)
+            with torch.cuda.graph(
+                graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+            ):
+                self._update(length)
+            fills = turns(self.nats.get_device()).captured > filled
+        self.graphs[length] = graph, fills
 
     # --- results ---
 
@@ -198,6 +230,7 @@ class Step:
 
     def _own(self) -> dict[str, Tensor]:
         own = {f"optimizer.{name}": value for name, value in self.optimizer.tensors().items()}
+        own |= {f"average.{name}": value for name, value in self.average.tensors().items()}
         own |= {"loop.total": self.total, "loop.count": self.count, "loop.bad": self.bad}
         return own | {f"carried.{number}": value for number, value in enumerate(self.carried)}
 

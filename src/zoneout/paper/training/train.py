@@ -13,8 +13,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
+from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,14 @@ from ..data.datasets import DataError, MissingError
 from ..disk import RunError, check_fields
 from . import runs
 from .config import Config
-from .evaluate import Diverged, Score, estimate_statistics, evaluate, predictions
+from .evaluate import (
+    Diverged,
+    Score,
+    choose_temperature,
+    estimate_statistics,
+    evaluate,
+    predictions,
+)
 from .feeds import make_feed
 from .measures import measure_of
 from .models import build, check, parameters_of
@@ -73,14 +81,18 @@ class State:
     done: int = 0  # updates in the current, incomplete epoch
     validated: int = 0  # the update of the latest validation
     stale: int = 0  # validations since the best
+    plateaus: int = 0  # how often the schedule "plateau" has divided the learning rate
+    waited: int = 0  # validations since the best, or since the rate was divided
+    averaging: bool = False  # whether the weights are averaged
     best: dict[str, Any] | None = None
     seconds: float = 0.0
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> State:
         """Read a state that `asdict` wrote; raise a ValueError if it is not valid."""
-        counts = dict.fromkeys(("update", "epoch", "done", "validated", "stale"), "count")
-        check_fields(fields, {"digest": "text"}, {**counts, "seconds": "number"})
+        counts = dict.fromkeys((f.name for f in fields_of(cls) if f.type == "int"), "count")
+        others = {"seconds": "number", "averaging": "flag"}
+        check_fields(fields, {"digest": "text"}, counts | others)
         if strange := fields.keys() - vars(cls("")).keys():
             raise ValueError(f"the checkpoint has unknown fields: {shown(sorted(strange))}")
         if fields.get("best") is not None:
@@ -174,7 +186,7 @@ class Training:
         found = self.restore() if resume else None
         self.earlier = self.state.seconds
         # `updates` is the number of updates in this epoch.
-        self.updates = self.step.begin(self.state.epoch, self.state.done, self.state.update)
+        self.updates = self.begin_epoch()
         self.step.capture()
         # The folder is changed last, so an error above leaves it as it was.
         if processes.first and resume:
@@ -233,7 +245,7 @@ class Training:
             if state.done == self.updates:
                 self.check_finite()
                 state.epoch, state.done = state.epoch + 1, 0
-                self.updates = self.step.begin(state.epoch, 0, state.update)
+                self.updates = self.begin_epoch()
             if self.due():
                 self.validate()
             elif (config.save_every and state.update % config.save_every == 0) or self.unsaved(
@@ -244,6 +256,11 @@ class Training:
                 self.tick()
             elif logging and self.processes.any(self.asked()):  # all stop at the same update
                 raise Stopped
+
+    def begin_epoch(self) -> int:
+        """Begin the epoch, or go on in it, and return the number of its updates."""
+        state = self.state
+        return self.step.begin(state.epoch, state.done, state.update, state.plateaus)
 
     # --- the position of the run ---
 
@@ -284,6 +301,12 @@ class Training:
     def validate(self) -> None:
         """Validate, save the weights if they are the best so far, and write a checkpoint."""
         self.check_finite()
+        with self.step.average.used() if self.state.averaging else nullcontext():
+            self.judge()
+        self.save()
+
+    def judge(self) -> None:
+        """Validate the weights of the model, and save them if they are the best so far."""
         score = self.score("valid", self.config)
         if not math.isfinite(score.nats):
             raise self.diverged(
@@ -296,12 +319,26 @@ class Training:
             or getattr(score, judged) < state.best[judged]
         )
         state.validated, state.stale = state.update, 0 if best else state.stale + 1
+        self.check_plateau(best)
         line = self.line("valid", **values_of(score, self.measure), **self.also(), best=best)
         if best:
             state.best = line
             if self.processes.first:
                 self.run.save_best(self.model, line)
-        self.save()
+
+    def check_plateau(self, best: bool) -> None:
+        """Divide the learning rate if validation has not improved for as long as the schedule says.
+
+        After that it waits as long again. Averaging of the weights begins in the same way.
+        """
+        state, schedule = self.state, self.config.schedule
+        state.waited = 0 if best else state.waited + 1
+        if schedule.kind == "plateau" and state.waited >= schedule.after:
+            state.plateaus, state.waited = state.plateaus + 1, 0
+            self.begin_epoch()
+        if 0 < self.config.optimizer.average_after <= state.stale and not state.averaging:
+            state.averaging = True
+            self.step.average.start()
 
     def score(self, part: str, config: Config, *, batch_statistics: bool = True) -> Score:
         """Evaluate the current weights on a part of the data."""
@@ -345,12 +382,18 @@ class Training:
             )
             if self.processes.first and self.state.best is not None:
                 self.run.save_best(self.model, self.state.best)
+        chosen = {}
+        if self.config.evaluation.temperature and isinstance(self.data, Corpus):
+            chosen["temperature"] = choose_temperature(
+                self.model, self.data, self.config, tick=self.tick
+            )
+            if self.processes.first and self.state.best is not None:
+                self.run.save_best(self.model, self.state.best)
         score = self.processes.share(
             evaluate(self.model, self.data, "test", self.config, tick=self.tick)
         )
-        return self.line(
-            "test", **values_of(score.checked("test of the best weights"), self.measure)
-        )
+        score = score.checked("test of the best weights")
+        return self.line("test", **values_of(score, self.measure), **chosen)
 
     def line(self, kind: str, **values: Any) -> dict[str, Any]:
         """Append a line to the metrics, report it to `progress`, and return it."""

@@ -9,25 +9,59 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..data.datasets import CUT
-from .config import Config
+from .config import NOISES, Config
 
 _Read = Callable[[Config], bool]
 
 # Fields, the condition under which they are used, and the reason to show when they are not.
 _RULES: tuple[tuple[tuple[str, ...], _Read, str], ...] = (
     (
-        ("schedule.after", "schedule.by"),
-        lambda c: c.schedule.kind == "divide",
-        "only the schedule divide has it",
+        ("schedule.after",),
+        lambda c: c.schedule.kind in ("divide", "plateau"),
+        "only the schedules divide and plateau have it",
     ),
+    (
+        ("schedule.by",),
+        lambda c: c.schedule.kind in ("divide", "plateau", "milestones"),
+        "only the schedules divide, plateau and milestones have it",
+    ),
+    (("schedule.at",), lambda c: c.schedule.kind == "milestones", "only milestones have it"),
+    (
+        ("model.hidden", "model.layers"),
+        lambda c: not c.model.sizes,
+        "model.sizes are those of the layers",
+    ),
+    (
+        ("model.one_bias",),
+        lambda c: not c.model.loops,
+        "this cell has one bias",
+    ),
+    (
+        ("system.hyper",),
+        lambda c: c.model.cell in ("adaptive-lstm", "hyper-lstm"),
+        "only adaptive-lstm and hyper-lstm have it",
+    ),
+    (("system.scales",), lambda c: c.model.cell == "hyper-lstm", "only hyper-lstm has them"),
+    (("system.output",), lambda c: c.model.cell == "hm-lstm", "only hm-lstm has it"),
+    (("system.least",), lambda c: c.model.cell == "surprisal-lstm", "only surprisal-lstm has it"),
+    (
+        ("system.compile",),
+        lambda c: c.model.loops,
+        "only hyper-lstm, hm-lstm and surprisal-lstm have a loop in torch calls",
+    ),
+    (("swapout.mask",), NOISES["swapout"], "its rates are 0"),
     (("optimizer.decay",), lambda c: c.optimizer.rule == "rmsprop", "only rmsprop has it"),
     (("optimizer.betas",), lambda c: c.optimizer.rule == "adam", "only adam has them"),
     (("optimizer.eps", "optimizer.paper"), lambda c: c.optimizer.rule != "sgd", "sgd has none"),
     (("model.init_bound",), lambda c: c.model.init == "uniform", "only init uniform has it"),
-    (("model.forget_bias",), lambda c: c.model.cell == "lstm", "only an LSTM has forget gates"),
+    (
+        ("model.forget_bias",),
+        lambda c: c.model.cell in ("lstm", "adaptive-lstm"),
+        "only an LSTM has it",
+    ),
     (("model.output_bias",), lambda c: c.model.cell == "lstm", "only an LSTM has a cell state"),
     (("model.norm_momentum",), lambda c: c.model.norm == "batch", "only batch norm has it"),
-    (("zoneout.mask",), lambda c: c.zoneout.cell > 0 or c.zoneout.hidden > 0, "its rates are 0"),
+    (("zoneout.mask",), NOISES["zoneout"], "its rates are 0"),
     (
         ("recurrent_dropout.mask", "recurrent_dropout.hold_output_gate"),
         lambda c: c.recurrent_dropout.rate > 0,
@@ -40,7 +74,7 @@ _RULES: tuple[tuple[tuple[str, ...], _Read, str], ...] = (
     ),
     (
         ("variational_dropout.tied",),
-        lambda c: c.variational_dropout.input > 0 or c.variational_dropout.hidden > 0,
+        lambda c: any_rate(c.variational_dropout.input, c.variational_dropout.hidden),
         "its rates for input and h are 0",
     ),
     (
@@ -63,6 +97,13 @@ _RULES: tuple[tuple[tuple[str, ...], _Read, str], ...] = (
         lambda c: c.task == "language",
         "a pixel is a number and not a symbol, so images have no embedding",
     ),
+    (
+        ("batches.halved", "batches.spread"),
+        lambda c: c.batches.kind == "streams" and c.task == "language",
+        "only streams have pieces of different lengths",
+    ),
+    (("model.embedding_bound",), lambda c: c.model.embedding > 0, "there is no embedding"),
+    (("evaluation.temperature",), lambda c: c.task == "language", "only a text is judged so"),
     (("data.order",), lambda c: c.task == "images", "only the pixels of mnist have an order"),
     (("data.preparation",), lambda c: c.data.name == "char-ptb", "only char-ptb has it"),
     (
@@ -90,7 +131,7 @@ def unread(config: Config) -> dict[str, str]:
     """Return the fields that have no effect in this config, each with the reason.
 
     >>> unread(Config())["schedule.by"]
-    'only the schedule divide has it'
+    'only the schedules divide, plateau and milestones have it'
     """
     return {name: why for names, read, why in _RULES if not read(config) for name in names}
 
@@ -101,8 +142,8 @@ def refuse_unread(given: Iterable[str], configs: Sequence[Config]) -> None:
     >>> refuse_unread(["schedule.by"], [Config()])
     Traceback (most recent call last):
         ...
-    ValueError: --schedule.by: it would do nothing here (only the schedule divide has it); leave it
-        out
+    ValueError: --schedule.by: it would do nothing here (only the schedules divide, plateau and
+        milestones have it); leave it out
     """
     for name in given:
         reasons = [unread(config).get(name) for config in configs]

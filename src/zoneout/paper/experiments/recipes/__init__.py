@@ -7,14 +7,14 @@ The settings that all rows of a task share are defined once, before the rows. Th
 row says what is special about it, and what it follows where the paper, its authors' code and its
 sources disagree.
 
->>> RECIPES["char_ptb_zoneout"].test, char_ptb.char_ptb_zoneout().zoneout
-(1.252, Zoneout(cell=0.5, hidden=0.05, mask='unit'))
+>>> RECIPES["char_ptb_zoneout"].test, char_ptb.char_ptb_zoneout().zoneout.cell
+(1.252, 0.5)
 """
 
-from . import char_ptb, word_ptb, text8, pmnist, quick  # isort: skip  # the order of the tables
+from . import char_ptb, systems, word_ptb, text8, pmnist, awd, quick  # isort: skip  # the order of the tables
 from .registry import MEASURES, QUOTED, RECIPES, Recipe, recipe, select
 
 __all__ = [
-    "MEASURES", "QUOTED", "RECIPES", "Recipe", "char_ptb", "pmnist", "quick", "recipe",
-    "select", "text8", "word_ptb",
+    "MEASURES", "QUOTED", "RECIPES", "Recipe", "awd", "char_ptb", "pmnist", "quick", "recipe",
+    "select", "systems", "text8", "word_ptb",
 ]  # fmt: skip
