@@ -114,6 +114,22 @@ def test_the_training_error_of_images_is_drawn_where_it_was_recorded(tmp_path: P
     assert "first 10,000 training images" in drawn.text
 
 
+def test_batch_norm_is_drawn_by_each_kind_of_statistics(tmp_path: Path) -> None:
+    """A line has the statistics of another, or the published curve is left out."""
+    record = fabricated.record("pmnist_batch_norm_statistics")
+    record["curve"] |= {"by_running_averages": [0.3, 0.2, 0.1, 0.09]}
+    fabricated.write(tmp_path, record)
+    drawn = draw("batch-norm", tmp_path)
+    found = lines_of(drawn.figure.axes[0])
+    title = RECIPES["pmnist_batch_norm_statistics"].row
+    running = found[f"{title}: running averages"]
+    assert list(running.get_ydata()) == [0.3, 0.2, 0.1, 0.09]  # type: ignore[attr-defined]
+    assert len(found) == 3 and len(found["published"].get_xdata()) == 8  # type: ignore[attr-defined]
+    assert (
+        "ours at 0.047 by its own batch of 100" in drawn.text and "0.090 by running" in drawn.text
+    )
+
+
 def test_every_arm_has_its_colour_and_its_place(full: Path) -> None:
     """Two methods look alike, or a line leaves the picture where it is at its best."""
     drawn = draw("methods", full)

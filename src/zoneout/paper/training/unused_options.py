@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..data.datasets import CUT
-from .config import NOISES, Config
+from .config import NOISES, Config, any_rate
 
 _Read = Callable[[Config], bool]
 
