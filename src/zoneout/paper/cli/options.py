@@ -111,7 +111,7 @@ def _add(parser: Any, one: Any, hint: Any, text: str) -> None:
     """Add an option to a parser of argparse."""
     kind, *marks = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
     metavars = [mark.metavar for mark in marks if getattr(mark, "metavar", None)]
-    if typing.get_origin(kind) is types.UnionType:  # X | None
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):  # X | None
         (kind,) = (part for part in typing.get_args(kind) if part is not type(None))
     several = typing.get_origin(kind) is tuple
     if several:
