@@ -12,7 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from zoneout.ops.cpu import native, transposed_product
 from zoneout.ops.cuda.runtime import blas
+from zoneout.ops.run import TOLERANCES
 from zoneout.ops.sequence import products
 from zoneout.ops.sequence.products import linear, padded_linear, times_and_sum
 
@@ -157,3 +159,48 @@ def test_the_softmax_of_large_models_on_a_gpu(
     for ours, theirs in zip(with_gradients(linear, *given), exact, strict=True):
         error = (ours.double() - theirs).norm() / theirs.norm()
         assert error < (1e-2 if dtype == torch.bfloat16 else 1e-5), error
+
+
+@pytest.mark.skipif(native.load() is None, reason="no C compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("depth", "rows", "columns"),
+    [(1, 1, 4), (5, 9, 16), (193, 40, 17), (192, 63, 49), (400, 200, 75), (1000, 7, 300)],
+)
+def test_a_sum_of_outer_products(depth: int, rows: int, columns: int, dtype: torch.dtype) -> None:
+    """The gradient of a matrix is wrong, depends on the threads, or reaches past its memory."""
+    torch.manual_seed(0)
+    a = torch.randn(depth, rows + 3, dtype=dtype)[:, 1:-2]
+    b = torch.randn(depth, columns + 5, dtype=dtype)[:, 2:-3]
+    first = torch.randn(rows, columns, dtype=dtype)
+    for add in (False, True):
+        exact = a.double().t() @ b.double() + (first.double() if add else 0)
+        results = []
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            memory = torch.full((rows + 2, columns + 2), 3.0, dtype=dtype)
+            out = memory[1:-1, 1:-1]
+            out.copy_(first if add else torch.full_like(out, torch.nan))
+            assert transposed_product(a, b, out, add)
+            results.append(out.clone())
+            assert (out.double() - exact).norm() <= TOLERANCES[dtype] * exact.norm()
+            out.fill_(3.0)
+            assert (memory == 3.0).all()
+        assert all(torch.equal(one, results[0]) for one in results)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (torch.ones(0, 3), torch.ones(0, 5)),
+        (torch.ones(3, 4), torch.ones(3, 2)),
+        (torch.ones(4, 3).t(), torch.ones(3, 5)),
+        (torch.ones(3, 4).bfloat16(), torch.ones(3, 5).bfloat16()),
+    ],
+    ids=["no rows", "few columns", "rows with gaps", "half type"],
+)
+def test_sums_that_torch_computes(a: torch.Tensor, b: torch.Tensor) -> None:
+    """The C code takes what it would compute wrongly or slowly."""
+    assert not transposed_product(a, b, torch.empty(a.shape[1], b.shape[1], dtype=a.dtype), False)
+    both = products.product(a.t(), b, torch.ones(a.shape[1], b.shape[1], dtype=a.dtype), add=True)
+    torch.testing.assert_close(both, 1 + a.t() @ b)

@@ -116,8 +116,12 @@ def narrow_products(dtype: torch.dtype) -> bool:
 
 
 def fuse_weight_grads(rows: int, gates: int, outputs: int, inputs: int) -> bool:
-    """Return True if one product for dW_h and dW_x saves more than concatenating h and x costs."""
-    return rows * (outputs + inputs) <= 2**20 and gates > outputs + inputs
+    """Return True if one product for dW_h and dW_x saves more than concatenating h and x costs.
+
+    It does so with torch's products alone.
+    """
+    few = rows * (outputs + inputs) <= 2**20 and gates > outputs + inputs
+    return few and native.load() is None
 
 
 def hidden_scale(draw: Draw, examples: Tensor, units: int, dtype: torch.dtype) -> Tensor:
@@ -271,6 +275,37 @@ def product(a: Tensor, b: Tensor, out: Tensor) -> bool:
     return True
 
 
+def transposed_product(a: Tensor, b: Tensor, out: Tensor, add: bool) -> bool:
+    """Write aᵀ·b to `out`, or add it there; return False if this is not possible here.
+
+    The rows of a and b are those of all steps, so the gradient of every matrix is such a product.
+    torch's (MKL) takes twice as long on AMD's processors. A sum has the same bits for any number of
+    threads.
+    """
+    library = native.load()
+    if library is None or a.dtype not in (torch.float32, torch.float64) or not len(a):
+        return False
+    if b.shape[1] < _MANY_COLUMNS:  # memory is what limits these, and a vector would be half empty
+        return False
+    if any(v.stride(1) != 1 for v in (a, b, out)):
+        return False
+    kind = "double" if a.dtype == torch.float64 else "float"
+    threads = torch.get_num_threads()
+    work = scratch(a, getattr(library, f"zoneout_sum_size_{kind}")(threads), dtype=a.dtype)
+    each = {"a": a, "b": b, "out": out}
+    args = native.Sum(
+        a.shape[1], len(a), b.shape[1], a.stride(0), b.stride(0), out.stride(0), int(add), threads,
+        *(address(v, name, a.dtype, -1, gaps=True) for name, v in each.items()),
+        address(work, "work"),
+    )  # fmt: skip
+    recording.call(getattr(library, f"zoneout_sum_{kind}"), args)
+    release(work)
+    return True
+
+
+_MANY_COLUMNS = 4
+
+
 def prepare(*buffers: Tensor | None) -> None:
     """Request huge pages for new buffers that will be overwritten completely.
 
@@ -420,4 +455,4 @@ def _put_several(
                 array[k] = address(value, name, dtype, -1)
 
 
-register(cpu_product=product)
+register(cpu_product=product, cpu_transposed=transposed_product)

@@ -7,6 +7,9 @@
 #define PIECE 64                    /* the same if the panel is packed during the product */
 #define BLOCK_ROWS 128              /* rows of a large product at a time, so that they stay in the cache */
 #define CHUNK 256                   /* units of a row at a time, so that their masks and slots stay in the cache */
+#define SUM_DEPTH 192               /* outer products at a time: a panel of that depth stays in the first cache */
+#define SUM_ROWS (16 * TILE_ROWS)   /* rows and columns of their sum at a time, so that it stays in the second cache */
+#define SUM_COLUMNS (12 * LANES)    /* a multiple of TILE */
 
 typedef REAL NAME(vec) __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(REAL))));
 #define VEC NAME(vec)
@@ -64,37 +67,42 @@ static void NAME(pack)(REAL *packed, const REAL *w, int64_t k, int64_t n, int64_
                          NAME(panel_width)(n, panel), sk, sn);
 }
 
-INLINE void NAME(tile)(int rows, int vectors, int64_t k, const REAL *a, int64_t lda, const REAL *b, REAL *c,
+/* c[m][n] = a[m * lda + k * step] · b, for `rows` rows and one panel of b. */
+INLINE void NAME(tile)(int rows, int vectors, int64_t k, const REAL *a, int64_t lda, int64_t step, const REAL *b, REAL *c,
                        int64_t ldc, int add) {
     VEC sum[TILE_ROWS][TILE_VECTORS];
     for (int m = 0; m < rows; m++)
-        for (int v = 0; v < vectors; v++) sum[m][v] = add ? *(const VEC *)(c + m * ldc + v * LANES) : (VEC){0};
+        for (int v = 0; v < vectors; v++)
+            sum[m][v] = add == FIRST ? *(const VEC *)(c + m * ldc + v * LANES) : (VEC){0};
     for (int64_t i = 0; i < k; i++) {
         VEC row[TILE_VECTORS];
         for (int v = 0; v < vectors; v++) row[v] = *(const VEC *)(b + (i * vectors + v) * LANES);
         for (int m = 0; m < rows; m++) {
-            VEC one = a[m * lda + i] - (VEC){0};
+            VEC one = a[m * lda + i * step] - (VEC){0};
             for (int v = 0; v < vectors; v++) sum[m][v] += one * row[v];
         }
     }
     for (int m = 0; m < rows; m++)
-        for (int v = 0; v < vectors; v++) *(VEC *)(c + m * ldc + v * LANES) = sum[m][v];
+        for (int v = 0; v < vectors; v++) {
+            VEC *to = (VEC *)(c + m * ldc + v * LANES);
+            *to = add == LAST ? *to + sum[m][v] : sum[m][v];
+        }
 }
 
 #define TILE_OF(vectors)                                                                                             \
     static void NAME(tile_##vectors)(int64_t rows, int64_t k, const REAL *a, int64_t lda, const REAL *b, REAL *c,     \
                                      int64_t ldc, int add) {                                                         \
         for (; rows >= TILE_ROWS; rows -= TILE_ROWS, a += TILE_ROWS * lda, c += TILE_ROWS * ldc)                     \
-            NAME(tile)(TILE_ROWS, vectors, k, a, lda, b, c, ldc, add);                                               \
+            NAME(tile)(TILE_ROWS, vectors, k, a, lda, 1, b, c, ldc, add);                                               \
         if (rows >= 4) {                                                                                             \
-            NAME(tile)(4, vectors, k, a, lda, b, c, ldc, add);                                                       \
+            NAME(tile)(4, vectors, k, a, lda, 1, b, c, ldc, add);                                                       \
             rows -= 4, a += 4 * lda, c += 4 * ldc;                                                                   \
         }                                                                                                            \
         if (rows >= 2) {                                                                                             \
-            NAME(tile)(2, vectors, k, a, lda, b, c, ldc, add);                                                       \
+            NAME(tile)(2, vectors, k, a, lda, 1, b, c, ldc, add);                                                       \
             rows -= 2, a += 2 * lda, c += 2 * ldc;                                                                   \
         }                                                                                                            \
-        if (rows) NAME(tile)(1, vectors, k, a, lda, b, c, ldc, add);                                                 \
+        if (rows) NAME(tile)(1, vectors, k, a, lda, 1, b, c, ldc, add);                                                 \
     }
 TILE_OF(1)
 TILE_OF(2)
@@ -185,6 +193,88 @@ void NAME(zoneout_product)(int64_t m, int64_t k, int64_t n, const REAL *a, const
     NAME(Product) p = {m, k, n, sk, sn, a, w, c, packed};
     in_threads(m * k * n < 1 << 16 ? 1 : threads, NAME(product_task), &p);
 }
+
+/* --- sums of outer products: the gradients of matrices ------------------------------------------- */
+
+/* c[m][n] (+)= the sum over k of a[k][m] · b[k][n]. `work` has room for zoneout_sum_size numbers. */
+typedef struct {
+    int64_t m, k, n, lda, ldb, ldc, add, threads;
+    const REAL *a, *b;
+    REAL *c, *work;
+} NAME(Sum);
+
+#define SUM_WORK (SUM_DEPTH * (SUM_ROWS + TILE) + TILE_ROWS * TILE) /* numbers of a thread */
+
+int64_t NAME(zoneout_sum_size)(int64_t threads) { return threads * SUM_WORK + 64 / (int64_t)sizeof(REAL); }
+
+/* out[i][width] = v[i * ld], with `cols` numbers a row, padded with zeros. */
+INLINE void NAME(copy_columns)(REAL *out, const REAL *v, int64_t ld, int64_t k, int64_t cols, int64_t width) {
+    for (int64_t i = 0; i < k; i++) {
+        for (int64_t j = 0; j < cols; j++) out[i * width + j] = v[i * ld + j];
+        for (int64_t j = cols; j < width; j++) out[i * width + j] = 0;
+    }
+}
+
+INLINE void NAME(sum_tile)(int64_t vectors, int64_t k, const REAL *a, const REAL *b, REAL *c, int64_t ldc, int add) {
+    if (vectors == 1)
+        NAME(tile)(TILE_ROWS, 1, k, a, 1, TILE_ROWS, b, c, ldc, add);
+    else if (vectors == 2)
+        NAME(tile)(TILE_ROWS, 2, k, a, 1, TILE_ROWS, b, c, ldc, add);
+#if TILE_VECTORS == 3
+    else
+        NAME(tile)(TILE_ROWS, 3, k, a, 1, TILE_ROWS, b, c, ldc, add);
+#endif
+}
+
+/* Add the outer products [k0, k0 + k) to `rows` rows and `cols` columns of c. */
+static void NAME(sum_block)(const REAL *a, int64_t lda, const REAL *b, int64_t ldb, int64_t k, int64_t rows, int64_t cols,
+                            REAL *c, int64_t ldc, REAL *work, int add) {
+    REAL *left = work, *right = left + SUM_DEPTH * SUM_ROWS, *edge = right + SUM_DEPTH * TILE;
+    for (int64_t r = 0; r < rows; r += TILE_ROWS) {
+        if (rows - r >= TILE_ROWS)
+            NAME(copy_columns)(left + r * SUM_DEPTH, a + r, lda, k, TILE_ROWS, TILE_ROWS);
+        else
+            NAME(copy_columns)(left + r * SUM_DEPTH, a + r, lda, k, rows - r, TILE_ROWS);
+    }
+    for (int64_t j = 0; j < cols; j += TILE) {
+        int64_t some = min64(TILE, cols - j), width = NAME(panel_width)(cols, j / TILE), vectors = width / LANES;
+        if (some == TILE)
+            NAME(copy_columns)(right, b + j, ldb, k, TILE, TILE);
+        else
+            NAME(copy_columns)(right, b + j, ldb, k, some, width);
+        for (int64_t r = 0; r < rows; r += TILE_ROWS) {
+            const REAL *of_rows = left + r * SUM_DEPTH;
+            REAL *out = c + r * ldc + j;
+            if (some == width && rows - r >= TILE_ROWS) {
+                NAME(sum_tile)(vectors, k, of_rows, right, out, ldc, add);
+                continue;
+            }
+            NAME(sum_tile)(vectors, k, of_rows, right, edge, TILE, REPLACED);
+            for (int64_t m = 0; m < min64(TILE_ROWS, rows - r); m++)
+                for (int64_t n = 0; n < some; n++)
+                    out[m * ldc + n] = add == LAST ? out[m * ldc + n] + edge[m * TILE + n] : edge[m * TILE + n];
+        }
+    }
+}
+
+/* Each element is summed in the same order for any number of threads. */
+static void NAME(sum_task)(void *arguments) {
+    const NAME(Sum) *s = arguments;
+    int64_t across = (s->n + SUM_COLUMNS - 1) / SUM_COLUMNS, rows = SUM_ROWS, from, to;
+    while (rows > TILE_ROWS && (s->m + rows - 1) / rows * across < 2 * thread_count()) rows /= 2;
+    rows = (rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
+    REAL *work = (REAL *)(((intptr_t)s->work + 63) / 64 * 64) + thread_id() * SUM_WORK;
+    share((s->m + rows - 1) / rows * across, 1, &from, &to);
+    for (int64_t task = from; task < to; task++) {
+        int64_t row = task / across * rows, column = task % across * SUM_COLUMNS;
+        for (int64_t k = 0; k < s->k; k += SUM_DEPTH)
+            NAME(sum_block)(s->a + k * s->lda + row, s->lda, s->b + k * s->ldb + column, s->ldb, min64(SUM_DEPTH, s->k - k),
+                            min64(rows, s->m - row), min64(SUM_COLUMNS, s->n - column), s->c + row * s->ldc + column, s->ldc,
+                            work, s->add || k ? LAST : REPLACED);
+    }
+}
+
+void NAME(zoneout_sum)(NAME(Sum) *s) { in_threads(s->m * s->k * s->n < 1 << 16 ? 1 : s->threads, NAME(sum_task), s); }
 
 /* --- noise --------------------------------------------------------------------------------------- */
 

@@ -202,6 +202,10 @@ INLINE char *work_of(const Loop *l) { return (char *)(((intptr_t)l->work + 63) /
 #define JOINED(a, b) a##b
 #define NUMBERED(name, count) JOINED(name, count)
 
+/* What becomes of the numbers that a product finds in its place. FIRST begins with them, so that a sum has the order of
+ * its depth whatever its parts are. LAST adds them at the end, which rounds less where the parts are many. */
+enum { REPLACED, FIRST, LAST };
+
 #define REAL float
 #define LOW NUMBERED(LOW_, FLOATS)
 #define HIGH NUMBERED(HIGH_, FLOATS)

@@ -53,6 +53,15 @@ _number, _pointer = ctypes.c_int64, ctypes.c_void_p
 STATES, PARAMETERS, SLOTS, PRODUCTS = 4, 8, 2, 16  # the maximum of a cell
 
 
+class Sum(ctypes.Structure):
+    """`Sum` of body.h."""
+
+    _fields_ = [
+        *((name, _number) for name in ("m", "k", "n", "lda", "ldb", "ldc", "add", "threads")),
+        *((name, _pointer) for name in ("a", "b", "c", "work")),
+    ]
+
+
 class Loop(ctypes.Structure):
     """`Loop` of loop.h."""
 
@@ -271,4 +280,8 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
             number,
         ]
         product.restype = None
+        of_sum: Any = getattr(library, f"zoneout_sum_size_{kind}")
+        of_sum.argtypes, of_sum.restype = [number], number
+        summed: Any = getattr(library, f"zoneout_sum_{kind}")
+        summed.argtypes, summed.restype = [pointer], None  # the address of a `Sum`
     return library

@@ -27,6 +27,9 @@ class _Own:
     cpu_product: Callable[[Tensor, Tensor, Tensor], bool] | None = (
         None  # row by row; returns False if not possible
     )
+    cpu_transposed: Callable[[Tensor, Tensor, Tensor, bool], bool] | None = (
+        None  # aᵀ·b from a and b; returns False if not possible
+    )
     gpu_rows: Callable[[Tensor, Tensor, Tensor], bool] | None = (
         None  # the same; returns False if not requested
     )
@@ -52,6 +55,11 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None, add: bool = False) 
         return _own.gpu_product(
             a, b, a.new_empty(a.shape[0], b.shape[1]) if out is None else out, add
         )
+    own = _own.cpu_transposed
+    if own is not None and not a.is_cuda and a.stride(0) == 1:
+        to = a.new_empty(a.shape[0], b.shape[1]) if out is None else out
+        if own(a.t(), b, to, add):
+            return to
     return out.addmm_(a, b) if add and out is not None else torch.mm(a, b, out=out)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..backend import Loop
 from ..recording import constant
 from ..run import Run
-from .products import block_products
+from .products import block_products, product
 
 
 @dataclass
@@ -190,13 +190,11 @@ class Packed:
             entered = self.recurrent_inputs(loop, torch.empty_like(loop.y))
             return block_products(d, entered, loop.cell.gates, loop.cell.heads)
         if not self.whole or any(several):
-            return d.t() @ self.recurrent_inputs(loop, torch.empty_like(loop.y))
-        found = d[: self.batch].t() @ loop.h0
-        return (
-            found
-            if self.steps == 1
-            else found.addmm_(d[self.batch :].t(), loop.y[: d.shape[0] - self.batch])
-        )
+            return product(d.t(), self.recurrent_inputs(loop, torch.empty_like(loop.y)))
+        found = product(d[: self.batch].t(), loop.h0)
+        if self.steps == 1:
+            return found
+        return product(d[self.batch :].t(), loop.y[: d.shape[0] - self.batch], found, add=True)
 
 
 def rows_of(lengths: Tensor | None, steps: int, batch: int, reverse: bool) -> Packed:
