@@ -353,3 +353,12 @@ def test_another_number_of_heads():
     assert zo.Recurrent(cells.lstm.with_heads(4), 3, 8).weight_hh_l0.shape == (32, 2)
     with pytest.raises(zo.DefinitionError, match="heads: expected 1 with recurrence='none'"):
         cells.mingru.with_heads(2)
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_heads_without_rows(rows):
+    """The gradient of block-diagonal weights cannot be computed from nothing."""
+    layer = zo.Recurrent(zo.cells.slstm, 3, 8)
+    y, _ = layer(torch.randn(3, rows, 3), lengths=[0] * rows)
+    y.sum().backward()
+    assert all((p.grad == 0).all() for p in layer.parameters())

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import zoneout as zo
+from zoneout.cells import PUBLISHED
 from zoneout.draws import Draw
 from zoneout.noise import Rule
 from zoneout.ops import cpu, cuda
@@ -650,3 +651,48 @@ def test_the_gpu_runs_them_step_by_step(emulated, monkeypatch):
     layer = zo.LSTM(I, H, noise=zo.Zoneout(hidden=0.2))
     layer(torch.randn(T, B, I), rates={"hidden": torch.rand(T, B, H)})
     assert ran
+
+
+@pytest.mark.filterwarnings("ignore:zoneout:UserWarning")  # some cells run in the reference
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_learned_rates_of_every_cell(name):
+    """The backward pass reads values that the variant of the forward pass has not stored."""
+    torch.manual_seed(0)
+    cell = PUBLISHED[name]
+    noise = zo.Zoneout(states={cell.states[0]: 0.5})
+    layer = zo.Recurrent(cell, 3, 8, noise=noise, dtype=torch.float64)
+    reference = copy.deepcopy(layer)
+    reference.backend = "reference"
+    x = torch.randn(3, 4, 3, dtype=torch.float64)
+    rate = uniform(3, 4, 8).requires_grad_()
+    found = []
+    for one in (layer, reference):
+        y, _ = one(x, seed=1, rates={cell.states[0]: rate})
+        found.append([y, *torch.autograd.grad(y.square().sum(), [rate, *one.parameters()])])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("compiler", [True, False], ids=["compiled", "torch calls"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"norm": "layer"}, {"proj_size": 2}, {"norm": zo.RecurrentBatchNorm(3)}],
+    ids=["plain", "layer norm", "projection", "batch norm"],
+)
+@pytest.mark.parametrize(
+    "noise",
+    [zo.Swapout(hidden_old=0.5, hidden_new=0.2), zo.Zoneout(mask="clock", periods=2)],
+    ids=["swapout", "clock"],
+)
+@pytest.mark.filterwarnings("ignore:zoneout")
+def test_packed_rows_of_runs_for_the_reference(noise, options, compiler, monkeypatch):
+    """The reference takes the number of packed rows for that of the steps."""
+    if not compiler:
+        monkeypatch.setattr(native, "load", lambda: None)
+    layer = zo.LSTM(3, 4, noise=noise, **options)
+    reference = copy.deepcopy(layer)
+    reference.backend = "reference"
+    packed = pack_padded_sequence(torch.randn(3, 2, 3), torch.tensor([3, 2]))
+    (y, state), (want, ends) = layer(packed, seed=1), reference(packed, seed=1)
+    for a, b in zip((y.data, *state), (want.data, *ends), strict=True):
+        torch.testing.assert_close(a, b)

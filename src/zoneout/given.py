@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .draws import Draw, off_beat
-from .noise import DROPS, OPTIONAL, STATE_STREAMS, UNTIED
+from .noise import DROPS, OPTIONAL, STATE_STREAMS, UNTIED, Rule
 from .ops.dropout import drawn_units
 from .ops.sequence.rows import places
 from .rates import in_65536ths, readable
@@ -46,9 +46,8 @@ def is_step_rate(rate: Any) -> bool:
     return callable(rate)
 
 
-def is_given(draw: Draw) -> bool:
-    """Return True if the mask of a draw is computed before the loop, even if its rate is fixed."""
-    rule = draw.rule
+def is_given(rule: Rule) -> bool:
+    """Return True if a mask is computed before the loop, even if its rate is fixed."""
     return rule.mask == "clock" or rule.by == "added" or rule.stream in DROPS
 
 

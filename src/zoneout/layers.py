@@ -21,7 +21,7 @@ from .calls import Batch, LayerCall
 from .definition import Definition
 from .definition.operations import also, less, mix
 from .draws import as_integers, check_count, example_ids
-from .given import At, StepRate, mask_of
+from .given import At, StepRate, is_given, mask_of
 from .noise import DEPTH, Noise, plane
 from .norm import LayerNorm, RecurrentBatchNorm
 from .ops.dropout import dropout
@@ -131,7 +131,9 @@ class SequenceLayer(RecurrentModule):
             raise no_tensor(input, "a tensor or a PackedSequence")
         weight = self.weight_ih_l0
         noise = self._call_noise(rates, weight.device)
-        sequences = self._sequences(input, lengths, resets, pad=bool(noise.steps))
+        # No backend runs packed rows with every kind of masks that are computed before its loop.
+        given = bool(noise.steps) or any(map(is_given, noise.rules))
+        sequences = self._sequences(input, lengths, resets, pad=given)
         x = sequences.x
         check_parameter(weight)
         check_device("input", x, weight)

@@ -599,7 +599,7 @@ class RecurrentModule(Settable):
         noise: CallNoise,
     ) -> list[Draw]:
         """Return the draws, with the masks that are computed before the loop."""
-        if not noise.steps and not any(map(is_given, draws)):
+        if not noise.steps and not any(is_given(draw.rule) for draw in draws):
             return draws
         units = stream_units(self.hidden_size, getattr(self, "proj_size", 0), 0)
         precise = torch.promote_types(dtype, torch.float32)  # that of the states
@@ -610,7 +610,7 @@ class RecurrentModule(Settable):
             if changing is not None:
                 rate, name = changing
                 mask = mask_of_rate(draw, rate, x, units[stream], at, precise, name)
-            elif is_given(draw):
+            elif is_given(draw.rule):
                 mask = mask_of(draw, units[stream], at, precise)
             else:
                 return draw

@@ -136,7 +136,7 @@ class StepCell(RecurrentModule):
         noise = self._call_noise(rates, x.device)
         at, key = self._step(seed, step, noise), self._seed(seed, x, noise)
         draws = self._draws(noise, 0, 0, key, self.layer)
-        if noise.steps or any(map(is_given, draws)):
+        if noise.steps or any(is_given(draw.rule) for draw in draws):
             ids = example_ids(examples, x.shape[0], x.device)
             noise = noise._replace(steps=_of_one_step(noise.steps, x, batched))
             where = At(torch.Size((1, x.shape[0])), ids, at)

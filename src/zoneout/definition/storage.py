@@ -104,13 +104,18 @@ def layout_of(d: Definition) -> Layout:
 
 
 def _stores_the_same(d: Definition) -> bool:
-    """Return True if the gradients of masks need no other stored values than the step without."""
-    names = []
-    for rules in (RULES, GIVEN):
+    """Return True if the gradients of masks need no other stored values than the steps without.
+
+    A forward pass does not know yet whether a mask needs a gradient, and runs one of those.
+    """
+    texts, stored = [], []
+    for rules in (frozenset[str](), RULES, GIVEN):
         step, backward = d.passes(rules)
-        storage = storage_of(step, backward)
-        names.append((to_text(step.graph, storage.nodes), len(storage.gates), storage.held))
-    return names[0] == names[1]
+        storage, nodes = storage_of(step, backward), step.graph.nodes
+        texts.append((to_text(step.graph, storage.nodes), len(storage.gates), storage.held))
+        # Below these operations, the step without RULES lacks what they compute.
+        stored.append([nodes[node].op for node in storage.nodes])
+    return texts[1] == texts[2] and stored[0] == stored[1]
 
 
 def storage_of(step: Step, backward: Backward) -> Storage:

@@ -21,6 +21,8 @@ def run(r: Run) -> Result:
 
     The loop always runs forwards: a reversed sequence is reversed before the loop.
     """
+    if r.counts is not None:
+        raise RuntimeError("input: the reference got packed rows; please report this as a bug")
     steps = len(r.x)
     w = r.weights
     turn = turn_around(r.lengths, steps, r.reverse)

@@ -85,8 +85,9 @@ def _too_much(r: Run) -> str:
         return f"noise on the products of the cell {r.cell.name!r} and a norm of them"
     if not takes_masks(r):
         return (
-            f"the masks that are given for the cell {r.cell.name!r} need the compiled loop, and "
-            "with two masks or a gradient a cell without norm, projection and held gate"
+            f"the masks that are given for the cell {r.cell.name!r} need the compiled loop; with "
+            "two masks or a gradient they need a cell without norm, projection and held gate that "
+            "stores the same values with and without noise"
         )
     if not r.cell.storage.fits_products:
         return (

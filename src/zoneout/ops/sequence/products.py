@@ -151,10 +151,10 @@ def block_products(d: Tensor, h: Tensor, gates: int, heads: int) -> Tensor:
 
     It is computed from the gradient of its product, [N, G], and h, [N, H].
     """
-    by_head = (
-        d.view(len(d), gates, heads, -1).permute(2, 1, 3, 0).flatten(1, 2)
-    )  # [heads, gates · H / heads, N]
-    found = torch.bmm(by_head, h.view(len(h), heads, -1).transpose(0, 1))
+    units = h.shape[1] // heads
+    by_head = d.view(len(d), gates, heads, units).permute(2, 1, 3, 0).flatten(1, 2)
+    # [heads, gates · units, N] · [heads, N, units]
+    found = torch.bmm(by_head, h.view(len(h), heads, units).transpose(0, 1))
     return found.view(heads, gates, -1, found.shape[-1]).transpose(0, 1).flatten(0, 2)
 
 
