@@ -10,10 +10,11 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* Saturated gates are exact: exp is 0 below the normal numbers, and infinity above the largest number. */
-INLINE float exp_narrow_float(float arg) {
-    float x = arg < -87.3f ? -87.3f : arg;
-    x = x > 88.3f ? 88.3f : x;
+/* exp(x) = two · (1 + rest), with two a power of 2 and |rest| < 0.42, for x from -87.3 to 89. From 88.4 on, two is
+ * infinite. */
+typedef struct { float two, rest; } Power;
+
+INLINE Power power_of_e(float x) {
     float n = rintf(x * 1.44269504f);
     float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
@@ -22,26 +23,36 @@ INLINE float exp_narrow_float(float arg) {
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
     union { int32_t i; float f; } two = {((int32_t)n + 127) << 23};
-    float e = p * two.f;
-    e = arg < -87.3f ? 0.0f : e;
-    return arg > 88.7f ? INFINITY : e;
+    Power e = {two.f, p * r * r + r};
+    return e;
 }
 
-INLINE float sigmoid_float(float x) { return 1.0f / (1.0f + exp_narrow_float(-x)); }
+/* exp is 0 below the normal numbers, and infinity above the largest number. */
+INLINE float exp_narrow_float(float arg) {
+    float x = arg < -87.3f ? -87.3f : arg;
+    x = x > 88.3f ? 88.3f : x;
+    Power e = power_of_e(x);
+    float y = (e.rest + 1.0f) * e.two;
+    y = arg < -87.3f ? 0.0f : y;
+    return arg > 88.7f ? INFINITY : y;
+}
 
+/* Saturated gates are exact: 1 + exp(-x) is 1 or infinite there. */
+INLINE float sigmoid_float(float x) {
+    float arg = -x < -87.3f ? -87.3f : -x;
+    arg = arg > 89.0f ? 89.0f : arg;
+    Power e = power_of_e(arg);
+    return 1.0f / (1.0f + (e.rest + 1.0f) * e.two);
+}
+
+/* (exp(2 a) - 1) / (exp(2 a) + 1), without a difference of close numbers: two is 1 where a is small. */
 INLINE float tanh_float(float x) {
-    float a = fabsf(x), z = x * x;
-    float far = 1.0f - 2.0f / (exp_narrow_float(2.0f * a) + 1.0f);
-    float p = -5.70498872745e-3f;
-    p = p * z + 2.06390887954e-2f;
-    p = p * z - 5.37397155531e-2f;
-    p = p * z + 1.33314422036e-1f;
-    p = p * z - 3.33332819422e-1f;
-    float near = a + a * z * p;
-    float t = a < 0.625f ? near : far;
-    return copysignf(t, x);
+    float a = fabsf(x);
+    a = a > 9.1f ? 9.1f : a;
+    Power e = power_of_e(2.0f * a);
+    float less = e.two * e.rest + (e.two - 1.0f); /* exp(2 a) - 1 */
+    return copysignf(less / (less + 2.0f), x);
 }
 
 INLINE double sigmoid_double(double x) { return 1.0 / (1.0 + exp(-x)); }
