@@ -9,6 +9,7 @@ import torch
 from torch.nn import Parameter
 
 import zoneout as zo
+from zoneout import layers
 from zoneout.ops import plan, recording
 from zoneout.ops.memory import address
 
@@ -88,6 +89,160 @@ def test_follows_the_layer():
     assert all(not torch.equal(a, b) for a, b in pairwise(found[:4]))
     layer.double()
     assert both().dtype == torch.float64
+
+
+@pytest.mark.parametrize("where", ["x in h0", "h0 in x", "gradients"])
+def test_a_tensor_inside_another_one(where):
+    """A recording takes the place of one input for a place inside another one.
+
+    In later calls, which have the same shapes, the two lie elsewhere.
+    """
+    recompute = where != "x in h0"
+    layer = zo.GRU(4, 4, recompute=recompute)
+    reference = zo.GRU(4, 4, recompute=recompute, backend="reference")
+    reference.load_state_dict(layer.state_dict())
+    for k in range(6):
+        apart = k >= 3
+        x, h0, dh = torch.randn(17, 8, 4), torch.randn(1, 8, 4), torch.randn(1, 8, 4)
+        dy = torch.randn(17, 8, 4)
+        if where == "x in h0":
+            x = torch.randn(2, 1, 4) if apart else h0.view(-1)[8:16].view(2, 1, 4)
+            h0, dy, dh = h0[:, :1], dy[:2, :1], dh[:, :1]
+        elif not apart:
+            h0, dh = (x[-1:], dh) if where == "h0 in x" else (h0, dy[-1:])
+        found = []
+        for one in (layer, reference):
+            results = one(x, h0)
+            found.append([*results, *torch.autograd.grad(results, [*one.parameters()], [dy, dh])])
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+FORMS = {
+    "a layer": lambda: (zo.LSTM(3, 8, noise=zo.Zoneout(cell=0.5, hidden=0.1)), False),
+    "given states": lambda: (zo.LSTM(3, 8, noise=zo.Zoneout(cell=0.5, hidden=0.1)), True),
+    "stack, batch first": lambda: (
+        zo.GRU(3, 8, 2, bidirectional=True, batch_first=True, dropout=0.3),
+        True,
+    ),
+    "projection": lambda: (
+        zo.LSTM(3, 8, 2, proj_size=2, noise=zo.RecurrentDropout(rate=0.3)),
+        True,
+    ),
+    "static masks": lambda: (
+        zo.RNN(3, 8, 2, noise=zo.Zoneout(hidden=0.5, mask="static", seed=3)),
+        False,
+    ),
+    "learned states": lambda: (zo.GRU(3, 8, learn_initial_state=True), False),
+    "a rate per unit": lambda: (
+        zo.LSTM(3, 8, noise=zo.Zoneout(cell=torch.linspace(0, 1, 8), hidden=0.1)),
+        False,
+    ),
+    "own cell": lambda: (
+        zo.Recurrent(zo.cells.peephole_lstm, 3, 8, noise=zo.Zoneout(cell=0.3)),
+        True,
+    ),
+    "several states": lambda: (zo.Recurrent(zo.cells.slstm, 3, 8, 2), True),
+    "product": lambda: (zo.Recurrent(zo.cells.mgu, 3, 8, noise=zo.Zoneout(hidden=0.3)), True),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_repeated_calls(name, monkeypatch):
+    """A call that skips the checks has other results, or draws other numbers."""
+    layer, given = FORMS[name]()
+
+    def calls():
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for p in layer.parameters():
+                p.uniform_(-0.5, 0.5)
+        found = []
+        for k in range(8):
+            x = torch.randn(4, 5, 3).requires_grad_()
+            layer.train(k % 4 < 2)
+            hx = layer(x, seed=1)[1] if given else None
+            y, state = layer(x, hx, first_step=k)
+            final = state if isinstance(state, tuple) else (state,)
+            loss = sum(v.square().sum() for v in (y, *final))
+            wanted = [x, *layer.parameters()]
+            grads = torch.autograd.grad(loss, wanted, allow_unused=True)
+            with torch.no_grad():
+                found += [y, *final, *grads, layer(x)[0]]
+        return [*found, torch.rand(1)]
+
+    calls()
+    again = []
+    own = layers.repeated
+    monkeypatch.setattr(layers, "repeated", lambda *a: again.append(own(*a)) or again[-1])
+    repeated = calls()
+    assert sum(done is not None for done, _ in again) >= 16
+    monkeypatch.setattr(layers, "repeated", lambda *a: (None, None))
+    for a, b in zip(repeated, calls(), strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+
+
+def test_what_is_prepared_follows_the_layer():
+    """A call after a change runs as the layer was before it."""
+    layer, x = zo.LSTM(3, 8, 2, noise=zo.Zoneout(cell=0.5)), torch.randn(5, 4, 3)
+
+    def outputs():
+        for _ in range(4):
+            y = layer(x, seed=1)[0]
+        layer._prepared.clear()
+        assert torch.equal(layer(x, seed=1)[0], y)
+        return y
+
+    changes = [
+        lambda: setattr(layer, "noise", zo.Zoneout(cell=0.1)),
+        lambda: setattr(layer, "noise", [zo.Zoneout(hidden=0.3), zo.WeightDrop(rate=0.5)]),
+        lambda: setattr(layer, "noise", zo.StateDropout(hidden=0.3)),
+        lambda: setattr(layer, "dropout", 0.5),
+        lambda: setattr(layer, "weight_hh_l1", Parameter(torch.randn(32, 8))),
+        lambda: torch.nn.utils.parametrizations.orthogonal(layer, "weight_hh_l0"),
+        lambda: layer.eval(),
+    ]
+    found = [outputs()]
+    for change in changes:
+        change()
+        found.append(outputs())
+    assert all(not torch.equal(a, b) for a, b in pairwise(found))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda layer: layer(torch.zeros(5, 4, 1, dtype=torch.int64)),
+        lambda layer: layer(X[:, :, :2]),
+        lambda layer: layer(X.double()),
+        lambda layer: layer(X, (torch.zeros(1, 4, 8),)),
+        lambda layer: layer(X, torch.zeros(2, 4, 8)),
+        lambda layer: layer(X, first_step=-1),
+        lambda layer: layer(X, first_step=2**32),
+        lambda layer: layer(X, seed="a"),
+        lambda layer: layer(X[:0]),
+    ],
+)
+def test_bad_calls_after_good_ones(call):
+    """What a first call refuses, a later one accepts."""
+    layer = zo.GRU(3, 8, noise=zo.Zoneout(hidden=0.1))
+    with pytest.raises((ValueError, TypeError)) as first:
+        call(layer)
+    ids = zo.GRU(1, 8, noise=zo.Zoneout(hidden=0.1))
+    for _ in range(4):
+        layer(X), layer(X, torch.zeros(1, 4, 8)), ids(torch.zeros(5, 4, dtype=torch.int64))
+    with pytest.raises(type(first.value)) as later:
+        call(layer)
+    assert str(later.value) == str(first.value)
+
+
+def test_ids_of_another_form_after_good_ones():
+    """A plan for ids takes numbers of three dimensions, which nobody has checked."""
+    layer, ids = zo.GRU(1, 8), torch.zeros(5, 4, dtype=torch.int64)
+    for _ in range(4):
+        layer(ids), layer(ids[..., None].float())
+    with pytest.raises(ValueError, match="3 dimensions"):
+        layer(ids[..., None] + 10**9)
 
 
 def test_backward_inside_autocast():

@@ -24,6 +24,7 @@ from .draws import as_integers, check_count, example_ids
 from .given import At, StepRate, is_given, mask_of
 from .noise import DEPTH, Noise, plane
 from .norm import LayerNorm, RecurrentBatchNorm
+from .ops import Run
 from .ops.dropout import dropout
 from .ops.sequence.packing import packed, packing_of, padded
 from .ops.sequence.rows import check_counts, places
@@ -42,7 +43,8 @@ from .recurrent import (
     has_features,
     no_tensor,
 )
-from .torch_state import zeros
+from .repeated import Prepared, prepare, repeated
+from .torch_state import plain_eager, zeros
 
 Noises: TypeAlias = "Noise | Iterable[Noise] | None"
 Norm: TypeAlias = "str | LayerNorm | RecurrentBatchNorm | None"
@@ -82,6 +84,7 @@ class SequenceLayer(RecurrentModule):
     bidirectional: bool
     proj_size: int
     weight_ih_l0: Tensor
+    _prepared: dict[tuple[bool, bool], Prepared | None]  # by training mode and `hx is None`
 
     def suffixes(self) -> list[str]:
         ends = ("", "_reverse") if self.bidirectional else ("",)
@@ -127,6 +130,14 @@ class SequenceLayer(RecurrentModule):
         """Return the outputs, the final state, and with `return_states` the states after h at
         every step.
         """
+        own = (lengths, resets, examples, rates)  # a call without these may be repeated
+        plain = not return_states and all(v is None for v in own) and plain_eager()
+        key: Tensor | None = None
+        if plain:
+            done, key = repeated(self, input, hx, seed, first_step)
+            if done is not None:
+                y = done.y.transpose(0, 1) if self.batch_first else done.y
+                return y, self._state(_stacked(done.final)), []
         if not isinstance(input, (Tensor, PackedSequence)):
             raise no_tensor(input, "a tensor or a PackedSequence")
         weight = self.weight_ih_l0
@@ -150,9 +161,10 @@ class SequenceLayer(RecurrentModule):
             rows = sequences.sort(example_ids(examples, sequences.batch, x.device))
         if noise.steps:
             noise = noise._replace(steps=self._arranged(noise.steps, sequences))
-        key = self._seed(seed, x, noise)
+        key = self._seed(seed, x, noise) if key is None else key
 
         suffixes = list(self._weight_table)
+        all_runs: dict[str, Run] = {}
         ends: list[tuple[Tensor, ...]] = []
         every: list[tuple[Tensor, ...]] = []
         for layer in range(self.num_layers):
@@ -182,6 +194,7 @@ class SequenceLayer(RecurrentModule):
                     return_states=return_states and layer == self.num_layers - 1,
                     counts=sequences.counts,
                 )
+            all_runs |= runs
             for y, final, states, _ in self._run(runs):
                 outputs.append(y)
                 ends.append(final)
@@ -191,17 +204,27 @@ class SequenceLayer(RecurrentModule):
                 outputs = self._over_depth(below, outputs, layer, at, noise, key)
             x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
-        # In place, so that the state is no view: detach_() must work, as on the states of torch.nn.
-        final_states = [
-            torch.stack(each) if len(each) > 1 else each[0].unsqueeze_(0) for each in zip(*ends)
-        ]
+        form = self.training, hx is None
+        if plain and sequences.batched and sequences.counts is None and form not in self._prepared:
+            self._prepared[form] = prepare(self, all_runs)
+        final_states = _stacked(ends)
         if not sequences.batched:
             final_states = [state.squeeze(1) for state in final_states]
         elif sequences.back is not None:
             final_states = [state.index_select(1, sequences.back) for state in final_states]
-        state = tuple(final_states) if len(final_states) > 1 else final_states[0]
+        state = self._state(final_states)
         seen = [sequences.outputs(torch.cat(each, dim=-1)) for each in zip(*every)]
         return sequences.outputs(x), state, seen
+
+    def _state(self, states: list[Tensor]) -> Any:
+        """Return the states in the form of `hx`."""
+        return tuple(states) if len(states) > 1 else states[0]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; what was prepared for calls depends on all but a few."""
+        if name not in _CHANGED_BY_CALLS:
+            self.__dict__["_prepared"] = {}
+        super().__setattr__(name, value)
 
     # --- inputs and states ---
 
@@ -451,6 +474,15 @@ class SequenceLayer(RecurrentModule):
             changed.append(y)
         return changed
 
+
+def _stacked(ends: list[tuple[Tensor, ...]]) -> list[Tensor]:
+    """Return each state of all layers and directions as one tensor, from their final states."""
+    # In place, so that the state is no view: detach_() must work, as on the states of torch.nn.
+    return [torch.stack(each) if len(each) > 1 else each[0].unsqueeze_(0) for each in zip(*ends)]
+
+
+# Attributes that calls read anew.
+_CHANGED_BY_CALLS = {"training", "noise", "_noise", "_numbers", "_copies", "_current"}
 
 _REPLACED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {  # by the `by` of a rule
     "previous": mix,

@@ -401,7 +401,7 @@ class RecurrentModule(Settable):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the copies on devices, which are made again when needed."""
-        return {**super().__getstate__(), "_copies": {}, "_current": {}}
+        return {**super().__getstate__(), "_copies": {}, "_current": {}, "_prepared": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

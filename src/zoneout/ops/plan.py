@@ -44,7 +44,26 @@ def planned(
     the only number that may differ between the calls of a plan.
     """
     at = addresses(tensors)
-    key = (
+    key = _key(kind, tensors, at)
+    plan = _plans.get(key)
+    if plan is None:
+        return _first_calls(key, tensors, first_step, general)
+    return general() if plan.run is None else plan.run(tensors, at, first_step)
+
+
+def find(
+    kind: Kind, tensors: Sequence[Tensor | None]
+) -> tuple[Callable[..., Any], Sequence[int]] | None:
+    """Return the plan for these tensors, which are in memory, and their addresses, if any."""
+    at = addresses(tensors)
+    plan = _plans.get(_key(kind, tensors, at))
+    return None if plan is None or plan.run is None else (plan.run, at)
+
+
+def _key(kind: Kind, tensors: Sequence[Tensor | None], at: Sequence[int]) -> Any:
+    """Return what a plan holds for; the general code has checked each that has a plan."""
+    views = any([v is not None and v.storage_offset() for v in tensors])
+    return (
         kind,
         tuple(
             [
@@ -53,13 +72,21 @@ def planned(
             ]
         ),
         tuple(map(at.index, at)),  # which tensors begin at the same address
+        _places(tensors, at) if views else None,
         torch.is_inference_mode_enabled(),
         torch.are_deterministic_algorithms_enabled(),
     )
-    plan = _plans.get(key)
-    if plan is None:
-        return _first_calls(key, tensors, first_step, general)
-    return general() if plan.run is None else plan.run(tensors, at, first_step)
+
+
+def _places(tensors: Sequence[Tensor | None], at: Sequence[int]) -> tuple[int, ...]:
+    """Return the distance of each tensor from the first one in the same storage.
+
+    A recording cannot tell whether an address inside two tensors belongs to one or to the other. A
+    plan holds as long as they lie in the same way.
+    """
+    first: dict[int, int] = {}
+    storages = [0 if v is None else v.untyped_storage()._cdata for v in tensors]
+    return tuple([p - first.setdefault(one, p) for one, p in zip(storages, at)])
 
 
 _plans: dict[Any, Plan] = {}

@@ -52,6 +52,51 @@ def run(runs: Sequence[Run]) -> list[Result]:
     return [result for r, flat in zip(runs, flats) for result in _Eager.run((r,), (flat,))]
 
 
+def can_repeat(runs: Sequence[Run], backend: str | None) -> bool:
+    """Return True if runs like these of one layer, in plain eager mode, go by a plan each."""
+    kind = runs[0].x.device.type
+    if kind not in plan.DEVICES or backend not in (None, kind):
+        return False
+    device = LOOPS[kind]
+    together = len(runs) > 1 and device.side_by_side(runs)
+    return not together and runs[0].x.is_floating_point() and all(map(device.supports, runs))
+
+
+def settings_of(r: Run) -> Settings:
+    """Return the settings of a run, with a first step of 0."""
+    return flatten(r).settings._replace(first_step=0)
+
+
+def repeat(
+    settings: Settings,
+    tensors: Sequence[Tensor],
+    constants: Sequence[Tensor],
+    first_step: int,
+) -> Sequence[Tensor] | None:
+    """Return y and the final states of a run by its plan; None if there is none for its tensors.
+
+    `settings` are those of an earlier run with a first step of 0, which had no norm and returned no
+    other states. A plan exists only for shapes, types and devices that passed all checks. The
+    caller has seen that torch is in plain eager mode without autocast.
+    """
+    given = (*tensors, *constants)
+    if not are_memory(given):
+        return None
+    alone = nobody_derives(tensors)
+    device = LOOPS[tensors[0].device.type].settings()
+    found = plan.find(Kind("results" if alone else "forward", (settings,), device, ()), given)
+    if found is None:
+        return None
+    run, at = found
+    if alone:
+        (done,) = run(given, at, first_step)
+        return done.y, *done.final
+    settings = settings._replace(first_step=first_step) if first_step else settings
+    return _Eager.apply(
+        _Work((settings,), (constants,), lambda: run(given, at, first_step)), *tensors
+    )
+
+
 _CHANGED = (
     "the outputs, input, resets or weights of a zoneout layer have been changed in place since its "
     "call, and its backward pass needs them as they were: write y = y + x for y += x, and "
@@ -70,6 +115,15 @@ class _Part(NamedTuple):
     outputs: slice  # of its outputs
 
 
+class _Work(NamedTuple):
+    """What a node computes besides its tensors."""
+
+    settings: Sequence[Settings]  # of each run
+    constants: Sequence[Sequence[Tensor]]  # of each run
+    # Returns the results of each run, its tensors for the backward pass, and its row layout.
+    passed: Callable[[], Sequence[tuple[Saved, list[Tensor], Any]]]
+
+
 class _Eager(torch.autograd.Function):
     """The autograd node of one or several runs."""
 
@@ -78,7 +132,13 @@ class _Eager(torch.autograd.Function):
         tensors = [v for flat in flats for v in flat.tensors]
         if nobody_derives(tensors):  # a node is a large part of the cost of a small call
             return _planned("results", *_given(flats), lambda: checkpointing.run(*runs))
-        outputs, results = iter(_Eager.apply(runs, flats, *tensors)), []
+        settings, given = _given(flats)
+        work = _Work(
+            settings,
+            [flat.constants for flat in flats],
+            lambda: _planned("forward", settings, given, lambda: _passed(runs)),
+        )
+        outputs, results = iter(_Eager.apply(work, *tensors)), []
         for r in runs:
             y, *final = (next(outputs) for _ in range(1 + len(r.states)))
             states = tuple(next(outputs) for _ in r.states[1:]) if r.return_states else ()
@@ -90,25 +150,25 @@ class _Eager(torch.autograd.Function):
         return results
 
     @staticmethod
-    def forward(
-        ctx: Any, runs: Sequence[Run], flats: Sequence[Flat], *tensors: Tensor
-    ) -> tuple[Any, ...]:
+    def forward(ctx: Any, work: _Work, *tensors: Tensor) -> tuple[Any, ...]:
         ctx.set_materialize_grads(False)
         outputs: list[Tensor] = []
         moments: list[Tensor] = []
         saved: list[Tensor] = list(tensors)
         ctx.parts = []
         begin = 0
-        passed = _planned("forward", *_given(flats), lambda: _passed(runs))
-        for flat, (results, kept, rows) in zip(flats, passed):
+        passed = work.passed()
+        for settings, constants, (results, kept, rows) in zip(
+            work.settings, work.constants, passed
+        ):
             seen = [] if results.moments is None else [v for v in results.moments if v is not None]
             moments += seen
-            at, end = len(outputs), begin + len(flat.tensors)
-            middle = len(saved) + len(flat.constants)
+            at, end = len(outputs), begin + len(settings.names)
+            middle = len(saved) + len(constants)
             inside = slice(begin, end), slice(len(saved), middle), slice(middle, middle + len(kept))
-            saved += [*flat.constants, *kept]
+            saved += [*constants, *kept]
             outputs += [results.y, *results.final, *results.states]
-            ctx.parts.append(_Part(flat.settings, rows, *inside, slice(at, len(outputs))))
+            ctx.parts.append(_Part(settings, rows, *inside, slice(at, len(outputs))))
             outputs += seen
             begin = end
         ctx.mark_non_differentiable(*moments)
@@ -123,11 +183,11 @@ class _Eager(torch.autograd.Function):
             if "inplace operation" not in str(error):
                 raise
             raise RuntimeError(f"{_CHANGED} (torch: {error})") from error
-        needed = ctx.needs_input_grad[2:]
+        needed = ctx.needs_input_grad[1:]
         # A dispatch mode (such as a FLOP counter) must see the operator, not only some of the
         # products inside it. For a second derivative, the operator raises a clear error.
         if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
-            return (None, None, *_by_operator(_jobs(ctx.parts, values, needed, d), d))
+            return (None, *_by_operator(_jobs(ctx.parts, values, needed, d), d))
 
         def backward(d: Any) -> list[Tensor | None]:
             by = _by_passes if are_memory((*d, *values)) else _by_operator
@@ -140,7 +200,7 @@ class _Eager(torch.autograd.Function):
             settings = [part.settings for part in ctx.parts]
             return _planned("backward", settings, (*values, *d), general, needed)
 
-        return (None, None, *_one_by_one(backward, d))
+        return (None, *_one_by_one(backward, d))
 
     jvp = staticmethod(no_forward_mode)
 

@@ -1,0 +1,161 @@
+"""Calls of a layer that repeat an earlier one.
+
+The general code of a call checks arguments, collects noise and builds a `Run` for each layer and
+direction. What it finds depends on the layer and on the form of the call, not on values. So it is
+kept as a `Prepared`, and a later call of the same form only collects its tensors and runs the plans
+of `ops/plan.py`. A plan is found by types, shapes, strides and devices. What the general code has
+not checked and run before has no plan, and goes there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .draws import example_ids
+from .given import is_given
+from .noise import DEPTH
+from .ops import Run
+from .ops.autograd.eager import Settings, can_repeat, repeat, settings_of
+from .philox import as_seed, fresh_seed
+from .recurrent import OUTSIDE, drawn_rules, rate_name, seed_name
+
+if TYPE_CHECKING:
+    from .layers import SequenceLayer
+
+
+class Part(NamedTuple):
+    """One layer and direction: its settings, and where its tensors come from."""
+
+    settings: Settings
+    weights: tuple[str, ...]  # parameters, in the order of the settings
+    numbers: tuple[str | None, ...]  # rates and static seeds; None: the seed of the call
+
+
+class Prepared(NamedTuple):
+    """A form of call of a layer."""
+
+    parts: tuple[Part, ...]  # layer by layer
+    draws: bool  # a call draws a seed
+
+
+class Repeated(NamedTuple):
+    """The results of a repeated call, in the internal layout."""
+
+    y: Tensor
+    final: list[tuple[Tensor, ...]]  # of each layer and direction
+
+
+def prepare(layer: SequenceLayer, runs: dict[str, Run]) -> Prepared | None:
+    """Return how to repeat the call that made these runs, by suffix; None if it cannot be.
+
+    The call had neither lengths, resets, packed rows, ids, rates nor other states to return.
+    """
+    if layer._norm is not None or layer.recompute:
+        return None
+    if any(rule.stream in (*OUTSIDE, *DEPTH) for rule in layer._rules):
+        return None
+    parts: list[Part] = []
+    directions, every = 2 if layer.bidirectional else 1, list(runs.values())
+    for k in range(0, len(every), directions):
+        if not can_repeat(every[k : k + directions], layer.backend):
+            return None
+    for suffix, run in runs.items():
+        if any(is_given(draw.rule) for draw in run.draws):
+            return None
+        index, settings = len(parts) // directions, settings_of(run)
+        names = {field: name for field, name, _ in layer._weight_table[suffix]}
+        own = [names[name] for name in layer.definition.parameters]
+        fields = settings.names[1 + len(run.states) :]
+        weights = [
+            names[f] if f in names else own[int(f.removeprefix("parameter"))] for f in fields
+        ]
+        numbers: list[str | None] = []
+        for k, draw in enumerate(run.draws):
+            numbers.append(rate_name(draw.rule.stream, index))
+            if f"seed{k}" in settings.constants:
+                static = draw.rule.mask == "static"
+                numbers.append(seed_name(draw.rule.stream) if static else None)
+        parts.append(Part(settings, tuple(weights), tuple(numbers)))
+    rules = drawn_rules(layer._rules, layer.training)
+    between = layer.training and layer.dropout > 0 and layer.num_layers > 1
+    return Prepared(tuple(parts), between or any(rule.mask != "static" for rule in rules))
+
+
+def repeated(
+    layer: SequenceLayer, input: Any, hx: Any, seed: int | Tensor | None, first_step: int
+) -> tuple[Repeated | None, Tensor | None]:
+    """Return the results of a call, or None if the general code has to run, and the seed if drawn.
+
+    The caller has seen that torch is in plain eager mode (`plain_eager`).
+    The general code must use that seed: a call draws one number from torch's generator.
+    """
+    prepared = layer._prepared.get((layer.training, hx is None))
+    if prepared is None:
+        return None, None
+    if type(input) not in _PLAIN or input.dim() != 3 or not input.is_floating_point():
+        return None, None
+    if type(first_step) is not int:
+        return None, None
+    x = input.transpose(0, 1) if layer.batch_first else input
+    device, parameters, (steps, batch, _) = x.device, layer._parameters, x.shape
+    numbers, changing = layer._fixed_on(device)
+    limit = 2**32 - steps
+    if changing or not 0 <= first_step <= limit or torch.is_autocast_enabled(device.type):
+        return None, None
+    if steps == 1 and layer.backend is None:  # a step of its own may have another way
+        return None, None
+    states = _states(layer, hx, batch, x.dtype)
+    if states is None:
+        return None, None
+    key = None
+    if seed is not None:
+        key = as_seed(seed, device, copy=True)
+    elif prepared.draws:
+        key = fresh_seed(x)
+    rows = example_ids(None, batch, device)
+    directions, final = 2 if layer.bidirectional else 1, []
+    dropped = layer.training and layer.dropout > 0
+    for k, part in enumerate(prepared.parts):
+        if k % directions == 0:
+            if k and dropped:
+                assert key is not None
+                x = layer._between_layers(k // directions - 1, x, key, rows, first_step, None)
+            outputs: list[Tensor] = []
+        tensors: list[Any] = [x, *[v[k] for v in states]]
+        constants: list[Any] = [rows]
+        try:
+            tensors += [parameters[name] for name in part.weights]
+            constants += [key if name is None else numbers[name] for name in part.numbers]
+        except KeyError:  # a parametrisation, or a rate that is gone
+            return None, key
+        if (found := repeat(part.settings, tensors, constants, first_step)) is None:
+            return None, key
+        outputs.append(found[0])
+        final.append(tuple(found[1:]))
+        if len(outputs) == directions:
+            x = outputs[0] if directions == 1 else torch.cat(outputs, dim=-1)
+    return Repeated(x, final), key
+
+
+_PLAIN = {Tensor, Parameter}
+
+
+def _states(
+    layer: SequenceLayer, hx: Any, batch: int, dtype: torch.dtype
+) -> Sequence[Tensor] | None:
+    """Return the states before the first step; None if the general code has to check them."""
+    if hx is None:
+        return layer._initial_states(batch, dtype)
+    many = len(layer.definition.states)
+    states = (hx,) if many == 1 else hx
+    if type(states) not in (tuple, list) or len(states) != many:
+        return None
+    count = layer.num_layers * (2 if layer.bidirectional else 1)
+    if any(type(v) not in _PLAIN or v.dim() != 3 or len(v) != count for v in states):
+        return None
+    return list(states)
