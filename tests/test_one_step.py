@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.utils import prune
 
 import zoneout as zo
+from zoneout import step_cells
 from zoneout.ops.cpu import one_step
 
 CELLS = {"lstm": zo.LSTMCell, "gru": zo.GRUCell, "rnn": zo.RNNCell}
@@ -187,3 +189,93 @@ def test_memory_of_inference_mode():
     with torch.inference_mode():
         torch.autograd.grad(loss, list(layer.parameters()))
     zo.LSTM(3, 5, backend="cpu")(x)[0].sum().backward()
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("bias", [True, False], ids=["biases", "no biases"])
+@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("kind", CELLS)
+def test_repeated_steps(kind, noise, bias, training, monkeypatch):
+    """A step that skips the checks has other results, or draws other numbers."""
+    cell = CELLS[kind](4, 7, bias=bias, noise=NOISES[noise](kind == "lstm")).train(training)
+    call = {"seed": 5, "step": 3} if noise in ("sequence", "static", "sampled") else {}
+    own = step_cells.repeated_step
+
+    def steps():
+        torch.manual_seed(0)
+        found = []
+        for k in range(4):
+            x, states = torch.randn(5, 4), [torch.randn(5, 7) for _ in range(1 + (kind == "lstm"))]
+            found += results(cell, x, states, **call)
+            found += results(cell, x, states, seed=k, step=k)
+        return [*found, torch.rand(1)]
+
+    steps()
+    again = []
+    monkeypatch.setattr(step_cells, "repeated_step", lambda *a: again.append(own(*a)) or again[-1])
+    repeated = steps()
+    drawn = training or noise == "sampled"
+    plain = noise in ("none", "unit", "shared", "off", "sampled")
+    plain |= noise in ("step", "sequence", "static") and not drawn
+    assert sum(new is not None for new in again) == (8 if plain else 0)
+    monkeypatch.setattr(step_cells, "repeated_step", lambda *a: None)
+    assert all(map(torch.equal, repeated, steps()))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda cell: setattr(cell, "noise", zo.Zoneout(hidden=0.9)),
+        lambda cell: setattr(cell, "noise", zo.StateDropout(hidden=0.9)),
+        lambda cell: setattr(cell, "bias_hh", torch.nn.Parameter(torch.ones(21))),
+        lambda cell: setattr(cell, "bias_hh", None),
+        lambda cell: torch.nn.utils.parametrize.register_parametrization(
+            cell, "bias_hh", torch.nn.Tanh()
+        ),
+        lambda cell: prune.random_unstructured(cell, "weight_hh", 0.5),
+        lambda cell: cell.load_state_dict(zo.GRUCell(4, 7).state_dict()),
+    ],
+)
+def test_repeated_steps_follow_the_cell(change):
+    """A step after a change runs as the cell was before it."""
+    cell, x, h = (
+        zo.GRUCell(4, 7, noise=zo.Zoneout(hidden=0.2)),
+        torch.randn(5, 4),
+        torch.randn(5, 7),
+    )
+
+    def step():
+        for _ in range(3):
+            new = cell(x, h, seed=1, step=0)
+        cell._prepared.clear()
+        assert torch.equal(new, cell(x, h, seed=1, step=0))
+        return new
+
+    before = step()
+    change(cell)
+    assert not torch.equal(before, step())
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda cell: cell(torch.zeros(5, 3), torch.zeros(5, 7)), "4 features"),
+        (lambda cell: cell(torch.zeros(5, 4), torch.zeros(4, 7)), r"shape \(5, 7\)"),
+        (lambda cell: cell(torch.zeros(5, 4), torch.zeros(1, 7)), r"shape \(5, 7\)"),
+        (lambda cell: cell(torch.zeros(5, 4), (torch.zeros(5, 7),)), "a tensor"),
+        (lambda cell: cell(torch.zeros(5, 4), torch.zeros(5, 7).double()), "float32"),
+        (
+            lambda cell: cell(torch.zeros(5, 4), torch.zeros(5, 7), seed=1),
+            "the number of this step",
+        ),
+        (lambda cell: cell(torch.zeros(5, 4), torch.zeros(5, 7), step=-1), "step: expected"),
+        (lambda cell: cell(torch.zeros(5, 4), torch.zeros(5, 7), step=2**32), "step: expected"),
+    ],
+)
+def test_bad_steps_after_good_ones(call, error):
+    """What a first step refuses, a later one accepts."""
+    cell = zo.GRUCell(4, 7, noise=zo.Zoneout(hidden=0.2))
+    for _ in range(3):
+        cell(torch.zeros(5, 4), torch.zeros(5, 7))
+    with pytest.raises((ValueError, TypeError), match=error):
+        call(cell)

@@ -238,11 +238,11 @@ def test_bad_calls_after_good_ones(call):
 
 def test_ids_of_another_form_after_good_ones():
     """A plan for ids takes numbers of three dimensions, which nobody has checked."""
-    layer, ids = zo.GRU(1, 8), torch.zeros(5, 4, dtype=torch.int64)
+    layer, ids, h0 = zo.GRU(1, 8), torch.zeros(5, 4, dtype=torch.int64), torch.zeros(1, 4, 8)
     for _ in range(4):
-        layer(ids), layer(ids[..., None].float())
+        layer(ids, h0), layer(ids[..., None].float(), h0)
     with pytest.raises(ValueError, match="3 dimensions"):
-        layer(ids[..., None] + 10**9)
+        layer(ids[..., None] + 10**9, h0)
 
 
 def test_backward_inside_autocast():

@@ -205,7 +205,8 @@ class SequenceLayer(RecurrentModule):
             x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
         form = self.training, hx is None
-        if plain and sequences.batched and sequences.counts is None and form not in self._prepared:
+        usual = plain and sequences.batched and sequences.counts is None
+        if usual and has_features(sequences.x) and form not in self._prepared:
             self._prepared[form] = prepare(self, all_runs)
         final_states = _stacked(ends)
         if not sequences.batched:

@@ -16,16 +16,19 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .draws import example_ids
+from .draws import Draw, example_ids
 from .given import is_given
 from .noise import DEPTH
 from .ops import Run
 from .ops.autograd.eager import Settings, can_repeat, repeat, settings_of
+from .ops.cpu import one_step
+from .ops.memory import are_memory
 from .philox import as_seed, fresh_seed
 from .recurrent import OUTSIDE, drawn_rules, rate_name, seed_name
 
 if TYPE_CHECKING:
     from .layers import SequenceLayer
+    from .step_cells import StepCell
 
 
 class Part(NamedTuple):
@@ -159,3 +162,62 @@ def _states(
     if any(type(v) not in _PLAIN or v.dim() != 3 or len(v) != count for v in states):
         return None
     return list(states)
+
+
+# --- single steps ---------------------------------------------------------------------------------
+
+
+class PreparedStep(NamedTuple):
+    """A form of call of a cell."""
+
+    step: one_step.Repeatable
+    weights: tuple[str, ...]  # parameters in the order of torch's cells
+    checked: set[Any]  # shapes and types that the general code has run
+
+
+def prepare_step(cell: StepCell, draws: Sequence[Draw]) -> PreparedStep | None:
+    """Return how to repeat a plain step that had these draws; None if it cannot be."""
+    names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+    step = one_step.repeatable(cell.definition, draws)
+    return None if step is None else PreparedStep(step, names if cell.bias else names[:2], set())
+
+
+def repeated_step(
+    cell: StepCell, input: Any, hx: Any, seed: int | Tensor | None, step: int | None
+) -> Sequence[Tensor] | None:
+    """Return the states after a step on the CPU, or None if the general code has to run.
+
+    The caller has seen that torch is in plain eager mode (`plain_eager`).
+    """
+    prepared = cell._prepared.get(cell.training)
+    if prepared is None or type(input) not in _PLAIN or torch.is_autocast_enabled("cpu"):
+        return None
+    states = hx if prepared.step.is_lstm else (hx,)
+    if type(states) not in (tuple, list):
+        return None
+    parameters = cell._parameters
+    try:
+        weights = [parameters[name] for name in prepared.weights]
+    except KeyError:  # a parametrisation
+        return None
+    if not are_memory((input, *states, *weights)):
+        return None
+    if form_of(input, states) not in prepared.checked:  # torch's cell checks the weights
+        return None
+    drawn, key, rows, at = prepared.step.drawn, None, None, 0
+    if drawn:
+        if seed is not None and step is None:
+            return None
+        if step is not None:
+            if type(step) is not int or not 0 <= step < 2**32:
+                return None
+            at = step
+        device = input.device
+        key = fresh_seed(input) if seed is None else as_seed(seed, device, copy=True)
+        rows = example_ids(None, len(input), device)
+    return prepared.step.run(input, states, weights, key, rows, at)
+
+
+def form_of(x: Tensor, states: Sequence[Tensor]) -> Any:
+    """Return what the checks of a step's input and states depend on."""
+    return tuple([(v.shape, v.dtype, v.get_device()) for v in (x, *states)])

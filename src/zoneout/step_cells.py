@@ -46,7 +46,10 @@ from .recurrent import (
     has_features,
     no_tensor,
 )
-from .torch_state import zeros
+from .repeated import PreparedStep, form_of, prepare_step, repeated_step
+from .torch_state import plain_eager, zeros
+
+MOST_FORMS = 64  # shapes that a cell remembers
 
 
 class StepCell(RecurrentModule):
@@ -56,6 +59,7 @@ class StepCell(RecurrentModule):
     input_size: int
     bias: bool
     layer: int
+    _prepared: dict[bool, PreparedStep | None]  # by training mode
     weight_ih: Tensor
 
     def suffixes(self) -> list[str]:
@@ -102,6 +106,9 @@ class StepCell(RecurrentModule):
         Returns:
             The next state, h or a tuple such as (h, c), in the shapes of `hx`.
         """
+        plain = examples is None and rates is None and hx is not None and plain_eager()
+        if plain and (new := repeated_step(self, input, hx, seed, step)) is not None:
+            return tuple(new) if len(new) > 1 else new[0]
         if overriders := overriding(input, hx):
             call: dict[str, Any] = {
                 "seed": seed,
@@ -141,12 +148,30 @@ class StepCell(RecurrentModule):
             noise = noise._replace(steps=_of_one_step(noise.steps, x, batched))
             where = At(torch.Size((1, x.shape[0])), ids, at)
             draws = self._give_masks(draws, x[None], 0, where, dtype, noise)
-        if (new := self._plain_step(x, states, draws, examples, at, dtype)) is None:
+        new = self._plain_step(x, states, draws, examples, at, dtype)
+        if new is not None and plain and batched:
+            self._prepare(input, states, draws)
+        if new is None:
             ids = example_ids(examples, x.shape[0], x.device)
             (result,) = self._run({"": self._build_run(x[None], states, "", draws, ids, at, dtype)})
             new = result.final
         new = [state if batched else state[0] for state in new]
         return tuple(new) if len(new) > 1 else new[0]
+
+    def _prepare(self, x: Tensor, states: list[Tensor], draws: list[Draw]) -> None:
+        """Remember a plain step that was checked, so that a later one is repeated."""
+        if self.training not in self._prepared:
+            self._prepared[self.training] = prepare_step(self, draws)
+        if (prepared := self._prepared[self.training]) is not None:
+            if len(prepared.checked) >= MOST_FORMS:
+                prepared.checked.clear()
+            prepared.checked.add(form_of(x, states))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; what was prepared for calls depends on all but the mode."""
+        if name != "training":
+            self.__dict__["_prepared"] = {}
+        super().__setattr__(name, value)
 
     def _plain_step(
         self,

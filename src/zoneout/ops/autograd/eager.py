@@ -59,7 +59,7 @@ def can_repeat(runs: Sequence[Run], backend: str | None) -> bool:
         return False
     device = LOOPS[kind]
     together = len(runs) > 1 and device.side_by_side(runs)
-    return not together and runs[0].x.is_floating_point() and all(map(device.supports, runs))
+    return not together and all(map(device.supports, runs))
 
 
 def settings_of(r: Run) -> Settings:

@@ -72,6 +72,28 @@ def bits_of(draw: Draw, steps: Tensor, examples: Tensor, units: int) -> Tensor:
     return bits
 
 
+def mask_of_step(
+    stream: native.Stream, seed: Tensor, step: int, examples: Tensor, units: int
+) -> Tensor:
+    """Return the mask of one step, [B, units], of a stream that sees all coordinates.
+
+    `stream` has a rate; the seed is set in a copy.
+    """
+    library = native.load()
+    assert library is not None
+    mask = torch.empty((len(examples), units), dtype=torch.bool)
+    own = native.Stream.from_buffer_copy(stream)
+    own.seed = address(seed, "seed", torch.int64, -1)
+    number = ctypes.c_int64(step)
+    threads = torch.get_num_threads() if mask.numel() > _FEW else 1
+    library.zoneout_mask(
+        ctypes.byref(own), ctypes.addressof(number), 1,
+        address(examples, "examples", torch.int64, -1), len(examples), 0, units, threads,
+        address(mask, "mask", torch.bool, -1),
+    )  # fmt: skip
+    return mask
+
+
 _FEW = 2**15  # one thread draws this many numbers before another thread has woken up
 
 

@@ -5,7 +5,8 @@ This is the shortest latency for a decoder.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ from ...noise import STATE_STREAMS
 from ...torch_state import plain_eager
 from ..memory import are_memory
 from ..run import Result, Run
-from .masks import masks_of
+from . import native
+from .masks import mask_of_step, masks_of, stream_of
 
 _ALWAYS = torch.ones((), dtype=torch.bool, device="cpu")
 _CELLS = {
@@ -30,6 +32,58 @@ _OWN_RESULT = (
     cells.rnn_tanh,
     cells.rnn_relu,
 )  # torch's backward pass reads the returned h
+
+
+class Repeatable(NamedTuple):
+    """A step whose choices are made: torch's cell, and the states that zoneout replaces."""
+
+    function: Callable[..., Any]
+    is_lstm: bool
+    lerps: tuple[tuple[int, float], ...]  # without masks: a state and its rate
+    drawn: tuple[tuple[int, native.Stream, Tensor], ...]  # a state, its stream, and its rate
+
+    def run(
+        self,
+        x: Tensor,
+        states: Sequence[Tensor],
+        weights: Sequence[Tensor | None],
+        seed: Tensor | None,
+        examples: Tensor | None,
+        at: int,
+    ) -> list[Tensor]:
+        """Return the states after step number `at`."""
+        if self.is_lstm:
+            new = list(torch.lstm_cell(x, tuple(states), *weights))  # type: ignore[arg-type]
+        else:
+            new = [self.function(x, states[0], *weights)]
+        for k, share in self.lerps:
+            new[k] = torch.lerp(new[k], states[k], share)
+        for k, stream, _ in self.drawn:
+            assert seed is not None and examples is not None
+            mask = mask_of_step(stream, seed, at, examples, new[k].shape[1])
+            new[k] = torch.where(mask, states[k], new[k])
+        return new
+
+
+def repeatable(cell: Definition, draws: Sequence[Draw]) -> Repeatable | None:
+    """Return a plain step with these draws as it can be repeated; None if it cannot."""
+    lerps: list[tuple[int, float]] = []
+    drawn: list[tuple[int, native.Stream, Tensor]] = []
+    for draw in draws:
+        k = STATE_STREAMS.index(draw.rule.stream)
+        if draw.given is not None or draw.rate.dim() or draw.rate.dtype != torch.float64:
+            return None
+        if draw.seed is None:
+            if (share := float(draw.rate)) == 1:
+                return None
+            lerps += [(k, share)] if share else []
+        elif draw.rule.mask in ("unit", "shared") and native.load() is not None:
+            drawn.append((k, stream_of(draw), draw.rate))
+        else:
+            return None
+    is_lstm = cell == cells.lstm
+    function = torch.lstm_cell if is_lstm else _CELLS[cell]
+    return Repeatable(function, is_lstm, tuple(lerps), tuple(drawn))
 
 
 def is_plain(
