@@ -126,18 +126,14 @@ class SequenceLayer(RecurrentModule):
         first_step: int,
         rates: Rates | None,
         return_states: bool,
+        plain: bool,
+        key: Tensor | None,
     ) -> tuple[Any, Any, list[Any]]:
         """Return the outputs, the final state, and with `return_states` the states after h at
         every step.
+
+        `plain` and `key` are results of `_repeat`.
         """
-        own = (lengths, resets, examples, rates)  # a call without these may be repeated
-        plain = not return_states and all(v is None for v in own) and plain_eager()
-        key: Tensor | None = None
-        if plain:
-            done, key = repeated(self, input, hx, seed, first_step)
-            if done is not None:
-                y = done.y.transpose(0, 1) if self.batch_first else done.y
-                return y, self._state(_stacked(done.final)), []
         if not isinstance(input, (Tensor, PackedSequence)):
             raise no_tensor(input, "a tensor or a PackedSequence")
         weight = self.weight_ih_l0
@@ -216,6 +212,21 @@ class SequenceLayer(RecurrentModule):
         state = self._state(final_states)
         seen = [sequences.outputs(torch.cat(each, dim=-1)) for each in zip(*every)]
         return sequences.outputs(x), state, seen
+
+    def _repeat(
+        self, input: Any, hx: Any, seed: int | Tensor | None, first_step: int, *others: Any
+    ) -> tuple[tuple[Tensor, Any] | None, bool, Tensor | None]:
+        """Return the results of a call like an earlier one, or None if the general code has to run.
+
+        Also return whether later calls like this one may be repeated, and the seed if one was
+        drawn. `others` are all other arguments; a call with one of them is not repeated.
+        """
+        plain = not any(v is not None and v is not False for v in others) and plain_eager()
+        done, key = repeated(self, input, hx, seed, first_step) if plain else (None, None)
+        if done is None:
+            return None, plain, key
+        y = done.y.transpose(0, 1) if self.batch_first else done.y
+        return (y, self._state(_stacked(done.final))), plain, key
 
     def _state(self, states: list[Tensor]) -> Any:
         """Return the states in the form of `hx`."""
@@ -372,7 +383,7 @@ class SequenceLayer(RecurrentModule):
         if self.learn_initial_state:
             learned = (getattr(self, name) for name in self.initial_names())
             return [s.to(dtype)[:, None].expand(-1, batch, -1) for s in learned]
-        h = zeros(weight, (count, batch, self.output_size), dtype)
+        h = zeros(weight, (count, batch, self.proj_size or self.hidden_size), dtype)
         other = zeros(weight, (count, batch, self.hidden_size), dtype) if self.proj_size else h
         return [h, *[other] * (len(self.definition.states) - 1)]
 
@@ -589,6 +600,10 @@ class RecurrentLayer(SequenceLayer, nn.RNNBase):
             unbatched. With `proj_size`, H of outputs and h is that size. With `return_cells`, a
             third result holds the cells in the layout of the outputs.
         """
+        others = lengths, resets, examples, rates, return_cells
+        done, plain, key = self._repeat(input, hx, seed, first_step, *others)
+        if done is not None:
+            return done
         call: dict[str, Any] = {
             "lengths": lengths,
             "resets": resets,
@@ -606,7 +621,9 @@ class RecurrentLayer(SequenceLayer, nn.RNNBase):
                 **call,
                 return_cells=return_cells,
             )
-        y, state, seen = self._forward(input, hx, **call, return_states=return_cells)
+        y, state, seen = self._forward(
+            input, hx, **call, return_states=return_cells, plain=plain, key=key
+        )
         if return_cells and not seen:
             raise ValueError(
                 f"return_cells: expected False, since a {self.cell_name} has no cell state, got "
@@ -934,6 +951,10 @@ class Recurrent(SequenceLayer):
             The outputs and the final state. With `return_states`, a third result is a dict from the
             name of each state to its values in the layout of the outputs.
         """
+        others = lengths, resets, examples, rates, return_states
+        done, plain, key = self._repeat(input, hx, seed, first_step, *others)
+        if done is not None:
+            return done
         call: dict[str, Any] = {
             "lengths": lengths,
             "resets": resets,
@@ -943,7 +964,7 @@ class Recurrent(SequenceLayer):
         call |= {"first_step": first_step, "rates": rates, "return_states": return_states}
         if overriders := overriding(input, hx):
             return handle_torch_function(Recurrent.forward, overriders, self, input, hx, **call)
-        y, state, seen = self._forward(input, hx, **call)
+        y, state, seen = self._forward(input, hx, **call, plain=plain, key=key)
         return (
             (y, state, dict(zip(self.definition.states, (y, *seen))))
             if return_states

@@ -23,6 +23,7 @@ from .ops import Run
 from .ops.autograd.eager import Settings, can_repeat, repeat, settings_of
 from .ops.cpu import one_step
 from .ops.memory import are_memory
+from .ops.plan import number_of
 from .philox import as_seed, fresh_seed
 from .recurrent import OUTSIDE, drawn_rules, rate_name, seed_name
 
@@ -35,6 +36,7 @@ class Part(NamedTuple):
     """One layer and direction: its settings, and where its tensors come from."""
 
     settings: Settings
+    number: int  # of the settings, in plans
     weights: tuple[str, ...]  # parameters, in the order of the settings
     numbers: tuple[str | None, ...]  # rates and static seeds; None: the seed of the call
 
@@ -83,7 +85,7 @@ def prepare(layer: SequenceLayer, runs: dict[str, Run]) -> Prepared | None:
             if f"seed{k}" in settings.constants:
                 static = draw.rule.mask == "static"
                 numbers.append(seed_name(draw.rule.stream) if static else None)
-        parts.append(Part(settings, tuple(weights), tuple(numbers)))
+        parts.append(Part(settings, number_of(settings), tuple(weights), tuple(numbers)))
     rules = drawn_rules(layer._rules, layer.training)
     between = layer.training and layer.dropout > 0 and layer.num_layers > 1
     return Prepared(tuple(parts), between or any(rule.mask != "static" for rule in rules))
@@ -136,7 +138,7 @@ def repeated(
             constants += [key if name is None else numbers[name] for name in part.numbers]
         except KeyError:  # a parametrisation, or a rate that is gone
             return None, key
-        if (found := repeat(part.settings, tensors, constants, first_step)) is None:
+        if (found := repeat(part.settings, part.number, tensors, constants, first_step)) is None:
             return None, key
         outputs.append(found[0])
         final.append(tuple(found[1:]))

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import count
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -30,9 +32,18 @@ class Kind(NamedTuple):
     """What a plan depends on besides its tensors: all of it must be hashable."""
 
     name: str
-    runs: Any  # the settings of the runs, with a first step of 0
+    runs: tuple[int, ...]  # `number_of` the settings of each run, with a first step of 0
     device: Any  # the settings of the device: `Backend.settings`
     needed: Any = None  # backward: which gradients are needed
+
+
+@lru_cache(4096)
+def number_of(settings: Any) -> int:
+    """Return a number that stands for settings, which take longer to hash."""
+    return next(_numbers)
+
+
+_numbers = count()
 
 
 def planned(

@@ -69,6 +69,7 @@ def settings_of(r: Run) -> Settings:
 
 def repeat(
     settings: Settings,
+    number: int,
     tensors: Sequence[Tensor],
     constants: Sequence[Tensor],
     first_step: int,
@@ -76,15 +77,16 @@ def repeat(
     """Return y and the final states of a run by its plan; None if there is none for its tensors.
 
     `settings` are those of an earlier run with a first step of 0, which had no norm and returned no
-    other states. A plan exists only for shapes, types and devices that passed all checks. The
-    caller has seen that torch is in plain eager mode without autocast.
+    other states; `number` stands for them (`plan.number_of`). A plan exists only for shapes, types
+    and devices that passed all checks. The caller has seen that torch is in plain eager mode
+    without autocast.
     """
     given = (*tensors, *constants)
     if not are_memory(given):
         return None
     alone = nobody_derives(tensors)
     device = LOOPS[tensors[0].device.type].settings()
-    found = plan.find(Kind("results" if alone else "forward", (settings,), device, ()), given)
+    found = plan.find(Kind("results" if alone else "forward", (number,), device, ()), given)
     if found is None:
         return None
     run, at = found
@@ -248,7 +250,7 @@ def _planned(
     kind = tensors[0].device.type  # type: ignore[union-attr]
     if kind not in plan.DEVICES or any(_depends_on_values(one, kind) for one in settings):
         return general()
-    runs = tuple([one._replace(first_step=0) for one in settings])
+    runs = tuple([plan.number_of(one._replace(first_step=0)) for one in settings])
     what = Kind(name, runs, LOOPS[kind].settings(), needed)
     # A backward pass may run inside autocast, which would round products of a plan.
     with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
