@@ -217,8 +217,46 @@ def test_repeated_steps(kind, noise, bias, training, monkeypatch):
     drawn = training or noise == "sampled"
     plain = noise in ("none", "unit", "shared", "off", "sampled")
     plain |= noise in ("step", "sequence", "static") and not drawn
-    assert sum(new is not None for new in again) == (8 if plain else 0)
-    monkeypatch.setattr(step_cells, "repeated_step", lambda *a: None)
+    assert sum(new is not None for new, _ in again) == (8 if plain else 0)
+    monkeypatch.setattr(step_cells, "repeated_step", lambda *a: (None, None))
+    assert all(map(torch.equal, repeated, steps()))
+
+
+OTHERS = {
+    "own cell": lambda noise: zo.RecurrentCell(zo.cells.peephole_lstm, 4, 7, noise=noise),
+    "product": lambda noise: zo.RecurrentCell(zo.cells.mgu, 4, 7, noise=noise),
+    "half": lambda noise: zo.GRUCell(4, 7, dtype=torch.bfloat16, noise=noise),
+    "in C": lambda noise: zo.LSTMCell(4, 7, backend="cpu", noise=noise),
+}
+
+
+@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("kind", OTHERS)
+def test_repeated_steps_of_other_cells(kind, noise, monkeypatch):
+    """The same, of cells that torch does not have."""
+    cell = OTHERS[kind](NOISES[noise](False))
+    drawn = noise in ("sequence", "static")
+    own, dtype = step_cells.repeated_step, cell.weight_ih.dtype
+
+    def steps():
+        torch.manual_seed(0)
+        found = []
+        for k in range(6):
+            cell.train(k % 2 == 0 or noise == "sampled")
+            x = torch.randn(5, 4).to(dtype)
+            states = [torch.randn(5, 7).to(dtype) for _ in cell.definition.states]
+            if not drawn:
+                found += results(cell, x, states)
+            found += results(cell, x, states, seed=k, step=k)
+        return [*found, torch.rand(1)]
+
+    for _ in range(2):
+        steps()
+    again = []
+    monkeypatch.setattr(step_cells, "repeated_step", lambda *a: again.append(own(*a)) or again[-1])
+    repeated = steps()
+    assert all(new is not None for new, _ in again)
+    monkeypatch.setattr(step_cells, "repeated_step", lambda *a: (None, None))
     assert all(map(torch.equal, repeated, steps()))
 
 

@@ -203,7 +203,8 @@ class SequenceLayer(RecurrentModule):
         form = self.training, hx is None
         usual = plain and sequences.batched and sequences.counts is None
         if usual and has_features(sequences.x) and form not in self._prepared:
-            self._prepared[form] = prepare(self, all_runs)
+            between = self.training and self.dropout > 0 and self.num_layers > 1
+            self._prepared[form] = prepare(self, all_runs, 1 + self.bidirectional, between)
         final_states = _stacked(ends)
         if not sequences.batched:
             final_states = [state.squeeze(1) for state in final_states]

@@ -392,6 +392,7 @@ class RecurrentModule(Settable):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         out = super()._apply(fn, recurse)
         if hasattr(self, "_rules"):  # False while the constructor of torch.nn runs
+            self.__dict__["_prepared"] = {}
             self._copy_early()
         return out
 

@@ -1,4 +1,4 @@
-"""Calls of a layer that repeat an earlier one.
+"""Calls of a layer or cell that repeat an earlier one.
 
 The general code of a call checks arguments, collects noise and builds a `Run` for each layer and
 direction. What it finds depends on the layer and on the form of the call, not on values. So it is
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .draws import Draw, example_ids
+from .fits import sees_step
 from .given import is_given
 from .noise import DEPTH
 from .ops import Run
@@ -25,7 +26,7 @@ from .ops.cpu import one_step
 from .ops.memory import are_memory
 from .ops.plan import number_of
 from .philox import as_seed, fresh_seed
-from .recurrent import OUTSIDE, drawn_rules, rate_name, seed_name
+from .recurrent import OUTSIDE, RecurrentModule, drawn_rules, rate_name, seed_name
 
 if TYPE_CHECKING:
     from .layers import SequenceLayer
@@ -46,6 +47,7 @@ class Prepared(NamedTuple):
 
     parts: tuple[Part, ...]  # layer by layer
     draws: bool  # a call draws a seed
+    every_step: bool  # all masks are drawn anew at every step
 
 
 class Repeated(NamedTuple):
@@ -55,17 +57,20 @@ class Repeated(NamedTuple):
     final: list[tuple[Tensor, ...]]  # of each layer and direction
 
 
-def prepare(layer: SequenceLayer, runs: dict[str, Run]) -> Prepared | None:
+def prepare(
+    layer: RecurrentModule, runs: dict[str, Run], directions: int = 1, between: bool = False
+) -> Prepared | None:
     """Return how to repeat the call that made these runs, by suffix; None if it cannot be.
 
     The call had neither lengths, resets, packed rows, ids, rates nor other states to return.
+    `between`: there is dropout between layers.
     """
     if layer._norm is not None or layer.recompute:
         return None
     if any(rule.stream in (*OUTSIDE, *DEPTH) for rule in layer._rules):
         return None
     parts: list[Part] = []
-    directions, every = 2 if layer.bidirectional else 1, list(runs.values())
+    every = list(runs.values())
     for k in range(0, len(every), directions):
         if not can_repeat(every[k : k + directions], layer.backend):
             return None
@@ -87,8 +92,9 @@ def prepare(layer: SequenceLayer, runs: dict[str, Run]) -> Prepared | None:
                 numbers.append(seed_name(draw.rule.stream) if static else None)
         parts.append(Part(settings, number_of(settings), tuple(weights), tuple(numbers)))
     rules = drawn_rules(layer._rules, layer.training)
-    between = layer.training and layer.dropout > 0 and layer.num_layers > 1
-    return Prepared(tuple(parts), between or any(rule.mask != "static" for rule in rules))
+    draws = between or any(rule.mask != "static" for rule in rules)
+    every_step = all(rule.mask != "static" and sees_step(rule) for rule in rules)
+    return Prepared(tuple(parts), draws, every_step)
 
 
 def repeated(
@@ -96,8 +102,8 @@ def repeated(
 ) -> tuple[Repeated | None, Tensor | None]:
     """Return the results of a call, or None if the general code has to run, and the seed if drawn.
 
-    The caller has seen that torch is in plain eager mode (`plain_eager`).
-    The general code must use that seed: a call draws one number from torch's generator.
+    The general code must use that seed: a call draws one number from torch's generator. The caller
+    has seen that torch is in plain eager mode (`plain_eager`).
     """
     prepared = layer._prepared.get((layer.training, hx is None))
     if prepared is None:
@@ -170,7 +176,7 @@ def _states(
 
 
 class PreparedStep(NamedTuple):
-    """A form of call of a cell."""
+    """A form of call of a cell that torch has, on the CPU."""
 
     step: one_step.Repeatable
     weights: tuple[str, ...]  # parameters in the order of torch's cells
@@ -186,38 +192,80 @@ def prepare_step(cell: StepCell, draws: Sequence[Draw]) -> PreparedStep | None:
 
 def repeated_step(
     cell: StepCell, input: Any, hx: Any, seed: int | Tensor | None, step: int | None
-) -> Sequence[Tensor] | None:
-    """Return the states after a step on the CPU, or None if the general code has to run.
+) -> tuple[Sequence[Tensor] | None, Tensor | None]:
+    """Return the states after a step, or None if the general code has to run, and a drawn seed.
 
     The caller has seen that torch is in plain eager mode (`plain_eager`).
     """
     prepared = cell._prepared.get(cell.training)
-    if prepared is None or type(input) not in _PLAIN or torch.is_autocast_enabled("cpu"):
-        return None
-    states = hx if prepared.step.is_lstm else (hx,)
-    if type(states) not in (tuple, list):
-        return None
+    if prepared is None or type(input) not in _PLAIN or input.dim() != 2:
+        return None, None
+    states = hx if len(cell.definition.states) > 1 else (hx,)
+    if type(states) not in (tuple, list) or torch.is_autocast_enabled(input.device.type):
+        return None, None
+    if step is not None and (type(step) is not int or not 0 <= step < 2**32):
+        return None, None
+    if isinstance(prepared, PreparedStep):
+        return _plain_step(cell, prepared, input, states, seed, step)
+    return _step_by_plan(cell, prepared, input, states, seed, step)
+
+
+def _plain_step(
+    cell: StepCell,
+    prepared: PreparedStep,
+    x: Tensor,
+    states: Sequence[Tensor],
+    seed: int | Tensor | None,
+    step: int | None,
+) -> tuple[Sequence[Tensor] | None, Tensor | None]:
+    """Return the states after a step of torch's cell, as in `repeated_step`."""
     parameters = cell._parameters
     try:
         weights = [parameters[name] for name in prepared.weights]
     except KeyError:  # a parametrisation
-        return None
-    if not are_memory((input, *states, *weights)):
-        return None
-    if form_of(input, states) not in prepared.checked:  # torch's cell checks the weights
-        return None
-    drawn, key, rows, at = prepared.step.drawn, None, None, 0
-    if drawn:
+        return None, None
+    if not are_memory((x, *states, *weights)):
+        return None, None
+    if form_of(x, states) not in prepared.checked:  # torch's cell checks the weights
+        return None, None
+    key, rows = None, None
+    if prepared.step.drawn:
         if seed is not None and step is None:
-            return None
-        if step is not None:
-            if type(step) is not int or not 0 <= step < 2**32:
-                return None
-            at = step
-        device = input.device
-        key = fresh_seed(input) if seed is None else as_seed(seed, device, copy=True)
-        rows = example_ids(None, len(input), device)
-    return prepared.step.run(input, states, weights, key, rows, at)
+            return None, None
+        key = fresh_seed(x) if seed is None else as_seed(seed, x.device, copy=True)
+        rows = example_ids(None, len(x), x.device)
+    return prepared.step.run(x, states, weights, key, rows, step or 0), key
+
+
+def _step_by_plan(
+    cell: StepCell,
+    prepared: Prepared,
+    x: Tensor,
+    states: Sequence[Tensor],
+    seed: int | Tensor | None,
+    step: int | None,
+) -> tuple[Sequence[Tensor] | None, Tensor | None]:
+    """Return the states after a step of any cell, as in `repeated_step`."""
+    (part,) = prepared.parts
+    if (seed is None) != (step is None) or not (prepared.every_step or seed is not None):
+        return None, None  # the general code knows what goes together
+    numbers, changing = cell._fixed_on(x.device)
+    if changing or any(type(v) not in _PLAIN for v in states) or not x.is_floating_point():
+        return None, None
+    parameters, key = cell._parameters, None
+    if seed is not None:
+        key = as_seed(seed, x.device, copy=True)
+    elif prepared.draws:
+        key = fresh_seed(x)
+    tensors: list[Any] = [x[None], *states]
+    constants: list[Any] = [example_ids(None, len(x), x.device)]
+    try:
+        tensors += [parameters[name] for name in part.weights]
+        constants += [key if name is None else numbers[name] for name in part.numbers]
+    except KeyError:  # a parametrisation, or a rate that is gone
+        return None, key
+    found = repeat(part.settings, part.number, tensors, constants, step or 0)
+    return None if found is None else found[1:], key
 
 
 def form_of(x: Tensor, states: Sequence[Tensor]) -> Any:

@@ -40,13 +40,14 @@ from .recurrent import (
     CallNoise,
     Rates,
     RecurrentModule,
+    autocast_on,
     check_device,
     check_parameter,
     drawn_rules,
     has_features,
     no_tensor,
 )
-from .repeated import PreparedStep, form_of, prepare_step, repeated_step
+from .repeated import Prepared, PreparedStep, form_of, prepare, prepare_step, repeated_step
 from .torch_state import plain_eager, zeros
 
 MOST_FORMS = 64  # shapes that a cell remembers
@@ -59,7 +60,7 @@ class StepCell(RecurrentModule):
     input_size: int
     bias: bool
     layer: int
-    _prepared: dict[bool, PreparedStep | None]  # by training mode
+    _prepared: dict[bool, PreparedStep | Prepared | None]  # by training mode
     weight_ih: Tensor
 
     def suffixes(self) -> list[str]:
@@ -107,7 +108,8 @@ class StepCell(RecurrentModule):
             The next state, h or a tuple such as (h, c), in the shapes of `hx`.
         """
         plain = examples is None and rates is None and hx is not None and plain_eager()
-        if plain and (new := repeated_step(self, input, hx, seed, step)) is not None:
+        new, key = repeated_step(self, input, hx, seed, step) if plain else (None, None)
+        if new is not None:
             return tuple(new) if len(new) > 1 else new[0]
         if overriders := overriding(input, hx):
             call: dict[str, Any] = {
@@ -141,7 +143,8 @@ class StepCell(RecurrentModule):
         x = x if x.dtype == dtype else x.to(dtype)
         states = self._states(hx, x, batched)
         noise = self._call_noise(rates, x.device)
-        at, key = self._step(seed, step, noise), self._seed(seed, x, noise)
+        at = self._step(seed, step, noise)
+        key = self._seed(seed, x, noise) if key is None else key
         draws = self._draws(noise, 0, 0, key, self.layer)
         if noise.steps or any(is_given(draw.rule) for draw in draws):
             ids = example_ids(examples, x.shape[0], x.device)
@@ -153,16 +156,21 @@ class StepCell(RecurrentModule):
             self._prepare(input, states, draws)
         if new is None:
             ids = example_ids(examples, x.shape[0], x.device)
-            (result,) = self._run({"": self._build_run(x[None], states, "", draws, ids, at, dtype)})
+            runs = {"": self._build_run(x[None], states, "", draws, ids, at, dtype)}
+            (result,) = self._run(runs)
             new = result.final
+            plain = plain and batched and not autocast_on(x.device)
+            if plain and self.training not in self._prepared:
+                self._prepared[self.training] = prepare(self, runs)
         new = [state if batched else state[0] for state in new]
         return tuple(new) if len(new) > 1 else new[0]
 
     def _prepare(self, x: Tensor, states: list[Tensor], draws: list[Draw]) -> None:
         """Remember a plain step that was checked, so that a later one is repeated."""
-        if self.training not in self._prepared:
-            self._prepared[self.training] = prepare_step(self, draws)
-        if (prepared := self._prepared[self.training]) is not None:
+        prepared = self._prepared.get(self.training)
+        if not isinstance(prepared, PreparedStep):
+            prepared = self._prepared[self.training] = prepare_step(self, draws)
+        if prepared is not None:
             if len(prepared.checked) >= MOST_FORMS:
                 prepared.checked.clear()
             prepared.checked.add(form_of(x, states))
