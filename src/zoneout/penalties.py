@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import SupportsFloat
 
@@ -133,3 +134,6 @@ def _wide(outputs: Tensor) -> torch.dtype:
 def _check_number(value: float, name: str) -> None:
     if isinstance(value, (bool, str)) or not isinstance(value, SupportsFloat):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+    # The value of a tensor is not read: that would wait for a GPU.
+    if not isinstance(value, Tensor) and not math.isfinite(float(value)):
+        raise ValueError(f"{name}: expected a finite number, got {value}")
