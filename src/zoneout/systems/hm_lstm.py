@@ -56,7 +56,12 @@ class HMLSTM(Loop):
     ) -> None:
         super().__init__()
         output_size = hidden_size if output_size is None else output_size
-        check_sizes(input_size=input_size, hidden_size=hidden_size, output_size=output_size)
+        check_sizes(
+            input_size=input_size,
+            hidden_size=hidden_size,
+            num_layers=num_layers,
+            output_size=output_size,
+        )
         if num_layers < 2:
             raise ValueError(f"num_layers: expected at least 2, got {num_layers}")
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
@@ -78,17 +83,25 @@ class HMLSTM(Loop):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise matrices of gates orthogonally, and biases with 0 (forget gates: 1)."""
+        """Initialise matrices of gates orthogonally, biases and shifts with 0 (forget gates: 1).
+
+        The 1 is in the shift of the norm: the norm would remove it from the bias before.
+        """
         for weight in (*self.own, *self.below, *self.above):
             orthogonal_(weight)
         for bias in self.biases:
             bias.zero_()
-            bias[self.hidden_size : 2 * self.hidden_size] = 1.0
+        for norm in (*self.norm_gates, *self.norm_c):
+            norm.reset_parameters()
+        for norm in self.norm_gates:
+            norm.bias[1] = 1.0  # of i, f, g, o
         for module in (self.gates_out, *self.out):
             module.reset_parameters()
 
     def begin_epoch(self, epoch: int) -> None:
         """Set the slope of the boundaries' sigmoid: 1 + 0.04 · epoch, at most 5."""
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
+            raise ValueError(f"epoch: expected a whole number, 0 or more, got {epoch!r}")
         self.slope.fill_(min(5.0, 1.0 + 0.04 * epoch))
 
     def initial_state(self, batch: int, like: Tensor) -> State:
@@ -99,13 +112,22 @@ class HMLSTM(Loop):
             states += [like.new_zeros(batch, 1)] if layer < self.num_layers - 1 else []
         return tuple(states)
 
-    def forward(self, input: Tensor, hx: State | None = None, **where: Any) -> tuple[Tensor, State]:
+    def forward(
+        self,
+        input: Tensor,
+        hx: State | None = None,
+        *,
+        seed: int | Tensor | None = None,
+        examples: Any = None,
+        first_step: int = 0,
+    ) -> tuple[Tensor, State]:
         """Return the outputs [T, B, output_size] and the state: h, c and z of each layer.
 
         Args:
             input: [T, B, input_size], or int64 ids of one-hot rows [T, B].
             hx: the state to start from; by default zeros.
-            where: seed, examples and first_step, which have no effect: nothing is drawn.
+            seed, examples, first_step: as in the other systems; without effect, since nothing is
+                drawn.
         """
         x = self.one_hot(input)
         state = self.begins(hx, x)
