@@ -435,17 +435,22 @@ class Optimizer:
     """Decoupled weight decay, as in AdamW.
     Each update shrinks the weight matrices by this number times the learning rate.
     """
+    l2: float = 0.0
+    """L2 penalty, as torch's Adam and SGD call weight decay.
+    After clipping, this number times each parameter is added to its gradient.
+    """
     clip_gradient: float = 1.0
     """Clip the gradient to this global norm; 0: no clipping."""
     clip_update: float = 0.0
     """Clip the update, which includes the learning rate, to this global norm; 0: no clipping."""
     average_after: int = 0
-    """Average the weights of all updates once this many validations in a row had no new best.
+    """Average the weights of all updates once a validation is worse than the best of those before
+    it, without counting the latest of them, which are this many.
     Validation and test then use the averages. 0: never.
     """
 
     def __post_init__(self) -> None:
-        for name in ("lr", "weight_decay", "clip_gradient", "clip_update"):
+        for name in ("lr", "weight_decay", "l2", "clip_gradient", "clip_update"):
             value = getattr(self, name)
             _check(f"optimizer.{name}", value, 0 <= value < math.inf, "a finite number, 0 or more")
         good = self.average_after >= 0

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,8 @@ class State:
     plateaus: int = 0  # how often the schedule "plateau" has divided the learning rate
     waited: int = 0  # validations since the best, or since the rate was divided
     averaging: bool = False  # whether the weights are averaged
+    # Losses of validations: the lowest of all but the latest `average_after`, and these.
+    losses: list[float] = field(default_factory=list)
     best: dict[str, Any] | None = None
     seconds: float = 0.0
 
@@ -91,7 +93,7 @@ class State:
     def from_json(cls, fields: dict[str, Any]) -> State:
         """Read a state that `asdict` wrote; raise a ValueError if it is not valid."""
         counts = dict.fromkeys((f.name for f in fields_of(cls) if f.type == "int"), "count")
-        others = {"seconds": "number", "averaging": "flag"}
+        others = {"seconds": "number", "averaging": "flag", "losses": "numbers"}
         check_fields(fields, {"digest": "text"}, counts | others)
         if strange := fields.keys() - vars(cls("")).keys():
             raise ValueError(f"the checkpoint has unknown fields: {shown(sorted(strange))}")
@@ -197,7 +199,7 @@ class Training:
     def __call__(self) -> Summary:
         """Train, validate when due, and test; return the summary."""
         state, config, deadline = self.state, self.config, self.deadline
-        total = config.epochs * self.feed.updates()
+        total = self.feed.total()
         self.tell(
             {
                 "kind": "start",
@@ -319,24 +321,25 @@ class Training:
             or getattr(score, judged) < state.best[judged]
         )
         state.validated, state.stale = state.update, 0 if best else state.stale + 1
-        self.check_plateau(best)
+        self.check_plateau(best, getattr(score, judged))
         line = self.line("valid", **values_of(score, self.measure), **self.also(), best=best)
         if best:
             state.best = line
             if self.processes.first:
                 self.run.save_best(self.model, line)
 
-    def check_plateau(self, best: bool) -> None:
+    def check_plateau(self, best: bool, loss: float) -> None:
         """Divide the learning rate if validation has not improved for as long as the schedule says.
 
-        After that it waits as long again. Averaging of the weights begins in the same way.
+        After that it waits as long again. Averaging of the weights begins by a rule of its own.
         """
         state, schedule = self.state, self.config.schedule
         state.waited = 0 if best else state.waited + 1
         if schedule.kind == "plateau" and state.waited >= schedule.after:
             state.plateaus, state.waited = state.plateaus + 1, 0
             self.begin_epoch()
-        if 0 < self.config.optimizer.average_after <= state.stale and not state.averaging:
+        after = self.config.optimizer.average_after
+        if after and not state.averaging and falls_behind(state.losses, loss, after):
             state.averaging = True
             self.step.average.start()
 
@@ -430,6 +433,8 @@ class Training:
             self.state = State.from_json(saved)
             self.check_position()
             self.step.load(None if found is None else found.tensors)
+            if self.state.averaging:
+                self.step.average.start()
         except ValueError as error:
             raise RunError(f"{self.run.folder}: {error}") from None
         return found
@@ -498,6 +503,23 @@ class Training:
             "--optimizer.lr, with "
             "--optimizer.clip-gradient 1, or with --precision fp32."
         )
+
+
+def falls_behind(losses: list[float], loss: float, count: int) -> bool:
+    """Return whether a loss is above the best of those before it, but for the latest `count`.
+
+    `losses` is what earlier calls left: the best loss of all but the latest `count`, and these.
+    The loss is added to it. This is how AWD-LSTM's authors begin to average the weights.
+
+    >>> losses = []
+    >>> [falls_behind(losses, loss, 2) for loss in (3.0, 1.0, 4.0, 2.0, 3.5, 1.5)]
+    [False, False, False, False, True, True]
+    """
+    behind = len(losses) > count and loss > losses[0]
+    losses.append(loss)
+    if len(losses) > count + 1:
+        losses[:2] = [min(losses[:2])]
+    return behind
 
 
 def load_data(config: Config, folder: Path | str | None = None) -> Corpus | Images:
