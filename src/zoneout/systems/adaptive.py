@@ -70,8 +70,9 @@ class AdaptiveLSTM(Loop):
         """
         self.main.reset_parameters()
         self.hyper.reset_parameters()
-        size: int = self.hyper.hidden_size
-        self.hyper.bias_ih_l0[size : 2 * size] += 1.0
+        small: Any = self.hyper
+        size = small.hidden_size
+        small.bias_ih_l0[size : 2 * size] += 1.0
         for name, rate in self.start.items():
             head: Any = self.rates[name]
             head.weight.zero_()

@@ -91,6 +91,7 @@ class HMLSTM(Loop):
             orthogonal_(weight)
         for bias in self.biases:
             bias.zero_()
+        norm: Any
         for norm in (*self.norm_gates, *self.norm_c):
             norm.reset_parameters()
         for norm in self.norm_gates:
