@@ -641,7 +641,7 @@ class Config:
     """Number of updates between lines of training loss."""
     save_every: int = 0
     """Number of updates between checkpoints; 0: no fixed number.
-    In any case there is a checkpoint every 5 minutes, after each validation and at Ctrl-C.
+    In any case there is a checkpoint every 5 minutes, at Ctrl-C and at the end.
     """
 
     def __post_init__(self) -> None:

@@ -162,6 +162,7 @@ class Training:
     ) -> None:
         self.deadline = deadline
         self.began = self.saved = time.monotonic()
+        self.changed = False  # since the last checkpoint
         self.config, self.run, self.tell, self.processes = config, run, progress, processes
         device = processes.device
         if config.precision == "tf32" and device.type != "cuda":
@@ -230,12 +231,13 @@ class Training:
         return summary
 
     def loop(self) -> None:
-        """Run the training loop."""
+        """Run the training loop, and write a checkpoint of its end."""
         state, config = self.state, self.config
         if self.due():  # the run was stopped before this validation
             self.validate()
         while not self.complete() and not (config.patience and state.stale >= config.patience):
             self.step()
+            self.changed = True
             lr_at = state.done
             state.update += 1
             state.done += 1
@@ -248,16 +250,17 @@ class Training:
                 self.check_finite()
                 state.epoch, state.done = state.epoch + 1, 0
                 self.updates = self.begin_epoch()
-            if self.due():
+            if judged := self.due():
                 self.validate()
-            elif (config.save_every and state.update % config.save_every == 0) or self.unsaved(
-                logging
-            ):
+            by_count = config.save_every and state.update % config.save_every == 0
+            if by_count or self.unsaved(together=logging or judged):
                 self.save()
             if self.processes.size == 1:
                 self.tick()
             elif logging and self.processes.any(self.asked()):  # all stop at the same update
                 raise Stopped
+        if self.changed:
+            self.save()
 
     def begin_epoch(self) -> int:
         """Begin the epoch, or go on in it, and return the number of its updates."""
@@ -278,13 +281,13 @@ class Training:
         now = self.state.update % every == 0 if every else self.state.done == 0
         return self.state.validated != self.state.update and (now or self.complete())
 
-    def unsaved(self, logging: bool) -> bool:
+    def unsaved(self, together: bool) -> bool:
         """Return whether the last checkpoint is `SAVE_SECONDS` old.
 
-        Several processes decide together, when a training loss is logged.
+        Several processes decide together: when a training loss is logged, or after a validation.
         """
         late = time.monotonic() - self.saved >= SAVE_SECONDS
-        return late if self.processes.size == 1 else logging and self.processes.any(late)
+        return late if self.processes.size == 1 else together and self.processes.any(late)
 
     def epoch(self) -> float:
         """Return the number of epochs so far, with a fraction for the current one."""
@@ -301,11 +304,15 @@ class Training:
     # --- validation, test, metrics and checkpoints ---
 
     def validate(self) -> None:
-        """Validate, save the weights if they are the best so far, and write a checkpoint."""
+        """Validate, and save the weights if they are the best so far.
+
+        That is no reason for a checkpoint. A run that is killed before the next one comes to the
+        same validation again, and writes the same weights.
+        """
         self.check_finite()
         with self.step.average.used() if self.state.averaging else nullcontext():
             self.judge()
-        self.save()
+        self.changed = True
 
     def judge(self) -> None:
         """Validate the weights of the model, and save them if they are the best so far."""
@@ -375,7 +382,14 @@ class Training:
         """Evaluate the best weights on the test part and return the metrics line."""
         if self.processes.first:
             path = self.run.folder / "best.safetensors"
-            runs.load_weights(self.model, runs.read_tensors(path)[0], path)
+            weights, about = runs.read_tensors(path)
+            runs.load_weights(self.model, weights, path)
+            if about != self.state.best:  # as after other rounding, on another device
+                text = (
+                    f"{path.name} has weights of before the run was killed, of update "
+                    f"{about.get('update')}; the best validation since then is another"
+                )
+                self.tell({"kind": "note", "text": text})
         self.processes.share_(list(runs.weights_of(self.model).values()))
         if self.config.model.norm == "batch":
             # The statistics for the test are saved with the best weights, for later use.
@@ -416,7 +430,7 @@ class Training:
             raise self.diverged(f"a weight was not finite after update {self.state.update}")
         if self.processes.first:
             self.run.save(tensors, asdict(self.state))
-        self.saved = time.monotonic()
+        self.saved, self.changed = time.monotonic(), False
         self.tell({"kind": "save", "update": self.state.update})
 
     def restore(self) -> runs.Checkpoint | None:
