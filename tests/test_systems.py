@@ -270,9 +270,9 @@ def numpy_hm(m: HMLSTM, x: Any, slope: float) -> tuple[Any, Any]:
                     z[k] = float(np.clip((slope * sums[4 * H] + 1) / 2, 0, 1) > 0.5)
                     ends[t, b, k] = z[k]
                 below, z_below = h[k], z[k]
-            gates = sigmoid(a["gates_out.weight"] @ h.reshape(-1) + a["gates_out.bias"])
+            gates = sigmoid(a["output.gates.weight"] @ h.reshape(-1))
             out[t, b] = np.maximum(
-                sum(gates[k] * (a[f"out.{k}.weight"] @ h[k]) for k in range(layers)), 0
+                sum(gates[k] * (a[f"output.layers.{k}.weight"] @ h[k]) for k in range(layers)), 0
             )
     return out, ends
 

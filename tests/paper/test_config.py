@@ -170,7 +170,7 @@ def test_a_field_that_is_left_out_has_its_default() -> None:
         ),
         (
             {"model": {"cell": "surprisal-lstm", "embedding": 8}},
-            r"model\.embedding, model\.dropout: expected 0 with surprisal-lstm",
+            r"model\.embedding: expected 0 with surprisal-lstm",
         ),
         (
             {"model": {"cell": "adaptive-lstm"}},
@@ -297,7 +297,8 @@ READ = [  # a field, settings with which it is read, and with which it is not
     ("model.one_bias", {}, HYPER),
     ("system.hyper", HYPER, {}),
     ("system.scales", HYPER, {}),
-    ("system.output", {"model.cell": "hm-lstm", "model.layers": 2}, HYPER),
+    ("model.output", {}, {"data.name": "mnist"}),
+    ("model.input_dropout", {}, {"data.name": "mnist"}),
     ("system.least", SURPRISAL, HYPER),
     ("system.compile", HYPER, {}),
     ("swapout.mask", {"swapout.hidden_old": 0.1}, {}),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..init import orthogonal_
+from .output import GatedOutput
 from .steps import GateNorm, Loop, Norm, Product, check_sizes, each_norm, normalised
 
 State = tuple[Tensor, ...]  # h, c and z of each layer in turn; the last layer has no z
@@ -76,8 +76,7 @@ class HMLSTM(Loop):
         self.biases = nn.ParameterList(torch.empty(n) for n in rows)
         self.norm_gates = nn.ModuleList(GateNorm(4, hidden_size) for _ in rows)
         self.norm_c = nn.ModuleList(GateNorm(1, hidden_size) for _ in rows)
-        self.gates_out = nn.Linear(num_layers * hidden_size, num_layers)
-        self.out = nn.ModuleList(nn.Linear(hidden_size, self.output_size, False) for _ in rows)
+        self.output = GatedOutput([hidden_size] * num_layers, self.output_size)
         self.register_buffer("slope", torch.ones(()))
         self.reset_parameters()
 
@@ -96,8 +95,7 @@ class HMLSTM(Loop):
             norm.reset_parameters()
         for norm in self.norm_gates:
             norm.bias[1] = 1.0  # of i, f, g, o
-        for module in (self.gates_out, *self.out):
-            module.reset_parameters()
+        self.output.reset_parameters()
 
     def begin_epoch(self, epoch: int) -> None:
         """Set the slope of the boundaries' sigmoid: 1 + 0.04 · epoch, at most 5."""
@@ -145,13 +143,7 @@ class HMLSTM(Loop):
         for t in range(steps):
             state = self.step(t, state, products, [each[t] for each in norms])
             outputs.append(torch.cat(state[0::3], dim=-1))
-        return self._output(torch.stack(outputs)), state
-
-    def _output(self, h: Tensor) -> Tensor:
-        """Return ReLU(Σ g_l W_l h_l), from the h of all layers side by side."""
-        gates, parts = self.gates_out(h).sigmoid(), h.chunk(self.num_layers, dim=-1)
-        each = (gates[..., k, None] * out(parts[k]) for k, out in enumerate(self.out))
-        return F.relu(sum(each))
+        return self.output(torch.stack(outputs)), state
 
     def step(self, t: int, state: State, products: Any, norms: Any) -> State:
         """Return the state after step t."""

@@ -142,6 +142,15 @@ class Model:
     """Size of the embedding of symbols; 0: the input is one-hot, without an embedding."""
     dropout: float = 0.0
     """Rate of non-recurrent dropout: on the embedding, between layers and before the softmax."""
+    input_dropout: float | None = None
+    """Rate of dropout on the input of the first layer, also if that is one-hot.
+    By default --model.dropout for an embedding, and 0 for one-hot input.
+    """
+    output: int = 0
+    """Size of a layer before the softmax, which sees the outputs of all recurrent layers:
+    ReLU of a sum of them, each with a matrix and a gate. 0: none, and the softmax sees the last
+    layer; with hm-lstm, which always has it, as large as a layer.
+    """
     tied: bool = False
     """Use the embedding matrix also as the weight matrix of the softmax."""
     norm: Literal["none", "layer", "batch"] = "none"
@@ -209,6 +218,10 @@ class Model:
         )
         _check_size("model.embedding", max(self.embedding, 1))
         _check_rates("model", self, "dropout", "norm_momentum")
+        if self.input_dropout is not None:
+            _check_rates("model", self, "input_dropout")
+        _check("model.output", self.output, self.output >= 0, "a size, or 0")
+        _check_size("model.output", max(self.output, 1))
         _check(
             "model.init_bound",
             self.init_bound,
@@ -221,21 +234,23 @@ class Model:
             math.isfinite(self.forget_bias),
             "a finite number",
         )
-        last = self.units[-1]
+        last = self.output or self.units[-1]
         if self.tied and self.embedding != last:
             _refuse(
-                f"model.tied: expected an embedding of the size of the hidden state ({last}), "
+                f"model.tied: expected an embedding of the size of the softmax's input ({last}), "
                 f"since both share one matrix, got embedding {self.embedding}; try "
                 f"--model.embedding {last}"
             )
         one = {"adaptive-lstm", "hyper-lstm", "surprisal-lstm"}
         if self.cell in one and len(self.units) > 1:
             _refuse(f"model.layers: expected 1 with {self.cell}, got {len(self.units)}")
-        if self.cell == "surprisal-lstm" and (self.embedding or self.dropout):
-            _refuse(
-                "model.embedding, model.dropout: expected 0 with surprisal-lstm, whose softmax is "
-                f"inside the step, got {self.embedding} and {self.dropout}; try --model.embedding 0"
-            )
+        if self.cell == "surprisal-lstm":
+            for name in ("embedding", "dropout", "input_dropout", "output"):
+                if value := getattr(self, name):
+                    _refuse(
+                        f"model.{name}: expected 0 with surprisal-lstm, whose softmax is inside "
+                        f"the step, got {value}; try --model.{name.replace('_', '-')} 0"
+                    )
         if self.cell == "hm-lstm" and (self.sizes or self.layers < 2):
             _refuse(
                 "model.layers: expected at least 2 with hm-lstm, of one size, got "
@@ -263,8 +278,6 @@ class System:
     """adaptive-lstm, hyper-lstm: number of units of the small LSTM."""
     scales: int = 4
     """hyper-lstm: how many numbers each scale or shift is computed from."""
-    output: int = 0
-    """hm-lstm: size of its output; 0: as large as a layer."""
     least: float = 0.2
     """surprisal-lstm: the smallest probability of an update."""
     compile: bool = False
@@ -275,7 +288,6 @@ class System:
     def __post_init__(self) -> None:
         _check_size("system.hyper", self.hyper)
         _check_size("system.scales", self.scales)
-        _check("system.output", self.output, self.output >= 0, "a size, or 0")
         _check_rates("system", self, "least")
 
 
@@ -702,7 +714,12 @@ class Config:
                 "model.sizes: expected layers of one size with noise over depth, where the output "
                 f"of one takes the place of another's, got {list(self.model.units)}"
             )
-        cell = self.model.cell
+        cell, output = self.model.cell, self.model.output
+        if depth and output:
+            _refuse(f"model.output: expected 0 with noise over depth, got {output}")
+        if output and (self.task == "images" or self.weight_noise):
+            other = "for images" if self.task == "images" else "with noise on weights"
+            _refuse(f"model.output: expected 0 {other}, got {output}")
         if self.model.system and self.task == "images":
             _refuse(f"model.cell: expected lstm, gru, rnn or rnn-relu, got {cell}")
         if cell == "adaptive-lstm":

@@ -42,7 +42,6 @@ _RULES: tuple[tuple[tuple[str, ...], _Read, str], ...] = (
         "only adaptive-lstm and hyper-lstm have it",
     ),
     (("system.scales",), lambda c: c.model.cell == "hyper-lstm", "only hyper-lstm has them"),
-    (("system.output",), lambda c: c.model.cell == "hm-lstm", "only hm-lstm has it"),
     (("system.least",), lambda c: c.model.cell == "surprisal-lstm", "only surprisal-lstm has it"),
     (
         ("system.compile",),
@@ -101,6 +100,11 @@ _RULES: tuple[tuple[tuple[str, ...], _Read, str], ...] = (
         ("batches.halved", "batches.spread"),
         lambda c: c.batches.kind == "streams" and c.task == "language",
         "only streams have pieces of different lengths",
+    ),
+    (
+        ("model.input_dropout", "model.output"),
+        lambda c: c.task == "language",
+        "only a model of a text has it",
     ),
     (("model.embedding_bound",), lambda c: c.model.embedding > 0, "there is no embedding"),
     (("evaluation.temperature",), lambda c: c.task == "language", "only a text is judged so"),

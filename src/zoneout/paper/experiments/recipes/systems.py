@@ -120,8 +120,7 @@ def char_ptb_layer_norm() -> Config:
 # Sizes, batch, length, learning rate, clipping and the division by 50 are those of the source. How
 # long a plateau is, and the number of epochs, are ours.
 _MULTISCALE = _base(
-    Model("hm-lstm", hidden=512, layers=3, embedding=128),
-    system=System(output=512),
+    Model("hm-lstm", hidden=512, layers=3, embedding=128, output=512),
     batches=Batches("streams", size=64, length=100),
     optimizer=Optimizer("adam", lr=0.002, clip_gradient=1.0),
     schedule=Schedule("plateau", after=4, by=50.0),
