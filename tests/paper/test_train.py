@@ -563,6 +563,21 @@ def test_best_weights_of_a_killed_try_that_did_not_come_again_are_told(tmp_path:
     assert note.startswith("best.safetensors has weights of before the run was killed, of update 6")
 
 
+def test_a_run_can_leave_its_test_out(tmp_path: Path) -> None:
+    """Settings are chosen by runs whose tests everybody has seen."""
+    evaluation = replace(CHARS.evaluation, skip_test=True, temperature=True)
+    summary = train(replace(CHARS, evaluation=evaluation), tmp_path / "run")
+    whole = train(replace(CHARS, evaluation=replace(evaluation, skip_test=False)), tmp_path / "all")
+    assert summary.status == "finished" and summary.test is None and whole.test is not None
+    kinds = {row["kind"] for row in read_metrics(tmp_path / "run")}
+    assert kinds == {"train", "valid"} and summary.best == whole.best
+    both = [runs.read_tensors(tmp_path / name / "best.safetensors")[0] for name in ("run", "all")]
+    assert all(torch.equal(both[0][name], both[1][name]) for name in both[1]), "as with a test"
+    assert "test" not in describe(tmp_path / "run") or describe(tmp_path / "run")["test"] is None
+    later = replace(CHARS, evaluation=replace(evaluation, skip_test=False))
+    assert train(later, tmp_path / "run", resume=True).test == whole.test
+
+
 def test_a_run_cannot_be_made_shorter(tmp_path: Path) -> None:
     """The config says that a run had less training than what its weights come from."""
     done = train(CHARS, tmp_path / "run")

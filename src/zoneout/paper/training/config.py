@@ -251,6 +251,11 @@ class Model:
                         f"model.{name}: expected 0 with surprisal-lstm, whose softmax is inside "
                         f"the step, got {value}; try --model.{name.replace('_', '-')} 0"
                     )
+        if self.loops and self.init == "identity":
+            _refuse(
+                f"model.init: expected another with {self.cell}, whose recurrent matrices have "
+                "their own initial values, got identity; try --model.init torch"
+            )
         if self.cell == "hm-lstm" and (self.sizes or self.layers < 2):
             _refuse(
                 "model.layers: expected at least 2 with hm-lstm, of one size, got "
@@ -501,7 +506,7 @@ class Schedule:
     divide: the full rate for some epochs, then divided again before every epoch.
     cosine: a cosine curve from the full rate to zero at the end of the run.
     plateau: divided whenever some validations in a row had no new best.
-    milestones: divided again at each of some epochs.
+    milestones: divided again at each of some epochs (--schedule.at).
     """
     after: int = 14
     """divide: number of epochs at the full rate.
@@ -517,6 +522,8 @@ class Schedule:
         _check("schedule.by", self.by, 0 < self.by < math.inf, "a finite number above 0")
         if self.kind == "plateau":
             _check("schedule.after", self.after, self.after >= 1, "at least 1 with plateau")
+        if self.kind == "milestones" and not self.at:
+            _refuse("schedule.at: expected the numbers of some epochs with milestones, got none")
         for epoch in self.at:
             _check("schedule.at", epoch, epoch >= 1, "numbers of epochs, 1 or more")
 
@@ -577,6 +584,8 @@ class Evaluation:
     """
     keep: Literal["best", "last"] = "best"
     """The weights to keep and to test: of the best validation, or of the last one."""
+    skip_test: bool = False
+    """Do not evaluate the test part: for runs that choose settings on the validation part."""
 
     def __post_init__(self) -> None:
         _check("evaluation.every", self.every, self.every >= 0, "a number of updates, or 0")
@@ -734,6 +743,32 @@ class Config:
             for name, of in NOISES.items():
                 if name != used and of(self):
                     _refuse(f"{name}: expected no such noise with {cell}")
+        dropout = self.recurrent_dropout
+        if cell == "hyper-lstm" and dropout.rate:
+            _check("recurrent_dropout.mask", dropout.mask, dropout.mask == "unit",
+                   f"unit with {cell}")  # fmt: skip
+            _check("recurrent_dropout.hold_output_gate", True, not dropout.hold_output_gate,
+                   f"false with {cell}")  # fmt: skip
+        self._check_clock()
+
+    def _check_clock(self) -> None:
+        """Raise if training on streams would begin a clock anew inside a period."""
+        batches, zoneout = self.batches, self.zoneout
+        periods = (*self.model.modules, *(zoneout.periods if zoneout.mask == "clock" else ()))
+        every = math.lcm(*(period for period in periods if period > 0))
+        if self.task == "images" or batches.kind == "chunks" or every == 1:
+            return
+        if batches.varied:
+            _refuse(
+                "batches.halved, batches.spread: expected 0 with a clock, which begins anew in "
+                f"each batch, got {batches.halved} and {batches.spread}"
+            )
+        if batches.length % every:
+            fitting = max(1, batches.length // every) * every
+            _refuse(
+                f"batches.length: expected a multiple of {every}, and so of all periods, since the "
+                f"clock begins anew in each batch of streams, got {batches.length}; try {fitting}"
+            )
 
     @property
     def task(self) -> Literal["language", "images"]:

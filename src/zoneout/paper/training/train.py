@@ -378,8 +378,11 @@ class Training:
                 found[name] = getattr(score, self.measure)
         return {n: value for n, value in found.items() if value is not None}
 
-    def test(self) -> dict[str, Any]:
-        """Evaluate the best weights on the test part and return the metrics line."""
+    def test(self) -> dict[str, Any] | None:
+        """Evaluate the best weights on the test part and return the metrics line.
+
+        With `skip_test`, do only what has to be done before, and return None.
+        """
         if self.processes.first:
             path = self.run.folder / "best.safetensors"
             weights, about = runs.read_tensors(path)
@@ -406,6 +409,8 @@ class Training:
             )
             if self.processes.first and self.state.best is not None:
                 self.run.save_best(self.model, self.state.best)
+        if self.config.evaluation.skip_test:
+            return None
         score = self.processes.share(
             evaluate(self.model, self.data, "test", self.config, tick=self.tick)
         )
