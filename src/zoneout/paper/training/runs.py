@@ -82,7 +82,7 @@ MAY_CHANGE = (
             "skip_test",
             "statistics",
             "statistics_size",
-        )  # fmt: skip
+        )
     ),
 )
 

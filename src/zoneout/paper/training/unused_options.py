@@ -25,7 +25,17 @@ _RULES: tuple[tuple[tuple[str, ...], _Read, str], ...] = (
         lambda c: c.schedule.kind in ("divide", "plateau", "milestones"),
         "only the schedules divide, plateau and milestones have it",
     ),
+    (
+        ("schedule.at",),
+        lambda c: max(c.schedule.at, default=0) < c.epochs,
+        "one of these epochs is not before the end of the run",
+    ),
     (("schedule.at",), lambda c: c.schedule.kind == "milestones", "only milestones have it"),
+    (
+        ("model.init",),
+        lambda c: c.model.cell != "surprisal-lstm" or c.model.init == "uniform",
+        "a surprisal-lstm has its own initial values",
+    ),
     (
         ("model.hidden", "model.layers"),
         lambda c: not c.model.sizes,
