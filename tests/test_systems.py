@@ -504,3 +504,23 @@ def test_a_step_can_be_compiled(name, monkeypatch):
     model.eval()
     with torch.no_grad():  # more variants of each function than torch compiles by default
         assert model(tokens)[0].isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch's own
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_step_is_compiled_once_for_all_lengths(name, monkeypatch):
+    """Every batch of another length would be compiled anew, which takes longer than its steps."""
+    compiled: list[Any] = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        compiled.append(module)
+        return module.forward
+
+    monkeypatch.setattr(steps, "_compile", functools.partial(steps._compile, backend=backend))
+    model = MAKES[name]()
+    model.compiled = True
+    counts = []
+    for length in (3, 5, 4):
+        model(torch.randint(0, I, (length, B)), seed=3)
+        counts.append(len(compiled))
+    assert counts[0] > 0 and counts == counts[:1] * 3
