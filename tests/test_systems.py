@@ -420,10 +420,10 @@ ERRORS: dict[str, Any] = {
     "unexpected keyword argument 'nonsense'": (
         lambda: HMLSTM(I, H)(torch.randn(4, 2, I), nonsense=3)
     ),
-    "least: expected a number": lambda: SurprisalLSTM(I, H, least="a"),
+    "least: expected one number, got str": lambda: SurprisalLSTM(I, H, least="a"),
     "least: expected one number, got list": lambda: SurprisalLSTM(I, H, least=[0.5]),
     "tokens: expected int64 ids [T, B], got list": lambda: SurprisalLSTM(I, H)([[1]]),
-    "cell: expected a number": lambda: AdaptiveLSTM(I, H, cell="a"),
+    "cell: expected one number, got str": lambda: AdaptiveLSTM(I, H, cell="a"),
     "cell: expected one number, got list": lambda: AdaptiveLSTM(I, H, cell=[0.5]),
     "hx: expected a tuple of tensors, got int": (
         lambda: AdaptiveLSTM(I, H)(torch.randn(4, 2, I), 5)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, SupportsFloat, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -223,9 +223,9 @@ def check_sizes(**sizes: int) -> None:
             raise ValueError(f"{name}: expected a number above 0, got {size}")
 
 
-def check_one_rate(rate: float, name: str) -> float:
+def check_one_rate(rate: Any, name: str) -> float:
     """Return a rate; raise if it is not a number between 0 and 1."""
-    checked = check_rate(rate, name)
-    if not isinstance(checked, float):
+    single = isinstance(rate, SupportsFloat) and not isinstance(rate, (bool, str))
+    if not single or not isinstance(checked := check_rate(rate, name), float):
         raise TypeError(f"{name}: expected one number, got {type(rate).__name__}")
     return checked

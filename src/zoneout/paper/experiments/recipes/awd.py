@@ -6,7 +6,7 @@ What is known to differ from it here:
 * a word is dropped for one sequence of the batch, in their code for all of them;
 * lengths are at most three standard deviations from their mean, and the end of the text that does
   not fill a batch is left out;
-* the first of their averages counts twice;
+* their averages leave the first update out;
 * their evaluation divides the loss by the number of steps, of which the first is not predicted: in
   validation on words their perplexity is lower by about 0.03.
 """
