@@ -189,3 +189,5 @@ def test_activation_penalty(lengths):
             zo.activation_penalty(torch.tensor(y), 1.0, dropped=torch.tensor(y[1:]))
         with pytest.raises(TypeError, match="alpha: expected a number, got str"):
             zo.activation_penalty(torch.tensor(y), "1")
+        with pytest.raises(ValueError, match="beta: expected a finite number, got nan"):
+            zo.activation_penalty(torch.tensor(y), 1.0, float("nan"))

@@ -128,6 +128,25 @@ def test_the_start_of_a_hyper_lstm_is_that_of_its_authors():
     assert torch.allclose(gate @ gate.T, torch.eye(H), atol=1e-5)
 
 
+@pytest.mark.parametrize("rate", [1.0, 1 - 1e-6])
+@pytest.mark.filterwarnings("ignore:dropout. 0.999999 rounds to 1")
+def test_a_hyper_lstm_can_drop_every_update(rate):
+    """A rate that is drawn as 1 divides by zero; then c, and with it h, stays at zero."""
+    model = HyperLSTM(I, H, hyper_size=4, dropout=rate)
+    y, state = model(torch.randn(T, B, I), seed=1)
+    assert not y.any() and not state[1].any()
+
+
+def test_the_scale_of_dropout_has_the_precision_of_the_input():
+    """In float64 a kept update is off by the rounding of float32."""
+    model = HyperLSTM(I, H, hyper_size=4, dropout=0.3).double()
+    limit = round(0.3 * 65536)
+    keep = (bits("update", 5, 0, [0, 1, 2], H) >= limit) * 65536 / (65536 - limit)
+    x = inputs(T, B, I)
+    want = torch.from_numpy(numpy_hyper(model, x.numpy(), keep))
+    torch.testing.assert_close(model(x, seed=5)[0], want, rtol=1e-12, atol=1e-13)
+
+
 # --- adaptive zoneout -----------------------------------------------------------------------------
 
 
@@ -169,6 +188,13 @@ def test_adaptive_zoneout_starts_at_its_rates_and_learns():
     assert torch.allclose(y, plain(x, seed=5)[0], atol=1e-6)
     y.square().sum().backward()
     assert all(head.weight.grad.abs().sum() > 0 for head in model.rates.values())
+
+
+def test_the_small_lstm_of_adaptive_zoneout_remembers_at_the_start():
+    """Its forget gates would be half closed, so that the rates see only the last few steps."""
+    model = AdaptiveLSTM(I, H, hyper_size=64)
+    gates = (model.hyper.bias_ih_l0 + model.hyper.bias_hh_l0).detach().view(4, 64).mean(1)
+    torch.testing.assert_close(gates, torch.tensor([0.0, 1.0, 0.0, 0.0]), rtol=0, atol=0.15)
 
 
 # --- clockwork ------------------------------------------------------------------------------------
@@ -244,9 +270,9 @@ def numpy_hm(m: HMLSTM, x: Any, slope: float) -> tuple[Any, Any]:
                     z[k] = float(np.clip((slope * sums[4 * H] + 1) / 2, 0, 1) > 0.5)
                     ends[t, b, k] = z[k]
                 below, z_below = h[k], z[k]
-            gates = sigmoid(a["gates_out.weight"] @ h.reshape(-1) + a["gates_out.bias"])
+            gates = sigmoid(a["output.gates.weight"] @ h.reshape(-1))
             out[t, b] = np.maximum(
-                sum(gates[k] * (a[f"out.{k}.weight"] @ h[k]) for k in range(layers)), 0
+                sum(gates[k] * (a[f"output.layers.{k}.weight"] @ h[k]) for k in range(layers)), 0
             )
     return out, ends
 
@@ -272,6 +298,20 @@ def test_hm_lstm():
     assert all(model.own[k].grad[-1].abs().sum() > 0 for k in range(2)), "straight-through"
     model.begin_epoch(1000)
     assert model.slope.item() == 5.0
+
+
+def test_an_hm_lstm_remembers_at_the_start():
+    """The layer norm takes a bias of the forget gate away: c would be halved at every step."""
+    model = HMLSTM(I, 64)
+    with torch.no_grad():
+        for weight in (*model.own, *model.below, *model.above):
+            weight.zero_()  # so that a gate is what its start makes of it
+        for norm in model.norm_gates:
+            norm.bias[2] = 0.0  # nothing new enters c
+    c = torch.ones(1, 64)
+    states = [torch.zeros(1, 64), c, torch.zeros(1, 1)] * 2 + [torch.zeros(1, 64), c]
+    _, state = model(torch.zeros(1, 1, I), tuple(states))
+    torch.testing.assert_close(state[1], torch.full((1, 64), torch.tensor(1.0).sigmoid().item()))
 
 
 # --- surprisal ------------------------------------------------------------------------------------
@@ -375,6 +415,29 @@ ERRORS: dict[str, Any] = {
     "hidden_old=…): expected a rate between 0 and 1, got 1.5": lambda: zo.Swapout(hidden_old=1.5),
     "input=…): expected a rate between 0 and 1, got -1": lambda: zo.FastDropout(input=-1.0),
     "expected periods of at least 1, got 0": lambda: zo.Zoneout(mask="clock", periods=0),
+    "num_layers: expected a whole number, got 2.5": lambda: HMLSTM(I, H, 2.5),
+    "epoch: expected a whole number, 0 or more, got -100": lambda: HMLSTM(I, H).begin_epoch(-100),
+    "unexpected keyword argument 'nonsense'": (
+        lambda: HMLSTM(I, H)(torch.randn(4, 2, I), nonsense=3)
+    ),
+    "least: expected one number, got str": lambda: SurprisalLSTM(I, H, least="a"),
+    "least: expected one number, got list": lambda: SurprisalLSTM(I, H, least=[0.5]),
+    "tokens: expected int64 ids [T, B], got list": lambda: SurprisalLSTM(I, H)([[1]]),
+    "cell: expected one number, got str": lambda: AdaptiveLSTM(I, H, cell="a"),
+    "cell: expected one number, got list": lambda: AdaptiveLSTM(I, H, cell=[0.5]),
+    "hx: expected a tuple of tensors, got int": (
+        lambda: AdaptiveLSTM(I, H)(torch.randn(4, 2, I), 5)
+    ),
+    "hx: expected a tuple of tensors, got Tensor": (
+        lambda: HyperLSTM(I, H)(torch.randn(4, 2, I), torch.zeros(2, H))
+    ),
+    "expected one for each module, such as [1, 2, 4, 8], got 4": lambda: clockwork(zo.RNN(I, H), 4),
+    "expected one for each module, such as [1, 2, 4, 8], got none": (
+        lambda: clockwork(zo.RNN(I, H), [])
+    ),
+    "input: expected torch.float32 as the weights have, got torch.float64; try": (
+        lambda: HyperLSTM(I, H)(inputs(4, 2, I))
+    ),
     "num_layers: expected at least 2": lambda: HMLSTM(I, H, 1),
     "least: expected a rate between 0 and 1": lambda: SurprisalLSTM(I, H, least=-1.0),
     "expected periods of at least 1": lambda: clockwork(zo.RNN(I, H), [0, 1]),
@@ -441,3 +504,23 @@ def test_a_step_can_be_compiled(name, monkeypatch):
     model.eval()
     with torch.no_grad():  # more variants of each function than torch compiles by default
         assert model(tokens)[0].isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch's own
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_step_is_compiled_once_for_all_lengths(name, monkeypatch):
+    """Every batch of another length would be compiled anew, which takes longer than its steps."""
+    compiled: list[Any] = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        compiled.append(module)
+        return module.forward
+
+    monkeypatch.setattr(steps, "_compile", functools.partial(steps._compile, backend=backend))
+    model = MAKES[name]()
+    model.compiled = True
+    counts = []
+    for length in (3, 5, 4):
+        model(torch.randint(0, I, (length, B)), seed=3)
+        counts.append(len(compiled))
+    assert counts[0] > 0 and counts == counts[:1] * 3

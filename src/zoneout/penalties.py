@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import SupportsFloat
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -130,6 +131,9 @@ def _wide(outputs: Tensor) -> torch.dtype:
     return torch.float32 if half else outputs.dtype
 
 
-def _check_number(value: float, name: str) -> None:
+def _check_number(value: Any, name: str) -> None:
     if isinstance(value, (bool, str)) or not isinstance(value, SupportsFloat):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+    # The value of a tensor is not read: that would wait for a GPU.
+    if not isinstance(value, Tensor) and not math.isfinite(float(value)):
+        raise ValueError(f"{name}: expected a finite number, got {value}")

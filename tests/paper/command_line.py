@@ -29,7 +29,7 @@ SMALL = [
     "--log-every",
     "10",
 ]
-SMALL += ["--evaluation.every", "10", "--device", "cpu"]
+SMALL += ["--evaluation.every", "10", "--save-every", "10", "--device", "cpu"]
 
 
 @pytest.fixture

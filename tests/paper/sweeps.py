@@ -28,6 +28,7 @@ BASE = Config(
     model=Model(hidden=8, embedding=0),
     evaluation=Evaluation(Protocol("chunks", length=25), Protocol("whole", length=100), every=10),
     epochs=2,
+    save_every=10,
     device="cpu",
 )
 GRID = ["zoneout.cell=0,0.5"]

@@ -170,7 +170,7 @@ def test_a_field_that_is_left_out_has_its_default() -> None:
         ),
         (
             {"model": {"cell": "surprisal-lstm", "embedding": 8}},
-            r"model\.embedding, model\.dropout: expected 0 with surprisal-lstm",
+            r"model\.embedding: expected 0 with surprisal-lstm",
         ),
         (
             {"model": {"cell": "adaptive-lstm"}},
@@ -184,6 +184,49 @@ def test_a_field_that_is_left_out_has_its_default() -> None:
             {"model": {"cell": "hyper-lstm"}, "data": {"name": "mnist"}},
             r"model\.cell: expected lstm, gru, rnn or rnn-relu, got hyper-lstm",
         ),
+        (
+            {"model": {"cell": "hyper-lstm"}, "recurrent_dropout": {"rate": 0.1, "mask": "step"}},
+            r"recurrent_dropout\.mask: expected unit with hyper-lstm, got 'step'",
+        ),
+        (
+            {
+                "model": {"cell": "hyper-lstm"},
+                "recurrent_dropout": {"rate": 0.1, "hold_output_gate": True},
+            },
+            r"recurrent_dropout\.hold_output_gate: expected false with hyper-lstm",
+        ),
+        (
+            {"model": {"cell": "hm-lstm", "layers": 2, "init": "identity"}},
+            r"model\.init: expected another with hm-lstm, .*, got identity; try --model",
+        ),
+        (
+            {"schedule": {"kind": "milestones"}},
+            r"schedule\.at: expected the numbers of some epochs with milestones, got none",
+        ),
+        (
+            {
+                "model": {"cell": "rnn", "modules": [1, 2, 4, 6]},
+                "batches": {"kind": "streams", "length": 100},
+            },
+            r"batches\.length: expected a multiple of 12, .*, got 100; try 96",
+        ),
+        (
+            {
+                "model": {"layers": 2},
+                "zoneout": {"mask": "clock", "periods": [1, 8]},
+                "batches": {"kind": "streams", "length": 5},
+            },
+            r"batches\.length: expected a multiple of 8, .*, got 5; try 8",
+        ),
+        (
+            {
+                "model": {"cell": "rnn", "modules": [1, 2]},
+                "batches": {"kind": "streams", "length": 100, "halved": 0.1},
+            },
+            r"batches\.halved, batches\.spread: expected 0 with a clock",
+        ),
+        ({"optimizer": {"l2": -1.0}}, r"optimizer\.l2: expected a finite number, 0 or more"),
+        ({"model": {"input_dropout": 1.5}}, r"model\.input_dropout: expected a rate between 0"),
         ({"system": {"scales": 0}}, r"system\.scales: expected a number above 0, got 0"),
         ({"schedule": {"kind": "plateau", "after": 0}}, r"schedule\.after: expected at least 1"),
         ({"seed": 2**64}, r"seed: expected an integer of at most 64 bits"),
@@ -288,16 +331,31 @@ HYPER: dict[str, Any] = {"model.cell": "hyper-lstm"}
 SURPRISAL: dict[str, Any] = {"model.cell": "surprisal-lstm", "model.embedding": 0}
 READ = [  # a field, settings with which it is read, and with which it is not
     ("schedule.by", {"schedule.kind": "divide"}, {"schedule.kind": "cosine"}),
-    ("schedule.by", {"schedule.kind": "milestones"}, {}),
+    ("schedule.by", {"schedule.kind": "milestones", "schedule.at": [2]}, {}),
     ("schedule.after", {"schedule.kind": "divide"}, {}),
-    ("schedule.after", {"schedule.kind": "plateau"}, {"schedule.kind": "milestones"}),
-    ("schedule.at", {"schedule.kind": "milestones"}, {"schedule.kind": "plateau"}),
+    (
+        "schedule.after",
+        {"schedule.kind": "plateau"},
+        {"schedule.kind": "milestones", "schedule.at": [2]},
+    ),
+    (
+        "schedule.at",
+        {"schedule.kind": "milestones", "schedule.at": [2]},
+        {"schedule.kind": "plateau"},
+    ),
+    (
+        "schedule.at",
+        {"schedule.kind": "milestones", "schedule.at": [2, 19], "epochs": 20},
+        {"schedule.kind": "milestones", "schedule.at": [2, 20], "epochs": 20},
+    ),
+    ("model.init", SURPRISAL | {"model.init": "uniform"}, SURPRISAL),
     ("model.hidden", {}, {"model.sizes": [3, 4]}),
     ("model.layers", {}, {"model.sizes": [3, 4]}),
     ("model.one_bias", {}, HYPER),
     ("system.hyper", HYPER, {}),
     ("system.scales", HYPER, {}),
-    ("system.output", {"model.cell": "hm-lstm", "model.layers": 2}, HYPER),
+    ("model.output", {}, {"data.name": "mnist"}),
+    ("model.input_dropout", {}, {"data.name": "mnist"}),
     ("system.least", SURPRISAL, HYPER),
     ("system.compile", HYPER, {}),
     ("swapout.mask", {"swapout.hidden_old": 0.1}, {}),

@@ -152,6 +152,26 @@ def test_dropout_is_on_the_embedding_and_before_the_softmax_and_between_layers()
     assert model.eval()(tokens).logits.count_nonzero() == output.logits.numel()
 
 
+def test_dropout_of_the_input_is_of_its_own() -> None:
+    """One-hot input is never dropped, or an embedding has the rate of other places."""
+    model, seen = model_of(embedding=0, input_dropout=0.5, dropout=0.25), dict[str, torch.Tensor]()
+    model.recurrent.register_forward_pre_hook(lambda m, args: seen.update(input=args[0]))
+    tokens = torch.randint(0, SYMBOLS, (200, 3))
+    model(tokens, seed=1)
+    x, rows = seen["input"], nn.functional.one_hot(tokens, SYMBOLS)
+    kept = x.sum(-1) > 0
+    assert torch.equal(x, 2.0 * rows * kept[..., None])
+    assert kept.float().mean().item() == pytest.approx(0.5, abs=0.1)
+    model.eval()(tokens)
+    assert seen["input"] is tokens
+    for rate, want in ((None, 0.25), (0.0, 0.0), (0.5, 0.5)):
+        model = model_of(embedding=400, dropout=0.25, input_dropout=rate)
+        model.recurrent.register_forward_pre_hook(lambda m, args: seen.update(input=args[0]))
+        model(tokens, seed=1)
+        gone = seen["input"].eq(0).float().mean().item()
+        assert gone == pytest.approx(want, abs=0.02)
+
+
 def test_weight_noise_is_on_every_matrix_and_on_no_bias() -> None:
     """The output matrix too has its noise, of the standard deviation that is asked for."""
     model = build(replace(NOISY, weight_noise=0.5, model=Model(hidden=100, embedding=5)), SYMBOLS)

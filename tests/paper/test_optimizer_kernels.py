@@ -14,6 +14,8 @@ SETTINGS = [
     Settings("adam", lr=0.01, clip_gradient=1.0, weight_decay=0.1),
     Settings("sgd", lr=1.0, clip_gradient=10.0),
     Settings("sgd", lr=0.1, momentum=0.9, clip_update=1.0, weight_decay=0.1),
+    Settings("adam", lr=0.01, clip_gradient=1.0, l2=0.1),
+    Settings("sgd", lr=0.1, clip_gradient=1.0, l2=0.1),
     Settings("rmsprop", paper=True, lr=0.001, decay=0.5, clip_gradient=1.0),
     Settings("rmsprop", lr=0.01, decay=0.8, momentum=0.5),
 ]
@@ -32,7 +34,8 @@ def trained(settings: Settings, device: str = "cpu") -> list[torch.Tensor]:
 
 
 def name(settings: Settings) -> str:
-    return f"{settings.rule}{'-paper' * settings.paper}{'-momentum' * bool(settings.momentum)}"
+    parts = {"paper": settings.paper, "momentum": settings.momentum, "l2": settings.l2}
+    return "-".join([settings.rule, *(part for part, used in parts.items() if used)])
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -173,6 +175,38 @@ def test_weight_decay_leaves_learned_states_alone() -> None:
     Optimizer(states, Settings("sgd", weight_decay=1.0, clip_gradient=0.0)).step(
         [torch.zeros(1, 4)] * 2, torch.tensor(0.1)
     )  # nothing to do
+
+
+@pytest.mark.parametrize(
+    "settings, make",
+    [
+        (Settings("adam", lr=0.01, l2=0.3), lambda p: torch.optim.Adam(p, weight_decay=0.3)),
+        (Settings("sgd", lr=0.1, l2=0.3), lambda p: torch.optim.SGD(p, weight_decay=0.3)),
+        (
+            Settings("sgd", lr=0.1, l2=0.3, momentum=0.9),
+            lambda p: torch.optim.SGD(p, momentum=0.9, weight_decay=0.3),
+        ),
+        (
+            Settings("rmsprop", lr=0.01, l2=0.3),
+            lambda p: torch.optim.RMSprop(p, alpha=0.9, weight_decay=0.3),
+        ),
+    ],
+)
+@pytest.mark.parametrize("limit", [0.0, 0.25])
+def test_an_l2_penalty_is_torchs_weight_decay(settings: Settings, make, limit: float) -> None:  # type: ignore[no-untyped-def]
+    """It is clipped with the gradient, is not divided by √v, or leaves biases out."""
+    parameters = [p.requires_grad_() for p in start().values()]
+    optimizer = make(parameters)
+    for number, grads in enumerate(gradients()):
+        for group in optimizer.param_groups:
+            group["lr"] = settings.lr / (number + 1)
+        for parameter, grad in zip(parameters, grads):
+            parameter.grad = grad
+        if limit:
+            torch.nn.utils.clip_grad_norm_(parameters, limit)
+        optimizer.step()
+    for ours, theirs in zip(run(replace(settings, clip_gradient=limit)), parameters):
+        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-7)
 
 
 def test_clipping_leaves_small_and_zero_gradients_alone() -> None:

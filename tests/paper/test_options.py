@@ -31,7 +31,7 @@ from zoneout.paper.training.optimizers import Average
 from zoneout.paper.training.processes import Processes
 from zoneout.paper.training.runs import load, read_metrics
 from zoneout.paper.training.step import Step, learning_rates
-from zoneout.paper.training.train import load_data, train
+from zoneout.paper.training.train import falls_behind, load_data, train
 
 CPU = torch.device("cpu")
 SYMBOLS = 7
@@ -90,8 +90,8 @@ def test_a_run_is_judged_by_its_averages_after_a_plateau(tmp_path: Path) -> None
         for name in ("run", "parts", "plain")
     }
     assert lines["run"] == lines["parts"]
-    worse = [b >= min(lines["plain"][: k + 1]) for k, b in enumerate(lines["plain"][1:])]
-    first = worse.index(True) + 2  # the validation after the first that was no best
+    worse = [b > min(lines["plain"][: k + 1]) for k, b in enumerate(lines["plain"][2:])]
+    first = worse.index(True) + 3  # the validation after the first that fell behind
     assert first < 11, "the run that was continued had no averages yet"
     assert lines["run"][:first] == lines["plain"][:first] and lines["run"] != lines["plain"]
     train_lines = [
@@ -99,6 +99,30 @@ def test_a_run_is_judged_by_its_averages_after_a_plateau(tmp_path: Path) -> None
         for name in ("run", "plain")
     ]
     assert train_lines[0] == train_lines[1], "training went on from the averages"
+
+
+def test_averaging_begins_where_the_authors_of_awd_lstm_begin_it() -> None:
+    """It begins only after some bad validations in a row, or counts the latest of them."""
+    chance = np.random.default_rng(0)
+    for count in (1, 2, 5):
+        losses: list[float] = []
+        series = (10 - 0.02 * np.arange(200) + 0.05 * chance.standard_normal(200)).tolist()
+        for number, loss in enumerate(series):
+            before = series[: max(0, number - count)]
+            assert falls_behind(losses, loss, count) == bool(before and loss > min(before))
+            assert len(losses) <= count + 1
+
+
+def test_weights_are_averaged_from_their_start_on_and_not_before() -> None:
+    """Every update costs a pass over all weights, long before any is averaged."""
+    weight = torch.zeros(2)
+    average = Average({"weight": weight})
+    average.step(weight.fill_(5.0))
+    assert not average.values["weight"].any() and not average.count
+    average.start()
+    average.step(weight.fill_(1.0))
+    average.step(weight.fill_(2.0))
+    assert average.values["weight"].tolist() == [1.5, 1.5] and int(average.count) == 2
 
 
 # --- penalties
@@ -148,6 +172,7 @@ def test_streams_with_random_lengths_are_the_text_in_order() -> None:
     assert torch.equal(torch.cat([y for _, y in pieces]), feed.streams[1 : sum(lengths) + 1].long())
     count = step.begin(1, 0, 20)
     assert count == len(lengths) <= feed.updates()
+    assert feed.total() == sum(len(feed.order(epoch)) for epoch in range(3)) < 3 * feed.updates()
     plain = learning_rates(step.config, 1, 20, count)
     torch.testing.assert_close(step.rates[:count], plain * torch.tensor(lengths) / 12)
     for _ in range(2):

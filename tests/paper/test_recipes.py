@@ -11,6 +11,7 @@ import json
 import math
 import os
 import pkgutil
+import re
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,22 @@ def test_the_records_are_of_the_recipes() -> None:
     for path in paths:
         there = from_json(json.loads(path.read_text())["config"])
         assert not changes(there, RECIPES[path.parent.name].make()), path
+
+
+PLAN = Path(__file__).parents[2] / "docs" / "past-the-paper.md"
+
+
+def test_the_recipes_have_the_seeds_of_the_plan() -> None:
+    """The commands of the plan run other seeds than its table has, or leave an arm out."""
+    plan = PLAN.read_text(encoding="utf-8").partition("## AWD-LSTM: the plan")[2]
+    table = re.findall(r"\| `(\w+_awd\w*)` \| ([\d, ]+) \|", plan)
+    awd = {name: r.seeds for name, r in RECIPES.items() if r.group == "past"}
+    assert {name: tuple(map(int, seeds.split(","))) for name, seeds in table} == awd
+    commands = plan.partition("```sh")[2].replace("\\\n", " ").splitlines()
+    reproduced = [w for line in commands if line.startswith("zoneout rep") for w in line.split()]
+    assert set(reproduced) >= set(awd)
+    sweeps = [line for line in commands if line.startswith("zoneout sweep")]
+    assert len(sweeps) == 3 and all("--evaluation.skip-test" in line for line in sweeps)
 
 
 def test_select() -> None:

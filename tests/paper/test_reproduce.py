@@ -147,6 +147,13 @@ def test_what_is_missing_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "  text8_prefix_batch_norm: about 105 minutes" in listed.partition("Not to be run:")[2]
 
 
+def test_a_record_has_a_test() -> None:
+    """A run is trained for hours, and then no record can be made of it."""
+    with pytest.raises(ValueError, match="skip_test: expected false, since every record has"):
+        run("tiny", settings={"evaluation.skip_test": True})
+    assert not Path("out").exists()
+
+
 def test_a_row_about_a_precision_is_run_in_it() -> None:
     """A run in float32 would pass for the row that asks what TF32 changes."""
     add("char_ptb_tiny", TINY, precision="bf16")

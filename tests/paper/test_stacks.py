@@ -71,6 +71,49 @@ def test_layers_of_several_sizes_are_layers_one_after_the_other() -> None:
     assert all(layer.bias_ih_l0[layer.hidden_size :].max() > 0.9 for layer in layers)
 
 
+@pytest.mark.parametrize("units", [(5, 4), (4, 4), (4,)])
+def test_an_output_layer_sees_all_layers(units: tuple[int, ...]) -> None:
+    """The softmax sees the last layer alone, or a gate is that of another layer."""
+    config = Config(model=Model(sizes=units, embedding=3, output=6, init="orthogonal"))
+    model: Any = build(config, SYMBOLS).eval()
+    y, found = model.embedding(TOKENS), []
+    layers = model.recurrent.layers if len(units) > 1 else [model.recurrent]
+    for layer in layers:
+        y = layer(y)[0]
+        found.append(y)
+    gates = torch.sigmoid(torch.cat(found, -1) @ model.output.gates.weight.t())
+    sums = [
+        gates[..., k : k + 1] * (h @ model.output.layers[k].weight.t()) for k, h in enumerate(found)
+    ]
+    want = torch.relu(torch.stack(sums).sum(0))
+    assert [layer.hidden_size for layer in layers] == list(units) and want.any()
+    output = model(TOKENS)
+    torch.testing.assert_close(output.hidden, want)
+    torch.testing.assert_close(output.logits, want @ model.softmax.weight.t() + model.softmax.bias)
+    torch.testing.assert_close(in_pieces(model), output.logits)
+    output.logits.square().sum().backward()
+    assert all(p.grad is not None and p.grad.any() for p in model.output.parameters())
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"data.name": "mnist"}, "model.output: expected 0 for images, got 6"),
+        ({"weight_noise": 0.1}, "model.output: expected 0 with noise on weights"),
+        ({"model.layers": 2, "zoneout.depth": 0.1}, "model.output: expected 0 with noise over"),
+        (
+            {"model.cell": "surprisal-lstm", "model.embedding": 0},
+            "model.output: expected 0 with surprisal-lstm, whose softmax is inside the step, got 6",
+        ),
+        ({"model.tied": True}, r"size of the softmax's input \(6\)"),
+    ],
+)
+def test_an_output_layer_that_cannot_be(changes: dict[str, Any], says: str) -> None:
+    """A model has no such layer, though it was asked for."""
+    with pytest.raises(ValueError, match=says):
+        change(Config(model=Model(output=6)), changes)
+
+
 def test_layers_of_a_stack_draw_apart() -> None:
     """All layers would keep the same units at the same steps."""
     config = Config(
@@ -95,9 +138,11 @@ def test_a_system_is_a_layer_of_a_model(cell: Any) -> None:
     layers = 2 if cell == "hm-lstm" else 1
     model: Any = build(
         Config(
-            model=Model(cell, hidden=6, layers=layers, embedding=0),
+            model=Model(
+                cell, hidden=6, layers=layers, embedding=0, output=0 if cell[0] == "s" else 5
+            ),
             zoneout=zoneout,
-            system=System(hyper=3, output=5 if cell == "hm-lstm" else 0, least=0.3),
+            system=System(hyper=3, least=0.3),
         ),
         SYMBOLS,
     ).eval()
@@ -182,10 +227,13 @@ def test_an_update_in_a_graph_is_the_update(name: str) -> None:
         if captured:
             step.capture()
         losses = []
-        for _ in range(4):
+        for number in range(4):
+            if number == 2:  # the next updates are of another graph
+                step.average.start()
             step()
             losses.append(step.nats.item())
-        found.append(losses)
+        averages = (value.square().mean().item() for value in step.average.values.values())
+        found.append([*losses, *averages])
     assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 

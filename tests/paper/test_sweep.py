@@ -6,6 +6,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -610,6 +611,22 @@ def test_the_table_has_the_best_first_and_the_spread_over_seeds() -> None:
 
 name: no disk"""
     )
+
+
+def test_a_sweep_can_leave_its_tests_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The best settings are chosen beside their tests, in the table or on the page."""
+    config = change(BASE, {"evaluation.skip_test": True, "epochs": 1})
+    arguments = [*flags(changed(config)), "--grid", GRID[0], "--parallel", "1"]
+    assert main.main(["sweep", *arguments, "--out", str(tmp_path / "out")]) == 0
+    out, err = capsys.readouterr()
+    page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    assert "| zoneout.cell | valid" in out and "valid 4" in err + out
+    for text in (out, err, page):
+        assert not re.search(r"\| test|, test \d|>test<", text)
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [row["test"] for row in results] == [None, None]
 
 
 def test_the_page_has_the_shared_look_and_escapes_every_string(undisturbed: Path) -> None:

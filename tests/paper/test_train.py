@@ -515,6 +515,69 @@ def test_a_killed_epoch_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
 
 
+def test_a_validation_is_no_reason_for_a_checkpoint(tmp_path: Path) -> None:
+    """A large model spends more time on writing checkpoints than on training."""
+    config = replace(CHARS, updates=30, epochs=9, evaluation=replace(CHARS.evaluation, every=3))
+    events: list[dict[str, Any]] = []
+    train(config, tmp_path / "run", progress=events.append)
+    assert [e["update"] for e in events if e["kind"] == "save"] == [30]
+    assert sum(e["kind"] == "valid" for e in events) == 10
+    events.clear()
+    train(replace(config, save_every=6), tmp_path / "more", progress=events.append)
+    assert [e["update"] for e in events if e["kind"] == "save"] == [6, 12, 18, 24, 30]
+
+
+def test_a_run_killed_between_a_new_best_and_the_next_checkpoint(tmp_path: Path) -> None:
+    """The best weights are those of a later update than the checkpoint: the end is another."""
+    config = replace(CHARS, updates=16, save_every=4)
+    config = replace(config, evaluation=replace(config.evaluation, every=6))
+    train(config, tmp_path / "whole")
+
+    class Killed(BaseException):
+        pass
+
+    def kill(event: dict[str, Any]) -> None:
+        if event["kind"] == "step" and event["update"] == 7:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(config, tmp_path / "run", progress=kill)
+    assert runs.load(tmp_path / "run").info["update"] == 6
+    assert runs.Run(tmp_path / "run").checkpoints()[0].name == "00000004"
+    events: list[dict[str, Any]] = []
+    train(None, tmp_path / "run", resume=True, progress=events.append)
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+    assert not [e for e in events if e["kind"] == "note"]
+
+
+def test_best_weights_of_a_killed_try_that_did_not_come_again_are_told(tmp_path: Path) -> None:
+    """The score of a run is shown as that of weights which have another."""
+    config = replace(CHARS, updates=6)
+    train(config, tmp_path / "run")
+    best = tmp_path / "run" / "best.safetensors"
+    weights, about = runs.read_tensors(best)
+    module.runs.write_tensors(best, weights, {**about, "nats": about["nats"] / 2})
+    events: list[dict[str, Any]] = []
+    train(None, tmp_path / "run", resume=True, progress=events.append)
+    (note,) = [e["text"] for e in events if e["kind"] == "note"]
+    assert note.startswith("best.safetensors has weights of before the run was killed, of update 6")
+
+
+def test_a_run_can_leave_its_test_out(tmp_path: Path) -> None:
+    """Settings are chosen by runs whose tests everybody has seen."""
+    evaluation = replace(CHARS.evaluation, skip_test=True, temperature=True)
+    summary = train(replace(CHARS, evaluation=evaluation), tmp_path / "run")
+    whole = train(replace(CHARS, evaluation=replace(evaluation, skip_test=False)), tmp_path / "all")
+    assert summary.status == "finished" and summary.test is None and whole.test is not None
+    kinds = {row["kind"] for row in read_metrics(tmp_path / "run")}
+    assert kinds == {"train", "valid"} and summary.best == whole.best
+    both = [runs.read_tensors(tmp_path / name / "best.safetensors")[0] for name in ("run", "all")]
+    assert all(torch.equal(both[0][name], both[1][name]) for name in both[1]), "as with a test"
+    assert "test" not in describe(tmp_path / "run") or describe(tmp_path / "run")["test"] is None
+    later = replace(CHARS, evaluation=replace(evaluation, skip_test=False))
+    assert train(later, tmp_path / "run", resume=True).test == whole.test
+
+
 def test_a_run_cannot_be_made_shorter(tmp_path: Path) -> None:
     """The config says that a run had less training than what its weights come from."""
     done = train(CHARS, tmp_path / "run")

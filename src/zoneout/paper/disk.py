@@ -290,6 +290,10 @@ FIELDS: dict[str, tuple[str, Any]] = {
         lambda v: isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 2**63,
     ),
     "number": ("a finite number", is_number),
+    "numbers": (
+        "a list of finite numbers",
+        lambda v: isinstance(v, list) and all(map(is_number, v)),
+    ),
     "text": ("a string", lambda v: isinstance(v, str)),
     "flag": ("true or false", lambda v: isinstance(v, bool)),
     "fields": ("named fields in braces", lambda v: isinstance(v, dict)),

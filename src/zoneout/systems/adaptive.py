@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..layers import LSTM
 from ..noise import Zoneout
-from .steps import Loop, check_sizes
+from .steps import Loop, check_one_rate, check_sizes, check_state
 
 
 class AdaptiveLSTM(Loop):
@@ -49,7 +49,8 @@ class AdaptiveLSTM(Loop):
         super().__init__()
         check_sizes(input_size=input_size, hidden_size=hidden_size, hyper_size=hyper_size)
         self.input_size, self.hidden_size = input_size, hidden_size
-        self.start = {"cell": cell, "hidden": hidden}
+        start = {"cell": cell, "hidden": hidden}
+        self.start = {name: check_one_rate(rate, name) for name, rate in start.items()}
         for name, rate in self.start.items():
             if not 0 < rate < 1:
                 raise ValueError(f"{name}: expected a rate above 0 and below 1, got {rate}")
@@ -63,9 +64,15 @@ class AdaptiveLSTM(Loop):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise both LSTMs, and the rates to those at the start, the same at all steps."""
+        """Initialise both LSTMs, and the rates to those at the start, the same at all steps.
+
+        1 is added to the forget biases of the small LSTM.
+        """
         self.main.reset_parameters()
         self.hyper.reset_parameters()
+        small: Any = self.hyper
+        size = small.hidden_size
+        small.bias_ih_l0[size : 2 * size] += 1.0
         for name, rate in self.start.items():
             head: Any = self.rates[name]
             head.weight.zero_()
@@ -97,6 +104,8 @@ class AdaptiveLSTM(Loop):
 
         The arguments are those of `HyperLSTM.forward`.
         """
+        if hx is not None:
+            check_state(hx)
         if hx is not None and len(hx) != 4:
             raise ValueError(f"hx: expected h, c, ĥ and ĉ, got {len(hx)} tensors")
         main, hyper = (None, None) if hx is None else (hx[:2], hx[2:])

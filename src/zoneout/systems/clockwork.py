@@ -27,6 +27,9 @@ def module_periods(hidden_size: int, periods: Sequence[int]) -> Tensor:
     >>> module_periods(5, [1, 2])
     tensor([1, 1, 1, 2, 2])
     """
+    if not isinstance(periods, (Sequence, Tensor)) or not len(periods):
+        got = "none" if hasattr(periods, "__len__") else repr(periods)
+        raise ValueError(f"periods: expected one for each module, such as [1, 2, 4, 8], got {got}")
     checked = check_periods(list(periods), "periods")
     if len(checked) > hidden_size:
         raise ValueError(f"periods: expected at most {hidden_size}, one a unit, got {len(checked)}")

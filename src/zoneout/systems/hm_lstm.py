@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..init import orthogonal_
+from .output import GatedOutput
 from .steps import GateNorm, Loop, Norm, Product, check_sizes, each_norm, normalised
 
 State = tuple[Tensor, ...]  # h, c and z of each layer in turn; the last layer has no z
@@ -56,7 +56,12 @@ class HMLSTM(Loop):
     ) -> None:
         super().__init__()
         output_size = hidden_size if output_size is None else output_size
-        check_sizes(input_size=input_size, hidden_size=hidden_size, output_size=output_size)
+        check_sizes(
+            input_size=input_size,
+            hidden_size=hidden_size,
+            num_layers=num_layers,
+            output_size=output_size,
+        )
         if num_layers < 2:
             raise ValueError(f"num_layers: expected at least 2, got {num_layers}")
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
@@ -71,24 +76,31 @@ class HMLSTM(Loop):
         self.biases = nn.ParameterList(torch.empty(n) for n in rows)
         self.norm_gates = nn.ModuleList(GateNorm(4, hidden_size) for _ in rows)
         self.norm_c = nn.ModuleList(GateNorm(1, hidden_size) for _ in rows)
-        self.gates_out = nn.Linear(num_layers * hidden_size, num_layers)
-        self.out = nn.ModuleList(nn.Linear(hidden_size, self.output_size, False) for _ in rows)
+        self.output = GatedOutput([hidden_size] * num_layers, self.output_size)
         self.register_buffer("slope", torch.ones(()))
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise matrices of gates orthogonally, and biases with 0 (forget gates: 1)."""
+        """Initialise matrices of gates orthogonally, biases and shifts with 0 (forget gates: 1).
+
+        The 1 is in the shift of the norm: the norm would remove it from the bias before.
+        """
         for weight in (*self.own, *self.below, *self.above):
             orthogonal_(weight)
         for bias in self.biases:
             bias.zero_()
-            bias[self.hidden_size : 2 * self.hidden_size] = 1.0
-        for module in (self.gates_out, *self.out):
-            module.reset_parameters()
+        norm: Any
+        for norm in (*self.norm_gates, *self.norm_c):
+            norm.reset_parameters()
+        for norm in self.norm_gates:
+            norm.bias[1] = 1.0  # of i, f, g, o
+        self.output.reset_parameters()
 
     def begin_epoch(self, epoch: int) -> None:
         """Set the slope of the boundaries' sigmoid: 1 + 0.04 · epoch, at most 5."""
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
+            raise ValueError(f"epoch: expected a whole number, 0 or more, got {epoch!r}")
         self.slope.fill_(min(5.0, 1.0 + 0.04 * epoch))
 
     def initial_state(self, batch: int, like: Tensor) -> State:
@@ -99,13 +111,22 @@ class HMLSTM(Loop):
             states += [like.new_zeros(batch, 1)] if layer < self.num_layers - 1 else []
         return tuple(states)
 
-    def forward(self, input: Tensor, hx: State | None = None, **where: Any) -> tuple[Tensor, State]:
+    def forward(
+        self,
+        input: Tensor,
+        hx: State | None = None,
+        *,
+        seed: int | Tensor | None = None,
+        examples: Any = None,
+        first_step: int = 0,
+    ) -> tuple[Tensor, State]:
         """Return the outputs [T, B, output_size] and the state: h, c and z of each layer.
 
         Args:
             input: [T, B, input_size], or int64 ids of one-hot rows [T, B].
             hx: the state to start from; by default zeros.
-            where: seed, examples and first_step, which have no effect: nothing is drawn.
+            seed, examples, first_step: as in the other systems; without effect, since nothing is
+                drawn.
         """
         x = self.one_hot(input)
         state = self.begins(hx, x)
@@ -122,13 +143,7 @@ class HMLSTM(Loop):
         for t in range(steps):
             state = self.step(t, state, products, [each[t] for each in norms])
             outputs.append(torch.cat(state[0::3], dim=-1))
-        return self._output(torch.stack(outputs)), state
-
-    def _output(self, h: Tensor) -> Tensor:
-        """Return ReLU(Σ g_l W_l h_l), from the h of all layers side by side."""
-        gates, parts = self.gates_out(h).sigmoid(), h.chunk(self.num_layers, dim=-1)
-        each = (gates[..., k, None] * out(parts[k]) for k, out in enumerate(self.out))
-        return F.relu(sum(each))
+        return self.output(torch.stack(outputs)), state
 
     def step(self, t: int, state: State, products: Any, norms: Any) -> State:
         """Return the state after step t."""

@@ -13,7 +13,7 @@ from .steps import (
     Loop,
     Norm,
     Product,
-    check_dropout,
+    check_one_rate,
     check_sizes,
     each_norm,
     each_step,
@@ -62,7 +62,7 @@ class HyperLSTM(Loop):
             embedding_size=embedding_size,
         )
         self.input_size, self.hidden_size, self.hyper_size = input_size, hidden_size, hyper_size
-        self.embedding_size, self.dropout = embedding_size, check_dropout(dropout, "dropout")
+        self.embedding_size, self.dropout = embedding_size, check_one_rate(dropout, "dropout")
         self.weight_ih = nn.Parameter(torch.empty(4 * hidden_size, input_size))
         self.weight_hh = nn.Parameter(torch.empty(4 * hidden_size, hidden_size))
         self.bias = nn.Parameter(torch.empty(4 * hidden_size))
@@ -120,7 +120,9 @@ class HyperLSTM(Loop):
             where: dict[str, Any] = {"examples": examples, "first_step": first_step}
             bits = self.bits("update", x, self.hidden_size, seed=seed, **where)
             limit = round(self.dropout * 65536)
-            kept = ((bits >= limit) * (65536 / (65536 - limit))).to(x.dtype).unbind(0)
+            # A rate that is drawn as 1 drops everything, and leaves nothing to scale.
+            scale = 65536 / (65536 - limit) if limit < 65536 else 0.0
+            kept = ((bits >= limit).to(x.dtype) * scale).unbind(0)
         steps, batch = x.shape[:2]
         of_x, of_h = self.hyper_ih.split([self.input_size, self.hidden_size], dim=1)
         to_hyper = Product(torch.cat([of_h, self.hyper_hh], dim=1), x @ of_x.t())

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, SupportsFloat, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from ..draws import constant, example_ids
 from ..noise import Rule, plane
+from ..ops import autocast_on
 from ..ops.dropout import random_units
 from ..philox import as_seed, fresh_seed
 from ..rates import check_rate, readable
@@ -51,7 +52,7 @@ class Loop(nn.Module):
         """Return the input as features; int64 is read as ids of one-hot rows."""
         if not isinstance(input, Tensor):
             raise TypeError(f"input: expected a tensor, got {type(input).__name__}")
-        numbers = input.dtype == torch.int64
+        numbers, weights = input.dtype == torch.int64, next(self.parameters()).dtype
         shape = (*input.shape[:2], *(() if numbers else (self.input_size,)))
         if input.shape != shape or input.dim() < 2 or not (numbers or input.is_floating_point()):
             raise ValueError(
@@ -68,7 +69,12 @@ class Loop(nn.Module):
                         f"input: expected ids from 0 to {self.input_size - 1}, got {low} to {high}"
                     )
             ids = torch.arange(self.input_size, device=input.device)
-            return (input[..., None] == ids).to(next(self.parameters()).dtype)
+            return (input[..., None] == ids).to(weights)
+        if input.dtype != weights and not autocast_on(input.device.type):
+            raise ValueError(
+                f"input: expected {weights} as the weights have, got {input.dtype}; try "
+                f"input.to({weights})"
+            )
         return input
 
     def begins(self, hx: Any, x: Tensor) -> tuple[Tensor, ...]:
@@ -76,6 +82,7 @@ class Loop(nn.Module):
         initial = self.initial_state(x.shape[1], x)
         if hx is None:
             return initial
+        check_state(hx)
         want, got = ([tuple(s.shape) for s in state] for state in (initial, hx))
         if want != got:
             raise ValueError(f"hx: expected states of shapes {want}, got {got}")
@@ -125,9 +132,7 @@ def each_step(parameter: Tensor, steps: int) -> tuple[Tensor, ...]:
 def in_autocast(v: Tensor) -> Tensor:
     """Return a tensor in the type in which autocast would multiply it."""
     device = v.device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-        return v
-    return v.to(torch.get_autocast_dtype(device))
+    return v.to(torch.get_autocast_dtype(device)) if autocast_on(device) else v
 
 
 class Product:
@@ -181,6 +186,12 @@ class GateNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(gates, units))
         self.bias = nn.Parameter(torch.zeros(gates, units))
 
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set all scales to 1 and all shifts to 0."""
+        self.weight.fill_(1.0)
+        self.bias.zero_()
+
 
 Norm: TypeAlias = tuple[Tensor, Tensor]  # scale and shift
 
@@ -197,6 +208,12 @@ def normalised(v: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     return (parts * scale + shift).flatten(-2)
 
 
+def check_state(hx: Any) -> None:
+    """Raise if a state is not a tuple or list of tensors."""
+    if not isinstance(hx, (tuple, list)) or not all(isinstance(s, Tensor) for s in hx):
+        raise TypeError(f"hx: expected a tuple of tensors, got {type(hx).__name__}")
+
+
 def check_sizes(**sizes: int) -> None:
     """Raise if a size is not a whole number above 0."""
     for name, size in sizes.items():
@@ -206,9 +223,9 @@ def check_sizes(**sizes: int) -> None:
             raise ValueError(f"{name}: expected a number above 0, got {size}")
 
 
-def check_dropout(rate: float, name: str) -> float:
+def check_one_rate(rate: Any, name: str) -> float:
     """Return a rate; raise if it is not a number between 0 and 1."""
-    checked = check_rate(rate, name)
-    if not isinstance(checked, float):
-        raise TypeError(f"{name}: expected a number, got {type(rate).__name__}")
+    single = isinstance(rate, SupportsFloat) and not isinstance(rate, (bool, str))
+    if not single or not isinstance(checked := check_rate(rate, name), float):
+        raise TypeError(f"{name}: expected one number, got {type(rate).__name__}")
     return checked

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..init import block_orthogonal_
-from .steps import Loop, Product, check_sizes, each_step, in_autocast
+from .steps import Loop, Product, check_one_rate, check_sizes, each_step, in_autocast
 
 
 class SurprisalLSTM(Loop):
@@ -37,9 +37,8 @@ class SurprisalLSTM(Loop):
     def __init__(self, symbols: int, hidden_size: int, least: float = 0.2) -> None:
         super().__init__()
         check_sizes(symbols=symbols, hidden_size=hidden_size)
-        if not 0 <= least <= 1:
-            raise ValueError(f"least: expected a rate between 0 and 1, got {least}")
-        self.input_size, self.hidden_size, self.least = symbols, hidden_size, least
+        self.input_size, self.hidden_size = symbols, hidden_size
+        self.least = check_one_rate(least, "least")
         self.weight_ih = nn.Parameter(torch.empty(4 * hidden_size, symbols))
         self.weight_hh = nn.Parameter(torch.empty(4 * hidden_size, hidden_size))
         self.weight_surprisal = nn.Parameter(torch.empty(4 * hidden_size))
@@ -79,8 +78,9 @@ class SurprisalLSTM(Loop):
             hx: the state to start from, with what was predicted for the first symbol.
             seed, examples, first_step: coordinates of the masks, as in the layers.
         """
-        if tokens.dtype != torch.int64:
-            raise TypeError(f"tokens: expected int64 ids [T, B], got {tokens.dtype}")
+        if not isinstance(tokens, Tensor) or tokens.dtype != torch.int64:
+            got = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
+            raise TypeError(f"tokens: expected int64 ids [T, B], got {got}")
         x = self.one_hot(tokens)
         h, c, predicted = self.begins(hx, x)
         bits: Any = [None] * len(x)

@@ -186,6 +186,8 @@ def reproduce(
         for recipe, seed in _in_order(recipes, seeds)
     ]
     refuse_unread(settings or {}, [job.config for job in jobs])
+    if any(job.config.evaluation.skip_test for job in jobs):
+        raise ValueError("evaluation.skip_test: expected false, since every record has a test")
     missing = [job for job in jobs if job.missing()]
     missing = [replace(job, at_once=min(parallel, len(missing))) for job in missing]
     if missing:

@@ -81,11 +81,15 @@ def cells_of(rows: Sequence[Row]) -> list[list[str]]:
     """Return the table: a line of headings, and a line for every point of the grid."""
     points = points_of(rows)
     names = list(points[0].settings) if points else []
-    body = [
-        [*map(spelled, p.settings.values()), p.shown("valid"), p.shown("test"), p.states()]
-        for p in points
-    ]
-    return [[*names, "valid", "test", "runs"], *body]
+    parts = ["valid", "test"] if tested(rows) else ["valid"]
+    body = [[*map(spelled, p.settings.values()), *map(p.shown, parts), p.states()] for p in points]
+    return [[*names, *parts, "runs"], *body]
+
+
+def tested(rows: Sequence[Row]) -> bool:
+    """Return whether the table has tests: not where all runs left theirs out."""
+    ended = [row for row in rows if row.state == "finished"]
+    return not ended or any(row.test is not None for row in ended)
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -142,6 +142,15 @@ class Model:
     """Size of the embedding of symbols; 0: the input is one-hot, without an embedding."""
     dropout: float = 0.0
     """Rate of non-recurrent dropout: on the embedding, between layers and before the softmax."""
+    input_dropout: float | None = None
+    """Rate of dropout on the input of the first layer, also if that is one-hot.
+    By default --model.dropout for an embedding, and 0 for one-hot input.
+    """
+    output: int = 0
+    """Size of a layer before the softmax, which sees the outputs of all recurrent layers:
+    ReLU of a sum of them, each with a matrix and a gate. 0: none, and the softmax sees the last
+    layer; with hm-lstm, which always has it, as large as a layer.
+    """
     tied: bool = False
     """Use the embedding matrix also as the weight matrix of the softmax."""
     norm: Literal["none", "layer", "batch"] = "none"
@@ -209,6 +218,10 @@ class Model:
         )
         _check_size("model.embedding", max(self.embedding, 1))
         _check_rates("model", self, "dropout", "norm_momentum")
+        if self.input_dropout is not None:
+            _check_rates("model", self, "input_dropout")
+        _check("model.output", self.output, self.output >= 0, "a size, or 0")
+        _check_size("model.output", max(self.output, 1))
         _check(
             "model.init_bound",
             self.init_bound,
@@ -221,20 +234,27 @@ class Model:
             math.isfinite(self.forget_bias),
             "a finite number",
         )
-        last = self.units[-1]
+        last = self.output or self.units[-1]
         if self.tied and self.embedding != last:
             _refuse(
-                f"model.tied: expected an embedding of the size of the hidden state ({last}), "
+                f"model.tied: expected an embedding of the size of the softmax's input ({last}), "
                 f"since both share one matrix, got embedding {self.embedding}; try "
                 f"--model.embedding {last}"
             )
         one = {"adaptive-lstm", "hyper-lstm", "surprisal-lstm"}
         if self.cell in one and len(self.units) > 1:
             _refuse(f"model.layers: expected 1 with {self.cell}, got {len(self.units)}")
-        if self.cell == "surprisal-lstm" and (self.embedding or self.dropout):
+        if self.cell == "surprisal-lstm":
+            for name in ("embedding", "dropout", "input_dropout", "output"):
+                if value := getattr(self, name):
+                    _refuse(
+                        f"model.{name}: expected 0 with surprisal-lstm, whose softmax is inside "
+                        f"the step, got {value}; try --model.{name.replace('_', '-')} 0"
+                    )
+        if self.loops and self.init == "identity":
             _refuse(
-                "model.embedding, model.dropout: expected 0 with surprisal-lstm, whose softmax is "
-                f"inside the step, got {self.embedding} and {self.dropout}; try --model.embedding 0"
+                f"model.init: expected another with {self.cell}, whose recurrent matrices have "
+                "their own initial values, got identity; try --model.init torch"
             )
         if self.cell == "hm-lstm" and (self.sizes or self.layers < 2):
             _refuse(
@@ -263,8 +283,6 @@ class System:
     """adaptive-lstm, hyper-lstm: number of units of the small LSTM."""
     scales: int = 4
     """hyper-lstm: how many numbers each scale or shift is computed from."""
-    output: int = 0
-    """hm-lstm: size of its output; 0: as large as a layer."""
     least: float = 0.2
     """surprisal-lstm: the smallest probability of an update."""
     compile: bool = False
@@ -275,7 +293,6 @@ class System:
     def __post_init__(self) -> None:
         _check_size("system.hyper", self.hyper)
         _check_size("system.scales", self.scales)
-        _check("system.output", self.output, self.output >= 0, "a size, or 0")
         _check_rates("system", self, "least")
 
 
@@ -435,17 +452,22 @@ class Optimizer:
     """Decoupled weight decay, as in AdamW.
     Each update shrinks the weight matrices by this number times the learning rate.
     """
+    l2: float = 0.0
+    """L2 penalty, as torch's Adam and SGD call weight decay.
+    After clipping, this number times each parameter is added to its gradient.
+    """
     clip_gradient: float = 1.0
     """Clip the gradient to this global norm; 0: no clipping."""
     clip_update: float = 0.0
     """Clip the update, which includes the learning rate, to this global norm; 0: no clipping."""
     average_after: int = 0
-    """Average the weights of all updates once this many validations in a row had no new best.
+    """Average the weights of all updates once a validation is worse than the best of those before
+    it, without counting the latest of them, which are this many.
     Validation and test then use the averages. 0: never.
     """
 
     def __post_init__(self) -> None:
-        for name in ("lr", "weight_decay", "clip_gradient", "clip_update"):
+        for name in ("lr", "weight_decay", "l2", "clip_gradient", "clip_update"):
             value = getattr(self, name)
             _check(f"optimizer.{name}", value, 0 <= value < math.inf, "a finite number, 0 or more")
         good = self.average_after >= 0
@@ -484,7 +506,7 @@ class Schedule:
     divide: the full rate for some epochs, then divided again before every epoch.
     cosine: a cosine curve from the full rate to zero at the end of the run.
     plateau: divided whenever some validations in a row had no new best.
-    milestones: divided again at each of some epochs.
+    milestones: divided again at each of some epochs (--schedule.at).
     """
     after: int = 14
     """divide: number of epochs at the full rate.
@@ -500,6 +522,8 @@ class Schedule:
         _check("schedule.by", self.by, 0 < self.by < math.inf, "a finite number above 0")
         if self.kind == "plateau":
             _check("schedule.after", self.after, self.after >= 1, "at least 1 with plateau")
+        if self.kind == "milestones" and not self.at:
+            _refuse("schedule.at: expected the numbers of some epochs with milestones, got none")
         for epoch in self.at:
             _check("schedule.at", epoch, epoch >= 1, "numbers of epochs, 1 or more")
 
@@ -560,6 +584,8 @@ class Evaluation:
     """
     keep: Literal["best", "last"] = "best"
     """The weights to keep and to test: of the best validation, or of the last one."""
+    skip_test: bool = False
+    """Do not evaluate the test part: for runs that choose settings on the validation part."""
 
     def __post_init__(self) -> None:
         _check("evaluation.every", self.every, self.every >= 0, "a number of updates, or 0")
@@ -636,7 +662,7 @@ class Config:
     """Number of updates between lines of training loss."""
     save_every: int = 0
     """Number of updates between checkpoints; 0: no fixed number.
-    In any case there is a checkpoint every 5 minutes, after each validation and at Ctrl-C.
+    In any case there is a checkpoint every 5 minutes, at Ctrl-C and at the end.
     """
 
     def __post_init__(self) -> None:
@@ -697,7 +723,12 @@ class Config:
                 "model.sizes: expected layers of one size with noise over depth, where the output "
                 f"of one takes the place of another's, got {list(self.model.units)}"
             )
-        cell = self.model.cell
+        cell, output = self.model.cell, self.model.output
+        if depth and output:
+            _refuse(f"model.output: expected 0 with noise over depth, got {output}")
+        if output and (self.task == "images" or self.weight_noise):
+            other = "for images" if self.task == "images" else "with noise on weights"
+            _refuse(f"model.output: expected 0 {other}, got {output}")
         if self.model.system and self.task == "images":
             _refuse(f"model.cell: expected lstm, gru, rnn or rnn-relu, got {cell}")
         if cell == "adaptive-lstm":
@@ -712,6 +743,32 @@ class Config:
             for name, of in NOISES.items():
                 if name != used and of(self):
                     _refuse(f"{name}: expected no such noise with {cell}")
+        dropout = self.recurrent_dropout
+        if cell == "hyper-lstm" and dropout.rate:
+            _check("recurrent_dropout.mask", dropout.mask, dropout.mask == "unit",
+                   f"unit with {cell}")  # fmt: skip
+            _check("recurrent_dropout.hold_output_gate", True, not dropout.hold_output_gate,
+                   f"false with {cell}")  # fmt: skip
+        self._check_clock()
+
+    def _check_clock(self) -> None:
+        """Raise if training on streams would begin a clock anew inside a period."""
+        batches, zoneout = self.batches, self.zoneout
+        periods = (*self.model.modules, *(zoneout.periods if zoneout.mask == "clock" else ()))
+        every = math.lcm(*(period for period in periods if period > 0))
+        if self.task == "images" or batches.kind == "chunks" or every == 1:
+            return
+        if batches.varied:
+            _refuse(
+                "batches.halved, batches.spread: expected 0 with a clock, which begins anew in "
+                f"each batch, got {batches.halved} and {batches.spread}"
+            )
+        if batches.length % every:
+            fitting = max(1, batches.length // every) * every
+            _refuse(
+                f"batches.length: expected a multiple of {every}, and so of all periods, since the "
+                f"clock begins anew in each batch of streams, got {batches.length}; try {fitting}"
+            )
 
     @property
     def task(self) -> Literal["language", "images"]:

@@ -8,6 +8,7 @@ several processes, each process takes its share of the columns of every batch.
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,10 @@ class Feed:
     def updates(self) -> int:
         """Return the maximum number of updates in an epoch."""
         return len(self.order(0))
+
+    def total(self) -> int:
+        """Return the number of updates in all epochs, at most."""
+        return self.config.epochs * self.updates()
 
     def order(self, epoch: int) -> Tensor:
         """Return the order of an epoch: int64 [updates, columns], on the CPU.
@@ -121,7 +126,15 @@ class StreamFeed(Feed):
     def updates(self) -> int:
         if not self.config.batches.varied:
             return super().updates()
-        return max(len(self.lengths(epoch)) for epoch in range(self.config.epochs + 1))
+        return max(self._counts)
+
+    def total(self) -> int:
+        return sum(self._counts[:-1]) if self.config.batches.varied else super().total()
+
+    @cached_property
+    def _counts(self) -> list[int]:
+        """The updates of each epoch with random lengths, and of the one after the last."""
+        return [len(self.lengths(epoch)) for epoch in range(self.config.epochs + 1)]
 
     def lengths(self, epoch: int) -> list[int]:
         steps, cut = len(self.streams) - 1, self.config.batches

@@ -24,6 +24,7 @@ from ...ops import linear
 from ...ops.dropout import dropout
 from ...ops.weight_noise import weight_noise
 from ...philox import as_seed
+from ...systems.output import GatedOutput
 from .config import LAYERS, Config
 from .processes import alone, memory_of, one_thread
 from .stacks import LSTMS, initial_state, layers_of, parameters_of_systems, recurrent
@@ -38,7 +39,7 @@ class Output(NamedTuple):
     """The output of a model for one batch."""
 
     logits: Tensor  # language: [T, B, symbols]; images: [B, classes]
-    hidden: Tensor  # [T, B, H]: the output of the last recurrent layer, before dropout
+    hidden: Tensor  # [T, B, H]: the output of the recurrent part, before dropout
     state: Any  # the final recurrent state, from which the next batch can continue
     dropped: Any = None  # `hidden` after dropout, the input of the softmax
 
@@ -54,6 +55,8 @@ class RecurrentModel(nn.Module):
         super().__init__()
         model = config.model
         self.weight_noise, self.dropout = config.weight_noise, model.dropout
+        implied = model.dropout if embedding else 0.0
+        self.input_dropout = implied if model.input_dropout is None else model.input_dropout
         # Chosen on the validation part after training; a buffer, so that it is saved.
         chosen = torch.ones(()) if config.evaluation.temperature else None
         self.register_buffer("temperature", chosen)
@@ -61,7 +64,12 @@ class RecurrentModel(nn.Module):
         self.embedding = nn.Embedding(inputs, embedding) if embedding else None
         self.recurrent = recurrent(config, embedding or inputs, steps, noises(config))
         inside = getattr(self.recurrent, "softmax", None)  # the softmax of a surprisal-lstm
-        self.softmax = inside or nn.Linear(self.recurrent.output_size, outputs)
+        size: int = self.recurrent.output_size
+        # An hm-lstm has its own.
+        apart = model.output > 0 and model.cell != "hm-lstm"
+        sizes = [size] if model.system else model.units
+        self.output = GatedOutput(sizes, model.output) if apart else None
+        self.softmax = inside or nn.Linear(model.output if apart else size, outputs)
         if model.tied:
             assert self.embedding is not None
             self.softmax.weight = self.embedding.weight
@@ -157,9 +165,15 @@ class LanguageModel(RecurrentModel):
             # On a GPU the backward pass of F.embedding synchronises with the host. A CUDA graph
             # must not do that, so the rows are indexed instead.
             x = table[tokens] if table.is_cuda else F.embedding(tokens, table)
-            x = self.drop(x, self.dropout, _INPUT, key, rows, first_step)
+            x = self.drop(x, self.input_dropout, _INPUT, key, rows, first_step)
             x = self.drop_words(x, tokens, key, rows)
+        elif self.training and self.input_dropout:
+            symbols = torch.arange(self.softmax.out_features, device=tokens.device)
+            x = (tokens[..., None] == symbols).to(self.softmax.weight.dtype)
+            x = self.drop(x, self.input_dropout, _INPUT, key, rows, first_step)
         hidden, state = self.recurrent(x, state, seed=key, examples=rows, first_step=first_step)
+        if self.output is not None:
+            hidden = self.output(hidden)
         dropped = self.dropped(hidden, key, rows, first_step)
         return Output(self.logits(dropped, key), hidden, state, dropped)
 
@@ -313,7 +327,7 @@ def _size(config: Config, symbols: int) -> int:
 
     model = config.model
     try:
-        if model.sizes or model.system:
+        if model.sizes or model.system or model.output:
             return count(config)
         one, two = (_with_layers(config, layers) for layers in (1, 2))
         first = count(one)

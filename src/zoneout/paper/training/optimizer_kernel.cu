@@ -13,6 +13,7 @@ struct Tensors {
 
 struct Rule {
     float mean_new, square_kept, square_new, momentum; /* shares of a mean and of a mean square */
+    float l2;                                          /* share of the parameters in the gradients */
     const double *factor, *eps, *by, *keep; /* of the gradients, or NULL; of the steps; of weights that decay, or NULL */
 };
 
@@ -28,7 +29,9 @@ struct Rule {
 extern "C" __global__ void __launch_bounds__(256) advance(const Tensors t, const Rule r) {
     const float factor = r.factor ? (float)*r.factor : 1.0f, eps = (float)*r.eps;
     EACH_NUMBER {
-        float g = t.g[which][i] * factor, step = g;
+        float g = t.g[which][i] * factor;
+        if (r.l2 != 0.0f) g += r.l2 * t.p[which][i];
+        float step = g;
 #if RULE == 1
         float mean = t.first[which][i], square = t.second[which][i];
         mean += r.mean_new * (g - mean), square = r.square_kept * square + r.square_new * g * g;

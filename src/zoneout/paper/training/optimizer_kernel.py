@@ -32,7 +32,10 @@ class Rule(ctypes.Structure):
     """`Rule` of optimizer_kernel.cu."""
 
     _fields_ = [
-        *((name, ctypes.c_float) for name in ("mean_new", "square_kept", "square_new", "momentum")),
+        *(
+            (name, ctypes.c_float)
+            for name in ("mean_new", "square_kept", "square_new", "momentum", "l2")
+        ),
         *((name, ctypes.c_void_p) for name in ("factor", "eps", "by", "keep")),
     ]
 
@@ -52,23 +55,25 @@ def supports(parameters: Sequence[Tensor], steps: Sequence[Tensor]) -> bool:
 def advance(
     rule: str,
     paper: bool,
+    parameters: Sequence[Tensor],
     grads: Sequence[Tensor],
     slots: Sequence[Sequence[Tensor]],
     numbers: tuple[float, float, float],
+    l2: float,
     factor: Tensor | None,
     eps: Tensor,
 ) -> None:
     """Turn gradients into update steps, in place, and update the optimizer state in `slots`.
 
     `numbers` are the weight of the gradient in Adam's mean, the decay of the mean square, and the
-    momentum.
+    momentum. `l2` times the parameters is added to the gradients.
     """
     new, kept, momentum = numbers
-    how = Rule(mean_new=new, square_kept=kept, square_new=1 - kept, momentum=momentum)
+    how = Rule(mean_new=new, square_kept=kept, square_new=1 - kept, momentum=momentum, l2=l2)
     _launch(
         "advance",
         defines_of(RULES.index(rule), paper),
-        _tensors(None, grads, slots),
+        _tensors(parameters if l2 else None, grads, slots),
         grads,
         how,
         factor,

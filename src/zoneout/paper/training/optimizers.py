@@ -91,7 +91,7 @@ class Optimizer:
                 (1 - settings.betas[1] ** self.count).sqrt(),
             )
             by, eps = lr * bias2 / bias1, eps if settings.paper else eps * bias2
-        if self.slots:
+        if self.slots or settings.l2:
             steps = self._advance(steps, factor, eps)
         elif factor is not None:  # SGD without momentum: the steps are the gradients
             by = by * factor
@@ -104,7 +104,10 @@ class Optimizer:
         return first.is_cuda and cuda.is_available(first) and fused.supports(self.parameters, steps)
 
     def _advance(self, grads: Tensors, factor: Tensor | None, eps: Tensor) -> Tensors:
-        """Multiply the gradients by `factor`, update the optimizer's state and return the steps."""
+        """Return the steps, and update the optimizer's state.
+
+        The gradients are multiplied by `factor`, and the L2 penalty is added to them.
+        """
         settings = self.settings
         if self._fused(grads):
             kept = settings.betas[1] if settings.rule == "adam" else settings.decay
@@ -112,15 +115,19 @@ class Optimizer:
             fused.advance(
                 settings.rule,
                 settings.paper,
+                self.parameters,
                 grads,
                 list(self.slots.values()),
                 numbers,
+                settings.l2,
                 factor,
                 eps,
             )
             return grads
         if factor is not None:
             torch._foreach_mul_(grads, factor.to(grads[0].dtype))
+        if settings.l2:
+            torch._foreach_add_(grads, self.parameters, alpha=settings.l2)
         if settings.rule == "adam":
             return self._adam(grads, eps)
         if settings.rule == "rmsprop":
@@ -171,7 +178,7 @@ class Optimizer:
 
 
 class Average:
-    """The averages of parameters over all updates since `start`; before, the parameters.
+    """The averages of parameters over all updates since `start`.
 
     It computes what torch's `AveragedModel` does. That one reads on the host how many updates it
     has seen, which a CUDA graph cannot do.
@@ -191,30 +198,28 @@ class Average:
         self.parameters = parameters
         self.values = {name: p.detach().clone() for name, p in parameters.items()}
         device = next((p.device for p in parameters.values()), torch.device("cpu"))
-        self.started = torch.zeros((), dtype=torch.int64, device=device)
+        self.begun = False  # not on the device: before `start`, an update costs nothing
         self.count = torch.zeros((), dtype=torch.int64, device=device)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the averages and the counts by name, for a checkpoint."""
         if not self.parameters:
             return {}
-        return {"started": self.started, "count": self.count, **self.values}
+        return {"count": self.count, **self.values}
 
     def start(self) -> None:
         """Begin to average with the next update."""
-        self.started.fill_(1)
+        self.begun = bool(self.parameters)
 
     @torch.no_grad()
     def step(self, _: Any = None) -> None:
-        """Add the parameters to the averages, or copy them as long as nothing is averaged."""
-        if not self.parameters:
+        """Add the parameters to the averages, which the first time become the parameters."""
+        if not self.begun:
             return
-        self.count += self.started
-        share = 1 / self.count.clamp(min=1)
-        values = list(self.values.values())
-        changes = torch._foreach_sub([p.detach() for p in self.parameters.values()], values)
-        torch._foreach_mul_(changes, share.to(values[0].dtype))
-        torch._foreach_add_(values, changes)
+        self.count += 1
+        for name, parameter in self.parameters.items():
+            value = self.values[name]
+            value.lerp_(parameter.detach(), self.count.reciprocal().to(value.dtype))
 
     @contextmanager
     def used(self) -> Iterator[None]:

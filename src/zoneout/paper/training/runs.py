@@ -75,7 +75,14 @@ MAY_CHANGE = (
     *ANYHOW,
     *(
         f"evaluation.{name}"
-        for name in ("test.kind", "test.length", "test.size", "statistics", "statistics_size")
+        for name in (
+            "test.kind",
+            "test.length",
+            "test.size",
+            "skip_test",
+            "statistics",
+            "statistics_size",
+        )
     ),
 )
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import zoneout as zo
@@ -45,7 +46,8 @@ def recurrent(config: Config, inputs: int, steps: int, noises: Sequence[Any]) ->
     """
     if config.model.system:
         return System(config, inputs)
-    if len(set(config.model.units)) > 1:
+    several = len(config.model.units) > 1
+    if len(set(config.model.units)) > 1 or (several and config.model.output):
         return Stack(config, inputs, steps, noises)
     return layer_of(config, inputs, config.model.units, steps, noises)
 
@@ -77,12 +79,13 @@ def layer_of(
 
 
 class Stack(nn.Module):
-    """Layers of different sizes, each a layer of its own."""
+    """Layers of different sizes, or whose outputs are all seen: each is a layer of its own."""
 
     def __init__(self, config: Config, inputs: int, steps: int, noises: Sequence[Any]) -> None:
         super().__init__()
         units = config.model.units
-        self.dropout, self.output_size = config.model.dropout, units[-1]
+        self.dropout, self.every = config.model.dropout, config.model.output > 0
+        self.output_size = sum(units) if self.every else units[-1]
         self.layers = nn.ModuleList(
             layer_of(config, below, [size], steps, [of_layer(noise, k) for noise in noises])
             for k, (below, size) in enumerate(zip([inputs, *units], units))
@@ -96,9 +99,9 @@ class Stack(nn.Module):
     def forward(
         self, x: Tensor, hx: tuple[Tensor, ...] | None, *, seed: Any, examples: Any, first_step: int
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the outputs of the last layer, and the states of all layers."""
+        """Return the outputs of the last or of all layers, and the states of all layers."""
         each = 0 if hx is None else len(hx) // len(self.layers)
-        ends: list[Tensor] = []
+        ends, outputs = list[Tensor](), list[Tensor]()
         for k, layer in enumerate(self.layers):
             key = None if seed is None else seed + (k * _APART + 2**63) % 2**64 - 2**63
             if k and self.training and self.dropout:
@@ -108,7 +111,8 @@ class Stack(nn.Module):
             begins = begins[0] if each == 1 else begins
             x, end = layer(x, begins, seed=key, examples=examples, first_step=first_step)
             ends += end if isinstance(end, tuple) else [end]
-        return x, tuple(ends)
+            outputs.append(x)
+        return torch.cat(outputs, dim=-1) if self.every else x, tuple(ends)
 
 
 class System(nn.Module):
@@ -130,7 +134,7 @@ class System(nn.Module):
             rate = config.recurrent_dropout.rate
             self.inner = systems.HyperLSTM(inputs, hidden, options.hyper, options.scales, rate)
         elif model.cell == "hm-lstm":
-            self.inner = systems.HMLSTM(inputs, hidden, len(model.units), options.output or None)
+            self.inner = systems.HMLSTM(inputs, hidden, len(model.units), model.output or None)
             self.output_size = self.inner.output_size
         else:
             self.inner = systems.SurprisalLSTM(inputs, hidden, options.least)

@@ -73,9 +73,9 @@ class Step:
         self.parameters = list(parameters.values())
         self.optimizer = Optimizer(parameters, config.optimizer)
         self.average = Average(parameters if config.optimizer.average_after else {})
-        # A graph for each length of a batch, and whether it contains a kernel that needs the whole
-        # GPU. Without `capture` there is none.
-        self.captures, self.graphs = False, dict[int, tuple[Any, bool]]()
+        # A graph for each length of a batch, with and without averages of the weights, and whether
+        # it contains a kernel that needs the whole GPU. Without `capture` there is none.
+        self.captures, self.graphs = False, dict[tuple[int, bool], tuple[Any, bool]]()
         self.lengths: list[int] = []  # of the epoch's updates
         self.next = 0  # the next update of the epoch, as `position` on the device
         device, rows = self.parameters[0].device, feed.updates()
@@ -127,9 +127,9 @@ class Step:
         if not self.captures:
             self._update(length)
             return
-        if length not in self.graphs:
+        if (kind := (length, self.average.begun)) not in self.graphs:
             self._capture(length)
-        graph, fills = self.graphs[length]
+        graph, fills = self.graphs[kind]
         with turns(self.nats.get_device()).take() if fills else nullcontext():
             graph.replay()
 
@@ -210,7 +210,7 @@ class Step:
             ):
                 self._update(length)
             fills = turns(self.nats.get_device()).captured > filled
-        self.graphs[length] = graph, fills
+        self.graphs[length, self.average.begun] = graph, fills
 
     # --- results ---
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,8 @@ class State:
     plateaus: int = 0  # how often the schedule "plateau" has divided the learning rate
     waited: int = 0  # validations since the best, or since the rate was divided
     averaging: bool = False  # whether the weights are averaged
+    # Losses of validations: the lowest of all but the latest `average_after`, and these.
+    losses: list[float] = field(default_factory=list)
     best: dict[str, Any] | None = None
     seconds: float = 0.0
 
@@ -91,7 +93,7 @@ class State:
     def from_json(cls, fields: dict[str, Any]) -> State:
         """Read a state that `asdict` wrote; raise a ValueError if it is not valid."""
         counts = dict.fromkeys((f.name for f in fields_of(cls) if f.type == "int"), "count")
-        others = {"seconds": "number", "averaging": "flag"}
+        others = {"seconds": "number", "averaging": "flag", "losses": "numbers"}
         check_fields(fields, {"digest": "text"}, counts | others)
         if strange := fields.keys() - vars(cls("")).keys():
             raise ValueError(f"the checkpoint has unknown fields: {shown(sorted(strange))}")
@@ -160,6 +162,7 @@ class Training:
     ) -> None:
         self.deadline = deadline
         self.began = self.saved = time.monotonic()
+        self.changed = False  # since the last checkpoint
         self.config, self.run, self.tell, self.processes = config, run, progress, processes
         device = processes.device
         if config.precision == "tf32" and device.type != "cuda":
@@ -197,7 +200,7 @@ class Training:
     def __call__(self) -> Summary:
         """Train, validate when due, and test; return the summary."""
         state, config, deadline = self.state, self.config, self.deadline
-        total = config.epochs * self.feed.updates()
+        total = self.feed.total()
         self.tell(
             {
                 "kind": "start",
@@ -228,12 +231,13 @@ class Training:
         return summary
 
     def loop(self) -> None:
-        """Run the training loop."""
+        """Run the training loop, and write a checkpoint of its end."""
         state, config = self.state, self.config
         if self.due():  # the run was stopped before this validation
             self.validate()
         while not self.complete() and not (config.patience and state.stale >= config.patience):
             self.step()
+            self.changed = True
             lr_at = state.done
             state.update += 1
             state.done += 1
@@ -246,16 +250,17 @@ class Training:
                 self.check_finite()
                 state.epoch, state.done = state.epoch + 1, 0
                 self.updates = self.begin_epoch()
-            if self.due():
+            if judged := self.due():
                 self.validate()
-            elif (config.save_every and state.update % config.save_every == 0) or self.unsaved(
-                logging
-            ):
+            by_count = config.save_every and state.update % config.save_every == 0
+            if by_count or self.unsaved(together=logging or judged):
                 self.save()
             if self.processes.size == 1:
                 self.tick()
             elif logging and self.processes.any(self.asked()):  # all stop at the same update
                 raise Stopped
+        if self.changed:
+            self.save()
 
     def begin_epoch(self) -> int:
         """Begin the epoch, or go on in it, and return the number of its updates."""
@@ -276,13 +281,13 @@ class Training:
         now = self.state.update % every == 0 if every else self.state.done == 0
         return self.state.validated != self.state.update and (now or self.complete())
 
-    def unsaved(self, logging: bool) -> bool:
+    def unsaved(self, together: bool) -> bool:
         """Return whether the last checkpoint is `SAVE_SECONDS` old.
 
-        Several processes decide together, when a training loss is logged.
+        Several processes decide together: when a training loss is logged, or after a validation.
         """
         late = time.monotonic() - self.saved >= SAVE_SECONDS
-        return late if self.processes.size == 1 else logging and self.processes.any(late)
+        return late if self.processes.size == 1 else together and self.processes.any(late)
 
     def epoch(self) -> float:
         """Return the number of epochs so far, with a fraction for the current one."""
@@ -299,11 +304,15 @@ class Training:
     # --- validation, test, metrics and checkpoints ---
 
     def validate(self) -> None:
-        """Validate, save the weights if they are the best so far, and write a checkpoint."""
+        """Validate, and save the weights if they are the best so far.
+
+        That is no reason for a checkpoint. A run that is killed before the next one comes to the
+        same validation again, and writes the same weights.
+        """
         self.check_finite()
         with self.step.average.used() if self.state.averaging else nullcontext():
             self.judge()
-        self.save()
+        self.changed = True
 
     def judge(self) -> None:
         """Validate the weights of the model, and save them if they are the best so far."""
@@ -319,24 +328,25 @@ class Training:
             or getattr(score, judged) < state.best[judged]
         )
         state.validated, state.stale = state.update, 0 if best else state.stale + 1
-        self.check_plateau(best)
+        self.check_plateau(best, getattr(score, judged))
         line = self.line("valid", **values_of(score, self.measure), **self.also(), best=best)
         if best:
             state.best = line
             if self.processes.first:
                 self.run.save_best(self.model, line)
 
-    def check_plateau(self, best: bool) -> None:
+    def check_plateau(self, best: bool, loss: float) -> None:
         """Divide the learning rate if validation has not improved for as long as the schedule says.
 
-        After that it waits as long again. Averaging of the weights begins in the same way.
+        After that it waits as long again. Averaging of the weights begins by a rule of its own.
         """
         state, schedule = self.state, self.config.schedule
         state.waited = 0 if best else state.waited + 1
         if schedule.kind == "plateau" and state.waited >= schedule.after:
             state.plateaus, state.waited = state.plateaus + 1, 0
             self.begin_epoch()
-        if 0 < self.config.optimizer.average_after <= state.stale and not state.averaging:
+        after = self.config.optimizer.average_after
+        if after and not state.averaging and falls_behind(state.losses, loss, after):
             state.averaging = True
             self.step.average.start()
 
@@ -368,11 +378,21 @@ class Training:
                 found[name] = getattr(score, self.measure)
         return {n: value for n, value in found.items() if value is not None}
 
-    def test(self) -> dict[str, Any]:
-        """Evaluate the best weights on the test part and return the metrics line."""
+    def test(self) -> dict[str, Any] | None:
+        """Evaluate the best weights on the test part and return the metrics line.
+
+        With `skip_test`, do only what has to be done before, and return None.
+        """
         if self.processes.first:
             path = self.run.folder / "best.safetensors"
-            runs.load_weights(self.model, runs.read_tensors(path)[0], path)
+            weights, about = runs.read_tensors(path)
+            runs.load_weights(self.model, weights, path)
+            if about != self.state.best:  # as after other rounding, on another device
+                text = (
+                    f"{path.name} has weights of before the run was killed, of update "
+                    f"{about.get('update')}; the best validation since then is another"
+                )
+                self.tell({"kind": "note", "text": text})
         self.processes.share_(list(runs.weights_of(self.model).values()))
         if self.config.model.norm == "batch":
             # The statistics for the test are saved with the best weights, for later use.
@@ -389,6 +409,8 @@ class Training:
             )
             if self.processes.first and self.state.best is not None:
                 self.run.save_best(self.model, self.state.best)
+        if self.config.evaluation.skip_test:
+            return None
         score = self.processes.share(
             evaluate(self.model, self.data, "test", self.config, tick=self.tick)
         )
@@ -413,7 +435,7 @@ class Training:
             raise self.diverged(f"a weight was not finite after update {self.state.update}")
         if self.processes.first:
             self.run.save(tensors, asdict(self.state))
-        self.saved = time.monotonic()
+        self.saved, self.changed = time.monotonic(), False
         self.tell({"kind": "save", "update": self.state.update})
 
     def restore(self) -> runs.Checkpoint | None:
@@ -430,6 +452,8 @@ class Training:
             self.state = State.from_json(saved)
             self.check_position()
             self.step.load(None if found is None else found.tensors)
+            if self.state.averaging:
+                self.step.average.start()
         except ValueError as error:
             raise RunError(f"{self.run.folder}: {error}") from None
         return found
@@ -498,6 +522,23 @@ class Training:
             "--optimizer.lr, with "
             "--optimizer.clip-gradient 1, or with --precision fp32."
         )
+
+
+def falls_behind(losses: list[float], loss: float, count: int) -> bool:
+    """Return whether a loss is above the best of those before it, but for the latest `count`.
+
+    `losses` is what earlier calls left: the best loss of all but the latest `count`, and these.
+    The loss is added to it. This is how AWD-LSTM's authors begin to average the weights.
+
+    >>> losses = []
+    >>> [falls_behind(losses, loss, 2) for loss in (3.0, 1.0, 4.0, 2.0, 3.5, 1.5)]
+    [False, False, False, False, True, True]
+    """
+    behind = len(losses) > count and loss > losses[0]
+    losses.append(loss)
+    if len(losses) > count + 1:
+        losses[:2] = [min(losses[:2])]
+    return behind
 
 
 def load_data(config: Config, folder: Path | str | None = None) -> Corpus | Images:

@@ -25,7 +25,17 @@ _RULES: tuple[tuple[tuple[str, ...], _Read, str], ...] = (
         lambda c: c.schedule.kind in ("divide", "plateau", "milestones"),
         "only the schedules divide, plateau and milestones have it",
     ),
+    (
+        ("schedule.at",),
+        lambda c: max(c.schedule.at, default=0) < c.epochs,
+        "one of these epochs is not before the end of the run",
+    ),
     (("schedule.at",), lambda c: c.schedule.kind == "milestones", "only milestones have it"),
+    (
+        ("model.init",),
+        lambda c: c.model.cell != "surprisal-lstm" or c.model.init == "uniform",
+        "a surprisal-lstm has its own initial values",
+    ),
     (
         ("model.hidden", "model.layers"),
         lambda c: not c.model.sizes,
@@ -42,7 +52,6 @@ _RULES: tuple[tuple[tuple[str, ...], _Read, str], ...] = (
         "only adaptive-lstm and hyper-lstm have it",
     ),
     (("system.scales",), lambda c: c.model.cell == "hyper-lstm", "only hyper-lstm has them"),
-    (("system.output",), lambda c: c.model.cell == "hm-lstm", "only hm-lstm has it"),
     (("system.least",), lambda c: c.model.cell == "surprisal-lstm", "only surprisal-lstm has it"),
     (
         ("system.compile",),
@@ -101,6 +110,11 @@ _RULES: tuple[tuple[tuple[str, ...], _Read, str], ...] = (
         ("batches.halved", "batches.spread"),
         lambda c: c.batches.kind == "streams" and c.task == "language",
         "only streams have pieces of different lengths",
+    ),
+    (
+        ("model.input_dropout", "model.output"),
+        lambda c: c.task == "language",
+        "only a model of a text has it",
     ),
     (("model.embedding_bound",), lambda c: c.model.embedding > 0, "there is no embedding"),
     (("evaluation.temperature",), lambda c: c.task == "language", "only a text is judged so"),

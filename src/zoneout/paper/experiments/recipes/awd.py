@@ -4,11 +4,11 @@ The plan of these runs is in docs/past-the-paper.md. The settings are those of t
 What is known to differ from it here:
 
 * a word is dropped for one sequence of the batch, in their code for all of them;
-* weight decay is of matrices only, and is not part of the gradient of Adam;
-* averaging begins after five validations in a row without a new best, in their code when one is
-  worse than the best of all but the last five;
 * lengths are at most three standard deviations from their mean, and the end of the text that does
-  not fill a batch is left out.
+  not fill a batch is left out;
+* their averages leave the first update out;
+* their evaluation divides the loss by the number of steps, of which the first is not predicted: in
+  validation on words their perplexity is lower by about 0.03.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WORDS = Config(
     weight_drop=0.5,
     activation_penalty=2.0,
     change_penalty=1.0,
-    optimizer=Optimizer("sgd", lr=30.0, clip_gradient=0.25, weight_decay=1.2e-6, average_after=5),
+    optimizer=Optimizer("sgd", lr=30.0, clip_gradient=0.25, l2=1.2e-6, average_after=5),
     evaluation=Evaluation(Protocol("streams", length=70, size=10), Protocol("whole", length=1000)),
     epochs=500,
 )
@@ -51,24 +51,26 @@ _CHARACTERS = Config(
     ),
     variational_dropout=VariationalDropout(input=(0.1, 0.25, 0.25), output=0.1),
     weight_drop=0.5,
-    optimizer=Optimizer("adam", lr=0.002, clip_gradient=0.25, weight_decay=1.2e-6),
+    optimizer=Optimizer("adam", lr=0.002, clip_gradient=0.25, l2=1.2e-6),
     schedule=Schedule("milestones", at=(300, 400), by=10.0),
     evaluation=Evaluation(Protocol("streams", length=150, size=10), Protocol("whole", length=1000)),
     epochs=500,
 )
+
+TWO = (1, 2)  # the plan's seeds of the two arms that are compared
 
 # Where the plan begins; its short runs choose among others.
 _ON_WORDS = Zoneout(cell=0.25, hidden=0.025)
 _ON_CHARACTERS = Zoneout(cell=0.25, hidden=0.05)
 
 
-@recipe("word-ptb", "AWD-LSTM", test=58.8, where="past")
+@recipe("word-ptb", "AWD-LSTM", test=58.8, where="past", seeds=TWO)
 def word_ptb_awd() -> Config:
     """As published, without fine-tuning. The number is that of the authors' code."""
     return _WORDS
 
 
-@recipe("word-ptb", "AWD-LSTM with zoneout", beside="word_ptb_awd", where="past")
+@recipe("word-ptb", "AWD-LSTM with zoneout", beside="word_ptb_awd", where="past", seeds=TWO)
 def word_ptb_awd_zoneout() -> Config:
     """Zoneout in all three layers, and nothing else changed."""
     return replace(_WORDS, zoneout=_ON_WORDS)
