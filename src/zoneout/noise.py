@@ -715,21 +715,22 @@ def as_noises(noise: Noise | Iterable[Noise] | None) -> tuple[Noise, ...]:
 
 def check_claims(noises: tuple[Noise, ...], cell: Definition | None = None) -> None:
     """Raise if two noises replace the same stream; with a cell, rates in `states` count too."""
-    claimed: dict[str, Noise] = {}
+    claimed: dict[str, str] = {}
     for one in noises:
         for entry in one.field_entries() if cell is None else one.entries(cell):
             if is_zero(entry.rate):
                 continue
             stream = _SAME.get(entry.stream, entry.stream)
+            written = f"{type(one).__name__}({_shown_entry(one, entry.field, entry.state)})"
             if stream in claimed:
                 groups = {} if cell is None else state_groups(cell)
                 named = stream in groups
                 what = f"state {groups[stream][0]}" if named else f"{stream} state"
                 raise ValueError(
-                    f"noise: both {claimed[stream]} and {one} replace the {what}, "
+                    f"noise: both {claimed[stream]} and {written} replace the {what}, "
                     "expected one method for each state"
                 )
-            claimed[stream] = one
+            claimed[stream] = written
 
 
 # Two methods for the same factors of a product.
@@ -770,6 +771,11 @@ def states_of(cell: Definition, name: str) -> str:
 def misfit_error(noise: Noise, misfit: Misfit) -> ValueError:
     """Return the error for a field that does not apply."""
     field, why, remedy, state = misfit
+    written = f"{type(noise).__name__}({_shown_entry(noise, field, state)})"
+    return ValueError(f"noise: {written} does not apply, {why}; {remedy}")
+
+
+def _shown_entry(noise: Noise, field: str, state: str) -> str:
+    """Return a rate of a noise as an argument in code, as messages show it."""
     shown = noise._shown(field)[state] if state else noise._shown(field)
-    argument = _argument(field, state, repr(shown))
-    return ValueError(f"noise: {type(noise).__name__}({argument}) does not apply, {why}; {remedy}")
+    return _argument(field, state, repr(shown))
