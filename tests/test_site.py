@@ -213,6 +213,16 @@ def test_pages_load_and_fit(site: Path, address: str, visit: Any, size: str) -> 
     assert trouble == [] and all(url.startswith(address) for url in seen.asked)
 
 
+def test_the_answer_of_a_wide_table_is_on_the_screen_of_a_phone(visit: Any) -> None:
+    """Somebody with a phone sees the rates of other toolkits, and not what they are here."""
+    page = visit("coming-from.html", "phone").page
+    table = page.locator("#at-a-glance table")
+    for row in table.locator("tbody tr").all():
+        box = row.locator("td").nth(1).bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= 390
+    assert table.locator("th").nth(1).inner_text() == "ours"
+
+
 def test_search_finds_pages_and_names(visit: Any) -> None:
     """A reader types a word or a name into the search, and its page is not offered."""
     page = visit("index.html").page
