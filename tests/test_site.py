@@ -115,10 +115,19 @@ def test_calls_are_on_the_page(site):
         assert f'id="zoneout.{name}.forward"' in text
 
 
-def test_a_noise_shows_its_arguments(site):
+def test_classes_show_their_arguments(site):
     """The head of a class is (*positional, **given), which says nothing."""
-    page = (site / "api" / "noises.html").read_text(encoding="utf-8")
-    assert "at_eval" in page and '<span class="pre">positional</span>' not in page
+    for name, argument in (("noises", "at_eval"), ("layers", "proj_size"), ("step-cells", "bias")):
+        page = (site / "api" / f"{name}.html").read_text(encoding="utf-8")
+        heads = "".join(re.findall(r"(?s)<dt class=\"sig.*?</dt>", page))
+        assert f'<span class="pre">{argument}</span>' in heads
+        assert not re.search(r'<span class="pre">(positional|args|options|given)</span>', heads)
+
+
+def test_no_argument_is_explained_by_torch_alone():
+    """A reader of the reference is sent to another reference to learn what an argument is."""
+    for name, value in PUBLIC.items():
+        assert "as in `nn." not in (inspect.getdoc(value) or ""), name
 
 
 def test_every_cell_has_words_and_its_equation(site):
