@@ -153,12 +153,25 @@ def test_pages_in_folders_link_to_the_others(site):
     assert 'href="../layers.html"><span' in page
 
 
-def test_no_two_entries_of_the_menu_have_one_name(site):
-    """A reader sees the same name twice and has to guess which page is meant."""
+def test_the_menu_leads_from_the_first_step_to_the_details(site):
+    """A reader meets details before the next step, or one name twice and has to guess the page."""
     page = (site / "index.html").read_text(encoding="utf-8")
     menu = page[page.index('class="sidebar-tree"') :].partition("</aside>")[0]
     names = re.findall(r'<a class="reference internal" href="[^"]+">([^<]+)</a>', menu)
+    assert names[:14] == [
+        *("Get started", "Which rates", "Layers", "Methods", "Your own cell", "Training tool"),
+        *("Reproducing the paper", "What of the paper holds up", "Coming from another toolkit"),
+        *("Speed", "Hardware", "Architecture", "Reliability", "Log"),
+    ]
     assert len(names) > 25 and len(names) == len(set(names))
+
+
+def test_the_first_page_shows_code_and_not_the_menu_again(site):
+    """A visitor reads a list of pages, and has not seen what the package is like."""
+    page = (site / "index.html").read_text(encoding="utf-8")
+    body = page[page.index('<article role="main"') :].partition("</article>")[0]
+    assert '<span class="n">zo</span>' in body and "Zoneout" in body
+    assert "toctree-l1" not in body
 
 
 def test_the_site_has_the_examples(site):
