@@ -359,6 +359,20 @@ def test_help_does_not_wait_for_torch(arguments: list[str], code: int) -> None:
         assert not imported & {"torch", "numpy", "tyro", "zoneout.layers"}
 
 
+def test_options_do_not_wait_for_their_help_texts() -> None:
+    """Before a run starts, its modules are parsed again for every class that has options."""
+    counted = (
+        "import ast, sys; from zoneout.paper.cli import main; parse, seen = ast.parse, []; "
+        "ast.parse = lambda *a, **b: (seen.append(1), parse(*a, **b))[1]; "
+        "main.parse('train', ['--epochs', '3']); print(len(seen))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", counted], capture_output=True, text=True, env=environment()
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) <= 3  # the commands, the config
+
+
 def test_the_command_runs_the_others(capfd, monkeypatch) -> None:
     """The installed command shows its help and does nothing else."""
     monkeypatch.setattr(sys, "argv", ["zoneout", "--version"])

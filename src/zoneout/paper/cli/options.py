@@ -13,10 +13,11 @@ import dataclasses
 import inspect
 import io
 import itertools
-import textwrap
+import sys
 import types
 import typing
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from ..training import config as configs
@@ -119,16 +120,22 @@ _TIDY: set[Any] = set()  # classes that `_tidy` has changed
 
 
 def _tidy(kind: Any) -> None:
-    """Let tyro's help leave out defaults that say nothing."""
+    """Let tyro's help leave out defaults that say nothing, and give it the texts of the fields.
+
+    tyro would parse the module again for every class, which takes longer than all the rest.
+    """
     if kind in _TIDY:
         return
     _TIDY.add(kind)
+    texts = help_texts(kind)
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
         bare, *_ = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
         if dataclasses.is_dataclass(bare):
             _tidy(bare)
-            continue
-        kind.__annotations__[name] = Annotated[hint, arg(help_behavior_hint=_default)]
+            told = arg(help=texts.get(name) or inspect.getdoc(bare))
+        else:
+            told = arg(help=texts.get(name), help_behavior_hint=_default)
+        kind.__annotations__[name] = Annotated[hint, told]
 
 
 def _description(kind: type) -> str:
@@ -166,8 +173,7 @@ def names(kind: type) -> list[str]:
 
 def help_texts(kind: type) -> dict[str, str]:
     """Return the docstrings of the fields of a dataclass."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    assert isinstance(tree, ast.ClassDef)
+    tree = _classes(kind.__module__)[kind.__name__]
     return {
         ast.unparse(one.target): inspect.cleandoc(after.value.value)
         for one, after in zip(tree.body, tree.body[1:])
@@ -176,6 +182,13 @@ def help_texts(kind: type) -> dict[str, str]:
         and isinstance(after.value, ast.Constant)
         and isinstance(after.value.value, str)
     }
+
+
+@cache
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    """Return the classes of a module, as they are written."""
+    body = ast.parse(inspect.getsource(sys.modules[module])).body
+    return {one.name: one for one in body if isinstance(one, ast.ClassDef)}
 
 
 def _add(parser: Any, one: Any, hint: Any, text: str) -> None:
