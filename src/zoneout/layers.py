@@ -24,10 +24,8 @@ from .draws import as_integers, check_count, example_ids
 from .given import At, StepRate, is_given, mask_of
 from .noise import DEPTH, Noise, plane
 from .norm import LayerNorm, RecurrentBatchNorm
-from .ops import Run
+from .ops import Run, check_counts, packed, packing_of, padded, places
 from .ops.dropout import dropout
-from .ops.sequence.packing import packed, packing_of, padded
-from .ops.sequence.rows import check_counts, places
 from .overrides import overriding
 from .philox import as_seed, fresh_seed
 from .rates import readable, warn_if_rounded

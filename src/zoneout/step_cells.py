@@ -33,7 +33,7 @@ from .layers import (
     check_state_dtype,
 )
 from .norm import RecurrentBatchNorm
-from .ops.cpu import one_step
+from .ops import one_step
 from .overrides import overriding
 from .philox import as_seed, fresh_seed
 from .recurrent import (
