@@ -69,6 +69,11 @@ clean: ## remove .venv and all that was built or cached
 # The stamp is written last and .venv is emptied first: an install that was cut short is begun again.
 # torch comes first, alone: what is installed after it takes the build that is there.
 $(READY): pyproject.toml constraints.txt
+	@# Through a link the environment that it leads to would be emptied, for everybody who uses it.
+	@if [ -L $(VENV) ]; then \
+	  echo "$(VENV): expected a folder of this clone, got a link to $$(readlink $(VENV)), which making it" \
+	    "would empty; try 'rm $(VENV)', which removes only the link"; \
+	  exit 1; fi
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "zoneout needs Python 3.11 or newer, and '$(PYTHON)' is not: name one, as in  make test PYTHON=python3.12"; \
 	  exit 1; }

@@ -12,6 +12,7 @@ from typing import Any
 
 import zoneout
 from zoneout.definition import Definition
+from zoneout.recurrent import RecurrentModule
 
 project = "zoneout"
 author = "the zoneout authors"
@@ -86,8 +87,8 @@ def _code(function: Callable[..., Any]) -> list[str]:
 def _signature(
     app: Any, what: str, name: str, obj: Any, options: Any, signature: str, result: str
 ) -> tuple[str, str] | None:
-    """Return the fields of a noise as its arguments: its `__new__` only checks them."""
-    if not is_dataclass(obj):
+    """Return the arguments of a noise or a layer: its `__new__` only checks them."""
+    if not is_dataclass(obj) and not (isinstance(obj, type) and issubclass(obj, RecurrentModule)):
         return None
     found = inspect.signature(obj)
     bare = [one.replace(annotation=one.empty) for one in found.parameters.values()]

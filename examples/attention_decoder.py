@@ -29,8 +29,7 @@ class Decoder(nn.Module):
         """Return frames [T, B, BANDS] and attention [T, B, L]; steps read true or own frames."""
         memory = self.encoder(self.letters(text))[0].transpose(0, 1)  # [B, L, H]
         keys, rows = self.key(memory), text.shape[1]
-        frame, context = torch.zeros(rows, BANDS), torch.zeros(rows, H)
-        h, c = torch.zeros(rows, H), torch.zeros(rows, H)
+        frame, (context, h, c) = torch.zeros(rows, BANDS), torch.zeros(3, rows, H)
         last = F.one_hot(torch.zeros(rows, dtype=torch.long), len(text)).float()
         total, written, looks = last, [], []
         for t in range(FRAMES):

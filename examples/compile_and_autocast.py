@@ -36,7 +36,6 @@ def main(backend: str) -> None:
     torch.manual_seed(0)
     model, x, seed = Model(), batch()[:-1], torch.tensor(7)
     compiled = torch.compile(model, fullgraph=True, backend=backend)
-
     outputs = compiled(x, seed), model(x, seed)
     torch.testing.assert_close(*outputs)
     grads = (torch.autograd.grad(y.sum(), list(model.parameters())) for y in outputs)

@@ -64,7 +64,6 @@ if __name__ == "__main__":
     print("Somebody's model, after 100 steps on 400 sequences")
     train(model, optimizer, 100)
     plain, plain_optimizer = copy.deepcopy((model, optimizer))
-
     weights, names = list(model.parameters()), list(model.state_dict())
     zo.convert(model, zo.Zoneout(cell=0.8, hidden=0.05), report=print)
     assert all(a is b for a, b in zip(weights, model.parameters()))  # the optimizer's parameters

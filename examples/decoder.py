@@ -62,7 +62,6 @@ if __name__ == "__main__":
         found.append([y, *torch.autograd.grad(y.square().mean(), list(decoder.parameters()))])
         print(f"{FRAMES} frames, forward and back: {1000 * (time.perf_counter() - start):.0f} ms")
     torch.testing.assert_close(*found)  # the same outputs and gradients, masks included
-
     optimizer = torch.optim.Adam(decoder.parameters(), 0.003)
     for step in range(1, STEPS + 1):
         frames = speech(pitch := torch.rand(BATCH))

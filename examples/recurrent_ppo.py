@@ -44,8 +44,7 @@ def train(noise, seed, rollouts):  # the policy and the return of each finished 
         for t in range(STEPS):
             with torch.no_grad():
                 pi, value, hc = policy(x[None], hc, first_step=t, resets=starts[None], **masks)
-            action = pi.sample()
-            new, reward, ended, cut, _ = envs.step(action[0].numpy())
+            new, reward, ended, cut, _ = envs.step((action := pi.sample())[0].numpy())
             paid, done, score = torch.from_numpy(reward / 50).float(), ended | cut, score + reward
             rows.append((x, starts, action[0], pi.log_prob(action)[0], value[0], paid))
             x, starts, returns = seen(new), torch.from_numpy(done), returns + score[done].tolist()

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import select
 import shutil
 import stat
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import zoneout as zo
 from zoneout.ops import build_cache
 from zoneout.ops.cpu import native
 from zoneout.ops.cpu.native import build
@@ -502,6 +505,36 @@ def test_without_a_compiler_the_message_names_the_extra(monkeypatch):
     monkeypatch.setenv("ZONEOUT_NATIVE", "compile")
     assert native.load.__wrapped__() is None
     assert "pip install 'zoneout[compiler]'" in native.why_not()
+
+
+@compiles
+def test_without_a_compiler_only_the_own_cell_is_slow(monkeypatch):
+    """Because of one cell, a user of a wheel without a compiler reads that nothing is compiled."""
+
+    @zo.cell(gates=1, states=("h",), checked=False)
+    def leaky(x, r, h):
+        """A cell that no other test compiles."""
+        (n,) = (a + b for a, b in zip(x, r, strict=True))
+        return zo.candidate("h", 0.8125 * h + 0.1875 * n.tanh())
+
+    if native.load() is None:
+        pytest.skip(f"no compiled loop here: {native.why_not()}")
+    monkeypatch.setattr(native, "_reasons", [])
+    monkeypatch.setattr(native, "_commands", lambda: [])
+    x = torch.zeros(3, 2, 4)
+    layer = zo.Recurrent(leaky, 4, 5)
+    with pytest.warns(UserWarning) as said:
+        layer(x)
+    assert re.fullmatch(
+        r"the cell 'leaky' is not compiled \(LSTM, GRU and RNN are\): .*"
+        r"pip install 'zoneout\[compiler\]'.* It runs in torch calls, more slowly\.",
+        str(said[0].message),
+    )
+    with warnings.catch_warnings(action="error"):
+        zo.LSTM(4, 5)(x)
+    drops = zo.Recurrent(leaky, 4, 5, noise=zo.Swapout(hidden_old=0.5), backend="cpu")
+    with pytest.raises(RuntimeError, match="need compiled code: the cell 'leaky' is not compiled"):
+        drops(x)
 
 
 @compiles

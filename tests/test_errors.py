@@ -202,13 +202,42 @@ NOISES: dict[str, Bad] = {
         rate(at_eval="mean"), ValueError, r"Zoneout\(at_eval", "'mean'", "expectation, off, sample"
     ),
     "not a noise": Bad(lstm(noise=["zoneout"]), TypeError, "noise", "str", "Zoneout"),
-    "a number": Bad(lstm(noise=0.5), TypeError, "noise", "float", "Zoneout"),
+    "a number": Bad(lstm(noise=0.5), TypeError, "noise", "got 0.5", "Zoneout"),
     "the class": Bad(lstm(noise=zo.Zoneout), TypeError, "noise", "Zoneout", "Zoneout"),
+    "a number, with what to write": Bad(
+        lstm(noise=0.3),
+        TypeError,
+        r"try zo\.Zoneout\(cell=0\.3, hidden=0\.3\), or only one",
+        r"got 0\.3",
+    ),
+    "a method as an argument": Bad(
+        lstm(zoneout=0.1),
+        TypeError,
+        r"^zoneout: expected it in noise=, got zoneout=0\.1; try noise=zo\.Zoneout\(cell=0\.1, h",
+    ),
+    "a method as an argument of a GRU": Bad(
+        lambda: zo.GRU(I, H, zoneout=0.1), TypeError, r"try noise=zo\.Zoneout\(hidden=0\.1\)$"
+    ),
+    "a method of Keras as an argument": Bad(
+        lambda: zo.RNN(I, H, recurrent_dropout=0.25),
+        TypeError,
+        r"^recurrent_dropout: .*zo\.RecurrentDropout\(rate=0\.25\); what Keras calls so is zo\.Var",
+    ),
+    "a method as an argument of a cell": Bad(
+        lambda: zo.RNNCell(I, H, zoneout_rate=0.1),
+        TypeError,
+        r"^zoneout_rate: .*try noise=zo\.Zoneout\(hidden=0\.1\)$",
+    ),
+    "a method as an argument of an equation's layer": Bad(
+        lambda: zo.Recurrent(zo.cells.mingru, I, H, weight_dropout=0.5),
+        TypeError,
+        r"^weight_dropout: .*try noise=zo\.WeightDrop\(rate=0\.5\)$",
+    ),
     "a string": Bad(lstm(noise="zoneout"), TypeError, "noise", "str", "Zoneout"),
     "of convert": Bad(
-        lambda: zo.convert(nn.LSTM(I, H), 0.5), TypeError, "noise", "float", "Zoneout"
+        lambda: zo.convert(nn.LSTM(I, H), 0.5), TypeError, "noise", "got 0.5", "Zoneout"
     ),
-    "of masks": Bad(lambda: zo.masks(0.5, 1, 2, 3, 4), TypeError, "noise", "float", "Zoneout"),
+    "of masks": Bad(lambda: zo.masks(0.5, 1, 2, 3, 4), TypeError, "noise", "got 0.5", "Zoneout"),
     "twice": Bad(
         lstm(noise=[zo.Zoneout(cell=0.1), zo.Zoneout(cell=0.2)]),
         ValueError,

@@ -55,7 +55,7 @@ def test_example_runs(script, tmp_path):
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda script: script.stem)
 def test_example_is_short(script):
     """An example grew, so that a newcomer can no longer read it in one sitting."""
-    assert len(script.read_text(encoding="utf-8").splitlines()) <= 80
+    assert len(script.read_text(encoding="utf-8").splitlines()) < 80
 
 
 def test_page_names_every_example():

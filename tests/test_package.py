@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -90,3 +91,19 @@ print(json.dumps(sorted({name.partition(".")[0] for name in set(sys.modules) - b
     imported = set(json.loads(run_installed(installed, code)))
     assert "zoneout" in imported
     assert imported - {"zoneout", "torch", "numpy"} <= sys.stdlib_module_names
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
+def test_make_does_not_empty_an_environment_through_a_link(tmp_path):
+    """Several clones share an environment by links, and `make` in one of them empties it."""
+    clone, shared = tmp_path / "clone", tmp_path / "shared"
+    clone.mkdir()
+    shared.mkdir()
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, clone)
+    (shared / "kept").touch()
+    (clone / ".venv").symlink_to(shared)
+    command = ["make", ".venv/.installed", f"PYTHON={sys.executable}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=clone)
+    assert done.returncode != 0 and (shared / "kept").exists()
+    assert f".venv: expected a folder of this clone, got a link to {shared}" in done.stdout

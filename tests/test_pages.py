@@ -2,8 +2,10 @@
 version.
 """
 
+import ast
 import re
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from urllib.parse import unquote
@@ -140,6 +142,101 @@ def test_the_architecture_is_in_the_order_of_imports():
                 names = [found[0]] if found[0] else re.findall(r"[a-z_]+", found[1])
                 wrong += [f"{file.name} imports {n}" for n in names if place.get(n, row) > row]
     assert wrong == []
+
+
+def named_files(text: str) -> list[tuple[str, str]]:
+    """The files and folders that the tables of the architecture page name, with their folder."""
+    found = []
+    for table in re.finditer(r"(?m)^\| in `(?P<folder>[^`]+)` \|.*\n(?P<rows>(?:\|.*\n)+)", text):
+        folder = table["folder"].removeprefix("src/zoneout").rstrip("/")
+        for row in table["rows"].splitlines():
+            first, about = row.split("|")[1:3]
+            names = re.findall(r"`([^`]+)`", first)
+            found += [(folder, name) for name in names]
+            inside = names[0] if names and names[0].endswith("/") else ""
+            found += [
+                (folder, inside + name)
+                for name in re.findall(r"`([^`]+)`", about)
+                if re.fullmatch(r"[\w./]+(/|\.\w+)", name) and not name.startswith((".", "torch."))
+            ]
+    return found
+
+
+def test_the_files_that_the_architecture_names_are_there():
+    """A reader looks for a file of the tables that has been moved or removed."""
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    names = named_files(text)
+    assert ("ops", "autograd/flat.py") in names and ("paper", "disk.py") in names
+    package = ROOT / "src" / "zoneout"
+    wrong = [(f, name) for f, name in names if not (package / f / name).exists()]
+    assert wrong == [] and len(names) > 50
+
+
+def prose(text: str) -> Iterator[tuple[int, str]]:
+    """The numbered lines of a page that are neither code, tables, notes, pictures nor generated."""
+    text = re.sub(
+        r"(?s)<!-- [^>]*: made by .*?<!-- end -->", lambda m: "\n" * m[0].count("\n"), text
+    )
+    text = FENCED.sub(lambda m: "\n" * m[0].count("\n"), text)
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.startswith(("|", "[^", "![", "    ")):
+            yield number, line
+
+
+def test_lines_have_at_most_100_columns():
+    """A line of text runs out of the window of whoever edits the page."""
+    made = {DOCS / "results.md", DOCS / "holds-up.md"}  # written by `zoneout reproduce --write`
+    long = [
+        f"{page.relative_to(ROOT)}:{number}"
+        for page in PAGES
+        if page not in made
+        for number, line in prose(page.read_text(encoding="utf-8"))
+        if len(line) > 100
+    ]
+    assert long == []
+
+
+def imports(path: Path) -> list[tuple[str, str]]:
+    """The absolute module and the name of everything that a file of the package imports."""
+    package = list(path.relative_to(ROOT / "src").parent.parts)
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            start = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*start, *(node.module or "").split(".")]).rstrip(".")
+            found += [(module, one.name) for one in node.names]
+        elif isinstance(node, ast.Import):
+            found += [(one.name, "") for one in node.names]
+    return found
+
+
+def is_public(module: str, name: str) -> bool:
+    """Return whether the architecture page lets all files import a name of `ops` from a module."""
+    folder = ROOT / "src" / "zoneout" / "ops"
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    if module == "zoneout.ops":
+        return name in {*zoneout.ops.__all__, *files, "cuda"}
+    if module == "zoneout.ops.cuda":
+        return callable(getattr(zoneout.ops.cuda, name)) and not name.startswith("_")
+    return module.removeprefix("zoneout.ops.") in files
+
+
+def test_only_the_public_names_of_ops_are_imported():
+    """A file reaches into a folder of `ops`, so that nothing in it can be changed safely."""
+    folder = ROOT / "src" / "zoneout"
+    seen, wrong = 0, []
+    for path in sorted(folder.rglob("*.py")):
+        if path.is_relative_to(folder / "ops"):
+            continue
+        for module, name in imports(path):
+            if module == "zoneout.ops" or module.startswith("zoneout.ops."):
+                seen += 1
+                if not is_public(module, name):
+                    wrong.append(f"{path.relative_to(folder)}: {module}, {name}")
+    assert wrong == [] and seen > 30
+    assert not is_public("zoneout.ops.cpu.masks", "masks_of")
+    assert not is_public("zoneout.ops.cpu", "one_step")
+    assert not is_public("zoneout.ops.cuda", "side_streams")
 
 
 def test_the_citation_has_the_version_of_the_package():

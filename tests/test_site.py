@@ -115,10 +115,19 @@ def test_calls_are_on_the_page(site):
         assert f'id="zoneout.{name}.forward"' in text
 
 
-def test_a_noise_shows_its_arguments(site):
+def test_classes_show_their_arguments(site):
     """The head of a class is (*positional, **given), which says nothing."""
-    page = (site / "api" / "noises.html").read_text(encoding="utf-8")
-    assert "at_eval" in page and '<span class="pre">positional</span>' not in page
+    for name, argument in (("noises", "at_eval"), ("layers", "proj_size"), ("step-cells", "bias")):
+        page = (site / "api" / f"{name}.html").read_text(encoding="utf-8")
+        heads = "".join(re.findall(r"(?s)<dt class=\"sig.*?</dt>", page))
+        assert f'<span class="pre">{argument}</span>' in heads
+        assert not re.search(r'<span class="pre">(positional|args|options|given)</span>', heads)
+
+
+def test_no_argument_is_explained_by_torch_alone():
+    """A reader of the reference is sent to another reference to learn what an argument is."""
+    for name, value in PUBLIC.items():
+        assert "as in `nn." not in (inspect.getdoc(value) or ""), name
 
 
 def test_every_cell_has_words_and_its_equation(site):
@@ -144,12 +153,25 @@ def test_pages_in_folders_link_to_the_others(site):
     assert 'href="../layers.html"><span' in page
 
 
-def test_no_two_entries_of_the_menu_have_one_name(site):
-    """A reader sees the same name twice and has to guess which page is meant."""
+def test_the_menu_leads_from_the_first_step_to_the_details(site):
+    """A reader meets details before the next step, or one name twice and has to guess the page."""
     page = (site / "index.html").read_text(encoding="utf-8")
     menu = page[page.index('class="sidebar-tree"') :].partition("</aside>")[0]
     names = re.findall(r'<a class="reference internal" href="[^"]+">([^<]+)</a>', menu)
+    assert names[:14] == [
+        *("Get started", "Which rates", "Layers", "Methods", "Your own cell", "Training tool"),
+        *("Reproducing the paper", "What of the paper holds up", "Coming from another toolkit"),
+        *("Speed", "Hardware", "Architecture", "Reliability", "Log"),
+    ]
     assert len(names) > 25 and len(names) == len(set(names))
+
+
+def test_the_first_page_shows_code_and_not_the_menu_again(site):
+    """A visitor reads a list of pages, and has not seen what the package is like."""
+    page = (site / "index.html").read_text(encoding="utf-8")
+    body = page[page.index('<article role="main"') :].partition("</article>")[0]
+    assert '<span class="n">zo</span>' in body and "Zoneout" in body
+    assert "toctree-l1" not in body
 
 
 def test_the_site_has_the_examples(site):
@@ -211,6 +233,16 @@ def test_pages_load_and_fit(site: Path, address: str, visit: Any, size: str) -> 
     assert wide == []
     trouble = [one for one in seen.trouble if not one.endswith("/icon.svg")]  # cut by the next page
     assert trouble == [] and all(url.startswith(address) for url in seen.asked)
+
+
+def test_the_answer_of_a_wide_table_is_on_the_screen_of_a_phone(visit: Any) -> None:
+    """Somebody with a phone sees the rates of other toolkits, and not what they are here."""
+    page = visit("coming-from.html", "phone").page
+    table = page.locator("#at-a-glance table")
+    for row in table.locator("tbody tr").all():
+        box = row.locator("td").nth(1).bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= 390
+    assert table.locator("th").nth(1).inner_text() == "ours"
 
 
 def test_search_finds_pages_and_names(visit: Any) -> None:

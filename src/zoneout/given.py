@@ -15,8 +15,8 @@ from torch import Tensor
 
 from .draws import Draw, off_beat
 from .noise import DROPS, OPTIONAL, STATE_STREAMS, UNTIED, Rule
+from .ops import places
 from .ops.dropout import drawn_units
-from .ops.sequence.rows import places
 from .rates import in_65536ths, readable
 
 # A rate for each step and row, [T, B, units] where any size may be 1; or a function that computes

@@ -24,10 +24,8 @@ from .draws import as_integers, check_count, example_ids
 from .given import At, StepRate, is_given, mask_of
 from .noise import DEPTH, Noise, plane
 from .norm import LayerNorm, RecurrentBatchNorm
-from .ops import Run
+from .ops import Run, check_counts, packed, packing_of, padded, places
 from .ops.dropout import dropout
-from .ops.sequence.packing import packed, packing_of, padded
-from .ops.sequence.rows import check_counts, places
 from .overrides import overriding
 from .philox import as_seed, fresh_seed
 from .rates import readable, warn_if_rounded
@@ -641,8 +639,14 @@ class LSTM(RecurrentLayer):
     Args:
         input_size: the number of features of the input.
         hidden_size: the number of units, H.
-        num_layers, bias, batch_first, dropout: as in `nn.LSTM`.
-        bidirectional, proj_size, device, dtype: as in `nn.LSTM`.
+        num_layers: the number of layers, each of which reads the outputs of the one below.
+        bias: False leaves out both biases.
+        batch_first: True for inputs and outputs [B, T, ·]; otherwise they are [T, B, ·].
+        dropout: the rate of dropout on the outputs of all layers but the last, in training.
+        bidirectional: True adds a second direction, from the last step to the first; outputs are
+            those of both, side by side.
+        proj_size: the size to which h is projected after each step; 0: no projection.
+        device, dtype: of the parameters.
         noise: a noise, a list of noises, or None.
         norm: `"layer"`, a `RecurrentBatchNorm`, or None.
         learn_initial_state: True makes h0 and c0 parameters.
@@ -721,8 +725,13 @@ class GRU(RecurrentLayer):
     Args:
         input_size: the number of features of the input.
         hidden_size: the number of units, H.
-        num_layers, bias, batch_first, dropout: as in `nn.GRU`.
-        bidirectional, device, dtype: as in `nn.GRU`.
+        num_layers: the number of layers, each of which reads the outputs of the one below.
+        bias: False leaves out both biases.
+        batch_first: True for inputs and outputs [B, T, ·]; otherwise they are [T, B, ·].
+        dropout: the rate of dropout on the outputs of all layers but the last, in training.
+        bidirectional: True adds a second direction, from the last step to the first; outputs are
+            those of both, side by side.
+        device, dtype: of the parameters.
         noise: a noise, a list of noises, or None.
         norm: `"layer"`, a `RecurrentBatchNorm`, or None.
         learn_initial_state: True makes h0 a parameter.
@@ -778,9 +787,14 @@ class RNN(RecurrentLayer):
     Args:
         input_size: the number of features of the input.
         hidden_size: the number of units, H.
-        num_layers, bias, batch_first, dropout: as in `nn.RNN`.
+        num_layers: the number of layers, each of which reads the outputs of the one below.
         nonlinearity: `"tanh"` or `"relu"`.
-        bidirectional, device, dtype: as in `nn.RNN`.
+        bias: False leaves out both biases.
+        batch_first: True for inputs and outputs [B, T, ·]; otherwise they are [T, B, ·].
+        dropout: the rate of dropout on the outputs of all layers but the last, in training.
+        bidirectional: True adds a second direction, from the last step to the first; outputs are
+            those of both, side by side.
+        device, dtype: of the parameters.
         noise: a noise, a list of noises, or None.
         norm: `"layer"`, a `RecurrentBatchNorm`, or None.
         learn_initial_state: True makes h0 a parameter.
@@ -845,9 +859,9 @@ class Recurrent(SequenceLayer):
 
     Args:
         cell: the definition of the cell.
-        input_size, hidden_size, num_layers, bias, batch_first, dropout: as in `nn.LSTM`.
-        bidirectional, proj_size, device, dtype: as in `nn.LSTM`. `proj_size` needs a cell that
-            reads h only through `r`.
+        input_size, hidden_size, num_layers, bias, batch_first, dropout: as in `LSTM`.
+        bidirectional, proj_size, device, dtype: as in `LSTM`. `proj_size` needs a cell that reads h
+            only through `r`.
         noise, norm, learn_initial_state, backend, recompute: as in `LSTM`. A norm needs a cell
             whose recurrence is "dense".
 

@@ -34,7 +34,8 @@ class ResetFirstGRUCell(nn.Module):
     from `ZoneoutCell`.
 
     Args:
-        input_size, hidden_size: as in `nn.GRUCell`.
+        input_size: the number of features of the input.
+        hidden_size: the number of units, H.
 
     >>> import torch, zoneout as zo
     >>> cell = zo.ZoneoutCell(zo.ResetFirstGRUCell(10, 20), rates=0.1)

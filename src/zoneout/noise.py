@@ -16,7 +16,9 @@ A rate is always the probability that the previous value (or zero) is used: z in
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
@@ -688,6 +690,58 @@ def _plain(value: Any, short: bool = False) -> Any:
     return value
 
 
+# --- arguments that are no noises -----------------------------------------------------------------
+
+_NAMES = {re.sub(r"(?<!^)([A-Z])", r"_\1", kind.__name__).lower(): kind for kind in _CLASSES}
+_NAMES |= {"zoneout_rate": Zoneout, "zoneout_prob": Zoneout, "weight_dropout": WeightDrop}
+
+
+def check_options(options: Mapping[str, Any], call: Any, cell: Definition | None) -> None:
+    """Raise if one of the options of a constructor is the name of a method, and is not in `call`.
+
+    >>> check_options({"zoneout": 0.1}, lambda size: ..., None)
+    Traceback (most recent call last):
+        ...
+    TypeError: zoneout: expected it in noise=, got zoneout=0.1; try noise=zo.Zoneout(cell=0.1,
+        hidden=0.1), or only one of them
+    """
+    for name in options.keys() & _NAMES.keys():
+        known = inspect.signature(call).parameters.values()
+        if any(one.name == name or one.kind is one.VAR_KEYWORD for one in known):
+            continue  # a user's subclass has such an argument
+        value = options[name]
+        keras = f"; what Keras calls so is zo.VariationalDropout(hidden={_written(value)})"
+        raise TypeError(
+            f"{name}: expected it in noise=, got {name}={_written(value)}; try "
+            f"noise={_with_rate(_NAMES[name], value, cell)}"
+            + (keras if name == "recurrent_dropout" else "")
+        )
+
+
+def _no_noise_error(value: Any) -> TypeError:
+    """Return the error for something in `noise=` that is no noise, with what may be meant."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    got = str(value) if number else type(value).__name__
+    if isinstance(value, type) and issubclass(value, Noise):
+        got = f"the class {value.__name__}"
+    meant = _with_rate(Zoneout, value if number and 0 <= value <= 1 else 0.1)
+    return TypeError(
+        f"noise: expected {', '.join(kind.__name__ for kind in _CLASSES)}, a list of them or None, "
+        f"got {got}; try {meant}"
+    )
+
+
+def _with_rate(kind: type[Noise], rate: Any, cell: Definition | None = None) -> str:
+    """Return a noise as it is written in code, with one rate for all that a cell has."""
+    has = [*STREAMS, *STATE_STREAMS] if cell is None else streams_of(cell)
+    fields = [field for field, of in kind.fields.items() if of in has and of not in DEPTH]
+    fields = (
+        fields[:1] if kind is Swapout else fields or [*kind.fields]
+    )  # or its own error says why
+    written = ", ".join(f"{field}={_written(rate)}" for field in fields)
+    return f"zo.{kind.__name__}({written})" + ", or only one of them" * (len(fields) > 1)
+
+
 # --- combining methods ----------------------------------------------------------------------------
 
 
@@ -700,11 +754,7 @@ def as_noises(noise: Noise | Iterable[Noise] | None) -> tuple[Noise, ...]:
     noises: tuple[Noise, ...] = () if noise is None else tuple(listed)
     for index, one in enumerate(noises):
         if not isinstance(one, Noise):
-            raise TypeError(
-                "noise: expected Zoneout, Swapout, RecurrentDropout, StateDropout, "
-                "VariationalDropout, FastDropout, WeightNoise, "
-                f"WeightDrop, a list of them or None, got {type(one).__name__}"
-            )
+            raise _no_noise_error(one)
         if any(type(one) is type(other) for other in noises[:index]):
             raise ValueError(
                 f"noise: {type(one).__name__} is there twice, expected each method once"
@@ -715,21 +765,22 @@ def as_noises(noise: Noise | Iterable[Noise] | None) -> tuple[Noise, ...]:
 
 def check_claims(noises: tuple[Noise, ...], cell: Definition | None = None) -> None:
     """Raise if two noises replace the same stream; with a cell, rates in `states` count too."""
-    claimed: dict[str, Noise] = {}
+    claimed: dict[str, str] = {}
     for one in noises:
         for entry in one.field_entries() if cell is None else one.entries(cell):
             if is_zero(entry.rate):
                 continue
             stream = _SAME.get(entry.stream, entry.stream)
+            written = f"{type(one).__name__}({_shown_entry(one, entry.field, entry.state)})"
             if stream in claimed:
                 groups = {} if cell is None else state_groups(cell)
                 named = stream in groups
                 what = f"state {groups[stream][0]}" if named else f"{stream} state"
                 raise ValueError(
-                    f"noise: both {claimed[stream]} and {one} replace the {what}, "
+                    f"noise: both {claimed[stream]} and {written} replace the {what}, "
                     "expected one method for each state"
                 )
-            claimed[stream] = one
+            claimed[stream] = written
 
 
 # Two methods for the same factors of a product.
@@ -770,6 +821,11 @@ def states_of(cell: Definition, name: str) -> str:
 def misfit_error(noise: Noise, misfit: Misfit) -> ValueError:
     """Return the error for a field that does not apply."""
     field, why, remedy, state = misfit
+    written = f"{type(noise).__name__}({_shown_entry(noise, field, state)})"
+    return ValueError(f"noise: {written} does not apply, {why}; {remedy}")
+
+
+def _shown_entry(noise: Noise, field: str, state: str) -> str:
+    """Return a rate of a noise as an argument in code, as messages show it."""
     shown = noise._shown(field)[state] if state else noise._shown(field)
-    argument = _argument(field, state, repr(shown))
-    return ValueError(f"noise: {type(noise).__name__}({argument}) does not apply, {why}; {remedy}")
+    return _argument(field, state, repr(shown))

@@ -28,9 +28,7 @@ from .definition.onnx import Nodes, Rate, evaluate, gate_sums, less, mix
 from .definition.step import HELD
 from .extras import install_command
 from .norm import Moments, StepNorm
-from .ops import Run
-from .ops.autograd.flat import decode, unflatten
-from .ops.run import kind_of
+from .ops import Run, decode, kind_of, unflatten
 from .recurrent import RecurrentModule, drawn_rules
 from .wrap import ZoneoutCell
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
@@ -28,6 +28,7 @@ from .noise import (
     Noise,
     Rule,
     as_noises,
+    check_options,
     plane,
 )
 from .norm import (
@@ -116,6 +117,10 @@ class RecurrentModule(Settable):
     backend: str | None
     recompute = False  # True: the backward pass runs the steps again to save memory
     recording: dict[str, Tensor] | None  # in `estimate_statistics`: the number of batches per step
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        check_options(options, cls.__init__, getattr(cls, "family", None))
+        return super().__new__(cls)
 
     def _slow_forward(self, *args: Any, **call: Any) -> Any:
         """Run the forward pass in `torch.jit.trace`; `nn.Module.__call__` calls this only there.

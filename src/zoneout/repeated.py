@@ -20,9 +20,7 @@ from .draws import Draw, example_ids
 from .fits import sees_step
 from .given import is_given
 from .noise import DEPTH
-from .ops import Run
-from .ops.autograd.eager import Settings, can_repeat, repeat, settings_of
-from .ops.cpu import one_step
+from .ops import Run, Settings, can_repeat, one_step, repeat, settings_of
 from .ops.memory import are_memory
 from .ops.plan import number_of
 from .philox import as_seed, fresh_seed

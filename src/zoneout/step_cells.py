@@ -33,7 +33,7 @@ from .layers import (
     check_state_dtype,
 )
 from .norm import RecurrentBatchNorm
-from .ops.cpu import one_step
+from .ops import one_step
 from .overrides import overriding
 from .philox import as_seed, fresh_seed
 from .recurrent import (
@@ -318,7 +318,8 @@ class LSTMCell(TorchCell):
     Args:
         input_size: the number of features of the input.
         hidden_size: the number of units, H.
-        bias, device, dtype: as in `nn.LSTMCell`.
+        bias: False leaves out both biases.
+        device, dtype: of the parameters.
         noise: a noise, a list of noises, or None.
         norm: `"layer"`, a `RecurrentBatchNorm`, or None.
         layer: the index of this cell in a stack. A cell draws the masks of that layer.
@@ -365,7 +366,8 @@ class GRUCell(TorchCell):
     Args:
         input_size: the number of features of the input.
         hidden_size: the number of units, H.
-        bias, device, dtype: as in `nn.GRUCell`.
+        bias: False leaves out both biases.
+        device, dtype: of the parameters.
         noise: a noise, a list of noises, or None.
         norm: `"layer"`, a `RecurrentBatchNorm`, or None.
         layer: the index of this cell in a stack. A cell draws the masks of that layer.
@@ -411,7 +413,8 @@ class RNNCell(TorchCell):
         input_size: the number of features of the input.
         hidden_size: the number of units, H.
         nonlinearity: `"tanh"` or `"relu"`.
-        bias, device, dtype: as in `nn.RNNCell`.
+        bias: False leaves out both biases.
+        device, dtype: of the parameters.
         noise: a noise, a list of noises, or None.
         norm: `"layer"`, a `RecurrentBatchNorm`, or None.
         layer: the index of this cell in a stack. A cell draws the masks of that layer.
@@ -462,7 +465,7 @@ class RecurrentCell(StepCell):
 
     Args:
         cell: the definition of the cell.
-        input_size, hidden_size, bias, device, dtype: as in `nn.LSTMCell`.
+        input_size, hidden_size, bias, device, dtype: as in `LSTMCell`.
         noise, norm, layer, backend: as in `LSTMCell`.
 
     >>> import torch, zoneout as zo

@@ -12,7 +12,7 @@ from torch.overrides import handle_torch_function
 from .cells import zone
 from .draws import Draw, check_count, example_ids, widest
 from .noise import STREAMS, Rule, plane
-from .ops.cpu.masks import masks_of
+from .ops import masks_of
 from .overrides import overriding
 from .philox import as_seed, fresh_seed
 from .rates import check_rate, rate_of_layer

@@ -172,3 +172,14 @@ def test_it_is_dark_in_the_dark(name: str, scheme: str, visit: Any) -> None:
     grounds, inks = (look["page"], look["picture"]), (look["ink"], *look["letters"])
     assert all(g < 60 for g in grounds) if scheme == "dark" else all(g > 240 for g in grounds)
     assert all(abs(ink - look["page"]) > 100 for ink in inks)
+
+
+def test_the_width_of_a_desktop_is_used(visit: Any) -> None:
+    """Half of a page is empty, and what belongs together is far apart."""
+    right = "all => Math.max(...all.map(e => e.getBoundingClientRect().right))"
+    page = visit("demo", "desktop").page
+    assert page.locator("header p").bounding_box()["width"] > 1100
+    page = visit("sweep", "desktop").page
+    table, pictures = page.locator("table").bounding_box(), page.locator("figure svg")
+    assert pictures.evaluate_all(right) > 1200
+    assert pictures.first.bounding_box()["y"] < table["y"] + table["height"]

@@ -5,6 +5,7 @@ own does.
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import re
 import subprocess
@@ -22,7 +23,9 @@ from zoneout.paper.cli.bench import Bench
 from zoneout.paper.cli.gradients import Gradients
 from zoneout.paper.cli.reproduce import Reproduce
 from zoneout.paper.data import datasets
-from zoneout.paper.training import runs
+from zoneout.paper.training import config as configs
+from zoneout.paper.training import models, runs
+from zoneout.paper.training.config import Config
 from zoneout.paper.training.exit_codes import (
     BAD_DATA,
     CODES,
@@ -208,12 +211,62 @@ def test_version(zoneout) -> None:
         (
             ["sweep", "--grid", "zoneout.cell=2"],
             WRONG_USE,
-            "sweep: --grid: zoneout.cell: expected a rate",
+            "sweep: --grid zoneout.cell: expected a rate",
         ),
         (
             ["reproduce", "char-ptb", "--set", "zoneout.cell=2"],
             WRONG_USE,
-            "reproduce: --set: zoneout.cell: expected a rate",
+            "reproduce: --set zoneout.cell: expected a rate",
+        ),
+        (
+            ["train", "--model.cell", "gru", "--zoneout.cell", "0.5"],
+            WRONG_USE,
+            "train: --zoneout.cell: does not apply, a GRU has no cell; leave it out\n",
+        ),
+        (
+            ["train", "--zoneout.cell", "0.5", "--zoneout.hidden", "1", "--state-dropout.cell=0.1"],
+            WRONG_USE,
+            "train: --zoneout.cell, --state-dropout.cell: both replace the cell state, expected",
+        ),
+        (
+            ["train", "--model.cell", "hm-lstm", "--model.layers", "2", "--swapout.depth-old=0.1"],
+            WRONG_USE,
+            "train: --swapout.depth-old: expected no such noise with hm-lstm",
+        ),
+        (
+            ["train", "--model.cell", "surprisal-lstm"],
+            WRONG_USE,
+            "train: --model.embedding: expected 0 with surprisal-lstm",
+        ),
+        (
+            ["sweep", "--grid", "model.cell=lstm,gru", "--zoneout.cell", "0.5"],
+            WRONG_USE,
+            "cannot be: zoneout.cell: does not apply, a GRU has no cell; leave it out. Nothing",
+        ),
+        (
+            ["train", "--zoneout.depth", "0.5"],
+            WRONG_USE,
+            "train: --zoneout.depth: it would do nothing here (it is for layers after the first",
+        ),
+        (
+            ["train", "--zoneout.cell", "abc"],
+            WRONG_USE,
+            "zoneout train: --zoneout.cell: expected a number, or several, got 'abc'\n",
+        ),
+        (
+            ["train", "--optimizer.betas", "0.9"],
+            WRONG_USE,
+            "zoneout train: --optimizer.betas: expected 2 numbers, got '0.9'\n",
+        ),
+        (
+            ["eval", "--part", "tests", "run"],
+            WRONG_USE,
+            "zoneout eval: --part: expected one of train, valid, test, got 'tests'\n",
+        ),
+        (
+            ["reproduce", "char-ptb", "--seeds"],
+            WRONG_USE,
+            "zoneout reproduce: --seeds: expected a whole number, got nothing\n",
         ),
     ],
 )
@@ -229,6 +282,49 @@ def test_wrong_use_gets_a_sentence_and_a_code(
     assert says in err
     assert not out
     assert {path.name for path in Path.cwd().iterdir()} <= {"my.txt", "nothing"}
+
+
+RATES = [
+    name
+    for name in configs.names()
+    if name.partition(".")[0] in {key.partition(".")[0] for key in configs.NOISES}
+    and name.rpartition(".")[2] not in ("mask", "tied", "periods", "output", "words")
+]
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru", "rnn"])
+def test_every_noise_that_does_not_apply_is_named_as_an_option(cell) -> None:
+    """A message names a class of the library, such as Swapout, where the user typed an option."""
+    refused = []
+    for name, norm in itertools.product(RATES, ("none", "layer")):
+        values = {"model.cell": cell, "model.norm": norm, "model.layers": 3, name: 0.5}
+        if name.endswith("hold_output_gate"):
+            values |= {name: True, "recurrent_dropout.rate": 0.5}
+        config = configs.change(Config(), values)
+        try:
+            models.check(config)
+        except ValueError as error:
+            option = "--" + name.replace("_", "-")
+            said = main.in_options("train", error)
+            assert said.startswith((f"{option}: ", "--recurrent-dropout.rate: ")), said
+            assert not re.search(r"noise|[A-Z]\w+\(|_", said.partition(": ")[2]), said
+            refused.append(name)
+    assert len(refused) >= {"lstm": 2, "gru": 6, "rnn": 8}[cell], refused
+
+
+def test_noises_that_exclude_each_other_are_named_as_options() -> None:
+    """Of two methods for one state, a message does not say with which options they were set."""
+    refused = 0
+    for one, other in itertools.combinations([name for name in RATES if "hold" not in name], 2):
+        config = configs.change(Config(), {"model.layers": 2, one: 0.5, other: 0.5})
+        try:
+            models.check(config)
+        except ValueError as error:
+            refused += 1
+            said = main.in_options("train", error)
+            start = said.partition(": both replace the ")[0].replace("-", "_")
+            assert set(start.split(", ")) == {f"__{one}", f"__{other}"}, said
+    assert refused >= 8
 
 
 def test_a_missing_package_is_named(tmp_path) -> None:
@@ -261,6 +357,20 @@ def test_help_does_not_wait_for_torch(arguments: list[str], code: int) -> None:
         imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
         assert "zoneout_command" in imported
         assert not imported & {"torch", "numpy", "tyro", "zoneout.layers"}
+
+
+def test_options_do_not_wait_for_their_help_texts() -> None:
+    """Before a run starts, its modules are parsed again for every class that has options."""
+    counted = (
+        "import ast, sys; from zoneout.paper.cli import main; parse, seen = ast.parse, []; "
+        "ast.parse = lambda *a, **b: (seen.append(1), parse(*a, **b))[1]; "
+        "main.parse('train', ['--epochs', '3']); print(len(seen))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", counted], capture_output=True, text=True, env=environment()
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) <= 3  # the commands, the config
 
 
 def test_the_command_runs_the_others(capfd, monkeypatch) -> None:

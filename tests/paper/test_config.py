@@ -370,6 +370,10 @@ READ = [  # a field, settings with which it is read, and with which it is not
     ("model.output_bias", {"model.cell": "lstm"}, {"model.cell": "rnn"}),
     ("model.norm_momentum", {"model.norm": "batch"}, {"model.norm": "layer"}),
     ("evaluation.statistics_also", {"model.norm": "batch"}, {"model.norm": "layer"}),
+    *[
+        (name, {"model.layers": 2, name: 0.1}, {name: 0.1})
+        for name in ("zoneout.depth", "swapout.depth_old", "swapout.depth_new")
+    ],
     ("zoneout.mask", {"zoneout.cell": 0.1}, {}),
     ("zoneout.mask", {"zoneout.hidden": [0.0, 0.1], "model.layers": 2}, {}),
     ("recurrent_dropout.mask", {"recurrent_dropout.rate": 0.1}, {}),

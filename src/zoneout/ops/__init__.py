@@ -5,6 +5,9 @@ it to a backend. The operator does not know modules, and modules do not know ker
 
 `reference` is the definition of correct: every other backend is compared with it. The other
 backends go through the operator `zoneout::run`, with a loop over time written for their device.
+
+What the rest of the package may use: `__all__`, the modules directly in this folder, and the
+functions of `cuda`.
 """
 
 from __future__ import annotations
@@ -19,22 +22,41 @@ from torch import Tensor
 from ..torch_state import functionalizing
 from . import reference
 from .autograd import eager
+from .autograd.eager import Settings, can_repeat, repeat, settings_of
+from .autograd.flat import decode, unflatten
 from .cpu import one_step
-from .run import TOLERANCES, Result, Run, Weights
+from .cpu.masks import masks_of
+from .run import TOLERANCES, Result, Run, Weights, kind_of
+from .sequence.packing import packed, packing_of, padded
 from .sequence.prepare import LOOPS
 from .sequence.products import linear
+from .sequence.rows import check_counts, places
 
 __all__ = [
     "BACKENDS",
     "TOLERANCES",
     "Result",
     "Run",
+    "Settings",
     "Weights",
     "autocast_on",
+    "can_repeat",
     "check_backend",
+    "check_counts",
+    "decode",
     "dense",
+    "kind_of",
     "linear",
+    "masks_of",
+    "one_step",
+    "packed",
+    "packing_of",
+    "padded",
+    "places",
+    "repeat",
     "run",
+    "settings_of",
+    "unflatten",
 ]
 
 BACKENDS: dict[str, Callable[[Sequence[Run]], list[Result]]] = {  # several runs: one per direction

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...definition import Definition
 from ...definition.products import MOST_LINKS, MOST_PARTS, MOST_PRODUCTS
 from ...definition.storage import MOST_SLOTS
 from ...draws import Draw
@@ -213,10 +214,10 @@ def forward(loops: Sequence[Loop]) -> None:
         if (cell := _cell_of(loop)) is None:
             if loop.masks:
                 raise RuntimeError(
-                    f"masks that are given need zoneout's compiled loop: {native.why_not()}; "
-                    "backend='reference' would do"
+                    f"masks that are given need compiled code: {_uncompiled(loop.cell)}; try "
+                    "backend='reference'"
                 )
-            _say_once(_IN_TORCH_CALLS.format(reason=native.why_not()))
+            _say_once(f"{_uncompiled(loop.cell)}. It runs in torch calls, more slowly.")
             recording.refuse("the loop runs in torch calls")
             fallback.forward(loop)
         else:
@@ -341,10 +342,11 @@ def _say_once(what: str) -> None:
     warnings.warn(what, stacklevel=2)
 
 
-_IN_TORCH_CALLS = (
-    "zoneout's compiled loop is not available: {reason}. The same loop runs in torch calls, more "
-    "slowly."
-)
+def _uncompiled(cell: Definition) -> str:
+    """Return a sentence that says what has no compiled functions, and why."""
+    if native.load() is None:
+        return f"zoneout's compiled loop is not available: {native.why_not()}"
+    return f"the cell {cell.name!r} is not compiled (LSTM, GRU and RNN are): {native.why_not()}"
 
 
 def _call(cell: native.Cell, name: str, loop: Loop, back: LoopGrads | None) -> None:

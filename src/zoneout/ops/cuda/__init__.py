@@ -43,7 +43,7 @@ from .runtime.compiler import Ready
 from .runtime.compiler import add_source as add_source
 from .runtime.compiler import load as load
 from .runtime.compiler import shared_by as shared_by
-from .runtime.exclusive import turns
+from .runtime.exclusive import turns as turns
 
 register(gpu_product=blas.times, gpu_rows=blas.by_rows, gpu_split=rows.split_columns)
 

@@ -468,7 +468,7 @@ def page(
         ("next", "Next steps", section("next", "Commands to try next", element("dl", *tries))),
     ]
     lead, footer = (
-        element("p", introduction(demo, folder)),
+        element("p", introduction(demo, folder), class_="columns"),
         element("p", "Made by ", code("zoneout demo"), "."),
     )
     return document("An LSTM without and with zoneout", lead, sections, footer)

@@ -24,6 +24,7 @@ from ..experiments.recipes import RECIPES
 from ..training import config as configs
 from ..training import runs
 from ..training.exit_codes import INTERRUPTED, OK, WRONG_USE, code_of
+from ..training.noise_fields import in_fields
 from ..training.processes import memory_explained
 from . import options
 from .commands import COMMANDS, Sweep, Train, complain
@@ -49,7 +50,7 @@ def run(args: Sequence[str]) -> int:
         console.silence(sys.stdout)
         return OK
     except (RunError, DataError, OSError, ValueError) as error:
-        return complain(name, in_options(name, error), code_of(error))
+        return complain(name, in_options(name, error, args), code_of(error))
 
 
 def do(name: str, args: Sequence[str]) -> int:
@@ -121,17 +122,28 @@ def config_of(recipe: str) -> configs.Config:
     raise ValueError(f"there is no recipe {recipe!r}; the nearest are {near or ', '.join(RECIPES)}")
 
 
-def in_options(name: str, error: Exception) -> str:
-    """Return the message of an error, which begins with the option as the user types it.
+def in_options(name: str, error: Exception, args: Sequence[str] = ()) -> str:
+    """Return the message of an error, which begins with the options as the user types them.
+
+    What applies to a whole group of options begins with those of the group in `args`.
 
     >>> in_options("train", ValueError("weight_noise: expected a finite number"))
     '--weight-noise: expected a finite number'
+    >>> noise = ValueError("zoneout: expected no such noise with hm-lstm")
+    >>> in_options("train", noise, ["--zoneout.cell", "0.5"])
+    '--zoneout.cell: expected no such noise with hm-lstm'
     """
-    message = disk.in_words(error)
-    field, colon, rest = message.partition(": ")
-    if colon and name in COMMANDS and field in options.names(COMMANDS[name]):
-        return f"--{field.replace('_', '-')}: {rest}"
-    return message
+    message = in_fields(disk.in_words(error))
+    start, colon, rest = message.partition(": ")
+    if not colon or name not in COMMANDS:
+        return message
+    known, fields = options.names(COMMANDS[name]), start.split(", ")
+    if start in configs.NOISES and start not in known:
+        typed = (arg.partition("=")[0].removeprefix("--").replace("-", "_") for arg in args)
+        fields = [field for field in typed if field.startswith(f"{start}.")] or fields
+    if not all(field in known for field in fields):
+        return message
+    return f"{', '.join('--' + field.replace('_', '-') for field in fields)}: {rest}"
 
 
 def overview() -> str:

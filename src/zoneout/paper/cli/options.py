@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import dataclasses
 import inspect
-import textwrap
+import io
+import itertools
+import sys
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from ..training import config as configs
@@ -36,7 +40,21 @@ __all__ = ["Flag", "Positional", "UseAppendAction", "arg", "names", "plain", "re
 
 
 def read(kind: type[Command], prog: str, args: Sequence[str], **more: Any) -> Any:
-    """Return the command with the options in `args`; `more` are arguments of `tyro.cli`."""
+    """Return the command with the options in `args`; `more` are arguments of `tyro.cli`.
+
+    A value of the wrong type is a `ValueError`; the parser prints other errors, and exits.
+    """
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            return _parsed(kind, prog, args, **more)
+    except SystemExit as error:
+        if not error.code:  # the help text has been printed
+            raise
+    check_values(kind, args)
+    return _parsed(kind, prog, args, **more)  # prints the error, in colour on a terminal
+
+
+def _parsed(kind: type[Command], prog: str, args: Sequence[str], **more: Any) -> Any:
     if _cli is None:
         return plain(kind, prog, args)
     _tidy(kind)
@@ -44,20 +62,80 @@ def read(kind: type[Command], prog: str, args: Sequence[str], **more: Any) -> An
     return _cli(kind, prog=prog, args=args, description=_description(kind), config=how, **more)
 
 
+def check_values(kind: type, args: Sequence[str]) -> None:
+    """Raise if an option in `args` is followed by words that are not of its type.
+
+    >>> from zoneout.paper.training.config import Config
+    >>> check_values(Config, ["--zoneout.cell", "high"])
+    Traceback (most recent call last):
+        ...
+    ValueError: --zoneout.cell: expected a number, or several, got 'high'
+    """
+    hints = {name.removeprefix("config."): hint for name, hint in configs.names(kind).items()}
+    for place, word in enumerate(args, 1):
+        name, equals, value = word.removeprefix("--").partition("=")
+        hint = hints.get(name.replace("-", "_"))
+        if not word.startswith("--") or hint is None or hint is bool:
+            continue
+        after = itertools.takewhile(lambda one: not one.startswith("--"), args[place:])
+        words = [value] if equals else list(after)
+        expected, right = _expected(hint)
+        if not right(words):
+            several = tuple in (typing.get_origin(one) for one in (hint, *typing.get_args(hint)))
+            got = " ".join(map(repr, words if several else words[:1])) or "nothing"
+            raise ValueError(f"--{name}: expected {expected}, got {got}")
+
+
+def _expected(hint: Any) -> tuple[str, Callable[[list[str]], bool]]:
+    """Return the words for the values of a type, and whether given words begin with such a value.
+
+    More words may follow one value: they are arguments of the command.
+    """
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return f"one of {', '.join(inner)}", lambda words: words[:1] != [] and words[0] in inner
+    if origin in (types.UnionType, typing.Union):
+        one, *other = (_expected(each) for each in inner if each is not type(None))
+        return (f"{one[0]}, or several", other[0][1]) if other else one  # one, or a tuple of such
+    if origin is tuple:
+        fits = _expected(inner[0])[1]
+        least = 0 if inner[-1] is ... else len(inner)
+        text = f"{least} numbers" if least else "numbers"
+        return text, lambda words: len(words) >= least and all(fits([word]) for word in words)
+    if hint not in (int, float):
+        return "a value", lambda words: words != []
+    text = "a whole number" if hint is int else "a number"
+    return text, lambda words: words != [] and _converts(hint, words[0])
+
+
+def _converts(kind: type, word: str) -> bool:
+    try:
+        kind(word)
+    except ValueError:
+        return False
+    return True
+
+
 _TIDY: set[Any] = set()  # classes that `_tidy` has changed
 
 
 def _tidy(kind: Any) -> None:
-    """Let tyro's help leave out defaults that say nothing."""
+    """Let tyro's help leave out defaults that say nothing, and give it the texts of the fields.
+
+    tyro would parse the module again for every class, which takes longer than all the rest.
+    """
     if kind in _TIDY:
         return
     _TIDY.add(kind)
+    texts = help_texts(kind)
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
         bare, *_ = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
         if dataclasses.is_dataclass(bare):
             _tidy(bare)
-            continue
-        kind.__annotations__[name] = Annotated[hint, arg(help_behavior_hint=_default)]
+            told = arg(help=texts.get(name) or inspect.getdoc(bare))
+        else:
+            told = arg(help=texts.get(name), help_behavior_hint=_default)
+        kind.__annotations__[name] = Annotated[hint, told]
 
 
 def _description(kind: type) -> str:
@@ -95,8 +173,7 @@ def names(kind: type) -> list[str]:
 
 def help_texts(kind: type) -> dict[str, str]:
     """Return the docstrings of the fields of a dataclass."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    assert isinstance(tree, ast.ClassDef)
+    tree = _classes(kind.__module__)[kind.__name__]
     return {
         ast.unparse(one.target): inspect.cleandoc(after.value.value)
         for one, after in zip(tree.body, tree.body[1:])
@@ -105,6 +182,13 @@ def help_texts(kind: type) -> dict[str, str]:
         and isinstance(after.value, ast.Constant)
         and isinstance(after.value.value, str)
     }
+
+
+@cache
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    """Return the classes of a module, as they are written."""
+    body = ast.parse(inspect.getsource(sys.modules[module])).body
+    return {one.name: one for one in body if isinstance(one, ast.ClassDef)}
 
 
 def _add(parser: Any, one: Any, hint: Any, text: str) -> None:

@@ -31,6 +31,7 @@ from ..training import config as configs
 from ..training import runs
 from ..training.config import Config
 from ..training.exit_codes import BAD_DATA, DIVERGED, FAILED, INTERRUPTED, OK, WRONG_USE
+from ..training.noise_fields import in_fields
 from ..training.processes import device_of, obey_the_parent, threads_of_each
 from ..training.train import Diverged, Progress, stop_requests, train
 from ..training.unused_options import refuse_unread
@@ -84,7 +85,7 @@ class Job:
         try:
             return configs.change(RECIPES[self.recipe].make(), self.settings | own)
         except ValueError as error:
-            raise ValueError(f"--set: {error}") from None
+            raise ValueError(f"--set {error}") from None
 
     def missing(self) -> bool:
         """Return True if there is no record yet; raise `RunError` if the record has other
@@ -346,7 +347,7 @@ def attempt_beside_others(job: Job) -> State:
     try:
         return attempt(job)
     except (DataError, ValueError) as error:
-        console.say(f"{job.recipe}, seed {job.seed}: {error}")
+        console.say(f"{job.recipe}, seed {job.seed}: {in_fields(str(error))}")
         return "without data" if isinstance(error, DataError) else "refused"
 
 

@@ -32,6 +32,7 @@ from ..disk import RunError
 from ..training import models
 from ..training.config import Config
 from ..training.measures import measure_of
+from ..training.noise_fields import in_fields
 from ..training.processes import cores, obey_the_parent, threads_of_each
 from ..training.runs import Begun, InUse
 from ..training.train import Diverged, Progress, load_data, same_data, train
@@ -284,7 +285,9 @@ def check_models(trials: Iterable[Trial]) -> None:
         try:
             models.check(trial.config)
         except ValueError as error:
-            raise ValueError(f"{trial.name} cannot be: {error}. Nothing was run.") from None
+            raise ValueError(
+                f"{trial.name} cannot be: {in_fields(str(error))}. Nothing was run."
+            ) from None
 
 
 def check_data(

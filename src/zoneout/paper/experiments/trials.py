@@ -142,7 +142,7 @@ def trial_of(base: Config, settings: Mapping[str, Any]) -> Trial:
     try:
         config = configs.change(base, dict(settings))
     except ValueError as error:
-        raise ValueError(f"--grid: {error}") from None
+        raise ValueError(f"--grid {error}") from None
     return Trial(config, tuple(sorted({*settings, "seed"}, key=NAMES.index)))
 
 

@@ -126,6 +126,11 @@ def beside(*parts: Any) -> Html:
     return element("div", *(element("div", part) for part in parts), class_="beside")
 
 
+def after(first: Any, second: Any) -> Html:
+    """Return two parts: the second fills the room after the first, or stands below it."""
+    return element("div", element("div", first), element("div", second), class_="after")
+
+
 def section(name: str, title: str, *children: Any, level: int = 2) -> Html:
     """Return a section with a heading."""
     heading = element(f"h{level}", title, id=f"{name}-title")
@@ -204,6 +209,11 @@ td a { display: inline-block; }
 small { color: var(--soft); font-size: .85em; }
 #figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(32rem, 100%), 1fr)); gap: 0 3rem; }
 .beside { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(32rem, 100%), 1fr)); gap: 0 3rem; }
+.after { display: flex; flex-wrap: wrap; gap: 0 3rem; }
+.after > :first-child { max-width: 100%; } .after > :last-child { flex: 1 1 min(24rem, 100%); display: grid;
+  grid-template-columns: repeat(auto-fit, minmax(min(24rem, 100%), 1fr)); gap: 0 3rem; }
+.after figure { margin: 0 0 2rem; } .after tbody th { min-width: 8.5rem; }
+@media (min-width: 60rem) { p.columns { max-width: none; columns: 2; column-gap: 3rem; } }
 .beside > div { min-width: 0; } .beside figure { margin: 0 0 2rem; }
 #figures > h2 { grid-column: 1 / -1; }
 figure { margin: 2rem 0; min-width: 0; }

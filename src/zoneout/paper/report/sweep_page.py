@@ -16,7 +16,7 @@ from .. import disk
 from ..experiments.trials import Row, spelled
 from ..training.measures import figure_of
 from . import plots
-from .html import code, document, element, learning_curves, section
+from .html import after, code, document, element, join, learning_curves, section
 from .html import table as html_table
 
 
@@ -142,19 +142,15 @@ def page(rows: Sequence[Row], title: str) -> str:
         "their seeds. A number in parentheses is the best validation of a run that was stopped "
         "early."
     )
-    parts = [html_table(caption, [head], body, "points")]
-    if notes := [element("li", f"{row.name}: {row.why}") for row in rows if row.why]:
-        parts.append(element("ul", *notes))
-    sections = [("results", "Results", section("results", "Results", *parts))]
+    numbers = html_table(caption, [head], body, "points")
     best = [p.ended[0] for p in points_of(rows) if p.ended][: len(plots.COLOURS)]
-    if figures := learning_curves(
-        [plots.read_curve(row.folder, row.name.rpartition("-")[0]) for row in best]
-    ):
-        sections.append(
-            (
-                "curves",
-                "Learning curves",
-                section("curves", "Learning curves of the best points", *figures),
-            )
-        )
+    figures = learning_curves(
+        [plots.read_curve(row.folder, row.name.rpartition("-")[0]) for row in best],
+        "The best points of the table.",
+    )
+    parts = [after(numbers, join(figures)) if figures else numbers]
+    sections = [("results", "Results", section("results", "Results", *parts))]
+    if notes := [element("li", f"{row.name}: {row.why}") for row in rows if row.why]:
+        whole = section("notes", "Runs that did not finish", element("ul", *notes))
+        sections.append(("notes", "Runs that did not finish", whole))
     return document(title, "", sections, element("p", "Made by ", code("zoneout sweep"), "."))

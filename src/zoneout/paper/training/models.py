@@ -317,7 +317,8 @@ def check(
 def _size(config: Config, symbols: int) -> int:
     """Return the number of elements of all parameters and buffers of a model.
 
-    Layers of one size are counted in models of one and of two layers.
+    Layers of one size are counted in models of two and of three layers: with one layer, a layer
+    with noise over depth would warn.
     """
 
     def count(config: Config) -> int:
@@ -329,9 +330,10 @@ def _size(config: Config, symbols: int) -> int:
     try:
         if model.sizes or model.system or model.output:
             return count(config)
-        one, two = (_with_layers(config, layers) for layers in (1, 2))
-        first = count(one)
-        return first + (model.layers - 1) * (count(two) - first if model.layers > 1 else 0)
+        if model.layers <= 2:
+            return count(config)
+        two, three = (count(_with_layers(config, layers)) for layers in (2, 3))
+        return two + (model.layers - 2) * (three - two)
     except RuntimeError as error:
         if "overflow" not in str(error):
             raise

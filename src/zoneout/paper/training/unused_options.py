@@ -59,6 +59,11 @@ _RULES: tuple[tuple[tuple[str, ...], _Read, str], ...] = (
         "only hyper-lstm, hm-lstm and surprisal-lstm have a loop in torch calls",
     ),
     (("swapout.mask",), NOISES["swapout"], "its rates are 0"),
+    (
+        ("zoneout.depth", "swapout.depth_old", "swapout.depth_new"),
+        lambda c: len(c.model.units) > 1,
+        "it is for layers after the first, and there is one",
+    ),
     (("optimizer.decay",), lambda c: c.optimizer.rule == "rmsprop", "only rmsprop has it"),
     (("optimizer.betas",), lambda c: c.optimizer.rule == "adam", "only adam has them"),
     (("optimizer.eps", "optimizer.paper"), lambda c: c.optimizer.rule != "sgd", "sgd has none"),
