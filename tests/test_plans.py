@@ -236,6 +236,71 @@ def test_bad_calls_after_good_ones(call):
     assert str(later.value) == str(first.value)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:Sparse CSR")
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda layer: layer(torch.nested.nested_tensor([X[0], X[0, :2]])),
+        lambda layer: layer(X.to_sparse_csr(dense_dim=0)),
+        lambda layer: layer(X[:, :, :2]),
+        lambda layer: layer(X, torch.zeros(1, 3, 8)),
+        lambda layer: layer(X.to("meta")),
+        lambda layer: layer(X, torch.zeros(1, 4, 8).double()),
+    ],
+)
+def test_refused_calls_are_as_if_they_were_the_first(call, batch_first):
+    """The error is another one, or a number was drawn before it."""
+    layer = zo.GRU(3, 8, batch_first=batch_first, noise=zo.Zoneout(hidden=0.1))
+    for _ in range(4):
+        layer(X)
+    found = []
+    for clear in (False, True):
+        if clear:
+            layer._prepared.clear()
+        torch.manual_seed(0)
+        with pytest.raises((ValueError, TypeError, RuntimeError)) as error:
+            call(layer)
+        found.append((type(error.value), str(error.value), torch.rand(()).item()))
+    assert found[0] == found[1]
+
+
+def test_plans_of_other_sizes():
+    """A layer whose weights were replaced takes the plan of a layer that has such weights."""
+    one, other = zo.LSTM(3, 8), zo.LSTM(5, 8)
+    for _ in range(4):
+        one(X), other(torch.zeros(5, 4, 5))
+    one.weight_ih_l0.data = torch.zeros(32, 5)
+    with pytest.raises(ValueError, match="expected 3 features"):
+        one(torch.zeros(5, 4, 5))
+
+
+def test_parameters_named_like_the_places_of_others():
+    """A cell's parameters change places once its calls are repeated."""
+
+    @zo.cell(gates=1, recurrence="diagonal")
+    def odd(x, h, parameter1, parameter0):
+        return (x[0] + parameter1 * h + parameter0).tanh()
+
+    layer = zo.Recurrent(odd, 3, 4)
+    found = [layer(X)[0] for _ in range(4)]
+    for y in found[1:]:
+        torch.testing.assert_close(y, found[0])
+
+
+@pytest.mark.parametrize("make", [zo.LSTM, lambda *sizes: zo.Recurrent(zo.cells.lstm, *sizes)])
+def test_another_device_after_repeated_calls(make):
+    """A repeated call asks for what only some devices have."""
+    layer = make(3, 8)
+    for _ in range(4):
+        layer(X)
+    weights = {name: p.to("meta") for name, p in layer.named_parameters()}
+    y, _ = torch.func.functional_call(layer, weights, (X.to("meta"),))
+    assert y.is_meta and y.shape == (5, 4, 8)
+    layer.to("meta")
+    assert layer(X.to("meta"))[0].is_meta
+
+
 def test_ids_of_another_form_after_good_ones():
     """A plan for ids takes numbers of three dimensions, which nobody has checked."""
     layer, ids, h0 = zo.GRU(1, 8), torch.zeros(5, 4, dtype=torch.int64), torch.zeros(1, 4, 8)

@@ -163,7 +163,17 @@ def fresh_seed(like: Tensor) -> Tensor:
     if torch._C._are_functorch_transforms_active():
         # The same bits by randint: vmap(randomness="different") refuses random_() here.
         return torch.randint(-(2**62), 2**62, (), dtype=torch.int64, device=like.device) + 2**62
-    return torch.empty((), dtype=torch.int64, device=like.device).random_()
+    return draw_seed(empty_seed(like))
+
+
+def empty_seed(like: Tensor) -> Tensor:
+    """Return the memory of a seed, for plain eager mode: what does not depend on it comes first."""
+    return torch.empty((), dtype=torch.int64, device=like.device)
+
+
+def draw_seed(seed: Tensor) -> Tensor:
+    """Fill the memory of a seed from torch's generator, and return it."""
+    return seed.random_()
 
 
 # A custom operator, so that a compiled model draws from the same generator, in the same order, as

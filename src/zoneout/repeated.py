@@ -20,11 +20,11 @@ from .draws import Draw, example_ids
 from .fits import sees_step
 from .given import is_given
 from .noise import DEPTH
-from .ops import Run, Settings, can_repeat, one_step, repeat, settings_of
+from .ops import Run, Settings, can_repeat, find, one_step, repeat, settings_of
 from .ops.memory import are_memory
 from .ops.plan import number_of
-from .philox import as_seed, fresh_seed
-from .recurrent import OUTSIDE, RecurrentModule, drawn_rules, rate_name, seed_name
+from .philox import as_seed, draw_seed, empty_seed, fresh_seed
+from .recurrent import OUTSIDE, WEIGHTS, RecurrentModule, drawn_rules, rate_name, seed_name
 
 if TYPE_CHECKING:
     from .layers import SequenceLayer
@@ -46,6 +46,7 @@ class Prepared(NamedTuple):
     parts: tuple[Part, ...]  # layer by layer
     draws: bool  # a call draws a seed
     every_step: bool  # all masks are drawn anew at every step
+    kind: str  # the type of the device
 
 
 class Repeated(NamedTuple):
@@ -80,7 +81,8 @@ def prepare(
         own = [names[name] for name in layer.definition.parameters]
         fields = settings.names[1 + len(run.states) :]
         weights = [
-            names[f] if f in names else own[int(f.removeprefix("parameter"))] for f in fields
+            names[field] if field in WEIGHTS else own[int(field.removeprefix("parameter"))]
+            for field in fields
         ]
         numbers: list[str | None] = []
         for k, draw in enumerate(run.draws):
@@ -92,7 +94,7 @@ def prepare(
     rules = drawn_rules(layer._rules, layer.training)
     draws = between or any(rule.mask != "static" for rule in rules)
     every_step = all(rule.mask != "static" and sees_step(rule) for rule in rules)
-    return Prepared(tuple(parts), draws, every_step)
+    return Prepared(tuple(parts), draws, every_step, every[0].x.device.type)
 
 
 def repeated(
@@ -104,28 +106,21 @@ def repeated(
     has seen that torch is in plain eager mode (`plain_eager`).
     """
     prepared = layer._prepared.get((layer.training, hx is None))
-    if prepared is None:
-        return None, None
-    if type(input) not in _PLAIN or input.dim() != 3 or not input.is_floating_point():
-        return None, None
-    if type(first_step) is not int:
+    if prepared is None or type(first_step) is not int or not _is_usual(input, 3, prepared.kind):
         return None, None
     x = input.transpose(0, 1) if layer.batch_first else input
-    device, parameters, (steps, batch, _) = x.device, layer._parameters, x.shape
+    device, parameters, (steps, batch, inputs) = x.device, layer._parameters, x.shape
     numbers, changing = layer._fixed_on(device)
-    limit = 2**32 - steps
-    if changing or not 0 <= first_step <= limit or torch.is_autocast_enabled(device.type):
+    if changing or inputs != layer.input_size or not 0 <= first_step <= 2**32 - steps:
         return None, None
     if steps == 1 and layer.backend is None:  # a step of its own may have another way
         return None, None
     states = _states(layer, hx, batch, x.dtype)
     if states is None:
         return None, None
-    key = None
-    if seed is not None:
-        key = as_seed(seed, device, copy=True)
-    elif prepared.draws:
-        key = fresh_seed(x)
+    given = None if seed is None else as_seed(seed, device, copy=True)
+    key = empty_seed(x) if given is None and prepared.draws else given
+    drawn: Tensor | None = None  # as soon as the first plan is found, as the general code would
     rows = example_ids(None, batch, device)
     directions, final = 2 if layer.bidirectional else 1, []
     dropped = layer.training and layer.dropout > 0
@@ -141,17 +136,33 @@ def repeated(
             tensors += [parameters[name] for name in part.weights]
             constants += [key if name is None else numbers[name] for name in part.numbers]
         except KeyError:  # a parametrisation, or a rate that is gone
-            return None, key
-        if (found := repeat(part.settings, part.number, tensors, constants, first_step)) is None:
-            return None, key
-        outputs.append(found[0])
-        final.append(tuple(found[1:]))
+            return None, drawn
+        if (found := find(part.number, tensors, constants)) is None:
+            return None, drawn
+        if k == 0 and key is not None and given is None:
+            drawn = draw_seed(key)
+        y, *ends = repeat(part.settings, found, first_step)
+        outputs.append(y)
+        final.append(tuple(ends))
         if len(outputs) == directions:
             x = outputs[0] if directions == 1 else torch.cat(outputs, dim=-1)
-    return Repeated(x, final), key
+    return Repeated(x, final), drawn
 
 
 _PLAIN = {Tensor, Parameter}
+
+
+def _is_usual(x: Any, dims: int, kind: str) -> bool:
+    """Return True for a dense tensor of features on a device of this type, without autocast."""
+    return (
+        type(x) in _PLAIN
+        and x.device.type == kind
+        and x.layout is torch.strided
+        and not x.is_nested
+        and x.dim() == dims
+        and x.is_floating_point()
+        and not torch.is_autocast_enabled(kind)  # known for both types that have plans
+    )
 
 
 def _states(
@@ -179,6 +190,7 @@ class PreparedStep(NamedTuple):
     step: one_step.Repeatable
     weights: tuple[str, ...]  # parameters in the order of torch's cells
     checked: set[Any]  # shapes and types that the general code has run
+    kind: str = "cpu"
 
 
 def prepare_step(cell: StepCell, draws: Sequence[Draw]) -> PreparedStep | None:
@@ -190,22 +202,23 @@ def prepare_step(cell: StepCell, draws: Sequence[Draw]) -> PreparedStep | None:
 
 def repeated_step(
     cell: StepCell, input: Any, hx: Any, seed: int | Tensor | None, step: int | None
-) -> tuple[Sequence[Tensor] | None, Tensor | None]:
-    """Return the states after a step, or None if the general code has to run, and a drawn seed.
+) -> Sequence[Tensor] | None:
+    """Return the states after a step, or None if the general code has to run.
 
     The caller has seen that torch is in plain eager mode (`plain_eager`).
     """
     prepared = cell._prepared.get(cell.training)
-    if prepared is None or type(input) not in _PLAIN or input.dim() != 2:
-        return None, None
+    if prepared is None or not _is_usual(input, 2, prepared.kind):
+        return None
     states = hx if len(cell.definition.states) > 1 else (hx,)
-    if type(states) not in (tuple, list) or torch.is_autocast_enabled(input.device.type):
-        return None, None
+    if type(states) not in (tuple, list) or any(type(v) not in _PLAIN for v in states):
+        return None
     if step is not None and (type(step) is not int or not 0 <= step < 2**32):
-        return None, None
+        return None
+    given = None if seed is None else as_seed(seed, input.device, copy=True)
     if isinstance(prepared, PreparedStep):
-        return _plain_step(cell, prepared, input, states, seed, step)
-    return _step_by_plan(cell, prepared, input, states, seed, step)
+        return _plain_step(cell, prepared, input, states, given, step)
+    return _step_by_plan(cell, prepared, input, states, given, step)
 
 
 def _plain_step(
@@ -213,26 +226,27 @@ def _plain_step(
     prepared: PreparedStep,
     x: Tensor,
     states: Sequence[Tensor],
-    seed: int | Tensor | None,
+    seed: Tensor | None,
     step: int | None,
-) -> tuple[Sequence[Tensor] | None, Tensor | None]:
+) -> Sequence[Tensor] | None:
     """Return the states after a step of torch's cell, as in `repeated_step`."""
     parameters = cell._parameters
     try:
         weights = [parameters[name] for name in prepared.weights]
     except KeyError:  # a parametrisation
-        return None, None
-    if not are_memory((x, *states, *weights)):
-        return None, None
-    if form_of(x, states) not in prepared.checked:  # torch's cell checks the weights
-        return None, None
-    key, rows = None, None
+        return None
+    if (
+        not are_memory((x, *states, *weights))
+        or form_of(x, states, weights) not in prepared.checked
+    ):
+        return None
+    rows: Tensor | None = None
     if prepared.step.drawn:
         if seed is not None and step is None:
-            return None, None
-        key = fresh_seed(x) if seed is None else as_seed(seed, x.device, copy=True)
+            return None
+        seed = fresh_seed(x) if seed is None else seed
         rows = example_ids(None, len(x), x.device)
-    return prepared.step.run(x, states, weights, key, rows, step or 0), key
+    return prepared.step.run(x, states, weights, seed, rows, step or 0)
 
 
 def _step_by_plan(
@@ -240,32 +254,33 @@ def _step_by_plan(
     prepared: Prepared,
     x: Tensor,
     states: Sequence[Tensor],
-    seed: int | Tensor | None,
+    seed: Tensor | None,
     step: int | None,
-) -> tuple[Sequence[Tensor] | None, Tensor | None]:
+) -> Sequence[Tensor] | None:
     """Return the states after a step of any cell, as in `repeated_step`."""
     (part,) = prepared.parts
     if (seed is None) != (step is None) or not (prepared.every_step or seed is not None):
-        return None, None  # the general code knows what goes together
+        return None  # the general code knows what goes together
     numbers, changing = cell._fixed_on(x.device)
-    if changing or any(type(v) not in _PLAIN for v in states) or not x.is_floating_point():
-        return None, None
-    parameters, key = cell._parameters, None
-    if seed is not None:
-        key = as_seed(seed, x.device, copy=True)
-    elif prepared.draws:
-        key = fresh_seed(x)
+    if changing or x.shape[1] != cell.input_size:
+        return None
+    parameters = cell._parameters
+    key = empty_seed(x) if seed is None and prepared.draws else seed
     tensors: list[Any] = [x[None], *states]
     constants: list[Any] = [example_ids(None, len(x), x.device)]
     try:
         tensors += [parameters[name] for name in part.weights]
         constants += [key if name is None else numbers[name] for name in part.numbers]
     except KeyError:  # a parametrisation, or a rate that is gone
-        return None, key
-    found = repeat(part.settings, part.number, tensors, constants, step or 0)
-    return None if found is None else found[1:], key
+        return None
+    if (found := find(part.number, tensors, constants)) is None:
+        return None
+    if key is not None and seed is None:
+        draw_seed(key)
+    return repeat(part.settings, found, step or 0)[1:]
 
 
-def form_of(x: Tensor, states: Sequence[Tensor]) -> Any:
-    """Return what the checks of a step's input and states depend on."""
-    return tuple([(v.shape, v.dtype, v.get_device()) for v in (x, *states)])
+def form_of(x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Any:
+    """Return what the checks of a step's tensors depend on."""
+    every = (x, *states, *weights)
+    return tuple([v if v is None else (v.shape, v.dtype, v.get_device()) for v in every])

@@ -108,7 +108,7 @@ class StepCell(RecurrentModule):
             The next state, h or a tuple such as (h, c), in the shapes of `hx`.
         """
         plain = examples is None and rates is None and hx is not None and plain_eager()
-        new, key = repeated_step(self, input, hx, seed, step) if plain else (None, None)
+        new = repeated_step(self, input, hx, seed, step) if plain else None
         if new is not None:
             return tuple(new) if len(new) > 1 else new[0]
         if overriders := overriding(input, hx):
@@ -143,8 +143,7 @@ class StepCell(RecurrentModule):
         x = x if x.dtype == dtype else x.to(dtype)
         states = self._states(hx, x, batched)
         noise = self._call_noise(rates, x.device)
-        at = self._step(seed, step, noise)
-        key = self._seed(seed, x, noise) if key is None else key
+        at, key = self._step(seed, step, noise), self._seed(seed, x, noise)
         draws = self._draws(noise, 0, 0, key, self.layer)
         if noise.steps or any(is_given(draw.rule) for draw in draws):
             ids = example_ids(examples, x.shape[0], x.device)
@@ -173,7 +172,8 @@ class StepCell(RecurrentModule):
         if prepared is not None:
             if len(prepared.checked) >= MOST_FORMS:
                 prepared.checked.clear()
-            prepared.checked.add(form_of(x, states))
+            weights = [self._parameters.get(name) for name in prepared.weights]
+            prepared.checked.add(form_of(x, states, weights))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; what was prepared for calls depends on all but the mode."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..torch_state import functionalizing
 from . import reference
 from .autograd import eager
-from .autograd.eager import Settings, can_repeat, repeat, settings_of
+from .autograd.eager import Settings, can_repeat, find, repeat, settings_of
 from .autograd.flat import decode, unflatten
 from .cpu import one_step
 from .cpu.masks import masks_of
@@ -45,6 +45,7 @@ __all__ = [
     "check_counts",
     "decode",
     "dense",
+    "find",
     "kind_of",
     "linear",
     "masks_of",

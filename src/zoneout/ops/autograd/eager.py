@@ -67,19 +67,21 @@ def settings_of(r: Run) -> Settings:
     return flatten(r).settings._replace(first_step=0)
 
 
-def repeat(
-    settings: Settings,
-    number: int,
-    tensors: Sequence[Tensor],
-    constants: Sequence[Tensor],
-    first_step: int,
-) -> Sequence[Tensor] | None:
-    """Return y and the final states of a run by its plan; None if there is none for its tensors.
+class Found(NamedTuple):
+    """The plan of a run for given tensors."""
 
-    `settings` are those of an earlier run with a first step of 0, which had no norm and returned no
-    other states; `number` stands for them (`plan.number_of`). A plan exists only for shapes, types
-    and devices that passed all checks. The caller has seen that torch is in plain eager mode
-    without autocast.
+    run: Callable[..., Any]
+    at: Sequence[int]  # the addresses of tensors and constants
+    tensors: Sequence[Tensor]
+    constants: Sequence[Tensor]
+    alone: bool  # no gradient is needed
+
+
+def find(number: int, tensors: Sequence[Tensor], constants: Sequence[Tensor]) -> Found | None:
+    """Return the plan of a run whose settings have this number (`plan.number_of`), if any.
+
+    A plan exists only for shapes, types and devices that passed all checks. The caller has seen
+    that torch is in plain eager mode without autocast, and that the device is one of plans.
     """
     given = (*tensors, *constants)
     if not are_memory(given):
@@ -87,16 +89,23 @@ def repeat(
     alone = nobody_derives(tensors)
     device = LOOPS[tensors[0].device.type].settings()
     found = plan.find(Kind("results" if alone else "forward", (number,), device, ()), given)
-    if found is None:
-        return None
-    run, at = found
+    return None if found is None else Found(*found, tensors, constants, alone)
+
+
+def repeat(settings: Settings, found: Found, first_step: int) -> Sequence[Tensor]:
+    """Return y and the final states of a run by its plan.
+
+    `settings` are those of an earlier run with a first step of 0, which had no norm and returned no
+    other states.
+    """
+    run, at, tensors, constants, alone = found
+    given = (*tensors, *constants)
     if alone:
         (done,) = run(given, at, first_step)
         return done.y, *done.final
     settings = settings._replace(first_step=first_step) if first_step else settings
-    return _Eager.apply(
-        _Work((settings,), (constants,), lambda: run(given, at, first_step)), *tensors
-    )
+    work = _Work((settings,), (constants,), lambda: run(given, at, first_step))
+    return _Eager.apply(work, *tensors)
 
 
 _CHANGED = (

@@ -291,6 +291,8 @@ def transposed_product(a: Tensor, b: Tensor, out: Tensor, add: bool) -> bool:
         return False
     if any(v.stride(1) != 1 for v in (a, b, out)):
         return False
+    if len(b) != len(a) or out.shape != (a.shape[1], b.shape[1]):
+        return False  # torch raises
     kind = "double" if a.dtype == torch.float64 else "float"
     threads = torch.get_num_threads()
     work = scratch(a, getattr(library, f"zoneout_sum_size_{kind}")(threads), dtype=a.dtype)

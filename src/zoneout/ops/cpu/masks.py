@@ -73,18 +73,18 @@ def bits_of(draw: Draw, steps: Tensor, examples: Tensor, units: int) -> Tensor:
 
 
 def mask_of_step(
-    stream: native.Stream, seed: Tensor, step: int, examples: Tensor, units: int
+    stream: bytes, rate: Tensor, seed: Tensor, step: int, examples: Tensor, units: int
 ) -> Tensor:
     """Return the mask of one step, [B, units], of a stream that sees all coordinates.
 
-    `stream` has a rate; the seed is set in a copy.
+    `stream` is its struct, whose addresses are not read.
     """
     library = native.load()
     assert library is not None
-    mask = torch.empty((len(examples), units), dtype=torch.bool)
-    own = native.Stream.from_buffer_copy(stream)
+    mask = examples.new_empty((len(examples), units), dtype=torch.bool)
+    own, number = native.Stream.from_buffer_copy(stream), ctypes.c_int64(step)
+    own.rate = address(rate, "rate", torch.float64, -1)
     own.seed = address(seed, "seed", torch.int64, -1)
-    number = ctypes.c_int64(step)
     threads = torch.get_num_threads() if mask.numel() > _FEW else 1
     library.zoneout_mask(
         ctypes.byref(own), ctypes.addressof(number), 1,

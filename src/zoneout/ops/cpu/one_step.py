@@ -40,7 +40,8 @@ class Repeatable(NamedTuple):
     function: Callable[..., Any]
     is_lstm: bool
     lerps: tuple[tuple[int, float], ...]  # without masks: a state and its rate
-    drawn: tuple[tuple[int, native.Stream, Tensor], ...]  # a state, its stream, and its rate
+    # A state, the struct of its stream, and its rate. Bytes can be copied, and hold no addresses.
+    drawn: tuple[tuple[int, bytes, Tensor], ...]
 
     def run(
         self,
@@ -58,9 +59,9 @@ class Repeatable(NamedTuple):
             new = [self.function(x, states[0], *weights)]
         for k, share in self.lerps:
             new[k] = torch.lerp(new[k], states[k], share)
-        for k, stream, _ in self.drawn:
+        for k, stream, rate in self.drawn:
             assert seed is not None and examples is not None
-            mask = mask_of_step(stream, seed, at, examples, new[k].shape[1])
+            mask = mask_of_step(stream, rate, seed, at, examples, new[k].shape[1])
             new[k] = torch.where(mask, states[k], new[k])
         return new
 
@@ -68,7 +69,7 @@ class Repeatable(NamedTuple):
 def repeatable(cell: Definition, draws: Sequence[Draw]) -> Repeatable | None:
     """Return a plain step with these draws as it can be repeated; None if it cannot."""
     lerps: list[tuple[int, float]] = []
-    drawn: list[tuple[int, native.Stream, Tensor]] = []
+    drawn: list[tuple[int, bytes, Tensor]] = []
     for draw in draws:
         k = STATE_STREAMS.index(draw.rule.stream)
         if draw.given is not None or draw.rate.dim() or draw.rate.dtype != torch.float64:
@@ -78,7 +79,7 @@ def repeatable(cell: Definition, draws: Sequence[Draw]) -> Repeatable | None:
                 return None
             lerps += [(k, share)] if share else []
         elif draw.rule.mask in ("unit", "shared") and native.load() is not None:
-            drawn.append((k, stream_of(draw), draw.rate))
+            drawn.append((k, bytes(stream_of(draw)), draw.rate))
         else:
             return None
     is_lstm = cell == cells.lstm
