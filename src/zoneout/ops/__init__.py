@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from ..torch_state import functionalizing
 from . import reference
@@ -26,6 +24,7 @@ from .autograd.eager import Settings, can_repeat, find, repeat, settings_of
 from .autograd.flat import decode, unflatten
 from .cpu import one_step
 from .cpu.masks import masks_of
+from .reference import dense
 from .run import TOLERANCES, Result, Run, Weights, kind_of
 from .sequence.packing import packed, packing_of, padded
 from .sequence.prepare import LOOPS
@@ -84,11 +83,6 @@ def autocast_on(kind: str) -> bool:
     return kind in _AUTOCAST and torch.is_autocast_enabled(kind)
 
 
-def dense(x: Tensor, w_ih: Tensor) -> Tensor:
-    """Return the input as features; ids of one-hot rows are expanded to one-hot vectors."""
-    return x if x.dtype != torch.int64 else F.one_hot(x.squeeze(-1), w_ih.shape[1]).to(w_ih.dtype)
-
-
 def run(runs: Sequence[Run], backend: str | None = None) -> list[Result]:
     """Run cells over time with the given backend.
 
@@ -116,9 +110,7 @@ def run(runs: Sequence[Run], backend: str | None = None) -> list[Result]:
         functionalizing()[:-1]
     ):  # `functionalize` around another transform would receive an autograd node
         backend = "reference"
-    if runs[0].x.dtype == torch.int64 and (
-        backend == "reference" or torch.onnx.is_in_onnx_export()
-    ):
+    if runs[0].x.dtype == torch.int64 and torch.onnx.is_in_onnx_export():
         runs = [r._replace(x=dense(r.x, r.weights.w_ih)) for r in runs]
     with torch.autocast(kind, enabled=False) if autocast_on(kind) else nullcontext():
         return BACKENDS[backend](runs)

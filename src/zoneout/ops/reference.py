@@ -26,7 +26,7 @@ def run(r: Run) -> Result:
     steps = len(r.x)
     w = r.weights
     turn = turn_around(r.lengths, steps, r.reverse)
-    x, resets = turn(r.x), _cuts(r.resets, turn, r.reverse)
+    x, resets = turn(dense(r.x, w.w_ih)), _cuts(r.resets, turn, r.reverse)
     alive = None if r.lengths is None else alive_rows(r.lengths, steps)
     if alive is not None:
         x = torch.where(alive, x, 0.0)  # the padding may contain anything
@@ -77,6 +77,11 @@ def run(r: Run) -> Result:
     final = tuple(state.clone() for state in states)
     seen = tuple(over_time(k) for k in range(1, len(states))) if r.return_states else ()
     return Result(over_time(0), final, seen, norm.seen())
+
+
+def dense(x: Tensor, w_ih: Tensor) -> Tensor:
+    """Return the input as features; ids of one-hot rows are expanded to one-hot vectors."""
+    return x if x.dtype != torch.int64 else F.one_hot(x.squeeze(-1), w_ih.shape[1]).to(w_ih.dtype)
 
 
 def recurrent_product(cell: Definition, h: Tensor, w_hh: Tensor, bias: Tensor | None) -> Tensor:

@@ -33,6 +33,7 @@ from ..sequence.saved import (
 from . import operator
 from .flat import Flat, Settings, encode, flatten, unflatten
 from .operator import call_backward, no_forward_mode
+from .second import gradients_with_graph
 
 T = TypeVar("T")
 
@@ -196,9 +197,11 @@ class _Eager(torch.autograd.Function):
             raise RuntimeError(f"{_CHANGED} (torch: {error})") from error
         needed = ctx.needs_input_grad[1:]
         # A dispatch mode (such as a FLOP counter) must see the operator, not only some of the
-        # products inside it. For a second derivative, the operator raises a clear error.
-        if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
+        # products inside it.
+        if torch._C._len_torch_dispatch_stack():
             return (None, *_by_operator(_jobs(ctx.parts, values, needed, d), d))
+        if torch.is_grad_enabled():  # create_graph=True
+            return (None, *_with_graph(ctx.parts, values, needed, d))
 
         def backward(d: Any) -> list[Tensor | None]:
             by = _by_passes if are_memory((*d, *values)) else _by_operator
@@ -317,6 +320,25 @@ def _by_passes(jobs: Sequence[_Job], d: Sequence[Any]) -> list[Tensor | None]:
         ]
         found = passes.backward(*inputs)
     return [grads.get(name) for job, grads in zip(jobs, found) for name in job.part.settings.names]
+
+
+def _with_graph(
+    parts: Sequence[_Part], values: Sequence[Tensor], needed: Sequence[bool], d: Sequence[Any]
+) -> list[Tensor | None]:
+    """Return the same gradients as `_by_passes`, so that they can be derived again."""
+    kind = values[0].device.type
+    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+        return [
+            grad
+            for part in parts
+            for grad in gradients_with_graph(
+                part.settings,
+                values[part.tensors],
+                values[part.constants],
+                needed[part.tensors],
+                d[part.outputs],
+            )
+        ]
 
 
 def _by_operator(jobs: Sequence[_Job], d: Sequence[Any]) -> list[Tensor | None]:

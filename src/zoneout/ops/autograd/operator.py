@@ -163,8 +163,8 @@ torch.library.register_autograd("zoneout::run", _backward, setup_context=_setup)
 
 def _no_second(ctx: Any, *_: Any) -> Any:
     raise RuntimeError(
-        "a second derivative through zoneout's fused layers is not there; make the layer with "
-        "backend='reference'"
+        "a second derivative of zoneout's fused layers works in eager mode only, not in "
+        "torch.func, a compiled model or a dispatch mode; make the layer with backend='reference'"
     )
 
 
