@@ -9,6 +9,7 @@ import gc
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.nn.utils import prune
 
 import zoneout as zo
@@ -374,3 +375,54 @@ def test_copies_of_a_cell_that_was_called():
         gc.collect()
         for _ in range(3):
             assert torch.equal(copied(x, h, seed=1, step=2), before)
+
+
+# --- steps with much work -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("kind", CELLS)
+def test_much_work_goes_to_the_loop(kind, training, taken):
+    """A step with much work has other masks, states or gradients, or stays with torch's cell."""
+    torch.manual_seed(0)
+    rows, units = one_step.ROWS, 512
+    states = torch.randn(2 if kind == "lstm" else 1, rows, units)
+    ours, theirs = (
+        CELLS[kind](8, units, noise=NOISES["unit"](kind == "lstm"), backend=backend).train(training)
+        for backend in (None, "reference")
+    )
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(rows, 8)
+    want = results(theirs, x, states, seed=9, step=3)
+    for _ in range(3):  # by the general code, while it is recorded, and by its plan
+        for got, expected in zip(results(ours, x, states, seed=9, step=3), want, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert not taken
+
+
+def test_rows_that_change_from_step_to_step(taken):
+    """Steps of few rows and of many, in turn, take the way of the other, or are prepared anew."""
+    cell = zo.GRUCell(8, 512, noise=zo.Zoneout(hidden=0.3))
+    for _ in range(3):
+        for rows in (1, one_step.ROWS):
+            cell(torch.randn(rows, 8), torch.zeros(rows, 512), seed=1, step=0)
+    assert len(taken) == 1 and len(cell._prepared) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own, of forward mode
+def test_much_work_has_second_and_forward_derivatives():
+    """A step with much work loses derivatives that a small one has."""
+    cell = zo.RNNCell(2, 1024, dtype=torch.float64)
+    assert not cell._is_small(64)
+    x = torch.randn(64, 2, dtype=torch.float64, requires_grad=True)
+    h = torch.zeros(64, 1024, dtype=torch.float64)
+    (slope,) = torch.autograd.grad(cell(x, h).sum(), x, create_graph=True)
+    slope.square().sum().backward()
+    assert x.grad.any()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x.detach(), torch.ones_like(x))
+        along = forward_ad.unpack_dual(cell(dual, h)).tangent
+    few = torch.cat([cell(v, h[:1]) for v in (x + 1e-6).split(1)]) - torch.cat(
+        [cell(v, h[:1]) for v in (x - 1e-6).split(1)]
+    )
+    torch.testing.assert_close(along, few.detach() / 2e-6, rtol=1e-4, atol=1e-6)

@@ -207,7 +207,9 @@ def repeated_step(
 
     The caller has seen that torch is in plain eager mode (`plain_eager`).
     """
-    prepared = cell._prepared.get(cell.training)
+    if type(input) not in _PLAIN or input.dim() != 2:
+        return None
+    prepared = cell._prepared.get((cell.training, cell._is_small(len(input))))
     if prepared is None or not _is_usual(input, 2, prepared.kind):
         return None
     states = hx if len(cell.definition.states) > 1 else (hx,)

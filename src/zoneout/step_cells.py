@@ -60,7 +60,7 @@ class StepCell(RecurrentModule):
     input_size: int
     bias: bool
     layer: int
-    _prepared: dict[bool, PreparedStep | Prepared | None]  # by training mode
+    _prepared: dict[tuple[bool, bool], PreparedStep | Prepared | None]  # by mode and `_is_small`
     weight_ih: Tensor
 
     def suffixes(self) -> list[str]:
@@ -159,16 +159,18 @@ class StepCell(RecurrentModule):
             (result,) = self._run(runs)
             new = result.final
             plain = plain and batched and not autocast_on(x.device)
-            if plain and self.training not in self._prepared:
-                self._prepared[self.training] = prepare(self, runs)
+            form = self.training, self._is_small(len(x))
+            if plain and form not in self._prepared:
+                self._prepared[form] = prepare(self, runs)
         new = [state if batched else state[0] for state in new]
         return tuple(new) if len(new) > 1 else new[0]
 
     def _prepare(self, x: Tensor, states: list[Tensor], draws: list[Draw]) -> None:
         """Remember a plain step that was checked, so that a later one is repeated."""
-        prepared = self._prepared.get(self.training)
+        form = self.training, True
+        prepared = self._prepared.get(form)
         if not isinstance(prepared, PreparedStep):
-            prepared = self._prepared[self.training] = prepare_step(self, draws)
+            prepared = self._prepared[form] = prepare_step(self, draws)
         if prepared is not None:
             if len(prepared.checked) >= MOST_FORMS:
                 prepared.checked.clear()
@@ -193,6 +195,8 @@ class StepCell(RecurrentModule):
         """Return the states after a step that torch's own cell can do; None if it cannot."""
         if self.backend is not None or self._norm is not None or self.definition.parameters:
             return None
+        if not self._is_small(len(x)):
+            return None
         weights = [
             getattr(self, name, None) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
         ]
@@ -204,6 +208,11 @@ class StepCell(RecurrentModule):
         ids = example_ids(examples, x.shape[0], x.device) if drawn else None
         self._weights("", dtype, x.device)  # raises if a shape is wrong
         return one_step.step(self.definition, x, states, weights, draws, ids, at)
+
+    def _is_small(self, rows: int) -> bool:
+        """Return True if a step of these rows is not one for the C loop."""
+        inputs = self.input_size + self.hidden_size
+        return one_step.is_small(rows, self.definition.gates * self.hidden_size * inputs)
 
     def _states(self, hx: State | None, x: Tensor, batched: bool) -> list[Tensor]:
         """Check `hx` and return the states as [B, hidden_size]; zeros if `hx` is None."""

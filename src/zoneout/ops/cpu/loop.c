@@ -151,6 +151,13 @@ void zoneout_mask(const Stream *s, const int64_t *steps, int64_t count, const in
     in_threads(threads, mask_task, &m);
 }
 
+/* Write the masks of several streams at one step, [streams, batch, units]. */
+void zoneout_step_masks(const Stream *s, int64_t streams, int64_t step, const int64_t *examples, int64_t batch,
+                        int64_t units, int64_t threads, uint8_t *out) {
+    for (int64_t k = 0; k < streams; k++)
+        zoneout_mask(s + k, &step, 1, examples, batch, 0, units, threads, out + k * batch * units);
+}
+
 /* Write the random bits of a stream, [count, batch, units]; all steps share their examples. */
 void zoneout_bits(const Stream *s, const int64_t *steps, int64_t count, const int64_t *examples, int64_t batch,
                   int64_t units, int64_t threads, int32_t *bits) {

@@ -13,7 +13,7 @@ from ...draws import Draw, draw_bits, draw_masks, seen
 from ...noise import Rule
 from ...torch_state import plain_eager
 from ..backend import mask_coordinates
-from ..memory import address, are_memory
+from ..memory import address, addresses, are_memory
 from ..recording import step
 from . import native
 
@@ -72,26 +72,30 @@ def bits_of(draw: Draw, steps: Tensor, examples: Tensor, units: int) -> Tensor:
     return bits
 
 
-def mask_of_step(
-    stream: bytes, rate: Tensor, seed: Tensor, step: int, examples: Tensor, units: int
-) -> Tensor:
-    """Return the mask of one step, [B, units], of a stream that sees all coordinates.
+def masks_of_step(
+    streams: bytes,
+    rates: Sequence[Tensor],
+    seed: Tensor,
+    step: int,
+    examples: Tensor,
+    units: int,
+) -> Sequence[Tensor]:
+    """Return the masks of one step, [B, units], of streams that see all coordinates.
 
-    `stream` is its struct, whose addresses are not read.
+    `streams` are their structs, whose addresses are not read.
     """
-    library = native.load()
+    library, many = native.load(), len(rates)
     assert library is not None
-    mask = examples.new_empty((len(examples), units), dtype=torch.bool)
-    own, number = native.Stream.from_buffer_copy(stream), ctypes.c_int64(step)
-    own.rate = address(rate, "rate", torch.float64, -1)
-    own.seed = address(seed, "seed", torch.int64, -1)
-    threads = torch.get_num_threads() if mask.numel() > _FEW else 1
-    library.zoneout_mask(
-        ctypes.byref(own), ctypes.addressof(number), 1,
-        address(examples, "examples", torch.int64, -1), len(examples), 0, units, threads,
-        address(mask, "mask", torch.bool, -1),
-    )  # fmt: skip
-    return mask
+    masks = examples.new_empty((many, len(examples), units), dtype=torch.bool)
+    seed_at, examples_at, masks_at, *rates_at = addresses((seed, examples, masks, *rates))
+    own = (native.Stream * many).from_buffer_copy(streams)
+    for stream, at in zip(own, rates_at):
+        stream.rate, stream.seed = at, seed_at
+    threads = torch.get_num_threads() if masks.numel() > _FEW else 1
+    library.zoneout_step_masks(
+        own, many, step, examples_at, len(examples), units, threads, masks_at
+    )
+    return masks.unbind(0)
 
 
 _FEW = 2**15  # one thread draws this many numbers before another thread has woken up

@@ -244,6 +244,11 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         pointer,
     ]
     mask.restype = None
+    step: Any = library.zoneout_step_masks
+    step.argtypes = [
+        ctypes.POINTER(Stream), number, number, pointer, number, number, number, pointer,
+    ]  # fmt: skip
+    step.restype = None
     bits: Any = library.zoneout_bits
     bits.argtypes = [
         ctypes.POINTER(Stream),

@@ -1,6 +1,7 @@
-"""One plain step on the CPU: torch's own cell, then zoneout.
+"""One plain, small step on the CPU: torch's own cell, then zoneout.
 
-This is the shortest latency for a decoder.
+A call of torch's cell costs the host less than a pass of the C loop. A step with much work is
+faster in the C loop.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ...torch_state import plain_eager
 from ..memory import are_memory
 from ..run import Result, Run
 from . import native
-from .masks import mask_of_step, masks_of, stream_of
+from .masks import masks_of, masks_of_step, stream_of
 
 _ALWAYS = torch.ones((), dtype=torch.bool, device="cpu")
 _CELLS = {
@@ -40,8 +41,9 @@ class Repeatable(NamedTuple):
     function: Callable[..., Any]
     is_lstm: bool
     lerps: tuple[tuple[int, float], ...]  # without masks: a state and its rate
-    # A state, the struct of its stream, and its rate. Bytes can be copied, and hold no addresses.
-    drawn: tuple[tuple[int, bytes, Tensor], ...]
+    drawn: tuple[int, ...]  # the states with masks
+    streams: bytes  # the structs of their streams; bytes can be copied, and hold no addresses
+    rates: tuple[Tensor, ...]  # of these states
 
     def run(
         self,
@@ -59,17 +61,19 @@ class Repeatable(NamedTuple):
             new = [self.function(x, states[0], *weights)]
         for k, share in self.lerps:
             new[k] = torch.lerp(new[k], states[k], share)
-        for k, stream, rate in self.drawn:
+        if self.drawn:
             assert seed is not None and examples is not None
-            mask = mask_of_step(stream, rate, seed, at, examples, new[k].shape[1])
-            new[k] = torch.where(mask, states[k], new[k])
+            units = new[0].shape[1]
+            masks = masks_of_step(self.streams, self.rates, seed, at, examples, units)
+            for k, mask in zip(self.drawn, masks):
+                new[k] = torch.where(mask, states[k], new[k])
         return new
 
 
 def repeatable(cell: Definition, draws: Sequence[Draw]) -> Repeatable | None:
     """Return a plain step with these draws as it can be repeated; None if it cannot."""
     lerps: list[tuple[int, float]] = []
-    drawn: list[tuple[int, bytes, Tensor]] = []
+    drawn: list[tuple[int, bytes, Tensor]] = []  # a state, the struct of its stream, its rate
     for draw in draws:
         k = STATE_STREAMS.index(draw.rule.stream)
         if draw.given is not None or draw.rate.dim() or draw.rate.dtype != torch.float64:
@@ -84,7 +88,17 @@ def repeatable(cell: Definition, draws: Sequence[Draw]) -> Repeatable | None:
             return None
     is_lstm = cell == cells.lstm
     function = torch.lstm_cell if is_lstm else _CELLS[cell]
-    return Repeatable(function, is_lstm, tuple(lerps), tuple(drawn))
+    states, streams, rates = zip(*drawn) if drawn else ((), (), ())
+    return Repeatable(function, is_lstm, tuple(lerps), states, b"".join(streams), rates)
+
+
+ROWS, MULTIPLICATIONS = 16, 2**22  # from both on, the C loop is faster in training and evaluation
+
+
+def is_small(rows: int, weights: int) -> bool:
+    """Return True if a step of these rows by this many weights is not one for the C loop."""
+    few = rows < ROWS or rows * weights < MULTIPLICATIONS
+    return few or native.load() is None or torch.autograd.forward_ad._current_level >= 0
 
 
 def is_plain(
@@ -93,7 +107,7 @@ def is_plain(
     """Return True if torch has this cell, zoneout is the only noise, and the precision suffices.
 
     The precision suffices if torch's cell rounds no more than ours does. `others` are the states
-    and weights.
+    and weights. The C loop has no forward-mode derivative.
 
     Tensors that are not in memory go through the operator, as they do with several steps. torch's
     cell writes to a sum in place. This is wrong for zeros without storage, and for a subclass that
@@ -114,8 +128,10 @@ def supports(r: Run) -> bool:
     """Return True if a run is one such step."""
     extra = (r.norm, r.weights.w_hr, r.lengths, r.counts, r.extra)
     others = (*r.states, *r.reset_to, r.resets, *r.weights[:4])
+    w_ih, w_hh = r.weights[:2]
     return (
         r.x.shape[0] == 1
+        and is_small(r.x.shape[1], w_ih.numel() + (0 if w_hh is None else w_hh.numel()))
         and all(value is None for value in extra)
         and is_plain(r.cell, r.x, others, r.draws)
     )
