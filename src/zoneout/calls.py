@@ -1,18 +1,23 @@
-"""The types of a call: keyword arguments of layers and cells, and what goes in and comes out.
+"""The types of arguments and results of layers and cells.
 
 `nn.Module.__call__` returns Any. The layers and cells say more to a type checker.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypedDict, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias, TypedDict, TypeVar
 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from .noise import Noise
+from .norm import LayerNorm, RecurrentBatchNorm
 from .recurrent import Rates
 
+Noises: TypeAlias = Noise | Iterable[Noise] | None
+Norm: TypeAlias = str | LayerNorm | RecurrentBatchNorm | None
+State: TypeAlias = Tensor | tuple[Tensor, ...]
 Batch = TypeVar("Batch", Tensor, PackedSequence)  # the outputs have the form of the input
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-from .layers import check_lengths
+from .checks import check_lengths
 
 
 def norm_stabilizer(

@@ -859,3 +859,27 @@ def no_tensor(input: Any, expected: str) -> TypeError:
         else ""
     )
     return TypeError(f"input: expected {expected}, got {type(input).__name__}{leaf}")
+
+
+def add_weights(
+    module: RecurrentModule, inputs: int, suffix: str, device: Any, dtype: torch.dtype | None
+) -> None:
+    """Add the weights, biases and parameters of one layer and direction, uninitialised."""
+    own = module.definition.parameters
+    for name in own:
+        # hasattr would call the properties of a module that is not complete yet.
+        taken = name + suffix in dir(type(module)) or name + suffix in module.__dict__
+        if taken or name in WEIGHTS or name.startswith(("weight_", "bias_", "norm_")):
+            raise ValueError(
+                "cell: expected parameters whose names are not those of a layer (weight_…, "
+                f"bias_…, norm_…), got {name!r}"
+            )
+    shapes, biases = (
+        module._weight_shapes(inputs),
+        ("b_ih", "b_hh") if getattr(module, "bias", True) else (),
+    )
+    projection = ("w_hr",) if getattr(module, "proj_size", 0) else ()
+    for name in ("w_ih", "w_hh", *biases, *projection, *own):
+        if name in shapes:
+            weight = torch.empty(shapes[name], device=device, dtype=dtype)
+            module.register_parameter(WEIGHTS.get(name, name) + suffix, nn.Parameter(weight))

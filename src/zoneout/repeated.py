@@ -27,7 +27,7 @@ from .philox import as_seed, draw_seed, empty_seed, fresh_seed
 from .recurrent import OUTSIDE, WEIGHTS, RecurrentModule, drawn_rules, rate_name, seed_name
 
 if TYPE_CHECKING:
-    from .layers import SequenceLayer
+    from .sequence_layer import SequenceLayer
     from .step_cells import StepCell
 
 

@@ -16,22 +16,12 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function
 
 from . import cells
-from .calls import StepCall
+from .calls import Noises, Norm, State, StepCall
+from .checks import as_states, check_definition, check_heads, check_sizes, check_state_dtype
 from .definition import Definition
 from .draws import Draw, check_count, example_ids
 from .fits import sees_step
 from .given import At, StepRate, is_given
-from .layers import (
-    Noises,
-    Norm,
-    State,
-    add_weights,
-    as_states,
-    check_definition,
-    check_heads,
-    check_sizes,
-    check_state_dtype,
-)
 from .norm import RecurrentBatchNorm
 from .ops import one_step
 from .overrides import overriding
@@ -40,6 +30,7 @@ from .recurrent import (
     CallNoise,
     Rates,
     RecurrentModule,
+    add_weights,
     autocast_on,
     check_device,
     check_parameter,

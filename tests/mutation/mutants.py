@@ -27,7 +27,10 @@ AREAS: dict[str, tuple[int, tuple[str, ...]]] = {  # how many mutants, of which 
     "draws": (25, ("draws.py",)),
     "noise": (35, ("noise.py",)),
     "norm": (25, ("norm.py",)),
-    "layers": (50, ("layers.py", "recurrent.py", "step_cells.py")),
+    "layers": (
+        50,
+        ("layers.py", "sequence_layer.py", "checks.py", "recurrent.py", "step_cells.py"),
+    ),
     "definition": (30, ("definition/*.py",)),
     "ops": (65, ("ops/*.py", "ops/autograd/*.py", "ops/sequence/*.py", "ops/cpu/*.py")),
     "native, C": (75, ("ops/cpu/loop.c", "ops/cpu/body.h", "ops/cpu/functions.h")),

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ..layers import SequenceLayer
 from ..noise import Zoneout
 from ..rates import check_periods
+from ..sequence_layer import SequenceLayer
 
 
 def module_periods(hidden_size: int, periods: Sequence[int]) -> Tensor:
