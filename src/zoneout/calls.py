@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from .noise import Noise
+from .noisy import Rates
 from .norm import LayerNorm, RecurrentBatchNorm
-from .recurrent import Rates
 
 Noises: TypeAlias = Noise | Iterable[Noise] | None
 Norm: TypeAlias = str | LayerNorm | RecurrentBatchNorm | None

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from . import ops
 from .definition import Definition
 from .draws import as_integers
 from .noise import Noise
 from .rates import readable
-from .recurrent import autocast_on
 
 # --- constructors ---------------------------------------------------------------------------------
 
@@ -153,3 +153,55 @@ def check_lengths(lengths: Tensor | Sequence[int], steps: int, batch: int, batch
             f"got {int(ends.min())} to {int(ends.max())}"
         )
     return ends.to(torch.int64).clamp(0, steps)
+
+
+def has_features(x: Tensor) -> bool:
+    """Return True if an input holds features, and False if it holds ids of one-hot rows."""
+    return x.is_floating_point() or x.is_complex()
+
+
+def check_parameter(weight: Tensor) -> None:
+    """Raise if a weight is an ExpandedWeight, torch's wrapper for per-sample gradients.
+
+    ExpandedWeight does not support custom operators.
+    """
+    if type(weight).__name__ == "ExpandedWeight":
+        raise NotImplementedError(
+            "call_for_per_sample_grads does not support zoneout's modules; compute per-sample "
+            "gradients with "
+            "torch.func.vmap(torch.func.grad(…)), as docs/ecosystem.md shows"
+        )
+
+
+def autocast_on(device: torch.device) -> bool:
+    """Return True if autocast is on for a device; False if the device has no autocast."""
+    return ops.autocast_on(device.type)
+
+
+def check_device(name: str, value: Tensor, weight: Tensor) -> None:
+    """Raise if a value is not on the device of the weights."""
+    if value.device != weight.device:
+        raise ValueError(
+            f"{name}: expected a tensor on {weight.device} as the weights are, got {value.device}"
+        )
+
+
+def no_tensor(input: Any, expected: str) -> TypeError:
+    """Return the error for an input that is not a tensor."""
+    leaf = (
+        "; make the layer a leaf of the tracer, as docs/ecosystem.md shows"
+        if isinstance(input, fx.Proxy)
+        else ""
+    )
+    return TypeError(f"input: expected {expected}, got {type(input).__name__}{leaf}")
+
+
+def wrong_shape(
+    name: str, shape: tuple[int, ...], device: torch.device, value: Tensor | None
+) -> ValueError:
+    """Return the error for a weight with a wrong shape or device."""
+    if value is None:
+        return ValueError(f"{name}: expected shape {shape} on {device}, got None")
+    return ValueError(
+        f"{name}: expected shape {shape} on {device}, got {tuple(value.shape)} on {value.device}"
+    )

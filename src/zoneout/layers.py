@@ -24,9 +24,10 @@ from .checks import (
     check_sizes,
 )
 from .definition import Definition
+from .noisy import Rates
 from .overrides import overriding
 from .rates import warn_if_rounded
-from .recurrent import WEIGHTS, Rates, add_weights
+from .recurrent import WEIGHTS, add_weights
 from .sequence_layer import SequenceLayer
 
 

@@ -27,9 +27,10 @@ from .definition.graph import Value
 from .definition.onnx import Nodes, Rate, evaluate, gate_sums, less, mix
 from .definition.step import HELD
 from .extras import install_command
+from .noisy import drawn_rules
 from .norm import Moments, StepNorm
 from .ops import Run, decode, kind_of, unflatten
-from .recurrent import RecurrentModule, drawn_rules
+from .recurrent import RecurrentModule
 from .wrap import ZoneoutCell
 
 __all__ = ["export", "translations"]

@@ -11,25 +11,26 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from .calls import State
-from .checks import as_states, check_lengths, check_resets, check_state_dtype
+from .checks import (
+    as_states,
+    check_device,
+    check_lengths,
+    check_parameter,
+    check_resets,
+    check_state_dtype,
+    has_features,
+    no_tensor,
+)
 from .definition.operations import also, less, mix
 from .draws import check_count, example_ids
 from .given import At, StepRate, is_given, mask_of
 from .noise import DEPTH, plane
+from .noisy import CallNoise, Rates, drawn_rules
 from .ops import Run, check_counts, packed, packing_of, padded, places
 from .ops.dropout import dropout
 from .philox import as_seed, fresh_seed
 from .rates import readable
-from .recurrent import (
-    CallNoise,
-    Rates,
-    RecurrentModule,
-    check_device,
-    check_parameter,
-    drawn_rules,
-    has_features,
-    no_tensor,
-)
+from .recurrent import RecurrentModule
 from .repeated import Prepared, prepare, repeated
 from .torch_state import plain_eager, zeros
 

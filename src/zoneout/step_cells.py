@@ -17,27 +17,28 @@ from torch.overrides import handle_torch_function
 
 from . import cells
 from .calls import Noises, Norm, State, StepCall
-from .checks import as_states, check_definition, check_heads, check_sizes, check_state_dtype
+from .checks import (
+    as_states,
+    autocast_on,
+    check_definition,
+    check_device,
+    check_heads,
+    check_parameter,
+    check_sizes,
+    check_state_dtype,
+    has_features,
+    no_tensor,
+)
 from .definition import Definition
 from .draws import Draw, check_count, example_ids
 from .fits import sees_step
 from .given import At, StepRate, is_given
+from .noisy import CallNoise, Rates, drawn_rules
 from .norm import RecurrentBatchNorm
 from .ops import one_step
 from .overrides import overriding
 from .philox import as_seed, fresh_seed
-from .recurrent import (
-    CallNoise,
-    Rates,
-    RecurrentModule,
-    add_weights,
-    autocast_on,
-    check_device,
-    check_parameter,
-    drawn_rules,
-    has_features,
-    no_tensor,
-)
+from .recurrent import RecurrentModule, add_weights
 from .repeated import Prepared, PreparedStep, form_of, prepare, prepare_step, repeated_step
 from .torch_state import plain_eager, zeros
 

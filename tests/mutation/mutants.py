@@ -29,7 +29,14 @@ AREAS: dict[str, tuple[int, tuple[str, ...]]] = {  # how many mutants, of which 
     "norm": (25, ("norm.py",)),
     "layers": (
         50,
-        ("layers.py", "sequence_layer.py", "checks.py", "recurrent.py", "step_cells.py"),
+        (
+            "layers.py",
+            "sequence_layer.py",
+            "checks.py",
+            "recurrent.py",
+            "noisy.py",
+            "step_cells.py",
+        ),
     ),
     "definition": (30, ("definition/*.py",)),
     "ops": (65, ("ops/*.py", "ops/autograd/*.py", "ops/sequence/*.py", "ops/cpu/*.py")),
