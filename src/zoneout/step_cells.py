@@ -151,8 +151,7 @@ class StepCell(RecurrentModule):
             (result,) = self._run(runs)
             new = result.final
             plain = plain and batched and not autocast_on(x.device)
-            form = self.training, self._is_small(len(x))
-            if plain and form not in self._prepared:
+            if plain and (form := (self.training, self._is_small(len(x)))) not in self._prepared:
                 self._prepared[form] = prepare(self, runs)
         new = [state if batched else state[0] for state in new]
         return tuple(new) if len(new) > 1 else new[0]
@@ -187,14 +186,14 @@ class StepCell(RecurrentModule):
         """Return the states after a step that torch's own cell can do; None if it cannot."""
         if self.backend is not None or self._norm is not None or self.definition.parameters:
             return None
-        if not self._is_small(len(x)):
-            return None
         weights = [
             getattr(self, name, None) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
         ]
         if any(value is not None and value.dtype != dtype for value in weights):
             return None
         if not one_step.is_plain(self.definition, x, (*states, *weights), draws):
+            return None
+        if not self._is_small(len(x)):
             return None
         drawn = examples is not None or any(draw.seed is not None for draw in draws)
         ids = example_ids(examples, x.shape[0], x.device) if drawn else None

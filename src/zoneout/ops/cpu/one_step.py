@@ -96,7 +96,10 @@ ROWS, MULTIPLICATIONS = 16, 2**22  # from both on, the C loop is faster in train
 
 
 def is_small(rows: int, weights: int) -> bool:
-    """Return True if a step of these rows by this many weights is not one for the C loop."""
+    """Return True if a step of these rows by this many weights is not one for the C loop.
+
+    In plain eager mode only: a compiler would take the number of rows for a constant.
+    """
     few = rows < ROWS or rows * weights < MULTIPLICATIONS
     return few or native.load() is None or torch.autograd.forward_ad._current_level >= 0
 
@@ -131,9 +134,9 @@ def supports(r: Run) -> bool:
     w_ih, w_hh = r.weights[:2]
     return (
         r.x.shape[0] == 1
-        and is_small(r.x.shape[1], w_ih.numel() + (0 if w_hh is None else w_hh.numel()))
         and all(value is None for value in extra)
         and is_plain(r.cell, r.x, others, r.draws)
+        and is_small(r.x.shape[1], w_ih.numel() + (0 if w_hh is None else w_hh.numel()))
     )
 
 
