@@ -33,7 +33,7 @@ from zoneout.ops import cuda
 from zoneout.ops.cuda.runtime import compiler
 from zoneout.ops.sequence import packing, passes, products
 
-KERNELS = ("batch", "small", "persistent", "wide", "steps", "cell_steps", "diagonal")
+KERNELS = ("batch", "small", "persistent", "warpgroup", "steps", "cell_steps", "diagonal")
 HEADER = Path(__file__).with_name("emulator.h")
 # Without the checks of jumps, which take one to another stack for a mistake.
 OPTIONS = ["-std=c++17", "-O1", "-w", "-fPIC", "-fsanitize=alignment,bounds", "-U_FORTIFY_SOURCE"]
@@ -194,8 +194,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         cuda.batch._kernel,
         cuda.small._kernel,
         cuda.persistent._kernel,
-        cuda.wide._kernel,
-        cuda.norms._ready,
+        cuda.warpgroup._kernel,
+        cuda.norms._backward_kernels,
     )
     for made in kept:
         made.cache_clear()
@@ -204,7 +204,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     own += [f"ops.cuda.pointwise.{name}" for name in pointwise]
     for name in (*own, "paper.training.optimizer_kernel"):
         monkeypatch.setattr(f"zoneout.{name}.load", load)
-    chips = (cuda.batch, cuda.small, cuda.persistent, cuda.wide, cuda.steps, cuda.cell_steps)
+    chips = (cuda.batch, cuda.small, cuda.persistent, cuda.warpgroup, cuda.steps, cuda.cell_steps)
     for module in (*chips, compiler):
         monkeypatch.setattr(module, "chip", lambda device: compiler.Chip(132, 232448, 9))
     monkeypatch.setattr(compiler, "driver", lambda: SimpleNamespace(cuLaunchKernelEx=_launch))
@@ -244,15 +244,15 @@ def _launch(at: Any, kernel: Kernel, arguments: Any, extra: None) -> int:
 
 
 def product(
-    w: Tensor, rows: int, out: torch.dtype, transposed: bool, add: bool = False, parts: int = 1
+    w: Tensor, rows: int, out: torch.dtype, transposed: bool, add: bool = False, splits: int = 1
 ) -> Callable[[int, int], None]:
     """As that of `blas`: a function of the addresses of a and b that takes b = a·W, or b += a·W."""
     columns, depth = w.shape if transposed else (w.shape[1], w.shape[0])
-    right = (w.t() if transposed else w).double().view(parts, depth // parts, columns)
+    right = (w.t() if transposed else w).double().view(splits, depth // splits, columns)
 
     def take(a_at: int, b_at: int) -> None:
-        a = _at(a_at, (rows, parts, depth // parts), w.dtype).double().transpose(0, 1)
-        b = _at(b_at, (parts, rows, columns), out)
+        a = _at(a_at, (rows, splits, depth // splits), w.dtype).double().transpose(0, 1)
+        b = _at(b_at, (splits, rows, columns), out)
         b.copy_(a @ right + b if add else a @ right)
 
     return take

@@ -23,7 +23,7 @@ from zoneout.paper.training.optimizers import Optimizer
 PATHS = {
     "small": (cuda.batch, cuda.small),
     "persistent": (cuda.persistent,),
-    "wide": (cuda.wide,),
+    "warpgroup": (cuda.warpgroup,),
     "steps": (),
 }
 STEPS, BATCH, INPUT, HIDDEN = 4, 9, 5, 19
@@ -37,10 +37,12 @@ def main() -> None:
             OTHERS[path]()
             continue
         cuda.PATHS = (*PATHS[path], cuda.steps)
-        if path == "wide":  # it takes little else
-            cuda.wide.other_plan = lambda *_, **__: None  # though it would be faster
+        if path == "warpgroup":  # it takes little else
+            cuda.warpgroup.persistent_plan = lambda *_, **__: None  # though it would be faster
             for hidden, processors in ((24, 132), (200, 13)):  # two groups, and two turns
-                cuda.wide.chip = lambda device, processors=processors: Chip(processors, 232448, 9)
+                cuda.warpgroup.chip = lambda device, processors=processors: Chip(
+                    processors, 232448, 9
+                )
                 run(zo.LSTM, torch.bfloat16, None, plain=True, batch=70, hidden=hidden)
             print(path, zo.LSTM.__name__, flush=True)
             continue
@@ -128,7 +130,7 @@ def rows():
         cuda.rows.clear(lengths, 3, h, c)
         for reverse in (False, True):
             for ends in (lengths, None):
-                cuda.rows.last([(h, h[:4]), (c, c[:4])], 3, ends, reverse, dtype)
+                cuda.rows.final_states([(h, h[:4]), (c, c[:4])], 3, ends, reverse, dtype)
         for width in (1, 3, 8, 37):
             cuda.rows.split_columns(
                 torch.ones(5, width + 9, dtype=dtype, device="cuda"),
@@ -171,12 +173,15 @@ def cells():
     for cell in (with_matrix, with_heads, without_matrix):
         for dtype in (torch.bfloat16, torch.float32):
             for hidden in (18, 32):
-                for path in cuda.OWN_PATHS:  # what it cannot run goes step by step
-                    every, cuda.OWN_PATHS = cuda.OWN_PATHS, (path, cuda.cell_steps, cuda.diagonal)
+                for path in cuda.GENERATED_PATHS:  # what it cannot run goes step by step
+                    every, cuda.GENERATED_PATHS = (
+                        cuda.GENERATED_PATHS,
+                        (path, cuda.cell_steps, cuda.diagonal),
+                    )
                     kind = partial(zo.Recurrent, cell)
                     run(kind, dtype, None, plain=True, hidden=hidden)
                     run(kind, dtype, None, plain=False, hidden=hidden)
-                    cuda.OWN_PATHS = every
+                    cuda.GENERATED_PATHS = every
         print("cells", cell.name, flush=True)
 
 

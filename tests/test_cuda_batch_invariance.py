@@ -139,7 +139,7 @@ def test_other_tiles(
         monkeypatch.setattr(module, "chip", lambda device: few)
     monkeypatch.setattr(cuda.small, "processors", lambda device: processors)
     monkeypatch.setattr(cuda, "PATHS", (path,))
-    monkeypatch.setattr(cuda, "OWN_PATHS", (path,))
+    monkeypatch.setattr(cuda, "GENERATED_PATHS", (path,))
     rows = Rows(cell, hidden, 0, precision[0], "cpu")
     alone, among = rows.results([5]), rows.results(others(batch, batch // 2))
     assert not [name for name, v in alone.items() if not torch.equal(among[name][batch // 2], v[0])]
@@ -159,9 +159,9 @@ class Fake:
         for cache in (blas._plans, blas._selected):
             monkeypatch.setattr(blas, {id(blas._plans): "_plans"}.get(id(cache), "_selected"), {})
         blas._standard.cache_clear()
-        monkeypatch.setattr(blas, "_described", lambda of: (None,) * 4)
-        monkeypatch.setattr(blas, "_ranked", self.ranked)
-        monkeypatch.setattr(blas, "_checked", self.checked)
+        monkeypatch.setattr(blas, "_descriptors", lambda of: (None,) * 4)
+        monkeypatch.setattr(blas, "_candidates", self.ranked)
+        monkeypatch.setattr(blas, "_plan_with", self.checked)
         monkeypatch.setattr(blas, "_run", self.run)
         monkeypatch.setattr(
             blas, "_random_operands", lambda of: (torch.ones(2), torch.ones(2), torch.zeros(2))
@@ -205,7 +205,7 @@ def test_none_takes_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """A product that cannot be the same for all batches is taken in silence."""
     fake = Fake(monkeypatch)
     fake.ranked = lambda *given: ["one row fails"]  # type: ignore[method-assign]
-    monkeypatch.setattr(blas, "_ranked", fake.ranked)
+    monkeypatch.setattr(blas, "_candidates", fake.ranked)
     with pytest.raises(RuntimeError, match="unset ZONEOUT_BATCH_INVARIANT"):
         blas._invariant_plan(problem(3), False)
 
@@ -227,9 +227,9 @@ def test_what_is_not_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     of, _, copied = asked[1][:3]
     assert of.transposed and of.shape[0] == 20 and copied.data_ptr() % 16 == 0
     assert of.aligned[1] == asked[0][0].aligned[1]
-    counts = {cuda.steps.parts_of(4096, 1024, rows, 2, 132) for rows in (1, 64, 200, 1000)}
+    counts = {cuda.steps.depth_splits(4096, 1024, rows, 2, 132) for rows in (1, 64, 200, 1000)}
     monkeypatch.delenv("ZONEOUT_BATCH_INVARIANT")
-    before = {cuda.steps.parts_of(4096, 1024, rows, 2, 132) for rows in (1, 64, 200, 1000)}
+    before = {cuda.steps.depth_splits(4096, 1024, rows, 2, 132) for rows in (1, 64, 200, 1000)}
     assert len(counts) == 1 < len(before)
 
 
@@ -261,7 +261,7 @@ def batches_of(path: str) -> tuple[int, ...]:
 def only(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without another path to fall back to."""
     monkeypatch.setattr(cuda, "PATHS", (getattr(cuda, path, None),))
-    monkeypatch.setattr(cuda, "OWN_PATHS", (OWN.get(path, diagonal),))
+    monkeypatch.setattr(cuda, "GENERATED_PATHS", (OWN.get(path, diagonal),))
 
 
 @pytest.mark.gpu
@@ -292,8 +292,8 @@ def test_more_rows_for_each_block(
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["bf16", "fp16"], indirect=True)
 def test_many_rows_on_a_gpu(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The warpgroups of `wide`, which takes no batch of one row, add in another order."""
-    only("wide", monkeypatch)
+    """The warpgroups of `warpgroup`, which takes no batch of one row, add in another order."""
+    only("warpgroup", monkeypatch)
     rows = Rows("lstm", 1024, 0, precision[0], "cuda")
     found = [
         (rows.results(others(n, at)), at) for n, at in ((65, 0), (65, 64), (100, 3), (128, 99))

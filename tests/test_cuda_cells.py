@@ -255,7 +255,7 @@ def test_random_cells(
     gates, states, recurrence, hidden = SIZES[number]
     cell = fitting_cell(number, gates, states, recurrence, precision != "exact")
     monkeypatch.setattr(torch.backends.cudnn.rnn, "fp32_precision", PRECISIONS[precision][1])
-    monkeypatch.setattr(cuda, "OWN_PATHS", (path,))
+    monkeypatch.setattr(cuda, "GENERATED_PATHS", (path,))
     if number > 6:  # more steps than loads are issued ahead
         monkeypatch.setattr(diagonal, "AHEAD", 4)
     compare(cell, noises(cell, noise), CALLS[call], precision, training, hidden, device, **options)
@@ -339,7 +339,7 @@ def ind_rnn(x, h, u):
 def test_exchange_in_half_precision(cell, device, launched, monkeypatch):
     """What goes around in half precision, and the factors of its gradients, are of other units."""
     monkeypatch.setattr(torch.backends.cudnn.rnn, "fp32_precision", "tf32")
-    monkeypatch.setattr(cuda, "OWN_PATHS", (persistent_cell,))
+    monkeypatch.setattr(cuda, "GENERATED_PATHS", (persistent_cell,))
     compare(cell, noises(cell, "zoneout"), CALLS["lengths"], "tf32", True, 37, device)
     assert set(launched) == {persistent_cell}
 

@@ -10,10 +10,10 @@ from test_cuda_cells import SIZES, fitting_cell, ind_rnn, min_gru, peephole
 
 from zoneout import cells
 from zoneout.definition.cuda import print_unit
-from zoneout.ops.cuda.kernels import batch, diagonal, own_cell, persistent, small, steps, wide
+from zoneout.ops.cuda.kernels import any_cell, batch, diagonal, persistent, small, steps, warpgroup
 from zoneout.ops.cuda.pointwise import norms, rows
 from zoneout.ops.cuda.runtime import compiler
-from zoneout.ops.cuda.runtime.arguments import CELLS, EVERYTHING, TYPES, known
+from zoneout.ops.cuda.runtime.arguments import ALL_FEATURES, CELLS, TYPES, mode_defines
 from zoneout.paper.training import optimizer_kernel as optimizer
 
 HOPPER, PROCESSORS, SHARED = (9, 0), 132, 232448
@@ -93,7 +93,7 @@ def test_small(norm, dtype, back):
     )
     assert tiles is not None and tiles.shared <= SHARED
     _, spilled = build(
-        "small.cu", small.defines_of(cells.lstm, dtype, back, tiles, 0, known((1, 1)))
+        "small.cu", small.defines_of(cells.lstm, dtype, back, tiles, 0, mode_defines((1, 1)))
     )
     assert max(spilled) <= 256  # bytes: TF32 has twice the weights
 
@@ -107,7 +107,9 @@ def test_other_cells(cell, dtype, back):
     """
     tiles = small.plan(cell, dtype.itemsize, 100, 100, back, PROCESSORS, SHARED)
     assert tiles is not None and tiles.shared <= SHARED
-    _, spilled = build("small.cu", small.defines_of(cell, dtype, back, tiles, 0, known((1, 1))))
+    _, spilled = build(
+        "small.cu", small.defines_of(cell, dtype, back, tiles, 0, mode_defines((1, 1)))
+    )
     assert max(spilled) <= 288  # bytes: a GRU's way back in TF32
     batch, hidden = SHAPES["char-PTB"]
     large = persistent.plan(cell, dtype, hidden, batch, back, PROCESSORS, SHARED)
@@ -144,8 +146,10 @@ def test_batch_with_everything(cell, hidden, back):
     or number of parts.
     """
     tiles = batch.plan(cell, 2, hidden, 40, back, False, SHARED)
-    assert tiles is not None and tiles.parts == (1 if hidden <= 128 else 2)
-    defines = batch.defines_of(cell, torch.float16, back, tiles, hidden % 2 == 0, EVERYTHING, None)
+    assert tiles is not None and tiles.unit_groups == (1 if hidden <= 128 else 2)
+    defines = batch.defines_of(
+        cell, torch.float16, back, tiles, hidden % 2 == 0, ALL_FEATURES, None
+    )
     _, spilled = build("batch.cu", defines)
     assert max(spilled) <= 256
 
@@ -180,7 +184,7 @@ UNITWISE = [min_gru, ind_rnn, fitting_cell(9, *SIZES[9][:3])]
 def test_steps_of_any_cell(cell, variant, vector):
     """A generated step does not compile, or needs more registers than a thread has."""
     dtype = torch.bfloat16 if vector == 4 else torch.float32
-    defines, step = own_cell.defines_of(dtype, vector), print_unit(cell, variant)
+    defines, step = any_cell.defines_of(dtype, vector), print_unit(cell, variant)
     defines += (("GIVEN_MASKS", int(variant == "given")),)
     registers, spilled = build("cell_steps.cu", defines, step=step)
     assert len(registers) == 4 and max(spilled) == 0
@@ -201,7 +205,7 @@ def test_persistent_of_any_cell(shape, dtype, back):
 
 @pytest.mark.parametrize("back", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("features", [0, EVERYTHING], ids=["plain", "everything"])
+@pytest.mark.parametrize("features", [0, ALL_FEATURES], ids=["plain", "everything"])
 def test_small_of_any_cell(features, dtype, back):
     """The weights of pMNIST's shape no longer fit beside a generated step."""
     tiles = small.plan(peephole, dtype.itemsize, 100, 100, back, PROCESSORS, SHARED)
@@ -218,12 +222,12 @@ def test_persistent_of_any_cell_with_everything(cell, back):
     """The kernel for every noise, lengths, resets and directions does not compile."""
     tiles = persistent.plan(cell, torch.bfloat16, 500, 20, back, PROCESSORS, SHARED)
     assert tiles is not None
-    defines = persistent.defines_of(cell, torch.bfloat16, back, tiles, EVERYTHING)
+    defines = persistent.defines_of(cell, torch.bfloat16, back, tiles, ALL_FEATURES)
     build("persistent_cell.cu", defines, step=print_unit(cell))
 
 
 @pytest.mark.parametrize("back", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("features", [0, EVERYTHING], ids=["plain", "everything"])
+@pytest.mark.parametrize("features", [0, ALL_FEATURES], ids=["plain", "everything"])
 @pytest.mark.parametrize("cell", UNITWISE, ids=lambda cell: cell.name)
 def test_diagonal(cell, features, back):
     """Loads that are under way no longer fit in registers: the kernel waits for every one."""
@@ -290,10 +294,10 @@ def test_plans_fit(cell, processors):
                         tiles.blocks * tiles.units >= hidden
                         and tiles.groups * tiles.rows >= batch_size
                     )
-                    assert tiles.groups == 1 or tiles.eights == 2 * tiles.tiles
+                    assert tiles.groups == 1 or tiles.row_octets == 2 * tiles.tiles
                     assert (
-                        8 * tiles.eights >= min(batch_size, tiles.rows)
-                        and tiles.eights <= 2 * tiles.tiles
+                        8 * tiles.row_octets >= min(batch_size, tiles.rows)
+                        and tiles.row_octets <= 2 * tiles.tiles
                     )
                     assert (
                         tiles.blocks * tiles.groups <= processors and tiles.layout.shared <= SHARED
@@ -302,29 +306,35 @@ def test_plans_fit(cell, processors):
                         gates if back else 1
                     )
                     assert 1 <= tiles.layout.resident <= tiles.k_steps and tiles.k_steps % 2 == 0
-                    assert tiles.layout.in_flight >= 1
+                    assert tiles.layout.chunks_in_flight >= 1
                     columns = -(-(tiles.units if back else tiles.units * gates) // 8)
-                    assert 2 * columns * tiles.layout.resident <= persistent.MOST
+                    assert 2 * columns * tiles.layout.resident <= persistent.MOST_RESIDENT
                     assert not tiles.half or (
                         dtype == torch.float32 and (not back or cell in (cells.lstm, cells.gru))
                     )
-                    assert bool(tiles.makers) == (tiles.half and back)
-                    if tiles.makers:
-                        check_folds(tiles)
+                    assert bool(tiles.source_blocks) == (tiles.half and back)
+                    if tiles.source_blocks:
+                        check_scale_factors(tiles)
     assert found > 100
 
 
-def check_folds(tiles):
-    """A fold has k-steps of two blocks, or a warp reads the factors of fewer blocks than it has
-    numbers of.
+def check_scale_factors(tiles):
+    """K-steps with one factor come from two blocks, or a warp reads fewer factors than the blocks
+    that its values come from.
     """
     of_block, k = tiles.units // 4, tiles.k_steps
     for warp in range(persistent.WARPS):
-        makers = [step // of_block for step in range(warp * k, (warp + 1) * k)]
-        assert makers[-1] < makers[0] + tiles.makers and k % tiles.fold == 0
-        assert all(len(set(makers[f : f + tiles.fold])) == 1 for f in range(0, k, tiles.fold))
-        end = makers[0] + tiles.makers
-        assert tiles.rows * persistent.WARPS * k * 32 + end * tiles.eights * 32 <= tiles.size
+        sources = [step // of_block for step in range(warp * k, (warp + 1) * k)]
+        assert sources[-1] < sources[0] + tiles.source_blocks and k % tiles.k_steps_per_factor == 0
+        assert all(
+            len(set(sources[f : f + tiles.k_steps_per_factor])) == 1
+            for f in range(0, k, tiles.k_steps_per_factor)
+        )
+        end = sources[0] + tiles.source_blocks
+        assert (
+            tiles.rows * persistent.WARPS * k * 32 + end * tiles.row_octets * 32
+            <= tiles.buffer_bytes
+        )
     assert end >= tiles.blocks
 
 
@@ -335,18 +345,18 @@ def test_persistent_with_everything(cell, dtype, back):
     """The kernel for every noise, lengths, resets and directions does not compile for some cell."""
     tiles = persistent.plan(cell, dtype, 500, 20, back, PROCESSORS, SHARED)
     assert tiles is not None
-    build("persistent.cu", persistent.defines_of(cell, dtype, back, tiles, EVERYTHING))
+    build("persistent.cu", persistent.defines_of(cell, dtype, back, tiles, ALL_FEATURES))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("batch", "hidden"), [(128, 2000), (64, 2048), (128, 768)])
-def test_wide(batch, hidden, dtype):
+def test_warpgroup(batch, hidden, dtype):
     """The weights of text8 no longer fit, or a product waits for the one before it."""
-    tiles = wide.plan(hidden, batch, PROCESSORS, SHARED)
+    tiles = warpgroup.plan(hidden, batch, PROCESSORS, SHARED)
     assert (
         tiles is not None and tiles.shared <= SHARED and tiles.groups * tiles.k_steps <= PROCESSORS
     )
-    registers, spilled = build("wide.cu", wide.defines_of(dtype, tiles, (1, 1)))
+    registers, spilled = build("warpgroup.cu", warpgroup.defines_of(dtype, tiles, (1, 1)))
     # What two warpgroups take has to be what the third one gives, or they wait for it for ever.
     assert max(spilled) == 0 and registers == [(2 * 232 + 40) // 3]
 
@@ -356,26 +366,26 @@ def test_plans_of_many_rows():
     found = 0
     for hidden in range(8, 2200, 8):
         for batch_size in (1, 33, 64, 65, 128, 129, 256, 1000):
-            tiles = wide.plan(hidden, batch_size, PROCESSORS, SHARED)
+            tiles = warpgroup.plan(hidden, batch_size, PROCESSORS, SHARED)
             if tiles is None:
                 continue
             found += 1
             assert (
-                tiles.k_steps * wide.OWNED >= hidden
-                and tiles.groups * tiles.turns * wide.ROWS >= batch_size
+                tiles.k_steps * warpgroup.UNITS_PER_BLOCK >= hidden
+                and tiles.groups * tiles.slabs * warpgroup.ROWS >= batch_size
             )
             assert (
                 tiles.groups * tiles.k_steps <= PROCESSORS
                 and tiles.shared <= SHARED
                 and tiles.stages >= 2
             )
-            assert tiles.resident % (wide.CHUNK // 2) == 0
+            assert tiles.resident % (warpgroup.K_STEPS_PER_CHUNK // 2) == 0
     assert found > 500
     assert (
-        wide.plan(2000, 129, PROCESSORS, SHARED) is None
-        and wide.plan(2120, 8, PROCESSORS, SHARED) is None
+        warpgroup.plan(2000, 129, PROCESSORS, SHARED) is None
+        and warpgroup.plan(2120, 8, PROCESSORS, SHARED) is None
     )
-    assert wide.plan(100, 64, PROCESSORS, SHARED) is None
+    assert warpgroup.plan(100, 64, PROCESSORS, SHARED) is None
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -386,9 +396,9 @@ def test_other_chips(capability, dtype):
     """
     plain = (("CELL", 0), ("TYPE", TYPES[dtype]), ("FAST", 1))
     build("steps.cu", steps.defines_of(cells.lstm, dtype, 1, True), capability)
-    unit = own_cell.defines_of(dtype)
+    unit = any_cell.defines_of(dtype)
     build("cell_steps.cu", unit, capability, print_unit(peephole))
-    unitwise = diagonal.diagonal_defines(min_gru, dtype, True, EVERYTHING)
+    unitwise = diagonal.diagonal_defines(min_gru, dtype, True, ALL_FEATURES)
     build("diagonal.cu", unitwise, capability, print_unit(min_gru))
     for layer in (True, False):
         made = norms.plan(layer, dtype.itemsize, 400, 9, 1, False)

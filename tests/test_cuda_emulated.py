@@ -110,7 +110,10 @@ def test_compiled_for_one_thing(kernel, noise, call, options, precision, monkeyp
 @pytest.mark.parametrize("precision", ["tf32"], indirect=True)
 @pytest.mark.parametrize(
     ("path", "registers"),
-    [(cuda.small, {"OWN": 225}), (cuda.persistent, {"ALL": 0, "SOME": 36, "MOST": 0})],
+    [
+        (cuda.small, {"OTHER_REGISTERS": 225}),
+        (cuda.persistent, {"ALL_RESIDENT": 0, "SOME_IN_SHARED": 36, "MOST_RESIDENT": 0}),
+    ],
 )
 def test_weights_in_shared_memory(path, registers, precision, monkeypatch):  # noqa: F811
     """Weights that do not fit in registers are read from another place of shared memory than
@@ -147,7 +150,7 @@ def test_directions_go_side_by_side(kernel, precision, monkeypatch):  # noqa: F8
     path, norm = KERNELS[kernel]
     monkeypatch.setattr(cuda, "PATHS", (path, cuda.small))  # which has batch norm at evaluation
     if path is cuda.persistent:  # which is asked second whether there is room
-        monkeypatch.setattr(cuda.small, "fits", lambda r, loops: False)
+        monkeypatch.setattr(cuda.small, "fits", lambda r, concurrent: False)
     layer = zo.LSTM(
         3,
         9,

@@ -45,7 +45,12 @@ def test_compiled(shape, over, dtype, back):
     made = plan_of(over, dtype, batch, width, back)
     for everything in (False, True) if shape == "pMNIST" else (True,):
         defines = norms.defines_of(
-            dtype, made, back, ends=everything, apart=everything, cell=1 if width % 4 else 4
+            dtype,
+            made,
+            back,
+            ragged=everything,
+            separate_grads=everything,
+            cell=1 if width % 4 else 4,
         )
         _, spilled = build("norms.cu", defines)
         assert max(spilled) == 0
@@ -66,15 +71,13 @@ def test_everything_has_a_thread(over, back):
         assert width % made.vector == 0 and x * y <= made.bound <= 1024
         if over == "units":
             assert x % made.team == 0 and made.tiles == 1
-            assert (
-                not made.held
-                or 0 <= made.each * made.vector * made.team - width < made.team * made.vector
-            )
-            assert not made.held or made.each * made.vector <= norms.MOST_HELD[back]
+            held = made.vectors_per_thread * made.vector
+            assert not made.in_registers or 0 <= held * made.team - width < made.team * made.vector
+            assert not made.in_registers or held <= norms.MOST_ELEMENTS[back]
         else:
             assert 0 <= made.tiles * x * made.vector - width < x * made.vector
-            assert not made.held or 0 <= made.each * y - batch < y
-            assert not made.held or made.each <= norms.MOST_EXAMPLES[back]
+            assert not made.in_registers or 0 <= made.vectors_per_thread * y - batch < y
+            assert not made.in_registers or made.vectors_per_thread <= norms.MOST_VECTORS[back]
 
 
 def test_unaligned():

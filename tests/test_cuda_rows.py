@@ -198,11 +198,11 @@ def test_last(device, dtype, lengths, reverse):
     for states, of in ((both, dtype), (both[:1], dtype), (both[1:], torch.float32)):
         given = [(v.flatten(0, 1).to(device), v0.to(device)) for v, v0 in states]
         for unsaid in (None,) if lengths == [STEPS] * batch else ():  # to the end
-            got = rows.last(given, STEPS, unsaid, reverse, of)
+            got = rows.final_states(given, STEPS, unsaid, reverse, of)
             assert all(
                 torch.equal(mine.cpu(), wanted(*state).to(of)) for mine, state in zip(got, states)
             )
-        got = rows.last(given, STEPS, ends, reverse, of)
+        got = rows.final_states(given, STEPS, ends, reverse, of)
         assert len(got) == len(states)
         for mine, state in zip(got, states):
             assert torch.equal(mine.cpu(), wanted(*state).to(of))
@@ -291,7 +291,7 @@ def test_nothing_to_do(device):
     rows.clear(none, 3, torch.zeros(0, 4, device=device))
     rows.clear(some, 3, None)
     empty = torch.zeros(0, 4, device=device)
-    (h,) = rows.last([(empty, empty)], 3, none, False, torch.float32)
+    (h,) = rows.final_states([(empty, empty)], 3, none, False, torch.float32)
     assert h.shape == (0, 4)
     assert [part.shape for part in rows.split_columns(empty, [(0, 1), (1, 3)])] == [(0, 1), (0, 3)]
     loop = SimpleNamespace(

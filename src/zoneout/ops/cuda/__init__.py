@@ -25,16 +25,16 @@ from ..backend import by_unit as to_units
 from ..run import Run
 from ..sequence.products import FEW, register
 from .kernels import (
+    any_cell,
     batch,
     cell_steps,
     diagonal,
-    own_cell,
     persistent,
     persistent_cell,
     small,
     small_cell,
     steps,
-    wide,
+    warpgroup,
 )
 from .pointwise import dropout, norms, rows
 from .runtime import blas, compiler, side_streams
@@ -49,8 +49,8 @@ register(gpu_product=blas.times, gpu_rows=blas.by_rows, gpu_split=rows.split_col
 
 # The first path that supports a loop runs it. The hand-written kernels run the cells whose graph
 # equals a built-in one; generated kernels run all others.
-PATHS = (batch, small, wide, persistent, steps)
-OWN_PATHS = (diagonal, small_cell, persistent_cell, cell_steps)
+PATHS = (batch, small, warpgroup, persistent, steps)
+GENERATED_PATHS = (diagonal, small_cell, persistent_cell, cell_steps)
 ROWS = rows.Padded
 IN_FLOAT32 = False  # half-precision operands enter the products unconverted
 # Gate values computed at once if there is no backward pass: all, in one launch.
@@ -112,7 +112,7 @@ def _has_kernels(r: Run) -> bool:
     if r.extra is not None and r.norm is not None:
         return False
     given = any(draw.given is not None for draw in r.draws)
-    return (r.cell in CELLS and not given) or own_cell.supports(r)
+    return (r.cell in CELLS and not given) or any_cell.supports(r)
 
 
 def _why_not(r: Run) -> str:
@@ -215,7 +215,7 @@ def side_by_side(runs: Sequence[Run]) -> bool:
 
 def forward(loops: Sequence[Loop]) -> None:
     """Run the forward pass of loops: write gates, states and saved tensors into each loop."""
-    due = []
+    jobs = []
     for loop in loops:
         if loop.lengths is not None:
             rows.clear(loop.lengths, loop.steps, *loop.states, loop.hats, *loop.slots)
@@ -225,86 +225,89 @@ def forward(loops: Sequence[Loop]) -> None:
             continue
         if loop.norm is not None:
             norms.forward(loop)
-        due.append((loop, None))
-    _run_all(due)
+        jobs.append((loop, None))
+    _run_all(jobs)
 
 
 def backward(loops: Sequence[tuple[Loop, LoopGrads]]) -> None:
     """Run the backward pass of loops: write the gradients into each loop's `LoopGrads`."""
-    due = []
-    for loop, back in loops:
+    jobs = []
+    for loop, grads in loops:
         if loop.lengths is not None:
-            written = (back.dgx, back.dgh, back.dsh, back.du, back.u, back.dnc, back.chat)
-            rows.clear(loop.lengths, loop.steps, *written)
-            for pair in zip(back.dinner, back.ins):
+            outputs = (grads.dgx, grads.dgh, grads.dsh, grads.du, grads.u, grads.dnc, grads.chat)
+            rows.clear(loop.lengths, loop.steps, *outputs)
+            for pair in zip(grads.dinner, grads.ins):
                 rows.clear(loop.lengths, loop.steps, *pair)
         if loop.steps > 0 and loop.batch > 0:
-            due.append((loop, back))
-    _run_all(due)
-    for loop, back in due:
+            jobs.append((loop, grads))
+    _run_all(jobs)
+    for loop, grads in jobs:
         if loop.norm is not None:
-            norms.backward(loop, back)
+            norms.backward(loop, grads)
 
 
-def _run_all(due: Sequence[tuple[Loop, LoopGrads | None]]) -> None:
+def _run_all(jobs: Sequence[tuple[Loop, LoopGrads | None]]) -> None:
     """Run loops: the first on the current stream, each other one on a side stream if it can."""
-    if not due:
+    if not jobs:
         return
-    device = due[0][0].gates.get_device()
-    elsewhere = device != torch.cuda.current_device()
-    if elsewhere:
+    device = jobs[0][0].gates.get_device()
+    on_other_device = device != torch.cuda.current_device()
+    if on_other_device:
         recording.refuse("another GPU than the current one")
-    with torch.cuda.device(device) if elsewhere else nullcontext():
-        loops = [_ready(loop, back, len(due)) for loop, back in due]
-        alone = turns(device).take if any(loop.fills for loop in loops) else nullcontext
-        with recording.within(alone):
+    with torch.cuda.device(device) if on_other_device else nullcontext():
+        loops = [_ready(loop, grads, len(jobs)) for loop, grads in jobs]
+        turn = turns(device).take if any(loop.fills_chip for loop in loops) else nullcontext
+        with recording.within(turn):
             if len(loops) == 1:
                 return loops[0].start(None)
-            with recording.within(partial(side_streams.fork, device, len(loops) - 1)) as others:
-                for loop, lane in zip(loops, (None, *others)):
-                    loop.start(lane)
+            fork = partial(side_streams.fork, device, len(loops) - 1)
+            with recording.within(fork) as streams:
+                for loop, side_stream in zip(loops, (None, *streams)):
+                    loop.start(side_stream)
 
 
-def _ready(loop: Loop, back: LoopGrads | None, loops: int) -> Ready:
-    """Prepare a loop with the first path that supports it; `loops` of them run concurrently."""
-    paths = PATHS if loop.cell in CELLS else OWN_PATHS
+def _ready(loop: Loop, grads: LoopGrads | None, concurrent: int) -> Ready:
+    """Prepare a loop with the first path that supports it; `concurrent` loops run at once."""
+    paths = PATHS if loop.cell in CELLS else GENERATED_PATHS
     for path in (cell_steps,) if loop.masks else paths:
-        if (path is batch) == loop.by_unit and (found := path.ready(loop, back, loops)) is not None:
-            return found
+        if (path is batch) == loop.by_unit:
+            prepared = path.ready(loop, grads, concurrent)
+            if prepared is not None:
+                return prepared
     if loop.by_unit:
-        return Ready(lambda lane: _run_by_gate(loop, back))
+        return Ready(lambda side_stream: _run_by_gate(loop, grads))
     raise RuntimeError("backend: no kernel of 'cuda' takes this loop")
 
 
-def _run_by_gate(loop: Loop, back: LoopGrads | None) -> None:
+def _run_by_gate(loop: Loop, grads: LoopGrads | None) -> None:
     """Run a loop of layout [unit][gate] on copies in layout [gate][unit].
 
     All kernels but the batch norm kernel need the second layout. The results are copied back.
     """
     assert loop.norm is not None and loop.norm.scale_h is not None
 
-    def turned(of: Loop | LoopGrads, names: Sequence[str], dim: int) -> dict[str, Any]:
-        given = {name: getattr(of, name) for name in names}
+    def reordered(of: Loop | LoopGrads, names: Sequence[str], dim: int) -> dict[str, Any]:
+        values = {name: getattr(of, name) for name in names}
         return {
-            name: v if v is None else by_gate(v, loop.cell.gates, dim) for name, v in given.items()
+            name: v if v is None else by_gate(v, loop.cell.gates, dim) for name, v in values.items()
         }
 
-    here = turned(loop, ("gates", "hats", "mean_h", "var_h"), 1)
-    weights = turned(loop, ("w_hh", "b_h"), 0)
+    stored = reordered(loop, ("gates", "hats", "mean_h", "var_h"), 1)
+    weights = reordered(loop, ("w_hh", "b_h"), 0)
     norm = loop.norm._replace(scale_h=by_gate(loop.norm.scale_h, loop.cell.gates))
-    other = replace(loop, by_unit=False, norm=norm, **here, **weights)
-    written: tuple[Loop | LoopGrads, dict[str, Any]] = (loop, here)
-    if back is None:
-        _run_all([(other, None)])
+    copy = replace(loop, by_unit=False, norm=norm, **stored, **weights)
+    outputs: tuple[Loop | LoopGrads, dict[str, Any]] = (loop, stored)
+    if grads is None:
+        _run_all([(copy, None)])
     else:
         if loop.c is not None:
-            back.dnc, back.chat = torch.zeros_like(loop.c), torch.zeros_like(loop.c)
-        there = turned(back, ("dgx", "dgh"), 1)
-        there["dsh"] = (
-            there["dgx"] if back.dsh is back.dgx else by_gate(back.dsh, loop.cell.gates, 1)
+            grads.dnc, grads.chat = torch.zeros_like(loop.c), torch.zeros_like(loop.c)
+        computed = reordered(grads, ("dgx", "dgh"), 1)
+        computed["dsh"] = (
+            computed["dgx"] if grads.dsh is grads.dgx else by_gate(grads.dsh, loop.cell.gates, 1)
         )
-        _run_all([(other, replace(back, **there))])
-        written = (back, there)
-    for name, value in written[1].items():
+        _run_all([(copy, replace(grads, **computed))])
+        outputs = (grads, computed)
+    for name, value in outputs[1].items():
         if value is not None:
-            getattr(written[0], name).copy_(to_units(value, loop.cell.gates, 1))
+            getattr(outputs[0], name).copy_(to_units(value, loop.cell.gates, 1))

@@ -12,58 +12,58 @@
  * same ones over all time. What a step costs is mostly instructions, so rows are spread thin over the processors.
  */
 #define THREADS (32 * WARPS)
-#define R (2 * NC)
-#define NT ((NC + 1) / 2)                /* tiles of 8 columns */
-#define KE (TYPE ? 16 : 8)               /* numbers of a k-step: always 8 words */
-#define GE (!BACK || G == 1 ? 1 : G <= 4 ? 4 : 8) /* numbers of a unit in what enters the product */
-#define TILES (BACK ? 1 : G)             /* of 16 rows of the left factor */
-#define CHAINS (TILES > 2 ? 1 : 4)       /* of sums, so that one product need not wait for the one before */
-#define WORDS (KS * 8)
-#define PITCH ((WORDS + 15) / 32 * 32 + 16) /* words of a row in shared memory: neighbours lie in other banks */
-#define AHEAD 6                             /* steps, for what is brought into the L2 */
+#define ROWS (2 * ROWS_PER_THREAD)
+#define COLUMN_TILES ((ROWS_PER_THREAD + 1) / 2)                /* tiles of 8 columns */
+#define VALUES_PER_K_STEP (TYPE ? 16 : 8)               /* numbers of a k-step: always 8 words */
+#define VALUES_PER_UNIT (!BACKWARD || GATES == 1 ? 1 : GATES <= 4 ? 4 : 8) /* numbers of a unit in what enters the product */
+#define TILES (BACKWARD ? 1 : GATES)             /* of 16 rows of the left factor */
+#define ACCUMULATORS (TILES > 2 ? 1 : 4)       /* of sums, so that one product need not wait for the one before */
+#define WORDS (K_STEPS * 8)
+#define ROW_PITCH ((WORDS + 15) / 32 * 32 + 16) /* words of a row in shared memory: neighbours lie in other banks */
+#define PREFETCH_STEPS 6                             /* steps, for what is brought into the L2 */
 
 /* --- what a thread has to do ------------------------------------------------------------------------ */
 
-struct Mine { /* one unit of NC rows */
+struct Thread { /* one unit of NC rows */
     int warp, lane, unit;
     bool in;                 /* whether there is such a unit */
-    int row[NC], length[NC]; /* a row that is not there has no steps */
-    u32 example[NC];
+    int row[ROWS_PER_THREAD], length[ROWS_PER_THREAD]; /* a row that is not there has no steps */
+    u32 example[ROWS_PER_THREAD];
     int longest; /* of the rows of the block */
 };
 
-#define EACH_ROW _Pragma("unroll") for (int c = 0; c < NC; c++)
+#define EACH_ROW _Pragma("unroll") for (int c = 0; c < ROWS_PER_THREAD; c++)
 #ifndef EACH_GATE
-#define EACH_GATE _Pragma("unroll") for (int q = 0; q < G; q++)
+#define EACH_GATE _Pragma("unroll") for (int q = 0; q < GATES; q++)
 #endif
 #define ALIVE(t) (m.in && (HAS_LENGTHS ? (t) < m.length[c] : m.length[c] > 0))
 /* Whether step t is cut off from the one before, where the row of t is `at`: bits that are needed only a step later. */
-#define CUT(t, at)                                                                         \
+#define CUT_AT(t, at)                                                                         \
     (HAS_RESETS && (t) >= 0 && (t) < m.length[c] && !(l.reverse && (t) == 0)               \
-         ? late(l.resets + (at) + (l.reverse ? l.batch : 0))                               \
-         : Late{0})
+         ? load_early(l.resets + (at) + (l.reverse ? l.batch : 0))                               \
+         : EarlyLoad{0})
 
 /* A thread of column pair q (the lane's lowest two bits) has one of two rows for each c, of the first or last 8 units. */
 __device__ __forceinline__ int local_row(int lane, int c) { return lane % 2 + c * 2; }
-__device__ __forceinline__ int upper(int lane) { return lane / 2 % 2; }
+__device__ __forceinline__ int upper_half(int lane) { return lane / 2 % 2; }
 /* The row that column j of tile n is, so that column 2q + c % 2 is row c of a thread of pair q. */
 __device__ __forceinline__ int row_of_column(int n, int j) {
-    return NC == 1 ? j / 2 % 2 : j / 2 % 2 + (n * 2 + j % 2) * 2;
+    return ROWS_PER_THREAD == 1 ? j / 2 % 2 : j / 2 % 2 + (n * 2 + j % 2) * 2;
 }
 
-__device__ __forceinline__ Mine mine(const Loop &l) {
-    Mine m;
+__device__ __forceinline__ Thread thread_of(const Loop &l) {
+    Thread m;
     m.warp = threadIdx.x / 32, m.lane = threadIdx.x % 32;
-    m.unit = m.warp * 16 + upper(m.lane) * 8 + m.lane / 4, m.in = m.unit < HIDDEN;
+    m.unit = m.warp * 16 + upper_half(m.lane) * 8 + m.lane / 4, m.in = m.unit < HIDDEN;
     EACH_ROW {
-        m.row[c] = blockIdx.x * R + local_row(m.lane, c);
-        bool there = m.row[c] < l.batch;
-        m.length[c] = there ? (int)length_of(l, m.row[c]) : 0;
-        m.example[c] = there ? (u32)l.examples[m.row[c]] : 0;
+        m.row[c] = blockIdx.x * ROWS + local_row(m.lane, c);
+        bool exists = m.row[c] < l.batch;
+        m.length[c] = exists ? (int)length_of(l, m.row[c]) : 0;
+        m.example[c] = exists ? (u32)l.examples[m.row[c]] : 0;
     }
     m.longest = HAS_LENGTHS ? 0 : (int)l.steps;
-    for (int r = 0; HAS_LENGTHS && r < R; r++) {
-        int row = blockIdx.x * R + r, length = row < l.batch ? (int)length_of(l, row) : 0;
+    for (int r = 0; HAS_LENGTHS && r < ROWS; r++) {
+        int row = blockIdx.x * ROWS + r, length = row < l.batch ? (int)length_of(l, row) : 0;
         m.longest = length > m.longest ? length : m.longest;
     }
     return m;
@@ -73,7 +73,7 @@ __device__ __forceinline__ Mine mine(const Loop &l) {
 
 /* Where the two words of k-step s that a thread of column q reads lie: two k-steps are 16 neighbouring bytes. */
 __device__ __forceinline__ int word_of_step(int s, int q) {
-    return KS % 2 && s == KS - 1 ? s * 8 + q * 2 : s / 2 * 16 + q * 4 + s % 2 * 2;
+    return K_STEPS % 2 && s == K_STEPS - 1 ? s * 8 + q * 2 : s / 2 * 16 + q * 4 + s % 2 * 2;
 }
 
 /* Word `word` of the depth and row `row` of a tile of a warp's part of the left factor. */
@@ -84,74 +84,74 @@ __device__ __forceinline__ u32 weights_at(const Loop &l, int warp, int tile, int
     for (int half = 0; half < (TYPE ? 2 : 1); half++) {
         int k = TYPE ? word * 2 + half : word;
         narrow one = 0;
-        int unit = warp * 16 + row, from = k / GE, gate = BACK ? k % GE : tile;
-        if (unit < HIDDEN && from < HIDDEN && gate < G)
-            one = w[BACK ? (gate * HIDDEN + from) * HIDDEN + unit : (gate * HIDDEN + unit) * HIDDEN + from];
+        int unit = warp * 16 + row, from = k / VALUES_PER_UNIT, gate = BACKWARD ? k % VALUES_PER_UNIT : tile;
+        if (unit < HIDDEN && from < HIDDEN && gate < GATES)
+            one = w[BACKWARD ? (gate * HIDDEN + from) * HIDDEN + unit : (gate * HIDDEN + unit) * HIDDEN + from];
 #if TYPE
         out |= (u32)one << half * 16;
 #else
-        out = bits(one);
+        out = tf32_bits(one);
 #endif
     }
     return out;
 }
 
 struct Weights {
-    u32 own[KR][TILES][4];
-    const uint4 *rest; /* [KS - KR][TILES][32 lanes] of the warp */
+    u32 in_registers[RESIDENT_K_STEPS][TILES][4];
+    const uint4 *in_shared; /* [KS - KR][TILES][32 lanes] of the warp */
 };
 
 __device__ __forceinline__ void load_weights(const Loop &l, Weights &w, int warp, int lane) {
     extern __shared__ __align__(16) uint4 rest[];
-    uint4 *to = rest + warp * (KS - KR) * TILES * 32 + lane;
-    w.rest = to;
+    uint4 *to = rest + warp * (K_STEPS - RESIDENT_K_STEPS) * TILES * 32 + lane;
+    w.in_shared = to;
 #pragma unroll
-    for (int s = 0; s < KS; s++)
+    for (int s = 0; s < K_STEPS; s++)
 #pragma unroll
         for (int i = 0; i < TILES; i++) {
             u32 one[4];
 #pragma unroll
             for (int part = 0; part < 4; part++)
                 one[part] = weights_at(l, warp, i, part % 2 * 8 + lane / 4, word_of_step(s, lane % 4) + part / 2);
-            if (s < KR) {
+            if (s < RESIDENT_K_STEPS) {
 #pragma unroll
-                for (int part = 0; part < 4; part++) w.own[s < KR ? s : 0][i][part] = one[part];
+                for (int part = 0; part < 4; part++) w.in_registers[s < RESIDENT_K_STEPS ? s : 0][i][part] = one[part];
             } else {
-                to[((s - KR) * TILES + i) * 32] = make_uint4(one[0], one[1], one[2], one[3]);
+                to[((s - RESIDENT_K_STEPS) * TILES + i) * 32] = make_uint4(one[0], one[1], one[2], one[3]);
             }
         }
 }
 
 /* One k-step of one tile; those in shared memory are read again each time. */
 __device__ __forceinline__ void add_step(float *sum, const Weights &w, int s, int i, u32 b0, u32 b1) {
-    if (s < KR) {
-        multiply(sum, w.own[s < KR ? s : 0][i], b0, b1);
+    if (s < RESIDENT_K_STEPS) {
+        multiply(sum, w.in_registers[s < RESIDENT_K_STEPS ? s : 0][i], b0, b1);
     } else {
-        uint4 v = w.rest[((s - KR) * TILES + i) * 32];
+        uint4 v = w.in_shared[((s - RESIDENT_K_STEPS) * TILES + i) * 32];
         u32 one[4] = {v.x, v.y, v.z, v.w};
         multiply(sum, one, b0, b1);
     }
 }
 
-typedef float Sums[CHAINS][NT][TILES][4];
+typedef float Sums[ACCUMULATORS][COLUMN_TILES][TILES][4];
 
 /* Added to the sums, which are not waited for. */
 __device__ __forceinline__ void product(Sums &sums, const Weights &w, const u32 *entering, int lane) {
 #pragma unroll
-    for (int n = 0; n < NT; n++) {
-        const u32 *from = entering + row_of_column(n, lane / 4) * PITCH;
+    for (int n = 0; n < COLUMN_TILES; n++) {
+        const u32 *from = entering + row_of_column(n, lane / 4) * ROW_PITCH;
 #pragma unroll
-        for (int s = 0; s + 1 < KS; s += 2) {
+        for (int s = 0; s + 1 < K_STEPS; s += 2) {
             uint4 v = *(const uint4 *)(from + word_of_step(s, lane % 4));
 #pragma unroll
-            for (int i = 0; i < TILES; i++) add_step(sums[s % CHAINS][n][i], w, s, i, v.x, v.y);
+            for (int i = 0; i < TILES; i++) add_step(sums[s % ACCUMULATORS][n][i], w, s, i, v.x, v.y);
 #pragma unroll
-            for (int i = 0; i < TILES; i++) add_step(sums[(s + 1) % CHAINS][n][i], w, s + 1, i, v.z, v.w);
+            for (int i = 0; i < TILES; i++) add_step(sums[(s + 1) % ACCUMULATORS][n][i], w, s + 1, i, v.z, v.w);
         }
-        if (KS % 2) {
-            uint2 v = *(const uint2 *)(from + word_of_step(KS - 1, lane % 4));
+        if (K_STEPS % 2) {
+            uint2 v = *(const uint2 *)(from + word_of_step(K_STEPS - 1, lane % 4));
 #pragma unroll
-            for (int i = 0; i < TILES; i++) add_step(sums[(KS - 1) % CHAINS][n][i], w, KS - 1, i, v.x, v.y);
+            for (int i = 0; i < TILES; i++) add_step(sums[(K_STEPS - 1) % ACCUMULATORS][n][i], w, K_STEPS - 1, i, v.x, v.y);
         }
     }
 }
@@ -160,66 +160,66 @@ __device__ __forceinline__ void product(Sums &sums, const Weights &w, const u32 
 __device__ __forceinline__ float total(const Sums &sums, int tile, int c, bool up) {
     float low = 0.0f, high = 0.0f;
 #pragma unroll
-    for (int k = 0; k < CHAINS; k++) low += sums[k][c / 2][tile][c % 2], high += sums[k][c / 2][tile][2 + c % 2];
+    for (int k = 0; k < ACCUMULATORS; k++) low += sums[k][c / 2][tile][c % 2], high += sums[k][c / 2][tile][2 + c % 2];
     return up ? high : low;
 }
 
 /* A unit's numbers of one row, for the next product. */
 __device__ __forceinline__ void enter(u32 *entering, int row, int unit, const float *v) {
 #if TYPE
-    if (GE == 1)
-        ((narrow *)(entering + row * PITCH))[unit] = narrowed(v[0]);
+    if (VALUES_PER_UNIT == 1)
+        ((narrow *)(entering + row * ROW_PITCH))[unit] = narrowed(v[0]);
     else
 #pragma unroll
-        for (int q = 0; q < GE; q += 4)
-            *(uint2 *)(entering + row * PITCH + (unit * GE + q) / 2) =
-                make_uint2(pair(v[q], v[(q + 1) % GE]), pair(v[(q + 2) % GE], v[(q + 3) % GE]));
+        for (int q = 0; q < VALUES_PER_UNIT; q += 4)
+            *(uint2 *)(entering + row * ROW_PITCH + (unit * VALUES_PER_UNIT + q) / 2) =
+                make_uint2(pair(v[q], v[(q + 1) % VALUES_PER_UNIT]), pair(v[(q + 2) % VALUES_PER_UNIT], v[(q + 3) % VALUES_PER_UNIT]));
 #else
-    if (GE == 1)
-        entering[row * PITCH + unit] = bits(v[0]);
+    if (VALUES_PER_UNIT == 1)
+        entering[row * ROW_PITCH + unit] = tf32_bits(v[0]);
     else
 #pragma unroll
-        for (int q = 0; q < GE; q += 4)
-            *(uint4 *)(entering + row * PITCH + unit * GE + q) =
-                make_uint4(bits(v[q]), bits(v[(q + 1) % GE]), bits(v[(q + 2) % GE]), bits(v[(q + 3) % GE]));
+        for (int q = 0; q < VALUES_PER_UNIT; q += 4)
+            *(uint4 *)(entering + row * ROW_PITCH + unit * VALUES_PER_UNIT + q) =
+                make_uint4(tf32_bits(v[q]), tf32_bits(v[(q + 1) % VALUES_PER_UNIT]), tf32_bits(v[(q + 2) % VALUES_PER_UNIT]), tf32_bits(v[(q + 3) % VALUES_PER_UNIT]));
 #endif
 }
 
 /* --- memory ----------------------------------------------------------------------------------------- */
 
 /* A row of at most 4 KB that is needed in a few steps, into the L2: a warp has one row of one kind. */
-struct Brings {
+struct L2Prefetch {
     const char *from; /* the lane's line of it at step 0 */
     int length;       /* of the row, in steps */
-    i64 forth;        /* bytes from one step to the next */
+    i64 step_stride;        /* bytes from one step to the next */
 };
 
-__device__ __forceinline__ Brings brings(const Loop &l, const Mine &m, int kind, const void *from, int bytes) {
-    int row = blockIdx.x * R + m.warp % R, off = m.lane * 128;
-    Brings b = {};
-    if (m.warp / R != kind || row >= l.batch || off >= bytes + 127) return b;
-    b.length = (int)length_of(l, row), b.forth = bytes * (l.reverse ? -l.batch : l.batch);
-    b.from = (const char *)from + at_of(l, 0, row, b.length) * bytes + (off < bytes ? off : bytes - 1);
+__device__ __forceinline__ L2Prefetch l2_prefetch_of(const Loop &l, const Thread &m, int kind, const void *from, int bytes) {
+    int row = blockIdx.x * ROWS + m.warp % ROWS, byte = m.lane * 128;
+    L2Prefetch b = {};
+    if (m.warp / ROWS != kind || row >= l.batch || byte >= bytes + 127) return b;
+    b.length = (int)length_of(l, row), b.step_stride = bytes * (l.reverse ? -l.batch : l.batch);
+    b.from = (const char *)from + row_index(l, 0, row, b.length) * bytes + (byte < bytes ? byte : bytes - 1);
     return b;
 }
 
-__device__ __forceinline__ void bring(const Brings &b, int t) {
-    if (t >= 0 && t < b.length) asm volatile("prefetch.global.L2 [%0];" ::"l"(b.from + t * b.forth));
+__device__ __forceinline__ void prefetch_l2(const L2Prefetch &b, int t) {
+    if (t >= 0 && t < b.length) asm volatile("prefetch.global.L2 [%0];" ::"l"(b.from + t * b.step_stride));
 }
 
 /* The step that is the n-th to be worked on. */
-__device__ __forceinline__ int step_at(const Mine &m, int n) { return BACK ? m.longest - 1 - n : n; }
+__device__ __forceinline__ int nth_step(const Thread &m, int n) { return BACKWARD ? m.longest - 1 - n : n; }
 
 /* Of four lanes with neighbouring units each draws for another step. */
-#define FOUR (m.unit / 4)
-#define WHICH (m.lane / 4 % 4) /* of the four steps */
+#define UNIT_QUAD (m.unit / 4)
+#define QUAD_STEP (m.lane / 4 % 4) /* of the four steps */
 
 /* Philox 4x32-10 in pieces. */
-__device__ __forceinline__ void begin_words(u32 (&w)[4], const Stream &s, u32 four, u32 example, u32 step) {
+__device__ __forceinline__ void begin_draw(u32 (&w)[4], const Stream &s, u32 four, u32 example, u32 step) {
     w[0] = s.sees_unit ? four : 0, w[1] = s.sees_example ? example : 0, w[2] = s.sees_step ? step : 0, w[3] = s.plane;
 }
 template <int COUNT>
-__device__ __forceinline__ void rounds(u32 (&w)[4], u64 seed, int first) {
+__device__ __forceinline__ void draw_rounds(u32 (&w)[4], u64 seed, int first) {
     u32 k0 = (u32)seed + first * 0x9E3779B9u, k1 = (u32)(seed >> 32) + first * 0xBB67AE85u;
 #pragma unroll
     for (int round = 0; round < COUNT; round++) {

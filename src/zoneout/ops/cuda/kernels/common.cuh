@@ -12,7 +12,7 @@ typedef unsigned char u8;
 #define LSTM (CELL == 0)
 #define GRU (CELL == 1)
 #define RELU (CELL == 3)
-#define G (LSTM ? 4 : GRU ? 3 : 1)
+#define GATES (LSTM ? 4 : GRU ? 3 : 1)
 enum { OFF, DRAWN, EXPECTED, SHARED, GIVEN }; /* SHARED: drawn, with the bits of the cell's mask */
 
 struct Stream { /* one stream of noise */
@@ -117,12 +117,12 @@ __device__ __forceinline__ float tanh_of(float x) { return tanhf(x); }
 /* Faster still, where each step waits for them. */
 #if TYPE
 /* One instruction instead of four; its error is that of rounding to half precision. */
-__device__ __forceinline__ float tanh_at(float x) {
+__device__ __forceinline__ float tanh_approx(float x) {
     float out;
     asm("tanh.approx.f32 %0, %1;" : "=f"(out) : "f"(x));
     return out;
 }
-__device__ __forceinline__ float sigmoid_at(float x) { return fmaf(tanh_at(0.5f * x), 0.5f, 0.5f); }
+__device__ __forceinline__ float sigmoid_approx(float x) { return fmaf(tanh_approx(0.5f * x), 0.5f, 0.5f); }
 #else
 /* 1 / (1 + 2^x): right at both ends as well. */
 __device__ __forceinline__ float logistic(float x) {
@@ -131,22 +131,22 @@ __device__ __forceinline__ float logistic(float x) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(out + 1.0f));
     return out;
 }
-__device__ __forceinline__ float sigmoid_at(float x) { return logistic(x * -1.4426950408889634f); }
-__device__ __forceinline__ float tanh_at(float x) { return fmaf(logistic(x * 2.8853900817779268f), -2.0f, 1.0f); }
+__device__ __forceinline__ float sigmoid_approx(float x) { return logistic(x * -1.4426950408889634f); }
+__device__ __forceinline__ float tanh_approx(float x) { return fmaf(logistic(x * 2.8853900817779268f), -2.0f, 1.0f); }
 #endif
 
 __device__ __forceinline__ float mix(float value, float old, float keep) {
     return keep <= 0 ? value : keep >= 1 ? old : value + keep * (old - value);
 }
-__device__ __forceinline__ float less(float value, float drop) { return drop >= 1 ? 0.0f : value * (1 - drop); }
+__device__ __forceinline__ float drop_out(float value, float drop) { return drop >= 1 ? 0.0f : value * (1 - drop); }
 
 /* A number that is needed only a step later. It comes into a register of its own: the compiler would otherwise pack two
  * into one, and wait for them to do so. */
-struct Late {
+struct EarlyLoad {
     u32 bits;
 };
-__device__ __forceinline__ Late late(const narrow *from) {
-    Late out;
+__device__ __forceinline__ EarlyLoad load_early(const narrow *from) {
+    EarlyLoad out;
 #if TYPE
     asm volatile("ld.global.u16 %0, [%1];" : "=r"(out.bits) : "l"(from));
 #else
@@ -154,12 +154,12 @@ __device__ __forceinline__ Late late(const narrow *from) {
 #endif
     return out;
 }
-__device__ __forceinline__ Late late(const u8 *from) {
-    Late out;
+__device__ __forceinline__ EarlyLoad load_early(const u8 *from) {
+    EarlyLoad out;
     asm volatile("ld.global.u8 %0, [%1];" : "=r"(out.bits) : "l"(from));
     return out;
 }
-__device__ __forceinline__ float widen(Late v) {
+__device__ __forceinline__ float widen(EarlyLoad v) {
 #if TYPE
     return widen((narrow)v.bits);
 #else
@@ -169,7 +169,7 @@ __device__ __forceinline__ float widen(Late v) {
 
 /* --- products ----------------------------------------------------------------------------------- */
 
-__device__ __forceinline__ u32 bits(float v) {
+__device__ __forceinline__ u32 tf32_bits(float v) {
     u32 out;
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(out) : "f"(v));
     return out;
@@ -194,14 +194,14 @@ __device__ __forceinline__ void multiply(float *sum, const u32 *a, u32 b0, u32 b
 /* --- powers of two ------------------------------------------------------------------------------- */
 
 /* For exponents of floats that are normal. */
-__device__ __forceinline__ float two_to(int e) { return __uint_as_float((u32)(e + 127) << 23); }
+__device__ __forceinline__ float power_of_two(int e) { return __uint_as_float((u32)(e + 127) << 23); }
 /* The exponent of the power of two that brings a number, given by its bits without the sign, to between 2^14 and 2^15: half
  * precision has all its bits there and in the 28 powers of two below. From -114 (not finite) to 141 (zero). */
-__device__ __forceinline__ int scale_for(u32 size) { return 14 + 127 - (int)(size >> 23); }
+__device__ __forceinline__ int scale_exponent(u32 size) { return 14 + 127 - (int)(size >> 23); }
 /* Floats without their sign are in the order of their bits; NaN is above all. */
-__device__ __forceinline__ u32 size_of(float v) { return __float_as_uint(v) & 0x7FFFFFFF; }
+__device__ __forceinline__ u32 magnitude_bits(float v) { return __float_as_uint(v) & 0x7FFFFFFF; }
 /* The largest of a warp's. */
-__device__ __forceinline__ u32 largest_of(u32 v) {
+__device__ __forceinline__ u32 warp_max(u32 v) {
     asm volatile("redux.sync.max.u32 %0, %1, 0xFFFFFFFF;" : "=r"(v) : "r"(v));
     return v;
 }
@@ -211,11 +211,11 @@ __device__ __forceinline__ u32 largest_of(u32 v) {
 /* `t` counts the steps as they are processed, `length` is that of the row. A reversed row begins at its last position. */
 __device__ __forceinline__ i64 length_of(const Loop &l, i64 row) { return l.lengths ? l.lengths[row] : l.steps; }
 __device__ __forceinline__ i64 position(const Loop &l, i64 t, i64 length) { return l.reverse ? length - 1 - t : t; }
-__device__ __forceinline__ i64 at_of(const Loop &l, i64 t, i64 row, i64 length) {
+__device__ __forceinline__ i64 row_index(const Loop &l, i64 t, i64 row, i64 length) {
     return position(l, t, length) * l.batch + row;
 }
 
-__device__ __forceinline__ u32 step_of(const Loop &l, i64 t, i64 length) {
+__device__ __forceinline__ u32 mask_step(const Loop &l, i64 t, i64 length) {
     return (u32)(l.first_step + position(l, t, length));
 }
 
@@ -239,24 +239,24 @@ struct Noise { /* a stream as one unit sees it */
     u64 seed;
 };
 
-struct Given { /* what it is made of, as it lies in memory: to be read early, long before it is used */
+struct RawNoise { /* what it is made of, as it lies in memory: to be read early, long before it is used */
     double rate;
     u64 seed;
 };
 
-__device__ __forceinline__ Given given_of(const Stream &s, i64 unit) {
-    Given g = {0.0, 0};
+__device__ __forceinline__ RawNoise raw_noise_of(const Stream &s, i64 unit) {
+    RawNoise g = {0.0, 0};
     if (s.mode == OFF) return g;
     g.rate = s.rate[unit * s.stride];
     if (s.mode == DRAWN) g.seed = (u64)*s.seed;
     return g;
 }
 
-__device__ __forceinline__ Noise noise_of(const Given &g) {
+__device__ __forceinline__ Noise noise_of(const RawNoise &g) {
     return {(u32)rint(g.rate * 65536.0), (float)g.rate, g.seed};
 }
 
-__device__ __forceinline__ Noise noise_of(const Stream &s, i64 unit) { return noise_of(given_of(s, unit)); }
+__device__ __forceinline__ Noise noise_of(const Stream &s, i64 unit) { return noise_of(raw_noise_of(s, unit)); }
 
 /* Philox 4x32-10: the words of four units. */
 __device__ __forceinline__ void philox(u32 *word, u64 seed, u32 c0, u32 c1, u32 c2, u32 c3) {
@@ -306,13 +306,13 @@ __device__ __forceinline__ Noises noises_of(const Loop &l, i64 unit) {
 __device__ __forceinline__ Keep keeps_of(const Loop &l, const Noises &n, u32 unit, u32 example, u32 step) {
     Keep k = {0.0f, 0.0f, 0.0f};
     u32 word = 0;
-    bool have = false;
+    bool drawn = false;
     if (l.cell.mode) {
-        if (l.cell.mode == DRAWN) word = word_of(l.cell, n.cell.seed, unit, example, step), have = true;
+        if (l.cell.mode == DRAWN) word = word_of(l.cell, n.cell.seed, unit, example, step), drawn = true;
         k.cell = keep_of(l.cell, n.cell, word);
     }
     if (l.hidden_state.mode) {
-        if (l.hidden_state.mode == DRAWN && !(have && same_words(l.cell, n.cell, l.hidden_state, n.hidden)))
+        if (l.hidden_state.mode == DRAWN && !(drawn && same_words(l.cell, n.cell, l.hidden_state, n.hidden)))
             word = word_of(l.hidden_state, n.hidden.seed, unit, example, step);
         k.hidden = keep_of(l.hidden_state, n.hidden, word);
     }
@@ -324,20 +324,20 @@ __device__ __forceinline__ Keep keeps_of(const Loop &l, const Noises &n, u32 uni
 }
 
 /* Kernels are compiled with HAS, what a loop has beyond zoneout of all rows to the end: let the compiler know what it has not. */
-#ifndef HAS
-#define HAS 127
+#ifndef FEATURES
+#define FEATURES 127
 #endif
-#define HAS_LENGTHS (HAS & 1)
-#define HAS_RESETS (HAS & 2)
-#define HAS_SCALES (HAS & 4)   /* variational dropout of h */
-#define HAS_DCELLS (HAS & 8)   /* derivatives of every c */
-#define HAS_REVERSE (HAS & 16)
-#define HAS_UPDATE (HAS & 32)  /* recurrent dropout */
-#define HAS_ZERO (HAS & 64)    /* state dropout */
+#define HAS_LENGTHS (FEATURES & 1)
+#define HAS_RESETS (FEATURES & 2)
+#define HAS_SCALES (FEATURES & 4)   /* variational dropout of h */
+#define HAS_DCELLS (FEATURES & 8)   /* derivatives of every c */
+#define HAS_REVERSE (FEATURES & 16)
+#define HAS_UPDATE (FEATURES & 32)  /* recurrent dropout */
+#define HAS_ZERO (FEATURES & 64)    /* state dropout */
 #ifdef CELL_MODE /* it may be known which streams there are, and that they see everything and have one seed */
-#define KNOWN 1
+#define KNOWN_MODES 1
 #else
-#define KNOWN 0
+#define KNOWN_MODES 0
 #endif
 __device__ __forceinline__ void simplify(Loop &l) {
     if (!HAS_LENGTHS) l.lengths = nullptr;
@@ -347,7 +347,7 @@ __device__ __forceinline__ void simplify(Loop &l) {
     if (!HAS_REVERSE) l.reverse = 0;
     if (!HAS_UPDATE) l.update.mode = OFF, l.update.hold = 0;
     if (!HAS_ZERO) l.cell.zero = l.hidden_state.zero = 0;
-#if KNOWN
+#if KNOWN_MODES
     l.cell.mode = CELL_MODE, l.hidden_state.mode = HIDDEN_MODE == SHARED ? DRAWN : HIDDEN_MODE;
     l.cell.sees_step = l.cell.sees_example = l.cell.sees_unit = 1;
     l.hidden_state.sees_step = l.hidden_state.sees_example = l.hidden_state.sees_unit = 1;
@@ -365,12 +365,12 @@ __device__ __forceinline__ void simplify(Loop &l) {
 
 __device__ __forceinline__ float carried_h(const Loop &l, float value, float old, const Keep &k) {
     if (!l.hidden_state.mode) return value;
-    return l.hidden_state.zero ? less(value, k.hidden) : mix(value, old, k.hidden);
+    return l.hidden_state.zero ? drop_out(value, k.hidden) : mix(value, old, k.hidden);
 }
 
 __device__ __forceinline__ float lstm_candidate(const Loop &l, float i, float f, float g, float old, const Keep &k) {
-    float c = fmaf(f, old, l.update.mode ? less(i * g, k.update) : i * g);
-    return l.cell.mode && l.cell.zero ? less(c, k.cell) : c;
+    float c = fmaf(f, old, l.update.mode ? drop_out(i * g, k.update) : i * g);
+    return l.cell.mode && l.cell.zero ? drop_out(c, k.cell) : c;
 }
 
 __device__ __forceinline__ float carried_c(const Loop &l, float value, float old, const Keep &k) {
@@ -381,34 +381,34 @@ __device__ __forceinline__ float carried_c(const Loop &l, float value, float old
 
 /* Of the candidate h; `dh` becomes what goes straight to the h before. */
 __device__ __forceinline__ float carried_h_back(const Loop &l, float &dh, const Keep &k) {
-    float all = dh, kept = l.hidden_state.mode ? k.hidden : 0.0f;
-    dh = l.hidden_state.mode && !l.hidden_state.zero ? all * kept : 0.0f;
-    return all * (1 - kept);
+    float total = dh, keep = l.hidden_state.mode ? k.hidden : 0.0f;
+    dh = l.hidden_state.mode && !l.hidden_state.zero ? total * keep : 0.0f;
+    return total * (1 - keep);
 }
 
 /* Of the gates i, f and g, from that of the candidate c; `dc` becomes that of the c before. */
-__device__ __forceinline__ void lstm_gates_back(const Loop &l, float *d, float i, float f, float g, float old, float of_c,
-                                                float &dc, const Keep &k) {
-    float kept = l.cell.mode ? k.cell : 0.0f, straight = 0.0f;
+__device__ __forceinline__ void lstm_gates_back(const Loop &l, float *d, float i, float f, float g, float old,
+                                                float dcandidate, float &dc, const Keep &k) {
+    float keep = l.cell.mode ? k.cell : 0.0f, direct = 0.0f;
     if (l.cell.zero) {
-        of_c = (of_c + dc) * (1 - kept);
+        dcandidate = (dcandidate + dc) * (1 - keep);
     } else {
-        of_c += dc * (1 - kept);
-        straight = dc * kept;
+        dcandidate += dc * (1 - keep);
+        direct = dc * keep;
     }
-    float du = l.update.mode ? of_c * (1 - k.update) : of_c;
+    float du = l.update.mode ? dcandidate * (1 - k.update) : dcandidate;
     d[0] = du * g * i * (1 - i);
-    d[1] = of_c * old * f * (1 - f);
+    d[1] = dcandidate * old * f * (1 - f);
     d[2] = du * i * (1 - g * g);
-    dc = straight + of_c * f;
+    dc = direct + dcandidate * f;
 }
 
 /* Of the output gate, and with it what a held gate owes to the step before. */
-__device__ __forceinline__ float lstm_output_back(const Loop &l, float dgate, float o, bool own, float &owed, const Keep &k) {
+__device__ __forceinline__ float lstm_output_back(const Loop &l, float dgate, float o, bool first, float &owed, const Keep &k) {
     if (l.update.mode && l.update.hold) {
-        float kept = own ? 0.0f : k.update, mine = dgate * (1 - kept) + owed;
-        owed = dgate * kept;
-        dgate = mine;
+        float keep = first ? 0.0f : k.update, now = dgate * (1 - keep) + owed;
+        owed = dgate * keep;
+        dgate = now;
     }
     return dgate * o * (1 - o);
 }

@@ -20,26 +20,26 @@
  */
 #define WARPS 8
 #define THREADS (32 * WARPS)
-#define R (16 * MT)
-#define SENT (HALF ? 2 : TYPE) /* the type of what enters the product */
-#define KE (SENT ? 16 : 8) /* numbers of a k-step: always 32 bytes */
-#define KW (KS * KE)
-#define GE (!BACK || G == 1 ? 1 : G <= 4 ? 4 : 8) /* numbers of a unit in what goes around */
-#define COLUMNS (BACK ? U : U * G)
-#define NT ((COLUMNS + 7) / 8)
-#define NP (NT * 8 + (NT % 2 ? 0 : 8)) /* a stride that keeps the writes of the sums free of conflicts */
-#define ROWS_AT_ONCE (THREADS / UP)
-#define ITEMS ((R + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE)
-#define SCALED (BACK && HALF)
+#define ROWS (16 * ROW_TILES)
+#define OPERAND_TYPE (HALF ? 2 : TYPE) /* the type of what enters the product */
+#define VALUES_PER_K_STEP (OPERAND_TYPE ? 16 : 8) /* numbers of a k-step: always 32 bytes */
+#define VALUES_PER_WARP (K_STEPS * VALUES_PER_K_STEP)
+#define VALUES_PER_UNIT (!BACKWARD || GATES == 1 ? 1 : GATES <= 4 ? 4 : 8) /* numbers of a unit in what goes around */
+#define COLUMNS (BACKWARD ? UNITS_PER_BLOCK : UNITS_PER_BLOCK * GATES)
+#define COLUMN_TILES ((COLUMNS + 7) / 8)
+#define SUM_PITCH (COLUMN_TILES * 8 + (COLUMN_TILES % 2 ? 0 : 8)) /* a stride that keeps the writes of the sums free of conflicts */
+#define ROWS_AT_ONCE (THREADS / ROUNDED_UNITS)
+#define ROWS_PER_THREAD ((ROWS + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE)
+#define SCALED (BACKWARD && HALF)
 /* Of sums, so that one product need not wait for the one before. Forwards one, whatever the tiles are: the bits of a row may
  * not depend on the size of its batch. */
-#define SETS (BACK && !SCALED && MT * NT < 4 ? 2 : 1)
-#define BATCHES ((KS / 2 + BB - 1) / BB)
-#define PIECES (BB * MT * 2) /* of 16 bytes that a thread copies of a batch, at most */
-#define EACH (SENT ? 8 : 4)  /* numbers of a piece */
-#define NUMBERS (WARPS * KS * R * 32) /* bytes that go around in a group */
-#define FACTORS (MAKERS * EIGHTS * 32) /* bytes of the factors that a warp reads: [MAKERS][EIGHTS · 8] floats */
-#define FACTOR_PIECES ((FACTORS / 16 + 31) / 32) /* of them that a thread copies, at most */
+#define ACCUMULATORS (BACKWARD && !SCALED && ROW_TILES * COLUMN_TILES < 4 ? 2 : 1)
+#define CHUNKS ((K_STEPS / 2 + PAIRS_PER_CHUNK - 1) / PAIRS_PER_CHUNK)
+#define PIECES (PAIRS_PER_CHUNK * ROW_TILES * 2) /* of 16 bytes that a thread copies of a batch, at most */
+#define VALUES_PER_PIECE (OPERAND_TYPE ? 8 : 4)  /* numbers of a piece */
+#define VALUE_BYTES (WARPS * K_STEPS * ROWS * 32) /* bytes that go around in a group */
+#define FACTOR_BYTES (SOURCE_BLOCKS * ROW_OCTETS * 32) /* bytes of the factors that a warp reads: [MAKERS][EIGHTS · 8] floats */
+#define FACTOR_PIECES ((FACTOR_BYTES / 16 + 31) / 32) /* of them that a thread copies, at most */
 
 struct Exchange {
     char *buffer; /* [2][groups], zero: [pairs of k-steps][R / 8][8 rows][4 pieces][16 bytes], then the factors of all blocks */
@@ -51,82 +51,83 @@ struct Exchange {
 /* --- what enters the product ---------------------------------------------------------------------- */
 
 /* HALF: the largest numbers become the largest of half precision; NaN stays. SCALED ones are none too large. */
-__device__ __forceinline__ float within(float v) {
+__device__ __forceinline__ float clamp_to_half(float v) {
     return !HALF || SCALED ? v : v > 65504.0f ? 65504.0f : v < -65504.0f ? -65504.0f : v;
 }
-#if SENT
-__device__ __forceinline__ u32 pair_sent(float low, float high) { return pair_as<SENT>(within(low), within(high)); }
-__device__ __forceinline__ float widen_sent(u32 v) {
+#if OPERAND_TYPE
+__device__ __forceinline__ u32 operand_pair(float low, float high) { return pair_as<OPERAND_TYPE>(clamp_to_half(low), clamp_to_half(high)); }
+__device__ __forceinline__ float widen_operand(u32 v) {
     float out;
     asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"((u16)v));
-    return SENT == 1 ? __uint_as_float(v << 16) : out;
+    return OPERAND_TYPE == 1 ? __uint_as_float(v << 16) : out;
 }
 #endif
 
 #if SCALED
 struct Scale { /* of W_h: that brings its largest to between 2^14 and 2^15 */
     float by;    /* NaN where it is not finite, so that all becomes NaN */
-    int sent;    /* the exponent that the factors undo … */
-    float after; /* … and what they could not: W_h beyond 2^15, which has to be taken back last */
+    int factor_exponent;    /* the exponent that the factors undo … */
+    float leftover; /* … and what they could not: W_h beyond 2^15, which has to be taken back last */
 };
 
-__device__ __forceinline__ Scale scale_of(const float *peak) {
+__device__ __forceinline__ Scale weight_scale(const float *peak) {
     u32 top = __float_as_uint(*peak);
-    int e = min(scale_for(top), 126);
-    return {top >= 0x7F800000 ? __uint_as_float(0x7FC00000) : two_to(e), max(e, 0), two_to(max(-e, 0))};
+    int e = min(scale_exponent(top), 126);
+    return {top >= 0x7F800000 ? __uint_as_float(0x7FC00000) : power_of_two(e), max(e, 0), power_of_two(max(-e, 0))};
 }
 #endif
 
 /* --- weights -------------------------------------------------------------------------------------- */
 
 /* The weight between number k of what goes around and column n of the block. */
-__device__ __forceinline__ narrow weight(const Loop &l, u32 unit0, u32 k, u32 n) {
-    const u32 H = (u32)l.hidden, own = unit0 + (BACK ? n : n / G), other = BACK ? k / GE : k, gate = BACK ? k % GE : n % G;
-    if (n >= COLUMNS || own >= H || other >= H || gate >= G) return 0;
-    return ((const narrow *)l.w_hh)[((i64)gate * H + (BACK ? other : own)) * H + (BACK ? own : other)];
+__device__ __forceinline__ narrow weight_at(const Loop &l, u32 unit0, u32 k, u32 n) {
+    const u32 H = (u32)l.hidden, unit = unit0 + (BACKWARD ? n : n / GATES);
+    const u32 source = BACKWARD ? k / VALUES_PER_UNIT : k, gate = BACKWARD ? k % VALUES_PER_UNIT : n % GATES;
+    if (n >= COLUMNS || unit >= H || source >= H || gate >= GATES) return 0;
+    return ((const narrow *)l.w_hh)[((i64)gate * H + (BACKWARD ? source : unit)) * H + (BACKWARD ? unit : source)];
 }
 
 /* Word `word` of a 16-byte piece; HALF: times `by`. */
-__device__ __forceinline__ u32 weights_of(const Loop &l, float by, u32 unit0, u32 piece, u32 word, u32 n) {
-#if SENT
+__device__ __forceinline__ u32 weight_word(const Loop &l, float by, u32 unit0, u32 piece, u32 word, u32 n) {
+#if OPERAND_TYPE
     u32 k = piece * 8 + word * 2;
-    narrow low = weight(l, unit0, k, n), high = weight(l, unit0, k + 1, n);
+    narrow low = weight_at(l, unit0, k, n), high = weight_at(l, unit0, k + 1, n);
 #if HALF
-    return pair_sent(low * by, high * by);
+    return operand_pair(low * by, high * by);
 #else
     return (u32)low | (u32)high << 16;
 #endif
 #else
-    return bits(weight(l, unit0, piece * 4 + word, n));
+    return tf32_bits(weight_at(l, unit0, piece * 4 + word, n));
 #endif
 }
 
 struct Weights { /* of a thread */
-    u32 own[KR][NT][2];
-    u32 rest; /* its place in shared memory: [KS - KR][NT][32 lanes][8 bytes] */
+    u32 in_registers[RESIDENT_K_STEPS][COLUMN_TILES][2];
+    u32 in_shared; /* its place in shared memory: [KS - KR][NT][32 lanes][8 bytes] */
 };
 
 __device__ __forceinline__ void load_weights(const Loop &l, float by, Weights &w, u32 unit0, u32 warp, u32 lane,
-                                             uint2 *rest) {
+                                             uint2 *shared) {
     auto at = [&](int s, int n, int half) { /* of k-step s and eight columns */
-        return weights_of(l, by, unit0, (warp * KS + s) * 2 + half, lane % 4, n * 8 + lane / 4);
+        return weight_word(l, by, unit0, (warp * K_STEPS + s) * 2 + half, lane % 4, n * 8 + lane / 4);
     };
 #pragma unroll
-    for (int s = 0; s < KR; s++)
+    for (int s = 0; s < RESIDENT_K_STEPS; s++)
 #pragma unroll
-        for (int n = 0; n < NT; n++)
+        for (int n = 0; n < COLUMN_TILES; n++)
 #pragma unroll
-            for (int half = 0; half < 2; half++) w.own[s][n][half] = at(s, n, half);
-    rest += warp * ((KS - KR) * NT * 32) + lane;
-    w.rest = (u32)__cvta_generic_to_shared(rest);
-    for (int s = KR; s < KS; s++)
-        for (int n = 0; n < NT; n++) rest[((s - KR) * NT + n) * 32] = make_uint2(at(s, n, 0), at(s, n, 1));
+            for (int half = 0; half < 2; half++) w.in_registers[s][n][half] = at(s, n, half);
+    shared += warp * ((K_STEPS - RESIDENT_K_STEPS) * COLUMN_TILES * 32) + lane;
+    w.in_shared = (u32)__cvta_generic_to_shared(shared);
+    for (int s = RESIDENT_K_STEPS; s < K_STEPS; s++)
+        for (int n = 0; n < COLUMN_TILES; n++) shared[((s - RESIDENT_K_STEPS) * COLUMN_TILES + n) * 32] = make_uint2(at(s, n, 0), at(s, n, 1));
 }
 
-__device__ __forceinline__ uint2 weights_at(const Weights &w, int s, int n) {
-    if (s < KR) return make_uint2(w.own[s < KR ? s : 0][n][0], w.own[s < KR ? s : 0][n][1]);
+__device__ __forceinline__ uint2 weights_of_k_step(const Weights &w, int s, int n) {
+    if (s < RESIDENT_K_STEPS) return make_uint2(w.in_registers[s < RESIDENT_K_STEPS ? s : 0][n][0], w.in_registers[s < RESIDENT_K_STEPS ? s : 0][n][1]);
     uint2 out;
-    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(out.x), "=r"(out.y) : "r"(w.rest + ((s - KR) * NT + n) * 256));
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(out.x), "=r"(out.y) : "r"(w.in_shared + ((s - RESIDENT_K_STEPS) * COLUMN_TILES + n) * 256));
     return out;
 }
 
@@ -135,208 +136,208 @@ __device__ __forceinline__ uint2 weights_at(const Weights &w, int s, int n) {
 /* What a warp reads, through shared memory: [D · PIECES][8 rows][4 pieces][16 bytes], of each pair of k-steps 512 bytes for
  * eight rows. The pieces of a row are turned around so that no two of a tile lie in the same banks. Whatever there is a place
  * for is sent, so that all of it can be read and none has to be left out. */
-struct Reads {
-    u32 to, at[2];    /* where a thread copies to, and where it reads a row of a tile for the two k-steps of a pair */
-    u32 checks;       /* one where what it reads of a tile has the bits that tell the turn */
-    const char *from; /* in the first buffer */
-    const char *hint; /* a word of one of the blocks that make what the warp reads, in the first buffer, or NULL */
+struct Reader {
+    u32 copy_to, read_from[2];    /* where a thread copies to, and where it reads a row of a tile for the two k-steps of a pair */
+    u32 tag_mask;       /* one where what it reads of a tile has the bits that tell the turn */
+    const char *source; /* in the first buffer */
+    const char *first_word; /* a word of one of the blocks that make what the warp reads, in the first buffer, or NULL */
     /* SCALED: */
-    int factors;        /* where those of the warp are, from `from` */
-    int pieces;         /* how many of them it has to copy from its own on: those of blocks that there are */
-    u32 factors_to, by; /* where it copies them to, and where it reads that of its row of a tile */
-    u32 skew;           /* k-steps of the first block that another warp has */
+    int factors_from;        /* where those of the warp are, from `from` */
+    int factor_pieces;         /* how many of them it has to copy from its own on: those of blocks that there are */
+    u32 factors_to, factor_at; /* where it copies them to, and where it reads that of its row of a tile */
+    u32 first_offset;           /* k-steps of the first block that another warp has */
 };
 
-#define EACH_PAIR(batch) _Pragma("unroll") for (int b = 0; b < BB; b++) if ((batch) * BB + b < KS / 2)
-#define EACH_TILE _Pragma("unroll") for (int s = 0; s < 2; s++) _Pragma("unroll") for (int m = 0; m < MT; m++)
-#define STAGE(batch, eight) ((((batch) % D) * PIECES + b * MT * 2 + (eight)) * 512)
+#define EACH_PAIR(chunk) _Pragma("unroll") for (int b = 0; b < PAIRS_PER_CHUNK; b++) if ((chunk) * PAIRS_PER_CHUNK + b < K_STEPS / 2)
+#define EACH_TILE _Pragma("unroll") for (int s = 0; s < 2; s++) _Pragma("unroll") for (int m = 0; m < ROW_TILES; m++)
+#define STAGE_OFFSET(chunk, octet) ((((chunk) % CHUNKS_IN_FLIGHT) * PIECES + b * ROW_TILES * 2 + (octet)) * 512)
 
 /* Wait until every block that makes what the warp reads has sent something of this turn: then most of it is there, and
  * it is read only once. Reading all of it again and again would keep the last ones from writing. */
-__device__ __forceinline__ void await(const Reads &x, i64 buffer, u32 tag) {
+__device__ __forceinline__ void await_sources(const Reader &x, i64 buffer, u32 tag) {
     u32 v = tag;
     do {
-        if (x.hint) asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(x.hint + buffer) : "memory");
+        if (x.first_word) asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(x.first_word + buffer) : "memory");
     } while (__any_sync(~0u, (v ^ tag) & 1));
 }
 
-__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 /* Until but LEFT of what was copied is there for all lanes. */
 template <int LEFT>
-__device__ __forceinline__ void wait() {
+__device__ __forceinline__ void await_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
     __syncwarp();
 }
 
-/* The factors come with the first batch. */
-#define EACH_FACTOR_PIECE(batch) \
-    _Pragma("unroll") for (int i = 0; SCALED && (batch) == 0 && i < FACTOR_PIECES; i++) if (i * 32 < x.pieces)
+/* The factors come with the first chunk. */
+#define EACH_FACTOR_PIECE(chunk) \
+    _Pragma("unroll") for (int i = 0; SCALED && (chunk) == 0 && i < FACTOR_PIECES; i++) if (i * 32 < x.factor_pieces)
 
-__device__ __forceinline__ void copy_batch(const Reads &x, const char *from, int batch) {
-    EACH_FACTOR_PIECE(batch)
+__device__ __forceinline__ void copy_chunk(const Reader &x, const char *from, int chunk) {
+    EACH_FACTOR_PIECE(chunk)
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(x.factors_to + i * 512),
-                     "l"(from + x.factors + i * 512) : "memory");
-    EACH_PAIR(batch)
+                     "l"(from + x.factors_from + i * 512) : "memory");
+    EACH_PAIR(chunk)
 #pragma unroll
-    for (int eight = 0; eight < EIGHTS; eight++)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(x.to + STAGE(batch, eight)),
-                     "l"(from + ((batch * BB + b) * (R / 8) + eight) * 512) : "memory");
-    commit();
+    for (int octet = 0; octet < ROW_OCTETS; octet++)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(x.copy_to + STAGE_OFFSET(chunk, octet)),
+                     "l"(from + ((chunk * PAIRS_PER_CHUNK + b) * (ROWS / 8) + octet) * 512) : "memory");
+    commit_copies();
 }
 
-/* The same where a batch lay before: once every lane has read it. */
-__device__ __forceinline__ void copy_over(const Reads &x, const char *from, int batch) {
+/* The same where a chunk lay before: once every lane has read it. */
+__device__ __forceinline__ void recopy_chunk(const Reader &x, const char *from, int chunk) {
     __syncwarp();
-    copy_batch(x, from, batch);
+    copy_chunk(x, from, chunk);
 }
 
 /* wrong |= v ^ tag, in one instruction: left alone, the compiler takes the bit that counts out of each and goes on with that. */
-__device__ __forceinline__ void differ(u32 &wrong, u32 v, u32 tag) {
+__device__ __forceinline__ void check_tag(u32 &wrong, u32 v, u32 tag) {
     asm("lop3.b32 %0, %0, %1, %2, 0xF6;" : "+r"(wrong) : "r"(v), "r"(tag));
 }
 
-/* The tiles of a batch; copied again until all of it is of this turn. */
-__device__ __forceinline__ void take_batch(u32 (&v)[BB][2][MT][4], const Reads &x, const char *from, int batch, u32 tag) {
+/* The tiles of a chunk; copied again until all of it is of this turn. */
+__device__ __forceinline__ void read_chunk(u32 (&v)[PAIRS_PER_CHUNK][2][ROW_TILES][4], const Reader &x, const char *from, int chunk, u32 tag) {
     for (;;) {
         u32 wrong = 0, also = 0, factors = 0;
-        EACH_PAIR(batch) EACH_TILE {
-            u32 *one = v[b][s][m];
+        EACH_PAIR(chunk) EACH_TILE {
+            u32 *tile = v[b][s][m];
             asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                         : "=r"(one[0]), "=r"(one[1]), "=r"(one[2]), "=r"(one[3])
-                         : "r"(x.at[s] + STAGE(batch, m * 2))
+                         : "=r"(tile[0]), "=r"(tile[1]), "=r"(tile[2]), "=r"(tile[3])
+                         : "r"(x.read_from[s] + STAGE_OFFSET(chunk, m * 2))
                          : "memory");
         }
-        EACH_PAIR(batch) EACH_TILE {
-            u32 *one = v[b][s][m];
-            if (m * 2 < EIGHTS) differ(wrong, one[0], tag), differ(also, one[2], tag);
-            if (m * 2 + 1 < EIGHTS) differ(wrong, one[1], tag), differ(also, one[3], tag);
+        EACH_PAIR(chunk) EACH_TILE {
+            u32 *tile = v[b][s][m];
+            if (m * 2 < ROW_OCTETS) check_tag(wrong, tile[0], tag), check_tag(also, tile[2], tag);
+            if (m * 2 + 1 < ROW_OCTETS) check_tag(wrong, tile[1], tag), check_tag(also, tile[3], tag);
         }
-        EACH_FACTOR_PIECE(batch) {
-            u32 one[4];
+        EACH_FACTOR_PIECE(chunk) {
+            u32 tile[4];
             asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                         : "=r"(one[0]), "=r"(one[1]), "=r"(one[2]), "=r"(one[3]) : "r"(x.factors_to + i * 512) : "memory");
+                         : "=r"(tile[0]), "=r"(tile[1]), "=r"(tile[2]), "=r"(tile[3]) : "r"(x.factors_to + i * 512) : "memory");
 #pragma unroll
-            for (int n = 0; n < 4; n++) differ(factors, one[n], tag);
+            for (int n = 0; n < 4; n++) check_tag(factors, tile[n], tag);
         }
-        if (!__any_sync(~0u, ((wrong | also) & x.checks) | (factors & 1))) break;
-        copy_over(x, from, batch);
-        wait<0>();
+        if (!__any_sync(~0u, ((wrong | also) & x.tag_mask) | (factors & 1))) break;
+        recopy_chunk(x, from, chunk);
+        await_copies<0>();
     }
 }
 
 /* SCALED: the sums of fold f, of one tile, are added to all. */
-__device__ __forceinline__ void add_fold(float (&sum)[NT][4], const float (&part)[NT][4], const Reads &x, int f, int m) {
-    const u32 maker = (x.skew + f * FOLD) / (U / 4);
+__device__ __forceinline__ void add_scaled(float (&total)[COLUMN_TILES][4], const float (&part)[COLUMN_TILES][4], const Reader &x, int f, int m) {
+    const u32 source_block = (x.first_offset + f * K_STEPS_PER_FACTOR) / (UNITS_PER_BLOCK / 4);
 #pragma unroll
-    for (int eight = 0; eight < 2; eight++) {
-        if (m * 2 + eight >= EIGHTS) continue; /* nobody reads these rows */
+    for (int octet = 0; octet < 2; octet++) {
+        if (m * 2 + octet >= ROW_OCTETS) continue; /* nobody reads these rows */
         float factor;
-        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(factor) : "r"(x.by + maker * (EIGHTS * 32) + (m * 2 + eight) * 32));
+        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(factor) : "r"(x.factor_at + source_block * (ROW_OCTETS * 32) + (m * 2 + octet) * 32));
 #pragma unroll
-        for (int n = 0; n < NT; n++) {
-            sum[n][eight * 2] = fmaf(part[n][eight * 2], factor, sum[n][eight * 2]);
-            sum[n][eight * 2 + 1] = fmaf(part[n][eight * 2 + 1], factor, sum[n][eight * 2 + 1]);
+        for (int n = 0; n < COLUMN_TILES; n++) {
+            total[n][octet * 2] = fmaf(part[n][octet * 2], factor, total[n][octet * 2]);
+            total[n][octet * 2 + 1] = fmaf(part[n][octet * 2 + 1], factor, total[n][octet * 2 + 1]);
         }
     }
 }
 
 /* What has gone around, times the block's weights: each warp's sums over its part of the depth go to `part`. */
-__device__ __forceinline__ void product(const Weights &w, float *part, const Reads &x, i64 buffer, u32 tag,
+__device__ __forceinline__ void product(const Weights &w, float *part, const Reader &x, i64 buffer, u32 tag,
                                         int warp, int lane) {
-    float sum[SETS][MT][NT][4] = {}, part_of[2][MT][NT][4]; /* part_of: of a fold; added when the next has begun */
-    const char *from = x.from + buffer;
-    await(x, buffer, tag);
+    float sum[ACCUMULATORS][ROW_TILES][COLUMN_TILES][4] = {}, part_sum[2][ROW_TILES][COLUMN_TILES][4]; /* part_of: of a fold; added when the next has begun */
+    const char *from = x.source + buffer;
+    await_sources(x, buffer, tag);
 #pragma unroll
-    for (int i = 0; i < D; i++) copy_batch(x, from, i);
+    for (int i = 0; i < CHUNKS_IN_FLIGHT; i++) copy_chunk(x, from, i);
 #pragma unroll
-    for (int i = 0; i < BATCHES; i++) {
-        u32 v[BB][2][MT][4];
-        wait<D - 1>();
-        take_batch(v, x, from, i, tag);
-        if (i + D < BATCHES)
-            copy_over(x, from, i + D);
+    for (int i = 0; i < CHUNKS; i++) {
+        u32 v[PAIRS_PER_CHUNK][2][ROW_TILES][4];
+        await_copies<CHUNKS_IN_FLIGHT - 1>();
+        read_chunk(v, x, from, i, tag);
+        if (i + CHUNKS_IN_FLIGHT < CHUNKS)
+            recopy_chunk(x, from, i + CHUNKS_IN_FLIGHT);
         else
-            commit();
+            commit_copies();
         EACH_PAIR(i) EACH_TILE {
-            const int k = (i * BB + b) * 2 + s, f = k / FOLD;
+            const int k = (i * PAIRS_PER_CHUNK + b) * 2 + s, f = k / K_STEPS_PER_FACTOR;
 #pragma unroll
-            for (int n = 0; n < NT; n++) {
-                uint2 one = weights_at(w, k, n);
-                float *to = SCALED ? part_of[f % 2][m][n] : sum[s % SETS][m][n];
-                if (SCALED && k % FOLD == 0) to[0] = to[1] = to[2] = to[3] = 0.0f;
-                multiply_as<SENT>(to, v[b][s][m], one.x, one.y);
+            for (int n = 0; n < COLUMN_TILES; n++) {
+                uint2 one = weights_of_k_step(w, k, n);
+                float *to = SCALED ? part_sum[f % 2][m][n] : sum[s % ACCUMULATORS][m][n];
+                if (SCALED && k % K_STEPS_PER_FACTOR == 0) to[0] = to[1] = to[2] = to[3] = 0.0f;
+                multiply_as<OPERAND_TYPE>(to, v[b][s][m], one.x, one.y);
             }
-            if (SCALED && k % FOLD == 0 && f > 0) add_fold(sum[0][m], part_of[(f + 1) % 2][m], x, f - 1, m);
+            if (SCALED && k % K_STEPS_PER_FACTOR == 0 && f > 0) add_scaled(sum[0][m], part_sum[(f + 1) % 2][m], x, f - 1, m);
         }
     }
 #pragma unroll
-    for (int m = 0; SCALED && m < MT; m++) add_fold(sum[0][m], part_of[(KS / FOLD + 1) % 2][m], x, KS / FOLD - 1, m);
-    if (PARTS == 1) __syncthreads(); /* all have read those of the step before */
-    part += warp * (R * NP) + (lane / 4) * NP + (lane % 4) * 2;
+    for (int m = 0; SCALED && m < ROW_TILES; m++) add_scaled(sum[0][m], part_sum[(K_STEPS / K_STEPS_PER_FACTOR + 1) % 2][m], x, K_STEPS / K_STEPS_PER_FACTOR - 1, m);
+    if (SUM_BUFFERS == 1) __syncthreads(); /* all have read those of the step before */
+    part += warp * (ROWS * SUM_PITCH) + (lane / 4) * SUM_PITCH + (lane % 4) * 2;
 #pragma unroll
-    for (int m = 0; m < MT; m++)
+    for (int m = 0; m < ROW_TILES; m++)
 #pragma unroll
-        for (int n = 0; n < NT; n++) {
+        for (int n = 0; n < COLUMN_TILES; n++) {
             float *v = sum[0][m][n];
 #pragma unroll
-            for (int i = 0; SETS > 1 && i < 4; i++) v[i] += sum[SETS - 1][m][n][i];
-            *(float2 *)(part + m * 16 * NP + n * 8) = make_float2(v[0], v[1]);
-            *(float2 *)(part + (m * 16 + 8) * NP + n * 8) = make_float2(v[2], v[3]);
+            for (int i = 0; ACCUMULATORS > 1 && i < 4; i++) v[i] += sum[ACCUMULATORS - 1][m][n][i];
+            *(float2 *)(part + m * 16 * SUM_PITCH + n * 8) = make_float2(v[0], v[1]);
+            *(float2 *)(part + (m * 16 + 8) * SUM_PITCH + n * 8) = make_float2(v[2], v[3]);
         }
 }
 
 /* The eight sums of COUNT neighbouring columns. */
 template <int COUNT>
-__device__ __forceinline__ void total(float *v, const float *part) {
+__device__ __forceinline__ void total_sums(float *v, const float *part) {
 #pragma unroll
     for (int q = 0; q < COUNT; q++) v[q] = 0.0f;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
         if (COUNT == 4) {
-            float4 one = *(const float4 *)(part + w * (R * NP));
+            float4 one = *(const float4 *)(part + w * (ROWS * SUM_PITCH));
             v[0] += one.x, v[1 % COUNT] += one.y, v[2 % COUNT] += one.z, v[3 % COUNT] += one.w;
         } else {
 #pragma unroll
-            for (int q = 0; q < COUNT; q++) v[q] += part[w * (R * NP) + q];
+            for (int q = 0; q < COUNT; q++) v[q] += part[w * (ROWS * SUM_PITCH) + q];
         }
     }
 }
 
 /* --- what goes around ----------------------------------------------------------------------------- */
 
-struct Mine { /* what a thread has to do */
+struct Thread { /* what a thread has to do */
     int warp, lane, u;
-    i64 unit0, unit, row0, H, other; /* other: bytes from one buffer to the other */
-    bool in, sends;                  /* whether its unit is one of the layer's, and whether there is a place for it */
-    float *part;
+    i64 unit0, unit, row0, H, buffer_stride; /* other: bytes from one buffer to the other */
+    bool in, has_place;                  /* whether its unit is one of the layer's, and whether there is a place for it */
+    float *sums;
     uint2 *weights; /* those of all warps that are not in registers */
-    Reads reads;
-    char *own, *to; /* the first buffer of the group, and where its unit begins in it */
-    i64 end;        /* of the numbers that the blocks have */
-    int rest;       /* words of 8 bytes after it, in all rows, that the block has to send */
-    char *factor;   /* SCALED: where its own factors begin in the first buffer */
+    Reader reader;
+    char *group_buffer, *unit_buffer; /* the first buffer of the group, and where its unit begins in it */
+    i64 values_end;       /* of the numbers that the blocks have */
+    int padding_words;      /* words of 8 bytes after it, in all rows, that the block has to send */
+    char *factors;   /* SCALED: where its own factors begin in the first buffer */
 };
 
 /* Where number k and row r are: so that a warp reads 512 bytes at a time, each thread the numbers of its own tile. */
-__device__ __forceinline__ i64 place_of(i64 k) {
-    return (k / (4 * EACH) * (R / 8) * 32 + k / EACH % 4) * 16 + k % EACH * (16 / EACH);
+__device__ __forceinline__ i64 value_offset(i64 k) {
+    return (k / (4 * VALUES_PER_PIECE) * (ROWS / 8) * 32 + k / VALUES_PER_PIECE % 4) * 16 + k % VALUES_PER_PIECE * (16 / VALUES_PER_PIECE);
 }
-__device__ __forceinline__ int row_at(int r) { return (r / 8 * 32 + r % 8 * 4) * 16; }
+__device__ __forceinline__ int row_offset(int r) { return (r / 8 * 32 + r % 8 * 4) * 16; }
 
 /* Turn `turn` of what goes around: which buffer, and the bit that says so. */
-__device__ __forceinline__ i64 buffer_of(const Mine &m, i64 turn) { return (turn & 1) * m.other; }
-__device__ __forceinline__ u32 tag_of(i64 turn) { return (u32)(turn >> 1 & 1) ^ 1; }
+__device__ __forceinline__ i64 buffer_offset(const Thread &m, i64 generation) { return (generation & 1) * m.buffer_stride; }
+__device__ __forceinline__ u32 tag_of(i64 generation) { return (u32)(generation >> 1 & 1) ^ 1; }
 
-#if SENT
+#if OPERAND_TYPE
 /* Two numbers side by side, the first of them being the nearest one whose lowest bit is `tag`. */
 __device__ __forceinline__ u32 tagged_pair(float low, float high, u32 tag) {
-    low = within(low);
-    u32 both = pair_sent(low, high), x = both & 0xFFFF;
-    if ((x ^ tag) & 1) x += fabsf(low) > fabsf(widen_sent(x)) || !(x & 0x7FFF) ? 1 : -1;
+    low = clamp_to_half(low);
+    u32 both = operand_pair(low, high), x = both & 0xFFFF;
+    if ((x ^ tag) & 1) x += fabsf(low) > fabsf(widen_operand(x)) || !(x & 0x7FFF) ? 1 : -1;
     return (both & 0xFFFF0000) | (x & 0xFFFF);
 }
 #else
-__device__ __forceinline__ u32 tagged(float v, u32 tag) { return (bits(v) & ~1u) | tag; } /* far below what enters */
+__device__ __forceinline__ u32 tagged(float v, u32 tag) { return (tf32_bits(v) & ~1u) | tag; } /* far below what enters */
 #endif
 
 __device__ __forceinline__ void write8(char *to, u32 low, u32 high) {
@@ -346,27 +347,27 @@ __device__ __forceinline__ void write8(char *to, u32 low, u32 high) {
 
 /* Send the numbers of one unit of one row, [GE], zeros for what is not there; all lanes of a warp must come here. Where
  * units have one number each, four (two of 32 bits) share 8 bytes, and the first of them sends. */
-__device__ __forceinline__ void send(const Mine &m, i64 turn, int r, const float *v) {
-    char *to = m.to + buffer_of(m, turn) + row_at(r);
-    const u32 tag = tag_of(turn);
-    const bool in = m.sends && r < R;
-#if SENT
-    if (GE == 1) {
-        u32 one = m.u % 4 ? pair_sent(v[0], 0.0f) : tagged_pair(v[0], 0.0f, tag);
+__device__ __forceinline__ void send(const Thread &m, i64 generation, int r, const float *v) {
+    char *to = m.unit_buffer + buffer_offset(m, generation) + row_offset(r);
+    const u32 tag = tag_of(generation);
+    const bool in = m.has_place && r < ROWS;
+#if OPERAND_TYPE
+    if (VALUES_PER_UNIT == 1) {
+        u32 one = m.u % 4 ? operand_pair(v[0], 0.0f) : tagged_pair(v[0], 0.0f, tag);
         u32 two = one | __shfl_down_sync(~0u, one, 1) << 16, more = __shfl_down_sync(~0u, two, 2);
         if (in && m.u % 4 == 0) write8(to, two, more);
     } else if (in) {
 #pragma unroll
-        for (int q = 0; q < GE; q += 4)
-            write8(to + q * 2, tagged_pair(v[q], v[(q + 1) % GE], tag), pair_sent(v[(q + 2) % GE], v[(q + 3) % GE]));
+        for (int q = 0; q < VALUES_PER_UNIT; q += 4)
+            write8(to + q * 2, tagged_pair(v[q], v[(q + 1) % VALUES_PER_UNIT], tag), operand_pair(v[(q + 2) % VALUES_PER_UNIT], v[(q + 3) % VALUES_PER_UNIT]));
     }
 #else
-    if (GE == 1) {
-        u32 beside = __shfl_down_sync(~0u, bits(v[0]), 1);
+    if (VALUES_PER_UNIT == 1) {
+        u32 beside = __shfl_down_sync(~0u, tf32_bits(v[0]), 1);
         if (in && m.u % 2 == 0) write8(to, tagged(v[0], tag), beside);
     } else if (in) {
 #pragma unroll
-        for (int q = 0; q < GE; q += 2) write8(to + q * 4, tagged(v[q], tag), bits(v[(q + 1) % GE]));
+        for (int q = 0; q < VALUES_PER_UNIT; q += 2) write8(to + q * 4, tagged(v[q], tag), tf32_bits(v[(q + 1) % VALUES_PER_UNIT]));
     }
 #endif
 }
@@ -375,86 +376,87 @@ __device__ __forceinline__ void send(const Mine &m, i64 turn, int r, const float
 /* The numbers of a row times a power of two that brings the largest, of all units of the block, to between 2^14 and 2^15; and
  * what undoes this and the scale of W_h, to those who read. All lanes of a warp must come here. A row with a number that is
  * not finite has the factor NaN; one of zeros has zero, so that the bit of the turn adds nothing. */
-__device__ __forceinline__ void scale_rows(const Mine &m, const Scale &s, i64 turn, float (&v)[ITEMS][GE]) {
-    u32 top[ITEMS] = {};
+__device__ __forceinline__ void scale_rows(const Thread &m, const Scale &s, i64 generation, float (&v)[ROWS_PER_THREAD][VALUES_PER_UNIT]) {
+    u32 top[ROWS_PER_THREAD] = {};
 #pragma unroll
-    for (int i = 0; i < ITEMS; i++)
-        for (int q = 0; q < G; q++) top[i] = max(top[i], size_of(v[i][q]));
+    for (int i = 0; i < ROWS_PER_THREAD; i++)
+        for (int q = 0; q < GATES; q++) top[i] = max(top[i], magnitude_bits(v[i][q]));
 #pragma unroll
-    for (int own = 0; own < 32 / UP; own++) /* of the rows that a warp has */
+    for (int sub_row = 0; sub_row < 32 / ROUNDED_UNITS; sub_row++) /* of the rows that a warp has */
 #pragma unroll
-        for (int i = 0; i < ITEMS; i++) {
-            u32 most = largest_of(m.lane / UP == own ? top[i] : 0);
-            if (m.lane / UP == own) top[i] = most;
+        for (int i = 0; i < ROWS_PER_THREAD; i++) {
+            u32 most = warp_max(m.lane / ROUNDED_UNITS == sub_row ? top[i] : 0);
+            if (m.lane / ROUNDED_UNITS == sub_row) top[i] = most;
         }
 #pragma unroll
-    for (int i = 0; i < ITEMS; i++) {
-        const int r = threadIdx.x / UP + i * ROWS_AT_ONCE, e = min(scale_for(top[i]), 126 - s.sent);
-        for (int q = 0; q < G; q++) v[i][q] *= two_to(e);
-        u32 factor = top[i] >= 0x7F800000 ? 0x7FC00000 : top[i] ? __float_as_uint(two_to(-e - s.sent)) : 0;
-        if (m.u == 0 && r < EIGHTS * 8)
-            asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(m.factor + buffer_of(m, turn) + r * 4),
-                         "r"(factor | tag_of(turn)) : "memory");
+    for (int i = 0; i < ROWS_PER_THREAD; i++) {
+        const int r = threadIdx.x / ROUNDED_UNITS + i * ROWS_AT_ONCE, e = min(scale_exponent(top[i]), 126 - s.factor_exponent);
+        for (int q = 0; q < GATES; q++) v[i][q] *= power_of_two(e);
+        u32 factor = top[i] >= 0x7F800000 ? 0x7FC00000 : top[i] ? __float_as_uint(power_of_two(-e - s.factor_exponent)) : 0;
+        if (m.u == 0 && r < ROW_OCTETS * 8)
+            asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(m.factors + buffer_offset(m, generation) + r * 4),
+                         "r"(factor | tag_of(generation)) : "memory");
     }
 }
 #endif
 
 /* What comes after the last unit is read as well: the last block keeps it at zero, of this turn. */
-__device__ __forceinline__ void send_rest(const Mine &m, i64 turn) {
-    for (int i = threadIdx.x; i < m.rest; i += THREADS)
-        write8(m.own + buffer_of(m, turn) + place_of(m.end + i / R * (EACH / 2)) + row_at(i % R), tag_of(turn), 0);
+__device__ __forceinline__ void send_padding(const Thread &m, i64 generation) {
+    for (int i = threadIdx.x; i < m.padding_words; i += THREADS)
+        write8(m.group_buffer + buffer_offset(m, generation) + value_offset(m.values_end + i / ROWS * (VALUES_PER_PIECE / 2)) + row_offset(i % ROWS), tag_of(generation), 0);
 }
 
-__device__ __forceinline__ Mine mine(const Loop &l, const Exchange &x) {
+__device__ __forceinline__ Thread thread_of(const Loop &l, const Exchange &x) {
     extern __shared__ __align__(16) char shared[];
-    Mine m;
+    Thread m;
     int groups = gridDim.x / (int)x.blocks, group = blockIdx.x / (int)x.blocks, block = blockIdx.x % (int)x.blocks;
-    m.warp = threadIdx.x / 32, m.lane = threadIdx.x % 32, m.u = threadIdx.x % UP;
-    m.H = l.hidden, m.unit0 = (i64)block * U, m.unit = m.unit0 + m.u, m.row0 = (i64)group * R;
-    m.in = m.u < U && m.unit < m.H, m.sends = m.u < U && m.unit * GE < WARPS * KW;
-    m.part = (float *)shared;
-    m.weights = (uint2 *)(shared + PARTS * WARPS * R * NP * 4);
-    char *stages = (char *)(m.weights + WARPS * (KS - KR) * NT * 32);
-    for (int i = threadIdx.x; i < WARPS * (D * PIECES * 128 + FACTORS / 4); i += THREADS) ((u32 *)stages)[i] = 0;
-    u32 stage = (u32)__cvta_generic_to_shared(stages) + m.warp * (D * PIECES * 512);
+    m.warp = threadIdx.x / 32, m.lane = threadIdx.x % 32, m.u = threadIdx.x % ROUNDED_UNITS;
+    m.H = l.hidden, m.unit0 = (i64)block * UNITS_PER_BLOCK, m.unit = m.unit0 + m.u, m.row0 = (i64)group * ROWS;
+    m.in = m.u < UNITS_PER_BLOCK && m.unit < m.H, m.has_place = m.u < UNITS_PER_BLOCK && m.unit * VALUES_PER_UNIT < WARPS * VALUES_PER_WARP;
+    m.sums = (float *)shared;
+    m.weights = (uint2 *)(shared + SUM_BUFFERS * WARPS * ROWS * SUM_PITCH * 4);
+    char *stages = (char *)(m.weights + WARPS * (K_STEPS - RESIDENT_K_STEPS) * COLUMN_TILES * 32);
+    for (int i = threadIdx.x; i < WARPS * (CHUNKS_IN_FLIGHT * PIECES * 128 + FACTOR_BYTES / 4); i += THREADS) ((u32 *)stages)[i] = 0;
+    u32 stage = (u32)__cvta_generic_to_shared(stages) + m.warp * (CHUNKS_IN_FLIGHT * PIECES * 512);
     auto piece = [](int row, int k) { return (row * 4 + (k ^ (row >> 1 & 3))) * 16; };
-    m.reads.to = stage + piece(m.lane / 4, m.lane % 4);
-    for (int s = 0; s < 2; s++) m.reads.at[s] = stage + m.lane / 8 % 2 * 512 + piece(m.lane % 8, s * 2 + m.lane / 16);
-    m.reads.checks = ~m.lane & 1;
-    const i64 size = SCALED ? x.size : (i64)NUMBERS; /* known where there are no factors */
-    m.other = groups * size;
-    char *own = m.own = x.buffer + group * size;
-    m.end = x.blocks * U * GE;
-    m.rest = block + 1 < x.blocks ? 0 : (int)(WARPS * KW - m.end) / (EACH / 2) * R;
-    m.reads.from = own + (m.warp * (KS / 2) * (R / 8) * 32 + m.lane) * 16;
-    i64 maker = m.warp * KW / GE / U + m.lane, at = maker * U * GE; /* one of the blocks that it waits for */
-    m.reads.hint = maker < x.blocks && at < (i64)(m.warp + 1) * KW
-                       ? own + place_of(at) + row_at(R - 1) : nullptr;
-    i64 k = m.unit * GE;
-    m.to = own + place_of(k);
+    m.reader.copy_to = stage + piece(m.lane / 4, m.lane % 4);
+    for (int s = 0; s < 2; s++) m.reader.read_from[s] = stage + m.lane / 8 % 2 * 512 + piece(m.lane % 8, s * 2 + m.lane / 16);
+    m.reader.tag_mask = ~m.lane & 1;
+    const i64 size = SCALED ? x.size : (i64)VALUE_BYTES; /* known where there are no factors */
+    m.buffer_stride = groups * size;
+    char *group_buffer = m.group_buffer = x.buffer + group * size;
+    m.values_end = x.blocks * UNITS_PER_BLOCK * VALUES_PER_UNIT;
+    m.padding_words = block + 1 < x.blocks ? 0 : (int)(WARPS * VALUES_PER_WARP - m.values_end) / (VALUES_PER_PIECE / 2) * ROWS;
+    m.reader.source = group_buffer + (m.warp * (K_STEPS / 2) * (ROWS / 8) * 32 + m.lane) * 16;
+    i64 source_block = m.warp * VALUES_PER_WARP / VALUES_PER_UNIT / UNITS_PER_BLOCK + m.lane;
+    i64 at = source_block * UNITS_PER_BLOCK * VALUES_PER_UNIT; /* one of the blocks that it waits for */
+    m.reader.first_word = source_block < x.blocks && at < (i64)(m.warp + 1) * VALUES_PER_WARP
+                       ? group_buffer + value_offset(at) + row_offset(ROWS - 1) : nullptr;
+    i64 k = m.unit * VALUES_PER_UNIT;
+    m.unit_buffer = group_buffer + value_offset(k);
     if (SCALED) {
-        const int first = m.warp * KS / (U / 4), there = min(MAKERS, (int)x.blocks - first) * EIGHTS * 2;
-        const u32 factors = (u32)__cvta_generic_to_shared(stages) + WARPS * (D * PIECES * 512) + m.warp * FACTORS;
-        m.factor = own + NUMBERS + block * (EIGHTS * 32);
-        m.reads.factors = (int)(own + NUMBERS + first * (EIGHTS * 32) + m.lane * 16 - m.reads.from);
-        m.reads.pieces = there - m.lane;
-        m.reads.factors_to = factors + m.lane * 16;
-        m.reads.by = factors + m.lane / 4 * 4;
-        m.reads.skew = KS % (U / 4) ? m.warp * KS % (U / 4) : 0;
+        const int first = m.warp * K_STEPS / (UNITS_PER_BLOCK / 4), exists = min(SOURCE_BLOCKS, (int)x.blocks - first) * ROW_OCTETS * 2;
+        const u32 factors = (u32)__cvta_generic_to_shared(stages) + WARPS * (CHUNKS_IN_FLIGHT * PIECES * 512) + m.warp * FACTOR_BYTES;
+        m.factors = group_buffer + VALUE_BYTES + block * (ROW_OCTETS * 32);
+        m.reader.factors_from = (int)(group_buffer + VALUE_BYTES + first * (ROW_OCTETS * 32) + m.lane * 16 - m.reader.source);
+        m.reader.factor_pieces = exists - m.lane;
+        m.reader.factors_to = factors + m.lane * 16;
+        m.reader.factor_at = factors + m.lane / 4 * 4;
+        m.reader.first_offset = K_STEPS % (UNITS_PER_BLOCK / 4) ? m.warp * K_STEPS % (UNITS_PER_BLOCK / 4) : 0;
     }
     /* The compiler may not know where these come from, or it would find them out again for every piece. */
-    asm volatile("" : "+r"(m.reads.to), "+r"(m.reads.at[0]), "+r"(m.reads.at[1]), "+l"(m.reads.from), "+l"(m.to));
+    asm volatile("" : "+r"(m.reader.copy_to), "+r"(m.reader.read_from[0]), "+r"(m.reader.read_from[1]), "+l"(m.reader.source), "+l"(m.unit_buffer));
     __syncthreads();
     return m;
 }
 
-#define EACH_ITEM                                                                        \
-    _Pragma("unroll") for (int i = 0; i < ITEMS; i++)                                    \
-        if (i64 r = threadIdx.x / UP + i * ROWS_AT_ONCE, row = m.row0 + r; m.in && r < R)
-#define LENGTHS(length)                             \
-    _Pragma("unroll") for (int i = 0; i < ITEMS; i++) { \
-        i64 row = m.row0 + threadIdx.x / UP + i * ROWS_AT_ONCE; \
+#define EACH_ROW                                                                        \
+    _Pragma("unroll") for (int i = 0; i < ROWS_PER_THREAD; i++)                                    \
+        if (i64 r = threadIdx.x / ROUNDED_UNITS + i * ROWS_AT_ONCE, row = m.row0 + r; m.in && r < ROWS)
+#define LOAD_LENGTHS(length)                             \
+    _Pragma("unroll") for (int i = 0; i < ROWS_PER_THREAD; i++) { \
+        i64 row = m.row0 + threadIdx.x / ROUNDED_UNITS + i * ROWS_AT_ONCE; \
         length[i] = row < l.batch ? (int)length_of(l, row) : 0; \
     }
-#define PART(t) (m.part + ((t) & (PARTS - 1)) * (WARPS * R * NP))
+#define SUMS_OF_STEP(t) (m.sums + ((t) & (SUM_BUFFERS - 1)) * (WARPS * ROWS * SUM_PITCH))
 

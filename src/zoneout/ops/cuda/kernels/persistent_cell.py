@@ -9,22 +9,24 @@ from ...backend import Loop, LoopGrads
 from ...run import Run
 from ..runtime.compiler import Ready
 from . import persistent
-from .own_cell import OwnArguments, known_streams, step_text, with_dense_weight
+from .any_cell import AnyCellArguments, noise_defines, step_text, with_dense_weight
 
 
-def fits(r: Run, loops: int) -> bool:
+def fits(r: Run, concurrent: int) -> bool:
     """Return True if both passes of a run fit with `loops` concurrent loops, and that is faster."""
-    return r.cell.has_r and not r.cell.products and persistent.fits(r, loops)
+    return r.cell.has_r and not r.cell.products and persistent.fits(r, concurrent)
 
 
-def ready(loop: Loop, back: LoopGrads | None, loops: int) -> Ready | None:
+def ready(loop: Loop, grads: LoopGrads | None, concurrent: int) -> Ready | None:
     """Prepare a loop as one launch, with `loops` running concurrently; None if it does not fit."""
     if (
         not loop.cell.has_r
         or loop.cell.products
-        or persistent.plan_for(loop, back is not None, loops) is None
+        or persistent.plan_for(loop, grads is not None, concurrent) is None
     ):
         return None
     loop = with_dense_weight(loop)
-    streams, step = known_streams(loop), step_text(loop)
-    return persistent.ready_with(loop, back, loops, lambda: OwnArguments(loop, back), streams, step)
+    streams, step = noise_defines(loop), step_text(loop)
+    return persistent.ready_with(
+        loop, grads, concurrent, lambda: AnyCellArguments(loop, grads), streams, step
+    )

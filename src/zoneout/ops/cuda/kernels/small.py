@@ -20,19 +20,19 @@ from ..runtime.arguments import (
     TYPES,
     Arguments,
     Defines,
-    has,
-    known,
+    features_of,
     loop_arguments,
+    mode_defines,
     modes_of,
     norm_arguments,
 )
 from ..runtime.compiler import Kernel, Ready, chip, load, processors, tf32
-from .persistent import exchanged
+from .persistent import values_per_unit
 
 # Registers per lane in one of the four partitions of a multiprocessor.
 REGISTERS = 16384 // 32
 # Registers of a thread that hold no weights: with one row, more for a norm, more per extra row.
-OWN, OWN_NORM, OWN_ROW = 76, 32, 20
+OTHER_REGISTERS, NORM_REGISTERS, ROW_REGISTERS = 76, 32, 20
 # Maximum bytes of weights in shared memory. With more, reading them at each step takes longer than
 # an exchange between blocks.
 MOST_SHARED = 160 * 1024
@@ -54,7 +54,7 @@ class Plan:
     shared: int  # shared memory of a block for weights and a norm's sums, bytes
 
 
-def beyond_lstm(cell: Definition) -> int:
+def registers_beyond_lstm(cell: Definition) -> int:
     """Return the registers that a row of a cell needs beyond those of an LSTM."""
     gates, states = max(0, cell.gates - 4), max(0, len(cell.states) - 2)
     return 4 * gates + 8 * states + 4 * len(cell.storage.slots) * (cell not in CELLS)
@@ -66,26 +66,26 @@ def plan(
     size: int,
     hidden: int,
     batch: int,
-    back: bool,
+    backward: bool,
     processors: int,
-    most: int,
+    most_shared: int,
     norm: int = 0,
 ) -> Plan | None:
     """Return the tiles for a shape and device, or None if the loop does not fit.
 
     `size` is the size of an element and `most` that of shared memory, in bytes.
     """
-    gates, each = cell.gates, 32 // size
-    warps, tiles = -(-hidden // 16), 1 if back else gates
-    depth = hidden * (exchanged(cell) if back else 1)
-    k_steps = -(-depth // each)
+    gates, values_per_k_step = cell.gates, 32 // size
+    warps, tiles = -(-hidden // 16), 1 if backward else gates
+    depth = hidden * (values_per_unit(cell) if backward else 1)
+    k_steps = -(-depth // values_per_k_step)
     rows = min(COSTS, key=lambda rows: -(-batch // (2 * rows * processors)) * COSTS[rows])
     registers = (
         min(REGISTERS // -(-warps // 4) // 8 * 8, 255)
-        - OWN
-        - OWN_ROW * (rows - 1)
-        - OWN_NORM * (norm > 0)
-        - rows * beyond_lstm(cell)
+        - OTHER_REGISTERS
+        - ROW_REGISTERS * (rows - 1)
+        - NORM_REGISTERS * (norm > 0)
+        - rows * registers_beyond_lstm(cell)
     )
     resident = min(k_steps, max(0, registers) // (4 * tiles))
     shared = (k_steps - resident) * tiles * warps * 512
@@ -94,72 +94,83 @@ def plan(
     if norm == 1:
         shared += 2 * (2 * rows) * warps * 8
     entering = 2 * (2 * rows) * (8 * k_steps + 32) * 4
-    if shared + entering + max(256, 64 * (len(cell.states) + 2)) * warps > most:
+    if shared + entering + max(256, 64 * (len(cell.states) + 2)) * warps > most_shared:
         return None
     return Plan(hidden, -(-batch // (2 * rows)), warps, k_steps, resident, rows, norm, shared)
 
 
-def plan_for(of: Loop | Run, back: bool, loops: int) -> Plan | None:
+def plan_for(loop: Loop | Run, backward: bool, concurrent: int) -> Plan | None:
     """Return the plan of a loop or of a run's loop, or None if this kernel does not support it.
 
     `loops` is the number of loops that run concurrently.
     """
-    w_hh, norm = of.recurrent_weight, of.norm
-    if of.w_hr is not None or (norm is not None and norm.over == "examples" and norm.given is None):
+    w_hh, norm = loop.recurrent_weight, loop.norm
+    if loop.w_hr is not None or (
+        norm is not None and norm.over == "examples" and norm.given is None
+    ):
         return None
     if w_hh.dtype == torch.float32 and not tf32():
         return None
     device = w_hh.get_device()
-    on = chip(device)
-    if on.major < 8 or of.steps * of.batch * of.width >= MOST_NUMBERS:
+    gpu = chip(device)
+    if gpu.major < 8 or loop.steps * loop.batch * loop.width >= MOST_NUMBERS:
         return None
-    kind = 0 if norm is None else 1 if norm.over == "units" else 2
-    share = max(1, processors(device) // loops)
-    return plan(of.cell, w_hh.element_size(), of.hidden, of.batch, back, share, on.shared, kind)
+    norm_kind = 0 if norm is None else 1 if norm.over == "units" else 2
+    processors_per_loop = max(1, processors(device) // concurrent)
+    return plan(
+        loop.cell,
+        w_hh.element_size(),
+        loop.hidden,
+        loop.batch,
+        backward,
+        processors_per_loop,
+        gpu.shared,
+        norm_kind,
+    )
 
 
-def fits(r: Run, loops: int) -> bool:
+def fits(r: Run, concurrent: int) -> bool:
     """Return True if this kernel supports both passes of a run, with `loops` concurrent loops."""
-    return all(plan_for(r, back, loops) is not None for back in (False, True))
+    return all(plan_for(r, back, concurrent) is not None for back in (False, True))
 
 
-def ready(loop: Loop, back: LoopGrads | None, loops: int) -> Ready | None:
+def ready(loop: Loop, grads: LoopGrads | None, concurrent: int) -> Ready | None:
     """Prepare a loop as one launch, with `loops` running concurrently; None if it does not fit."""
-    streams = known(modes_of(loop.draws))
-    return ready_with(loop, back, loops, lambda: norm_arguments(loop, back), streams)
+    noise_defines = mode_defines(modes_of(loop.draws))
+    return ready_with(loop, grads, concurrent, lambda: norm_arguments(loop, grads), noise_defines)
 
 
 def ready_with(
     loop: Loop,
-    back: LoopGrads | None,
-    loops: int,
-    own: Callable[[], Arguments],
-    streams: Defines,
+    grads: LoopGrads | None,
+    concurrent: int,
+    second_argument: Callable[[], Arguments],
+    noise_defines: Defines,
     step: str = "",
 ) -> Ready | None:
     """As `ready`, with the second argument of the kernel.
 
-    `streams`: macros that say what is known of the noise. `step`: the step of any cell.
+    `noise_defines`: macros for what is known about the noise. `step`: the step of any cell.
     """
-    tiles = plan_for(loop, back is not None, loops)
+    tiles = plan_for(loop, grads is not None, concurrent)
     if tiles is None:
         return None
-    beyond = has(loop, back)
+    features = features_of(loop, grads)
     kernel = _kernel(
         loop.gates.get_device(),
         loop.cell,
         loop.gates.dtype,
-        back is not None,
+        grads is not None,
         tiles,
-        beyond,
-        streams,
+        features,
+        noise_defines,
         step,
     )
-    arguments, more = loop_arguments(loop, back), own()
+    arguments, second = loop_arguments(loop, grads), second_argument()
 
-    def start(lane: Any) -> None:
-        structs = (arguments.struct, more.struct)
-        kernel.launch(tiles.blocks, 32 * tiles.warps, structs, tiles.shared, stream=lane)
+    def start(side_stream: Any) -> None:
+        structs = (arguments.struct, second.struct)
+        kernel.launch(tiles.blocks, 32 * tiles.warps, structs, tiles.shared, stream=side_stream)
 
     return Ready(start)
 
@@ -167,18 +178,27 @@ def ready_with(
 def defines_of(
     cell: Definition,
     dtype: torch.dtype,
-    back: bool,
+    backward: bool,
     tiles: Plan,
-    beyond: int,
-    streams: Defines = (),
+    features: int,
+    noise_defines: Defines = (),
 ) -> Defines:
     """Return the macros that the kernel is compiled with."""
     return (
-        ("CELL", CELLS.index(cell) if cell in CELLS else 0), ("TYPE", TYPES[dtype]), ("FAST", 1),
-        ("BACK", int(back)), ("QUICK", 1), ("HIDDEN", tiles.hidden), ("WARPS", tiles.warps),
-        ("KS", tiles.k_steps), ("KR", tiles.resident), ("NC", tiles.rows), ("NORM", tiles.norm),
-        ("HAS", beyond), *streams,
-    )  # fmt: skip
+        ("CELL", CELLS.index(cell) if cell in CELLS else 0),
+        ("TYPE", TYPES[dtype]),
+        ("FAST", 1),
+        ("BACKWARD", int(backward)),
+        ("APPROXIMATE", 1),
+        ("HIDDEN", tiles.hidden),
+        ("WARPS", tiles.warps),
+        ("K_STEPS", tiles.k_steps),
+        ("RESIDENT_K_STEPS", tiles.resident),
+        ("ROWS_PER_THREAD", tiles.rows),
+        ("NORM", tiles.norm),
+        ("FEATURES", features),
+        *noise_defines,
+    )
 
 
 @lru_cache(1024)
@@ -186,14 +206,17 @@ def _kernel(
     device: int,
     cell: Definition,
     dtype: torch.dtype,
-    back: bool,
+    backward: bool,
     tiles: Plan,
-    beyond: int,
-    streams: Defines = (),
+    features: int,
+    noise_defines: Defines = (),
     step: str = "",
 ) -> Kernel:
-    defines = defines_of(cell, dtype, back, tiles, beyond, streams)
-    source, names = "small_cell.cu" if step else "small.cu", ("backward" if back else "forward",)
+    defines = defines_of(cell, dtype, backward, tiles, features, noise_defines)
+    source, names = (
+        "small_cell.cu" if step else "small.cu",
+        ("backward" if backward else "forward",),
+    )
     (kernel,) = load(device, source, names, defines, step)
     with torch.cuda.device(device):
         kernel.allow_shared(tiles.shared)

@@ -1,6 +1,6 @@
 """The products inside the step of any cell, one step at a time: cuBLAS between generated kernels.
 
-Products of one level are computed after one launch, which writes what they are taken of. In the
+Products of one level are computed after one launch, which writes their inputs. In the
 backward pass it is the other way round, from the highest level down. Rows of matrices are padded to
 multiples of 16 bytes, and so are the values between two matrices of a product.
 """
@@ -20,7 +20,7 @@ from ...backend import Loop, LoopGrads
 from ...memory import address
 from ...sequence.products import pad_columns
 from ..runtime.blas import product
-from .own_cell import OwnArguments
+from .any_cell import AnyCellArguments
 from .steps import Step, for_backward
 
 Multiply = Callable[[int, int], None]
@@ -30,7 +30,7 @@ class Pass(Protocol):
     """A pass of `cell_steps`, as far as products inside the step need it."""
 
     loop: Loop
-    own: OwnArguments
+    extra: AnyCellArguments
 
     @property
     def gathered(self) -> bool:
@@ -47,41 +47,41 @@ def forward(pass_: Pass) -> list[Step]:
     """Return what happens at each step of the forward pass before the gates are computed."""
     loop, dtype = pass_.loop, pass_.loop.gates.dtype
     width = pad_columns(loop.gates.new_empty(0, loop.hidden)).shape[1]
-    pass_.own.struct.in_pitch, pass_.own.struct.gathered = width, pass_.gathered
-    muls: list[Step] = []
-    for k, (one, inner) in enumerate(zip(loop.cell.products, loop.inner)):
-        entered = pass_.scratch(f"in{k}", (loop.batch, width), dtype)
-        entered.zero_()  # the padding
-        pass_.own.put(f"inner{k}", inner)
+    pass_.extra.struct.in_pitch, pass_.extra.struct.gathered = width, pass_.gathered
+    multiplications: list[Step] = []
+    for k, (inner_product, inner) in enumerate(zip(loop.cell.products, loop.inner)):
+        inputs = pass_.scratch(f"in{k}", (loop.batch, width), dtype)
+        inputs.zero_()  # the padding
+        pass_.extra.put(f"inner{k}", inner)
         to = _rows(pass_, f"part{k}", inner)
-        matrices = [pad_columns(w) for w in _padded_between(loop, one)]
-        rows = _always(address(entered, "in"))
-        muls.append(_chain(pass_, rows, [(w, True) for w in matrices], to))
-    return _by_level(loop.cell, "enter_level", pass_, muls, first=True)
+        matrices = [pad_columns(w) for w in _aligned_matrices(loop, inner_product)]
+        rows = _always(address(inputs, "in"))
+        multiplications.append(_chain(pass_, rows, [(w, True) for w in matrices], to))
+    return _by_level(loop.cell, "enter_level", pass_, multiplications, first=True)
 
 
-def backward(pass_: Pass, back: LoopGrads) -> list[Step]:
+def backward(pass_: Pass, grads: LoopGrads) -> list[Step]:
     """Return what happens at each step of the backward pass before the gates' gradients."""
     loop = pass_.loop
-    pass_.own.struct.gathered = pass_.gathered
-    muls: list[Step] = []
-    for k, (one, inner) in enumerate(zip(loop.cell.products, loop.inner)):
-        matrices = [for_backward(w) for w in reversed(_padded_between(loop, one))]
+    pass_.extra.struct.gathered = pass_.gathered
+    multiplications: list[Step] = []
+    for k, (inner_product, inner) in enumerate(zip(loop.cell.products, loop.inner)):
+        matrices = [for_backward(w) for w in reversed(_aligned_matrices(loop, inner_product))]
         last, transposed = matrices[-1]
         width = last.shape[0] if transposed else last.shape[1]
-        found = pass_.scratch(f"din{k}", (loop.batch, width))
-        found.zero_()  # read before it is computed, in vain
-        pass_.own.struct.din_pitch = width
-        pass_.own.put(f"inner{k}", inner)
-        pass_.own.put(f"dinner{k}", back.dinner[k])
-        pass_.own.put(f"ins{k}", back.ins[k])
-        rows, to = _rows(pass_, f"d_part{k}", back.dinner[k]), _always(address(found, "din"))
-        muls.append(_chain(pass_, rows, matrices, to))
-    return _by_level(loop.cell, "leave_level", pass_, muls, first=False)
+        d_inputs = pass_.scratch(f"din{k}", (loop.batch, width))
+        d_inputs.zero_()  # a launch reads it before it is computed, and ignores the value
+        pass_.extra.struct.din_pitch = width
+        pass_.extra.put(f"inner{k}", inner)
+        pass_.extra.put(f"dinner{k}", grads.dinner[k])
+        pass_.extra.put(f"ins{k}", grads.ins[k])
+        rows, to = _rows(pass_, f"d_part{k}", grads.dinner[k]), _always(address(d_inputs, "din"))
+        multiplications.append(_chain(pass_, rows, matrices, to))
+    return _by_level(loop.cell, "leave_level", pass_, multiplications, first=False)
 
 
 def _by_level(
-    cell: Definition, kernel: str, pass_: Pass, muls: Sequence[Step], first: bool
+    cell: Definition, kernel: str, pass_: Pass, multiplications: Sequence[Step], first: bool
 ) -> list[Step]:
     """Return the launches of all levels, each with the products of the level after it."""
     step, _ = cell.passes()
@@ -90,14 +90,16 @@ def _by_level(
     steps: list[Step] = []
     for level in order:
         steps.append(pass_.level(kernel, level))
-        steps += [mul for mul, own in zip(muls, levels) if own == level]
+        steps += [
+            multiply for multiply, of_level in zip(multiplications, levels) if of_level == level
+        ]
     return steps
 
 
-def _padded_between(loop: Loop, one: Product) -> list[Tensor]:
+def _aligned_matrices(loop: Loop, inner_product: Product) -> list[Tensor]:
     """Return the matrices of a product, with zeros where values between them are padded."""
-    given = dict(zip(loop.cell.matrices, loop.matrices))
-    matrices = [given[name] for name in one.matrices]
+    by_name = dict(zip(loop.cell.matrices, loop.matrices))
+    matrices = [by_name[name] for name in inner_product.matrices]
     for k in range(1, len(matrices)):
         matrices[k] = pad_columns(matrices[k])
         rows = matrices[k].shape[1] - len(matrices[k - 1])
@@ -130,22 +132,22 @@ def _chain(
     Each matrix comes with True if it is stored transposed, as `blas.product` takes it.
     """
     loop, dtype = pass_.loop, pass_.loop.gates.dtype
-    muls: list[Multiply] = []
+    multiplications: list[Multiply] = []
     between: list[int] = []
     for k, (w, transposed) in enumerate(matrices):
         last = k == len(matrices) - 1
-        muls.append(product(w, loop.batch, torch.float32 if last else dtype, transposed))
+        multiplications.append(product(w, loop.batch, torch.float32 if last else dtype, transposed))
         if not last:
             columns = w.shape[0] if transposed else w.shape[1]
-            made = loop.gates.new_empty(loop.batch, columns)
-            pass_.own.alive.append(made)
-            between.append(address(made, "between"))
-    pass_.own.alive.extend(w for w, _ in matrices)
+            intermediate = loop.gates.new_empty(loop.batch, columns)
+            pass_.extra.alive.append(intermediate)
+            between.append(address(intermediate, "between"))
+    pass_.extra.alive.extend(w for w, _ in matrices)
 
     def multiply(t: int) -> None:
         a = rows(t)
-        for mul, b in zip(muls, (*between, to(t))):
-            mul(a, b)
+        for apply, b in zip(multiplications, (*between, to(t))):
+            apply(a, b)
             a = b
 
     return multiply

@@ -13,33 +13,33 @@
 struct Scratch {
     const float *product;    /* [B, G·H]: h·Wh, or NULL where it has been added to x's part already */
     narrow *h_in;            /* [B, pitch]: h as it enters the product */
-    narrow *next;            /* the same where y cannot enter it as it lies, or NULL; HALF: in half precision */
+    narrow *h_next;            /* the same where y cannot enter it as it lies, or NULL; HALF: in half precision */
     float *h;                /* [B, P]: the carried h, not rounded; NULL where y is as good */
-    float *raw;              /* [B, H]: the candidate c; backwards: of the candidate c */
+    float *candidate_c;              /* [B, H]: the candidate c; backwards: of the candidate c */
     narrow *u;               /* projection: [B, H] what is projected; backwards: [N, H] */
-    const float *shown;      /* projection: [B, P] the projected; backwards: [B, H] of what is projected */
+    const float *projected;      /* projection: [B, P] the projected; backwards: [B, H] of what is projected */
     float *rec;              /* backwards: [sums, B, pitch]: what came through the product, in parts */
     float *owed;             /* [B, H]: what a held output gate owes to the step before */
     narrow *du;
     float *dnc, *chat;
     i64 norm, project;       /* norm: 0 none, 1 over the units, 2 over the examples */
-    i64 pitch, sums, settled; /* settled: rec has been added to dh */
+    i64 pitch, splits, settled; /* settled: rec has been added to dh */
     double eps;
     const float *norm_h, *norm_c, *norm_c_shift;
     float *mean_c, *var_c;
     u16 *d_half;             /* HALF, backwards: [B, G·H] what enters the product, */
-    float *back;             /* [B]: what takes it back to its size, */
-    const float *back_w;     /* and the same for Wh */
+    float *unscale;             /* [B]: what takes it back to its size, */
+    const float *unscale_w;     /* and the same for Wh */
 };
-enum { GATES = 1, SHOWS = 2, CARRY = 4 };
+enum { PART_GATES = 1, PART_SHOWN = 2, PART_CARRY = 4 };
 
 /* Nothing but zoneout: let the compiler know. */
-__device__ __forceinline__ void simplify(Loop &l, Scratch &s, int &parts) {
+__device__ __forceinline__ void simplify(Loop &l, Scratch &s, int &work) {
     simplify(l);
 #if PLAIN
     s.norm = s.project = s.settled = 0;
     s.owed = nullptr;
-    parts = GATES | SHOWS | CARRY;
+    work = PART_GATES | PART_SHOWN | PART_CARRY;
 #endif
 }
 
@@ -47,7 +47,7 @@ __device__ __forceinline__ void simplify(Loop &l, Scratch &s, int &parts) {
 
 #if HALF
 __device__ __forceinline__ void put_half(u16 *to, const Units &u) {
-#if V == 4
+#if VECTOR == 4
     u32 low = pair_as<2>(u[0], u[1]), high = pair_as<2>(u[2], u[3]);
     *(uint2 *)to = make_uint2(low, high);
 #else
@@ -57,25 +57,25 @@ __device__ __forceinline__ void put_half(u16 *to, const Units &u) {
 #endif
 
 __device__ __forceinline__ void keep(Keep *k, float Keep::*of, const Stream &s, const Noise &first, i64 j, const Words &w) {
-    EACH k[e].*of = keep_of(s, e && s.stride ? noise_of(s, j + e) : first, w.v[e]);
+    EACH_UNIT k[e].*of = keep_of(s, e && s.stride ? noise_of(s, j + e) : first, w.v[e]);
 }
 
-struct Drawn { /* what a draw is made of */
-    Given cell, hidden, update;
+struct DrawInputs { /* what a draw is made of */
+    RawNoise cell, hidden, update;
     u32 example, step;
 };
 
-__device__ __forceinline__ Drawn drawn_at(const Loop &l, const Place &p, i64 t) {
-    return {given_of(l.cell, p.j), given_of(l.hidden_state, p.j), given_of(l.update, p.j),
-            (u32)l.examples[p.row], step_of(l, t, p.length)};
+__device__ __forceinline__ DrawInputs draw_inputs_at(const Loop &l, const Place &p, i64 t) {
+    return {raw_noise_of(l.cell, p.j), raw_noise_of(l.hidden_state, p.j), raw_noise_of(l.update, p.j),
+            (u32)l.examples[p.row], mask_step(l, t, p.length)};
 }
 
 /* As `keeps_of`, for V units. */
-__device__ __forceinline__ void keeps_at(Keep *k, const Loop &l, const Place &p, const Drawn &d) {
+__device__ __forceinline__ void keeps_at(Keep *k, const Loop &l, const Place &p, const DrawInputs &d) {
     Noises n = {noise_of(d.cell), noise_of(d.hidden), noise_of(d.update)};
     u32 example = d.example, step = d.step;
     Words w = {};
-    EACH k[e] = {0.0f, 0.0f, 0.0f};
+    EACH_UNIT k[e] = {0.0f, 0.0f, 0.0f};
     if (l.cell.mode) {
         if (l.cell.mode == DRAWN) w = words_of(l.cell, n.cell.seed, (u32)p.j, example, step);
         keep(k, &Keep::cell, l.cell, n.cell, p.j, w);
@@ -93,92 +93,92 @@ __device__ __forceinline__ void keeps_at(Keep *k, const Loop &l, const Place &p,
 
 __device__ __forceinline__ Units old_h(const Loop &l, const Scratch &s, const Place &p) {
     i64 at = p.row * l.outputs + p.j;
-    if (p.first) return get((const narrow *)(p.cut ? l.reset_h : l.h0) + at);
-    return s.h ? get(s.h + at) : get((const narrow *)l.y + p.before * l.outputs + p.j);
+    if (p.first) return load((const narrow *)(p.cut ? l.reset_h : l.h0) + at);
+    return s.h ? load(s.h + at) : load((const narrow *)l.y + p.before * l.outputs + p.j);
 }
 
 __device__ __forceinline__ Units old_c(const Loop &l, const Place &p) {
     i64 at = p.row * l.hidden + p.j;
-    return get(p.first ? (p.cut ? l.reset_c : l.c0) + at : l.c + p.before * l.hidden + p.j);
+    return load(p.first ? (p.cut ? l.reset_c : l.c0) + at : l.c + p.before * l.hidden + p.j);
 }
 
 /* What is added to x's part; with a norm it has been added already. */
 __device__ __forceinline__ Units bias_of(const Loop &l, const Scratch &s, i64 gate) {
-    return s.norm ? all_of(0.0f) : get((const narrow *)l.b_x + gate);
+    return s.norm ? all_of(0.0f) : load((const narrow *)l.b_x + gate);
 }
 
 __device__ __forceinline__ float inverse(float var, double eps) { return 1.0f / sqrtf(var + (float)eps); }
 
 /* A moment of c, over the units or over the examples. */
 __device__ __forceinline__ Units moment(const Loop &l, const Scratch &s, const Place &p, i64 t, const float *of) {
-    return s.norm == 1 ? all_of(of[p.at]) : get(of + t * l.hidden + p.j);
+    return s.norm == 1 ? all_of(of[p.at]) : load(of + t * l.hidden + p.j);
 }
 
 /* --- forwards ------------------------------------------------------------------------------------ */
 
 /* The h before, where it is needed: to be read early, long before it is used. */
-__device__ __forceinline__ Units held_h(const Loop &l, const Scratch &s, const Place &p) {
+__device__ __forceinline__ Units old_h_if_used(const Loop &l, const Scratch &s, const Place &p) {
     return GRU || (l.hidden_state.mode && !l.hidden_state.zero) ? old_h(l, s, p) : all_of(0.0f);
 }
 
 __device__ __forceinline__ void carry_h(const Loop &l, const Scratch &s, const Place &p, const Units &value,
                                         const Units &old, const Keep *k) {
     Units h;
-    EACH h[e] = carried_h(l, value[e], old[e], k[e]);
-    if (s.h) put(s.h + p.row * l.outputs + p.j, h);
+    EACH_UNIT h[e] = carried_h(l, value[e], old[e], k[e]);
+    if (s.h) store(s.h + p.row * l.outputs + p.j, h);
 #if HALF /* an h0 that is held may be of any size; what is too large becomes the largest there is, and NaN stays */
-    Units within;
-    EACH within[e] = h[e] > 65504.0f ? 65504.0f : h[e] < -65504.0f ? -65504.0f : h[e];
-    put_half((u16 *)s.next + p.row * s.pitch + p.j, within);
+    Units clamped;
+    EACH_UNIT clamped[e] = h[e] > 65504.0f ? 65504.0f : h[e] < -65504.0f ? -65504.0f : h[e];
+    put_half((u16 *)s.h_next + p.row * s.pitch + p.j, clamped);
 #else
-    if (s.next) put(s.next + p.row * s.pitch + p.j, h);
+    if (s.h_next) store(s.h_next + p.row * s.pitch + p.j, h);
 #endif
-    put((narrow *)l.y + p.at * l.outputs + p.j, h);
+    store((narrow *)l.y + p.at * l.outputs + p.j, h);
 }
 
-__device__ __forceinline__ void lstm(const Loop &l, const Scratch &s, const Place &p, int t, int parts) {
+__device__ __forceinline__ void lstm(const Loop &l, const Scratch &s, const Place &p, int t, int work) {
     i64 H = l.hidden, here = p.row * H + p.j;
     narrow *gates = (narrow *)l.gates + p.at * 4 * H + p.j;
     Units a[4], b[4], c, u;
-    Drawn drawn = drawn_at(l, p, t);
-    Units old = old_c(l, p), held = parts & CARRY ? held_h(l, s, p) : all_of(0.0f);
-    if (parts & GATES)
+    DrawInputs draw_inputs = draw_inputs_at(l, p, t);
+    Units old = old_c(l, p), held = work & PART_CARRY ? old_h_if_used(l, s, p) : all_of(0.0f);
+    if (work & PART_GATES)
         for (int q = 0; q < 4; q++) b[q] = bias_of(l, s, q * H + p.j);
-    for (int q = 0; q < 4; q++) a[q] = get(gates + q * H);
-    Keep k[V];
-    keeps_at(k, l, p, drawn);
-    if (parts & GATES) {
+    for (int q = 0; q < 4; q++) a[q] = load(gates + q * H);
+    Keep k[VECTOR];
+    keeps_at(k, l, p, draw_inputs);
+    if (work & PART_GATES) {
         for (int q = 0; q < 4; q++) {
-            Units v = s.product ? get(s.product + p.row * 4 * H + q * H + p.j) : all_of(0.0f);
-            EACH v[e] += a[q][e] + b[q][e];
-            EACH a[q][e] = q == 2 ? tanh_of(v[e]) : sigmoid(v[e]);
-            put(gates + q * H, a[q]);
+            Units v = s.product ? load(s.product + p.row * 4 * H + q * H + p.j) : all_of(0.0f);
+            EACH_UNIT v[e] += a[q][e] + b[q][e];
+            EACH_UNIT a[q][e] = q == 2 ? tanh_of(v[e]) : sigmoid(v[e]);
+            store(gates + q * H, a[q]);
         }
-        EACH c[e] = lstm_candidate(l, a[0][e], a[1][e], a[2][e], old[e], k[e]);
+        EACH_UNIT c[e] = lstm_candidate(l, a[0][e], a[1][e], a[2][e], old[e], k[e]);
     } else {
-        c = get(s.raw + here);
+        c = load(s.candidate_c + here);
     }
-    if (!(parts & SHOWS)) {
-        put(s.raw + here, c);
+    if (!(work & PART_SHOWN)) {
+        store(s.candidate_c + here, c);
         return;
     }
-    Units shows = c, gate = a[3];
+    Units shown = c, gate = a[3];
     if (s.norm) {
         Units mean = moment(l, s, p, t, s.mean_c), var = moment(l, s, p, t, s.var_c);
-        Units scale = get(s.norm_c + p.j), shift = get(s.norm_c_shift + p.j);
-        EACH shows[e] = (c[e] - mean[e]) * inverse(var[e], s.eps) * scale[e] + shift[e];
+        Units scale = load(s.norm_c + p.j), shift = load(s.norm_c_shift + p.j);
+        EACH_UNIT shown[e] = (c[e] - mean[e]) * inverse(var[e], s.eps) * scale[e] + shift[e];
     }
     if (l.update.mode && l.update.hold && !p.first) {
-        Units before = get((const narrow *)l.gates + p.before * 4 * H + 3 * H + p.j);
-        EACH gate[e] = mix(gate[e], before[e], k[e].update);
+        Units before = load((const narrow *)l.gates + p.before * 4 * H + 3 * H + p.j);
+        EACH_UNIT gate[e] = mix(gate[e], before[e], k[e].update);
     }
-    EACH u[e] = gate[e] * tanh_of(shows[e]);
-    EACH c[e] = carried_c(l, c[e], old[e], k[e]);
-    put(l.c + p.at * H + p.j, c);
-    if (parts & CARRY)
+    EACH_UNIT u[e] = gate[e] * tanh_of(shown[e]);
+    EACH_UNIT c[e] = carried_c(l, c[e], old[e], k[e]);
+    store(l.c + p.at * H + p.j, c);
+    if (work & PART_CARRY)
         carry_h(l, s, p, u, held, k);
     else
-        put(s.u + here, u);
+        store(s.u + here, u);
 }
 
 __device__ __forceinline__ void gru(const Loop &l, const Scratch &s, const Place &p, int t) {
@@ -186,49 +186,49 @@ __device__ __forceinline__ void gru(const Loop &l, const Scratch &s, const Place
     narrow *gates = (narrow *)l.gates + p.at * 3 * H + p.j;
     const narrow *bias = (const narrow *)l.b_h;
     Units v[3], x[3], h;
-    Drawn drawn = drawn_at(l, p, t);
+    DrawInputs draw_inputs = draw_inputs_at(l, p, t);
     for (int q = 0; q < 3; q++) {
         Units b = bias_of(l, s, q * H + p.j);
-        x[q] = get(gates + q * H);
-        v[q] = bias && !s.norm ? get(bias + q * H + p.j) : all_of(0.0f);
-        EACH x[q][e] += b[e];
+        x[q] = load(gates + q * H);
+        v[q] = bias && !s.norm ? load(bias + q * H + p.j) : all_of(0.0f);
+        EACH_UNIT x[q][e] += b[e];
     }
-    Units old = held_h(l, s, p), product[3];
-    for (int q = 0; q < 3; q++) product[q] = get(s.product + p.row * 3 * H + q * H + p.j);
-    Keep k[V];
-    keeps_at(k, l, p, drawn);
-    for (int q = 0; q < 3; q++) EACH v[q][e] += product[q][e];
-    if (!s.norm) put(l.gh + p.at * H + p.j, v[2]);
-    EACH {
+    Units old = old_h_if_used(l, s, p), product[3];
+    for (int q = 0; q < 3; q++) product[q] = load(s.product + p.row * 3 * H + q * H + p.j);
+    Keep k[VECTOR];
+    keeps_at(k, l, p, draw_inputs);
+    for (int q = 0; q < 3; q++) EACH_UNIT v[q][e] += product[q][e];
+    if (!s.norm) store(l.gh + p.at * H + p.j, v[2]);
+    EACH_UNIT {
         float r = sigmoid(x[0][e] + v[0][e]), z = sigmoid(x[1][e] + v[1][e]);
         float n = tanh_of(fmaf(r, v[2][e], x[2][e])), update = (1 - z) * n;
         x[0][e] = r, x[1][e] = z, x[2][e] = n;
-        if (l.update.mode) update = less(update, k[e].update);
+        if (l.update.mode) update = drop_out(update, k[e].update);
         h[e] = fmaf(z, old[e], update);
     }
-    for (int q = 0; q < 3; q++) put(gates + q * H, x[q]);
+    for (int q = 0; q < 3; q++) store(gates + q * H, x[q]);
     carry_h(l, s, p, h, old, k);
 }
 
 __device__ __forceinline__ void rnn(const Loop &l, const Scratch &s, const Place &p, int t) {
     narrow *gate = (narrow *)l.gates + p.at * l.hidden + p.j;
-    Drawn drawn = drawn_at(l, p, t);
-    Units old = held_h(l, s, p), b = bias_of(l, s, p.j);
-    Units v = get(gate), product = s.product ? get(s.product + p.row * l.hidden + p.j) : all_of(0.0f);
-    Keep k[V];
-    keeps_at(k, l, p, drawn);
-    EACH v[e] += b[e] + product[e];
-    EACH v[e] = RELU ? fmaxf(v[e], 0.0f) : tanh_of(v[e]);
-    put(gate, v);
+    DrawInputs draw_inputs = draw_inputs_at(l, p, t);
+    Units old = old_h_if_used(l, s, p), b = bias_of(l, s, p.j);
+    Units v = load(gate), product = s.product ? load(s.product + p.row * l.hidden + p.j) : all_of(0.0f);
+    Keep k[VECTOR];
+    keeps_at(k, l, p, draw_inputs);
+    EACH_UNIT v[e] += b[e] + product[e];
+    EACH_UNIT v[e] = RELU ? fmaxf(v[e], 0.0f) : tanh_of(v[e]);
+    store(gate, v);
     carry_h(l, s, p, v, old, k);
 }
 
-extern "C" __global__ void forward(Loop l, Scratch s, int t, int parts) {
-    simplify(l, s, parts);
+extern "C" __global__ void forward(Loop l, Scratch s, int t, int work) {
+    simplify(l, s, work);
     Place p = place(l, t, l.hidden);
     if (!p.in) return;
     if (LSTM)
-        lstm(l, s, p, t, parts);
+        lstm(l, s, p, t, work);
     else if (GRU)
         gru(l, s, p, t);
     else
@@ -241,199 +241,199 @@ extern "C" __global__ void enter(Loop l, Scratch s, int t, int) {
     Place p = place(l, t, l.outputs);
     if (!p.in) return;
     i64 at = p.row * l.outputs + p.j;
-    Units h = old_h(l, s, p), scale = l.scale_h ? get((const narrow *)l.scale_h + at) : all_of(1.0f);
-    EACH h[e] *= scale[e];
-    put(s.h_in + p.row * s.pitch + p.j, h);
+    Units h = old_h(l, s, p), scale = l.scale_h ? load((const narrow *)l.scale_h + at) : all_of(1.0f);
+    EACH_UNIT h[e] *= scale[e];
+    store(s.h_in + p.row * s.pitch + p.j, h);
 }
 
 /* Projection: the h that is carried, from what W_hr made. */
 extern "C" __global__ void carry(Loop l, Scratch s, int t, int) {
     Place p = place(l, t, l.outputs);
     if (!p.in) return;
-    Keep k[V];
-    keeps_at(k, l, p, drawn_at(l, p, t));
-    carry_h(l, s, p, get(s.shown + p.row * l.outputs + p.j), held_h(l, s, p), k);
+    Keep k[VECTOR];
+    keeps_at(k, l, p, draw_inputs_at(l, p, t));
+    carry_h(l, s, p, load(s.projected + p.row * l.outputs + p.j), old_h_if_used(l, s, p), k);
 }
 #endif
 
 /* --- backwards ----------------------------------------------------------------------------------- */
 
-struct Incoming { /* of the carried h */
+struct CandidateGrad { /* of the carried h */
     Units d;    /* of the candidate */
     Units rest; /* what goes straight to the h before */
 };
 
 /* What came through the product of the step after: read, and then added up. */
-#define EARLY (HALF && BLOCK > 512 ? 1 : 4) /* parts that are read before noise is drawn: so many threads have room for one */
-struct Through {
+#define EARLY_SPLITS (HALF && MOST_THREADS > 512 ? 1 : 4) /* parts that are read before noise is drawn: so many threads have room for one */
+struct RecurrentGrad {
     const float *from;
-    i64 apart;
-    int parts;
-    Units first[EARLY];
-    float back_w, back;
+    i64 split_stride;
+    int splits;
+    Units first[EARLY_SPLITS];
+    float unscale_w, unscale;
 };
 
-__device__ __forceinline__ Through through(const Loop &l, const Scratch &s, const Place &p, int parts) {
-    Through v = {s.rec + p.row * s.pitch + p.j, l.batch * s.pitch, parts};
+__device__ __forceinline__ RecurrentGrad recurrent_grad_at(const Loop &l, const Scratch &s, const Place &p, int splits) {
+    RecurrentGrad v = {s.rec + p.row * s.pitch + p.j, l.batch * s.pitch, splits};
 #pragma unroll
-    for (int part = 0; part < EARLY; part++) v.first[part] = part < parts ? get(v.from + part * v.apart) : all_of(0.0f);
+    for (int split = 0; split < EARLY_SPLITS; split++) v.first[split] = split < splits ? load(v.from + split * v.split_stride) : all_of(0.0f);
 #if HALF
-    v.back_w = *s.back_w, v.back = s.back[p.row];
+    v.unscale_w = *s.unscale_w, v.unscale = s.unscale[p.row];
 #endif
     return v;
 }
 
-__device__ __forceinline__ Units added(const Through &v) {
+__device__ __forceinline__ Units total(const RecurrentGrad &v) {
     Units sum = v.first[0];
 #pragma unroll
-    for (int part = 1; part < EARLY; part++) EACH sum[e] += v.first[part][e];
+    for (int split = 1; split < EARLY_SPLITS; split++) EACH_UNIT sum[e] += v.first[split][e];
 #pragma unroll 4
-    for (int part = EARLY; part < v.parts; part++) {
-        Units one = get(v.from + part * v.apart);
-        EACH sum[e] += one[e];
+    for (int split = EARLY_SPLITS; split < v.splits; split++) {
+        Units one = load(v.from + split * v.split_stride);
+        EACH_UNIT sum[e] += one[e];
     }
 #if HALF /* Wh's first: the sums times a large row's would be too large, where what comes is not */
-    if (v.parts) EACH sum[e] = sum[e] * v.back_w * v.back;
+    if (v.splits) EACH_UNIT sum[e] = sum[e] * v.unscale_w * v.unscale;
 #endif
     return sum;
 }
 
 /* All that has come back for the carried h: read, and then added up. */
-struct Whole {
+struct StateGrad {
     Units dh, dy;
-    Through more;
+    RecurrentGrad recurrent;
 };
 
-__device__ __forceinline__ Whole whole_dh(const Loop &l, const Scratch &s, const Place &p, i64 t) {
+__device__ __forceinline__ StateGrad state_grad_at(const Loop &l, const Scratch &s, const Place &p, i64 t) {
     const i64 row = p.row * l.outputs + p.j, at = p.at * l.outputs + p.j;
-    return {get(l.dh + row), get((const narrow *)l.dy + at),
-            through(l, s, p, s.settled || t == l.steps - 1 ? 0 : (int)s.sums)};
+    return {load(l.dh + row), load((const narrow *)l.dy + at),
+            recurrent_grad_at(l, s, p, s.settled || t == l.steps - 1 ? 0 : (int)s.splits)};
 }
 
-__device__ __forceinline__ Units added(const Whole &w) {
-    Units dh = w.dh, more = added(w.more);
-    EACH dh[e] += w.dy[e] + more[e];
+__device__ __forceinline__ Units total(const StateGrad &w) {
+    Units dh = w.dh, recurrent = total(w.recurrent);
+    EACH_UNIT dh[e] += w.dy[e] + recurrent[e];
     return dh;
 }
 
-__device__ __forceinline__ Incoming take_dh(const Loop &l, const Units &dh, const Keep *k) {
-    Incoming in = {dh, dh};
-    EACH in.d[e] = carried_h_back(l, in.rest[e], k[e]);
+__device__ __forceinline__ CandidateGrad split_dh(const Loop &l, const Units &dh, const Keep *k) {
+    CandidateGrad in = {dh, dh};
+    EACH_UNIT in.d[e] = carried_h_back(l, in.rest[e], k[e]);
     return in;
 }
 
 /* `enters`: of the gates, what enters the product. */
-__device__ __forceinline__ void lstm_back(const Loop &l, const Scratch &s, const Place &p, int t, int parts, Units *enters) {
+__device__ __forceinline__ void lstm_back(const Loop &l, const Scratch &s, const Place &p, int t, int work, Units *enters) {
     i64 H = l.hidden, here = p.row * H + p.j;
     const narrow *gates = (const narrow *)l.gates + p.at * 4 * H + p.j;
     narrow *out = (narrow *)l.dgx + p.at * 4 * H + p.j;
-    Units i = get(gates), f = get(gates + H), g = get(gates + 2 * H), o = get(gates + 3 * H);
-    Units old = old_c(l, p), dc = get(l.dc + here), of_c;
-    Drawn drawn = drawn_at(l, p, t);
-    Whole whole;
-    if (!s.project && parts & SHOWS) whole = whole_dh(l, s, p, t);
-    Keep k[V];
-    keeps_at(k, l, p, drawn);
-    if (parts & SHOWS) {
-        Units c, gate = o, owed = s.owed ? get(s.owed + here) : all_of(0.0f), d, u;
-        EACH c[e] = lstm_candidate(l, i[e], f[e], g[e], old[e], k[e]);
+    Units i = load(gates), f = load(gates + H), g = load(gates + 2 * H), o = load(gates + 3 * H);
+    Units old = old_c(l, p), dc = load(l.dc + here), dcandidate;
+    DrawInputs draw_inputs = draw_inputs_at(l, p, t);
+    StateGrad state_grad;
+    if (!s.project && work & PART_SHOWN) state_grad = state_grad_at(l, s, p, t);
+    Keep k[VECTOR];
+    keeps_at(k, l, p, draw_inputs);
+    if (work & PART_SHOWN) {
+        Units c, gate = o, owed = s.owed ? load(s.owed + here) : all_of(0.0f), d, u;
+        EACH_UNIT c[e] = lstm_candidate(l, i[e], f[e], g[e], old[e], k[e]);
         if (s.norm) {
             Units mean = moment(l, s, p, t, s.mean_c), var = moment(l, s, p, t, s.var_c);
-            Units scale = get(s.norm_c + p.j), shift = get(s.norm_c_shift + p.j);
-            EACH c[e] = (c[e] - mean[e]) * inverse(var[e], s.eps);
-            put(s.chat + p.at * H + p.j, c);
-            EACH c[e] = c[e] * scale[e] + shift[e];
+            Units scale = load(s.norm_c + p.j), shift = load(s.norm_c_shift + p.j);
+            EACH_UNIT c[e] = (c[e] - mean[e]) * inverse(var[e], s.eps);
+            store(s.chat + p.at * H + p.j, c);
+            EACH_UNIT c[e] = c[e] * scale[e] + shift[e];
         }
         if (l.update.mode && l.update.hold && !p.first) {
-            Units before = get((const narrow *)l.gates + p.before * 4 * H + 3 * H + p.j);
-            EACH gate[e] = mix(gate[e], before[e], k[e].update);
+            Units before = load((const narrow *)l.gates + p.before * 4 * H + 3 * H + p.j);
+            EACH_UNIT gate[e] = mix(gate[e], before[e], k[e].update);
         }
-        EACH c[e] = tanh_of(c[e]);
+        EACH_UNIT c[e] = tanh_of(c[e]);
         if (s.project) {
-            d = get(s.shown + here);
-            EACH u[e] = gate[e] * c[e];
-            put(s.u + p.at * H + p.j, u);
+            d = load(s.projected + here);
+            EACH_UNIT u[e] = gate[e] * c[e];
+            store(s.u + p.at * H + p.j, u);
         } else {
-            Incoming in = take_dh(l, added(whole), k);
+            CandidateGrad in = split_dh(l, total(state_grad), k);
             d = in.d;
-            put(l.dh + here, in.rest);
+            store(l.dh + here, in.rest);
         }
-        EACH of_c[e] = d[e] * gate[e] * (1 - c[e] * c[e]);
-        EACH d[e] = lstm_output_back(l, d[e] * c[e], o[e], p.first, owed[e], k[e]);
-        put(out + 3 * H, d);
+        EACH_UNIT dcandidate[e] = d[e] * gate[e] * (1 - c[e] * c[e]);
+        EACH_UNIT d[e] = lstm_output_back(l, d[e] * c[e], o[e], p.first, owed[e], k[e]);
+        store(out + 3 * H, d);
         enters[3] = d;
-        if (s.owed) put(s.owed + here, owed);
-        if (s.norm) put(s.dnc + p.at * H + p.j, of_c);
+        if (s.owed) store(s.owed + here, owed);
+        if (s.norm) store(s.dnc + p.at * H + p.j, dcandidate);
     } else {
-        of_c = get(s.raw + here);
+        dcandidate = load(s.candidate_c + here);
     }
-    if (!(parts & GATES)) return;
+    if (!(work & PART_GATES)) return;
     Units di, df, dg;
     if (l.dcells) {
-        Units more = get(l.dcells + p.at * H + p.j);
-        EACH dc[e] += more[e];
+        Units more = load(l.dcells + p.at * H + p.j);
+        EACH_UNIT dc[e] += more[e];
     }
-    EACH {
+    EACH_UNIT {
         float d[3];
-        lstm_gates_back(l, d, i[e], f[e], g[e], old[e], of_c[e], dc[e], k[e]);
+        lstm_gates_back(l, d, i[e], f[e], g[e], old[e], dcandidate[e], dc[e], k[e]);
         di[e] = d[0], df[e] = d[1], dg[e] = d[2];
     }
-    put(out, di), put(out + H, df), put(out + 2 * H, dg), put(l.dc + here, dc);
+    store(out, di), store(out + H, df), store(out + 2 * H, dg), store(l.dc + here, dc);
     enters[0] = di, enters[1] = df, enters[2] = dg;
 }
 
 __device__ __forceinline__ void gru_back_at(const Loop &l, const Scratch &s, const Place &p, int t, Units *enters) {
     i64 H = l.hidden, first = p.at * 3 * H + p.j;
     const narrow *gates = (const narrow *)l.gates + first;
-    Units r = get(gates), z = get(gates + H), n = get(gates + 2 * H), v, dx[3], ds[3];
+    Units r = load(gates), z = load(gates + H), n = load(gates + 2 * H), v, dx[3], ds[3];
     if (s.norm) {
-        Units scale = get(s.norm_h + 2 * H + p.j);
-        Units bias = l.b_h ? get((const narrow *)l.b_h + 2 * H + p.j) : all_of(0.0f);
-        v = get(l.gh + first + 2 * H);
-        EACH v[e] = v[e] * scale[e] + bias[e];
+        Units scale = load(s.norm_h + 2 * H + p.j);
+        Units bias = l.b_h ? load((const narrow *)l.b_h + 2 * H + p.j) : all_of(0.0f);
+        v = load(l.gh + first + 2 * H);
+        EACH_UNIT v[e] = v[e] * scale[e] + bias[e];
     } else {
-        v = get(l.gh + p.at * H + p.j);
+        v = load(l.gh + p.at * H + p.j);
     }
     Units old = old_h(l, s, p);
-    Drawn drawn = drawn_at(l, p, t);
-    Whole whole = whole_dh(l, s, p, t);
-    Keep k[V];
-    keeps_at(k, l, p, drawn);
-    Incoming in = take_dh(l, added(whole), k);
-    EACH {
+    DrawInputs draw_inputs = draw_inputs_at(l, p, t);
+    StateGrad state_grad = state_grad_at(l, s, p, t);
+    Keep k[VECTOR];
+    keeps_at(k, l, p, draw_inputs);
+    CandidateGrad in = split_dh(l, total(state_grad), k);
+    EACH_UNIT {
         float of_x[3], of_s[3];
         gru_back(l, of_x, of_s, r[e], z[e], n[e], v[e], old[e], in.d[e], in.rest[e], k[e]);
         for (int q = 0; q < 3; q++) dx[q][e] = of_x[q], ds[q][e] = of_s[q];
     }
-    put(l.dh + p.row * H + p.j, in.rest);
+    store(l.dh + p.row * H + p.j, in.rest);
     for (int q = 0; q < 3; q++) {
-        put((narrow *)l.dgx + first + q * H, dx[q]);
-        put((narrow *)l.dsh + first + q * H, ds[q]);
+        store((narrow *)l.dgx + first + q * H, dx[q]);
+        store((narrow *)l.dsh + first + q * H, ds[q]);
         enters[q] = ds[q];
     }
 }
 
 __device__ __forceinline__ void rnn_back(const Loop &l, const Scratch &s, const Place &p, int t) {
     i64 at = p.at * l.hidden + p.j;
-    Units v = get((const narrow *)l.gates + at);
-    Drawn drawn = drawn_at(l, p, t);
-    Whole whole = whole_dh(l, s, p, t);
-    Keep k[V];
-    keeps_at(k, l, p, drawn);
-    Incoming in = take_dh(l, added(whole), k);
-    EACH v[e] = RELU ? (v[e] > 0 ? in.d[e] : 0.0f) : in.d[e] * (1 - v[e] * v[e]);
-    put(l.dh + p.row * l.hidden + p.j, in.rest);
-    put((narrow *)l.dgx + at, v);
+    Units v = load((const narrow *)l.gates + at);
+    DrawInputs draw_inputs = draw_inputs_at(l, p, t);
+    StateGrad state_grad = state_grad_at(l, s, p, t);
+    Keep k[VECTOR];
+    keeps_at(k, l, p, draw_inputs);
+    CandidateGrad in = split_dh(l, total(state_grad), k);
+    EACH_UNIT v[e] = RELU ? (v[e] > 0 ? in.d[e] : 0.0f) : in.d[e] * (1 - v[e] * v[e]);
+    store(l.dh + p.row * l.hidden + p.j, in.rest);
+    store((narrow *)l.dgx + at, v);
 }
 
 #if !HALF
-extern "C" __global__ void backward(Loop l, Scratch s, int t, int parts) {
-    simplify(l, s, parts);
+extern "C" __global__ void backward(Loop l, Scratch s, int t, int work) {
+    simplify(l, s, work);
     Place p = place(l, t, l.hidden);
     if (!p.in) return;
     Units enters[4];
     if (LSTM)
-        lstm_back(l, s, p, t, parts, enters);
+        lstm_back(l, s, p, t, work, enters);
     else if (GRU)
         gru_back_at(l, s, p, t, enters);
     else
@@ -446,30 +446,30 @@ extern "C" __global__ void backward(Loop l, Scratch s, int t, int parts) {
 __device__ __forceinline__ void enter_row(const Loop &l, const Scratch &s, const Place &p, const Units *d) {
     __shared__ u32 most[32]; /* of each warp */
     u32 top = 0;
-    for (int q = 0; q < G; q++) EACH top = max(top, size_of(d[q][e]));
-    top = largest_of(top);
+    for (int q = 0; q < GATES; q++) EACH_UNIT top = max(top, magnitude_bits(d[q][e]));
+    top = warp_max(top);
     if (threadIdx.x % 32 == 0) most[threadIdx.x / 32] = top;
     __syncthreads(); /* … and all have read s.back of the step after: no other block reads or writes that of this row */
-    top = largest_of(threadIdx.x % 32 < blockDim.x / 32 ? most[threadIdx.x % 32] : 0);
-    const int up = min(scale_for(top), 126); /* 2^up and 2^-up are normal numbers */
-    const float scale = two_to(up);
-    if (threadIdx.x == 0) s.back[p.row] = two_to(-up);
+    top = warp_max(threadIdx.x % 32 < blockDim.x / 32 ? most[threadIdx.x % 32] : 0);
+    const int up = min(scale_exponent(top), 126); /* 2^up and 2^-up are normal numbers */
+    const float scale = power_of_two(up);
+    if (threadIdx.x == 0) s.unscale[p.row] = power_of_two(-up);
     if (!p.in) return;
-    for (int q = 0; q < G; q++) {
+    for (int q = 0; q < GATES; q++) {
         Units scaled;
-        EACH scaled[e] = d[q][e] * scale;
-        put_half(s.d_half + (p.row * G + q) * l.hidden + p.j, scaled);
+        EACH_UNIT scaled[e] = d[q][e] * scale;
+        put_half(s.d_half + (p.row * GATES + q) * l.hidden + p.j, scaled);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK) backward(Loop l, Scratch s, int t, int parts) {
-    simplify(l, s, parts);
+extern "C" __global__ void __launch_bounds__(MOST_THREADS) backward(Loop l, Scratch s, int t, int work) {
+    simplify(l, s, work);
     Place p = place_in_row(l, t);
-    Units enters[G];
-    for (int q = 0; q < G; q++) enters[q] = all_of(0.0f);
+    Units enters[GATES];
+    for (int q = 0; q < GATES; q++) enters[q] = all_of(0.0f);
     if (p.in) {
         if (LSTM)
-            lstm_back(l, s, p, t, parts, enters);
+            lstm_back(l, s, p, t, work, enters);
         else
             gru_back_at(l, s, p, t, enters);
     }
@@ -482,23 +482,23 @@ extern "C" __global__ void __launch_bounds__(BLOCK) backward(Loop l, Scratch s, 
 extern "C" __global__ void carry_back(Loop l, Scratch s, int t, int) {
     Place p = place(l, t, l.outputs);
     if (!p.in) return;
-    Whole whole = whole_dh(l, s, p, t);
-    Keep k[V];
-    keeps_at(k, l, p, drawn_at(l, p, t));
-    Incoming in = take_dh(l, added(whole), k);
-    put(l.dh + p.row * l.outputs + p.j, in.rest);
-    put(s.du + p.at * l.outputs + p.j, in.d);
+    StateGrad state_grad = state_grad_at(l, s, p, t);
+    Keep k[VECTOR];
+    keeps_at(k, l, p, draw_inputs_at(l, p, t));
+    CandidateGrad in = split_dh(l, total(state_grad), k);
+    store(l.dh + p.row * l.outputs + p.j, in.rest);
+    store(s.du + p.at * l.outputs + p.j, in.d);
 }
 
 /* Behind a batch norm what comes back through the product adds up to zero over the rows of a step: see Loop.balanced. */
 extern "C" __global__ void centre(Loop l, Scratch s, int t) {
     __shared__ float sums[8][32], counts[8][32];
-    const i64 j = blockIdx.x * 32 + threadIdx.x, part = l.batch * s.pitch;
+    const i64 j = blockIdx.x * 32 + threadIdx.x, split_stride = l.batch * s.pitch;
     float *rec = s.rec + j, sum = 0.0f, count = 0.0f;
     for (i64 row = threadIdx.y; row < l.batch; row += 8)
         if (t < length_of(l, row)) {
             count++;
-            for (i64 i = 0; j < l.outputs && i < s.sums; i++) sum += rec[i * part + row * s.pitch];
+            for (i64 i = 0; j < l.outputs && i < s.splits; i++) sum += rec[i * split_stride + row * s.pitch];
         }
     sums[threadIdx.y][threadIdx.x] = sum, counts[threadIdx.y][threadIdx.x] = count;
     __syncthreads();
@@ -515,35 +515,35 @@ extern "C" __global__ void settle(Loop l, Scratch s, int t, int) {
     if (!p.in) return;
     if (p.j < P) {
         i64 at = p.row * P + p.j;
-        Units dh = get(l.dh + at), rec = added(through(l, s, p, (int)s.sums));
-        Units scale = l.scale_h ? get((const narrow *)l.scale_h + at) : all_of(1.0f);
-        EACH dh[e] += rec[e] * scale[e];
+        Units dh = load(l.dh + at), rec = total(recurrent_grad_at(l, s, p, (int)s.splits));
+        Units scale = l.scale_h ? load((const narrow *)l.scale_h + at) : all_of(1.0f);
+        EACH_UNIT dh[e] += rec[e] * scale[e];
         if (p.cut) {
-            Units sum = get(l.dreset_h + at);
-            EACH sum[e] += dh[e];
-            put(l.dreset_h + at, sum);
+            Units sum = load(l.dreset_h + at);
+            EACH_UNIT sum[e] += dh[e];
+            store(l.dreset_h + at, sum);
         }
-        put(l.dh + at, p.cut ? all_of(0.0f) : dh);
+        store(l.dh + at, p.cut ? all_of(0.0f) : dh);
     }
     if (LSTM && p.cut && p.j < H) {
         i64 at = p.row * H + p.j;
-        Units dc = get(l.dc + at), sum = get(l.dreset_c + at);
-        EACH sum[e] += dc[e];
-        put(l.dreset_c + at, sum);
-        put(l.dc + at, all_of(0.0f));
+        Units dc = load(l.dc + at), sum = load(l.dreset_c + at);
+        EACH_UNIT sum[e] += dc[e];
+        store(l.dreset_c + at, sum);
+        store(l.dc + at, all_of(0.0f));
     }
 }
 
 /* The rows of one step side by side, where they lie apart; zero for those that have ended. */
 extern "C" __global__ void gather(Loop l, const narrow *from, narrow *to, i64 width, int t) {
     i64 row = blockIdx.x, j = (i64)blockIdx.y * blockDim.x + threadIdx.x, length = length_of(l, row);
-    if (j < width) to[row * width + j] = t < length ? from[at_of(l, t, row, length) * width + j] : narrowed(0.0f);
+    if (j < width) to[row * width + j] = t < length ? from[row_index(l, t, row, length) * width + j] : narrowed(0.0f);
 }
 
 /* --- norms --------------------------------------------------------------------------------------- */
 
 /* The sums of two numbers over a block, for all its threads. */
-__device__ float2 sums(float one, float two) {
+__device__ float2 block_sums(float one, float two) {
     __shared__ float2 part[32];
     for (int far = 16; far; far /= 2) {
         one += __shfl_xor_sync(~0u, one, far);
@@ -557,7 +557,7 @@ __device__ float2 sums(float one, float two) {
     return all;
 }
 
-struct Normed { /* one thing that is normalised, `width` numbers wide */
+struct NormStep { /* one thing that is normalised, `width` numbers wide */
     float *v;          /* [B, width]: of this step */
     float *hat;        /* [N, width]: normalised, or NULL where only the moments are wanted */
     const float *scale;
@@ -570,15 +570,15 @@ struct Normed { /* one thing that is normalised, `width` numbers wide */
 };
 
 /* Moments of each row, one block a row; where `hat` is given also the normalised, and scaled and shifted in place. */
-extern "C" __global__ void norm_rows(Loop l, Normed n, int t) {
+extern "C" __global__ void norm_rows(Loop l, NormStep n, int t) {
     i64 row = blockIdx.x, length = length_of(l, row), width = n.width;
     if (t >= length) return;
-    i64 at = at_of(l, t, row, length);
+    i64 at = row_index(l, t, row, length);
     float *v = n.v + row * width, sum = 0, square = 0;
     for (i64 j = threadIdx.x; j < width; j += blockDim.x) sum += v[j];
-    float m = sums(sum, 0).x / width;
+    float m = block_sums(sum, 0).x / width;
     for (i64 j = threadIdx.x; j < width; j += blockDim.x) square += (v[j] - m) * (v[j] - m);
-    float variance = sums(square, 0).x / width, rstd = inverse(variance, n.eps);
+    float variance = block_sums(square, 0).x / width, rstd = inverse(variance, n.eps);
     if (threadIdx.x == 0) n.mean[at] = m, n.var[at] = variance;
     if (!n.hat) return;
     for (i64 j = threadIdx.x; j < width; j += blockDim.x) {
@@ -600,7 +600,7 @@ __device__ float2 column_sums(float one, float two) {
 }
 
 /* The same for columns, over the rows that have not ended: a block of 32 × 8 threads has 32 columns. */
-extern "C" __global__ void norm_columns(Loop l, Normed n, int t) {
+extern "C" __global__ void norm_columns(Loop l, NormStep n, int t) {
     i64 j = (i64)blockIdx.x * 32 + threadIdx.x, width = n.width;
     bool in = j < width;
     float m, variance;
@@ -628,46 +628,46 @@ extern "C" __global__ void norm_columns(Loop l, Normed n, int t) {
         i64 length = length_of(l, b);
         if (t >= length) continue;
         float one = (n.v[b * width + j] - m) * rstd;
-        n.hat[at_of(l, t, b, length) * width + j] = one;
+        n.hat[row_index(l, t, b, length) * width + j] = one;
         n.v[b * width + j] = one * n.scale[j] + (n.bias ? widen(n.bias[j]) : 0.0f);
     }
 }
 
-__device__ __forceinline__ float wide(float v) { return v; }
+__device__ __forceinline__ float as_float(float v) { return v; }
 #if TYPE
-__device__ __forceinline__ float wide(narrow v) { return widen(v); }
-__device__ __forceinline__ void put(narrow *to, float v) { *to = narrowed(v); }
+__device__ __forceinline__ float as_float(narrow v) { return widen(v); }
+__device__ __forceinline__ void store(narrow *to, float v) { *to = narrowed(v); }
 #endif
-__device__ __forceinline__ void put(float *to, float v) { *to = v; }
+__device__ __forceinline__ void store(float *to, float v) { *to = v; }
 
 template <typename T>
-__device__ void rows_back(const Loop &l, const Normed &n, int t) {
+__device__ void rows_back(const Loop &l, const NormStep &n, int t) {
     i64 row = blockIdx.x, length = length_of(l, row), width = n.width;
     if (t >= length) return;
-    i64 at = at_of(l, t, row, length);
+    i64 at = row_index(l, t, row, length);
     T *dv = (T *)n.dv + (n.by_row ? row : at) * width;
     const T *d = (const T *)n.d + at * width;
     const float *hat = n.hat + at * width;
     float one = 0, two = 0;
     for (i64 j = threadIdx.x; j < width; j += blockDim.x) {
-        one += wide(d[j]) * n.scale[j];
-        two += wide(d[j]) * n.scale[j] * hat[j];
+        one += as_float(d[j]) * n.scale[j];
+        two += as_float(d[j]) * n.scale[j] * hat[j];
     }
-    float2 all = sums(one, two);
+    float2 all = block_sums(one, two);
     float rstd = inverse(n.var[at], n.eps), m1 = all.x / width, m2 = all.y / width;
-    for (i64 j = threadIdx.x; j < width; j += blockDim.x) put(dv + j, rstd * (wide(d[j]) * n.scale[j] - m1 - hat[j] * m2));
+    for (i64 j = threadIdx.x; j < width; j += blockDim.x) store(dv + j, rstd * (as_float(d[j]) * n.scale[j] - m1 - hat[j] * m2));
 }
 
 template <typename T>
-__device__ void columns_back(const Loop &l, const Normed &n, int t) {
+__device__ void columns_back(const Loop &l, const NormStep &n, int t) {
     i64 j = (i64)blockIdx.x * 32 + threadIdx.x, width = n.width;
     bool in = j < width;
     float one = 0, two = 0, alive = 0;
     for (i64 b = threadIdx.y; in && !n.given && b < l.batch; b += 8) {
         i64 length = length_of(l, b);
         if (t >= length) continue;
-        i64 at = at_of(l, t, b, length) * width + j;
-        one += wide(((const T *)n.d)[at]), two += wide(((const T *)n.d)[at]) * n.hat[at], alive += 1;
+        i64 at = row_index(l, t, b, length) * width + j;
+        one += as_float(((const T *)n.d)[at]), two += as_float(((const T *)n.d)[at]) * n.hat[at], alive += 1;
     }
     float2 all = column_sums(one, two);
     float rows = fmaxf(column_sums(alive, 0).x, 1.0f);
@@ -676,13 +676,13 @@ __device__ void columns_back(const Loop &l, const Normed &n, int t) {
     for (i64 b = threadIdx.y; b < l.batch; b += 8) {
         i64 length = length_of(l, b);
         if (t >= length) continue;
-        i64 at = at_of(l, t, b, length) * width + j;
-        put((T *)n.dv + (n.by_row ? b * width + j : at), rstd * (wide(((const T *)n.d)[at]) - m1 - n.hat[at] * m2));
+        i64 at = row_index(l, t, b, length) * width + j;
+        store((T *)n.dv + (n.by_row ? b * width + j : at), rstd * (as_float(((const T *)n.d)[at]) - m1 - n.hat[at] * m2));
     }
 }
 
-extern "C" __global__ void norm_rows_back(Loop l, Normed n, int t) { rows_back<float>(l, n, t); }
-extern "C" __global__ void norm_gates_back(Loop l, Normed n, int t) { rows_back<narrow>(l, n, t); }
-extern "C" __global__ void norm_columns_back(Loop l, Normed n, int t) { columns_back<float>(l, n, t); }
-extern "C" __global__ void norm_gate_columns_back(Loop l, Normed n, int t) { columns_back<narrow>(l, n, t); }
+extern "C" __global__ void norm_rows_back(Loop l, NormStep n, int t) { rows_back<float>(l, n, t); }
+extern "C" __global__ void norm_gates_back(Loop l, NormStep n, int t) { rows_back<narrow>(l, n, t); }
+extern "C" __global__ void norm_columns_back(Loop l, NormStep n, int t) { columns_back<float>(l, n, t); }
+extern "C" __global__ void norm_gate_columns_back(Loop l, NormStep n, int t) { columns_back<narrow>(l, n, t); }
 #endif

@@ -17,15 +17,15 @@ from ...backend import Loop, LoopGrads
 from ...memory import address, is_aligned
 from ...sequence.products import pad_columns
 from ..runtime.arguments import (
+    ALL_FEATURES,
     CELLS,
-    EVERYTHING,
     TYPES,
     Arguments,
-    Normed,
+    NormStep,
     Scratch,
-    has,
-    known,
+    features_of,
     loop_arguments,
+    mode_defines,
     modes_of,
 )
 from ..runtime.blas import batch_invariant, product
@@ -34,7 +34,7 @@ from .persistent import in_half
 
 THREADS = 64  # per block
 MOST_THREADS = 1024  # maximum in a block that processes a whole row
-GATES, SHOWS, CARRY = 1, 2, 4  # bits: the parts of a step that a launch computes
+PART_GATES, PART_SHOWN, PART_CARRY = 1, 2, 4  # bits: the parts of a step that a launch computes
 _PLAIN_NAMES = ("forward", "backward")
 _NAMES = (
     *_PLAIN_NAMES, "enter", "carry", "norm_rows", "norm_columns", "carry_back", "centre", "settle",
@@ -44,135 +44,145 @@ _NAMES = (
 Step = Callable[[int], None]  # runs one operation of step t
 
 
-def ready(loop: Loop, back: LoopGrads | None, loops: int) -> Ready:
+def ready(loop: Loop, grads: LoopGrads | None, concurrent: int) -> Ready:
     """Prepare a loop step by step; it always runs on the current stream."""
-    return Ready(lambda lane: forward(loop) if back is None else backward(loop, back))
+    return Ready(lambda side_stream: forward(loop) if grads is None else backward(loop, grads))
 
 
 def forward(loop: Loop) -> None:
     """Run the forward pass of a loop."""
     pass_ = _Pass(loop, None)
-    shows, norm, w_hr = "shown" in loop.cell.marks, loop.norm, loop.w_hr
+    has_shown, norm, w_hr = "shown" in loop.cell.marks, loop.norm, loop.w_hr
     dtype, batch, size = loop.gates.dtype, loop.batch, loop.outputs
     # The carried h needs its own float32 buffer only if y is rounded and the step computes with h,
     # instead of only replacing or keeping it.
     draw = loop.draws.get("hidden")
     if dtype != torch.float32 and (loop.cell.reads_h or (draw is not None and draw.seed is None)):
         pass_.scratch("h", (batch, size))
-    enters = loop.resets is not None or loop.scale_h is not None or pass_.apart
-    left = [address(loop.h0, "h0"), *pass_.addresses(loop.y)[:-1]]
+    enters = loop.resets is not None or loop.scale_h is not None or pass_.gathered
+    h_addresses = [address(loop.h0, "h0"), *pass_.addresses(loop.y)[:-1]]
     w = pad_columns(_halved(loop.recurrent_weight) if pass_.half else loop.recurrent_weight)
     if pass_.half:
         h_in = pad_columns(_halved(loop.h0))
-        pass_.own.put("next", h_in)
-        left, pass_.own.struct.pitch = [address(h_in, "h_in")] * loop.steps, w.shape[1]
+        pass_.extra.put("h_next", h_in)
+        h_addresses, pass_.extra.struct.pitch = [address(h_in, "h_in")] * loop.steps, w.shape[1]
     elif enters or w.shape[1] != size:
         h_in = pass_.scratch("h_in", (batch, w.shape[1]), dtype)
-        left, pass_.own.struct.pitch = [address(h_in, "h_in")] * loop.steps, w.shape[1]
+        h_addresses, pass_.extra.struct.pitch = [address(h_in, "h_in")] * loop.steps, w.shape[1]
         h_in.copy_(pad_columns(loop.h0))
-        pass_.own.struct.next = None if enters else address(h_in, "h_in")
+        pass_.extra.struct.h_next = None if enters else address(h_in, "h_in")
     # True: the product is added to x's part of the gates in place.
-    added = norm is None and not loop.cell.storage.apart and not pass_.apart
-    right, into = pass_.addresses(loop.gates), dtype
-    if not added:
+    in_place = norm is None and not loop.cell.storage.apart and not pass_.gathered
+    out_addresses, out_dtype = pass_.addresses(loop.gates), dtype
+    if not in_place:
         h_w = pass_.scratch("product", (batch, loop.gates.shape[1]))
-        right, into = [address(h_w, "h_w")] * loop.steps, torch.float32
-    multiply = product(w, batch, into, transposed=True, add=added)
+        out_addresses, out_dtype = [address(h_w, "h_w")] * loop.steps, torch.float32
+    multiply = product(w, batch, out_dtype, transposed=True, add=in_place)
 
-    after: list[Step] = []
-    end = SHOWS | CARRY if w_hr is None else SHOWS
+    after_product: list[Step] = []
+    end = PART_SHOWN | PART_CARRY if w_hr is None else PART_SHOWN
     if norm is not None:
         assert loop.gh is not None
-        after.append(pass_.normalise(h_w, loop.gh, norm.scale_h, loop.b_h, loop.mean_h, loop.var_h))
-    if shows and norm is not None:
-        raw = pass_.scratch("raw", (batch, loop.hidden))
-        after.append(pass_.step("forward", loop.hidden, GATES))
+        after_product.append(
+            pass_.normalise(h_w, loop.gh, norm.scale_h, loop.b_h, loop.mean_h, loop.var_h)
+        )
+    if has_shown and norm is not None:
+        candidate = pass_.scratch("candidate_c", (batch, loop.hidden))
+        after_product.append(pass_.step("forward", loop.hidden, PART_GATES))
         if not loop.given:
-            after.append(pass_.normalise(raw, None, None, None, loop.mean_c, loop.var_c))
-        after.append(pass_.step("forward", loop.hidden, end))
+            after_product.append(
+                pass_.normalise(candidate, None, None, None, loop.mean_c, loop.var_c)
+            )
+        after_product.append(pass_.step("forward", loop.hidden, end))
     else:
-        after.append(pass_.step("forward", loop.hidden, GATES | end))
+        after_product.append(pass_.step("forward", loop.hidden, PART_GATES | end))
     if w_hr is not None:
         u = address(pass_.scratch("u", (batch, loop.hidden), dtype), "u")
-        projected = address(pass_.scratch("shown", (batch, size)), "shown")
+        projected = address(pass_.scratch("projected", (batch, size)), "projected")
         project = product(w_hr, batch, torch.float32, transposed=True)
-        after.append(lambda t: project(u, projected))
-        after.append(pass_.step("carry", size))
-    before: list[Step] = [pass_.step("enter", size)] if enters else []
+        after_product.append(lambda t: project(u, projected))
+        after_product.append(pass_.step("carry", size))
+    before_product: list[Step] = [pass_.step("enter", size)] if enters else []
     for t in range(loop.steps):
-        for do in before:
+        for do in before_product:
             do(t)
-        multiply(left[t], right[t])
-        for do in after:
+        multiply(h_addresses[t], out_addresses[t])
+        for do in after_product:
             do(t)
 
 
-def backward(loop: Loop, back: LoopGrads) -> None:
+def backward(loop: Loop, grads: LoopGrads) -> None:
     """Run the backward pass of a loop."""
-    pass_ = _Pass(loop, back)
-    shows, norm, w_hr = "shown" in loop.cell.marks, loop.norm, loop.w_hr
-    narrow, batch, size = loop.gates.dtype, loop.batch, loop.outputs
+    pass_ = _Pass(loop, grads)
+    has_shown, norm, w_hr = "shown" in loop.cell.marks, loop.norm, loop.w_hr
+    dtype, batch, size = loop.gates.dtype, loop.batch, loop.outputs
     if (draw := loop.draws.get("update")) is not None and draw.rule.holds_gate:
         pass_.scratch("owed", (batch, loop.hidden)).zero_()
-    pass_.own.put_all(back, ("du", "u"), narrow)
-    pass_.own.put_all(back, ("dnc", "chat"), torch.float32)
+    pass_.extra.put_all(grads, ("du", "u"), dtype)
+    pass_.extra.put_all(grads, ("dnc", "chat"), torch.float32)
 
-    before: list[Step] = []
+    before_product: list[Step] = []
     if w_hr is not None:
-        assert back.du is not None
-        shown, rows = (
-            address(pass_.scratch("shown", (batch, loop.hidden)), "shown"),
-            pass_.rows(back.du),
-        )
+        assert grads.du is not None
+        projected = address(pass_.scratch("projected", (batch, loop.hidden)), "projected")
+        rows = pass_.rows(grads.du)
         unproject = product(w_hr, batch, torch.float32, transposed=False)
-        before.append(pass_.step("carry_back", size))
-        before.append(lambda t: unproject(rows(t), shown))
-    if shows and norm is not None:
-        assert back.dnc is not None and back.chat is not None
-        raw = pass_.scratch("raw", (batch, loop.hidden))
-        before.append(pass_.step("backward", loop.hidden, SHOWS))
-        before.append(pass_.normalise_back(raw, back.dnc, back.chat, norm.scale_c, loop.var_c))
-        before.append(pass_.step("backward", loop.hidden, GATES))
+        before_product.append(pass_.step("carry_back", size))
+        before_product.append(lambda t: unproject(rows(t), projected))
+    if has_shown and norm is not None:
+        assert grads.dnc is not None and grads.chat is not None
+        candidate = pass_.scratch("candidate_c", (batch, loop.hidden))
+        before_product.append(pass_.step("backward", loop.hidden, PART_SHOWN))
+        before_product.append(
+            pass_.normalise_back(candidate, grads.dnc, grads.chat, norm.scale_c, loop.var_c)
+        )
+        before_product.append(pass_.step("backward", loop.hidden, PART_GATES))
     else:
-        before.append(pass_.step("backward", loop.hidden, GATES | SHOWS))
+        before_product.append(pass_.step("backward", loop.hidden, PART_GATES | PART_SHOWN))
     if norm is not None:
         assert loop.gh is not None
-        before.append(pass_.normalise_back(back.dgh, back.dsh, loop.gh, norm.scale_h, loop.var_h))
+        before_product.append(
+            pass_.normalise_back(grads.dgh, grads.dsh, loop.gh, norm.scale_h, loop.var_h)
+        )
 
-    settles = loop.resets is not None or loop.scale_h is not None
+    settled = loop.resets is not None or loop.scale_h is not None
     depth = loop.recurrent_weight.shape[0]
     if pass_.half:
-        w, back_w = _scaled(loop.recurrent_weight)
+        w, unscale_w = _scaled(loop.recurrent_weight)
         w, transposed = pad_columns(w), False
-        pass_.own.put("back_w", back_w, torch.float32)
-        entering = address(pass_.scratch("d_half", (batch, depth), torch.float16), "d_half")
-        back_d = pass_.scratch("back", (batch,))
-        d: Callable[[int], int] = lambda t: entering  # noqa: E731
+        pass_.extra.put("unscale_w", unscale_w, torch.float32)
+        d_half = address(pass_.scratch("d_half", (batch, depth), torch.float16), "d_half")
+        unscale = pass_.scratch("unscale", (batch,))
+        operand_at: Callable[[int], int] = lambda t: d_half  # noqa: E731
     else:
         w, transposed = for_backward(loop.recurrent_weight)
-        d = pass_.rows(back.dgh)
+        operand_at = pass_.rows(grads.dgh)
     pitch = w.shape[0] if transposed else w.shape[1]
-    parts = parts_of(depth, pitch, batch, w.element_size(), chip(pass_.index).processors)
-    rec = pass_.scratch("rec", (parts, batch, pitch))
-    pass_.own.struct.pitch, pass_.own.struct.sums, pass_.own.struct.settled = pitch, parts, settles
-    multiply, to = product(w, batch, torch.float32, transposed, parts=parts), address(rec, "rec")
-    after: list[Step] = [pass_.centre()] if loop.balanced else []
-    if settles:
-        after.append(pass_.step("settle", max(size, loop.hidden)))
+    splits = depth_splits(depth, pitch, batch, w.element_size(), chip(pass_.index).processors)
+    rec = pass_.scratch("rec", (splits, batch, pitch))
+    pass_.extra.struct.pitch, pass_.extra.struct.splits, pass_.extra.struct.settled = (
+        pitch,
+        splits,
+        settled,
+    )
+    multiply, to = product(w, batch, torch.float32, transposed, splits=splits), address(rec, "rec")
+    after_product: list[Step] = [pass_.centre()] if loop.balanced else []
+    if settled:
+        after_product.append(pass_.step("settle", max(size, loop.hidden)))
     for t in reversed(range(loop.steps)):
-        for do in before:
+        for do in before_product:
             do(t)
-        multiply(d(t), to)
-        for do in after:
+        multiply(operand_at(t), to)
+        for do in after_product:
             do(t)
-    if not settles:
+    if not settled:
         received = rec.sum(0)[:, :size]
         if pass_.half:
-            received = received * back_w * back_d[:, None]
-        back.dh.add_(received)
+            received = received * unscale_w * unscale[:, None]
+        grads.dh.add_(received)
 
 
-def parts_of(depth: int, columns: int, rows: int, size: int, processors: int) -> int:
+def depth_splits(depth: int, columns: int, rows: int, size: int, processors: int) -> int:
     """Return the number of partial sums of the product in the backward pass.
 
     The product has few columns, so splitting its depth keeps more of the chip busy. The kernel of
@@ -217,20 +227,20 @@ def for_backward(w: Tensor) -> tuple[Tensor, bool]:
 class _Pass:
     """The kernels of one pass, and the arguments that all their launches share."""
 
-    def __init__(self, loop: Loop, back: LoopGrads | None) -> None:
+    def __init__(self, loop: Loop, grads: LoopGrads | None) -> None:
         self.loop, self.device = loop, loop.gates.device
-        self.arguments, self.own = loop_arguments(loop, back), Arguments(Scratch)
+        self.arguments, self.extra = loop_arguments(loop, grads), Arguments(Scratch)
         self.index = loop.gates.get_device()
         # True: the rows of one processed step are not adjacent in memory.
-        self.apart = loop.reverse and loop.lengths is not None
-        self.plain = loop.norm is None and loop.w_hr is None and not has(loop, back)
+        self.gathered = loop.reverse and loop.lengths is not None
+        self.plain = loop.norm is None and loop.w_hr is None and not features_of(loop, grads)
         self.stream = torch._C._cuda_getCurrentRawStream(self.index)
         self._norm()
         self.vector = 4 if self._aligned() else 1
-        self.half = self._half(back is not None)
+        self.half = self._half(grads is not None)
         names: tuple[str, ...] = _PLAIN_NAMES if self.plain else _NAMES
         if self.half:  # the other pass may have no half-precision kernel
-            names = ("forward" if back is None else "backward",)
+            names = ("forward" if grads is None else "backward",)
         modes = modes_of(loop.draws) if self.plain else None
         one_rate = all(draw.rate.dim() == 0 for draw in loop.draws.values())
         # Threads of a block that processes a whole row.
@@ -244,7 +254,7 @@ class _Pass:
         )
 
     def _norm(self) -> None:
-        loop, s = self.loop, self.own.struct
+        loop, s = self.loop, self.extra.struct
         s.project = loop.w_hr is not None
         if loop.norm is None:
             return
@@ -256,29 +266,29 @@ class _Pass:
         }
         tensors |= {name: getattr(loop, name) for name in ("mean_c", "var_c")}
         for name, value in tensors.items():
-            self.own.put(name, value, torch.float32)
+            self.extra.put(name, value, torch.float32)
 
     def _aligned(self) -> bool:
         """Return True if sizes and alignment allow reading four adjacent elements at once."""
         if self.loop.hidden % 4 or self.loop.outputs % 4:
             return False
-        numbers = (self.loop.gates.dtype, torch.float32)
-        given = [
-            value for value in (*self.arguments.alive, *self.own.alive) if value.dtype in numbers
-        ]
-        return all(is_aligned(value, 4 * value.element_size()) for value in given)
+        dtypes = (self.loop.gates.dtype, torch.float32)
+        tensors = (*self.arguments.alive, *self.extra.alive)
+        return all(is_aligned(v, 4 * v.element_size()) for v in tensors if v.dtype in dtypes)
 
-    def _half(self, back: bool) -> bool:
+    def _half(self, backward: bool) -> bool:
         """Return True if TF32 operands are passed in half precision, which has as many bits.
 
         In the backward pass a row must fit in a block. Its size in half precision must be a
         multiple of 16 bytes, as it is in float32.
         """
         loop = self.loop
-        can = self.plain and tf32() and chip(self.index).major >= 8
+        supported = self.plain and tf32() and chip(self.index).major >= 8
         fits = loop.hidden <= MOST_THREADS * self.vector and loop.recurrent_weight.shape[0] % 8 == 0
         return (
-            can and in_half(loop.cell, loop.gates.dtype, loop.hidden, back) and (fits or not back)
+            supported
+            and in_half(loop.cell, loop.gates.dtype, loop.hidden, backward)
+            and (fits or not backward)
         )
 
     def scratch(
@@ -286,7 +296,7 @@ class _Pass:
     ) -> Tensor:
         """Return workspace for this pass, and pass it to the kernels as `name`."""
         value = torch.empty(tuple(shape), dtype=dtype, device=self.device)
-        self.own.put(name, value)
+        self.extra.put(name, value)
         return value
 
     def addresses(self, values: Tensor) -> list[int]:
@@ -294,56 +304,54 @@ class _Pass:
 
         The rows of a step must be adjacent in memory.
         """
-        start, size = (
-            address(values, "values"),
-            self.loop.batch * values.shape[1] * values.element_size(),
-        )
-        found = [start + t * size for t in range(self.loop.steps)]
-        return found[::-1] if self.loop.reverse else found
+        start = address(values, "values")
+        size = self.loop.batch * values.shape[1] * values.element_size()
+        addresses = [start + t * size for t in range(self.loop.steps)]
+        return addresses[::-1] if self.loop.reverse else addresses
 
     def rows(self, values: Tensor) -> Callable[[int], int]:
         """Return a function from a processed step to the address of its rows of [N, ·].
 
         The function gathers the rows first if they are not adjacent in memory.
         """
-        if not self.apart:
+        if not self.gathered:
             return self.addresses(values).__getitem__
         width = values.shape[1]
-        to = values.new_empty(self.loop.batch, width)
-        self.own.alive.append(to)
-        start = address(to, "to")
-        given = (
+        rows = values.new_empty(self.loop.batch, width)
+        self.extra.alive.append(rows)
+        start = address(rows, "rows")
+        structs = (
             self.arguments.struct,
             ctypes.c_void_p(address(values, "values")),
             ctypes.c_void_p(start),
         )
         blocks = (self.loop.batch, -(-width // THREADS))
-        gather = self._at_step("gather", blocks, (THREADS, 1), (*given, ctypes.c_int64(width)))
+        gather = self._at_step("gather", blocks, (THREADS, 1), (*structs, ctypes.c_int64(width)))
 
-        def gathered(t: int) -> int:
+        def gather_rows(t: int) -> int:
             gather(t)
             return start
 
-        return gathered
+        return gather_rows
 
-    def step(self, name: str, units: int, parts: int = 0) -> Step:
+    def step(self, name: str, units: int, work: int = 0) -> Step:
         """Return the launch of a kernel with one thread for one or four units of a row of a step.
 
-        `parts`: the bits of GATES, SHOWS and CARRY to compute.
+        `work`: the bits of PART_GATES, PART_SHOWN and PART_CARRY to compute.
         """
         blocks, threads = -(-self.loop.batch * (units // self.vector) // THREADS), THREADS
         if self.half and name == "backward":  # a block processes a whole row
             blocks, threads = self.loop.batch, self.threads
-        given = (self.arguments.struct, self.own.struct)
-        return self._at_step(name, (blocks, 1), (threads, 1), given, (ctypes.c_int(parts),))
+        structs = (self.arguments.struct, self.extra.struct)
+        return self._at_step(name, (blocks, 1), (threads, 1), structs, (ctypes.c_int(work),))
 
     def centre(self) -> Step:
         """Return the launch that subtracts the mean over the rows of a step from `rec`.
 
         `rec` is the gradient that the product has passed back.
         """
-        given = (self.arguments.struct, self.own.struct)
-        return self._at_step("centre", (-(-self.loop.outputs // 32), 1), (32, 8), given)
+        structs = (self.arguments.struct, self.extra.struct)
+        return self._at_step("centre", (-(-self.loop.outputs // 32), 1), (32, 8), structs)
 
     def _at_step(
         self,
@@ -379,10 +387,10 @@ class _Pass:
 
         It writes `dv`, the gradient of the norm's input, from `d`, that of its scaled result.
         """
-        wide = d.dtype == torch.float32
+        is_float = d.dtype == torch.float32
         rows, columns = (
             ("norm_rows_back", "norm_columns_back")
-            if wide
+            if is_float
             else ("norm_gates_back", "norm_gate_columns_back")
         )
         return self._norm_step(
@@ -390,17 +398,17 @@ class _Pass:
         )
 
     def _norm_step(self, rows: str, columns: str, width: int, **tensors: Tensor | None) -> Step:
-        loop, own = self.loop, Arguments(Normed)
+        loop, extra = self.loop, Arguments(NormStep)
         assert loop.norm is not None
         for name, value in tensors.items():
-            own.put(name, value)
+            extra.put(name, value)
         dv = tensors.get("dv")
-        own.struct.width, own.struct.given, own.struct.eps = width, loop.given, loop.norm.eps
-        own.struct.by_row = dv is not None and len(dv) != len(loop.gates)
-        given = (self.arguments.struct, own.struct)
+        extra.struct.width, extra.struct.given, extra.struct.eps = width, loop.given, loop.norm.eps
+        extra.struct.by_row = dv is not None and len(dv) != len(loop.gates)
+        structs = (self.arguments.struct, extra.struct)
         if loop.norm.over == "units":
-            return self._at_step(rows, (loop.batch, 1), (256, 1), given)
-        return self._at_step(columns, ((width + 31) // 32, 1), (32, 8), given)
+            return self._at_step(rows, (loop.batch, 1), (256, 1), structs)
+        return self._at_step(columns, ((width + 31) // 32, 1), (32, 8), structs)
 
 
 def defines_of(
@@ -418,8 +426,14 @@ def defines_of(
     0 without them.
     """
     return (
-        ("CELL", CELLS.index(cell)), ("TYPE", TYPES[dtype]),
-        ("FAST", int(dtype != torch.float32 or tf32())), ("V", vector), ("PLAIN", int(plain)),
-        ("HAS", 0 if plain else EVERYTHING), ("HALF", int(block > 0)), ("BLOCK", block),
-        ("ONE_RATE", int(one_rate)), *known(modes),
-    )  # fmt: skip
+        ("CELL", CELLS.index(cell)),
+        ("TYPE", TYPES[dtype]),
+        ("FAST", int(dtype != torch.float32 or tf32())),
+        ("VECTOR", vector),
+        ("PLAIN", int(plain)),
+        ("FEATURES", 0 if plain else ALL_FEATURES),
+        ("HALF", int(block > 0)),
+        ("MOST_THREADS", block),
+        ("ONE_RATE", int(one_rate)),
+        *mode_defines(modes),
+    )

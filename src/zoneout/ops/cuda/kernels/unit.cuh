@@ -28,12 +28,12 @@ __device__ __forceinline__ float exp_of(float x) { return expf(x); }
 __device__ __forceinline__ float softplus_of(float x) { /* x itself above 20, as in torch */
     return x > 20.0f ? x : fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))) + (x - x); /* NaN stays NaN */
 }
-#if QUICK
-#define SIGMOID(x) sigmoid_at(x)
-#define TANH(x) tanh_at(x)
+#if APPROXIMATE
+#define SIGMOID(x) sigmoid_approx(x)
+#define TANH(x) tanh_approx(x)
 #else
 #define SIGMOID(x) sigmoid(x)
-#define TANH(x) tanh_kept(x)
+#define TANH(x) tanh_with_nan(x)
 #endif
 #define EXP(x) exp_of(x)
 #define LOG(x) logf(x)
@@ -46,19 +46,17 @@ __device__ __forceinline__ float softplus_of(float x) { /* x itself above 20, as
 #define MINIMUM(a, b) ((a) < (b) || (a) != (a) ? (a) : (b)) /* NaN if either is NaN */
 #define MAXIMUM(a, b) ((a) > (b) || (a) != (a) ? (a) : (b))
 #define MIX(value, old, keep) mix(value, old, keep)
-#define LESS(value, drop) less(value, drop)
+#define LESS(value, drop) drop_out(value, drop)
 #define ALSO(value, old, share) ((share) <= 0 ? (value) : (value) + (share) * (old))
 /* fminf and fmaxf drop a NaN, so the fast tanh would bound it. */
-__device__ __forceinline__ float tanh_kept(float x) { return x == x ? tanh_of(x) : x; }
+__device__ __forceinline__ float tanh_with_nan(float x) { return x == x ? tanh_of(x) : x; }
 
+#undef GATES /* of a built-in cell; the text of the step defines its own */
 /* The functions of the cell's step stand here. */
-
-#undef G
-#define G GATES
 
 /* --- arguments ------------------------------------------------------------------------------------ */
 
-struct Own { /* beside Loop: what cells of several states have. State 0 is h; index 0 of states, initial and reset is unused */
+struct CellArguments { /* beside Loop: what cells of several states have. State 0 is h; index 0 of states, initial and reset is unused */
     Stream state[4], update;
     const float *initial[4], *reset[4]; /* [B, H] */
     float *states[4], *slot[2];         /* [N, H] */
@@ -73,7 +71,7 @@ struct Own { /* beside Loop: what cells of several states have. State 0 is h; in
     float *owed;          /* [B, H]: gradient of a held gate, for the step before */
     narrow *d_in;         /* [B, heads, G, D]: gradients as they enter the product, or NULL: dsh is read in place */
     const float *rec;     /* [heads or sums, B, rec_pitch]: gradient of the h that entered the next step, in parts */
-    i64 block, h_pitch, rec_pitch, sums; /* sums: the parts of `rec` to be added */
+    i64 head_units, h_pitch, rec_pitch, splits; /* sums: the parts of `rec` to be added */
     /* products inside the step: [B, in_pitch], [N, parts·H] and [B, din_pitch]. Where the rows of a step are not
      * neighbours (`gathered`), products write `part` and read `d_part`, [B, parts·H] */
     narrow *in[16];
@@ -90,7 +88,7 @@ struct Own { /* beside Loop: what cells of several states have. State 0 is h; in
 #ifndef PRODUCTS
 #define PRODUCTS 0
 #endif
-#define EACH_GATE _Pragma("unroll") for (int q = 0; q < G; q++)
+#define EACH_GATE _Pragma("unroll") for (int q = 0; q < GATES; q++)
 #define EACH_STATE _Pragma("unroll") for (int k = 0; k < STATES; k++)
 #define EACH_STREAM _Pragma("unroll") for (int k = 0; k <= STATES; k++) /* of the states, then the update's */
 #define EACH_SLOT _Pragma("unroll") for (int k = 0; k < SLOTS; k++)
@@ -111,7 +109,7 @@ __device__ __forceinline__ constexpr int stream_known(int k) {
 #define KNOWN_STREAMS 0
 #endif
 
-__device__ __forceinline__ void put_keep(Unit &u, int k, const Stream &s, float keep) {
+__device__ __forceinline__ void set_state_mask(Unit &u, int k, const Stream &s, float keep) {
     if (s.zero)
         u.zero[k] = keep;
     else
@@ -119,25 +117,25 @@ __device__ __forceinline__ void put_keep(Unit &u, int k, const Stream &s, float 
 }
 
 /* A held gate takes the value of the step before, where a row has one. */
-__device__ __forceinline__ void put_update(Unit &u, const Stream &s, float keep, bool first) {
+__device__ __forceinline__ void set_update_mask(Unit &u, const Stream &s, float keep, bool first) {
     u.update = keep;
     u.hold = s.hold && !first ? keep : 0.0f;
 }
 
-__device__ __forceinline__ const Stream &stream_of(const Own &o, int k) { return k < STATES ? o.state[k] : o.update; }
+__device__ __forceinline__ const Stream &stream_of(const CellArguments &o, int k) { return k < STATES ? o.state[k] : o.update; }
 
 struct Streams { /* those of the states, then the update's, as one unit sees them */
     Noise noise[STATES + 1];
 };
 
-__device__ __forceinline__ Streams streams_of(const Own &o, i64 unit) {
+__device__ __forceinline__ Streams streams_of(const CellArguments &o, i64 unit) {
     Streams n;
     EACH_STREAM n.noise[k] = noise_of(stream_of(o, k), unit);
     return n;
 }
 
 /* Whether a stream has the word of the stream before, which was drawn. */
-__device__ __forceinline__ bool shares_word(const Own &o, const Streams &n, int k) {
+__device__ __forceinline__ bool shares_word(const CellArguments &o, const Streams &n, int k) {
 #if KNOWN_STREAMS
     return stream_known(k) & 8;
 #else
@@ -145,18 +143,18 @@ __device__ __forceinline__ bool shares_word(const Own &o, const Streams &n, int 
 #endif
 }
 
-struct Kept { /* of each stream: 1 where the old value (or zero) is used, its chance at evaluation */
+struct Masks { /* of each stream: 1 where the old value (or zero) is used, its chance at evaluation */
     float of[STATES + 1];
 };
 
-__device__ __forceinline__ void put_kept(Unit &u, const Own &o, const Kept &kept, bool first) {
+__device__ __forceinline__ void set_masks(Unit &u, const CellArguments &o, const Masks &masks, bool first) {
 #pragma unroll
-    for (int k = 0; k < STATES; k++) put_keep(u, k, o.state[k], kept.of[k]);
-    put_update(u, o.update, kept.of[STATES], first);
+    for (int k = 0; k < STATES; k++) set_state_mask(u, k, o.state[k], masks.of[k]);
+    set_update_mask(u, o.update, masks.of[STATES], first);
 }
 
-__device__ __forceinline__ Kept kept_at(const Own &o, const Streams &n, u32 unit, u32 example, u32 step) {
-    Kept kept = {};
+__device__ __forceinline__ Masks draw_masks(const CellArguments &o, const Streams &n, u32 unit, u32 example, u32 step) {
+    Masks masks = {};
     u32 word = 0;
     int drawn = -1; /* the stream of `word` */
 #pragma unroll
@@ -168,13 +166,13 @@ __device__ __forceinline__ Kept kept_at(const Own &o, const Streams &n, u32 unit
                 word = word_of(s, n.noise[k].seed, unit, example, step);
             drawn = k;
         }
-        kept.of[k] = keep_of(s, n.noise[k], word);
+        masks.of[k] = keep_of(s, n.noise[k], word);
     }
-    return kept;
+    return masks;
 }
 
 /* What HAS says that a loop has not. */
-__device__ __forceinline__ void simplify(Own &o) {
+__device__ __forceinline__ void simplify(CellArguments &o) {
     if (!HAS_UPDATE) o.update.mode = OFF, o.update.hold = 0;
 #pragma unroll
     for (int k = 0; k < 4; k++) {
@@ -192,17 +190,17 @@ __device__ __forceinline__ void simplify(Own &o) {
 
 /* --- the states before a step --------------------------------------------------------------------- */
 
-__device__ __forceinline__ const float *start_of(const Own &o, int k, bool cut, i64 at) {
+__device__ __forceinline__ const float *start_of(const CellArguments &o, int k, bool cut, i64 at) {
     return (cut ? o.reset[k] : o.initial[k]) + at;
 }
 
 /* A state before the first step, or after a reset; `at`: row and unit. */
-__device__ __forceinline__ float start_at(const Loop &l, const Own &o, int k, bool cut, i64 at) {
+__device__ __forceinline__ float start_at(const Loop &l, const CellArguments &o, int k, bool cut, i64 at) {
     return k ? *start_of(o, k, cut, at) : start_h(l, cut, at);
 }
 
 /* What a unit has at all steps. */
-__device__ __forceinline__ Unit unit_of(const Loop &l, const Own &o, i64 unit) {
+__device__ __forceinline__ Unit unit_of(const Loop &l, const CellArguments &o, i64 unit) {
     Unit u = {};
     EACH_PARAMETER u.parameter[k] = o.parameter[k][unit];
     EACH_GATE {
@@ -213,12 +211,12 @@ __device__ __forceinline__ Unit unit_of(const Loop &l, const Own &o, i64 unit) {
 }
 
 /* The stored value of the gate that may be held, at a row of a step. */
-#if HELD >= 0 && defined(V)
-__device__ __forceinline__ Units held_at(const Loop &l, const Own &o, i64 at, i64 j) {
+#if HELD >= 0 && defined(VECTOR)
+__device__ __forceinline__ Units held_at(const Loop &l, const CellArguments &o, i64 at, i64 j) {
 #if HELD < GATES
-    return get((const narrow *)l.gates + (at * GATES + HELD) * l.hidden + j);
+    return load((const narrow *)l.gates + (at * GATES + HELD) * l.hidden + j);
 #else
-    return get(o.slot[HELD - GATES] + at * l.hidden + j);
+    return load(o.slot[HELD - GATES] + at * l.hidden + j);
 #endif
 }
 #endif

@@ -17,153 +17,153 @@ struct Norms {
     narrow *v;            /* [N, width]: x·Wx; out: normalised, scaled and shifted; backwards: its derivative */
     const narrow *d, *dh; /* of both parts of the gates, normalised, scaled and shifted */
     const float *gh;      /* [N, width]: h·Wh, normalised */
-    float *parts;         /* [·, 2, width]: of the scales of x and h, to be added up */
+    float *partial_sums; /* [·, 2, width]: of the scales of x and h, to be added up */
 };
 
 __device__ __forceinline__ float inverse(float var, double eps) { return rsqrtf(var + (float)eps); }
 
 /* --- neighbouring numbers ------------------------------------------------------------------------ */
 
-#define EACH _Pragma("unroll") for (int e = 0; e < V; e++)
-#if HELD
+#define EACH_ELEMENT _Pragma("unroll") for (int e = 0; e < VECTOR; e++)
+#if IN_REGISTERS
 #define UNROLL _Pragma("unroll")
 #else
 #define UNROLL _Pragma("unroll 1")
 #endif
 
-template <int N> struct alignas(N < 4 ? 4 * N : 16) Wide {
+template <int N> struct alignas(N < 4 ? 4 * N : 16) Vector {
     float v[N];
     __device__ __forceinline__ float &operator[](int e) { return v[e]; }
     __device__ __forceinline__ float operator[](int e) const { return v[e]; }
 };
-typedef Wide<V> Units;
+typedef Vector<VECTOR> Floats;
 
-template <int N> __device__ __forceinline__ Wide<N> get(const float *from) { return *(const Wide<N> *)from; }
-template <int N> __device__ __forceinline__ void put(float *to, const Wide<N> &u) { *(Wide<N> *)to = u; }
+template <int N> __device__ __forceinline__ Vector<N> get(const float *from) { return *(const Vector<N> *)from; }
+template <int N> __device__ __forceinline__ void put(float *to, const Vector<N> &u) { *(Vector<N> *)to = u; }
 
 /* As they lie in memory, to be widened when they are used. */
-#if TYPE && V > 1
-struct alignas(2 * V) Packed {
-    u32 word[V / 2];
+#if TYPE && VECTOR > 1
+struct alignas(2 * VECTOR) NarrowVector {
+    u32 word[VECTOR / 2];
     __device__ __forceinline__ float operator[](int e) const { return widen((narrow)(word[e / 2] >> e % 2 * 16)); }
 };
-__device__ __forceinline__ void put_narrow(narrow *to, const Units &u) {
-    Packed p;
+__device__ __forceinline__ void put_narrow(narrow *to, const Floats &u) {
+    NarrowVector p;
 #pragma unroll
-    for (int w = 0; w < V / 2; w++) p.word[w] = pair(u[2 * w], u[2 * w + 1]);
-    *(Packed *)to = p;
+    for (int w = 0; w < VECTOR / 2; w++) p.word[w] = pair(u[2 * w], u[2 * w + 1]);
+    *(NarrowVector *)to = p;
 }
 #else
-struct alignas(V * sizeof(narrow)) Packed {
-    narrow v[V];
+struct alignas(VECTOR * sizeof(narrow)) NarrowVector {
+    narrow v[VECTOR];
     __device__ __forceinline__ float operator[](int e) const { return widen(v[e]); }
 };
-__device__ __forceinline__ void put_narrow(narrow *to, const Units &u) {
-    Packed p;
-    EACH p.v[e] = narrowed(u[e]);
-    *(Packed *)to = p;
+__device__ __forceinline__ void put_narrow(narrow *to, const Floats &u) {
+    NarrowVector p;
+    EACH_ELEMENT p.v[e] = narrowed(u[e]);
+    *(NarrowVector *)to = p;
 }
 #endif
 
-__device__ __forceinline__ Packed get_narrow(const narrow *from) { return *(const Packed *)from; }
+__device__ __forceinline__ NarrowVector get_narrow(const narrow *from) { return *(const NarrowVector *)from; }
 
-template <class Number, class Vector> struct Mine { /* what a thread reads more than once, or well before it is used */
+template <class Number, class Elements> struct Cached { /* what a thread reads more than once, or well before it is used */
     const Number *from;
-#if HELD
-    Vector kept[R];
-    __device__ __forceinline__ void take(int k, i64 at) { kept[k] = *(const Vector *)(from + at); }
-    __device__ __forceinline__ Vector get(int k, i64 at) const { return kept[k]; }
+#if IN_REGISTERS
+    Elements held[VECTORS_PER_THREAD];
+    __device__ __forceinline__ void read(int k, i64 at) { held[k] = *(const Elements *)(from + at); }
+    __device__ __forceinline__ Elements get(int k, i64 at) const { return held[k]; }
 #else
-    __device__ __forceinline__ void take(int k, i64 at) {}
-    __device__ __forceinline__ Vector get(int k, i64 at) const { return *(const Vector *)(from + at); }
+    __device__ __forceinline__ void read(int k, i64 at) {}
+    __device__ __forceinline__ Elements get(int k, i64 at) const { return *(const Elements *)(from + at); }
 #endif
 };
-typedef Mine<narrow, Packed> Narrows;
-typedef Mine<float, Units> Wides;
+typedef Cached<narrow, NarrowVector> CachedNarrow;
+typedef Cached<float, Floats> CachedFloats;
 
 /* --- layer norm ---------------------------------------------------------------------------------- */
 
 #if LAYER
 #define TEAMS (THREADS / TEAM)
-#if HELD
-#define VECTORS R
+#if IN_REGISTERS
+#define VECTOR_COUNT VECTORS_PER_THREAD
 #else
-#define VECTORS ((width + TEAM * V - 1) / (TEAM * V))
+#define VECTOR_COUNT ((width + TEAM * VECTOR - 1) / (TEAM * VECTOR))
 #endif
 #define EACH_VECTOR \
-    UNROLL for (int k = 0, j = lane * V; k < VECTORS; k++, j += TEAM * V) if (k < VECTORS - 1 || j < width)
+    UNROLL for (int k = 0, j = lane * VECTOR; k < VECTOR_COUNT; k++, j += TEAM * VECTOR) if (k < VECTOR_COUNT - 1 || j < width)
 
 /* Sums over the threads of a row, for all of them. */
-template <int N> __device__ __forceinline__ void add_up(float (&v)[N]) {
+template <int N> __device__ __forceinline__ void sum_over_team(float (&v)[N]) {
 #pragma unroll
     for (int far = 16; far; far /= 2)
 #pragma unroll
         for (int i = 0; i < N; i++) v[i] += __shfl_xor_sync(~0u, v[i], far);
 #if TEAM > 32
-    __shared__ float part[TEAM / 32][N];
+    __shared__ float sums[TEAM / 32][N];
     __syncthreads();
     if (threadIdx.x % 32 == 0)
-        for (int i = 0; i < N; i++) part[threadIdx.x / 32][i] = v[i];
+        for (int i = 0; i < N; i++) sums[threadIdx.x / 32][i] = v[i];
     __syncthreads();
     for (int i = 0; i < N; i++) {
         v[i] = 0.0f;
-        for (int w = 0; w < TEAM / 32; w++) v[i] += part[w][i];
+        for (int w = 0; w < TEAM / 32; w++) v[i] += sums[w][i];
     }
 #endif
 }
 
 __device__ __forceinline__ bool ended(const Norms &n, i64 row) {
-    return ENDS && row / n.batch >= n.lengths[row % n.batch];
+    return RAGGED && row / n.batch >= n.lengths[row % n.batch];
 }
 
-#if !BACK
+#if !BACKWARD
 extern "C" __global__ void __launch_bounds__(THREADS) forward(Norms n) {
     int lane = threadIdx.x % TEAM, width = (int)n.width;
     i64 row = (i64)blockIdx.x * TEAMS + threadIdx.x / TEAM, start = row * width;
     if (row >= n.steps * n.batch || ended(n, row)) return;
-    Narrows v = {n.v};
-    EACH_VECTOR v.take(k, start + j);
+    CachedNarrow v = {n.v};
+    EACH_VECTOR v.read(k, start + j);
     float sum[1] = {}, squares[1] = {}, share = 1.0f / width;
     EACH_VECTOR {
-        Packed x = v.get(k, start + j);
-        EACH sum[0] += x[e];
+        NarrowVector x = v.get(k, start + j);
+        EACH_ELEMENT sum[0] += x[e];
     }
-    add_up(sum);
+    sum_over_team(sum);
     float mean = sum[0] * share;
     EACH_VECTOR {
-        Packed x = v.get(k, start + j);
-        EACH squares[0] += (x[e] - mean) * (x[e] - mean);
+        NarrowVector x = v.get(k, start + j);
+        EACH_ELEMENT squares[0] += (x[e] - mean) * (x[e] - mean);
     }
-    add_up(squares);
+    sum_over_team(squares);
     float var = squares[0] * share, rstd = inverse(var, n.eps);
     if (lane == 0) n.mean[row] = mean, n.var[row] = var;
     EACH_VECTOR {
-        Packed x = v.get(k, start + j), bias = get_narrow(n.bias + j);
-        Units scale = get<V>(n.scale + j), out;
-        EACH out[e] = (x[e] - mean) * rstd * scale[e] + bias[e];
+        NarrowVector x = v.get(k, start + j), bias = get_narrow(n.bias + j);
+        Floats scale = get<VECTOR>(n.scale + j), out;
+        EACH_ELEMENT out[e] = (x[e] - mean) * rstd * scale[e] + bias[e];
         put_narrow(n.v + start + j, out);
     }
 }
 #else
 
-#if HELD
+#if IN_REGISTERS
 /* The sums of a block's rows, each thread's columns: added over its teams. */
-__device__ __forceinline__ void leave(const float (&of)[R][V], float *to, int lane, int width) {
+__device__ __forceinline__ void store_sums(const float (&of)[VECTORS_PER_THREAD][VECTOR], float *to, int lane, int width) {
 #if TEAM < THREADS
-    __shared__ float part[TEAMS][TEAM * R * V];
+    __shared__ float sums[TEAMS][TEAM * VECTORS_PER_THREAD * VECTOR];
     __syncthreads();
-    EACH_VECTOR EACH part[threadIdx.x / TEAM][j + e] = of[k][e];
+    EACH_VECTOR EACH_ELEMENT sums[threadIdx.x / TEAM][j + e] = of[k][e];
     __syncthreads();
     for (int j = threadIdx.x; j < width; j += THREADS) {
         float sum = 0.0f;
-        for (int team = 0; team < TEAMS; team++) sum += part[team][j];
+        for (int team = 0; team < TEAMS; team++) sum += sums[team][j];
         to[j] = sum;
     }
 #else
     EACH_VECTOR {
-        Units u;
-        EACH u[e] = of[k][e];
-        put<V>(to + j, u);
+        Floats u;
+        EACH_ELEMENT u[e] = of[k][e];
+        put<VECTOR>(to + j, u);
     }
 #endif
 }
@@ -172,12 +172,12 @@ __device__ __forceinline__ void leave(const float (&of)[R][V], float *to, int la
 /* Row after row: the sums of the columns stay with their threads, in registers or, without HELD, in `parts`. */
 extern "C" __global__ void __launch_bounds__(THREADS) backward(Norms n) {
     int lane = threadIdx.x % TEAM, width = (int)n.width;
-    float *to_x = n.parts + (i64)blockIdx.x * 2 * width, *to_h = to_x + width;
-    Units zero = {};
-#if HELD
-    float of_x[R][V] = {}, of_h[R][V] = {};
+    float *to_x = n.partial_sums + (i64)blockIdx.x * 2 * width, *to_h = to_x + width;
+    Floats zero = {};
+#if IN_REGISTERS
+    float of_x[VECTORS_PER_THREAD][VECTOR] = {}, of_h[VECTORS_PER_THREAD][VECTOR] = {};
 #else
-    EACH_VECTOR put<V>(to_x + j, zero), put<V>(to_h + j, zero);
+    EACH_VECTOR put<VECTOR>(to_x + j, zero), put<VECTOR>(to_h + j, zero);
 #endif
     float share = 1.0f / width;
     i64 rows = n.steps * n.batch;
@@ -188,42 +188,42 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(Norms n) {
             continue;
         }
         float mean = n.mean[row], rstd = inverse(n.var[row], n.eps), sum[2] = {};
-        Narrows v = {n.v}, d = {n.d};
-        Wides h = {n.gh};
-        EACH_VECTOR v.take(k, start + j), d.take(k, start + j), h.take(k, start + j);
+        CachedNarrow v = {n.v}, d = {n.d};
+        CachedFloats h = {n.gh};
+        EACH_VECTOR v.read(k, start + j), d.read(k, start + j), h.read(k, start + j);
         EACH_VECTOR {
-            Packed x = v.get(k, start + j), dx = d.get(k, start + j);
-#if APART
-            Packed dh = get_narrow(n.dh + start + j);
+            NarrowVector x = v.get(k, start + j), dx = d.get(k, start + j);
+#if SEPARATE_GRADS
+            NarrowVector dh = get_narrow(n.dh + start + j);
 #else
-            Packed dh = dx;
+            NarrowVector dh = dx;
 #endif
-            Units scale = get<V>(n.scale + j), gh = h.get(k, start + j), hat;
-            EACH {
+            Floats scale = get<VECTOR>(n.scale + j), gh = h.get(k, start + j), hat;
+            EACH_ELEMENT {
                 hat[e] = (x[e] - mean) * rstd;
                 sum[0] += dx[e] * scale[e];
                 sum[1] += dx[e] * scale[e] * hat[e];
             }
-#if HELD
-            EACH of_x[k][e] += dx[e] * hat[e], of_h[k][e] += dh[e] * gh[e];
+#if IN_REGISTERS
+            EACH_ELEMENT of_x[k][e] += dx[e] * hat[e], of_h[k][e] += dh[e] * gh[e];
 #else
-            Units one = get<V>(to_x + j), two = get<V>(to_h + j);
-            EACH one[e] += dx[e] * hat[e], two[e] += dh[e] * gh[e];
-            put<V>(to_x + j, one), put<V>(to_h + j, two);
+            Floats one = get<VECTOR>(to_x + j), two = get<VECTOR>(to_h + j);
+            EACH_ELEMENT one[e] += dx[e] * hat[e], two[e] += dh[e] * gh[e];
+            put<VECTOR>(to_x + j, one), put<VECTOR>(to_h + j, two);
 #endif
         }
-        add_up(sum);
+        sum_over_team(sum);
         float one = sum[0] * share, two = sum[1] * share;
         EACH_VECTOR {
-            Packed x = v.get(k, start + j), dx = d.get(k, start + j);
-            Units scale = get<V>(n.scale + j), out;
-            EACH out[e] = (dx[e] * scale[e] - one - (x[e] - mean) * rstd * two) * rstd;
+            NarrowVector x = v.get(k, start + j), dx = d.get(k, start + j);
+            Floats scale = get<VECTOR>(n.scale + j), out;
+            EACH_ELEMENT out[e] = (dx[e] * scale[e] - one - (x[e] - mean) * rstd * two) * rstd;
             put_narrow(n.v + start + j, out);
         }
     }
-#if HELD
-    leave(of_x, to_x, lane, width);
-    leave(of_h, to_h, lane, width);
+#if IN_REGISTERS
+    store_sums(of_x, to_x, lane, width);
+    store_sums(of_h, to_h, lane, width);
 #endif
 }
 #endif
@@ -232,28 +232,28 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(Norms n) {
 /* --- columns ------------------------------------------------------------------------------------- */
 
 /* Sums over the second dimension of a block of at most MOST threads, in a fixed order, for all of them. */
-template <int MOST, int N> __device__ __forceinline__ void add_down(float (&v)[N]) {
-    __shared__ float part[N][MOST + 8]; /* 8: apart from each other's banks */
-    int across = blockDim.x, me = threadIdx.y * across + threadIdx.x;
+template <int MOST, int N> __device__ __forceinline__ void sum_down(float (&v)[N]) {
+    __shared__ float sums[N][MOST + 8]; /* 8: apart from each other's banks */
+    int across = blockDim.x, thread = threadIdx.y * across + threadIdx.x;
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < N; i++) part[i][me] = v[i];
+    for (int i = 0; i < N; i++) sums[i][thread] = v[i];
     __syncthreads();
-    for (int j = me; j < N * across; j += across * blockDim.y) {
-        float sum = 0.0f, *column = &part[j / across][j % across];
+    for (int j = thread; j < N * across; j += across * blockDim.y) {
+        float sum = 0.0f, *column = &sums[j / across][j % across];
         for (int y = 0; y < blockDim.y; y++) sum += column[y * across];
         *column = sum;
     }
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < N; i++) v[i] = part[i][threadIdx.x];
+    for (int i = 0; i < N; i++) v[i] = sums[i][threadIdx.x];
 }
 
 /* --- batch norm ---------------------------------------------------------------------------------- */
 
 #if !LAYER
-#if HELD
-#define EXAMPLES R
+#if IN_REGISTERS
+#define EXAMPLES VECTORS_PER_THREAD
 #else
 #define EXAMPLES (((int)n.batch + (int)blockDim.y - 1) / (int)blockDim.y)
 #endif
@@ -267,14 +267,14 @@ struct Place { /* of V numbers of one example at a processed step; past its end 
 };
 
 __device__ __forceinline__ Place place(const Norms &n, i64 t, int b, int j) {
-    i64 length = ENDS ? n.lengths[b] : n.steps;
-    bool alive = !ENDS || t < length;
+    i64 length = RAGGED ? n.lengths[b] : n.steps;
+    bool alive = !RAGGED || t < length;
     return {((alive && n.reverse ? length - 1 - t : t) * n.batch + b) * n.width + j, alive};
 }
 
 /* One over the number of examples alive at a step; every thread of a block has to come. */
-__device__ __forceinline__ float share_of(const Norms &n, i64 t) {
-    if (!ENDS) return 1.0f / n.batch;
+__device__ __forceinline__ float inverse_count(const Norms &n, i64 t) {
+    if (!RAGGED) return 1.0f / n.batch;
     int count = 0;
     for (int first = 0; first < n.batch; first += blockDim.y) {
         int b = first + threadIdx.y;
@@ -283,50 +283,50 @@ __device__ __forceinline__ float share_of(const Norms &n, i64 t) {
     return 1.0f / max(count / (int)blockDim.x, 1);
 }
 
-#if !BACK
+#if !BACKWARD
 extern "C" __global__ void __launch_bounds__(THREADS) forward(Norms n) {
     u32 tiles = (u32)n.tiles;
     i64 t = blockIdx.x / tiles;
-    int j = ((int)(blockIdx.x % tiles) * blockDim.x + threadIdx.x) * V;
+    int j = ((int)(blockIdx.x % tiles) * blockDim.x + threadIdx.x) * VECTOR;
     bool in = j < n.width;
-    Narrows v = {n.v};
+    CachedNarrow v = {n.v};
     EACH_EXAMPLE {
         Place p = place(n, t, b, j);
-        if (p.alive) v.take(k, p.at);
+        if (p.alive) v.read(k, p.at);
     }
-    Units mean = {}, var = {};
+    Floats mean = {}, var = {};
     if (n.given) {
-        if (in) mean = get<V>(n.mean + t * n.width + j), var = get<V>(n.var + t * n.width + j);
+        if (in) mean = get<VECTOR>(n.mean + t * n.width + j), var = get<VECTOR>(n.var + t * n.width + j);
     } else {
-        float share = share_of(n, t);
+        float share = inverse_count(n, t);
         EACH_EXAMPLE {
             Place p = place(n, t, b, j);
             if (!p.alive) continue;
-            Packed x = v.get(k, p.at);
-            EACH mean[e] += x[e];
+            NarrowVector x = v.get(k, p.at);
+            EACH_ELEMENT mean[e] += x[e];
         }
-        add_down<THREADS>(mean.v);
-        EACH mean[e] *= share;
+        sum_down<THREADS>(mean.v);
+        EACH_ELEMENT mean[e] *= share;
         EACH_EXAMPLE {
             Place p = place(n, t, b, j);
             if (!p.alive) continue;
-            Packed x = v.get(k, p.at);
-            EACH var[e] += (x[e] - mean[e]) * (x[e] - mean[e]);
+            NarrowVector x = v.get(k, p.at);
+            EACH_ELEMENT var[e] += (x[e] - mean[e]) * (x[e] - mean[e]);
         }
-        add_down<THREADS>(var.v);
-        EACH var[e] *= share;
-        if (in && threadIdx.y == 0) put<V>(n.mean + t * n.width + j, mean), put<V>(n.var + t * n.width + j, var);
+        sum_down<THREADS>(var.v);
+        EACH_ELEMENT var[e] *= share;
+        if (in && threadIdx.y == 0) put<VECTOR>(n.mean + t * n.width + j, mean), put<VECTOR>(n.var + t * n.width + j, var);
     }
     if (!in) return;
-    Units scale = get<V>(n.scale + j), rstd;
-    Packed bias = get_narrow(n.bias + j);
-    EACH rstd[e] = inverse(var[e], n.eps);
+    Floats scale = get<VECTOR>(n.scale + j), rstd;
+    NarrowVector bias = get_narrow(n.bias + j);
+    EACH_ELEMENT rstd[e] = inverse(var[e], n.eps);
     EACH_EXAMPLE {
         Place p = place(n, t, b, j);
         if (!p.alive) continue;
-        Packed x = v.get(k, p.at);
-        Units out;
-        EACH out[e] = (x[e] - mean[e]) * rstd[e] * scale[e] + bias[e];
+        NarrowVector x = v.get(k, p.at);
+        Floats out;
+        EACH_ELEMENT out[e] = (x[e] - mean[e]) * rstd[e] * scale[e] + bias[e];
         put_narrow(n.v + p.at, out);
     }
 }
@@ -335,70 +335,70 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(Norms n) {
 /* Step after step: the sums of the columns stay with their threads. */
 extern "C" __global__ void __launch_bounds__(THREADS) backward(Norms n) {
     u32 tiles = (u32)n.tiles;
-    i64 part = blockIdx.x / tiles, parts = gridDim.x / tiles;
-    int j = ((int)(blockIdx.x % tiles) * blockDim.x + threadIdx.x) * V;
+    i64 first = blockIdx.x / tiles, count = gridDim.x / tiles;
+    int j = ((int)(blockIdx.x % tiles) * blockDim.x + threadIdx.x) * VECTOR;
     bool in = j < n.width;
-    float total[2 * V] = {}; /* of the scales of x and h */
-    Units scale = {};
-    if (in) scale = get<V>(n.scale + j);
-    for (i64 t = part; t < n.steps; t += parts) {
-        Narrows v = {n.v}, d = {n.d};
+    float total[2 * VECTOR] = {}; /* of the scales of x and h */
+    Floats scale = {};
+    if (in) scale = get<VECTOR>(n.scale + j);
+    for (i64 t = first; t < n.steps; t += count) {
+        CachedNarrow v = {n.v}, d = {n.d};
         EACH_EXAMPLE {
             Place p = place(n, t, b, j);
-            if (p.alive) v.take(k, p.at), d.take(k, p.at);
+            if (p.alive) v.read(k, p.at), d.read(k, p.at);
         }
-        Units mean = {}, rstd = {};
-        if (in) mean = get<V>(n.mean + t * n.width + j), rstd = get<V>(n.var + t * n.width + j);
-        EACH rstd[e] = inverse(rstd[e], n.eps);
-        float sum[2 * V] = {};
+        Floats mean = {}, rstd = {};
+        if (in) mean = get<VECTOR>(n.mean + t * n.width + j), rstd = get<VECTOR>(n.var + t * n.width + j);
+        EACH_ELEMENT rstd[e] = inverse(rstd[e], n.eps);
+        float sum[2 * VECTOR] = {};
         EACH_EXAMPLE {
             Place p = place(n, t, b, j);
             if (!p.alive) continue;
-            Packed x = v.get(k, p.at), dx = d.get(k, p.at);
-#if APART
-            Packed dh = get_narrow(n.dh + p.at);
+            NarrowVector x = v.get(k, p.at), dx = d.get(k, p.at);
+#if SEPARATE_GRADS
+            NarrowVector dh = get_narrow(n.dh + p.at);
 #else
-            Packed dh = dx;
+            NarrowVector dh = dx;
 #endif
-            Units gh = get<V>(n.gh + p.at);
-            EACH {
+            Floats gh = get<VECTOR>(n.gh + p.at);
+            EACH_ELEMENT {
                 sum[e] += dx[e];
-                sum[V + e] += dx[e] * ((x[e] - mean[e]) * rstd[e]);
-                total[V + e] += dh[e] * gh[e];
+                sum[VECTOR + e] += dx[e] * ((x[e] - mean[e]) * rstd[e]);
+                total[VECTOR + e] += dh[e] * gh[e];
             }
         }
-        EACH total[e] += sum[V + e];
+        EACH_ELEMENT total[e] += sum[VECTOR + e];
         if (!n.given) {
-            float share = share_of(n, t);
-            add_down<THREADS>(sum);
-            EACH sum[e] *= share, sum[V + e] *= share;
+            float share = inverse_count(n, t);
+            sum_down<THREADS>(sum);
+            EACH_ELEMENT sum[e] *= share, sum[VECTOR + e] *= share;
         } else {
-            EACH sum[e] = sum[V + e] = 0.0f;
+            EACH_ELEMENT sum[e] = sum[VECTOR + e] = 0.0f;
         }
         EACH_EXAMPLE {
             Place p = place(n, t, b, j);
-            Units out = {};
+            Floats out = {};
             if (p.alive) {
-                Packed x = v.get(k, p.at), dx = d.get(k, p.at);
-                EACH out[e] = (dx[e] - sum[e] - (x[e] - mean[e]) * rstd[e] * sum[V + e]) * scale[e] * rstd[e];
+                NarrowVector x = v.get(k, p.at), dx = d.get(k, p.at);
+                EACH_ELEMENT out[e] = (dx[e] - sum[e] - (x[e] - mean[e]) * rstd[e] * sum[VECTOR + e]) * scale[e] * rstd[e];
             }
             put_narrow(n.v + p.at, out);
         }
     }
-    add_down<THREADS>(total);
+    sum_down<THREADS>(total);
     if (!in || threadIdx.y) return;
-    float *to = n.parts + part * 2 * n.width + j;
-    EACH to[e] = total[e], to[n.width + e] = total[V + e];
+    float *to = n.partial_sums + first * 2 * n.width + j;
+    EACH_ELEMENT to[e] = total[e], to[n.width + e] = total[VECTOR + e];
 }
 #endif
 #endif
 
 /* --- sums over all rows --------------------------------------------------------------------------- */
 
-#if BACK
+#if BACKWARD
 struct Sums {
     const float *d, *hat; /* [rows, width] */
-    float *parts;         /* [count, 2, width]: of d · hat and of d */
+    float *partial_sums; /* [count, 2, width]: of d · hat and of d */
     i64 rows, width, count;
     float *first, *second; /* [width] */
 };
@@ -406,21 +406,21 @@ struct Sums {
 /* A block has some columns of some rows, VC columns a thread. */
 extern "C" __global__ void __launch_bounds__(256) sum_products(Sums s) {
     u32 tiles = gridDim.x / (u32)s.count;
-    i64 part = blockIdx.x / tiles, j = (i64)(blockIdx.x % tiles * blockDim.x + threadIdx.x) * VC;
+    i64 index = blockIdx.x / tiles, j = (i64)(blockIdx.x % tiles * blockDim.x + threadIdx.x) * CELL_VECTOR;
     bool in = j < s.width;
-    float sum[2 * VC] = {};
+    float sum[2 * CELL_VECTOR] = {};
     if (in)
 #pragma unroll 4
-        for (i64 row = part * blockDim.y + threadIdx.y; row < s.rows; row += s.count * blockDim.y) {
-            Wide<VC> d = get<VC>(s.d + row * s.width + j), hat = get<VC>(s.hat + row * s.width + j);
+        for (i64 row = index * blockDim.y + threadIdx.y; row < s.rows; row += s.count * blockDim.y) {
+            Vector<CELL_VECTOR> d = get<CELL_VECTOR>(s.d + row * s.width + j), hat = get<CELL_VECTOR>(s.hat + row * s.width + j);
 #pragma unroll
-            for (int e = 0; e < VC; e++) sum[e] += d[e] * hat[e], sum[VC + e] += d[e];
+            for (int e = 0; e < CELL_VECTOR; e++) sum[e] += d[e] * hat[e], sum[CELL_VECTOR + e] += d[e];
         }
-    add_down<256>(sum);
+    sum_down<256>(sum);
     if (!in || threadIdx.y) return;
-    float *to = s.parts + part * 2 * s.width + j;
+    float *to = s.partial_sums + index * 2 * s.width + j;
 #pragma unroll
-    for (int e = 0; e < VC; e++) to[e] = sum[e], to[s.width + e] = sum[VC + e];
+    for (int e = 0; e < CELL_VECTOR; e++) to[e] = sum[e], to[s.width + e] = sum[CELL_VECTOR + e];
 }
 
 /* The parts of both added up: one column a thread, and the parts over the second dimension of a block. */
@@ -428,14 +428,14 @@ extern "C" __global__ void __launch_bounds__(256) finish(Sums gates, Sums cell) 
     i64 j = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     bool second = j >= 2 * gates.width;
     if (second) j -= 2 * gates.width;
-    const float *parts = second ? cell.parts : gates.parts;
+    const float *partial_sums = second ? cell.partial_sums : gates.partial_sums;
     i64 width = second ? cell.width : gates.width, count = second ? cell.count : gates.count;
     bool in = j < 2 * width;
     float sum[1] = {};
     if (in)
 #pragma unroll 8
-        for (i64 p = threadIdx.y; p < count; p += blockDim.y) sum[0] += parts[p * 2 * width + j];
-    add_down<256>(sum);
+        for (i64 p = threadIdx.y; p < count; p += blockDim.y) sum[0] += partial_sums[p * 2 * width + j];
+    sum_down<256>(sum);
     if (!in || threadIdx.y) return;
     float *to = j < width ? (second ? cell.first : gates.first) : (second ? cell.second : gates.second);
     to[j < width ? j : j - width] = sum[0];

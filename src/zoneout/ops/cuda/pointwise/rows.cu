@@ -13,34 +13,34 @@
 /* --- from where rows lie to where they are wanted ----------------------------------------------- */
 
 struct Side { /* rows that lie packed where there are `starts`, else one behind the other at every step */
-    u8 *at;
-    const i64 *starts; /* [steps]: the first packed row of each step */
-    i64 step, row; /* bytes from one step, and from one row, to the next */
+    u8 *start;
+    const i64 *first_rows; /* [steps]: the first packed row of each step */
+    i64 step_bytes, row_bytes; /* bytes from one step, and from one row, to the next */
 };
 
 __device__ __forceinline__ u8 *row_of(const Side &s, i64 t, i64 b) {
-    return s.at + (s.starts ? s.starts[t] * s.row : t * s.step) + b * s.row;
+    return s.start + (s.first_rows ? s.first_rows[t] * s.row_bytes : t * s.step_bytes) + b * s.row_bytes;
 }
 
-struct Moved {
+struct Move {
     Side from, to;
     i64 steps, batch, words, word; /* words of a row, and bytes of a word */
     const i64 *lengths; /* [batch] */
 };
 
 template <class Word, class Index>
-__device__ __forceinline__ void move_word(const Moved &m, Index at) {
+__device__ __forceinline__ void move_word(const Move &m, Index at) {
     Index words = (Index)m.words, batch = (Index)m.batch;
     Index row = at / words, word = at % words, t = row / batch, b = row % batch;
-    bool there = (i64)t < m.lengths[b];
-    if (!there && m.to.starts) return; /* packed rows have no place for it */
+    bool alive = (i64)t < m.lengths[b];
+    if (!alive && m.to.first_rows) return; /* packed rows have no place for it */
     Word value = {};
-    if (there) value = ((const Word *)row_of(m.from, t, b))[word];
+    if (alive) value = ((const Word *)row_of(m.from, t, b))[word];
     ((Word *)row_of(m.to, t, b))[word] = value;
 }
 
 template <class Word>
-__device__ __forceinline__ void move_one(const Moved &m, i64 at, bool many) {
+__device__ __forceinline__ void move_one(const Move &m, i64 at, bool many) {
     if (many)
         move_word<Word, i64>(m, at);
     else /* where a division takes a fraction of the time */
@@ -48,21 +48,21 @@ __device__ __forceinline__ void move_one(const Moved &m, i64 at, bool many) {
 }
 
 /* A thread has one word, so that its neighbours have those beside it, however short the rows are. */
-extern "C" __global__ void move(Moved m) {
+extern "C" __global__ void move(Move m) {
     i64 all = m.steps * m.batch * m.words, at = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (at < all) BY_WORD(m.word, move_one, m, at, all >> 32);
 }
 
 /* --- zero past the ends ------------------------------------------------------------------------- */
 
-#define MOST 7
+#define MOST_ARRAYS 7
 
-struct Cleared {
+struct Clear {
     i64 steps, batch;
     const i64 *lengths; /* [batch] */
     i64 count;
-    u8 *at[MOST];
-    i64 width[MOST], word[MOST]; /* bytes of a row, and of a word */
+    u8 *start[MOST_ARRAYS];
+    i64 width[MOST_ARRAYS], word[MOST_ARRAYS]; /* bytes of a row, and of a word */
 };
 
 template <class Word>
@@ -70,11 +70,11 @@ __device__ __forceinline__ void zero(u8 *row, i64 width) { /* by a warp */
     for (i64 i = threadIdx.x % 32; i < width / (i64)sizeof(Word); i += 32) ((Word *)row)[i] = Word{};
 }
 
-extern "C" __global__ void clear(Cleared c) {
+extern "C" __global__ void clear(Clear c) {
     i64 warps = blockDim.x / 32;
     for (i64 row = blockIdx.x * warps + threadIdx.x / 32; row < c.steps * c.batch; row += gridDim.x * warps) {
         if (row / c.batch < c.lengths[row % c.batch]) continue;
-        for (i64 k = 0; k < c.count; k++) BY_WORD(c.word[k], zero, c.at[k] + row * c.width[k], c.width[k]);
+        for (i64 k = 0; k < c.count; k++) BY_WORD(c.word[k], zero, c.start[k] + row * c.width[k], c.width[k]);
     }
 }
 
@@ -83,28 +83,28 @@ extern "C" __global__ void clear(Cleared c) {
 struct State {
     const void *every, *initial; /* [steps, batch, width] and [batch, width] */
     narrow *last; /* [batch, width] */
-    i64 width, wide; /* whether `every` and `initial` are float, whatever `last` is */
+    i64 width, is_float; /* whether `every` and `initial` are float, whatever `last` is */
 };
 
-struct Ends {
+struct FinalStates {
     i64 steps, batch, reverse;
     const i64 *lengths; /* [batch], or none: all rows are there at all steps */
     State states[2];
 };
 
-extern "C" __global__ void ends(Ends e) {
+extern "C" __global__ void final_states(FinalStates e) {
     State s = blockIdx.y ? e.states[1] : e.states[0];
     i64 at = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (at >= e.batch * s.width) return;
     i64 length = e.lengths ? e.lengths[at / s.width] : e.steps, last = e.reverse ? 0 : length - 1;
     const void *from = length > 0 ? s.every : s.initial;
     i64 i = length > 0 ? last * e.batch * s.width + at : at;
-    s.last[at] = s.wide ? narrowed(((const float *)from)[i]) : ((const narrow *)from)[i];
+    s.last[at] = s.is_float ? narrowed(((const float *)from)[i]) : ((const narrow *)from)[i];
 }
 
 /* --- h as it entered the gates, and x beside it ------------------------------------------------- */
 
-struct Entered {
+struct RecurrentInputs {
     i64 steps, batch, reverse;
     const i64 *lengths; /* [batch], or none */
     const bool *resets; /* [steps, batch], or none */
@@ -121,17 +121,17 @@ __device__ __forceinline__ void copy_word(const u8 *from, u8 *to, i64 k) {
 }
 
 template <class Index>
-__device__ __forceinline__ void enter(const Entered &e, Index at) {
-    Index parts = (Index)(e.h_words + e.x_words + e.ones), batch = (Index)e.batch;
-    Index row = at / parts;
-    i64 part = at % parts, t = row / batch, b = row % batch, h = e.h_words * e.h_word, x = e.x_words * e.x_word;
+__device__ __forceinline__ void write_word(const RecurrentInputs &e, Index at) {
+    Index words = (Index)(e.h_words + e.x_words + e.ones), batch = (Index)e.batch;
+    Index row = at / words;
+    i64 word = at % words, t = row / batch, b = row % batch, h = e.h_words * e.h_word, x = e.x_words * e.x_word;
     u8 *to = e.out + (i64)row * (h + x + e.ones * (i64)sizeof(narrow));
-    if (part >= e.h_words + e.x_words) {
-        ((narrow *)(to + h + x))[part - e.h_words - e.x_words] = narrowed(1.f);
+    if (word >= e.h_words + e.x_words) {
+        ((narrow *)(to + h + x))[word - e.h_words - e.x_words] = narrowed(1.f);
         return;
     }
-    if (part >= e.h_words) {
-        BY_WORD(e.x_word, copy_word, e.x + (i64)row * x, to + h, part - e.h_words);
+    if (word >= e.h_words) {
+        BY_WORD(e.x_word, copy_word, e.x + (i64)row * x, to + h, word - e.h_words);
         return;
     }
     i64 before = e.reverse ? t + 1 : t - 1;
@@ -139,33 +139,33 @@ __device__ __forceinline__ void enter(const Entered &e, Index at) {
     bool cut = e.resets && !(e.reverse && first) && e.resets[(e.reverse ? before : t) * e.batch + b];
     const u8 *from = cut ? e.reset_h + b * h : first ? e.h0 + b * h : e.y + (before * e.batch + b) * h;
     if (e.scale_h) { /* a word is a number then */
-        float scale = widen(e.scale_h[b * e.h_words + part]);
-        ((narrow *)to)[part] = narrowed(widen(((const narrow *)from)[part]) * scale);
+        float scale = widen(e.scale_h[b * e.h_words + word]);
+        ((narrow *)to)[word] = narrowed(widen(((const narrow *)from)[word]) * scale);
     } else
-        BY_WORD(e.h_word, copy_word, from, to, part);
+        BY_WORD(e.h_word, copy_word, from, to, word);
 }
 
-extern "C" __global__ void entered(Entered e) {
+extern "C" __global__ void recurrent_inputs(RecurrentInputs e) {
     i64 all = e.steps * e.batch * (e.h_words + e.x_words + e.ones), at = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (at >= all) return;
     if (all >> 32)
-        enter<i64>(e, at);
+        write_word<i64>(e, at);
     else /* where a division takes a fraction of the time */
-        enter<u32>(e, (u32)at);
+        write_word<u32>(e, (u32)at);
 }
 
 /* --- the columns of a matrix, apart ------------------------------------------------------------- */
 
-#define PARTS 4
+#define MOST_RANGES 4
 
-struct Parted {
+struct SplitColumns {
     i64 rows, pitch; /* bytes of a row */
-    const u8 *from[PARTS]; /* the first row's part */
-    u8 *to[PARTS]; /* without gaps */
-    i64 words[PARTS], word[PARTS]; /* of a row, and bytes of one */
+    const u8 *from[MOST_RANGES]; /* the first row's part */
+    u8 *to[MOST_RANGES]; /* without gaps */
+    i64 words[MOST_RANGES], word[MOST_RANGES]; /* of a row, and bytes of one */
 };
 
-extern "C" __global__ void parted(Parted p) {
+extern "C" __global__ void split_columns(SplitColumns p) {
     i64 k = blockIdx.y, words = p.words[k], at = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (at >= p.rows * words) return;
     i64 row = p.rows * words >> 32 ? at / words : (u32)at / (u32)words;

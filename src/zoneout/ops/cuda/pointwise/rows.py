@@ -21,25 +21,25 @@ from ..runtime.arguments import TYPES
 from ..runtime.compiler import load
 
 THREADS = 256
-MOST = 7  # maximum arrays that one launch clears
+MOST_ARRAYS = 7  # maximum arrays that one launch clears
 BLOCKS = 1024  # maximum blocks that clear rows: as many as a large chip runs at once
 
-PARTS = 4  # maximum parts of one launch that splits columns
-_KERNELS = ("move", "clear", "ends", "entered", "parted")
+MOST_RANGES = 4  # maximum column ranges of one launch of split_columns
+_KERNELS = ("move", "clear", "final_states", "recurrent_inputs", "split_columns")
 _i64, _p = ctypes.c_int64, ctypes.c_void_p
 # Array types, stored because ctypes would build them again at every call.
-_PLACES, _NUMBERS = _p * MOST, _i64 * MOST
-_PART_PLACES, _PART_NUMBERS = _p * PARTS, _i64 * PARTS
+_Pointers, _Integers = _p * MOST_ARRAYS, _i64 * MOST_ARRAYS
+_RangePointers, _RangeIntegers = _p * MOST_RANGES, _i64 * MOST_RANGES
 
 
 class Side(ctypes.Structure):
     """`Side` of rows.cu."""
 
-    _fields_ = [("at", _p), ("starts", _p), ("step", _i64), ("row", _i64)]
+    _fields_ = [("start", _p), ("first_rows", _p), ("step_bytes", _i64), ("row_bytes", _i64)]
 
 
-class Moved(ctypes.Structure):
-    """`Moved` of rows.cu."""
+class Move(ctypes.Structure):
+    """`Move` of rows.cu."""
 
     _fields_ = [
         *((name, Side) for name in ("source", "to")),
@@ -48,15 +48,15 @@ class Moved(ctypes.Structure):
     ]
 
 
-class Cleared(ctypes.Structure):
-    """`Cleared` of rows.cu."""
+class Clear(ctypes.Structure):
+    """`Clear` of rows.cu."""
 
     _fields_ = [
         *((name, _i64) for name in ("steps", "batch")),
         ("lengths", _p),
         ("count", _i64),
-        ("at", _PLACES),
-        *((name, _NUMBERS) for name in ("width", "word")),
+        ("start", _Pointers),
+        *((name, _Integers) for name in ("width", "word")),
     ]
 
 
@@ -66,12 +66,12 @@ class State(ctypes.Structure):
     _fields_ = [
         *((name, _p) for name in ("every", "initial", "last")),
         ("width", _i64),
-        ("wide", _i64),
+        ("is_float", _i64),
     ]
 
 
-class Ends(ctypes.Structure):
-    """`Ends` of rows.cu."""
+class FinalStates(ctypes.Structure):
+    """`FinalStates` of rows.cu."""
 
     _fields_ = [
         *((name, _i64) for name in ("steps", "batch", "reverse")),
@@ -80,8 +80,8 @@ class Ends(ctypes.Structure):
     ]
 
 
-class Entered(ctypes.Structure):
-    """`Entered` of rows.cu."""
+class RecurrentInputs(ctypes.Structure):
+    """`RecurrentInputs` of rows.cu."""
 
     _fields_ = [
         *((name, _i64) for name in ("steps", "batch", "reverse")),
@@ -93,13 +93,13 @@ class Entered(ctypes.Structure):
     ]
 
 
-class Parted(ctypes.Structure):
-    """`Parted` of rows.cu."""
+class SplitColumns(ctypes.Structure):
+    """`SplitColumns` of rows.cu."""
 
     _fields_ = [
         *((name, _i64) for name in ("rows", "pitch")),
-        *((name, _PART_PLACES) for name in ("source", "to")),
-        *((name, _PART_NUMBERS) for name in ("words", "word")),
+        *((name, _RangePointers) for name in ("source", "to")),
+        *((name, _RangeIntegers) for name in ("words", "word")),
     ]
 
 
@@ -108,7 +108,7 @@ class Parted(ctypes.Structure):
 
 def zero_past_lengths(v: Tensor, lengths: Tensor) -> Tensor:
     """Return v, [T, B, ·], contiguous and with zeros past the lengths, whatever the padding is."""
-    return _moved(v, None, v.new_empty(v.shape), None, lengths)
+    return _move(v, None, v.new_empty(v.shape), None, lengths)
 
 
 def unpacked(rows: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def unpacked(rows: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
 
     The rows of step t begin at row starts[t].
     """
-    return _moved(
+    return _move(
         rows,
         starts,
         rows.new_empty(starts.shape[0], lengths.shape[0], rows.shape[1]),
@@ -127,10 +127,10 @@ def unpacked(rows: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
 
 def packed(v: Tensor, starts: Tensor, lengths: Tensor, total: int) -> Tensor:
     """Return v, [T, B, ·], as packed rows, without the padding: the inverse of `unpacked`."""
-    return _moved(v, None, v.new_empty(total, v.shape[2]), starts, lengths)
+    return _move(v, None, v.new_empty(total, v.shape[2]), starts, lengths)
 
 
-def _moved(
+def _move(
     v: Tensor, v_starts: Tensor | None, out: Tensor, out_starts: Tensor | None, lengths: Tensor
 ) -> Tensor:
     """Copy the rows of `v` to `out` and return `out`; with starts, a side is packed."""
@@ -139,16 +139,19 @@ def _moved(
     if steps * batch * width == 0:
         return out
     source, to = _side(v, v_starts, size), _side(out, out_starts, size)
-    word = _word(width * size, source.at, source.step, source.row, to.at, to.step, to.row)
+    of_source = (source.start, source.step_bytes, source.row_bytes)
+    word = _largest_word(width * size, *of_source, to.start, to.step_bytes, to.row_bytes)
     words = width * size // word
     blocks = -(-(steps * batch * words) // THREADS)
-    _launch("move", v, blocks, Moved(source, to, steps, batch, words, word, _index(lengths, v)))
+    _launch(
+        "move", v, blocks, Move(source, to, steps, batch, words, word, _int64_pointer(lengths, v))
+    )
     return out
 
 
 def _side(v: Tensor, starts: Tensor | None, size: int) -> Side:
     if starts is not None:
-        return Side(address(v, "rows", gaps=True), _index(starts, v), 0, v.stride(0) * size)
+        return Side(address(v, "rows", gaps=True), _int64_pointer(starts, v), 0, v.stride(0) * size)
     step, row, _ = v.stride()
     return Side(address(v, "rows", gaps=True), None, step * size, row * size)
 
@@ -158,21 +161,27 @@ def clear(lengths: Tensor, steps: int, *arrays: Tensor | None) -> None:
 
     Each must be contiguous. The same array may be given twice.
     """
-    there = {address(v, "array"): v for v in arrays if v is not None}
+    arrays_at = {address(v, "array"): v for v in arrays if v is not None}
     batch = lengths.shape[0]
-    if steps * batch == 0 or not there:
+    if steps * batch == 0 or not arrays_at:
         return
-    first, *_ = there.values()
-    widths = [v.shape[-1] * v.element_size() for v in there.values()]
-    words = [_word(at, width) for at, width in zip(there, widths)]
-    at = _index(lengths, first)
-    given = Cleared(
-        steps, batch, at, len(there), _PLACES(*there), _NUMBERS(*widths), _NUMBERS(*words)
+    first, *_ = arrays_at.values()
+    widths = [v.shape[-1] * v.element_size() for v in arrays_at.values()]
+    words = [_largest_word(at, width) for at, width in zip(arrays_at, widths)]
+    at = _int64_pointer(lengths, first)
+    arguments = Clear(
+        steps,
+        batch,
+        at,
+        len(arrays_at),
+        _Pointers(*arrays_at),
+        _Integers(*widths),
+        _Integers(*words),
     )
-    _launch("clear", first, min(BLOCKS, -(-(steps * batch) // (THREADS // 32))), given)
+    _launch("clear", first, min(BLOCKS, -(-(steps * batch) // (THREADS // 32))), arguments)
 
 
-def last(
+def final_states(
     states: Sequence[tuple[Tensor, Tensor]],
     steps: int,
     lengths: Tensor | None,
@@ -186,14 +195,20 @@ def last(
     batch = len(states[0][1])
     out = [initial.new_empty(initial.shape, dtype=dtype) for _, initial in states]
     initials = [initial.contiguous() for _, initial in states]
-    given = [
-        State(_at(every), _at(initial), _at(to), to.shape[1], every.dtype == torch.float32)
+    states_of = [
+        State(
+            _pointer(every),
+            _pointer(initial),
+            _pointer(to),
+            to.shape[1],
+            every.dtype == torch.float32,
+        )
         for (every, _), initial, to in zip(states, initials, out)
     ]
     if most := batch * max(to.shape[1] for to in out):
-        at = None if lengths is None else _index(lengths, out[0])
-        ends = Ends(steps, batch, reverse, at, (State * 2)(*given))
-        _launch("ends", out[0], (-(-most // THREADS), len(out)), ends)
+        at = None if lengths is None else _int64_pointer(lengths, out[0])
+        ends = FinalStates(steps, batch, reverse, at, (State * 2)(*states_of))
+        _launch("final_states", out[0], (-(-most // THREADS), len(out)), ends)
     return out
 
 
@@ -205,69 +220,86 @@ def recurrent_inputs(
     The columns after h are x, if given, then ones up to the width of `out`.
     """
     size, outputs, inputs = out.element_size(), loop.outputs, 0 if x is None else x.shape[1]
-    h, beside, pitch = outputs * size, inputs * size, out.shape[1] * size
+    h, x_bytes, pitch = outputs * size, inputs * size, out.shape[1] * size
     if out.numel() == 0:
         return out
-    starts = [at for at in map(_at, (loop.y, loop.h0, loop.reset_h, out)) if at is not None]
-    h_word = _word(h, pitch, *starts) if loop.scale_h is None else size
-    x_word = size if x is None else _word(beside, pitch, address(x, "x"), starts[-1] + h)
+    starts = [at for at in map(_pointer, (loop.y, loop.h0, loop.reset_h, out)) if at is not None]
+    h_word = _largest_word(h, pitch, *starts) if loop.scale_h is None else size
+    x_word = size if x is None else _largest_word(x_bytes, pitch, address(x, "x"), starts[-1] + h)
     ones = out.shape[1] - outputs - inputs
     resets, reset_h = (loop.resets, loop.reset_h) if loop.reset_h is not None else (None, None)
-    given = Entered(
-        loop.steps, loop.batch, reverse, _at(lengths), _at(resets), _at(loop.y), _at(loop.h0),
-        _at(reset_h), _at(loop.scale_h), _at(x), starts[-1], h // h_word, h_word, beside // x_word,
-        x_word, ones,
-    )  # fmt: skip
-    words = h // h_word + beside // x_word + ones
-    _launch("entered", out, -(-(loop.steps * loop.batch * words) // THREADS), given)
+    arguments = RecurrentInputs(
+        loop.steps,
+        loop.batch,
+        reverse,
+        _pointer(lengths),
+        _pointer(resets),
+        _pointer(loop.y),
+        _pointer(loop.h0),
+        _pointer(reset_h),
+        _pointer(loop.scale_h),
+        _pointer(x),
+        starts[-1],
+        h // h_word,
+        h_word,
+        x_bytes // x_word,
+        x_word,
+        ones,
+    )
+    words = h // h_word + x_bytes // x_word + ones
+    _launch("recurrent_inputs", out, -(-(loop.steps * loop.batch * words) // THREADS), arguments)
     return out
 
 
-def split_columns(v: Tensor, parts: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Split a contiguous matrix by columns into new matrices; a part is (first column, width)."""
+def split_columns(v: Tensor, ranges: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Split a contiguous matrix by columns into new matrices; a range is (first column, width)."""
     count, size, pitch = len(v), v.element_size(), v.shape[1] * v.element_size()
-    out = [v.new_empty(count, width) for _, width in parts]
+    out = [v.new_empty(count, width) for _, width in ranges]
     start = address(v, "matrix")
-    sources = [start + first * size for first, _ in parts]
+    sources = [start + first * size for first, _ in ranges]
     places = [address(to, "part") for to in out]
-    words = [_word(width * size, pitch, *at) for (_, width), *at in zip(parts, sources, places)]
-    numbers = [width * size // word for (_, width), word in zip(parts, words)]
+    words = [
+        _largest_word(width * size, pitch, *at) for (_, width), *at in zip(ranges, sources, places)
+    ]
+    numbers = [width * size // word for (_, width), word in zip(ranges, words)]
     if most := count * max(numbers):
-        of = (
-            _PART_PLACES(*sources),
-            _PART_PLACES(*places),
-            _PART_NUMBERS(*numbers),
-            _PART_NUMBERS(*words),
+        arrays = (
+            _RangePointers(*sources),
+            _RangePointers(*places),
+            _RangeIntegers(*numbers),
+            _RangeIntegers(*words),
         )
-        _launch("parted", v, (-(-most // THREADS), len(out)), Parted(count, pitch, *of))
+        _launch(
+            "split_columns", v, (-(-most // THREADS), len(out)), SplitColumns(count, pitch, *arrays)
+        )
     return out
 
 
-def _at(v: Tensor | None) -> int | None:
+def _pointer(v: Tensor | None) -> int | None:
     return None if v is None else address(v, "rows")
 
 
-def _index(v: Tensor, of: Tensor) -> int:
+def _int64_pointer(v: Tensor, of: Tensor) -> int:
     """Return the address of an int64 tensor (lengths or starts) on the device of `of`."""
     return address(v, "lengths", torch.int64, of.get_device())
 
 
-def _word(*addresses: int) -> int:
+def _largest_word(*addresses: int) -> int:
     """Return the size of the largest word, at most 16 bytes, that divides all arguments."""
-    every = 16
-    for one in addresses:
-        every |= one
-    return every & -every
+    bits = 16
+    for value in addresses:
+        bits |= value
+    return bits & -bits
 
 
 def _launch(
-    name: str, like: Tensor, blocks: int | tuple[int, int], given: ctypes.Structure
+    name: str, like: Tensor, blocks: int | tuple[int, int], arguments: ctypes.Structure
 ) -> None:
     device = like.get_device()
     elsewhere = device != torch.cuda.current_device()
     with torch.cuda.device(device) if elsewhere else nullcontext():
         kernels = load(device, "rows.cu", _KERNELS, defines_of(like.dtype))
-        kernels[_KERNELS.index(name)].launch(blocks, THREADS, (given,))
+        kernels[_KERNELS.index(name)].launch(blocks, THREADS, (arguments,))
 
 
 def defines_of(dtype: torch.dtype) -> tuple[tuple[str, int], ...]:
@@ -301,7 +333,7 @@ class Padded:
         return self.lengths
 
     @cached_property
-    def _at(self) -> Tensor:
+    def _step_numbers(self) -> Tensor:
         assert self.lengths is not None
         return torch.arange(self.steps, device=self.lengths.device)[:, None]
 
@@ -329,7 +361,9 @@ class Padded:
         """
         pairs = [states[k : k + 2] for k in range(0, len(states), 2)]
         return [
-            v for two in pairs for v in last(two, self.steps, self.lengths, self.reverse, dtype)
+            v
+            for two in pairs
+            for v in final_states(two, self.steps, self.lengths, self.reverse, dtype)
         ]
 
     def cuts(self, resets: Tensor | None) -> Tensor | None:
@@ -356,7 +390,7 @@ class Padded:
         if not self.reverse:
             return of_longest
         # In reverse a row starts at its last step.
-        at = self._at + (self.lengths.max() - self.lengths)
+        at = self._step_numbers + (self.lengths.max() - self.lengths)
         return of_longest[:, 0][at.clamp(max=self.steps - 1)]
 
     def concat_h_and_x(self, loop: Loop, x: Tensor, out: Tensor) -> None:
@@ -368,19 +402,21 @@ class Padded:
 
     def grad_w_hh(self, d: Tensor, loop: Loop) -> Tensor:
         """Return the gradient of W_h, [G, P], from `d`, the gradient of h·Wh."""
-        turned = self.reverse and self.lengths is not None
+        ragged_reverse = self.reverse and self.lengths is not None
         if loop.cell.heads > 1:
             return block_products(d, self.recurrent_inputs(loop), loop.cell.gates, loop.cell.heads)
-        if turned or loop.resets is not None or loop.scale_h is not None or loop.balanced:
+        if ragged_reverse or loop.resets is not None or loop.scale_h is not None or loop.balanced:
             return times(d.t(), self.recurrent_inputs(loop))
-        edge = d.shape[0] - self.batch
+        boundary = d.shape[0] - self.batch
         first, later, earlier = (
-            (d[edge:], d[:edge], loop.y[self.batch :])
+            (d[boundary:], d[:boundary], loop.y[self.batch :])
             if self.reverse
-            else (d[: self.batch], d[self.batch :], loop.y[:edge])
+            else (d[: self.batch], d[self.batch :], loop.y[:boundary])
         )
-        found = product(first.t(), pad_columns(loop.h0))
+        first_product = product(first.t(), pad_columns(loop.h0))
         return without_padding(
-            found if self.steps == 1 else product(later.t(), pad_columns(earlier), found, add=True),
+            first_product
+            if self.steps == 1
+            else product(later.t(), pad_columns(earlier), first_product, add=True),
             loop.outputs,
         )

@@ -75,18 +75,28 @@ class Scratch(ctypes.Structure):
     _fields_ = [
         *(
             (name, _p)
-            for name in ("product", "h_in", "next", "h", "raw", "u", "shown", "rec", "owed")
+            for name in (
+                "product",
+                "h_in",
+                "h_next",
+                "h",
+                "candidate_c",
+                "u",
+                "projected",
+                "rec",
+                "owed",
+            )
         ),
         *((name, _p) for name in ("du", "dnc", "chat")),
-        *((name, _i64) for name in ("norm", "project", "pitch", "sums", "settled")),
+        *((name, _i64) for name in ("norm", "project", "pitch", "splits", "settled")),
         ("eps", ctypes.c_double),
         *((name, _p) for name in ("norm_h", "norm_c", "norm_c_shift", "mean_c", "var_c")),
-        *((name, _p) for name in ("d_half", "back", "back_w")),
+        *((name, _p) for name in ("d_half", "unscale", "unscale_w")),
     ]
 
 
-class Normed(ctypes.Structure):
-    """`Normed` of steps.cu."""
+class NormStep(ctypes.Structure):
+    """`NormStep` of steps.cu."""
 
     _fields_ = [
         *((name, _p) for name in ("v", "hat", "scale", "bias", "mean", "var", "dv", "d")),
@@ -96,7 +106,7 @@ class Normed(ctypes.Structure):
 
 
 class Exchange(ctypes.Structure):
-    """`Exchange` of persistent.cu."""
+    """`Exchange` of exchange.cuh and warpgroup.cu."""
 
     _fields_ = [("buffer", _p), ("size", _i64), ("blocks", _i64), ("peak", _p)]
 
@@ -124,43 +134,43 @@ class Arguments:
                 self.put(name, value, dtype)
 
 
-_NARROW = ("scale_h", "w_hh", "b_x", "b_h", "h0", "reset_h", "gates", "y")
-_WIDE = ("c0", "reset_c", "c", "gh")
-_NARROW_BACK = ("dy", "dgx", "dsh")
-_WIDE_BACK = ("dcells", "dh", "dc", "dreset_h", "dreset_c")
+_IN_INPUT_DTYPE = ("scale_h", "w_hh", "b_x", "b_h", "h0", "reset_h", "gates", "y")
+_IN_FLOAT32 = ("c0", "reset_c", "c", "gh")
+_GRADS_IN_INPUT_DTYPE = ("dy", "dgx", "dsh")
+_GRADS_IN_FLOAT32 = ("dcells", "dh", "dc", "dreset_h", "dreset_c")
 
 
-def loop_arguments(loop: Loop, back: LoopGrads | None) -> Arguments:
+def loop_arguments(loop: Loop, grads: LoopGrads | None) -> Arguments:
     """Return the arguments that all kernels of a loop share."""
-    made = Arguments(LoopArguments)
-    s = made.struct
+    arguments = Arguments(LoopArguments)
+    s = arguments.struct
     s.steps, s.batch, s.hidden, s.outputs = loop.steps, loop.batch, loop.hidden, loop.outputs
     s.first_step, s.reverse = loop.first_step, loop.reverse
-    made.put_all(loop, ("lengths", "examples"), torch.int64)
-    made.put_all(loop, ("resets",), torch.bool)
-    made.put_all(loop, _NARROW, loop.gates.dtype)
-    made.put_all(loop, _WIDE, torch.float32)
-    if back is not None:
-        made.put_all(back, _NARROW_BACK, loop.gates.dtype)
-        made.put_all(back, _WIDE_BACK, torch.float32)
+    arguments.put_all(loop, ("lengths", "examples"), torch.int64)
+    arguments.put_all(loop, ("resets",), torch.bool)
+    arguments.put_all(loop, _IN_INPUT_DTYPE, loop.gates.dtype)
+    arguments.put_all(loop, _IN_FLOAT32, torch.float32)
+    if grads is not None:
+        arguments.put_all(grads, _GRADS_IN_INPUT_DTYPE, loop.gates.dtype)
+        arguments.put_all(grads, _GRADS_IN_FLOAT32, torch.float32)
     for name, draw in loop.draws.items():
         if name in _STREAMS:  # other states have streams in the arguments of kernels of any cell
             fill_stream(getattr(s, _STREAMS[name]), draw, loop.gates.get_device())
-    return made
+    return arguments
 
 
-def norm_arguments(loop: Loop, back: LoopGrads | None) -> Arguments:
+def norm_arguments(loop: Loop, grads: LoopGrads | None) -> Arguments:
     """Return the scales and moments of a loop's norm; all null without a norm."""
-    made = Arguments(Norm)
+    arguments = Arguments(Norm)
     if loop.norm is None:
-        return made
-    made.struct.eps = loop.norm.eps
-    made.put_all(loop.norm, ("scale_h", "scale_c", "shift_c"), torch.float32)
-    made.put_all(loop, ("mean_h", "var_h", "mean_c", "var_c"), torch.float32)
-    if back is not None:
-        made.put("dgh", back.dgh, loop.gates.dtype)
-        made.put_all(back, ("dnc", "chat", "dscale_c", "dshift_c"), torch.float32)
-    return made
+        return arguments
+    arguments.struct.eps = loop.norm.eps
+    arguments.put_all(loop.norm, ("scale_h", "scale_c", "shift_c"), torch.float32)
+    arguments.put_all(loop, ("mean_h", "var_h", "mean_c", "var_c"), torch.float32)
+    if grads is not None:
+        arguments.put("dgh", grads.dgh, loop.gates.dtype)
+        arguments.put_all(grads, ("dnc", "chat", "dscale_c", "dshift_c"), torch.float32)
+    return arguments
 
 
 _STREAMS = {"cell": "cell", "hidden": "hidden_state", "update": "update"}
@@ -181,27 +191,27 @@ def fill_stream(to: Stream, draw: Draw, device: int) -> None:
 
 
 Defines = tuple[tuple[str, int], ...]  # macros that a kernel is compiled with
-EVERYTHING = 127  # all bits of `has`
+ALL_FEATURES = 127  # all bits of `has`
 
 
-def has(loop: Loop, back: LoopGrads | None) -> int:
+def features_of(loop: Loop, grads: LoopGrads | None) -> int:
     """Return the bit mask HAS of common.cuh: the optional features that a loop uses.
 
     The base case, 0, is zoneout of rows of full length, forward in time.
     """
-    found = (
+    features = (
         loop.lengths is not None,
         loop.resets is not None,
         loop.scale_h is not None,
-        back is not None and any(d is not None for d in back.dseen),
+        grads is not None and any(d is not None for d in grads.dseen),
         loop.reverse,
         "update" in loop.draws,
         any(draw.rule.by == "zero" for name, draw in loop.draws.items() if name != "update"),
     )
-    return sum(bool(there) << bit for bit, there in enumerate(found))
+    return sum(bool(present) << bit for bit, present in enumerate(features))
 
 
-def known(modes: tuple[int, int] | None) -> Defines:
+def mode_defines(modes: tuple[int, int] | None) -> Defines:
     """Return the macros for the modes of both states' streams; none if `modes` is None."""
     return () if modes is None else (("CELL_MODE", modes[0]), ("HIDDEN_MODE", modes[1]))
 

@@ -24,8 +24,8 @@ from ... import recording
 from ...memory import address, in_memory
 from .compiler import _wheels, tf32
 
-_KINDS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # cudaDataType
-_FLOAT = 0
+_DATA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # cudaDataType
+_FLOAT32 = 0
 _EXACT, _TF32 = 68, 77  # cublasComputeType_t
 _DEFAULT = -1  # cublasGemmAlgo_t
 _NOT_SUPPORTED = 15  # cublasStatus_t
@@ -63,8 +63,8 @@ def times(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> Tensor:
     if depth == 0:
         return out.zero_()
     device = out.get_device()
-    a_turned, a_pitch, a = _lies(a)
-    b_turned, b_pitch, b = _lies(b)
+    a_transposed, a_pitch, a = _strides_of(a)
+    b_transposed, b_pitch, b = _strides_of(b)
     with torch.cuda.device(device) if device != torch.cuda.current_device() else nullcontext():
         # The handle uses the current stream and torch's workspace.
         handle = torch.cuda.current_blas_handle()
@@ -76,21 +76,21 @@ def times(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> Tensor:
         _check(
             _gemm()(
                 handle,
-                b_turned,
-                a_turned,
+                b_transposed,
+                a_transposed,
                 columns,
                 rows,
                 depth,
                 _ONE,
                 address(b, "b", torch.float32, device, gaps=True),
-                _FLOAT,
+                _FLOAT32,
                 b_pitch,
                 address(a, "a", torch.float32, device, gaps=True),
-                _FLOAT,
+                _FLOAT32,
                 a_pitch,
                 _ONE if add else _ZERO,
                 address(out, "out", torch.float32, device),
-                _FLOAT,
+                _FLOAT32,
                 columns,
                 _TF32 if tf32() else _EXACT,
                 _DEFAULT,
@@ -105,10 +105,10 @@ def by_rows(a: Tensor, b: Tensor, out: Tensor) -> bool:
 
     `out` is contiguous.
     """
-    if not batch_invariant() or a.dtype not in _KINDS or out.numel() == 0 or a.shape[1] == 0:
+    if not batch_invariant() or a.dtype not in _DATA_TYPES or out.numel() == 0 or a.shape[1] == 0:
         return False
     (rows, depth), columns, kind, device = a.shape, b.shape[1], a.dtype, a.get_device()
-    turned, pitch, b = _lies(b)
+    is_transposed, pitch, b = _strides_of(b)
     a, each = in_memory(a), a.element_size()
     # The alignment of a row must follow from its length.
     if address(a, "a") % _alignment(depth * each):
@@ -119,12 +119,12 @@ def by_rows(a: Tensor, b: Tensor, out: Tensor) -> bool:
         _alignment(columns * out.element_size()),
     )
     shape, exact = (pitch, columns, depth, rows, 1), not (kind == torch.float32 and tf32())
-    of = _Problem(device, kind, out.dtype, shape, bool(turned), exact, aligned)
-    _check(_run(_invariant_plan(of, add=False), b, a, out, False, device))
+    problem = _Problem(device, kind, out.dtype, shape, bool(is_transposed), exact, aligned)
+    _check(_run(_invariant_plan(problem, add=False), b, a, out, False, device))
     return True
 
 
-def _lies(v: Tensor) -> tuple[int, int, Tensor]:
+def _strides_of(v: Tensor) -> tuple[int, int, Tensor]:
     """Return the layout of a matrix: (1 if column-major else 0, leading dimension, matrix).
 
     The matrix is copied if its strides fit neither layout.
@@ -143,25 +143,25 @@ _ONE, _ZERO = ctypes.pointer(ctypes.c_float(1.0)), ctypes.pointer(ctypes.c_float
 @cache
 def _gemm() -> Any:
     """Return cublasGemmEx, which takes the precision as an argument."""
-    _i, _p = ctypes.c_int, ctypes.c_void_p
+    i, p = ctypes.c_int, ctypes.c_void_p
     gemm = library().cublasGemmEx
-    gemm.argtypes = [_p, *[_i] * 5, _p, _p, _i, _i, _p, _i, _i, _p, _p, _i, _i, _i, _i]
+    gemm.argtypes = [p, *[i] * 5, p, p, i, i, p, i, i, p, p, i, i, i, i]
     return gemm
 
 
 def product(
-    w: Tensor, rows: int, out: torch.dtype, transposed: bool, add: bool = False, parts: int = 1
+    w: Tensor, rows: int, out: torch.dtype, transposed: bool, add: bool = False, splits: int = 1
 ) -> Callable[[int, int], None]:
     """Return a function of the addresses of a and b that computes b = a·W, or b += a·W.
 
     Both are contiguous, [rows, ·]. `transposed`: W is stored as [columns of b, columns of a].
-    `parts`: number of partial sums, left unadded in b, [parts, rows, ·]. The function is valid on
-    the current stream and for one pass. Within it, addresses must differ by multiples of the size
-    of a or b, so that their alignment stays the same.
+    `splits`: the depth is split into that many sums. They are left unadded in b, [splits, rows, ·].
+    The function is valid on the current stream and for one pass. Within it, addresses must differ
+    by multiples of the size of a or b, so that their alignment stays the same.
     """
     recording.refuse("a product for each step")
     columns, depth = w.shape if transposed else (w.shape[1], w.shape[0])
-    assert depth % parts == 0
+    assert depth % splits == 0
     one, beta = ctypes.c_float(1.0), ctypes.c_float(float(add))
     a, b, at = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p(address(w, "W"))
     call = library("Lt").cublasLtMatmul
@@ -177,40 +177,40 @@ def product(
             _alignment(a_at, times_rows * depth * w.element_size()),
             _alignment(b_at, times_rows * columns * out.itemsize),
         )
-        shape = (w.shape[1], columns, depth, rows, parts)
-        of = _Problem(w.get_device(), w.dtype, out, shape, transposed, exact, aligned)
-        how = _invariant_plan(of, add) if invariant else _plan(of)
-        memory = torch.empty(max(1, how.workspace), dtype=torch.uint8, device=w.device)
+        shape = (w.shape[1], columns, depth, rows, splits)
+        problem = _Problem(w.get_device(), w.dtype, out, shape, transposed, exact, aligned)
+        plan = _invariant_plan(problem, add) if invariant else _plan(problem)
+        memory = torch.empty(max(1, plan.workspace), dtype=torch.uint8, device=w.device)
         alive.append(memory)
         arguments.extend(
             (
                 ctypes.c_void_p(torch.cuda.current_blas_handle()),
-                how.product,
+                plan.product,
                 ctypes.byref(one),
                 at,
-                how.w,
+                plan.w,
                 a,
-                how.a,
+                plan.a,
                 ctypes.byref(beta),
                 b,
-                how.b,
+                plan.b,
                 b,
-                how.b,
-                ctypes.byref(how.algorithm),
+                plan.b,
+                ctypes.byref(plan.algorithm),
                 ctypes.c_void_p(address(memory, "memory")),
-                ctypes.c_size_t(how.workspace),
+                ctypes.c_size_t(plan.workspace),
                 ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(w.get_device())),
             )
         )
 
-    def take(a_at: int, b_at: int) -> None:
+    def multiply(a_at: int, b_at: int) -> None:
         if not arguments:
             prepare(a_at, b_at)
         a.value, b.value = a_at, b_at
         if status := call(*arguments):
             raise RuntimeError(f"cuBLAS: error {status}")
 
-    return take
+    return multiply
 
 
 def _alignment(*addresses: int) -> int:
@@ -254,7 +254,7 @@ class _Problem(NamedTuple):
     device: int
     kind: torch.dtype  # of the operands
     out: torch.dtype
-    shape: tuple[int, int, int, int, int]  # row length of W, columns, depth, rows, parts
+    shape: tuple[int, int, int, int, int]  # row length of W, columns, depth, rows, splits
     transposed: bool
     exact: bool
     aligned: tuple[int, int, int]  # W, a and b, bytes
@@ -264,63 +264,86 @@ class _Problem(NamedTuple):
 
 
 @cache
-def _plan(of: _Problem) -> _Plan:
+def _plan(problem: _Problem) -> _Plan:
     """Select the algorithm of a product."""
-    made = _described(of)
-    best = next(_ranked(of, made, _IN_ORDER, 1), None)
+    descriptors = _descriptors(problem)
+    best = next(_candidates(problem, descriptors, _IN_ORDER, 1), None)
     if best is None:
-        _, columns, depth, rows, _ = of.shape
+        _, columns, depth, rows, _ = problem.shape
         raise RuntimeError(
             f"cuBLAS knows no way to take a product of {rows} × {depth} by {depth} × {columns}"
         )
-    return _Plan(*made, best, best.workspace)
+    return _Plan(*descriptors, best, best.workspace)
 
 
-def _described(of: _Problem) -> tuple[Any, Any, Any, Any]:
+def _descriptors(problem: _Problem) -> tuple[Any, Any, Any, Any]:
     """Create the descriptors of a product and of the layouts of W, a and b."""
-    pitch, columns, depth, rows, parts = of.shape
-    each = depth // parts
+    pitch, columns, depth, rows, splits = problem.shape
+    each = depth // splits
     # cuBLASLt is column-major, so it computes bᵀ = Wᵀ·aᵀ.
-    product = _made(
+    product = _create(
         "cublasLtMatmulDescCreate",
-        ctypes.c_int(_EXACT if of.exact else _TF32),
-        ctypes.c_int(_FLOAT),
+        ctypes.c_int(_EXACT if problem.exact else _TF32),
+        ctypes.c_int(_FLOAT32),
     )
-    _set("cublasLtMatmulDescSetAttribute", product, _TRANSPOSE_FIRST, ctypes.c_int(of.transposed))
-    of_w = (each, columns, pitch, each) if of.transposed else (columns, each, pitch, each * pitch)
-    w = _layout(of.kind, *of_w, parts)
+    _set(
+        "cublasLtMatmulDescSetAttribute",
+        product,
+        _TRANSPOSE_FIRST,
+        ctypes.c_int(problem.transposed),
+    )
+    w_layout = (
+        (each, columns, pitch, each) if problem.transposed else (columns, each, pitch, each * pitch)
+    )
+    w = _layout(problem.kind, *w_layout, splits)
     a, b = (
-        _layout(of.kind, each, rows, depth, each, parts),
-        _layout(of.out, columns, rows, columns, rows * columns, parts),
+        _layout(problem.kind, each, rows, depth, each, splits),
+        _layout(problem.out, columns, rows, columns, rows * columns, splits),
     )
     return product, w, a, b
 
 
-def _ranked(
-    of: _Problem, made: tuple[Any, Any, Any, Any], reduction: int, most: int
+def _candidates(
+    problem: _Problem, descriptors: tuple[Any, Any, Any, Any], reduction: int, most: int
 ) -> Iterator[_Algorithm]:
     """Yield at most so many algorithms, the presumably fastest first."""
-    product, w, a, b = made
-    wish = _made("cublasLtMatmulPreferenceCreate")
-    _set("cublasLtMatmulPreferenceSetAttribute", wish, _WORKSPACE, ctypes.c_size_t(_MOST_WORKSPACE))
-    _set("cublasLtMatmulPreferenceSetAttribute", wish, _REDUCTION, ctypes.c_uint32(reduction))
-    for name, value in zip(_ALIGNMENT, (*of.aligned, of.aligned[-1])):
-        _set("cublasLtMatmulPreferenceSetAttribute", wish, name, ctypes.c_uint32(value))
-    found, count = (_Algorithm * most)(), ctypes.c_int()
-    with torch.cuda.device(of.device):
+    product, w, a, b = descriptors
+    preference = _create("cublasLtMatmulPreferenceCreate")
+    _set(
+        "cublasLtMatmulPreferenceSetAttribute",
+        preference,
+        _WORKSPACE,
+        ctypes.c_size_t(_MOST_WORKSPACE),
+    )
+    _set("cublasLtMatmulPreferenceSetAttribute", preference, _REDUCTION, ctypes.c_uint32(reduction))
+    for name, value in zip(_ALIGNMENT, (*problem.aligned, problem.aligned[-1])):
+        _set("cublasLtMatmulPreferenceSetAttribute", preference, name, ctypes.c_uint32(value))
+    results, count = (_Algorithm * most)(), ctypes.c_int()
+    with torch.cuda.device(problem.device):
         handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
-        given = (handle, product, w, a, b, b, wish, ctypes.c_int(most), found, ctypes.byref(count))
-        status = library("Lt").cublasLtMatmulAlgoGetHeuristic(*given)
-    if status != _NOT_SUPPORTED:  # else none was found
+        arguments = (
+            handle,
+            product,
+            w,
+            a,
+            b,
+            b,
+            preference,
+            ctypes.c_int(most),
+            results,
+            ctypes.byref(count),
+        )
+        status = library("Lt").cublasLtMatmulAlgoGetHeuristic(*arguments)
+    if status != _NOT_SUPPORTED:  # else there is none
         _check(status)
-        yield from (one for one in found[: count.value] if one.state == 0)
+        yield from (result for result in results[: count.value] if result.state == 0)
 
 
 _plans: dict[tuple[_Problem, bool], _Plan] = {}
 _selected: dict[tuple[_Problem, bool], _Algorithm] = {}
 
 
-def _invariant_plan(of: _Problem, add: bool) -> _Plan:
+def _invariant_plan(problem: _Problem, add: bool) -> _Plan:
     """Select an algorithm such that the bits of a row do not depend on the number of rows.
 
     One standard algorithm is selected for all numbers of rows: one without partial sums. For few
@@ -328,75 +351,84 @@ def _invariant_plan(of: _Problem, add: bool) -> _Plan:
     one for random numbers of this shape, which is tried once per shape and range of rows. Nothing
     is tried during the capture of a CUDA graph, and the standard algorithm is used there.
     """
-    if (known := _plans.get((of, add))) is not None:
-        return known
-    rows = of.shape[3]
-    range_of = of.with_rows(min(max(16, 1 << (rows - 1).bit_length()), _MANY))
-    standard, capturing = _standard(of.with_rows(_MANY)), torch.cuda.is_current_stream_capturing()
-    if (range_of, add) not in _selected and not capturing:
-        _selected[range_of, add] = _agreeing(range_of, standard, add)
-    for algorithm in (_selected.get((range_of, add), standard), standard):
-        if (plan := _checked(of, algorithm)) is not None:
-            if (range_of, add) in _selected:
-                _plans[of, add] = plan
+    if (cached := _plans.get((problem, add))) is not None:
+        return cached
+    rows = problem.shape[3]
+    rounded = problem.with_rows(min(max(16, 1 << (rows - 1).bit_length()), _MANY))
+    standard, capturing = (
+        _standard(problem.with_rows(_MANY)),
+        torch.cuda.is_current_stream_capturing(),
+    )
+    if (rounded, add) not in _selected and not capturing:
+        _selected[rounded, add] = _fastest_equal(rounded, standard, add)
+    for algorithm in (_selected.get((rounded, add), standard), standard):
+        if (plan := _plan_with(problem, algorithm)) is not None:
+            if (rounded, add) in _selected:
+                _plans[problem, add] = plan
             return plan
-    raise _without_algorithm(of)
+    raise _without_algorithm(problem)
 
 
-def _without_algorithm(of: _Problem) -> RuntimeError:
+def _without_algorithm(problem: _Problem) -> RuntimeError:
     return RuntimeError(
         "cuBLAS has no algorithm that takes any number of rows for (row length of W, columns, "
-        f"depth, rows, parts) = {of.shape} in {of.kind}; unset ZONEOUT_BATCH_INVARIANT"
+        f"depth, rows, splits) = {problem.shape} in {problem.kind}; unset ZONEOUT_BATCH_INVARIANT"
     )
 
 
 @cache
-def _standard(of: _Problem) -> _Algorithm:
+def _standard(problem: _Problem) -> _Algorithm:
     """Return the presumably fastest algorithm for many rows that also takes one row."""
-    for algorithm in _ranked(of, _described(of), _NEVER, _OTHERS):
-        if _checked(of.with_rows(1), algorithm) and _checked(of.with_rows(16), algorithm):
+    for algorithm in _candidates(problem, _descriptors(problem), _NEVER, _OTHERS):
+        if _plan_with(problem.with_rows(1), algorithm) and _plan_with(
+            problem.with_rows(16), algorithm
+        ):
             return algorithm
-    raise _without_algorithm(of)
+    raise _without_algorithm(problem)
 
 
-def _checked(of: _Problem, algorithm: _Algorithm) -> _Plan | None:
+def _plan_with(problem: _Problem, algorithm: _Algorithm) -> _Plan | None:
     """Return the plan of a product with this algorithm, or None if it does not take the shape."""
-    made, found = _described(of), _Algorithm()
-    product, w, a, b = made
-    with torch.cuda.device(of.device):
+    descriptors, checked = _descriptors(problem), _Algorithm()
+    product, w, a, b = descriptors
+    with torch.cuda.device(problem.device):
         handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
-        given = (handle, product, w, a, b, b, ctypes.byref(algorithm), ctypes.byref(found))
-        status = library("Lt").cublasLtMatmulAlgoCheck(*given)
-    if status or found.workspace > _MOST_WORKSPACE:
+        arguments = (handle, product, w, a, b, b, ctypes.byref(algorithm), ctypes.byref(checked))
+        status = library("Lt").cublasLtMatmulAlgoCheck(*arguments)
+    if status or checked.workspace > _MOST_WORKSPACE:
         return None
-    return _Plan(*made, algorithm, found.workspace)
+    return _Plan(*descriptors, algorithm, checked.workspace)
 
 
-def _agreeing(of: _Problem, standard: _Algorithm, add: bool) -> _Algorithm:
+def _fastest_equal(problem: _Problem, standard: _Algorithm, add: bool) -> _Algorithm:
     """Return the presumably fastest algorithm with the bits of the standard one."""
-    tried = of.with_rows(min(of.shape[3], _TRIED))
+    tried = problem.with_rows(min(problem.shape[3], _TRIED))
     w, a, before = _random_operands(tried)
 
     def result(algorithm: _Algorithm) -> Tensor | None:
-        plan, b = _checked(tried, algorithm), before.clone()
-        return b if plan is not None and _run(plan, w, a, b, add, of.device) == 0 else None
+        plan, b = _plan_with(tried, algorithm), before.clone()
+        return b if plan is not None and _run(plan, w, a, b, add, problem.device) == 0 else None
 
     expected = result(standard)
-    for algorithm in _ranked(of, _described(of), _NEVER, _OTHERS):
-        found = result(algorithm)
-        if expected is not None and found is not None and torch.equal(expected, found):
+    for algorithm in _candidates(problem, _descriptors(problem), _NEVER, _OTHERS):
+        output = result(algorithm)
+        if expected is not None and output is not None and torch.equal(expected, output):
             return algorithm
     return standard
 
 
-def _random_operands(of: _Problem) -> tuple[Tensor, Tensor, Tensor]:
+def _random_operands(problem: _Problem) -> tuple[Tensor, Tensor, Tensor]:
     """Return W, a and what is in b before the product; torch's own generator is not used."""
-    pitch, columns, depth, rows, parts = of.shape
-    device = torch.device("cuda", of.device)
+    pitch, columns, depth, rows, splits = problem.shape
+    device = torch.device("cuda", problem.device)
     own = torch.Generator(device).manual_seed(0)
-    shapes = (columns if of.transposed else depth, pitch), (rows, depth), (parts, rows, columns)
+    shapes = (
+        (columns if problem.transposed else depth, pitch),
+        (rows, depth),
+        (splits, rows, columns),
+    )
     w, a, b = (torch.randn(shape, generator=own, device=device) for shape in shapes)
-    return w.to(of.kind), a.to(of.kind), b.to(of.out)
+    return w.to(problem.kind), a.to(problem.kind), b.to(problem.out)
 
 
 def _run(plan: _Plan, w: Tensor, a: Tensor, b: Tensor, add: bool, device: int) -> int:
@@ -430,22 +462,24 @@ def _layout(
 ) -> Any:
     """Create the column-major layout of a matrix, or of `count`, `distance` elements apart."""
     sizes = (ctypes.c_uint64(down), ctypes.c_uint64(across), ctypes.c_int64(pitch))
-    made = _made("cublasLtMatrixLayoutCreate", ctypes.c_int(_KINDS[kind]), *sizes)
+    descriptor = _create("cublasLtMatrixLayoutCreate", ctypes.c_int(_DATA_TYPES[kind]), *sizes)
     if count > 1:
-        _set("cublasLtMatrixLayoutSetAttribute", made, _COUNT, ctypes.c_int32(count))
-        _set("cublasLtMatrixLayoutSetAttribute", made, _DISTANCE, ctypes.c_int64(distance))
-    return made
+        _set("cublasLtMatrixLayoutSetAttribute", descriptor, _COUNT, ctypes.c_int32(count))
+        _set("cublasLtMatrixLayoutSetAttribute", descriptor, _DISTANCE, ctypes.c_int64(distance))
+    return descriptor
 
 
-def _made(function: str, *arguments: Any) -> Any:
-    made = ctypes.c_void_p()
-    _check(getattr(library("Lt"), function)(ctypes.byref(made), *arguments))
-    return made
+def _create(function: str, *arguments: Any) -> Any:
+    descriptor = ctypes.c_void_p()
+    _check(getattr(library("Lt"), function)(ctypes.byref(descriptor), *arguments))
+    return descriptor
 
 
-def _set(function: str, of: Any, name: int, value: Any) -> None:
+def _set(function: str, descriptor: Any, name: int, value: Any) -> None:
     size = ctypes.c_size_t(ctypes.sizeof(value))
-    _check(getattr(library("Lt"), function)(of, ctypes.c_int(name), ctypes.byref(value), size))
+    _check(
+        getattr(library("Lt"), function)(descriptor, ctypes.c_int(name), ctypes.byref(value), size)
+    )
 
 
 def _check(status: int) -> None:

@@ -39,7 +39,7 @@ HEADERS = {
 }
 STEP = "/* The functions of the cell's step stand here. */\n"
 # Sources with architecture-specific instructions, which later architectures do not have.
-OWN = ("wide.cu",)
+ARCHITECTURE_SPECIFIC = ("warpgroup.cu",)
 
 _MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _LARGE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
@@ -170,7 +170,7 @@ class Kernel:
         """Launch the kernel with ctypes values on a stream, by default torch's current one."""
         x, y = threads if isinstance(threads, tuple) else (threads, 1)
         across, down = blocks if isinstance(blocks, tuple) else (blocks, 1)
-        how, pointers = (across, down, x, y, shared, cooperative), pack(values)
+        how, pointers = (across, down, x, y, shared, cooperative), pointers_to(values)
         recording.launch(self.start, how, values, ctypes.addressof(pointers), stream)
 
     def start(
@@ -192,11 +192,11 @@ class Ready(NamedTuple):
 
     start: Callable[[Any], None]  # called with the side stream, or None for the current one
     # True if the blocks wait for each other, so all of them must be on the chip at once.
-    fills: bool = False
+    fills_chip: bool = False
 
 
-def pack(values: Sequence[Any]) -> Any:
-    """Return the arguments of a launch from ctypes values, which must outlive it."""
+def pointers_to(values: Sequence[Any]) -> Any:
+    """Return an array of pointers to ctypes values, which must outlive it."""
     return _pointers(len(values))(*map(ctypes.addressof, values))
 
 
@@ -215,12 +215,12 @@ def at_each_step(
     """
     recording.refuse("a launch for each step")
     config, step = Launch(*blocks, 1, *threads, 1, 0, stream), ctypes.c_int()
-    given = (*before, step, *after)
-    call, at, packed = driver().cuLaunchKernelEx, ctypes.byref(config), pack(given)
+    values = (*before, step, *after)
+    call, at, pointers = driver().cuLaunchKernelEx, ctypes.byref(config), pointers_to(values)
 
-    def launch(t: int, alive: Any = given) -> None:
+    def launch(t: int, alive: Any = values) -> None:
         step.value = t
-        if status := call(at, kernel.handle, packed, None):
+        if status := call(at, kernel.handle, pointers, None):
             raise RuntimeError(f"CUDA: error {status} at a launch of step {t}")
 
     return launch
@@ -252,19 +252,19 @@ def load(
     with torch.cuda.device(device):
         torch.cuda.current_stream()
         check(driver().cuModuleLoadData(ctypes.byref(module), image))
-        found = []
+        kernels = []
         for name in names:
             function = ctypes.c_void_p()
             check(driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
-            found.append(Kernel(function))
-    return tuple(found)
+            kernels.append(Kernel(function))
+    return tuple(kernels)
 
 
 def machine_code(
     capability: tuple[int, int], source: str, defines: Sequence[tuple[str, int]], step: str = ""
 ) -> bytes:
     """Return a source file compiled for a compute capability, from the disk cache if present."""
-    return _kept(*program(capability, source, defines, step))
+    return _cached(*program(capability, source, defines, step))
 
 
 def program(
@@ -273,8 +273,8 @@ def program(
     """Return the compiler's input for a source file: the source text and the options."""
     files = [COMMON, *(COMMON.with_name(name) for name in HEADERS.get(source, ()))]
     text = "".join(path.read_text() for path in (*files, SOURCES[source])).replace(STEP, step)
-    only = "a" if source in OWN else ""
-    options = [f"--gpu-architecture=sm_{architecture(capability)}{only}", "--std=c++17"]
+    suffix = "a" if source in ARCHITECTURE_SPECIFIC else ""
+    options = [f"--gpu-architecture=sm_{architecture(capability)}{suffix}", "--std=c++17"]
     return text, options + [f"--define-macro={name}={value}" for name, value in defines]
 
 
@@ -288,21 +288,21 @@ def architecture(capability: tuple[int, int]) -> int:
     major, minor = capability
     count = ctypes.c_int()
     _check_nvrtc(compiler().nvrtcGetNumSupportedArchs(ctypes.byref(count)))
-    known = (ctypes.c_int * count.value)()
-    _check_nvrtc(compiler().nvrtcGetSupportedArchs(known))
-    fitting = [one for one in known if one // 10 == major and one % 10 <= minor]
-    if not fitting:
+    supported = (ctypes.c_int * count.value)()
+    _check_nvrtc(compiler().nvrtcGetSupportedArchs(supported))
+    usable = [number for number in supported if number // 10 == major and number % 10 <= minor]
+    if not usable:
         version = ".".join(map(str, _version()))
         raise RuntimeError(
             f"CUDA's run-time compiler {version} knows no GPU of compute capability {major}.{minor}"
         )
-    return max(fitting)
+    return max(usable)
 
 
-def _kept(text: str, options: Sequence[str]) -> bytes:
+def _cached(text: str, options: Sequence[str]) -> bytes:
     """Return the compiled image, from the disk cache if present."""
-    said = "\n".join((text, *options, *map(str, _version())))
-    name = f"cuda-{hashlib.sha256(said.encode()).hexdigest()[:24]}"
+    key = "\n".join((text, *options, *map(str, _version())))
+    name = f"cuda-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
     if (image := build_cache.find(name, ".cubin")) is not None:
         return image
     image, _ = compiled(text, options)
@@ -318,19 +318,19 @@ def compiled(text: str, options: Sequence[str]) -> tuple[bytes, str]:
         nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"zoneout.cu", 0, None, None)
     )
     try:
-        given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-        status = nvrtc.nvrtcCompileProgram(program, len(options), given)
+        option_array = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        status = nvrtc.nvrtcCompileProgram(program, len(options), option_array)
         size = ctypes.c_size_t()
         nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-        log = ctypes.create_string_buffer(size.value)
-        nvrtc.nvrtcGetProgramLog(program, log)
-        said = log.value.decode()
+        buffer = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetProgramLog(program, buffer)
+        log = buffer.value.decode()
         if status != 0:
-            raise RuntimeError(f"a kernel did not compile with {list(options)}:\n{said}")
+            raise RuntimeError(f"a kernel did not compile with {list(options)}:\n{log}")
         _check_nvrtc(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
         image = ctypes.create_string_buffer(size.value)
         _check_nvrtc(nvrtc.nvrtcGetCUBIN(program, image))
-        return image.raw, said
+        return image.raw, log
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
@@ -372,13 +372,13 @@ def library() -> ctypes.CDLL:
     """Load the driver's library."""
     for name in ("libcuda.so.1", "nvcuda.dll"):
         try:
-            found = ctypes.CDLL(name)
+            driver_library = ctypes.CDLL(name)
         except OSError:
             continue
         pointer, sizes = ctypes.c_void_p, [ctypes.c_uint] * 7
-        found.cuLaunchKernel.argtypes = [pointer, *sizes, pointer, pointer, pointer]
-        found.cuLaunchCooperativeKernel.argtypes = [pointer, *sizes, pointer, pointer]
-        return found
+        driver_library.cuLaunchKernel.argtypes = [pointer, *sizes, pointer, pointer, pointer]
+        driver_library.cuLaunchCooperativeKernel.argtypes = [pointer, *sizes, pointer, pointer]
+        return driver_library
     raise RuntimeError("the CUDA driver's library was not found (looked for libcuda.so.1)")
 
 

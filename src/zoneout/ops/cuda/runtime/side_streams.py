@@ -16,12 +16,12 @@ import torch
 
 from .compiler import check, driver
 
-_APART = 1  # CU_STREAM_NON_BLOCKING: does not wait for the default stream
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the default stream
 _UNTIMED = 2  # CU_EVENT_DISABLE_TIMING
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
-class Lane(NamedTuple):
+class SideStream(NamedTuple):
     """A side stream, and the event that marks its end."""
 
     stream: ctypes.c_void_p
@@ -36,40 +36,40 @@ def fork(device: int, count: int) -> Iterator[Sequence[ctypes.c_void_p]]:
     """
     current = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device))
     # Each current stream has its own side streams, because its capture also captures them.
-    begun, lanes = (
+    begun, sides = (
         _event(device, current.value, -1),
-        [_lane(device, current.value, k) for k in range(count)],
+        [_side_stream(device, current.value, k) for k in range(count)],
     )
     check(driver().cuEventRecord(begun, current))
-    for lane in lanes:
-        check(driver().cuStreamWaitEvent(lane.stream, begun, 0))
+    for side in sides:
+        check(driver().cuStreamWaitEvent(side.stream, begun, 0))
     try:
-        yield [lane.stream for lane in lanes]
+        yield [side.stream for side in sides]
     finally:
-        for lane in lanes:
-            check(driver().cuEventRecord(lane.ended, lane.stream))
-            check(driver().cuStreamWaitEvent(current, lane.ended, 0))
+        for side in sides:
+            check(driver().cuEventRecord(side.ended, side.stream))
+            check(driver().cuStreamWaitEvent(current, side.ended, 0))
 
 
 @cache
-def _lane(device: int, current: int | None, k: int) -> Lane:
-    return Lane(_made("cuStreamCreate", _APART), _event(device, current, k))
+def _side_stream(device: int, current: int | None, k: int) -> SideStream:
+    return SideStream(_create("cuStreamCreate", _NON_BLOCKING), _event(device, current, k))
 
 
 @cache
 def _event(device: int, current: int | None, k: int) -> ctypes.c_void_p:
-    return _made("cuEventCreate", _UNTIMED)
+    return _create("cuEventCreate", _UNTIMED)
 
 
-def _made(function: str, flags: int) -> ctypes.c_void_p:
+def _create(function: str, flags: int) -> ctypes.c_void_p:
     """Create a stream or event with a driver function.
 
     Without relaxed capture mode the call would end a capture of the current stream.
     """
-    made, mode = ctypes.c_void_p(), ctypes.c_int(_RELAXED)
+    created, mode = ctypes.c_void_p(), ctypes.c_int(_RELAXED)
     check(driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
     try:
-        check(getattr(driver(), function)(ctypes.byref(made), flags))
+        check(getattr(driver(), function)(ctypes.byref(created), flags))
     finally:
         check(driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
-    return made
+    return created

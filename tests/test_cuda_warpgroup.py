@@ -14,7 +14,7 @@ from test_cuda import compare, precision  # noqa: F401 (a fixture)
 
 import zoneout as zo
 from zoneout.ops import cuda
-from zoneout.ops.cuda.kernels import wide
+from zoneout.ops.cuda.kernels import warpgroup
 from zoneout.ops.cuda.runtime import compiler
 
 ON = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,18 +29,18 @@ def ran(request, poisoned, monkeypatch):
     """
     if ON == "cpu":
         request.getfixturevalue("emulated")
-    taken, ready = [], wide.ready
+    taken, ready = [], warpgroup.ready
 
-    def and_count(loop, back, loops):
-        found = ready(loop, back, loops)
+    def and_count(loop, grads, concurrent):
+        found = ready(loop, grads, concurrent)
         taken.extend([] if found is None else [loop])
         return found
 
-    monkeypatch.setattr(wide, "other_plan", lambda *_, **__: None)
-    monkeypatch.setattr(wide, "ready", and_count)
-    monkeypatch.setattr(cuda, "PATHS", (wide, cuda.steps))
+    monkeypatch.setattr(warpgroup, "persistent_plan", lambda *_, **__: None)
+    monkeypatch.setattr(warpgroup, "ready", and_count)
+    monkeypatch.setattr(cuda, "PATHS", (warpgroup, cuda.steps))
     yield taken
-    wide.plan.cache_clear()
+    warpgroup.plan.cache_clear()
 
 
 SHARED = 232448
@@ -71,15 +71,15 @@ def test_sizes(ragged, sizes, given, found, precision, ran, monkeypatch):  # noq
         that of the end.
     """
     resident, chunk, processors, shared = given
-    monkeypatch.setattr(wide, "RESIDENT", resident)
-    monkeypatch.setattr(wide, "CHUNK", chunk)
-    monkeypatch.setattr(wide, "chip", lambda device: compiler.Chip(processors, shared, 9))
-    wide.plan.cache_clear()
+    monkeypatch.setattr(warpgroup, "MOST_RESIDENT", resident)
+    monkeypatch.setattr(warpgroup, "K_STEPS_PER_CHUNK", chunk)
+    monkeypatch.setattr(warpgroup, "chip", lambda device: compiler.Chip(processors, shared, 9))
+    warpgroup.plan.cache_clear()
     lengths = [(5 * row + 1) % (sizes[0] + 1) for row in range(sizes[1])]
     call = {"lengths": lengths} if ragged else {}
     compare("lstm", NOISES["zoneout-unit"], call, True, precision, sizes, device=ON)
-    tiles = wide.plan_for(ran[0])
-    assert (tiles.turns, tiles.groups, tiles.stages) == found
+    tiles = warpgroup.plan_for(ran[0])
+    assert (tiles.slabs, tiles.groups, tiles.stages) == found
 
 
 @pytest.mark.parametrize("precision", ["bf16"], indirect=True)
@@ -89,7 +89,7 @@ def test_noises(make, training, precision, ran, monkeypatch):  # noqa: F811
     """A kernel for some of the masks draws others, or takes their rates for those of another
     unit.
     """
-    monkeypatch.setattr(wide, "chip", lambda device: compiler.Chip(2, SHARED, 9))  # two turns
+    monkeypatch.setattr(warpgroup, "chip", lambda device: compiler.Chip(2, SHARED, 9))  # two turns
     rates = torch.linspace(0, 1, 24, dtype=torch.float64)
     noise = {
         "unit": zo.Zoneout(cell=0.5, hidden=0.2),
@@ -179,4 +179,4 @@ def test_the_same_bits_twice(ran):
 def test_two_loops_side_by_side_are_left_to_others():
     """The kernel takes the whole chip though another one is to run at the same time."""
     loop = SimpleNamespace(reverse=False, resets=None, scale_h=None)
-    assert wide.ready(loop, None, 2) is None
+    assert warpgroup.ready(loop, None, 2) is None

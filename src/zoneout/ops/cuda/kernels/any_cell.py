@@ -22,7 +22,7 @@ from ..runtime.compiler import tf32
 _i64, _p = ctypes.c_int64, ctypes.c_void_p
 
 
-class Own(ctypes.Structure):
+class CellArguments(ctypes.Structure):
     """`Own` of unit.cuh."""
 
     _fields_ = [
@@ -33,7 +33,7 @@ class Own(ctypes.Structure):
         *((f"{name}{k}", _p) for name in ("dseen", "dstate", "dreset") for k in range(4)),
         *((f"dparameter{k}", _p) for k in range(8)),
         *((name, _p) for name in ("h", "h_in", "product", "owed", "d_in", "rec")),
-        *((name, _i64) for name in ("block", "h_pitch", "rec_pitch", "sums")),
+        *((name, _i64) for name in ("head_units", "h_pitch", "rec_pitch", "splits")),
         *(
             (f"{name}{k}", _p)
             for name in ("in", "inner", "part", "din", "dinner", "d_part", "ins")
@@ -49,22 +49,22 @@ class Own(ctypes.Structure):
 
 def supports(r: Run) -> bool:
     """Return True if the kernels of any cell can run this."""
-    layout = r.cell.storage
-    room = layout.fits_products if r.cell.products else layout.fits
+    storage = r.cell.storage
+    fits = storage.fits_products if r.cell.products else storage.fits
     masks = [draw.rule for draw in r.draws if draw.given is not None]
-    takes = not masks or (layout.takes_masks and not any(rule.holds_gate for rule in masks))
-    alone = r.norm is None and r.w_hr is None
-    return room and takes and len(layout.slots) <= MOST_SLOTS and alone
+    masks_fit = not masks or (storage.takes_masks and not any(rule.holds_gate for rule in masks))
+    plain = r.norm is None and r.w_hr is None
+    return fits and masks_fit and len(storage.slots) <= MOST_SLOTS and plain
 
 
 _GIVEN = {"drop": "dropped", "add": "added"}  # fields of masks that are always given, by kind
 
 
-class OwnArguments(Arguments):
+class AnyCellArguments(Arguments):
     """The struct `Own` of a loop."""
 
-    def __init__(self, loop: Loop, back: LoopGrads | None) -> None:
-        super().__init__(Own)
+    def __init__(self, loop: Loop, grads: LoopGrads | None) -> None:
+        super().__init__(CellArguments)
         device = loop.gates.get_device()
         self.alive.append(loop.gates)
         # h has the dtype of the input, and is in `Loop`.
@@ -73,27 +73,27 @@ class OwnArguments(Arguments):
         self._put_each("states", loop.states, first=1)
         self._put_each("slot", loop.slots)
         self._put_each("parameter", loop.parameters)
-        if back is not None:
+        if grads is not None:
             # One partial sum for each row: the caller adds them.
             count = len(loop.parameters)
             sums = loop.h0.new_zeros(count, *loop.h0.shape, dtype=torch.float32)
-            back.dparameters = sums.unbind()
-            self._put_each("dseen", (None, *back.dseen))
-            self._put_each("dstate", back.dstates)
-            self._put_each("dreset", back.dreset)
-            self._put_each("dparameter", back.dparameters)
+            grads.dparameters = sums.unbind()
+            self._put_each("dseen", (None, *grads.dseen))
+            self._put_each("dstate", grads.dstates)
+            self._put_each("dreset", grads.dreset)
+            self._put_each("dparameter", grads.dparameters)
         for stream, draw in loop.draws.items():
             kind, k = ("", 4) if stream == "update" else kind_of(draw.rule)
             if stream in loop.masks:
-                self._give(stream, f"{_GIVEN.get(kind, 'given')}{k}", loop, back)
+                self._give(stream, f"{_GIVEN.get(kind, 'given')}{k}", loop, grads)
             if kind not in _GIVEN:
                 fill_stream(getattr(self.struct, f"state{k}" if kind else stream), draw, device)
 
-    def _give(self, stream: str, field: str, loop: Loop, back: LoopGrads | None) -> None:
+    def _give(self, stream: str, field: str, loop: Loop, grads: LoopGrads | None) -> None:
         """Put the mask of a stream, and its gradient if it needs one."""
         self.put(field, loop.masks[stream], torch.float32)
-        if back is not None:
-            self.put(f"d{field}", back.dmasks.get(stream), torch.float32)
+        if grads is not None:
+            self.put(f"d{field}", grads.dmasks.get(stream), torch.float32)
 
     def _put_each(self, name: str, values: Sequence[Tensor | None], first: int = 0) -> None:
         for k, value in enumerate(values):
@@ -116,24 +116,24 @@ def with_dense_weight(loop: Loop) -> Loop:
     return replace(loop, w_hh=dense.view(gates * loop.hidden, loop.hidden))
 
 
-def holds(loop: Loop) -> bool:
+def holds_gate(loop: Loop) -> bool:
     """Return True if a noise holds a gate."""
     draw = loop.draws.get("update")
     return draw is not None and draw.rule.holds_gate
 
 
-def step_text(loop: Loop, back: LoopGrads | None = None) -> str:
+def step_text(loop: Loop, grads: LoopGrads | None = None) -> str:
     """Return the generated step, with the rules of noise that the loop needs."""
     kinds = {kind_of(draw.rule)[0] for name, draw in loop.draws.items() if name != "update"}
-    if kinds & {*_GIVEN} or (back is not None and back.dmasks):
+    if kinds & {*_GIVEN} or (grads is not None and grads.dmasks):
         return print_unit(loop.cell, "given")
-    others = any(
+    drop_or_zero = any(
         name == "update" or draw.rule.by != "previous" for name, draw in loop.draws.items()
     )
-    return print_unit(loop.cell, "all" if others else "zoneout")
+    return print_unit(loop.cell, "all" if drop_or_zero else "zoneout")
 
 
-def known_streams(loop: Loop) -> Defines:
+def noise_defines(loop: Loop) -> Defines:
     """Return what the kernels may know of the noise: macros of unit.cuh, none if it is unusual.
 
     Usual is zoneout alone, whose masks see step, example and unit, with one seed.
@@ -141,20 +141,20 @@ def known_streams(loop: Loop) -> Defines:
     if any(name not in STATE_STREAMS for name in loop.draws):
         return ()
     draws = [loop.draws.get(name) for name in STATE_STREAMS]
-    streams, before = [0] * len(STATE_STREAMS), None
+    noise, previous = [0] * len(STATE_STREAMS), None
     for k, draw in enumerate(draws):
         if draw is not None:
-            *sees, high = mask_coordinates(draw.rule)
-            if draw.rule.by != "previous" or not all(sees):
+            *coordinates, high = mask_coordinates(draw.rule)
+            if draw.rule.by != "previous" or not all(coordinates):
                 return ()
-            shares = before is not None and draw.seed is not None and before.plane == draw.plane
-            streams[k] = (2 if draw.seed is None else 1) + 4 * high + 8 * shares
-        before = None if draw is None or draw.seed is None else draw
+            shares = previous is not None and draw.seed is not None and previous.plane == draw.plane
+            noise[k] = (2 if draw.seed is None else 1) + 4 * high + 8 * shares
+        previous = None if draw is None or draw.seed is None else draw
     seeds = {address(draw.seed) for draw in draws if draw is not None and draw.seed is not None}
-    return tuple((f"STREAM{k}", v) for k, v in enumerate(streams)) if len(seeds) < 2 else ()
+    return tuple((f"STREAM{k}", v) for k, v in enumerate(noise)) if len(seeds) < 2 else ()
 
 
 def defines_of(dtype: torch.dtype, vector: int = 1) -> Defines:
     """Return the macros that the kernels are compiled with."""
     fast = int(dtype != torch.float32 or tf32())
-    return (("CELL", 0), ("TYPE", TYPES[dtype]), ("FAST", fast), ("V", vector))
+    return (("CELL", 0), ("TYPE", TYPES[dtype]), ("FAST", fast), ("VECTOR", vector))
