@@ -1,40 +1,50 @@
-/* All steps in one launch with recurrent batch norm: a block owns a few units for the whole batch, so that the moments are
- * taken inside of it, and the blocks of one cluster exchange what enters the product once a step.
+/* All steps in one launch with recurrent batch norm: each block owns a few units of the whole batch.
  *
- * Compiled with BACK (0 forwards, 1 backwards), HIDDEN, BLOCKS (of the cluster), PARTS (of 8 units that a block has), BANDS
- * (of 16 rows), OWN (pieces of the weights that are in registers; the others lie in shared memory), PAIRED (two neighbouring
- * numbers may be read at once) and HAS; where there is no noise but zoneout with a mask for each unit CELL_MODE and
- * HIDDEN_MODE are those of the two streams, and KNOWN says so.
+ * So a block computes the moments of its units alone. The blocks are one cluster, and exchange values once a step.
+ * A fragment is the weights of one k-step and one tile, as the registers of a warp. Macros:
  *
- * A warp has a band of one part: a tile of sums for each gate, where a thread finds all gates of two units of two rows. The
- * same thread of another block has other units of the same rows. So what a thread sends is what the same lane over there
- * needs, and nothing has to be rearranged. In memory the gates lie unit by unit, so that those of a thread's two units are
- * one piece of a row. Forwards each block sends its h to all, who take the product with their own columns of W_h. Backwards
- * each takes the product of its derivatives with all of W_h's columns and sends every block the sums for its units: half as
- * much to send as the derivatives themselves, a quarter in TF32.
+ *   BACKWARD       0: forward pass; 1: backward pass
+ *   HIDDEN         units
+ *   BLOCKS         blocks of the cluster
+ *   UNIT_GROUPS    groups of 8 units in a block
+ *   BANDS          bands of 16 rows
+ *   RESIDENT       fragments in registers; the others are in shared memory
+ *   ALIGNED_PAIRS  1: two adjacent values can be read at once
  *
- * A processor gets some 22 bytes a cycle to others, so what goes around is of 16 bits where these are enough. In TF32, too:
- * h, and derivatives times a power of two that each warp finds for what it sends; it sends along what undoes it. (Behind a
- * batch norm no row's are much smaller than those of the others.)
+ * A warp computes one band of one unit group: a tile of sums for each gate. A thread finds in them all gates of two
+ * units of two rows. The same thread of another block has other units of the same rows. So a thread sends what the
+ * same lane of the other block needs, and nothing is rearranged. In memory the gates are ordered [unit][gate], so
+ * that those of a thread's two units are adjacent. In the forward pass each block sends its h to all blocks, which
+ * multiply it with their columns of W_h. In the backward pass each block multiplies its gradients with all columns
+ * of W_h, and sends each block the sums for its units: half as many bytes as the gradients, a quarter in TF32.
  *
- * What is sent counts itself, by bytes: a warp goes on when all of its rows are there. Two buffers take turns, and nobody has to
- * say that one may be written again: whoever has all of step t knows that all have sent it, after they had read step t - 1.
+ * A multiprocessor sends about 22 bytes per cycle to others, so values are exchanged in 16 bits if these suffice.
+ * In TF32 too: h, and gradients times a power of two. Each warp chooses this for what it sends, and also sends its
+ * inverse. (With batch norm the gradients of different rows have similar sizes.)
+ *
+ * A barrier counts the received bytes: a warp continues when all of its rows have arrived. Two buffers alternate.
+ * They need no release: a block that has received all of step t knows that all blocks had read step t - 1 before
+ * they sent it.
  */
 #define WARPS (BANDS * UNIT_GROUPS)
 #define THREADS (32 * WARPS)
-#define VALUES_PER_UNIT (BACKWARD ? (GATES == 3 ? 4 : GATES) : 1)       /* numbers of a unit in what enters the product */
-#define SCALED (BACKWARD && !TYPE && UNIT_GROUPS == 1)   /* TF32 by numbers of half precision, times powers of two */
-#define OPERAND_TYPE (TYPE || (BACKWARD ? !SCALED : RELU) ? TYPE : 2) /* the type of what enters the product; h is between -1 and 1 */
-#define VALUES_PER_WORD (OPERAND_TYPE ? 2 : 1)                    /* numbers of a word */
-#define WORDS_PER_GROUP ((2 * VALUES_PER_UNIT + VALUES_PER_WORD - 1) / VALUES_PER_WORD)   /* words of two units of a row */
-#define K_STEPS_PER_GROUP ((WORDS_PER_GROUP + 1) / 2)                 /* k-steps of a part, backwards; a k-step takes two words */
+#define VALUES_PER_UNIT (BACKWARD ? (GATES == 3 ? 4 : GATES) : 1)       /* operands of one unit */
+#define SCALED (BACKWARD && !TYPE && UNIT_GROUPS == 1)   /* TF32 operands in half precision, times powers of two */
+/* type of the operands of the product, as TYPE; h is between -1 and 1 */
+#define OPERAND_TYPE (TYPE || (BACKWARD ? !SCALED : RELU) ? TYPE : 2)
+#define VALUES_PER_WORD (OPERAND_TYPE ? 2 : 1)                    /* values of a 4-byte word */
+/* words of two units of a row */
+#define WORDS_PER_GROUP ((2 * VALUES_PER_UNIT + VALUES_PER_WORD - 1) / VALUES_PER_WORD)
+/* backward pass: k-steps of a unit group; a k-step has two words */
+#define K_STEPS_PER_GROUP ((WORDS_PER_GROUP + 1) / 2)
 #define K_STEPS (BACKWARD ? UNIT_GROUPS * K_STEPS_PER_GROUP : (BLOCKS * UNIT_GROUPS * WORDS_PER_GROUP + 1) / 2)
-#define TILES (BACKWARD ? BLOCKS : GATES)              /* of 8 columns of the right factor */
-#define SHARED_FRAGMENTS (K_STEPS * TILES - RESIDENT)                /* pieces of weights in shared memory */
-#define ACCUMULATORS (GATES > 1 ? 1 : 4)                 /* of sums, so that one product need not wait for the one before */
-#define COLUMNS (GATES > 1 ? 8 : 2)                /* numbers of h·Wh of two units, a power of two */
-#define VALUES (2 * GATES)                        /* of two units of a row, as they lie: [unit][gate] */
-#define PREFETCH_STEPS 6                                /* steps, for what is brought into the L2 */
+#define TILES (BACKWARD ? BLOCKS : GATES)              /* of 8 columns of the right operand */
+#define SHARED_FRAGMENTS (K_STEPS * TILES - RESIDENT)                /* fragments in shared memory */
+/* independent, so that a product need not wait for the one before */
+#define ACCUMULATORS (GATES > 1 ? 1 : 4)
+#define COLUMNS (GATES > 1 ? 8 : 2)                /* values of h·Wh of two units, rounded up to a power of two */
+#define VALUES (2 * GATES)                        /* of two units of a row, in memory: [unit][gate] */
+#define PREFETCH_STEPS 6                                /* steps between a prefetch into L2 and its use */
 
 #define EACH_ROW _Pragma("unroll") for (int r = 0; r < 2; r++)
 #define EACH_UNIT _Pragma("unroll") for (int u = 0; u < 2; u++)
@@ -48,12 +58,15 @@ typedef uint4 Message;
 #endif
 
 struct Shared {
-    Message received[2][BLOCKS * THREADS];                     /* [turn][from][thread] */
-    uint4 operands[BACKWARD && UNIT_GROUPS > 1 ? K_STEPS_PER_GROUP * THREADS : 1];   /* what enters the product, to the block's other part */
-    float2 sums[BACKWARD ? 3 : 2][THREADS];                 /* of moments; taking turns, since somebody may still be reading */
-    float inverse_scale[2][SCALED ? WARPS : 1][16];              /* [turn][warp][from]: to be multiplied with what has come */
+    Message received[2][BLOCKS * THREADS];                     /* [buffer][from][thread] */
+    /* operands of the product, for the block's other unit group */
+    uint4 operands[BACKWARD && UNIT_GROUPS > 1 ? K_STEPS_PER_GROUP * THREADS : 1];
+    /* of moments; alternating buffers, since other threads may still read */
+    float2 sums[BACKWARD ? 3 : 2][THREADS];
+    float inverse_scale[2][SCALED ? WARPS : 1][16];              /* [buffer][warp][from]: factors of received values */
     int lengths[BANDS * 16];
-    u64 arrivals[2][WARPS];                                /* [turn]: what a warp waits for; forwards one for all parts of a band */
+    /* [buffer]: barriers; in the forward pass one for all unit groups of a band */
+    u64 arrivals[2][WARPS];
 };
 
 __device__ __forceinline__ Shared &shared_memory() {
@@ -63,15 +76,15 @@ __device__ __forceinline__ Shared &shared_memory() {
 
 /* --- numbers ---------------------------------------------------------------------------------------- */
 
-/* Volatile, so that it is done where it stands: while others are waited for. */
+/* Volatile, so that it is computed at this place: during a wait. */
 __device__ __forceinline__ float inverse(float var, double eps) {
     float out;
     asm volatile("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(var + (float)eps));
     return out;
 }
 
-/* Two neighbouring units of a row; of the second it is said whether it is there. */
-struct EarlyPair { /* see Late */
+/* Two adjacent units of a row; `second`: the second one exists. */
+struct EarlyPair { /* see EarlyLoad */
     u32 bits[ALIGNED_PAIRS && TYPE ? 1 : 2];
 };
 __device__ __forceinline__ EarlyPair load_early_pair(const narrow *from, bool second) {
@@ -94,7 +107,7 @@ __device__ __forceinline__ float widen(const EarlyPair &v, int u) {
 #endif
 }
 
-/* Words of memory, as many at once as lie even. */
+/* Words of memory, as many at once as their alignment allows. */
 template <int WORDS> __device__ __forceinline__ void load_words(u32 *to, const void *at) {
     const u32 *from = (const u32 *)at;
     if (WORDS % 4 == 0) {
@@ -124,7 +137,7 @@ template <int WORDS> __device__ __forceinline__ void store_words(void *at, const
     }
 }
 
-struct EarlyGates { /* the gates of two neighbouring units of a row; see Late */
+struct EarlyGates { /* the gates of two adjacent units of a row; see EarlyLoad */
     u32 bits[ALIGNED_PAIRS && TYPE ? GATES : VALUES];
 };
 __device__ __forceinline__ EarlyGates load_early_gates(const narrow *from, bool second) {
@@ -207,13 +220,13 @@ __device__ __forceinline__ void store_narrow_pair(narrow *to, float low, float h
 #endif
 }
 
-/* --- what a thread has to do ------------------------------------------------------------------------ */
+/* --- the position of a thread ------------------------------------------------------------------------- */
 
 struct Thread { /* two units of two rows */
     int warp, lane, unit_group, band, unit;
-    int senders; /* lanes of the warp that have a row: others send nothing, and what they read does not matter */
-    bool in[2];            /* whether there are such units */
-    int row[2], length[2]; /* a row that is not there has no steps */
+    int senders; /* lanes of the warp that have a row: others send nothing, and what they read is not used */
+    bool in[2];            /* the units exist */
+    int row[2], length[2]; /* a row that does not exist has length 0 */
     u32 example[2];
 };
 
@@ -239,17 +252,18 @@ __device__ __forceinline__ Thread thread_of(const Loop &l) {
 /* --- the cluster ------------------------------------------------------------------------------------ */
 
 __device__ __forceinline__ u32 shared_address(const void *at) { return (u32)__cvta_generic_to_shared(at); }
-__device__ __forceinline__ u64 *barrier_of(int buffer, const Thread &m) { return &shared_memory().arrivals[buffer][BACKWARD ? m.warp : m.band]; }
-
-/* What is to come in a turn; counted before or after it comes. */
+__device__ __forceinline__ u64 *barrier_of(int buffer, const Thread &m) {
+    return &shared_memory().arrivals[buffer][BACKWARD ? m.warp : m.band];
+}
 __device__ __forceinline__ void expect_bytes(int buffer, const Thread &m) {
     const u32 bytes = BLOCKS * ((BACKWARD ? 1 : UNIT_GROUPS) * m.senders * sizeof(Message) + SCALED * 4);
     if (m.lane == 0 && (BACKWARD || m.unit_group == 0))
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier_of(buffer, m))), "r"(bytes)
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+            ::"r"(shared_address(barrier_of(buffer, m))), "r"(bytes)
                      : "memory");
 }
 
-/* Until it is there; `phase` says whether the turn has been this one's an odd number of times before. */
+/* Wait until all bytes have arrived. `phase`: 1 if the buffer was used an odd number of times before. */
 __device__ __forceinline__ void await_buffer(int buffer, u32 phase, const Thread &m) {
     const u32 at = shared_address(barrier_of(buffer, m));
     u32 done;
@@ -259,10 +273,11 @@ __device__ __forceinline__ void await_buffer(int buffer, u32 phase, const Thread
     } while (!done);
 }
 
-/* All blocks of the cluster begin with counters that wait for the first two turns. */
+/* Start the cluster: all blocks initialise their barriers, for the first use of both buffers. */
 __device__ __forceinline__ void begin_cluster(const Thread &m) {
     if (threadIdx.x < 2 * WARPS)
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address((u64 *)shared_memory().arrivals + threadIdx.x)), "r"(1) : "memory");
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
+            ::"r"(shared_address((u64 *)shared_memory().arrivals + threadIdx.x)), "r"(1) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     __syncthreads();
     expect_bytes(0, m), expect_bytes(1, m);
@@ -270,14 +285,14 @@ __device__ __forceinline__ void begin_cluster(const Thread &m) {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-/* The same place in another block. */
+/* The address of the same place in another block. */
 __device__ __forceinline__ u32 remote_address(const void *local, int block) {
     u32 remote;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(local)), "r"(block));
     return remote;
 }
 
-/* To another block, where the same warp waits for it. */
+/* Send to another block, where the same warp waits for it. */
 __device__ __forceinline__ void send(int buffer, const Message &v, int to, const Thread &m) {
     if (m.lane >= m.senders) return;
     const u32 remote = remote_address(shared_memory().received[buffer] + blockIdx.x * THREADS + threadIdx.x, to);
@@ -291,7 +306,7 @@ __device__ __forceinline__ void send(int buffer, const Message &v, int to, const
 #endif
 }
 
-/* A lane for each block. */
+/* Send a factor to all blocks, one lane for each. */
 __device__ __forceinline__ void send_inverse_scale(int buffer, float v, const Thread &m) {
     if (m.lane >= BLOCKS) return;
     const u32 remote = remote_address(&shared_memory().inverse_scale[buffer][SCALED ? m.warp : 0][blockIdx.x], m.lane);
@@ -300,7 +315,7 @@ __device__ __forceinline__ void send_inverse_scale(int buffer, float v, const Th
                  ::"r"(remote), "r"(__float_as_uint(v)), "r"(counter) : "memory");
 }
 
-/* The i-th block to send to: at any time each is sent to by another. */
+/* The i-th block to send to: at any time each block is the target of another one. */
 __device__ __forceinline__ int target_block(int i) {
     int to = blockIdx.x + i;
     return to < BLOCKS ? to : to - BLOCKS;
@@ -308,21 +323,21 @@ __device__ __forceinline__ int target_block(int i) {
 
 /* --- the product ------------------------------------------------------------------------------------ */
 
-/* Forwards the largest numbers become the largest of half precision, where floats go so; NaN stays. */
+/* Forward pass: clamp floats that are exchanged in half precision; NaN stays NaN. */
 __device__ __forceinline__ float clamp_to_half(float v) {
     return OPERAND_TYPE == TYPE || BACKWARD ? v : v > 65504.0f ? 65504.0f : v < -65504.0f ? -65504.0f : v;
 }
-
-/* Word `word` of the depth and a column of a tile, as a thread of column pair `from` of the left factor has it. */
-__device__ __forceinline__ u32 weights_at(const Loop &l, float by, int unit_group, int tile, int column, int word, int from) {
-    auto number = [&](int n) { /* of the thread's */
+__device__ __forceinline__ u32 weights_at(const Loop &l, float by, int unit_group, int tile, int column, int word,
+                                          int from) {
+    auto number = [&](int n) { /* value n of the thread */
 #if BACKWARD
-        int p = word / (2 * K_STEPS_PER_GROUP) /* of the block */, gate = n % VALUES_PER_UNIT;
+        int p = word / (2 * K_STEPS_PER_GROUP) /* unit group */, gate = n % VALUES_PER_UNIT;
         int source = (blockIdx.x * UNIT_GROUPS + p) * 8 + from * 2 + n / VALUES_PER_UNIT;
         int unit = (target_block(tile) * UNIT_GROUPS + unit_group) * 8 + column;
         bool in = n < 2 * VALUES_PER_UNIT && gate < GATES;
 #else
-        int gate = tile, source = n / 2 * 8 + from * 2 + n % 2, unit = (blockIdx.x * UNIT_GROUPS + unit_group) * 8 + column;
+        int gate = tile, source = n / 2 * 8 + from * 2 + n % 2,
+            unit = (blockIdx.x * UNIT_GROUPS + unit_group) * 8 + column;
         bool in = true;
 #endif
         if (!in || source >= HIDDEN || unit >= HIDDEN) return 0.0f;
@@ -339,8 +354,8 @@ __device__ __forceinline__ u32 weights_at(const Loop &l, float by, int unit_grou
 
 struct Weights {
     u32 in_registers[RESIDENT > 0 ? RESIDENT : 1][2];
-    int scale; /* SCALED: the exponent of what they have been multiplied with */
-    const uint2 *in_shared; /* [REST][32 lanes] of the part */
+    int scale; /* SCALED: exponent of the power of two that scales the weights */
+    const uint2 *in_shared; /* [SHARED_FRAGMENTS][32 lanes] of the unit group */
 };
 
 __device__ __forceinline__ void load_weights(const Loop &l, Weights &w, const Thread &m) {
@@ -350,8 +365,10 @@ __device__ __forceinline__ void load_weights(const Loop &l, Weights &w, const Th
 #if SCALED
     const int first = blockIdx.x * 8, count = min(8, HIDDEN - first) * GATES * HIDDEN;
     u32 top = 0;
-    for (int i = m.lane; i < count; i += 32) top = max(top, magnitude_bits(((const float *)l.w_hh)[first * GATES * HIDDEN + i]));
-    w.scale = max(-100, min(scale_exponent(warp_max(top)) - 14, 20)), by = power_of_two(w.scale); /* the largest is between 1 and 2 */
+    for (int i = m.lane; i < count; i += 32)
+        top = max(top, magnitude_bits(((const float *)l.w_hh)[first * GATES * HIDDEN + i]));
+    /* the largest weight becomes a value between 1 and 2 */
+    w.scale = max(-100, min(scale_exponent(warp_max(top)) - 14, 20)), by = power_of_two(w.scale);
 #endif
 #pragma unroll
     for (int s = 0; s < K_STEPS; s++)
@@ -368,7 +385,7 @@ __device__ __forceinline__ void load_weights(const Loop &l, Weights &w, const Th
         }
 }
 
-/* One k-step of one tile; those in shared memory are read again each time. */
+/* Add one k-step of one tile; weights in shared memory are read again each time. */
 __device__ __forceinline__ void add_step(float *sum, const u32 *a, const Weights &w, int s, int tile) {
     const int i = s * TILES + tile;
     if (i < RESIDENT) {
@@ -382,8 +399,8 @@ __device__ __forceinline__ void add_step(float *sum, const u32 *a, const Weights
 
 /* --- memory ----------------------------------------------------------------------------------------- */
 
-/* What step t reads of an array, into the L2: all threads of the cluster bring a line each. Where rows are turned around
- * within their lengths some of it is brought too early. */
+/* Prefetch into L2 what step t reads of an array: each thread of the cluster one cache line. For reversed rows with
+ * lengths some of it is prefetched too early. */
 __device__ __forceinline__ void prefetch_l2(const Loop &l, const void *from, int width, int t) {
     if (t < 0 || t >= l.steps) return;
     i64 size = l.batch * width;
@@ -396,7 +413,7 @@ __device__ __forceinline__ void prefetch_l2(const Loop &l, const void *from, int
 
 struct Seeds {
     u64 cell, hidden, update;
-    bool same; /* one word serves cell and hidden state */
+    bool same; /* one word serves both states */
 };
 
 __device__ __forceinline__ Seeds seeds_of(const Loop &l) {
@@ -409,9 +426,10 @@ __device__ __forceinline__ Seeds seeds_of(const Loop &l) {
     return s;
 }
 
-/* The words of both units of both rows. Four units share a draw, so of two lanes with the same four each draws for one of
- * the rows; all lanes of a warp must come here. */
-__device__ __forceinline__ void draw_words(u32 (&word)[2][2], const Loop &l, const Thread &m, const Stream &s, u64 seed, int t) {
+/* Draw the words of both units of both rows. One draw serves four units, so of the two lanes with these units each
+ * draws for one of the rows. All lanes of a warp must call this. */
+__device__ __forceinline__ void draw_words(u32 (&word)[2][2], const Loop &l, const Thread &m, const Stream &s,
+                                           u64 seed, int t) {
     const bool odd = m.lane % 2;
     u32 w[4], step = mask_step(l, t, odd ? m.length[1] : m.length[0]), example = odd ? m.example[1] : m.example[0];
     philox(w, seed, s.sees_unit ? m.unit / 4 : 0, s.sees_example ? example : 0, s.sees_step ? step : 0, s.plane);
@@ -421,7 +439,7 @@ __device__ __forceinline__ void draw_words(u32 (&word)[2][2], const Loop &l, con
     word[1][0] = odd ? w[2] : low, word[1][1] = odd ? w[3] : high;
 }
 
-/* Bits [row][unit]: whether the old value is kept. */
+/* Bits [row][unit]: 1 if the old value is kept. */
 __device__ __forceinline__ u32 compare_words(const u32 (&word)[2][2], const Stream &s, u32 limit0, u32 limit1) {
     u32 out = 0;
     EACH_ROW EACH_UNIT {
@@ -430,9 +448,8 @@ __device__ __forceinline__ u32 compare_words(const u32 (&word)[2][2], const Stre
     }
     return out;
 }
-
-/* Bits [stream][row][unit] of a step. */
-__device__ __forceinline__ u32 draw_masks(const Loop &l, const Thread &m, const Seeds &seeds, const Noises (&n)[2], int t) {
+__device__ __forceinline__ u32 draw_masks(const Loop &l, const Thread &m, const Seeds &seeds, const Noises (&n)[2],
+                                          int t) {
     u32 word[2][2] = {}, masks = 0;
     if (l.cell.mode == DRAWN) {
         draw_words(word, l, m, l.cell, seeds.cell, t);
@@ -458,7 +475,7 @@ __device__ __forceinline__ Keep keep_at(const Loop &l, u32 masks, const Noises &
 
 /* --- norms ------------------------------------------------------------------------------------------ */
 
-/* How many rows of a band take part in a step; all lanes of a warp must come here. */
+/* The number of rows of a band that have not ended. All lanes of a warp must call this. */
 __device__ __forceinline__ int rows_alive(const Loop &l, int band, int t, int lane) {
     int left = (int)l.batch - band * 16;
     if (!l.lengths) return left < 16 ? left : 16;
@@ -466,7 +483,8 @@ __device__ __forceinline__ int rows_alive(const Loop &l, int band, int t, int la
 }
 
 struct Counts {
-    float of_band, of_all, weight[BANDS]; /* one over the rows of the own band and of all, and the share of each band */
+    /* 1 / rows of the band, 1 / all rows, and the share of each band in all rows */
+    float of_band, of_all, weight[BANDS];
 };
 
 __device__ __forceinline__ Counts counts_at(const Loop &l, const Thread &m, int t) {
@@ -478,7 +496,8 @@ __device__ __forceinline__ Counts counts_at(const Loop &l, const Thread &m, int 
     return c;
 }
 
-/* The number of COUNT that a lane has after `over_rows`, and a lane with the same columns that has a number. */
+/* The index of the value that a lane has after `sum_over_rows`; and the value of an index, from a lane with the
+ * same columns. */
 template <int COUNT>
 __device__ __forceinline__ int own_index(int lane) {
     return lane / 4 * COUNT / 8;
@@ -488,19 +507,19 @@ __device__ __forceinline__ float value_of_index(float v, int number, int lane) {
     return __shfl_sync(~0u, v, number * (32 / COUNT) + lane % 4);
 }
 
-/* `a` where the mask is all ones, `b` where it is zero: without a branch. */
+/* `a` if the mask is all ones, `b` if it is zero: without a branch. */
 __device__ __forceinline__ float select(u32 mask, float a, float b) {
     return __uint_as_float((__float_as_uint(a) & mask) | (__float_as_uint(b) & ~mask));
 }
 
-/* Ones where a bit of the lane is set; the compiler may not know, or it would branch. */
+/* All ones if a bit of the lane number is set. Hidden from the compiler, which would otherwise branch. */
 __device__ __forceinline__ u32 lane_mask(int lane, int far) {
     u32 mask = lane & far ? ~0u : 0;
     asm("" : "+r"(mask));
     return mask;
 }
 
-/* Sums over the eight lanes with the same columns; each is left with one of COUNT numbers. */
+/* Sum over the eight lanes with the same columns. Each lane is left with one of the COUNT sums. */
 template <int COUNT>
 __device__ __forceinline__ float sum_over_rows(float (&v)[COUNT], int lane) {
 #pragma unroll
@@ -519,7 +538,7 @@ __device__ __forceinline__ float sum_over_rows(float (&v)[COUNT], int lane) {
     return v[0];
 }
 
-/* A lane's own number. */
+/* The value of a lane's own index. */
 template <int COUNT>
 __device__ __forceinline__ float own_value(float (&v)[COUNT], int lane) {
 #pragma unroll
@@ -530,29 +549,30 @@ __device__ __forceinline__ float own_value(float (&v)[COUNT], int lane) {
     return v[0];
 }
 
-/* Mean and one over the deviation of COUNT columns. A band takes its sums from the first of its rows, and all of them
- * from the first band: rows may be close together, and the mean of rows that are alike is to be that row. Returned are
- * mean and variance of the lane's number. */
+/* Mean and 1 / standard deviation of COUNT columns. A band sums differences to the first of its rows, and the bands
+ * are combined by differences to the first band. So if all rows are equal, the mean is exactly that row. Returns
+ * mean and variance of the lane's own index. */
 template <int COUNT>
 __device__ __forceinline__ float2 moments(float (&mean)[COUNT], float (&rstd)[COUNT], const float (&v)[2][COUNT],
                                           const bool (&alive)[2], const Counts &counts, float2 *sums, double eps,
                                           const Thread &m) {
     float first[COUNT], one[COUNT], two[COUNT];
-    u32 low = 1, high = 0; /* lanes that are alive; without lengths the first is */
+    u32 low = 1, high = 0; /* lanes with a row that has not ended; without lengths the first has one */
     if (HAS_LENGTHS) low = __ballot_sync(~0u, alive[0]), high = __ballot_sync(~0u, alive[1]);
-    const int from = (low ? __ffs(low) : high ? __ffs(high) : 1) - 1 + m.lane % 4; /* lanes of a row live and end together */
+    const int from = (low ? __ffs(low) : high ? __ffs(high) : 1) - 1 + m.lane % 4; /* all lanes of a row end together */
     EACH_INDEX(COUNT) first[i] = __shfl_sync(~0u, low ? v[0][i] : v[1][i], from);
     EACH_INDEX(COUNT) {
         float d0 = alive[0] ? v[0][i] - first[i] : 0.0f, d1 = alive[1] ? v[1][i] - first[i] : 0.0f;
         one[i] = d0 + d1, two[i] = d0 * d0 + d1 * d1;
     }
-    float sum = sum_over_rows<COUNT>(one, m.lane), squares = sum_over_rows<COUNT>(two, m.lane), off = sum * counts.of_band;
+    float sum = sum_over_rows<COUNT>(one, m.lane), squares = sum_over_rows<COUNT>(two, m.lane),
+        off = sum * counts.of_band;
     float2 moment = make_float2(own_value<COUNT>(first, m.lane) + off, fmaxf(squares - sum * off, 0.0f));
     sums[threadIdx.x] = counts.of_band > 0.0f ? moment : make_float2(0.0f, 0.0f);
     __syncthreads();
     float2 band[BANDS];
     EACH_INDEX(BANDS) band[i] = sums[(m.unit_group * BANDS + i) * 32 + m.lane];
-    float near = band[0].x; /* of the first band with rows that are alive */
+    float near = band[0].x; /* the mean of the first band with rows */
     if (HAS_LENGTHS) EACH_INDEX(BANDS) near = counts.weight[BANDS - 1 - i] > 0.0f ? band[BANDS - 1 - i].x : near;
     moment = make_float2(0.0f, 0.0f);
     EACH_INDEX(BANDS) moment.x += counts.weight[i] * (band[i].x - near);
@@ -562,14 +582,18 @@ __device__ __forceinline__ float2 moments(float (&mean)[COUNT], float (&rstd)[CO
         moment.y += band[i].y * counts.of_all + counts.weight[i] * d * d;
     }
     float scale = inverse(moment.y, eps);
-    EACH_INDEX(COUNT) mean[i] = value_of_index<COUNT>(moment.x, i, m.lane), rstd[i] = value_of_index<COUNT>(scale, i, m.lane);
+    EACH_INDEX(COUNT) {
+        mean[i] = value_of_index<COUNT>(moment.x, i, m.lane);
+        rstd[i] = value_of_index<COUNT>(scale, i, m.lane);
+    }
     return moment;
 }
 
-/* From the derivatives of what was normalised and scaled, times the scale, to those of what it was before. */
+/* The backward pass of a norm: from the gradient of the normalised values to that of the norm's input. */
 template <int COUNT>
-__device__ __forceinline__ void moments_back(float (&d)[2][COUNT], const float (&hat)[2][COUNT], const float (&rstd)[COUNT],
-                                             const bool (&alive)[2], float share, float2 *sums, const Thread &m) {
+__device__ __forceinline__ void moments_back(float (&d)[2][COUNT], const float (&hat)[2][COUNT],
+                                             const float (&rstd)[COUNT], const bool (&alive)[2], float share,
+                                             float2 *sums, const Thread &m) {
     float one[COUNT], two[COUNT];
     EACH_INDEX(COUNT) {
         float d0 = alive[0] ? d[0][i] : 0.0f, d1 = alive[1] ? d[1][i] : 0.0f;
@@ -590,10 +614,11 @@ __device__ __forceinline__ void moments_back(float (&d)[2][COUNT], const float (
     }
 }
 
-/* --- forwards --------------------------------------------------------------------------------------- */
+/* --- forward pass --------------------------------------------------------------------------------------- */
 #if !BACKWARD
-/* h times the block's columns: c[row][unit] of each gate. */
-__device__ __forceinline__ void product(float (&sum)[ACCUMULATORS][GATES][4], const Weights &w, const Message *sent, const Thread &m) {
+/* Multiply h with the block's columns: sum[row][unit] of each gate. */
+__device__ __forceinline__ void product(float (&sum)[ACCUMULATORS][GATES][4], const Weights &w, const Message *sent,
+                                        const Thread &m) {
     const Message *from = sent + m.band * 32 + m.lane;
 #pragma unroll
     for (int s = 0; s < K_STEPS; s++) {
@@ -609,7 +634,7 @@ __device__ __forceinline__ void product(float (&sum)[ACCUMULATORS][GATES][4], co
     }
 }
 
-/* Both rows and units, as they enter the product of all blocks. */
+/* Send both rows and units to all blocks, as operands. */
 __device__ __forceinline__ void send_h(int buffer, float (&v)[2][2], const Thread &m) {
 #if OPERAND_TYPE
     EACH_ROW EACH_UNIT v[r][u] = clamp_to_half(v[r][u]);
@@ -632,7 +657,8 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     load_weights(l, w, m);
     const Seeds seeds = seeds_of(l);
     Noises noises[2] = {};
-    float bias[2][GATES] = {}, scale_h[2][GATES] = {}, scale_c[2] = {}, shift_c[2] = {}; /* x's part comes with its own bias */
+    /* x's part already contains its bias */
+    float bias[2][GATES] = {}, scale_h[2][GATES] = {}, scale_c[2] = {}, shift_c[2] = {};
     EACH_UNIT if (m.in[u]) {
         noises[u] = noises_of(l, m.unit + u);
         EACH_GATE {
@@ -642,7 +668,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
         if (LSTM) scale_c[u] = n.scale_c[m.unit + u], shift_c[u] = n.shift_c[m.unit + u];
     }
 
-    float h[2][2] = {}, state[2][2] = {}, o[2][2] = {}, h_scale[2][2] = {}; /* enters: what h is multiplied with */
+    float h[2][2] = {}, state[2][2] = {}, o[2][2] = {}, h_scale[2][2] = {}; /* h_scale: the variational mask */
     float a[2][2][4] = {}, hat[2][2][4] = {};
     EarlyGates x_part[2] = {}; /* x's part */
     bool cut[2] = {}, cut_next[2] = {};
@@ -650,7 +676,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     const int step_stride = l.reverse ? -(int)l.batch : (int)l.batch;
     u32 masks = 0;
     Counts counts = {};
-    /* What step t needs beside h. */
+    /* Load the inputs of step t, except h. */
     auto prepare = [&](int t) {
         EACH_ROW if (ACTIVE(t)) {
             x_part[r] = load_early_gates(gates + (at[r] * HIDDEN + m.unit) * GATES, m.in[1]);
@@ -734,7 +760,8 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
             o[r][u] = a[r][u][3];
             float candidate = gate * tanh_approx(shown[r][u]);
 #elif GRU
-            float reset = sigmoid_approx(widen(x_part[r], u, 0) + v[r][u]), z = sigmoid_approx(widen(x_part[r], u, 1) + v[r][2 + u]);
+            float reset = sigmoid_approx(widen(x_part[r], u, 0) + v[r][u]),
+                z = sigmoid_approx(widen(x_part[r], u, 1) + v[r][2 + u]);
             float new_h = tanh_approx(fmaf(reset, v[r][4 + u], widen(x_part[r], u, 2))), update = (1 - z) * new_h;
             a[r][u][0] = reset, a[r][u][1] = z, a[r][u][2] = new_h;
             if (l.update.mode) update = drop_out(update, keep[r][u].update);
@@ -749,7 +776,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
             if (l.scale_h) out[r][u] *= h_scale[r][u];
         }
         if (t + 1 < l.steps) send_h((t + 1) & 1, out, m);
-        /* Until all have sent: what the next step needs, and results. */
+        /* Before the others' values arrive: inputs of the next step, and results. */
         const int this_row[2] = {at[0], at[1]};
         EACH_ROW at[r] += step_stride, cut[r] = cut_next[r];
         if (t + 1 < l.steps) prepare(t + 1);
@@ -762,8 +789,9 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
                 store_floats(l.gh + unit * GATES, hat[r], m.in[1]);
             }
         }
-        { /* all bands have the same moments: each writes some */
-            int number = own_index<COLUMNS>(m.lane), unit = m.unit + number % 2, to = (t * HIDDEN + unit) * GATES + number / 2;
+        { /* all bands have the same moments: each writes some of them */
+            int number = own_index<COLUMNS>(m.lane), unit = m.unit + number % 2,
+                to = (t * HIDDEN + unit) * GATES + number / 2;
             if (number / 2 < GATES && unit < HIDDEN) {
                 if (m.band == 0) n.mean_h[to] = moments_h.x;
                 if (m.band == 1 % BANDS) n.var_h[to] = moments_h.y;
@@ -778,9 +806,9 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
 }
 #endif
 
-/* --- backwards -------------------------------------------------------------------------------------- */
+/* --- backward pass -------------------------------------------------------------------------------------- */
 #if BACKWARD
-struct Fetched { /* what a step needs that was there before */
+struct Fetched { /* inputs of a step, from memory */
     EarlyGates gates;
     EarlyFloats hat;
     EarlyPair dy, old_h;
@@ -793,7 +821,7 @@ struct Moments {
     float2 mean_c, var_c;
 };
 
-/* What a block has sent for a unit of a row. */
+/* The received sum for a unit of a row. */
 __device__ __forceinline__ float received_sum(const Message &v, int r, int u) {
 #if !OPERAND_TYPE
     const u32 one[4] = {v.x, v.y, v.z, v.w};
@@ -806,9 +834,8 @@ __device__ __forceinline__ float received_sum(const Message &v, int r, int u) {
     return __uint_as_float(u ? (r ? v.y : v.x) & 0xFFFF0000 : (r ? v.y : v.x) << 16);
 #endif
 }
-
-/* Take the mean over all rows that are alive out of two columns. */
-__device__ __forceinline__ void centre(float (&v)[2][2], const bool (&alive)[2], float share, float2 *sums, const Thread &m) {
+__device__ __forceinline__ void centre(float (&v)[2][2], const bool (&alive)[2], float share, float2 *sums,
+                                       const Thread &m) {
     float both[2];
     EACH_UNIT both[u] = (alive[0] ? v[0][u] : 0.0f) + (alive[1] ? v[1][u] : 0.0f);
     sums[threadIdx.x].x = sum_over_rows<2>(both, m.lane);
@@ -821,7 +848,8 @@ __device__ __forceinline__ void centre(float (&v)[2][2], const bool (&alive)[2],
     }
 }
 
-/* The derivatives of a thread's units and rows times all of W_h, to the blocks that have the columns. */
+/* Multiply the gradients of a thread's units and rows with all of W_h, and send the sums to the blocks that own the
+ * columns. */
 __device__ __forceinline__ void send_product(Shared &shared, int buffer, const float (&d)[2][2][4], const Weights &w,
                                              const Thread &m) {
     u32 a[K_STEPS][4];
@@ -830,29 +858,33 @@ __device__ __forceinline__ void send_product(Shared &shared, int buffer, const f
     u32 top = 0;
     EACH_ROW EACH_UNIT EACH_GATE top = max(top, magnitude_bits(d[r][u][q]));
     top = warp_max(top);
-    const int scale = min(scale_exponent(top) - 6, 100), all = scale + w.scale; /* at most 2^9: 32 times 2 times that is below 2^16 */
+    /* at most 2^9: the sum of 32 products with weights below 2 is below 2^16 */
+    const int scale = min(scale_exponent(top) - 6, 100), all = scale + w.scale;
     by = power_of_two(scale);
     send_inverse_scale(buffer, top >= 0x7F800000 || all < -126 ? __uint_as_float(0x7FC00000) : power_of_two(-all), m);
 #endif
 #pragma unroll
     for (int k = 0; k < K_STEPS_PER_GROUP; k++) {
         EACH_INDEX(4) {
-            const int r = i % 2, n = (k * 2 + i / 2) * VALUES_PER_WORD; /* the first number of the word */
+            const int r = i % 2, n = (k * 2 + i / 2) * VALUES_PER_WORD; /* index of the first value of the word */
             float low = n < 2 * VALUES_PER_UNIT ? d[r][n / VALUES_PER_UNIT % 2][n % VALUES_PER_UNIT] * by : 0.0f;
-            float high = n + 1 < 2 * VALUES_PER_UNIT ? d[r][(n + 1) / VALUES_PER_UNIT % 2][(n + 1) % VALUES_PER_UNIT] * by : 0.0f;
+            float high = n + 1 < 2 * VALUES_PER_UNIT
+                ? d[r][(n + 1) / VALUES_PER_UNIT % 2][(n + 1) % VALUES_PER_UNIT] * by : 0.0f;
 #if OPERAND_TYPE
             a[k][i] = pair_as<OPERAND_TYPE>(low, high);
 #else
             a[k][i] = tf32_bits(low);
 #endif
         }
-        if (UNIT_GROUPS > 1) shared.operands[k * THREADS + threadIdx.x] = make_uint4(a[k][0], a[k][1], a[k][2], a[k][3]);
+        if (UNIT_GROUPS > 1)
+            shared.operands[k * THREADS + threadIdx.x] = make_uint4(a[k][0], a[k][1], a[k][2], a[k][3]);
     }
     if (UNIT_GROUPS > 1) {
         __syncthreads();
 #pragma unroll
         for (int s = 0; s < K_STEPS; s++) {
-            uint4 v = shared.operands[s % K_STEPS_PER_GROUP * THREADS + (s / K_STEPS_PER_GROUP * BANDS + m.band) * 32 + m.lane];
+            const int warp = s / K_STEPS_PER_GROUP * BANDS + m.band;
+            uint4 v = shared.operands[s % K_STEPS_PER_GROUP * THREADS + warp * 32 + m.lane];
             a[s][0] = v.x, a[s][1] = v.y, a[s][2] = v.z, a[s][3] = v.w;
         }
     }
@@ -865,7 +897,7 @@ __device__ __forceinline__ void send_product(Shared &shared, int buffer, const f
         Message message = make_uint4(__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]),
                                __float_as_uint(sum[3]));
 #else
-        constexpr int kind = SCALED ? 2 : 1; /* without a scale they may be large or small */
+        constexpr int kind = SCALED ? 2 : 1; /* without a scale the sums can have any size: bfloat16 has the range */
         Message message = make_uint2(pair_as<kind>(sum[0], sum[1]), pair_as<kind>(sum[2], sum[3]));
 #endif
         send(buffer, message, target_block(tile), m);
@@ -884,7 +916,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     load_weights(l, w, m);
     const Seeds seeds = seeds_of(l);
     Noises noises[2] = {};
-    float scale_h[2][GATES] = {}, scale_c[2] = {}, shift_c[2] = {}, bias[2] = {}; /* the bias: of the n part of a GRU */
+    float scale_h[2][GATES] = {}, scale_c[2] = {}, shift_c[2] = {}, bias[2] = {}; /* bias: of the gate n of a GRU */
     EACH_UNIT if (m.in[u]) {
         noises[u] = noises_of(l, m.unit + u);
         EACH_GATE scale_h[u][q] = n.scale_h[(m.unit + u) * GATES + q];
@@ -894,15 +926,16 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
 
     float dh[2][2] = {}, dc[2][2] = {}, dreset_h[2][2] = {}, dreset_c[2][2] = {}, owed[2][2] = {}, h_scale[2][2] = {};
     float dscale[2] = {}, dshift[2] = {}; /* of the norm of c */
-    float db_x[COLUMNS] = {}, db_h[COLUMNS] = {}; /* of the biases: added up before they are rounded, since they nearly cancel */
+    /* gradients of the biases: summed before rounding, since the terms nearly cancel */
+    float db_x[COLUMNS] = {}, db_h[COLUMNS] = {};
     Fetched f[2] = {};
     Moments of = {};
-    bool cut[2] = {}; /* whether the step after was cut off from this one */
+    bool cut[2] = {}; /* a reset lies between this step and the one after */
     int at[2]; /* row of this step; at · G · H stays below 2³¹ */
     const int step_stride = l.reverse ? -(int)l.batch : (int)l.batch;
     u32 masks = 0;
-    float share = 0.0f, share_after = 0.0f; /* of a row among those of this step, and of the one after */
-    /* What step t needs beside the sums. */
+    float share = 0.0f, share_after = 0.0f; /* 1 / rows of this step, and of the step after */
+    /* Load the inputs of step t, except the received sums. */
     auto prepare = [&](int t) {
         EACH_ROW if (ACTIVE(t)) {
             int unit = at[r] * HIDDEN + m.unit, old = unit - step_stride * HIDDEN;
@@ -937,7 +970,8 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
         masks = draw_masks(l, m, seeds, noises, t);
         if (l.lengths) share = counts_at(l, m, t).of_all;
     };
-    /* What has come back through the product to step t. Its sum over the rows is zero but for rounding: see Loop.balanced. */
+    /* Add the gradient that the product passes to step t. Its sum over the rows is zero but for rounding: see
+     * Loop.balanced. */
     auto receive = [&](int t) {
         const int exchanges = (int)l.steps - 2 - t, buffer = exchanges & 1;
         await_buffer(buffer, exchanges >> 1 & 1, m);
@@ -946,7 +980,8 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
         EACH_INDEX(BLOCKS) {
             Message v = shared.received[buffer][i * THREADS + threadIdx.x];
             EACH_ROW EACH_UNIT {
-                float part = received_sum(v, r, u) * (SCALED ? shared.inverse_scale[buffer][SCALED ? m.warp : 0][i] : 1.0f);
+                const float factor = SCALED ? shared.inverse_scale[buffer][SCALED ? m.warp : 0][i] : 1.0f;
+                float part = received_sum(v, r, u) * factor;
                 rec[r][u] = i ? rec[r][u] + part : part;
             }
         }
@@ -973,13 +1008,15 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
 
     for (int t = (int)l.steps - 1; t >= 0; t--) {
         bool alive[2];
-        float d[2][2][4] = {}, e[2][2][4] = {}, out[2][2][4] = {}; /* of x's part, of h·Wh with norm and bias, and of h·Wh */
-        float rstd[COLUMNS] = {}, du[2][2] = {}, dshown[2][2] = {}, hat_c[2][2] = {}; /* shown: the derivative of c as shown */
+        /* gradients of x's part, of h·Wh after norm and bias, and of h·Wh */
+        float d[2][2][4] = {}, e[2][2][4] = {}, out[2][2][4] = {};
+        /* dshown: gradient of the normalised, scaled c */
+        float rstd[COLUMNS] = {}, du[2][2] = {}, dshown[2][2] = {}, hat_c[2][2] = {};
         Keep keep[2][2];
         EACH_GATE EACH_UNIT rstd[q * 2 + u] = inverse(of.var_h.at(u, q), n.eps);
         EACH_ROW EACH_UNIT alive[r] = ALIVE(t), keep[r][u] = keep_at(l, masks, noises[u], r, u);
 #if LSTM
-        /* Before the sums are there: c as it was shown, and how h follows it. */
+        /* Before the sums arrive: the normalised, scaled c, and the derivative of h by it. */
         float rstd_c[2], dcandidate[2][2], tc[2][2] = {}, slope[2][2] = {};
         EACH_UNIT rstd_c[u] = inverse(of_pair(of.var_c, u), n.eps);
         EACH_ROW EACH_UNIT if (alive[r]) {
@@ -999,7 +1036,8 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
         }
 #if LSTM
         EACH_ROW EACH_UNIT if (alive[r]) {
-            d[r][u][3] = lstm_output_back(l, du[r][u] * tc[r][u], widen(f[r].gates, u, 3), f[r].first, owed[r][u], keep[r][u]);
+            d[r][u][3] = lstm_output_back(l, du[r][u] * tc[r][u], widen(f[r].gates, u, 3), f[r].first, owed[r][u],
+                keep[r][u]);
             dshown[r][u] = du[r][u] * slope[r][u];
         }
         EACH_ROW EACH_UNIT dcandidate[r][u] = dshown[r][u] * scale_c[u];
@@ -1028,10 +1066,11 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
                 hat[r][q * 2 + u] = f[r].hat.at(u, q);
             }
             moments_back<COLUMNS>(dh_w, hat, rstd, alive, share, shared.sums[LSTM ? 0 : t & 1], m);
-            EACH_ROW EACH_UNIT EACH_GATE out[r][u][q] = dh_w[r][q * 2 + u]; /* a row that has ended stays alone */
+            /* a row that has ended exchanges nothing with others */
+            EACH_ROW EACH_UNIT EACH_GATE out[r][u][q] = dh_w[r][q * 2 + u];
         }
         send_product(shared, (int)l.steps - 1 - t & 1, out, w, m);
-        /* Until all have sent: what the next step needs, and results. */
+        /* Before the others' values arrive: inputs of the next step, and results. */
         const int this_row[2] = {at[0], at[1]};
         EACH_ROW at[r] -= step_stride, cut[r] = ALIVE(t) && f[r].cut;
         share_after = share;
@@ -1050,9 +1089,9 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
         }
     }
     receive(-1);
-    auto sum_over_bands = [&](float first, float second) { /* two sums of a lane's number, of all bands */
+    auto sum_over_bands = [&](float first, float second) { /* add two sums of a lane's index over all bands */
         float2 all = make_float2(0.0f, 0.0f);
-        __syncthreads(); /* all have read the sums before */
+        __syncthreads(); /* all threads have read the sums before */
         shared.sums[0][threadIdx.x] = make_float2(first, second);
         __syncthreads();
         EACH_INDEX(BANDS) {

@@ -1,35 +1,39 @@
-/* All steps in one launch for small H: a block keeps all of W_h in registers and has R rows to itself, so that nothing goes
- * from block to block.
+/* All steps in one launch for small H: each block holds all of W_h and processes its own rows, so blocks exchange
+ * nothing.
  *
- * Compiled with BACK (0 forwards, 1 backwards), HIDDEN, WARPS (one for every 16 units), KS (k-steps), KR (the first of them,
- * whose weights are in registers; the others lie in shared memory), NC (rows of a thread: a block has twice as many), NORM
- * (0 none, 1 over the units, 2 over the examples, with moments that are given) and HAS; where there is no noise but zoneout with
- * a mask for each unit CELL_MODE and HIDDEN_MODE are those of the two streams, and KNOWN says so.
+ * The product is computed transposed: the weights are the left operand and stay in registers, the rows are the
+ * right operand and come through shared memory. A tile of the left operand is one gate of 16 units in the forward
+ * pass, and 16 units in the backward pass. Several of the 8 columns of the right operand are the same row, so each
+ * thread finds all gates of one unit of its rows among its sums, the same ones at all steps. A step is bound by its
+ * instructions, so each block gets few rows. Macros:
  *
- * The product is taken the other way around: weights as the left factor, which stays, and rows as the right one, which comes
- * through shared memory. A tile of the left factor is one gate of 16 units forwards, 16 units backwards. Of the 8 columns
- * of the right factor many are the same row: so every thread finds all gates of one unit of NC rows among its sums, the
- * same ones over all time. What a step costs is mostly instructions, so rows are spread thin over the processors.
+ *   BACKWARD          0: forward pass; 1: backward pass
+ *   HIDDEN            units
+ *   WARPS             one for every 16 units
+ *   K_STEPS           a k-step is 8 words of the depth
+ *   RESIDENT_K_STEPS  the first k-steps, with their weights in registers; those of the others are in shared memory
+ *   ROWS_PER_THREAD   a block has twice as many rows
+ *   NORM              0: none; 1: over the units; 2: over the examples, with given moments
  */
 #define THREADS (32 * WARPS)
 #define ROWS (2 * ROWS_PER_THREAD)
-#define COLUMN_TILES ((ROWS_PER_THREAD + 1) / 2)                /* tiles of 8 columns */
-#define VALUES_PER_K_STEP (TYPE ? 16 : 8)               /* numbers of a k-step: always 8 words */
-#define VALUES_PER_UNIT (!BACKWARD || GATES == 1 ? 1 : GATES <= 4 ? 4 : 8) /* numbers of a unit in what enters the product */
-#define TILES (BACKWARD ? 1 : GATES)             /* of 16 rows of the left factor */
-#define ACCUMULATORS (TILES > 2 ? 1 : 4)       /* of sums, so that one product need not wait for the one before */
+#define COLUMN_TILES ((ROWS_PER_THREAD + 1) / 2)                /* of 8 columns of the right operand */
+#define VALUES_PER_K_STEP (TYPE ? 16 : 8)               /* always 8 words */
+#define VALUES_PER_UNIT (!BACKWARD || GATES == 1 ? 1 : GATES <= 4 ? 4 : 8) /* operands of one unit */
+#define TILES (BACKWARD ? 1 : GATES)             /* of 16 rows of the left operand */
+#define ACCUMULATORS (TILES > 2 ? 1 : 4)       /* independent, so that a product need not wait for the one before */
 #define WORDS (K_STEPS * 8)
-#define ROW_PITCH ((WORDS + 15) / 32 * 32 + 16) /* words of a row in shared memory: neighbours lie in other banks */
-#define PREFETCH_STEPS 6                             /* steps, for what is brought into the L2 */
+#define ROW_PITCH ((WORDS + 15) / 32 * 32 + 16) /* words of a row in shared memory: adjacent rows use different banks */
+#define PREFETCH_STEPS 6                             /* steps between a prefetch into L2 and its use */
 
-/* --- what a thread has to do ------------------------------------------------------------------------ */
+/* --- the position of a thread ------------------------------------------------------------------------- */
 
-struct Thread { /* one unit of NC rows */
+struct Thread { /* the position of a thread: one unit of ROWS_PER_THREAD rows */
     int warp, lane, unit;
-    bool in;                 /* whether there is such a unit */
-    int row[ROWS_PER_THREAD], length[ROWS_PER_THREAD]; /* a row that is not there has no steps */
+    bool in;                 /* the unit exists */
+    int row[ROWS_PER_THREAD], length[ROWS_PER_THREAD]; /* a row that does not exist has length 0 */
     u32 example[ROWS_PER_THREAD];
-    int longest; /* of the rows of the block */
+    int longest; /* the longest row of the block */
 };
 
 #define EACH_ROW _Pragma("unroll") for (int c = 0; c < ROWS_PER_THREAD; c++)
@@ -37,16 +41,17 @@ struct Thread { /* one unit of NC rows */
 #define EACH_GATE _Pragma("unroll") for (int q = 0; q < GATES; q++)
 #endif
 #define ALIVE(t) (m.in && (HAS_LENGTHS ? (t) < m.length[c] : m.length[c] > 0))
-/* Whether step t is cut off from the one before, where the row of t is `at`: bits that are needed only a step later. */
+/* 1 if a reset lies between step t and the one before; `at`: the row of step t. Loaded one step before its use. */
 #define CUT_AT(t, at)                                                                         \
     (HAS_RESETS && (t) >= 0 && (t) < m.length[c] && !(l.reverse && (t) == 0)               \
          ? load_early(l.resets + (at) + (l.reverse ? l.batch : 0))                               \
          : EarlyLoad{0})
 
-/* A thread of column pair q (the lane's lowest two bits) has one of two rows for each c, of the first or last 8 units. */
+/* The row and the half of a tile of a thread. Lane / 2 % 2 selects the first or last 8 units, lane % 2 one of two
+ * rows. */
 __device__ __forceinline__ int local_row(int lane, int c) { return lane % 2 + c * 2; }
 __device__ __forceinline__ int upper_half(int lane) { return lane / 2 % 2; }
-/* The row that column j of tile n is, so that column 2q + c % 2 is row c of a thread of pair q. */
+/* The row of column j of tile n: column 2q + c % 2 is row c of the threads of column pair q. */
 __device__ __forceinline__ int row_of_column(int n, int j) {
     return ROWS_PER_THREAD == 1 ? j / 2 % 2 : j / 2 % 2 + (n * 2 + j % 2) * 2;
 }
@@ -71,12 +76,12 @@ __device__ __forceinline__ Thread thread_of(const Loop &l) {
 
 /* --- the product ------------------------------------------------------------------------------------ */
 
-/* Where the two words of k-step s that a thread of column q reads lie: two k-steps are 16 neighbouring bytes. */
+/* The position of the two words of k-step s that a thread of column pair q reads: two k-steps are 16 adjacent bytes. */
 __device__ __forceinline__ int word_of_step(int s, int q) {
     return K_STEPS % 2 && s == K_STEPS - 1 ? s * 8 + q * 2 : s / 2 * 16 + q * 4 + s % 2 * 2;
 }
 
-/* Word `word` of the depth and row `row` of a tile of a warp's part of the left factor. */
+/* Word `word` of the depth and row `row` of a tile of a warp's part of the left operand. */
 __device__ __forceinline__ u32 weights_at(const Loop &l, int warp, int tile, int row, int word) {
     const narrow *w = (const narrow *)l.w_hh;
     u32 out = 0;
@@ -98,7 +103,7 @@ __device__ __forceinline__ u32 weights_at(const Loop &l, int warp, int tile, int
 
 struct Weights {
     u32 in_registers[RESIDENT_K_STEPS][TILES][4];
-    const uint4 *in_shared; /* [KS - KR][TILES][32 lanes] of the warp */
+    const uint4 *in_shared; /* [K_STEPS - RESIDENT_K_STEPS][TILES][32 lanes] of the warp */
 };
 
 __device__ __forceinline__ void load_weights(const Loop &l, Weights &w, int warp, int lane) {
@@ -122,7 +127,7 @@ __device__ __forceinline__ void load_weights(const Loop &l, Weights &w, int warp
         }
 }
 
-/* One k-step of one tile; those in shared memory are read again each time. */
+/* Add one k-step of one tile; weights in shared memory are read again each time. */
 __device__ __forceinline__ void add_step(float *sum, const Weights &w, int s, int i, u32 b0, u32 b1) {
     if (s < RESIDENT_K_STEPS) {
         multiply(sum, w.in_registers[s < RESIDENT_K_STEPS ? s : 0][i], b0, b1);
@@ -135,7 +140,7 @@ __device__ __forceinline__ void add_step(float *sum, const Weights &w, int s, in
 
 typedef float Sums[ACCUMULATORS][COLUMN_TILES][TILES][4];
 
-/* Added to the sums, which are not waited for. */
+/* Add the product to the sums, without waiting for them. */
 __device__ __forceinline__ void product(Sums &sums, const Weights &w, const u32 *entering, int lane) {
 #pragma unroll
     for (int n = 0; n < COLUMN_TILES; n++) {
@@ -151,12 +156,13 @@ __device__ __forceinline__ void product(Sums &sums, const Weights &w, const u32 
         if (K_STEPS % 2) {
             uint2 v = *(const uint2 *)(from + word_of_step(K_STEPS - 1, lane % 4));
 #pragma unroll
-            for (int i = 0; i < TILES; i++) add_step(sums[(K_STEPS - 1) % ACCUMULATORS][n][i], w, K_STEPS - 1, i, v.x, v.y);
+            for (int i = 0; i < TILES; i++)
+                add_step(sums[(K_STEPS - 1) % ACCUMULATORS][n][i], w, K_STEPS - 1, i, v.x, v.y);
         }
     }
 }
 
-/* What a thread has of a tile: its unit and row c. */
+/* The sum of a thread's unit and its row c, of one tile. */
 __device__ __forceinline__ float total(const Sums &sums, int tile, int c, bool up) {
     float low = 0.0f, high = 0.0f;
 #pragma unroll
@@ -164,7 +170,7 @@ __device__ __forceinline__ float total(const Sums &sums, int tile, int c, bool u
     return up ? high : low;
 }
 
-/* A unit's numbers of one row, for the next product. */
+/* Write a unit's operands of one row for the next product. */
 __device__ __forceinline__ void enter(u32 *entering, int row, int unit, const float *v) {
 #if TYPE
     if (VALUES_PER_UNIT == 1)
@@ -173,7 +179,8 @@ __device__ __forceinline__ void enter(u32 *entering, int row, int unit, const fl
 #pragma unroll
         for (int q = 0; q < VALUES_PER_UNIT; q += 4)
             *(uint2 *)(entering + row * ROW_PITCH + (unit * VALUES_PER_UNIT + q) / 2) =
-                make_uint2(pair(v[q], v[(q + 1) % VALUES_PER_UNIT]), pair(v[(q + 2) % VALUES_PER_UNIT], v[(q + 3) % VALUES_PER_UNIT]));
+                make_uint2(pair(v[q], v[(q + 1) % VALUES_PER_UNIT]),
+                    pair(v[(q + 2) % VALUES_PER_UNIT], v[(q + 3) % VALUES_PER_UNIT]));
 #else
     if (VALUES_PER_UNIT == 1)
         entering[row * ROW_PITCH + unit] = tf32_bits(v[0]);
@@ -181,20 +188,22 @@ __device__ __forceinline__ void enter(u32 *entering, int row, int unit, const fl
 #pragma unroll
         for (int q = 0; q < VALUES_PER_UNIT; q += 4)
             *(uint4 *)(entering + row * ROW_PITCH + unit * VALUES_PER_UNIT + q) =
-                make_uint4(tf32_bits(v[q]), tf32_bits(v[(q + 1) % VALUES_PER_UNIT]), tf32_bits(v[(q + 2) % VALUES_PER_UNIT]), tf32_bits(v[(q + 3) % VALUES_PER_UNIT]));
+                make_uint4(tf32_bits(v[q]), tf32_bits(v[(q + 1) % VALUES_PER_UNIT]),
+                    tf32_bits(v[(q + 2) % VALUES_PER_UNIT]), tf32_bits(v[(q + 3) % VALUES_PER_UNIT]));
 #endif
 }
 
 /* --- memory ----------------------------------------------------------------------------------------- */
 
-/* A row of at most 4 KB that is needed in a few steps, into the L2: a warp has one row of one kind. */
+/* The prefetch into L2 of a row of at most 4 KB, some steps before its use. Each warp prefetches one row of one
+ * array. */
 struct L2Prefetch {
-    const char *from; /* the lane's line of it at step 0 */
+    const char *from; /* the lane's cache line of the row at step 0 */
     int length;       /* of the row, in steps */
     i64 step_stride;        /* bytes from one step to the next */
 };
-
-__device__ __forceinline__ L2Prefetch l2_prefetch_of(const Loop &l, const Thread &m, int kind, const void *from, int bytes) {
+__device__ __forceinline__ L2Prefetch l2_prefetch_of(const Loop &l, const Thread &m, int kind, const void *from,
+                                                     int bytes) {
     int row = blockIdx.x * ROWS + m.warp % ROWS, byte = m.lane * 128;
     L2Prefetch b = {};
     if (m.warp / ROWS != kind || row >= l.batch || byte >= bytes + 127) return b;
@@ -207,14 +216,14 @@ __device__ __forceinline__ void prefetch_l2(const L2Prefetch &b, int t) {
     if (t >= 0 && t < b.length) asm volatile("prefetch.global.L2 [%0];" ::"l"(b.from + t * b.step_stride));
 }
 
-/* The step that is the n-th to be worked on. */
+/* The n-th step in the order of processing. */
 __device__ __forceinline__ int nth_step(const Thread &m, int n) { return BACKWARD ? m.longest - 1 - n : n; }
 
-/* Of four lanes with neighbouring units each draws for another step. */
+/* One draw serves four adjacent units. So of the four lanes with these units each draws for another step. */
 #define UNIT_QUAD (m.unit / 4)
 #define QUAD_STEP (m.lane / 4 % 4) /* of the four steps */
 
-/* Philox 4x32-10 in pieces. */
+/* Philox 4x32-10 in parts, which can be spread over steps. */
 __device__ __forceinline__ void begin_draw(u32 (&w)[4], const Stream &s, u32 four, u32 example, u32 step) {
     w[0] = s.sees_unit ? four : 0, w[1] = s.sees_example ? example : 0, w[2] = s.sees_step ? step : 0, w[3] = s.plane;
 }

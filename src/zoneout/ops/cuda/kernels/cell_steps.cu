@@ -1,14 +1,14 @@
-/* Any cell, one step at a time: what stands between the products.
+/* Any cell, one step at a time: the kernels between the products.
  *
- * Compiled with V, the units of a thread. A step has one launch: it also settles what enters the next product (resets and
- * the variational mask forwards; forwards' adjoint backwards). With products inside the step it has one more for each level
- * of them.
+ * Compiled with VECTOR, the units of a thread, and GIVEN_MASKS. A step is one launch. It also applies resets and
+ * the variational mask: to h before the next product in the forward pass, to the gradient from the product in the
+ * backward pass. With products inside the step there is one more launch for each level of products.
  */
 
 __device__ __forceinline__ void fill_masks(Unit *u, const Loop &l, const CellArguments &o, const Place &p, i64 t) {
     const u32 example = (u32)l.examples[p.row], step = mask_step(l, t, p.length);
     Words w = {};
-    Stream drawn = {}; /* the stream that `w` was drawn for */
+    Stream drawn = {}; /* the stream whose words are in `w` */
     Noise of_drawn = {};
     EACH_STREAM {
         const Stream &s = k < STATES ? o.state[k] : o.update;
@@ -36,7 +36,7 @@ __device__ __forceinline__ void fill_masks(Unit *u, const Loop &l, const CellArg
     }
 }
 
-/* Set one field of V units. */
+/* Set one field of VECTOR units. */
 #define SET_FIELD(field, from)                 \
     {                                     \
         Units value_ = from;              \
@@ -68,7 +68,7 @@ __device__ __forceinline__ void shared_loads(Unit *u, const Loop &l, const CellA
 #endif
 }
 
-/* V units among those of their head. */
+/* the head of a unit, and the unit's index in it */
 struct Head {
     i64 number, j;
 };
@@ -77,11 +77,8 @@ __device__ __forceinline__ Head head_of(const CellArguments &o, i64 j) {
     u32 number = (u32)j / (u32)o.head_units;
     return {number, j - number * o.head_units};
 }
-
-/* --- forward -------------------------------------------------------------------------------------- */
-
-/* h as it enters the product of step t: with resets and the variational mask. */
-__device__ __forceinline__ void enter_product(const Loop &l, const CellArguments &o, i64 row, i64 j, i64 t, i64 length, Units h) {
+__device__ __forceinline__ void enter_product(const Loop &l, const CellArguments &o, i64 row, i64 j, i64 t, i64 length,
+                                              Units h) {
     const i64 at = row * l.hidden + j;
     if (t < length && cut_at(l, t, row, length)) h = load((const narrow *)l.reset_h + at);
     if (l.scale_h) {
@@ -97,7 +94,7 @@ extern "C" __global__ void enter(Loop l, CellArguments o, int t) {
     if (p.in) enter_product(l, o, p.row, p.j, 0, p.length, load((const narrow *)l.h0 + p.row * l.hidden + p.j));
 }
 
-/* What step t computes its gates from. */
+/* Load the inputs of step t. */
 __device__ __forceinline__ void load_forward(Unit *u, const Loop &l, const CellArguments &o, const Place &p, i64 t) {
     const i64 H = l.hidden;
     const narrow *gates = (const narrow *)l.gates + p.at * GATES * H + p.j;
@@ -126,7 +123,7 @@ __device__ __forceinline__ void load_forward(Unit *u, const Loop &l, const CellA
 }
 
 #if PRODUCTS
-/* What the products of a level are taken of. Those of this level and of higher ones have no results yet. */
+/* Compute the inputs of the products of a level. The products of this and of higher levels have no results yet. */
 extern "C" __global__ void enter_level(Loop l, CellArguments o, int t, int level) {
     Place p = place(l, t, l.hidden);
     if (!p.in) return;
@@ -177,9 +174,10 @@ extern "C" __global__ void forward(Loop l, CellArguments o, int t) {
 
 /* --- backward ------------------------------------------------------------------------------------- */
 
-/* The gradients of the states after step t, in `d`: what step t + 1 left, and what came through its product. At a reset they
- * go to the states after it, and no further. */
-__device__ __forceinline__ void final_state_grads(Units *d, const Loop &l, const CellArguments &o, i64 row, i64 j, i64 t, i64 length) {
+/* Compute the gradients of the states after step t, from step t + 1 and from its product. At a reset they go to the
+ * states after the reset, and no further. */
+__device__ __forceinline__ void final_state_grads(Units *d, const Loop &l, const CellArguments &o, i64 row, i64 j,
+                                                  i64 t, i64 length) {
     const i64 at = row * l.hidden + j;
     EACH_STATE d[k] = load(o.dstate[k] + at);
     if (t + 1 >= length) return;
@@ -206,7 +204,7 @@ __device__ __forceinline__ void final_state_grads(Units *d, const Loop &l, const
     }
 }
 
-/* What the backward pass of step t computes its gradients from, but for those of the states. */
+/* Load the inputs of the backward pass of step t, except the gradients of the states. */
 __device__ __forceinline__ void load_backward(Unit *u, const Loop &l, const CellArguments &o, const Place &p, i64 t) {
     const i64 H = l.hidden;
     SET_FIELD(dy, load((const narrow *)l.dy + p.at * H + p.j));
@@ -236,10 +234,11 @@ __device__ __forceinline__ void state_grads(Unit *u, const Loop &l, const CellAr
 }
 
 #if PRODUCTS
-/* The gradients of the products of a level. The highest one comes first, and finds what all products were taken of. */
+/* Compute the gradients of the products of a level. The highest level is first, and also computes the inputs of all
+ * products. */
 extern "C" __global__ void leave_level(Loop l, CellArguments o, int t, int level) {
     Place p = place(l, t, l.hidden);
-    if (!p.in) return; /* products read the row, but nobody their results */
+    if (!p.in) return; /* products read this row, but their results are not used */
     const i64 H = l.hidden, here = p.row * H + p.j;
     Unit u[VECTOR] = {};
     load_backward(u, l, o, p, t);
@@ -270,7 +269,7 @@ extern "C" __global__ void leave_level(Loop l, CellArguments o, int t, int level
 
 extern "C" __global__ void backward(Loop l, CellArguments o, int t) {
     Place p = place(l, t, l.hidden);
-    if (!p.in) return; /* the product reads the row, but nobody its result */
+    if (!p.in) return; /* the product reads this row, but its result is not used */
     const i64 H = l.hidden, here = p.row * H + p.j;
     const i64 first = p.at * GATES * H + p.j;
     Unit u[VECTOR] = {};

@@ -1,7 +1,26 @@
-/* What all kernels share: arguments, number types, noise, and one step of each cell for one unit of one row.
+/* Shared by all kernels: arguments, number types, noise, and one step of each built-in cell for one unit of one
+ * row.
  *
- * Compiled at run time with CELL (0 lstm, 1 gru, 2 rnn tanh, 3 rnn relu), TYPE (0 float, 1 bfloat16, 2 half) and FAST
- * (0: the libraries' exp and tanh). No headers are needed. `arguments.py` fills the same structs; keep the two together.
+ * Prepended to every source and compiled at run time, so no headers are needed. `arguments.py` fills the same
+ * structs: change both together. Macros:
+ *
+ *   CELL                    0 LSTM, 1 GRU, 2 RNN with tanh, 3 RNN with ReLU
+ *   TYPE                    type of the input: 0 float, 1 bfloat16, 2 half
+ *   FAST                    0: exp and tanh of the library; 1: fast approximations
+ *   FEATURES                bit mask of the optional features of a loop, see below
+ *   CELL_MODE, HIDDEN_MODE  modes of the two noise streams, if known at compile time
+ *   ONE_RATE                1: all units of a stream have the same rate
+ *
+ * Words:
+ *
+ *   narrow     the type of the input; `widen` and `narrowed` convert it to and from float
+ *   row        one example of the batch, or its values at one step
+ *   cut        a reset lies between this step and the one before
+ *   carried    a state that is passed to the next step: after its noise
+ *   candidate  a state before its noise
+ *   keep       the value of a mask: 1 keeps the old value (or sets zero); at evaluation the rate
+ *   owed       the part of a gate's gradient that belongs to the step before, because the gate was held
+ *   early      loaded into a register one step before its use
  */
 typedef unsigned long long u64;
 typedef long long i64;
@@ -13,17 +32,19 @@ typedef unsigned char u8;
 #define GRU (CELL == 1)
 #define RELU (CELL == 3)
 #define GATES (LSTM ? 4 : GRU ? 3 : 1)
-enum { OFF, DRAWN, EXPECTED, SHARED, GIVEN }; /* SHARED: drawn, with the bits of the cell's mask */
+/* SHARED: drawn, with the bits of the cell's mask; GIVEN: read from memory */
+enum { OFF, DRAWN, EXPECTED, SHARED, GIVEN };
 
 struct Stream { /* one stream of noise */
     int mode, zero, hold, sees_step, sees_example, sees_unit, high;
     u32 plane;
     const i64 *seed;
     const double *rate;
-    i64 stride; /* of the rates: 0 where one serves all units */
+    i64 stride; /* of the rates: 0 if one rate serves all units */
 };
 
-struct Loop { /* rows lie as the caller has them: [time][batch]; a row takes part in its first `lengths` steps, or in all */
+/* rows are in the caller's order, [time][batch]; row b is processed in its first lengths[b] steps, or in all */
+struct Loop {
     i64 steps, batch, hidden, outputs, first_step, reverse;
     const i64 *lengths, *examples;
     const u8 *resets;
@@ -32,21 +53,22 @@ struct Loop { /* rows lie as the caller has them: [time][batch]; a row takes par
     const float *c0, *reset_c;
     void *gates, *y;
     float *c, *gh;
-    /* backwards */
+    /* backward pass */
     const void *dy;
     const float *dcells;
     float *dh, *dc, *dreset_h, *dreset_c;
     void *dgx, *dsh;
 };
 
-struct Norm { /* of h·Wh and c, in the kernels that take all steps */
+struct Norm { /* norms of h·Wh and c, for kernels that run all steps */
     double eps;
     const float *scale_h, *scale_c, *shift_c;
     float *mean_h, *var_h, *mean_c, *var_c;
-    /* backwards */
+    /* backward pass */
     void *dgh;
-    float *dnc, *chat, *dscale_c, *dshift_c; /* of the norm of c: what is left to add up, or what comes of it */
-    float *db_x, *db_h; /* of the biases, added up */
+    /* norm of c: the gradient and the normalised values [N, H], or the sums of its scale and shift [H] */
+    float *dnc, *chat, *dscale_c, *dshift_c;
+    float *db_x, *db_h; /* gradients of the biases, summed */
 };
 
 /* --- numbers ------------------------------------------------------------------------------------ */
@@ -59,7 +81,7 @@ __device__ __forceinline__ narrow narrowed(float v) { return v; }
 typedef u16 narrow;
 __device__ __forceinline__ float widen(narrow v) { return __uint_as_float((u32)v << 16); }
 __device__ __forceinline__ narrow narrowed(float v) {
-#if __CUDA_ARCH__ < 800 /* which has no instruction for it */
+#if __CUDA_ARCH__ < 800 /* no instruction for it before sm_80 */
     u32 bits = __float_as_uint(v);
     return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fff : (narrow)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 #else
@@ -82,9 +104,9 @@ __device__ __forceinline__ narrow narrowed(float v) {
 }
 #endif
 
-/* Two numbers side by side in one word. By one instruction: where 16-bit registers were shifted together, two words at a
- * time, the assembler of CUDA 13.0 left a word out at some sizes. */
-template <int KIND> /* of TYPE's */
+/* Pack two values into one word, by one instruction. If 16-bit registers were shifted together, the assembler of
+ * CUDA 13.0 left out a word at some sizes. */
+template <int KIND> /* as TYPE */
 __device__ __forceinline__ u32 pair_as(float low, float high) {
     u32 out;
     if (KIND == 1)
@@ -114,9 +136,9 @@ __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-
 __device__ __forceinline__ float tanh_of(float x) { return tanhf(x); }
 #endif
 
-/* Faster still, where each step waits for them. */
+/* Faster approximations, for loops in which every step waits for them. */
 #if TYPE
-/* One instruction instead of four; its error is that of rounding to half precision. */
+/* One instruction instead of four. Its error is that of rounding to half precision. */
 __device__ __forceinline__ float tanh_approx(float x) {
     float out;
     asm("tanh.approx.f32 %0, %1;" : "=f"(out) : "f"(x));
@@ -124,7 +146,7 @@ __device__ __forceinline__ float tanh_approx(float x) {
 }
 __device__ __forceinline__ float sigmoid_approx(float x) { return fmaf(tanh_approx(0.5f * x), 0.5f, 0.5f); }
 #else
-/* 1 / (1 + 2^x): right at both ends as well. */
+/* 1 / (1 + 2^x), which is right for large and small x too. */
 __device__ __forceinline__ float logistic(float x) {
     float out;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
@@ -140,8 +162,8 @@ __device__ __forceinline__ float mix(float value, float old, float keep) {
 }
 __device__ __forceinline__ float drop_out(float value, float drop) { return drop >= 1 ? 0.0f : value * (1 - drop); }
 
-/* A number that is needed only a step later. It comes into a register of its own: the compiler would otherwise pack two
- * into one, and wait for them to do so. */
+/* A value that is loaded one step before its use. It has a register of its own: the compiler would otherwise pack
+ * two values into one register, and wait for both loads to do so. */
 struct EarlyLoad {
     u32 bits;
 };
@@ -180,7 +202,7 @@ __device__ __forceinline__ u32 tf32_bits(float v) {
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])                                                   \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
 
-template <int KIND> /* of TYPE's */
+template <int KIND> /* as TYPE */
 __device__ __forceinline__ void multiply_as(float *sum, const u32 *a, u32 b0, u32 b1) {
     if (KIND == 0)
         MULTIPLY("m16n8k8.row.col.f32.tf32.tf32.f32");
@@ -189,18 +211,17 @@ __device__ __forceinline__ void multiply_as(float *sum, const u32 *a, u32 b0, u3
     else
         MULTIPLY("m16n8k16.row.col.f32.f16.f16.f32");
 }
-__device__ __forceinline__ void multiply(float *sum, const u32 *a, u32 b0, u32 b1) { multiply_as<TYPE>(sum, a, b0, b1); }
-
-/* --- powers of two ------------------------------------------------------------------------------- */
-
-/* For exponents of floats that are normal. */
+__device__ __forceinline__ void multiply(float *sum, const u32 *a, u32 b0, u32 b1) {
+    multiply_as<TYPE>(sum, a, b0, b1);
+}
 __device__ __forceinline__ float power_of_two(int e) { return __uint_as_float((u32)(e + 127) << 23); }
-/* The exponent of the power of two that brings a number, given by its bits without the sign, to between 2^14 and 2^15: half
- * precision has all its bits there and in the 28 powers of two below. From -114 (not finite) to 141 (zero). */
+/* The exponent of the power of two that scales a value to between 2^14 and 2^15. `size` is the bits of the value
+ * without the sign. Half precision has all its bits there and in the 28 powers of two below. From -114 (not finite)
+ * to 141 (zero). */
 __device__ __forceinline__ int scale_exponent(u32 size) { return 14 + 127 - (int)(size >> 23); }
-/* Floats without their sign are in the order of their bits; NaN is above all. */
+/* The bits of a float without the sign. They have the order of the magnitudes; NaN is the largest. */
 __device__ __forceinline__ u32 magnitude_bits(float v) { return __float_as_uint(v) & 0x7FFFFFFF; }
-/* The largest of a warp's. */
+/* The largest value in a warp. */
 __device__ __forceinline__ u32 warp_max(u32 v) {
     asm volatile("redux.sync.max.u32 %0, %1, 0xFFFFFFFF;" : "=r"(v) : "r"(v));
     return v;
@@ -208,7 +229,7 @@ __device__ __forceinline__ u32 warp_max(u32 v) {
 
 /* --- rows --------------------------------------------------------------------------------------- */
 
-/* `t` counts the steps as they are processed, `length` is that of the row. A reversed row begins at its last position. */
+/* `t` counts processed steps, `length` is the length of the row. A reversed row begins at its last position. */
 __device__ __forceinline__ i64 length_of(const Loop &l, i64 row) { return l.lengths ? l.lengths[row] : l.steps; }
 __device__ __forceinline__ i64 position(const Loop &l, i64 t, i64 length) { return l.reverse ? length - 1 - t : t; }
 __device__ __forceinline__ i64 row_index(const Loop &l, i64 t, i64 row, i64 length) {
@@ -219,13 +240,14 @@ __device__ __forceinline__ u32 mask_step(const Loop &l, i64 t, i64 length) {
     return (u32)(l.first_step + position(l, t, length));
 }
 
-/* Whether a row is cut off from the step before: resets lie before positions, so a reversed row meets them from above. */
+/* True if a reset lies between a step and the one before. Resets lie before positions, so a reversed row uses the
+ * reset of the next higher position. */
 __device__ __forceinline__ bool cut_at(const Loop &l, i64 t, i64 row, i64 length) {
     if (!l.resets || (l.reverse && t == 0)) return false;
     return l.resets[(position(l, t, length) + (l.reverse ? 1 : 0)) * l.batch + row];
 }
 
-/* A state before the first step, or where a row is cut off from the step before. */
+/* A state before the first step, or after a reset. */
 __device__ __forceinline__ float start_h(const Loop &l, bool cut, i64 at) {
     return widen(((const narrow *)(cut ? l.reset_h : l.h0))[at]);
 }
@@ -233,13 +255,13 @@ __device__ __forceinline__ float start_c(const Loop &l, bool cut, i64 at) { retu
 
 /* --- noise -------------------------------------------------------------------------------------- */
 
-struct Noise { /* a stream as one unit sees it */
+struct Noise { /* a stream, as one unit sees it */
     u32 threshold;
     float rate;
     u64 seed;
 };
 
-struct RawNoise { /* what it is made of, as it lies in memory: to be read early, long before it is used */
+struct RawNoise { /* rate and seed as they are in memory: loaded early, long before they are used */
     double rate;
     u64 seed;
 };
@@ -258,7 +280,7 @@ __device__ __forceinline__ Noise noise_of(const RawNoise &g) {
 
 __device__ __forceinline__ Noise noise_of(const Stream &s, i64 unit) { return noise_of(raw_noise_of(s, unit)); }
 
-/* Philox 4x32-10: the words of four units. */
+/* Philox 4x32-10: one draw makes the random words of four units. */
 __device__ __forceinline__ void philox(u32 *word, u64 seed, u32 c0, u32 c1, u32 c2, u32 c3) {
     u32 k0 = (u32)seed, k1 = (u32)(seed >> 32);
 #pragma unroll
@@ -273,7 +295,7 @@ __device__ __forceinline__ void philox(u32 *word, u64 seed, u32 c0, u32 c1, u32 
     word[0] = c0, word[1] = c1, word[2] = c2, word[3] = c3;
 }
 
-/* The word of one unit. */
+/* The random word of one unit. */
 __device__ __forceinline__ u32 word_of(const Stream &s, u64 seed, u32 unit, u32 example, u32 step) {
     u32 word[4];
     unit = s.sees_unit ? unit : 0;
@@ -295,7 +317,7 @@ __device__ __forceinline__ bool same_words(const Stream &a, const Noise &na, con
 struct Noises {
     Noise cell, hidden, update;
 };
-struct Keep { /* 1 where the old value (or zero) takes the place of the new one, its chance at evaluation */
+struct Keep { /* 1: the old value (or zero) replaces the new one; at evaluation, the probability of that */
     float cell, hidden, update;
 };
 
@@ -323,18 +345,19 @@ __device__ __forceinline__ Keep keeps_of(const Loop &l, const Noises &n, u32 uni
     return k;
 }
 
-/* Kernels are compiled with HAS, what a loop has beyond zoneout of all rows to the end: let the compiler know what it has not. */
+/* FEATURES: the optional features that a loop uses, one bit each. Code for absent ones is compiled away. 0 is
+ * zoneout of rows of full length, forward in time. */
 #ifndef FEATURES
 #define FEATURES 127
 #endif
 #define HAS_LENGTHS (FEATURES & 1)
 #define HAS_RESETS (FEATURES & 2)
 #define HAS_SCALES (FEATURES & 4)   /* variational dropout of h */
-#define HAS_DCELLS (FEATURES & 8)   /* derivatives of every c */
+#define HAS_DCELLS (FEATURES & 8)   /* gradients of every c */
 #define HAS_REVERSE (FEATURES & 16)
 #define HAS_UPDATE (FEATURES & 32)  /* recurrent dropout */
 #define HAS_ZERO (FEATURES & 64)    /* state dropout */
-#ifdef CELL_MODE /* it may be known which streams there are, and that they see everything and have one seed */
+#ifdef CELL_MODE /* the modes are known: zoneout only, whose masks see step, example and unit, with one seed */
 #define KNOWN_MODES 1
 #else
 #define KNOWN_MODES 0
@@ -353,15 +376,15 @@ __device__ __forceinline__ void simplify(Loop &l) {
     l.hidden_state.sees_step = l.hidden_state.sees_example = l.hidden_state.sees_unit = 1;
     l.cell.high = 0, l.hidden_state.high = HIDDEN_MODE != SHARED;
 #endif
-#if ONE_RATE /* no unit has a rate of its own */
+#if ONE_RATE /* no unit has its own rate */
     l.cell.stride = l.hidden_state.stride = l.update.stride = 0;
 #endif
 }
 
-/* --- one step of one unit, forwards ------------------------------------------------------------- */
+/* --- one step of one unit, forward pass ------------------------------------------------------- */
 
-/* Sums of two products are written as fmaf: the compiler would otherwise choose which of them is rounded, by what surrounds
- * them, and the bits of a row would depend on the tiles of its batch. */
+/* Sums of two products are written as fmaf. The compiler would otherwise choose which product is rounded, depending
+ * on the code around it, and the bits of a row would depend on the tiling of its batch. */
 
 __device__ __forceinline__ float carried_h(const Loop &l, float value, float old, const Keep &k) {
     if (!l.hidden_state.mode) return value;
@@ -377,16 +400,16 @@ __device__ __forceinline__ float carried_c(const Loop &l, float value, float old
     return l.cell.mode && !l.cell.zero ? mix(value, old, k.cell) : value;
 }
 
-/* --- one step of one unit, backwards ------------------------------------------------------------ */
+/* --- one step of one unit, backward pass ------------------------------------------------------ */
 
-/* Of the candidate h; `dh` becomes what goes straight to the h before. */
+/* Return the gradient of the candidate h. `dh` becomes the part that goes directly to the h before. */
 __device__ __forceinline__ float carried_h_back(const Loop &l, float &dh, const Keep &k) {
     float total = dh, keep = l.hidden_state.mode ? k.hidden : 0.0f;
     dh = l.hidden_state.mode && !l.hidden_state.zero ? total * keep : 0.0f;
     return total * (1 - keep);
 }
 
-/* Of the gates i, f and g, from that of the candidate c; `dc` becomes that of the c before. */
+/* Compute the gradients of the gates i, f and g from that of the candidate c. `dc` becomes that of the c before. */
 __device__ __forceinline__ void lstm_gates_back(const Loop &l, float *d, float i, float f, float g, float old,
                                                 float dcandidate, float &dc, const Keep &k) {
     float keep = l.cell.mode ? k.cell : 0.0f, direct = 0.0f;
@@ -402,9 +425,8 @@ __device__ __forceinline__ void lstm_gates_back(const Loop &l, float *d, float i
     d[2] = du * i * (1 - g * g);
     dc = direct + dcandidate * f;
 }
-
-/* Of the output gate, and with it what a held gate owes to the step before. */
-__device__ __forceinline__ float lstm_output_back(const Loop &l, float dgate, float o, bool first, float &owed, const Keep &k) {
+__device__ __forceinline__ float lstm_output_back(const Loop &l, float dgate, float o, bool first, float &owed,
+                                                  const Keep &k) {
     if (l.update.mode && l.update.hold) {
         float keep = first ? 0.0f : k.update, now = dgate * (1 - keep) + owed;
         owed = dgate * keep;
@@ -412,10 +434,8 @@ __device__ __forceinline__ float lstm_output_back(const Loop &l, float dgate, fl
     }
     return dgate * o * (1 - o);
 }
-
-/* `v` is the n part of h·Wh + b. */
-__device__ __forceinline__ void gru_back(const Loop &l, float *dx, float *ds, float r, float z, float n, float v, float old,
-                                         float d, float &dh, const Keep &k) {
+__device__ __forceinline__ void gru_back(const Loop &l, float *dx, float *ds, float r, float z, float n, float v,
+                                         float old, float d, float &dh, const Keep &k) {
     float du = l.update.mode ? d * (1 - k.update) : d, back = du * (1 - z) * (1 - n * n);
     ds[0] = dx[0] = back * v * r * (1 - r);
     ds[1] = dx[1] = (d * old - du * n) * z * (1 - z);

@@ -1,9 +1,13 @@
-/* Any cell in which no unit sees another: one thread has a unit of a row, over all steps.
+/* Any cell in which no unit sees another: one thread computes a unit of a row over all steps.
  *
- * Nothing is exchanged, so a step waits only for its own loads. These are issued AHEAD steps early, into registers. Masks that
- * see step and unit are drawn four steps at a time: the four threads of a draw take one step each and exchange words.
+ * Nothing is exchanged, so a step waits only for its own loads. Masks that see step and unit are drawn four steps
+ * at a time: the four threads of a draw take one step each and exchange words. A block has THREADS units of one
+ * row. Macros:
  *
- * A block has THREADS units of one row. Compiled with V = 1, BACK: the pass, and FULL: no thread is past the last unit.
+ *   VECTOR    1
+ *   BACKWARD  0: forward pass; 1: backward pass
+ *   AHEAD     steps between a load into a register and its use, a multiple of 4
+ *   FULL      1: the number of units is a multiple of THREADS
  */
 
 __device__ __forceinline__ float load_early_float(const float *from) {
@@ -12,12 +16,12 @@ __device__ __forceinline__ float load_early_float(const float *from) {
     return __uint_as_float(out);
 }
 
-struct Thread { /* a thread's place */
-    i64 row, j, index; /* own: of arrays [B, H] */
+struct Thread { /* the position of a thread */
+    i64 row, j, index; /* index: in arrays [B, H] */
     int length;
-    u32 example, step_bytes; /* rows: bytes of a step of [N, H] in float32 */
+    u32 example, step_bytes; /* step_bytes: of one step of [N, H] in float32 */
     bool in;
-    i64 unit; /* j, or the last unit: its numbers are read in vain by threads past the end */
+    i64 unit; /* j; for threads past the end the last unit, whose results they do not store */
 };
 
 __device__ __forceinline__ Thread thread_of(const Loop &l) {
@@ -34,7 +38,7 @@ __device__ __forceinline__ Thread thread_of(const Loop &l) {
     return h;
 }
 
-/* The number of step t of a row, in an array whose steps are `bytes` apart; `first`: that of position 0. */
+/* The element of step t of a row, in an array whose steps are `bytes` apart; `first`: the element of position 0. */
 template <typename T>
 __device__ __forceinline__ T *at_step(T *first, u32 bytes, const Loop &l, const Thread &h, int t) {
     return (T *)((char *)first + (u64)(u32)(l.reverse ? h.length - 1 - t : t) * bytes);
@@ -42,12 +46,10 @@ __device__ __forceinline__ T *at_step(T *first, u32 bytes, const Loop &l, const 
 #define FLOAT_AT(array, t) at_step((array) + h.index, h.step_bytes, l, h, t)
 #define NARROW_AT(array, t) at_step((narrow *)(array) + h.index, h.step_bytes / (4 / (u32)sizeof(narrow)), l, h, t)
 #define GATE_AT(array, q, t)                                                                                   \
-    at_step((narrow *)(array) + (h.row * GATES + (q)) * l.hidden + h.unit, GATES * (h.step_bytes / (4 / (u32)sizeof(narrow))), l, h, t)
-
-/* --- masks ---------------------------------------------------------------------------------------- */
-
+    at_step((narrow *)(array) + (h.row * GATES + (q)) * l.hidden + h.unit,                                     \
+            GATES * (h.step_bytes / (4 / (u32)sizeof(narrow))), l, h, t)
 struct Words4 {
-    u32 at[STATES + 1][4]; /* of each stream, at four steps */
+    u32 at[STATES + 1][4]; /* by stream: the words of four steps */
 };
 
 __device__ __forceinline__ void exchange(u32 &a, u32 &b, bool high, int far) {
@@ -58,23 +60,27 @@ __device__ __forceinline__ void exchange(u32 &a, u32 &b, bool high, int far) {
         b = got;
 }
 
-/* The words of this unit at the steps t, t + way, t + 2·way and t + 3·way. All threads of a warp call it. */
-__device__ __forceinline__ void draw_four(u32 *w, const Loop &l, const Stream &s, u64 seed, const Thread &h, i64 t, int direction) {
+/* Draw the words of this unit at the steps t, t + d, t + 2·d and t + 3·d, d: `direction`. All threads of a warp
+ * call this. */
+__device__ __forceinline__ void draw_four(u32 *w, const Loop &l, const Stream &s, u64 seed, const Thread &h, i64 t,
+                                          int direction) {
     if (s.sees_unit && s.sees_step) {
         const int lane = threadIdx.x & 3;
-        philox(w, seed, (u32)h.j >> 2, s.sees_example ? h.example : 0, mask_step(l, t + direction * lane, h.length), s.plane);
-        /* Thread s has the words of four units at step s; it wants its own unit's at four steps. */
+        philox(w, seed, (u32)h.j >> 2, s.sees_example ? h.example : 0, mask_step(l, t + direction * lane, h.length),
+            s.plane);
+        /* Thread s has the words of four units at step s. Exchange them: each thread needs its own unit at four
+         * steps. */
         exchange(w[0], w[1], lane & 1, 1), exchange(w[2], w[3], lane & 1, 1);
         exchange(w[0], w[2], lane & 2, 2), exchange(w[1], w[3], lane & 2, 2);
     } else {
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            w[i] = i && !s.sees_step ? w[0] : word_of(s, seed, (u32)h.j, h.example, mask_step(l, t + direction * i, h.length));
+            w[i] = i && !s.sees_step ? w[0] : word_of(s, seed, (u32)h.j, h.example,
+                mask_step(l, t + direction * i, h.length));
     }
 }
-
-__device__ __forceinline__ void draw_streams(Words4 &w, const Loop &l, const CellArguments &o, const Streams &n, const Thread &h, i64 t,
-                                         int direction) {
+__device__ __forceinline__ void draw_streams(Words4 &w, const Loop &l, const CellArguments &o, const Streams &n,
+                                             const Thread &h, i64 t, int direction) {
     int drawn = -1; /* the stream that was drawn last */
     EACH_STREAM {
         const Stream &s = stream_of(o, k);
@@ -88,15 +94,15 @@ __device__ __forceinline__ void draw_streams(Words4 &w, const Loop &l, const Cel
         drawn = k;
     }
 }
-
-__device__ __forceinline__ void fill_masks(Unit &u, const CellArguments &o, const Streams &n, const Words4 &w, int i, bool first) {
+__device__ __forceinline__ void fill_masks(Unit &u, const CellArguments &o, const Streams &n, const Words4 &w, int i,
+                                           bool first) {
     Masks masks = {};
     EACH_STREAM if (stream_of(o, k).mode != OFF) masks.of[k] = keep_of(stream_of(o, k), n.noise[k], w.at[k][i]);
     set_masks(u, o, masks, first);
 }
 
-/* Groups of AHEAD steps. All but the last are known to be whole: without a branch between them, the compiler works on
- * several steps at once. */
+/* Groups of AHEAD steps. All groups but the last are complete. Without a branch between the steps the compiler
+ * overlaps several of them. */
 #define EACH_GROUP                                                       \
     _Pragma("unroll") for (int rest = 0, start = 0; rest < 2; rest++)    \
         for (; rest ? start < h.length : start + AHEAD <= h.length; start += AHEAD)
@@ -149,12 +155,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(Loop l, CellArgume
 #else
 /* --- backward ------------------------------------------------------------------------------------- */
 
-struct Loads { /* of one step */
+struct Loads { /* inputs of one step */
     EarlyLoad gate[GATES], dy, h;
     float slot[SLOTS + 1], old[STATES], dseen[STATES];
 };
 
-/* Of the first step, the states before it are those of the row itself: they are not used. */
+/* At the first step, the states before it are read from the row itself: they are not used. */
 __device__ __forceinline__ void load_step(Loads &to, const Loop &l, const CellArguments &o, const Thread &h, int t) {
     const int before = max(t - 1, 0);
     EACH_GATE to.gate[q] = load_early(GATE_AT(l.gates, q, t));

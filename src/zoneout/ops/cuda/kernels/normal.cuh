@@ -1,6 +1,6 @@
 /* Four standard normal numbers from four random words (Box and Muller). Prepended to some sources. */
 
-/* -log of (word + ½) / 2³². Near one, where a float has no digits left, from how far it is from one. */
+/* -log of (word + ½) / 2³². Near one a float has no digits left: there it is computed from the distance to one. */
 __device__ __forceinline__ float minus_log(u32 word) {
     const float unit = 2.3283064365386963e-10f; /* 2⁻³² */
     return word < 0x80000000u ? -logf(((float)word + 0.5f) * unit) : -log1pf(((float)~word + 0.5f) * -unit);

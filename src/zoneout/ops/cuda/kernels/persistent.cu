@@ -1,6 +1,6 @@
 /* LSTM, GRU and RNN: all steps in one launch, with the exchange of exchange.cuh. */
 
-/* --- forwards ------------------------------------------------------------------------------------- */
+/* --- forward pass ------------------------------------------------------------------------------------- */
 #if !BACKWARD
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(Loop l, Exchange x) {
     simplify(l);
@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(Loop l, Exchang
 #define FETCH(t)                                                                                                   \
     EACH_ROW if ((t) < length[i]) {                                                                               \
         i64 at = row_index(l, t, row, length[i]);                                                                      \
-        for (int q = 0; q < GATES; q++) next[i][q] = load_early(gates + (at * GATES + q) * H + m.unit);                         \
+        for (int q = 0; q < GATES; q++) next[i][q] = load_early(gates + (at * GATES + q) * H + m.unit);            \
     }
     EACH_ROW {
         h[i] = c[i] = o[i] = 0.0f, cut[i] = false;
@@ -84,7 +84,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(Loop l, Exchang
 #elif GRU
             for (int q = 0; q < GATES; q++) v[q] += bias[q];
             gh[i] = v[2];
-            float reset = sigmoid_approx(widen(x_part[i][0]) + bias_x[0] + v[0]), z = sigmoid_approx(widen(x_part[i][1]) + bias_x[1] + v[1]);
+            float reset = sigmoid_approx(widen(x_part[i][0]) + bias_x[0] + v[0]),
+                z = sigmoid_approx(widen(x_part[i][1]) + bias_x[1] + v[1]);
             float n = tanh_approx(fmaf(reset, v[2], widen(x_part[i][2]) + bias_x[2])), update = (1 - z) * n;
             a[i][0] = reset, a[i][1] = z, a[i][2] = n;
             if (l.update.mode) update = drop_out(update, keep[i].update);
@@ -117,9 +118,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(Loop l, Exchang
 }
 #endif
 
-/* --- backwards ------------------------------------------------------------------------------------ */
+/* --- backward pass ------------------------------------------------------------------------------------ */
 #if BACKWARD
-struct Fetched { /* what a step needs that was there before */
+struct Fetched { /* inputs of a step, from memory */
     EarlyLoad gates[GATES], dy, held;
     float old_c, old_h, dcells, gh;
     bool first;
@@ -140,8 +141,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(Loop l, Exchan
 #endif
     Noises noise = {};
     if (m.in) noise = noises_of(l, m.unit);
-    float dh[ROWS_PER_THREAD], dc[ROWS_PER_THREAD], dreset_h[ROWS_PER_THREAD], dreset_c[ROWS_PER_THREAD], owed[ROWS_PER_THREAD];
-    Fetched f[ROWS_PER_THREAD], next[ROWS_PER_THREAD]; /* of this step and of the next one back */
+    float dh[ROWS_PER_THREAD], dc[ROWS_PER_THREAD], dreset_h[ROWS_PER_THREAD], dreset_c[ROWS_PER_THREAD],
+        owed[ROWS_PER_THREAD];
+    Fetched f[ROWS_PER_THREAD], next[ROWS_PER_THREAD]; /* of this step and of the next one to be processed */
     u32 example[ROWS_PER_THREAD];
     int length[ROWS_PER_THREAD];
     LOAD_LENGTHS(length);
@@ -160,7 +162,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(Loop l, Exchan
             }
             if (GRU) {
                 next[i].gh = l.gh[at * H + m.unit];
-                next[i].old_h = next[i].first ? start_h(l, cut, row * H + m.unit) : widen(((const narrow *)l.y)[old * H + m.unit]);
+                next[i].old_h = next[i].first ? start_h(l, cut, row * H + m.unit)
+                    : widen(((const narrow *)l.y)[old * H + m.unit]);
             }
         }
     };
@@ -178,10 +181,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(Loop l, Exchan
         EACH_ROW f[i] = next[i];
         if (t > 0) fetch(t - 1);
         Keep keep[ROWS_PER_THREAD];
-        bool cut[ROWS_PER_THREAD]; /* whether the step after was cut off from this one */
+        bool cut[ROWS_PER_THREAD]; /* a reset lies between this step and the one after */
         EACH_ROW {
             cut[i] = t + 1 < length[i] && cut_at(l, t + 1, row, length[i]);
-            if (t >= 0 && t < length[i]) keep[i] = keeps_of(l, noise, (u32)m.unit, example[i], mask_step(l, t, length[i]));
+            if (t >= 0 && t < length[i])
+                keep[i] = keeps_of(l, noise, (u32)m.unit, example[i], mask_step(l, t, length[i]));
         }
         if (done) {
             product(w, SUMS_OF_STEP(done), m.reader, buffer_offset(m, done - 1), tag_of(done - 1), m.warp, m.lane);
@@ -204,7 +208,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(Loop l, Exchan
             dh[i] += widen(f[i].dy);
             float du = carried_h_back(l, dh[i], keep[i]);
 #if LSTM
-            float gi = widen(f[i].gates[0]), gf = widen(f[i].gates[1]), gg = widen(f[i].gates[2]), go = widen(f[i].gates[3]);
+            float gi = widen(f[i].gates[0]), gf = widen(f[i].gates[1]), gg = widen(f[i].gates[2]),
+                go = widen(f[i].gates[3]);
             float tc = tanh_approx(lstm_candidate(l, gi, gf, gg, f[i].old_c, keep[i])), gate = go;
             if (holds && !f[i].first) gate = mix(go, widen(f[i].held), keep[i].update);
             d[3] = lstm_output_back(l, du * tc, go, f[i].first, owed[i], keep[i]);

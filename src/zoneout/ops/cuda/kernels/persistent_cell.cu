@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(Loop l, CellArg
             EACH_GATE next[i][q] = load_early(gates + (at * GATES + q) * H + m.unit);
         }
     };
-    /* h as it enters the product of the next step, to all blocks. */
+    /* Send h, as it enters the product of the next step, to all blocks. */
     auto send_h = [&](i64 generation) {
 #pragma unroll
         for (int i = 0; i < ROWS_PER_THREAD; i++) {
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(Loop l, CellArg
 
 /* --- backward ------------------------------------------------------------------------------------- */
 #if BACKWARD
-struct Fetched { /* what a step needs that was there before */
+struct Fetched { /* inputs of a step, from memory */
     EarlyLoad gates[GATES], dy;
     float held, slot[SLOTS + 1], old[STATES], dseen[STATES];
     bool first;
@@ -112,8 +112,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(Loop l, CellAr
     const i64 unit = m.in ? m.unit : 0;
     const Streams noise = streams_of(o, unit);
     const Unit constant = unit_of(l, o, unit);
-    float d[ROWS_PER_THREAD][STATES], dreset[ROWS_PER_THREAD][STATES], owed[ROWS_PER_THREAD], dparameter[ROWS_PER_THREAD][PARAMETERS + 1];
-    Fetched f[ROWS_PER_THREAD], next[ROWS_PER_THREAD]; /* of this step and of the next one back */
+    float d[ROWS_PER_THREAD][STATES], dreset[ROWS_PER_THREAD][STATES], owed[ROWS_PER_THREAD],
+        dparameter[ROWS_PER_THREAD][PARAMETERS + 1];
+    Fetched f[ROWS_PER_THREAD], next[ROWS_PER_THREAD]; /* of this step and of the next one to be processed */
     u32 example[ROWS_PER_THREAD];
     int length[ROWS_PER_THREAD];
     LOAD_LENGTHS(length);
@@ -135,7 +136,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(Loop l, CellAr
                 next[i].dseen[k] = k && o.dseen[k] ? o.dseen[k][here] : 0.0f;
             }
 #if HELD >= 0 && HELD < GATES
-            if (o.update.hold && !first) next[i].held = widen(gates[(row_index(l, t - 1, row, length[i]) * GATES + HELD) * H + m.unit]);
+            if (o.update.hold && !first)
+                next[i].held = widen(gates[(row_index(l, t - 1, row, length[i]) * GATES + HELD) * H + m.unit]);
 #elif HELD >= 0
             if (o.update.hold && !first) next[i].held = o.slot[HELD - GATES][before];
 #endif
@@ -153,10 +155,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(Loop l, CellAr
         EACH_ROW f[i] = next[i];
         if (t > 0) fetch(t - 1);
         Masks masks[ROWS_PER_THREAD];
-        bool cut[ROWS_PER_THREAD]; /* whether the step after was cut off from this one */
+        bool cut[ROWS_PER_THREAD]; /* a reset lies between this step and the one after */
         EACH_ROW {
             cut[i] = t + 1 < length[i] && cut_at(l, t + 1, row, length[i]);
-            if (t >= 0 && t < length[i]) masks[i] = draw_masks(o, noise, (u32)m.unit, example[i], mask_step(l, t, length[i]));
+            if (t >= 0 && t < length[i])
+                masks[i] = draw_masks(o, noise, (u32)m.unit, example[i], mask_step(l, t, length[i]));
         }
         if (done) {
             product(w, SUMS_OF_STEP(done), m.reader, buffer_offset(m, done - 1), tag_of(done - 1), m.warp, m.lane);

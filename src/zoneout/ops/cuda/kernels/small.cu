@@ -1,12 +1,13 @@
-/* LSTM, GRU and RNN: all steps in one launch, with the product of block.cuh; norms too. */
+/* LSTM, GRU and RNN: all steps in one launch, with the product of block.cuh and optional norms. */
 
-/* Steps in the loop's body: what is done every fourth step is then known, and nothing has to be moved along. */
+/* Steps in the body of the loop: what happens every fourth step is then known at compile time, and no values are
+ * moved. */
 constexpr int unrolled_steps = KNOWN_MODES && (ROWS_PER_THREAD == 1 || !NORM) ? 4 : 1;
 
 /* --- noise ------------------------------------------------------------------------------------------ */
 
-/* Four units and four steps are drawn at a time: one word for each unit comes from one draw, and of four lanes with
- * neighbouring units each draws for another step. */
+/* Masks of four units and four steps are drawn at once: a draw has one word for each unit, and of the four lanes
+ * with these units each draws for another step. */
 struct MaskBits {
     u32 states, update; /* bits [step][unit][cell, hidden] and [step][unit][update, none] */
 };
@@ -15,10 +16,11 @@ struct Rates { /* of a thread's unit */
 };
 struct Seeds {
     u64 cell, hidden, update;
-    bool same; /* one word serves cell and hidden state */
+    bool same; /* one word serves both states */
 };
 
-/* Every second bit: whether a unit keeps its old value. A draw that does not see the unit is that of the first. */
+/* Every second bit: 1 if a unit keeps its old value. If the mask does not see the unit, all units use the first
+ * word. */
 __device__ __forceinline__ u32 compare_words(const u32 (&w)[4], const Stream &s, const u32 *thresholds) {
     uint4 limit = *(const uint4 *)thresholds;
     int low = s.high ? 16 : 0;
@@ -33,10 +35,8 @@ __device__ __forceinline__ u32 gather_steps(u32 bits, int which) {
     bits |= __shfl_xor_sync(~0u, bits, 4);
     return bits | __shfl_xor_sync(~0u, bits, 8);
 }
-
-/* The bits of four steps from the n-th on; all lanes of a warp must come here. */
-__device__ __forceinline__ MaskBits draw_masks(const Loop &l, const Thread &m, const Seeds &seeds, const u32 (*thresholds)[WARPS * 16], int c,
-                                     int n) {
+__device__ __forceinline__ MaskBits draw_masks(const Loop &l, const Thread &m, const Seeds &seeds,
+                                               const u32 (*thresholds)[WARPS * 16], int c, int n) {
     MaskBits k = {0, 0};
     u32 step = mask_step(l, nth_step(m, n + QUAD_STEP), m.length[c]), w[4];
     if (l.cell.mode == DRAWN) {
@@ -60,7 +60,7 @@ __device__ __forceinline__ MaskBits draw_masks(const Loop &l, const Thread &m, c
     return k;
 }
 
-/* What is drawn ahead: with nothing but zoneout the ten rounds are spread over the four steps before. */
+/* Masks that are drawn in advance. With zoneout only, the ten rounds are spread over the four steps before. */
 struct MaskPipeline {
     MaskBits now[ROWS_PER_THREAD], next[ROWS_PER_THREAD];
     u32 w[ROWS_PER_THREAD][4];
@@ -89,7 +89,8 @@ __device__ __forceinline__ void advance_draw(MaskPipeline &d, const Loop &l, con
         }
         if (phase == 3) {
             u32 bits = l.cell.mode == DRAWN ? compare_words(d.w[c], l.cell, thresholds[0] + UNIT_QUAD * 4) : 0;
-            if (l.hidden_state.mode == DRAWN) bits |= compare_words(d.w[c], l.hidden_state, thresholds[1] + UNIT_QUAD * 4) << 1;
+            if (l.hidden_state.mode == DRAWN)
+                bits |= compare_words(d.w[c], l.hidden_state, thresholds[1] + UNIT_QUAD * 4) << 1;
             d.next[c].states = gather_steps(bits, QUAD_STEP);
         }
     }
@@ -107,12 +108,12 @@ __device__ __forceinline__ Keep keep_at(const Loop &l, const MaskBits &k, const 
             l.update.mode == EXPECTED ? rates.update : k.update >> at & 1 ? 1.0f : 0.0f};
 }
 
-/* The new value or the old: with bits a choice and no more. */
+/* The new value or the old one: for drawn masks a selection without arithmetic. */
 __device__ __forceinline__ float select(const Stream &s, float value, float old, float keep) {
     return s.mode == DRAWN ? (keep > 0.0f ? old : value) : mix(value, old, keep);
 }
 
-/* Chances of a thread's unit, and the limits of all units in shared memory. */
+/* Return the rates of a thread's unit, and write the thresholds of all units to shared memory. */
 __device__ __forceinline__ Rates rates_of(const Loop &l, const Thread &m, Seeds &seeds, u32 (*thresholds)[WARPS * 16]) {
     Noises n = {};
     if (m.in) n = noises_of(l, m.unit);
@@ -132,11 +133,12 @@ __device__ __forceinline__ Rates rates_of(const Loop &l, const Thread &m, Seeds 
 /* --- norms ------------------------------------------------------------------------------------------ */
 #if NORM
 #define MOMENTS_GIVEN (NORM == 2)
-#define MOMENTS(K) (NORM == 1 ? ROWS_PER_THREAD : (K)) /* moments that a thread has: of each row, or of each number of its unit */
+/* moments of a thread: of each row, or of each value of its unit */
+#define MOMENTS(K) (NORM == 1 ? ROWS_PER_THREAD : (K))
 #define MOMENT (NORM == 1 ? c : q)
 #define EACH_MOMENT(K) _Pragma("unroll") for (int p = 0; p < MOMENTS(K); p++)
 #define EACH_INDEX(K) _Pragma("unroll") for (int q = 0; q < (K); q++)
-/* Numbers in shared memory for the sums of h·Wh and of c. Where only one of them is taken a step, two sets take turns. */
+/* Floats in shared memory for the sums of h·Wh and of c. If a step computes only one of them, two buffers alternate. */
 #define NORM_SUMS (ROWS * WARPS * 2)
 #define NORM_BUFFERS (LSTM ? 1 : 2)
 
@@ -147,15 +149,14 @@ __device__ __forceinline__ float *norm_memory() {
     return (float *)(rest + WARPS * (K_STEPS - RESIDENT_K_STEPS) * TILES * 32);
 }
 
-/* Where the moments of a step lie. */
+/* The index of the moments of a step. */
 template <int K>
 __device__ __forceinline__ int moment_at(const Thread &m, int t, int row, int q) {
     return NORM == 1 ? row : (t * K + q) * HIDDEN + m.unit;
 }
-
-/* The sums over all units of a row; all threads must come here. */
-__device__ __forceinline__ void sum_over_units(float (&one)[ROWS_PER_THREAD], float (&two)[ROWS_PER_THREAD], float *memory, const Thread &m) {
-    float2 *part = (float2 *)memory; /* [R][WARPS] */
+__device__ __forceinline__ void sum_over_units(float (&one)[ROWS_PER_THREAD], float (&two)[ROWS_PER_THREAD],
+                                               float *memory, const Thread &m) {
+    float2 *part = (float2 *)memory; /* [ROWS][WARPS] */
     EACH_ROW {
 #pragma unroll
         for (int far = 2; far < 32; far *= 2) {
@@ -175,9 +176,10 @@ __device__ __forceinline__ void sum_over_units(float (&one)[ROWS_PER_THREAD], fl
     }
 }
 
-/* Mean and variance; what `mean` was the step before is taken off first, so that little is lost. */
+/* Mean and variance. The mean of the step before is subtracted first, for accuracy. */
 template <int K>
-__device__ __forceinline__ void moments(float (&mean)[ROWS_PER_THREAD], float (&var)[ROWS_PER_THREAD], const float (&v)[ROWS_PER_THREAD][K], const bool (&alive)[ROWS_PER_THREAD],
+__device__ __forceinline__ void moments(float (&mean)[ROWS_PER_THREAD], float (&var)[ROWS_PER_THREAD],
+                                        const float (&v)[ROWS_PER_THREAD][K], const bool (&alive)[ROWS_PER_THREAD],
                                         float *memory, const Thread &m) {
     const float share = 1.0f / (K * HIDDEN);
     float one[ROWS_PER_THREAD] = {}, two[ROWS_PER_THREAD] = {};
@@ -193,21 +195,23 @@ __device__ __forceinline__ void moments(float (&mean)[ROWS_PER_THREAD], float (&
     }
 }
 
-/* From the derivatives of what was normalised and scaled, times the scale, to those of what it was before. */
+/* The backward pass of a norm: from the gradient of the normalised values to that of the norm's input. */
 template <int K>
-__device__ __forceinline__ void moments_back(float (&d)[ROWS_PER_THREAD][K], const float (&hat)[ROWS_PER_THREAD][K], const float (&var)[MOMENTS(K)],
-                                             const bool (&alive)[ROWS_PER_THREAD], float *memory, double eps, const Thread &m) {
+__device__ __forceinline__ void moments_back(float (&d)[ROWS_PER_THREAD][K], const float (&hat)[ROWS_PER_THREAD][K],
+                                             const float (&var)[MOMENTS(K)], const bool (&alive)[ROWS_PER_THREAD],
+                                             float *memory, double eps, const Thread &m) {
     const float share = 1.0f / (K * HIDDEN);
     float one[ROWS_PER_THREAD] = {}, two[ROWS_PER_THREAD] = {};
     if (!MOMENTS_GIVEN) {
         EACH_ROW EACH_INDEX(K) if (alive[c]) one[c] += d[c][q], two[c] += d[c][q] * hat[c][q];
         sum_over_units(one, two, memory, m);
     }
-    EACH_ROW EACH_INDEX(K) d[c][q] = inverse(var[MOMENT], eps) * (d[c][q] - one[c] * share - hat[c][q] * (two[c] * share));
+    EACH_ROW EACH_INDEX(K) d[c][q] =
+        inverse(var[MOMENT], eps) * (d[c][q] - one[c] * share - hat[c][q] * (two[c] * share));
 }
 #endif
 
-/* --- forwards --------------------------------------------------------------------------------------- */
+/* --- forward pass --------------------------------------------------------------------------------------- */
 #if !BACKWARD
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop given, const Norm n) {
     __shared__ __align__(16) u32 entering[2][ROWS * ROW_PITCH];
@@ -221,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop give
     load_weights(l, w, m.warp, m.lane);
     Seeds seeds;
     Rates rates = rates_of(l, m, seeds, thresholds);
-    float bias_x[GATES] = {}, bias_h[GATES] = {}; /* with a norm x's part comes with its bias */
+    float bias_x[GATES] = {}, bias_h[GATES] = {}; /* with a norm, x's part already contains its bias */
     EACH_GATE {
         if (m.in && l.b_x && !NORM) bias_x[q] = widen(((const narrow *)l.b_x)[q * HIDDEN + m.unit]);
         if (m.in && l.b_h) bias_h[q] = widen(((const narrow *)l.b_h)[q * HIDDEN + m.unit]);
@@ -239,8 +243,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop give
     float h[ROWS_PER_THREAD], state[ROWS_PER_THREAD], o[ROWS_PER_THREAD];
     float a[ROWS_PER_THREAD][GATES], gh[ROWS_PER_THREAD];
     EarlyLoad x_part[ROWS_PER_THREAD][GATES], next[ROWS_PER_THREAD][GATES]; /* x's part of this step and of the next */
-    bool cut[ROWS_PER_THREAD]; /* off from the step before */
-    EarlyLoad cut_next[ROWS_PER_THREAD]; /* whether the next step will be */
+    bool cut[ROWS_PER_THREAD]; /* a reset lies between this step and the one before */
+    EarlyLoad cut_next[ROWS_PER_THREAD]; /* the same for the next step */
     int at[ROWS_PER_THREAD]; /* row of this step; at · G · H stays below 2³¹ */
     const int step_stride = l.reverse ? -(int)l.batch : (int)l.batch;
     EACH_ROW {
@@ -262,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop give
             EACH_GATE next[c][q] = load_early(gates + gate + q * HIDDEN);
         }
     };
-    auto store = [&](int t, int offset) { /* the results of step t, while the next product is under way */
+    auto store = [&](int t, int offset) { /* the results of step t, during the next product */
         EACH_ROW if (ALIVE(t)) {
             int unit = (at[c] + offset) * HIDDEN + m.unit, gate = (at[c] + offset) * (GATES * HIDDEN) + m.unit;
             ((narrow *)l.y)[unit] = narrowed(h[c]);
@@ -283,7 +287,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop give
         __syncthreads();
         Sums sums = {};
         product(sums, w, entering[t & 1], m.lane);
-        /* Until the sums are there: masks, x's part and stores. */
+        /* Before the sums are complete: masks, x's part and stores. */
         if ((t & 3) == 0) {
             EACH_ROW pipeline.now[c] = pipeline.next[c];
         }
@@ -292,11 +296,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop give
         if (t + 1 < m.longest) fetch(t + 1, step_stride);
         if (t) store(t - 1, -step_stride);
         prefetch_l2(ahead, t + PREFETCH_STEPS);
-        EarlyLoad cut_after_next[ROWS_PER_THREAD]; /* read now, since memory takes longer than what is left of a step */
+        EarlyLoad cut_after_next[ROWS_PER_THREAD]; /* loaded now, since a load takes longer than the rest of a step */
         EACH_ROW cut_after_next[c] = CUT_AT(t + 2, at[c] + 2 * step_stride);
         float v[ROWS_PER_THREAD][GATES];
-        EACH_ROW EACH_GATE v[c][q] = total(sums, q, c, upper_half(m.lane)) + (NORM ? 0.0f : GRU ? bias_h[q] : bias_x[q]);
-
+        EACH_ROW EACH_GATE v[c][q] =
+            total(sums, q, c, upper_half(m.lane)) + (NORM ? 0.0f : GRU ? bias_h[q] : bias_x[q]);
 #if NORM
         bool alive[ROWS_PER_THREAD];
         EACH_ROW alive[c] = ALIVE(t);
@@ -382,9 +386,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop give
 }
 #endif
 
-/* --- backwards -------------------------------------------------------------------------------------- */
+/* --- backward pass -------------------------------------------------------------------------------------- */
 #if BACKWARD
-struct Fetched { /* what a step needs that was there before */
+struct Fetched { /* inputs of a step, from memory */
     EarlyLoad gates[GATES], dy, held;
     float old_c, old_h, dcells, gh[NORM ? GATES : 1];
     bool first;
@@ -417,11 +421,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
 #endif
     for (int i = threadIdx.x; i < 2 * ROWS * ROW_PITCH; i += THREADS) ((u32 *)entering)[i] = 0;
     __syncthreads();
-
-    float dh[ROWS_PER_THREAD], dc[ROWS_PER_THREAD], dreset_h[ROWS_PER_THREAD], dreset_c[ROWS_PER_THREAD], owed[ROWS_PER_THREAD];
-    float d[ROWS_PER_THREAD][4] = {}, e[ROWS_PER_THREAD][4] = {}, out[ROWS_PER_THREAD][4] = {}; /* of x's part, of h·Wh with norm and bias, and of h·Wh */
-    Fetched f[ROWS_PER_THREAD], next[ROWS_PER_THREAD]; /* of this step and of the next one back */
-    EarlyLoad cut[ROWS_PER_THREAD] = {}, cut_next[ROWS_PER_THREAD] = {}, cut_fetched[ROWS_PER_THREAD]; /* whether they are cut off, and the next that is fetched */
+    float dh[ROWS_PER_THREAD], dc[ROWS_PER_THREAD], dreset_h[ROWS_PER_THREAD], dreset_c[ROWS_PER_THREAD],
+        owed[ROWS_PER_THREAD];
+    /* gradients of x's part, of h·Wh after norm and bias, and of h·Wh */
+    float d[ROWS_PER_THREAD][4] = {}, e[ROWS_PER_THREAD][4] = {}, out[ROWS_PER_THREAD][4] = {};
+    Fetched f[ROWS_PER_THREAD], next[ROWS_PER_THREAD]; /* of this step and of the next one to be processed */
+    /* a reset before these steps; cut_fetched: before the step to be fetched next */
+    EarlyLoad cut[ROWS_PER_THREAD] = {}, cut_next[ROWS_PER_THREAD] = {}, cut_fetched[ROWS_PER_THREAD];
     int at[ROWS_PER_THREAD]; /* row of this step; at · G · H stays below 2³¹ */
     const int step_stride = l.reverse ? -(int)l.batch : (int)l.batch;
     auto fetch = [&](int t, int offset) {
@@ -429,7 +435,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
             int row = at[c] + offset, unit = row * HIDDEN + m.unit, gate = row * (GATES * HIDDEN) + m.unit;
             int old = unit - step_stride * HIDDEN;
             i64 start = (i64)m.row[c] * HIDDEN + m.unit;
-            /* Without resets never; asked all the same, since then a GRU in TF32 keeps 24 bytes more in registers. */
+            /* Without resets this is false. The test remains because a GRU in TF32 otherwise spills 24 bytes more. */
             const bool cut = HAS_RESETS ? cut_fetched[c].bits : cut_at(l, t, m.row[c], m.length[c]);
             next[c].first = t == 0 || cut;
             EACH_GATE next[c].gates[q] = load_early(gates + gate + q * HIDDEN);
@@ -437,7 +443,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
             if (LSTM) {
                 next[c].old_c = *(next[c].first ? (cut ? l.reset_c : l.c0) + start : l.c + old);
                 next[c].dcells = l.dcells ? l.dcells[unit] : 0.0f;
-                if (holds_gate && !next[c].first) next[c].held = load_early(gates + gate + (GATES - 1) * HIDDEN - step_stride * (GATES * HIDDEN));
+                if (holds_gate && !next[c].first)
+                    next[c].held = load_early(gates + gate + (GATES - 1) * HIDDEN - step_stride * (GATES * HIDDEN));
             }
             if (GRU) {
                 next[c].old_h = next[c].first ? start_h(l, cut, start) : widen(((const narrow *)l.y)[old]);
@@ -456,7 +463,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
         }
         EACH_ROW cut_next[c] = cut_fetched[c], cut_fetched[c] = CUT_AT(t - 1, at[c] + offset - step_stride);
     };
-    auto store = [&](int t, int offset) { /* the results of step t, while the next product is under way */
+    auto store = [&](int t, int offset) { /* the results of step t, during the next product */
         EACH_ROW if (ALIVE(t)) {
             int gate = (at[c] + offset) * (GATES * HIDDEN) + m.unit;
             EACH_GATE {
@@ -480,24 +487,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
     if (m.warp / ROWS == 1) ahead = l2_prefetch_of(l, m, 1, l.dy, HIDDEN * sizeof(narrow));
     if (LSTM && m.warp / ROWS == 2) ahead = l2_prefetch_of(l, m, 2, l.c, HIDDEN * sizeof(float));
     if (GRU && m.warp / ROWS == 2) ahead = l2_prefetch_of(l, m, 2, l.y, HIDDEN * sizeof(narrow));
-    if ((NORM || GRU) && m.warp / ROWS == 3) ahead = l2_prefetch_of(l, m, 3, l.gh, (NORM ? GATES : 1) * HIDDEN * sizeof(float));
+    if ((NORM || GRU) && m.warp / ROWS == 3)
+        ahead = l2_prefetch_of(l, m, 3, l.gh, (NORM ? GATES : 1) * HIDDEN * sizeof(float));
     MaskPipeline pipeline = {};
     if (any_drawn(l)) {
         EACH_ROW pipeline.next[c] = draw_masks(l, m, seeds, thresholds, c, 0);
     }
     if (m.longest) fetch(m.longest - 1, 0);
 
-    /* What has come back through the product to step t: to the last step nothing. */
+    /* Add the gradient that the product passes to step t; the last step receives none. */
     auto receive = [&](int t, int done) {
         __syncthreads();
         Sums sums = {};
         product(sums, w, entering[done & 1], m.lane);
-        /* Until the sums are there: masks, what the next step needs, and stores. */
+        /* Before the sums are complete: masks, inputs of the next step, and stores. */
         if ((done & 3) == 0) {
             EACH_ROW pipeline.now[c] = pipeline.next[c];
         }
         advance_draw(pipeline, l, m, seeds, thresholds, done);
-        EarlyLoad cut_above[ROWS_PER_THREAD]; /* whether step t + 1 is cut off */
+        EarlyLoad cut_above[ROWS_PER_THREAD]; /* a reset before step t + 1 */
         EACH_ROW cut_above[c] = cut[c], cut[c] = cut_next[c], f[c] = next[c];
 #if NORM
         moments_now = moments_next;
@@ -535,7 +543,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
 #endif
         EACH_ROW if (alive[c]) {
             float go = widen(f[c].gates[3]), gate = go;
-            float shown = lstm_candidate(l, widen(f[c].gates[0]), widen(f[c].gates[1]), widen(f[c].gates[2]), f[c].old_c,
+            float shown = lstm_candidate(l, widen(f[c].gates[0]), widen(f[c].gates[1]), widen(f[c].gates[2]),
+                f[c].old_c,
                                          keep[c]);
 #if NORM
             EACH_INDEX(1) hat[c][0] = (shown - moments_now.mean_c[MOMENT]) * inverse(moments_now.var_c[MOMENT], n.eps);
@@ -558,7 +567,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
 #endif
         EACH_ROW if (alive[c]) {
             dc[c] += f[c].dcells;
-            lstm_gates_back(l, d[c], widen(f[c].gates[0]), widen(f[c].gates[1]), widen(f[c].gates[2]), f[c].old_c, dcandidate[c][0],
+            lstm_gates_back(l, d[c], widen(f[c].gates[0]), widen(f[c].gates[1]), widen(f[c].gates[2]), f[c].old_c,
+                dcandidate[c][0],
                             dc[c], keep[c]);
         }
 #elif GRU
@@ -568,7 +578,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
 #else
             float v = f[c].gh[0];
 #endif
-            gru_back(l, d[c], e[c], widen(f[c].gates[0]), widen(f[c].gates[1]), widen(f[c].gates[2]), v, f[c].old_h, du[c],
+            gru_back(l, d[c], e[c], widen(f[c].gates[0]), widen(f[c].gates[1]), widen(f[c].gates[2]), v, f[c].old_h,
+                du[c],
                      dh[c], keep[c]);
         }
 #else

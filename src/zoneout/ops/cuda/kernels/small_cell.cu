@@ -1,9 +1,9 @@
 /* Any cell: all steps in one launch, with the product of block.cuh and the generated step. */
 
-/* Steps in the loop's body: what is done every fourth step is then known. */
+/* Steps in the body of the loop: what happens every fourth step is then known at compile time. */
 constexpr int unrolled_steps = KNOWN_STREAMS && ROWS_PER_THREAD == 1 ? 4 : 1;
 
-/* `n` counts the steps that are worked on; masks are drawn for four at a time, of which a step is the phase-th. */
+/* Loop over the processed steps. Masks are drawn for four steps at a time; `phase` is the position among these. */
 #define EACH_STEP(n, phase)                                                  \
     for (int first_ = 0; first_ < m.longest; first_ += unrolled_steps)              \
         _Pragma("unroll") for (int offset_ = 0; offset_ < unrolled_steps; offset_++)      \
@@ -11,7 +11,7 @@ constexpr int unrolled_steps = KNOWN_STREAMS && ROWS_PER_THREAD == 1 ? 4 : 1;
 
 /* --- noise ------------------------------------------------------------------------------------------ */
 
-struct Bits { /* of each stream: [step][unit], four of each */
+struct Bits { /* by stream: bits [step][unit] of four steps and four units */
     u32 of[STATES + 1];
 };
 
@@ -20,9 +20,8 @@ typedef u32 Thresholds[STATES + 1][WARPS * 16]; /* thresholds of all units, in s
 __device__ __forceinline__ void set_thresholds(Thresholds &thresholds, const Thread &m, const Streams &n) {
     EACH_STREAM if (m.lane % 2 == 0) thresholds[k][m.unit] = n.noise[k].threshold;
 }
-
-/* A stream's bits of four steps, from the words of one of them; all lanes of a warp must come here. */
-__device__ __forceinline__ u32 bits_of_four(const u32 (&w)[4], const Stream &s, const u32 *thresholds, const Thread &m) {
+__device__ __forceinline__ u32 bits_of_four(const u32 (&w)[4], const Stream &s, const u32 *thresholds,
+                                            const Thread &m) {
     u32 bits = 0;
 #pragma unroll
     for (int i = 0; i < 4; i++)
@@ -31,10 +30,8 @@ __device__ __forceinline__ u32 bits_of_four(const u32 (&w)[4], const Stream &s, 
     bits |= __shfl_xor_sync(~0u, bits, 4);
     return bits | __shfl_xor_sync(~0u, bits, 8);
 }
-
-/* The bits of four steps from the n-th on; all lanes of a warp must come here. */
-__device__ __forceinline__ Bits draw_bits(const Loop &l, const CellArguments &o, const Thread &m, const Streams &noises, const Thresholds &thresholds,
-                                          int c, int n) {
+__device__ __forceinline__ Bits draw_bits(const Loop &l, const CellArguments &o, const Thread &m,
+                                          const Streams &noises, const Thresholds &thresholds, int c, int n) {
     Bits bits = {};
     u32 step = mask_step(l, nth_step(m, n + QUAD_STEP), m.length[c]), w[4] = {};
     int drawn = -1; /* the stream of `w` */
@@ -42,7 +39,8 @@ __device__ __forceinline__ Bits draw_bits(const Loop &l, const CellArguments &o,
         const Stream &s = stream_of(o, k);
         if (s.mode != DRAWN) continue;
         if (!(k && drawn == k - 1 && shares_word(o, noises, k)))
-            philox(w, noises.noise[k].seed, s.sees_unit ? UNIT_QUAD : 0, s.sees_example ? m.example[c] : 0, s.sees_step ? step : 0,
+            philox(w, noises.noise[k].seed, s.sees_unit ? UNIT_QUAD : 0, s.sees_example ? m.example[c] : 0,
+                s.sees_step ? step : 0,
                    s.plane);
         drawn = k;
         bits.of[k] = bits_of_four(w, s, thresholds[k], m);
@@ -56,13 +54,14 @@ __device__ __forceinline__ bool any_drawn(const CellArguments &o) {
     return any;
 }
 
-/* Masks, drawn ahead. Where one draw serves all streams, its ten rounds are spread over the four steps before. */
+/* Masks that are drawn in advance. If one draw serves all streams, its ten rounds are spread over the four steps
+ * before. */
 struct MaskPipeline {
     Bits now[ROWS_PER_THREAD], next[ROWS_PER_THREAD];
     u32 w[ROWS_PER_THREAD][4];
 };
 
-__device__ __forceinline__ constexpr bool one_draw() { /* at most states 0 and 1 are drawn, from the same words */
+__device__ __forceinline__ constexpr bool one_draw() { /* at most states 0 and 1 are drawn, and from the same words */
 #if KNOWN_STREAMS
     return (STREAM2 & 3) != DRAWN && (STREAM3 & 3) != DRAWN &&
            ((STREAM0 & 3) != DRAWN || (STREAM1 & 3) != DRAWN || STREAM1 & 8);
@@ -70,10 +69,8 @@ __device__ __forceinline__ constexpr bool one_draw() { /* at most states 0 and 1
     return false;
 #endif
 }
-
-/* `n`: the step that is worked on. */
-__device__ __forceinline__ void advance_draw(MaskPipeline &d, const Loop &l, const CellArguments &o, const Thread &m, const Streams &noises,
-                                           const Thresholds &thresholds, int n, int phase) {
+__device__ __forceinline__ void advance_draw(MaskPipeline &d, const Loop &l, const CellArguments &o, const Thread &m,
+                                             const Streams &noises, const Thresholds &thresholds, int n, int phase) {
     if (!any_drawn(o)) return;
     if (!one_draw()) {
         if (phase == 3) {
@@ -83,7 +80,8 @@ __device__ __forceinline__ void advance_draw(MaskPipeline &d, const Loop &l, con
     }
     const int k = o.state[0].mode == DRAWN ? 0 : 1;
     EACH_ROW {
-        if (phase == 0) begin_draw(d.w[c], o.state[k], UNIT_QUAD, m.example[c], mask_step(l, nth_step(m, n + 4 + QUAD_STEP), m.length[c]));
+        if (phase == 0) begin_draw(d.w[c], o.state[k], UNIT_QUAD, m.example[c],
+            mask_step(l, nth_step(m, n + 4 + QUAD_STEP), m.length[c]));
         if (phase < 2)
             draw_rounds<3>(d.w[c], noises.noise[k].seed, phase * 3);
         else
@@ -94,8 +92,8 @@ __device__ __forceinline__ void advance_draw(MaskPipeline &d, const Loop &l, con
         }
     }
 }
-
-__device__ __forceinline__ Masks masks_from_bits(const CellArguments &o, const Bits &bits, const Streams &n, int unit, int phase) {
+__device__ __forceinline__ Masks masks_from_bits(const CellArguments &o, const Bits &bits, const Streams &n, int unit,
+                                                 int phase) {
     Masks masks = {};
     EACH_STREAM {
         const Stream &s = stream_of(o, k);
@@ -127,8 +125,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop give
 
     float state[ROWS_PER_THREAD][STATES], stored[ROWS_PER_THREAD][GATES + SLOTS] = {}, held[ROWS_PER_THREAD];
     EarlyLoad x_part[ROWS_PER_THREAD][GATES], next[ROWS_PER_THREAD][GATES]; /* x's part of this step and of the next */
-    bool cut[ROWS_PER_THREAD];                  /* off from the step before */
-    EarlyLoad cut_next[ROWS_PER_THREAD];                 /* whether the next step will be */
+    bool cut[ROWS_PER_THREAD];                  /* a reset lies between this step and the one before */
+    EarlyLoad cut_next[ROWS_PER_THREAD];                 /* the same for the next step */
     int at[ROWS_PER_THREAD];                    /* row of this step; at · G · H stays below 2³¹ */
     const int step_stride = l.reverse ? -(int)l.batch : (int)l.batch;
     EACH_ROW {
@@ -150,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop give
             EACH_GATE next[c][q] = load_early(gates + gate + q * HIDDEN);
         }
     };
-    auto store = [&](int t, int offset) { /* the results of step t, while the next product is under way */
+    auto store = [&](int t, int offset) { /* the results of step t, during the next product */
         EACH_ROW if (ALIVE(t)) {
             int unit = (at[c] + offset) * HIDDEN + m.unit, gate = (at[c] + offset) * (GATES * HIDDEN) + m.unit;
             ((narrow *)l.y)[unit] = narrowed(state[c][0]);
@@ -170,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop give
         __syncthreads();
         Sums sums = {};
         product(sums, w, entering[phase & 1], m.lane);
-        /* Until the sums are there: masks, x's part and stores. */
+        /* Before the sums are complete: masks, x's part and stores. */
         if (phase == 0) {
             EACH_ROW pipeline.now[c] = pipeline.next[c];
         }
@@ -179,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop give
         if (t + 1 < m.longest) fetch(t + 1, step_stride);
         if (t) store(t - 1, -step_stride);
         prefetch_l2(ahead, t + PREFETCH_STEPS);
-        EarlyLoad cut_after_next[ROWS_PER_THREAD]; /* read now, since memory takes longer than what is left of a step */
+        EarlyLoad cut_after_next[ROWS_PER_THREAD]; /* loaded now, since a load takes longer than the rest of a step */
         EACH_ROW cut_after_next[c] = CUT_AT(t + 2, at[c] + 2 * step_stride);
         EACH_ROW {
             i64 start = (i64)m.row[c] * HIDDEN + m.unit;
@@ -213,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop give
 
 /* --- backward --------------------------------------------------------------------------------------- */
 #if BACKWARD
-struct Fetched { /* what a step needs that was there before */
+struct Fetched { /* inputs of a step, from memory */
     EarlyLoad gates[GATES], dy;
     float held, slot[SLOTS + 1], old[STATES], dseen[STATES];
     bool first;
@@ -235,11 +233,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
     set_thresholds(thresholds, m, noises);
     for (int i = threadIdx.x; i < 2 * ROWS * ROW_PITCH; i += THREADS) ((u32 *)entering)[i] = 0;
     __syncthreads();
-
-    float d[ROWS_PER_THREAD][STATES], dreset[ROWS_PER_THREAD][STATES], owed[ROWS_PER_THREAD], dparameter[ROWS_PER_THREAD][PARAMETERS + 1];
-    float dx[ROWS_PER_THREAD][GATES] = {}, out[ROWS_PER_THREAD][VALUES_PER_UNIT] = {}; /* out: of h·Wh */
-    Fetched f[ROWS_PER_THREAD], next[ROWS_PER_THREAD];               /* of this step and of the next one back */
-    EarlyLoad cut[ROWS_PER_THREAD] = {}, cut_next[ROWS_PER_THREAD] = {}, cut_fetched[ROWS_PER_THREAD]; /* whether they are cut off, and the next that is fetched */
+    float d[ROWS_PER_THREAD][STATES], dreset[ROWS_PER_THREAD][STATES], owed[ROWS_PER_THREAD],
+        dparameter[ROWS_PER_THREAD][PARAMETERS + 1];
+    float dx[ROWS_PER_THREAD][GATES] = {}, out[ROWS_PER_THREAD][VALUES_PER_UNIT] = {}; /* out: gradients of h·Wh */
+    /* of this step and of the next one to be processed */
+    Fetched f[ROWS_PER_THREAD], next[ROWS_PER_THREAD];
+    /* a reset before these steps; cut_fetched: before the step to be fetched next */
+    EarlyLoad cut[ROWS_PER_THREAD] = {}, cut_next[ROWS_PER_THREAD] = {}, cut_fetched[ROWS_PER_THREAD];
     int at[ROWS_PER_THREAD];                             /* row of this step; at · G · H stays below 2³¹ */
     const int step_stride = l.reverse ? -(int)l.batch : (int)l.batch;
     auto fetch = [&](int t, int offset) {
@@ -260,14 +260,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
                 next[c].dseen[k] = k && o.dseen[k] ? o.dseen[k][unit] : 0.0f;
             }
 #if HELD >= 0 && HELD < GATES
-            if (o.update.hold && !next[c].first) next[c].held = widen(gates[gate + (HELD - step_stride * GATES) * HIDDEN]);
+            if (o.update.hold && !next[c].first)
+                next[c].held = widen(gates[gate + (HELD - step_stride * GATES) * HIDDEN]);
 #elif HELD >= 0
             if (o.update.hold && !next[c].first) next[c].held = o.slot[HELD - GATES][old];
 #endif
         }
         EACH_ROW cut_next[c] = cut_fetched[c], cut_fetched[c] = CUT_AT(t - 1, at[c] + offset - step_stride);
     };
-    auto store = [&](int t, int offset) { /* the results of step t, while the next product is under way */
+    auto store = [&](int t, int offset) { /* the results of step t, during the next product */
         EACH_ROW if (ALIVE(t)) {
             int gate = (at[c] + offset) * (GATES * HIDDEN) + m.unit;
             EACH_GATE {
@@ -295,17 +296,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
     }
     if (m.longest) fetch(m.longest - 1, 0);
 
-    /* What has come back through the product to step t: to the last step nothing. */
+    /* Add the gradient that the product passes to step t; the last step receives none. */
     auto receive = [&](int t, int done, int phase) {
         __syncthreads();
         Sums sums = {};
         product(sums, w, entering[phase & 1], m.lane);
-        /* Until the sums are there: masks, what the next step needs, and stores. */
+        /* Before the sums are complete: masks, inputs of the next step, and stores. */
         if (phase == 0) {
             EACH_ROW pipeline.now[c] = pipeline.next[c];
         }
         advance_draw(pipeline, l, o, m, noises, thresholds, done, phase);
-        EarlyLoad cut_above[ROWS_PER_THREAD]; /* whether step t + 1 is cut off */
+        EarlyLoad cut_above[ROWS_PER_THREAD]; /* a reset before step t + 1 */
         EACH_ROW cut_above[c] = cut[c], cut[c] = cut_next[c], f[c] = next[c];
         if (t > 0) fetch(t - 1, -step_stride);
         if (done) store(t + 1, step_stride);

@@ -1,39 +1,43 @@
-/* One step at a time: what stands between the products.
+/* One step at a time: the kernels between the products. Macros:
  *
- * Compiled with V (units of a thread: 4 where sizes and addresses allow it, else 1), ONE_RATE (no unit has a rate of its own) and
- * PLAIN (nothing but zoneout, no norm, no projection, all rows to the end: forward and backward alone; CELL_MODE and HIDDEN_MODE
- * may then be those of the two streams). HALF, with PLAIN: what enters the product has the ten bits of TF32, but goes in half
- * precision, which has as many. h does so as it is, derivatives times a power of two that each row has for itself: backwards a
- * block has a row, and at most BLOCK threads.
+ *   VECTOR        units of a thread: 4 if sizes and addresses allow it, else 1
+ *   PLAIN         1: only zoneout, no norm, no projection, rows of full length; only the kernels forward and backward
+ *   HALF          1, with PLAIN: operands of the product are in half precision, which has as many mantissa bits as TF32
+ *   MOST_THREADS  HALF, backward pass: maximum threads of a block, which processes one row
+ *   ONE_RATE      1: all units of a stream have the same rate
  *
- * A step is a few loads from far away and some 500 instructions: all is read at the beginning, then, while it is on its way,
- * noise is drawn.
+ * With HALF, h is converted as it is. Gradients are scaled by a power of two, a different one for each row.
+ *
+ * A step is a few loads with a long latency and some 500 instructions. All loads come first; noise is drawn during
+ * the wait.
  */
 
 struct Scratch {
-    const float *product;    /* [B, G·H]: h·Wh, or NULL where it has been added to x's part already */
-    narrow *h_in;            /* [B, pitch]: h as it enters the product */
-    narrow *h_next;            /* the same where y cannot enter it as it lies, or NULL; HALF: in half precision */
-    float *h;                /* [B, P]: the carried h, not rounded; NULL where y is as good */
-    float *candidate_c;              /* [B, H]: the candidate c; backwards: of the candidate c */
-    narrow *u;               /* projection: [B, H] what is projected; backwards: [N, H] */
-    const float *projected;      /* projection: [B, P] the projected; backwards: [B, H] of what is projected */
-    float *rec;              /* backwards: [sums, B, pitch]: what came through the product, in parts */
-    float *owed;             /* [B, H]: what a held output gate owes to the step before */
+    const float *product;    /* [B, G·H]: h·Wh; NULL: the product was added to x's part in place */
+    narrow *h_in;            /* [B, pitch]: h as the product reads it */
+    /* the same for the next step, if the product cannot read y, or NULL; HALF: in half precision */
+    narrow *h_next;
+    float *h;                /* [B, P]: the carried h in float32; NULL: y is exact enough */
+    float *candidate_c;              /* [B, H]: the candidate c; backward pass: its gradient */
+    narrow *u;               /* projection: its input, [B, H]; backward pass: [N, H] */
+    const float *projected;      /* projection: its result, [B, P]; backward pass: the gradient of its input, [B, H] */
+    /* backward pass: [splits, B, pitch]: gradient from the recurrent product, as sums that are not yet added */
+    float *rec;
+    float *owed;             /* [B, H]: gradient of the held output gate, for the step before */
     narrow *du;
     float *dnc, *chat;
-    i64 norm, project;       /* norm: 0 none, 1 over the units, 2 over the examples */
-    i64 pitch, splits, settled; /* settled: rec has been added to dh */
+    i64 norm, project;       /* norm: 0 none; 1 over the units; 2 over the examples */
+    i64 pitch, splits, settled; /* settled: rec was already added to dh */
     double eps;
     const float *norm_h, *norm_c, *norm_c_shift;
     float *mean_c, *var_c;
-    u16 *d_half;             /* HALF, backwards: [B, G·H] what enters the product, */
-    float *unscale;             /* [B]: what takes it back to its size, */
-    const float *unscale_w;     /* and the same for Wh */
+    u16 *d_half;             /* HALF, backward pass: [B, G·H]: operands of the product, */
+    float *unscale;             /* [B]: the factors that undo their scale, */
+    const float *unscale_w;     /* and that of W_h */
 };
 enum { PART_GATES = 1, PART_SHOWN = 2, PART_CARRY = 4 };
 
-/* Nothing but zoneout: let the compiler know. */
+/* With PLAIN, set what is absent to constants. */
 __device__ __forceinline__ void simplify(Loop &l, Scratch &s, int &work) {
     simplify(l);
 #if PLAIN
@@ -43,7 +47,7 @@ __device__ __forceinline__ void simplify(Loop &l, Scratch &s, int &work) {
 #endif
 }
 
-/* --- neighbouring units, beside units.cuh ---------------------------------------------------------- */
+/* --- adjacent units, in addition to units.cuh ------------------------------------------------------ */
 
 #if HALF
 __device__ __forceinline__ void put_half(u16 *to, const Units &u) {
@@ -55,12 +59,12 @@ __device__ __forceinline__ void put_half(u16 *to, const Units &u) {
 #endif
 }
 #endif
-
-__device__ __forceinline__ void keep(Keep *k, float Keep::*of, const Stream &s, const Noise &first, i64 j, const Words &w) {
+__device__ __forceinline__ void keep(Keep *k, float Keep::*of, const Stream &s, const Noise &first, i64 j,
+                                     const Words &w) {
     EACH_UNIT k[e].*of = keep_of(s, e && s.stride ? noise_of(s, j + e) : first, w.v[e]);
 }
 
-struct DrawInputs { /* what a draw is made of */
+struct DrawInputs { /* inputs of a draw */
     RawNoise cell, hidden, update;
     u32 example, step;
 };
@@ -70,7 +74,7 @@ __device__ __forceinline__ DrawInputs draw_inputs_at(const Loop &l, const Place 
             (u32)l.examples[p.row], mask_step(l, t, p.length)};
 }
 
-/* As `keeps_of`, for V units. */
+/* As `keeps_of`, for VECTOR units. */
 __device__ __forceinline__ void keeps_at(Keep *k, const Loop &l, const Place &p, const DrawInputs &d) {
     Noises n = {noise_of(d.cell), noise_of(d.hidden), noise_of(d.update)};
     u32 example = d.example, step = d.step;
@@ -102,7 +106,7 @@ __device__ __forceinline__ Units old_c(const Loop &l, const Place &p) {
     return load(p.first ? (p.cut ? l.reset_c : l.c0) + at : l.c + p.before * l.hidden + p.j);
 }
 
-/* What is added to x's part; with a norm it has been added already. */
+/* The bias of x's part; a norm has already added it. */
 __device__ __forceinline__ Units bias_of(const Loop &l, const Scratch &s, i64 gate) {
     return s.norm ? all_of(0.0f) : load((const narrow *)l.b_x + gate);
 }
@@ -114,9 +118,9 @@ __device__ __forceinline__ Units moment(const Loop &l, const Scratch &s, const P
     return s.norm == 1 ? all_of(of[p.at]) : load(of + t * l.hidden + p.j);
 }
 
-/* --- forwards ------------------------------------------------------------------------------------ */
+/* --- forward pass ------------------------------------------------------------------------------------ */
 
-/* The h before, where it is needed: to be read early, long before it is used. */
+/* The h before, if the step uses it: loaded early, long before its use. */
 __device__ __forceinline__ Units old_h_if_used(const Loop &l, const Scratch &s, const Place &p) {
     return GRU || (l.hidden_state.mode && !l.hidden_state.zero) ? old_h(l, s, p) : all_of(0.0f);
 }
@@ -126,7 +130,7 @@ __device__ __forceinline__ void carry_h(const Loop &l, const Scratch &s, const P
     Units h;
     EACH_UNIT h[e] = carried_h(l, value[e], old[e], k[e]);
     if (s.h) store(s.h + p.row * l.outputs + p.j, h);
-#if HALF /* an h0 that is held may be of any size; what is too large becomes the largest there is, and NaN stays */
+#if HALF /* clamp: h0 may be of any size, if it is kept; NaN stays NaN */
     Units clamped;
     EACH_UNIT clamped[e] = h[e] > 65504.0f ? 65504.0f : h[e] < -65504.0f ? -65504.0f : h[e];
     put_half((u16 *)s.h_next + p.row * s.pitch + p.j, clamped);
@@ -236,7 +240,7 @@ extern "C" __global__ void forward(Loop l, Scratch s, int t, int work) {
 }
 
 #if !PLAIN
-/* h as it enters the product: with resets and the variational mask. */
+/* Write h as the product reads it: with resets and the variational mask. */
 extern "C" __global__ void enter(Loop l, Scratch s, int t, int) {
     Place p = place(l, t, l.outputs);
     if (!p.in) return;
@@ -246,7 +250,7 @@ extern "C" __global__ void enter(Loop l, Scratch s, int t, int) {
     store(s.h_in + p.row * s.pitch + p.j, h);
 }
 
-/* Projection: the h that is carried, from what W_hr made. */
+/* Projection: the carried h, from the result of W_hr. */
 extern "C" __global__ void carry(Loop l, Scratch s, int t, int) {
     Place p = place(l, t, l.outputs);
     if (!p.in) return;
@@ -256,15 +260,16 @@ extern "C" __global__ void carry(Loop l, Scratch s, int t, int) {
 }
 #endif
 
-/* --- backwards ----------------------------------------------------------------------------------- */
+/* --- backward pass ----------------------------------------------------------------------------------- */
 
-struct CandidateGrad { /* of the carried h */
-    Units d;    /* of the candidate */
-    Units rest; /* what goes straight to the h before */
+struct CandidateGrad { /* gradients */
+    Units d;    /* of the candidate h */
+    Units rest; /* that go directly to the h before */
 };
 
-/* What came through the product of the step after: read, and then added up. */
-#define EARLY_SPLITS (HALF && MOST_THREADS > 512 ? 1 : 4) /* parts that are read before noise is drawn: so many threads have room for one */
+/* The gradient from the product of the step after: loaded first, and added later. */
+/* splits that are loaded before noise is drawn: with many threads there are registers for one */
+#define EARLY_SPLITS (HALF && MOST_THREADS > 512 ? 1 : 4)
 struct RecurrentGrad {
     const float *from;
     i64 split_stride;
@@ -272,11 +277,12 @@ struct RecurrentGrad {
     Units first[EARLY_SPLITS];
     float unscale_w, unscale;
 };
-
-__device__ __forceinline__ RecurrentGrad recurrent_grad_at(const Loop &l, const Scratch &s, const Place &p, int splits) {
+__device__ __forceinline__ RecurrentGrad recurrent_grad_at(const Loop &l, const Scratch &s, const Place &p,
+                                                           int splits) {
     RecurrentGrad v = {s.rec + p.row * s.pitch + p.j, l.batch * s.pitch, splits};
 #pragma unroll
-    for (int split = 0; split < EARLY_SPLITS; split++) v.first[split] = split < splits ? load(v.from + split * v.split_stride) : all_of(0.0f);
+    for (int split = 0; split < EARLY_SPLITS; split++)
+        v.first[split] = split < splits ? load(v.from + split * v.split_stride) : all_of(0.0f);
 #if HALF
     v.unscale_w = *s.unscale_w, v.unscale = s.unscale[p.row];
 #endif
@@ -292,13 +298,13 @@ __device__ __forceinline__ Units total(const RecurrentGrad &v) {
         Units one = load(v.from + split * v.split_stride);
         EACH_UNIT sum[e] += one[e];
     }
-#if HALF /* Wh's first: the sums times a large row's would be too large, where what comes is not */
+#if HALF /* W_h's factor first: with the row's factor first, the product could overflow */
     if (v.splits) EACH_UNIT sum[e] = sum[e] * v.unscale_w * v.unscale;
 #endif
     return sum;
 }
 
-/* All that has come back for the carried h: read, and then added up. */
+/* All gradients of the carried h: loaded first, and added later. */
 struct StateGrad {
     Units dh, dy;
     RecurrentGrad recurrent;
@@ -321,9 +327,8 @@ __device__ __forceinline__ CandidateGrad split_dh(const Loop &l, const Units &dh
     EACH_UNIT in.d[e] = carried_h_back(l, in.rest[e], k[e]);
     return in;
 }
-
-/* `enters`: of the gates, what enters the product. */
-__device__ __forceinline__ void lstm_back(const Loop &l, const Scratch &s, const Place &p, int t, int work, Units *enters) {
+__device__ __forceinline__ void lstm_back(const Loop &l, const Scratch &s, const Place &p, int t, int work,
+                                          Units *enters) {
     i64 H = l.hidden, here = p.row * H + p.j;
     const narrow *gates = (const narrow *)l.gates + p.at * 4 * H + p.j;
     narrow *out = (narrow *)l.dgx + p.at * 4 * H + p.j;
@@ -440,18 +445,18 @@ extern "C" __global__ void backward(Loop l, Scratch s, int t, int work) {
         rnn_back(l, s, p, t);
 }
 #elif LSTM || GRU
-/* The derivatives of a row in half precision. They may be of any size, so they go times the power of two that brings the
- * largest to 2^14 or above, below 2^15: what is 2^-28 of it has its ten bits still. What is not finite stays so, and nothing
- * finite comes back to this row; the others do not notice. */
+/* Write the gradients of a row in half precision. They can have any size, so they are scaled by the power of two
+ * that brings the largest to between 2^14 and 2^15. Values down to 2^-28 of the largest keep all their bits. A
+ * value that is not finite makes the gradient of this row not finite, and of no other row. */
 __device__ __forceinline__ void enter_row(const Loop &l, const Scratch &s, const Place &p, const Units *d) {
-    __shared__ u32 most[32]; /* of each warp */
+    __shared__ u32 most[32]; /* the largest value of each warp */
     u32 top = 0;
     for (int q = 0; q < GATES; q++) EACH_UNIT top = max(top, magnitude_bits(d[q][e]));
     top = warp_max(top);
     if (threadIdx.x % 32 == 0) most[threadIdx.x / 32] = top;
-    __syncthreads(); /* … and all have read s.back of the step after: no other block reads or writes that of this row */
+    __syncthreads(); /* … and all threads have read s.unscale of the step after: no other block uses that of this row */
     top = warp_max(threadIdx.x % 32 < blockDim.x / 32 ? most[threadIdx.x % 32] : 0);
-    const int up = min(scale_exponent(top), 126); /* 2^up and 2^-up are normal numbers */
+    const int up = min(scale_exponent(top), 126); /* 2^up and 2^-up are normal floats */
     const float scale = power_of_two(up);
     if (threadIdx.x == 0) s.unscale[p.row] = power_of_two(-up);
     if (!p.in) return;
@@ -478,7 +483,7 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) backward(Loop l, Scra
 #endif
 
 #if !PLAIN
-/* Projection: of what W_hr made. */
+/* Projection: the gradient of its result. */
 extern "C" __global__ void carry_back(Loop l, Scratch s, int t, int) {
     Place p = place(l, t, l.outputs);
     if (!p.in) return;
@@ -490,7 +495,7 @@ extern "C" __global__ void carry_back(Loop l, Scratch s, int t, int) {
     store(s.du + p.at * l.outputs + p.j, in.d);
 }
 
-/* Behind a batch norm what comes back through the product adds up to zero over the rows of a step: see Loop.balanced. */
+/* With batch norm, the gradient from the product sums to zero over the rows of a step: see Loop.balanced. */
 extern "C" __global__ void centre(Loop l, Scratch s, int t) {
     __shared__ float sums[8][32], counts[8][32];
     const i64 j = blockIdx.x * 32 + threadIdx.x, split_stride = l.batch * s.pitch;
@@ -508,7 +513,8 @@ extern "C" __global__ void centre(Loop l, Scratch s, int t) {
         if (t < length_of(l, row)) rec[row * s.pitch] -= sum / count;
 }
 
-/* What came through the product, with the variational mask; at a reset it goes to the state after it and no further. */
+/* Add the gradient from the product, with the variational mask. At a reset it goes to the state after the reset,
+ * and no further. */
 extern "C" __global__ void settle(Loop l, Scratch s, int t, int) {
     i64 P = l.outputs, H = l.hidden;
     Place p = place(l, t, P > H ? P : H);
@@ -534,7 +540,7 @@ extern "C" __global__ void settle(Loop l, Scratch s, int t, int) {
     }
 }
 
-/* The rows of one step side by side, where they lie apart; zero for those that have ended. */
+/* Copy the rows of one step, if they are not adjacent, to adjacent ones; zeros for rows that have ended. */
 extern "C" __global__ void gather(Loop l, const narrow *from, narrow *to, i64 width, int t) {
     i64 row = blockIdx.x, j = (i64)blockIdx.y * blockDim.x + threadIdx.x, length = length_of(l, row);
     if (j < width) to[row * width + j] = t < length ? from[row_index(l, t, row, length) * width + j] : narrowed(0.0f);
@@ -542,7 +548,7 @@ extern "C" __global__ void gather(Loop l, const narrow *from, narrow *to, i64 wi
 
 /* --- norms --------------------------------------------------------------------------------------- */
 
-/* The sums of two numbers over a block, for all its threads. */
+/* Sum two values over a block, for all its threads. */
 __device__ float2 block_sums(float one, float two) {
     __shared__ float2 part[32];
     for (int far = 16; far; far /= 2) {
@@ -557,19 +563,19 @@ __device__ float2 block_sums(float one, float two) {
     return all;
 }
 
-struct NormStep { /* one thing that is normalised, `width` numbers wide */
+struct NormStep { /* one normalisation, `width` values per row */
     float *v;          /* [B, width]: of this step */
-    float *hat;        /* [N, width]: normalised, or NULL where only the moments are wanted */
+    float *hat;        /* [N, width]: normalised values; NULL: only the moments are computed */
     const float *scale;
     const narrow *bias;
     float *mean, *var; /* [N] or [T, width] */
-    void *dv;          /* backwards */
-    const void *d;     /* [N, width]: of the scaled and shifted */
-    i64 width, given, by_row; /* by_row: dv is [B, width], of this step */
+    void *dv;          /* backward pass: gradient of v */
+    const void *d;     /* [N, width]: gradient of the scaled and shifted values */
+    i64 width, given, by_row; /* by_row: dv is [B, width], of this step only */
     double eps;
 };
 
-/* Moments of each row, one block a row; where `hat` is given also the normalised, and scaled and shifted in place. */
+/* Compute the moments of each row, one block per row. With `hat` also normalise, and scale and shift in place. */
 extern "C" __global__ void norm_rows(Loop l, NormStep n, int t) {
     i64 row = blockIdx.x, length = length_of(l, row), width = n.width;
     if (t >= length) return;
@@ -588,7 +594,7 @@ extern "C" __global__ void norm_rows(Loop l, NormStep n, int t) {
     }
 }
 
-/* The sums of two numbers over the second dimension of a block of 32 × 8, for all its threads. */
+/* Sum two values over the second dimension of a block of 32 × 8, for all its threads. */
 __device__ float2 column_sums(float one, float two) {
     __shared__ float2 part[8][33];
     __syncthreads();
@@ -619,7 +625,8 @@ extern "C" __global__ void norm_columns(Loop l, NormStep n, int t) {
                 square += d * d, off += d;
             }
         all = column_sums(square, off);
-        off = all.y / rows; /* what rounding left out of the mean: where all rows are alike, that is to be such a row */
+        /* the rounding error of the mean: if all rows are equal, the mean must be exactly that row */
+        off = all.y / rows;
         m += off, variance = fmaxf(all.x / rows - off * off, 0.0f);
         if (in && threadIdx.y == 0) n.mean[t * width + j] = m, n.var[t * width + j] = variance;
     }
@@ -655,7 +662,8 @@ __device__ void rows_back(const Loop &l, const NormStep &n, int t) {
     }
     float2 all = block_sums(one, two);
     float rstd = inverse(n.var[at], n.eps), m1 = all.x / width, m2 = all.y / width;
-    for (i64 j = threadIdx.x; j < width; j += blockDim.x) store(dv + j, rstd * (as_float(d[j]) * n.scale[j] - m1 - hat[j] * m2));
+    for (i64 j = threadIdx.x; j < width; j += blockDim.x)
+        store(dv + j, rstd * (as_float(d[j]) * n.scale[j] - m1 - hat[j] * m2));
 }
 
 template <typename T>
@@ -677,7 +685,8 @@ __device__ void columns_back(const Loop &l, const NormStep &n, int t) {
         i64 length = length_of(l, b);
         if (t >= length) continue;
         i64 at = row_index(l, t, b, length) * width + j;
-        store((T *)n.dv + (n.by_row ? b * width + j : at), rstd * (as_float(((const T *)n.d)[at]) - m1 - n.hat[at] * m2));
+        store((T *)n.dv + (n.by_row ? b * width + j : at),
+            rstd * (as_float(((const T *)n.d)[at]) - m1 - n.hat[at] * m2));
     }
 }
 

@@ -1,17 +1,26 @@
-/* Any cell: the numbers of one unit, the functions that a generated step calls, and the noise of up to four states.
+/* Any cell: the values of one unit, the functions that a generated step calls, and the noise of up to four states.
  *
- * Prepended to cell_steps.cu and diagonal.cu, after units.cuh, and to small_cell.cu and persistent_cell.cu (QUICK: the
- * fastest functions, since every step waits for them). The text of the step (definition/cuda.py) is put in below.
+ * Prepended to cell_steps.cu and diagonal.cu, after units.cuh, and to small_cell.cu and persistent_cell.cu. The
+ * text of the generated step (definition/cuda.py) is inserted below. It defines the cell's sizes as macros:
+ *
+ *   GATES, STATES, PARAMETERS, SLOTS   counts; a slot is a stored value beside the gates
+ *   PRODUCTS, LEVELS                   products inside the step, and their levels of dependence
+ *   HELD                               storage of the gate that may be held: a gate, or GATES + a slot; -1: none
+ *   APART                              1: h·Wh is not simply added to x·Wx
+ *   RECURRENT                          1: the cell has a matrix for h
+ *   MASKS                              1: masks are given, and may need gradients
+ *
+ * With APPROXIMATE the fastest functions are used, since every step waits for them.
  */
 
-struct Unit { /* of one unit of one row at one step; the fields of ops/cpu/step.h */
+struct Unit { /* values of one unit of one row at one step; the fields of ops/cpu/step.h */
     float gate[8], r[8], bias_x[8], bias_r[8];
     float old[4], made[4]; /* the states before and after the step */
     float zone[4], zero[4], drop[4], add[4], update, hold, held;
     float parameter[8], slot[2];
     float dstate[4], dy, owed, dx[8], dr[8], dparameter[8];
     float dzone[4], dzero[4], ddrop[4], dadd[4], dupdate, dhold; /* gradients of given masks */
-    float in[16], inner[32], din[16], dinner[32]; /* products inside the step: what they are taken of, their parts */
+    float in[16], inner[32], din[16], dinner[32]; /* products inside the step: inputs and results */
 };
 
 /* --- the vocabulary of a step -------------------------------------------------------------------- */
@@ -40,7 +49,7 @@ __device__ __forceinline__ float softplus_of(float x) { /* x itself above 20, as
 #define SQRT(x) sqrtf(x)
 #define SOFTPLUS(x) softplus_of(x)
 #define ABS(x) fabsf(x)
-#undef RELU /* a built-in cell of common.cuh */
+#undef RELU /* the name of a built-in cell in common.cuh */
 #define RELU(x) ((x) < 0 ? 0.0f : (x)) /* NaN stays NaN */
 #define SIGN(x) ((x) > 0 ? 1.0f : (x) < 0 ? -1.0f : 0.0f)
 #define MINIMUM(a, b) ((a) < (b) || (a) != (a) ? (a) : (b)) /* NaN if either is NaN */
@@ -48,39 +57,38 @@ __device__ __forceinline__ float softplus_of(float x) { /* x itself above 20, as
 #define MIX(value, old, keep) mix(value, old, keep)
 #define LESS(value, drop) drop_out(value, drop)
 #define ALSO(value, old, share) ((share) <= 0 ? (value) : (value) + (share) * (old))
-/* fminf and fmaxf drop a NaN, so the fast tanh would bound it. */
+/* fminf and fmaxf drop a NaN, so tanh_of would hide it. */
 __device__ __forceinline__ float tanh_with_nan(float x) { return x == x ? tanh_of(x) : x; }
 
 #undef GATES /* of a built-in cell; the text of the step defines its own */
 /* The functions of the cell's step stand here. */
-
-/* --- arguments ------------------------------------------------------------------------------------ */
-
-struct CellArguments { /* beside Loop: what cells of several states have. State 0 is h; index 0 of states, initial and reset is unused */
+/* In addition to Loop, for any cell. State 0 is h; entry 0 of states, initial and reset is unused. */
+struct CellArguments {
     Stream state[4], update;
     const float *initial[4], *reset[4]; /* [B, H] */
     float *states[4], *slot[2];         /* [N, H] */
     const float *parameter[8];          /* [H] */
     const float *dseen[4];              /* [N, H]: gradients of the states at every step */
     float *dstate[4], *dreset[4];       /* [B, H] */
-    float *dparameter[8];               /* [B, H]: the sums over the steps of each row */
-    /* cell_steps.cu; a head is a block of `block` units that meet a matrix of their own, D below */
-    float *h;             /* [B, H]: the carried h, not rounded */
+    float *dparameter[8];               /* [B, H]: sums over the steps of each row */
+    /* cell_steps.cu; a head is `head_units` units (D below) with a matrix of their own */
+    float *h;             /* [B, H]: the carried h in float32 */
     narrow *h_in;         /* [B, h_pitch]: h as it enters the product of the next step */
     const float *product; /* [heads, B, G·D]: h·Wh */
-    float *owed;          /* [B, H]: gradient of a held gate, for the step before */
-    narrow *d_in;         /* [B, heads, G, D]: gradients as they enter the product, or NULL: dsh is read in place */
-    const float *rec;     /* [heads or sums, B, rec_pitch]: gradient of the h that entered the next step, in parts */
-    i64 head_units, h_pitch, rec_pitch, splits; /* sums: the parts of `rec` to be added */
-    /* products inside the step: [B, in_pitch], [N, parts·H] and [B, din_pitch]. Where the rows of a step are not
-     * neighbours (`gathered`), products write `part` and read `d_part`, [B, parts·H] */
+    float *owed;          /* [B, H]: gradient of the held gate, for the step before */
+    narrow *d_in;         /* [B, heads, G, D]: gradients as the product reads them; NULL: it reads dsh in place */
+    /* [heads or splits, B, rec_pitch]: gradient of the h that entered the next step, as sums that are not yet added */
+    const float *rec;
+    i64 head_units, h_pitch, rec_pitch, splits; /* splits: the number of these sums, if there is one head */
+    /* products inside the step: inputs [B, in_pitch], results [N, parts·H], gradients of inputs [B, din_pitch]. If
+     * the rows of a step are not adjacent (`gathered`), products write `part` and read `d_part`, both [B, parts·H] */
     narrow *in[16];
     float *inner[16], *part[16];
     const float *din[16];
     narrow *dinner[16], *d_part[16], *ins[16];
     i64 in_pitch, din_pitch, gathered;
-    /* cell_steps.cu: given masks, [N, H], of the streams of mode GIVEN (index 4: the update); those that leave the new value
-     * of a state out, and those that add the old value; and their gradients */
+    /* cell_steps.cu: given masks [N, H] and their gradients. `given`: of the streams of mode GIVEN (index 4: the
+     * update); `dropped`: leave the new value of a state out; `added`: add the old value */
     const float *given[5], *dropped[4], *added[4];
     float *dgiven[5], *ddropped[4], *dadded[4];
 };
@@ -98,8 +106,9 @@ struct CellArguments { /* beside Loop: what cells of several states have. State 
 
 /* --- noise ---------------------------------------------------------------------------------------- */
 
-/* It may be known that the only noise is zoneout whose masks see step, example and unit, with one seed. STREAM0 to STREAM3
- * then say of each state: the mode, 4: the high half of the word, 8: the word is that of the state before. */
+/* STREAM0 to STREAM3 are defined if the only noise is zoneout whose masks see step, example and unit, with one
+ * seed. They say of each state: the mode, plus 4 if it uses the high half of the word, plus 8 if it uses the word
+ * of the state before. */
 #ifdef STREAM0
 #define KNOWN_STREAMS 1
 __device__ __forceinline__ constexpr int stream_known(int k) {
@@ -116,15 +125,15 @@ __device__ __forceinline__ void set_state_mask(Unit &u, int k, const Stream &s, 
         u.zone[k] = keep;
 }
 
-/* A held gate takes the value of the step before, where a row has one. */
+/* A held gate takes its value of the step before, if the row has one. */
 __device__ __forceinline__ void set_update_mask(Unit &u, const Stream &s, float keep, bool first) {
     u.update = keep;
     u.hold = s.hold && !first ? keep : 0.0f;
 }
-
-__device__ __forceinline__ const Stream &stream_of(const CellArguments &o, int k) { return k < STATES ? o.state[k] : o.update; }
-
-struct Streams { /* those of the states, then the update's, as one unit sees them */
+__device__ __forceinline__ const Stream &stream_of(const CellArguments &o, int k) {
+    return k < STATES ? o.state[k] : o.update;
+}
+struct Streams { /* the streams of the states, then that of the update, as one unit sees them */
     Noise noise[STATES + 1];
 };
 
@@ -134,7 +143,7 @@ __device__ __forceinline__ Streams streams_of(const CellArguments &o, i64 unit) 
     return n;
 }
 
-/* Whether a stream has the word of the stream before, which was drawn. */
+/* True if a stream uses the random word of the stream before, which must have been drawn. */
 __device__ __forceinline__ bool shares_word(const CellArguments &o, const Streams &n, int k) {
 #if KNOWN_STREAMS
     return stream_known(k) & 8;
@@ -143,7 +152,7 @@ __device__ __forceinline__ bool shares_word(const CellArguments &o, const Stream
 #endif
 }
 
-struct Masks { /* of each stream: 1 where the old value (or zero) is used, its chance at evaluation */
+struct Masks { /* by stream: 1 where the old value (or zero) is used; at evaluation, the probability of that */
     float of[STATES + 1];
 };
 
@@ -171,7 +180,7 @@ __device__ __forceinline__ Masks draw_masks(const CellArguments &o, const Stream
     return masks;
 }
 
-/* What HAS says that a loop has not. */
+/* Switch off what FEATURES says is absent. */
 __device__ __forceinline__ void simplify(CellArguments &o) {
     if (!HAS_UPDATE) o.update.mode = OFF, o.update.hold = 0;
 #pragma unroll
@@ -199,7 +208,7 @@ __device__ __forceinline__ float start_at(const Loop &l, const CellArguments &o,
     return k ? *start_of(o, k, cut, at) : start_h(l, cut, at);
 }
 
-/* What a unit has at all steps. */
+/* The values of a unit that are the same at all steps. */
 __device__ __forceinline__ Unit unit_of(const Loop &l, const CellArguments &o, i64 unit) {
     Unit u = {};
     EACH_PARAMETER u.parameter[k] = o.parameter[k][unit];
@@ -210,7 +219,7 @@ __device__ __forceinline__ Unit unit_of(const Loop &l, const CellArguments &o, i
     return u;
 }
 
-/* The stored value of the gate that may be held, at a row of a step. */
+/* The stored value of the gate that may be held. */
 #if HELD >= 0 && defined(VECTOR)
 __device__ __forceinline__ Units held_at(const Loop &l, const CellArguments &o, i64 at, i64 j) {
 #if HELD < GATES

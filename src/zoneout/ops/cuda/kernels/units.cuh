@@ -1,10 +1,10 @@
-/* V neighbouring units of one row (1 or 4): loads, stores, places and random words. Prepended to some sources. */
+/* VECTOR adjacent units of one row (1 or 4): loads, stores, positions and random words. Prepended to some sources. */
 
-/* --- neighbouring units -------------------------------------------------------------------------- */
+/* --- adjacent units ------------------------------------------------------------------------------ */
 
 #define EACH_UNIT _Pragma("unroll") for (int e = 0; e < VECTOR; e++)
 
-struct Units { /* one number of each of V neighbours */
+struct Units { /* one value of each of VECTOR adjacent units */
     float v[VECTOR];
     __device__ __forceinline__ float &operator[](int e) { return v[e]; }
     __device__ __forceinline__ float operator[](int e) const { return v[e]; }
@@ -58,9 +58,9 @@ __device__ __forceinline__ Units all_of(float value) {
     return u;
 }
 
-struct Place { /* V units of one row at one step */
+struct Place { /* VECTOR units of one row at one step */
     i64 row, j, length, at, before;
-    bool in, cut, first; /* first: no step before is seen */
+    bool in, cut, first; /* first: the step before is not seen (first step, or a reset) */
 };
 
 __device__ __forceinline__ Place place_at(const Loop &l, i64 t, i64 row, i64 j, bool in) {
@@ -83,7 +83,7 @@ __device__ __forceinline__ Place place(const Loop &l, i64 t, i64 units) {
     return place_at(l, t, in ? row : 0, (i64)(index - row * across) * VECTOR, in);
 }
 
-/* The same where a block has a row. */
+/* The same if a block processes one row. */
 __device__ __forceinline__ Place place_in_row(const Loop &l, i64 t) {
     i64 j = (i64)threadIdx.x * VECTOR;
     return place_at(l, t, blockIdx.x, j, j < l.hidden);
@@ -93,7 +93,7 @@ struct Words {
     u32 v[VECTOR];
 };
 
-/* As `word_of`: one draw has the words of four neighbours. */
+/* As `word_of` for all units: one draw makes the words of four adjacent units. */
 __device__ __forceinline__ Words words_of(const Stream &s, u64 seed, u32 unit, u32 example, u32 step) {
     u32 word[4];
     unit = s.sees_unit ? unit : 0;

@@ -1,4 +1,4 @@
-/* Dropout of a whole sequence: one thread has four neighbouring units of one row, which share a draw. */
+/* Dropout of a whole sequence: a thread has four adjacent units of one row, which share a draw. */
 struct Dropped {
     const void *x;
     void *y;
@@ -7,7 +7,7 @@ struct Dropped {
     const i64 *examples; /* [batch] */
 };
 
-struct Four { /* units of one row, and the 16 random bits of each */
+struct Four { /* up to four units of one row, and the 16 random bits of each */
     i64 row, unit;
     u32 bits[4];
     bool in;
@@ -26,7 +26,7 @@ __device__ __forceinline__ Four four_of(const Stream &s, const Dropped &d) {
     return f;
 }
 
-/* The random bits alone, [rows, units]. */
+/* Write the random bits, [rows, units]. */
 extern "C" __global__ void bits(Stream s, Dropped d) {
     Four f = four_of(s, d);
     if (!f.in) return;

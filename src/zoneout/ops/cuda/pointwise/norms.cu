@@ -1,10 +1,18 @@
-/* The norm of x·Wx for all steps at once: moments, normalised in place; and the way back.
+/* The norm of x·Wx for all steps at once, in place: forward and backward pass. Macros:
  *
- * Compiled with V (neighbouring numbers read at once), VC (the same for a row of c), THREADS (at least those of a block),
- * LAYER, BACK, ENDS (there are lengths) and APART (dh is not d). Layer norm: TEAM threads have a row, each R vectors of
- * it. Batch norm: a block has some columns of a step, a thread one vector of R rows. With HELD these stay in registers,
- * so that everything is read once; without, they are read again, mostly from the cache. Rows of ended sequences are left
- * as they are, and zero on the way back.
+ *   LAYER               1: layer norm; 0: batch norm
+ *   BACKWARD            0: forward pass; 1: backward pass
+ *   VECTOR              adjacent elements that are read at once
+ *   CELL_VECTOR         the same for a row of c
+ *   THREADS             upper bound of the threads of a block
+ *   TEAM                layer norm: threads that process a row together
+ *   VECTORS_PER_THREAD  layer norm: of a row; batch norm: rows, with one vector each
+ *   IN_REGISTERS        1: these vectors stay in registers, so memory is read once; 0: they are read again
+ *   RAGGED              1: there are lengths
+ *   SEPARATE_GRADS      1: dh is not d
+ *
+ * In batch norm a block has some columns of a step. The forward pass leaves rows of ended sequences as they are;
+ * the backward pass sets them to zero.
  */
 
 struct Norms {
@@ -13,16 +21,16 @@ struct Norms {
     const i64 *lengths;
     const float *scale;
     const narrow *bias;
-    float *mean, *var;    /* [N] as the rows lie, or [T, width] in the order of processing */
-    narrow *v;            /* [N, width]: x·Wx; out: normalised, scaled and shifted; backwards: its derivative */
-    const narrow *d, *dh; /* of both parts of the gates, normalised, scaled and shifted */
+    float *mean, *var;    /* [N] in the order of the rows, or [T, width] in the order of processing */
+    narrow *v;            /* [N, width]: x·Wx; out: normalised, scaled and shifted; backward pass: its gradient */
+    const narrow *d, *dh; /* gradients of the normalised, scaled and shifted x·Wx and h·Wh */
     const float *gh;      /* [N, width]: h·Wh, normalised */
-    float *partial_sums; /* [·, 2, width]: of the scales of x and h, to be added up */
+    float *partial_sums; /* [·, 2, width]: of the gradients of both scales, to be added */
 };
 
 __device__ __forceinline__ float inverse(float var, double eps) { return rsqrtf(var + (float)eps); }
 
-/* --- neighbouring numbers ------------------------------------------------------------------------ */
+/* --- vectors of adjacent elements ---------------------------------------------------------------- */
 
 #define EACH_ELEMENT _Pragma("unroll") for (int e = 0; e < VECTOR; e++)
 #if IN_REGISTERS
@@ -41,7 +49,7 @@ typedef Vector<VECTOR> Floats;
 template <int N> __device__ __forceinline__ Vector<N> get(const float *from) { return *(const Vector<N> *)from; }
 template <int N> __device__ __forceinline__ void put(float *to, const Vector<N> &u) { *(Vector<N> *)to = u; }
 
-/* As they lie in memory, to be widened when they are used. */
+/* The input's type, converted when it is used. */
 #if TYPE && VECTOR > 1
 struct alignas(2 * VECTOR) NarrowVector {
     u32 word[VECTOR / 2];
@@ -66,8 +74,8 @@ __device__ __forceinline__ void put_narrow(narrow *to, const Floats &u) {
 #endif
 
 __device__ __forceinline__ NarrowVector get_narrow(const narrow *from) { return *(const NarrowVector *)from; }
-
-template <class Number, class Elements> struct Cached { /* what a thread reads more than once, or well before it is used */
+/* vectors that a thread reads more than once, or long before their use */
+template <class Number, class Elements> struct Cached {
     const Number *from;
 #if IN_REGISTERS
     Elements held[VECTORS_PER_THREAD];
@@ -91,9 +99,8 @@ typedef Cached<float, Floats> CachedFloats;
 #define VECTOR_COUNT ((width + TEAM * VECTOR - 1) / (TEAM * VECTOR))
 #endif
 #define EACH_VECTOR \
-    UNROLL for (int k = 0, j = lane * VECTOR; k < VECTOR_COUNT; k++, j += TEAM * VECTOR) if (k < VECTOR_COUNT - 1 || j < width)
-
-/* Sums over the threads of a row, for all of them. */
+    UNROLL for (int k = 0, j = lane * VECTOR; k < VECTOR_COUNT; k++, j += TEAM * VECTOR) \
+        if (k < VECTOR_COUNT - 1 || j < width)
 template <int N> __device__ __forceinline__ void sum_over_team(float (&v)[N]) {
 #pragma unroll
     for (int far = 16; far; far /= 2)
@@ -147,8 +154,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(Norms n) {
 #else
 
 #if IN_REGISTERS
-/* The sums of a block's rows, each thread's columns: added over its teams. */
-__device__ __forceinline__ void store_sums(const float (&of)[VECTORS_PER_THREAD][VECTOR], float *to, int lane, int width) {
+/* Write the sums of a block's rows, added over its teams. */
+__device__ __forceinline__ void store_sums(const float (&of)[VECTORS_PER_THREAD][VECTOR], float *to, int lane,
+                                           int width) {
 #if TEAM < THREADS
     __shared__ float sums[TEAMS][TEAM * VECTORS_PER_THREAD * VECTOR];
     __syncthreads();
@@ -169,7 +177,7 @@ __device__ __forceinline__ void store_sums(const float (&of)[VECTORS_PER_THREAD]
 }
 #endif
 
-/* Row after row: the sums of the columns stay with their threads, in registers or, without HELD, in `parts`. */
+/* Row by row: each thread sums its columns, in registers or, without IN_REGISTERS, in `partial_sums`. */
 extern "C" __global__ void __launch_bounds__(THREADS) backward(Norms n) {
     int lane = threadIdx.x % TEAM, width = (int)n.width;
     float *to_x = n.partial_sums + (i64)blockIdx.x * 2 * width, *to_h = to_x + width;
@@ -231,9 +239,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(Norms n) {
 
 /* --- columns ------------------------------------------------------------------------------------- */
 
-/* Sums over the second dimension of a block of at most MOST threads, in a fixed order, for all of them. */
+/* Sum over the second dimension of a block of at most MOST threads, in a fixed order, for all of them. */
 template <int MOST, int N> __device__ __forceinline__ void sum_down(float (&v)[N]) {
-    __shared__ float sums[N][MOST + 8]; /* 8: apart from each other's banks */
+    __shared__ float sums[N][MOST + 8]; /* 8: avoids bank conflicts */
     int across = blockDim.x, thread = threadIdx.y * across + threadIdx.x;
     __syncthreads();
 #pragma unroll
@@ -261,7 +269,7 @@ template <int MOST, int N> __device__ __forceinline__ void sum_down(float (&v)[N
     if (in) \
         UNROLL for (int k = 0, b = threadIdx.y; k < EXAMPLES; k++, b += blockDim.y) if (k < EXAMPLES - 1 || b < n.batch)
 
-struct Place { /* of V numbers of one example at a processed step; past its end they lie as they came */
+struct Place { /* VECTOR elements of one example at a processed step; past the end of a row they are not reordered */
     i64 at;
     bool alive;
 };
@@ -272,7 +280,7 @@ __device__ __forceinline__ Place place(const Norms &n, i64 t, int b, int j) {
     return {((alive && n.reverse ? length - 1 - t : t) * n.batch + b) * n.width + j, alive};
 }
 
-/* One over the number of examples alive at a step; every thread of a block has to come. */
+/* 1 / the number of examples that have not ended. All threads of a block must call this. */
 __device__ __forceinline__ float inverse_count(const Norms &n, i64 t) {
     if (!RAGGED) return 1.0f / n.batch;
     int count = 0;
@@ -315,7 +323,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(Norms n) {
         }
         sum_down<THREADS>(var.v);
         EACH_ELEMENT var[e] *= share;
-        if (in && threadIdx.y == 0) put<VECTOR>(n.mean + t * n.width + j, mean), put<VECTOR>(n.var + t * n.width + j, var);
+        if (in && threadIdx.y == 0)
+            put<VECTOR>(n.mean + t * n.width + j, mean), put<VECTOR>(n.var + t * n.width + j, var);
     }
     if (!in) return;
     Floats scale = get<VECTOR>(n.scale + j), rstd;
@@ -332,13 +341,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(Norms n) {
 }
 #else
 
-/* Step after step: the sums of the columns stay with their threads. */
+/* Step by step: each thread sums its columns. */
 extern "C" __global__ void __launch_bounds__(THREADS) backward(Norms n) {
     u32 tiles = (u32)n.tiles;
     i64 first = blockIdx.x / tiles, count = gridDim.x / tiles;
     int j = ((int)(blockIdx.x % tiles) * blockDim.x + threadIdx.x) * VECTOR;
     bool in = j < n.width;
-    float total[2 * VECTOR] = {}; /* of the scales of x and h */
+    float total[2 * VECTOR] = {}; /* gradients of both scales */
     Floats scale = {};
     if (in) scale = get<VECTOR>(n.scale + j);
     for (i64 t = first; t < n.steps; t += count) {
@@ -380,7 +389,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(Norms n) {
             Floats out = {};
             if (p.alive) {
                 NarrowVector x = v.get(k, p.at), dx = d.get(k, p.at);
-                EACH_ELEMENT out[e] = (dx[e] - sum[e] - (x[e] - mean[e]) * rstd[e] * sum[VECTOR + e]) * scale[e] * rstd[e];
+                EACH_ELEMENT out[e] = (dx[e] - sum[e] - (x[e] - mean[e]) * rstd[e] * sum[VECTOR + e]) * scale[e]
+                    * rstd[e];
             }
             put_narrow(n.v + p.at, out);
         }
@@ -398,12 +408,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(Norms n) {
 #if BACKWARD
 struct Sums {
     const float *d, *hat; /* [rows, width] */
-    float *partial_sums; /* [count, 2, width]: of d · hat and of d */
+    float *partial_sums; /* [count, 2, width]: sums of d · hat and of d */
     i64 rows, width, count;
     float *first, *second; /* [width] */
 };
 
-/* A block has some columns of some rows, VC columns a thread. */
+/* A block has some columns of some rows; a thread has CELL_VECTOR columns. */
 extern "C" __global__ void __launch_bounds__(256) sum_products(Sums s) {
     u32 tiles = gridDim.x / (u32)s.count;
     i64 index = blockIdx.x / tiles, j = (i64)(blockIdx.x % tiles * blockDim.x + threadIdx.x) * CELL_VECTOR;
@@ -412,7 +422,8 @@ extern "C" __global__ void __launch_bounds__(256) sum_products(Sums s) {
     if (in)
 #pragma unroll 4
         for (i64 row = index * blockDim.y + threadIdx.y; row < s.rows; row += s.count * blockDim.y) {
-            Vector<CELL_VECTOR> d = get<CELL_VECTOR>(s.d + row * s.width + j), hat = get<CELL_VECTOR>(s.hat + row * s.width + j);
+            Vector<CELL_VECTOR> d = get<CELL_VECTOR>(s.d + row * s.width + j),
+                hat = get<CELL_VECTOR>(s.hat + row * s.width + j);
 #pragma unroll
             for (int e = 0; e < CELL_VECTOR; e++) sum[e] += d[e] * hat[e], sum[CELL_VECTOR + e] += d[e];
         }
@@ -423,7 +434,7 @@ extern "C" __global__ void __launch_bounds__(256) sum_products(Sums s) {
     for (int e = 0; e < CELL_VECTOR; e++) to[e] = sum[e], to[s.width + e] = sum[CELL_VECTOR + e];
 }
 
-/* The parts of both added up: one column a thread, and the parts over the second dimension of a block. */
+/* Add the partial sums of both: one column for each thread, and partial sums over the second dimension of a block. */
 extern "C" __global__ void __launch_bounds__(256) finish(Sums gates, Sums cell) {
     i64 j = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     bool second = j >= 2 * gates.width;

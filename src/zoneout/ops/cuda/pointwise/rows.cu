@@ -1,7 +1,7 @@
-/* What is done to rows around the loop. In a ragged batch row b is there at step t while t < lengths[b].
+/* Operations on rows, around the loop. In a ragged batch row b exists at step t if t < lengths[b].
  *
- * Rows are bytes here, but for those that change their type or are multiplied, taken in words of 1 to 16 of them: the
- * largest that all of their addresses are multiples of.
+ * Rows are treated as bytes, unless they are converted or multiplied. They are moved in words of 1 to 16 bytes: the
+ * largest that divides all of their addresses.
  */
 #define BY_WORD(bytes, take, ...)               \
     ((bytes) == 16  ? take<uint4>(__VA_ARGS__)  \
@@ -10,12 +10,12 @@
      : (bytes) == 2 ? take<u16>(__VA_ARGS__)    \
                     : take<u8>(__VA_ARGS__))
 
-/* --- from where rows lie to where they are wanted ----------------------------------------------- */
+/* --- from one layout to another ------------------------------------------------------------------ */
 
-struct Side { /* rows that lie packed where there are `starts`, else one behind the other at every step */
+struct Side { /* packed rows if `first_rows` is set, else a fixed number of rows at each step */
     u8 *start;
     const i64 *first_rows; /* [steps]: the first packed row of each step */
-    i64 step_bytes, row_bytes; /* bytes from one step, and from one row, to the next */
+    i64 step_bytes, row_bytes; /* bytes between steps, and between rows */
 };
 
 __device__ __forceinline__ u8 *row_of(const Side &s, i64 t, i64 b) {
@@ -33,7 +33,7 @@ __device__ __forceinline__ void move_word(const Move &m, Index at) {
     Index words = (Index)m.words, batch = (Index)m.batch;
     Index row = at / words, word = at % words, t = row / batch, b = row % batch;
     bool alive = (i64)t < m.lengths[b];
-    if (!alive && m.to.first_rows) return; /* packed rows have no place for it */
+    if (!alive && m.to.first_rows) return; /* the packed layout has no place for it */
     Word value = {};
     if (alive) value = ((const Word *)row_of(m.from, t, b))[word];
     ((Word *)row_of(m.to, t, b))[word] = value;
@@ -43,17 +43,17 @@ template <class Word>
 __device__ __forceinline__ void move_one(const Move &m, i64 at, bool many) {
     if (many)
         move_word<Word, i64>(m, at);
-    else /* where a division takes a fraction of the time */
+    else /* with 64 bits a division takes many times as long */
         move_word<Word, u32>(m, (u32)at);
 }
 
-/* A thread has one word, so that its neighbours have those beside it, however short the rows are. */
+/* A thread moves one word, so that adjacent threads move adjacent words, for any width of a row. */
 extern "C" __global__ void move(Move m) {
     i64 all = m.steps * m.batch * m.words, at = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (at < all) BY_WORD(m.word, move_one, m, at, all >> 32);
 }
 
-/* --- zero past the ends ------------------------------------------------------------------------- */
+/* --- zeros past the lengths ---------------------------------------------------------------------- */
 
 #define MOST_ARRAYS 7
 
@@ -66,7 +66,7 @@ struct Clear {
 };
 
 template <class Word>
-__device__ __forceinline__ void zero(u8 *row, i64 width) { /* by a warp */
+__device__ __forceinline__ void zero(u8 *row, i64 width) { /* run by a warp */
     for (i64 i = threadIdx.x % 32; i < width / (i64)sizeof(Word); i += 32) ((Word *)row)[i] = Word{};
 }
 
@@ -78,17 +78,17 @@ extern "C" __global__ void clear(Clear c) {
     }
 }
 
-/* --- the states at the ends --------------------------------------------------------------------- */
+/* --- final states -------------------------------------------------------------------------------- */
 
 struct State {
     const void *every, *initial; /* [steps, batch, width] and [batch, width] */
     narrow *last; /* [batch, width] */
-    i64 width, is_float; /* whether `every` and `initial` are float, whatever `last` is */
+    i64 width, is_float; /* is_float: `every` and `initial` are float, `last` may not be */
 };
 
 struct FinalStates {
     i64 steps, batch, reverse;
-    const i64 *lengths; /* [batch], or none: all rows are there at all steps */
+    const i64 *lengths; /* [batch], or NULL: all rows exist at all steps */
     State states[2];
 };
 
@@ -102,17 +102,17 @@ extern "C" __global__ void final_states(FinalStates e) {
     s.last[at] = s.is_float ? narrowed(((const float *)from)[i]) : ((const narrow *)from)[i];
 }
 
-/* --- h as it entered the gates, and x beside it ------------------------------------------------- */
+/* --- h as it entered the gates, concatenated with x ------------------------------------------------ */
 
 struct RecurrentInputs {
     i64 steps, batch, reverse;
-    const i64 *lengths; /* [batch], or none */
-    const bool *resets; /* [steps, batch], or none */
+    const i64 *lengths; /* [batch], or NULL */
+    const bool *resets; /* [steps, batch], or NULL */
     const u8 *y, *h0, *reset_h; /* [steps, batch, outputs]; [batch, outputs] */
-    const narrow *scale_h; /* [batch, outputs], or none */
+    const narrow *scale_h; /* [batch, outputs], or NULL */
     const u8 *x; /* [steps, batch, inputs] */
     u8 *out; /* [steps, batch, outputs | inputs | ones] */
-    i64 h_words, h_word, x_words, x_word, ones; /* words of a row and bytes of a word; numbers */
+    i64 h_words, h_word, x_words, x_word, ones; /* words of a row and bytes of a word; ones: number of columns */
 };
 
 template <class Word>
@@ -138,7 +138,7 @@ __device__ __forceinline__ void write_word(const RecurrentInputs &e, Index at) {
     bool first = e.reverse ? before == e.steps || (e.lengths && before == e.lengths[b]) : t == 0;
     bool cut = e.resets && !(e.reverse && first) && e.resets[(e.reverse ? before : t) * e.batch + b];
     const u8 *from = cut ? e.reset_h + b * h : first ? e.h0 + b * h : e.y + (before * e.batch + b) * h;
-    if (e.scale_h) { /* a word is a number then */
+    if (e.scale_h) { /* here a word is one element */
         float scale = widen(e.scale_h[b * e.h_words + word]);
         ((narrow *)to)[word] = narrowed(widen(((const narrow *)from)[word]) * scale);
     } else
@@ -150,19 +150,19 @@ extern "C" __global__ void recurrent_inputs(RecurrentInputs e) {
     if (at >= all) return;
     if (all >> 32)
         write_word<i64>(e, at);
-    else /* where a division takes a fraction of the time */
+    else /* with 64 bits a division takes many times as long */
         write_word<u32>(e, (u32)at);
 }
 
-/* --- the columns of a matrix, apart ------------------------------------------------------------- */
+/* --- columns of a matrix as separate matrices ------------------------------------------------------ */
 
 #define MOST_RANGES 4
 
 struct SplitColumns {
     i64 rows, pitch; /* bytes of a row */
-    const u8 *from[MOST_RANGES]; /* the first row's part */
-    u8 *to[MOST_RANGES]; /* without gaps */
-    i64 words[MOST_RANGES], word[MOST_RANGES]; /* of a row, and bytes of one */
+    const u8 *from[MOST_RANGES]; /* of the first row */
+    u8 *to[MOST_RANGES]; /* contiguous */
+    i64 words[MOST_RANGES], word[MOST_RANGES]; /* words of a row, and bytes of a word */
 };
 
 extern "C" __global__ void split_columns(SplitColumns p) {

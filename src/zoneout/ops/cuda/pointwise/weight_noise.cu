@@ -1,4 +1,4 @@
-/* Gaussian noise on a whole matrix: one thread has four neighbouring weights, which share a draw. */
+/* Gaussian noise on a whole matrix: a thread has four adjacent weights, which share a draw. */
 struct Noisy {
     const void *w;
     void *y;
