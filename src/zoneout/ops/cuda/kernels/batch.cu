@@ -28,23 +28,23 @@
  */
 #define WARPS (BANDS * UNIT_GROUPS)
 #define THREADS (32 * WARPS)
-#define VALUES_PER_UNIT (BACKWARD ? (GATES == 3 ? 4 : GATES) : 1)       /* operands of one unit */
-#define SCALED (BACKWARD && !TYPE && UNIT_GROUPS == 1)   /* TF32 operands in half precision, times powers of two */
+#define VALUES_PER_UNIT (BACKWARD ? (GATES == 3 ? 4 : GATES) : 1) /* operands of one unit */
+#define SCALED (BACKWARD && !TYPE && UNIT_GROUPS == 1) /* TF32 operands in half precision, times powers of two */
 /* type of the operands of the product, as TYPE; h is between -1 and 1 */
 #define OPERAND_TYPE (TYPE || (BACKWARD ? !SCALED : RELU) ? TYPE : 2)
-#define VALUES_PER_WORD (OPERAND_TYPE ? 2 : 1)                    /* values of a 4-byte word */
+#define VALUES_PER_WORD (OPERAND_TYPE ? 2 : 1) /* values of a 4-byte word */
 /* words of two units of a row */
 #define WORDS_PER_GROUP ((2 * VALUES_PER_UNIT + VALUES_PER_WORD - 1) / VALUES_PER_WORD)
 /* backward pass: k-steps of a unit group; a k-step has two words */
 #define K_STEPS_PER_GROUP ((WORDS_PER_GROUP + 1) / 2)
 #define K_STEPS (BACKWARD ? UNIT_GROUPS * K_STEPS_PER_GROUP : (BLOCKS * UNIT_GROUPS * WORDS_PER_GROUP + 1) / 2)
-#define TILES (BACKWARD ? BLOCKS : GATES)              /* of 8 columns of the right operand */
-#define SHARED_FRAGMENTS (K_STEPS * TILES - RESIDENT)                /* fragments in shared memory */
+#define TILES (BACKWARD ? BLOCKS : GATES)             /* of 8 columns of the right operand */
+#define SHARED_FRAGMENTS (K_STEPS * TILES - RESIDENT) /* fragments in shared memory */
 /* independent, so that a product need not wait for the one before */
 #define ACCUMULATORS (GATES > 1 ? 1 : 4)
-#define COLUMNS (GATES > 1 ? 8 : 2)                /* values of h·Wh of two units, rounded up to a power of two */
-#define VALUES (2 * GATES)                        /* of two units of a row, in memory: [unit][gate] */
-#define PREFETCH_STEPS 6                                /* steps between a prefetch into L2 and its use */
+#define COLUMNS (GATES > 1 ? 8 : 2) /* values of h·Wh of two units, rounded up to a power of two */
+#define VALUES (2 * GATES)          /* of two units of a row, in memory: [unit][gate] */
+#define PREFETCH_STEPS 6            /* steps between a prefetch into L2 and its use */
 
 #define EACH_ROW _Pragma("unroll") for (int r = 0; r < 2; r++)
 #define EACH_UNIT _Pragma("unroll") for (int u = 0; u < 2; u++)
@@ -58,12 +58,12 @@ typedef uint4 Message;
 #endif
 
 struct Shared {
-    Message received[2][BLOCKS * THREADS];                     /* [buffer][from][thread] */
+    Message received[2][BLOCKS * THREADS]; /* [buffer][from][thread] */
     /* operands of the product, for the block's other unit group */
     uint4 operands[BACKWARD && UNIT_GROUPS > 1 ? K_STEPS_PER_GROUP * THREADS : 1];
     /* of moments; alternating buffers, since other threads may still read */
     float2 sums[BACKWARD ? 3 : 2][THREADS];
-    float inverse_scale[2][SCALED ? WARPS : 1][16];              /* [buffer][warp][from]: factors of received values */
+    float inverse_scale[2][SCALED ? WARPS : 1][16]; /* [buffer][warp][from]: factors of received values */
     int lengths[BANDS * 16];
     /* [buffer]: barriers; in the forward pass one for all unit groups of a band */
     u64 arrivals[2][WARPS];
@@ -224,7 +224,7 @@ __device__ __forceinline__ void store_narrow_pair(narrow *to, float low, float h
 
 struct Thread { /* two units of two rows */
     int warp, lane, unit_group, band, unit;
-    int senders; /* lanes of the warp that have a row: others send nothing, and what they read is not used */
+    int senders;           /* lanes of the warp that have a row: others send nothing, and what they read is not used */
     bool in[2];            /* the units exist */
     int row[2], length[2]; /* a row that does not exist has length 0 */
     u32 example[2];
@@ -255,6 +255,8 @@ __device__ __forceinline__ u32 shared_address(const void *at) { return (u32)__cv
 __device__ __forceinline__ u64 *barrier_of(int buffer, const Thread &m) {
     return &shared_memory().arrivals[buffer][BACKWARD ? m.warp : m.band];
 }
+
+/* Announce the bytes that will arrive in a buffer; they may have arrived already. */
 __device__ __forceinline__ void expect_bytes(int buffer, const Thread &m) {
     const u32 bytes = BLOCKS * ((BACKWARD ? 1 : UNIT_GROUPS) * m.senders * sizeof(Message) + SCALED * 4);
     if (m.lane == 0 && (BACKWARD || m.unit_group == 0))
@@ -327,6 +329,8 @@ __device__ __forceinline__ int target_block(int i) {
 __device__ __forceinline__ float clamp_to_half(float v) {
     return OPERAND_TYPE == TYPE || BACKWARD ? v : v > 65504.0f ? 65504.0f : v < -65504.0f ? -65504.0f : v;
 }
+
+/* Word `word` of the depth and a column of a tile, for a thread of column pair `from` of the left operand. */
 __device__ __forceinline__ u32 weights_at(const Loop &l, float by, int unit_group, int tile, int column, int word,
                                           int from) {
     auto number = [&](int n) { /* value n of the thread */
@@ -345,6 +349,7 @@ __device__ __forceinline__ u32 weights_at(const Loop &l, float by, int unit_grou
         return widen(((const narrow *)l.w_hh)[row * HIDDEN + at]) * by;
     };
     const int n = (BACKWARD ? word % (2 * K_STEPS_PER_GROUP) : word) * VALUES_PER_WORD;
+
 #if OPERAND_TYPE
     return pair_as<OPERAND_TYPE>(clamp_to_half(number(n)), clamp_to_half(number(n + 1)));
 #else
@@ -354,7 +359,7 @@ __device__ __forceinline__ u32 weights_at(const Loop &l, float by, int unit_grou
 
 struct Weights {
     u32 in_registers[RESIDENT > 0 ? RESIDENT : 1][2];
-    int scale; /* SCALED: exponent of the power of two that scales the weights */
+    int scale;              /* SCALED: exponent of the power of two that scales the weights */
     const uint2 *in_shared; /* [SHARED_FRAGMENTS][32 lanes] of the unit group */
 };
 
@@ -448,6 +453,8 @@ __device__ __forceinline__ u32 compare_words(const u32 (&word)[2][2], const Stre
     }
     return out;
 }
+
+/* Draw the masks of a step: bits [stream][row][unit]. */
 __device__ __forceinline__ u32 draw_masks(const Loop &l, const Thread &m, const Seeds &seeds, const Noises (&n)[2],
                                           int t) {
     u32 word[2][2] = {}, masks = 0;
@@ -502,6 +509,7 @@ template <int COUNT>
 __device__ __forceinline__ int own_index(int lane) {
     return lane / 4 * COUNT / 8;
 }
+
 template <int COUNT>
 __device__ __forceinline__ float value_of_index(float v, int number, int lane) {
     return __shfl_sync(~0u, v, number * (32 / COUNT) + lane % 4);
@@ -622,6 +630,7 @@ __device__ __forceinline__ void product(float (&sum)[ACCUMULATORS][GATES][4], co
     const Message *from = sent + m.band * 32 + m.lane;
 #pragma unroll
     for (int s = 0; s < K_STEPS; s++) {
+
 #if OPERAND_TYPE
         uint2 low = from[s * 2 * BANDS * 32], high = make_uint2(0, 0);
         if (s * 2 + 1 < BLOCKS * UNIT_GROUPS) high = from[(s * 2 + 1) * BANDS * 32];
@@ -636,6 +645,7 @@ __device__ __forceinline__ void product(float (&sum)[ACCUMULATORS][GATES][4], co
 
 /* Send both rows and units to all blocks, as operands. */
 __device__ __forceinline__ void send_h(int buffer, float (&v)[2][2], const Thread &m) {
+
 #if OPERAND_TYPE
     EACH_ROW EACH_UNIT v[r][u] = clamp_to_half(v[r][u]);
     Message message = make_uint2(pair_as<OPERAND_TYPE>(v[0][0], v[0][1]), pair_as<OPERAND_TYPE>(v[1][0], v[1][1]));
@@ -834,6 +844,8 @@ __device__ __forceinline__ float received_sum(const Message &v, int r, int u) {
     return __uint_as_float(u ? (r ? v.y : v.x) & 0xFFFF0000 : (r ? v.y : v.x) << 16);
 #endif
 }
+
+/* Subtract the mean over all rows that have not ended from two columns. */
 __device__ __forceinline__ void centre(float (&v)[2][2], const bool (&alive)[2], float share, float2 *sums,
                                        const Thread &m) {
     float both[2];
@@ -870,6 +882,7 @@ __device__ __forceinline__ void send_product(Shared &shared, int buffer, const f
             float low = n < 2 * VALUES_PER_UNIT ? d[r][n / VALUES_PER_UNIT % 2][n % VALUES_PER_UNIT] * by : 0.0f;
             float high = n + 1 < 2 * VALUES_PER_UNIT
                 ? d[r][(n + 1) / VALUES_PER_UNIT % 2][(n + 1) % VALUES_PER_UNIT] * by : 0.0f;
+
 #if OPERAND_TYPE
             a[k][i] = pair_as<OPERAND_TYPE>(low, high);
 #else
@@ -931,7 +944,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     Fetched f[2] = {};
     Moments of = {};
     bool cut[2] = {}; /* a reset lies between this step and the one after */
-    int at[2]; /* row of this step; at · G · H stays below 2³¹ */
+    int at[2];        /* row of this step; at · G · H stays below 2³¹ */
     const int step_stride = l.reverse ? -(int)l.batch : (int)l.batch;
     u32 masks = 0;
     float share = 0.0f, share_after = 0.0f; /* 1 / rows of this step, and of the step after */
@@ -980,8 +993,8 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
         EACH_INDEX(BLOCKS) {
             Message v = shared.received[buffer][i * THREADS + threadIdx.x];
             EACH_ROW EACH_UNIT {
-                const float factor = SCALED ? shared.inverse_scale[buffer][SCALED ? m.warp : 0][i] : 1.0f;
-                float part = received_sum(v, r, u) * factor;
+                float part = received_sum(v, r, u) *
+                             (SCALED ? shared.inverse_scale[buffer][SCALED ? m.warp : 0][i] : 1.0f);
                 rec[r][u] = i ? rec[r][u] + part : part;
             }
         }

@@ -17,20 +17,20 @@
  */
 #define THREADS (32 * WARPS)
 #define ROWS (2 * ROWS_PER_THREAD)
-#define COLUMN_TILES ((ROWS_PER_THREAD + 1) / 2)                /* of 8 columns of the right operand */
-#define VALUES_PER_K_STEP (TYPE ? 16 : 8)               /* always 8 words */
+#define COLUMN_TILES ((ROWS_PER_THREAD + 1) / 2) /* of 8 columns of the right operand */
+#define VALUES_PER_K_STEP (TYPE ? 16 : 8) /* always 8 words */
 #define VALUES_PER_UNIT (!BACKWARD || GATES == 1 ? 1 : GATES <= 4 ? 4 : 8) /* operands of one unit */
-#define TILES (BACKWARD ? 1 : GATES)             /* of 16 rows of the left operand */
-#define ACCUMULATORS (TILES > 2 ? 1 : 4)       /* independent, so that a product need not wait for the one before */
+#define TILES (BACKWARD ? 1 : GATES) /* of 16 rows of the left operand */
+#define ACCUMULATORS (TILES > 2 ? 1 : 4) /* independent, so that a product need not wait for the one before */
 #define WORDS (K_STEPS * 8)
 #define ROW_PITCH ((WORDS + 15) / 32 * 32 + 16) /* words of a row in shared memory: adjacent rows use different banks */
-#define PREFETCH_STEPS 6                             /* steps between a prefetch into L2 and its use */
+#define PREFETCH_STEPS 6                        /* steps between a prefetch into L2 and its use */
 
 /* --- the position of a thread ------------------------------------------------------------------------- */
 
 struct Thread { /* the position of a thread: one unit of ROWS_PER_THREAD rows */
     int warp, lane, unit;
-    bool in;                 /* the unit exists */
+    bool in; /* the unit exists */
     int row[ROWS_PER_THREAD], length[ROWS_PER_THREAD]; /* a row that does not exist has length 0 */
     u32 example[ROWS_PER_THREAD];
     int longest; /* the longest row of the block */
@@ -200,8 +200,9 @@ __device__ __forceinline__ void enter(u32 *entering, int row, int unit, const fl
 struct L2Prefetch {
     const char *from; /* the lane's cache line of the row at step 0 */
     int length;       /* of the row, in steps */
-    i64 step_stride;        /* bytes from one step to the next */
+    i64 step_stride;  /* bytes from one step to the next */
 };
+
 __device__ __forceinline__ L2Prefetch l2_prefetch_of(const Loop &l, const Thread &m, int kind, const void *from,
                                                      int bytes) {
     int row = blockIdx.x * ROWS + m.warp % ROWS, byte = m.lane * 128;

@@ -77,6 +77,10 @@ __device__ __forceinline__ Head head_of(const CellArguments &o, i64 j) {
     u32 number = (u32)j / (u32)o.head_units;
     return {number, j - number * o.head_units};
 }
+
+/* --- forward ---------------------------------------------------------------------------------- */
+
+/* Write h as the product of step t reads it: with resets and the variational mask. */
 __device__ __forceinline__ void enter_product(const Loop &l, const CellArguments &o, i64 row, i64 j, i64 t, i64 length,
                                               Units h) {
     const i64 at = row * l.hidden + j;
@@ -113,6 +117,7 @@ __device__ __forceinline__ void load_forward(Unit *u, const Loop &l, const CellA
 #endif
     }
     shared_loads(u, l, o, p, t);
+
 #if PRODUCTS
     EACH_PRODUCT EACH_PART {
         const i64 row = o.gathered ? p.row : p.at;
@@ -144,6 +149,7 @@ extern "C" __global__ void forward(Loop l, CellArguments o, int t) {
     narrow *gates = (narrow *)l.gates + p.at * GATES * H + p.j;
     Unit u[VECTOR] = {};
     load_forward(u, l, o, p, t);
+
 #if PRODUCTS
     if (o.gathered) EACH_PRODUCT EACH_PART {
         GET_FIELD(value, inner[product_first(k) + q]);
@@ -212,6 +218,7 @@ __device__ __forceinline__ void load_backward(Unit *u, const Loop &l, const Cell
     EACH_SLOT SET_FIELD(slot[k], load(o.slot[k] + p.at * H + p.j));
     if (o.owed) SET_FIELD(owed, load(o.owed + p.row * H + p.j));
     shared_loads(u, l, o, p, t);
+
 #if PRODUCTS
     EACH_PRODUCT {
         EACH_PART SET_FIELD(inner[product_first(k) + q], load(o.inner[k] + (p.at * product_parts(k) + q) * H + p.j));
@@ -274,6 +281,7 @@ extern "C" __global__ void backward(Loop l, CellArguments o, int t) {
     const i64 first = p.at * GATES * H + p.j;
     Unit u[VECTOR] = {};
     load_backward(u, l, o, p, t);
+
 #if PRODUCTS
     EACH_STATE SET_FIELD(dstate[k], load(o.dstate[k] + here));
 #else

@@ -115,6 +115,7 @@ __device__ __forceinline__ u32 pair_as(float low, float high) {
         asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
     return out;
 }
+
 #if TYPE
 __device__ __forceinline__ u32 pair(float low, float high) {
 #if __CUDA_ARCH__ < 800
@@ -169,6 +170,7 @@ struct EarlyLoad {
 };
 __device__ __forceinline__ EarlyLoad load_early(const narrow *from) {
     EarlyLoad out;
+
 #if TYPE
     asm volatile("ld.global.u16 %0, [%1];" : "=r"(out.bits) : "l"(from));
 #else
@@ -182,6 +184,7 @@ __device__ __forceinline__ EarlyLoad load_early(const u8 *from) {
     return out;
 }
 __device__ __forceinline__ float widen(EarlyLoad v) {
+
 #if TYPE
     return widen((narrow)v.bits);
 #else
@@ -214,6 +217,10 @@ __device__ __forceinline__ void multiply_as(float *sum, const u32 *a, u32 b0, u3
 __device__ __forceinline__ void multiply(float *sum, const u32 *a, u32 b0, u32 b1) {
     multiply_as<TYPE>(sum, a, b0, b1);
 }
+
+/* --- powers of two ---------------------------------------------------------------------------- */
+
+/* 2^e, if that is a normal float. */
 __device__ __forceinline__ float power_of_two(int e) { return __uint_as_float((u32)(e + 127) << 23); }
 /* The exponent of the power of two that scales a value to between 2^14 and 2^15. `size` is the bits of the value
  * without the sign. Half precision has all its bits there and in the 28 powers of two below. From -114 (not finite)
@@ -352,11 +359,11 @@ __device__ __forceinline__ Keep keeps_of(const Loop &l, const Noises &n, u32 uni
 #endif
 #define HAS_LENGTHS (FEATURES & 1)
 #define HAS_RESETS (FEATURES & 2)
-#define HAS_SCALES (FEATURES & 4)   /* variational dropout of h */
-#define HAS_DCELLS (FEATURES & 8)   /* gradients of every c */
+#define HAS_SCALES (FEATURES & 4) /* variational dropout of h */
+#define HAS_DCELLS (FEATURES & 8) /* gradients of every c */
 #define HAS_REVERSE (FEATURES & 16)
-#define HAS_UPDATE (FEATURES & 32)  /* recurrent dropout */
-#define HAS_ZERO (FEATURES & 64)    /* state dropout */
+#define HAS_UPDATE (FEATURES & 32) /* recurrent dropout */
+#define HAS_ZERO (FEATURES & 64) /* state dropout */
 #ifdef CELL_MODE /* the modes are known: zoneout only, whose masks see step, example and unit, with one seed */
 #define KNOWN_MODES 1
 #else
@@ -425,6 +432,8 @@ __device__ __forceinline__ void lstm_gates_back(const Loop &l, float *d, float i
     d[2] = du * i * (1 - g * g);
     dc = direct + dcandidate * f;
 }
+
+/* Return the gradient of the output gate. `owed` becomes the part that belongs to the held gate of the step before. */
 __device__ __forceinline__ float lstm_output_back(const Loop &l, float dgate, float o, bool first, float &owed,
                                                   const Keep &k) {
     if (l.update.mode && l.update.hold) {
@@ -434,6 +443,8 @@ __device__ __forceinline__ float lstm_output_back(const Loop &l, float dgate, fl
     }
     return dgate * o * (1 - o);
 }
+
+/* `v` is the part of the gate n in h·Wh + b. */
 __device__ __forceinline__ void gru_back(const Loop &l, float *dx, float *ds, float r, float z, float n, float v,
                                          float old, float d, float &dh, const Keep &k) {
     float du = l.update.mode ? d * (1 - k.update) : d, back = du * (1 - z) * (1 - n * n);

@@ -16,7 +16,7 @@ __device__ __forceinline__ float load_early_float(const float *from) {
     return __uint_as_float(out);
 }
 
-struct Thread { /* the position of a thread */
+struct Thread {        /* the position of a thread */
     i64 row, j, index; /* index: in arrays [B, H] */
     int length;
     u32 example, step_bytes; /* step_bytes: of one step of [N, H] in float32 */
@@ -38,6 +38,8 @@ __device__ __forceinline__ Thread thread_of(const Loop &l) {
     return h;
 }
 
+/* --- masks ------------------------------------------------------------------------------------ */
+
 /* The element of step t of a row, in an array whose steps are `bytes` apart; `first`: the element of position 0. */
 template <typename T>
 __device__ __forceinline__ T *at_step(T *first, u32 bytes, const Loop &l, const Thread &h, int t) {
@@ -48,6 +50,7 @@ __device__ __forceinline__ T *at_step(T *first, u32 bytes, const Loop &l, const 
 #define GATE_AT(array, q, t)                                                                                   \
     at_step((narrow *)(array) + (h.row * GATES + (q)) * l.hidden + h.unit,                                     \
             GATES * (h.step_bytes / (4 / (u32)sizeof(narrow))), l, h, t)
+
 struct Words4 {
     u32 at[STATES + 1][4]; /* by stream: the words of four steps */
 };
@@ -79,6 +82,7 @@ __device__ __forceinline__ void draw_four(u32 *w, const Loop &l, const Stream &s
                 mask_step(l, t + direction * i, h.length));
     }
 }
+
 __device__ __forceinline__ void draw_streams(Words4 &w, const Loop &l, const CellArguments &o, const Streams &n,
                                              const Thread &h, i64 t, int direction) {
     int drawn = -1; /* the stream that was drawn last */
@@ -94,6 +98,7 @@ __device__ __forceinline__ void draw_streams(Words4 &w, const Loop &l, const Cel
         drawn = k;
     }
 }
+
 __device__ __forceinline__ void fill_masks(Unit &u, const CellArguments &o, const Streams &n, const Words4 &w, int i,
                                            bool first) {
     Masks masks = {};

@@ -33,7 +33,7 @@
 #define WARPS 8
 #define THREADS (32 * WARPS)
 #define ROWS (16 * ROW_TILES)
-#define OPERAND_TYPE (HALF ? 2 : TYPE) /* type of the operands of the product, as TYPE */
+#define OPERAND_TYPE (HALF ? 2 : TYPE)            /* type of the operands of the product, as TYPE */
 #define VALUES_PER_K_STEP (OPERAND_TYPE ? 16 : 8) /* always 32 bytes */
 #define VALUES_PER_WARP (K_STEPS * VALUES_PER_K_STEP)
 #define VALUES_PER_UNIT (!BACKWARD || GATES == 1 ? 1 : GATES <= 4 ? 4 : 8) /* exchanged values of one unit */
@@ -48,8 +48,8 @@
  * tilings: the bits of a row must not depend on the size of its batch. */
 #define ACCUMULATORS (BACKWARD && !SCALED && ROW_TILES * COLUMN_TILES < 4 ? 2 : 1)
 #define CHUNKS ((K_STEPS / 2 + PAIRS_PER_CHUNK - 1) / PAIRS_PER_CHUNK)
-#define PIECES (PAIRS_PER_CHUNK * ROW_TILES * 2) /* maximum pieces of a chunk that a thread copies */
-#define VALUES_PER_PIECE (OPERAND_TYPE ? 8 : 4)  /* numbers of a piece */
+#define PIECES (PAIRS_PER_CHUNK * ROW_TILES * 2)  /* maximum pieces of a chunk that a thread copies */
+#define VALUES_PER_PIECE (OPERAND_TYPE ? 8 : 4)   /* numbers of a piece */
 #define VALUE_BYTES (WARPS * K_STEPS * ROWS * 32) /* of the exchanged values of a group */
 /* of the factors that a warp reads: float [SOURCE_BLOCKS][ROW_OCTETS · 8] */
 #define FACTOR_BYTES (SOURCE_BLOCKS * ROW_OCTETS * 32)
@@ -58,8 +58,8 @@
 struct Exchange {
     /* [2][groups], zero: [pairs of k-steps][ROWS / 8][8 rows][4 pieces][16 bytes], then the factors of all blocks */
     char *buffer;
-    i64 size;     /* bytes of a group in one buffer */
-    i64 blocks;   /* blocks of a group */
+    i64 size;          /* bytes of a group in one buffer */
+    i64 blocks;        /* blocks of a group */
     const float *peak; /* SCALED: the largest |W_h| */
 };
 
@@ -69,6 +69,7 @@ struct Exchange {
 __device__ __forceinline__ float clamp_to_half(float v) {
     return !HALF || SCALED ? v : v > 65504.0f ? 65504.0f : v < -65504.0f ? -65504.0f : v;
 }
+
 #if OPERAND_TYPE
 __device__ __forceinline__ u32 operand_pair(float low, float high) {
     return pair_as<OPERAND_TYPE>(clamp_to_half(low), clamp_to_half(high));
@@ -81,10 +82,10 @@ __device__ __forceinline__ float widen_operand(u32 v) {
 #endif
 
 #if SCALED
-struct Scale { /* of W_h: scales its largest value to between 2^14 and 2^15 */
-    float by;    /* NaN if W_h is not finite, so that all results are NaN */
-    int factor_exponent;    /* the exponent that the factors of rows also undo … */
-    float leftover; /* … and the rest, for W_h beyond 2^15: multiplied with the result */
+struct Scale {           /* of W_h: scales its largest value to between 2^14 and 2^15 */
+    float by;            /* NaN if W_h is not finite, so that all results are NaN */
+    int factor_exponent; /* the exponent that the factors of rows also undo … */
+    float leftover;      /* … and the rest, for W_h beyond 2^15: multiplied with the result */
 };
 
 __device__ __forceinline__ Scale weight_scale(const float *peak) {
@@ -106,6 +107,7 @@ __device__ __forceinline__ narrow weight_at(const Loop &l, u32 unit0, u32 k, u32
 
 /* Word `word` of a piece of weights; HALF: times `by`. */
 __device__ __forceinline__ u32 weight_word(const Loop &l, float by, u32 unit0, u32 piece, u32 word, u32 n) {
+
 #if OPERAND_TYPE
     u32 k = piece * 8 + word * 2;
     narrow low = weight_at(l, unit0, k, n), high = weight_at(l, unit0, k + 1, n);
@@ -143,8 +145,9 @@ __device__ __forceinline__ void load_weights(const Loop &l, float by, Weights &w
 }
 
 __device__ __forceinline__ uint2 weights_of_k_step(const Weights &w, int s, int n) {
-    const int resident = s < RESIDENT_K_STEPS ? s : 0; /* an index in bounds */
-    if (s < RESIDENT_K_STEPS) return make_uint2(w.in_registers[resident][n][0], w.in_registers[resident][n][1]);
+    if (s < RESIDENT_K_STEPS) /* the index is in bounds for all s */
+        return make_uint2(w.in_registers[s < RESIDENT_K_STEPS ? s : 0][n][0],
+                          w.in_registers[s < RESIDENT_K_STEPS ? s : 0][n][1]);
     uint2 out;
     asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];"
                  : "=r"(out.x), "=r"(out.y) : "r"(w.in_shared + ((s - RESIDENT_K_STEPS) * COLUMN_TILES + n) * 256));
@@ -163,11 +166,11 @@ struct Reader {
     const char *source; /* in the first buffer */
     /* a word of one of the blocks that the warp reads from, in the first buffer, or NULL */
     const char *first_word;
-    int factors_from;        /* offset of the warp's factors from `source` */
-    int factor_pieces;         /* pieces of factors from the thread's first one on, of existing blocks */
+    int factors_from;  /* offset of the warp's factors from `source` */
+    int factor_pieces; /* pieces of factors from the thread's first one on, of existing blocks */
     /* addresses: where the thread copies factors to, and where it reads the factor of its row of a tile */
     u32 factors_to, factor_at;
-    u32 first_offset;           /* k-steps of the first source block that belong to another warp */
+    u32 first_offset; /* k-steps of the first source block that belong to another warp */
 };
 
 #define EACH_PAIR(chunk) \
@@ -219,6 +222,8 @@ __device__ __forceinline__ void recopy_chunk(const Reader &x, const char *from, 
 __device__ __forceinline__ void check_tag(u32 &wrong, u32 v, u32 tag) {
     asm("lop3.b32 %0, %0, %1, %2, 0xF6;" : "+r"(wrong) : "r"(v), "r"(tag));
 }
+
+/* Read the tiles of a chunk; copy it again until all of it belongs to this exchange. */
 __device__ __forceinline__ void read_chunk(u32 (&v)[PAIRS_PER_CHUNK][2][ROW_TILES][4], const Reader &x,
                                            const char *from, int chunk, u32 tag) {
     for (;;) {
@@ -249,6 +254,8 @@ __device__ __forceinline__ void read_chunk(u32 (&v)[PAIRS_PER_CHUNK][2][ROW_TILE
         await_copies<0>();
     }
 }
+
+/* SCALED: add the sums of one factor's k-steps, of one tile, times the factor. */
 __device__ __forceinline__ void add_scaled(float (&total)[COLUMN_TILES][4], const float (&part)[COLUMN_TILES][4],
                                            const Reader &x, int f, int m) {
     const u32 source_block = (x.first_offset + f * K_STEPS_PER_FACTOR) / (UNITS_PER_BLOCK / 4);
@@ -339,14 +346,14 @@ __device__ __forceinline__ void total_sums(float *v, const float *part) {
 struct Thread { /* the position of a thread */
     int warp, lane, u;
     i64 unit0, unit, row0, H, buffer_stride; /* buffer_stride: bytes between the two buffers */
-    bool in, has_place;                  /* in: the unit exists; has_place: the buffer has a place for it */
+    bool in, has_place;                      /* in: the unit exists; has_place: the buffer has a place for it */
     float *sums;
     uint2 *weights; /* of all warps, those that are not in registers */
     Reader reader;
     char *group_buffer, *unit_buffer; /* the group's part of the first buffer, and the thread's unit in it */
-    i64 values_end;       /* end of the values of all blocks */
-    int padding_words;      /* words of 8 bytes after `values_end`, in all rows, that this block sends */
-    char *factors;   /* SCALED: the block's factors in the first buffer */
+    i64 values_end;                   /* end of the values of all blocks */
+    int padding_words;                /* words of 8 bytes after `values_end`, in all rows, that this block sends */
+    char *factors;                    /* SCALED: the block's factors in the first buffer */
 };
 
 /* Byte offsets of value k and of row r. A warp reads 512 bytes at a time, each thread the values of its own tile. */
@@ -355,6 +362,8 @@ __device__ __forceinline__ i64 value_offset(i64 k) {
         * (16 / VALUES_PER_PIECE);
 }
 __device__ __forceinline__ int row_offset(int r) { return (r / 8 * 32 + r % 8 * 4) * 16; }
+
+/* The offset of the buffer of an exchange, and its tag. */
 __device__ __forceinline__ i64 buffer_offset(const Thread &m, i64 generation) {
     return (generation & 1) * m.buffer_stride;
 }
@@ -384,6 +393,7 @@ __device__ __forceinline__ void send(const Thread &m, i64 generation, int r, con
     char *to = m.unit_buffer + buffer_offset(m, generation) + row_offset(r);
     const u32 tag = tag_of(generation);
     const bool in = m.has_place && r < ROWS;
+
 #if OPERAND_TYPE
     if (VALUES_PER_UNIT == 1) {
         u32 one = m.u % 4 ? operand_pair(v[0], 0.0f) : tagged_pair(v[0], 0.0f, tag);
@@ -440,11 +450,10 @@ __device__ __forceinline__ void scale_rows(const Thread &m, const Scale &s, i64 
 
 /* Padding after the last unit is read too: the last block sends it, as zeros with the tag. */
 __device__ __forceinline__ void send_padding(const Thread &m, i64 generation) {
-    for (int i = threadIdx.x; i < m.padding_words; i += THREADS) {
-        const i64 value = m.values_end + i / ROWS * (VALUES_PER_PIECE / 2);
-        char *to = m.group_buffer + buffer_offset(m, generation) + value_offset(value) + row_offset(i % ROWS);
-        write8(to, tag_of(generation), 0);
-    }
+    for (int i = threadIdx.x; i < m.padding_words; i += THREADS)
+        write8(m.group_buffer + buffer_offset(m, generation) +
+                   value_offset(m.values_end + i / ROWS * (VALUES_PER_PIECE / 2)) + row_offset(i % ROWS),
+               tag_of(generation), 0);
 }
 
 __device__ __forceinline__ Thread thread_of(const Loop &l, const Exchange &x) {

@@ -35,6 +35,8 @@ __device__ __forceinline__ u32 gather_steps(u32 bits, int which) {
     bits |= __shfl_xor_sync(~0u, bits, 4);
     return bits | __shfl_xor_sync(~0u, bits, 8);
 }
+
+/* Draw the masks of four steps from the n-th on. All lanes of a warp must call this. */
 __device__ __forceinline__ MaskBits draw_masks(const Loop &l, const Thread &m, const Seeds &seeds,
                                                const u32 (*thresholds)[WARPS * 16], int c, int n) {
     MaskBits k = {0, 0};
@@ -131,6 +133,7 @@ __device__ __forceinline__ Rates rates_of(const Loop &l, const Thread &m, Seeds 
 }
 
 /* --- norms ------------------------------------------------------------------------------------------ */
+
 #if NORM
 #define MOMENTS_GIVEN (NORM == 2)
 /* moments of a thread: of each row, or of each value of its unit */
@@ -154,6 +157,8 @@ template <int K>
 __device__ __forceinline__ int moment_at(const Thread &m, int t, int row, int q) {
     return NORM == 1 ? row : (t * K + q) * HIDDEN + m.unit;
 }
+
+/* Sum over all units of a row. All threads must call this. */
 __device__ __forceinline__ void sum_over_units(float (&one)[ROWS_PER_THREAD], float (&two)[ROWS_PER_THREAD],
                                                float *memory, const Thread &m) {
     float2 *part = (float2 *)memory; /* [ROWS][WARPS] */
@@ -230,6 +235,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop give
         if (m.in && l.b_x && !NORM) bias_x[q] = widen(((const narrow *)l.b_x)[q * HIDDEN + m.unit]);
         if (m.in && l.b_h) bias_h[q] = widen(((const narrow *)l.b_h)[q * HIDDEN + m.unit]);
     }
+
 #if NORM
     float *sums_h = norm_memory(), *sums_c = sums_h + NORM_BUFFERS * NORM_SUMS;
     float scale_h[GATES] = {}, scale_c = 0.0f, shift_c = 0.0f;
@@ -301,6 +307,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop give
         float v[ROWS_PER_THREAD][GATES];
         EACH_ROW EACH_GATE v[c][q] =
             total(sums, q, c, upper_half(m.lane)) + (NORM ? 0.0f : GRU ? bias_h[q] : bias_x[q]);
+
 #if NORM
         bool alive[ROWS_PER_THREAD];
         EACH_ROW alive[c] = ALIVE(t);
@@ -393,6 +400,7 @@ struct Fetched { /* inputs of a step, from memory */
     float old_c, old_h, dcells, gh[NORM ? GATES : 1];
     bool first;
 };
+
 #if NORM
 struct Moments {
     float var_h[MOMENTS(GATES)], mean_c[MOMENTS(1)], var_c[MOMENTS(1)];
@@ -411,6 +419,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
     load_weights(l, w, m.warp, m.lane);
     Seeds seeds;
     Rates rates = rates_of(l, m, seeds, thresholds);
+
 #if NORM
     float *sums_h = norm_memory(), *sums_c = sums_h + NORM_BUFFERS * NORM_SUMS;
     float scale_h[GATES] = {}, scale_c = 0.0f, shift_c = 0.0f, bias = 0.0f;
@@ -450,6 +459,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
                 next[c].old_h = next[c].first ? start_h(l, cut, start) : widen(((const narrow *)l.y)[old]);
                 if (!NORM) next[c].gh[0] = l.gh[unit];
             }
+
 #if NORM
             EACH_GATE {
                 next[c].gh[q] = l.gh[gate + q * HIDDEN];
@@ -507,6 +517,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
         advance_draw(pipeline, l, m, seeds, thresholds, done);
         EarlyLoad cut_above[ROWS_PER_THREAD]; /* a reset before step t + 1 */
         EACH_ROW cut_above[c] = cut[c], cut[c] = cut_next[c], f[c] = next[c];
+
 #if NORM
         moments_now = moments_next;
 #endif
@@ -538,6 +549,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
             }
         }
 #if LSTM
+
 #if NORM
         float hat[ROWS_PER_THREAD][1] = {};
 #endif
@@ -546,6 +558,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
             float shown = lstm_candidate(l, widen(f[c].gates[0]), widen(f[c].gates[1]), widen(f[c].gates[2]),
                 f[c].old_c,
                                          keep[c]);
+
 #if NORM
             EACH_INDEX(1) hat[c][0] = (shown - moments_now.mean_c[MOMENT]) * inverse(moments_now.var_c[MOMENT], n.eps);
             shown = hat[c][0] * scale_c + shift_c;
@@ -555,6 +568,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
             d[c][3] = lstm_output_back(l, du[c] * tc, go, f[c].first, owed[c], keep[c]);
             dcandidate[c][0] = du[c] * gate * (1 - tc * tc);
         }
+
 #if NORM
         EACH_ROW {
             if (alive[c]) {
@@ -573,6 +587,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
         }
 #elif GRU
         EACH_ROW if (alive[c]) {
+
 #if NORM
             float v = f[c].gh[2] * scale_h[2] + bias;
 #else
@@ -589,6 +604,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
         }
 #endif
         EACH_ROW EACH_GATE out[c][q] = GRU ? e[c][q] : d[c][q];
+
 #if NORM
         {
             float dh_w[ROWS_PER_THREAD][GATES], hat_h[ROWS_PER_THREAD][GATES];

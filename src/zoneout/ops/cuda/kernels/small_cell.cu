@@ -20,6 +20,8 @@ typedef u32 Thresholds[STATES + 1][WARPS * 16]; /* thresholds of all units, in s
 __device__ __forceinline__ void set_thresholds(Thresholds &thresholds, const Thread &m, const Streams &n) {
     EACH_STREAM if (m.lane % 2 == 0) thresholds[k][m.unit] = n.noise[k].threshold;
 }
+
+/* The bits of a stream for four steps, from the words of one of them. All lanes of a warp must call this. */
 __device__ __forceinline__ u32 bits_of_four(const u32 (&w)[4], const Stream &s, const u32 *thresholds,
                                             const Thread &m) {
     u32 bits = 0;
@@ -30,6 +32,8 @@ __device__ __forceinline__ u32 bits_of_four(const u32 (&w)[4], const Stream &s, 
     bits |= __shfl_xor_sync(~0u, bits, 4);
     return bits | __shfl_xor_sync(~0u, bits, 8);
 }
+
+/* The bits of four steps from the n-th on. All lanes of a warp must call this. */
 __device__ __forceinline__ Bits draw_bits(const Loop &l, const CellArguments &o, const Thread &m,
                                           const Streams &noises, const Thresholds &thresholds, int c, int n) {
     Bits bits = {};
@@ -69,6 +73,8 @@ __device__ __forceinline__ constexpr bool one_draw() { /* at most states 0 and 1
     return false;
 #endif
 }
+
+/* `n`: the number of the current step. */
 __device__ __forceinline__ void advance_draw(MaskPipeline &d, const Loop &l, const CellArguments &o, const Thread &m,
                                              const Streams &noises, const Thresholds &thresholds, int n, int phase) {
     if (!any_drawn(o)) return;
@@ -92,6 +98,7 @@ __device__ __forceinline__ void advance_draw(MaskPipeline &d, const Loop &l, con
         }
     }
 }
+
 __device__ __forceinline__ Masks masks_from_bits(const CellArguments &o, const Bits &bits, const Streams &n, int unit,
                                                  int phase) {
     Masks masks = {};
@@ -125,9 +132,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop give
 
     float state[ROWS_PER_THREAD][STATES], stored[ROWS_PER_THREAD][GATES + SLOTS] = {}, held[ROWS_PER_THREAD];
     EarlyLoad x_part[ROWS_PER_THREAD][GATES], next[ROWS_PER_THREAD][GATES]; /* x's part of this step and of the next */
-    bool cut[ROWS_PER_THREAD];                  /* a reset lies between this step and the one before */
-    EarlyLoad cut_next[ROWS_PER_THREAD];                 /* the same for the next step */
-    int at[ROWS_PER_THREAD];                    /* row of this step; at · G · H stays below 2³¹ */
+    bool cut[ROWS_PER_THREAD]; /* a reset lies between this step and the one before */
+    EarlyLoad cut_next[ROWS_PER_THREAD]; /* the same for the next step */
+    int at[ROWS_PER_THREAD]; /* row of this step; at · G · H stays below 2³¹ */
     const int step_stride = l.reverse ? -(int)l.batch : (int)l.batch;
     EACH_ROW {
         held[c] = 0.0f, cut[c] = false;
@@ -240,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
     Fetched f[ROWS_PER_THREAD], next[ROWS_PER_THREAD];
     /* a reset before these steps; cut_fetched: before the step to be fetched next */
     EarlyLoad cut[ROWS_PER_THREAD] = {}, cut_next[ROWS_PER_THREAD] = {}, cut_fetched[ROWS_PER_THREAD];
-    int at[ROWS_PER_THREAD];                             /* row of this step; at · G · H stays below 2³¹ */
+    int at[ROWS_PER_THREAD]; /* row of this step; at · G · H stays below 2³¹ */
     const int step_stride = l.reverse ? -(int)l.batch : (int)l.batch;
     auto fetch = [&](int t, int offset) {
         EACH_ROW if (ALIVE(t)) {

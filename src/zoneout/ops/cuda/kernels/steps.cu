@@ -13,27 +13,27 @@
  */
 
 struct Scratch {
-    const float *product;    /* [B, G·H]: h·Wh; NULL: the product was added to x's part in place */
-    narrow *h_in;            /* [B, pitch]: h as the product reads it */
+    const float *product; /* [B, G·H]: h·Wh; NULL: the product was added to x's part in place */
+    narrow *h_in;         /* [B, pitch]: h as the product reads it */
     /* the same for the next step, if the product cannot read y, or NULL; HALF: in half precision */
     narrow *h_next;
-    float *h;                /* [B, P]: the carried h in float32; NULL: y is exact enough */
-    float *candidate_c;              /* [B, H]: the candidate c; backward pass: its gradient */
-    narrow *u;               /* projection: its input, [B, H]; backward pass: [N, H] */
-    const float *projected;      /* projection: its result, [B, P]; backward pass: the gradient of its input, [B, H] */
+    float *h;               /* [B, P]: the carried h in float32; NULL: y is exact enough */
+    float *candidate_c;     /* [B, H]: the candidate c; backward pass: its gradient */
+    narrow *u;              /* projection: its input, [B, H]; backward pass: [N, H] */
+    const float *projected; /* projection: its result, [B, P]; backward pass: the gradient of its input, [B, H] */
     /* backward pass: [splits, B, pitch]: gradient from the recurrent product, as sums that are not yet added */
     float *rec;
-    float *owed;             /* [B, H]: gradient of the held output gate, for the step before */
+    float *owed; /* [B, H]: gradient of the held output gate, for the step before */
     narrow *du;
     float *dnc, *chat;
-    i64 norm, project;       /* norm: 0 none; 1 over the units; 2 over the examples */
+    i64 norm, project;          /* norm: 0 none; 1 over the units; 2 over the examples */
     i64 pitch, splits, settled; /* settled: rec was already added to dh */
     double eps;
     const float *norm_h, *norm_c, *norm_c_shift;
     float *mean_c, *var_c;
-    u16 *d_half;             /* HALF, backward pass: [B, G·H]: operands of the product, */
-    float *unscale;             /* [B]: the factors that undo their scale, */
-    const float *unscale_w;     /* and that of W_h */
+    u16 *d_half;            /* HALF, backward pass: [B, G·H]: operands of the product, */
+    float *unscale;         /* [B]: the factors that undo their scale, */
+    const float *unscale_w; /* and that of W_h */
 };
 enum { PART_GATES = 1, PART_SHOWN = 2, PART_CARRY = 4 };
 
@@ -59,6 +59,7 @@ __device__ __forceinline__ void put_half(u16 *to, const Units &u) {
 #endif
 }
 #endif
+
 __device__ __forceinline__ void keep(Keep *k, float Keep::*of, const Stream &s, const Noise &first, i64 j,
                                      const Words &w) {
     EACH_UNIT k[e].*of = keep_of(s, e && s.stride ? noise_of(s, j + e) : first, w.v[e]);
@@ -130,6 +131,7 @@ __device__ __forceinline__ void carry_h(const Loop &l, const Scratch &s, const P
     Units h;
     EACH_UNIT h[e] = carried_h(l, value[e], old[e], k[e]);
     if (s.h) store(s.h + p.row * l.outputs + p.j, h);
+
 #if HALF /* clamp: h0 may be of any size, if it is kept; NaN stays NaN */
     Units clamped;
     EACH_UNIT clamped[e] = h[e] > 65504.0f ? 65504.0f : h[e] < -65504.0f ? -65504.0f : h[e];
@@ -263,8 +265,8 @@ extern "C" __global__ void carry(Loop l, Scratch s, int t, int) {
 /* --- backward pass ----------------------------------------------------------------------------------- */
 
 struct CandidateGrad { /* gradients */
-    Units d;    /* of the candidate h */
-    Units rest; /* that go directly to the h before */
+    Units d;           /* of the candidate h */
+    Units rest;        /* that go directly to the h before */
 };
 
 /* The gradient from the product of the step after: loaded first, and added later. */
@@ -277,12 +279,14 @@ struct RecurrentGrad {
     Units first[EARLY_SPLITS];
     float unscale_w, unscale;
 };
+
 __device__ __forceinline__ RecurrentGrad recurrent_grad_at(const Loop &l, const Scratch &s, const Place &p,
                                                            int splits) {
     RecurrentGrad v = {s.rec + p.row * s.pitch + p.j, l.batch * s.pitch, splits};
 #pragma unroll
     for (int split = 0; split < EARLY_SPLITS; split++)
         v.first[split] = split < splits ? load(v.from + split * v.split_stride) : all_of(0.0f);
+
 #if HALF
     v.unscale_w = *s.unscale_w, v.unscale = s.unscale[p.row];
 #endif
@@ -298,6 +302,7 @@ __device__ __forceinline__ Units total(const RecurrentGrad &v) {
         Units one = load(v.from + split * v.split_stride);
         EACH_UNIT sum[e] += one[e];
     }
+
 #if HALF /* W_h's factor first: with the row's factor first, the product could overflow */
     if (v.splits) EACH_UNIT sum[e] = sum[e] * v.unscale_w * v.unscale;
 #endif
@@ -327,6 +332,8 @@ __device__ __forceinline__ CandidateGrad split_dh(const Loop &l, const Units &dh
     EACH_UNIT in.d[e] = carried_h_back(l, in.rest[e], k[e]);
     return in;
 }
+
+/* `enters`: gradients of the gates, for the product. */
 __device__ __forceinline__ void lstm_back(const Loop &l, const Scratch &s, const Place &p, int t, int work,
                                           Units *enters) {
     i64 H = l.hidden, here = p.row * H + p.j;
@@ -564,13 +571,13 @@ __device__ float2 block_sums(float one, float two) {
 }
 
 struct NormStep { /* one normalisation, `width` values per row */
-    float *v;          /* [B, width]: of this step */
-    float *hat;        /* [N, width]: normalised values; NULL: only the moments are computed */
+    float *v;     /* [B, width]: of this step */
+    float *hat;   /* [N, width]: normalised values; NULL: only the moments are computed */
     const float *scale;
     const narrow *bias;
-    float *mean, *var; /* [N] or [T, width] */
-    void *dv;          /* backward pass: gradient of v */
-    const void *d;     /* [N, width]: gradient of the scaled and shifted values */
+    float *mean, *var;        /* [N] or [T, width] */
+    void *dv;                 /* backward pass: gradient of v */
+    const void *d;            /* [N, width]: gradient of the scaled and shifted values */
     i64 width, given, by_row; /* by_row: dv is [B, width], of this step only */
     double eps;
 };

@@ -20,7 +20,7 @@ struct Unit { /* values of one unit of one row at one step; the fields of ops/cp
     float parameter[8], slot[2];
     float dstate[4], dy, owed, dx[8], dr[8], dparameter[8];
     float dzone[4], dzero[4], ddrop[4], dadd[4], dupdate, dhold; /* gradients of given masks */
-    float in[16], inner[32], din[16], dinner[32]; /* products inside the step: inputs and results */
+    float in[16], inner[32], din[16], dinner[32];                /* products inside the step: inputs and results */
 };
 
 /* --- the vocabulary of a step -------------------------------------------------------------------- */
@@ -34,7 +34,7 @@ __device__ __forceinline__ float exp_of(float x) { return __expf(x); }
 #else
 __device__ __forceinline__ float exp_of(float x) { return expf(x); }
 #endif
-__device__ __forceinline__ float softplus_of(float x) { /* x itself above 20, as in torch */
+__device__ __forceinline__ float softplus_of(float x) {                        /* x itself above 20, as in torch */
     return x > 20.0f ? x : fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))) + (x - x); /* NaN stays NaN */
 }
 #if APPROXIMATE
@@ -49,7 +49,7 @@ __device__ __forceinline__ float softplus_of(float x) { /* x itself above 20, as
 #define SQRT(x) sqrtf(x)
 #define SOFTPLUS(x) softplus_of(x)
 #define ABS(x) fabsf(x)
-#undef RELU /* the name of a built-in cell in common.cuh */
+#undef RELU                            /* the name of a built-in cell in common.cuh */
 #define RELU(x) ((x) < 0 ? 0.0f : (x)) /* NaN stays NaN */
 #define SIGN(x) ((x) > 0 ? 1.0f : (x) < 0 ? -1.0f : 0.0f)
 #define MINIMUM(a, b) ((a) < (b) || (a) != (a) ? (a) : (b)) /* NaN if either is NaN */
@@ -62,6 +62,9 @@ __device__ __forceinline__ float tanh_with_nan(float x) { return x == x ? tanh_o
 
 #undef GATES /* of a built-in cell; the text of the step defines its own */
 /* The functions of the cell's step stand here. */
+
+/* --- arguments -------------------------------------------------------------------------------- */
+
 /* In addition to Loop, for any cell. State 0 is h; entry 0 of states, initial and reset is unused. */
 struct CellArguments {
     Stream state[4], update;
@@ -130,9 +133,11 @@ __device__ __forceinline__ void set_update_mask(Unit &u, const Stream &s, float 
     u.update = keep;
     u.hold = s.hold && !first ? keep : 0.0f;
 }
+
 __device__ __forceinline__ const Stream &stream_of(const CellArguments &o, int k) {
     return k < STATES ? o.state[k] : o.update;
 }
+
 struct Streams { /* the streams of the states, then that of the update, as one unit sees them */
     Noise noise[STATES + 1];
 };

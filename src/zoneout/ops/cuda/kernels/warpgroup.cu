@@ -19,18 +19,18 @@
  * slab is multiplied. While the hardware multiplies, masks are drawn and the results of the slab before are
  * written.
  */
-#define WARPS 8                    /* warps that multiply */
+#define WARPS 8 /* warps that multiply */
 /* the third warpgroup has two working warps: registers are distributed by warpgroups */
 #define THREADS (32 * WARPS + 128)
 #define ROWS 64
-#define UNITS_PER_BLOCK 16                   /* units of a block */
+#define UNITS_PER_BLOCK 16 /* units of a block */
 #define CHUNKS ((K_STEPS + K_STEPS_PER_CHUNK - 1) / K_STEPS_PER_CHUNK)
 #define K_STEPS_PER_WARPGROUP (CHUNKS * K_STEPS_PER_CHUNK / 2) /* those past the last one are zero */
-#define K_STEP_BYTES (ROWS * 32)           /* of h, and of weights */
+#define K_STEP_BYTES (ROWS * 32)                               /* of h, and of weights */
 #define CHUNK_BYTES (K_STEPS_PER_CHUNK * K_STEP_BYTES)
-#define TILES (ROWS / 8 / 2)       /* of eight rows: the tiles whose complete sums a warpgroup has at the end */
-#define ROWS_PER_THREAD TILES                /* in a slab */
-#define PIECES (4 * ROWS * 2)      /* of 16 bytes: the gates of a slab, [gate][row][unit / 8] */
+#define TILES (ROWS / 8 / 2)  /* of eight rows: the tiles whose complete sums a warpgroup has at the end */
+#define ROWS_PER_THREAD TILES /* in a slab */
+#define PIECES (4 * ROWS * 2) /* of 16 bytes: the gates of a slab, [gate][row][unit / 8] */
 
 struct Exchange {
     char *buffer; /* by group: [2][SLABS][CHUNKS][CHUNK_BYTES], then u32 [SLABS][K_STEPS], all zero */
@@ -44,10 +44,10 @@ struct Exchange {
  * 8][column][depth % 8]. */
 #define AT_STAGES (2 * (K_STEPS_PER_WARPGROUP - RESIDENT_K_STEPS) * K_STEP_BYTES)
 #define AT_SUMS (AT_STAGES + STAGES * CHUNK_BYTES)
-#define AT_GATES (AT_SUMS + 2 * TILES * 128 * 16)      /* [SLABS][gate][row][unit]: x's part, then the gates */
-#define AT_H (AT_GATES + SLABS * PIECES * 16)          /* [unit / 8][row][unit % 8] */
-#define AT_EXAMPLES (AT_H + K_STEP_BYTES)                      /* [SLABS][row] */
-#define AT_BARRIERS (AT_EXAMPLES + SLABS * ROWS * 4)   /* of each stage: full, empty */
+#define AT_GATES (AT_SUMS + 2 * TILES * 128 * 16)    /* [SLABS][gate][row][unit]: x's part, then the gates */
+#define AT_H (AT_GATES + SLABS * PIECES * 16)        /* [unit / 8][row][unit % 8] */
+#define AT_EXAMPLES (AT_H + K_STEP_BYTES)            /* [SLABS][row] */
+#define AT_BARRIERS (AT_EXAMPLES + SLABS * ROWS * 4) /* of each stage: full, empty */
 
 /* --- asynchronous hardware -------------------------------------------------------------------------- */
 
@@ -87,6 +87,8 @@ __device__ __forceinline__ void await_copies() {
 /* Registers of a thread: the warpgroup that does not multiply releases most of its own. */
 __device__ __forceinline__ void release_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(40)); }
 __device__ __forceinline__ void claim_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(232)); }
+
+/* Barriers of the warps that multiply; and with the warp that publishes the count, for which they do not wait. */
 __device__ __forceinline__ void sync_compute_warps() {
     asm volatile("bar.sync %0, %1;" ::"n"(1), "n"(32 * WARPS) : "memory");
 }
@@ -113,6 +115,8 @@ __device__ __forceinline__ u64 matrix_descriptor(u32 at, u32 far) {
 #endif
 #define OUT                                                                                                        \
     "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}"
+
+/* Start sum += a·b. a is 64 × 16, in registers or in shared memory; b is 16 × 64. */
 __device__ __forceinline__ void multiply_resident(float (&sum)[32], const u32 (&a)[4], u64 b) {
     asm volatile("{ .reg .pred p; setp.ne.b32 p, 1, 0; " HOW OUT ", {%32,%33,%34,%35}, %36, p, 1, 1, 0; }"
                  : SUMS : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b) : "memory");
@@ -134,12 +138,12 @@ __device__ __forceinline__ void await_products(float (&sum)[32]) {
 /* --- the position of a thread ------------------------------------------------------------------------ */
 
 struct Thread {
-    u32 warp, lane, group; /* group: the warpgroup */
-    u32 block, unit0, row0;  /* the block's index in its group */
+    u32 warp, lane, group;  /* group: the warpgroup */
+    u32 block, unit0, row0; /* the block's index in its group */
     char *shared;
-    u32 base;              /* address of shared memory */
-    char *buffers;          /* the exchange buffers of the group */
-    u32 *sent_counts;            /* the number of steps that each block has sent */
+    u32 base;         /* address of shared memory */
+    char *buffers;    /* the exchange buffers of the group */
+    u32 *sent_counts; /* the number of steps that each block has sent */
 };
 
 __device__ __forceinline__ Thread thread_of(const Exchange &x) {
@@ -389,7 +393,7 @@ __device__ __forceinline__ void forward_rows(const Loop &l, const Thread &m) {
 
     Noises noises = {};
     const MaskDraw draws = mask_draw_of(l, m.unit0 + unit, in);
-    const u32 place = m.lane / 4 % 4; /* index among the four lanes */
+    const u32 place = m.lane / 4 % 4;                                         /* index among the four lanes */
     float bias[4] = {}, h[SLABS][ROWS_PER_THREAD], c[SLABS][ROWS_PER_THREAD]; /* those of the next slab come first */
     if (in) {
         noises = noises_of(l, m.unit0 + unit);
@@ -416,8 +420,8 @@ __device__ __forceinline__ void forward_rows(const Loop &l, const Thread &m) {
         *h_values = (narrow *)(m.shared + AT_H) + (unit / 8 * ROWS + row) * 8 + unit % 8;
     StageRing ring = {0, 0};
     uint4 piece = make_uint4(0, 0, 0, 0); /* h of the slab before */
-    u32 previous = 0;                         /* … its index */
-    i64 previous_at = -1;                     /* … and its first row; -1: none */
+    u32 previous = 0;                     /* … its index */
+    i64 previous_at = -1;                 /* … and its first row; -1: none */
     auto write = [&](int part) {          /* write a part of the results of the slab before, then fetch its next x */
         const bool gates_exist = previous_at >= 0 && to.gates_row + previous * ROWS < batch;
         if (part < 2 && gates_exist) *(uint4 *)(to.gates + 4 * previous_at + part * 2 * H)

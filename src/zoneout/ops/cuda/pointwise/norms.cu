@@ -25,7 +25,7 @@ struct Norms {
     narrow *v;            /* [N, width]: x·Wx; out: normalised, scaled and shifted; backward pass: its gradient */
     const narrow *d, *dh; /* gradients of the normalised, scaled and shifted x·Wx and h·Wh */
     const float *gh;      /* [N, width]: h·Wh, normalised */
-    float *partial_sums; /* [·, 2, width]: of the gradients of both scales, to be added */
+    float *partial_sums;  /* [·, 2, width]: of the gradients of both scales, to be added */
 };
 
 __device__ __forceinline__ float inverse(float var, double eps) { return rsqrtf(var + (float)eps); }
@@ -33,6 +33,7 @@ __device__ __forceinline__ float inverse(float var, double eps) { return rsqrtf(
 /* --- vectors of adjacent elements ---------------------------------------------------------------- */
 
 #define EACH_ELEMENT _Pragma("unroll") for (int e = 0; e < VECTOR; e++)
+
 #if IN_REGISTERS
 #define UNROLL _Pragma("unroll")
 #else
@@ -74,9 +75,11 @@ __device__ __forceinline__ void put_narrow(narrow *to, const Floats &u) {
 #endif
 
 __device__ __forceinline__ NarrowVector get_narrow(const narrow *from) { return *(const NarrowVector *)from; }
+
 /* vectors that a thread reads more than once, or long before their use */
 template <class Number, class Elements> struct Cached {
     const Number *from;
+
 #if IN_REGISTERS
     Elements held[VECTORS_PER_THREAD];
     __device__ __forceinline__ void read(int k, i64 at) { held[k] = *(const Elements *)(from + at); }
@@ -93,6 +96,7 @@ typedef Cached<float, Floats> CachedFloats;
 
 #if LAYER
 #define TEAMS (THREADS / TEAM)
+
 #if IN_REGISTERS
 #define VECTOR_COUNT VECTORS_PER_THREAD
 #else
@@ -101,6 +105,8 @@ typedef Cached<float, Floats> CachedFloats;
 #define EACH_VECTOR \
     UNROLL for (int k = 0, j = lane * VECTOR; k < VECTOR_COUNT; k++, j += TEAM * VECTOR) \
         if (k < VECTOR_COUNT - 1 || j < width)
+
+/* Sum over the threads of a row, for all of them. */
 template <int N> __device__ __forceinline__ void sum_over_team(float (&v)[N]) {
 #pragma unroll
     for (int far = 16; far; far /= 2)
@@ -182,6 +188,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(Norms n) {
     int lane = threadIdx.x % TEAM, width = (int)n.width;
     float *to_x = n.partial_sums + (i64)blockIdx.x * 2 * width, *to_h = to_x + width;
     Floats zero = {};
+
 #if IN_REGISTERS
     float of_x[VECTORS_PER_THREAD][VECTOR] = {}, of_h[VECTORS_PER_THREAD][VECTOR] = {};
 #else
@@ -212,6 +219,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(Norms n) {
                 sum[0] += dx[e] * scale[e];
                 sum[1] += dx[e] * scale[e] * hat[e];
             }
+
 #if IN_REGISTERS
             EACH_ELEMENT of_x[k][e] += dx[e] * hat[e], of_h[k][e] += dh[e] * gh[e];
 #else
@@ -229,6 +237,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(Norms n) {
             put_narrow(n.v + start + j, out);
         }
     }
+
 #if IN_REGISTERS
     store_sums(of_x, to_x, lane, width);
     store_sums(of_h, to_h, lane, width);
@@ -260,6 +269,7 @@ template <int MOST, int N> __device__ __forceinline__ void sum_down(float (&v)[N
 /* --- batch norm ---------------------------------------------------------------------------------- */
 
 #if !LAYER
+
 #if IN_REGISTERS
 #define EXAMPLES VECTORS_PER_THREAD
 #else
@@ -408,7 +418,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(Norms n) {
 #if BACKWARD
 struct Sums {
     const float *d, *hat; /* [rows, width] */
-    float *partial_sums; /* [count, 2, width]: sums of d · hat and of d */
+    float *partial_sums;  /* [count, 2, width]: sums of d · hat and of d */
     i64 rows, width, count;
     float *first, *second; /* [width] */
 };

@@ -14,7 +14,7 @@
 
 struct Side { /* packed rows if `first_rows` is set, else a fixed number of rows at each step */
     u8 *start;
-    const i64 *first_rows; /* [steps]: the first packed row of each step */
+    const i64 *first_rows;     /* [steps]: the first packed row of each step */
     i64 step_bytes, row_bytes; /* bytes between steps, and between rows */
 };
 
@@ -25,7 +25,7 @@ __device__ __forceinline__ u8 *row_of(const Side &s, i64 t, i64 b) {
 struct Move {
     Side from, to;
     i64 steps, batch, words, word; /* words of a row, and bytes of a word */
-    const i64 *lengths; /* [batch] */
+    const i64 *lengths;            /* [batch] */
 };
 
 template <class Word, class Index>
@@ -82,8 +82,8 @@ extern "C" __global__ void clear(Clear c) {
 
 struct State {
     const void *every, *initial; /* [steps, batch, width] and [batch, width] */
-    narrow *last; /* [batch, width] */
-    i64 width, is_float; /* is_float: `every` and `initial` are float, `last` may not be */
+    narrow *last;                /* [batch, width] */
+    i64 width, is_float;         /* is_float: `every` and `initial` are float, `last` may not be */
 };
 
 struct FinalStates {
@@ -106,12 +106,12 @@ extern "C" __global__ void final_states(FinalStates e) {
 
 struct RecurrentInputs {
     i64 steps, batch, reverse;
-    const i64 *lengths; /* [batch], or NULL */
-    const bool *resets; /* [steps, batch], or NULL */
-    const u8 *y, *h0, *reset_h; /* [steps, batch, outputs]; [batch, outputs] */
-    const narrow *scale_h; /* [batch, outputs], or NULL */
-    const u8 *x; /* [steps, batch, inputs] */
-    u8 *out; /* [steps, batch, outputs | inputs | ones] */
+    const i64 *lengths;                         /* [batch], or NULL */
+    const bool *resets;                         /* [steps, batch], or NULL */
+    const u8 *y, *h0, *reset_h;                 /* [steps, batch, outputs]; [batch, outputs] */
+    const narrow *scale_h;                      /* [batch, outputs], or NULL */
+    const u8 *x;                                /* [steps, batch, inputs] */
+    u8 *out;                                    /* [steps, batch, outputs | inputs | ones] */
     i64 h_words, h_word, x_words, x_word, ones; /* words of a row and bytes of a word; ones: number of columns */
 };
 
@@ -159,9 +159,9 @@ extern "C" __global__ void recurrent_inputs(RecurrentInputs e) {
 #define MOST_RANGES 4
 
 struct SplitColumns {
-    i64 rows, pitch; /* bytes of a row */
-    const u8 *from[MOST_RANGES]; /* of the first row */
-    u8 *to[MOST_RANGES]; /* contiguous */
+    i64 rows, pitch;                           /* bytes of a row */
+    const u8 *from[MOST_RANGES];               /* of the first row */
+    u8 *to[MOST_RANGES];                       /* contiguous */
     i64 words[MOST_RANGES], word[MOST_RANGES]; /* words of a row, and bytes of a word */
 };
 
