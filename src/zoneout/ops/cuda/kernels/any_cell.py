@@ -23,7 +23,7 @@ _i64, _p = ctypes.c_int64, ctypes.c_void_p
 
 
 class CellArguments(ctypes.Structure):
-    """`Own` of unit.cuh."""
+    """`CellArguments` of unit.cuh."""
 
     _fields_ = [
         *((name, Stream) for name in ("state0", "state1", "state2", "state3", "update")),
@@ -61,7 +61,7 @@ _GIVEN = {"drop": "dropped", "add": "added"}  # fields of masks that are always 
 
 
 class AnyCellArguments(Arguments):
-    """The struct `Own` of a loop."""
+    """The struct `CellArguments` of a loop."""
 
     def __init__(self, loop: Loop, grads: LoopGrads | None) -> None:
         super().__init__(CellArguments)
@@ -117,7 +117,7 @@ def with_dense_weight(loop: Loop) -> Loop:
 
 
 def holds_gate(loop: Loop) -> bool:
-    """Return True if a noise holds a gate."""
+    """Return True if a noise keeps the old value of a gate."""
     draw = loop.draws.get("update")
     return draw is not None and draw.rule.holds_gate
 
@@ -134,9 +134,10 @@ def step_text(loop: Loop, grads: LoopGrads | None = None) -> str:
 
 
 def noise_defines(loop: Loop) -> Defines:
-    """Return what the kernels may know of the noise: macros of unit.cuh, none if it is unusual.
+    """Return macros of unit.cuh for what is known about the noise when the kernel is compiled.
 
-    Usual is zoneout alone, whose masks see step, example and unit, with one seed.
+    There are none unless the only noise is zoneout whose masks see step, example and unit, with one
+    seed.
     """
     if any(name not in STATE_STREAMS for name in loop.draws):
         return ()

@@ -30,7 +30,8 @@ from .small import MOST_NUMBERS
 
 MOST_BLOCKS = 16  # maximum in a cluster
 MOST_WARPS = 8  # maximum in a block: with more, a thread has too few registers
-# Pieces of the weights that fit in registers, by (backward pass, no optional features).
+# Fragments (weights of one k-step and tile) that fit in registers, by (backward pass, no optional
+# features).
 MOST_FRAGMENTS = {(False, True): 52, (False, False): 16, (True, True): 26, (True, False): 0}
 
 
@@ -41,8 +42,8 @@ class Plan:
     hidden: int
     blocks: int  # blocks in the only cluster
     unit_groups: int  # groups of 8 units in a block
-    bands: int  # groups of 16 rows
-    resident: int  # pieces of weights in registers
+    bands: int  # bands of 16 rows
+    resident: int  # fragments in registers
     shared: int  # shared memory of a block, bytes
 
     @property
@@ -62,8 +63,8 @@ def plan(
 ) -> Plan | None:
     """Return the tiles for a shape and device, or None if the loop does not fit.
 
-    `size` is the size of an element and `most` that of shared memory, in bytes. `plain`: the loop
-    uses no optional features.
+    `size` is the size of an element, `most_shared` that of shared memory, in bytes. `plain`: the
+    loop uses no optional features.
     """
     unit_groups, bands = 1 if hidden <= 8 * MOST_BLOCKS else 2, -(-batch // 16)
     if hidden > 16 * MOST_BLOCKS or unit_groups * bands > MOST_WARPS:
@@ -118,7 +119,7 @@ def plan_for(loop: Loop, backward: bool, plain: bool) -> Plan | None:
 
 
 def ready(loop: Loop, grads: LoopGrads | None, concurrent: int) -> Ready | None:
-    """Prepare a loop as one launch, with `loops` running concurrently; None if it does not fit."""
+    """Prepare a loop as one launch, with `concurrent` at once; None if it does not fit."""
     features, modes = features_of(loop, grads), modes_of(loop.draws)
     tiles = plan_for(loop, grads is not None, not features and modes is not None)
     if tiles is None:

@@ -56,7 +56,7 @@ def diagonal_defines(
 ) -> Defines:
     """Return the macros that the kernel of a pass is compiled with.
 
-    `features`: see `has`. `full`: the units are a multiple of THREADS.
+    `features`: see `features_of`. `full`: the units are a multiple of THREADS.
     """
     macros = (
         ("BACKWARD", int(backward)),
@@ -70,7 +70,7 @@ def diagonal_defines(
 def ahead(cell: Definition, backward: bool, seen: bool = False) -> int:
     """Return how many steps a load is issued before its use: a multiple of 4, at most AHEAD.
 
-    `seen`: the states at every step have gradients.
+    `seen`: the states are returned at every step, and have gradients.
     """
     states = len(cell.states)
     numbers = cell.gates

@@ -39,21 +39,21 @@ class Layout(NamedTuple):
     """Where a block stores its weights, and how it reads the values that blocks exchange."""
 
     resident: int  # k-steps with their weights in registers
-    pairs_per_chunk: int  # pairs of k-steps in one batch of loads
-    chunks_in_flight: int  # batches of loads in flight to shared memory
+    pairs_per_chunk: int  # pairs of k-steps in a chunk: what a warp loads together
+    chunks_in_flight: int  # chunks on their way to shared memory
     sum_buffers: int  # sets of sums, used in alternation
     shared: int  # shared memory of a block, bytes
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The tiles of a launch: see persistent.cu."""
+    """The tiles of a launch: see exchange.cuh."""
 
     half: bool  # the product's float32 operands are exchanged in half precision
-    blocks: int  # blocks that share the units
-    groups: int  # groups of blocks that share the rows
+    blocks: int  # blocks of a group; each has some of the units
+    groups: int  # groups of blocks; each has some of the rows
     units: int  # per block
-    tiles: int  # tiles of 16 rows
+    tiles: int  # tiles of 16 rows in a group of blocks
     row_octets: int  # groups of 8 rows that are read
     k_steps: int  # per warp
     k_steps_per_factor: int  # k-steps with the same scale factor
@@ -84,14 +84,14 @@ class Plan:
 
 
 def values_per_unit(cell: Definition) -> int:
-    """Return the gradients of a unit in what goes around: one, or 8 or 16 bytes of half types."""
+    """Return the exchanged gradients of a unit: one, or 8 or 16 bytes of half types."""
     return 1 if cell.gates == 1 else 4 if cell.gates <= 4 else 8
 
 
 def in_half(cell: Definition, dtype: torch.dtype, hidden: int, backward: bool) -> bool:
     """Return True if TF32 operands may be exchanged in half precision: both have 10 mantissa bits.
 
-    * h may: it is between -1 and 1, unless it is given from outside. The h of a ReLU may not: it
+    * h may, as it is between -1 and 1, unless it is an initial state. The h of a ReLU may not: it
       can have any size.
     * Gradients may: each block scales them by a power of two for each row of each step. Those of
       cells with one gate may not, because a k-step has values of more than one block, nor those of
@@ -106,20 +106,19 @@ def in_half(cell: Definition, dtype: torch.dtype, hidden: int, backward: bool) -
 
 
 def factor_groups(units: int, k_steps: int) -> tuple[int, int]:
-    """Return (k-steps of a warp that surely come from one block, maximum blocks of all k-steps).
+    """Return (k-steps of a warp that share a scale factor, maximum source blocks of a warp).
 
-    A k-step has the values of four units. The offset of a warp's first k-step within a block
-    depends on the warp.
+    K-steps share a factor if all of them have values of the same block. A k-step has the values of
+    four units. The offset of a warp's first k-step within a block depends on the warp.
     """
     k_steps_per_block = units // 4
     k_steps_per_factor = math.gcd(k_steps, k_steps_per_block)
-    return k_steps_per_factor, (
-        k_steps_per_block - k_steps_per_factor + k_steps - 1
-    ) // k_steps_per_block + 1
+    beyond_first = k_steps_per_block - k_steps_per_factor + k_steps - 1
+    return k_steps_per_factor, beyond_first // k_steps_per_block + 1
 
 
 def factor_bytes(source_blocks: int, row_octets: int) -> int:
-    """Return the bytes of the scale factors of `makers` blocks: one float for each row."""
+    """Return the bytes of the scale factors of `source_blocks` blocks: one float for each row."""
     return source_blocks * row_octets * 8 * 4
 
 
@@ -132,9 +131,9 @@ def layout(
     many registers for weights leave too few for the rest of the loop. So the three limits are
     tried in this order:
 
-    * ALL: all weights are in registers.
-    * SOME: some weights are in shared memory, more than necessary.
-    * MOST: all weights are in registers, beyond ALL.
+    * ALL_RESIDENT: all weights are in registers.
+    * SOME_IN_SHARED: some weights are in shared memory, more than necessary.
+    * MOST_RESIDENT: all weights are in registers, beyond ALL_RESIDENT.
     """
     pairs_per_chunk = min(2 if backward and tiles == 1 else 1, k_steps // 2)
     other_registers = 4 * tiles * columns + 8 * pairs_per_chunk * tiles
@@ -226,7 +225,7 @@ def plan(
 def plan_for(loop: Loop | Run, backward: bool, concurrent: int = 1) -> Plan | None:
     """Return the plan of a loop or of a run's loop, or None if it must run step by step.
 
-    `loops` is the number of loops that run concurrently.
+    `concurrent` is the number of loops that run at once.
     """
     w_hh = loop.recurrent_weight
     if loop.norm is not None or loop.w_hr is not None:
@@ -249,7 +248,7 @@ def plan_for(loop: Loop | Run, backward: bool, concurrent: int = 1) -> Plan | No
 
 
 def fits(r: Run, concurrent: int) -> bool:
-    """Return True if both passes of a run fit with `loops` concurrent loops, and that is faster.
+    """Return True if both passes of a run fit with `concurrent` at once, and that is faster.
 
     Concurrent loops are faster than sequential ones if a block has few rows, though not always by
     much. On an H200 two loops took 1.2 to 2.0 times as long as one. They took 2.3 times as long
@@ -271,7 +270,7 @@ def is_faster(tiles: Plan, dtype: torch.dtype, backward: bool) -> bool:
 
 
 def ready(loop: Loop, grads: LoopGrads | None, concurrent: int) -> Ready | None:
-    """Prepare a loop as one launch, with `loops` running concurrently; None if it does not fit."""
+    """Prepare a loop as one launch, with `concurrent` at once; None if it does not fit."""
     return ready_with(loop, grads, concurrent)
 
 

@@ -13,12 +13,12 @@ from .any_cell import AnyCellArguments, noise_defines, step_text, with_dense_wei
 
 
 def fits(r: Run, concurrent: int) -> bool:
-    """Return True if both passes of a run fit with `loops` concurrent loops, and that is faster."""
+    """Return True if both passes of a run fit with `concurrent` at once, and that is faster."""
     return r.cell.has_r and not r.cell.products and persistent.fits(r, concurrent)
 
 
 def ready(loop: Loop, grads: LoopGrads | None, concurrent: int) -> Ready | None:
-    """Prepare a loop as one launch, with `loops` running concurrently; None if it does not fit."""
+    """Prepare a loop as one launch, with `concurrent` at once; None if it does not fit."""
     if (
         not loop.cell.has_r
         or loop.cell.products

@@ -31,7 +31,8 @@ from .persistent import values_per_unit
 
 # Registers per lane in one of the four partitions of a multiprocessor.
 REGISTERS = 16384 // 32
-# Registers of a thread that hold no weights: with one row, more for a norm, more per extra row.
+# Registers of a thread that hold no weights: for one row, in addition for a norm, and for each
+# further row.
 OTHER_REGISTERS, NORM_REGISTERS, ROW_REGISTERS = 76, 32, 20
 # Maximum bytes of weights in shared memory. With more, reading them at each step takes longer than
 # an exchange between blocks.
@@ -73,7 +74,7 @@ def plan(
 ) -> Plan | None:
     """Return the tiles for a shape and device, or None if the loop does not fit.
 
-    `size` is the size of an element and `most` that of shared memory, in bytes.
+    `size` is the size of an element, `most_shared` that of shared memory, in bytes.
     """
     gates, values_per_k_step = cell.gates, 32 // size
     warps, tiles = -(-hidden // 16), 1 if backward else gates
@@ -102,7 +103,7 @@ def plan(
 def plan_for(loop: Loop | Run, backward: bool, concurrent: int) -> Plan | None:
     """Return the plan of a loop or of a run's loop, or None if this kernel does not support it.
 
-    `loops` is the number of loops that run concurrently.
+    `concurrent` is the number of loops that run at once.
     """
     w_hh, norm = loop.recurrent_weight, loop.norm
     if loop.w_hr is not None or (
@@ -130,12 +131,12 @@ def plan_for(loop: Loop | Run, backward: bool, concurrent: int) -> Plan | None:
 
 
 def fits(r: Run, concurrent: int) -> bool:
-    """Return True if this kernel supports both passes of a run, with `loops` concurrent loops."""
+    """Return True if this kernel supports both passes of a run, with `concurrent` loops at once."""
     return all(plan_for(r, back, concurrent) is not None for back in (False, True))
 
 
 def ready(loop: Loop, grads: LoopGrads | None, concurrent: int) -> Ready | None:
-    """Prepare a loop as one launch, with `loops` running concurrently; None if it does not fit."""
+    """Prepare a loop as one launch, with `concurrent` at once; None if it does not fit."""
     noise_defines = mode_defines(modes_of(loop.draws))
     return ready_with(loop, grads, concurrent, lambda: norm_arguments(loop, grads), noise_defines)
 

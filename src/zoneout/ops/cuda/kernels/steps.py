@@ -34,7 +34,7 @@ from .persistent import in_half
 
 THREADS = 64  # per block
 MOST_THREADS = 1024  # maximum in a block that processes a whole row
-PART_GATES, PART_SHOWN, PART_CARRY = 1, 2, 4  # bits: the parts of a step that a launch computes
+PART_GATES, PART_SHOWN, PART_CARRY = 1, 2, 4  # bits: what a launch computes of a step
 _PLAIN_NAMES = ("forward", "backward")
 _NAMES = (
     *_PLAIN_NAMES, "enter", "carry", "norm_rows", "norm_columns", "carry_back", "centre", "settle",
@@ -183,7 +183,7 @@ def backward(loop: Loop, grads: LoopGrads) -> None:
 
 
 def depth_splits(depth: int, columns: int, rows: int, size: int, processors: int) -> int:
-    """Return the number of partial sums of the product in the backward pass.
+    """Return into how many sums the depth of the product in the backward pass is split.
 
     The product has few columns, so splitting its depth keeps more of the chip busy. The kernel of
     the previous time step adds the partial sums. This costs less than a separate kernel.

@@ -27,10 +27,10 @@ from ..runtime.compiler import Kernel, Ready, chip, load
 from .persistent import plan_for as persistent_plan
 
 UNITS_PER_BLOCK = 16  # units per block
-ROWS = 64  # rows per turn
+ROWS = 64  # rows of a slab
 K_STEP_BYTES = 32 * ROWS  # bytes of a k-step
 THREADS = 384
-MOST_SLABS = 2
+MOST_SLABS = 2  # per block
 K_STEPS_PER_CHUNK = 8  # k-steps that are loaded together
 MOST_RESIDENT = 32  # k-steps of a warpgroup whose weights fit in its registers
 
@@ -41,7 +41,7 @@ class Plan:
 
     k_steps: int  # also the number of blocks that share the units
     groups: int  # groups of blocks that share the rows
-    slabs: int  # turns of 64 rows that a block processes one after another
+    slabs: int  # slabs of 64 rows that a block processes one after another
     stages: int  # chunks in flight to shared memory
     resident: int  # k-steps of a warpgroup with their weights in registers
     shared: int  # shared memory of a block, bytes
@@ -64,9 +64,8 @@ def plan(hidden: int, batch: int, processors: int, shared: int) -> Plan | None:
     resident = min(
         MOST_RESIDENT // (K_STEPS_PER_CHUNK // 2) * (K_STEPS_PER_CHUNK // 2), k_steps_per_warpgroup
     )
-    other_shared = (
-        2 * (k_steps_per_warpgroup - resident) * K_STEP_BYTES + 2 * 4 * 128 * 16
-    )  # weights, sums
+    other_shared = 2 * (k_steps_per_warpgroup - resident) * K_STEP_BYTES  # weights
+    other_shared += 2 * 4 * 128 * 16  # sums
     other_shared += slabs * ROWS * (4 * 32 + 4) + K_STEP_BYTES  # gates, examples, h
     stages = min((shared - other_shared) // (K_STEPS_PER_CHUNK * K_STEP_BYTES + 16), 2 * chunks)
     if stages < 2:

@@ -1,4 +1,4 @@
-"""The structs of common.cuh, steps.cu and persistent.cu, and how a `Loop` fills them."""
+"""The structs of common.cuh, steps.cu and exchange.cuh, and how a `Loop` fills them."""
 
 from __future__ import annotations
 
@@ -191,11 +191,11 @@ def fill_stream(to: Stream, draw: Draw, device: int) -> None:
 
 
 Defines = tuple[tuple[str, int], ...]  # macros that a kernel is compiled with
-ALL_FEATURES = 127  # all bits of `has`
+ALL_FEATURES = 127  # all bits of `features_of`
 
 
 def features_of(loop: Loop, grads: LoopGrads | None) -> int:
-    """Return the bit mask HAS of common.cuh: the optional features that a loop uses.
+    """Return the bit mask FEATURES of common.cuh: the optional features that a loop uses.
 
     The base case, 0, is zoneout of rows of full length, forward in time.
     """

@@ -24,7 +24,7 @@ CUDA = Path(__file__).parents[1]
 COMMON = CUDA / "kernels" / "common.cuh"  # prepended to every source
 # Path of each source by file name; other modules may add their own.
 SOURCES = {path.name: path for path in CUDA.glob("*/*.cu")}
-# What else is prepended to some sources, after COMMON. The text of a cell's step, made by
+# Headers that are prepended to some sources, after COMMON. The text of a cell's step, made by
 # definition/cuda.py, takes the place of the line STEP in unit.cuh.
 HEADERS = {
     "steps.cu": ("units.cuh",),
