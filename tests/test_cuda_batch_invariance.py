@@ -235,7 +235,7 @@ def test_what_is_not_requested(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_products_are_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The products of rows of a batch on a GPU never reach the one that is the same for all."""
-    assert products._own.gpu_rows is blas.by_rows
+    assert products._registered.gpu_rows is blas.by_rows
 
 
 # --- on a GPU

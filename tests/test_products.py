@@ -61,7 +61,9 @@ def test_whose_precision_a_product_has(dtype: torch.dtype, monkeypatch: pytest.M
     """
     asked: list[Any] = []
     monkeypatch.setattr(
-        products._own, "gpu_product", lambda a, b, out, add=False: asked.append((out, add)) or out
+        products._registered,
+        "gpu_product",
+        lambda a, b, out, add=False: asked.append((out, add)) or out,
     )
     monkeypatch.setattr(torch, "mm", lambda a, b, out=None: "torch's")
     new, kept = object(), SimpleNamespace(addmm_=lambda a, b: "torch's")

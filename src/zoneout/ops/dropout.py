@@ -113,8 +113,8 @@ def _random_bits(
 
 
 @_random_bits.register_fake
-def _(examples: Tensor, *given: Any) -> Tensor:
-    *_, steps, units = given
+def _(examples: Tensor, *arguments: Any) -> Tensor:
+    *_, steps, units = arguments
     return examples.new_empty(steps, len(examples), units, dtype=torch.int32)
 
 
@@ -146,8 +146,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     rate, seed, examples = ctx.saved_tensors
-    given = (dy, ctx.stream, ctx.mask, rate, seed, ctx.plane, examples, ctx.first_step)
-    return torch.ops.zoneout.dropout(*given), *[None] * 7
+    arguments = (dy, ctx.stream, ctx.mask, rate, seed, ctx.plane, examples, ctx.first_step)
+    return torch.ops.zoneout.dropout(*arguments), *[None] * 7
 
 
 torch.library.register_autograd("zoneout::dropout", _backward, setup_context=_setup)

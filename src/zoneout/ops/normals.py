@@ -56,6 +56,6 @@ def _normals(
 
 
 @_normals.register_fake
-def _(examples: Tensor, *given: Any) -> Tensor:
-    *_, steps, units = given
+def _(examples: Tensor, *arguments: Any) -> Tensor:
+    *_, steps, units = arguments
     return examples.new_empty(steps, len(examples), units, dtype=torch.float32)

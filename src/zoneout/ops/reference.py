@@ -170,7 +170,7 @@ def _keeps(r: Run, masks: dict[str, Tensor]) -> tuple[list[cells.Keep], Tensor |
 
     def at(t: int) -> cells.Keep:
         of_states = {
-            kind: {state: each[t] for state, each in found.items()} for kind, found in kinds.items()
+            kind: {state: each[t] for state, each in masks.items()} for kind, masks in kinds.items()
         }
         return cells.Keep(**of_states, update=None if update is None else update[t])
 
@@ -210,8 +210,8 @@ class _Norm:
         """Return h·Wh of one step, [B, ·], normalised."""
         n = self.norm
         assert n is not None
-        given = None if n.given is None else (n.given.mean_h[t], n.given.var_h[t])
-        return self._step("h", v, t, given, n.scale_h)
+        pair = None if n.given is None else (n.given.mean_h[t], n.given.var_h[t])
+        return self._step("h", v, t, pair, n.scale_h)
 
     def c(self, t: int, v: Tensor) -> Tensor:
         """Return the candidate c of one step, [B, H], normalised."""
@@ -219,20 +219,20 @@ class _Norm:
         if n is None:
             return v
         assert n.scale_c is not None and n.shift_c is not None
-        given = None
+        pair = None
         if n.given is not None:
             assert n.given.mean_c is not None and n.given.var_c is not None
-            given = n.given.mean_c[t], n.given.var_c[t]
-        return self._step("c", v, t, given, n.scale_c) + n.shift_c
+            pair = n.given.mean_c[t], n.given.var_c[t]
+        return self._step("c", v, t, pair, n.scale_c) + n.shift_c
 
     def _step(
-        self, what: str, v: Tensor, t: int, given: tuple[Tensor, Tensor] | None, scale: Tensor
+        self, what: str, v: Tensor, t: int, pair: tuple[Tensor, Tensor] | None, scale: Tensor
     ) -> Tensor:
         assert self.norm is not None
-        if given is None:
-            given = moments(v, self.norm.over, None if self.alive is None else self.alive[t])
-            self.recorded[what].append((given[0].detach(), given[1].detach()))
-        return normalise(v, *given, self.norm.eps, scale)
+        if pair is None:
+            pair = moments(v, self.norm.over, None if self.alive is None else self.alive[t])
+            self.recorded[what].append((pair[0].detach(), pair[1].detach()))
+        return normalise(v, *pair, self.norm.eps, scale)
 
     def seen(self) -> Moments | None:
         if self.norm is None or self.norm.over == "units" or self.norm.given is not None:

@@ -52,28 +52,28 @@ class Flat(NamedTuple):
 
 def differentiable(r: Run) -> dict[str, Tensor]:
     """Return the tensors of a run that have a gradient, by name."""
-    found: dict[str, Tensor | None] = {"x": r.x, **dict(zip(_STATES, r.states))}
+    values: dict[str, Tensor | None] = {"x": r.x, **dict(zip(_STATES, r.states))}
     if r.reset_to:
-        found |= several("reset", r.reset_to)
-    found |= zip(_WEIGHTS, r.weights[:5])
+        values |= several("reset", r.reset_to)
+    values |= zip(_WEIGHTS, r.weights[:5])
     if r.weights.parameters:
-        found |= several("parameter", r.weights.parameters)
+        values |= several("parameter", r.weights.parameters)
     if r.norm is not None:
-        found |= {name: getattr(r.norm, name) for name in _SCALES}
-    found["extra"] = r.extra
+        values |= {name: getattr(r.norm, name) for name in _SCALES}
+    values["extra"] = r.extra
     if r.draws:
-        found |= several("mask", (draw.given for draw in r.draws))
-    return {name: value for name, value in found.items() if value is not None}
+        values |= several("mask", (draw.given for draw in r.draws))
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def undifferentiable(r: Run) -> dict[str, Tensor]:
     """Return the tensors of a run that have no gradient, by name."""
-    found: dict[str, Tensor | None] = {name: getattr(r, name) for name in _CONSTANTS}
+    values: dict[str, Tensor | None] = {name: getattr(r, name) for name in _CONSTANTS}
     for k, draw in enumerate(r.draws):
-        found |= {f"rate{k}": draw.rate, f"seed{k}": draw.seed}
+        values |= {f"rate{k}": draw.rate, f"seed{k}": draw.seed}
     if r.norm is not None and r.norm.given is not None:
-        found |= several("given", r.norm.given)
-    return {name: value for name, value in found.items() if value is not None}
+        values |= several("given", r.norm.given)
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def flatten(r: Run) -> Flat:
@@ -128,10 +128,10 @@ def unflatten(settings: Settings, tensors: Sequence[Any], constants: Sequence[An
 
 def _all(named: dict[str, Any], name: str) -> tuple[Any, ...]:
     """Return the values of a field that holds several tensors."""
-    found: list[Any] = []
-    while (value := named.get(f"{name}{len(found)}")) is not None:
-        found.append(value)
-    return tuple(found)
+    values: list[Any] = []
+    while (value := named.get(f"{name}{len(values)}")) is not None:
+        values.append(value)
+    return tuple(values)
 
 
 # --- for the operator, which takes strings and numbers --------------------------------------------

@@ -99,12 +99,12 @@ def _run_backward(
     d = Gradients.of(r, [next(each) if has else None for has in given])
     wanted = [name for name, needed in zip(settings.names, needs) if needed]
     if r.recompute:
-        found = checkpointing.backward_anew(r, d, frozenset(wanted))
+        gradients = checkpointing.backward_anew(r, d, frozenset(wanted))
     else:
-        (found,) = passes.backward(
+        (gradients,) = passes.backward(
             BackwardInputs(r, Saved.from_list(r, saved, final=False), d, frozenset(wanted))
         )
-    return [found[name] for name in wanted]
+    return [gradients[name] for name in wanted]
 
 
 @_run_backward.register_fake
@@ -141,8 +141,8 @@ def _gradients(ctx: Any, d: Sequence[Tensor | None], needed: Sequence[bool]) -> 
     wanted = reached(r, Gradients.of(r, d), names)
     needs, given = [name in wanted for name in settings.names], [v is not None for v in d]
     grads = [v for v in d if v is not None]
-    found = iter(call_backward(grads, given, saved, needs, *ctx.encoded, tensors, constants))
-    return [next(found) if need else None for need in needs]
+    gradients = iter(call_backward(grads, given, saved, needs, *ctx.encoded, tensors, constants))
+    return [next(gradients) if need else None for need in needs]
 
 
 def _split(
@@ -219,8 +219,8 @@ def _through_transforms(node: Any, op: Any, args: tuple[Any, ...]) -> Any:
     api = FunctorchFunctionalizeAPI(innermost)
     given: Any = api.unwrap_tensors(args)
     with api.redispatch_to_next():
-        found = _through_transforms(node, op, given)
-    return api.wrap_tensors(found)
+        outputs = _through_transforms(node, op, given)
+    return api.wrap_tensors(outputs)
 
 
 def _spread(args: Sequence[Any]) -> list[Any]:

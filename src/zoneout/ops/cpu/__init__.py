@@ -138,9 +138,9 @@ def scratch(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
     if (
         not torch.are_deterministic_algorithms_enabled()
     ):  # deterministic mode fills new memory with NaN, to find errors
-        kept = _spare.take(dtype, math.prod(shape))
-        if kept is not None:
-            return kept.view(shape)
+        buffer = _spare.take(dtype, math.prod(shape))
+        if buffer is not None:
+            return buffer.view(shape)
     new = like.new_empty(shape, dtype=dtype)
     prepare(new)
     return new
@@ -226,12 +226,12 @@ def forward(loops: Sequence[Loop]) -> None:
 
 def backward(loops: Sequence[tuple[Loop, LoopGrads]]) -> None:
     """Run the backward pass of loops; gradients are written into each `LoopGrads`."""
-    for loop, back in loops:
+    for loop, grads in loops:
         if (cell := _cell_of(loop)) is None:
             recording.refuse("the loop runs in torch calls")
-            fallback.backward(loop, back)
+            fallback.backward(loop, grads)
         else:
-            _call(cell, "backward", loop, back)
+            _call(cell, "backward", loop, grads)
 
 
 def _cell_of(loop: Loop) -> native.Cell | None:
@@ -351,10 +351,10 @@ def _uncompiled(cell: Definition) -> str:
     return f"the cell {cell.name!r} is not compiled (LSTM, GRU and RNN are): {native.why_not()}"
 
 
-def _call(cell: native.Cell, name: str, loop: Loop, back: LoopGrads | None) -> None:
+def _call(cell: native.Cell, name: str, loop: Loop, grads: LoopGrads | None) -> None:
     library = native.load()
     kind = "double" if loop.gates.dtype == torch.float64 else "float"
-    args = _arguments(loop, back)
+    args = _arguments(loop, grads)
     args.cell = getattr(cell, kind)
     size = getattr(library, f"zoneout_work_size_{kind}")(ctypes.byref(args))
     work = scratch(loop.gates, size + 64, dtype=torch.uint8)
@@ -388,7 +388,7 @@ _BACKWARD = (
 _NORM = {"norm_x": "scale_x", "norm_h": "scale_h", "norm_c": "scale_c", "norm_c_shift": "shift_c"}
 
 
-def _arguments(loop: Loop, back: LoopGrads | None) -> native.Loop:
+def _arguments(loop: Loop, grads: LoopGrads | None) -> native.Loop:
     """Return the struct of loop.h; missing fields are zero.
 
     The struct is valid only as long as the tensors exist.
@@ -403,7 +403,7 @@ def _arguments(loop: Loop, back: LoopGrads | None) -> native.Loop:
     args.first_step, args.reverse = loop.first_step, loop.reverse
     args.inputs = 0 if loop.x is None else loop.x.shape[1]
     for name, draw in loop.draws.items():
-        stream = _given(loop, back, name) if name in loop.masks else stream_of(draw)
+        stream = _given(loop, grads, name) if name in loop.masks else stream_of(draw)
         if name == "update":
             args.update_noise = stream
         else:
@@ -422,17 +422,17 @@ def _arguments(loop: Loop, back: LoopGrads | None) -> native.Loop:
             norm.eps,
         )
         _put(args, {name: getattr(norm, own) for name, own in _NORM.items()}, _NORM, numbers)
-    if back is not None:
-        _put(args, back.__dict__, _BACKWARD, numbers)
-        _put_several(args, back.__dict__, _SEVERAL_BACK, numbers)
-        _put_several(args, {"dseen": (None, *back.dseen)}, ("dseen",), numbers)
+    if grads is not None:
+        _put(args, grads.__dict__, _BACKWARD, numbers)
+        _put_several(args, grads.__dict__, _SEVERAL_BACK, numbers)
+        _put_several(args, {"dseen": (None, *grads.dseen)}, ("dseen",), numbers)
     return args
 
 
-def _given(loop: Loop, back: LoopGrads | None, name: str) -> native.Stream:
+def _given(loop: Loop, grads: LoopGrads | None, name: str) -> native.Stream:
     """Return the C struct of a stream whose mask is given."""
     rule, mask = loop.draws[name].rule, loop.masks[name]
-    gradient = None if back is None else back.dmasks.get(name)
+    gradient = None if grads is None else grads.dmasks.get(name)
     return native.Stream(
         mode=3,
         zero=rule.by == "zero",

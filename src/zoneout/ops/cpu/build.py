@@ -126,9 +126,9 @@ def find_compiler(command: Sequence[str]) -> Compiler:
 
     Raise OSError if it is not found, CompilerError if it does not answer.
     """
-    if not command or (found := shutil.which(command[0])) is None:
+    if not command or (program := shutil.which(command[0])) is None:
         raise OSError("not found")
-    path = os.path.realpath(found)
+    path = os.path.realpath(program)
     status = os.stat(path)
     key = repr((*command, path, status.st_size, status.st_mtime_ns))
     return Compiler(
@@ -173,11 +173,11 @@ def _library(
     ]
     digest = hashlib.sha256(b"".join(parts)).hexdigest()
     name = f"{stem}-{digest[:20]}"
-    if (made := build_cache.find(name, ".so")) is not None:
+    if (cached := build_cache.find(name, ".so")) is not None:
         with suppress(CompilerError):
-            return _load(made, declare)
-    made, loaded = _remembering(digest, lambda: _build(compiler.command, source, declare))
-    build_cache.keep(name, ".so", made)
+            return _load(cached, declare)
+    content, loaded = _remembering(digest, lambda: _build(compiler.command, source, declare))
+    build_cache.keep(name, ".so", content)
     return loaded
 
 
@@ -279,15 +279,15 @@ class _Builder(NamedTuple):
             return self._compile(source, flags._replace(tuned=()))
 
     def _compile(self, source: Path, flags: Flags) -> Path:
-        made = self.scratch / f"{source.stem}.o"
-        self._run(*FLAGS, *flags.tuned, *flags.openmp, "-c", str(source), "-o", str(made))
-        return made
+        objects = self.scratch / f"{source.stem}.o"
+        self._run(*FLAGS, *flags.tuned, *flags.openmp, "-c", str(source), "-o", str(objects))
+        return objects
 
     def _link(self, objects: Path, flags: Flags) -> bytes:
-        made = objects.with_suffix(".so")
-        self._run("-shared", str(objects), "-o", str(made), *flags.link, "-lm")
+        library = objects.with_suffix(".so")
+        self._run("-shared", str(objects), "-o", str(library), *flags.link, "-lm")
         try:
-            return made.read_bytes()
+            return library.read_bytes()
         except FileNotFoundError:
             raise CompilerError("exit status 0, but no library") from None
 
@@ -312,16 +312,16 @@ def _output(command: Sequence[str], **environment: str) -> str:
     )
     with process:
         try:
-            printed, said = process.communicate(timeout=TIMEOUT)
+            printed, errors = process.communicate(timeout=TIMEOUT)
         except subprocess.TimeoutExpired:
             raise TimedOut(f"not finished after {TIMEOUT} s: {' '.join(command)[:200]}") from None
         finally:
             if process.returncode is None:
                 _kill(process)
-    if process.returncode < 0 or "Killed" in said:
-        raise Killed(said.strip()[:300] or f"killed by signal {-process.returncode}")
+    if process.returncode < 0 or "Killed" in errors:
+        raise Killed(errors.strip()[:300] or f"killed by signal {-process.returncode}")
     if process.returncode > 0:
-        raise CompilerError(said.strip()[:300] or f"exit status {process.returncode}")
+        raise CompilerError(errors.strip()[:300] or f"exit status {process.returncode}")
     return printed
 
 
@@ -336,7 +336,7 @@ def _kill(process: subprocess.Popen[str]) -> None:
 _slashes = itertools.count(2)
 
 
-def _load(content: bytes, declare: Declare = lambda made: made) -> ctypes.CDLL:
+def _load(content: bytes, declare: Declare = lambda library: library) -> ctypes.CDLL:
     """Load exactly these bytes as a library: a file could be replaced before it is loaded."""
     try:
         return declare(_load_from_memory(content) or _load_from_file(content))

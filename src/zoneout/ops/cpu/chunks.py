@@ -53,8 +53,8 @@ class Rows:
     def before(self, v: Tensor, initial: Tensor) -> Columns:
         """Return, for each step, the rows of `v` at the previous step; `v` has all steps."""
         counts = self.counts
-        found = [initial[: counts[0]], *self.cut(v)[:-1]]
-        return [each if len(each) == count else each[:count] for each, count in zip(found, counts)]
+        shifted = [initial[: counts[0]], *self.cut(v)[:-1]]
+        return [v if len(v) == count else v[:count] for v, count in zip(shifted, counts)]
 
     def all_before(self, v: Tensor, initial: Tensor) -> Tensor:
         """Return the same for all steps, in one tensor."""
@@ -88,22 +88,22 @@ class Chunk:
         same = self.before is not None and self.before.stop - self.before.start == rows.counts[-1]
         if same and self.before is not None and reset is None:
             return self.whole.states[k][self.before.start : self.at.stop - rows.counts[-1]]
-        found = rows.all_before(loop.states[k], loop.initial[k])
+        previous = rows.all_before(loop.states[k], loop.initial[k])
         if loop.resets is None or reset is None:
-            return found
-        return torch.where(loop.resets[:, None], reset[rows.places[1]], found)
+            return previous
+        return torch.where(loop.resets[:, None], reset[rows.places[1]], previous)
 
 
 _NUMBERS = 2**17  # values of a state, in the steps of a chunk
 _MOMENTS = ("mean_x", "var_x", "mean_h", "var_h", "mean_c", "var_c")
 
 
-def chunks_of(loop: Loop, back: bool = False) -> Iterator[Chunk]:
+def chunks_of(loop: Loop, backward: bool = False) -> Iterator[Chunk]:
     """Yield the chunks of a loop; a backward pass begins with the last."""
-    rows, masks = Rows(loop), _masks_of(loop, back)
+    rows, masks = Rows(loop), _masks_of(loop, backward)
     steps = max(1, _NUMBERS // max(1, loop.batch * loop.hidden))
     starts = range(0, len(rows.counts), steps)
-    for t in reversed(starts) if back else starts:
+    for t in reversed(starts) if backward else starts:
         yield _chunk(loop, rows, masks, t, min(t + steps, len(rows.counts)))
 
 
@@ -120,7 +120,7 @@ def _chunk(loop: Loop, rows: Rows, masks: dict[str, Tensor], t: int, end: int) -
 
     assert loop.counts is not None
     moments = {name: of_moments(getattr(loop, name)) for name in _MOMENTS}
-    some = replace(
+    part = replace(
         loop,
         steps=end - t,
         counts=loop.counts[t:end],
@@ -134,14 +134,14 @@ def _chunk(loop: Loop, rows: Rows, masks: dict[str, Tensor], t: int, end: int) -
         resets=of_rows(loop.resets),
         **moments,
     )
-    own = {name: mask[at] if mask.dtype == torch.bool else mask for name, mask in masks.items()}
-    return Chunk(some, loop, at, before, own)
+    masks = {name: v[at] if v.dtype == torch.bool else v for name, v in masks.items()}
+    return Chunk(part, loop, at, before, masks)
 
 
 # --- masks ----------------------------------------------------------------------------------------
 
 
-def _masks_of(loop: Loop, back: bool) -> dict[str, Tensor]:
+def _masks_of(loop: Loop, backward: bool) -> dict[str, Tensor]:
     """Return the mask [N, ·] or rate of every stream; backward reuses the masks of forward."""
     assert loop.counts is not None and loop.lengths is not None
     rates, drawn = dict[str, Tensor](), list[Draw]()
@@ -158,18 +158,18 @@ def _masks_of(loop: Loop, back: bool) -> dict[str, Tensor]:
         *(v.numpy().tobytes() for v in (loop.counts, loop.lengths, loop.examples, *seeds)),
         *(loop.first_step, loop.reverse, loop.hidden, loop.outputs),
     )
-    masks = _kept.pop(key, None) if back else None
+    masks = _cache.pop(key, None) if backward else None
     if masks is None:
         masks = _draw(loop, drawn)
-    if not back:
-        if sum(mask.nbytes for kept in list(_kept.values()) for mask in kept.values()) > _MOST:
-            _kept.clear()
-        _kept[key] = masks
+    if not backward:
+        if sum(v.nbytes for cached in list(_cache.values()) for v in cached.values()) > _MOST:
+            _cache.clear()
+        _cache[key] = masks
     return rates | masks
 
 
 # Masks for backward passes to come: drawing masks takes longer than anything else.
-_kept: dict[Any, dict[str, Tensor]] = {}
+_cache: dict[Any, dict[str, Tensor]] = {}
 _MOST = 2**26  # bytes
 
 
@@ -191,16 +191,16 @@ def _draw(loop: Loop, draws: Sequence[Draw]) -> dict[str, Tensor]:
 
 def masks_by_name(chunk: Chunk) -> dict[str, Tensor]:
     """Return masks and rates by their names in a plan; a plan has none for a projected h."""
-    loop, found = chunk.loop, dict[str, Tensor]()
+    loop, masks = chunk.loop, dict[str, Tensor]()
     for stream, mask in chunk.masks.items():
         rule = loop.draws[stream].rule
         if stream == "update":
-            found["update"] = mask
+            masks["update"] = mask
             if rule.holds_gate:
-                found["hold"] = _hold(chunk, mask)
+                masks["hold"] = _hold(chunk, mask)
         elif not (stream == "hidden" and loop.w_hr is not None):
-            found[f"{'zero' if rule.by == 'zero' else 'zone'}{STATE_STREAMS.index(stream)}"] = mask
-    return found
+            masks[f"{'zero' if rule.by == 'zero' else 'zone'}{STATE_STREAMS.index(stream)}"] = mask
+    return masks
 
 
 def _hold(chunk: Chunk, mask: Tensor) -> Tensor:

@@ -26,12 +26,12 @@ Multiply = Callable[[Tensor, Tensor, bool], None]  # left operand, result, True 
 Values = dict[str, Any]  # tensors of a chunk by a plan's names, or columns: one per step
 
 
-def _case(loop: Loop, masks: dict[str, Tensor], back: LoopGrads | None = None) -> Case:
+def _case(loop: Loop, masks: dict[str, Tensor], grads: LoopGrads | None = None) -> Case:
     """Return the properties of a chunk that its plan depends on."""
     projected, seen = loop.w_hr is not None, [False] * len(loop.initial)
-    if back is not None:
-        given = [not projected, *(v is not None for v in back.dseen)]  # may be short
-        seen[: len(given)] = given
+    if grads is not None:
+        present = [not projected, *(v is not None for v in grads.dseen)]  # may be short
+        seen[: len(present)] = present
     kinds = tuple(sorted((name, _kind(mask)) for name, mask in masks.items()))
     return Case(loop.cell, loop.gates.dtype, kinds, loop.norm is not None, projected, tuple(seen))
 
@@ -51,8 +51,8 @@ def _columns(calls: Calls, values: Values, rows: Rows) -> Iterator[tuple[Any, ..
     """Yield the arguments of each step."""
     if not calls.names:
         return iter([()] * len(rows.counts))
-    given = (values[name] for name in calls.names)
-    return zip(*(rows.cut(v) if isinstance(v, Tensor) else v for v in given))
+    arguments = (values[name] for name in calls.names)
+    return zip(*(rows.cut(v) if isinstance(v, Tensor) else v for v in arguments))
 
 
 def _split(loop: Loop, v: Tensor, name: str) -> Values:
@@ -160,17 +160,17 @@ def _block_product(
     out: Tensor,
     add: bool,
 ) -> None:
-    found = torch.bmm(h.view(len(h), loop.cell.heads, -1).transpose(0, 1), w)
+    result = torch.bmm(h.view(len(h), loop.cell.heads, -1).transpose(0, 1), w)
     to = _by_head(loop, out)
-    (to.add_ if add else to.copy_)(found.view(to.shape))
+    (to.add_ if add else to.copy_)(result.view(to.shape))
     if bias is not None:
         out.add_(bias)
 
 
 def _block_product_back(loop: Loop, w: Tensor, d: Tensor, out: Tensor, add: bool) -> None:
-    found = torch.bmm(_by_head(loop, d).flatten(2), w)
+    result = torch.bmm(_by_head(loop, d).flatten(2), w)
     to = out.view(len(out), loop.cell.heads, -1).transpose(0, 1)
-    (to.add_ if add else to.copy_)(found)
+    (to.add_ if add else to.copy_)(result)
 
 
 def _parts(loop: Loop, each: Sequence[Tensor], name: str) -> Values:
@@ -181,8 +181,8 @@ def _parts(loop: Loop, each: Sequence[Tensor], name: str) -> Values:
 
 def _chain(loop: Loop, p: int, k: int) -> list[Tensor]:
     """Return the matrices of a part of a product inside the step, the first one first."""
-    given = dict(zip(loop.cell.matrices, loop.matrices))
-    *first, last = (given[name] for name in loop.cell.products[p].matrices)
+    by_name = dict(zip(loop.cell.matrices, loop.matrices))
+    *first, last = (by_name[name] for name in loop.cell.products[p].matrices)
     return [*first, last[k * loop.hidden : (k + 1) * loop.hidden]]
 
 
@@ -333,47 +333,47 @@ def _zeroes_h(loop: Loop) -> bool:
 _OF_ROWS = ("dy", "dgx", "dgh", "dsh", "du", "u", "dnc", "chat", "dx")
 
 
-def backward(loop: Loop, back: LoopGrads) -> None:
+def backward(loop: Loop, grads: LoopGrads) -> None:
     """Run the backward pass."""
     multiply, owed = _multiply_back(loop), loop.gates.new_zeros(loop.batch, loop.hidden)
-    for chunk in chunks_of(loop, back=True):
-        rows: Values = {name: getattr(back, name) for name in _OF_ROWS}
+    for chunk in chunks_of(loop, backward=True):
+        rows: Values = {name: getattr(grads, name) for name in _OF_ROWS}
         rows = {name: None if v is None else v[chunk.at] for name, v in rows.items()}
-        seen = tuple(None if v is None else v[chunk.at] for v in back.dseen)
-        dinner, ins = (tuple(v[chunk.at] for v in each) for each in (back.dinner, back.ins))
-        part = replace(back, dseen=seen, dinner=dinner, ins=ins, **rows)
+        seen = tuple(None if v is None else v[chunk.at] for v in grads.dseen)
+        dinner, ins = (tuple(v[chunk.at] for v in each) for each in (grads.dinner, grads.ins))
+        part = replace(grads, dseen=seen, dinner=dinner, ins=ins, **rows)
         _backward(chunk, part, multiply, owed)
 
 
-def _backward(chunk: Chunk, back: LoopGrads, multiply: Multiply, owed: Tensor) -> None:
+def _backward(chunk: Chunk, grads: LoopGrads, multiply: Multiply, owed: Tensor) -> None:
     """Run the backward pass of a chunk.
 
     `owed` is the gradient of the held gate, from the next step.
     """
     loop, rows, masks = chunk.loop, chunk.rows, masks_by_name(chunk)
-    plan = backward_plan(_case(loop, masks, back))
-    values = _tensors(loop, masks) | _split(loop, back.dgx, "dx") | _split(loop, back.dsh, "dr")
+    plan = backward_plan(_case(loop, masks, grads))
+    values = _tensors(loop, masks) | _split(loop, grads.dgx, "dx") | _split(loop, grads.dsh, "dr")
     values |= {f"{name}_share": v.to(loop.gates.dtype) for name, v in masks.items()}
-    values |= _parts(loop, back.dinner, "dinner") | {f"in{p}": v for p, v in enumerate(back.ins)}
+    values |= _parts(loop, grads.dinner, "dinner") | {f"in{p}": v for p, v in enumerate(grads.ins)}
     names = {*plan.before.names, *plan.step.names, *plan.after.names}
     values |= _before(chunk, names) | {
-        "u": back.u,
-        "normalise": partial(_show_again, loop, back, rows),
+        "u": grads.u,
+        "normalise": partial(_show_again, loop, grads, rows),
     }
     values |= {f"value{k}": v for k, v in enumerate(_run(plan.before, values))}
 
-    values |= {f"dstate{k}": rows.first(v) for k, v in enumerate(back.dstates)}
-    values |= {f"seen{k}": v for k, v in enumerate((back.dy, *back.dseen))}
-    values |= {"owed": rows.first(owed), "dshown": back.dnc}
+    values |= {f"dstate{k}": rows.first(v) for k, v in enumerate(grads.dstates)}
+    values |= {f"seen{k}": v for k, v in enumerate((grads.dy, *grads.dseen))}
+    values |= {"owed": rows.first(owed), "dshown": grads.dnc}
     values |= {name: loop.gates.new_empty(rows.total, loop.hidden) for name in plan.kept}
     if loop.norm is not None and loop.norm.scale_c is not None:
-        values["normalise_back"] = _show_back(loop, back, rows)
+        values["normalise_back"] = _show_back(loop, grads, rows)
     for p, k in parts_of(loop.cell):
         values[f"back{p}_{k}"] = [partial(_apply_back, _chain(loop, p, k))] * len(rows.counts)
     project = None
     if loop.w_hr is not None:
-        project = _project_back(chunk, back, values)
-    leave = _leave(chunk, back, multiply, plan.passes_h or project is not None)
+        project = _project_back(chunk, grads, values)
+    leave = _leave(chunk, grads, multiply, plan.passes_h or project is not None)
     step, columns = plan.step.function, list(_columns(plan.step, values, rows))
     for t in reversed(range(len(columns))):
         if project is not None:
@@ -381,29 +381,29 @@ def _backward(chunk: Chunk, back: LoopGrads, multiply: Multiply, owed: Tensor) -
         step(*columns[t])
         leave(t)
     for k, gradient in zip(plan.parameters, _run(plan.after, values)):
-        back.dparameters[k][0] += gradient.sum(0)
+        grads.dparameters[k][0] += gradient.sum(0)
     if loop.norm is not None:
-        _norms_after(loop, back, rows)
+        _norms_after(loop, grads, rows)
 
 
 def _before(chunk: Chunk, names: set[str]) -> Values:
     """Return the named states before each row, and the named slots that a norm stores."""
     loop, rows = chunk.loop, chunk.rows
     states = range(len(loop.states))
-    found: Values = {f"old{k}": chunk.all_before(k) for k in states if f"old{k}" in names}
+    values: Values = {f"old{k}": chunk.all_before(k) for k in states if f"old{k}" in names}
     held = _held_place(loop, loop)
     if "held" in names and held is not None:
-        found["held"] = rows.all_before(held, _first_held(chunk))
+        values["held"] = rows.all_before(held, _first_held(chunk))
     for k, gate in enumerate(loop.cell.storage.slots):
         if loop.slots[k] is None and f"slot{k}" in names:
             assert loop.hats is not None and loop.norm is not None
             of = slice(gate * loop.hidden, (gate + 1) * loop.hidden)
             slot = loop.hats[:, of] * loop.norm.scale_h[of]
-            found[f"slot{k}"] = slot if loop.b_h is None else slot.add_(loop.b_h[of])
-    return found
+            values[f"slot{k}"] = slot if loop.b_h is None else slot.add_(loop.b_h[of])
+    return values
 
 
-def _project_back(chunk: Chunk, back: LoopGrads, values: Values) -> Callable[[int], None]:
+def _project_back(chunk: Chunk, grads: LoopGrads, values: Values) -> Callable[[int], None]:
     """Return the function that propagates the gradient of h through the projection.
 
     The gradient of kept units is passed to the previous step.
@@ -414,7 +414,7 @@ def _project_back(chunk: Chunk, back: LoopGrads, values: Values) -> Callable[[in
     values["dstate0"] = wide
     mask, zeroes = chunk.masks.get("hidden"), _zeroes_h(loop)
     shares = rows.cut(None if mask is None else mask.to(loop.gates.dtype))
-    dh, dy, du = rows.first(back.dstates[0]), rows.cut(back.dy), rows.cut(back.du)
+    dh, dy, du = rows.first(grads.dstates[0]), rows.cut(grads.dy), rows.cut(grads.du)
 
     def project(t: int) -> None:
         dh[t].add_(dy[t])
@@ -431,34 +431,34 @@ def _project_back(chunk: Chunk, back: LoopGrads, values: Values) -> Callable[[in
     return project
 
 
-def _leave(chunk: Chunk, back: LoopGrads, multiply: Multiply, add: bool) -> Callable[[int], None]:
+def _leave(chunk: Chunk, grads: LoopGrads, multiply: Multiply, add: bool) -> Callable[[int], None]:
     """Return the function that propagates gradients through h·W_h and resets.
 
     `add` is True if a part of the gradient of h does not pass through the gates.
     """
     loop, rows, norm = chunk.loop, chunk.rows, chunk.loop.norm
     dh, dgh, dsh, hats = (
-        rows.first(back.dstates[0]),
-        *map(rows.cut, (back.dgh, back.dsh, loop.hats)),
+        rows.first(grads.dstates[0]),
+        *map(rows.cut, (grads.dgh, grads.dsh, loop.hats)),
     )
     moments = None if norm is None else _moments(loop, rows, loop.mean_h, loop.var_h)
     scales = None if loop.scale_h is None else rows.first(loop.scale_h)
-    cuts, states = _cuts(loop, rows), [rows.first(v) for v in back.dstates]
-    resets = [rows.first(v) for v in back.dreset]
+    cuts, states = _cuts(loop, rows), [rows.first(v) for v in grads.dstates]
+    resets = [rows.first(v) for v in grads.dreset]
 
     def leave(t: int) -> None:
         if norm is not None and moments is not None:
             dgh[t].copy_(_hat_back(loop, dsh[t] * norm.scale_h, hats[t], moments[t][1]))
         centred = loop.balanced and chunk.before is None and t == 0 and scales is None
         if scales is not None or centred:
-            found = torch.empty_like(dh[t])
-            multiply(dgh[t], found, False)
-            found = found - found.mean(0) if scales is None else found.mul_(scales[t])
-            dh[t].add_(found) if add else dh[t].copy_(found)
+            d_h = torch.empty_like(dh[t])
+            multiply(dgh[t], d_h, False)
+            d_h = d_h - d_h.mean(0) if scales is None else d_h.mul_(scales[t])
+            dh[t].add_(d_h) if add else dh[t].copy_(d_h)
         else:
             multiply(dgh[t], dh[t], add)
-        for d, kept in zip(states, resets) if cuts is not None else ():
-            kept[t].add_(torch.where(cuts[t], d[t], 0.0))  # type: ignore[index]
+        for d, of_reset in zip(states, resets) if cuts is not None else ():
+            of_reset[t].add_(torch.where(cuts[t], d[t], 0.0))  # type: ignore[index]
             d[t].masked_fill_(cuts[t], 0.0)  # type: ignore[index]
 
     return leave
@@ -486,8 +486,8 @@ def _hat(loop: Loop, v: Tensor, mean: Tensor, var: Tensor) -> Tensor:
     assert norm is not None
     if not loop.given:
         by_row = norm.over == "units"
-        found = torch.var_mean(v, dim=-1 if by_row else 0, correction=0, keepdim=by_row)
-        var.copy_(found[0]), mean.copy_(found[1])
+        moments = torch.var_mean(v, dim=-1 if by_row else 0, correction=0, keepdim=by_row)
+        var.copy_(moments[0]), mean.copy_(moments[1])
     return (v - mean).mul_(torch.rsqrt(var + norm.eps))
 
 
@@ -522,16 +522,16 @@ def _show(loop: Loop, mean: Tensor, var: Tensor, raw: Tensor) -> Tensor:
     return torch.addcmul(norm.shift_c, _hat(loop, raw, mean, var), norm.scale_c)
 
 
-def _show_again(loop: Loop, back: LoopGrads, rows: Rows, raw: Tensor) -> Tensor:
+def _show_again(loop: Loop, grads: LoopGrads, rows: Rows, raw: Tensor) -> Tensor:
     """Return the same for all rows; write the normalised value to `back.chat`."""
     norm = loop.norm
     assert norm is not None and norm.scale_c is not None and norm.shift_c is not None
-    assert back.chat is not None
-    hat = back.chat.copy_(_hat_again(loop, rows, raw, loop.mean_c, loop.var_c))
+    assert grads.chat is not None
+    hat = grads.chat.copy_(_hat_again(loop, rows, raw, loop.mean_c, loop.var_c))
     return torch.addcmul(norm.shift_c, hat, norm.scale_c)
 
 
-def _show_back(loop: Loop, back: LoopGrads, rows: Rows) -> list[Callable[[Tensor], Tensor]]:
+def _show_back(loop: Loop, grads: LoopGrads, rows: Rows) -> list[Callable[[Tensor], Tensor]]:
     """Return, for each step, the backward function of the norm of the shown value."""
     assert loop.norm is not None and loop.norm.scale_c is not None
     scale = loop.norm.scale_c
@@ -540,22 +540,22 @@ def _show_back(loop: Loop, back: LoopGrads, rows: Rows) -> list[Callable[[Tensor
         return _hat_back(loop, d * scale, hat, var)
 
     moments = _moments(loop, rows, loop.mean_c, loop.var_c)
-    return [partial(show_back, hat, var) for hat, (_, var) in zip(rows.cut(back.chat), moments)]
+    return [partial(show_back, hat, var) for hat, (_, var) in zip(rows.cut(grads.chat), moments)]
 
 
-def _norms_after(loop: Loop, back: LoopGrads, rows: Rows) -> None:
+def _norms_after(loop: Loop, grads: LoopGrads, rows: Rows) -> None:
     """Add up the gradients of the scales, and compute the gradient of x·W_x."""
     norm = loop.norm
-    assert norm is not None and back.dx is not None and loop.hats is not None
-    assert back.dscale_x is not None and back.dscale_h is not None
-    hat = _hat_again(loop, rows, back.dx, loop.mean_x, loop.var_x)
-    back.dscale_x[0] += (back.dgx * hat).sum(0)
-    back.dscale_h[0] += (back.dsh * loop.hats).sum(0)
-    if back.dnc is not None and back.chat is not None:
-        assert back.dscale_c is not None and back.dshift_c is not None
-        back.dscale_c[0] += (back.dnc * back.chat).sum(0)
-        back.dshift_c[0] += back.dnc.sum(0)
-    d, dx = rows.cut(back.dgx * norm.scale_x), rows.cut(back.dx)
+    assert norm is not None and grads.dx is not None and loop.hats is not None
+    assert grads.dscale_x is not None and grads.dscale_h is not None
+    hat = _hat_again(loop, rows, grads.dx, loop.mean_x, loop.var_x)
+    grads.dscale_x[0] += (grads.dgx * hat).sum(0)
+    grads.dscale_h[0] += (grads.dsh * loop.hats).sum(0)
+    if grads.dnc is not None and grads.chat is not None:
+        assert grads.dscale_c is not None and grads.dshift_c is not None
+        grads.dscale_c[0] += (grads.dnc * grads.chat).sum(0)
+        grads.dshift_c[0] += grads.dnc.sum(0)
+    d, dx = rows.cut(grads.dgx * norm.scale_x), rows.cut(grads.dx)
     moments = _moments(loop, rows, loop.mean_x, loop.var_x)
     for t, (one, (_, var)) in enumerate(zip(rows.cut(hat), moments)):
         dx[t].copy_(_hat_back(loop, d[t], one, var))

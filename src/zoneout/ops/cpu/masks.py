@@ -88,12 +88,12 @@ def masks_of_step(
     assert library is not None
     masks = examples.new_empty((many, len(examples), units), dtype=torch.bool)
     seed_at, examples_at, masks_at, *rates_at = addresses((seed, examples, masks, *rates))
-    own = (native.Stream * many).from_buffer_copy(streams)
-    for stream, at in zip(own, rates_at):
+    structs = (native.Stream * many).from_buffer_copy(streams)
+    for stream, at in zip(structs, rates_at):
         stream.rate, stream.seed = at, seed_at
     threads = torch.get_num_threads() if masks.numel() > _FEW else 1
     library.zoneout_step_masks(
-        own, many, step, examples_at, len(examples), units, threads, masks_at
+        structs, many, step, examples_at, len(examples), units, threads, masks_at
     )
     return masks.unbind(0)
 

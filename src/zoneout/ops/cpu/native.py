@@ -127,7 +127,7 @@ def _built(attempt: Callable[[build.Compiler], ctypes.CDLL]) -> ctypes.CDLL | No
     if os.environ.get("ZONEOUT_NATIVE", "1") == "0":
         _reasons.append("ZONEOUT_NATIVE=0 is set")
         return None
-    said: dict[str, str] = {}
+    failures: dict[str, str] = {}
     tried: list[build.Compiler] = []
     for command in _commands():
         try:
@@ -137,10 +137,10 @@ def _built(attempt: Callable[[build.Compiler], ctypes.CDLL]) -> ctypes.CDLL | No
             tried.append(compiler)
             return attempt(compiler)
         except (OSError, ValueError, build.CompilerError) as error:
-            said[command] = str(error)
+            failures[command] = str(error)
     _reasons.append(
         "no C compiler built it "
-        f"({'; '.join(f'{command}: {why}' for command, why in said.items())}); "
+        f"({'; '.join(f'{command}: {why}' for command, why in failures.items())}); "
         f"$CC names another to try first, and {install_command('compiler')} brings one"
     )
     return None

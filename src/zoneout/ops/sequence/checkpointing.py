@@ -54,12 +54,12 @@ def forward(r: Run, steps: int | None = None) -> Passed:
     states, begins = r.states, []
     for at in _cuts(r, steps):
         begins.append(states)
-        part = _part(r, at, states)
-        (saved,) = passes.forward(part)
+        piece = _piece(r, at, states)
+        (saved,) = passes.forward(piece)
         y[at] = saved.y
-        states = _precise_final(saved, part)
-        for whole, piece in zip(every, saved.states):
-            whole[at] = piece
+        states = _precise_final(saved, piece)
+        for of_run, of_piece in zip(every, saved.states):
+            of_run[at] = of_piece
         del saved  # free the memory before the next piece allocates as much
     return Passed(Saved(y, tuple(v.to(dtype) for v in states), every), begins)
 
@@ -78,43 +78,45 @@ def backward(
         return passes.backward(BackwardInputs(r, passes.forward(r)[0], d, needs))[0]
     narrow, final = r.h0.dtype, d.final
     by_step = {name: v for name, v in _by_step(r).items() if name in needs}
-    whole = {
+    gradients_by_step = {
         name: torch.empty_like(v, memory_format=torch.contiguous_format)
         for name, v in by_step.items()
     }
     total: dict[str, Tensor] = {}
     ready, of_states = _prepare(r), frozenset(several("state", r.states))
     for k, at in reversed([*enumerate(_cuts(r, _steps_to_recompute(r)))]):
-        part = _part(ready, at, begins[k])
-        mine = Gradients(
+        piece = _piece(ready, at, begins[k])
+        of_piece = Gradients(
             None if d.y is None else d.y[at],
             final,
             [None if v is None else v[at] for v in d.states],
         )
-        job = BackwardInputs(part, passes.forward(part)[0], mine, needs | of_states if k else needs)
-        (found,) = passes.precise_gradients(job)
-        final = [found.pop(f"state{n}", None) for n in range(len(r.states))]
-        for name, value in whole.items():
-            value[at] = found.pop(name)
-        for name, value in found.items():  # sum many parts in the precision of states
+        job = BackwardInputs(
+            piece, passes.forward(piece)[0], of_piece, needs | of_states if k else needs
+        )
+        (gradients,) = passes.precise_gradients(job)
+        final = [gradients.pop(f"state{n}", None) for n in range(len(r.states))]
+        for name, value in gradients_by_step.items():
+            value[at] = gradients.pop(name)
+        for name, value in gradients.items():  # many terms: summed in the precision of states
             total[name] = total[name].add_(value) if name in total else _wide(value)
     total |= {
         name: v for name, v in several("state", final).items() if v is not None and name in needs
     }
-    return whole | {name: v.to(narrow) for name, v in total.items()}
+    return gradients_by_step | {name: v.to(narrow) for name, v in total.items()}
 
 
 def _by_step(r: Run) -> dict[str, Tensor]:
-    """Return the tensors of a run that have a part for each step, by name."""
+    """Return the tensors of a run that have values for each step, by name."""
     masks = several("mask", (draw.given for draw in r.draws))
-    found = {"x": r.x, "extra": r.extra, **masks}
-    return {name: v for name, v in found.items() if v is not None}
+    tensors = {"x": r.x, "extra": r.extra, **masks}
+    return {name: v for name, v in tensors.items() if v is not None}
 
 
 def _wide(v: Tensor) -> Tensor:
-    found = wide(v)
-    assert found is not None
-    return found
+    converted = wide(v)
+    assert converted is not None
+    return converted
 
 
 def backward_anew(r: Run, d: Gradients, needs: frozenset[str]) -> dict[str, Tensor]:
@@ -138,7 +140,7 @@ def _steps_to_recompute(r: Run) -> int:
     """Return the number of steps that are recomputed at once.
 
     Return all steps if the pass has less than twice as many rows as the weights have columns. Every
-    piece has its own part of the weight gradients. These parts would then take more memory than the
+    piece adds a term to the weight gradients. These terms would then take more memory than the
     pieces save.
     """
     columns = r.weights.w_ih.shape[1] + (0 if r.weights.w_hh is None else r.weights.w_hh.shape[1])
@@ -179,7 +181,7 @@ def _prepare(r: Run) -> Run:
     return r._replace(weights=w, states=states, reset_to=reset_to)
 
 
-def _part(r: Run, at: slice, states: tuple[Tensor, ...]) -> Run:
+def _piece(r: Run, at: slice, states: tuple[Tensor, ...]) -> Run:
     """Return the run of one piece, starting from the given states."""
     x = r.x[at]
     return r._replace(
@@ -195,11 +197,11 @@ def _part(r: Run, at: slice, states: tuple[Tensor, ...]) -> Run:
     )
 
 
-def _precise_final(saved: Saved, part: Run) -> tuple[Tensor, ...]:
+def _precise_final(saved: Saved, piece: Run) -> tuple[Tensor, ...]:
     """Return the states after a piece; those other than h in the precision of states."""
     pairs = [
         (every.flatten(0, 1), initial)
-        for last, every, initial in zip(saved.final[1:], saved.states, part.states[1:])
+        for last, every, initial in zip(saved.final[1:], saved.states, piece.states[1:])
         if last.dtype != every.dtype
     ]
     if not pairs:

@@ -39,7 +39,7 @@ class BackwardPass:
     ready: Prepared
     x: Tensor  # [N, input]
     loop: Loop
-    back: LoopGrads
+    grads: LoopGrads
 
     @staticmethod
     def prepare(device: Backend, job: BackwardInputs) -> BackwardPass:
@@ -63,44 +63,46 @@ class BackwardPass:
         )
         loop = build_loop(r, ready, inner)
         x = rows.inputs(ready.x)
-        back = _allocate(device, job, ready, loop)
-        if back.dx is not None:
-            input_product(x, ready.w.w_ih, back.dx)
-        return BackwardPass(device, job, ready, x, loop, back)
+        grads = _allocate(device, job, ready, loop)
+        if grads.dx is not None:
+            input_product(x, ready.w.w_ih, grads.dx)
+        return BackwardPass(device, job, ready, x, loop, grads)
 
     def finish(self) -> dict[str, Tensor]:
         """Return all gradients that are needed, and possibly others."""
-        r, back = self.job.r, self.back
-        found = self._of_states() | self._of_norm() | self._of_parameters() | self._of_masks()
+        r, grads = self.job.r, self.grads
+        gradients = self._of_states() | self._of_norm() | self._of_parameters() | self._of_masks()
         weights, sums = _WeightGradients(self).all()
-        found |= weights
-        found |= self._of_biases(sums)
+        gradients |= weights
+        gradients |= self._of_biases(sums)
         self.device.release(
-            *(back.dgx, back.dgh, back.dsh, back.du, back.u, back.dnc, back.chat, back.dx),
-            *(*back.dinner, *back.ins),
+            *(grads.dgx, grads.dgh, grads.dsh, grads.du, grads.u, grads.dnc, grads.chat, grads.dx),
+            *(*grads.dinner, *grads.ins),
         )
         if self.ready.by_unit:
-            found |= reorder(
-                by_gate, r.cell.gates, {name: v for name, v in found.items() if name in OF_GATES}
+            gradients |= reorder(
+                by_gate,
+                r.cell.gates,
+                {name: v for name, v in gradients.items() if name in OF_GATES},
             )
-        return found
+        return gradients
 
     def _of_states(self) -> dict[str, Tensor]:
         rows, needs = self.ready.rows, self.job.needs
-        each = {f"state{k}": v for k, v in enumerate(self.back.dstates)}
-        each |= {f"reset{k}": v for k, v in enumerate(self.back.dreset)}
+        each = {f"state{k}": v for k, v in enumerate(self.grads.dstates)}
+        each |= {f"reset{k}": v for k, v in enumerate(self.grads.dreset)}
         return {name: rows.unsort(value) for name, value in each.items() if name in needs}
 
     def _of_masks(self) -> dict[str, Tensor]:
-        rows, given = self.ready.rows, self.back.dmasks
+        rows, masks = self.ready.rows, self.grads.dmasks
         streams = [draw.rule.stream for draw in self.job.r.draws]
-        found = {f"mask{streams.index(s)}": rows.unpack(v) for s, v in given.items()}
+        gradients = {f"mask{streams.index(s)}": rows.unpack(v) for s, v in masks.items()}
         if "extra" in self.job.needs:
-            found["extra"] = rows.unpack(self.back.dgx.clone())
-        return found
+            gradients["extra"] = rows.unpack(self.grads.dgx.clone())
+        return gradients
 
     def _of_norm(self) -> dict[str, Tensor]:
-        b = self.back
+        b = self.grads
         sums = {
             "scale_x": b.dscale_x,
             "scale_h": b.dscale_h,
@@ -111,26 +113,26 @@ class BackwardPass:
 
     def _of_parameters(self) -> dict[str, Tensor]:
         cell = self.loop.cell
-        found = {name: v.sum(0) for name, v in zip(cell.vectors, self.back.dparameters)}
-        found |= self._of_matrices()
-        return {f"parameter{cell.parameters.index(name)}": v for name, v in found.items()}
+        gradients = {name: v.sum(0) for name, v in zip(cell.vectors, self.grads.dparameters)}
+        gradients |= self._of_matrices()
+        return {f"parameter{cell.parameters.index(name)}": v for name, v in gradients.items()}
 
     def _of_matrices(self) -> dict[str, Tensor]:
         """Return the gradients of the matrices of the products inside the step, by name.
 
         Values between two matrices of a product, and their gradients, are computed again.
         """
-        found: dict[str, Tensor] = {}
-        given = dict(zip(self.loop.cell.matrices, self.loop.matrices))
-        for one, v, d in zip(self.loop.cell.products, self.back.ins, self.back.dinner):
+        gradients: dict[str, Tensor] = {}
+        by_name = dict(zip(self.loop.cell.matrices, self.loop.matrices))
+        for inner_product, v, d in zip(self.loop.cell.products, self.grads.ins, self.grads.dinner):
             between = [v]
-            for name in one.matrices[:-1]:
-                between.append(times(between[-1], given[name].t()))
-            for name, left in zip(reversed(one.matrices), reversed(between)):
-                part = product(d.t(), left)
-                found[name] = found[name] + part if name in found else part
-                d = times(d, given[name]) if left is not v else d
-        return found
+            for name in inner_product.matrices[:-1]:
+                between.append(times(between[-1], by_name[name].t()))
+            for name, left in zip(reversed(inner_product.matrices), reversed(between)):
+                term = product(d.t(), left)
+                gradients[name] = gradients[name] + term if name in gradients else term
+                d = times(d, by_name[name]) if left is not v else d
+        return gradients
 
     def biases(self) -> tuple[list[str], list[str]]:
         """Return the biases whose gradient is the sum of `dgx`, and those of `dsh`.
@@ -143,7 +145,7 @@ class BackwardPass:
             for name in both
             if getattr(self.ready.w, name) is not None and name in self.job.needs
         ]
-        if self.back.dsh is self.back.dgx:
+        if self.grads.dsh is self.grads.dgx:
             return needed, []
         return [name for name in needed if name == "b_ih"], [
             name for name in needed if name == "b_hh"
@@ -156,14 +158,16 @@ class BackwardPass:
         product computed the sum.
         """
         of_x, of_h = self.biases()
-        back, balanced = self.back, self.loop.balanced
+        grads, balanced = self.grads, self.loop.balanced
         if of_x and not sums:
-            one = sum_over_rows(back.dgx, balanced) if back.db_x is None else back.db_x
-            sums = [one, *(one.clone() for _ in of_x[1:])]
-        found = dict(zip(of_x, sums))
+            total = sum_over_rows(grads.dgx, balanced) if grads.db_x is None else grads.db_x
+            sums = [total, *(total.clone() for _ in of_x[1:])]
+        gradients = dict(zip(of_x, sums))
         if of_h:
-            found["b_hh"] = sum_over_rows(back.dsh, balanced) if back.db_h is None else back.db_h
-        return found
+            gradients["b_hh"] = (
+                sum_over_rows(grads.dsh, balanced) if grads.db_h is None else grads.db_h
+            )
+        return gradients
 
 
 def _allocate(device: Backend, job: BackwardInputs, ready: Prepared, loop: Loop) -> LoopGrads:
@@ -224,40 +228,40 @@ class _WeightGradients:
     def __init__(self, of: BackwardPass) -> None:
         self.of, self.device, self.rows, self.needs = of, of.device, of.ready.rows, of.job.needs
         self.loop, self.x, self.w_ih = of.loop, of.x, of.ready.w.w_ih
-        self.du, self.u = of.back.du, of.back.u
+        self.du, self.u = of.grads.du, of.grads.u
         self.dgx = (
-            of.back.dgx if of.back.dx is None else of.back.dx
+            of.grads.dgx if of.grads.dx is None else of.grads.dx
         )  # with a norm between the gates and x·Wx
-        self.dgh = of.back.dgh
+        self.dgh = of.grads.dgh
         self.one_hot = not self.x.is_floating_point()
         # How many copies of the sum of dgx are needed; a product may compute it as an extra column.
-        self.sums = 0 if of.back.dx is not None else len(of.biases()[0])
+        self.sums = 0 if of.grads.dx is not None else len(of.biases()[0])
 
     def all(self) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Return the gradients, and the sums of `dgx` if a product computed them."""
-        found: dict[str, Tensor] = {}
+        gradients: dict[str, Tensor] = {}
         added: list[Tensor] = []
         needs, loop = self.needs, self.loop
         if self.one_hot and "w_ih" in needs:
             differences = self.rows.differences if loop.balanced else None
-            found["w_ih"], added = _one_hot_gradient(
+            gradients["w_ih"], added = _one_hot_gradient(
                 self.dgx, self.x, self.w_ih, differences, self.sums
             )
         self._narrow()
         if self._fused():
             joint, added = self._both()
-            found |= joint
+            gradients |= joint
         else:
             if "w_ih" in needs and not self.one_hot:
                 from_x = self.rows.differences(self.x) if self.loop.balanced else self.x
-                found["w_ih"], added = times_and_sum(self.dgx.t(), from_x, self.sums)
+                gradients["w_ih"], added = times_and_sum(self.dgx.t(), from_x, self.sums)
             if "w_hh" in needs:
-                found["w_hh"] = self.rows.grad_w_hh(self.dgh, self.loop)
+                gradients["w_hh"] = self.rows.grad_w_hh(self.dgh, self.loop)
         if self.du is not None and self.u is not None and "w_hr" in needs:
-            found["w_hr"] = product(self.du.t(), self.u)
+            gradients["w_hr"] = product(self.du.t(), self.u)
         if "x" in needs:
-            found["x"] = self.rows.unpack(times(self.dgx, self.w_ih, by_row=True))
-        return found, added
+            gradients["x"] = self.rows.unpack(times(self.dgx, self.w_ih, by_row=True))
+        return gradients, added
 
     def _narrow(self) -> None:
         """Convert the operands to a half type, if the device multiplies that faster."""

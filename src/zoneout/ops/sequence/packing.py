@@ -34,32 +34,32 @@ def packing_of(counts: Tensor, batch: int, rows: Tensor) -> Packing:
             "capture the layer with a padded batch and lengths=… on the GPU instead"
         )
     steps = counts.shape[0]
-    there = torch.cat((counts.cumsum(0) - counts, lengths_of(counts, batch))).to(
+    on_device = torch.cat((counts.cumsum(0) - counts, lengths_of(counts, batch))).to(
         rows.device, non_blocking=True
     )
-    starts, lengths = there.split_with_sizes((steps, batch))
+    starts, lengths = on_device.split_with_sizes((steps, batch))
     return Packing(starts, lengths, rows.shape[0])
 
 
 def padded(rows: Tensor, packing: Packing) -> Tensor:
     """Return packed rows as a padded batch, [N, ·] -> [T, B, ·], zero past the ends."""
-    return _moved(rows, *packing, False)
+    return _move(rows, *packing, False)
 
 
 def packed(v: Tensor, packing: Packing) -> Tensor:
     """Return a padded batch as packed rows, [T, B, ·] -> [N, ·]."""
-    return _moved(v, *packing, True)
+    return _move(v, *packing, True)
 
 
-def _moved(v: Tensor, starts: Tensor, lengths: Tensor, total: int, pack: bool) -> Tensor:
+def _move(v: Tensor, starts: Tensor, lengths: Tensor, total: int, pack: bool) -> Tensor:
     """Return rows packed (`pack`), or padded."""
     if not has_kernel(v):
-        how: Any = _by_torch
+        move: Any = _by_torch
     elif not (plain_eager() and are_memory((v, starts, lengths))):
-        how = torch.ops.zoneout.move_rows
+        move = torch.ops.zoneout.move_rows
     else:
-        how = _fused if nobody_derives((v,)) else _Moved.apply
-    return how(v, starts, lengths, total, pack)
+        move = _fused if nobody_derives((v,)) else _Move.apply
+    return move(v, starts, lengths, total, pack)
 
 
 def has_kernel(v: Tensor) -> bool:
@@ -139,21 +139,21 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, d: Tensor) -> tuple[Any, ...]:
     starts, lengths = ctx.saved_tensors
-    return _moved(d, starts, lengths, ctx.total, not ctx.pack), *[None] * 4
+    return _move(d, starts, lengths, ctx.total, not ctx.pack), *[None] * 4
 
 
 torch.library.register_autograd("zoneout::move_rows", _backward, setup_context=_setup)
 
 
-class _Moved(torch.autograd.Function):
+class _Move(torch.autograd.Function):
     """The same node without the dispatcher, and with a forward-mode derivative."""
 
     @staticmethod
     def forward(
-        ctx: Any, *given: Any
+        ctx: Any, *inputs: Any
     ) -> Tensor:  # with `setup_context`, torch looks up default arguments: 19 µs
-        out = _fused(*given)
-        _setup(ctx, given, out)
+        out = _fused(*inputs)
+        _setup(ctx, inputs, out)
         return out
 
     backward = staticmethod(_backward)
@@ -161,4 +161,4 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, v: Tensor, *_: None) -> Tensor:
         starts, lengths = ctx.saved_tensors
-        return _moved(v, starts, lengths, ctx.total, ctx.pack)
+        return _move(v, starts, lengths, ctx.total, ctx.pack)

@@ -32,16 +32,16 @@ def forward(*runs: Run) -> list[Saved]:
     """Run over time; several runs concurrently, if the device can."""
     device = LOOPS[runs[0].x.device.type]
     passes = [ForwardPass.prepare(device, r) for r in runs]
-    device.forward([one.loop for one in passes])
-    return [one.finish() for one in passes]
+    device.forward([pass_.loop for pass_ in passes])
+    return [pass_.finish() for pass_ in passes]
 
 
 def backward(*jobs: BackwardInputs) -> list[dict[str, Tensor]]:
     """Return the gradients that are needed, by name for each run, in the dtype of the run."""
     dtype = jobs[0].r.h0.dtype
     return [
-        {name: v if v.dtype == dtype else v.to(dtype) for name, v in found.items()}
-        for found in precise_gradients(*jobs)
+        {name: v if v.dtype == dtype else v.to(dtype) for name, v in gradients.items()}
+        for gradients in precise_gradients(*jobs)
     ]
 
 
@@ -56,10 +56,11 @@ def precise_gradients(*jobs: BackwardInputs) -> list[dict[str, Tensor]]:
     mixed = torch.is_autocast_enabled(kind)
     with torch.autocast(kind, enabled=False) if mixed else nullcontext():
         passes = [BackwardPass.prepare(device, job) for job in jobs]
-        device.backward([(one.loop, one.back) for one in passes])
-        each = [one.finish() for one in passes]
+        device.backward([(pass_.loop, pass_.grads) for pass_ in passes])
+        each = [pass_.finish() for pass_ in passes]
     return [
-        {name: found[name] for name in found if name in job.needs} for found, job in zip(each, jobs)
+        {name: gradients[name] for name in gradients if name in job.needs}
+        for gradients, job in zip(each, jobs)
     ]
 
 
@@ -89,9 +90,9 @@ class ForwardPass:
         if r.extra is not None:
             gates[:n] += rows.inputs(r.extra).to(gates.dtype)
         if n < every:
-            for kept in (gates, saved.hats, *saved.slots):
-                if kept is not None:
-                    kept[
+            for buffer in (gates, saved.hats, *saved.slots):
+                if buffer is not None:
+                    buffer[
                         n:
                         # rows of ended sequences: never read, but deterministic
                     ].zero_()
@@ -113,8 +114,7 @@ class ForwardPass:
         if not rows.whole:
             y, states = rows.unpack(loop.y), tuple(rows.unpack(v) for v in loop.states[1:])
         y = y if y.dtype == narrow else y.to(narrow)
-        turned = self.ready.by_unit
-        moments = (
-            reorder_moments(by_gate, self.r.cell.gates, saved.moments) if turned else saved.moments
-        )
+        moments = saved.moments
+        if self.ready.by_unit:
+            moments = reorder_moments(by_gate, self.r.cell.gates, moments)
         return Saved(y, tuple(final), states, saved.gates, saved.hats, saved.slots, moments, rows)

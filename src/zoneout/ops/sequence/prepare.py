@@ -77,8 +77,8 @@ def prepare(device: Backend, r: Run, rows: Packed | Padded | None = None) -> Pre
         else:  # h enters the products without a cast
             w = w._replace(parameters=all_wide(w.parameters))
             states, reset_to = ((*v[:1], *all_wide(v[1:])) for v in (states, reset_to))
-    turned = device.by_unit(r)
-    if turned:
+    gates_by_unit = device.by_unit(r)
+    if gates_by_unit:
         w = w._replace(
             **reorder(by_unit, r.cell.gates, {name: getattr(w, name) for name in OF_GATES[:4]})
         )
@@ -88,7 +88,7 @@ def prepare(device: Backend, r: Run, rows: Packed | Padded | None = None) -> Pre
                     by_unit, r.cell.gates, {name: getattr(norm, name) for name in OF_GATES[4:]}
                 )
             )
-    return Prepared(x, states, reset_to, w, norm, rows, turned)
+    return Prepared(x, states, reset_to, w, norm, rows, gates_by_unit)
 
 
 def contiguous(v: Tensor | None) -> Tensor | None:
@@ -96,18 +96,20 @@ def contiguous(v: Tensor | None) -> Tensor | None:
     return None if v is None else v.contiguous()
 
 
-def reorder(turn: Callable[..., Tensor], gates: int, given: dict[str, Any]) -> dict[str, Any]:
+def reorder(
+    change_order: Callable[..., Tensor], gates: int, values: dict[str, Any]
+) -> dict[str, Any]:
     """Return values with the gates in another order."""
-    return {name: v if v is None else turn(v, gates) for name, v in given.items()}
+    return {name: v if v is None else change_order(v, gates) for name, v in values.items()}
 
 
 def reorder_moments(
-    turn: Callable[..., Tensor], gates: int, moments: Moments | None
+    change_order: Callable[..., Tensor], gates: int, moments: Moments | None
 ) -> Moments | None:
     """Return moments with the gates of x·Wx and h·Wh in another order."""
     if moments is None:
         return None
-    mean_x, var_x, mean_h, var_h = (turn(v, gates, 1) for v in moments[:4])
+    mean_x, var_x, mean_h, var_h = (change_order(v, gates, 1) for v in moments[:4])
     return Moments(mean_x, var_x, mean_h, var_h, *moments[4:])
 
 
@@ -154,7 +156,7 @@ def build_loop(
         moments = [None if v is None else v.contiguous() for v in norm.given]
     mean_x, var_x, mean_h, var_h, mean_c, var_c = moments
     assert saved.gates is not None
-    own = {name: v.contiguous() for name, v in zip(r.cell.parameters, w.parameters)}
+    parameters = {name: v.contiguous() for name, v in zip(r.cell.parameters, w.parameters)}
     plain = len(r.cell.storage.slots)
     return Loop(
         cell=r.cell,
@@ -169,8 +171,8 @@ def build_loop(
         b_x=contiguous(b_x),
         b_h=contiguous(w.b_hh) if has_own_bias(r) else None,
         w_hr=contiguous(w.w_hr),
-        parameters=tuple(own[name] for name in r.cell.vectors),
-        matrices=tuple(own[name].to(saved.gates.dtype) for name in r.cell.matrices),
+        parameters=tuple(parameters[name] for name in r.cell.vectors),
+        matrices=tuple(parameters[name].to(saved.gates.dtype) for name in r.cell.matrices),
         draws=draws,
         masks={
             stream: rows.pack(draw.given.to(state_type(h0.dtype)))

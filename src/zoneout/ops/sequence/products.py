@@ -18,7 +18,7 @@ MUCH = 1 << 26  # minimum multiplications of a padded product; at 2²⁷ padding
 
 
 @dataclass
-class _Own:
+class _Registered:
     """Our own products and copies, which the backends register when they are imported."""
 
     gpu_product: Callable[[Tensor, Tensor, Tensor, bool], Tensor] | None = (
@@ -36,13 +36,13 @@ class _Own:
     gpu_split: Callable[[Tensor, Sequence[tuple[int, int]]], list[Tensor]] | None = None
 
 
-_own = _Own()
+_registered = _Registered()
 
 
-def register(**own: Any) -> None:
+def register(**functions: Any) -> None:
     """Register a backend's own products."""
-    for name, function in own.items():
-        setattr(_own, name, function)
+    for name, function in functions.items():
+        setattr(_registered, name, function)
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
@@ -51,14 +51,14 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None, add: bool = False) 
     torch has one precision setting for products and another for recurrent layers. Both are global
     to the process.
     """
-    if a.is_cuda and a.dtype == torch.float32 and _own.gpu_product is not None:
-        return _own.gpu_product(
+    if a.is_cuda and a.dtype == torch.float32 and _registered.gpu_product is not None:
+        return _registered.gpu_product(
             a, b, a.new_empty(a.shape[0], b.shape[1]) if out is None else out, add
         )
-    own = _own.cpu_transposed
-    if own is not None and not a.is_cuda and a.stride(0) == 1:
+    transposed = _registered.cpu_transposed
+    if transposed is not None and not a.is_cuda and a.stride(0) == 1:
         to = a.new_empty(a.shape[0], b.shape[1]) if out is None else out
-        if own(a.t(), b, to, add):
+        if transposed(a.t(), b, to, add):
             return to
     return out.addmm_(a, b) if add and out is not None else torch.mm(a, b, out=out)
 
@@ -69,10 +69,12 @@ def row_by_row(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     Every row of a is a row of the batch. This does not hold without a compiled loop, or for half
     types, which torch multiplies. On a GPU it holds if ZONEOUT_BATCH_INVARIANT requests it.
     """
-    own = _own.cpu_product if a.device.type == "cpu" else _own.gpu_rows if a.is_cuda else None
-    if own is not None:
+    function = None if not a.is_cuda else _registered.gpu_rows
+    if a.device.type == "cpu":
+        function = _registered.cpu_product
+    if function is not None:
         to = a.new_empty(a.shape[0], b.shape[1]) if out is None else out
-        if own(a, b, to):
+        if function(a, b, to):
             return to
         out = to
     return product(a, b, out)
@@ -104,16 +106,16 @@ def columns_of_ones(columns: int, v: Tensor) -> int:
     return 1 + padding_columns(columns + 1, v) if on_gpu(v) else 0
 
 
-def split_columns(v: Tensor, parts: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Return parts of a matrix's columns as separate matrices; on a GPU by one kernel launch.
+def split_columns(v: Tensor, ranges: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Return ranges of a matrix's columns as separate matrices; on a GPU by one kernel launch.
 
-    Each part is given by its first column and its number of columns.
+    Each range is given by its first column and its number of columns.
     """
-    if on_gpu(v) and _own.gpu_split is not None:
-        return _own.gpu_split(v, parts)
+    if on_gpu(v) and _registered.gpu_split is not None:
+        return _registered.gpu_split(v, ranges)
     return [
         v[:, first : first + width].clone(memory_format=torch.contiguous_format)
-        for first, width in parts
+        for first, width in ranges
     ]
 
 
@@ -126,8 +128,8 @@ def times_and_sum(a: Tensor, b: Tensor, sums: int) -> tuple[Tensor, list[Tensor]
     if not sums or not padding_columns(width, b):
         return times(a, b), []
     both = product(a, functional.pad(b, (0, columns_of_ones(width, b)), value=1.0))
-    found, *added = split_columns(both, [(0, width), *[(width, 1)] * sums])
-    return found, [v[:, 0] for v in added]
+    result, *added = split_columns(both, [(0, width), *[(width, 1)] * sums])
+    return result, [v[:, 0] for v in added]
 
 
 def sum_over_rows(v: Tensor, exactly: bool = False) -> Tensor:
@@ -154,8 +156,8 @@ def block_products(d: Tensor, h: Tensor, gates: int, heads: int) -> Tensor:
     units = h.shape[1] // heads
     by_head = d.view(len(d), gates, heads, units).permute(2, 1, 3, 0).flatten(1, 2)
     # [heads, gates · units, N] · [heads, N, units]
-    found = torch.bmm(by_head, h.view(len(h), heads, units).transpose(0, 1))
-    return found.view(heads, gates, -1, found.shape[-1]).transpose(0, 1).flatten(0, 2)
+    blocks = torch.bmm(by_head, h.view(len(h), heads, units).transpose(0, 1))
+    return blocks.view(heads, gates, -1, blocks.shape[-1]).transpose(0, 1).flatten(0, 2)
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor) -> Tensor:

@@ -187,14 +187,16 @@ class Packed:
             loop.balanced,
         )
         if loop.cell.heads > 1:
-            entered = self.recurrent_inputs(loop, torch.empty_like(loop.y))
-            return block_products(d, entered, loop.cell.gates, loop.cell.heads)
+            inputs = self.recurrent_inputs(loop, torch.empty_like(loop.y))
+            return block_products(d, inputs, loop.cell.gates, loop.cell.heads)
         if not self.whole or any(several):
             return product(d.t(), self.recurrent_inputs(loop, torch.empty_like(loop.y)))
-        found = product(d[: self.batch].t(), loop.h0)
+        first_product = product(d[: self.batch].t(), loop.h0)
         if self.steps == 1:
-            return found
-        return product(d[self.batch :].t(), loop.y[: d.shape[0] - self.batch], found, add=True)
+            return first_product
+        return product(
+            d[self.batch :].t(), loop.y[: d.shape[0] - self.batch], first_product, add=True
+        )
 
 
 def rows_of(lengths: Tensor | None, steps: int, batch: int, reverse: bool) -> Packed:
