@@ -191,7 +191,7 @@ class LoopGrads:
     db_x: Tensor | None = None  # [G]: the sum of dgx, if the loop computes it
     db_h: Tensor | None = None  # [G]: the sum of dsh, if the loop computes it
     dinner: tuple[Tensor, ...] = ()  # of the products inside the step: [N, parts · H] each
-    ins: tuple[Tensor, ...] = ()  # what these products are taken of: [N, H] each
+    ins: tuple[Tensor, ...] = ()  # the inputs of these products: [N, H] each
     dmasks: dict[str, Tensor] = field(default_factory=dict)  # of given masks that need one: [N, ·]
 
     @property

@@ -38,7 +38,7 @@ def backward_flops(r: Run, needs: set[str]) -> int:
         rows if "state0" in needs else rows - r.batch
     ) * recurrent  # from each step to the previous one
     products += rows * projection * (1 + ("w_hr" in needs))
-    products += rows * inner * 2  # of what they are taken of, and of their matrices
+    products += rows * inner * 2  # of their inputs and of their matrices
     return 2 * products + (forward_flops(r) if r.recompute else 0)
 
 

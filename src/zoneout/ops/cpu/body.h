@@ -449,7 +449,7 @@ static void NAME(column_back)(REAL *dv, const REAL *d, const REAL *hat, const RE
 typedef struct { /* scratch memory, shared by the threads */
     REAL *w_ih, *w_hh, *w_hr; /* packed */
     REAL *matrix[PRODUCTS]; /* packed */
-    REAL *in;          /* [products][B, H]: what the products inside the step are taken of; backward pass: its gradient */
+    REAL *in;          /* [products][B, H]: inputs of the products inside the step; backward pass: their gradients */
     REAL *chain;       /* [2][B, rank]: between the matrices of a product */
     int64_t rank;
     REAL *product;     /* [B, G] */
@@ -748,7 +748,7 @@ static void NAME(chain)(const Loop *l, WORK *w, int64_t product, int64_t n, cons
     }
 }
 
-/* Set the pointers to the products of one row: their results and gradients, and what they are taken of. */
+/* Set the pointers to the products of one row: their results and gradients, and their inputs. */
 INLINE void NAME(point_products)(const Loop *l, WORK *w, STEP *s, int64_t t, int64_t row, int backward) {
     const CELL *cell = NAME(cell_of)(l);
     int64_t h = l->hidden, at = l->offsets[t] + row, part = 0;
@@ -1070,7 +1070,7 @@ INLINE void NAME(add_seen)(const Loop *l, STEP *s, int64_t t, int64_t row, int64
     }
 }
 
-/* Compute the gradients of the products inside a step and of what they are taken of, the highest level first. Adds the
+/* Compute the gradients of the products inside a step and of their inputs, the highest level first. Adds the
  * gradients of the states that are returned at every step. */
 static void NAME(products_back)(const Loop *l, WORK *w, int64_t t) {
     const CELL *cell = NAME(cell_of)(l);

@@ -69,7 +69,7 @@ typedef struct {
     void *dx;                /* norm: [N, G]: in: x·Wx; out: its gradient */
     void *dscale_x, *dscale_h, *dscale_c, *dshift_c; /* norm: [threads, G or H], starts at zero; sum over threads */
     void *dparameters[PARAMETERS];                   /* [threads, H], starts at zero; sum over threads */
-    void *dinner[PRODUCTS], *ins[PRODUCTS]; /* gradients of the inner products; what they are taken of, [N, H] */
+    void *dinner[PRODUCTS], *ins[PRODUCTS]; /* gradients of the inner products; the inputs of these, [N, H] */
     void *work;              /* scratch memory: zoneout_work_size() bytes from the first multiple of 64 on */
 } Loop;
 #endif

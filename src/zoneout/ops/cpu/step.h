@@ -24,8 +24,8 @@ typedef struct {
     REAL *dzone[4], *dzero[4], *ddrop[4], *dadd[4], *dupdate, *dhold; /* gradients of given masks */
     /* products inside the step */
     const REAL *inner[32];              /* their results, one per part */
-    REAL *in[16];                       /* what they are taken of */
-    const REAL *din[16];                /* its gradient */
+    REAL *in[16];                       /* their inputs */
+    const REAL *din[16];                /* gradients of their inputs */
     REAL *dinner[32];                   /* gradients of their results */
 } STEP;
 

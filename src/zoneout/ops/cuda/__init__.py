@@ -276,7 +276,7 @@ def _ready(loop: Loop, grads: LoopGrads | None, concurrent: int) -> Ready:
                 return prepared
     if loop.by_unit:
         return Ready(lambda side_stream: _run_by_gate(loop, grads))
-    raise RuntimeError("backend: no kernel of 'cuda' takes this loop")
+    raise RuntimeError("backend: no kernel of 'cuda' supports this loop")
 
 
 def _run_by_gate(loop: Loop, grads: LoopGrads | None) -> None:

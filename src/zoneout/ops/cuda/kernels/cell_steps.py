@@ -1,6 +1,6 @@
 """Any cell, one step at a time: products and generated kernels. This path supports every loop.
 
-The blocks of a block-diagonal matrix are the parts of one batched product, if their rows are
+The blocks of a block-diagonal matrix are multiplied in one batched product, if their rows are
 multiples of 16 bytes. Otherwise the matrix is expanded to a dense one.
 """
 

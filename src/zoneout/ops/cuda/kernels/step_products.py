@@ -1,7 +1,7 @@
 """The products inside the step of any cell, one step at a time: cuBLAS between generated kernels.
 
 Products of one level are computed after one launch, which writes their inputs. In the
-backward pass it is the other way round, from the highest level down. Rows of matrices are padded to
+backward pass the order is reversed, from the highest level down. Rows of matrices are padded to
 multiples of 16 bytes, and so are the values between two matrices of a product.
 """
 

@@ -271,7 +271,7 @@ def _plan(problem: _Problem) -> _Plan:
     if best is None:
         _, columns, depth, rows, _ = problem.shape
         raise RuntimeError(
-            f"cuBLAS knows no way to take a product of {rows} × {depth} by {depth} × {columns}"
+            f"cuBLAS has no algorithm for a product of {rows} × {depth} by {depth} × {columns}"
         )
     return _Plan(*descriptors, best, best.workspace)
 
@@ -306,7 +306,7 @@ def _descriptors(problem: _Problem) -> tuple[Any, Any, Any, Any]:
 def _candidates(
     problem: _Problem, descriptors: tuple[Any, Any, Any, Any], reduction: int, most: int
 ) -> Iterator[_Algorithm]:
-    """Yield at most so many algorithms, the presumably fastest first."""
+    """Yield at most `most` algorithms, the presumably fastest first."""
     product, w, a, b = descriptors
     preference = _create("cublasLtMatmulPreferenceCreate")
     _set(
@@ -421,13 +421,13 @@ def _random_operands(problem: _Problem) -> tuple[Tensor, Tensor, Tensor]:
     """Return W, a and what is in b before the product; torch's own generator is not used."""
     pitch, columns, depth, rows, splits = problem.shape
     device = torch.device("cuda", problem.device)
-    own = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     shapes = (
         (columns if problem.transposed else depth, pitch),
         (rows, depth),
         (splits, rows, columns),
     )
-    w, a, b = (torch.randn(shape, generator=own, device=device) for shape in shapes)
+    w, a, b = (torch.randn(shape, generator=generator, device=device) for shape in shapes)
     return w.to(problem.kind), a.to(problem.kind), b.to(problem.out)
 
 
