@@ -9,7 +9,7 @@ import torch
 from torch.nn import Parameter
 
 import zoneout as zo
-from zoneout import layers
+from zoneout import sequence_layer
 from zoneout.ops import plan, recording
 from zoneout.ops.memory import address
 
@@ -173,11 +173,11 @@ def test_repeated_calls(name, monkeypatch):
 
     calls()
     again = []
-    own = layers.repeated
-    monkeypatch.setattr(layers, "repeated", lambda *a: again.append(own(*a)) or again[-1])
+    own = sequence_layer.repeated
+    monkeypatch.setattr(sequence_layer, "repeated", lambda *a: again.append(own(*a)) or again[-1])
     repeated = calls()
     assert sum(done is not None for done, _ in again) >= 16
-    monkeypatch.setattr(layers, "repeated", lambda *a: (None, None))
+    monkeypatch.setattr(sequence_layer, "repeated", lambda *a: (None, None))
     for a, b in zip(repeated, calls(), strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
 
