@@ -1,11 +1,10 @@
 """Measure the layers against torch.nn on this machine: `make bench`.
 
 Every ratio is the median over paired runs, ours and theirs in turn in one process, ours divided by
-    theirs: below 1 is
-faster. Before a ratio is taken, the layer that is timed is held to the reference backend in double
-precision, on outputs, final states and every gradient, with the same seed; where that check fails
-there is no ratio. Rows are written to benchmarks/results.csv, an older row of the same measurement
-on the same device being replaced.
+theirs: below 1 is faster. Before a ratio is taken, the layer that is timed is held to the reference
+backend in double precision, on outputs, final states and every gradient, with the same seed; where
+that check fails there is no ratio. Rows are written to benchmarks/results.csv, an older row of the
+same measurement on the same device being replaced.
 
     python benchmarks/bench.py                  # everything, a few minutes
     python benchmarks/bench.py train eval       # only these groups
@@ -62,7 +61,7 @@ CELLS = {
     "GRU": (zo.GRUCell, nn.GRUCell),
     "RNN": (zo.RNNCell, nn.RNNCell),
 }
-STEPS = {"1 row of 64": (1, 64), "32 rows of 256": (32, 256)}  # B, H
+STEPS = {"1 row of 64": (1, 64), "32 rows of 256": (32, 256), "64 rows of 512": (64, 512)}  # B, H
 
 
 @dataclass
