@@ -438,6 +438,18 @@ ERRORS: dict[str, Any] = {
     "input: expected torch.float32 as the weights have, got torch.float64; try": (
         lambda: HyperLSTM(I, H)(inputs(4, 2, I))
     ),
+    "first_step: expected a whole number, 0 or more and below 4294967293, got -1": (
+        lambda: HyperLSTM(I, H, dropout=0.5)(torch.randn(4, 2, I), first_step=-1)
+    ),
+    "hx[0]: expected torch.float32 as the input has, got torch.float64": (
+        lambda: HyperLSTM(I, H)(torch.randn(4, 2, I), HyperLSTM(I, H).double()(inputs(4, 2, I))[1])
+    ),
+    "hx[0]: expected a tensor on cpu": (
+        lambda: SurprisalLSTM(I, H)(
+            torch.zeros(4, 2, dtype=torch.int64),
+            [torch.zeros(2, n, device="meta") for n in (H, H, I)],
+        )
+    ),
     "num_layers: expected at least 2": lambda: HMLSTM(I, H, 1),
     "least: expected a rate between 0 and 1": lambda: SurprisalLSTM(I, H, least=-1.0),
     "expected periods of at least 1": lambda: clockwork(zo.RNN(I, H), [0, 1]),
@@ -477,6 +489,25 @@ def test_one_product_for_all_steps_has_the_gradient_of_every_step(name, monkeypa
     found = gradients(model, tokens)
     monkeypatch.setattr("zoneout.systems.steps.plain_eager", lambda: False)
     torch.testing.assert_close(found, gradients(model, tokens))
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (MAKES["hyper"], lambda given, returned: given[0]),
+        (MAKES["surprisal"], lambda given, returned: given[0]),
+        (MAKES["surprisal"], lambda given, returned: returned[0]),
+    ],
+)
+def test_a_state_changed_in_place_before_the_backward_pass(make, change):
+    """The gradient of a matrix is that of other values than the forward pass saw."""
+    model, tokens = make(), torch.zeros(T, B, dtype=torch.int64)
+    *_, state = model(tokens)
+    given = [s.detach().clone() for s in state]
+    y, *_, returned = model(tokens, given)
+    change(given, returned).detach().zero_()
+    with pytest.raises(RuntimeError, match="changed in place"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("name", LOOPS)

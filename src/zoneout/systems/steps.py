@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..draws import constant, example_ids
+from ..checks import check_device, check_state_dtype
+from ..draws import check_count, constant, example_ids
 from ..noise import Rule, plane
 from ..ops import autocast_on
 from ..ops.dropout import random_units
@@ -86,6 +87,9 @@ class Loop(nn.Module):
         want, got = ([tuple(s.shape) for s in state] for state in (initial, hx))
         if want != got:
             raise ValueError(f"hx: expected states of shapes {want}, got {got}")
+        for k, state in enumerate(hx):
+            check_device(f"hx[{k}]", state, x)
+            check_state_dtype(f"hx[{k}]", state, x)
         return tuple(hx)
 
     def initial_state(self, batch: int, like: Tensor) -> tuple[Tensor, ...]:
@@ -106,11 +110,12 @@ class Loop(nn.Module):
 
         A mask is where they are below its rate · 65536.
         """
+        first = check_count("first_step", first_step, 2**32 - len(like) + 1)
         key = fresh_seed(like) if seed is None else as_seed(seed, like.device)
         rule = Rule(stream, "previous", "unit", "expectation")
         draw = constant(rule, 0.0, key, plane(rule, 0, 0))
         return random_units(draw, units, example_ids(examples, like.shape[1], like.device),
-                            first_step, len(like))  # fmt: skip
+                            first, len(like))  # fmt: skip
 
 
 VARIANTS = 64  # of one function: layers, first and later steps, training and evaluation, shapes
@@ -143,7 +148,7 @@ class Product:
 
     def __init__(self, weight: Tensor, sums: Tensor) -> None:
         """`weight` is [out, in] and `sums` [T, B, out]."""
-        self.seen: list[Tensor] | None = None
+        self.seen: list[tuple[Tensor, int]] | None = None  # values, and the version of each
         # Elsewhere (under torch.func or a compiler) the gradient is that of each product.
         if plain_eager() and torch.is_grad_enabled() and weight.requires_grad:
             self.seen = []
@@ -155,7 +160,7 @@ class Product:
         """Return the product of `v`, [B, in], and the sums of this step, which are to be added."""
         v = v.to(self.weight.dtype)
         if self.seen is not None:
-            self.seen.append(v.detach())
+            self.seen.append((v.detach(), v._version))
         return v @ self.weight, self.sums[step]
 
 
@@ -166,14 +171,20 @@ class _Late(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, sums: Tensor, weight: Tensor, seen: list[Tensor]) -> Tensor:
+    def forward(ctx: Any, sums: Tensor, weight: Tensor, seen: list[tuple[Tensor, int]]) -> Tensor:
         ctx.seen, ctx.dtype = seen, weight.dtype
         return sums.view_as(sums)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        seen = torch.stack(ctx.seen)
+        if any(v._version != version for v, version in ctx.seen):
+            raise RuntimeError(
+                "a state that was given to a system of zoneout, or returned by it, has been "
+                "changed in place since the call, and the backward pass needs it as it was: write "
+                "h = h * keep for h *= keep"
+            )
+        seen = torch.stack([v for v, _ in ctx.seen])
         product = grad.to(seen.dtype).flatten(0, 1).t() @ seen.flatten(0, 1)
         return grad, product.to(ctx.dtype), None
 
