@@ -524,6 +524,18 @@ def test_bits_drawn_in_c(kind):
         assert np.array_equal(np.broadcast_to(got, want.shape), want)
 
 
+@pytest.mark.parametrize("mask", ["unit", "shared", "step", "sequence", "static"])
+def test_masks_over_depth_are_those_of_zo_masks(mask):
+    """C compares the rate with the other half of a word than the rest of the package does."""
+    noise = zo.Zoneout(depth=0.5, mask=mask, seed=3 if mask == "static" else None)
+    layer = zo.GRU(H, H, 2, noise=noise)
+    below = zo.GRU(H, H)
+    below.load_state_dict({n: v for n, v in layer.state_dict().items() if "_l0" in n})
+    x = torch.randn(T, B, H)
+    kept = layer(x, seed=5)[0] == below(x)[0]
+    assert torch.equal(kept, zo.masks(noise, 5, T, B, H, layer=1)["depth"])
+
+
 # --- what runs where ------------------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..definition import Definition
 from ..draws import Draw
-from ..noise import MASKS, STREAMS, Rule
+from ..noise import MASKS, Rule, bits_of
 from ..norm import StepNorm
 from .run import Run
 
@@ -218,7 +218,7 @@ class LoopGrads:
 def mask_coordinates(rule: Rule) -> tuple[bool, bool, bool, bool]:
     """Return four flags: the mask depends on step, example, unit; it uses a word's high half."""
     kind = MASKS[rule.mask]
-    return kind.step, kind.example, kind.unit, kind.stream and STREAMS[rule.stream].half == 1
+    return kind.step, kind.example, kind.unit, bits_of(rule).half == 1
 
 
 class Backend(Protocol):
