@@ -265,6 +265,26 @@ def test_refused_calls_are_as_if_they_were_the_first(call, batch_first):
     assert found[0] == found[1]
 
 
+LATER = {  # a layer or cell without biases, and its state
+    "layer": lambda: (zo.LSTM(3, 8, bias=False), (torch.zeros(1, 4, 8),) * 2),
+    "torch's cell": lambda: (zo.GRUCell(3, 8, bias=False), torch.zeros(4, 8)),
+    "own cell": lambda: (zo.RecurrentCell(zo.cells.janet, 3, 8, bias=False), torch.zeros(4, 8)),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_bias_that_comes_later(name):
+    """A repeated call leaves out a bias that earlier calls did not have."""
+    module, state = LATER[name]()
+    x, suffix = (X, "_l0") if name == "layer" else (X[0], "")
+    without = [module(x, state)[0] for _ in range(4)][-1]
+    bias = Parameter(torch.ones(8 * module.definition.gates))
+    module.register_parameter(f"bias_ih{suffix}", bias)
+    found = module(x, state)[0]
+    module._prepared.clear()
+    assert torch.equal(found, module(x, state)[0]) and not torch.equal(found, without)
+
+
 def test_plans_of_other_sizes():
     """A layer whose weights were replaced takes the plan of a layer that has such weights."""
     one, other = zo.LSTM(3, 8), zo.LSTM(5, 8)

@@ -9,7 +9,7 @@ not checked and run before has no plan, and goes there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -38,6 +38,7 @@ class Part(NamedTuple):
     settings: Settings
     number: int  # of the settings, in plans
     weights: tuple[str, ...]  # parameters, in the order of the settings
+    absent: tuple[str, ...]  # parameters that the call did not have, such as biases
     numbers: tuple[str | None, ...]  # rates and static seeds; None: the seed of the call
 
 
@@ -91,7 +92,8 @@ def prepare(
             if f"seed{k}" in settings.constants:
                 static = draw.rule.mask == "static"
                 numbers.append(seed_name(draw.rule.stream) if static else None)
-        parts.append(Part(settings, number_of(settings), tuple(weights), tuple(numbers)))
+        absent = tuple(name for name in names.values() if name not in weights)
+        parts.append(Part(settings, number_of(settings), tuple(weights), absent, tuple(numbers)))
     rules = drawn_rules(layer._rules, layer.training)
     draws = between or any(rule.mask != "static" for rule in rules)
     every_step = all(rule.mask != "static" and sees_step(rule) for rule in rules)
@@ -138,6 +140,8 @@ def repeated(
             constants += [key if name is None else numbers[name] for name in part.numbers]
         except KeyError:  # a parametrisation, or a rate that is gone
             return None, drawn
+        if _has_one(parameters, part.absent):
+            return None, drawn
         if (found := find(part.number, tensors, constants)) is None:
             return None, drawn
         if k == 0 and key is not None and given is None:
@@ -148,6 +152,11 @@ def repeated(
         if len(outputs) == directions:
             x = outputs[0] if directions == 1 else torch.cat(outputs, dim=-1)
     return Repeated(x, final), drawn
+
+
+def _has_one(parameters: Mapping[str, Tensor | None], names: Sequence[str]) -> bool:
+    """Return True if a parameter with one of these names has come."""
+    return any([parameters.get(name) is not None for name in names])
 
 
 _PLAIN = {Tensor, Parameter}
@@ -185,20 +194,21 @@ def _states(
 # --- single steps ---------------------------------------------------------------------------------
 
 
+PLAIN = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")  # in the order of torch's cells
+
+
 class PreparedStep(NamedTuple):
     """A form of call of a cell that torch has, on the CPU."""
 
     step: one_step.Repeatable
-    weights: tuple[str, ...]  # parameters in the order of torch's cells
     checked: set[Any]  # shapes and types that the general code has run
     kind: str = "cpu"
 
 
 def prepare_step(cell: StepCell, draws: Sequence[Draw]) -> PreparedStep | None:
     """Return how to repeat a plain step that had these draws; None if it cannot be."""
-    names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
     step = one_step.repeatable(cell.definition, draws)
-    return None if step is None else PreparedStep(step, names if cell.bias else names[:2], set())
+    return None if step is None else PreparedStep(step, set())
 
 
 def repeated_step(
@@ -234,10 +244,7 @@ def _plain_step(
 ) -> Sequence[Tensor] | None:
     """Return the states after a step of torch's cell, as in `repeated_step`."""
     parameters = cell._parameters
-    try:
-        weights = [parameters[name] for name in prepared.weights]
-    except KeyError:  # a parametrisation
-        return None
+    weights = [parameters.get(name) for name in PLAIN]  # None: no bias, or a parametrisation
     if (
         not are_memory((x, *states, *weights))
         or form_of(x, states, weights) not in prepared.checked
@@ -275,6 +282,8 @@ def _step_by_plan(
         tensors += [parameters[name] for name in part.weights]
         constants += [key if name is None else numbers[name] for name in part.numbers]
     except KeyError:  # a parametrisation, or a rate that is gone
+        return None
+    if _has_one(parameters, part.absent):
         return None
     if (found := find(part.number, tensors, constants)) is None:
         return None

@@ -39,7 +39,7 @@ from .ops import one_step
 from .overrides import overriding
 from .philox import as_seed, fresh_seed
 from .recurrent import RecurrentModule, add_weights
-from .repeated import Prepared, PreparedStep, form_of, prepare, prepare_step, repeated_step
+from .repeated import PLAIN, Prepared, PreparedStep, form_of, prepare, prepare_step, repeated_step
 from .torch_state import plain_eager, zeros
 
 MOST_FORMS = 64  # shapes that a cell remembers
@@ -165,7 +165,7 @@ class StepCell(RecurrentModule):
         if prepared is not None:
             if len(prepared.checked) >= MOST_FORMS:
                 prepared.checked.clear()
-            weights = [self._parameters.get(name) for name in prepared.weights]
+            weights = [getattr(self, name, None) for name in PLAIN]
             prepared.checked.add(form_of(x, states, weights))
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -186,9 +186,7 @@ class StepCell(RecurrentModule):
         """Return the states after a step that torch's own cell can do; None if it cannot."""
         if self.backend is not None or self._norm is not None or self.definition.parameters:
             return None
-        weights = [
-            getattr(self, name, None) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-        ]
+        weights = [getattr(self, name, None) for name in PLAIN]
         if any(value is not None and value.dtype != dtype for value in weights):
             return None
         if not one_step.is_plain(self.definition, x, (*states, *weights), draws):
