@@ -122,6 +122,20 @@ def test_gradients():
             assert torch.autograd.gradcheck(call, (x, hx, *values))
 
 
+def test_squares_of_float16():
+    """The variance of a row of zeros has no derivative, or that of large numbers is infinite."""
+    layer = zo.LSTM(I, H, noise=zo.FastDropout(input=0.3))
+    x = torch.full((T, B, I), 300.0)
+    x[:, 1] = 0
+    half = copy.deepcopy(layer).half()
+    y = half(x.half(), seed=5)[0]
+    close(y, layer(x, seed=5)[0].detach(), 1e-2)
+    grads = torch.autograd.grad(y.float().sum(), [*half.parameters()])
+    assert all(g.isfinite().all() for g in grads)
+    with torch.autocast("cpu", torch.float16):
+        close(layer(x, seed=5)[0], y.detach(), 1e-2)
+
+
 def test_packed_lengths_and_directions(make):  # noqa: F811
     """A row of a packed or reversed sequence has the normal numbers of another."""
     layer = make(zo.LSTM, I, H, 2, bidirectional=True, noise=zo.FastDropout(input=0.3, hidden=0.2))

@@ -7,13 +7,15 @@ mask for each of its factors.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
 from .definition.gaussian import LEAST, with_gaussian_product
 from .draws import Draw
 from .given import At
-from .ops import Run, Weights, dense
+from .ops import Run, Weights, autocast_on, dense
 from .ops.normals import normals_at
 
 
@@ -33,10 +35,17 @@ def _with_drawn_input(run: Run, draw: Draw, at: At) -> Run:
     scaled = run._replace(weights=w._replace(w_ih=w.w_ih * (1 - rate)))
     if draw.seed is None:
         return scaled
-    features = dense(run.x, w.w_ih)
-    variance = (features * features * (rate * (1 - rate))) @ (w.w_ih * w.w_ih).t()
-    noise = (variance + LEAST).sqrt() * normals_at(draw, run.width, at).to(variance.dtype)
-    return scaled._replace(extra=noise)
+    normals, kind = normals_at(draw, run.width, at), w.w_ih.device.type
+    with torch.autocast(kind, enabled=False) if autocast_on(kind) else nullcontext():
+        features, w_ih, rate = (_of_squares(v) for v in (dense(run.x, w.w_ih), w.w_ih, rate))
+        variance = (features * features * (rate * (1 - rate))) @ (w_ih * w_ih).t()
+        noise = (variance + LEAST).sqrt() * normals.to(variance.dtype)
+    return scaled._replace(extra=noise.to(w.w_ih.dtype))
+
+
+def _of_squares(v: Tensor) -> Tensor:
+    """Return a value in a type that has room for its square: float16 ends at 65504 and 6e-8."""
+    return v.float() if v.dtype == torch.float16 else v
 
 
 def _with_drawn_hidden(run: Run, draw: Draw, at: At) -> Run:
