@@ -55,6 +55,16 @@ def test_with_noise_on_the_input():
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("noise", [zo.Zoneout(hidden=0.3), zo.VariationalDropout(hidden=0.3)])
+def test_rates_in_the_reference(noise):
+    """A rate or scale takes the integer type of the numbers, and becomes 0 or 1."""
+    layer = zo.GRU(5, 4, noise=noise, backend="reference")
+    layer.train(isinstance(noise, zo.VariationalDropout))  # else the rate takes the mask's place
+    numbers = torch.randint(0, 5, (6, 3))
+    for a, b in zip(results(layer, numbers), results(layer, F.one_hot(numbers, 5).float())):
+        torch.testing.assert_close(a, b)
+
+
 def test_forms_of_input():
     """Unbatched, batch-first, packed or compiled input of numbers is taken for something else."""
     layer = zo.GRU(5, 4, batch_first=True).eval()

@@ -25,8 +25,9 @@ def run(r: Run) -> Result:
         raise RuntimeError("input: the reference got packed rows; please report this as a bug")
     steps = len(r.x)
     w = r.weights
+    r = r._replace(x=dense(r.x, w.w_ih))  # rates and scales take the type of x
     turn = turn_around(r.lengths, steps, r.reverse)
-    x, resets = turn(dense(r.x, w.w_ih)), _cuts(r.resets, turn, r.reverse)
+    x, resets = turn(r.x), _cuts(r.resets, turn, r.reverse)
     alive = None if r.lengths is None else alive_rows(r.lengths, steps)
     if alive is not None:
         x = torch.where(alive, x, 0.0)  # the padding may contain anything
