@@ -618,7 +618,7 @@ def test_images_have_no_protocol(zoneout) -> None:
     images = config.change(config.Config(), {"data.name": "mnist", "model.hidden": 4})
     run = runs.Run("digits")
     run.create(images, None)
-    run.save_best(build(images), {"update": 1, "epoch": 1.0})
+    run.save_best(runs.weights_of(build(images)), {"update": 1, "epoch": 1.0})
     run.close()
     for option in (["--protocol", "chunks"], ["--length", "10"]):
         code, _, err = zoneout("eval", "digits", *option)

@@ -50,7 +50,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("files")
     run, model = Run(home / "run"), build(CONFIG, len(VOCABULARY))
     run.create(CONFIG, VOCABULARY)
-    run.save_best(model, {"update": 1, "bits": 2.0})
+    run.save_best(runs.weights_of(model), {"update": 1, "bits": 2.0})
     for update in (1, 2):
         run.append({"kind": "train", "update": update, "epoch": 0.5, "nats": 1.0})
         weights = {f"model.{name}": value for name, value in runs.weights_of(model).items()}

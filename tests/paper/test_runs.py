@@ -309,7 +309,7 @@ def test_a_full_disk_while_metrics_are_written(run: Run, monkeypatch: pytest.Mon
 
 def test_best_weights_come_back_as_a_model(run: Run) -> None:
     model = build(replace(CONFIG, seed=5), len(VOCABULARY))
-    run.save_best(model, {"update": 3, "bits": 1.5})
+    run.save_best(runs.weights_of(model), {"update": 3, "bits": 1.5})
     found = load(run.folder)
     assert (
         found.config == CONFIG
@@ -338,7 +338,8 @@ def test_weights_that_are_missing_damaged_or_anothers(run: Run) -> None:
         load(run.folder)
     with pytest.raises(RunError, match=r"has no checkpoint yet"):
         load(run.folder, weights="last")
-    run.save_best(build(replace(CONFIG, model=Model(hidden=5, embedding=0)), len(VOCABULARY)), {})
+    other = build(replace(CONFIG, model=Model(hidden=5, embedding=0)), len(VOCABULARY))
+    run.save_best(runs.weights_of(other), {})
     with pytest.raises(RunError, match=r"do not fit its config \(missing: \['embedding\.weight'\]"):
         load(run.folder)
     truncate(run.folder / "best.safetensors")
@@ -381,7 +382,7 @@ def test_a_flipped_bit_in_the_best_weights_is_seen(run: Run, place: float) -> No
     """In the notes or in a number: safetensors alone would give back other weights, and the test
     another result.
     """
-    run.save_best(build(CONFIG, len(VOCABULARY)), {"update": 3, "bits": 1.5})
+    run.save_best(runs.weights_of(build(CONFIG, len(VOCABULARY))), {"update": 3, "bits": 1.5})
     path = run.folder / "best.safetensors"
     content = bytearray(path.read_bytes())
     content[int(len(content) * place) if place > 0 else int(place)] ^= 1

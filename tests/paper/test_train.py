@@ -527,6 +527,28 @@ def test_a_validation_is_no_reason_for_a_checkpoint(tmp_path: Path) -> None:
     assert [e["update"] for e in events if e["kind"] == "save"] == [6, 12, 18, 24, 30]
 
 
+def test_the_best_weights_are_written_with_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large weights are written after each of hundreds of validations, while the GPU waits."""
+    config = replace(CHARS, updates=24, epochs=9, save_every=12)
+    config = replace(config, evaluation=replace(config.evaluation, every=3))
+    written: list[int] = []
+    original = runs.Run.save_best
+
+    def counted(run: Any, weights: Any, info: dict[str, Any]) -> None:
+        written.append(info["update"])
+        original(run, weights, info)
+
+    monkeypatch.setattr(runs.Run, "save_best", counted)
+    summary = train(config, tmp_path / "run")
+    valid = [row for row in read_metrics(tmp_path / "run") if row["kind"] == "valid"]
+    best = [row["update"] for row in valid if row["best"]]
+    last_of_each = [max(u for u in best if u <= 12), max(best)]
+    assert len(best) > 2 and written == last_of_each
+    assert summary.best is not None and runs.load(tmp_path / "run").info["update"] == max(best)
+
+
 def test_a_run_killed_between_a_new_best_and_the_next_checkpoint(tmp_path: Path) -> None:
     """The best weights are those of a later update than the checkpoint: the end is another."""
     config = replace(CHARS, updates=16, save_every=4)

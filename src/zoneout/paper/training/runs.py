@@ -4,7 +4,7 @@
     vocabulary.json     for a text: the symbols in the order of their numbers
     data.json           the digest of the data, which shows later whether the data have changed
     metrics.jsonl       all results: one line for every training loss, validation and test
-    best.safetensors    the weights with the best validation
+    best.safetensors    the weights with the best validation, as of the latest checkpoint or later
     last/NNNNNNNN/      the two latest checkpoints: weights, optimizer and all else to continue
     summary.json        written when the run is finished
 
@@ -280,12 +280,10 @@ class Run:
 
     # --- weights and checkpoints ---
 
-    def save_best(self, model: nn.Module, info: dict[str, Any]) -> None:
+    def save_best(self, weights: dict[str, Tensor], info: dict[str, Any]) -> None:
         """Save the weights as the best so far; `info` is stored in the same file."""
         with explained(self.folder):
-            weights = {
-                name: value.detach().cpu().contiguous() for name, value in weights_of(model).items()
-            }
+            weights = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
             sealed = {**info, "sha256": tensor_digest(weights, info)}
             write_tensors(self.folder / "best.safetensors", weights, sealed)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..console import shown
 from ..data import corpora as corpora
@@ -163,6 +164,8 @@ class Training:
         self.deadline = deadline
         self.began = self.saved = time.monotonic()
         self.changed = False  # since the last checkpoint
+        # The best weights and the line of their validation, until they are written.
+        self.best: tuple[dict[str, Tensor], dict[str, Any]] | None = None
         self.config, self.run, self.tell, self.processes = config, run, progress, processes
         device = processes.device
         if config.precision == "tf32" and device.type != "cuda":
@@ -221,6 +224,8 @@ class Training:
             except Stopped:
                 self.save()
                 return self.summary("interrupted")
+            finally:
+                self.write_best()
             try:
                 test = self.test()
             except Stopped:
@@ -304,10 +309,10 @@ class Training:
     # --- validation, test, metrics and checkpoints ---
 
     def validate(self) -> None:
-        """Validate, and save the weights if they are the best so far.
+        """Validate, and keep the weights if they are the best so far.
 
-        That is no reason for a checkpoint. A run that is killed before the next one comes to the
-        same validation again, and writes the same weights.
+        They are written with the next checkpoint: early in training nearly every validation is the
+        best so far, and writing large weights takes longer than a validation.
         """
         self.check_finite()
         with self.step.average.used() if self.state.averaging else nullcontext():
@@ -315,7 +320,7 @@ class Training:
         self.changed = True
 
     def judge(self) -> None:
-        """Validate the weights of the model, and save them if they are the best so far."""
+        """Validate the weights of the model, and keep them if they are the best so far."""
         score = self.score("valid", self.config)
         if not math.isfinite(score.nats):
             raise self.diverged(
@@ -333,7 +338,18 @@ class Training:
         if best:
             state.best = line
             if self.processes.first:
-                self.run.save_best(self.model, line)
+                kept = {name: value.detach().clone() for name, value in self.weights().items()}
+                self.best = kept, line
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the weights of the model by name."""
+        return runs.weights_of(self.model)
+
+    def write_best(self) -> None:
+        """Write the best weights, unless they are on disk already."""
+        if self.best is not None:
+            self.run.save_best(*self.best)
+            self.best = None
 
     def check_plateau(self, best: bool, loss: float) -> None:
         """Divide the learning rate if validation has not improved for as long as the schedule says.
@@ -393,7 +409,7 @@ class Training:
                     f"{about.get('update')}; the best validation since then is another"
                 )
                 self.tell({"kind": "note", "text": text})
-        self.processes.share_(list(runs.weights_of(self.model).values()))
+        self.processes.share_(list(self.weights().values()))
         if self.config.model.norm == "batch":
             # The statistics for the test are saved with the best weights, for later use.
             how = self.config.evaluation
@@ -401,14 +417,14 @@ class Training:
                 self.model, self.feed, how.statistics, how.statistics_size, self.tick
             )
             if self.processes.first and self.state.best is not None:
-                self.run.save_best(self.model, self.state.best)
+                self.run.save_best(self.weights(), self.state.best)
         chosen = {}
         if self.config.evaluation.temperature and isinstance(self.data, Corpus):
             chosen["temperature"] = choose_temperature(
                 self.model, self.data, self.config, tick=self.tick
             )
             if self.processes.first and self.state.best is not None:
-                self.run.save_best(self.model, self.state.best)
+                self.run.save_best(self.weights(), self.state.best)
         if self.config.evaluation.skip_test:
             return None
         score = self.processes.share(
@@ -434,6 +450,7 @@ class Training:
         if not torch.stack([t.isfinite().all() for t in floats]).all():
             raise self.diverged(f"a weight was not finite after update {self.state.update}")
         if self.processes.first:
+            self.write_best()  # before the checkpoint that names them
             self.run.save(tensors, asdict(self.state))
         self.saved, self.changed = time.monotonic(), False
         self.tell({"kind": "save", "update": self.state.update})
