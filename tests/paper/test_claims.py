@@ -61,7 +61,23 @@ def test_a_verdict_follows_the_records(dropout: float | None, verdict: str, tmp_
     found = finding(tmp_path, "rivals-char")
     assert found.verdict == verdict
     assert "Zoneout 0.5, 0.05: 1.3600 ± 0.0014 / 1.3600 ± 0.0014 (2 seeds)" in found.evidence
-    assert len(found.recipes) == 6 and "3 more are further behind" in found.evidence
+    assert len(found.recipes) == 6
+    more = "; 2 more have higher scores; no run of Recurrent dropout 0.25."
+    assert ("; 3 more have higher scores. t" if dropout else more) in found.evidence
+
+
+def test_rows_without_runs_are_not_said_to_be_behind(tmp_path: Path) -> None:
+    """The page ranks rows that nobody has run."""
+    found = finding(tmp_path, "rivals-text8")
+    assert found.verdict == "cannot tell"
+    rows = "Unregularised LSTM, Weight noise 0.075, Norm stabiliser 50, Stochastic depth 0.5, 0.05"
+    assert found.evidence == (
+        f"Zoneout 0.5, 0.05: no run yet; no run of {rows}, Recurrent dropout 0.5."
+    )
+    write(tmp_path, "text8_prefix_zoneout", [1.3, 1.31])
+    write(tmp_path, "text8_prefix_unregularised", [1.4])
+    said = finding(tmp_path, "rivals-text8").evidence
+    assert "higher" not in said and "no run of Weight noise 0.075, Norm" in said
 
 
 def test_numbers_are_as_printed_only_if_every_one_is(tmp_path: Path) -> None:
