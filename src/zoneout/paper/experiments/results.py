@@ -156,7 +156,7 @@ def make_record(
         },
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": command_of(recipe, config),
-        "scores": scores(folder, config, data, where),
+        "scores": scores(folder, config, data, where, RECIPES[recipe].samples),
         "curve": curve(runs.read_metrics(folder), measure),
         "config": configs.to_json(config),
     }
@@ -205,12 +205,17 @@ def protocols(config: Config) -> list[Protocol | None]:
 
 
 def scores(
-    folder: Path, config: Config, data: Path | str | None, device: torch.device
+    folder: Path,
+    config: Config,
+    data: Path | str | None,
+    device: torch.device,
+    samples: int = 0,
 ) -> list[Record]:
     """Evaluate the best weights on both parts under every protocol.
 
     A model with static masks is evaluated twice: with its training masks and with their
-        expectation.
+    expectation. With `samples`, the mean of the probabilities of so many passes with dropout is
+    judged too, on the test part.
     """
     corpus = data_of(folder, config, data)
     found: list[Record] = []
@@ -230,6 +235,11 @@ def scores(
                 found.append(
                     how | values_of(score.checked(f"{folder} on {part}"), measure_of(corpus))
                 )
+    if samples:
+        score = evaluate(loaded.model, corpus, "test", loaded.config, samples=samples)
+        cut = named(config.evaluation.test)
+        how = {"part": "test", "protocol": cut, "at_eval": f"mean of {samples} passes"}
+        found.append(how | values_of(score.checked(f"{folder} on test"), measure_of(corpus)))
     return found
 
 
@@ -669,7 +679,10 @@ def _way(score: Record) -> str:
 
 
 def _mask(score: Record) -> str:
-    return ", with the training mask" if score["at_eval"] == "sample" else ""
+    at_eval: str = score["at_eval"]
+    if at_eval == "sample":
+        return ", with the training mask"
+    return f", {at_eval}" if at_eval.startswith("mean") else ""
 
 
 def _head(*cells: str) -> list[str]:

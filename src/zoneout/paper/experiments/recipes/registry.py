@@ -51,6 +51,7 @@ class Recipe:
     differs: str = ""  # why the row may be a better one than the paper's
     precision: str = ""  # of the products, where the row is about it; "" leaves it open
     against: str = ""  # the recipe that the row is compared with in a sentence
+    samples: int = 0  # passes with dropout whose probabilities are averaged, for one more score
 
     @property
     def measure(self) -> str:
@@ -121,6 +122,7 @@ def recipe(
     differs: str = "",
     precision: str = "",
     against: str = "",
+    samples: int = 0,
 ) -> Callable[[Callable[[], Config]], Callable[[], Config]]:
     """Return a decorator that registers a function as a recipe, under the function's name.
 
@@ -136,6 +138,7 @@ def recipe(
         RECIPES[name] = Recipe(
             name, task, row, make, valid, test, where, held,
             () if not_run else seeds, spare, not_run, differs, precision, against,
+            samples,
         )  # fmt: skip
         return make
 

@@ -163,16 +163,22 @@ def word_ptb_variational() -> Config:
     beside="word_ptb_variational",
     where="code",
     seeds=(2,),
+    samples=100,
 )
 def word_ptb_variational_untied() -> Config:
     """`word_ptb_variational` with a mask for every gate, as its source has it.
 
     The row has the expectation, for which the source says 75.2. The paper's 73.4 is averaged over
-    many passes: `zoneout eval runs/reproduce/word_ptb_variational_untied/seed-2 --samples 100`.
+    2,000 passes. The record has a score of 100, as `zoneout eval RUN --samples 100` has it. The
+    73.4 is also a mean over three runs, without the unstable ones.
     """
     config = word_ptb_variational()
     dropout = replace(config.variational_dropout, tied=False)
-    return replace(config, variational_dropout=dropout)
+    # 100 passes read pieces of 50 steps instead of 10: fewer calls, the same numbers.
+    test = replace(config.evaluation.test, length=5000)
+    return replace(
+        config, variational_dropout=dropout, evaluation=replace(config.evaluation, test=test)
+    )
 
 
 @recipe("word-ptb", "Variational dropout 0.5, 0.3, inside the layers alone", where="ablation")
