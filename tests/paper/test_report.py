@@ -154,6 +154,17 @@ def test_a_system_is_compared_with_a_model_of_its_size(tmp_path: Path) -> None:
     assert sentence not in without and f"{sentence} The difference is -0.060, of 1 seed." in text
 
 
+def test_a_system_that_is_tested_in_chunks_is_compared_in_chunks(tmp_path: Path) -> None:
+    """A model seems to be worse by what the protocols differ."""
+    fabricated.write(tmp_path, fabricated.record("char_ptb_residual") | {"test": 1.5})
+    other = fabricated.record("char_ptb_zoneout")
+    other["scores"] = [s | {"bits": 1.3} for s in other["scores"] if s["part"] == "test"]
+    other["scores"].insert(0, other["scores"][0] | {"protocol": "one sequence", "bits": 1.2})
+    fabricated.write(tmp_path, other | {"test": 1.2})
+    text = paper_page(tmp_path, tmp_path / "none.csv").replace("\n", " ")
+    assert "Zoneout 0.5, 0.05: 1.300. The difference is" in text
+
+
 def test_past_the_paper_begins_with_its_answer(tmp_path: Path) -> None:
     """The answer is missing, is of other arms, or counts the seeds that chose the rates."""
     nothing = paper_page(tmp_path, tmp_path / "none.csv")

@@ -30,6 +30,7 @@ from ..experiments.results import (
     differing,
     fitting,
     minutes,
+    named,
     no_run,
     scatter_of,
     seeds_of,
@@ -169,11 +170,14 @@ def task_section(task: str, own: dict[str, list[Record]]) -> Html:
 
 
 def comparison(recipe: Recipe, own: dict[str, list[Record]]) -> Html:
-    """Return a list item that compares a recipe's test score with the one it is held against."""
+    """Return a list item that compares a recipe's test score with the one it is held against.
+
+    Both are of the recipe's protocol, where the other has a score of it.
+    """
     if not (recipe.against and own[recipe.name] and own[recipe.against]):
         return Html("")
-    other = RECIPES[recipe.against]
-    ours, theirs = (fmean(r["test"] for r in own[one.name]) for one in (recipe, other))
+    other, cut = RECIPES[recipe.against], named(recipe.make().evaluation.test)
+    ours, theirs = (fmean(test_of(r, cut) for r in own[one.name]) for one in (recipe, other))
     seeds = len(own[recipe.name])
     text = (
         f"{recipe.row}: {rounded(ours, recipe.measure)} in test, {other.row}: "
@@ -181,6 +185,14 @@ def comparison(recipe: Recipe, own: dict[str, list[Record]]) -> Html:
         f"{rounded(ours - theirs, recipe.measure, '+')}, of {seeds} seed{'s' * (seeds > 1)}."
     )
     return element("li", text)
+
+
+def test_of(record: Record, cut: str) -> float:
+    """Return the test score of a record by a protocol; by its own protocol if there is none."""
+    for score in record["scores"]:
+        if (score["part"], score["protocol"]) == ("test", cut):
+            return float(score[record["measure"]])
+    return float(record["test"])
 
 
 def past_tables(own: dict[str, list[Record]]) -> list[Html]:
