@@ -464,6 +464,24 @@ def test_cuda_graph_reads_a_replaced_rate():
             torch.testing.assert_close(out, layer(x)[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("rate", [0.25, lambda x: torch.full_like(x[..., :1], 0.25)])
+def test_a_call_with_rates_can_be_captured(rate):
+    """Adaptive zoneout cannot be trained: its rates are copied from the host in every call."""
+    layer: Any = zo.LSTM(8, 100, noise=zo.Zoneout(cell=0.5, hidden=0.05), device="cuda")
+    x = torch.randn(30, 16, 8, device="cuda")
+    seed = torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def step():
+        return layer(x, seed=seed, rates={"cell": rate})[0]
+
+    want = step().detach().clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    graph.replay()
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+
+
 def test_rates_of_a_layer_loaded_from_the_meta_device():
     """Weights that are put on the GPU one by one come without their rates."""
     whole: Any = zo.LSTM(8, 100, noise=zo.Zoneout(cell=0.5, hidden=0.1), device="cuda")

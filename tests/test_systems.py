@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import zoneout as zo
+from zoneout import noisy
 from zoneout.systems import (
     HMLSTM,
     AdaptiveLSTM,
@@ -54,6 +55,20 @@ def shaken(module: Any) -> Any:
 
 def bits(stream: str, seed: int, first: int, ids: Any, units: int) -> Any:
     return philox_numpy.bits(stream, "unit", seed, range(first, first + T), ids, units)
+
+
+def test_rates_of_a_call_are_not_copied_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph of adaptive zoneout cannot be captured: its run ends before the first update."""
+    other = torch.device("meta")  # in place of a GPU
+    numbers = [torch.tensor(0.5, dtype=torch.float64), torch.tensor(-(2**40))]
+    kinds = [n.to(other) for n in numbers]
+    copied: list[Any] = []
+    monkeypatch.setattr(torch.Tensor, "to", lambda *args: copied.append(args))
+    made = [noisy._to_device(number, other) for number in numbers]
+    assert not copied
+    assert [(m.shape, m.dtype, m.device) for m in made] == [
+        (k.shape, k.dtype, k.device) for k in kinds
+    ]
 
 
 # --- HyperLSTM ------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from .noise import (
     plane,
 )
 from .philox import as_seed
-from .rates import Rate, check_rate, is_zero, outside, rate_of_layer
+from .rates import Rate, check_rate, is_zero, outside, rate_of_layer, readable
 from .torch_state import capturing, plain_eager
 
 Rates: TypeAlias = "Mapping[str, Rate]"  # the rates of one call, by stream
@@ -394,8 +394,12 @@ def _real_tensors() -> Iterator[None]:
 def _to_device(value: Tensor, device: torch.device) -> Tensor:
     """Return a rate or seed on a device.
 
-    The copy is never an inference tensor, because it must be writable later.
+    The copy is never an inference tensor, because it must be writable later. One number is not
+    copied but written by the device: a call with `rates` may be captured in a CUDA graph, which
+    cannot copy from the host.
     """
-    dtype = widest(device) if value.is_floating_point() else None
+    dtype = widest(device) if value.is_floating_point() else value.dtype
     with torch.inference_mode(False):
+        if device.type != "cpu" and not value.dim() and readable(value):
+            return torch.full((), value.item(), dtype=dtype, device=device)
         return value.to(device, dtype)
