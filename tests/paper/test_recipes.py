@@ -6,12 +6,14 @@ The golden losses are written anew with `python tests/paper/test_recipes.py`.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import json
 import math
 import os
 import pkgutil
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from zoneout.paper.data.corpora import Corpus, Images, Vocabulary
 from zoneout.paper.experiments import recipes
 from zoneout.paper.experiments.recipes import MEASURES, RECIPES, Recipe, select
 from zoneout.paper.experiments.results import changes
+from zoneout.paper.experiments.trials import axes_of, grid_of
 from zoneout.paper.training.config import Config, change, from_json, to_json
 from zoneout.paper.training.feeds import make_feed
 from zoneout.paper.training.models import build
@@ -166,6 +169,25 @@ def test_the_recipes_have_the_seeds_of_the_plan() -> None:
     assert set(reproduced) >= set(awd)
     sweeps = [line for line in commands if line.startswith("zoneout sweep")]
     assert len(sweeps) == 3 and all("--evaluation.skip-test" in line for line in sweeps)
+
+
+def test_the_plans_grids_run_without_the_tool() -> None:
+    """The machine with the GPU lacks the command's packages, or its grid is not the plan's."""
+    path = PLAN.parents[1] / "experiments" / "awd_grids.py"
+    spec = importlib.util.spec_from_file_location("awd_grids", path)
+    assert spec is not None and spec.loader is not None
+    grids = importlib.util.module_from_spec(spec)
+    sys.modules["awd_grids"] = grids
+    spec.loader.exec_module(grids)
+    for name, count, epochs in (("words", 4, 60), ("words-only", 4, 60), ("characters", 6, 25)):
+        config, grid, out = grids.planned(name)
+        trials = grid_of(config, axes_of(grid))
+        assert len(trials) == count and out == Path(f"runs/awd-{name}")
+        for trial in trials:
+            own = trial.config
+            assert own.evaluation.skip_test and (own.seed, own.epochs) == (101, epochs)
+            assert own.precision == "bf16" and own.zoneout.cell and own.zoneout.hidden
+            assert own.optimizer.average_after == (1 if "words" in name else 0)
 
 
 def test_select() -> None:
