@@ -7,11 +7,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from zoneout.paper.cli.reproduce import Reproduce
 from zoneout.paper.disk import RunError, write_record
 from zoneout.paper.experiments import reproduce as module
 from zoneout.paper.experiments import results as pages
-from zoneout.paper.experiments.recipes import RECIPES, Recipe
+from zoneout.paper.experiments.recipes import RECIPES, Recipe, select
 from zoneout.paper.experiments.recipes.registry import QUOTED
 from zoneout.paper.experiments.reproduce import reproduce
 from zoneout.paper.experiments.results import FORMAT, command_of, document, read_record, table
@@ -148,6 +150,33 @@ def test_what_is_missing_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "  text8_prefix_batch_norm: about 105 minutes" in listed.partition("Not to be run:")[2]
 
 
+PAGE = ROOT / "docs" / "reproducing.md"
+
+
+def test_every_missing_run_has_its_place_in_a_use_of_a_gpu() -> None:
+    """Minutes of a GPU go to a row that is not there, in a wrong precision, or that cannot end."""
+    section = PAGE.read_text(encoding="utf-8").partition("## The missing runs")[2]
+    section = section.partition("\n## ")[0]
+    uses = re.findall(r"^\| (\d+) \| `.*?` \| (\d+) \|", section, re.M)
+    assert len(uses) > 30
+    minutes: Counter[int] = Counter()
+    for use, took in uses:
+        minutes[int(use)] += int(took)
+    assert sorted(minutes) == list(range(1, len(minutes) + 1)) and max(minutes.values()) <= 25
+    planned: dict[str, set[int]] = {}
+    for words in map(str.split, re.findall(r"`zoneout reproduce ([^`]*)`", section)):
+        if words[0] == "ROW":
+            continue
+        given = options.plain(Reproduce, "zoneout reproduce", words)
+        for recipe in select(given.task or "", given.rows):
+            assert given.precision == recipe.gpu_precision, recipe.name
+            planned.setdefault(recipe.name, set()).update(given.chosen_seeds() or recipe.seeds)
+    missing = [one for one in pages.missing(ROOT / "results") if not one.spare]
+    for one in missing:
+        if one.recipe.where != "here" and "gradients" not in one.command:
+            assert planned.get(one.recipe.name, set()) >= set(one.seeds), one.recipe.name
+
+
 def test_a_record_has_a_test() -> None:
     """A run is trained for hours, and then no record can be made of it."""
     with pytest.raises(ValueError, match="skip_test: expected false, since every record has"):
@@ -187,6 +216,22 @@ def test_a_record_says_what_the_run_found(tmp_path: Path) -> None:
         and record["seconds"] > 0
         and record["versions"]["torch"] == torch.__version__
     )
+
+
+def test_the_time_of_an_update_leaves_validations_out(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody sees within the first minute whether a run will end within the time that is there."""
+    now = 0.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    tell = module.lines(module.Job("char_ptb_tiny", 1, Path("out"), Path("res")))
+    valid = {"kind": "valid", "epoch": 1.0, "bits": 2.0}
+    for kind, seconds in (("train", 1.0), ("valid", 60.0), ("train", 0.5), ("train", 0.2)):
+        now += seconds
+        tell(valid if kind == "valid" else {"kind": kind, "update": 100 + int(now * 500)})
+    tell(valid)
+    first, second = capfd.readouterr().err.splitlines()
+    assert "ms an update" not in first and "min, 2 ms an update, valid 2.0000" in second
 
 
 def test_a_record_has_the_mean_of_many_passes() -> None:

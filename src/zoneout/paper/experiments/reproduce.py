@@ -377,12 +377,26 @@ def passing_on(running: dict[Any, Job]) -> Iterator[list[int]]:
 
 
 def lines(job: Job) -> Progress:
-    """Return a progress callback that prints one line to standard error per validation."""
+    """Return a progress callback that prints one line to standard error per validation.
+
+    The milliseconds of an update are those between the two latest lines of training loss, since
+    the host waits for the device there, without validations and checkpoints.
+    """
     began = time.monotonic()
     name = f"{job.recipe}, seed {job.seed}"
+    since: tuple[int, float] | None = None  # the update and time of a line of training loss
+    took = ""
 
     def tell(event: dict[str, Any]) -> None:
+        nonlocal since, took
         kind, text = event["kind"], ""
+        if kind == "train":
+            update, now = event["update"], time.monotonic()
+            if since is not None:
+                took = f", {1000 * (now - since[1]) / (update - since[0]):.3g} ms an update"
+            since = update, now
+        elif kind != "step":
+            since = None
         if kind == "start":
             again = f", continued after {event['update']:,}" if event["update"] else ""
             text = f"{event['updates']:,} updates on {event['device']}{again}"
@@ -390,7 +404,10 @@ def lines(job: Job) -> Progress:
             measure = RECIPES[job.recipe].measure
             best = ", the best so far" if event.get("best") else ""
             minutes = (time.monotonic() - began) / 60
-            text = f"epoch {event['epoch']:g}, {minutes:.1f} min, {kind} {event[measure]:.4f}{best}"
+            text = (
+                f"epoch {event['epoch']:g}, {minutes:.1f} min{took}, {kind} "
+                f"{event[measure]:.4f}{best}"
+            )
         elif kind == "note":
             text = event["text"]
         if text:
