@@ -106,7 +106,7 @@ def char_ptb_hyper_lstm() -> Config:
 
     1000 and 128 units, 4 numbers a scale, dropout 0.1 of the input, the output and the update.
 
-    A step of its loop is about 110 calls of torch, forward and backward (docs/reproducing.md).
+    A step of its loop is about 140 calls of torch, forward and backward (docs/reproducing.md).
     """
     return _HYPER
 
@@ -153,7 +153,7 @@ _MULTISCALE = _base(
 def char_ptb_hm_lstm() -> Config:
     """Layers that copy their state until the layer below ends a segment.
 
-    A step of its loop is about 310 calls of torch, forward and backward (docs/reproducing.md).
+    A step of its loop is about 330 calls of torch, forward and backward (docs/reproducing.md).
     """
     return _MULTISCALE
 
@@ -185,7 +185,7 @@ def char_ptb_surprisal_zoneout() -> Config:
     It is compared with `char_ptb_zoneout`, whose width and training it has, but for fewer epochs:
     so many fit into 25 minutes by our estimate. The source has no number for this corpus.
 
-    A step of its loop is about 60 calls of torch, forward and backward (docs/reproducing.md).
+    A step of its loop is about 70 calls of torch, forward and backward (docs/reproducing.md).
     """
     return _base(
         Model("surprisal-lstm", hidden=1000, embedding=0),
@@ -227,7 +227,7 @@ def char_ptb_clockwork_rnn() -> Config:
     and its layer before the softmax, and so does this row; the training is that of
     `char_ptb_hm_lstm`. They do not give the size and the periods, which are ours.
 
-    No fused kernel has both a layer norm and a clock, so that on a GPU a step is about 58 calls of
+    No fused kernel has both a layer norm and a clock, so that on a GPU a step is about 60 calls of
     torch, forward and backward (docs/reproducing.md).
     """
     return _CLOCKWORK
