@@ -179,6 +179,9 @@ def test_the_plans_grids_run_without_the_tool() -> None:
     grids = importlib.util.module_from_spec(spec)
     sys.modules["awd_grids"] = grids
     spec.loader.exec_module(grids)
+    commands = [r.grid.rpartition(" ") for r in RECIPES.values() if r.grid]
+    assert {command for command, *_ in commands} == {"python experiments/awd_grids.py"}
+    assert [name for *_, name in commands] == ["words", "words-only", "characters"]
     for name, count, epochs in (("words", 4, 60), ("words-only", 4, 60), ("characters", 6, 25)):
         config, grid, out = grids.planned(name)
         trials = grid_of(config, axes_of(grid))

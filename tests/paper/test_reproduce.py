@@ -148,6 +148,7 @@ def test_what_is_missing_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     listed = capsys.readouterr().out.partition("Missing:")[2]
     assert "  zoneout reproduce char_ptb_tiny --precision bf16  # seed 1\n" in listed
     assert "  text8_prefix_batch_norm: about 105 minutes" in listed.partition("Not to be run:")[2]
+    assert "# seeds 1, 2, after python experiments/awd_grids.py words\n" in listed
 
 
 PAGE = ROOT / "docs" / "reproducing.md"

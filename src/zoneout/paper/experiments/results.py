@@ -394,7 +394,8 @@ def missing_text(results: Path | str) -> str:
             seeds = f"seed{'s' * (len(one.seeds) > 1)} {', '.join(map(str, one.seeds))}"
             each = " each" if len(one.seeds) > 1 else ""
             took = f", {one.minutes:.0f} min{each}" if one.minutes and one.minutes >= 1 else ""
-            lines.append(f"  {one.command}  # {seeds}{took}")
+            first = f", after {one.recipe.grid}" if one.recipe.grid else ""
+            lines.append(f"  {one.command}  # {seeds}{took}{first}")
     left_out = [recipe for recipe in RECIPES.values() if recipe.not_run]
     lines += ["", "Not to be run:", ""] if left_out else []
     lines += [f"  {recipe.name}: {recipe.not_run}" for recipe in left_out]

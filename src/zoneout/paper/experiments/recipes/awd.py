@@ -75,13 +75,29 @@ def word_ptb_awd() -> Config:
     return _WORDS
 
 
-@recipe("word-ptb", "AWD-LSTM with zoneout", beside="word_ptb_awd", where="past", seeds=TWO)
+_GRID = "python experiments/awd_grids.py "  # its best rates are to be written into the recipe
+
+
+@recipe(
+    "word-ptb",
+    "AWD-LSTM with zoneout",
+    beside="word_ptb_awd",
+    where="past",
+    seeds=TWO,
+    grid=_GRID + "words",
+)
 def word_ptb_awd_zoneout() -> Config:
     """Zoneout in all three layers, and nothing else changed."""
     return replace(_WORDS, zoneout=_ON_WORDS)
 
 
-@recipe("word-ptb", "AWD-LSTM, zoneout for DropConnect", beside="word_ptb_awd", where="past")
+@recipe(
+    "word-ptb",
+    "AWD-LSTM, zoneout for DropConnect",
+    beside="word_ptb_awd",
+    where="past",
+    grid=_GRID + "words-only",
+)
 def word_ptb_awd_zoneout_only() -> Config:
     """Zoneout in place of DropConnect on the recurrent matrices."""
     return replace(_WORDS, zoneout=_ON_WORDS, weight_drop=0.0)
@@ -93,7 +109,13 @@ def char_ptb_awd() -> Config:
     return _CHARACTERS
 
 
-@recipe("char-ptb", "AWD-LSTM with zoneout, stripped lines", beside="char_ptb_awd", where="past")
+@recipe(
+    "char-ptb",
+    "AWD-LSTM with zoneout, stripped lines",
+    beside="char_ptb_awd",
+    where="past",
+    grid=_GRID + "characters",
+)
 def char_ptb_awd_zoneout() -> Config:
     """Zoneout in all three layers, and nothing else changed."""
     return replace(_CHARACTERS, zoneout=_ON_CHARACTERS)

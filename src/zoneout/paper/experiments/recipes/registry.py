@@ -52,6 +52,7 @@ class Recipe:
     precision: str = ""  # of the products, where the row is about it; "" leaves it open
     against: str = ""  # the recipe that the row is compared with in a sentence
     samples: int = 0  # passes with dropout whose probabilities are averaged, for one more score
+    grid: str = ""  # the command that chooses settings of the row, which comes first
 
     @property
     def measure(self) -> str:
@@ -123,6 +124,7 @@ def recipe(
     precision: str = "",
     against: str = "",
     samples: int = 0,
+    grid: str = "",
 ) -> Callable[[Callable[[], Config]], Callable[[], Config]]:
     """Return a decorator that registers a function as a recipe, under the function's name.
 
@@ -138,7 +140,7 @@ def recipe(
         RECIPES[name] = Recipe(
             name, task, row, make, valid, test, where, held,
             () if not_run else seeds, spare, not_run, differs, precision, against,
-            samples,
+            samples, grid,
         )  # fmt: skip
         return make
 
