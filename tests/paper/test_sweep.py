@@ -537,6 +537,31 @@ def test_a_signal_for_the_sweep_alone_stops_its_runs(tmp_path: Path) -> None:
     assert "Traceback" not in err and json.loads(out)[0]["state"] == "finished"
 
 
+def test_a_sweep_that_is_broken_off_ends_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for more jobs, and Python waits for them at its end: nothing ends."""
+
+    class Pipe:
+        closed = False
+
+        def send(self, job: Any) -> None: ...
+
+        def close(self) -> None:
+            self.closed = True
+
+    pipes = [Pipe(), Pipe()]
+
+    def broken_off(ready: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweep, "_start", lambda fresh, number, threads: (pipes[number], object()))
+    monkeypatch.setattr(sweep, "wait", broken_off)
+    with pytest.raises(KeyboardInterrupt):
+        run_local(jobs(tmp_path), parallel=2, say=lambda text: None)
+    assert all(pipe.closed for pipe in pipes)
+
+
 def test_processes_keep_to_the_threads_that_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """With OMP_NUM_THREADS=1 on a machine that is in use, each process takes all processors, and
     ten times as long.

@@ -439,6 +439,23 @@ def interrupted_at(update: int) -> Any:
     return tell
 
 
+def test_signals_sent_together_are_one_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`timeout`, which sends two, ends a run without a checkpoint."""
+
+    def twice(event: dict[str, Any]) -> None:
+        for _ in range(2):
+            interrupted_at(3)(event)
+
+    summary = train(CHARS, tmp_path / "run", progress=twice)
+    assert summary.status == "interrupted"
+    assert [p.name for p in runs.Run(tmp_path / "run").checkpoints()] == ["00000003"]
+    monkeypatch.setattr(module, "AGAIN", -1.0)
+    with pytest.raises(KeyboardInterrupt):
+        train(CHARS, tmp_path / "other", progress=interrupted_at(3))
+
+
 @pytest.mark.parametrize(
     "config",
     [CHARS, WORDS, CURVES["char-lstm-batch-norm"]],

@@ -33,7 +33,7 @@ from ..training.config import Config
 from ..training.exit_codes import BAD_DATA, DIVERGED, FAILED, INTERRUPTED, OK, WRONG_USE
 from ..training.noise_fields import in_fields
 from ..training.processes import device_of, obey_the_parent, threads_of_each
-from ..training.train import Diverged, Progress, stop_requests, train
+from ..training.train import Diverged, Progress, asked_again, stop_requests, train
 from ..training.unused_options import refuse_unread
 from .recipes import RECIPES, Recipe, select
 from .results import changes, make_record, order, read_record, table
@@ -352,21 +352,20 @@ def attempt_beside_others(job: Job) -> State:
 
 
 @contextmanager
-def passing_on(running: dict[Any, Job]) -> Iterator[list[int]]:
-    """Forward SIGINT and SIGTERM to the processes; yield a list that holds the signals received.
+def passing_on(running: dict[Any, Job]) -> Iterator[list[float]]:
+    """Forward SIGINT and SIGTERM to the processes; yield a list of the times of these signals.
 
     The processes ignore these signals from the terminal and obey only their parent
-    (`obey_the_parent`). After the first signal each process stops with a checkpoint, after the
+    (`obey_the_parent`). After the first request each process stops with a checkpoint, after the
     second one at once.
     """
-    stopping: list[int] = []
+    stopping: list[float] = []
 
     def note(number: int, frame: Any) -> None:
         for process in list(running):
             process.terminate()
-        if stopping:
+        if asked_again(stopping):
             raise KeyboardInterrupt
-        stopping.append(number)
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -17,7 +17,7 @@ import multiprocessing
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -119,7 +119,7 @@ def run_local(
     numbers = itertools.count()
     processes: dict[Any, Any] = {}
     done = 0
-    with passing_on(processes) as stopping:
+    with passing_on(processes) as stopping, _hanging_up(busy, idle):
         while True:
             while waiting and not stopping and len(busy) < parallel:
                 if not idle:
@@ -170,6 +170,20 @@ def run_local(
             pipe.close()
             process.join()
     return problems | {job.trial.name: INTERRUPTED for job in waiting}
+
+
+@contextlib.contextmanager
+def _hanging_up(busy: dict[Any, Any], idle: list[tuple[Any, Any]]) -> Iterator[None]:
+    """Close all pipes if an exception ends the `with` block, so that the processes end too.
+
+    Otherwise they would wait for jobs, and Python, at its end, for them.
+    """
+    try:
+        yield
+    except BaseException:
+        for pipe in (*busy, *(pipe for pipe, _ in idle)):
+            pipe.close()
+        raise
 
 
 def _start(fresh: Any, number: int, threads: int) -> tuple[Any, Any]:

@@ -663,14 +663,21 @@ def values_of(score: Score, measure: str) -> dict[str, Any]:
     return {measure: getattr(score, measure), "nats": score.nats, "predictions": score.predictions}
 
 
-_asked: list[int] = []  # the signals that asked the runs of this process to stop
+AGAIN = 1.0  # seconds: signals that are closer together are one request (`timeout` sends two)
+_asked: list[float] = []  # the times of the requests that the runs of this process stop
+
+
+def asked_again(times: list[float]) -> bool:
+    """Note the time of a signal, and return whether it is a second request to stop."""
+    times.append(time.monotonic())
+    return times[-1] - times[0] > AGAIN
 
 
 @contextmanager
 def stop_requests() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether Ctrl-C or SIGTERM has asked to stop.
 
-    A second signal stops immediately. Only the main thread receives signals. A run in another
+    A second request stops immediately. Only the main thread receives signals. A run in another
     thread sees the same requests, as long as the main thread is inside this context manager.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -678,9 +685,8 @@ def stop_requests() -> Iterator[Callable[[], bool]]:
         return
 
     def note(number: int, frame: Any) -> None:
-        if _asked:
+        if asked_again(_asked):
             raise KeyboardInterrupt
-        _asked.append(number)
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
