@@ -123,7 +123,7 @@ class SequenceLayer(RecurrentModule):
         weight = self.weight_ih_l0
         noise = self._call_noise(rates, weight.device)
         # No backend runs packed rows with every kind of masks that are computed before its loop.
-        given = bool(noise.steps) or any(map(is_given, noise.rules))
+        given = len(noise.steps) > 0 or any(map(is_given, noise.rules))
         sequences = self._sequences(input, lengths, resets, pad=given)
         x = sequences.x
         check_parameter(weight)
