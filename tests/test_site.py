@@ -245,6 +245,14 @@ def test_the_answer_of_a_wide_table_is_on_the_screen_of_a_phone(visit: Any) -> N
     assert table.locator("th").nth(1).inner_text() == "ours"
 
 
+@pytest.mark.parametrize("size", browsing.SIZES)
+def test_the_rows_of_a_wide_table_are_low(visit: Any, size: str) -> None:
+    """The words of a cell stand one below the other, so that a table is ten screens long."""
+    rows = visit("speed.html", size).page.locator("#gpu table").first.locator("tbody tr").all()
+    assert len(rows) > 10
+    assert max(row.bounding_box()["height"] for row in rows) < 100  # three lines and the padding
+
+
 def test_search_finds_pages_and_names(visit: Any) -> None:
     """A reader types a word or a name into the search, and its page is not offered."""
     page = visit("index.html").page
