@@ -67,6 +67,8 @@ def test_every_command_has_help_with_an_example(name, zoneout) -> None:
     assert code == OK
     assert f"\n\nExamples:\n$ zoneout {name}" in out
     assert not re.search(r"default: (None|False|\))|\{None\}", out), "a default that says nothing"
+    types = re.findall(r"\b(?:INT|FLOAT|STR|PATH)\b", out)
+    assert types == [], "the values of options have other names than in other commands"
 
 
 def test_version(zoneout) -> None:

@@ -31,7 +31,7 @@ class Bench:
     step: a whole training step of the tool, compared with its layers alone.
     Then names of groups of measurements; by default all. A wrong name lists them.
     """
-    pairs: Annotated[int | None, arg(metavar="N")] = None
+    pairs: int | None = None
     """CPU and gpu: number of paired runs for each ratio; by default 15."""
     dry_run: Flag = False
     """CPU: write nothing to benchmarks/results.csv."""
@@ -41,13 +41,13 @@ class Bench:
     """gpu: only this layer, such as LSTM; can be repeated."""
     shape: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="SHAPE")] = ()
     """gpu: only this shape, where * stands for anything; can be repeated."""
-    device: Annotated[str | None, arg(metavar="NAME")] = None
+    device: str | None = None
     """step: auto, cpu, cuda or cuda:N; by default auto."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] | None = None
     """step: precision of the matrix products; by default fp32."""
-    rounds: Annotated[int | None, arg(metavar="N")] = None
+    rounds: int | None = None
     """step: number of rounds; by default 15."""
-    at_once: Annotated[int | None, arg(metavar="N")] = None
+    at_once: int | None = None
     """step: measure this many runs that share the device."""
 
     def __call__(self) -> int:
