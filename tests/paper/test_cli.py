@@ -417,8 +417,10 @@ def test_bench_runs_that_of_the_clone(zoneout, monkeypatch, tmp_path) -> None:
     assert zoneout("bench", "gpu", "headline")[:2] == (5, "gpu ['headline']\n")
     code, out, _ = zoneout("bench", "train", "--dry-run", "--pairs", "3")
     assert code == 7 and out == "['train', '--pairs', '3', '--dry-run']\n"
-    out = zoneout("bench", "gpu", "--type", "bf16", "--type", "fp32", "--at-once", "2")[1]
-    assert out == "gpu ['--type', 'bf16', '--type', 'fp32', '--at-once', '2']\n"
+    out = zoneout("bench", "gpu", "--type", "bf16", "--type", "fp32", "--pairs", "2")[1]
+    assert out == "gpu ['--pairs', '2', '--type', 'bf16', '--type', 'fp32']\n"
+    code, _, err = zoneout("bench", "gpu", "--at-once", "2")
+    assert code == WRONG_USE and "--at-once: only `zoneout bench step` can use it" in err
 
 
 # --- as a process

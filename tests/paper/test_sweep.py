@@ -313,7 +313,7 @@ def test_another_run_under_the_name_is_left_alone(tmp_path: Path) -> None:
     run = runs.Run(job.folder)
     run.create(change(BASE, {"model.hidden": 9}), None)
     run.close()
-    with pytest.raises(RunError, match=r"holds another run \(model\.hidden differs\)"):
+    with pytest.raises(RunError, match=r"^model\.hidden: expected the value of the run in "):
         sweep.sweep(BASE, GRID, 2, tmp_path, say=lambda line: None)
 
 

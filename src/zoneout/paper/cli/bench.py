@@ -11,7 +11,14 @@ from typing import Annotated, Literal
 import zoneout
 
 from ..disk import RunError
+from ..training.unused_options import refuse_given
 from .options import Flag, Positional, UseAppendAction, arg
+
+OPTIONS = {  # of each benchmark
+    "bench": ("pairs", "dry_run"),
+    "bench gpu": ("pairs", "type", "layer", "shape"),
+    "bench step": ("device", "precision", "rounds", "at_once"),
+}
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,11 @@ class Bench:
 
     def __call__(self) -> int:
         named = self.what[:1] if self.what[:1] in (("gpu",), ("step",)) else ()
+        for option in sorted({name for names in OPTIONS.values() for name in names}):
+            has = [f"`zoneout {one}`" for one, names in OPTIONS.items() if option in names]
+            if option not in OPTIONS[" ".join(("bench", *named))]:
+                why = f"only {' and '.join(has)} can use it; leave it out"
+                refuse_given([option], self, lambda name: getattr(Bench, name), why)
         script = Path(zoneout.__file__).parents[2] / "benchmarks" / f"{(*named, 'bench')[0]}.py"
         if not script.is_file():
             raise RunError(
