@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import is_dataclass
 from typing import Any
 
+from docutils import nodes
+
 import zoneout
 from zoneout.definition import Definition
 from zoneout.recurrent import RecurrentModule
@@ -95,7 +97,20 @@ def _signature(
     return str(found.replace(parameters=bare, return_annotation=found.empty)), result
 
 
+def _mark_columns(app: Any, tree: nodes.document) -> None:
+    """Mark tables with four or more columns, and their columns of text, for site.css."""
+    for table in tree.findall(nodes.table):
+        rows = [row.children for row in table.findall(nodes.row)][1:]
+        if len(rows[0]) > 3:
+            table["classes"].append("wide")
+            for column in zip(*rows):
+                if any(len(cell.astext()) > 24 for cell in column):
+                    for cell in column:
+                        cell["classes"].append("text")
+
+
 def setup(app: Any) -> None:
     app.connect("source-read", _link_outside)
+    app.connect("doctree-read", _mark_columns)
     app.connect("autodoc-process-docstring", _reformat)
     app.connect("autodoc-process-signature", _signature)

@@ -126,7 +126,7 @@ RATES: dict[str, Bad] = {
     ),
     "WeightDrop": Bad(lambda: zo.WeightDrop(rate=1.1), ValueError, r"WeightDrop\(rate", r"1\.1"),
     "a rate that there is not": Bad(
-        lambda: zo.Zoneout(hiden=0.1), TypeError, r"Zoneout\.", "hiden", "unexpected"
+        lambda: zo.Zoneout(hiden=0.1), TypeError, "Zoneout: expected", "hiden=0.1", "cell, hidden"
     ),
     "WeightNoise of one's own below 0": Bad(
         lambda: Mine(std=-1), ValueError, r"Mine\(std", "-1", "deviation"

@@ -124,10 +124,11 @@ def test_classes_show_their_arguments(site):
         assert not re.search(r'<span class="pre">(positional|args|options|given)</span>', heads)
 
 
-def test_no_argument_is_explained_by_torch_alone():
-    """A reader of the reference is sent to another reference to learn what an argument is."""
+def test_no_argument_is_explained_elsewhere():
+    """A reader of the reference is sent to another place to learn what an argument is."""
     for name, value in PUBLIC.items():
-        assert "as in `nn." not in (inspect.getdoc(value) or ""), name
+        text = inspect.getdoc(value) or ""
+        assert "as in `nn." not in text and not re.search(r"^ +\w+: see `", text, re.M), name
 
 
 def test_every_cell_has_words_and_its_equation(site):
@@ -243,6 +244,14 @@ def test_the_answer_of_a_wide_table_is_on_the_screen_of_a_phone(visit: Any) -> N
         box = row.locator("td").nth(1).bounding_box()
         assert box["x"] >= 0 and box["x"] + box["width"] <= 390
     assert table.locator("th").nth(1).inner_text() == "ours"
+
+
+@pytest.mark.parametrize("size", browsing.SIZES)
+def test_the_rows_of_a_wide_table_are_low(visit: Any, size: str) -> None:
+    """The words of a cell stand one below the other, so that a table is ten screens long."""
+    rows = visit("speed.html", size).page.locator("#gpu table").first.locator("tbody tr").all()
+    assert len(rows) > 10
+    assert max(row.bounding_box()["height"] for row in rows) < 100  # three lines and the padding
 
 
 def test_search_finds_pages_and_names(visit: Any) -> None:

@@ -104,7 +104,7 @@ def test_source_archive():
     assert any(name.startswith("tests/") for name in names)
 
 
-@pytest.mark.parametrize("name", ["pure", "sdist"])
+@pytest.mark.parametrize("name", ["linux-x86_64", "pure", "sdist"])
 def test_same_bytes_twice(name, tmp_path):
     """A user who builds the release again cannot see whether it is the same."""
     command = [sys.executable, str(ROOT / "tools" / "wheels.py"), name, "--out", str(tmp_path)]
@@ -116,8 +116,13 @@ def test_same_bytes_twice(name, tmp_path):
 @pytest.mark.skipif(
     (platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="not Linux x86-64"
 )
-def test_loop_runs_without_a_compiler(tmp_path):
-    """On a machine without a compiler, the installed wheel runs the slow loop, or a wrong one."""
+@pytest.mark.parametrize(("level", "capability"), [("v2", "default"), ("v3", "avx2"), ("v4", "")])
+def test_loop_runs_without_a_compiler(tmp_path, level, capability):
+    """On a machine without a compiler, the installed wheel runs the slow loop, or a wrong one, or
+    one for another processor.
+    """
+    if level not in prebuilt.levels():
+        pytest.skip(f"this processor has no x86-64-{level}")
     archive = wheel(PLATFORMS["linux-x86_64"].tag)
     archive.extractall(tmp_path)
     elsewhere = [path for path in sys.path if path and not Path(path).is_relative_to(ROOT / "src")]
@@ -127,9 +132,12 @@ def test_loop_runs_without_a_compiler(tmp_path):
     # No PATH and no home: no compiler, and no library that was compiled before.
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", code],
-        env={"HOME": str(tmp_path / "home"), "XDG_CACHE_HOME": str(tmp_path / "cache")},
+        env={
+            "HOME": str(tmp_path / "home"), "XDG_CACHE_HOME": str(tmp_path / "cache"),
+            "ATEN_CPU_CAPABILITY": capability,  # what torch takes the processor for
+        },
         cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "runs and matches the reference" in done.stdout
+    assert f"loop-{level}-" in done.stdout and "runs and matches the reference" in done.stdout
     assert not (tmp_path / "cache").exists()

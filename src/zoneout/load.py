@@ -168,8 +168,10 @@ def load_keras(layer: Module, weights: Sequence[Array], *, index: int = 0) -> Mo
     `reset_after=False` goes into a `ResetFirstGRUCell`.
 
     Args:
-        layer: see `load_arrays`.
-        weights: kernel, recurrent kernel and bias, of each direction; the bias may be missing.
+        layer: an `LSTM`, `GRU`, `RNN` or cell of this package or of `torch.nn`, without norm and
+            projection; or a `ResetFirstGRUCell`.
+        weights: kernel [in, gates · H], recurrent kernel [H, gates · H] and bias [gates · H], of
+            each direction. The bias may be missing; a GRU with `reset_after=True` has [2, 3H].
         index: the layer of a stack that is loaded, from 0.
 
     Returns:
@@ -208,10 +210,12 @@ def load_haste(
     """Load the weights of a Haste `LSTM` or `GRU`, of its PyTorch or TensorFlow package.
 
     Args:
-        layer: see `load_arrays`.
-        weights: the entries `kernel`, `recurrent_kernel`, `bias`, and of a GRU `recurrent_bias`,
-            such as the `state_dict` of `haste_pytorch`. The TensorFlow package stores `kernel` with
-            both matrices in one array, and both biases of a GRU end to end in `bias`.
+        layer: an `LSTM`, `GRU` or cell of this package or of `torch.nn`, without norm and
+            projection.
+        weights: the entries `kernel` [in, gates · H], `recurrent_kernel` [H, gates · H], `bias`
+            [gates · H], and of a GRU `recurrent_bias`, such as the `state_dict` of
+            `haste_pytorch`. The TensorFlow package stores `kernel` with both matrices in one
+            array, and both biases of a GRU end to end in `bias`.
         prefix: what stands before these names.
         index: the layer of a stack that is loaded, from 0.
         reverse: True loads its backward direction.
@@ -255,9 +259,11 @@ def load_tensorflow(
     """Load the weights of a TensorFlow 1 cell: `LSTMCell`, `BasicLSTMCell`, `GRUCell` and others.
 
     Args:
-        layer: see `load_arrays`. `GRUCell` needs a `ResetFirstGRUCell`.
-        weights: `kernel` and `bias` of an LSTM or RNN; of a `GRUCell` `gates/kernel`, `gates/bias`,
-            `candidate/kernel` and `candidate/bias`.
+        layer: an `LSTM`, `RNN` or cell of this package or of `torch.nn`, without norm and
+            projection; for a `GRUCell` a `ResetFirstGRUCell`.
+        weights: `kernel` [in + H, gates · H] and `bias` [gates · H] of an LSTM or RNN; of a
+            `GRUCell` `gates/kernel` and `gates/bias` for two gates, `candidate/kernel` and
+            `candidate/bias` for one.
         prefix: what stands before these names, such as `"decoder/lstm_cell/"`.
         forget_bias: what an LSTM cell adds when it runs: 1.0 unless its constructor was told
             otherwise. It is not in the checkpoint.

@@ -184,11 +184,15 @@ class Noise:
     masks: ClassVar[tuple[str, ...]] = DRAWN  # the valid mask kinds
 
     def __new__(cls, *positional: Any, **given: Any) -> Self:
-        if positional:
-            constructor = next(base for base in cls.__mro__ if "__init__" in base.__dict__)
-            # The constructor of a user's subclass may take positional arguments.
-            if "__dataclass_params__" in constructor.__dict__:
+        constructor = next(base for base in cls.__mro__ if "__init__" in base.__dict__)
+        # The constructor of a user's subclass may take other arguments.
+        if "__dataclass_params__" in constructor.__dict__:
+            names = [field.name for field in dataclasses.fields(cls)]
+            if positional:
                 raise _positional_error(cls, positional, given)
+            if unknown := [name for name in given if name not in names]:
+                got = ", ".join(f"{name}={_written(given[name])}" for name in unknown)
+                raise TypeError(f"{cls.__name__}: expected some of {', '.join(names)}; got {got}")
         return super().__new__(cls)
 
     def field_entries(self) -> list[Entry]:

@@ -135,6 +135,12 @@ def test_a_narrow_table_scrolls_by_keyboard_with_its_headings_in_sight(visit: An
     assert region.evaluate("e => e.scrollLeft") > 0 and abs(heading.bounding_box()["x"] - left) < 1
 
 
+def test_both_models_of_the_demo_are_on_the_screen_of_a_phone(visit: Any) -> None:
+    """The column of zoneout is beyond the edge, so that nothing is compared."""
+    region = visit("demo", "phone").page.locator(".scroll").first
+    assert region.evaluate("e => e.scrollWidth <= e.clientWidth")
+
+
 def test_the_first_key_leads_past_the_contents(visit: Any) -> None:
     """Somebody with a keyboard walks through all links before the results."""
     page = visit("paper", "desktop").page

@@ -67,6 +67,8 @@ def test_every_command_has_help_with_an_example(name, zoneout) -> None:
     assert code == OK
     assert f"\n\nExamples:\n$ zoneout {name}" in out
     assert not re.search(r"default: (None|False|\))|\{None\}", out), "a default that says nothing"
+    types = re.findall(r"\b(?:INT|FLOAT|STR|PATH)\b", out)
+    assert types == [], "the values of options have other names than in other commands"
 
 
 def test_version(zoneout) -> None:
@@ -415,8 +417,10 @@ def test_bench_runs_that_of_the_clone(zoneout, monkeypatch, tmp_path) -> None:
     assert zoneout("bench", "gpu", "headline")[:2] == (5, "gpu ['headline']\n")
     code, out, _ = zoneout("bench", "train", "--dry-run", "--pairs", "3")
     assert code == 7 and out == "['train', '--pairs', '3', '--dry-run']\n"
-    out = zoneout("bench", "gpu", "--type", "bf16", "--type", "fp32", "--at-once", "2")[1]
-    assert out == "gpu ['--type', 'bf16', '--type', 'fp32', '--at-once', '2']\n"
+    out = zoneout("bench", "gpu", "--type", "bf16", "--type", "fp32", "--pairs", "2")[1]
+    assert out == "gpu ['--pairs', '2', '--type', 'bf16', '--type', 'fp32']\n"
+    code, _, err = zoneout("bench", "gpu", "--at-once", "2")
+    assert code == WRONG_USE and "--at-once: only `zoneout bench step` can use it" in err
 
 
 # --- as a process

@@ -153,6 +153,7 @@ def test_a_field_that_is_left_out_has_its_default() -> None:
         ({"zoneout": {"cell": [0.1, 2]}}, r"zoneout\.cell: expected a rate between 0 and 1, got 2"),
         ({"zoneout": {"cell": [0.1]}, "model": {"layers": 2}}, r"zoneout\.cell: .* or 2, one for"),
         ({"zoneout": {"cell": ["x"]}}, r"zoneout\.cell: expected a number or a list of numbers"),
+        ({"zoneout": {"cell": (0.1, 0.2)}}, r"zoneout\.cell: expected one number, got 2$"),
         ({"zoneout": {"mask": "clock"}}, r"zoneout\.periods: expected one for each layer"),
         ({"zoneout": {"periods": [0]}}, r"zoneout\.periods: expected periods of at least 1"),
         ({"zoneout": {"periods": [2], "cell": 0.1}}, r"periods: expected them in place of rates"),

@@ -67,13 +67,14 @@ def test_every_point_has_a_place(all_points, width, height) -> None:
     """
     curves = [Curve("x", "bits", (), found) for found in all_points]
     drawn = ascii_curves(curves, width, height)
-    if not any(math.isfinite(value) for found in all_points for _, value in found):
+    finite = {value for found in all_points for _, value in found if math.isfinite(value)}
+    if not finite:
         assert drawn == "(no validation yet)"
         return
     *rows, _ = drawn.splitlines()
     columns = max(width - 9, 10)
     assert all(len(row.partition("|")[2]) <= columns for row in rows)
-    assert len(rows) == max(height, 2) + 2
+    assert len(rows) == (max(height, 2) if len(finite) > 1 else 1) + 2
 
 
 def test_high_is_up_and_late_is_right() -> None:

@@ -56,7 +56,7 @@ def test_a_run_is_never_overwritten(run: Run) -> None:
     ):
         Run(run.folder).create(CONFIG, VOCABULARY)
     other = replace(CONFIG, seed=9, epochs=3)
-    with pytest.raises(RunError, match=r"holds another run: seed is 1 there and 9 here"):
+    with pytest.raises(RunError, match=r"^seed: expected 1 as in .+, got 9; leave that out"):
         Run(run.folder).open(other)
     assert {p.name: p.read_bytes() for p in run.folder.iterdir()} == before
 
@@ -75,11 +75,11 @@ def test_a_run_whose_schedule_knows_its_length_keeps_it(tmp_path: Path) -> None:
     run.create(config, VOCABULARY)
     run.close()
     with pytest.raises(
-        RunError, match=r"epochs is 20 there and 99 here, and with a cosine schedule every"
+        RunError, match=r"^epochs: expected 20 as in .+, got 99; with a cosine schedule every"
     ):
         run.open(replace(config, epochs=99))
     with pytest.raises(
-        RunError, match=r"epochs is 20 there and 99 here; seed is 1 there and 2 here\. Continue"
+        RunError, match=r"^epochs, seed: expected 20, 1 as in .+, got 99, 2; leave that out"
     ):
         run.open(replace(config, epochs=99, seed=2))
 

@@ -246,7 +246,10 @@ def test_nothing_is_run_twice(
     # Of a larger grid, only what is new.
     asked: list[Any] = []
     monkeypatch.setattr(sweep, "run_local", lambda jobs, **options: asked.extend(jobs) or {})
-    found = sweep.sweep(BASE, ["zoneout.cell=0,0.25,0.5"], 2, undisturbed, say=lambda line: None)
+    said: list[str] = []
+    found = sweep.sweep(BASE, ["zoneout.cell=0,0.25,0.5"], 2, undisturbed, say=said.append)
+    assert said[0] == "4 of 6 runs are there already"
+    assert re.fullmatch(r"training 2 runs, [12] at a time, in folders of .+", said[1])
     assert [job.trial.settings["zoneout.cell"] for job in asked] == [0.25, 0.25]
     assert [row.state for row in found] == ["finished"] * 2 + ["missing"] * 2 + ["finished"] * 2
     asked.clear()
@@ -313,7 +316,7 @@ def test_another_run_under_the_name_is_left_alone(tmp_path: Path) -> None:
     run = runs.Run(job.folder)
     run.create(change(BASE, {"model.hidden": 9}), None)
     run.close()
-    with pytest.raises(RunError, match=r"holds another run \(model\.hidden differs\)"):
+    with pytest.raises(RunError, match=r"^model\.hidden: expected the value of the run in "):
         sweep.sweep(BASE, GRID, 2, tmp_path, say=lambda line: None)
 
 
@@ -486,7 +489,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         start_new_session=True,
     )
     assert process.stderr is not None
-    assert process.stderr.readline().startswith("1/4 "), "nothing was told"
+    assert process.stderr.readline().startswith("training 4 runs, "), "nothing was told"
+    assert process.stderr.readline().startswith("1/4 ")
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate()
     assert process.returncode == 130 and "interrupted; the same command goes on" in err
@@ -530,7 +534,9 @@ def test_a_signal_for_the_sweep_alone_stops_its_runs(tmp_path: Path) -> None:
         encoding="utf-8",
         env=environment,
     )
-    assert process.stderr is not None and process.stderr.readline().startswith("1/2 ")
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith("training 2 runs, ")
+    assert process.stderr.readline().startswith("1/2 ")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "interrupted; the same command goes on" in err

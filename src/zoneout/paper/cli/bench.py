@@ -11,7 +11,14 @@ from typing import Annotated, Literal
 import zoneout
 
 from ..disk import RunError
+from ..training.unused_options import refuse_given
 from .options import Flag, Positional, UseAppendAction, arg
+
+OPTIONS = {  # of each benchmark
+    "bench": ("pairs", "dry_run"),
+    "bench gpu": ("pairs", "type", "layer", "shape"),
+    "bench step": ("device", "precision", "rounds", "at_once"),
+}
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,7 @@ class Bench:
     step: a whole training step of the tool, compared with its layers alone.
     Then names of groups of measurements; by default all. A wrong name lists them.
     """
-    pairs: Annotated[int | None, arg(metavar="N")] = None
+    pairs: int | None = None
     """CPU and gpu: number of paired runs for each ratio; by default 15."""
     dry_run: Flag = False
     """CPU: write nothing to benchmarks/results.csv."""
@@ -41,17 +48,22 @@ class Bench:
     """gpu: only this layer, such as LSTM; can be repeated."""
     shape: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="SHAPE")] = ()
     """gpu: only this shape, where * stands for anything; can be repeated."""
-    device: Annotated[str | None, arg(metavar="NAME")] = None
+    device: str | None = None
     """step: auto, cpu, cuda or cuda:N; by default auto."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] | None = None
     """step: precision of the matrix products; by default fp32."""
-    rounds: Annotated[int | None, arg(metavar="N")] = None
+    rounds: int | None = None
     """step: number of rounds; by default 15."""
-    at_once: Annotated[int | None, arg(metavar="N")] = None
+    at_once: int | None = None
     """step: measure this many runs that share the device."""
 
     def __call__(self) -> int:
         named = self.what[:1] if self.what[:1] in (("gpu",), ("step",)) else ()
+        for option in sorted({name for names in OPTIONS.values() for name in names}):
+            has = [f"`zoneout {one}`" for one, names in OPTIONS.items() if option in names]
+            if option not in OPTIONS[" ".join(("bench", *named))]:
+                why = f"only {' and '.join(has)} can use it; leave it out"
+                refuse_given([option], self, lambda name: getattr(Bench, name), why)
         script = Path(zoneout.__file__).parents[2] / "benchmarks" / f"{(*named, 'bench')[0]}.py"
         if not script.is_file():
             raise RunError(

@@ -115,7 +115,7 @@ class Eval:
     """The folder of the run."""
     part: Literal["train", "valid", "test"] | None = None
     """The part of the run's data to evaluate on; by default test."""
-    text: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    text: Path | None = None
     """Evaluate on this text file instead of the run's data."""
     protocol: Literal["chunks", "streams", "whole"] | None = None
     """How to cut the text; by default as in the run's config.
@@ -247,7 +247,7 @@ class Sample:
 
     run: RunFolder
     """The folder of the run."""
-    prompt: str = ""
+    prompt: Annotated[str, tyro.conf.arg(metavar="TEXT")] = ""
     """The beginning of the text, which the model continues."""
     length: int = 500
     """Number of symbols to generate."""
@@ -296,7 +296,7 @@ class Show:
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN …]")]
     """The folders of the runs."""
-    picture: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    picture: Path | None = None
     """Save the learning curves as a picture in this file: .png, .svg or .pdf."""
     json: Flag = False
     """Print settings and results as JSON."""
@@ -566,11 +566,11 @@ class Report:
     """The folders of the runs to compare.
     Without a run, the page compares our results with the paper's tables and figures.
     """
-    out: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("report.html")
+    out: Path = Path("report.html")
     """The HTML page. It needs no other file."""
     results: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("results")
     """The folder with the records of `zoneout reproduce`."""
-    benchmarks: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("benchmarks/results.csv")
+    benchmarks: Path = Path("benchmarks/results.csv")
     """The file with the speed measurements."""
 
     def __call__(self) -> int:

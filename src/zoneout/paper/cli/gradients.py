@@ -28,11 +28,11 @@ class Gradients:
 
     what: Annotated[tuple[str, ...], Positional, arg(metavar="RUN|RECIPE|TASK [RUN …]")]
     """Folders of runs, or recipes or tasks that `zoneout reproduce` has run."""
-    batches: Annotated[int, arg(metavar="N")] = 10
+    batches: int = 10
     """Number of training batches to average over."""
     weights: Literal["best", "last"] = "best"
     """best: the weights with the best validation. last: the weights of the latest checkpoint."""
-    seed: Annotated[int, arg(metavar="N")] = 1
+    seed: int = 1
     """Only for recipes: the seed of the run."""
     out: Annotated[Path, arg(metavar="DIR")] = Path("runs/reproduce")
     """Only for recipes: the folder of the runs."""
@@ -42,9 +42,9 @@ class Gradients:
     """If the data have moved: the folder that contains them, or the text file."""
     unpacked: Annotated[int | None, arg(metavar="MIB")] = None
     """Maximum size of a compressed text after decompression, in MiB; by default 256."""
-    device: Annotated[str, arg(metavar="NAME")] = "auto"
+    device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
-    picture: Annotated[Path | None, arg(metavar="FILE")] = None
+    picture: Path | None = None
     """Save a picture in this file: .svg, .pdf or .png."""
     json: Flag = False
     """Print the records as JSON. They are also written to RUN/gradients.json, those of recipes to

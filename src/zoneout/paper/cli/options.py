@@ -18,6 +18,7 @@ import types
 import typing
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from ..training import config as configs
@@ -134,8 +135,27 @@ def _tidy(kind: Any) -> None:
             _tidy(bare)
             told = arg(help=texts.get(name) or inspect.getdoc(bare))
         else:
-            told = arg(help=texts.get(name), help_behavior_hint=_default)
+            told = arg(help=texts.get(name), help_behavior_hint=_default, metavar=_metavar(hint))
         kind.__annotations__[name] = Annotated[hint, told]
+
+
+def _metavar(hint: Any) -> str | None:
+    """Return what stands for the value of an option in the help, or None where its parser decides.
+
+    >>> _metavar(int | None), _metavar(float | tuple[float, ...]), _metavar(tuple[float, float])
+    ('N', 'X [X …]', 'X X')
+    """
+    kind, *marks = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
+    for mark in marks:
+        if getattr(mark, "metavar", None):
+            return str(mark.metavar)
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        kind = [part for part in typing.get_args(kind) if part is not type(None)][-1]
+    if typing.get_origin(kind) is tuple:
+        inner = typing.get_args(kind)
+        one = _metavar(inner[0])
+        return f"{one} [{one} …]" if inner[-1] is ... else " ".join([str(one)] * len(inner))
+    return {int: "N", float: "X", str: "NAME", Path: "FILE"}.get(kind)
 
 
 def _description(kind: type) -> str:
@@ -194,7 +214,6 @@ def _classes(module: str) -> dict[str, ast.ClassDef]:
 def _add(parser: Any, one: Any, hint: Any, text: str) -> None:
     """Add an option to a parser of argparse."""
     kind, *marks = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
-    metavars = [mark.metavar for mark in marks if getattr(mark, "metavar", None)]
     if typing.get_origin(kind) in (types.UnionType, typing.Union):  # X | None
         (kind,) = (part for part in typing.get_args(kind) if part is not type(None))
     several = typing.get_origin(kind) is tuple
@@ -210,7 +229,7 @@ def _add(parser: Any, one: Any, hint: Any, text: str) -> None:
     elif typing.get_origin(kind) is Literal:
         settings["choices"] = typing.get_args(kind)
     else:
-        settings |= {"type": kind} | ({"metavar": metavars[0]} if metavars else {})
+        settings |= {"type": kind, "metavar": _metavar(hint)}
     if Positional in marks:
         nargs = ("*" if optional else "+") if several else "?" if optional else None
         parser.add_argument(one.name, nargs=nargs, **settings)

@@ -56,9 +56,9 @@ class Reproduce:
     """Rows of the task, or more recipes; by default the rows of the paper's tables.
     all: also those of the paper's figures and text.
     """
-    seeds: Annotated[int | None, arg(metavar="N")] = None
+    seeds: int | None = None
     """Number of seeds of each row; by default those that its recipe states."""
-    first_seed: Annotated[int | None, arg(metavar="N")] = None
+    first_seed: int | None = None
     """The first seed, by default 1; without --seeds, this seed alone."""
     out: Annotated[Path | None, arg(metavar="DIR")] = None
     """The folder for the runs; by default runs/reproduce, with --set runs/trials."""
@@ -66,19 +66,19 @@ class Reproduce:
     """The folder for the records; by default results, with --set runs/trials/results."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] | None = None
     """Precision of the matrix products in training; by default fp32, or what the row is about."""
-    device: Annotated[str, arg(metavar="NAME")] = "auto"
+    device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     data: Annotated[Path | None, arg(metavar="DIR")] = None
     """A folder with the data, searched before ZONEOUT_DATA."""
     minutes: Annotated[float | None, arg(metavar="M")] = None
     """Stop after this many minutes, with a checkpoint; the same command goes on."""
-    parallel: Annotated[int, arg(metavar="N")] = 1
+    parallel: int = 1
     """Number of runs at the same time on the device."""
     set: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="NAME=VALUE")] = ()
     """Change a setting of the recipe, for a trial, which has its own folders."""
     write: Flag = False
     """Write the tables to --page, the verdicts to docs/holds-up.md and a table to README.md."""
-    page: Annotated[Path, arg(metavar="FILE")] = PAGE
+    page: Path = PAGE
     """Only with --write: the page for the tables. For another page, the others are left alone."""
 
     def __call__(self) -> int:

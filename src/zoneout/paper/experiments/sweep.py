@@ -288,7 +288,12 @@ def sweep(
         if with_ray:
             problems = cluster.run_ray(jobs, room, say)
         else:
-            problems = run_local(jobs, parallel=parallel or room_here(base), say=say)
+            parallel = parallel or room_here(base)
+            if jobs:
+                runs = "1 run" if len(jobs) == 1 else f"{len(jobs)} runs"
+                together = min(parallel, len(jobs))
+                say(f"training {runs}, {together} at a time, in folders of {out}")
+            problems = run_local(jobs, parallel=parallel, say=say)
     places = folders(every, out)
     return [row_of(t, places[t.name], problems.get(t.name, ""), scheduled=asha) for t in every]
 

@@ -211,7 +211,8 @@ def state_of(trial: Trial, folder: Path, *, scheduled: bool = False) -> State:
             runs.check_length(folder, trial.config)
             return "begun"  # the run is to be made longer
         raise RunError(
-            f"{folder} holds another run ({other[0]} differs); choose another folder with --out"
+            f"{other[0]}: expected the value of the run in {folder}; choose another folder with "
+            "--out"
         )
     if (folder / "summary.json").exists():
         return "finished"

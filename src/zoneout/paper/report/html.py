@@ -199,7 +199,7 @@ caption { text-align: left; padding-bottom: .5rem; color: var(--soft); }
 caption > span { position: sticky; left: 0; display: inline-block; max-width: min(44rem, 100vw - 2rem); }
 th, td { padding: .3rem .6rem; text-align: right; vertical-align: top; white-space: nowrap; }
 tbody tr, thead { border-bottom: 1px solid var(--line); }
-thead th { vertical-align: bottom; font-weight: 600; }
+thead th { vertical-align: bottom; font-weight: 600; white-space: normal; }
 thead th[scope=colgroup] { text-align: center; }
 th:first-child, tbody th { text-align: left; }
 tbody th { font-weight: normal; white-space: normal; min-width: 8.5rem; position: sticky; left: 0;

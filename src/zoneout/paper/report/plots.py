@@ -209,9 +209,9 @@ def ascii_curves(curves: Sequence[Curve], width: int = 72, height: int = 14) -> 
     points = [point for curve in curves for point in curve.valid if math.isfinite(point[1])]
     if not points:
         return "(no validation yet)"
-    columns, rows = max(width - 9, 10), max(height, 2)
     left, right = min(x for x, _ in points), max(x for x, _ in points)
     low, high = min(y for _, y in points), max(y for _, y in points)
+    columns, rows = max(width - 9, 10), max(height, 2) if high > low else 1
     across, up = (right - left) or 1.0, (high - low) or 1.0
     grid = [[" "] * columns for _ in range(rows)]
     for curve, mark in zip(curves, MARKS * len(curves)):
@@ -224,7 +224,7 @@ def ascii_curves(curves: Sequence[Curve], width: int = 72, height: int = 14) -> 
                 grid[row][column] = mark
     lines = []
     for number, row_of_marks in enumerate(grid):
-        label = f"{high - up * number / (rows - 1):7.4g}"
+        label = f"{high - up * number / max(rows - 1, 1):7.4g}"
         lines.append(f"{label} |{''.join(row_of_marks)}".rstrip())
     ends = f"{left:,.0f}", f"{right:,.0f}"
     legend = "   ".join(f"{mark} {curve.name}" for curve, mark in zip(curves, MARKS * len(curves)))

@@ -714,9 +714,8 @@ class Config:
             "weight_drop": self.weight_drop,
         }.items():
             if isinstance(rate, tuple) and len(rate) != layers:
-                _refuse(
-                    f"{name}: expected one number, or {layers}, one for each layer, got {len(rate)}"
-                )
+                several = f" or {layers}, one for each layer" if layers > 1 else ""
+                _refuse(f"{name}: expected one number{several}, got {len(rate) or 'none'}")
         depth = any_rate(zoneout.depth, self.swapout.depth_old, self.swapout.depth_new)
         if depth and len(set(self.model.units)) > 1:
             _refuse(

@@ -184,19 +184,19 @@ class Run:
         if own.schedule.kind == "cosine":  # the learning rates depend on the length of the run
             may -= {"epochs", "updates"}
         if different := [n for n in other if n not in may]:
-            shown = "; ".join(
-                f"{n} is {configs.at(ours, n)!r} there and {configs.at(theirs, n)!r} here"
-                for n in different[:3]
+            shown = different[:3]
+            expected, got = (
+                ", ".join(repr(configs.at(one, n)) for n in shown) for one in (ours, theirs)
             )
-            if not set(different) - set(MAY_CHANGE):
-                shown += (
-                    ", and with a cosine schedule every learning rate depends on the length of the "
-                    "run"
+            why = "leave that out"
+            if set(different) <= set(MAY_CHANGE):
+                why = (
+                    "with a cosine schedule every learning rate depends on the length of the run; "
+                    f"{why}"
                 )
             raise RunError(
-                f"{self.folder} holds another run: {shown}. Continue it without these options, or "
-                "choose another "
-                "folder. Nothing was overwritten."
+                f"{', '.join(shown)}: expected {expected} as in {self.folder}, got {got}; {why} or "
+                "choose another folder. Nothing was overwritten."
             )
         if other:
             check_length(self.folder, config)
