@@ -123,8 +123,7 @@ def main() -> None:
         print("missed:", line(row))
 
 
-# --- what is measured
-# ------------------------------------------------------------------------------
+# --- what is measured -----------------------------------------------------------------------------
 
 
 def train(pairs: int) -> Iterator[Row]:
@@ -314,8 +313,7 @@ def variants(
     return out
 
 
-# --- how it is measured
-# ----------------------------------------------------------------------------
+# --- how it is measured ---------------------------------------------------------------------------
 
 
 def mixed_lengths(steps: int, batch: int) -> Tensor:
@@ -478,8 +476,7 @@ def resident(what: str) -> float:
     return next(float(text.split()[1]) for text in lines if text.startswith(what)) / 1024
 
 
-# --- rows
-# ------------------------------------------------------------------------------------------
+# --- rows -----------------------------------------------------------------------------------------
 
 
 def here() -> dict[str, Any]:

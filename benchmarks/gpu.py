@@ -117,8 +117,7 @@ def main() -> None:
     print(f"\n{len(rows)} ratios, {len(rows) - len(missed)} within their goal.")
 
 
-# --- what is measured
-# ------------------------------------------------------------------------------
+# --- what is measured -----------------------------------------------------------------------------
 
 
 def headline(asked: Asked) -> Iterator[Row]:
@@ -400,8 +399,7 @@ def loss_of_first(step: Step) -> float:
     return float(step.nats)
 
 
-# --- how it is measured
-# ----------------------------------------------------------------------------
+# --- how it is measured ---------------------------------------------------------------------------
 
 
 def layers(

@@ -96,8 +96,7 @@ def configs(text: Path) -> dict[str, Config]:
     }
 
 
-# --- one try
-# ---------------------------------------------------------------------------------------
+# --- one try --------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -184,8 +183,7 @@ def _jump(seconds: float) -> None:
     time.time_ns = lambda: now_ns() + chance.choice((-1, 0, 1)) * int(seconds * 1e9)
 
 
-# --- a run and its twin
-# ----------------------------------------------------------------------------
+# --- a run and its twin ---------------------------------------------------------------------------
 
 
 def outcome(folder: Path) -> dict[str, Any]:
@@ -463,8 +461,7 @@ FAULTS: list[Callable[[Soak, Config, Path], bool]] = [
 ]
 
 
-# --- from the command line
-# -------------------------------------------------------------------------
+# --- from the command line ------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -27,8 +27,7 @@ from philox_numpy import GROUPS
 
 Array = Any  # an ndarray of floats, or of complex numbers for a derivative
 
-# --- the cells
-# -------------------------------------------------------------------------------------
+# --- the cells ------------------------------------------------------------------------------------
 
 
 def sigmoid(a: Array) -> Array:
@@ -85,8 +84,7 @@ def swapped(new: Array, old: Array, added: Array, dropped: Array) -> Array:
     return added * old + (1 - dropped) * new
 
 
-# --- one layer and direction
-# -----------------------------------------------------------------------
+# --- one layer and direction ----------------------------------------------------------------------
 
 
 class Weights(NamedTuple):
@@ -268,8 +266,7 @@ def run(
     )
 
 
-# --- stacked layers and directions
-# -----------------------------------------------------------------
+# --- stacked layers and directions ----------------------------------------------------------------
 
 
 class Part(NamedTuple):
@@ -337,8 +334,7 @@ def stack(
     )
 
 
-# --- random bits, by the design's layout
-# -----------------------------------------------------------
+# --- random bits, by the design's layout ----------------------------------------------------------
 
 
 def philox(seed: int, c0: int, c1: int, c2: int, c3: int) -> list[int]:
@@ -419,8 +415,7 @@ def normal_numbers(seed: int, count: int, matrix: int, layer: int, direction: in
     return np.array(out[:count])
 
 
-# --- what a layer of the package must return
-# -------------------------------------------------------
+# --- what a layer of the package must return ------------------------------------------------------
 
 
 def values(module: Any) -> dict[str, Array]:

@@ -43,8 +43,7 @@ def found(match: str) -> bytes | None:
     return result
 
 
-# --- whose files are taken
-# -------------------------------------------------------------------------
+# --- whose files are taken ------------------------------------------------------------------------
 
 
 def test_the_folder_is_for_the_user_alone(folder, monkeypatch):
@@ -191,8 +190,7 @@ def test_kernels_from_a_refused_folder(folder, monkeypatch):
         assert machine_code() == machine_code() == b"machine code" and len(made) == 3
 
 
-# --- loading
-# ---------------------------------------------------------------------------------------
+# --- loading --------------------------------------------------------------------------------------
 
 CC = shutil.which("cc")
 compiles = pytest.mark.skipif(CC is None, reason="no C compiler here")
@@ -297,8 +295,7 @@ def test_whatever_visibility_the_compiler_is_told(monkeypatch):
     )
 
 
-# --- compilers that fail
-# ---------------------------------------------------------------------------
+# --- compilers that fail --------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -97,8 +97,7 @@ def assert_far(a, b):
     assert (a - b).abs().max().item() > 0.1
 
 
-# --- 1. the backward pass uses each step's own mask
-# ------------------------------------------------
+# --- 1. the backward pass uses each step's own mask -----------------------------------------------
 
 
 @both_ways
@@ -186,8 +185,7 @@ def test_way_back_in_time_is_the_masks_between(backend, kind):
         assert not grad[end + 1 :].any()
 
 
-# --- 2. the output returned is the zoned state
-# -----------------------------------------------------
+# --- 2. the output returned is the zoned state ----------------------------------------------------
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -237,8 +235,7 @@ def test_output_is_the_state_that_cells_carry(backend, kind):
     assert_close(torch.stack(below), y)
 
 
-# --- 3. output and carried state use the same mask
-# -------------------------------------------------
+# --- 3. output and carried state use the same mask ------------------------------------------------
 
 
 @pytest.mark.parametrize("cut", range(1, STEPS))

@@ -99,8 +99,7 @@ def convert(model: Any, noise: Any = NOISE) -> tuple[Any, list[str]]:
     return zo.convert(model, noise, report=said.append), said
 
 
-# --- what is replaced
-# --------------------------------------------------------------------------------
+# --- what is replaced -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -271,8 +270,7 @@ def test_the_cell_of_a_zoneout_cell_is_left_alone():
     assert type(model[0].cell) is nn.GRUCell and "rates of its own" in said[0]
 
 
-# --- what is kept
-# --------------------------------------------------------------------------------------
+# --- what is kept ---------------------------------------------------------------------------------
 
 
 def test_optimizers_stay_valid():
@@ -481,8 +479,7 @@ def test_train_and_cast_after_conversion():
     assert model.decoder.weight_hh is dict(model.named_parameters())["decoder.weight_hh"]
 
 
-# --- what is left alone
-# ------------------------------------------------------------------------------
+# --- what is left alone ---------------------------------------------------------------------------
 
 
 class Subclass(nn.LSTM):
@@ -580,8 +577,7 @@ def test_what_is_left_alone_still_works():
     assert y.shape == (T, B, H)
 
 
-# --- subclasses
-# ------------------------------------------------------------------------------------------
+# --- subclasses -----------------------------------------------------------------------------------
 
 
 class ZeroLengths(ABC, nn.RNNBase):
@@ -791,8 +787,7 @@ def test_a_subclass_with_a_name_of_ours_or_other_weights_is_left_alone():
         assert "left alone" in said[0] and why in said[0]
 
 
-# --- which noise
-# ---------------------------------------------------------------------------------------
+# --- which noise ----------------------------------------------------------------------------------
 
 
 def test_what_does_not_apply_is_dropped_and_reported():
@@ -896,8 +891,7 @@ def test_an_error_changes_nothing(case):
     assert_close(run(first), run(first))
 
 
-# --- what is said
-# ----------------------------------------------------------------------------------------
+# --- what is said ---------------------------------------------------------------------------------
 
 
 def test_report_is_called_for_every_recurrent_module(caplog):
@@ -939,8 +933,7 @@ def test_nothing_is_said_when_all_is_well(recwarn):
     assert not recwarn.list
 
 
-# --- back again
-# ------------------------------------------------------------------------------------------
+# --- back again -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -1025,8 +1018,7 @@ def test_checkpoints_from_before_load_afterwards():
     before.load_state_dict(after.state_dict(), strict=True)
 
 
-# --- a user's own cell
-# -----------------------------------------------------------------------------------
+# --- a user's own cell ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
@@ -1197,8 +1189,7 @@ def test_a_wrapped_cell_draws_by_its_coordinates():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# --- the bare rule
-# ---------------------------------------------------------------------------------------
+# --- the bare rule --------------------------------------------------------------------------------
 
 
 def test_zoneout_takes_new_or_old():

@@ -146,8 +146,7 @@ def test_other_tiles(
     assert len(set(plans)) > 1, "all batches had the same tiles"
 
 
-# --- the choice of an algorithm
-# ---------------------------------------------------------------------
+# --- the choice of an algorithm -------------------------------------------------------------------
 
 
 class Fake:
@@ -238,8 +237,7 @@ def test_products_are_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert products._registered.gpu_rows is blas.by_rows
 
 
-# --- on a GPU
-# ---------------------------------------------------------------------------------------
+# --- on a GPU -------------------------------------------------------------------------------------
 
 SIZES = {"small": 100, "persistent": 256, "steps": 200, "diagonal": 100}
 OWN = {"small": small_cell, "persistent": persistent_cell, "steps": cell_steps}

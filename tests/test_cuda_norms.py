@@ -22,8 +22,7 @@ every_norm = pytest.mark.parametrize("over", OVER, ids=OVER.values())
 every_type = pytest.mark.parametrize("dtype", TYPES, ids=str)
 both_ways = pytest.mark.parametrize("back", [False, True], ids=["forward", "backward"])
 
-# --- without a GPU
-# ---------------------------------------------------------------------------------
+# --- without a GPU --------------------------------------------------------------------------------
 
 SHAPES = {"pMNIST": (100, 400), "wide": (1000, 16384), "odd": (9, 513), "large batch": (300, 32)}
 
@@ -98,8 +97,7 @@ def test_unaligned():
     assert [norms._vector(width, [], 8) for width in (400, 300, 6, 7)] == [8, 4, 2, 1]
 
 
-# --- on a GPU
-# --------------------------------------------------------------------------------------
+# --- on a GPU -------------------------------------------------------------------------------------
 
 TOLERANCES = {
     torch.float32: 1e-5,

@@ -69,8 +69,7 @@ HEAD = "gates=1 recurrence=dense heads=1 bounded=0 states=h parameters= "
 NAMES = [d.name for d in CELLS]
 
 
-# --- the trace
-# -------------------------------------------------------------------------------------
+# --- the trace ------------------------------------------------------------------------------------
 
 
 def using(name: str):
@@ -200,8 +199,7 @@ def test_a_text_that_is_not_a_definition_is_refused(text):
         Definition.from_text(text)
 
 
-# --- the derivative
-# --------------------------------------------------------------------------------
+# --- the derivative -------------------------------------------------------------------------------
 
 
 def gradients(made: Definition, leaves, weights, rules=RULES):
@@ -286,8 +284,7 @@ def test_noise_selects_and_does_not_multiply():
         assert h.item() == expected
 
 
-# --- storage and C
-# ---------------------------------------------------------------------------------
+# --- storage and C --------------------------------------------------------------------------------
 
 
 def test_what_is_stored_is_what_hand_written_kernels_store():
@@ -468,8 +465,7 @@ def test_the_c_of_the_built_in_cells_is_up_to_date():
     assert (generated.NATIVE / "cells.h").read_text(encoding="utf-8") == print_cells(CELLS_IN)
 
 
-# --- what is refused
-# -------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 BAD = {
     "gates": (

@@ -59,8 +59,7 @@ def x_of(batch: int = BATCH, **options: Any) -> Tensor:
     return torch.randn(STEPS, batch, INPUT, **options)
 
 
-# --- a default device
-# ------------------------------------------------------------------------------
+# --- a default device -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "torch calls"])
@@ -98,8 +97,7 @@ def test_another_default_device(monkeypatch, form, native):
         assert torch.equal(one, other)
 
 
-# --- torch.compile
-# ---------------------------------------------------------------------------------
+# --- torch.compile --------------------------------------------------------------------------------
 
 
 class Tagger(nn.Module):
@@ -350,8 +348,7 @@ def test_compiled_state_dict_goes_both_ways(tmp_path):
     close(fresh(x, seed=3)[0], compiled(x, seed=3)[0])
 
 
-# --- autocast
-# --------------------------------------------------------------------------------------
+# --- autocast -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [zo.LSTM, zo.GRU, zo.RNN])
@@ -387,8 +384,7 @@ def test_fold_of_an_int_in_a_compiled_model():
         close(compiled(5, n), layer(x, seed=zo.fold(5, n))[0])
 
 
-# --- export
-# ----------------------------------------------------------------------------------------
+# --- export ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
@@ -466,8 +462,7 @@ def test_export_of_a_cell_for_any_batch():
     close(step(x, h), cell(x, h))
 
 
-# --- ONNX
-# ------------------------------------------------------------------------------------------
+# --- ONNX -----------------------------------------------------------------------------------------
 
 MISSING = [
     name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None
@@ -616,8 +611,7 @@ def test_onnx_says_what_is_missing(monkeypatch):
         translations()
 
 
-# --- several processes
-# -----------------------------------------------------------------------------
+# --- several processes ----------------------------------------------------------------------------
 
 
 class Both(nn.Module):
@@ -692,8 +686,7 @@ def test_two_processes_are_as_one(tmp_path):
         close(grads, [p.grad for p in layer.parameters()])
 
 
-# --- torch.func
-# ------------------------------------------------------------------------------------
+# --- torch.func -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", FUSED)
@@ -886,8 +879,7 @@ def test_func_second_derivative_is_refused():
         grad(lambda x: slope(x).sum())(x_of())
 
 
-# --- determinism and devices
-# -----------------------------------------------------------------------
+# --- determinism and devices ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["as usual", "deterministic algorithms"])
@@ -928,8 +920,7 @@ def test_a_device_without_a_backend_runs_the_reference(monkeypatch):
     assert ran == ["meta", "cpu"]
 
 
-# --- habits of training loops
-# ----------------------------------------------------------------------
+# --- habits of training loops ---------------------------------------------------------------------
 
 
 def test_checkpointing_draws_the_same_masks_again():
@@ -1051,8 +1042,7 @@ def test_outputs_changed_in_place(kind):
         y.relu_().sum().backward()
 
 
-# --- tensors that wrap others, and sharding
-# --------------------------------------------------------
+# --- tensors that wrap others, and sharding -------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", ["input", "weights", "state"])

@@ -1127,8 +1127,7 @@ def test_integers_of_other_libraries():
     assert torch.equal(of_numpy, of_ints)
 
 
-# --- an error leaves everything as it was
-# ------------------------------------------------------------
+# --- an error leaves everything as it was ---------------------------------------------------------
 
 
 def test_a_refused_noise_leaves_the_old_one():
@@ -1174,8 +1173,7 @@ def test_a_refused_call_draws_nothing():
         assert torch.equal(torch.get_rng_state(), before), options
 
 
-# --- messages for whatever comes
-# -----------------------------------------------------------------------
+# --- messages for whatever comes ------------------------------------------------------------------
 
 fuzz = settings(deadline=None, derandomize=True, database=None, max_examples=60)
 numbers = st.floats(allow_nan=True, allow_infinity=True)

@@ -104,8 +104,7 @@ def negated(v: Tensor) -> Tensor:
 ODD = {"zeros": zeros, "negated": negated}
 
 
-# --- without memory, or with other numbers in it
-# ----------------------------------------------------
+# --- without memory, or with other numbers in it --------------------------------------------------
 
 
 @pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
@@ -294,8 +293,7 @@ def test_there_is_one_gate():
     assert found == {"memory.py", "recording.py"}
 
 
-# --- a rate of 1 at evaluation
-# ---------------------------------------------------------------------
+# --- a rate of 1 at evaluation --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name, steps", CASES)
@@ -325,8 +323,7 @@ def test_gradients_of_a_rate_of_one(name, steps):
     equal(results[-len(states) :], states)
 
 
-# --- objects that are no tensors
-# -------------------------------------------------------------------
+# --- objects that are no tensors ------------------------------------------------------------------
 
 
 class Duck:
@@ -359,8 +356,7 @@ def test_objects_with_torch_function(name, steps):
         module("x", state, **call)
 
 
-# --- tensors that wrap others
-# ----------------------------------------------------------------------
+# --- tensors that wrap others ---------------------------------------------------------------------
 
 
 class Wrapped(Tensor):
@@ -416,8 +412,7 @@ def test_tensors_that_only_have_a_shape(name, steps):
     assert [(v.shape, v.dtype) for v in got] == [(v.shape, v.dtype) for v in want]
 
 
-# --- functionalize
-# ---------------------------------------------------------------------------------
+# --- functionalize --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name, steps", CASES)

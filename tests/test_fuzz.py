@@ -306,8 +306,7 @@ def test_any_noise_is_made_or_refused(case: tuple[str, dict[str, Any]]) -> None:
     assert repr(noise).startswith(f"{kind}(")
 
 
-# --- what it found
-# -----------------------------------------------------------------------------------
+# --- what it found --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -64,8 +64,7 @@ def assert_same_masks(a, b):
         assert torch.equal(a[stream], b[stream]), stream
 
 
-# --- how often
-# -------------------------------------------------------------------------------------
+# --- how often ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -124,8 +123,7 @@ def test_rate_of_each_layer():
         assert_same_masks(given, plain)
 
 
-# --- independence
-# ----------------------------------------------------------------------------------
+# --- independence ---------------------------------------------------------------------------------
 
 RATE = 0.3
 
@@ -162,8 +160,7 @@ def test_independent_streams():
         assert_independent(masks[a][0], masks[b][0], RATE)
 
 
-# --- what a mask may see
-# ---------------------------------------------------------------------------
+# --- what a mask may see --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -224,8 +221,7 @@ def test_methods_that_divide_the_states(order):
         assert torch.equal(masks[stream], zo.masks(noise, seed=19, **SIZE)[stream]), stream
 
 
-# --- the exact layout
-# ------------------------------------------------------------------------------
+# --- the exact layout -----------------------------------------------------------------------------
 
 RATES = st.floats(0, 1) | st.sampled_from([0.0, 1.0, 0.5, 2**-16, 1 - 2**-16, 0.5 + 2**-17])
 
@@ -304,8 +300,7 @@ def test_threshold(stream, shift):
             assert zo.masks(noise, seed, 1, 1, 1)[stream].item() == kept
 
 
-# --- the promises
-# ----------------------------------------------------------------------------------
+# --- the promises ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -384,8 +379,7 @@ def test_seed_as_tensor_and_empty_batch():
         assert (mask.shape, mask.dtype) == ((3, 0, 5), torch.bool)
 
 
-# --- masks by themselves, drawn in C
-# -----------------------------------------------------------------
+# --- masks by themselves, drawn in C --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("units", [1, 6, 1024, 2051])

@@ -134,8 +134,7 @@ def noise(request):
     return request.param
 
 
-# --- what a module gives
-# ---------------------------------------------------------------------------
+# --- what a module gives --------------------------------------------------------------------------
 
 
 def test_forward(name, noise):
@@ -190,8 +189,7 @@ def test_non_contiguous_tensors(name, noise):
             close(other, found[0])
 
 
-# --- derivatives
-# -----------------------------------------------------------------------------------
+# --- derivatives ----------------------------------------------------------------------------------
 
 
 def differentiated(module: nn.Module, case: Case) -> tuple[Any, list[Tensor]]:
@@ -234,8 +232,7 @@ def test_second_derivative(name):
         assert gradgradcheck(function, tensors, fast_mode=True)
 
 
-# --- where and in which type a module is
-# -----------------------------------------------------------
+# --- where and in which type a module is ----------------------------------------------------------
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
@@ -291,8 +288,7 @@ def test_to_empty(name, noise):
             close(call(empty.train(mode), case.inputs), call(module.train(mode), case.inputs))
 
 
-# --- copies
-# ----------------------------------------------------------------------------------------
+# --- copies ---------------------------------------------------------------------------------------
 
 
 def test_pickle_and_copies(name, noise):
@@ -325,8 +321,7 @@ def test_state_dict(name, noise):
         close(call(other, case.inputs), call(module, case.inputs))
 
 
-# --- errors
-# ----------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 def test_errors(name):

@@ -81,8 +81,7 @@ def make_biased(layer: Any, alive: list[int]) -> None:
             value[: len(alive)] *= (n - 1) / n
 
 
-# --- parameters and how they start
-# -----------------------------------------------------------------
+# --- parameters and how they start ----------------------------------------------------------------
 
 
 @every_kind
@@ -168,8 +167,7 @@ def test_bad_norms(norm):
         zo.LSTM(I, H, norm=norm)
 
 
-# --- layer norm
-# ------------------------------------------------------------------------------------
+# --- layer norm -----------------------------------------------------------------------------------
 
 
 @every_kind
@@ -214,8 +212,7 @@ def test_layer_norm_shift_of_the_gates_is_the_bias():
     torch.testing.assert_close(h[0], (o.sigmoid() * shown).expand(B, H))
 
 
-# --- what batch norm normalises
-# --------------------------------------------------------------------
+# --- what batch norm normalises -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("norm", ["layer", zo.RecurrentBatchNorm(steps=1)], ids=["layer", "batch"])
@@ -292,8 +289,7 @@ def test_nobody_at_all(kind):
         assert torch.equal(value, before[name]), name
 
 
-# --- running averages
-# ------------------------------------------------------------------------------
+# --- running averages -----------------------------------------------------------------------------
 
 
 @every_kind
@@ -485,8 +481,7 @@ def test_cells_have_statistics_of_their_step(kind):
         cell(data()[0])
 
 
-# --- estimating anew
-# -------------------------------------------------------------------------------
+# --- estimating anew ------------------------------------------------------------------------------
 
 
 class Model(nn.Module):
@@ -688,8 +683,7 @@ def test_estimate_over_packed_batches():
     torch.testing.assert_close(layer.mean_ih_l0, padded.mean_ih_l0)
 
 
-# --- round trips
-# -----------------------------------------------------------------------------------
+# --- round trips ----------------------------------------------------------------------------------
 
 
 @every_kind

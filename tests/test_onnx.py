@@ -451,8 +451,7 @@ def test_rates_of_zero_and_one_select():
         held_to_the_reference(case, finite=False)
 
 
-# --- plain torch.onnx.export
-# -----------------------------------------------------------------------
+# --- plain torch.onnx.export ----------------------------------------------------------------------
 
 
 @needs_onnx

@@ -44,8 +44,7 @@ every_backend = pytest.mark.parametrize("backend", BACKENDS)
 in_float64 = pytest.mark.parametrize("backend", [name for name in ops.BACKENDS if not on_gpu(name)])
 
 
-# --- making layers and calling them
-# ----------------------------------------------------------------
+# --- making layers and calling them ---------------------------------------------------------------
 
 
 def make(
@@ -127,8 +126,7 @@ def check(layer: Any, x: Any, hx: Any, **options: Any) -> None:
         np.testing.assert_allclose(value, getattr(want, name), **tolerance(layer), err_msg=name)
 
 
-# --- what is tested
-# --------------------------------------------------------------------------------
+# --- what is tested -------------------------------------------------------------------------------
 
 
 def of_mask(kind: type, mask: str, **options: Any) -> Any:
@@ -206,8 +204,7 @@ def rich(kind: str) -> dict[str, Any]:
     return RICH | ({"proj_size": P} if kind == "lstm" else {})
 
 
-# --- the step functions
-# ----------------------------------------------------------------------------
+# --- the step functions ---------------------------------------------------------------------------
 
 
 STREAMS = ("cell", "hidden", "zero_cell", "zero_hidden", "update")
@@ -322,8 +319,7 @@ def test_rnn_step(mode, nonlinearity):
         np.testing.assert_allclose(got[b].numpy(), want, **TOLERANCES[torch.float64])
 
 
-# --- whole layers
-# ----------------------------------------------------------------------------------
+# --- whole layers ---------------------------------------------------------------------------------
 
 
 @every_backend
@@ -525,8 +521,7 @@ def test_cells_step_by_step(kind, backend):
         np.testing.assert_allclose(h.cpu().numpy(), want.y[t], **tolerance(layer))
 
 
-# --- any combination
-# -------------------------------------------------------------------------------
+# --- any combination ------------------------------------------------------------------------------
 
 
 @st.composite
@@ -597,8 +592,7 @@ def test_any_combination(backend, combination):
     check(layer, *inputs(layer, steps, batch, given_state), **calls)
 
 
-# --- gradients
-# -------------------------------------------------------------------------------------
+# --- gradients ------------------------------------------------------------------------------------
 
 
 def slopes(
@@ -694,8 +688,7 @@ def test_gradients_of_rich_layers(kind, norm, mode, backend):
     check_gradients(learned, hx_given=False, **RICH_CALL)
 
 
-# --- the draws
-# -------------------------------------------------------------------------------------
+# --- the draws ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layer, direction", [(0, 0), (0, 1), (3, 1)])

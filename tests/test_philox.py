@@ -146,8 +146,7 @@ def test_equals_triton(tmp_path):
         np.testing.assert_array_equal(np.float32(rand), uniform)
 
 
-# --- seeds
-# -----------------------------------------------------------------------------------------
+# --- seeds ----------------------------------------------------------------------------------------
 
 
 @settings(deadline=None, derandomize=True)

@@ -143,8 +143,7 @@ def assert_close(got: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, **CLOSE)
 
 
-# --- shapes
-# ------------------------------------------------------------------------------------------
+# --- shapes ---------------------------------------------------------------------------------------
 
 
 @some
@@ -213,8 +212,7 @@ def test_unbatched_is_a_batch_of_one(case):
     assert_close(single, [v[:, 0] for v in batched])
 
 
-# --- what a row gives does not depend on the others
-# ----------------------------------------------------
+# --- what a row gives does not depend on the others -----------------------------------------------
 
 
 @some
@@ -368,8 +366,7 @@ def test_cells_are_layers_of_one_step(training, case):
         torch.testing.assert_close(hx[0] if layer.kind == "lstm" else hx, y[t], **CLOSE)
 
 
-# --- masks of any size
-# -------------------------------------------------------------------------------
+# --- masks of any size ----------------------------------------------------------------------------
 
 
 @some

@@ -207,8 +207,7 @@ def test_compiled_before_its_first_call_and_after_a_schedule():
     assert len(graphs) == 1
 
 
-# --- rates given to a call
-# -----------------------------------------------------------------------------
+# --- rates given to a call ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -175,8 +175,7 @@ def assert_reads(read, mask, alive=None):
     assert torch.equal(read, mask)
 
 
-# --- layers
-# ----------------------------------------------------------------------------------------
+# --- layers ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -438,8 +437,7 @@ def test_sample_at_evaluation(backend, kind):
     assert (off != 0).all()
 
 
-# --- one step at a time
-# ----------------------------------------------------------------------------
+# --- one step at a time ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kind", "method"), CASES)

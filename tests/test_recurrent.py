@@ -337,8 +337,7 @@ def test_a_built_in_cell_gives_the_same_bits(name):
     assert all(a.equal(b) for a, b in zip(state, want_state))
 
 
-# --- paths
-# -----------------------------------------------------------------------------------------
+# --- paths ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -404,8 +403,7 @@ def test_a_dropped_h_that_feeds_another_state(training):
     compare(h_feeds, zo.StateDropout(hidden=0.5), "lengths", training=training)
 
 
-# --- masks
-# -----------------------------------------------------------------------------------------
+# --- masks ----------------------------------------------------------------------------------------
 
 
 @zo.cell(gates=1, states=("h", "a", "b", "c"), recurrence="none")
@@ -428,8 +426,7 @@ def test_masks_of_all_states_read_back(mask, backend):
         assert (every == before).equal(want[name]), name
 
 
-# --- the same in one step
-# --------------------------------------------------------------------------
+# --- the same in one step -------------------------------------------------------------------------
 
 
 @every_cell
@@ -454,8 +451,7 @@ def test_cells_step_like_layers(cell):
         torch.testing.assert_close(a, b[0], rtol=1e-4, atol=1e-5)
 
 
-# --- other people's tools
-# --------------------------------------------------------------------------
+# --- other people's tools -------------------------------------------------------------------------
 
 
 def made(cell: Definition = peephole, **options: Any) -> tuple[zo.Recurrent, Tensor]:
@@ -679,8 +675,7 @@ def test_a_gradient_against_numpy():
     np.testing.assert_allclose(layer.u_l0.grad.numpy(), slopes, rtol=1e-6, atol=1e-8)
 
 
-# --- errors
-# ----------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 def named(parameter: str) -> Definition:

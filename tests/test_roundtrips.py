@@ -82,8 +82,7 @@ def numbers_of(layer: Any) -> dict[str, list[float]]:
     return {name: value.flatten().tolist() for name, value in layer._numbers.items()}
 
 
-# --- copies
-# ------------------------------------------------------------------------------------------
+# --- copies ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", COPIES)
@@ -169,8 +168,7 @@ def test_zoneout_cell_round_trips():
     cell.rates = 0.5
 
 
-# --- state_dict
-# ----------------------------------------------------------------------------------------
+# --- state_dict -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("noise", NOISES)
@@ -224,8 +222,7 @@ def test_state_dict_of_norms_and_learned_states():
     assert_equal(run(after.eval()), run(before.eval()))
 
 
-# --- dtypes and devices
-# ------------------------------------------------------------------------------
+# --- dtypes and devices ---------------------------------------------------------------------------
 
 
 CASTS = {
@@ -323,8 +320,7 @@ def test_shared_memory():
     assert_equal(run(layer), expected)
 
 
-# --- functional use
-# ------------------------------------------------------------------------------------
+# --- functional use -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -359,8 +355,7 @@ def test_vmap_over_stacked_models():
     torch.testing.assert_close(stacked, torch.stack([layer(x, seed=7)[0] for layer in layers]))
 
 
-# --- what optimizers and DDP see
-# -----------------------------------------------------------------------
+# --- what optimizers and DDP see ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("noise", NOISES)
@@ -412,8 +407,7 @@ def test_distributed_data_parallel():
     assert numbers_of(layer)["cell_rate_l0"] == [ODD]
 
 
-# --- the noises themselves
-# ---------------------------------------------------------------------------
+# --- the noises themselves ------------------------------------------------------------------------
 
 
 EACH: list[Any] = [

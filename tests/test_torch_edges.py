@@ -50,8 +50,7 @@ def state_of(name, batch=B, dtype=torch.float32, units=H):
     return states if name.startswith("LSTM") else states[0]
 
 
-# --- sizes of zero
-# ---------------------------------------------------------------------------------
+# --- sizes of zero --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sizes", [(0, 3), (3, 0), (0, 0)])
@@ -97,8 +96,7 @@ def test_negative_sizes(name):
             getattr(zo, name)(*sizes)
 
 
-# --- complex numbers
-# -------------------------------------------------------------------------------
+# --- complex numbers ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["padded", "packed", "unbatched"])
@@ -164,8 +162,7 @@ def test_complex_numbers_that_have_no_meaning():
         zo.LSTM(I, H)(x)
 
 
-# --- autocast
-# --------------------------------------------------------------------------------------
+# --- autocast -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
@@ -197,8 +194,7 @@ def test_autocast_of_numbers():
     close(got, want)
 
 
-# --- gradients that are None
-# -----------------------------------------------------------------------
+# --- gradients that are None ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", ["eager", "operator"])
@@ -246,8 +242,7 @@ def test_no_gradient_without_a_path_of_a_norm(steps, recompute):
         assert got == want
 
 
-# --- counts of operations
-# --------------------------------------------------------------------------
+# --- counts of operations -------------------------------------------------------------------------
 
 
 def flops(module, x, hx=None):
@@ -305,8 +300,7 @@ def test_flops_of_other_forms():
     assert counter.get_total_flops() == both - forward
 
 
-# --- gradients of single examples
-# ------------------------------------------------------------------
+# --- gradients of single examples -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", LAYERS + CELLS)

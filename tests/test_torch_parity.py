@@ -168,8 +168,7 @@ def assert_same(
     )
 
 
-# --- constructor options
-# ---------------------------------------------------------------------------
+# --- constructor options --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -203,8 +202,7 @@ def test_one_step_one_row_one_unit(layer, backend, device):
     assert_same(ours, theirs, leaf(1, 1, 1, device=device))
 
 
-# --- input forms
-# -----------------------------------------------------------------------------------
+# --- input forms ----------------------------------------------------------------------------------
 
 
 def packer(lengths: list[int], enforce_sorted: bool) -> Callable[[Tensor], PackedSequence]:
@@ -324,8 +322,7 @@ def test_backward_in_eval_mode(layer, backend, device):
     assert_same(ours.eval(), theirs.eval(), leaf(T, B, I, device=device), state(theirs, B))
 
 
-# --- construction
-# ----------------------------------------------------------------------------------
+# --- construction ---------------------------------------------------------------------------------
 
 
 EXTRAS: dict[str, dict[str, Any]] = {
@@ -536,8 +533,7 @@ def test_dropout_of_one_layer_warns_as_torch(layer):
         make(zo, layer, dropout=0.5)
 
 
-# --- cells
-# -----------------------------------------------------------------------------------------
+# --- cells ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -634,8 +630,7 @@ def test_stepping_an_lstm_cell_equals_the_layer_in_every_stream(backend, device)
     assert_close(list(hx), [h[0], c[0]])
 
 
-# --- beyond torch: lengths, resets, return_cells
-# -----------------------------------------------------
+# --- beyond torch: lengths, resets, return_cells --------------------------------------------------
 
 
 FULL: dict[str, Any] = {"num_layers": 2, "bidirectional": True, "dtype": torch.float64}
@@ -895,8 +890,7 @@ def test_return_cells_of_two_directions(backend, device):
     assert y_one.shape == (T, 4) and cells_one.shape == (T, 2 * H)
 
 
-# --- torch's dropout between the layers
-# --------------------------------------------------------------
+# --- torch's dropout between the layers -----------------------------------------------------------
 
 
 def see_through(dropout: float, backend: str, device: str, **options: Any) -> Any:
@@ -960,8 +954,7 @@ def test_dropout_is_off_at_evaluation(layer, backend, device):
     assert_same(ours.eval(), theirs.eval(), leaf(T, B, I, device=device))
 
 
-# --- randomness
-# --------------------------------------------------------------------------------------
+# --- randomness -----------------------------------------------------------------------------------
 
 
 def generator_state(device: str) -> Tensor:
@@ -1062,8 +1055,7 @@ def test_at_eval_sample_draws_at_evaluation(backend, device):
     assert torch.equal(off, ours(x)[0])
 
 
-# --- rates
-# -----------------------------------------------------------------------------------------
+# --- rates ----------------------------------------------------------------------------------------
 
 
 def test_noise_replaced_between_steps_takes_effect(backend, device):

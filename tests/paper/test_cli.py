@@ -38,8 +38,7 @@ from zoneout.paper.training.exit_codes import (
 pytestmark = pytest.mark.usefixtures("one_thread", "elsewhere")
 
 
-# --- finding one's way
-# -----------------------------------------------------------------------------
+# --- finding one's way ----------------------------------------------------------------------------
 
 
 def test_help_names_every_command_and_exit_code(zoneout) -> None:
@@ -423,8 +422,7 @@ def test_bench_runs_that_of_the_clone(zoneout, monkeypatch, tmp_path) -> None:
     assert code == WRONG_USE and "--at-once: only `zoneout bench step` can use it" in err
 
 
-# --- as a process
-# ----------------------------------------------------------------------------------
+# --- as a process ---------------------------------------------------------------------------------
 
 
 def test_a_process_of_its_own(trained) -> None:

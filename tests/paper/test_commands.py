@@ -28,8 +28,7 @@ from zoneout.paper.training.unused_options import refuse_unread, unread
 pytestmark = pytest.mark.usefixtures("one_thread", "elsewhere")
 
 
-# --- train
-# -----------------------------------------------------------------------------------------
+# --- train ----------------------------------------------------------------------------------------
 
 
 def test_train_says_how_it_went(trained, zoneout) -> None:
@@ -222,8 +221,7 @@ def test_tensorboard_is_written(zoneout) -> None:
     assert list(Path("run/tensorboard").glob("events.*"))
 
 
-# --- eval, sample, show
-# ----------------------------------------------------------------------------
+# --- eval, sample, show ---------------------------------------------------------------------------
 
 
 def test_eval_gives_what_training_gave(trained, zoneout) -> None:

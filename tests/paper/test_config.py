@@ -325,8 +325,7 @@ def test_the_command_line_reads_it() -> None:
     assert {"zoneout.cell", "evaluation.valid.length", "seed"} <= names().keys()
 
 
-# --- settings that nobody reads
-# --------------------------------------------------------------------
+# --- settings that nobody reads -------------------------------------------------------------------
 
 HYPER: dict[str, Any] = {"model.cell": "hyper-lstm"}
 SURPRISAL: dict[str, Any] = {"model.cell": "surprisal-lstm", "model.embedding": 0}

@@ -220,8 +220,7 @@ def test_masks_at_evaluation_do_not_depend_on_the_size_of_a_batch() -> None:
     )
 
 
-# --- images and batch norm
-# -------------------------------------------------------------------------
+# --- images and batch norm ------------------------------------------------------------------------
 
 
 def test_images_are_counted_one_by_one() -> None:

@@ -293,8 +293,7 @@ def test_a_damaged_record_is_a_sentence(tmp_path: Path) -> None:
         draw("methods", tmp_path)
 
 
-# --- colours
-# ---------------------------------------------------------------------------------------
+# --- colours --------------------------------------------------------------------------------------
 
 
 def test_texts_and_lines_stand_out_on_both_grounds() -> None:

@@ -294,8 +294,7 @@ def test_the_batches_are_averaged(kind: str) -> None:
     )
 
 
-# --- from the command line
-# -------------------------------------------------------------------------
+# --- from the command line ------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

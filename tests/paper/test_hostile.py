@@ -75,8 +75,7 @@ def go_on(zoneout: Command, run: Path) -> tuple[int, str, str]:
     return zoneout("train", "--resume", "--out", run, "--updates", "40")
 
 
-# --- nothing is written elsewhere
-# ------------------------------------------------------------------
+# --- nothing is written elsewhere -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -193,8 +192,7 @@ def test_files_are_opened_in_one_place() -> None:
             assert not method or "/sys/fs/cgroup" in ast.unparse(node), at
 
 
-# --- what is read
-# ----------------------------------------------------------------------------------
+# --- what is read ---------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("impatient")
@@ -434,8 +432,7 @@ def test_names_of_checkpoints_are_plain_digits(hostile: Path) -> None:
     assert [path.name for path in Run(hostile).checkpoints()] == ["00000030", "00000020"]
 
 
-# --- sizes
-# -----------------------------------------------------------------------------------------
+# --- sizes ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -570,8 +567,7 @@ def test_the_limit_of_packed_texts(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         corpora.load(tmp_path / "packed.xz")
 
 
-# --- what is shown
-# ---------------------------------------------------------------------------------
+# --- what is shown --------------------------------------------------------------------------------
 
 
 def test_nothing_from_a_file_commands_the_terminal(hostile: Path, zoneout: Command) -> None:

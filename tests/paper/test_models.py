@@ -89,8 +89,7 @@ def test_a_text_in_pieces_is_the_text() -> None:
     torch.testing.assert_close(model(TOKENS, model.initial_state(4)).logits, whole)
 
 
-# --- draws
-# -----------------------------------------------------------------------------------------
+# --- draws ----------------------------------------------------------------------------------------
 
 NOISY = Config(
     model=Model(hidden=6, embedding=5, layers=2, dropout=0.5),
@@ -255,8 +254,7 @@ def test_a_static_mask_is_the_runs_own_and_stays() -> None:
     assert model.recurrent.noise[0].seed != other.recurrent.noise[0].seed
 
 
-# --- how weights start
-# -----------------------------------------------------------------------------
+# --- how weights start ----------------------------------------------------------------------------
 
 
 def test_weights_are_a_function_of_the_seed_alone() -> None:
@@ -334,8 +332,7 @@ def test_forget_bias_is_added_and_one_bias_stays_zero() -> None:
     torch.testing.assert_close(change, torch.tensor([0.0] * 6 + [2.0] * 6 + [0.0] * 12))
 
 
-# --- the loss
-# --------------------------------------------------------------------------------------
+# --- the loss -------------------------------------------------------------------------------------
 
 
 def test_the_loss_is_the_mean_or_the_sum_over_time() -> None:

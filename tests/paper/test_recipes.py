@@ -41,8 +41,7 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# --- what is there
-# ---------------------------------------------------------------------------------
+# --- what is there --------------------------------------------------------------------------------
 
 
 def test_every_function_is_registered_under_its_own_name() -> None:
@@ -224,8 +223,7 @@ def test_words_learn_at_the_full_rate_for_fifteen_epochs() -> None:
     assert [learning_rates(small, epoch, 0, 1).item() for epoch in (4, 5, 6)] == [1.0, 0.5, 0.25]
 
 
-# --- every one of them trains
-# ----------------------------------------------------------------------
+# --- every one of them trains ---------------------------------------------------------------------
 
 SYMBOLS = {"char-ptb": 50, "word-ptb": 10_000, "text8": 27, "text8-prefix": 27, "quick": 50}
 NARROW = {"model.hidden": 8, "batches.size": 4}
@@ -305,8 +303,7 @@ def test_the_zoneout_recipes_train_on_the_real_data(name: str) -> None:
     assert all(map(math.isfinite, losses(config, data, 2)))
 
 
-# --- golden losses
-# ---------------------------------------------------------------------------------
+# --- golden losses --------------------------------------------------------------------------------
 
 # Of batch norm two updates: RMSProp divides by the size of the gradient, however small it is, and
 # the third loss is a matter of rounding (2.257 in the reference, 2.267 and 2.272 in two versions of

@@ -94,8 +94,7 @@ def every(request: pytest.FixtureRequest, full: str, mine: str, tmp_path: Path) 
     return make[request.param]()
 
 
-# --- what it says
-# ----------------------------------------------------------------------------------
+# --- what it says ---------------------------------------------------------------------------------
 
 
 def test_a_row_has_the_papers_number_ours_and_the_difference(tmp_path: Path) -> None:
@@ -313,8 +312,7 @@ def test_one_run_is_a_page_too(tmp_path: Path) -> None:
     assert "not finished" in text and "<figure" not in text and "Options in which" not in text
 
 
-# --- that it is a good page
-# ------------------------------------------------------------------------
+# --- that it is a good page -----------------------------------------------------------------------
 
 
 def test_all_pages_have_one_look(every: str) -> None:
@@ -435,8 +433,7 @@ def test_the_same_records_give_the_same_page(full: str, results: Path, speed: Pa
     assert paper_page(results, speed) == full
 
 
-# --- the command
-# -----------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def test_the_command(

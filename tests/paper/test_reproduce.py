@@ -100,8 +100,7 @@ def run(*rows: str, **options: Any) -> str:
     )
 
 
-# --- running
-# ---------------------------------------------------------------------------------------
+# --- running --------------------------------------------------------------------------------------
 
 
 def test_what_is_missing_is_run_and_what_is_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -570,8 +569,7 @@ def test_settings_of_ones_own_do_not_pass_for_the_recipe() -> None:
         run("tiny", parallel=0)
 
 
-# --- the tables
-# ------------------------------------------------------------------------------------
+# --- the tables -----------------------------------------------------------------------------------
 
 
 def test_z_is_what_numpy_computes() -> None:
@@ -774,8 +772,7 @@ def test_the_pages_are_what_the_records_say() -> None:
         RECIPES.update(own)
 
 
-# --- from the command line
-# -------------------------------------------------------------------------
+# --- from the command line ------------------------------------------------------------------------
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:

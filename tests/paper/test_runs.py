@@ -144,8 +144,7 @@ def test_a_folder_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.Mo
         Run(tmp_path / "run").create(CONFIG, None)
 
 
-# --- checkpoints
-# -----------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 
 def test_the_latest_two_checkpoints_are_kept(run: Run) -> None:
@@ -303,8 +302,7 @@ def test_a_full_disk_while_metrics_are_written(run: Run, monkeypatch: pytest.Mon
         run.append({"kind": "train"})
 
 
-# --- what others read
-# ------------------------------------------------------------------------------
+# --- what others read -----------------------------------------------------------------------------
 
 
 def test_best_weights_come_back_as_a_model(run: Run) -> None:
@@ -373,8 +371,7 @@ def test_images_have_no_vocabulary(tmp_path: Path) -> None:
     run.close()
 
 
-# --- damage that would not show
-# --------------------------------------------------------------------
+# --- damage that would not show -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", [0.2, 0.5, -2])

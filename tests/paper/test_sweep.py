@@ -53,8 +53,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-# --- what there is to run
-# --------------------------------------------------------------------------
+# --- what there is to run -------------------------------------------------------------------------
 
 
 def test_a_grid_is_every_combination_with_every_seed() -> None:
@@ -143,8 +142,7 @@ def test_parts_are_all_there_is_and_nothing_twice() -> None:
             part_of(trials, wrong)
 
 
-# --- running it
-# ------------------------------------------------------------------------------------
+# --- running it -----------------------------------------------------------------------------------
 
 
 def test_a_killed_worker_changes_nothing(undisturbed: Path, tmp_path: Path) -> None:
@@ -616,8 +614,7 @@ def test_without_ray_there_is_a_sentence(tmp_path: Path, monkeypatch: pytest.Mon
         cluster.search_ray(BASE, axes_of(GRID), tmp_path, 3, cluster.Cluster(), print)
 
 
-# --- what came out
-# ---------------------------------------------------------------------------------
+# --- what came out --------------------------------------------------------------------------------
 
 
 def row(cell: float, seed: int, valid: float | None, state: Any = "finished", why: str = "") -> Row:

@@ -139,8 +139,7 @@ def test_golden_curves(name: str, tmp_path: Path) -> None:
     assert [line[2] for line in found] == pytest.approx([line[2] for line in expected], rel=1e-4)
 
 
-# --- what a run is
-# ---------------------------------------------------------------------------------
+# --- what a run is --------------------------------------------------------------------------------
 
 
 def test_a_run_from_beginning_to_end(tmp_path: Path) -> None:
@@ -416,8 +415,7 @@ def test_every_row_of_streams_is_trained_once() -> None:
     )
 
 
-# --- resume
-# ----------------------------------------------------------------------------------------
+# --- resume ---------------------------------------------------------------------------------------
 
 
 def outcome(folder: Path) -> dict[str, Any]:
@@ -686,8 +684,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_is_the_same(tmp_path: P
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
 
 
-# --- when something goes wrong
-# ---------------------------------------------------------------------
+# --- when something goes wrong --------------------------------------------------------------------
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
@@ -871,8 +868,7 @@ def test_half_precision(config: Config, precision: Any, tmp_path: Path) -> None:
     assert all(p.dtype == torch.float32 for p in runs.load(tmp_path / "a").model.parameters())
 
 
-# --- several processes
-# -----------------------------------------------------------------------------
+# --- several processes ----------------------------------------------------------------------------
 
 TWO = """
 import json, sys, torch
@@ -969,8 +965,7 @@ def test_runs_in_one_process_take_turns_at_how_products_are_taken(
     assert torch.backends.cuda.matmul.fp32_precision == before
 
 
-# --- on a GPU
-# --------------------------------------------------------------------------------------
+# --- on a GPU -------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
@@ -1014,8 +1009,7 @@ def test_the_captured_step_is_the_eager_step(
         assert [line[2] for line in a] == pytest.approx([line[2] for line in b], rel=1e-5)
 
 
-# --- the real thing, small
-# -------------------------------------------------------------------------
+# --- the real thing, small ------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(

@@ -98,8 +98,7 @@ def parts_of(graph: Graph, product: int) -> int:
     return int(str(graph.nodes[product].value).removesuffix("H") or 1)
 
 
-# --- text
-# ------------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 
 
 def to_text(graph: Graph, outputs: Sequence[int]) -> str:

@@ -79,8 +79,7 @@ def reason(error: Exception) -> str:
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
-# --- opening
-# ---------------------------------------------------------------------------------------
+# --- opening --------------------------------------------------------------------------------------
 
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
 
@@ -132,8 +131,7 @@ def own_folder(path: Path) -> Path:
     return path
 
 
-# --- writing
-# ---------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------
 
 _SIDE = re.compile(r"\..+\.[0-9a-f]{16}")
 
@@ -232,8 +230,7 @@ def bring_to_disk(folder: Path) -> None:
         os.close(handle)
 
 
-# --- reading
-# ---------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 def read_bytes(path: Path) -> bytes:

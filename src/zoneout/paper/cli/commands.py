@@ -605,8 +605,7 @@ COMMANDS: dict[str, type[Any]] = {
 }
 
 
-# --- shared by the commands
-# ------------------------------------------------------------------------
+# --- shared by the commands -----------------------------------------------------------------------
 
 
 def fitted(protocol: Protocol, size: int) -> Protocol:

@@ -198,8 +198,7 @@ def introduction(demo: Demo, folder: Path) -> str:
     )
 
 
-# --- training both models
-# --------------------------------------------------------------------------
+# --- training both models -------------------------------------------------------------------------
 
 
 def side_by_side(configs: dict[str, Config], folder: Path) -> dict[str, str]:
@@ -271,8 +270,7 @@ def check_alive(workers: dict[str, Any], ended: dict[str, str]) -> None:
             )
 
 
-# --- results
-# ---------------------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -120,8 +120,7 @@ def _nothing() -> Any:
     return fig
 
 
-# --- learning curves
-# -------------------------------------------------------------------------------
+# --- learning curves ------------------------------------------------------------------------------
 
 
 def curves(records: Records, *, train: bool = True) -> tuple[Any, str]:
@@ -319,8 +318,7 @@ def with_and_without(records: Records) -> tuple[Any, str]:
     return fig, text
 
 
-# --- rates
-# -----------------------------------------------------------------------------------------
+# --- rates ----------------------------------------------------------------------------------------
 
 _PLAIN = "char_ptb_unregularised"
 SERIES = {  # the lines of the rates figure: recipes in the order of their rates
@@ -416,8 +414,7 @@ def _best(record: Record) -> float:
     )
 
 
-# --- gradient flow
-# ---------------------------------------------------------------------------------
+# --- gradient flow --------------------------------------------------------------------------------
 
 SHOWN = 1e-7  # fraction of the largest share below which nothing is drawn
 STATES = {"cell": "share of ‖dL/dcₜ‖", "hidden": "share of ‖dL/dhₜ‖"}
@@ -485,8 +482,7 @@ def _last_layer(record: Record) -> dict[str, Any]:
     return list(layers.values())[-1]
 
 
-# --- the figures of the claims
-# ---------------------------------------------------------------------------------
+# --- the figures of the claims --------------------------------------------------------------------
 
 
 def dots(
@@ -596,8 +592,7 @@ def gains(records: Records) -> tuple[Any, str]:
     return dots(rows, "validation score, lower by %", range(len(rows))), text
 
 
-# --- the figures
-# -----------------------------------------------------------------------------------
+# --- the figures ----------------------------------------------------------------------------------
 
 
 def _arms(task: str, *rows: str) -> tuple[str, ...]:

@@ -294,8 +294,7 @@ def pmnist_permuted_recurrent_dropout_015() -> Config:
     return _permuted(pmnist_recurrent_dropout_015())
 
 
-# --- gradient flow, after one epoch
-# -------------------------------------------------------------------------------------------------
+# --- gradient flow, after one epoch ---------------------------------------------------------------
 
 
 @recipe("gradient-flow", "Unregularised LSTM", where="figure of the gradients", seeds=THREE)
