@@ -318,8 +318,7 @@ def test_several_threads(monkeypatch):
         torch.set_num_threads(count)
 
 
-# --- the built-in cells are definitions too
-# --------------------------------------------------------
+# --- the built-in cells are definitions too ------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["LSTM", "GRU", "RNN"])
