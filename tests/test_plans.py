@@ -1,6 +1,8 @@
 """A plan repeats a pass to the bit; what it cannot repeat, it refuses."""
 
 import ctypes
+import subprocess
+import sys
 import threading
 from itertools import pairwise
 
@@ -500,3 +502,18 @@ def test_on_the_gpu(hidden, dtype, monkeypatch):
     graph.replay()
     plan.forget()
     assert all(map(torch.equal, inside, found()))
+
+
+def test_training_does_not_import_torchs_compiler():
+    """A process that never compiles holds torch's compiler: 150 MiB, and a second to import it."""
+    code = """
+import sys, torch, zoneout as zo, zoneout.ops.plan
+layer, cell = zo.LSTM(3, 4, noise=zo.Zoneout(cell=0.5)), zo.GRUCell(3, 1024)
+for _ in range(4):
+    layer(torch.randn(5, 2, 3))[0].sum().backward()
+    cell(torch.randn(512, 3), torch.zeros(512, 1024)).sum().backward()
+assert zo.ops.plan.plans()
+found = {"torch._dynamo", "sympy"} & set(sys.modules)
+assert not found, found
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

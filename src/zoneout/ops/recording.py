@@ -161,6 +161,11 @@ class _Line(NamedTuple):
 class Recorder(TorchDispatchMode):
     """Records the calls of one pass, while they run as always."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: torch would import its compiler, 150 MiB, to keep it out of this class."""
+        return False  # a recording never runs in a compiled model
+
     def __init__(self, tensors: Sequence[Tensor | None], first_step: int) -> None:
         super().__init__()
         self.first_step = first_step
