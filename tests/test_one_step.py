@@ -385,7 +385,7 @@ def test_copies_of_a_cell_that_was_called():
 def test_much_work_goes_to_the_loop(kind, training, taken):
     """A step with much work has other masks, states or gradients, or stays with torch's cell."""
     torch.manual_seed(0)
-    rows, units = one_step.ROWS, 512
+    rows, units = one_step.ROWS, 768
     states = torch.randn(2 if kind == "lstm" else 1, rows, units)
     ours, theirs = (
         CELLS[kind](8, units, noise=NOISES["unit"](kind == "lstm"), backend=backend).train(training)

@@ -92,7 +92,7 @@ def repeatable(cell: Definition, draws: Sequence[Draw]) -> Repeatable | None:
     return Repeatable(function, is_lstm, tuple(lerps), states, b"".join(streams), rates)
 
 
-ROWS, MULTIPLICATIONS = 16, 2**22  # from both on, the C loop is faster in training and evaluation
+ROWS, MULTIPLICATIONS = 16, 2**23  # from both on, the C loop is faster in training and evaluation
 
 
 def is_small(rows: int, weights: int) -> bool:
