@@ -121,7 +121,7 @@ class Definition:
         return tuple(products_of(self.graph, self.outputs).values())
 
     def shape_of(self, parameter: str, hidden: int) -> tuple[int, ...]:
-        """Return the shape of a parameter in a layer with so many units."""
+        """Return the shape of a parameter in a layer of `hidden` units."""
 
         def size(text: str) -> int:
             return int(text[:-1] or 1) * hidden if text.endswith("H") else int(text)

@@ -213,7 +213,7 @@ class _Printer:
         self.users = self._users(ends)
         self.forms = self._forms(ends)
         self.small = small_nodes(graph, self.order, loads, small)
-        self.left = dict.fromkeys(self.order, 0)  # so many calls to come read a node
+        self.left = dict.fromkeys(self.order, 0)  # number of later calls that read a node
         for form in self.forms.values():
             for arg in form.args:
                 self.left[arg] += 1

@@ -305,7 +305,7 @@ def product(
     Args:
         matrix: the parameter.
         value: a value, or a product with `rank`.
-        parts: W is [parts · H, …], and the result a tuple with so many values: one product for
+        parts: W is [parts · H, …], and the result a tuple with `parts` values: one product for
             several gates.
         rank: W is [rank, …]. The result has `rank` numbers, and only another product takes it:
             `product(A, product(B, v, rank=40))` has a matrix A · B of rank 40.

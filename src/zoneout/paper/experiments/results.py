@@ -213,7 +213,7 @@ def scores(
     """Evaluate the best weights on both parts under every protocol.
 
     A model with static masks is evaluated twice: with its training masks and with their
-    expectation. With `samples`, the mean of the probabilities of so many passes with dropout is
+    expectation. With `samples`, the mean of the probabilities of that many passes with dropout is
     judged too, on the test part.
     """
     corpus = data_of(folder, config, data)

@@ -317,7 +317,7 @@ def evaluate(
     By default the protocol is the config's protocol for the test part, or, for the other two parts,
     the one for the validation part. Matrix products are in fp32; on a GPU, after training in a
     lower precision (tf32, bf16, fp16), they are in tf32. With `samples`, probabilities are averaged
-    over so many passes with masks (see `evaluate_samples`).
+    over that number of passes with masks (see `evaluate_samples`).
     """
     if part not in ("train", "valid", "test"):
         raise ValueError(f"part: expected 'train', 'valid' or 'test', got {part!r}")

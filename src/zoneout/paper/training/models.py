@@ -344,7 +344,7 @@ def _size(config: Config, symbols: int) -> int:
 
 
 def _with_layers(config: Config, layers: int) -> Config:
-    """Return the config with another number of layers, and rates for so many."""
+    """Return the config with another number of layers, and a rate for each."""
 
     def first(rate: Any) -> Any:
         return (rate * layers)[:layers] if isinstance(rate, tuple) else rate

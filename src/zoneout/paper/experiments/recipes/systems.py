@@ -81,7 +81,7 @@ def char_ptb_adaptive_zoneout_rate() -> Config:
 
 # Sizes, batch, length, learning rate, clipping and dropout (of the input, the output and the
 # update) are those of the source, in its section 4.3 and appendix A.3.3. That the state is carried,
-# the number of epochs and the patience are ours: so many fit into 25 minutes by our estimate.
+# the number of epochs and the patience are ours: by our estimate that takes 25 minutes.
 _HYPER = _base(
     Model("hyper-lstm", hidden=1000, embedding=0, dropout=0.1, input_dropout=0.1),
     batches=Batches("streams", size=128, length=100),
@@ -183,7 +183,7 @@ def char_ptb_surprisal_zoneout() -> Config:
     """The better a symbol was predicted, the fewer units are updated.
 
     It is compared with `char_ptb_zoneout`, whose width and training it has, but for fewer epochs:
-    so many fit into 25 minutes by our estimate. The source has no number for this corpus.
+    by our estimate they take 25 minutes. The source has no number for this corpus.
 
     A step of its loop is about 70 calls of torch, forward and backward (docs/reproducing.md).
     """
