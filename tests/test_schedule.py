@@ -77,3 +77,16 @@ def test_errors():
         zo.RateSchedule(layer, lambda update: -1.0)
     with pytest.raises(ValueError, match="hidden"):
         zo.RateSchedule(layer, lambda update: 3.0)
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["layer", "wrapped cell"])
+def test_a_rate_above_one_changes_nothing(wrapped):
+    """A refused update leaves some layers with new rates and others with old ones."""
+    last = zo.ZoneoutCell(nn.GRUCell(3, 3), rates=0.6) if wrapped else None
+    last = last or zo.GRU(3, 3, noise=zo.Zoneout(hidden=0.6))
+    model = nn.ModuleList([zo.LSTM(3, 3, noise=zo.Zoneout(cell=0.2)), last])
+    schedule = zo.RateSchedule(model, lambda n: 1.0 + n)
+    before = [repr(one) for one in model]
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        schedule.step()
+    assert [repr(one) for one in model] == before and schedule.updates == 0

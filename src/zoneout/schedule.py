@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .noise import Noise, StateNoise, as_noises
+from .rates import check_rate
 from .recurrent import RecurrentModule
 from .wrap import ZoneoutCell
 
@@ -50,12 +51,11 @@ class RateSchedule:
                 f"model: expected a layer with noise or a ZoneoutCell inside, got none in "
                 f"{type(model).__name__}; try noise=zo.Zoneout(…) or zo.convert"
             )
-        self._apply()
+        self._apply(0)
 
     def step(self) -> None:
         """Count one update and set the rates."""
-        self.updates += 1
-        self._apply()
+        self._apply(self.updates + 1)
 
     def state_dict(self) -> dict[str, int]:
         """Return the number of updates, for a checkpoint."""
@@ -63,18 +63,26 @@ class RateSchedule:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Set the number of updates, and the rates of that update."""
-        self.updates = state["updates"]
-        self._apply()
+        self._apply(state["updates"])
 
-    def _apply(self) -> None:
-        factor = float(self.factor(self.updates))
+    def _apply(self, updates: int) -> None:
+        """Set the rates of an update; if one is refused, nothing changes."""
+        factor = float(self.factor(updates))
         if not 0 <= factor < float("inf"):
             raise ValueError(f"factor: expected a number of at least 0, got {factor}")
-        for layer, noise in self._layers:
-            scaled = tuple(_scaled_noise(one, factor) for one in as_noises(noise))
-            layer.noise = scaled[0] if isinstance(noise, Noise) else scaled
-        for cell, rates in self._cells:
-            cell.rates = _scaled(rates, factor)
+        # All new rates are checked before the first one changes.
+        noises = [
+            tuple(_scaled_noise(one, factor) for one in as_noises(noise))
+            for _, noise in self._layers
+        ]
+        scaled = [_scaled(rates, factor) for _, rates in self._cells]
+        for rates in scaled:
+            check_rate(rates, "rates")
+        for (layer, noise), new in zip(self._layers, noises):
+            layer.noise = new[0] if isinstance(noise, Noise) else new
+        for (cell, _), rates in zip(self._cells, scaled):
+            cell.rates = rates
+        self.updates = updates
 
 
 def _scaled(rate: Any, factor: float) -> Any:
