@@ -20,13 +20,15 @@ LAYERS = {
     "batch norm": (zo.RNN, dict(noise=HIDDEN, norm=zo.RecurrentBatchNorm(steps=T))),
     "recompute": (zo.LSTM, dict(noise=ZONEOUT, recompute=True)),
     "masks of gates": (zo.LSTM, dict(noise=zo.VariationalDropout(hidden=0.3, tied=False))),
-    "fast dropout": (zo.GRU, dict(noise=zo.FastDropout(hidden=0.2))),
+    "fast dropout": (zo.GRU, dict(noise=zo.FastDropout(input=0.2, hidden=0.2))),
 }
+RESETS = torch.tensor([[0, 1, 0], [0, 0, 1], [1, 0, 0], [0, 0, 0]]).bool()
 CALLS = {
     "padded": {},
     "lengths": {"lengths": [4, 2, 3]},
-    "resets": {"resets": torch.tensor([[0, 1, 0], [0, 0, 1], [1, 0, 0], [0, 0, 0]]).bool()},
+    "resets": {"resets": RESETS},
     "packed": {},
+    "packed, resets": {"resets": RESETS},
 }
 
 
@@ -35,11 +37,11 @@ def penalised(layer: torch.nn.Module, x: Tensor, call: str, steps: int = 2) -> l
     wanted = [x, *layer.parameters()]
     for _ in range(steps):  # a later call goes by its plan
         sequences = x
-        if call == "packed":
+        if call.startswith("packed"):
             sequences = pack_padded_sequence(x, [4, 2, 3], enforce_sorted=False)
         y, state = layer(sequences, seed=5, **CALLS[call])
         ends = state if isinstance(state, tuple) else (state,)
-        loss = (y.data if call == "packed" else y).square().sum() + sum(v.sum() for v in ends)
+        loss = (y if sequences is x else y.data).square().sum() + sum(v.sum() for v in ends)
         first = torch.autograd.grad(loss, wanted, create_graph=True)
         second = torch.autograd.grad(sum(g.square().sum() for g in first), wanted)
     return [*first, *second]
@@ -81,6 +83,20 @@ def test_input_that_depends_on_a_weight():
     want = torch.autograd.grad(layer(x * weight.sum())[0].sum(), weight)[0]
     got = torch.autograd.grad(layer(x * weight.sum())[0].sum(), weight, create_graph=True)[0]
     assert torch.allclose(got, want)
+
+
+@pytest.mark.parametrize("pack", [False, True], ids=["padded", "packed"])
+def test_cells_of_every_step(pack):
+    """The gradient of a cell state in the middle is lost, or put at another step."""
+    layer = zo.LSTM(I, H, dtype=torch.float64, noise=ZONEOUT)
+    x = torch.randn(T, B, I, dtype=torch.float64, requires_grad=True)
+    sequences = pack_padded_sequence(x, [4, 2, 3], enforce_sorted=False) if pack else x
+    cells = layer(sequences, seed=5, return_cells=True)[2]
+    (cells.data if pack else cells)[1].sum().backward(retain_graph=True)
+    want, x.grad = x.grad, None
+    loss = (cells.data if pack else cells)[1].sum()
+    (got,) = torch.autograd.grad(loss, x, create_graph=True)
+    assert torch.allclose(got, want) and got.requires_grad
 
 
 def test_ids_and_half_types():

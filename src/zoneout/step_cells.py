@@ -200,10 +200,8 @@ class StepCell(RecurrentModule):
 
     def _is_small(self, rows: int) -> bool:
         """Return True if a step of these rows is not one for the C loop."""
-        if rows < one_step.ROWS:
-            return True
-        inputs = self.input_size + self.hidden_size
-        return one_step.is_small(rows, self.definition.gates * self.hidden_size * inputs)
+        gates = self.definition.gates
+        return one_step.is_small(rows, self.input_size, self.hidden_size, gates)
 
     def _states(self, hx: State | None, x: Tensor, batched: bool) -> list[Tensor]:
         """Check `hx` and return the states as [B, hidden_size]; zeros if `hx` is None."""

@@ -32,7 +32,7 @@ def functionalizing() -> list[bool]:
     return [one.key() == TransformType.Functionalize for one in get_interpreter_stack() or ()]
 
 
-def nobody_derives(tensors: Sequence[Tensor | None]) -> bool:
+def no_gradient_needed(tensors: Sequence[Tensor | None]) -> bool:
     """Return True if no gradient is needed, in reverse mode or in forward mode."""
     if torch.autograd.forward_ad._current_level >= 0:
         return False

@@ -67,7 +67,7 @@ def test_a_verdict_follows_the_records(dropout: float | None, verdict: str, tmp_
 
 
 def test_rows_without_runs_are_not_said_to_be_behind(tmp_path: Path) -> None:
-    """The page ranks rows that nobody has run."""
+    """The page ranks rows without runs."""
     found = finding(tmp_path, "rivals-text8")
     assert found.verdict == "cannot tell"
     rows = "Unregularised LSTM, Weight noise 0.075, Norm stabiliser 50, Stochastic depth 0.5, 0.05"

@@ -221,7 +221,7 @@ def test_a_record_says_what_the_run_found(tmp_path: Path) -> None:
 def test_the_time_of_an_update_leaves_validations_out(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Nobody sees within the first minute whether a run will end within the time that is there."""
+    """The first minute of a run does not show whether it will end in time."""
     now = 0.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
     tell = module.lines(module.Job("char_ptb_tiny", 1, Path("out"), Path("res")))

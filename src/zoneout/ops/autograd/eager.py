@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ...torch_state import nobody_derives, plain_eager
+from ...torch_state import no_gradient_needed, plain_eager
 from .. import plan
 from ..memory import are_memory
 from ..plan import Kind, planned
@@ -87,7 +87,7 @@ def find(number: int, tensors: Sequence[Tensor], constants: Sequence[Tensor]) ->
     given = (*tensors, *constants)
     if not are_memory(given):
         return None
-    alone = nobody_derives(tensors)
+    alone = no_gradient_needed(tensors)
     device = LOOPS[tensors[0].device.type].settings()
     found = plan.find(Kind("results" if alone else "forward", (number,), device, ()), given)
     return None if found is None else Found(*found, tensors, constants, alone)
@@ -142,7 +142,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def run(runs: Sequence[Run], flats: Sequence[Flat]) -> list[Result]:
         tensors = [v for flat in flats for v in flat.tensors]
-        if nobody_derives(tensors):  # a node is a large part of the cost of a small call
+        if no_gradient_needed(tensors):  # a node is a large part of the cost of a small call
             return _planned("results", *_given(flats), lambda: checkpointing.run(*runs))
         settings, given = _given(flats)
         work = _Work(

@@ -95,12 +95,12 @@ def repeatable(cell: Definition, draws: Sequence[Draw]) -> Repeatable | None:
 ROWS, MULTIPLICATIONS = 16, 2**23  # from both on, the C loop is faster in training and evaluation
 
 
-def is_small(rows: int, weights: int) -> bool:
-    """Return True if a step of these rows by this many weights is not one for the C loop.
+def is_small(rows: int, inputs: int, hidden: int, gates: int) -> bool:
+    """Return True if a step of this size is not one for the C loop.
 
     In plain eager mode only: a compiler would take the number of rows for a constant.
     """
-    few = rows < ROWS or rows * weights < MULTIPLICATIONS
+    few = rows < ROWS or rows * gates * hidden * (inputs + hidden) < MULTIPLICATIONS
     return few or native.load() is None or torch.autograd.forward_ad._current_level >= 0
 
 
@@ -131,12 +131,11 @@ def supports(r: Run) -> bool:
     """Return True if a run is one such step."""
     extra = (r.norm, r.weights.w_hr, r.lengths, r.counts, r.extra)
     others = (*r.states, *r.reset_to, r.resets, *r.weights[:4])
-    w_ih, w_hh = r.weights[:2]
     return (
         r.x.shape[0] == 1
         and all(value is None for value in extra)
         and is_plain(r.cell, r.x, others, r.draws)
-        and is_small(r.x.shape[1], w_ih.numel() + (0 if w_hh is None else w_hh.numel()))
+        and is_small(r.batch, r.x.shape[2], r.hidden, r.cell.gates)
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...torch_state import functionalizing, nobody_derives, plain_eager
+from ...torch_state import functionalizing, no_gradient_needed, plain_eager
 from .. import cuda
 from ..cuda.pointwise import rows as fused
 from ..memory import are_memory
@@ -58,7 +58,7 @@ def _move(v: Tensor, starts: Tensor, lengths: Tensor, total: int, pack: bool) ->
     elif not (plain_eager() and are_memory((v, starts, lengths))):
         move = torch.ops.zoneout.move_rows
     else:
-        move = _fused if nobody_derives((v,)) else _Move.apply
+        move = _fused if no_gradient_needed((v,)) else _Move.apply
     return move(v, starts, lengths, total, pack)
 
 
