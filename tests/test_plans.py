@@ -505,7 +505,7 @@ def test_on_the_gpu(hidden, dtype, monkeypatch):
 
 
 def test_training_does_not_import_torchs_compiler():
-    """A process that never compiles holds torch's compiler: 150 MiB, and 0.8 seconds to import it."""
+    """A process that never compiles holds torch's compiler: 150 MiB, and 0.8 seconds to import."""
     code = """
 import sys, torch, zoneout as zo, zoneout.ops.plan
 layer, cell = zo.LSTM(3, 4, noise=zo.Zoneout(cell=0.5)), zo.GRUCell(3, 1024)
