@@ -9,7 +9,7 @@ PIP   := $(RUN) -m pip --disable-pip-version-check install -qq -c constraints.tx
 READY := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-browser test-cluster test-ecosystem test-wheels mutants check documents docs wheels bench clean
+.PHONY: help demo test test-browser test-cluster test-ecosystem test-wheels test-races mutants check documents docs wheels bench clean
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ test-ecosystem: $(READY) ## install transformers, lightning, gymnasium and other
 
 test-wheels: wheels ## test what `make wheels` builds: contents, platforms, and the one of this machine without a compiler
 	@ZONEOUT_DIST=dist $(RUN) -m pytest -q -rs tests/test_wheels.py
+
+test-races: $(READY) ## run the emulated GPU kernels under ThreadSanitizer, which looks for races (an hour)
+	@$(RUN) tests/races.py
 
 mutants: $(READY) ## change 500 small things in the source, one at a time, and see that a test fails (hours with JOBS=2)
 	@$(RUN) tests/mutation/run.py --jobs $(JOBS)

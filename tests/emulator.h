@@ -1,5 +1,6 @@
 /* What a kernel finds on a GPU, for the CPU: see emulator.py. */
 #include <algorithm>
+#include <list>
 #include <math.h>
 #include <memory>
 #include <setjmp.h>
@@ -18,6 +19,30 @@
 #define __cluster_dims__(...)
 #define __align__(n) __attribute__((aligned(n)))
 #define __shared__ static /* blocks that have such memory run one after another */
+
+/* With -fsanitize=thread, ThreadSanitizer takes each thread of a kernel for one. What UNSEEN functions read and write
+ * is the emulator's own: they tell ThreadSanitizer what the instruction means. */
+#ifdef __SANITIZE_THREAD__
+extern "C" {
+void *__tsan_get_current_fiber();
+void *__tsan_create_fiber(unsigned);
+void __tsan_destroy_fiber(void *);
+void __tsan_switch_to_fiber(void *, unsigned);
+void __tsan_acquire(void *);
+void __tsan_release(void *);
+}
+#define UNSEEN __attribute__((no_sanitize("thread"), noinline))
+#define RACES 1
+#else
+static inline void *__tsan_get_current_fiber() { return nullptr; }
+static inline void *__tsan_create_fiber(unsigned) { return nullptr; }
+static inline void __tsan_destroy_fiber(void *) {}
+static inline void __tsan_switch_to_fiber(void *, unsigned) {}
+static inline void __tsan_acquire(void *) {}
+static inline void __tsan_release(void *) {}
+#define UNSEEN
+#define RACES 0
+#endif
 
 struct Dim {
     int x, y, z;
@@ -50,6 +75,7 @@ const int STACK = 128 * 1024, PATIENCE = 1 << 16; /* bytes of a fiber, and turns
 
 struct Barrier {
     int wanted = 0, here = 0, turn = 0;
+    char order[2]; /* of memory before and after it, in even and odd turns */
 };
 struct Warp {
     Barrier barrier;
@@ -73,9 +99,15 @@ struct Fiber {
     Block *home;
     int lane, turns = 0, votes = 0, arrived = -1;
     bool begun = false, done = false;
+    void *for_sanitizer;
+    std::vector<void *> flags; /* read since the last fence */
 };
 static Fiber *self;
 static jmp_buf scheduler;
+static ucontext_t scheduler_context;
+static void *sanitizer_of_scheduler;
+static char finished; /* what threads did before they ended */
+static bool variables_in_shared; /* which blocks use in turn */
 static std::vector<Block> *blocks;
 static long events; /* something went on */
 static void (*body)(void *);
@@ -87,64 +119,96 @@ static u32 chance() { /* the same each time */
     return state;
 }
 
-/* By jumps: swapcontext asks the system for the mask of signals each time, which took half of the time. */
-static __attribute__((noinline)) void give_way() {
-    if (!_setjmp(self->place)) _longjmp(scheduler, 1);
+/* By jumps: swapcontext asks the system for the mask of signals each time, which took half of the time.
+ * ThreadSanitizer does not know jumps to another stack. */
+static UNSEEN __attribute__((noinline)) void give_way() {
+    if (RACES) {
+        __tsan_switch_to_fiber(sanitizer_of_scheduler, 1);
+        swapcontext(&self->context, &scheduler_context);
+    } else if (!_setjmp(self->place)) {
+        _longjmp(scheduler, 1);
+    }
 }
-static __attribute__((noinline)) void give_turn() {
-    if (_setjmp(scheduler)) return;
-    if (self->begun) _longjmp(self->place, 1);
+static UNSEEN __attribute__((noinline)) void give_turn() {
+    bool begun = self->begun;
     self->begun = true;
+    if (RACES) {
+        __tsan_switch_to_fiber(self->for_sanitizer, begun); /* the first time it knows what came before the launch */
+        swapcontext(&scheduler_context, &self->context);
+        return;
+    }
+    if (_setjmp(scheduler)) return;
+    if (begun) _longjmp(self->place, 1);
     setcontext(&self->context);
 }
-static int arrive_at(Barrier &b) {
+/* A rendezvous orders memory, unless it is one of a shuffle or a product. */
+static UNSEEN int arrive_at(Barrier &b, bool orders = true) {
     int turn = b.turn;
+    if (orders) __tsan_release(&b.order[turn & 1]);
     if (++b.here == b.wanted) b.here = 0, b.turn++, events++;
     return turn;
 }
-static void wait_at(Barrier &b, int turn) {
+static UNSEEN void wait_at(Barrier &b, int turn, bool orders = true) {
     while (b.turn == turn) give_way();
+    if (orders) __tsan_acquire(&b.order[turn & 1]);
 }
-static void meet(Barrier &b) { wait_at(b, arrive_at(b)); }
-static void leave(Barrier &b) {
+static UNSEEN void meet(Barrier &b, bool orders = true) { wait_at(b, arrive_at(b, orders), orders); }
+static UNSEEN void leave(Barrier &b) {
     b.wanted--;
     if (b.wanted > 0 && b.here == b.wanted) b.here = 0, b.turn++, events++;
 }
-static void begin() {
+static UNSEEN void begin() {
     body(body_of);
     self->done = true, events++;
     leave(self->warp->barrier), leave(self->home->barrier), leave(self->home->cluster->barrier);
+    __tsan_release(&finished);
+    if (RACES) {
+        __tsan_switch_to_fiber(sanitizer_of_scheduler, 1);
+        setcontext(&scheduler_context);
+    }
     _longjmp(scheduler, 1);
 }
 static char *shared() { return self->home->shared.data(); }
 static bool misaligned; /* whether something was read or written where a GPU would not */
 static bool outside;    /* whether an index was past the end of its array */
 
+/* Blocks that run side by side. */
+struct Group {
+    std::vector<Block> all;
+    std::vector<Warp> warps;
+    std::vector<Fiber> fibers;
+    std::vector<Cluster> clusters;
+    std::unique_ptr<char[]> stacks; /* not touched before it is needed */
+};
+
 template <class Body>
-static int run(int across, int down, int x, int y, int size, int together, int side, Body one) {
+static UNSEEN int run(int across, int down, int x, int y, int size, int together, int side, Body one) {
     body = [](void *of) { (*(Body *)of)(); };
     body_of = &one;
     gridDim = {across, down, 1}, blockDim = {x, y, 1}, misaligned = outside = false;
     const int threads = x * y, warps = (threads + 31) / 32;
-    std::unique_ptr<char[]> stacks(new char[(size_t)STACK * together * threads]); /* not touched before it is needed */
+    sanitizer_of_scheduler = __tsan_get_current_fiber();
+    std::list<Group> groups; /* ThreadSanitizer must not see that memory is used again */
     for (int first = 0; first < across * down; first += together) {
-        std::vector<Block> all(together);
-        std::vector<Warp> of(together * warps);
-        std::vector<Fiber> fibers(together * threads);
-        blocks = &all;
-        std::vector<Cluster> clusters(together / side);
+        if (!RACES) groups.clear();
+        Group &group = groups.emplace_back();
+        group.all.resize(together), group.warps.resize(together * warps), group.fibers.resize(together * threads);
+        group.clusters.resize(together / side), group.stacks.reset(new char[(size_t)STACK * together * threads]);
+        blocks = &group.all;
         for (int b = 0; b < together; b++) {
-            all[b].cluster = &clusters[b / side];
-            all[b].cluster->first = b / side * side, all[b].cluster->barrier.wanted = side * threads;
-            all[b].barrier.wanted = threads;
-            all[b].shared.assign(size + 16, (char)0xFF); /* not a number, until somebody writes */
+            Block &block = group.all[b];
+            block.cluster = &group.clusters[b / side];
+            block.cluster->first = b / side * side, block.cluster->barrier.wanted = side * threads;
+            block.barrier.wanted = threads;
+            block.shared.assign(size + 16, (char)0xFF); /* not a number, until somebody writes */
             for (int t = 0; t < threads; t++) {
-                Fiber &f = fibers[b * threads + t];
+                Fiber &f = group.fibers[b * threads + t];
                 f.thread = {t % x, t / x, 0}, f.block = {(first + b) % across, (first + b) / across, 0};
-                f.home = &all[b], f.warp = &of[b * warps + t / 32], f.lane = t % 32;
+                f.home = &block, f.warp = &group.warps[b * warps + t / 32], f.lane = t % 32;
                 f.warp->barrier.wanted++;
+                f.for_sanitizer = __tsan_create_fiber(0);
                 getcontext(&f.context);
-                f.context.uc_stack.ss_sp = stacks.get() + (size_t)STACK * (b * threads + t);
+                f.context.uc_stack.ss_sp = group.stacks.get() + (size_t)STACK * (b * threads + t);
                 f.context.uc_stack.ss_size = STACK, f.context.uc_link = nullptr;
                 makecontext(&f.context, begin, 0);
             }
@@ -156,11 +220,11 @@ static int run(int across, int down, int x, int y, int size, int together, int s
             for (int i = 0; i < together * threads; i++) {
                 /* Blocks run at different speeds: now one gets ahead, now another. */
                 if (i % threads == 0 && together > 1 && chance() % 2) {
-                    for (int t = 0; t < threads; t++) going |= !fibers[i + t].done;
+                    for (int t = 0; t < threads; t++) going |= !group.fibers[i + t].done;
                     i += threads - 1;
                     continue;
                 }
-                Fiber &f = fibers[i];
+                Fiber &f = group.fibers[i];
                 if (f.done) continue;
                 self = &f, threadIdx = f.thread, blockIdx = f.block;
                 give_turn();
@@ -169,7 +233,10 @@ static int run(int across, int down, int x, int y, int size, int together, int s
             idle = events == before ? idle + 1 : 0;
             if (idle == 100 || turns == PATIENCE) return 1;
         }
+        for (Fiber &f : group.fibers) __tsan_destroy_fiber(f.for_sanitizer);
+        if (variables_in_shared) __tsan_acquire(&finished);
     }
+    __tsan_acquire(&finished);
     return misaligned ? 2 : outside ? 3 : 0;
 }
 
@@ -188,10 +255,10 @@ static T from_word(u32 v) {
     memcpy(&out, &v, 4);
     return out;
 }
-static u32 *exchange(u32 v) { /* the words of all lanes; two buffers take turns */
+static UNSEEN u32 *exchange(u32 v) { /* the words of all lanes; two buffers take turns */
     int turn = self->turns++ & 1;
     self->warp->word[turn][self->lane] = v;
-    meet(self->warp->barrier);
+    meet(self->warp->barrier, false);
     return self->warp->word[turn];
 }
 
@@ -217,13 +284,13 @@ static u16 bf16_of(float v) {
 }
 static float bf16_at(u16 v) { return from_word<float>((u32)v << 16); }
 
-static void mma(const char *how, float *sum, const u32 *a, u32 b0, u32 b1) {
+static UNSEEN void mma(const char *how, float *sum, const u32 *a, u32 b0, u32 b1) {
     const bool tf32 = strstr(how, "tf32"), brain = strstr(how, "bf16");
     int turn = self->turns++ & 1, g = self->lane / 4, j = self->lane % 4;
     Warp &w = *self->warp;
     memcpy(w.a[turn][self->lane], a, 16);
     w.b[turn][self->lane][0] = b0, w.b[turn][self->lane][1] = b1;
-    meet(w.barrier);
+    meet(w.barrier, false);
     for (int n = 0; n < 4; n++) {
         int row = n / 2, column = 2 * j + n % 2; /* row: the upper or the lower eight */
         double total = sum[n];
@@ -257,18 +324,23 @@ static void wgmma_of(bool brain, float *sum, uint64_t b, Left left) {
         sum[n] = (float)total;
     }
 }
+static UNSEEN void show_warp(int turn, const u32 *a) {
+    memcpy(self->warp->a[turn][self->lane], a, 16);
+    meet(self->warp->barrier, false);
+}
+static UNSEEN u16 shown(int turn, int row, int k) {
+    return self->warp->a[turn][row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2] >> k % 2 * 16;
+}
 static void wgmma(bool brain, float *sum, const u32 *a, uint64_t b) {
     int turn = self->turns++ & 1;
-    Warp &w = *self->warp;
-    memcpy(w.a[turn][self->lane], a, 16);
-    meet(w.barrier);
+    show_warp(turn, a);
     wgmma_of(brain, sum, b, [&](int row, int k) {
-        u16 v = w.a[turn][row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2] >> k % 2 * 16;
+        u16 v = shown(turn, row, k);
         return brain ? bf16_at(v) : half_at(v);
     });
 }
 static void wgmma(bool brain, float *sum, uint64_t a, uint64_t b) {
-    meet(self->warp->barrier);
+    meet(self->warp->barrier, false);
     int first = self->thread.x / 32 % 4 * 16;
     wgmma_of(brain, sum, b, [&](int row, int k) { return number_at(brain, a, first + row, k); });
 }
@@ -283,9 +355,18 @@ static void ld_global_u8(u32 &to, const void *from) { to = *(const unsigned char
 static void ld_global_u16(u32 &to, const void *from) { to = *(const u16 *)from; }
 static void ld_global_u32(u32 &to, const void *from) { to = *(const u32 *)from; }
 static void ld_global_v2_u32(u32 &x, u32 &y, const void *from) { x = ((const u32 *)from)[0], y = ((const u32 *)from)[1]; }
-static void ld_relaxed_gpu_global_u32(u32 &to, const void *from) { to = *(const u32 *)from; }
-static void st_relaxed_gpu_global_u64(void *to, u32 low, u32 high) { ((u32 *)to)[0] = low, ((u32 *)to)[1] = high; }
-static void st_relaxed_gpu_global_u32(void *to, u32 v) { *(u32 *)to = v; }
+static UNSEEN void remember_flag(void *flag) {
+    auto &flags = self->flags;
+    if (std::find(flags.begin(), flags.end(), flag) == flags.end()) flags.push_back(flag);
+}
+static u32 relaxed_load(const void *from) { return __atomic_load_n((const u32 *)from, __ATOMIC_RELAXED); }
+static void relaxed_store(void *to, u32 v) { __atomic_store_n((u32 *)to, v, __ATOMIC_RELAXED); }
+static void ld_relaxed_gpu_global_u32(u32 &to, const void *from) {
+    to = relaxed_load(from);
+    if (RACES) remember_flag((void *)from);
+}
+static void st_relaxed_gpu_global_u64(void *to, u32 low, u32 high) { relaxed_store(to, low), relaxed_store((u32 *)to + 1, high); }
+static void st_relaxed_gpu_global_u32(void *to, u32 v) { relaxed_store(to, v); }
 static void ld_global_v4_u32(u32 &x, u32 &y, u32 &z, u32 &w, const void *from) {
     const uint4 v = *(const uint4 *)from;
     x = v.x, y = v.y, z = v.z, w = v.w;
@@ -300,14 +381,17 @@ static void cvt_rn_f16x2_f32(u32 &to, float high, float low) { to = half_of(low)
 static void barrier_cluster_arrive_release_aligned() { self->arrived = arrive_at(self->home->cluster->barrier); }
 static void barrier_cluster_wait_acquire_aligned() { wait_at(self->home->cluster->barrier, self->arrived); }
 
-static void redux_sync_max_u32(u32 &to, u32 v) {
+static UNSEEN void redux_sync_max_u32(u32 &to, u32 v) {
     u32 *all = exchange(v);
     to = *std::max_element(all, all + 32);
 }
 static void lop3_b32(u32 &wrong, u32 v, u32 tag) { wrong |= v ^ tag; } /* 0xF6, which is all that is used */
 
-/* Copies that are on their way: here they have arrived. */
-static void cp_async_cg_shared_global(u32 to, const void *from) { memcpy(shared() + to, from, 16); }
+/* Copies that are on their way: here they have arrived. What they read may be written at the same time: the
+ * exchange of the hidden state finds out by its tags. */
+static void cp_async_cg_shared_global(u32 to, const void *from) {
+    for (int i = 0; i < 4; i++) ((u32 *)(shared() + to))[i] = relaxed_load((const u32 *)from + i);
+}
 static void cp_async_commit_group() {}
 static void cp_async_wait_group(int) {}
 static void ld_shared_v2_u32(u32 &x, u32 &y, u32 from) { x = *(u32 *)(shared() + from), y = *(u32 *)(shared() + from + 4); }
@@ -315,9 +399,10 @@ static void ld_shared_v4_u32(u32 &x, u32 &y, u32 &z, u32 &w, u32 from) {
     ld_shared_v2_u32(x, y, from), ld_shared_v2_u32(z, w, from + 8);
 }
 static void ld_shared_f32(float &to, u32 from) { to = *(float *)(shared() + from); }
-static void ldmatrix_sync_aligned_m8n8_x4_shared_b16(u32 &m0, u32 &m1, u32 &m2, u32 &m3, u32 from) {
+static u32 shared_word(u32 from) { return *(u32 *)(shared() + from); }
+static UNSEEN void ldmatrix_sync_aligned_m8n8_x4_shared_b16(u32 &m0, u32 &m1, u32 &m2, u32 &m3, u32 from) {
     u32 *rows = exchange(from), *to[4] = {&m0, &m1, &m2, &m3};
-    for (int i = 0; i < 4; i++) *to[i] = ((u32 *)(shared() + rows[i * 8 + self->lane / 4]))[self->lane % 4];
+    for (int i = 0; i < 4; i++) *to[i] = shared_word(rows[i * 8 + self->lane / 4] + self->lane % 4 * 4);
 }
 
 /* An address in shared memory is an offset; that of another block of the cluster has the block's number before it. */
@@ -336,16 +421,20 @@ struct Counter {
 };
 static_assert(sizeof(Counter) == 8, "as on a GPU");
 static Counter &counter(u32 at) { return *(Counter *)(shared() + at); }
-static void count(Counter &c, int arrivals, int bytes) {
+static UNSEEN void count(Counter &c, int arrivals, int bytes) {
+    __tsan_release(&c);
     c.left -= arrivals, c.bytes += bytes;
     if (c.left == 0 && c.bytes == 0) c.phase ^= 1, c.left = c.wanted, events++;
 }
 static void mbarrier_init_shared_cta_b64(u32 at, u32 wanted) { counter(at) = {0, (u16)wanted, (u16)wanted, 0}; }
 static void mbarrier_arrive_expect_tx_shared_cta_b64(u32 at, u32 bytes) { count(counter(at), 1, bytes); }
 static void mbarrier_arrive_shared_cta_b64(u32 at) { count(counter(at), 1, 0); }
-static void mbarrier_try_wait_parity_shared_cta_b64(u32 &done, u32 at, u32 phase) {
+static UNSEEN void mbarrier_try_wait_parity_shared_cta_b64(u32 &done, u32 at, u32 phase) {
     done = counter(at).phase != phase;
-    if (!done) give_way();
+    if (done)
+        __tsan_acquire(&counter(at));
+    else
+        give_way();
 }
 static void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(u32 to, const void *from, u32 bytes, u32 at) {
     if ((to | (size_t)from | bytes) % 16) misaligned = true;
@@ -362,17 +451,23 @@ static void st_async_weak_shared_cluster_mbarrier_complete_tx_bytes_v4_u32(u32 t
     st_shared_cluster_v4_u32(to, x, y, z, w), count(*(Counter *)in_cluster(at), 0, -16);
 }
 static void fence_mbarrier_init_release_cluster() {}
-static void bar_sync(int which, int threads) {
+static UNSEEN void bar_sync(int which, int threads) {
     self->home->named[which].wanted = threads;
     meet(self->home->named[which]);
 }
-static void bar_arrive(int which, int threads) {
+static UNSEEN void bar_arrive(int which, int threads) {
     self->home->named[which].wanted = threads;
     arrive_at(self->home->named[which]);
 }
-static void st_release_gpu_global_u32(void *to, u32 v) { *(u32 *)to = v, events++; }
+static UNSEEN void st_release_gpu_global_u32(void *to, u32 v) {
+    __tsan_release(to);
+    relaxed_store(to, v), events++;
+}
 static void fence_proxy_async() {}
-static void fence_acq_rel_gpu() {}
+static UNSEEN void fence_acq_rel_gpu() {
+    for (void *flag : self->flags) __tsan_acquire(flag);
+    self->flags.clear();
+}
 static void setmaxnreg_dec_sync_aligned_u32(int) {}
 static void setmaxnreg_inc_sync_aligned_u32(int) {}
 static void wgmma_fence_sync_aligned() {}
@@ -398,7 +493,7 @@ static inline uint32_t __umulhi(uint32_t a, uint32_t b) { return (uint64_t)a * b
 static inline int __ffs(uint32_t v) { return __builtin_ffs(v); }
 static inline int __popc(uint32_t v) { return __builtin_popcount(v); }
 template <class T>
-static T __shfl_sync(uint32_t, T v, int from) {
+static UNSEEN T __shfl_sync(uint32_t, T v, int from) {
     return emulated::from_word<T>(emulated::exchange(emulated::as_word(v))[from & 31]);
 }
 template <class T>
@@ -410,7 +505,7 @@ static T __shfl_down_sync(uint32_t mask, T v, int far) {
     int from = emulated::self->lane + far;
     return __shfl_sync(mask, v, from < 32 ? from : emulated::self->lane);
 }
-static inline uint32_t __ballot_sync(uint32_t, bool v) {
+static UNSEEN inline uint32_t __ballot_sync(uint32_t, bool v) {
     uint32_t *all = emulated::exchange(v), out = 0;
     for (int i = 0; i < 32; i++) out |= all[i] << i;
     return out;
@@ -418,7 +513,7 @@ static inline uint32_t __ballot_sync(uint32_t, bool v) {
 static inline bool __any_sync(uint32_t mask, bool v) { return __ballot_sync(mask, v); }
 static inline void __syncwarp() { emulated::meet(emulated::self->warp->barrier); }
 static inline void __syncthreads() { emulated::meet(emulated::self->home->barrier); }
-static inline int __syncthreads_count(int v) {
+static UNSEEN inline int __syncthreads_count(int v) {
     int turn = emulated::self->votes++ & 1;
     auto &home = *emulated::self->home;
     home.votes[turn] += v != 0;

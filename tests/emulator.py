@@ -37,6 +37,9 @@ KERNELS = ("batch", "small", "persistent", "warpgroup", "steps", "cell_steps", "
 HEADER = Path(__file__).with_name("emulator.h")
 # Without the checks of jumps, which take one to another stack for a mistake.
 OPTIONS = ["-std=c++17", "-O1", "-w", "-fPIC", "-fsanitize=alignment,bounds", "-U_FORTIFY_SOURCE"]
+RACES = os.environ.get("ZONEOUT_RACES") == "1"  # in a process that has loaded ThreadSanitizer
+if RACES:
+    OPTIONS += ["-fsanitize=thread", "-g"]
 
 
 def translated(text: str) -> str:
@@ -89,8 +92,8 @@ def _call(inside: str) -> str:
     instructions = re.findall(r"(?<![\w.])(?!selp)[a-z]\w*(?:(?:\.|::)\w+)+", inside.split('"')[1])
     if not instructions:
         return "(void)0"
-    name = re.sub(r"\W+", "_", instructions[-1])
-    return f"emulated::{name}({', '.join(operands)})"
+    name, lines = re.sub(r"\W+", "_", instructions[-1]), "\n" * inside.count("\n")
+    return f"emulated::{name}({', '.join(operands)}{lines})"
 
 
 def _with_entry(found: re.Match[str], body: str) -> str:
@@ -161,12 +164,18 @@ def load(
 ) -> tuple[Kernel, ...]:
     """As the compiler's `load`."""
     text, _ = compiler.program((9, 0), source, defines, step)
+    headers = ("common.cuh", *compiler.HEADERS.get(source, ()))
+    for path in (compiler.SOURCES[source], *map(compiler.COMMON.with_name, headers)):
+        start = path.read_text()[:200].partition(compiler.STEP)[0]
+        text = text.replace(start, f'#line 1 "{path.name}"\n{start}', 1)  # for errors and reports
     found = re.search(r"__cluster_dims__\((\w+)", text)
     cluster = 1 if found is None else dict(defines)[found[1]]
     known = [("__CUDA_ARCH__", 900), *defines]
+    shared = re.search(r"(?<!extern )__shared__", text) is not None
     text = "\n".join(
         [
             '#include "emulator.h"',
+            f"static bool in_turn = emulated::variables_in_shared = {int(shared)};",
             *(f"#define {name} {value}" for name, value in known),
             translated(text),
         ]
@@ -178,6 +187,8 @@ def load(
             dir=library.parent
         ) as side:  # another process may build the same
             program, built = Path(side) / "kernel.cpp", Path(side) / "kernel.so"
+            if RACES:  # its reports name lines
+                program = library.with_suffix(".cpp")
             program.write_text(text)
             where = ["-I", _precompiled(), "-I", HEADER.parent]
             linked = ["-shared", "-Wl,-Bsymbolic", "-o", built]
@@ -276,7 +287,8 @@ def _precompiled() -> Path:
     """A folder with the header in the form that GCC reads quickest; other compilers pass it
     over.
     """
-    folder = _folder() / hashlib.sha256(HEADER.read_bytes()).hexdigest()[:24]
+    said = HEADER.read_text() + " ".join(OPTIONS)
+    folder = _folder() / hashlib.sha256(said.encode()).hexdigest()[:24]
     folder.mkdir(exist_ok=True)
     made = folder / f"{HEADER.name}.gch"
     if not made.exists():

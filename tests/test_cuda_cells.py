@@ -114,6 +114,7 @@ SIZES = [
     (2, 3, "none", 9),
     (5, 4, "diagonal", 37),
     (8, 2, "none", 12),
+    (2, 2, "diagonal", 64),  # no thread is without a unit
 ]
 
 
@@ -153,6 +154,7 @@ CASES = [
     (7, "all", "all", "exact", True, {"bidirectional": True, "seen": True}),
     (8, "static", "resets", "bf16", True, {"learn_initial_state": True, "seen": True}),
     (9, "both", "lengths", "exact", False, {}),
+    (10, "both", "resets", "bf16", True, {"bidirectional": True}),
     # with all steps in one launch, which takes no exact float32
     (0, "all", "all", "bf16", True, {"learn_initial_state": True}),
     (1, "zoneout", "whole", "tf32", True, {"bidirectional": True, "seen": True}),

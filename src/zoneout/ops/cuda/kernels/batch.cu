@@ -509,6 +509,11 @@ template <int COUNT>
 __device__ __forceinline__ int own_index(int lane) {
     return lane / 4 * COUNT / 8;
 }
+/* True for one of the lanes that have the same index and columns: the one that writes the value. */
+template <int COUNT>
+__device__ __forceinline__ bool writes_index(int lane) {
+    return lane / 4 % (8 / COUNT) == 0;
+}
 
 template <int COUNT>
 __device__ __forceinline__ float value_of_index(float v, int number, int lane) {
@@ -802,12 +807,12 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
         { /* all bands have the same moments: each writes some of them */
             int number = own_index<COLUMNS>(m.lane), unit = m.unit + number % 2,
                 to = (t * HIDDEN + unit) * GATES + number / 2;
-            if (number / 2 < GATES && unit < HIDDEN) {
+            if (number / 2 < GATES && unit < HIDDEN && writes_index<COLUMNS>(m.lane)) {
                 if (m.band == 0) n.mean_h[to] = moments_h.x;
                 if (m.band == 1 % BANDS) n.var_h[to] = moments_h.y;
             }
             number = own_index<2>(m.lane), unit = m.unit + number, to = t * HIDDEN + unit;
-            if (LSTM && unit < HIDDEN) {
+            if (LSTM && unit < HIDDEN && writes_index<2>(m.lane)) {
                 if (m.band == 2 % BANDS) n.mean_c[to] = moments_c.x;
                 if (m.band == 3 % BANDS) n.var_c[to] = moments_c.y;
             }
@@ -1116,12 +1121,12 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     if (LSTM) {
         const float2 all = sum_over_bands(sum_over_rows<2>(dscale, m.lane), sum_over_rows<2>(dshift, m.lane));
         const int unit = m.unit + own_index<2>(m.lane);
-        if (m.band == 0 && unit < HIDDEN) n.dscale_c[unit] = all.x, n.dshift_c[unit] = all.y;
+        if (m.band == 0 && unit < HIDDEN && writes_index<2>(m.lane)) n.dscale_c[unit] = all.x, n.dshift_c[unit] = all.y;
     }
     {
         const float2 all = sum_over_bands(sum_over_rows<COLUMNS>(db_x, m.lane), sum_over_rows<COLUMNS>(db_h, m.lane));
         const int number = own_index<COLUMNS>(m.lane), unit = m.unit + number % 2, to = unit * GATES + number / 2;
-        if (m.band == 0 && number / 2 < GATES && unit < HIDDEN) {
+        if (m.band == 0 && number / 2 < GATES && unit < HIDDEN && writes_index<COLUMNS>(m.lane)) {
             n.db_x[to] = all.x;
             if (GRU) n.db_h[to] = all.y;
         }
