@@ -29,8 +29,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from zoneout.ops import cuda
-from zoneout.ops.cuda.runtime import compiler
+from zoneout.ops import cuda, recording
+from zoneout.ops.cuda.runtime import blas, compiler
+from zoneout.ops.memory import address
 from zoneout.ops.sequence import packing, passes, products
 
 KERNELS = ("batch", "small", "persistent", "warpgroup", "steps", "cell_steps", "diagonal")
@@ -259,14 +260,17 @@ def product(
 ) -> Callable[[int, int], None]:
     """As that of `blas`: a function of the addresses of a and b that takes b = a·W, or b += a·W."""
     columns, depth = w.shape if transposed else (w.shape[1], w.shape[0])
-    right = (w.t() if transposed else w).double().view(splits, depth // splits, columns)
+    shape, dtype = tuple(w.shape), w.dtype
 
-    def take(a_at: int, b_at: int) -> None:
-        a = _at(a_at, (rows, splits, depth // splits), w.dtype).double().transpose(0, 1)
-        b = _at(b_at, (splits, rows, columns), out)
+    def take(at: int) -> None:
+        at_w, at_a, at_b = (getattr(blas.Operands.from_address(at), name) for name in "wab")
+        right = _at(at_w, shape, dtype).double()
+        right = (right.t() if transposed else right).reshape(splits, depth // splits, columns)
+        a = _at(at_a, (rows, splits, depth // splits), dtype).double().transpose(0, 1)
+        b = _at(at_b, (splits, rows, columns), out)
         b.copy_(a @ right + b if add else a @ right)
 
-    return take
+    return lambda a_at, b_at: recording.call(take, blas.Operands(address(w, "W"), a_at, b_at))
 
 
 def _at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

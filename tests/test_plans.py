@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 import zoneout as zo
 from zoneout import sequence_layer
-from zoneout.ops import plan, recording
+from zoneout.ops import cuda, plan, recording
 from zoneout.ops.memory import address
 
 X = torch.randn(5, 4, 3)
@@ -467,6 +467,98 @@ def test_of_kernels(monkeypatch):
     for k, found in enumerate(by_plan):
         plan.forget()
         assert all(map(torch.equal, found, results(layer, k)))
+
+
+BOTH = dict(noise=zo.Zoneout(cell=0.5, hidden=0.1))
+CELLS = {  # which the kernels run one step at a time
+    "lstm": lambda **like: zo.LSTMCell(8, 12, **BOTH, **like),
+    "gru": lambda **like: zo.GRUCell(8, 12, noise=zo.Zoneout(hidden=0.1), **like),
+    "odd": lambda **like: zo.LSTMCell(3, 5, **BOTH, **like),
+    "norm": lambda **like: zo.LSTMCell(8, 12, norm="layer", **BOTH, **like),
+    "dropped": lambda **like: zo.LSTMCell(
+        8, 12, noise=zo.VariationalDropout(hidden=0.3), norm="layer", **like
+    ),
+    "peephole": lambda **like: zo.RecurrentCell(zo.cells.peephole_lstm, 8, 12, **BOTH, **like),
+    "heads": lambda **like: zo.RecurrentCell(
+        zo.cells.slstm, 8, 16, noise=zo.Zoneout(hidden=0.1), **like
+    ),
+    "products": lambda **like: zo.RecurrentCell(zo.cells.mogrifier_lstm, 8, 12, **BOTH, **like),
+    "odd products": lambda **like: zo.RecurrentCell(
+        zo.cells.mgu, 3, 5, noise=zo.Zoneout(hidden=0.1), **like
+    ),
+}
+
+
+def step_results(cell, k: int, x=None):
+    """Return the states after step `k` and all gradients, and the states in evaluation."""
+    size, dtype = cell.hidden_size, cell.weight_ih.dtype
+    shape = torch.Generator().manual_seed(k)
+    x = torch.randn(4, cell.input_size, generator=shape).to(cell.weight_ih).requires_grad_()
+    many = len(cell.definition.states)
+    states = [
+        torch.rand(4, size, generator=shape).to(x).add(0.5).requires_grad_() for _ in range(many)
+    ]
+    hx = states[0] if many == 1 else tuple(states)
+    new = cell(x, hx, seed=k, step=3 * k)
+    new = new if isinstance(new, tuple) else (new,)
+    weights = [torch.rand(4, size, generator=shape).to(dtype).to(x) for _ in new]
+    loss = sum((a * w).sum() for a, w in zip(new, weights))
+    wanted = [x, *states, *cell.parameters()]
+    grads = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
+    with torch.no_grad():
+        again = cell.eval()(x, hx)
+    cell.train()
+    return [*new, *grads, *(again if many > 1 else [again])]
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["exact", "bf16"])
+@pytest.mark.parametrize("name", CELLS)
+def test_single_steps_of_kernels(name, dtype, monkeypatch):
+    """A plan of products and kernels has an address of an earlier call, or another step's masks."""
+    monkeypatch.setattr(cuda, "PATHS", (cuda.persistent, cuda.steps))
+    monkeypatch.setattr(cuda, "GENERATED_PATHS", (cuda.persistent_cell, cuda.cell_steps))
+    cell = CELLS[name](dtype=dtype, backend="cpu")
+    theirs = CELLS[name](dtype=torch.float64, backend="reference")
+    theirs.load_state_dict({key: v.double() for key, v in cell.state_dict().items()})
+    by_plan = [step_results(cell, k) for k in range(4)]
+    assert len(plan.plans()) == 3, len(plan.plans())  # forward, backward, evaluation
+    assert all(one.run for one in plan.plans()), [one.text for one in plan.plans()]
+    for k, found in enumerate(by_plan):
+        plan.forget()
+        assert all(map(torch.equal, found, step_results(cell, k)))
+        for ours, true in zip(found, step_results(theirs, k)):
+            close = 1e-5 if dtype == torch.float32 else 2e-2
+            assert (ours.double() - true).norm() <= close * true.norm().clamp(min=1)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_loops_of_many_steps_have_no_plan(monkeypatch):
+    """A pass with a launch for each of its steps becomes a plan of as many lines."""
+    monkeypatch.setattr(cuda, "PATHS", (cuda.steps,))
+    layer = zo.LSTM(3, 8, noise=zo.Zoneout(cell=0.5, hidden=0.1))
+    for k in range(3):
+        results(layer, k)
+    assert {one.text for one in plan.plans()} == {"calls for each of many steps"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CELLS)
+def test_single_steps_on_the_gpu(name, dtype, monkeypatch):
+    """A plan of a single step gives the same as the general code, and as the reference."""
+    monkeypatch.setattr(plan, "DEVICES", {"cuda"})
+    cell = CELLS[name](dtype=dtype, device="cuda")
+    theirs = CELLS[name](dtype=torch.float64, device="cuda", backend="reference")
+    theirs.load_state_dict({key: v.double() for key, v in cell.state_dict().items()})
+    by_plan = [step_results(cell, k) for k in range(4)]
+    assert plan.plans() and all(one.run for one in plan.plans()), [p.text for p in plan.plans()]
+    for k, found in enumerate(by_plan):
+        plan.forget()
+        assert all(map(torch.equal, found, step_results(cell, k)))
+        for ours, true in zip(found, step_results(theirs, k)):
+            close = 1e-3 if dtype == torch.float32 else 2e-2
+            assert (ours.double() - true).norm() <= close * true.norm().clamp(min=1)
 
 
 @pytest.mark.gpu

@@ -116,7 +116,7 @@ def repeated(
     numbers, changing = layer._fixed_on(device)
     if changing or inputs != layer.input_size or not 0 <= first_step <= 2**32 - steps:
         return None, None
-    if steps == 1 and layer.backend is None:  # a step of its own may have another way
+    if steps == 1 and layer.backend is None and prepared.kind == "cpu":  # see `one_step`
         return None, None
     states = _states(layer, hx, batch, x.dtype)
     if states is None:

@@ -84,15 +84,18 @@ def constant(most: int) -> Callable[[Callable[P, Tensor]], Callable[P, Tensor]]:
 
 
 def call(function: Any, struct: ctypes.Structure, fixed: Sequence[str] = ()) -> None:
-    """Call a C function with the address of a struct.
+    """Call a function with the address of a struct: one in C, or one that calls C.
 
     Every pointer of the struct is an address that `memory.address` returned, but for the fields
     `fixed`, which always have the same value. A struct's class may name fields in `moving`: numbers
     that follow the first step of a pass.
     """
-    if (recorder := _thread.recorder) is not None:
+    if (recorder := _thread.recorder) is None:
+        function(ctypes.addressof(struct))
+    else:
         recorder.call(function, struct, fixed)
-    function(ctypes.addressof(struct))
+        with recorder.paused():
+            function(ctypes.addressof(struct))
 
 
 def launch(
@@ -120,6 +123,15 @@ def within(enter: Callable[[], AbstractContextManager[T]]) -> Iterator[T]:
         else:
             with recorder.block(enter, value):
                 yield value
+
+
+def refuse_many(steps: int) -> None:
+    """Say that a pass with calls for each of its steps cannot become a plan, but for one step.
+
+    A plan would only be longer: such a pass prepares its calls once for all steps.
+    """
+    if steps > 1:
+        refuse("calls for each of many steps")
 
 
 def note(at: int, v: Tensor) -> None:

@@ -174,7 +174,7 @@ extern "C" __global__ void forward(Loop l, CellArguments o, int t) {
     store((narrow *)l.y + p.at * H + p.j, h);
     if (o.h) store(o.h + here, h);
 #if RECURRENT
-    enter_product(l, o, p.row, p.j, t + 1, p.length, h);
+    if (t + 1 < l.steps) enter_product(l, o, p.row, p.j, t + 1, p.length, h);
 #endif
 }
 

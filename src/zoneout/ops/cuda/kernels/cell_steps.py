@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import recording
 from ...backend import Loop, LoopGrads
 from ...memory import address, is_aligned
 from ...sequence.products import pad_columns
@@ -28,19 +29,18 @@ _OF_PRODUCTS = ("enter_level", "leave_level")
 
 def ready(loop: Loop, grads: LoopGrads | None, concurrent: int) -> Ready | None:
     """Prepare a loop; it always runs on the current stream."""
+    recording.refuse_many(loop.steps)
     return Ready(lambda side_stream: forward(loop) if grads is None else backward(loop, grads))
 
 
 def forward(loop: Loop) -> None:
     """Run the forward pass of a loop."""
     pass_ = _Pass(loop, None)
-    if loop.gates.dtype != torch.float32:  # y is rounded, the carried h is not
+    if loop.gates.dtype != torch.float32 and loop.steps > 1:  # y is rounded, the carried h is not
         pass_.scratch("h", (loop.batch, loop.hidden))
     before_step = [_recurrent_product(pass_)] if loop.cell.has_r else []
     before_step += step_products.forward(pass_) if loop.cell.products else []
     step = pass_.step("forward")
-    if loop.cell.has_r:
-        pass_.step("enter")(0)
     for t in range(loop.steps):
         for do in before_step:
             do(t)
@@ -53,10 +53,15 @@ def _recurrent_product(pass_: _Pass) -> Step:
     heads, w = weight_of_heads(loop)  # [heads, G, D, D]
     # As [G · D, heads · D]: the depth is split by heads.
     w = pad_columns(w.permute(1, 2, 0, 3).reshape(-1, loop.hidden))
-    h_in = pass_.scratch("h_in", (loop.batch, w.shape[1]), loop.gates.dtype)
-    h_in.zero_()  # the padding
+    h_in, pitch = loop.h0, w.shape[1]
+    extra.h_pitch, extra.head_units = pitch, loop.hidden // heads
+    changed = loop.resets is not None or loop.scale_h is not None or pitch > loop.hidden
+    if loop.steps > 1 or changed:
+        h_in = pass_.scratch("h_in", (loop.batch, pitch), loop.gates.dtype)
+        if pitch > loop.hidden:
+            h_in.zero_()  # the padding
+        pass_.step("enter")(0)
     out = pass_.scratch("product", (loop.batch, loop.width))
-    extra.h_pitch, extra.head_units = w.shape[1], loop.hidden // heads
     multiply = product(w, loop.batch, torch.float32, transposed=True, splits=heads)
     a, b = address(h_in, "h_in"), address(out, "product")
     return lambda t: multiply(a, b)

@@ -228,8 +228,8 @@ def plan_for(loop: Loop | Run, backward: bool, concurrent: int = 1) -> Plan | No
     `concurrent` is the number of loops that run at once.
     """
     w_hh = loop.recurrent_weight
-    if loop.norm is not None or loop.w_hr is not None:
-        return None
+    if loop.norm is not None or loop.w_hr is not None or loop.steps == 1:
+        return None  # one step has nothing to exchange
     if w_hh.dtype == torch.float32 and not tf32():
         return None
     gpu = chip(w_hh.get_device())

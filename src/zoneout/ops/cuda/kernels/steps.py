@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ....definition import Definition
+from ... import recording
 from ...backend import Loop, LoopGrads
 from ...memory import address, is_aligned
 from ...sequence.products import pad_columns
@@ -46,6 +47,7 @@ Step = Callable[[int], None]  # runs one operation of step t
 
 def ready(loop: Loop, grads: LoopGrads | None, concurrent: int) -> Ready:
     """Prepare a loop step by step; it always runs on the current stream."""
+    recording.refuse_many(loop.steps)
     return Ready(lambda side_stream: forward(loop) if grads is None else backward(loop, grads))
 
 
@@ -57,7 +59,8 @@ def forward(loop: Loop) -> None:
     # The carried h needs its own float32 buffer only if y is rounded and the step computes with h,
     # instead of only replacing or keeping it.
     draw = loop.draws.get("hidden")
-    if dtype != torch.float32 and (loop.cell.reads_h or (draw is not None and draw.seed is None)):
+    computes = loop.cell.reads_h or (draw is not None and draw.seed is None)
+    if dtype != torch.float32 and computes and loop.steps > 1:
         pass_.scratch("h", (batch, size))
     enters = loop.resets is not None or loop.scale_h is not None or pass_.gathered
     h_addresses = [address(loop.h0, "h0"), *pass_.addresses(loop.y)[:-1]]

@@ -14,7 +14,7 @@ import ctypes
 import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -149,6 +149,12 @@ def _gemm() -> Any:
     return gemm
 
 
+class Operands(ctypes.Structure):
+    """The addresses of W, a and b of a product."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("w", "a", "b")]
+
+
 def product(
     w: Tensor, rows: int, out: torch.dtype, transposed: bool, add: bool = False, splits: int = 1
 ) -> Callable[[int, int], None]:
@@ -159,7 +165,6 @@ def product(
     The function is valid on the current stream and for one pass. Within it, addresses must differ
     by multiples of the size of a or b, so that their alignment stays the same.
     """
-    recording.refuse("a product for each step")
     columns, depth = w.shape if transposed else (w.shape[1], w.shape[0])
     assert depth % splits == 0
     one, beta = ctypes.c_float(1.0), ctypes.c_float(float(add))
@@ -169,7 +174,7 @@ def product(
     alive: list[Tensor] = []
     exact = not (w.dtype == torch.float32 and tf32())
 
-    def prepare(a_at: int, b_at: int) -> None:
+    def select(a_at: int, b_at: int) -> _Plan:
         invariant = batch_invariant()
         times_rows = 1 if invariant else rows
         aligned = (
@@ -179,7 +184,16 @@ def product(
         )
         shape = (w.shape[1], columns, depth, rows, splits)
         problem = _Problem(w.get_device(), w.dtype, out, shape, transposed, exact, aligned)
-        plan = _invariant_plan(problem, add) if invariant else _plan(problem)
+        return _invariant_plan(problem, add) if invariant else _plan(problem)
+
+    if recording.is_recording():
+        return lambda a_at, b_at: recording.call(
+            partial(_run_at, select(a_at, b_at), add, w.get_device()),
+            Operands(address(w, "W"), a_at, b_at),
+        )
+
+    def prepare(a_at: int, b_at: int) -> None:
+        plan = select(a_at, b_at)
         memory = torch.empty(max(1, plan.workspace), dtype=torch.uint8, device=w.device)
         alive.append(memory)
         arguments.extend(
@@ -433,27 +447,40 @@ def _random_operands(problem: _Problem) -> tuple[Tensor, Tensor, Tensor]:
 
 def _run(plan: _Plan, w: Tensor, a: Tensor, b: Tensor, add: bool, device: int) -> int:
     """Compute b = a·W, or b += a·W, on the current stream; return cuBLAS's status."""
-    one, beta = ctypes.c_float(1.0), ctypes.c_float(float(add))
-    memory = torch.empty(max(1, plan.workspace), dtype=torch.uint8, device=b.device)
+    operands = Operands(address(w, "W", gaps=True), address(a, "a"), address(b, "b"))
     with torch.cuda.device(device) if device != torch.cuda.current_device() else nullcontext():
-        status = library("Lt").cublasLtMatmul(
-            ctypes.c_void_p(torch.cuda.current_blas_handle()),
-            plan.product,
-            ctypes.byref(one),
-            ctypes.c_void_p(address(w, "W", gaps=True)),
-            plan.w,
-            ctypes.c_void_p(address(a, "a")),
-            plan.a,
-            ctypes.byref(beta),
-            ctypes.c_void_p(address(b, "b")),
-            plan.b,
-            ctypes.c_void_p(address(b, "b")),
-            plan.b,
-            ctypes.byref(plan.algorithm),
-            ctypes.c_void_p(address(memory, "memory")),
-            ctypes.c_size_t(plan.workspace),
-            ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device)),
-        )
+        return _multiply(plan, operands, add, device)
+
+
+def _run_at(plan: _Plan, add: bool, device: int, at: int) -> None:
+    """Compute a product whose `Operands` are at an address."""
+    _check(_multiply(plan, Operands.from_address(at), add, device))
+
+
+def _multiply(plan: _Plan, operands: Operands, add: bool, device: int) -> int:
+    """Compute a product on the current stream of the current GPU; return cuBLAS's status."""
+    memory = None
+    if plan.workspace:
+        place = torch.device("cuda", device)
+        memory = torch.empty(plan.workspace, dtype=torch.uint8, device=place)
+    status = library("Lt").cublasLtMatmul(
+        ctypes.c_void_p(torch.cuda.current_blas_handle()),
+        plan.product,
+        _ONE,
+        ctypes.c_void_p(operands.w),
+        plan.w,
+        ctypes.c_void_p(operands.a),
+        plan.a,
+        _ONE if add else _ZERO,
+        ctypes.c_void_p(operands.b),
+        plan.b,
+        ctypes.c_void_p(operands.b),
+        plan.b,
+        ctypes.byref(plan.algorithm),
+        None if memory is None else ctypes.c_void_p(address(memory, "memory")),
+        ctypes.c_size_t(plan.workspace),
+        ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device)),
+    )
     return int(status)
 
 
