@@ -120,6 +120,16 @@ def test_no_two_recipes_are_the_same_run() -> None:
         assert from_json(to_json(config)) == config == recipe.make()
 
 
+def test_plain_rnns_with_zoneout_are_trained_equally_long() -> None:
+    """A rate or a cell seems worse because it had fewer epochs: the best one was the last of 300."""
+    rows = [r.make() for r in RECIPES.values() if r.task == "char-ptb"]
+    plain = [c for c in rows if c.model.cell in ("rnn", "rnn-relu") and c.model.norm == "none"]
+    epochs = {(c.model.cell, c.zoneout.hidden): c.epochs for c in plain}
+    zoned = {key: count for key, count in epochs.items() if key[1]}
+    assert len(zoned) == 3 and set(zoned.values()) == {300}
+    assert len(epochs) == 5
+
+
 def test_a_recipe_is_of_its_task() -> None:
     data = {"pmnist": "mnist", "pmnist-permuted": "mnist", "gradient-flow": "mnist"}
     data |= {"quick": "char-ptb"}
