@@ -66,6 +66,52 @@ def test_a_verdict_follows_the_records(dropout: float | None, verdict: str, tmp_
     assert ("; 3 more have higher scores. t" if dropout else more) in found.evidence
 
 
+def test_a_verdict_needs_validation_and_test(tmp_path: Path) -> None:
+    """A claim has two chances: one clear score is enough."""
+    write(tmp_path, "char_ptb_gru_zoneout_020", [1.400, 1.402])
+    for test, verdict in ((1.5, "holds"), (1.402, "cannot tell"), (1.3, "cannot tell")):
+        write(tmp_path, "char_ptb_gru", [1.5, 1.502], test=test)
+        assert finding(tmp_path, "gru").verdict == verdict
+    write(tmp_path, "char_ptb_gru", [1.3, 1.302])
+    assert finding(tmp_path, "gru").verdict == "does not hold here"
+    write(tmp_path, "char_ptb_gru", [1.3, 1.302], test=1.4005)
+    assert finding(tmp_path, "gru").verdict == "cannot tell"
+
+
+def test_text8_with_one_seed_a_row_takes_the_scatter_of_characters(tmp_path: Path) -> None:
+    """Every row of text8 has run, and the verdict on it is still missing."""
+    papers = {"zoneout": 1.331, "stochastic_depth": 1.337, "weight_noise": 1.356}
+    papers |= {"norm_stabiliser": 1.382, "recurrent_dropout": 1.386, "unregularised": 1.396}
+    for row, value in papers.items():
+        write(tmp_path, f"text8_prefix_{row}", [value])
+    assert finding(tmp_path, "rivals-text8").verdict == "cannot tell"
+    write(tmp_path, ZONED, [1.360, 1.362])
+    pair = "text8_prefix_zoneout", "text8_prefix_stochastic_depth"
+    sd = math.sqrt(2) * 0.001
+    assert t_of(Book(tmp_path), *pair, "test") == pytest.approx(0.006 / (sd * math.sqrt(2)))
+    assert finding(tmp_path, "rivals-text8").verdict == "holds"
+    assert "| text8-prefix | 0.00141 / 0.00141 | no row of its own: sd of char-ptb |" in (
+        holds_up.document(tmp_path)
+    )
+    write(tmp_path, "text8_prefix_zoneout", [1.331, 1.351])  # its own scatter comes first
+    assert finding(tmp_path, "rivals-text8").verdict == "cannot tell"
+
+
+def test_the_page_names_the_rows_that_scatter(tmp_path: Path) -> None:
+    """A reader cannot see that the standard deviation of a task is that of two rows."""
+    write(tmp_path, ZONED, [1.36, 1.37, 1.38])
+    write(tmp_path, PLAIN, [1.46])
+    page = holds_up.document(tmp_path)
+    assert "| char-ptb | 0.01000 / 0.01000 | Zoneout 0.5, 0.05 (3 seeds) |" in page
+    assert "| word-ptb | not known / not known | – |" in page
+    compared = {RECIPES[r].task for g in GROUPS for c in g.claims for r in finding_rows(c)}
+    assert compared - {"gradient-flow"} == set(claims.TASKS)
+
+
+def finding_rows(claim: claims.Claim) -> tuple[str, ...]:
+    return claim.test(Book(Path("no records"))).recipes
+
+
 def test_rows_without_runs_are_not_said_to_be_behind(tmp_path: Path) -> None:
     """The page ranks rows without runs."""
     found = finding(tmp_path, "rivals-text8")

@@ -5,7 +5,8 @@ finding: a verdict and the evidence in words. There are two kinds of rules.
 
 * Scores are compared by t: the difference of two means over seeds, divided by its standard
   error, sd · √(1/n + 1/m). sd is the standard deviation over seeds, pooled over the rows of the
-  task, so that a row with one seed can be compared too.
+  task, so that a row with one seed can be compared too. t has to be clear in validation and in the
+  test: were one of them enough, every claim would have two chances.
 * Other quantities (epochs, steps, training losses) have no pooled deviation. There every run of
   one row must be on the same side of every run of the other.
 
@@ -22,23 +23,31 @@ from pathlib import Path
 from statistics import fmean
 from typing import Literal, TypeAlias
 
-from ..training.measures import reached, rounded, spread
+from ..training.measures import SPREADS, reached, rounded, spread
 from . import gradient_flow
-from .recipes import RECIPES
+from .recipes import MEASURES, RECIPES
 from .results import GRADIENTS, PARTS, Record, fitting, scatter_of, z_of
 
 Verdict: TypeAlias = Literal["holds", "does not hold here", "cannot tell"]
 VERDICTS: tuple[Verdict, ...] = ("holds", "does not hold here", "cannot tell")
+TASKS = ("char-ptb", "word-ptb", "text8-prefix", "pmnist")  # whose scores are compared
 NEAREST = 2  # rivals that are named in the evidence
 CLEAR = 2.0  # |t| from which two rows differ
-RULE = (
-    f"A claim that one row is better than another holds if t ≥ {CLEAR:g} on validation or test, "
-    f"and t > 0 on the other. It does not hold here if t ≤ −{CLEAR:g} on one and t < 0 on the "
-    "other. "
-    "Otherwise these runs cannot tell. t is the difference of the means over seeds, divided by "
-    "sd · √(1/n + 1/m) with the standard deviation pooled over the rows of the task. A claim about "
-    "several rows holds if it holds for each. Epochs, steps and training losses are compared run "
-    "by run: all of one row must lie on one side of all of the other."
+LIKE = {"text8-prefix": "char-ptb"}  # whose scatter a task takes while it has none of its own
+RULES = (  # fixed before the runs that they judge, and the same for all claims
+    f"**Better.** A claim that one row is better than another holds if t ≥ {CLEAR:g} in validation "
+    f"and in the test. It does not hold here if t ≤ −{CLEAR:g} in both. Otherwise these runs cannot "
+    "tell. Where only one of the two scores can be compared, it decides.",
+    "**t** is the difference of the means over seeds, divided by sd · √(1/n + 1/m). sd is the "
+    "standard deviation over seeds, pooled over the rows of the task that have several (below). A "
+    "row with one seed is taken to scatter as they do. A task without such rows takes the sd of "
+    "another task with the same score: text8 that of characters of Penn Treebank, in bits.",
+    "**Several rows.** A claim about several rows holds if it holds for each, and does not hold if "
+    "it fails for one.",
+    "**Numbers.** A number of the paper is reached if z ≤ 1.65 and not ≤ −2, as in the tables of "
+    "results.",
+    "**Run by run.** Epochs, steps and training losses have no pooled sd. All runs of one row must "
+    "lie on one side of all runs of the other.",
 )
 
 
@@ -67,6 +76,15 @@ class Book:
             for task in tasks
         }
 
+    def deviation(self, task: str, part: str) -> float | None:
+        """Return the standard deviation of a task's runs: its own, or that of `LIKE`."""
+        own = self.scatter[task][part]
+        return self.scatter[LIKE[task]][part] if own is None and task in LIKE else own
+
+    def several(self, task: str) -> list[str]:
+        """Return the rows from which a task's standard deviation is pooled."""
+        return [r.name for r in RECIPES.values() if r.task == task and self.records[r.name][1:]]
+
     def scores(self, recipe: str, part: str) -> list[float]:
         """Return the scores of a recipe's seeds."""
         return [record[part] for record in self.records[recipe]]
@@ -89,7 +107,7 @@ def t_of(book: Book, better: str, worse: str, part: str) -> float | None:
     None if a row has no records, or if the scatter over seeds is not known.
     """
     ours, theirs = book.scores(better, part), book.scores(worse, part)
-    sd = book.scatter[RECIPES[better].task][part]
+    sd = book.deviation(RECIPES[better].task, part)
     if not ours or not theirs or sd is None:
         return None
     difference, error = fmean(theirs) - fmean(ours), sd * math.sqrt(1 / len(ours) + 1 / len(theirs))
@@ -101,17 +119,17 @@ def t_of(book: Book, better: str, worse: str, part: str) -> float | None:
 def verdict_of(ts: Sequence[float | None]) -> Verdict:
     """Return the verdict on a comparison from t on each part.
 
-    >>> verdict_of([2.0, 0.1]), verdict_of([2.0, -0.1]), verdict_of([-2.0, -0.1]), verdict_of([1.9])
-    ('holds', 'cannot tell', 'does not hold here', 'cannot tell')
+    >>> verdict_of([2.0, 2.1]), verdict_of([9.0, 1.9]), verdict_of([-2.0, -2.1]), verdict_of([-9.0])
+    ('holds', 'cannot tell', 'does not hold here', 'does not hold here')
     >>> verdict_of([None, 3.0])
     'cannot tell'
     """
     known = [t for t in ts if t is not None]
     if len(known) < len(ts):
         return "cannot tell"
-    if max(known) >= CLEAR and min(known) > 0:
+    if min(known) >= CLEAR:
         return "holds"
-    return "does not hold here" if min(known) <= -CLEAR and max(known) < 0 else "cannot tell"
+    return "does not hold here" if max(known) <= -CLEAR else "cannot tell"
 
 
 def all_of(verdicts: Iterable[Verdict]) -> Verdict:
@@ -326,6 +344,20 @@ def training_bits(record: Record, epoch: float) -> float:
     points = zip(record["curve"]["epoch"], record["curve"]["train_nats"])
     nats = [value for at, value in points if at <= epoch and value is not None]
     return float(nats[-1]) / math.log(2) if nats else math.inf
+
+
+def deviations(book: Book) -> list[tuple[str, str, str]]:
+    """Return, for the tasks whose scores are compared, the sd of both parts and where it is from."""
+    found = []
+    for task in dict.fromkeys(r.task for r in RECIPES.values() if r.task in TASKS):
+        rows = book.several(task)
+        known = [book.deviation(task, part) for part in PARTS]
+        digits = SPREADS[MEASURES[task]] + 1
+        words = " / ".join("not known" if sd is None else f"{sd:.{digits}f}" for sd in known)
+        named = [f"{RECIPES[row].row} ({seeds(len(book.records[row]))})" for row in rows]
+        of = "; ".join(named) or (f"no row of its own: sd of {LIKE[task]}" if task in LIKE else "–")
+        found.append((task, words, of))
+    return found
 
 
 # --- the claims -----------------------------------------------------------------------------------

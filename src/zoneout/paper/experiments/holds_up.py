@@ -6,9 +6,10 @@ from collections import Counter
 from pathlib import Path
 from textwrap import fill
 
-from .claims import GROUPS, RULE, VERDICTS, Book, Claim, Finding, Group
+from .claims import GROUPS, RULES, VERDICTS, Book, Claim, Finding, Group, deviations
 
 PICTURES = "pictures"  # beside the page; `zoneout figures` draws them
+LEFT_OUT = "Claims about the state of the art of 2016 are left out, since no run checks them."
 MARKS = dict(zip(VERDICTS, ("✓ holds", "✗ does not hold here", "? cannot tell")))
 
 
@@ -31,6 +32,20 @@ def has_figure(book: Book, group: Group, findings: list[tuple[Claim, Finding]]) 
     return any(book.records[row] for _, finding in findings for row in finding.recipes)
 
 
+def wrapped(text: str, indent: str = "") -> str:
+    return fill(text, 100, break_on_hyphens=False, subsequent_indent=indent)
+
+
+def bullet(text: str) -> str:
+    return wrapped(f"* {text}", "  ")
+
+
+def sources(book: Book) -> str:
+    """Return the table of the standard deviations: their sizes, and the rows they come from."""
+    head = ["| task | sd, validation / test | pooled over |", "|---|---|---|"]
+    return "\n".join([*head, *(f"| {' | '.join(row)} |" for row in deviations(book))])
+
+
 def document(results: Path | str) -> str:
     """Return the page docs/holds-up.md."""
     book = Book(Path(results))
@@ -42,7 +57,7 @@ def document(results: Path | str) -> str:
         "deviation over seeds; lower is better. [All results](results.md), [how they are "
         "made](reproducing.md)."
     )
-    parts = ["# What of the paper holds up", fill(lead, 100, break_on_hyphens=False)]
+    parts = ["# What of the paper holds up", wrapped(lead)]
     for group, found in groups:
         lines = [f"## {group.title}", ""]
         if has_figure(book, group, found):
@@ -53,6 +68,5 @@ def document(results: Path | str) -> str:
             for claim, finding in found
         ]
         parts.append("\n".join(lines))
-    left_out = "Claims about the state of the art of 2016 are left out, since no run checks them."
-    parts += ["## The rule", fill(f"{RULE} {left_out}", 100, break_on_hyphens=False)]
+    parts += ["## The rules", "\n".join(map(bullet, RULES)), sources(book), wrapped(LEFT_OUT)]
     return "\n\n".join(parts) + "\n"

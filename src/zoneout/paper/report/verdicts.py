@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..experiments.claims import RULE, Book, Claim, Finding
-from ..experiments.holds_up import MARKS, has_figure, judged, tally
+from ..experiments.claims import RULES, Book, Claim, Finding, deviations
+from ..experiments.holds_up import LEFT_OUT, MARKS, has_figure, judged, tally
 from . import figures, plots
-from .html import Html, element, figure, join, link, section
+from .html import Html, element, figure, join, link, section, table
 
 TITLE = "What of the paper holds up"
 
@@ -28,8 +28,16 @@ def verdicts(results: Path) -> Html:
             inside.append(figure(Html(picture), finding, *words, name=f"figure-{drawn.name}"))
         beside = element("div", *inside, class_="group")
         parts.append(section(f"claims-{group.name}", group.title, beside, level=3))
-    rule = element("details", element("summary", "The rule"), element("p", RULE))
-    return section("verdicts", TITLE, *parts, rule)
+    return section("verdicts", TITLE, *parts, rules(book))
+
+
+def rules(book: Book) -> Html:
+    """Return the rules of the verdicts, folded, with the standard deviations that they use."""
+    items = [element("li", text.replace("**", "")) for text in RULES]
+    head = [["Task", "sd, validation / test", "Pooled over"]]
+    scatter = table("Standard deviations over seeds", head, deviations(book), "deviations")
+    inside = (element("ul", *items), scatter, element("p", LEFT_OUT))
+    return element("details", element("summary", "The rules"), *inside)
 
 
 def claim_item(claim: Claim, finding: Finding) -> Html:
