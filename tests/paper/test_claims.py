@@ -141,23 +141,42 @@ def test_epochs_are_counted_to_a_score_that_all_reach(tmp_path: Path) -> None:
     curve = {"epoch": [1.0, 2.0, 3.0], "valid": [1.6, 1.5, 1.4], "train_nats": [None] * 3}
     write(tmp_path, PLAIN, [1.4, 1.45], curve=curve)
     late = {**curve, "valid": [1.7, 1.4, 1.3]}
-    write(tmp_path, ZONED, [1.3], curve=late)
+    write(tmp_path, ZONED, [1.3, 1.3], curve=late)
     found = finding(tmp_path, "shorter-lstm")
     assert found.verdict == "holds"
-    assert "Epochs to 1.400: 2 with zoneout (1 seed), 3 without (2 seeds)" in found.evidence
-    write(tmp_path, ZONED, [1.3], curve={**curve, "valid": [1.7, 1.5, 1.3]})
+    assert "Epochs to 1.400: 2 with zoneout (2 seeds), 3 without (2 seeds)" in found.evidence
+    write(tmp_path, ZONED, [1.3, 1.3], curve={**curve, "valid": [1.7, 1.5, 1.3]})
     assert finding(tmp_path, "shorter-lstm").verdict == "cannot tell"
 
 
 def test_runs_that_overlap_cannot_tell() -> None:
     """One seed decides where the others contradict it."""
-    assert apart([118, 90], [100]) == "cannot tell" and apart([79], [118, 119]) == "holds"
+    assert apart([118, 90], [100, 110]) == "cannot tell"
+    assert apart([79, 78], [118, 119]) == "holds"
+
+
+def test_one_run_against_one_cannot_tell(tmp_path: Path) -> None:
+    """Epochs and training losses of single runs decide a claim about seeds."""
+    curve = {"epoch": [1.0, 2.0, 3.0], "valid": [1.6, 1.5, 1.4], "train_nats": [0.9, 0.8, 0.7]}
+    later = {**curve, "valid": [1.7, 1.6, 1.4], "train_nats": [0.8, 0.7, 0.6]}
+    few = "One run shows nothing about seeds: two on each side are needed."
+    for row, now in (("char_ptb_gru", curve), ("char_ptb_gru_zoneout_020", later)):
+        write(tmp_path, row, [1.45 if row.endswith("gru") else 1.4], curve=now)
+    write(tmp_path, "char_ptb_static", [1.4], curve=later)
+    write(tmp_path, ZONED, [1.4, 1.4], curve=curve)
+    for name in ("longer-gru", "static-train"):
+        found = finding(tmp_path, name)
+        assert found.verdict == "cannot tell" and found.evidence.endswith(few)
+    write(tmp_path, "char_ptb_static", [1.4, 1.4], curve=later)
+    found = finding(tmp_path, "static-train")
+    assert found.verdict == "holds" and few not in found.evidence
 
 
 def test_gradients_are_compared_by_their_records(tmp_path: Path) -> None:
     """The figure of the gradients says one thing and the verdict another."""
     for arm, fall in (("zoneout", 0.02), ("unregularised", 0.1), ("dropout", 0.3)):
-        fabricated.write(tmp_path, fabricated.flow(f"gradient_flow_{arm}", fall=fall))
+        for seed in (1, 2):
+            fabricated.write(tmp_path, fabricated.flow(f"gradient_flow_{arm}", seed, fall=fall))
     assert finding(tmp_path, "cells-reach").verdict == "holds"
     fabricated.write(tmp_path, fabricated.flow("gradient_flow_zoneout", 2, fall=0.2))
     assert finding(tmp_path, "cells-reach").verdict == "cannot tell"

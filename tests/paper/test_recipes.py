@@ -121,7 +121,7 @@ def test_no_two_recipes_are_the_same_run() -> None:
 
 
 def test_plain_rnns_with_zoneout_are_trained_equally_long() -> None:
-    """A rate or a cell seems worse because it had fewer epochs: the best one was the last of 300."""
+    """A rate or a cell seems worse because it had fewer epochs; the best was the last of 300."""
     rows = [r.make() for r in RECIPES.values() if r.task == "char-ptb"]
     plain = [c for c in rows if c.model.cell in ("rnn", "rnn-relu") and c.model.norm == "none"]
     epochs = {(c.model.cell, c.zoneout.hidden): c.epochs for c in plain}

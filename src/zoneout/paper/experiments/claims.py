@@ -8,7 +8,7 @@ finding: a verdict and the evidence in words. There are two kinds of rules.
   task, so that a row with one seed can be compared too. t has to be clear in validation and in the
   test: were one of them enough, every claim would have two chances.
 * Other quantities (epochs, steps, training losses) have no pooled deviation. There every run of
-  one row must be on the same side of every run of the other.
+  one row must be on the same side of every run of the other, with two seeds of each at least.
 
 Claims about the state of the art of 2016 are left out: no run can check them.
 """
@@ -32,12 +32,13 @@ Verdict: TypeAlias = Literal["holds", "does not hold here", "cannot tell"]
 VERDICTS: tuple[Verdict, ...] = ("holds", "does not hold here", "cannot tell")
 TASKS = ("char-ptb", "word-ptb", "text8-prefix", "pmnist")  # whose scores are compared
 NEAREST = 2  # rivals that are named in the evidence
+SEVERAL = 2  # seeds of each row that is compared run by run
 CLEAR = 2.0  # |t| from which two rows differ
 LIKE = {"text8-prefix": "char-ptb"}  # whose scatter a task takes while it has none of its own
 RULES = (  # fixed before the runs that they judge, and the same for all claims
-    f"**Better.** A claim that one row is better than another holds if t ≥ {CLEAR:g} in validation "
-    f"and in the test. It does not hold here if t ≤ −{CLEAR:g} in both. Otherwise these runs cannot "
-    "tell. Where only one of the two scores can be compared, it decides.",
+    f"**Better.** A claim that one row is better than another holds if t ≥ {CLEAR:g} in "
+    f"validation and in the test. It does not hold here if t ≤ −{CLEAR:g} in both. Otherwise these "
+    "runs cannot tell. Where only one of the two scores can be compared, it decides.",
     "**t** is the difference of the means over seeds, divided by sd · √(1/n + 1/m). sd is the "
     "standard deviation over seeds, pooled over the rows of the task that have several (below). A "
     "row with one seed is taken to scatter as they do. A task without such rows takes the sd of "
@@ -47,7 +48,7 @@ RULES = (  # fixed before the runs that they judge, and the same for all claims
     "**Numbers.** A number of the paper is reached if z ≤ 1.65 and not ≤ −2, as in the tables of "
     "results.",
     "**Run by run.** Epochs, steps and training losses have no pooled sd. All runs of one row must "
-    "lie on one side of all runs of the other.",
+    "lie on one side of all runs of the other, with at least two seeds on each side.",
 )
 
 
@@ -147,14 +148,21 @@ def all_of(verdicts: Iterable[Verdict]) -> Verdict:
 def apart(fewer: Sequence[float], more: Sequence[float]) -> Verdict:
     """Return the verdict on "the first numbers are smaller", number by number.
 
-    >>> apart([1, 2], [3]), apart([1, 4], [3]), apart([4], [3]), apart([], [3])
+    >>> apart([1, 2], [3, 4]), apart([1, 4], [3, 4]), apart([5, 6], [3, 4]), apart([1, 2], [3])
     ('holds', 'cannot tell', 'does not hold here', 'cannot tell')
     """
-    if not fewer or not more:
+    if min(len(fewer), len(more)) < SEVERAL:
         return "cannot tell"
     if max(fewer) < min(more):
         return "holds"
     return "does not hold here" if min(fewer) > max(more) else "cannot tell"
+
+
+def too_few(*rows: Sequence[object]) -> str:
+    """Say that rows with runs have too few of them to be compared run by run, or return ""."""
+    if not 0 < min(map(len, rows)) < SEVERAL:
+        return ""
+    return " One run shows nothing about seeds: two on each side are needed."
 
 
 def seeds(count: int) -> str:
@@ -286,7 +294,7 @@ def trains(zoned: str, plain: str, *, faster: bool) -> Test:
         text = (
             f"Epochs to {rounded(level, RECIPES[plain].measure)}: {span(with_it)} with zoneout "
             f"({seeds(len(ours))}), {span(without)} without ({seeds(len(theirs))}). Their own best "
-            f"comes at epoch {later[0]:.0f} and {later[1]:.0f}."
+            f"comes at epoch {later[0]:.0f} and {later[1]:.0f}.{too_few(ours, theirs)}"
         )
         return Finding(verdict, text, (zoned, plain))
 
@@ -315,6 +323,7 @@ def further(state: Literal["cell", "hidden"]) -> Test:
             for arm, found in steps.items()
         ]
         text = f"Half of the norm lies in this many last steps of 784: {'; '.join(words)}."
+        text += too_few(*steps.values())
         return Finding(verdict, text, tuple(arms))
 
     return test
@@ -334,6 +343,7 @@ def trains_lower(low: str, high: str) -> Test:
             for name, values in zip((low, high), found)
         ]
         text = f"Training loss in bits at epoch {last:g}, with noise: {'; '.join(words)}."
+        text += too_few(*both)
         return Finding(apart(*found), text, (low, high))
 
     return test
@@ -347,7 +357,7 @@ def training_bits(record: Record, epoch: float) -> float:
 
 
 def deviations(book: Book) -> list[tuple[str, str, str]]:
-    """Return, for the tasks whose scores are compared, the sd of both parts and where it is from."""
+    """Return, for the tasks whose scores are compared, the sd of both parts and its rows."""
     found = []
     for task in dict.fromkeys(r.task for r in RECIPES.values() if r.task in TASKS):
         rows = book.several(task)
