@@ -29,9 +29,13 @@ def write(results: Path, recipe: str, values: list[float], **fields: object) -> 
         fabricated.write(results, fabricated.record(recipe, seed) | scores | fields)
 
 
-def finding(results: Path, name: str) -> Finding:
+def claim_of(name: str) -> claims.Claim:
     (claim,) = [c for group in GROUPS for c in group.claims if c.name == name]
-    return claim.test(Book(results))
+    return claim
+
+
+def finding(results: Path, name: str) -> Finding:
+    return claim_of(name).test(Book(results))
 
 
 def test_t_is_what_numpy_computes(tmp_path: Path) -> None:
@@ -144,9 +148,41 @@ def test_epochs_are_counted_to_a_score_that_all_reach(tmp_path: Path) -> None:
     write(tmp_path, ZONED, [1.3, 1.3], curve=late)
     found = finding(tmp_path, "shorter-lstm")
     assert found.verdict == "holds"
-    assert "Epochs to 1.400: 2 with zoneout (2 seeds), 3 without (2 seeds)" in found.evidence
+    assert (
+        "Epochs to a validation of 1.400: 2 with zoneout (2 seeds), 3 without (2 seeds)"
+        in found.evidence
+    )
     write(tmp_path, ZONED, [1.3, 1.3], curve={**curve, "valid": [1.7, 1.5, 1.3]})
     assert finding(tmp_path, "shorter-lstm").verdict == "cannot tell"
+
+
+def test_rates_are_compared_within_equal_epochs(tmp_path: Path) -> None:
+    """A rate seems best because its run was longer than those of the others."""
+    longer = {"epoch": [40.0, 50.0, 110.0], "valid": [1.38, 1.37, 1.36], "train_nats": [None] * 3}
+    shorter = {"epoch": [40.0, 49.0], "valid": [1.38, 1.371], "train_nats": [None] * 2}
+    write(tmp_path, ZONED, [1.36, 1.361], curve=longer, epochs=110.0)
+    for row in sorted(finding_rows(claim_of("best-rates")))[1:]:
+        write(tmp_path, row, [1.371], curve=shorter, epochs=50.0)
+        assert RECIPES[row].make().epochs >= claims.RATES_EPOCHS
+    found = finding(tmp_path, "best-rates")
+    assert found.verdict == "cannot tell"
+    numbers = "Zoneout 0.5, 0.05: 1.3700 ± 0.0000 (2 seeds); Zoneout, cells 0.05: 1.371 (1 seed)"
+    assert found.evidence.startswith(f"Validation within 50 epochs: {numbers}")
+    assert finding(tmp_path, "low-states-high-cells").evidence.startswith("Validation within 50")
+
+
+def test_the_evidence_has_the_epochs_where_they_differ(tmp_path: Path) -> None:
+    """Rows are compared that had more training than others, and the page does not say so."""
+    write(tmp_path, ZONED, [1.36, 1.362], epochs=110.0)
+    write(tmp_path, "char_ptb_static", [1.4], epochs=110.0)
+    page = holds_up.document(tmp_path)
+    assert "110 epochs" not in page and "| Validation: Zoneout 0.5, 0.05: 1.3610" in page
+    write(tmp_path, PLAIN, [1.46], epochs=25.0)
+    write(tmp_path, "char_ptb_zoneout_states_005", [1.4], epochs=50.0)
+    page = holds_up.document(tmp_path)
+    assert "(2 seeds, 110 epochs); Unregularised LSTM: 1.460 / 1.460 (1 seed, 25 epochs)" in page
+    plain = "Unregularised LSTM 1.460 / 1.460 (seeds: 1 and 1; epochs: 50 and 25)"
+    assert f"Zoneout, states 0.05 1.400 / 1.400 against {plain}" in page
 
 
 def test_runs_that_overlap_cannot_tell() -> None:

@@ -26,7 +26,8 @@ from typing import Literal, TypeAlias
 from ..training.measures import SPREADS, reached, rounded, spread
 from . import gradient_flow
 from .recipes import MEASURES, RECIPES
-from .results import GRADIENTS, PARTS, Record, fitting, scatter_of, z_of
+from .recipes.char_ptb import RATES_EPOCHS
+from .results import GRADIENTS, PARTS, Record, best_within, fitting, scatter_of, z_of
 
 Verdict: TypeAlias = Literal["holds", "does not hold here", "cannot tell"]
 VERDICTS: tuple[Verdict, ...] = ("holds", "does not hold here", "cannot tell")
@@ -45,6 +46,9 @@ RULES = (  # fixed before the runs that they judge, and the same for all claims
     "another task with the same score: text8 that of characters of Penn Treebank, in bits.",
     "**Several rows.** A claim about several rows holds if it holds for each, and does not hold if "
     "it fails for one.",
+    "**Epochs.** A row counts at its best validation. The evidence has the epochs of training "
+    f"where they differ. Rates are compared within the {RATES_EPOCHS} epochs that all of them "
+    "have, in validation: records have no test score of an earlier epoch.",
     "**Numbers.** A number of the paper is reached if z ≤ 1.65 and not ≤ −2, as in the tables of "
     "results.",
     "**Run by run.** Epochs, steps and training losses have no pooled sd. All runs of one row must "
@@ -59,6 +63,28 @@ class Finding:
     verdict: Verdict
     evidence: str
     recipes: tuple[str, ...]  # the rows that were compared
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Which scores of two rows are compared."""
+
+    parts: tuple[str, ...] = PARTS
+    within: int | None = None  # the best validation of so many epochs, not of the whole run
+
+    @property
+    def words(self) -> str:
+        """What the numbers of the evidence are, where they are not validation and test."""
+        if len(self.parts) > 1:
+            return ""
+        part = {"valid": "Validation", "test": "Test"}[self.parts[0]]
+        return f"{part} within {self.within} epochs: " if self.within else f"{part}: "
+
+
+BOTH = Scores()
+VALID = Scores(("valid",))
+TEST = Scores(("test",))
+RATES = Scores(("valid",), RATES_EPOCHS)  # records have no test of an earlier epoch
 
 
 class Book:
@@ -86,9 +112,14 @@ class Book:
         """Return the rows from which a task's standard deviation is pooled."""
         return [r.name for r in RECIPES.values() if r.task == task and self.records[r.name][1:]]
 
-    def scores(self, recipe: str, part: str) -> list[float]:
-        """Return the scores of a recipe's seeds."""
-        return [record[part] for record in self.records[recipe]]
+    def scores(self, recipe: str, part: str, within: int | None = None) -> list[float]:
+        """Return the scores of a recipe's seeds, or the best validation of so many epochs."""
+        own = self.records[recipe]
+        return [best_within(r, within) if within else r[part] for r in own]
+
+    def epochs(self, recipe: str) -> list[float]:
+        """Return for how many epochs the recipe's seeds were trained."""
+        return [record["epochs"] for record in self.records[recipe]]
 
     def reach(self, recipe: str, state: str) -> list[int]:
         """Return, for each seed, the number of last steps that hold half of the gradient's norm."""
@@ -102,12 +133,12 @@ class Book:
 # --- rules ----------------------------------------------------------------------------------------
 
 
-def t_of(book: Book, better: str, worse: str, part: str) -> float | None:
+def t_of(book: Book, better: str, worse: str, part: str, within: int | None = None) -> float | None:
     """Return t of the difference between two rows of a task; positive if `better` is better.
 
     None if a row has no records, or if the scatter over seeds is not known.
     """
-    ours, theirs = book.scores(better, part), book.scores(worse, part)
+    ours, theirs = (book.scores(row, part, within) for row in (better, worse))
     sd = book.deviation(RECIPES[better].task, part)
     if not ours or not theirs or sd is None:
         return None
@@ -169,73 +200,88 @@ def seeds(count: int) -> str:
     return "1 seed" if count == 1 else f"{count} seeds"
 
 
-def numbers_of(book: Book, recipe: str, parts: Sequence[str]) -> str:
-    """Return a row's title, its scores and its number of seeds; or that it has no run."""
+def unequal(book: Book, rows: Iterable[str], scores: Scores) -> bool:
+    """Return whether the compared scores are of runs with different numbers of epochs."""
+    return not scores.within and len(set(every_epoch(book, rows))) > 1
+
+
+def numbers_of(book: Book, recipe: str, scores: Scores = BOTH, epochs: bool = False) -> str:
+    """Return a row's title, its scores and its number of seeds; or that it has no run.
+
+    `epochs` adds for how many epochs it was trained.
+    """
     row, own = RECIPES[recipe], book.records[recipe]
     if not own:
         return f"{row.row}: {'not run' if row.not_run else 'no run yet'}"
-    return f"{row.row}: {shown(book, recipe, parts)} ({seeds(len(own))})"
+    count = seeds(len(own)) + (f", {span(book.epochs(recipe))} epochs" if epochs else "")
+    return f"{row.row}: {shown(book, recipe, scores)} ({count})"
 
 
-def shown(book: Book, recipe: str, parts: Sequence[str]) -> str:
+def shown(book: Book, recipe: str, scores: Scores) -> str:
     """Return the scores of a row with records, validation before test."""
-    measure = RECIPES[recipe].measure
-    return " / ".join(spread(book.scores(recipe, part), measure) for part in parts)
+    measure, within = RECIPES[recipe].measure, scores.within
+    return " / ".join(spread(book.scores(recipe, part, within), measure) for part in scores.parts)
 
 
 Test: TypeAlias = Callable[[Book], Finding]
 
 
-def better(*pairs: tuple[str, str], parts: Sequence[str] = PARTS) -> Test:
+def better(*pairs: tuple[str, str], on: Scores = BOTH) -> Test:
     """Return the test of "the first row of each pair is better than the second"."""
     rows = tuple(dict.fromkeys(row for pair in pairs for row in pair))
     several = len({RECIPES[row].task for row in rows}) > 1
 
     def test(book: Book) -> Finding:
-        verdict, t = compared(book, pairs, parts)
+        verdict, t = compared(book, pairs, on)
         words = [
-            (f"{RECIPES[pair[0]].task}: " if several else "") + against(book, pair, parts)
+            (f"{RECIPES[pair[0]].task}: " if several else "") + against(book, pair, on)
             for pair in pairs
         ]
-        return Finding(verdict, f"{'; '.join(words)}.{t}", rows)
+        return Finding(verdict, f"{on.words}{'; '.join(words)}.{t}", rows)
 
     return test
 
 
-def against(book: Book, pair: tuple[str, str], parts: Sequence[str]) -> str:
+def against(book: Book, pair: tuple[str, str], on: Scores) -> str:
     """Return the scores of two rows beside each other."""
     first = RECIPES[pair[0]].row
     if missing := [row for row in pair if not book.records[row]]:
         return f"{first}: no run of {' and '.join(missing)}"
     counts = " and ".join(str(len(book.records[row])) for row in pair)
-    ours, theirs = (shown(book, row, parts) for row in pair)
-    return f"{first} {ours} against {theirs} (seeds: {counts})"
+    if unequal(book, pair, on):
+        counts += f"; epochs: {' and '.join(span(book.epochs(row)) for row in pair)}"
+    ours, theirs = (shown(book, row, on) for row in pair)
+    return f"{first} {ours} against {RECIPES[pair[1]].row} {theirs} (seeds: {counts})"
 
 
-def beats(winner: str, *others: str, parts: Sequence[str] = PARTS) -> Test:
+def beats(winner: str, *others: str, on: Scores = BOTH) -> Test:
     """Return the test of "a row is better than each of the others"."""
     pairs = [(winner, other) for other in others]
 
     def test(book: Book) -> Finding:
-        verdict, t = compared(book, pairs, parts)
+        verdict, t = compared(book, pairs, on)
 
         ran = [row for row in others if book.records[row]]
-        ran.sort(key=lambda row: fmean(book.scores(row, parts[0])))  # the best first
-        words = [numbers_of(book, row, parts) for row in (winner, *ran[:NEAREST])]
+        ran.sort(key=lambda row: fmean(book.scores(row, on.parts[0], on.within)))  # best first
+        epochs = unequal(book, (winner, *ran), on)
+        words = [numbers_of(book, row, on, epochs) for row in (winner, *ran[:NEAREST])]
         if (more := len(ran) - NEAREST) > 0:
-            words.append(f"{more} more {'has' if more == 1 else 'have'} higher scores")
+            longer = f" ({span(every_epoch(book, ran[NEAREST:]))} epochs)" if epochs else ""
+            words.append(f"{more} more {'has' if more == 1 else 'have'} higher scores{longer}")
         if waiting := [RECIPES[row].row for row in others if not book.records[row]]:
             words.append(f"no run of {', '.join(waiting)}")
-        return Finding(verdict, f"{'; '.join(words)}.{t}", (winner, *others))
+        return Finding(verdict, f"{on.words}{'; '.join(words)}.{t}", (winner, *others))
 
     return test
 
 
-def compared(
-    book: Book, pairs: Sequence[tuple[str, str]], parts: Sequence[str]
-) -> tuple[Verdict, str]:
+def every_epoch(book: Book, rows: Iterable[str]) -> list[float]:
+    return [count for row in rows for count in book.epochs(row)]
+
+
+def compared(book: Book, pairs: Sequence[tuple[str, str]], scores: Scores) -> tuple[Verdict, str]:
     """Return the verdict on "the first of each pair is better", and the range of t in words."""
-    found = [[t_of(book, *pair, part) for part in parts] for pair in pairs]
+    found = [[t_of(book, *pair, part, scores.within) for part in scores.parts] for pair in pairs]
     every = sorted(t for ts in found for t in ts if t is not None)
     words = [f"{t:.1f}".replace("-", "−") for t in every]
     text = f" t {words[0]}" if words else ""
@@ -256,7 +302,7 @@ def as_printed(*rows: str) -> Test:
             verdicts += ones
             paper = " / ".join(str(getattr(recipe, part) or "–") for part in PARTS)
             if set(ones) != {"yes"} or len(rows) < 3:
-                words.append(f"{numbers_of(book, name, PARTS)}, paper {paper}")
+                words.append(f"{numbers_of(book, name)}, paper {paper}")
         if left := len(rows) - len(words):
             words.append(f"{left} other {'row has' if left == 1 else 'rows have'} the paper's")
         verdict: Verdict = (
@@ -291,8 +337,9 @@ def trains(zoned: str, plain: str, *, faster: bool) -> Test:
         with_it, without = ([epochs_to(r, level) for r in rows] for rows in (ours, theirs))
         verdict = apart(with_it, without) if faster else apart(without, with_it)
         later = fmean(r["best_epoch"] for r in ours), fmean(r["best_epoch"] for r in theirs)
+        goal = rounded(level, RECIPES[plain].measure)
         text = (
-            f"Epochs to {rounded(level, RECIPES[plain].measure)}: {span(with_it)} with zoneout "
+            f"Epochs to a validation of {goal}: {span(with_it)} with zoneout "
             f"({seeds(len(ours))}), {span(without)} without ({seeds(len(theirs))}). Their own best "
             f"comes at epoch {later[0]:.0f} and {later[1]:.0f}.{too_few(ours, theirs)}"
         )
@@ -438,19 +485,19 @@ GROUPS = (
                 "cells-alone",
                 "Zoneout on cells alone, at 0.5, is better than the best recurrent dropout.",
                 "section 4.1",
-                beats("char_ptb_zoneout_cells_050", "char_ptb_recurrent_dropout"),
+                beats("char_ptb_zoneout_cells_050", "char_ptb_recurrent_dropout", on=RATES),
             ),
             Claim(
                 "states-alone",
                 "Zoneout on states alone, at 0.05, is better than the best recurrent dropout.",
                 "section 4.1",
-                beats("char_ptb_zoneout_states_005", "char_ptb_recurrent_dropout"),
+                beats("char_ptb_zoneout_states_005", "char_ptb_recurrent_dropout", on=RATES),
             ),
             Claim(
                 "best-rates",
                 "Cells 0.5 together with states 0.05 are the best rates.",
                 "section 4.1",
-                beats("char_ptb_zoneout", *(f"char_ptb_zoneout_{arm}" for arm in _ARMS)),
+                beats("char_ptb_zoneout", *_char(*(f"zoneout_{arm}" for arm in _ARMS)), on=RATES),
             ),
             Claim(
                 "low-states-high-cells",
@@ -460,6 +507,7 @@ GROUPS = (
                     ("char_ptb_zoneout_states_005", "char_ptb_zoneout_states_025"),
                     ("char_ptb_zoneout_states_005", "char_ptb_zoneout_states_050"),
                     ("char_ptb_zoneout_cells_050", "char_ptb_zoneout_cells_005"),
+                    on=RATES,
                 ),
             ),
             Claim(
@@ -592,7 +640,7 @@ GROUPS = (
                     "pmnist_zoneout",
                     "pmnist_recurrent_dropout",
                     "pmnist_unregularised",
-                    parts=("test",),  # by other statistics, the validation cannot be compared
+                    on=TEST,  # by other statistics, the validation cannot be compared
                 ),
             ),
             Claim(
@@ -630,13 +678,13 @@ GROUPS = (
                 "static-valid",
                 "Static identity connections are worse than no noise in validation.",
                 "Figure 7",
-                beats("char_ptb_unregularised", "char_ptb_static", parts=("valid",)),
+                beats("char_ptb_unregularised", "char_ptb_static", on=VALID),
             ),
             Claim(
                 "static-noise",
                 "Static identity connections are worse than zoneout: the noise is needed.",
                 "Figure 7",
-                beats("char_ptb_zoneout", "char_ptb_static", parts=("valid",)),
+                beats("char_ptb_zoneout", "char_ptb_static", on=VALID),
             ),
             Claim(
                 "static-train",

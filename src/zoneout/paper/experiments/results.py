@@ -560,6 +560,12 @@ def best_epoch(records: Sequence[Record]) -> str:
     return f"{round(fmean(record['best_epoch'] for record in records), 1):g}"
 
 
+def best_within(record: Record, epochs: float) -> float:
+    """Return the best validation score of a run's first epochs."""
+    curve = record["curve"]
+    return min(value for at, value in zip(curve["epoch"], curve["valid"]) if at <= epochs)
+
+
 def seeds_of(records: Sequence[Record]) -> str:
     """List the seeds; three or more consecutive ones become a range.
 

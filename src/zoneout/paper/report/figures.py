@@ -21,7 +21,7 @@ from ..disk import RunError
 from ..experiments import gradient_flow
 from ..experiments.recipes import RECIPES, Recipe
 from ..experiments.recipes.char_ptb import RATES_EPOCHS
-from ..experiments.results import Record, best_epoch, fitting, named
+from ..experiments.results import Record, best_epoch, best_within, fitting, named
 from ..training.config import several
 from ..training.measures import UNITS, in_measure, rounded
 from . import plots
@@ -380,7 +380,7 @@ def rates(records: Records) -> tuple[Any, str]:
     words = []
     for number, (series, arms) in enumerate(SERIES.items()):
         points = [
-            (rate_of(series, arm), [_best(r) for r in records[arm]])
+            (rate_of(series, arm), [best_within(r, RATES_EPOCHS) for r in records[arm]])
             for arm in arms
             if arm in records
         ]
@@ -405,13 +405,6 @@ def rates(records: Records) -> tuple[Any, str]:
     first, *others = [text for _, text in sorted(words)]
     rest = f" The best of the other lines: {'; '.join(others)}." if others else ""
     return fig, f"The best is {first}.{rest}"
-
-
-def _best(record: Record) -> float:
-    curve = record["curve"]
-    return min(
-        value for epoch, value in zip(curve["epoch"], curve["valid"]) if epoch <= RATES_EPOCHS
-    )
 
 
 # --- gradient flow --------------------------------------------------------------------------------
