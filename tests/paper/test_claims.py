@@ -17,6 +17,7 @@ import pytest
 from zoneout.paper.experiments import claims, holds_up
 from zoneout.paper.experiments.claims import GROUPS, VERDICTS, Book, Finding, apart, t_of
 from zoneout.paper.experiments.recipes import RECIPES
+from zoneout.paper.experiments.results import table
 from zoneout.paper.report import figures
 
 ROOT = Path(__file__).parents[2]
@@ -216,6 +217,29 @@ def test_gradients_are_compared_by_their_records(tmp_path: Path) -> None:
     assert finding(tmp_path, "cells-reach").verdict == "holds"
     fabricated.write(tmp_path, fabricated.flow("gradient_flow_zoneout", 2, fall=0.2))
     assert finding(tmp_path, "cells-reach").verdict == "cannot tell"
+
+
+def test_a_seed_that_was_left_out_is_in_the_evidence(tmp_path: Path) -> None:
+    """A method looks better than it is, because its failed run is nowhere to be seen."""
+    write(tmp_path, "word_ptb_zoneout", [81.0, 82.0])
+    fabricated.write(tmp_path, fabricated.record("word_ptb_variational", 2))
+    (row,) = (name for name, recipe in RECIPES.items() if recipe.left_out)
+    assert row == "word_ptb_variational" and 1 not in RECIPES[row].seeds
+    words = "left out: seed 1, which learned nothing: a perplexity of 711 after 10 epochs"
+    assert f"(1 seed; {words})" in finding(tmp_path, "variational-words").evidence
+    assert f"* {words.replace('left out', f'Left out of `{row}`')}." in table(tmp_path)
+
+
+def test_seeds_of_different_machines_are_named(tmp_path: Path) -> None:
+    """Seeds of a GPU in TF32 and of a CPU in float32 stand side by side, and the page is silent."""
+    gpu, cpu = {"device": "a GPU", "precision": "tf32"}, {"device": "a CPU"}
+    for seed, made in ((1, gpu), (2, cpu), (3, cpu)):
+        fabricated.write(tmp_path, fabricated.record("gradient_flow_zoneout", seed) | made)
+        fabricated.write(tmp_path, fabricated.flow("gradient_flow_zoneout", seed))
+        alike = "Machines differ" not in finding(tmp_path, "cells-reach").evidence
+        assert alike == (seed == 1)
+    said = "Machines differ: seed 1 on a GPU in tf32; seeds 2, 3 on a CPU in bf16."
+    assert said in finding(tmp_path, "states-reach").evidence
 
 
 def test_every_claim_is_there_with_a_verdict_and_its_figure(tmp_path: Path) -> None:

@@ -214,6 +214,7 @@ def numbers_of(book: Book, recipe: str, scores: Scores = BOTH, epochs: bool = Fa
     if not own:
         return f"{row.row}: {'not run' if row.not_run else 'no run yet'}"
     count = seeds(len(own)) + (f", {span(book.epochs(recipe))} epochs" if epochs else "")
+    count += f"; left out: {row.left_out}" if row.left_out else ""
     return f"{row.row}: {shown(book, recipe, scores)} ({count})"
 
 
@@ -370,10 +371,24 @@ def further(state: Literal["cell", "hidden"]) -> Test:
             for arm, found in steps.items()
         ]
         text = f"Half of the norm lies in this many last steps of 784: {'; '.join(words)}."
-        text += too_few(*steps.values())
+        text += too_few(*steps.values()) + machines([r for arm in arms for r in book.records[arm]])
         return Finding(verdict, text, tuple(arms))
 
     return test
+
+
+def machines(records: Sequence[Record]) -> str:
+    """Say which seeds were trained on what and in which precision, or "" if all were alike."""
+    made: dict[str, set[int]] = {}
+    for record in records:
+        made.setdefault(f"on {record['device']} in {record['precision']}", set()).add(
+            record["seed"]
+        )
+    words = [
+        f"seed{'s' * (len(own) > 1)} {', '.join(map(str, sorted(own)))} {where}"
+        for where, own in made.items()
+    ]
+    return f" Machines differ: {'; '.join(words)}." if len(made) > 1 else ""
 
 
 def trains_lower(low: str, high: str) -> Test:

@@ -540,6 +540,8 @@ def _main_table(
         verdicts = [reached(z_of(recipe, own, part, scatter)) for part in PARTS if own]
         if why := differing(recipe, verdicts):
             notes.append(f"* {why}")
+        if own and recipe.left_out:
+            notes.append(f"* Left out of `{recipe.name}`: {recipe.left_out}.")
         for record in other:
             wrong = configs.from_json(record["config"])
             shown = ", ".join(

@@ -225,6 +225,7 @@ def results_table(
         rows = [[recipe.row, *cells(recipe, own[recipe.name], scatter)] for recipe in ran]
         parts.append(table(caption, *without_dashes(rows), name))
     notes = [differing(r, verdicts_of(r, own[r.name], scatter)).replace("`", "") for r in ran]
+    notes += [f"Left out of {r.name}: {r.left_out}." for r in ran if r.left_out]
     parts += [element("p", note) for note in notes if note]
     absent = [
         [r.row, *map(as_paper, (r.valid, r.test)), link(f"make-{r.name}", no_run(r))]

@@ -53,6 +53,7 @@ class Recipe:
     against: str = ""  # the recipe that the row is compared with in a sentence
     samples: int = 0  # passes with dropout whose probabilities are averaged, for one more score
     grid: str = ""  # the command that chooses settings of the row, which comes first
+    left_out: str = ""  # a seed that was run and does not count, and why
 
     @property
     def measure(self) -> str:
@@ -125,6 +126,7 @@ def recipe(
     against: str = "",
     samples: int = 0,
     grid: str = "",
+    left_out: str = "",
 ) -> Callable[[Callable[[], Config]], Callable[[], Config]]:
     """Return a decorator that registers a function as a recipe, under the function's name.
 
@@ -140,7 +142,7 @@ def recipe(
         RECIPES[name] = Recipe(
             name, task, row, make, valid, test, where, held,
             () if not_run else seeds, spare, not_run, differs, precision, against,
-            samples, grid,
+            samples, grid, left_out,
         )  # fmt: skip
         return make
 
