@@ -102,6 +102,68 @@ def test_text8_with_one_seed_a_row_takes_the_scatter_of_characters(tmp_path: Pat
     assert finding(tmp_path, "rivals-text8").verdict == "cannot tell"
 
 
+def text8(results: Path, **changed: float) -> None:
+    """Write the paper's numbers of text8 as ours, with others where given."""
+    write(results, ZONED, [1.3600, 1.3625])  # a standard deviation of 0.0018
+    for row in claims._TEXT8_ORDER:
+        paper = RECIPES[f"text8_{row}"]
+        assert paper.valid is not None and paper.test is not None
+        shift = changed.get(row, 0.0)
+        scores = {"valid": paper.valid + shift, "test": paper.test + shift}
+        write(results, f"text8_prefix_{row}", [0.0], **scores)
+
+
+def test_the_order_on_text8_is_the_papers_where_the_paper_has_one(tmp_path: Path) -> None:
+    """The verdict on the order rests on pairs that one run each cannot tell apart."""
+    assert finding(tmp_path, "order-text8").verdict == "cannot tell"
+    text8(tmp_path)
+    found = finding(tmp_path, "order-text8")
+    assert found.verdict == "holds"
+    assert " Of 15 pairs, 14 count; the others are close in the paper." in found.evidence
+    assert found.evidence.startswith("Best first: Zoneout 0.5, 0.05: 1.331 / 1.336 (1 seed); Stoch")
+    text8(tmp_path, norm_stabiliser=0.01)  # behind recurrent dropout, which does not count
+    assert finding(tmp_path, "order-text8").verdict == "cannot tell"
+    text8(tmp_path, weight_noise=0.05)
+    assert finding(tmp_path, "order-text8").verdict == "does not hold here"
+
+
+@pytest.mark.parametrize(
+    ("shift", "verdict"),
+    [(0.0, "holds"), (0.005, "holds"), (0.01, "does not hold here"), (-0.02, "does not hold here")],
+)
+def test_the_gain_on_text8_is_held_against_the_papers(
+    shift: float, verdict: str, tmp_path: Path
+) -> None:
+    """A gain far from the paper's counts as reproduced, or the paper's own numbers do not."""
+    nothing = finding(tmp_path, "gain-text8")
+    assert nothing.verdict == "cannot tell" and "no run of text8_prefix_zoneout" in nothing.evidence
+    text8(tmp_path, zoneout=shift)
+    found = finding(tmp_path, "gain-text8")
+    assert found.verdict == verdict
+    z = shift / (0.0025 / math.sqrt(2) * 2)
+    words = f"lower by {0.065 - shift:.3f} / {0.072 - shift:.3f}, in the paper by 0.065 / 0.072."
+    assert f"{words} z {z:.1f}, {z:.1f}.".replace("-", "−") in found.evidence
+    assert "0.065 bits in validation and 0.072 in the test" in claim_of("gain-text8").sentence
+
+
+def test_instability_is_a_jump_in_every_run(tmp_path: Path) -> None:
+    """A row is called unstable because it is worse, or because of one run of two."""
+    assert "no run of char_ptb_residual" in finding(tmp_path, "unstable").evidence
+    shape = {"epoch": [1.0, 2.0, 3.0], "valid": [1.6, 1.5, 1.4]}
+    calm, jumps = ({**shape, "train_nats": nats} for nats in ([0.9, 0.8, 0.9], [0.9, 0.8, 1.0]))
+    write(tmp_path, PLAIN, [1.4, 1.4], curve=calm)
+    write(tmp_path, "char_ptb_residual", [1.6], curve=jumps)
+    assert finding(tmp_path, "unstable").verdict == "cannot tell"
+    write(tmp_path, "char_ptb_residual", [1.6, 1.6], curve=jumps)
+    found = finding(tmp_path, "unstable")
+    assert found.verdict == "holds"
+    assert "bits: Residual recurrence 0.289 (2 seeds); Unregularised LSTM 0.144" in found.evidence
+    write(tmp_path, "char_ptb_residual", [1.6], curve=calm)
+    assert finding(tmp_path, "unstable").verdict == "cannot tell"
+    write(tmp_path, "char_ptb_residual", [1.6, 1.6], curve=calm)
+    assert finding(tmp_path, "unstable").verdict == "does not hold here"
+
+
 def test_the_page_names_the_rows_that_scatter(tmp_path: Path) -> None:
     """A reader cannot see that the standard deviation of a task is that of two rows."""
     write(tmp_path, ZONED, [1.36, 1.37, 1.38])

@@ -304,6 +304,7 @@ def char_ptb_swapout() -> Config:
     beside="char_ptb_unregularised",
     where="systems",
     against="char_ptb_zoneout",
+    spare=(2,),
 )
 def char_ptb_residual() -> Config:
     """The old h is added to the new one at every step, which the paper found unstable.
