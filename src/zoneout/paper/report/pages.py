@@ -20,6 +20,7 @@ from typing import Any
 from .. import disk
 from ..disk import RunError
 from ..experiments import gradient_flow
+from ..experiments.claims import seeds
 from ..experiments.recipes import MEASURES, QUOTED, RECIPES, Recipe
 from ..experiments.recipes.registry import Quoted
 from ..experiments.results import (
@@ -27,6 +28,7 @@ from ..experiments.results import (
     Record,
     as_z,
     best_epoch,
+    best_within,
     differing,
     fitting,
     minutes,
@@ -170,21 +172,29 @@ def task_section(task: str, own: dict[str, list[Record]]) -> Html:
 
 
 def comparison(recipe: Recipe, own: dict[str, list[Record]]) -> Html:
-    """Return a list item that compares a recipe's test score with the one it is held against.
+    """Return a list item that compares a recipe with the one it is held against.
 
-    Both are of the recipe's protocol, where the other has a score of it.
+    The difference is that of the best validation within as many epochs as both had. The test
+    scores, which exist for the whole runs alone, stand beside it with the epochs of each.
     """
     if not (recipe.against and own[recipe.name] and own[recipe.against]):
         return Html("")
-    other, cut = RECIPES[recipe.against], named(recipe.make().evaluation.test)
-    ours, theirs = (fmean(test_of(r, cut) for r in own[one.name]) for one in (recipe, other))
-    seeds = len(own[recipe.name])
-    text = (
-        f"{recipe.row}: {rounded(ours, recipe.measure)} in test, {other.row}: "
-        f"{rounded(theirs, recipe.measure)}. The difference is "
-        f"{rounded(ours - theirs, recipe.measure, '+')}, of {seeds} seed{'s' * (seeds > 1)}."
+    pair, cut = (recipe, RECIPES[recipe.against]), named(recipe.make().evaluation.test)
+    epochs = [min(record["epochs"] for record in own[one.name]) for one in pair]
+    valid = [fmean(best_within(r, min(epochs)) for r in own[one.name]) for one in pair]
+    tests = [fmean(test_of(r, cut) for r in own[one.name]) for one in pair]
+    first, second = (
+        f"{one.row} {rounded(value, recipe.measure)} ({seeds(len(own[one.name]))})"
+        for one, value in zip(pair, valid)
     )
-    return element("li", text)
+    digits = " and ".join(rounded(value, recipe.measure) for value in tests)
+    also = "" if all(has_test(r, cut) for r in own[recipe.against]) else ", by other protocols"
+    text = (
+        f"Best validation within {min(epochs):g} epochs: {first}, {second}. The difference is "
+        f"{rounded(valid[0] - valid[1], recipe.measure, '+')}. In the test, after "
+        f"{epochs[0]:g} and {epochs[1]:g} epochs{also}: {digits}."
+    )
+    return element("li", text.replace("-0.", "−0."))
 
 
 def test_of(record: Record, cut: str) -> float:
@@ -193,6 +203,11 @@ def test_of(record: Record, cut: str) -> float:
         if (score["part"], score["protocol"]) == ("test", cut):
             return float(score[record["measure"]])
     return float(record["test"])
+
+
+def has_test(record: Record, cut: str) -> bool:
+    """Return whether a record has a test score by a protocol."""
+    return ("test", cut) in {(score["part"], score["protocol"]) for score in record["scores"]}
 
 
 def past_tables(own: dict[str, list[Record]]) -> list[Html]:
