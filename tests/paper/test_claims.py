@@ -315,9 +315,12 @@ def test_every_claim_is_there_with_a_verdict_and_its_figure(tmp_path: Path) -> N
         assert not figures.draw(group.figure, tmp_path).missing
     assert all(f"| {claim.sentence} ({claim.where}) |" in text for claim in every)
     counts = [int(n) for n in re.findall(r"\d+", text.split("\n\n")[1].split(" Every")[0])]
-    assert counts[0] == sum(counts[1:]) == len(every)
+    assert counts[0] == sum(counts[1:]) == len(every) and "not run" not in text
     nothing = holds_up.document(tmp_path / "none")
-    assert nothing.count("? cannot tell") == len(every) and "pictures/" not in nothing
+    assert nothing.count("? cannot tell: not run |") == len(every) and "pictures/" not in nothing
+    assert f"cannot tell, {len(every)} of them because rows have not been run" in (
+        nothing.replace("\n", " ")
+    )
     assert list(holds_up.MARKS) == list(VERDICTS)
 
 

@@ -21,13 +21,25 @@ def judged(book: Book) -> list[tuple[Group, list[tuple[Claim, Finding]]]]:
     return [(group, [(claim, claim.test(book)) for claim in group.claims]) for group in GROUPS]
 
 
-def tally(findings: list[Finding]) -> str:
+def tally(book: Book, findings: list[Finding]) -> str:
     """Return how many claims have each verdict, in words."""
     count = Counter(finding.verdict for finding in findings)
+    waiting = sum(waits(book, finding) for finding in findings)
+    why = f", {waiting} of them because rows have not been run" if waiting else ""
     return (
         f"Of {len(findings)} claims, {count['holds']} hold here, {count['does not hold here']} do "
-        f"not, and of {count['cannot tell']} these runs cannot tell."
+        f"not, and of {count['cannot tell']} these runs cannot tell{why}."
     )
+
+
+def waits(book: Book, finding: Finding) -> bool:
+    """Return whether a verdict is open while a row that it compares has no run."""
+    return finding.verdict == "cannot tell" and not all(map(book.records.get, finding.recipes))
+
+
+def mark(book: Book, finding: Finding) -> str:
+    """Return a verdict as the page shows it."""
+    return MARKS[finding.verdict] + (": not run" if waits(book, finding) else "")
 
 
 def has_figure(book: Book, group: Group, findings: list[tuple[Claim, Finding]]) -> bool:
@@ -55,9 +67,9 @@ def document(results: Path | str) -> str:
     groups = judged(book)
     every = [finding for _, found in groups for _, finding in found]
     lead = (
-        f"{tally(every)} Every verdict is computed from the records in `results/`, and `zoneout "
-        "reproduce --write` makes this page. Numbers are validation / test means ± standard "
-        "deviation over seeds; lower is better. [All results](results.md), [how they are "
+        f"{tally(book, every)} Every verdict is computed from the records in `results/`, and "
+        "`zoneout reproduce --write` makes this page. Numbers are validation / test means ± "
+        "standard deviation over seeds; lower is better. [All results](results.md), [how they are "
         "made](reproducing.md)."
     )
     parts = ["# What of the paper holds up", wrapped(lead)]
@@ -67,7 +79,7 @@ def document(results: Path | str) -> str:
             lines += [f"![{group.title}]({PICTURES}/{group.figure}.svg)", ""]
         lines += ["| the paper says | verdict | evidence |", "|---|---|---|"]
         lines += [
-            f"| {claim.sentence} ({claim.where}) | {MARKS[finding.verdict]} | {finding.evidence} |"
+            f"| {claim.sentence} ({claim.where}) | {mark(book, finding)} | {finding.evidence} |"
             for claim, finding in found
         ]
         parts.append("\n".join(lines))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..experiments.claims import RULES, Book, Claim, Finding, deviations
-from ..experiments.holds_up import LEFT_OUT, MARKS, has_figure, judged, tally
+from ..experiments.holds_up import LEFT_OUT, has_figure, judged, mark, tally
 from . import figures, plots
 from .html import Html, element, figure, join, link, section, table
 
@@ -17,9 +17,9 @@ def verdicts(results: Path) -> Html:
     book = Book(results)
     groups = judged(book)
     every = [finding for _, found in groups for _, finding in found]
-    parts = [element("p", element("strong", tally(every)), " Each verdict is computed.")]
+    parts = [element("p", element("strong", tally(book, every)), " Each verdict is computed.")]
     for group, found in groups:
-        claims = [claim_item(claim, finding) for claim, finding in found]
+        claims = [claim_item(book, claim, finding) for claim, finding in found]
         inside: list[Html] = [element("ul", *claims, class_="claims")]
         if has_figure(book, group, found):
             drawn = figures.draw(group.figure, results)
@@ -40,10 +40,13 @@ def rules(book: Book) -> Html:
     return element("details", element("summary", "The rules"), *inside)
 
 
-def claim_item(claim: Claim, finding: Finding) -> Html:
+def claim_item(book: Book, claim: Claim, finding: Finding) -> Html:
     """Return a claim as an item of a list: verdict, sentence, evidence and links to commands."""
-    mark = element("span", MARKS[finding.verdict], class_=f"verdict {finding.verdict.split()[0]}")
+    shown = mark(book, finding)
+    verdict = element("span", shown, class_=f"verdict {finding.verdict.split()[0]}")
     made = [link(f"make-{name}", number + 1) for number, name in enumerate(finding.recipes)]
     commands = [" Made by: ", join(made, ", "), "."] if made else []
     evidence = element("small", finding.evidence, *commands)
-    return element("li", mark, element("span", f"{claim.sentence} "), f"({claim.where}) ", evidence)
+    return element(
+        "li", verdict, element("span", f"{claim.sentence} "), f"({claim.where}) ", evidence
+    )
