@@ -14,8 +14,9 @@ import fabricated
 import numpy as np
 import pytest
 
-from zoneout.paper.experiments import claims, holds_up
-from zoneout.paper.experiments.claims import GROUPS, VERDICTS, Book, Finding, apart, t_of
+from zoneout.paper.experiments import claims, evidence, holds_up
+from zoneout.paper.experiments.claims import GROUPS
+from zoneout.paper.experiments.evidence import VERDICTS, Book, Finding, apart, t_of
 from zoneout.paper.experiments.recipes import RECIPES
 from zoneout.paper.experiments.results import table
 from zoneout.paper.report import figures
@@ -172,7 +173,7 @@ def test_the_page_names_the_rows_that_scatter(tmp_path: Path) -> None:
     assert "| char-ptb | 0.01000 / 0.01000 | Zoneout 0.5, 0.05 (3 seeds) |" in page
     assert "| word-ptb | not known / not known | – |" in page
     compared = {RECIPES[r].task for g in GROUPS for c in g.claims for r in finding_rows(c)}
-    assert compared - {"gradient-flow"} == set(claims.TASKS)
+    assert compared - {"gradient-flow"} == set(evidence.TASKS)
 
 
 def finding_rows(claim: claims.Claim) -> tuple[str, ...]:
@@ -226,7 +227,7 @@ def test_rates_are_compared_within_equal_epochs(tmp_path: Path) -> None:
     write(tmp_path, ZONED, [1.36, 1.361], curve=longer, epochs=110.0)
     for row in sorted(finding_rows(claim_of("best-rates")))[1:]:
         write(tmp_path, row, [1.371], curve=shorter, epochs=50.0)
-        assert RECIPES[row].make().epochs >= claims.RATES_EPOCHS
+        assert RECIPES[row].make().epochs >= evidence.RATES_EPOCHS
     found = finding(tmp_path, "best-rates")
     assert found.verdict == "cannot tell"
     numbers = "Zoneout 0.5, 0.05: 1.3700 ± 0.0000 (2 seeds); Zoneout, cells 0.05: 1.371 (1 seed)"

@@ -6,7 +6,8 @@ from collections import Counter
 from pathlib import Path
 from textwrap import fill
 
-from .claims import GROUPS, RULES, VERDICTS, Book, Claim, Finding, Group, deviations
+from .claims import GROUPS, Claim, Group
+from .evidence import RULES, VERDICTS, Book, Finding, deviations
 
 PICTURES = "pictures"  # beside the page; `zoneout figures` draws them
 LEFT_OUT = (

@@ -20,7 +20,7 @@ from typing import Any
 from .. import disk
 from ..disk import RunError
 from ..experiments import gradient_flow
-from ..experiments.claims import seeds
+from ..experiments.evidence import seeds
 from ..experiments.recipes import MEASURES, QUOTED, RECIPES, Recipe
 from ..experiments.recipes.registry import Quoted
 from ..experiments.results import (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..experiments.claims import RULES, Book, Claim, Finding, deviations
+from ..experiments.claims import Claim
+from ..experiments.evidence import RULES, Book, Finding, deviations
 from ..experiments.holds_up import LEFT_OUT, has_figure, judged, mark, tally
 from . import figures, plots
 from .html import Html, element, figure, join, link, section, table
