@@ -1057,18 +1057,24 @@ def test_permuted_mnist_trains_with_batch_norm_and_zoneout(tmp_path: Path) -> No
     assert 0 <= summary.test["error"] <= 1 and summary.update == 2
 
 
-def test_other_scores_stand_in_the_line_of_a_validation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A training error is of other images, or what is called running averages is something else:
-    the experiments on batch norm would compare nothing.
-    """
+def some_images(monkeypatch: pytest.MonkeyPatch) -> Images:
+    """Let every run train on 30 images of noise, and return them."""
     pixels = np.random.default_rng(0).integers(0, 256, (30, 784)).astype(np.uint8)
     labels = (np.arange(30) % 10).astype(np.uint8)
     images = Images(
         "paper", (pixels, labels), (pixels[::-1][:12], labels[:12]), (pixels, labels), ""
     )
     monkeypatch.setattr(module, "load_data", lambda *_: images)
+    return images
+
+
+def test_other_scores_stand_in_the_line_of_a_validation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training error is of other images, or what is called running averages is something else:
+    the experiments on batch norm would compare nothing.
+    """
+    images = some_images(monkeypatch)
     monkeypatch.setattr(module, "TRAINING", 20)
     monkeypatch.setattr(module, "LARGE", 12)
     config = Config(
@@ -1096,6 +1102,37 @@ def test_other_scores_stand_in_the_line_of_a_validation(
         assert line[name] == score.error, name
     made = results.curve(read_metrics(tmp_path), "error")
     assert [made[name] for name in module.ALSO] == [[round(line[n], 5)] for n in module.ALSO]
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_run_stopped_between_the_scores_of_a_validation_goes_on(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The validation is not repeated: its line is missing, and its weights are lost as the best."""
+    some_images(monkeypatch)
+    config = Config(
+        data=Data("mnist"),
+        batches=Batches(size=15),
+        model=Model(hidden=3),
+        schedule=Schedule("plateau", after=1, by=2.0),
+        epochs=3,
+        patience=2,
+        device="cpu",
+    )
+    train(config, tmp_path / "whole")
+    own, calls = Training.also, 0
+
+    def also(self: Training) -> dict[str, float]:
+        nonlocal calls
+        calls += 1
+        if calls == number + 1:
+            raise module.Stopped
+        return own(self)
+
+    monkeypatch.setattr(Training, "also", also)
+    assert train(config, tmp_path / "run").status == "interrupted"
+    train(None, tmp_path / "run", resume=True)
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
 
 
 def test_the_last_weights_can_be_the_ones_to_keep(tmp_path: Path) -> None:

@@ -326,6 +326,7 @@ class Training:
             raise self.diverged(
                 f"the validation loss was {score.nats} after update {self.state.update}"
             )
+        also = self.also()  # may be stopped too: until here, nothing of the state has changed
         state, judged = self.state, "error" if self.measure == "error" else "nats"
         best = (
             state.best is None
@@ -334,7 +335,7 @@ class Training:
         )
         state.validated, state.stale = state.update, 0 if best else state.stale + 1
         self.check_plateau(best, getattr(score, judged))
-        line = self.line("valid", **values_of(score, self.measure), **self.also(), best=best)
+        line = self.line("valid", **values_of(score, self.measure), **also, best=best)
         if best:
             state.best = line
             if self.processes.first:
