@@ -48,7 +48,7 @@ from zoneout.paper.training.config import (
 from zoneout.paper.training.evaluate import evaluate
 from zoneout.paper.training.processes import products_in
 from zoneout.paper.training.runs import load, read_metrics
-from zoneout.paper.training.step import learning_rates, update_seeds
+from zoneout.paper.training.step import Step, learning_rates, update_seeds
 from zoneout.paper.training.train import Diverged, Summary, Training, load_data, train
 
 HERE = Path(__file__).parent
@@ -370,7 +370,6 @@ def test_streams_carry_their_state_and_begin_each_epoch_anew(tmp_path: Path) -> 
     from zoneout.paper.training.feeds import make_feed
     from zoneout.paper.training.models import build
     from zoneout.paper.training.processes import Processes
-    from zoneout.paper.training.step import Step
 
     config = replace(
         WORDS,
@@ -598,6 +597,60 @@ def test_best_weights_of_a_killed_try_that_did_not_come_again_are_told(tmp_path:
     train(None, tmp_path / "run", resume=True, progress=events.append)
     (note,) = [e["text"] for e in events if e["kind"] == "note"]
     assert note.startswith("best.safetensors has weights of before the run was killed, of update 6")
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
+    """The steps of all runs that capture a graph; on a CPU, something that is never replayed."""
+    steps: list[Step] = []
+
+    def capture(step: Step) -> None:
+        steps.append(step)
+        step.graphs[0, False] = object(), False
+
+    monkeypatch.setattr(Step, "capture", capture)
+    return steps
+
+
+@pytest.mark.parametrize("how", ["finished", "interrupted", "failed"])
+def test_graphs_are_gone_when_training_ends(how: str, captures: list[Step], tmp_path: Path) -> None:
+    """The next run in the process captures beside graphs of an earlier one."""
+
+    def tell(event: dict[str, Any]) -> None:
+        if event["kind"] == "step" and event["update"] == 3 and how != "finished":
+            if how == "failed":
+                raise OSError
+            raise module.Stopped
+        if event["kind"] == "test":
+            assert not captures[0].graphs, "they take memory while the run is tested"
+
+    config = replace(CHARS, updates=6)
+    if how == "failed":
+        with pytest.raises(OSError):
+            train(config, tmp_path / "run", progress=tell)
+    else:
+        assert train(config, tmp_path / "run", progress=tell).status == how
+    assert [step.graphs for step in captures] == [{}]
+
+
+def test_a_run_that_lacks_only_its_test_captures_no_graph(
+    captures: list[Step], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Minutes of a GPU go to a graph that is never replayed."""
+
+    def stopped(self: Training) -> None:
+        raise module.Stopped
+
+    still = replace(CHARS, optimizer=Optimizer("sgd", lr=0.0), epochs=9, patience=1)
+    for name, config in (("complete", replace(CHARS, updates=6)), ("patience", still)):
+        with monkeypatch.context() as patch:
+            patch.setattr(Training, "test", stopped)
+            assert train(config, tmp_path / name).status == "interrupted"
+        captures.clear()
+        assert train(None, tmp_path / name, resume=True).test is not None
+        assert not captures
+    train(replace(CHARS, updates=8), tmp_path / "complete", resume=True)
+    assert len(captures) == 1, "a run that is made longer has updates left"
 
 
 def test_a_run_can_leave_its_test_out(tmp_path: Path) -> None:
@@ -997,8 +1050,6 @@ def test_the_captured_step_is_the_eager_step(
     """If this fails, something in the step is decided when it is captured and should be decided
     at every update.
     """
-    from zoneout.paper.training.step import Step
-
     for name in ("char-lstm-zoneout", "word-lstm-streams"):
         config = replace(CURVES[name], device="cuda")
         train(config, tmp_path / f"captured {name}")

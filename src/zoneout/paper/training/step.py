@@ -177,6 +177,10 @@ class Step:
         if self.captures:
             self._capture(self.lengths[min(self.next, len(self.lengths) - 1)])
 
+    def release(self) -> None:
+        """Drop the graphs with their memory, so that they do not outlive the run's training."""
+        self.graphs.clear()
+
     def _capture(self, length: int) -> None:
         changed = [
             *weights_of(self.model).values(),

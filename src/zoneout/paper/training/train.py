@@ -193,7 +193,8 @@ class Training:
         self.earlier = self.state.seconds
         # `updates` is the number of updates in this epoch.
         self.updates = self.begin_epoch()
-        self.step.capture()
+        if not self.over():  # a run that lacks only its test needs no graph
+            self.step.capture()
         # The folder is changed last, so an error above leaves it as it was.
         if processes.first and resume:
             run.go_on(found, config, vocabulary, self.data.digest, data)
@@ -225,6 +226,7 @@ class Training:
                 self.save()
                 return self.summary("interrupted")
             finally:
+                self.step.release()
                 self.write_best()
             try:
                 test = self.test()
@@ -240,7 +242,7 @@ class Training:
         state, config = self.state, self.config
         if self.due():  # the run was stopped before this validation
             self.validate()
-        while not self.complete() and not (config.patience and state.stale >= config.patience):
+        while not self.over():
             self.step()
             self.changed = True
             lr_at = state.done
@@ -279,6 +281,11 @@ class Training:
         return (
             self.state.epoch >= self.config.epochs or 0 < self.config.updates <= self.state.update
         )
+
+    def over(self) -> bool:
+        """Return whether no update is left: training is complete, or patience is at its end."""
+        patience = self.config.patience
+        return self.complete() or bool(patience and self.state.stale >= patience)
 
     def due(self) -> bool:
         """Return whether a validation is due."""
