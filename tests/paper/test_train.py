@@ -41,6 +41,7 @@ from zoneout.paper.training.config import (
     Protocol,
     RecurrentDropout,
     Schedule,
+    VariationalDropout,
     Zoneout,
     change,
     to_json,
@@ -114,6 +115,21 @@ CURVES = {
         optimizer=Optimizer("adam", lr=0.005, weight_decay=0.01, clip_gradient=0.0),
     ),
 }
+# Like AWD-LSTM: batches of random lengths, and a rate at which a validation soon is worse than the
+# best, so that the weights are averaged.
+AWD = replace(
+    WORDS,
+    batches=Batches("streams", size=4, length=12, halved=0.3, spread=2.0),
+    model=Model(sizes=(16, 8), embedding=8, tied=True, embedding_bound=0.1, forget_bias=0.0),
+    variational_dropout=VariationalDropout(input=(0.2, 0.4), output=0.2, words=0.1),
+    weight_drop=0.5,
+    activation_penalty=2.0,
+    change_penalty=1.0,
+    optimizer=Optimizer("sgd", lr=30.0, clip_gradient=0.25, l2=1e-6, average_after=1),
+    schedule=Schedule(),
+    evaluation=replace(WORDS.evaluation, every=4),
+    loss="mean",
+)
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -1033,12 +1049,19 @@ def test_a_gpu_trains_what_a_cpu_does(name: str, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["char-lstm-zoneout", "word-lstm-streams"])
-def test_a_gpu_goes_on_exactly(name: str, tmp_path: Path) -> None:
-    config = replace(CURVES[name], device="cuda")
-    train(config, tmp_path / "whole")
-    assert train(config, tmp_path / "run", progress=interrupted_at(7)).status == "interrupted"
+@pytest.mark.parametrize("config", [CHARS, WORDS, AWD], ids=["chunks", "streams", "awd"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_device_goes_on_exactly(config: Config, device: str, tmp_path: Path) -> None:
+    """A graph that is captured anew, of another length or with averages, is another update."""
+    averaged = config.optimizer.average_after > 0
+    config = replace(config, device=device)
+    whole = train(config, tmp_path / "whole")
+    for number, update in enumerate((7, whole.update * 3 // 4)):
+        tell = interrupted_at(update)
+        summary = train(config, tmp_path / "run", resume=number > 0, progress=tell)
+        assert (summary.status, summary.update) == ("interrupted", update)
+    found, _ = runs.Run(tmp_path / "run").latest()
+    assert found is not None and found.state["averaging"] is averaged
     train(None, tmp_path / "run", resume=True)
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
 
