@@ -26,6 +26,7 @@ import torch
 from zoneout.paper.cli import main as cli
 from zoneout.paper.cli import options
 from zoneout.paper.cli.reproduce import Reproduce
+from zoneout.paper.data.datasets import DataError
 from zoneout.paper.disk import RunError, write_record
 from zoneout.paper.experiments import reproduce as module
 from zoneout.paper.experiments import results as pages
@@ -46,7 +47,7 @@ from zoneout.paper.training.config import (
     to_json,
 )
 from zoneout.paper.training.evaluate import evaluate
-from zoneout.paper.training.exit_codes import BAD_DATA, INTERRUPTED
+from zoneout.paper.training.exit_codes import BAD_DATA, FAILED, INTERRUPTED
 from zoneout.paper.training.measures import pooled, reached, z_score
 from zoneout.paper.training.runs import Run, load, read_metrics
 from zoneout.paper.training.train import load_data, stop_requests, train
@@ -317,6 +318,86 @@ def test_a_run_that_diverges_does_not_stop_the_others(capsys: pytest.CaptureFixt
         and "training has diverged" in err
     )
     assert Path("res/char_ptb_tiny/seed-1.json").exists() and not Path("res/char_ptb_bad").exists()
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, error: Exception, *rows: str, **options: Any) -> str:
+    """Run rows of which the bad one raises the error when it is to be trained."""
+
+    def begin(config: Config, folder: Path, **others: Any) -> Any:
+        if "bad" in str(folder):
+            raise error
+        return train(config, folder, **others)
+
+    monkeypatch.setattr(module, "train", begin)
+    return run(*rows, **options)
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+@pytest.mark.parametrize(
+    ("error", "state", "traced"),
+    [
+        (RuntimeError("a capture failed"), "failed", True),
+        (KeyError("a wrong name"), "failed", True),
+        (RuntimeError("CUDA out of memory"), "failed", False),
+        (OSError("no space left"), "failed", False),
+        (RunError("the folder is in use"), "failed", False),
+        (DataError("there are no data"), "without data", False),
+        (ValueError("hidden: expected a number"), "refused", False),
+    ],
+    ids=str,
+)
+def test_an_error_ends_its_row_only(
+    parallel: int,
+    error: Exception,
+    state: str,
+    traced: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """One row ends the command, and the GPU is idle; or nobody is told which, and why."""
+    said: list[str] = []
+    monkeypatch.setattr(module, "several", module.together)
+    options: dict[str, Any] = {"parallel": parallel, "say": said.append}
+    assert failing(monkeypatch, error, "bad", "tiny", **options) == state
+    assert Path("res/char_ptb_tiny/seed-1.json").exists()
+    assert said[-1] == (
+        f"Without a record: char_ptb_bad, seed 1 ({state}). The same command tries again."
+    )
+    err = capfd.readouterr().err
+    assert str(error) in err and ("Traceback" in err and "raise error" in err) == traced
+
+
+def test_an_error_in_a_process_ends_its_row_only(capfd: pytest.CaptureFixture[str]) -> None:
+    """As above, where the rows are processes of their own."""
+    seeds = (1, 2, 3)
+    Path("out/char_ptb_zoneout/seed-2").mkdir(parents=True)
+    Path("out/char_ptb_zoneout/seed-2/config.json").write_text("{")  # cannot be read
+    said: list[str] = []
+    found = run("zoneout", seeds=seeds, parallel=2, settings=SMALL, say=said.append)
+    assert found == "failed" and "char_ptb_zoneout, seed 2 (failed)." in said[-1]
+    assert [Path(f"res/char_ptb_zoneout/seed-{n}.json").exists() for n in seeds] == [1, 0, 1]
+
+
+@pytest.mark.parametrize("how", ["one_by_one", "together"])
+def test_no_row_is_begun_on_a_gpu_that_is_lost(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All later rows fail too, or the command says that there was no time for them."""
+    error, said = RuntimeError("an illegal memory access was encountered"), list[str]()
+
+    def synchronize(device: object) -> None:
+        raise error
+
+    monkeypatch.setattr(module, "one_by_one", getattr(module, how))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    assert failing(monkeypatch, error, "bad", "tiny", parallel=1, say=said.append) == "GPU lost"
+    assert said[-1] == (
+        "Without a record: char_ptb_bad, seed 1 (GPU lost); char_ptb_tiny, seed 1 (not begun). "
+        "The same command tries again."
+    )
+    assert not Path("out/char_ptb_tiny").exists() and module.CODES["GPU lost"] == FAILED
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    assert failing(monkeypatch, error, "bad", "tiny", parallel=1) == "failed"
+    assert Path("res/char_ptb_tiny/seed-1.json").exists()
 
 
 def test_zoneout_and_unregularised_come_first_and_seeds_last(

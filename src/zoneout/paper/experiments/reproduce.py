@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
@@ -32,13 +33,21 @@ from ..training import runs
 from ..training.config import Config
 from ..training.exit_codes import BAD_DATA, DIVERGED, FAILED, INTERRUPTED, OK, WRONG_USE
 from ..training.noise_fields import in_fields
-from ..training.processes import device_of, obey_the_parent, threads_of_each
+from ..training.processes import (
+    alone,
+    device_of,
+    memory_explained,
+    obey_the_parent,
+    threads_of_each,
+)
 from ..training.train import Diverged, Progress, asked_again, stop_requests, train
 from ..training.unused_options import refuse_unread
 from .recipes import RECIPES, Recipe, select
 from .results import changes, make_record, order, read_record, table
 
-State = Literal["finished", "interrupted", "diverged", "without data", "refused", "failed"]
+State = Literal[
+    "finished", "interrupted", "diverged", "without data", "refused", "failed", "GPU lost"
+]
 OPTIONS = {
     "seed": "--first-seed",
     "precision": "--precision",
@@ -48,6 +57,7 @@ RUNS, RESULTS = Path("runs/reproduce"), Path("results")
 SHARED = "at_once.json"  # in a run's folder: how many runs shared the device
 CODES: dict[State, int] = {
     "finished": OK,
+    "GPU lost": FAILED,
     "failed": FAILED,
     "refused": WRONG_USE,
     "without data": BAD_DATA,
@@ -70,6 +80,10 @@ class Job:
     settings: dict[str, Any] = field(default_factory=dict)  # changes to the recipe's settings
     until: float = math.inf  # time.time() at which to stop
     at_once: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.recipe}, seed {self.seed}"
 
     @property
     def folder(self) -> Path:
@@ -157,7 +171,8 @@ def reproduce(
     `seeds` are by default those that each recipe states, and `precision` is the one that the row is
     about, or else fp32. After `minutes` the current runs stop with a checkpoint, and the next call
     resumes them. `parallel` runs share the device: as threads on a GPU, as processes elsewhere. A
-    run that diverges does not stop the others. Returns the worst final state of all runs.
+    run that diverges or fails does not stop the others, unless the GPU is lost. The runs that are
+    left without a record are named at the end. Returns the worst final state of all runs.
     """
     if parallel < 1:
         raise ValueError(f"parallel: expected 1 or more, got {parallel}")
@@ -199,18 +214,27 @@ def reproduce(
             f"Nothing to run: every record is in {results}.{of_another_precision(jobs)} With other "
             "folders for --results and --out, they run again."
         )
-    states: list[State] = []
+    states: dict[str, State] = {}  # of the runs that were begun
     how = one_by_one if parallel == 1 else together if device_of(device).type == "cuda" else several
     for job, state in how(missing):
-        states.append(state)
-        say(f"{job.recipe}, seed {job.seed}: {state}")
+        states[job.name] = state
+        say(f"{job.name}: {state}")
         if state == "finished":
             say(table(results, recipes, details=False))
     if states and (best_first := order(results, recipes)):
         say(best_first)
-    if len(states) < len(missing):  # there was no time to begin them
-        states.append("interrupted")
-    return max(states, key=lambda state: CODES[state], default="finished")
+    if text := without_record(missing, states):
+        say(text)
+    if len(states) < len(missing) and "GPU lost" not in states.values():
+        return "interrupted"  # there was no time to begin them all
+    return max(states.values(), key=lambda state: CODES[state], default="finished")
+
+
+def without_record(jobs: Sequence[Job], states: dict[str, State]) -> str:
+    """Return a sentence that names the jobs without a record, and how they ended; or ""."""
+    ended = {job.name: states.get(job.name, "not begun") for job in jobs}
+    left = [f"{name} ({state})" for name, state in ended.items() if state != "finished"]
+    return f"Without a record: {'; '.join(left)}. The same command tries again." if left else ""
 
 
 def _in_order(
@@ -230,9 +254,7 @@ def _in_order(
 def of_another_precision(jobs: Sequence[Job]) -> str:
     """Return a sentence that names the records made in another precision than requested, or ""."""
     found = [(job, str(read_record(job.record)["precision"])) for job in jobs]
-    others = [
-        f"{job.recipe}, seed {job.seed} ({there})" for job, there in found if there != job.precision
-    ]
+    others = [f"{job.name} ({there})" for job, there in found if there != job.precision]
     return f" Of another precision than was asked for: {'; '.join(others)}." if others else ""
 
 
@@ -242,28 +264,50 @@ def _urgency(recipe: Recipe) -> int:
 
 
 def one_by_one(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:
-    """Run the jobs in this process; yield each with its final state. Stop after an interruption
-    or at the deadline.
+    """Run the jobs in this process; yield each with its final state. Stop after an interruption,
+    at the deadline, or when the GPU is lost.
     """
     for job in jobs:
         if time.time() >= job.until:
             return
         state = attempt(job)
         yield job, state
-        if state == "interrupted":
+        if state in ("interrupted", "GPU lost"):
             return
 
 
 def attempt(job: Job) -> State:
-    """Run a job; print an error of the run instead of raising it."""
+    """Run a job; print an error instead of raising it, so that it ends this job only.
+
+    Of an error that is none of the run's data, settings or files, print the traceback too.
+    """
+    state: State = "failed"
     try:
-        return job(lines(job))
-    except Diverged as error:
-        console.say(f"{job.recipe}, seed {job.seed}: {error}")
-        return "diverged"
-    except RunError as error:
-        console.say(f"{job.recipe}, seed {job.seed}: {error}")
-        return "failed"
+        with memory_explained():
+            return job(lines(job))
+    except (RunError, DataError, OSError, ValueError) as error:
+        console.say(f"{job.name}: {in_fields(disk.in_words(error))}")
+        kinds: dict[type[Exception], State] = {
+            Diverged: "diverged",
+            DataError: "without data",
+            ValueError: "refused",
+        }
+        state = next((state for kind, state in kinds.items() if isinstance(error, kind)), state)
+    except Exception:
+        console.say(f"{job.name}: an unexpected error\n{traceback.format_exc()}")
+    return "GPU lost" if state == "failed" and gpu_is_lost(job.device) else state
+
+
+def gpu_is_lost(device: str) -> bool:
+    """Return whether every CUDA call of this process fails, as after a read of a wrong address."""
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        with alone:  # a graph that another run is capturing would break
+            torch.cuda.synchronize(device if device.startswith("cuda") else None)
+    except RuntimeError:
+        return True
+    return False
 
 
 def together(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:
@@ -274,10 +318,10 @@ def together(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:
     process suffices: between two validations a run only replays a CUDA graph.
     """
 
-    own = threading.local()
+    own, lost = threading.local(), threading.Event()
 
     def begin(job: Job) -> State | None:
-        if asked() or time.time() >= job.until:
+        if asked() or lost.is_set() or time.time() >= job.until:
             return None
         device = device_of(job.device)
         if device.type == "cuda" and not hasattr(
@@ -285,7 +329,10 @@ def together(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:
         ):  # one per thread: torch reuses streams after 32
             own.stream = torch.cuda.Stream(device)
         with torch.cuda.stream(own.stream) if device.type == "cuda" else nullcontext():
-            return attempt_beside_others(job)
+            state = attempt(job)
+        if state == "GPU lost":
+            lost.set()
+        return state
 
     at_once = max((job.at_once for job in jobs), default=1)
     patience = sys.getswitchinterval()
@@ -339,16 +386,7 @@ def _in_process(job: Job, threads: int) -> None:
     obey_the_parent()
     torch.set_num_threads(threads)
     with console.ready():
-        sys.exit(CODES[attempt_beside_others(job)])
-
-
-def attempt_beside_others(job: Job) -> State:
-    """Run a job; print an error in its data or settings, so that it ends this job only."""
-    try:
-        return attempt(job)
-    except (DataError, ValueError) as error:
-        console.say(f"{job.recipe}, seed {job.seed}: {in_fields(str(error))}")
-        return "without data" if isinstance(error, DataError) else "refused"
+        sys.exit(CODES[attempt(job)])
 
 
 @contextmanager
@@ -382,7 +420,6 @@ def lines(job: Job) -> Progress:
     the host waits for the device there, without validations and checkpoints.
     """
     began = time.monotonic()
-    name = f"{job.recipe}, seed {job.seed}"
     since: tuple[int, float] | None = None  # the update and time of a line of training loss
     took = ""
 
@@ -410,6 +447,6 @@ def lines(job: Job) -> Progress:
         elif kind == "note":
             text = event["text"]
         if text:
-            console.say(f"{name}: {text}")
+            console.say(f"{job.name}: {text}")
 
     return tell
