@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fabricated
@@ -318,6 +319,31 @@ def test_a_run_that_diverges_does_not_stop_the_others(capsys: pytest.CaptureFixt
         and "training has diverged" in err
     )
     assert Path("res/char_ptb_tiny/seed-1.json").exists() and not Path("res/char_ptb_bad").exists()
+
+
+@pytest.mark.parametrize("how", ["Ctrl-C", "deadline"])
+def test_the_scores_of_a_record_can_be_stopped(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call runs past its end by minutes of tests, or ends with a traceback."""
+    assert run("tiny", out="whole", results="whole-res") == "finished"
+    clock = SimpleNamespace(time=lambda: 1000.0, monotonic=time.monotonic)
+
+    def stop(*args: Any, **options: Any) -> Any:
+        if how == "Ctrl-C":
+            os.kill(os.getpid(), signal.SIGINT)
+        clock.time = lambda: 1061.0
+        return evaluate(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "time", clock)
+        patch.setattr(pages, "evaluate", stop)
+        assert run("tiny", minutes=math.inf if how == "Ctrl-C" else 1) == "interrupted"
+    assert not Path("res").exists()
+    monkeypatch.setattr(module, "train", None)  # training is over
+    assert run("tiny") == "finished"
+    ours, theirs = (
+        read_record(Path(f"{f}/char_ptb_tiny/seed-1.json")) for f in ("res", "whole-res")
+    )
+    assert ours["scores"] == theirs["scores"]
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, error: Exception, *rows: str, **options: Any) -> str:

@@ -40,7 +40,7 @@ from ..training.processes import (
     obey_the_parent,
     threads_of_each,
 )
-from ..training.train import Diverged, Progress, asked_again, stop_requests, train
+from ..training.train import Diverged, Progress, Stopped, asked_again, stop_requests, train
 from ..training.unused_options import refuse_unread
 from .recipes import RECIPES, Recipe, select
 from .results import changes, make_record, order, read_record, table
@@ -143,9 +143,23 @@ class Job:
             write_record(folder / SHARED, {"at_once": self.most_at_once()})
             if summary.status == "interrupted":
                 return "interrupted"
-        record = make_record(
-            folder, self.recipe, data=self.data, device=self.device, at_once=self.most_at_once()
-        )
+        with stop_requests() as asked:
+
+            def tick() -> None:
+                if asked() or time.time() >= self.until:
+                    raise Stopped
+
+            try:
+                record = make_record(
+                    folder,
+                    self.recipe,
+                    data=self.data,
+                    device=self.device,
+                    at_once=self.most_at_once(),
+                    tick=tick,
+                )
+            except Stopped:
+                return "interrupted"
         write_record(self.record, record)
         return "finished"
 

@@ -11,7 +11,7 @@ import json
 import math
 import platform
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
@@ -28,7 +28,7 @@ from ..disk import RunError
 from ..training import config as configs
 from ..training import runs
 from ..training.config import Config, Protocol
-from ..training.evaluate import evaluate
+from ..training.evaluate import evaluate, nothing
 from ..training.measures import (
     DIFFERENT,
     REACHED,
@@ -120,8 +120,12 @@ def make_record(
     data: Path | str | None = None,
     device: str = "auto",
     at_once: int = 1,
+    tick: Callable[[], None] = nothing,
 ) -> Record:
-    """Return the record of the finished run in `folder`; `at_once` runs shared the device."""
+    """Return the record of the finished run in `folder`; `at_once` runs shared the device.
+
+    `tick` is called after every batch that is evaluated, and may raise an exception to stop.
+    """
     config, summary = runs.read_config(folder), runs.read_summary(folder) or {}
     where, measure = device_of(device), RECIPES[recipe].measure
     if not all(measure in (summary.get(part) or {}) for part in ("best", "test")):
@@ -155,7 +159,7 @@ def make_record(
         },
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": command_of(recipe, config),
-        "scores": scores(folder, config, data, where, RECIPES[recipe].samples),
+        "scores": scores(folder, config, data, where, RECIPES[recipe].samples, tick),
         "curve": curve(runs.read_metrics(folder), measure),
         "config": configs.to_json(config),
     }
@@ -209,6 +213,7 @@ def scores(
     data: Path | str | None,
     device: torch.device,
     samples: int = 0,
+    tick: Callable[[], None] = nothing,
 ) -> list[Record]:
     """Evaluate the best weights on both parts under every protocol.
 
@@ -229,13 +234,15 @@ def scores(
         )
         for protocol in protocols(config):
             for part in PARTS:
-                score = evaluate(loaded.model, corpus, part, loaded.config, protocol=protocol)
+                score = evaluate(
+                    loaded.model, corpus, part, loaded.config, protocol=protocol, tick=tick
+                )
                 how = {"part": part, "protocol": named(protocol), "at_eval": at_eval}
                 found.append(
                     how | values_of(score.checked(f"{folder} on {part}"), measure_of(corpus))
                 )
     if samples:
-        score = evaluate(loaded.model, corpus, "test", loaded.config, samples=samples)
+        score = evaluate(loaded.model, corpus, "test", loaded.config, samples=samples, tick=tick)
         cut = named(config.evaluation.test)
         how = {"part": "test", "protocol": cut, "at_eval": f"mean of {samples} passes"}
         found.append(how | values_of(score.checked(f"{folder} on test"), measure_of(corpus)))
