@@ -2,13 +2,16 @@
 
     python experiments/awd_grids.py words         # also words-only, characters
     python experiments/awd_grids.py words DIR     # with the data in DIR
+    python experiments/awd_grids.py words --minutes 9
 
 It runs the plan's `zoneout sweep` command whose --out ends in that name, and prints the validation
-scores, the best first. The same command goes on where an interrupted one stopped.
+scores, the best first. After the minutes it stops with a checkpoint and exit code 130. The same
+command goes on where an interrupted one stopped.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import shlex
 import sys
@@ -17,6 +20,8 @@ from typing import Any, NamedTuple
 
 from zoneout.paper.experiments.recipes import RECIPES
 from zoneout.paper.experiments.sweep import sweep
+from zoneout.paper.experiments.trials import INTERRUPTED
+from zoneout.paper.training import exit_codes
 from zoneout.paper.training.config import Config, change
 
 PLAN = Path(__file__).resolve().parents[1] / "docs" / "past-the-paper.md"
@@ -48,13 +53,21 @@ def planned(name: str) -> Sweep:
     raise ValueError(f"name: expected that of a grid in {PLAN.name}, got {name!r}")
 
 
-def main(name: str, data: str | None = None) -> None:
-    """Run a grid and print its scores."""
-    config, grid, out = planned(name)
-    rows = sweep(config, grid, 1, out, data=None if data is None else Path(data))
+def main(arguments: list[str]) -> int:
+    """Run a grid, print its scores, and return the exit code of `zoneout sweep`."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name", help="words, words-only or characters")
+    parser.add_argument("data", nargs="?", type=Path)
+    parser.add_argument("--minutes", type=float, default=math.inf)
+    given = parser.parse_args(arguments)
+    config, grid, out = planned(given.name)
+    rows = sweep(config, grid, 1, out, data=given.data, minutes=given.minutes)
     for row in sorted(rows, key=lambda row: math.inf if row.valid is None else row.valid):
         print(f"{row.name}: {row.valid} at update {row.update} of {row.updates}; {row.state}")
+    if any(row.why == INTERRUPTED for row in rows):
+        return exit_codes.INTERRUPTED
+    return exit_codes.FAILED if any(row.state == "failed" for row in rows) else exit_codes.OK
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

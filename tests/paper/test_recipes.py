@@ -5,6 +5,7 @@ The golden losses are written anew with `python tests/paper/test_recipes.py`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import inspect
@@ -25,8 +26,9 @@ from zoneout.paper.data.corpora import Corpus, Images, Vocabulary
 from zoneout.paper.experiments import recipes
 from zoneout.paper.experiments.recipes import MEASURES, RECIPES, Recipe, select
 from zoneout.paper.experiments.results import changes
-from zoneout.paper.experiments.trials import axes_of, grid_of
+from zoneout.paper.experiments.trials import Row, axes_of, grid_of
 from zoneout.paper.training.config import Config, change, from_json, to_json
+from zoneout.paper.training.exit_codes import FAILED, INTERRUPTED, OK
 from zoneout.paper.training.feeds import make_feed
 from zoneout.paper.training.models import build
 from zoneout.paper.training.processes import Processes
@@ -180,14 +182,20 @@ def test_the_recipes_have_the_seeds_of_the_plan() -> None:
     assert len(sweeps) == 3 and all("--evaluation.skip-test" in line for line in sweeps)
 
 
-def test_the_plans_grids_run_without_the_tool() -> None:
-    """The machine with the GPU lacks the command's packages, or its grid is not the plan's."""
+@pytest.fixture
+def grids(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module that runs the plan's grids."""
     path = PLAN.parents[1] / "experiments" / "awd_grids.py"
     spec = importlib.util.spec_from_file_location("awd_grids", path)
     assert spec is not None and spec.loader is not None
-    grids = importlib.util.module_from_spec(spec)
-    sys.modules["awd_grids"] = grids
-    spec.loader.exec_module(grids)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "awd_grids", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_plans_grids_run_without_the_tool(grids: Any) -> None:
+    """The machine with the GPU lacks the command's packages, or its grid is not the plan's."""
     commands = [r.grid.rpartition(" ") for r in RECIPES.values() if r.grid]
     assert {command for command, *_ in commands} == {"python experiments/awd_grids.py"}
     assert [name for *_, name in commands] == ["words", "words-only", "characters"]
@@ -200,6 +208,32 @@ def test_the_plans_grids_run_without_the_tool() -> None:
             assert own.evaluation.skip_test and (own.seed, own.epochs) == (101, epochs)
             assert own.precision == "bf16" and own.zoneout.cell and own.zoneout.hidden
             assert own.optimizer.average_after == (1 if "words" in name else 0)
+
+
+def test_a_grid_stops_after_its_minutes_and_says_so(
+    grids: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A use of a GPU ends in the middle of a run, or a script takes a part for the whole grid."""
+    given: list[Any] = []
+    finished = Row("a", "folder", {}, "finished", valid=1.0)
+    rows = [dataclasses.replace(finished, name="b", state="missing", valid=None, why="interrupted")]
+    rows.append(finished)
+
+    def sweep(config: Config, grid: list[str], seeds: int, out: Path, **options: Any) -> list[Row]:
+        given.append(options)
+        return rows
+
+    monkeypatch.setattr(grids, "sweep", sweep)
+    assert grids.main(["words", "DIR", "--minutes", "9"]) == INTERRUPTED
+    assert capsys.readouterr().out.startswith("a: 1.0 at update 0 of 0; finished\nb: None")
+    rows[0] = finished
+    assert grids.main(["characters"]) == OK
+    rows[0] = dataclasses.replace(finished, state="failed", why="an error")
+    assert grids.main(["characters"]) == FAILED
+    assert given[:2] == [
+        {"data": Path("DIR"), "minutes": 9.0},
+        {"data": None, "minutes": math.inf},
+    ]
 
 
 def test_select() -> None:

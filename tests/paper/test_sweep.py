@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +267,33 @@ def test_divergence_is_written_down_and_not_tried_again(tmp_path: Path) -> None:
     said: list[str] = []
     assert [r.state for r in sweep.sweep(config, [], 1, tmp_path, say=said.append)] == ["diverged"]
     assert said == ["1 of 1 runs are there already"]
+
+
+def test_the_time_that_is_given_is_kept_to(undisturbed: Path, tmp_path: Path) -> None:
+    """A sweep runs past its end, or what it had done by then is lost."""
+    found = sweep.sweep(BASE, GRID, 2, tmp_path / "none", say=lambda line: None, minutes=0)
+    assert [(row.state, row.why) for row in found] == [("missing", "interrupted")] * 4
+    assert not (tmp_path / "none").exists()
+    job = jobs(tmp_path, fragile=0)[0]
+    assert dataclasses.replace(job, until=time.time())() == "interrupted"
+    checkpoint, _ = runs.Run(job.folder).latest()
+    assert checkpoint is not None and checkpoint.state["update"] == 1
+    assert dataclasses.replace(job, until=time.time() + 999)() == ""
+    ours, theirs = (out / job.folder.name / "metrics.jsonl" for out in (tmp_path, undisturbed))
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_every_job_of_a_sweep_has_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The minutes of the command do not reach the runs."""
+    made: list[sweep.Job] = []
+    monkeypatch.setattr(sweep, "run_local", lambda jobs, **options: made.extend(jobs) or {})
+    monkeypatch.setattr(sweep, "end_after", lambda minutes: 60 * minutes)
+    command = ["sweep", *flags(changed(BASE)), "--grid", GRID[0], "--out", str(tmp_path)]
+    assert main.main([*command, "--minutes", "9"]) == 0
+    assert [job.until for job in made] == [540, 540]
+    made.clear()
+    assert main.main(command) == 0
+    assert [job.until for job in made] == [math.inf, math.inf]
 
 
 def test_what_goes_wrong_with_one_run_is_told(tmp_path: Path) -> None:
@@ -593,6 +622,8 @@ def test_options_that_do_not_go_together(tmp_path: Path) -> None:
         ({"engine": "local", "gpus": 0.5}, "--gpus: plain processes have no such thing"),
         ({"search": "optuna"}, "--search: expected a --grid to choose from"),
         ({"parallel": -1}, "--parallel, --trials: expected 0 or more"),
+        ({"engine": "ray", "minutes": 9.0}, "--minutes: Ray's runs have no such limit"),
+        ({"minutes": -1.0}, "minutes: expected 0 or more, got -1"),
     ):
         with pytest.raises(ValueError, match=says):
             sweep.sweep(BASE, [], 1, tmp_path, **options)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ Results go to standard output, progress to standard error. Calling a command ret
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
@@ -489,6 +490,8 @@ class Sweep:
     """
     part: Annotated[str | None, tyro.conf.arg(metavar="K/N")] = None
     """Divide the runs into N parts and run only part K, so that N machines can share a sweep."""
+    minutes: Annotated[float | None, tyro.conf.arg(metavar="M")] = None
+    """Stop after this many minutes, with a checkpoint; the same command goes on. Not with Ray."""
     data: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE|DIR")] = None
     """A corpus (`zoneout data list` shows the names), a text file, or a data folder.
     In a data folder, the corpus or text of --data.name is used.
@@ -506,6 +509,7 @@ class Sweep:
             for name in ("engine", "address", "search", "scheduler", "part")
         }
         options |= {name: getattr(self, name) for name in ("trials", "parallel", "cpus", "gpus")}
+        options["minutes"] = math.inf if self.minutes is None else self.minutes
         rows = sweep.sweep(config, self.grid, self.seeds, self.out, data=data, say=say, **options)
         seeds = "1 seed" if self.seeds == 1 else f"{self.seeds} seeds"
         title = f"{self.recipe or config.data.name}: {', '.join(self.grid) or 'no grid'}, {seeds}"

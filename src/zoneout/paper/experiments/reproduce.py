@@ -136,9 +136,13 @@ class Job:
         if not (
             begun and (folder / "summary.json").exists() and runs.read_config(folder) == config
         ):
-            deadline = time.monotonic() + self.until - time.time()
             summary = train(
-                config, folder, resume=begun, progress=progress, data=self.data, deadline=deadline
+                config,
+                folder,
+                resume=begun,
+                progress=progress,
+                data=self.data,
+                deadline=deadline_at(self.until),
             )
             write_record(folder / SHARED, {"at_once": self.most_at_once()})
             if summary.status == "interrupted":
@@ -192,15 +196,13 @@ def reproduce(
         raise ValueError(f"parallel: expected 1 or more, got {parallel}")
     if seeds is not None and not (seeds := list(seeds)):
         raise ValueError("seeds: expected 1 or more, got none")
-    if not minutes >= 0:
-        raise ValueError(f"minutes: expected 0 or more, got {minutes:g}")
+    until = end_after(minutes)
     recipes = select(task, rows)
     for recipe in recipes:
         if precision and recipe.precision not in ("", precision):
             raise ValueError(
                 f"precision: expected {recipe.precision} for {recipe.name}, got {precision}"
             )
-    until = time.time() + 60 * minutes
     jobs = [
         Job(
             recipe.name,
@@ -242,6 +244,18 @@ def reproduce(
     if len(states) < len(missing) and "GPU lost" not in states.values():
         return "interrupted"  # there was no time to begin them all
     return max(states.values(), key=lambda state: CODES[state], default="finished")
+
+
+def end_after(minutes: float) -> float:
+    """Return the `time.time()` that comes after some minutes. All processes have this time."""
+    if not minutes >= 0:
+        raise ValueError(f"minutes: expected 0 or more, got {minutes:g}")
+    return time.time() + 60 * minutes
+
+
+def deadline_at(until: float) -> float:
+    """Return a `time.time()` as the deadline of `train`, a `time.monotonic()`."""
+    return time.monotonic() + until - time.time()
 
 
 def without_record(jobs: Sequence[Job], states: dict[str, State]) -> str:

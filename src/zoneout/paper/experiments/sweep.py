@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import multiprocessing
 import os
 import time
@@ -37,7 +38,7 @@ from ..training.processes import cores, obey_the_parent, threads_of_each
 from ..training.runs import Begun, InUse
 from ..training.train import Diverged, Progress, load_data, same_data, train
 from ..training.unused_options import refuse_unread
-from .reproduce import passing_on
+from .reproduce import deadline_at, end_after, passing_on
 from .trials import (
     INTERRUPTED,
     PATHS,
@@ -68,6 +69,7 @@ class Job:
     trial: Trial
     folder: Path
     data: Path | None = None
+    until: float = math.inf  # time.time() at which to stop
 
     def __call__(self, progress: Progress | None = None) -> str:
         """Train or continue the run; return an error message, or "" if there is none.
@@ -81,7 +83,12 @@ class Job:
                 if begun and state_of(self.trial, self.folder) == "finished":
                     return ""  # another process has finished it in the meantime
                 summary = train(
-                    self.trial.config, self.folder, resume=begun, progress=progress, data=self.data
+                    self.trial.config,
+                    self.folder,
+                    resume=begun,
+                    progress=progress,
+                    data=self.data,
+                    deadline=deadline_at(self.until),
                 )
                 (self.folder / "ended.json").unlink(missing_ok=True)
                 return INTERRUPTED if summary.status == "interrupted" else ""
@@ -110,7 +117,7 @@ def run_local(
     """Run jobs in `parallel` processes; return the error messages, by the name of the trial.
 
     A process runs one job after another. If a process dies, another one continues its job from the
-    checkpoint. Ctrl-C stops all runs, each with a checkpoint.
+    checkpoint. Ctrl-C, or the time `until` of a job, stops all runs, each with a checkpoint.
     """
     fresh = multiprocessing.get_context("spawn")  # CUDA does not work in a forked process
     waiting, deaths, problems = deque(jobs), Counter[str](), dict[str, str]()
@@ -122,6 +129,8 @@ def run_local(
     with passing_on(processes) as stopping, _hanging_up(busy, idle):
         while True:
             while waiting and not stopping and len(busy) < parallel:
+                if time.time() >= waiting[0].until:
+                    break
                 if not idle:
                     idle.append(_start(fresh, next(numbers), threads_of_each(parallel)))
                     processes[idle[-1][1]] = None
@@ -225,11 +234,14 @@ def sweep(
     parallel: int = 0,
     cpus: float | None = None,
     gpus: float | None = None,
+    minutes: float = math.inf,
 ) -> list[Row]:
     """Run the missing trials of a grid or a search; return a row for every trial.
 
-    The arguments are the options of the command `zoneout sweep`.
+    The arguments are the options of the command `zoneout sweep`. After `minutes` the current runs
+    stop with a checkpoint, and the next call continues them.
     """
+    until = end_after(minutes)
     if parallel < 0 or (trials is not None and trials < 1):
         raise ValueError(
             "--parallel, --trials: expected 0 or more for --parallel and 1 or more for --trials, "
@@ -245,6 +257,8 @@ def sweep(
     }
     if not with_ray and (given := [name for name, value in of_ray.items() if value is not None]):
         raise ValueError(f"--{given[0]}: plain processes have no such thing; use --engine ray")
+    if with_ray and until < math.inf:
+        raise ValueError("--minutes: Ray's runs have no such limit; use --engine local")
     if trials is not None and search is None:
         raise ValueError(
             "--trials: without --search, every combination of the grid is run; leave it out"
@@ -278,7 +292,9 @@ def sweep(
         # The table shows all trials, so the states of all are read, also with --part.
         states = {t.name: state_of(t, places[t.name], scheduled=asha) for t in every}
         jobs = [
-            Job(t, places[t.name], data) for t in chosen if states[t.name] in ("missing", "begun")
+            Job(t, places[t.name], data, until)
+            for t in chosen
+            if states[t.name] in ("missing", "begun")
         ]
         check_models([job.trial for job in jobs])
         there = [t for t in every if states[t.name] != "missing"]
