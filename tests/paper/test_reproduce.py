@@ -179,6 +179,16 @@ def test_every_missing_run_has_its_place_in_a_use_of_a_gpu() -> None:
             assert planned.get(one.recipe.name, set()) >= set(one.seeds), one.recipe.name
 
 
+def test_the_page_has_the_epochs_of_the_recipes() -> None:
+    """Two places of the page differ, or both from what is run."""
+    text = PAGE.read_text(encoding="utf-8")
+    costs = re.findall(r"^\| `(\w+)` \|(?: [^|]+ \|){3} (\d+) \| \d+ \|$", text, re.M)
+    systems = re.findall(r"^\| surprisal-driven zoneout \|.* for (\d+) epochs", text, re.M)
+    assert len(costs) == 4 and len(systems) == 1
+    for name, epochs in [*costs, ("char_ptb_surprisal_zoneout", *systems)]:
+        assert RECIPES[name].make().epochs == int(epochs), name
+
+
 def test_a_record_has_a_test() -> None:
     """A run is trained for hours, and then no record can be made of it."""
     with pytest.raises(ValueError, match="skip_test: expected false, since every record has"):
