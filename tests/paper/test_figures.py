@@ -114,6 +114,20 @@ def test_the_training_error_of_images_is_drawn_where_it_was_recorded(tmp_path: P
     assert "first 10,000 training images" in drawn.text
 
 
+def test_of_several_seeds_those_with_a_training_error_are_drawn(tmp_path: Path) -> None:
+    """Older records are left out of the validation, or their loss is drawn as an error."""
+    old = [fabricated.record("pmnist_zoneout", seed, shift=0.1) for seed in (2, 3)]
+    new = fabricated.record("pmnist_zoneout")
+    new["curve"]["train_error"] = [0.4, 0.3, 0.2, 0.1]
+    fabricated.write(tmp_path, new, *old)
+    panels = draw("pmnist", tmp_path).figure.axes
+    ((validation,), (training,)) = (panel.get_lines() for panel in panels)
+    assert list(training.get_ydata()) == [0.4, 0.3, 0.2, 0.1]
+    assert validation.get_label().endswith("(3 seeds)")
+    mean = sum(record["valid"] for record in (new, *old)) / 3
+    assert min(validation.get_ydata()) == pytest.approx(mean)
+
+
 def test_batch_norm_is_drawn_by_each_kind_of_statistics(tmp_path: Path) -> None:
     """A line has the statistics of another, or the published curve is left out."""
     record = fabricated.record("pmnist_batch_norm_statistics")
