@@ -9,6 +9,7 @@ import random
 from typing import Any
 
 import emulator
+import products
 import pytest
 import torch
 from test_backends import CALLS, INPUT
@@ -200,8 +201,13 @@ def values(
     return out | {f"of {name}": grad for name, grad in grads.items()}
 
 
-def compare(cell, noise, call, precision, training, hidden, device, seen=False, **options) -> None:
-    """One layer on the device and its twin in the reference, in float64 with the same seed."""
+def compare(
+    cell, noise, call, precision, training, hidden, device, seen=False, above_zero=False, **options
+) -> None:
+    """One layer on the device and its twin in the reference, in float64 with the same seed.
+
+    `above_zero`: the states before the first step are, as a cell needs that divides by one.
+    """
     dtype, _, tolerance = PRECISIONS[precision]
     ours = zo.Recurrent(cell, INPUT, hidden, noise=noise, dtype=dtype, backend=device, **options)
     theirs = zo.Recurrent(
@@ -215,6 +221,8 @@ def compare(cell, noise, call, precision, training, hidden, device, seen=False, 
     count = len(ours.suffixes())
     x = torch.randn(7, 5, INPUT).to(dtype)
     states = [torch.randn(count, 5, hidden).to(dtype) for _ in cell.states]
+    if above_zero:
+        states = [state.abs() + 0.5 for state in states]
     want = values(theirs, x.double(), [s.double() for s in states], call, seen)
     if device == "cuda":
         call = {key: to_gpu(value) for key, value in call.items()}
@@ -334,6 +342,28 @@ def min_gru(x, h):
 @zo.cell(gates=1, recurrence="diagonal")
 def ind_rnn(x, h, u):
     return (x[0] + u * h).relu()
+
+
+OF_PAPERS = [*zo.cells.PUBLISHED.values(), products.authors_gru, products.lem, products.cornn]
+
+
+def default_path(cell: Definition) -> Any:
+    """The path that a small layer of a cell takes."""
+    if cell.products:
+        return cell_steps
+    return small_cell if cell.has_r else diagonal
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("cell", OF_PAPERS, ids=lambda cell: cell.name)
+def test_published_cells(cell, device, launched, monkeypatch):
+    """A published cell is wrong, or takes a slower path than it could."""
+    monkeypatch.setattr(torch.backends.cudnn.rnn, "fp32_precision", "tf32")
+    call = CALLS["whole" if cell == zo.cells.slstm else "all"]
+    both = "update" in cell.marks and cell != zo.cells.slstm
+    noise = noises(cell, "both" if both else "zoneout")
+    compare(cell, noise, call, "tf32", True, 12, device, above_zero=cell == zo.cells.slstm)
+    assert launched and set(launched) == {default_path(cell)}
 
 
 @pytest.mark.usefixtures("poisoned")
