@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from products import authors_gru, cornn
 from test_cuda_cells import SIZES, fitting_cell, ind_rnn, min_gru, peephole
 
 from zoneout import cells
@@ -214,6 +215,18 @@ def test_small_of_any_cell(features, dtype, back):
     step = print_unit(peephole, "all" if features else "zoneout")
     _, spilled = build("small_cell.cu", defines, step=step)
     assert features or max(spilled) <= 64
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("cell", [cells.mgu, authors_gru, cornn], ids=lambda cell: cell.name)
+def test_small_with_products(cell, back):
+    """The matrices of a cell's products no longer fit in a block, or its step beside them."""
+    tiles = small.plan(cell, 2, 128, 32, back, PROCESSORS, SHARED)
+    assert tiles is not None and tiles.shared <= 100 * 1024
+    defines = small.defines_of(cell, torch.bfloat16, back, tiles, ALL_FEATURES)
+    _, spilled = build("small_cell.cu", defines, step=print_unit(cell, "all"))
+    assert max(spilled) == 0
+    assert small.plan(cell, 2, 512, 32, back, PROCESSORS, SHARED) is None
 
 
 @pytest.mark.parametrize("back", [False, True], ids=["forward", "backward"])

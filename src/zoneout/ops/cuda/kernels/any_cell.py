@@ -40,6 +40,7 @@ class CellArguments(ctypes.Structure):
             for k in range(MOST_PRODUCTS)
         ),
         *((name, _i64) for name in ("in_pitch", "din_pitch", "gathered")),
+        *((f"matrix{k}", _p) for k in range(MOST_PRODUCTS)),
         *((f"given{k}", _p) for k in range(5)),
         *((f"{name}{k}", _p) for name in ("dropped", "added") for k in range(4)),
         *((f"dgiven{k}", _p) for k in range(5)),

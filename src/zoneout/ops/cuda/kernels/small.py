@@ -58,7 +58,18 @@ class Plan:
 def registers_beyond_lstm(cell: Definition) -> int:
     """Return the registers that a row of a cell needs beyond those of an LSTM."""
     gates, states = max(0, cell.gates - 4), max(0, len(cell.states) - 2)
-    return 4 * gates + 8 * states + 4 * len(cell.storage.slots) * (cell not in CELLS)
+    slots = len(cell.storage.slots) * (cell not in CELLS)
+    return 4 * (gates + slots + parts_of(cell)) + 8 * states
+
+
+def parts_of(cell: Definition) -> int:
+    """Return the number of matrices [H, H] of the products inside a step."""
+    return sum(product.parts for product in cell.products)
+
+
+def pitch(k_steps: int) -> int:
+    """Return the words of a row in shared memory: adjacent rows use different banks."""
+    return (k_steps * 8 + 15) // 32 * 32 + 16
 
 
 @lru_cache(1024)
@@ -79,7 +90,7 @@ def plan(
     gates, values_per_k_step = cell.gates, 32 // size
     warps, tiles = -(-hidden // 16), 1 if backward else gates
     depth = hidden * (values_per_unit(cell) if backward else 1)
-    k_steps = -(-depth // values_per_k_step)
+    k_steps = -(-depth // values_per_k_step) if cell.has_r else 1
     rows = min(COSTS, key=lambda rows: -(-batch // (2 * rows * processors)) * COSTS[rows])
     registers = (
         min(REGISTERS // -(-warps // 4) // 8 * 8, 255)
@@ -94,6 +105,11 @@ def plan(
         return None
     if norm == 1:
         shared += 2 * (2 * rows) * warps * 8
+    if cell.products:  # their matrices, and the values that they read
+        steps_of_units = -(-hidden // values_per_k_step)
+        operands = parts_of(cell) if backward else len(cell.products)
+        shared += parts_of(cell) * steps_of_units * warps * 512
+        shared += operands * 2 * rows * pitch(steps_of_units) * 4
     entering = 2 * (2 * rows) * (8 * k_steps + 32) * 4
     if shared + entering + max(256, 64 * (len(cell.states) + 2)) * warps > most_shared:
         return None
@@ -105,14 +121,14 @@ def plan_for(loop: Loop | Run, backward: bool, concurrent: int) -> Plan | None:
 
     `concurrent` is the number of loops that run at once.
     """
-    w_hh, norm = loop.recurrent_weight, loop.norm
+    dtype, norm = loop.h0.dtype, loop.norm
     if loop.w_hr is not None or (
         norm is not None and norm.over == "examples" and norm.given is None
     ):
         return None
-    if w_hh.dtype == torch.float32 and not tf32():
+    if dtype == torch.float32 and not tf32():
         return None
-    device = w_hh.get_device()
+    device = loop.h0.get_device()
     gpu = chip(device)
     if gpu.major < 8 or loop.steps * loop.batch * loop.width >= MOST_NUMBERS:
         return None
@@ -120,7 +136,7 @@ def plan_for(loop: Loop | Run, backward: bool, concurrent: int) -> Plan | None:
     processors_per_loop = max(1, processors(device) // concurrent)
     return plan(
         loop.cell,
-        w_hh.element_size(),
+        dtype.itemsize,
         loop.hidden,
         loop.batch,
         backward,

@@ -1,4 +1,5 @@
-/* Any cell: all steps in one launch, with the product of block.cuh and the generated step. */
+/* Any cell: all steps in one launch, with the product of block.cuh and the generated step. The matrices of products
+ * inside the step are in shared memory, all of them in each block. */
 
 /* Steps in the body of the loop: what happens every fourth step is then known at compile time. */
 constexpr int unrolled_steps = KNOWN_STREAMS && ROWS_PER_THREAD == 1 ? 4 : 1;
@@ -110,6 +111,100 @@ __device__ __forceinline__ Masks masks_from_bits(const CellArguments &o, const B
     return masks;
 }
 
+/* --- products inside the step ------------------------------------------------------------------------ */
+#if PRODUCTS
+#define H_STEPS ((HIDDEN + VALUES_PER_K_STEP - 1) / VALUES_PER_K_STEP) /* k-steps over all units */
+#define H_PITCH ((H_STEPS * 8 + 15) / 32 * 32 + 16)                    /* words of one value of all units of a row */
+#define ALL_PARTS (product_first(PRODUCTS - 1) + product_parts(PRODUCTS - 1))
+#define OPERANDS (BACKWARD ? ALL_PARTS : PRODUCTS) /* values of a unit that the products read */
+#define MATRIX (H_STEPS * 32)                      /* fragments of 16 bytes of one part, of a warp */
+#define EACH_LEVEL _Pragma("unroll") for (int level = 0; level < LEVELS; level++)
+#define PRODUCTS_OF(level) EACH_PRODUCT if (product_level(k) == (level))
+
+/* As word_of_step, over all units. */
+__device__ __forceinline__ int word_of_units(int s, int q) {
+    return H_STEPS % 2 && s == H_STEPS - 1 ? s * 8 + q * 2 : s / 2 * 16 + q * 4 + s % 2 * 2;
+}
+
+/* Word `word` of the depth and unit `unit` of the left operand: a part of a matrix, in the backward pass
+ * transposed. */
+__device__ __forceinline__ u32 matrix_word(const narrow *part, int unit, int word) {
+    u32 out = 0;
+#pragma unroll
+    for (int half = 0; half < (TYPE ? 2 : 1); half++) {
+        int from = TYPE ? word * 2 + half : word;
+        narrow one = 0;
+        if (unit < HIDDEN && from < HIDDEN) one = part[BACKWARD ? from * HIDDEN + unit : unit * HIDDEN + from];
+#if TYPE
+        out |= (u32)one << half * 16;
+#else
+        out = tf32_bits(one);
+#endif
+    }
+    return out;
+}
+
+struct Products {
+    const uint4 *matrices; /* [ALL_PARTS][H_STEPS][32 lanes] of the warp */
+    u32 *operands;         /* [OPERANDS][ROWS][H_PITCH] of the block */
+};
+
+__device__ __forceinline__ u32 *operand(const Products &p, int number) {
+    return p.operands + number * ROWS * H_PITCH;
+}
+
+/* Copy the matrices, and set the operands to zero: the units past the last one stay zero. */
+__device__ __forceinline__ Products load_products(const CellArguments &o, const Thread &m) {
+    extern __shared__ __align__(16) uint4 rest[];
+    uint4 *first = rest + (RECURRENT ? WARPS * (K_STEPS - RESIDENT_K_STEPS) * TILES * 32 : 0);
+    uint4 *to = first + m.warp * ALL_PARTS * MATRIX + m.lane;
+    Products p = {to, (u32 *)(first + WARPS * ALL_PARTS * MATRIX)};
+    const int unit = m.warp * 16 + m.lane / 4;
+    EACH_PRODUCT for (int q = 0; q < product_parts(k); q++) {
+        const narrow *part = o.matrix[k] + q * HIDDEN * HIDDEN;
+        for (int s = 0; s < H_STEPS; s++, to += 32) {
+            const int word = word_of_units(s, m.lane % 4);
+            *to = make_uint4(matrix_word(part, unit, word), matrix_word(part, unit + 8, word),
+                             matrix_word(part, unit, word + 1), matrix_word(part, unit + 8, word + 1));
+        }
+    }
+    for (int i = threadIdx.x; i < OPERANDS * ROWS * H_PITCH; i += THREADS) p.operands[i] = 0;
+    return p;
+}
+
+/* Write a unit's value of one row for a product. */
+__device__ __forceinline__ void put(u32 *operand, int row, int unit, float v) {
+#if TYPE
+    ((narrow *)(operand + row * H_PITCH))[unit] = narrowed(v);
+#else
+    operand[row * H_PITCH + unit] = tf32_bits(v);
+#endif
+}
+
+typedef float PartSums[COLUMN_TILES][4];
+
+/* Add the product of part `number` with an operand. */
+__device__ __forceinline__ void add_part(PartSums &sums, const Products &p, int number, const u32 *operand, int lane) {
+    const uint4 *w = p.matrices + number * MATRIX;
+#pragma unroll
+    for (int n = 0; n < COLUMN_TILES; n++) {
+        const u32 *from = operand + row_of_column(n, lane / 4) * H_PITCH;
+#pragma unroll
+        for (int s = 0; s < H_STEPS; s++) {
+            uint4 a = w[s * 32];
+            uint2 b = *(const uint2 *)(from + word_of_units(s, lane % 4));
+            u32 one[4] = {a.x, a.y, a.z, a.w};
+            multiply(sums[n], one, b.x, b.y);
+        }
+    }
+}
+
+/* The sum of a thread's unit and its row c. */
+__device__ __forceinline__ float part_total(const PartSums &sums, int c, bool up) {
+    return up ? sums[c / 2][2 + c % 2] : sums[c / 2][c % 2];
+}
+#endif
+
 /* --- forward ---------------------------------------------------------------------------------------- */
 #if !BACKWARD
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop given, const CellArguments given_cell) {
@@ -121,8 +216,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop give
     Thread m = thread_of(l);
     narrow *gates = (narrow *)l.gates;
     const narrow *scale = (const narrow *)l.scale_h;
+#if RECURRENT
     Weights w;
     load_weights(l, w, m.warp, m.lane);
+#endif
+#if PRODUCTS
+    const Products products = load_products(o, m);
+#endif
     const int loaded_unit = m.in ? m.unit : 0;
     const Streams noises = streams_of(o, loaded_unit);
     const Unit constant = unit_of(l, o, loaded_unit);
@@ -146,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop give
             cut[c] = cut_at(l, 0, m.row[c], m.length[c]);
             EACH_STATE state[c][k] = start_at(l, o, k, cut[c], start);
             float out = scale ? state[c][0] * widen(scale[start]) : state[c][0];
-            enter(entering[0], local_row(m.lane, c), m.unit, &out);
+            if (RECURRENT) enter(entering[0], local_row(m.lane, c), m.unit, &out);
         }
     }
     auto fetch = [&](int t, int offset) {
@@ -174,7 +274,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop give
     EACH_STEP(t, phase) {
         __syncthreads();
         Sums sums = {};
+#if RECURRENT
         product(sums, w, entering[phase & 1], m.lane);
+#endif
         /* Before the sums are complete: masks, x's part and stores. */
         if (phase == 0) {
             EACH_ROW pipeline.now[c] = pipeline.next[c];
@@ -186,17 +288,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop give
         prefetch_l2(ahead, t + PREFETCH_STEPS);
         EarlyLoad cut_after_next[ROWS_PER_THREAD]; /* loaded now, since a load takes longer than the rest of a step */
         EACH_ROW cut_after_next[c] = CUT_AT(t + 2, at[c] + 2 * step_stride);
-        EACH_ROW {
+        Unit units[ROWS_PER_THREAD];
+        auto begin = [&](int c) {
             i64 start = (i64)m.row[c] * HIDDEN + m.unit;
-            Unit u = constant;
+            Unit &u = units[c];
+            u = constant;
             EACH_GATE {
-                float v = total(sums, q, c, upper_half(m.lane));
+                float v = RECURRENT ? total(sums, q, c, upper_half(m.lane)) : 0.0f;
                 u.gate[q] = widen(x_part[c][q]) + (APART ? 0.0f : v);
                 u.r[q] = v;
             }
             EACH_STATE u.old[k] = cut[c] ? start_at(l, o, k, true, start) : state[c][k];
             u.held = held[c];
             set_masks(u, o, masks_from_bits(o, pipeline.now[c], noises, m.unit, phase), t == 0 || cut[c]);
+        };
+#if PRODUCTS
+        EACH_ROW begin(c);
+        EACH_LEVEL {
+            EACH_ROW if (ALIVE(t)) {
+                step_enter(units[c], level);
+                PRODUCTS_OF(level) put(operand(products, k), local_row(m.lane, c), m.unit, units[c].in[k]);
+            }
+            __syncthreads();
+            PRODUCTS_OF(level) EACH_PART {
+                const int number = product_first(k) + q;
+                PartSums of_part = {};
+                add_part(of_part, products, number, operand(products, k), m.lane);
+                EACH_ROW {
+                    const float v = units[c].inner[number] = part_total(of_part, c, upper_half(m.lane));
+                    if (ALIVE(t)) o.inner[k][((i64)at[c] * product_parts(k) + q) * HIDDEN + m.unit] = v;
+                }
+            }
+        }
+#endif
+        EACH_ROW {
+            i64 start = (i64)m.row[c] * HIDDEN + m.unit;
+            if (!PRODUCTS) begin(c);
+            Unit &u = units[c];
             step_forward(u);
             EACH_STATE state[c][k] = u.made[k];
             EACH_GATE stored[c][q] = u.gate[q];
@@ -207,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop give
                 cut[c] = HAS_RESETS && cut_next[c].bits, cut_next[c] = cut_after_next[c];
                 if (cut[c]) out = start_h(l, true, start);
                 if (scale) out *= widen(scale[start]);
-                enter(entering[(phase + 1) & 1], local_row(m.lane, c), m.unit, &out);
+                if (RECURRENT) enter(entering[(phase + 1) & 1], local_row(m.lane, c), m.unit, &out);
             }
             at[c] += step_stride;
         }
@@ -221,6 +349,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const Loop give
 struct Fetched { /* inputs of a step, from memory */
     EarlyLoad gates[GATES], dy;
     float held, slot[SLOTS + 1], old[STATES], dseen[STATES];
+#if PRODUCTS
+    float inner[ALL_PARTS];
+#endif
     bool first;
 };
 
@@ -232,8 +363,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
     simplify(l), simplify(o);
     Thread m = thread_of(l);
     const narrow *gates = (const narrow *)l.gates, *scale = (const narrow *)l.scale_h;
+#if RECURRENT
     Weights w;
     load_weights(l, w, m.warp, m.lane);
+#endif
+#if PRODUCTS
+    const Products products = load_products(o, m);
+#endif
     const int loaded_unit = m.in ? m.unit : 0;
     const Streams noises = streams_of(o, loaded_unit);
     const Unit constant = unit_of(l, o, loaded_unit);
@@ -259,6 +395,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
             EACH_GATE next[c].gates[q] = load_early(gates + gate + q * HIDDEN);
             next[c].dy = load_early((const narrow *)l.dy + unit);
             EACH_SLOT next[c].slot[k] = o.slot[k][unit];
+#if PRODUCTS
+            EACH_PRODUCT EACH_PART next[c].inner[product_first(k) + q] =
+                o.inner[k][((i64)row * product_parts(k) + q) * HIDDEN + m.unit];
+#endif
             EACH_STATE {
                 if (next[c].first)
                     next[c].old[k] = start_at(l, o, k, is_cut, start);
@@ -307,7 +447,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
     auto receive = [&](int t, int done, int phase) {
         __syncthreads();
         Sums sums = {};
+#if RECURRENT
         product(sums, w, entering[phase & 1], m.lane);
+#endif
         /* Before the sums are complete: masks, inputs of the next step, and stores. */
         if (phase == 0) {
             EACH_ROW pipeline.now[c] = pipeline.next[c];
@@ -319,7 +461,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
         if (done) store(t + 1, step_stride);
         prefetch_l2(ahead, t - PREFETCH_STEPS);
         EACH_ROW if (ALIVE(t + 1)) {
-            float rec = total(sums, 0, c, upper_half(m.lane));
+            float rec = RECURRENT ? total(sums, 0, c, upper_half(m.lane)) : 0.0f;
             d[c][0] += scale ? rec * widen(scale[(i64)m.row[c] * HIDDEN + m.unit]) : rec;
             if (HAS_RESETS && done && cut_above[c].bits) EACH_STATE dreset[c][k] += d[c][k], d[c][k] = 0.0f;
         }
@@ -328,20 +470,56 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const Loop giv
     EACH_STEP(done, phase) {
         const int t = m.longest - 1 - done;
         receive(t, done, phase);
+        Unit units[ROWS_PER_THREAD];
+        auto begin = [&](int c) {
+            Unit &u = units[c];
+            u = constant;
+            EACH_GATE u.gate[q] = widen(f[c].gates[q]);
+            EACH_SLOT u.slot[k] = f[c].slot[k];
+            EACH_STATE u.old[k] = f[c].old[k], u.dstate[k] = d[c][k] + f[c].dseen[k];
+            u.dy = widen(f[c].dy), u.held = f[c].first ? 0.0f : f[c].held, u.owed = owed[c];
+            set_masks(u, o, masks_from_bits(o, pipeline.now[c], noises, m.unit, phase), f[c].first);
+        };
+#if PRODUCTS
+        EACH_ROW if (ALIVE(t)) {
+            begin(c);
+#pragma unroll
+            for (int i = 0; i < ALL_PARTS; i++) units[c].inner[i] = f[c].inner[i];
+            step_inputs(units[c]);
+            EACH_PRODUCT o.ins[k][(i64)at[c] * HIDDEN + m.unit] = narrowed(units[c].in[k]);
+        }
+        EACH_LEVEL {
+            const int below = LEVELS - 1 - level; /* the highest level is first */
+            EACH_ROW if (ALIVE(t)) {
+                step_leave(units[c], below);
+                PRODUCTS_OF(below) EACH_PART {
+                    const int number = product_first(k) + q;
+                    const float v = units[c].dinner[number];
+                    o.dinner[k][((i64)at[c] * product_parts(k) + q) * HIDDEN + m.unit] = narrowed(v);
+                    put(operand(products, number), local_row(m.lane, c), m.unit, v);
+                }
+            }
+            __syncthreads();
+            PRODUCTS_OF(below) {
+                PartSums sums = {};
+                EACH_PART {
+                    const int number = product_first(k) + q;
+                    add_part(sums, products, number, operand(products, number), m.lane);
+                }
+                EACH_ROW units[c].din[k] = part_total(sums, c, upper_half(m.lane));
+            }
+        }
+#endif
         EACH_ROW {
             if (ALIVE(t)) {
-                Unit u = constant;
-                EACH_GATE u.gate[q] = widen(f[c].gates[q]);
-                EACH_SLOT u.slot[k] = f[c].slot[k];
-                EACH_STATE u.old[k] = f[c].old[k], u.dstate[k] = d[c][k] + f[c].dseen[k];
-                u.dy = widen(f[c].dy), u.held = f[c].first ? 0.0f : f[c].held, u.owed = owed[c];
-                set_masks(u, o, masks_from_bits(o, pipeline.now[c], noises, m.unit, phase), f[c].first);
+                if (!PRODUCTS) begin(c);
+                Unit &u = units[c];
                 step_backward(u);
                 owed[c] = u.owed;
                 EACH_STATE d[c][k] = u.dstate[k];
                 EACH_PARAMETER dparameter[c][k] += u.dparameter[k];
                 EACH_GATE dx[c][q] = u.dx[q], out[c][q % VALUES_PER_UNIT] = APART ? u.dr[q] : u.dx[q];
-                enter(entering[(phase + 1) & 1], local_row(m.lane, c), m.unit, out[c]);
+                if (RECURRENT) enter(entering[(phase + 1) & 1], local_row(m.lane, c), m.unit, out[c]);
             }
             at[c] -= step_stride;
         }

@@ -90,6 +90,7 @@ struct CellArguments {
     const float *din[16];
     narrow *dinner[16], *d_part[16], *ins[16];
     i64 in_pitch, din_pitch, gathered;
+    const narrow *matrix[16]; /* small_cell.cu: of each product, [parts·H, H] */
     /* cell_steps.cu: given masks [N, H] and their gradients. `given`: of the streams of mode GIVEN (index 4: the
      * update); `dropped`: leave the new value of a state out; `added`: add the old value */
     const float *given[5], *dropped[4], *added[4];
