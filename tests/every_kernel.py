@@ -1,8 +1,8 @@
 """A small case of every kernel, for compute-sanitizer on a GPU:
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python
-    tests/every_kernel.py compute-sanitizer --tool racecheck --error-exitcode 1 python
-    tests/every_kernel.py
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    compute-sanitizer --tool memcheck --error-exitcode 1 python tests/every_kernel.py
+    compute-sanitizer --tool racecheck --error-exitcode 1 python tests/every_kernel.py
 
 Names of paths after it, `rows`, `optimizers` or `cells`, run those alone. Without torch's cache of
 memory every tensor has an allocation of its own, so that a step over its end is seen.
@@ -12,6 +12,8 @@ import sys
 from functools import partial
 
 import torch
+from products import authors_gru, low_rank
+from test_cuda_cells import SIZES, fitting_cell
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import zoneout as zo
@@ -168,11 +170,17 @@ def without_matrix(x, h, u):
     return (x[0] + u * h).tanh()
 
 
+# 8 gates and 4 states with a value stored beside the gates, a gate that is held, and 6 gates.
+RANDOM = [fitting_cell(number, *SIZES[number][:3]) for number in (3, 4, 5)]
+
+
 def cells():
-    """Generated kernels: a matrix for h, heads, and none; sizes that are read in fours or not."""
-    for cell in (with_matrix, with_heads, without_matrix):
+    """Generated kernels: a matrix for h, heads, none, and products inside the step; sizes that are
+    read in fours or not.
+    """
+    for cell in (with_matrix, with_heads, without_matrix, authors_gru, low_rank, *RANDOM):
         for dtype in (torch.bfloat16, torch.float32):
-            for hidden in (18, 32):
+            for hidden in (18, 33) if cell.heads == 3 else (18, 32):
                 for path in cuda.GENERATED_PATHS:  # what it cannot run goes step by step
                     every, cuda.GENERATED_PATHS = (
                         cuda.GENERATED_PATHS,
@@ -183,6 +191,15 @@ def cells():
                     run(kind, dtype, None, plain=False, hidden=hidden)
                     cuda.GENERATED_PATHS = every
         print("cells", cell.name, flush=True)
+    for hidden in (18, 32):  # masks that are computed, with gradients
+        noise = zo.Zoneout(hidden=0.1, mask="rate")
+        layer = zo.Recurrent(with_matrix, INPUT, hidden, noise=noise, device="cuda")
+        rates = torch.rand(STEPS, BATCH, hidden, device="cuda", requires_grad=True)
+        layer(torch.randn(STEPS, BATCH, INPUT, device="cuda"), rates={"hidden": rates})[
+            0
+        ].sum().backward()
+    torch.cuda.synchronize()
+    print("cells", "given masks", flush=True)
 
 
 OTHERS = {"rows": rows, "optimizers": optimizers, "cells": cells}
