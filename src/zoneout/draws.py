@@ -317,7 +317,7 @@ def example_ids(
     checked, because that would wait for the device. They are taken modulo 2³² instead.
     """
     if examples is None:
-        return _first_ids(device, batch)
+        return first_ids(device, batch)
     first = None if isinstance(examples, Tensor) else as_integer(examples)
     if first is not None:
         _check_ids(first, first, batch)
@@ -335,7 +335,8 @@ def example_ids(
 
 
 @kept(64)
-def _first_ids(device: torch.device, batch: int) -> Tensor:
+def first_ids(device: torch.device, batch: int) -> Tensor:
+    """Return the ids of rows that have none given: 0, 1, 2, …"""
     return torch.arange(batch, device=device)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .draws import Draw, example_ids
+from .draws import Draw, first_ids
 from .fits import sees_step
 from .given import is_given
 from .noise import DEPTH
@@ -124,7 +124,7 @@ def repeated(
     given = None if seed is None else as_seed(seed, device, copy=True)
     key = empty_seed(x) if given is None and prepared.draws else given
     drawn: Tensor | None = None  # as soon as the first plan is found, as the general code would
-    rows = example_ids(None, batch, device)
+    rows = first_ids(device, batch)
     directions, final = 2 if layer.bidirectional else 1, []
     dropped = layer.training and layer.dropout > 0
     for k, part in enumerate(prepared.parts):
@@ -255,7 +255,7 @@ def _plain_step(
         if seed is not None and step is None:
             return None
         seed = fresh_seed(x) if seed is None else seed
-        rows = example_ids(None, len(x), x.device)
+        rows = first_ids(x.device, len(x))
     return prepared.step.run(x, states, weights, seed, rows, step or 0)
 
 
@@ -277,7 +277,7 @@ def _step_by_plan(
     parameters = cell._parameters
     key = empty_seed(x) if seed is None and prepared.draws else seed
     tensors: list[Any] = [x[None], *states]
-    constants: list[Any] = [example_ids(None, len(x), x.device)]
+    constants: list[Any] = [first_ids(x.device, len(x))]
     try:
         tensors += [parameters[name] for name in part.weights]
         constants += [key if name is None else numbers[name] for name in part.numbers]
