@@ -178,8 +178,8 @@ def test_it_is_what_dropout_is_on_average():
 
 def test_the_cell_is_made_once_and_keeps_its_marks():
     """Other noises would not apply to the cell that draws its products."""
-    made = with_gaussian_product(zo.cells.CELLS["lstm"])
-    assert made is with_gaussian_product(zo.cells.CELLS["lstm"])
+    made = zo.cells.CELLS["lstm"].variant(with_gaussian_product)
+    assert made is zo.cells.CELLS["lstm"].variant(with_gaussian_product)
     assert made.gates == 8 and made.marks == {"update", "shown", "held"}
     noise = [
         zo.FastDropout(hidden=0.2),
@@ -191,6 +191,15 @@ def test_the_cell_is_made_once_and_keeps_its_marks():
     slow.load_state_dict(layer.state_dict())
     x = torch.randn(T, B, I)
     assert torch.allclose(layer(x, seed=1)[0], slow(x, seed=1)[0], atol=1e-5)
+
+
+def test_fast_dropout_in_a_compiled_layer():
+    """torch.compile cannot trace the layer, or draws other numbers."""
+    layer = zo.LSTM(I, H, noise=zo.FastDropout(input=0.3, hidden=0.3))
+    x, seed = torch.randn(T, B, I), torch.tensor(5)
+    want = layer(x, seed=seed)[0]
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x, seed=seed)[0], want)
 
 
 @pytest.mark.usefixtures("emulated")

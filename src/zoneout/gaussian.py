@@ -15,7 +15,8 @@ from torch import Tensor
 from .definition.gaussian import LEAST, with_gaussian_product
 from .draws import Draw
 from .given import At
-from .ops import Run, Weights, autocast_on, dense
+from .hidden_products import with_products
+from .ops import Run, autocast_on, dense
 from .ops.normals import normals_at
 
 
@@ -50,25 +51,14 @@ def _of_squares(v: Tensor) -> Tensor:
 
 def _with_drawn_hidden(run: Run, draw: Draw, at: At) -> Run:
     """Return a run of the cell that draws its products with h."""
-    w, w_hh = run.weights, run.recurrent_weight
+    w_hh = run.recurrent_weight
     rate = _rate(draw, w_hh)
     mean = w_hh * (1 - rate)
     if draw.seed is None:
-        return run._replace(weights=w._replace(w_hh=mean))
-    cell, variance = with_gaussian_product(run.cell), w_hh * w_hh * (rate * (1 - rate))
-    bias, own = w.b_ih, (*w.parameters, mean, variance)
-    if run.cell.storage.apart:
-        biases = w_hh.new_zeros(run.width) if w.b_hh is None else w.b_hh
-        own = (*own, *biases.chunk(run.cell.gates))
-    elif w.b_hh is not None:
-        bias = w.b_hh if bias is None else bias + w.b_hh
-    if bias is not None:
-        bias = torch.cat((bias, torch.zeros_like(bias)))
-    w_ih = torch.cat((w.w_ih, torch.zeros_like(w.w_ih)))
-    weights = Weights(w_ih, None, bias, None, None, own)
+        return run._replace(weights=run.weights._replace(w_hh=mean))
+    variance = w_hh * w_hh * (rate * (1 - rate))
     normals = normals_at(draw, run.width, at).to(w_hh.dtype)
-    first = torch.zeros_like(normals) if run.extra is None else run.extra
-    return run._replace(cell=cell, weights=weights, extra=torch.cat((first, normals), dim=-1))
+    return with_products(run, run.cell.variant(with_gaussian_product), (mean, variance), normals)
 
 
 def _rate(draw: Draw, like: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .definition import Definition
+from .definition.gaussian import with_gaussian_product
+from .definition.untied import with_gate_products
 from .draws import Draw, stream_units, widest
 from .fits import check_fits
 from .given import STREAMS as STEP_STREAMS
@@ -32,6 +34,9 @@ from .rates import Rate, check_rate, is_zero, outside, rate_of_layer, readable
 from .torch_state import capturing, plain_eager
 
 Rates: TypeAlias = "Mapping[str, Rate]"  # the rates of one call, by stream
+
+# Streams that change the products with h, and what they make of the cell.
+_CELLS_OF_NOISE = {"fast_hidden": with_gaussian_product, "untied_hidden": with_gate_products}
 
 
 class CallNoise(NamedTuple):
@@ -150,14 +155,12 @@ class NoisyModule(Settable):
 
     def _check_sizes(self, name: str, stream: str) -> None:
         """Raise if the product of a stream cannot be drawn; warn if there is no layer below."""
-        if stream.startswith("fast_") and self._norm is not None:
+        if stream.startswith(("fast_", "untied_hidden")) and self._norm is not None:
             raise ValueError(f"noise: {name} does not apply to products that are normalised")
-        if stream == "untied_hidden" and self._norm is not None:
-            raise ValueError(f"noise: {name} does not apply to products that are normalised")
-        if stream == "untied_hidden":
-            _ = self.definition.untied  # now, since a compiler cannot
-        if stream in ("fast_hidden", "untied_hidden") and self.output_size != self.hidden_size:
-            raise ValueError(f"noise: {name} does not apply to an h that is projected")
+        if (make := _CELLS_OF_NOISE.get(stream)) is not None:
+            if self.output_size != self.hidden_size:
+                raise ValueError(f"noise: {name} does not apply to an h that is projected")
+            self.definition.variant(make)  # now, since a compiler cannot
         if stream in DEPTH and len(self.input_sizes()) == 1:
             warnings.warn(
                 f"noise: {name} has no effect, since it is for all layers but the first and "

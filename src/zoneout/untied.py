@@ -10,9 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .definition.untied import with_gate_products
 from .draws import Draw
 from .given import At
-from .ops import Run, Weights, dense
+from .hidden_products import with_products
+from .ops import Run, dense
 from .ops.dropout import drop_units
 
 
@@ -36,20 +38,7 @@ def _with_input(run: Run, draw: Draw, at: At) -> Run:
 
 
 def _with_hidden(run: Run, draw: Draw, at: At) -> Run:
-    w, w_hh, gates = run.weights, run.recurrent_weight, run.cell.gates
+    w_hh = run.recurrent_weight
     masks = _drop(w_hh.new_ones(*at.shape, run.width), draw, at)
-    bias, own = w.b_ih, (*w.parameters, *w_hh.chunk(gates))
-    if run.cell.storage.apart:
-        biases = w_hh.new_zeros(run.width) if w.b_hh is None else w.b_hh
-        own = (*own, *biases.chunk(gates))
-    elif w.b_hh is not None:
-        bias = w.b_hh if bias is None else bias + w.b_hh
-    if bias is not None:
-        bias = torch.cat((bias, torch.zeros_like(bias)))
-    w_ih = torch.cat((w.w_ih, torch.zeros_like(w.w_ih)))
-    first = torch.zeros_like(masks) if run.extra is None else run.extra
-    return run._replace(
-        cell=run.cell.untied,
-        weights=Weights(w_ih, None, bias, None, None, own),
-        extra=torch.cat((first, masks), dim=-1),
-    )
+    cell = run.cell.variant(with_gate_products)
+    return with_products(run, cell, w_hh.chunk(run.cell.gates), masks)

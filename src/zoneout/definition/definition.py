@@ -15,7 +15,6 @@ from .rules import RECURRENCES, check_graph, check_settings, groups_of
 from .step import RULES, Passes, backward_of, step_of
 from .storage import Layout, layout_of
 from .torch_calls import compile_step
-from .untied import with_gate_products
 
 
 class Definition:
@@ -52,6 +51,7 @@ class Definition:
         if function is not None and function.__doc__:
             self.__doc__ = function.__doc__  # what help() shows
         self._passes: dict[tuple[frozenset[str], bool], Passes] = {}
+        self._variants: dict[str, Definition] = {}
 
     def _set_graph(self, graph: Graph, outputs: Sequence[int]) -> None:
         self.graph, self.outputs = graph, tuple(outputs)
@@ -152,10 +152,11 @@ class Definition:
         """What a loop over time stores of this cell, and how its products meet."""
         return layout_of(self)
 
-    @cached_property
-    def untied(self) -> Definition:
-        """The cell in which every gate has masks of its own on h."""
-        return with_gate_products(self)
+    def variant(self, make: Callable[[Definition], Definition]) -> Definition:
+        """Return the cell that `make` makes of this one, made once: a compiler cannot make it."""
+        if make.__name__ not in self._variants:
+            self._variants[make.__name__] = make(self)
+        return self._variants[make.__name__]
 
     def derive(self) -> None:
         """Compute the cached properties: a compiler cannot."""

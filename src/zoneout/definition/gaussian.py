@@ -7,55 +7,31 @@ gate is U h + √(V h²) · ε, plus its bias. The normal numbers ε come as fur
 
 from __future__ import annotations
 
-from functools import cache
-from typing import TYPE_CHECKING
-
+from .definition import Definition
 from .graph import Graph
-
-if TYPE_CHECKING:
-    from . import Definition
+from .hidden_products import with_products
 
 MOST_GATES = 4  # each becomes two, and a cell has at most eight
-MEAN, VARIANCE = "fast_mean", "fast_variance"  # the matrices U and V
+MEAN, VARIANCE, BIAS = "fast_mean", "fast_variance", "fast_bias"  # the matrices U and V; of a gate
 LEAST = 1e-12  # added to a variance, so that its root has a derivative at zero
 
 
-@cache
 def with_gaussian_product(d: Definition) -> Definition:
     """Return the cell that draws its product with h, without a matrix of its own.
 
-    Its gates of x are those of `d`, and as many normal numbers. Its parameters are those of `d`,
-    the two matrices, and one vector per gate for the biases of r, if they are kept apart.
+    Its further gates of x are the normal numbers. Its own parameters are the two matrices.
     """
-    from . import Definition
-
-    assert d.recurrence == "dense" and d.gates <= MOST_GATES
-    graph, places = Graph(), {}
-    h = graph.add("state", value=d.states[0])
+    assert d.gates <= MOST_GATES
     rows = "H" if d.gates == 1 else f"{d.gates}H"
-    mean = graph.add("product", graph.add("parameter", value=MEAN), h, value=rows)
-    square = graph.add("mul", h, h)
-    variance = graph.add("product", graph.add("parameter", value=VARIANCE), square, value=rows)
 
-    def gaussian(q: int) -> int:
+    def of_gate(graph: Graph, q: int) -> int:
+        h = graph.add("state", value=d.states[0])
+        mean = graph.add("product", graph.add("parameter", value=MEAN), h, value=rows)
+        square, matrix = graph.add("mul", h, h), graph.add("parameter", value=VARIANCE)
+        variance = graph.add("product", matrix, square, value=rows)
         least = graph.add("abs", graph.add("part", variance, value=str(q)))
         root = graph.add("sqrt", graph.add("add", least, graph.number(LEAST)))
         normal = graph.add("mul", root, graph.add("x", value=str(d.gates + q)))
-        r = graph.add("add", graph.add("part", mean, value=str(q)), normal)
-        if not d.storage.apart:
-            return r
-        return graph.add("add", r, graph.add("parameter", value=f"fast_bias{q}"))
+        return graph.add("add", graph.add("part", mean, value=str(q)), normal)
 
-    for node in d.graph.reached(d.outputs):
-        op, args, value = d.graph.nodes[node]
-        if op == "r":
-            places[node] = gaussian(int(str(value)))
-        else:
-            places[node] = graph.add(op, *(places[arg] for arg in args), value=value)
-    biases = [f"fast_bias{q}" for q in range(d.gates)] if d.storage.apart else []
-    made = Definition(
-        graph, [places[node] for node in d.outputs], gates=2 * d.gates, groups=d.groups,
-        parameters=(*d.parameters, MEAN, VARIANCE, *biases), recurrence="none", heads=1,
-        bounded=d.bounded, name=d.name,
-    )  # fmt: skip
-    return Definition.from_text(made.text, d.name)
+    return with_products(d, of_gate, (MEAN, VARIANCE), BIAS)
