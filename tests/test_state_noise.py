@@ -376,13 +376,13 @@ def test_convert_drops_what_is_not_a_state():
 def test_restrict_keeps_what_applies():
     """A rate that applies would be dropped with one that does not."""
     noise = zo.Zoneout(hidden=0.1, cell=0.2, states={"q": 0.5, "n": 0.3, "m": 0.4})
-    kept, dropped = restrict((noise, zo.RecurrentDropout(rate=0.5)), four, "four")
+    kept, dropped = restrict((noise, zo.RecurrentDropout(rate=0.5)), four)
     assert kept == (zo.Zoneout(hidden=0.1, cell=0.2, states={"n": 0.3, "m": 0.4}),)
     assert dropped == [
         "Zoneout's states['q'] (four has the states h, c, n, m)",
         "RecurrentDropout's rate (four has no zo.update(…))",
     ]
-    kept, dropped = restrict((noise,), SLSTM, "SLSTM")
+    kept, dropped = restrict((noise,), SLSTM)
     assert kept == (zo.Zoneout(hidden=0.1),) and len(dropped) == 4
 
 
@@ -469,10 +469,10 @@ FITS: dict[str, tuple[Any, Definition, str, str]] = {  # noise, cell, and what t
 def test_what_does_not_apply(noise, definition, argument, why):
     """A noise that has no place in a cell would be taken, or refused without a reason."""
     message = f"noise: {argument} does not apply, {why}"
-    assert said(lambda: check_fits((noise,), definition, definition.name)) == message
+    assert said(lambda: check_fits((noise,), definition)) == message
     assert said(lambda: zo.masks(noise, 3, cell=definition, **SIZE)) == message
-    kept, dropped = restrict((noise,), definition, definition.name)
-    assert len(dropped) == 1 and all(not misfits(one, definition, definition.name) for one in kept)
+    kept, dropped = restrict((noise,), definition)
+    assert len(dropped) == 1 and all(not misfits(one, definition) for one in kept)
 
 
 @pytest.mark.parametrize(
@@ -488,16 +488,16 @@ def test_what_does_not_apply(noise, definition, argument, why):
 )
 def test_what_applies_to_a_group(noise):
     """A group could have no noise at all."""
-    check_fits((noise,), SLSTM, "grouped")
+    check_fits((noise,), SLSTM)
 
 
 def test_what_applies_to_other_cells():
     """A mark or state that a cell has would be overlooked."""
-    check_fits((zo.RecurrentDropout(rate=0.5),), peephole, "peephole")
-    check_fits((zo.RecurrentDropout(hold_output_gate=True),), holding, "holding")
-    check_fits((zo.VariationalDropout(input=0.5), zo.WeightNoise(std=0.1)), indrnn, "indrnn")
+    check_fits((zo.RecurrentDropout(rate=0.5),), peephole)
+    check_fits((zo.RecurrentDropout(hold_output_gate=True),), holding)
+    check_fits((zo.VariationalDropout(input=0.5), zo.WeightNoise(std=0.1)), indrnn)
     noise = zo.RecurrentDropout(hold_output_gate=True)
-    (misfit,) = misfits(noise, holding, "holding", one_step=True)
+    (misfit,) = misfits(noise, holding, one_step=True)
     assert misfit.why == "a cell does not keep the output gate of the previous step"
 
 
@@ -543,7 +543,7 @@ def test_two_methods_for_one_state():
         assert said(call).endswith("replace the cell state, expected one method for each state")
     both = [zo.Zoneout(states={"n": 0.1}), zo.StateDropout(states={"n": 0.2})]
     assert said(lambda: zo.masks(both, 3, cell=four, **SIZE)).endswith(message.format("n"))
-    check_fits(as_noises([zo.Zoneout(cell=0.1), zo.StateDropout(states={"n": 0.2})]), four, "four")
+    check_fits(as_noises([zo.Zoneout(cell=0.1), zo.StateDropout(states={"n": 0.2})]), four)
 
 
 @pytest.mark.parametrize(

@@ -127,10 +127,10 @@ def convert(
             return Plan(None, why)
         cls: Any = type(module) if ours else rebased(type(module))
         if isinstance(module, RecurrentModule):
-            cell, called = module.definition, module.cell_name
+            cell, torch_name = module.definition, module.torch_name
         else:
-            cell, called = cls.family, cls.kind.upper()
-        fitting, dropped = restrict(noises, cell, called, cls.one_step, told=ours)
+            cell, torch_name = cls.family, cls.kind.upper()
+        fitting, dropped = restrict(noises, cell, torch_name, cls.one_step, told=ours)
         missing = f"; dropped {', '.join(dropped)}" if dropped else ""
         if dropped and not fitting:
             return Plan(None, f"left alone, no part of the noise applies{missing}")

@@ -246,7 +246,7 @@ def _check_cell(cell: Any, noises: tuple[Noise, ...]) -> None:
     """Raise if `cell` is not a definition, or if a noise does not apply to it."""
     if not isinstance(cell, Definition):
         raise TypeError(f"cell: expected the definition of a cell, got {type(cell).__name__}")
-    check_fits(noises, cell, cell.name)
+    check_fits(noises, cell)
 
 
 def _by_state(masks: dict[str, Tensor], cell: Definition) -> dict[str, Tensor]:

@@ -23,13 +23,11 @@ from .noise import (
 )
 from .rates import is_zero
 
-TORCH_CELLS = ("LSTM", "GRU", "RNN")  # names that a reader knows; messages say what they lack
-
 
 def misfits(
     noise: Noise,
     cell: Definition,
-    name: str,
+    torch_name: str = "",
     one_step: bool = False,
     told: bool = True,
 ) -> list[Misfit]:
@@ -38,19 +36,20 @@ def misfits(
     Args:
         noise: the noise.
         cell: the definition of the cell.
-        name: the name of the cell in messages, such as "LSTM".
+        torch_name: torch's name of the cell, such as "LSTM"; "" for a cell that torch does not
+            have. A reader knows torch's cells: messages say what they lack.
         one_step: True for a single-step cell.
         told: True if the caller of a single-step cell can pass seed and step to it.
     """
     entries = [*noise.field_entries(), *noise.state_entries(cell)]
-    found = [_misfit(noise, entry, cell, name, one_step and not told) for entry in entries]
+    found = [_misfit(noise, entry, cell, torch_name, one_step and not told) for entry in entries]
     wrong = [misfit for misfit in found if misfit is not None]
     for field, stream, rate, _ in noise.field_entries() if one_step else ():
         if stream in DEPTH and not is_zero(rate):
             wrong.append(_left_out(field, "a cell has no layer below it"))
     if getattr(noise, "hold_output_gate", False):
         if "held" not in cell.marks:
-            wrong.append(_left_out("hold_output_gate", _no_stream("held", cell, name)))
+            wrong.append(_left_out("hold_output_gate", _no_stream("held", cell, torch_name)))
         elif one_step:
             why = "a cell does not keep the output gate of the previous step"
             wrong.append(_left_out("hold_output_gate", why))
@@ -65,18 +64,21 @@ def _left_out(field: str, why: str, state: str = "") -> Misfit:
 _ONCE = "drawn once for a whole sequence, and the model passes neither seed nor step to a cell"
 
 
-def _misfit(noise: Noise, entry: Entry, cell: Definition, name: str, untold: bool) -> Misfit | None:
+def _misfit(
+    noise: Noise, entry: Entry, cell: Definition, torch_name: str, untold: bool
+) -> Misfit | None:
     """Return why a rate does not apply to a cell; None if it applies.
 
     `untold` is True if a single-step cell is not told seed and step.
     """
     field, stream, rate, state = entry
+    name = torch_name or cell.name
     if not stream:
         return no_state(cell, name, state)
     if is_zero(rate):
         return None
     if stream not in streams_of(cell):
-        return _left_out(field, _no_stream(stream, cell, name))
+        return _left_out(field, _no_stream(stream, cell, torch_name))
     rule = noise.rule(stream)
     if untold and (rule.mask == "static" or not sees_step(rule)):
         return _left_out(field, _ONCE, state)
@@ -88,17 +90,19 @@ def _misfit(noise: Noise, entry: Entry, cell: Definition, name: str, untold: boo
     return None
 
 
-def _no_stream(stream: str, cell: Definition, name: str) -> str:
+def _no_stream(stream: str, cell: Definition, torch_name: str) -> str:
     """Return a sentence that says that a cell does not have a stream, or a gate to hold."""
-    known = name in TORCH_CELLS
+    name = torch_name or cell.name
     if stream == "cell":
-        return f"a {name} has no cell" if known else states_of(cell, name)
+        return f"a {name} has no cell" if torch_name else states_of(cell, name)
     if stream == "update":
-        return f"a plain {name} has no gated update" if known else f"{name} has no zo.update(…)"
+        return (
+            f"a plain {name} has no gated update" if torch_name else f"{name} has no zo.update(…)"
+        )
     if stream in ("fast_hidden", "untied_hidden") and cell.has_r:
         return f"{name} has more than {MOST_GATES} gates or no dense recurrent matrix"
     if stream == "held":
-        return f"a {name} has no output gate" if known else f"{name} has no zo.held(…)"
+        return f"a {name} has no output gate" if torch_name else f"{name} has no zo.held(…)"
     return f"{name} has no recurrent weight matrix"
 
 
@@ -110,7 +114,7 @@ def sees_step(rule: Rule) -> bool:
 def check_fits(
     noises: tuple[Noise, ...],
     cell: Definition,
-    name: str,
+    torch_name: str = "",
     one_step: bool = False,
 ) -> None:
     """Raise if a noise does not apply to a cell, or if two noises replace one of its states.
@@ -118,7 +122,7 @@ def check_fits(
     The arguments are those of `misfits`.
     """
     for noise in noises:
-        for misfit in misfits(noise, cell, name, one_step):
+        for misfit in misfits(noise, cell, torch_name, one_step):
             raise misfit_error(noise, misfit)
     check_claims(noises, cell)
 
@@ -126,7 +130,7 @@ def check_fits(
 def restrict(
     noises: tuple[Noise, ...],
     cell: Definition,
-    name: str,
+    torch_name: str = "",
     one_step: bool = False,
     told: bool = True,
 ) -> tuple[tuple[Noise, ...], list[str]]:
@@ -136,7 +140,7 @@ def restrict(
     """
     kept, dropped = [], []
     for noise in noises:
-        wrong = misfits(noise, cell, name, one_step, told)
+        wrong = misfits(noise, cell, torch_name, one_step, told)
         for field, why, _, state in wrong:
             what = f"{field}[{state!r}]" if state else field
             dropped.append(f"{type(noise).__name__}'s {what} ({why})")

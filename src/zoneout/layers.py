@@ -65,7 +65,7 @@ class RecurrentLayer(SequenceLayer, nn.RNNBase):
         self._add_parts(noise, norm, backend, learn_initial_state, recompute)
 
     @property
-    def cell_name(self) -> str:
+    def torch_name(self) -> str:
         return self.kind.upper()
 
     def weight_names(self) -> list[str]:

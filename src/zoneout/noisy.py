@@ -103,9 +103,14 @@ class NoisyModule(Settable):
         raise NotImplementedError
 
     @property
+    def torch_name(self) -> str:
+        """torch's name of the cell, such as "LSTM"; "" for a cell that torch does not have."""
+        return ""
+
+    @property
     def cell_name(self) -> str:
         """The cell's name in messages."""
-        return self.definition.name
+        return self.torch_name or self.definition.name
 
     @property
     def output_size(self) -> int:
@@ -146,7 +151,7 @@ class NoisyModule(Settable):
     def check_noise(self, noise: Noise | Iterable[Noise] | None) -> tuple[Noise, ...]:
         """Return the noise as a tuple; raise if it does not apply to this module."""
         noises = as_noises(noise)
-        check_fits(noises, self.definition, self.cell_name, self.one_step)
+        check_fits(noises, self.definition, self.torch_name, self.one_step)
         self._noise_numbers(noises)
         for one, entry in self._entries(noises):
             if entry.stream in OPTIONAL and not is_zero(entry.rate):

@@ -299,7 +299,7 @@ class TorchCell(StepCell, nn.RNNCellBase):
         self._add_parts(noise, norm, backend)
 
     @property
-    def cell_name(self) -> str:
+    def torch_name(self) -> str:
         return self.kind.upper()
 
     def extra_repr(self) -> str:
