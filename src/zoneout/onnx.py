@@ -326,7 +326,7 @@ def _own_operator(op: Nodes, r: Run) -> tuple[Any, list[Any], list[Any]]:
         """[…] -> [1, …]: ONNX's weights and states have a dimension of directions."""
         return None if v is None else op("Unsqueeze", v, [0])
 
-    w_ih, w_hh, b_ih, b_hh = (reorder(v) for v in r.weights[:4])
+    w_ih, w_hh, b_ih, b_hh = (reorder(v) for v in r.weights.of_gates)
     bias = None if b_ih is None else op("Concat", b_ih, b_hh, axis=0)
     ends = None if r.lengths is None else op("Cast", r.lengths, to=int(ir.DataType.INT32))
     y, *final = op(
@@ -486,8 +486,9 @@ class _Step:
         r, w = self.r, self.r.weights
         gx = time.turn(op("MatMul", r.x, op("Transpose", w.w_ih, perm=[1, 0])))
         if r.norm is not None:
-            given = r.norm.given
-            means = None if given is None else [op("Unsqueeze", v, [1]) for v in given[:2]]
+            given, means = r.norm.given, None
+            if given is not None:
+                means = [op("Unsqueeze", v, [1]) for v in (given.mean_x, given.var_x)]
             alive = None if time.alive is None else _column(op, time.alive)
             gx = _normalise(op, gx, r.norm, r.norm.scale_x, means, alive)
         for bias in (w.b_ih,) if self.apart else (w.b_ih, w.b_hh):

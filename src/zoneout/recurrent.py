@@ -353,7 +353,7 @@ class RecurrentModule(NoisyModule):
 
     def _noisy_weights(self, weights: ops.Weights, draws: dict[str, Draw]) -> ops.Weights:
         """Return weights with the noise of a call applied to them."""
-        w_ih, w_hh, _, _, w_hr, _ = weights
+        w_ih, w_hh, w_hr = weights.w_ih, weights.w_hh, weights.w_hr
         if (draw := draws.get("weight")) is not None:
             assert w_hh is not None
             one = torch.zeros(1, dtype=torch.int64, device=w_hh.device)

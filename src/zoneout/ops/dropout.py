@@ -47,9 +47,9 @@ def drop_units(
 ) -> Tensor:
     """Return x with units dropped by any draw; its mask may depend on fewer coordinates."""
     if cuda.has_kernel(x):
-        rule, rate, seed, plane, _ = draw
+        rule = draw.rule
         return torch.ops.zoneout.dropout(
-            x, rule.stream, rule.mask, rate, seed, plane, examples, first_step
+            x, rule.stream, rule.mask, draw.rate, draw.seed, draw.plane, examples, first_step
         )
     mask = drawn_units(draw, x.shape[-1], examples, first_step, x.shape[0], counts)
     return x * kept_scale(draw, mask, x.dtype)
@@ -88,9 +88,9 @@ def drawn_units(
 def random_units(draw: Draw, units: int, examples: Tensor, first_step: int, steps: int) -> Tensor:
     """Return the 16 random bits that rates are compared with, [T, B, units]."""
     if cuda.draws_bits(examples):
-        rule, rate, seed, plane, _ = draw
+        rule, place = draw.rule, (first_step, steps, units)
         return torch.ops.zoneout.random_bits(
-            examples, rule.stream, rule.mask, rate, seed, plane, first_step, steps, units
+            examples, rule.stream, rule.mask, draw.rate, draw.seed, draw.plane, *place
         )
     at = torch.arange(first_step, first_step + steps, device=examples.device)
     return bits_of(draw, at, examples, units)

@@ -22,7 +22,9 @@ from ..norm import Moments, StepNorm
 # and every gradient.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
-OF_GATES = ("w_ih", "w_hh", "b_ih", "b_hh", "scale_x", "scale_h")  # have a row for every gate
+# What has a row for every gate: weights, and scales of a norm.
+GATE_WEIGHTS, GATE_SCALES = ("w_ih", "w_hh", "b_ih", "b_hh"), ("scale_x", "scale_h")
+OF_GATES = (*GATE_WEIGHTS, *GATE_SCALES)
 OF_OUTPUTS = ("w_hr", "scale_c", "shift_c")  # only h depends on them, no other state
 
 
@@ -52,6 +54,11 @@ class Weights(NamedTuple):
     b_hh: Tensor | None
     w_hr: Tensor | None  # [proj, H]
     parameters: tuple[Tensor, ...] = ()  # the cell's own: [H] each, or a matrix of `zo.product`
+
+    @property
+    def of_gates(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """What torch's cells take, in their order: `GATE_WEIGHTS`."""
+        return self.w_ih, self.w_hh, self.b_ih, self.b_hh
 
 
 class Run(NamedTuple):

@@ -24,11 +24,11 @@ def weight_noise(weight: Tensor, std: float, seed: Tensor, plane: int) -> Tensor
 
 def add_noise(weight: Tensor, draw: Draw, matrix: int = 0) -> Tensor:
     """Return a weight plus noise from a layer's draw; `matrix` is its number in the layer."""
-    _, std, seed, plane, _ = draw
+    std, seed = draw.rate, draw.seed
     assert seed is not None
     if cuda.has_kernel(weight):
-        return torch.ops.zoneout.weight_noise(weight, std, seed, matrix, plane)
-    noise = std * normals(seed, weight.numel(), matrix, plane)
+        return torch.ops.zoneout.weight_noise(weight, std, seed, matrix, draw.plane)
+    noise = std * normals(seed, weight.numel(), matrix, draw.plane)
     return weight + noise.to(weight.dtype).view_as(weight)
 
 

@@ -55,7 +55,7 @@ def differentiable(r: Run) -> dict[str, Tensor]:
     values: dict[str, Tensor | None] = {"x": r.x, **dict(zip(_STATES, r.states))}
     if r.reset_to:
         values |= several("reset", r.reset_to)
-    values |= zip(_WEIGHTS, r.weights[:5])
+    values |= {name: getattr(r.weights, name) for name in _WEIGHTS}
     if r.weights.parameters:
         values |= several("parameter", r.weights.parameters)
     if r.norm is not None:

@@ -130,7 +130,7 @@ def is_plain(
 def supports(r: Run) -> bool:
     """Return True if a run is one such step."""
     extra = (r.norm, r.weights.w_hr, r.lengths, r.counts, r.extra)
-    others = (*r.states, *r.reset_to, r.resets, *r.weights[:4])
+    others = (*r.states, *r.reset_to, r.resets, *r.weights.of_gates)
     return (
         r.x.shape[0] == 1
         and all(value is None for value in extra)
@@ -145,7 +145,7 @@ def run(r: Run) -> Result:
     if r.resets is not None and not r.reverse:  # reversed: no step lies above this one
         cut = r.resets[0, :, None]
         states = tuple(torch.where(cut, to, v) for to, v in zip(r.reset_to, states, strict=True))
-    h, *others = step(r.cell, r.x[0], states, r.weights[:4], r.draws, r.examples, r.first_step)
+    h, *others = step(r.cell, r.x[0], states, r.weights.of_gates, r.draws, r.examples, r.first_step)
     seen = tuple(v.clone()[None] for v in others) if r.return_states else ()
     y = h.clone()[None]
     if not r.draws and r.cell in _OWN_RESULT:

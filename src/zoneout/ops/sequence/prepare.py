@@ -14,7 +14,7 @@ from ...norm import Moments, StepNorm
 from .. import cpu, cuda
 from ..backend import Backend, Loop, by_unit
 from ..cuda.pointwise.rows import Padded
-from ..run import OF_GATES, Run, Weights
+from ..run import GATE_SCALES, GATE_WEIGHTS, Run, Weights
 from .products import pad_columns, row_by_row
 from .rows import Packed, as_packed
 from .saved import Saved, moments_of, stored_slots
@@ -35,9 +35,9 @@ def all_wide(values: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def wide_weights(w: Weights) -> Weights:
     """Return weights in the precision of states; the cell's parameters are always in it."""
-    w_ih, w_hh, b_ih, b_hh, w_hr, parameters = w
-    (w_ih,) = all_wide((w_ih,))
-    return Weights(w_ih, wide(w_hh), wide(b_ih), wide(b_hh), wide(w_hr), all_wide(parameters))
+    (w_ih,) = all_wide((w.w_ih,))
+    parameters = all_wide(w.parameters)
+    return Weights(w_ih, wide(w.w_hh), wide(w.b_ih), wide(w.b_hh), wide(w.w_hr), parameters)
 
 
 def state_type(dtype: torch.dtype) -> torch.dtype:
@@ -79,15 +79,11 @@ def prepare(device: Backend, r: Run, rows: Packed | Padded | None = None) -> Pre
             states, reset_to = ((*v[:1], *all_wide(v[1:])) for v in (states, reset_to))
     gates_by_unit = device.by_unit(r)
     if gates_by_unit:
-        w = w._replace(
-            **reorder(by_unit, r.cell.gates, {name: getattr(w, name) for name in OF_GATES[:4]})
-        )
+        weights = {name: getattr(w, name) for name in GATE_WEIGHTS}
+        w = w._replace(**reorder(by_unit, r.cell.gates, weights))
         if norm is not None:
-            norm = norm._replace(
-                **reorder(
-                    by_unit, r.cell.gates, {name: getattr(norm, name) for name in OF_GATES[4:]}
-                )
-            )
+            of_gates = {name: getattr(norm, name) for name in GATE_SCALES}
+            norm = norm._replace(**reorder(by_unit, r.cell.gates, of_gates))
     return Prepared(x, states, reset_to, w, norm, rows, gates_by_unit)
 
 
@@ -109,8 +105,16 @@ def reorder_moments(
     """Return moments with the gates of x·Wx and h·Wh in another order."""
     if moments is None:
         return None
-    mean_x, var_x, mean_h, var_h = (change_order(v, gates, 1) for v in moments[:4])
-    return Moments(mean_x, var_x, mean_h, var_h, *moments[4:])
+
+    def reordered(v: Tensor) -> Tensor:
+        return change_order(v, gates, 1)
+
+    return moments._replace(
+        mean_x=reordered(moments.mean_x),
+        var_x=reordered(moments.var_x),
+        mean_h=reordered(moments.mean_h),
+        var_h=reordered(moments.var_h),
+    )
 
 
 def empty_outputs(r: Run, dtype: torch.dtype) -> Saved:
