@@ -14,7 +14,13 @@ from zoneout.definition.cuda import print_unit
 from zoneout.ops.cuda.kernels import any_cell, batch, diagonal, persistent, small, steps, warpgroup
 from zoneout.ops.cuda.pointwise import norms, rows
 from zoneout.ops.cuda.runtime import compiler
-from zoneout.ops.cuda.runtime.arguments import ALL_FEATURES, CELLS, TYPES, mode_defines
+from zoneout.ops.cuda.runtime.arguments import (
+    ALL_FEATURES,
+    CELLS,
+    TYPES,
+    common_defines,
+    mode_defines,
+)
 from zoneout.paper.training import optimizer_kernel as optimizer
 
 HOPPER, PROCESSORS, SHARED = (9, 0), 132, 232448
@@ -171,7 +177,7 @@ def test_batch_knows_its_limits():
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_dropout_and_weight_noise(dtype, source):
     """What drops units and weights, or adds noise to weights, does not compile."""
-    build(source, (("CELL", 0), ("TYPE", TYPES[dtype]), ("FAST", 1)))
+    build(source, common_defines(None, dtype))
 
 
 # Published cells, the built-in ones, and the largest random one.
@@ -407,7 +413,7 @@ def test_other_chips(capability, dtype):
     """What runs where the faster kernels do not is written for one chip: the others have not all
     instructions.
     """
-    plain = (("CELL", 0), ("TYPE", TYPES[dtype]), ("FAST", 1))
+    plain = common_defines(None, dtype)
     build("steps.cu", steps.defines_of(cells.lstm, dtype, 1, True), capability)
     unit = any_cell.defines_of(dtype)
     build("cell_steps.cu", unit, capability, print_unit(peephole))

@@ -39,6 +39,7 @@ from .kernels import (
 from .pointwise import dropout, norms, rows
 from .runtime import blas, compiler, side_streams
 from .runtime.arguments import CELLS, TYPES
+from .runtime.arguments import common_defines as common_defines
 from .runtime.compiler import Ready
 from .runtime.compiler import add_source as add_source
 from .runtime.compiler import load as load

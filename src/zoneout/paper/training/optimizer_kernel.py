@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...ops.cuda import add_source, load
+from ...ops.cuda import add_source, common_defines, load
 from ...ops.memory import address
 
 SOURCE = add_source(Path(__file__).with_suffix(".cu"))
@@ -99,7 +99,8 @@ def apply(
 
 def defines_of(rule: int, paper: bool) -> tuple[tuple[str, int], ...]:
     """Return the macros that the kernels are compiled with."""
-    return (("CELL", 0), ("TYPE", 0), ("FAST", 0), ("RULE", rule), ("PAPER", int(paper)))
+    common = common_defines(None, torch.float32, fast=False)
+    return (*common, ("RULE", rule), ("PAPER", int(paper)))
 
 
 def _tensors(

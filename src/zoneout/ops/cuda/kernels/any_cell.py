@@ -16,7 +16,7 @@ from ....noise import STATE_STREAMS
 from ...backend import Loop, LoopGrads, mask_coordinates
 from ...memory import address
 from ...run import Run, kind_of
-from ..runtime.arguments import TYPES, Arguments, Defines, Stream, fill_stream
+from ..runtime.arguments import Arguments, Defines, Stream, common_defines, fill_stream
 from ..runtime.compiler import tf32
 
 _i64, _p = ctypes.c_int64, ctypes.c_void_p
@@ -158,5 +158,5 @@ def noise_defines(loop: Loop) -> Defines:
 
 def defines_of(dtype: torch.dtype, vector: int = 1) -> Defines:
     """Return the macros that the kernels are compiled with."""
-    fast = int(dtype != torch.float32 or tf32())
-    return (("CELL", 0), ("TYPE", TYPES[dtype]), ("FAST", fast), ("VECTOR", vector))
+    fast = dtype != torch.float32 or tf32()
+    return (*common_defines(None, dtype, fast), ("VECTOR", vector))

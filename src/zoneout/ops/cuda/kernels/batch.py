@@ -17,8 +17,7 @@ from ...backend import Loop, LoopGrads
 from ...memory import is_aligned
 from ...run import Run
 from ..runtime.arguments import (
-    CELLS,
-    TYPES,
+    common_defines,
     features_of,
     loop_arguments,
     mode_defines,
@@ -175,9 +174,7 @@ def defines_of(
 ) -> tuple[tuple[str, int], ...]:
     """Return the macros that the kernel is compiled with."""
     return (
-        ("CELL", CELLS.index(cell)),
-        ("TYPE", TYPES[dtype]),
-        ("FAST", 1),
+        *common_defines(cell, dtype),
         ("BACKWARD", int(backward)),
         ("HIDDEN", tiles.hidden),
         ("BLOCKS", tiles.blocks),

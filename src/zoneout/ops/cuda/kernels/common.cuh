@@ -5,6 +5,7 @@
  * structs: change both together. Macros:
  *
  *   CELL                    0 LSTM, 1 GRU, 2 RNN with tanh, 3 RNN with ReLU
+ *   GATES                   number of gates of that cell
  *   TYPE                    type of the input: 0 float, 1 bfloat16, 2 half
  *   FAST                    0: exp and tanh of the library; 1: fast approximations
  *   FEATURES                bit mask of the optional features of a loop, see below
@@ -31,7 +32,6 @@ typedef unsigned char u8;
 #define LSTM (CELL == 0)
 #define GRU (CELL == 1)
 #define RELU (CELL == 3)
-#define GATES (LSTM ? 4 : GRU ? 3 : 1)
 /* SHARED: drawn, with the bits of the cell's mask; GIVEN: read from memory */
 enum { OFF, DRAWN, EXPECTED, SHARED, GIVEN };
 

@@ -17,11 +17,10 @@ from ....definition import Definition
 from ...backend import Loop, LoopGrads
 from ...run import Run
 from ..runtime.arguments import (
-    CELLS,
-    TYPES,
     Arguments,
     Defines,
     Exchange,
+    common_defines,
     features_of,
     loop_arguments,
 )
@@ -335,9 +334,7 @@ def defines_of(
 ) -> Defines:
     """Return the macros that the kernel is compiled with."""
     return (
-        ("CELL", CELLS.index(cell) if cell in CELLS else 0),
-        ("TYPE", TYPES[dtype]),
-        ("FAST", 1),
+        *common_defines(cell, dtype),
         ("BACKWARD", int(backward)),
         ("UNITS_PER_BLOCK", tiles.units),
         ("ROUNDED_UNITS", tiles.rounded_units),

@@ -17,9 +17,9 @@ from ...backend import Loop, LoopGrads
 from ...run import Run
 from ..runtime.arguments import (
     CELLS,
-    TYPES,
     Arguments,
     Defines,
+    common_defines,
     features_of,
     loop_arguments,
     mode_defines,
@@ -202,9 +202,7 @@ def defines_of(
 ) -> Defines:
     """Return the macros that the kernel is compiled with."""
     return (
-        ("CELL", CELLS.index(cell) if cell in CELLS else 0),
-        ("TYPE", TYPES[dtype]),
-        ("FAST", 1),
+        *common_defines(cell, dtype),
         ("BACKWARD", int(backward)),
         ("APPROXIMATE", 1),
         ("HIDDEN", tiles.hidden),

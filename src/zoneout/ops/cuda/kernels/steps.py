@@ -19,11 +19,10 @@ from ...memory import address, is_aligned
 from ...sequence.products import pad_columns
 from ..runtime.arguments import (
     ALL_FEATURES,
-    CELLS,
-    TYPES,
     Arguments,
     NormStep,
     Scratch,
+    common_defines,
     features_of,
     loop_arguments,
     mode_defines,
@@ -429,9 +428,7 @@ def defines_of(
     0 without them.
     """
     return (
-        ("CELL", CELLS.index(cell)),
-        ("TYPE", TYPES[dtype]),
-        ("FAST", int(dtype != torch.float32 or tf32())),
+        *common_defines(cell, dtype, fast=dtype != torch.float32 or tf32()),
         ("VECTOR", vector),
         ("PLAIN", int(plain)),
         ("FEATURES", 0 if plain else ALL_FEATURES),

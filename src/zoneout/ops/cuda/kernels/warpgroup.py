@@ -15,10 +15,9 @@ from ...backend import Loop, LoopGrads
 from ...memory import is_aligned
 from ..pointwise import rows
 from ..runtime.arguments import (
-    CELLS,
-    TYPES,
     Arguments,
     Exchange,
+    common_defines,
     loop_arguments,
     mode_defines,
     modes_of,
@@ -144,9 +143,7 @@ def defines_of(
 ) -> tuple[tuple[str, int], ...]:
     """Return the macros that the kernel is compiled with."""
     return (
-        ("CELL", CELLS.index(cells.lstm)),
-        ("TYPE", TYPES[dtype]),
-        ("FAST", 1),
+        *common_defines(cells.lstm, dtype),
         ("FEATURES", 0),
         ("K_STEPS", tiles.k_steps),
         ("SLABS", tiles.slabs),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ....draws import Draw
 from ...memory import address
-from ..runtime.arguments import TYPES, Stream, fill_stream
+from ..runtime.arguments import Stream, common_defines, fill_stream
 from ..runtime.compiler import load
 
 THREADS = 256
@@ -58,7 +58,7 @@ def _launch(
         None if x is None else address(x, "x"), address(y, "y"), steps * batch, batch, units,
         first_step, address(examples, "examples", torch.int64, device),
     )  # fmt: skip
-    defines = (("CELL", 0), ("TYPE", 0 if x is None else TYPES[x.dtype]), ("FAST", 1))
+    defines = common_defines(None, torch.float32 if x is None else x.dtype)
     with torch.cuda.device(y.device):
         (kernel,) = load(device, "dropout.cu", (name,), defines)
         blocks = -(-(steps * batch * -(-units // 4)) // THREADS)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...memory import address
+from ..runtime.arguments import common_defines
 from ..runtime.compiler import load
 
 THREADS = 256
@@ -37,7 +38,7 @@ def normals(
         address(examples, "examples", torch.int64, device),
         address(seed, "seed", torch.int64, device), plane,
     )  # fmt: skip
-    defines = (("CELL", 0), ("TYPE", 0), ("FAST", 1))
+    defines = common_defines(None, torch.float32)
     with torch.cuda.device(y.device):
         (kernel,) = load(device, "normals.cu", ("normals",), defines)
         blocks = -(-(steps * len(examples) * -(-units // 4)) // THREADS)

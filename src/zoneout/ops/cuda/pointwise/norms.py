@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...backend import Loop, LoopGrads
 from ...memory import is_aligned
-from ..runtime.arguments import TYPES, Arguments
+from ..runtime.arguments import Arguments, common_defines
 from ..runtime.compiler import Kernel, load
 
 THREADS = 256  # per block, if the plan may choose
@@ -133,9 +133,7 @@ def defines_of(
     `apart`: dsh is not dgx. `cell`: elements of a row of c that are read at once.
     """
     return (
-        ("CELL", 0),
-        ("TYPE", TYPES[dtype]),
-        ("FAST", 1),
+        *common_defines(None, dtype),
         ("LAYER", int(tiling.layer)),
         ("BACKWARD", int(backward)),
         ("VECTOR", tiling.vector),

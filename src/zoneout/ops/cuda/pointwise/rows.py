@@ -17,7 +17,7 @@ from torch import Tensor
 from ...backend import Loop
 from ...memory import address
 from ...sequence.products import block_products, pad_columns, product, times, without_padding
-from ..runtime.arguments import TYPES
+from ..runtime.arguments import TYPES, common_defines
 from ..runtime.compiler import load
 
 THREADS = 256
@@ -307,7 +307,7 @@ def defines_of(dtype: torch.dtype) -> tuple[tuple[str, int], ...]:
 
     Kernels that only copy rows work with any dtype, so an unknown one is allowed.
     """
-    return (("CELL", 0), ("TYPE", TYPES.get(dtype, 0)), ("FAST", 1))
+    return common_defines(None, dtype if dtype in TYPES else torch.float32)
 
 
 # --- the layout of rows ---

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...memory import address
-from ..runtime.arguments import TYPES
+from ..runtime.arguments import common_defines
 from ..runtime.compiler import load
 
 THREADS = 256
@@ -36,7 +36,7 @@ def add_noise(weight: Tensor, std: Tensor, seed: Tensor, matrix: int, plane: int
         address(weight, "weight"), address(y, "y"), weight.numel(), matrix, plane,
         address(seed, "seed", torch.int64, device), address(std, "std", torch.float64, device),
     )  # fmt: skip
-    defines = (("CELL", 0), ("TYPE", TYPES[weight.dtype]), ("FAST", 1))
+    defines = common_defines(None, weight.dtype)
     with torch.cuda.device(weight.device):
         (kernel,) = load(device, "weight_noise.cu", ("weight_noise",), defines)
         kernel.launch(-(-weight.numel() // (4 * THREADS)), THREADS, (noisy,))

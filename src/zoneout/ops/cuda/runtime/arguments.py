@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .... import cells
+from ....definition import Definition
 from ....draws import Draw
 from ...backend import Loop, LoopGrads, mask_coordinates
 from ...memory import address
@@ -209,6 +211,21 @@ def features_of(loop: Loop, grads: LoopGrads | None) -> int:
         any(draw.rule.by == "zero" for name, draw in loop.draws.items() if name != "update"),
     )
     return sum(bool(present) << bit for bit, present in enumerate(features))
+
+
+@lru_cache(64)
+def common_defines(cell: Definition | None, dtype: torch.dtype, fast: bool = True) -> Defines:
+    """Return the macros of common.cuh.
+
+    It contains the step of a built-in cell. Kernels of other cells, or of none, do not use it.
+    """
+    cell = cell if cell in CELLS else CELLS[0]
+    return (
+        ("CELL", CELLS.index(cell)),
+        ("GATES", cell.gates),
+        ("TYPE", TYPES[dtype]),
+        ("FAST", int(fast)),
+    )
 
 
 def mode_defines(modes: tuple[int, int] | None) -> Defines:
