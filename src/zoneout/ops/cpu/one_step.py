@@ -6,15 +6,15 @@ faster in the C loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import cells
-from ...cells import zone
 from ...definition import Definition
+from ...definition.operations import mix
 from ...draws import Draw, draw_all
 from ...noise import STATE_STREAMS
 from ...torch_state import plain_eager
@@ -24,22 +24,19 @@ from . import native
 from .masks import masks_of, masks_of_step, stream_of
 
 _ALWAYS = torch.ones((), dtype=torch.bool, device="cpu")
-_CELLS = {
+_CELLS: dict[Definition, Callable[..., Any]] = {
+    cells.lstm: torch.lstm_cell,
     cells.gru: torch.gru_cell,
     cells.rnn_tanh: torch.rnn_tanh_cell,
     cells.rnn_relu: torch.rnn_relu_cell,
 }
-_OWN_RESULT = (
-    cells.rnn_tanh,
-    cells.rnn_relu,
-)  # torch's backward pass reads the returned h
+_OWN_RESULT = (cells.rnn_tanh, cells.rnn_relu)  # torch's backward pass reads the returned h
 
 
 class Repeatable(NamedTuple):
     """A step whose choices are made: torch's cell, and the states that zoneout replaces."""
 
     function: Callable[..., Any]
-    is_lstm: bool
     lerps: tuple[tuple[int, float], ...]  # without masks: a state and its rate
     drawn: tuple[int, ...]  # the states with masks
     streams: bytes  # the structs of their streams; bytes can be copied, and hold no addresses
@@ -55,19 +52,12 @@ class Repeatable(NamedTuple):
         at: int,
     ) -> list[Tensor]:
         """Return the states after step number `at`."""
-        if self.is_lstm:
-            new = list(torch.lstm_cell(x, tuple(states), *weights))  # type: ignore[arg-type]
-        else:
-            new = [self.function(x, states[0], *weights)]
-        for k, share in self.lerps:
-            new[k] = torch.lerp(new[k], states[k], share)
+        masks: Sequence[Tensor] = ()
         if self.drawn:
             assert seed is not None and examples is not None
-            units = new[0].shape[1]
+            units = states[0].shape[1]
             masks = masks_of_step(self.streams, self.rates, seed, at, examples, units)
-            for k, mask in zip(self.drawn, masks):
-                new[k] = torch.where(mask, states[k], new[k])
-        return new
+        return _step(self.function, x, states, weights, self.lerps, zip(self.drawn, masks))
 
 
 def repeatable(cell: Definition, draws: Sequence[Draw]) -> Repeatable | None:
@@ -86,10 +76,8 @@ def repeatable(cell: Definition, draws: Sequence[Draw]) -> Repeatable | None:
             drawn.append((k, bytes(stream_of(draw)), draw.rate))
         else:
             return None
-    is_lstm = cell == cells.lstm
-    function = torch.lstm_cell if is_lstm else _CELLS[cell]
     states, streams, rates = zip(*drawn) if drawn else ((), (), ())
-    return Repeatable(function, is_lstm, tuple(lerps), states, b"".join(streams), rates)
+    return Repeatable(_CELLS[cell], tuple(lerps), states, b"".join(streams), rates)
 
 
 ROWS, MULTIPLICATIONS = 16, 2**23  # from both on, the C loop is faster in training and evaluation
@@ -118,7 +106,7 @@ def is_plain(
     """
     return (
         x.is_cpu
-        and (cell == cells.lstm or cell in _CELLS)
+        and cell in _CELLS
         and x.dtype in (torch.float32, torch.float64)
         and all(draw.rule.by == "previous" for draw in draws)
         and plain_eager()
@@ -163,29 +151,50 @@ def step(
     at: int,
 ) -> list[Tensor]:
     """Return the states after step number `at`; `examples` may be None if nothing is drawn."""
-    if cell == cells.lstm:
-        new = list(torch.lstm_cell(x, tuple(states), *weights))  # type: ignore[arg-type]
-    else:
-        new = [_CELLS[cell](x, states[0], *weights)]  # type: ignore[arg-type]
-    masks: dict[str, Tensor] = {}
+    drawn: dict[str, Tensor] = {}
     if examples is not None and any(draw.seed is not None for draw in draws):
         units = dict.fromkeys(("cell", "hidden"), states[0].shape[1])
-        masks = draw_all(draws, examples.new_full((1,), at), examples, units, masks_of)
+        drawn = draw_all(draws, examples.new_full((1,), at), examples, units, masks_of)
+    lerps: list[tuple[int, float]] = []
+    masks: list[tuple[int, Tensor]] = []
+    given: list[tuple[int, Tensor]] = []
     for draw in draws:
-        k, rate, mask = (
-            STATE_STREAMS.index(draw.rule.stream),
-            draw.rate,
-            masks.get(draw.rule.stream),
-        )
-        value, old = new[k], states[k]
+        k, rate = STATE_STREAMS.index(draw.rule.stream), draw.rate
         if draw.given is not None:
-            new[k] = zone(value, old, draw.given[0])
-        elif mask is not None:
-            new[k] = zone(value, old, mask[0])
+            given.append((k, draw.given[0]))
+        elif (mask := drawn.get(draw.rule.stream)) is not None:
+            masks.append((k, mask[0]))
         elif rate.dim():
-            new[k] = zone(value, old, rate.to(value.dtype, copy=True))
+            given.append((k, rate.to(x.dtype, copy=True)))
         elif (share := float(rate)) == 1:  # keeps the gradient of the new value zero, not None
-            new[k] = torch.where(_ALWAYS, old, value)
+            masks.append((k, _ALWAYS))
         elif share:
-            new[k] = torch.lerp(value, old, share)
+            lerps.append((k, share))
+    return _step(_CELLS[cell], x, states, weights, lerps, masks, given)
+
+
+def _step(
+    function: Callable[..., Any],
+    x: Tensor,
+    states: Sequence[Tensor],
+    weights: Sequence[Tensor | None],
+    lerps: Iterable[tuple[int, float]],
+    masks: Iterable[tuple[int, Tensor]],
+    given: Iterable[tuple[int, Tensor]] = (),
+) -> list[Tensor]:
+    """Return the states after a step of torch's cell and zoneout.
+
+    Each state to replace comes with one rate in `lerps`, with a bool mask in `masks`, or with a
+    rate per unit or a mask of numbers in `given`.
+    """
+    if len(states) > 1:
+        new = list(function(x, tuple(states), *weights))
+    else:
+        new = [function(x, states[0], *weights)]
+    for k, share in lerps:
+        new[k] = torch.lerp(new[k], states[k], share)
+    for k, mask in masks:
+        new[k] = torch.where(mask, states[k], new[k])
+    for k, keep in given:
+        new[k] = mix(new[k], states[k], keep)
     return new
