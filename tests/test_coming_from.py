@@ -184,6 +184,16 @@ def test_tacotron():
 
     same(page("zo.OutputFirst(inner)").cell.eval(), unroll(output_first, 2), states=3)
 
+    names = page("zo.load_tensorflow(peephole")
+    p_i, p_f, p_o = numpy(*(names.checkpoint[f"lstm_cell/w_{gate}_diag"] for gate in "ifo"))
+
+    def with_peepholes(x_t: Any, h: Any, c: Any) -> tuple[Any, Any]:
+        i, g, f, o = np.split(np.concatenate([x_t, h], axis=-1) @ kernel + bias, 4, axis=-1)
+        c = sigmoid(f + 1 + p_f * c) * c + sigmoid(i + p_i * c) * np.tanh(g)
+        return sigmoid(o + p_o * c) * np.tanh(c), c
+
+    same(names.peephole.eval(), zoned(with_peepholes))
+
 
 def test_nvidia():
     """A cell of NVIDIA's decoder gives other outputs in evaluation, or in continued training."""

@@ -232,6 +232,35 @@ def test_tensorflow_lstm():
     same(zo.load_tensorflow(layer, saved, prefix="decoder/"), unroll(zoned, 2))
 
 
+def test_tensorflow_peepholes():
+    """A peephole is lost or in another gate, or the output gate sees the old c."""
+    draw = Draw()
+    saved = {"kernel": draw(X + H, 4 * H), "bias": draw(4 * H)}
+    saved |= {f"w_{gate}_diag": draw(H) for gate in "ifo"}
+
+    def step(x_t, h, c):
+        product = np.concatenate([x_t, h], axis=-1) @ saved["kernel"] + saved["bias"]
+        i, g, f, o = np.split(product, 4, axis=-1)
+        kept = sigmoid(f + 1 + saved["w_f_diag"] * c) * c
+        c = kept + sigmoid(i + saved["w_i_diag"] * c) * np.tanh(g)
+        h = sigmoid(o + saved["w_o_diag"] * c) * np.tanh(c)
+        return h, h, c
+
+    layer = zo.Recurrent(zo.cells.peephole_lstm, X, H).double()
+    assert zo.load_tensorflow(layer, saved) is layer
+    same(layer, unroll(step, 2))
+    same(zo.load_tensorflow(zo.RecurrentCell(zo.cells.peephole_lstm, X, H).double(), saved),
+         unroll(step, 2))  # fmt: skip
+    before, wrong = layer.weight_ih_l0.clone(), saved | {"w_o_diag": np.ones(H + 1)}
+    with pytest.raises(ValueError, match=r"w_o_diag: expected shape"):
+        zo.load_tensorflow(layer, wrong | {"kernel": np.zeros((X + H, 4 * H))})
+    assert torch.equal(layer.weight_ih_l0, before)  # nothing is loaded by halves
+    with pytest.raises(ValueError, match=r"weights: expected an entry 'w_f_diag'"):
+        zo.load_tensorflow(layer, {"kernel": saved["kernel"], "w_i_diag": np.ones(H)})
+    with pytest.raises(ValueError, match=r"layer: expected no norm"):
+        zo.load_tensorflow(zo.Recurrent(zo.cells.peephole_lstm, X, H, norm="layer"), saved)
+
+
 def test_output_before_zoneout():
     """Tacotron-2's output is h before zoneout; with h after it the checkpoint runs differently."""
     draw = Draw()

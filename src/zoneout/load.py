@@ -122,7 +122,20 @@ def load_arrays(
     >>> tensorflow_kernel, bias = np.ones((7, 16)), np.zeros(16)
     >>> _ = zo.load_arrays(layer, tensorflow_kernel, bias=bias, order="igfo", forget_bias=1.0)
     """
-    kind, suffix = _kind(layer), _suffix(layer, index, reverse)
+    arrays = (kernel, recurrent, bias, recurrent_bias)
+    return _load(layer, _kind(layer), arrays, order, forget_bias, _suffix(layer, index, reverse))
+
+
+def _load(
+    layer: Module,
+    kind: str,
+    arrays: tuple[Array, Array | None, Array | None, Array | None],
+    order: str,
+    forget_bias: float,
+    suffix: str,
+) -> Module:
+    """Load the arrays of `load_arrays` into a layer with the gates of a kind."""
+    kernel, recurrent, bias, recurrent_bias = arrays
     gates = GATES[kind]
     if sorted(order) != sorted(gates):
         raise ValueError(f"order: expected the gates {gates} in any order, got {order!r}")
@@ -260,10 +273,12 @@ def load_tensorflow(
 
     Args:
         layer: an `LSTM`, `RNN` or cell of this package or of `torch.nn`, without norm and
-            projection; for a `GRUCell` a `ResetFirstGRUCell`.
-        weights: `kernel` [in + H, gates · H] and `bias` [gates · H] of an LSTM or RNN; of a
-            `GRUCell` `gates/kernel` and `gates/bias` for two gates, `candidate/kernel` and
-            `candidate/bias` for one.
+            projection; for a `GRUCell` a `ResetFirstGRUCell`; for an `LSTMCell` with peepholes a
+            `Recurrent` or `RecurrentCell` of `zo.cells.peephole_lstm`.
+        weights: `kernel` [in + H, gates · H] and `bias` [gates · H] of an LSTM or RNN; with
+            peepholes also `w_i_diag`, `w_f_diag` and `w_o_diag` [H]; of a `GRUCell`
+            `gates/kernel` and `gates/bias` for two gates, `candidate/kernel` and `candidate/bias`
+            for one.
         prefix: what stands before these names, such as `"decoder/lstm_cell/"`.
         forget_bias: what an LSTM cell adds when it runs: 1.0 unless its constructor was told
             otherwise. It is not in the checkpoint.
@@ -278,6 +293,8 @@ def load_tensorflow(
     >>> noise = zo.Zoneout(cell=0.1, hidden=0.1)
     >>> cell = zo.load_tensorflow(zo.LSTMCell(3, 4, noise=noise), checkpoint, prefix="lstm_cell/")
     """
+    if getattr(layer, "definition", None) == cells.peephole_lstm:
+        return _load_peepholes(layer, weights, prefix, forget_bias, _suffix(layer, index, reverse))
     kind = _kind(layer)
     if kind == "GRU":
         if not isinstance(layer, ResetFirstGRUCell):
@@ -302,6 +319,24 @@ def load_tensorflow(
         index=index,
         reverse=reverse,
     )
+
+
+def _load_peepholes(
+    layer: Module, weights: Mapping[str, Array], prefix: str, forget_bias: float, suffix: str
+) -> Module:
+    """Load TensorFlow's `LSTMCell` with peepholes into a layer of `peephole_lstm`."""
+    _check_plain(layer)
+    values = {}
+    for gate in "ifo":
+        parameter: Tensor = getattr(layer, f"p_{gate}{suffix}")
+        name = f"w_{gate}_diag"
+        values[parameter] = _array(name, _entry(weights, prefix, name), tuple(parameter.shape))
+    kernel, bias = (_entry(weights, prefix, name) for name in ("kernel", "bias"))
+    _load(layer, "LSTM", (kernel, None, bias, None), "igfo", forget_bias, suffix)
+    with torch.no_grad():
+        for parameter, value in values.items():
+            parameter.copy_(torch.from_numpy(value))
+    return layer
 
 
 def load_chainer(
@@ -402,12 +437,17 @@ def _kind(layer: nn.Module) -> str:
     }
     for kind, (definitions, classes) in kinds.items():
         if isinstance(layer, classes) or any(definition == one for one in definitions):
-            if getattr(layer, "norm", None) is not None or getattr(layer, "proj_size", False):
-                raise ValueError("layer: expected no norm and no proj_size, got one that has them")
+            _check_plain(layer)
             return kind
     raise TypeError(
         f"layer: expected an LSTM, GRU, RNN or one of their cells, got {type(layer).__name__}"
     )
+
+
+def _check_plain(layer: nn.Module) -> None:
+    """Raise if a layer has a norm or a projection."""
+    if getattr(layer, "norm", None) is not None or getattr(layer, "proj_size", False):
+        raise ValueError("layer: expected no norm and no proj_size, got one that has them")
 
 
 def _suffix(layer: nn.Module, index: int, reverse: bool) -> str:
