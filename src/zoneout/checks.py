@@ -72,8 +72,7 @@ def check_cell_sizes(cell: Definition, hidden_size: int, proj_size: Any) -> None
         why = "reads h itself" if cell.reads_h else f"has recurrence={cell.recurrence!r}"
         raise ValueError(
             f"proj_size: expected 0 for the cell {cell.name!r}, which {why}, got {proj_size}; a "
-            "projection needs a cell "
-            "that reads h only through r"
+            "projection needs a cell that reads h only through r"
         )
 
 
@@ -168,8 +167,7 @@ def check_parameter(weight: Tensor) -> None:
     if type(weight).__name__ == "ExpandedWeight":
         raise NotImplementedError(
             "call_for_per_sample_grads does not support zoneout's modules; compute per-sample "
-            "gradients with "
-            "torch.func.vmap(torch.func.grad(…)), as docs/ecosystem.md shows"
+            "gradients with torch.func.vmap(torch.func.grad(…)), as docs/ecosystem.md shows"
         )
 
 

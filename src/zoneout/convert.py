@@ -120,9 +120,8 @@ def convert(
             return None
         if module in wrapped:
             return Plan(None, "left alone, the ZoneoutCell around it has rates of its own")
-        ours = isinstance(
-            module, RecurrentModule
-        )  # only its noise changes: no other check is needed
+        # Of ours only the noise changes: no other check is needed.
+        ours = isinstance(module, RecurrentModule)
         if not ours and (why := _why_not(module, name) or _patched(module)):
             return Plan(None, why)
         cls: Any = type(module) if ours else rebased(type(module))
@@ -158,8 +157,7 @@ def convert(
                 None,
                 (
                     f"left alone, its weights do not have the shapes of an nn.{base.__name__} of "
-                    "its "
-                    "sizes"
+                    "its sizes"
                 ),
             )
         by = "" if cls is base else f" by the same class on zo.{base.__name__}"

@@ -23,11 +23,8 @@ from .rates import in_65536ths, readable
 # it from the input of the layer, [T, B, input].
 StepRate: TypeAlias = "Tensor | Callable[[Tensor], Tensor]"
 
-STREAMS = (
-    *STATE_STREAMS,
-    "update",
-    *(s for s in OPTIONAL if s not in UNTIED),
-)  # the streams that may have such rates
+# The streams that may have such rates.
+STREAMS = (*STATE_STREAMS, "update", *(s for s in OPTIONAL if s not in UNTIED))
 
 
 class At(NamedTuple):

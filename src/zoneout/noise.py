@@ -232,8 +232,7 @@ class Noise:
         if mask == "static" and seed is None:
             raise ValueError(
                 f"{name}(mask='static'): expected seed=… as well, since a static mask is drawn "
-                "once "
-                "for the whole training; got no seed"
+                "once for the whole training; got no seed"
             )
         if mask != "static" and seed is not None:
             raise ValueError(
@@ -286,22 +285,18 @@ def _positional_error(
 
     They are not allowed because libraries disagree on which state a single rate belongs to.
     """
-    name, free = (
-        cls.__name__,
-        [field.name for field in dataclasses.fields(cls) if field.name not in given],
-    )
+    name = cls.__name__
+    free = [field.name for field in dataclasses.fields(cls) if field.name not in given]
     rates = [name for name, stream in cls.fields.items() if name in free and stream not in DEPTH]
     one_for_several = len(positional) == 1 and len(rates) > 1
-    keywords = (
-        dict.fromkeys(rates, positional[0]) if one_for_several else dict(zip(free, positional))
-    )
+    keywords = dict(zip(free, positional))
+    if one_for_several:
+        keywords = dict.fromkeys(rates, positional[0])
     written = ", ".join(f"{field}={_written(value)}" for field, value in (keywords | given).items())
     return TypeError(
         f"{name}: expected keywords, got {len(positional)} positional "
-        f"argument{'s' * (len(positional) > 1)} "
-        f"({', '.join(map(_written, positional))}); write {name}({written})"
-        + ", or only one of them"
-        * one_for_several
+        f"argument{'s' * (len(positional) > 1)} ({', '.join(map(_written, positional))}); write "
+        f"{name}({written})" + ", or only one of them" * one_for_several
     )
 
 
@@ -739,9 +734,8 @@ def _with_rate(kind: type[Noise], rate: Any, cell: Definition | None = None) -> 
     """Return a noise as it is written in code, with one rate for all that a cell has."""
     has = [*STREAMS, *STATE_STREAMS] if cell is None else streams_of(cell)
     fields = [field for field, of in kind.fields.items() if of in has and of not in DEPTH]
-    fields = (
-        fields[:1] if kind is Swapout else fields or [*kind.fields]
-    )  # or its own error says why
+    # With none that applies: all, and the error of the noise says why.
+    fields = fields[:1] if kind is Swapout else fields or [*kind.fields]
     written = ", ".join(f"{field}={_written(rate)}" for field in fields)
     return f"zo.{kind.__name__}({written})" + ", or only one of them" * (len(fields) > 1)
 

@@ -216,8 +216,7 @@ class NoisyModule(Settable):
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     "noise: expected its rates on the GPU before a CUDA graph is captured; call "
-                    "the layer once "
-                    "before the capture, as in the warm-up of torch.cuda.graph"
+                    "the layer once before the capture, as in the warm-up of torch.cuda.graph"
                 )
             copies = {name: _to_device(value, device) for name, value in self._numbers.items()}
             if plain_eager():  # a tensor made inside a trace or transform must not outlive it
@@ -308,8 +307,7 @@ class NoisyModule(Settable):
             if stream not in known:
                 raise ValueError(
                     "rates: expected streams of the layer's noise "
-                    f"({', '.join(sorted(known)) or 'it has none'}), "
-                    f"got {key!r}"
+                    f"({', '.join(sorted(known)) or 'it has none'}), got {key!r}"
                 )
             one = known[stream]
             name = f"rates[{key!r}]"

@@ -182,8 +182,7 @@ def _unpacked(model: nn.Module, batch: Sequence[Any]) -> None:
     except (TypeError, ValueError) as error:
         error.add_note(
             f"zoneout.estimate_statistics called the model with all {len(batch)} values of a "
-            "batch; "
-            "if some are labels, leave them out with (x for x, _ in batches)"
+            "batch; if some are labels, leave them out with (x for x, _ in batches)"
         )
         raise
 

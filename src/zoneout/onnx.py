@@ -140,8 +140,8 @@ class _RegisterOnImport(MetaPathFinder):
             # This torch has a different registry. The export of other models must still work.
             warnings.warn(
                 "torch.onnx.export cannot export zoneout's layers: expected the exporter's "
-                "registry of torch 2.9 to "
-                f"2.14, got {type(error).__name__}: {error}; try zoneout.onnx.export",
+                f"registry of torch 2.9 to 2.14, got {type(error).__name__}: {error}; try "
+                "zoneout.onnx.export",
                 stacklevel=2,
             )
 
@@ -164,8 +164,7 @@ def _refuse(*args: Any) -> Any:
     """Raise the error of the older exporter."""
     raise NotImplementedError(
         "torch.onnx.export(dynamo=False) cannot export zoneout's layers; leave dynamo at its "
-        "default, True, "
-        "or use zoneout.onnx.export"
+        "default, True, or use zoneout.onnx.export"
     )
 
 
@@ -197,8 +196,7 @@ def _check(model: nn.Module) -> None:
         ):
             raise ValueError(
                 f"{where} draws its {drawn[0].stream} noise in evaluation too (at_eval='sample'), "
-                "which ONNX does not "
-                "support; expected at_eval='expectation' or 'off'"
+                "which ONNX does not support; expected at_eval='expectation' or 'off'"
             )
         if isinstance(module, RecurrentModule) and (
             changing := [r for r in module._rules if r.mask == "clock" or r.by == "added"]
@@ -216,8 +214,7 @@ def _fresh_seed(x):  # type: ignore[no-untyped-def]
     """Raise: a graph that contains `zoneout::fresh_seed` draws random numbers."""
     raise ValueError(
         "the model draws noise, which ONNX does not support; call model.eval() before the export, "
-        "and build "
-        "noises with at_eval='expectation' or 'off'"
+        "and build noises with at_eval='expectation' or 'off'"
     )
 
 

@@ -70,8 +70,7 @@ def check_rate(rate: Rate, name: str, limit: float = 1.0, in_call: bool = False)
     if isinstance(rate, (bool, str)) or not isinstance(rate, SupportsFloat):  # NumPy scalars pass
         raise TypeError(
             f"{name}: expected a number, a list with one rate per layer or a tensor with one rate "
-            "per unit, "
-            f"got {type(rate).__name__}"
+            f"per unit, got {type(rate).__name__}"
         )
     return check_rate(float(rate), name, limit, in_call)
 
@@ -98,10 +97,8 @@ def warn_if_rounded(rate: float, name: str) -> None:
         return
     warnings.warn(
         f"{name}: {rate} rounds to {round(rate)}, since rates are drawn in steps of 1/65536: in "
-        "training the old "
-        f"value (or zero) is {'always' if rate > 0.5 else 'never'} used; expected {round(rate)}, "
-        "or a rate from "
-        "1/65536 to 1 − 1/65536",
+        f"training the old value (or zero) is {'always' if rate > 0.5 else 'never'} used; expected "
+        f"{round(rate)}, or a rate from 1/65536 to 1 − 1/65536",
         stacklevel=outside(),
     )
 

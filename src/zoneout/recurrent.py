@@ -192,8 +192,7 @@ class RecurrentModule(NoisyModule):
         if like.dtype != weight.dtype:
             raise ValueError(
                 f"input: expected {weight.dtype} as the weights have, got {x.dtype}; convert the "
-                "input with "
-                f"input.to({weight.dtype}) or the module with .to({x.dtype})"
+                f"input with input.to({weight.dtype}) or the module with .to({x.dtype})"
             )
         return like.dtype
 
@@ -297,12 +296,8 @@ class RecurrentModule(NoisyModule):
 
         They are named after the fields of `ops.Weights`, and parameters as in the definition.
         """
-        cell, hidden, outputs, wide = (
-            self.definition,
-            self.hidden_size,
-            self.output_size,
-            (self.width,),
-        )
+        cell, wide = self.definition, (self.width,)
+        hidden, outputs = self.hidden_size, self.output_size
         shapes: dict[str, tuple[int, ...]] = {
             "w_ih": (*wide, inputs),
             "b_ih": wide,
@@ -451,10 +446,8 @@ def add_weights(
                 "cell: expected parameters whose names are not those of a layer (weight_…, "
                 f"bias_…, norm_…), got {name!r}"
             )
-    shapes, biases = (
-        module._weight_shapes(inputs),
-        ("b_ih", "b_hh") if getattr(module, "bias", True) else (),
-    )
+    shapes = module._weight_shapes(inputs)
+    biases = ("b_ih", "b_hh") if getattr(module, "bias", True) else ()
     projection = ("w_hr",) if getattr(module, "proj_size", 0) else ()
     for name in ("w_ih", "w_hh", *biases, *projection, *own):
         if name in shapes:

@@ -245,8 +245,7 @@ class SequenceLayer(RecurrentModule):
         if input.is_nested:
             raise TypeError(
                 "input: expected a padded tensor with lengths=… or a PackedSequence, got a nested "
-                "tensor; "
-                "try torch.nested.to_padded_tensor"
+                "tensor; try torch.nested.to_padded_tensor"
             )
         if input.layout is not torch.strided:
             raise TypeError(
@@ -338,19 +337,17 @@ class SequenceLayer(RecurrentModule):
         if x.dtype != torch.int64 or x.dim() > 2:
             raise ValueError(
                 "input: expected floating-point numbers, or int64 [T, B], which is read as ids of "
-                "one-hot rows, "
-                f"got {x.dtype} with {x.dim()} dimensions; for numbers as features pass "
-                "input.float()"
+                f"one-hot rows, got {x.dtype} with {x.dim()} dimensions; for numbers as features "
+                "pass input.float()"
             )
         if x.numel() and readable(x):
             low, high = (int(v) for v in torch.aminmax(x))
             if low < 0 or high >= self.input_size:
                 raise ValueError(
                     "input: integer input is read as ids of one-hot rows, expected 0 to "
-                    f"{self.input_size - 1} "
-                    f"(input_size − 1), got {low} to {high}; for numbers as features pass "
-                    "input.float(), for token ids "
-                    "put an nn.Embedding before the layer, or make input_size the number of ids"
+                    f"{self.input_size - 1} (input_size − 1), got {low} to {high}; for numbers as "
+                    "features pass input.float(), for token ids put an nn.Embedding before the "
+                    "layer, or make input_size the number of ids"
                 )
         return x.unsqueeze(-1)
 

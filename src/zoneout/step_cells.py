@@ -232,8 +232,7 @@ class StepCell(RecurrentModule):
         if any(seed is not None or rule.mask == "static" for rule in needs):
             raise ValueError(
                 "step: expected the number of this step, since the masks are drawn from a fixed "
-                "seed, got None; "
-                "without it every step would replace the same units"
+                "seed, got None; without it every step would replace the same units"
             )
         if isinstance(self.norm, RecurrentBatchNorm):
             raise ValueError(
@@ -251,9 +250,8 @@ class StepCell(RecurrentModule):
             if not sees_step(rule):
                 raise ValueError(
                     f"seed: expected a seed, since the {rule.stream} noise is drawn once for a "
-                    "whole "
-                    "sequence and a cell runs one step of it, got None; pass the same seed at "
-                    "every step"
+                    "whole sequence and a cell runs one step of it, got None; pass the same seed "
+                    "at every step"
                 )
         return fresh_seed(x) if drawn else None
 

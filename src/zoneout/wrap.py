@@ -184,8 +184,7 @@ class ZoneoutCell(Settable):
         if self.training and seed is not None and step is None:
             raise ValueError(
                 "step: expected the number of this step, since the masks are drawn from a fixed "
-                "seed, got None; "
-                "without it every step would replace the same units"
+                "seed, got None; without it every step would replace the same units"
             )
         if self.training:
             key = fresh_seed(new_states[0]) if seed is None else as_seed(seed, new_states[0].device)
@@ -208,8 +207,7 @@ class ZoneoutCell(Settable):
                 if rate.any():
                     raise TypeError(
                         "state: expected floating-point numbers where a rate is not 0, got "
-                        f"{fresh.dtype}; "
-                        "pass rates=(…) with one rate for each tensor of the state"
+                        f"{fresh.dtype}; pass rates=(…) with one rate for each tensor of the state"
                     )
                 out.append(fresh.view(shape))
                 continue

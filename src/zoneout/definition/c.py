@@ -166,8 +166,7 @@ class Printer:
         if len(storage.slots) > MOST_SLOTS:
             raise DefinitionError(
                 f"cell {d.name!r}: expected at most {MOST_SLOTS} values per unit to store beside "
-                "the gates, "
-                f"got {len(storage.slots)}; the reference runs it"
+                f"the gates, got {len(storage.slots)}; the reference runs it"
             )
         self.graph = graph = step.graph
         self.has_again = all(computable(graph, node, set(storage.nodes)) for node in step.new)

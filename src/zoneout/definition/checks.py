@@ -59,9 +59,8 @@ def check_trace(d: Definition, function: Callable[..., Any]) -> None:
         if graph.nodes[node].op == "where"
     ]
     rounds = any(graph.nodes[arg].op == "number" for args in chosen for arg in args)
-    tolerance = (
-        1e-6 if rounds else 1e-12
-    )  # torch.where makes float32 of a number, whatever the type of the others
+    # torch.where makes float32 of a number, whatever the type of the others.
+    tolerance = 1e-6 if rounds else 1e-12
     for args, leaves in _samples(d):
         try:
             found = function(*args)
@@ -78,8 +77,7 @@ def check_trace(d: Definition, function: Callable[..., Any]) -> None:
             ):
                 raise DefinitionError(
                     f"cell {d.name!r}: the function computes another {state} on numbers than on "
-                    "symbols; "
-                    "it must not depend on anything but its arguments"
+                    "symbols; it must not depend on anything but its arguments"
                 )
 
 
@@ -94,8 +92,7 @@ def check_derivative(d: Definition) -> None:
             return
     raise DefinitionError(
         f"cell {d.name!r}: the derivative with respect to {worst} disagrees with finite "
-        "differences; "
-        "if numbers in the function are very large, checked=False leaves the check out"
+        "differences; if numbers in the function are very large, checked=False leaves the check out"
     )
 
 

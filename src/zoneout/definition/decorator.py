@@ -167,8 +167,7 @@ def _check_returned(d: Definition, graph: Graph, new: list[int]) -> None:
         if op == "shown" and graph.nodes[args[0]].op == "candidate":
             raise DefinitionError(
                 f"cell {d.name!r}: the new {state} is zo.shown(…) of a candidate; return the "
-                "candidate itself, and use "
-                "zo.shown only where another state is computed from it"
+                "candidate itself, and use zo.shown only where another state is computed from it"
             )
         if node in first and op != "state":
             other = first[node]

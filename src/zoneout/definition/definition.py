@@ -40,12 +40,9 @@ class Definition:
     ) -> None:
         self._set_graph(graph, outputs)
         self.gates, self.groups, self.parameters = gates, tuple(groups), tuple(parameters)
-        self.states = tuple(
-            state for group in self.groups for state in group
-        )  # the first one is the output
-        self.has_r = RECURRENCES.get(
-            recurrence, True
-        )  # True if h enters the gates through a matrix
+        # The first state, h, is the output. `has_r`: h enters the gates through a matrix.
+        self.states = tuple(state for group in self.groups for state in group)
+        self.has_r = RECURRENCES.get(recurrence, True)
         self.recurrence, self.heads, self.bounded = recurrence, heads, bounded
         self.name, self.function = name, function
         if function is not None and function.__doc__:

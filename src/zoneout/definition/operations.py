@@ -25,12 +25,8 @@ Derivative = Callable[["Graph", tuple[int, ...], int, int], tuple[int | None, ..
 
 # Nodes without arguments. `inner` is a part of a product inside the step, named "product.part".
 LEAVES = ("x", "r", "state", "parameter", "inner", "mask", "gradient", "number")
-MARKS = (
-    "candidate",
-    "update",
-    "shown",
-    "held",
-)  # nodes with one argument, the identity without noise and norm
+# Nodes with one argument, the identity without noise and norm.
+MARKS = ("candidate", "update", "shown", "held")
 
 # A product of a parameter matrix and a vector of values, W · v, and a part of it. They have a
 # value: the rows of W ("H", "4H" for four parts, or a number), and the number of the part.
@@ -202,7 +198,6 @@ OPERATIONS: dict[str, Operation] = {
         lambda g, a, y, d: (d, g.mul(d, a[2]), g.mul(d, a[1])),
     ),
 }
-TRACED = tuple(
-    name for name in OPERATIONS if name not in ("mix", "less", "also", "sign")
-)  # for use in a cell
+# Those for use in a cell.
+TRACED = tuple(name for name in OPERATIONS if name not in ("mix", "less", "also", "sign"))
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")

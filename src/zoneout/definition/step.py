@@ -22,13 +22,10 @@ if TYPE_CHECKING:
 RULES = frozenset({"zero", "update", "hold"})  # the rules of a step beside zoneout
 # With these the masks have gradients, too, and a state may be the sum of its old and its new value.
 GIVEN = RULES | {"sum"}
-HELD = (
-    "held gate"  # the state and gradient name of the gate that a step may take from the step before
-)
-SHOWN, RAW = (
-    "norm's result",
-    "norm's input",
-)  # as a state, and as a gradient; no state can have such a name
+# The state and gradient name of the gate that a step may take from the step before.
+HELD = "held gate"
+# The same for the ends of a norm; no state can have such a name.
+SHOWN, RAW = "norm's result", "norm's input"
 
 
 @dataclass(frozen=True)

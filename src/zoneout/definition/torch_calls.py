@@ -80,9 +80,8 @@ def compile_step(graph: Graph, outputs: Sequence[int]) -> Step:
     body = "\n    ".join([*lines, f"return [{', '.join(results)}]"])
     scope: dict[str, Any] = {"apply": apply, "same": _same, "like": _like, "filled": _filled}
     scope["linear"] = F.linear
-    exec(
-        f"def step(leaves, marks):\n    {body}\n", scope
-    )  # of operations from the table, and numbers
+    # The body has only operations from the table, and numbers.
+    exec(f"def step(leaves, marks):\n    {body}\n", scope)
     made: Step = scope["step"]
     return made
 
@@ -99,13 +98,8 @@ def apply(op: str, args: list[Tensor | float], like: Tensor) -> Tensor:
     return OPERATIONS[op].torch(first, *rest)
 
 
-_TAKE_NUMBERS = (
-    "add",
-    "sub",
-    "mul",
-    "div",
-    *COMPARISONS,
-)  # where(…, number, …) would have float32's precision
+# where(…, number, …) would have float32's precision.
+_TAKE_NUMBERS = ("add", "sub", "mul", "div", *COMPARISONS)
 
 
 def _like(leaves: Mapping[Any, Tensor]) -> Tensor:

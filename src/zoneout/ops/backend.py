@@ -176,9 +176,8 @@ class LoopGrads:
     dsh: Tensor  # [N, G]: of h·Wh after norm, scale and shift (may be dgh or dgx)
     du: Tensor | None  # projection: [N, P] of the candidate h
     u: Tensor | None  # projection: [N, H], its input
-    dnc: (
-        Tensor | None
-    )  # norm: [N, H] of c after norm, scale and shift; `by_unit`: None, the loop sums
+    # norm: [N, H] of c after norm, scale and shift; `by_unit`: None, the loop sums.
+    dnc: Tensor | None
     chat: Tensor | None  # norm: [N, H] c normalised; `by_unit`: None
     dx: Tensor | None  # norm: [N, G] in: x·Wx; out: its gradient
     dscale_x: Tensor | None  # norm: [parts, G], starts at zero; the sum over parts is the gradient

@@ -31,9 +31,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 _POSIX = os.name == "posix"  # other systems have other file permissions and no folder descriptors
-_SAFELY = sum(
-    getattr(os, flag, 0) for flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY")
-)  # follow no links, do not block on FIFOs
+# Follow no links, do not block on FIFOs.
+_SAFELY = sum(getattr(os, flag, 0) for flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
 
 
 def cache_folder() -> Path:
@@ -134,8 +133,7 @@ class _Folder(NamedTuple):
     def _refuse(self, entry: str, what: str) -> None:
         _warn_once(
             f"cache file {self.path / entry}: expected a regular file of your own that nobody else "
-            "can write to, "
-            f"got {what}; it is not used, and what it was for is compiled anew."
+            f"can write to, got {what}; it is not used, and what it was for is compiled anew."
         )
 
     def write(self, entry: str, content: bytes) -> None:

@@ -80,9 +80,8 @@ class Run(NamedTuple):
     reverse: bool = False
     return_states: bool = False  # also return the states other than h at every step
     counts: Tensor | None = None  # packed: [T] int64 on the CPU, the number of rows of each step
-    recompute: bool = (
-        False  # the backward pass recomputes the steps instead of storing their results
-    )
+    # The backward pass recomputes the steps instead of storing their results.
+    recompute: bool = False
     extra: Tensor | None = None  # [T, B, G]; packed: [N, G]: added to x·W_x + b
 
     @property

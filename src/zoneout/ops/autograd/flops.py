@@ -45,9 +45,8 @@ def backward_flops(r: Run, needs: set[str]) -> int:
 def _sizes(r: Run) -> tuple[int, int, int, int]:
     """Return the sizes of the matrices for x, for h, for the projection, and inside the step."""
     w = r.weights
-    inputs = (
-        0 if r.x.dtype == torch.int64 else w.w_ih.numel()
-    )  # ids of one-hot rows: a table lookup, no product
+    # Ids of one-hot rows: a table lookup, no product.
+    inputs = 0 if r.x.dtype == torch.int64 else w.w_ih.numel()
     recurrent, projection = (0 if v is None else v.numel() for v in (w.w_hh, w.w_hr))
     sizes = dict(zip(r.cell.parameters, (v.numel() for v in w.parameters)))
     inner = sum(sizes[name] for product in r.cell.products for name in product.matrices)

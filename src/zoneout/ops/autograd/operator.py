@@ -125,9 +125,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
     ctx.set_materialize_grads(False)
     ctx.counts = len(tensors), len(constants)
     states = sum(name.startswith("state") for name in settings.names)
-    saved = (
-        () if settings.recompute else (output[0], *output[1 + states :])
-    )  # recompute: nothing is saved
+    # To recompute, nothing is saved.
+    saved = () if settings.recompute else (output[0], *output[1 + states :])
     ctx.save_for_backward(*tensors, *constants, *saved)
 
 

@@ -250,11 +250,8 @@ def product(a: Tensor, b: Tensor, out: Tensor) -> bool:
     library = native.load()
     if library is None or a.dtype not in (torch.float32, torch.float64):
         return False
-    kind, (rows, depth), columns = (
-        "double" if a.dtype == torch.float64 else "float",
-        a.shape,
-        b.shape[1],
-    )
+    kind = "double" if a.dtype == torch.float64 else "float"
+    (rows, depth), columns = a.shape, b.shape[1]
     if depth == 0 or out.numel() == 0:
         out.zero_()
         return True
@@ -395,11 +392,8 @@ def _arguments(loop: Loop, grads: LoopGrads | None) -> native.Loop:
     """
     args, norm, numbers = native.Loop(), loop.norm, loop.gates.dtype
     args.steps, args.batch, args.threads = loop.steps, loop.batch, torch.get_num_threads()
-    args.hidden, args.outputs, args.heads = (
-        loop.hidden,
-        loop.outputs,
-        loop.cell.heads if loop.cell.has_r else 0,
-    )
+    args.hidden, args.outputs = loop.hidden, loop.outputs
+    args.heads = loop.cell.heads if loop.cell.has_r else 0
     args.first_step, args.reverse = loop.first_step, loop.reverse
     args.inputs = 0 if loop.x is None else loop.x.shape[1]
     for name, draw in loop.draws.items():
@@ -416,11 +410,8 @@ def _arguments(loop: Loop, grads: LoopGrads | None) -> native.Loop:
     for k, matrix in enumerate(loop.matrices):
         args.matrix_rows[k], args.matrix_columns[k] = matrix.shape
     if norm is not None:
-        args.norm, args.norm_given, args.eps = (
-            1 if norm.over == "units" else 2,
-            loop.given,
-            norm.eps,
-        )
+        args.norm = 1 if norm.over == "units" else 2
+        args.norm_given, args.eps = loop.given, norm.eps
         _put(args, {name: getattr(norm, own) for name, own in _NORM.items()}, _NORM, numbers)
     if grads is not None:
         _put(args, grads.__dict__, _BACKWARD, numbers)

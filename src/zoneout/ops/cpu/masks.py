@@ -30,10 +30,8 @@ def masks_of(draws: Sequence[Draw], steps: Tensor, examples: Tensor, units: int)
     if examples.dim() == 2:  # each step has its own examples
         steps, each = steps.expand(len(examples)), batch
     steps, examples = steps.contiguous(), examples.contiguous()
-    steps_at, examples_at = (
-        address(steps, "steps", torch.int64, -1),
-        address(examples, "examples", torch.int64, -1),
-    )
+    steps_at = address(steps, "steps", torch.int64, -1)
+    examples_at = address(examples, "examples", torch.int64, -1)
     masks = []
     for draw in draws:
         if (

@@ -140,8 +140,8 @@ def _built(attempt: Callable[[build.Compiler], ctypes.CDLL]) -> ctypes.CDLL | No
             failures[command] = str(error)
     _reasons.append(
         "no C compiler built it "
-        f"({'; '.join(f'{command}: {why}' for command, why in failures.items())}); "
-        f"$CC names another to try first, and {install_command('compiler')} brings one"
+        f"({'; '.join(f'{command}: {why}' for command, why in failures.items())}); $CC names "
+        f"another to try first, and {install_command('compiler')} brings one"
     )
     return None
 

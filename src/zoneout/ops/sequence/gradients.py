@@ -229,9 +229,8 @@ class _WeightGradients:
         self.of, self.device, self.rows, self.needs = of, of.device, of.ready.rows, of.job.needs
         self.loop, self.x, self.w_ih = of.loop, of.x, of.ready.w.w_ih
         self.du, self.u = of.grads.du, of.grads.u
-        self.dgx = (
-            of.grads.dgx if of.grads.dx is None else of.grads.dx
-        )  # with a norm between the gates and x·Wx
+        # With a norm between the gates and x·Wx the two have gradients of their own.
+        self.dgx = of.grads.dgx if of.grads.dx is None else of.grads.dx
         self.dgh = of.grads.dgh
         self.one_hot = not self.x.is_floating_point()
         # How many copies of the sum of dgx are needed; a product may compute it as an extra column.

@@ -30,8 +30,7 @@ def packing_of(counts: Tensor, batch: int, rows: Tensor) -> Packing:
     if rows.is_cuda and plain_eager() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "input: a packed batch brings its sizes on the CPU, from where a CUDA graph cannot "
-            "take them; "
-            "capture the layer with a padded batch and lengths=… on the GPU instead"
+            "take them; capture the layer with a padded batch and lengths=… on the GPU instead"
         )
     steps = counts.shape[0]
     on_device = torch.cat((counts.cumsum(0) - counts, lengths_of(counts, batch))).to(

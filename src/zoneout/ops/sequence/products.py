@@ -21,18 +21,14 @@ MUCH = 1 << 26  # minimum multiplications of a padded product; at 2²⁷ padding
 class _Registered:
     """Our own products and copies, which the backends register when they are imported."""
 
-    gpu_product: Callable[[Tensor, Tensor, Tensor, bool], Tensor] | None = (
-        None  # of float32, in the requested precision
-    )
-    cpu_product: Callable[[Tensor, Tensor, Tensor], bool] | None = (
-        None  # row by row; returns False if not possible
-    )
-    cpu_transposed: Callable[[Tensor, Tensor, Tensor, bool], bool] | None = (
-        None  # aᵀ·b from a and b; returns False if not possible
-    )
-    gpu_rows: Callable[[Tensor, Tensor, Tensor], bool] | None = (
-        None  # the same; returns False if not requested
-    )
+    # Of float32, in the requested precision.
+    gpu_product: Callable[[Tensor, Tensor, Tensor, bool], Tensor] | None = None
+    # Row by row; returns False if not possible.
+    cpu_product: Callable[[Tensor, Tensor, Tensor], bool] | None = None
+    # aᵀ·b from a and b; returns False if not possible.
+    cpu_transposed: Callable[[Tensor, Tensor, Tensor, bool], bool] | None = None
+    # The same; returns False if not requested.
+    gpu_rows: Callable[[Tensor, Tensor, Tensor], bool] | None = None
     gpu_split: Callable[[Tensor, Sequence[tuple[int, int]]], list[Tensor]] | None = None
 
 
@@ -171,8 +167,6 @@ def linear(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 def padded_linear(x: Tensor, w: Tensor, b: Tensor, across: int, down: int) -> Tensor:
     """Return the same, with `across` zero columns for x and W and `down` zero rows for W."""
     outputs = len(w)
-    w, b = (
-        functional.pad(w.to(x.dtype), (0, across, 0, down)),
-        functional.pad(b.to(x.dtype), (0, down)),
-    )
+    w = functional.pad(w.to(x.dtype), (0, across, 0, down))
+    b = functional.pad(b.to(x.dtype), (0, down))
     return functional.linear(functional.pad(x, (0, across)), w, b)[..., :outputs]

@@ -104,9 +104,8 @@ class Packed:
     def unpack(self, v: Tensor) -> Tensor:
         """Return packed rows unpacked, [N, ·] -> [T, B, ·], zero in the padding."""
         if self.given is not None:
-            return (
-                v if self.whole else v.index_select(0, self.take)
-            )  # reversing twice restores the order
+            # Reversing twice restores the order.
+            return v if self.whole else v.index_select(0, self.take)
         if self.whole:
             return v.view(self.steps, self.batch, v.shape[-1])
         out = v.new_zeros(self.steps * self.batch, v.shape[-1])
@@ -145,9 +144,8 @@ class Packed:
         if resets is None:
             return None
         cuts = self.pack(resets)
-        return (
-            cuts[self.before] & (self.grid[0] > 0) if self.reverse else cuts
-        )  # reversed: the cut belongs to the step above
+        # Reversed: the cut belongs to the step above.
+        return cuts[self.before] & (self.grid[0] > 0) if self.reverse else cuts
 
     def recurrent_inputs(self, loop: Loop, out: Tensor) -> Tensor:
         """Write h as it entered the gates at every row, [N, P], to `out`, and return it.
@@ -229,8 +227,7 @@ def check_counts(counts: Tensor, batch: int, total: int) -> None:
     if sum(each) != total or each != sorted(each, reverse=True) or each[0] != batch or each[-1] < 0:
         raise ValueError(
             f"input.batch_sizes: expected numbers that go down from {batch}, the batch, and add up "
-            f"to {total}, "
-            f"the rows of input.data, got {each}"
+            f"to {total}, the rows of input.data, got {each}"
         )
 
 

@@ -639,8 +639,7 @@ def with_data(
         if config.data.name in DATASETS and not DATASETS[config.data.name].files:
             raise ValueError(
                 f"--data: {folder} is a folder; say which corpus of it is meant, as in --data.name "
-                "char-ptb "
-                f"({config.data.name} is built in, and needs no folder)"
+                f"char-ptb ({config.data.name} is built in, and needs no folder)"
             )
     if data is not None:
         if not begun and config.data.name not in (Config().data.name, data, absolute_path(data)):
@@ -664,8 +663,7 @@ def records_in(results: Path) -> Path:
     if not results.is_dir():
         raise ValueError(
             f"--results: there is no folder {results} with records of the paper's rows; use the "
-            "folder results of a "
-            "clone of the repository, or make records with `zoneout reproduce`"
+            "folder results of a clone of the repository, or make records with `zoneout reproduce`"
         )
     return results
 

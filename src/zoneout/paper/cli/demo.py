@@ -169,11 +169,9 @@ def write_text(folder: Path, characters: int) -> Data:
             f"--characters: expected at most {len(text) - 2 * HELD_OUT:,} (all of the text), got "
             f"{characters:,}"
         )
-    valid, test, train_ = (
-        text[:HELD_OUT],
-        text[HELD_OUT : 2 * HELD_OUT],
-        text[2 * HELD_OUT :][:characters],
-    )
+    valid = text[:HELD_OUT]
+    test = text[HELD_OUT : 2 * HELD_OUT]
+    train_ = text[2 * HELD_OUT :][:characters]
     with disk.explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for name, part in (("train", train_), ("valid", valid), ("test", test)):
@@ -188,13 +186,10 @@ def introduction(demo: Demo, folder: Path) -> str:
     """Return the paragraph that explains the experiment."""
     return (
         f"Two LSTMs of {demo.hidden} units learn to predict the next character of Python's manual: "
-        "one without regularisation, one with zoneout (rate "
-        f"{RATES.cell:g} for the cell state, {RATES.hidden:g} for the hidden state). "
-        f"Both train for {demo.updates:,} updates on the same "
-        f"{demo.characters:,} "
-        "characters, with the same initial weights and the same order of batches. Both are "
-        "evaluated on "
-        f"{HELD_OUT:,} other characters. All files go to {folder}."
+        f"one without regularisation, one with zoneout (rate {RATES.cell:g} for the cell state, "
+        f"{RATES.hidden:g} for the hidden state). Both train for {demo.updates:,} updates on the "
+        f"same {demo.characters:,} characters, with the same initial weights and the same order of "
+        f"batches. Both are evaluated on {HELD_OUT:,} other characters. All files go to {folder}."
     )
 
 
@@ -394,21 +389,17 @@ def verdict(results: list[Result]) -> str:
     if gap > 0.01:
         return (
             f"At its best validation, the zoneout model needs {gap:.2f} bits less per character of "
-            "unseen text. The "
-            "unregularised model soon memorises such a small text, and then gets worse on other "
-            "text. Zoneout "
-            "prevents this. With several times as much text, the unregularised model is still "
-            "better after the same "
-            "number of updates: it has no time to memorise the text, and zoneout learns more "
-            "slowly."
+            "unseen text. The unregularised model soon memorises such a small text, and then gets "
+            "worse on other text. Zoneout prevents this. With several times as much text, the "
+            "unregularised model is still better after the same number of updates: it has no time "
+            "to memorise the text, and zoneout learns more slowly."
         )
     found = "Here the two models are as good as each other."
     if gap < -0.01:
         found = f"Here the unregularised model is better, by {-gap:.2f} bits per character."
     return found + (
         " Zoneout learns more slowly. It helps when training is long enough for a model to "
-        "memorise its text: with "
-        "more updates than here, or with less text."
+        "memorise its text: with more updates than here, or with less text."
     )
 
 
@@ -465,8 +456,6 @@ def page(
         ("sample", "Generated text", section("sample", heading, texts)),
         ("next", "Next steps", section("next", "Commands to try next", element("dl", *tries))),
     ]
-    lead, footer = (
-        element("p", introduction(demo, folder), class_="columns"),
-        element("p", "Made by ", code("zoneout demo"), "."),
-    )
+    lead = element("p", introduction(demo, folder), class_="columns")
+    footer = element("p", "Made by ", code("zoneout demo"), ".")
     return document("An LSTM without and with zoneout", lead, sections, footer)

@@ -258,10 +258,8 @@ def _text_file(path: PathLike, folder: PathLike | None) -> Path:
         raise DataError(
             f"{found} is a pipe or a device; expected a text file, or one of {', '.join(DATASETS)}"
         )
-    hint, inside = (
-        datasets.nearest(os.fspath(path)),
-        f", nor a file of this name in {folder}" if folder else "",
-    )
+    hint = datasets.nearest(os.fspath(path))
+    inside = f", nor a file of this name in {folder}" if folder else ""
     raise datasets.MissingError(
         f"{path}: there is no such file{inside}, nor a corpus of this name; {hint}"
     )
@@ -323,9 +321,8 @@ def _decode(data: bytes, source: Source) -> str:
         guess = "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "ISO-8859-1"
         raise DataError(
             f"{source.path}: byte {error.start:,} (0x{data[error.start]:02x}, line {line:,}) is "
-            "not UTF-8. Expected a "
-            f"text in UTF-8; if the file is {guess}, for example, `iconv -f {guess} -t UTF-8` "
-            "converts it."
+            f"not UTF-8. Expected a text in UTF-8; if the file is {guess}, for example, `iconv -f "
+            f"{guess} -t UTF-8` converts it."
         ) from None
     return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
 

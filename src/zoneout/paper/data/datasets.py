@@ -271,8 +271,7 @@ def read(path: Path, file: File | None = None, *, downloaded: bool = False) -> b
     if file is not None and (wrong := _complaint(data, file)):
         raise DataError(
             f"{path} is not {file.name}: {wrong}. Expected {file.wanted()}. Remove the file, or "
-            "download it again "
-            "with `zoneout data fetch`."
+            "download it again with `zoneout data fetch`."
         )
     return data
 
@@ -299,8 +298,7 @@ def _unpack(path: Path, file: File | None, downloaded: bool) -> bytes:
     if file is None and len(data) == most:
         raise DataError(
             f"{path} unpacks to more than {most >> 20:,} MiB; if that is intended, raise the limit "
-            "with --unpacked "
-            f"MIB, or with the environment variable {UNPACKED}"
+            f"with --unpacked MIB, or with the environment variable {UNPACKED}"
         )
     return data
 
@@ -333,8 +331,8 @@ def _contents(raw: IO[bytes], kind: str, path: Path, file: File | None, most: in
         expected = f" Expected {file.wanted()}." if file else ""
         raise DataError(
             f"{path} is damaged or was cut short "
-            f"({str(error).rstrip('.') or type(error).__name__}).{expected} "
-            "Remove the file and get a new copy."
+            f"({str(error).rstrip('.') or type(error).__name__}).{expected} Remove the file and "
+            "get a new copy."
         ) from None
     except (RuntimeError, NotImplementedError) as error:  # a password, or an unknown compression
         raise DataError(f"{path} cannot be unpacked: {error}") from None
@@ -369,8 +367,7 @@ def _member(archive: zipfile.ZipFile, path: Path, file: File | None) -> zipfile.
     if len(members) != 1:
         raise DataError(
             f"{path}: expected a zip with one file in it{f', {file.name}' if file else ''}, got "
-            f"{len(members)} files"
-            f"{' with this name' if file else ''}"
+            f"{len(members)} files{' with this name' if file else ''}"
         )
     return members[0]
 

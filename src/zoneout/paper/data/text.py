@@ -145,8 +145,7 @@ def cut(
         if len(found[part]) < 2:
             raise DataError(
                 f"{name}: its {part} part has {len(found[part])} symbols, and at least 2 are "
-                "needed (a text in one "
-                "piece needs 40: it is split 90 / 5 / 5). Use a longer "
+                "needed (a text in one piece needs 40: it is split 90 / 5 / 5). Use a longer "
                 f"text{' or a larger limit' if limit else ''}."
             )
     return [found[part] for part in PARTS]

@@ -222,8 +222,7 @@ def _tune(
             total = ray.cluster_resources().get(name, 0)
             raise ValueError(
                 f"--{name.lower()}s: expected at most {total:g} for each run, which is all that "
-                "the "
-                f"cluster has, got {amount:g}"
+                f"the cluster has, got {amount:g}"
             )
     threads = max(1, int(cluster.cpus))
 
@@ -313,8 +312,7 @@ def _ray(cluster: Cluster) -> Iterator[None]:
     except ConnectionError as error:
         raise ValueError(
             f"--address: there is no Ray at {cluster.address} ({str(error).splitlines()[0]}); "
-            "start "
-            "it with `ray start --head`, or use --address local"
+            "start it with `ray start --head`, or use --address local"
         ) from None
     try:
         yield

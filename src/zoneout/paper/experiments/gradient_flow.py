@@ -77,8 +77,7 @@ def watched(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     if not layers:
         raise ValueError(
             "model: expected one with a recurrent layer of zoneout, got none; zoneout.convert "
-            "replaces the layers of "
-            "torch.nn"
+            "replaces the layers of torch.nn"
         )
     for name, layer in layers.items():
         layer._run = _stepping(layer, f"{name}.".lstrip("."), seen)  # type: ignore[assignment, method-assign]
@@ -120,8 +119,7 @@ def _stepping(
         if any(draw.rule.holds_gate for draw in r.draws):
             raise ValueError(
                 "model: expected no recurrent dropout with hold_output_gate, since the held output "
-                "gate is not a "
-                "state that can be watched"
+                "gate is not a state that can be watched"
             )
         no_batch_norm = r.norm is None or r.norm.over == "units"
         if r.reverse and not (r.lengths is None and r.resets is None and no_batch_norm):
@@ -318,17 +316,16 @@ def places(
                 folder = out / recipe.name / f"seed-{seed}"
                 if not (folder / "config.json").exists():
                     raise RunError(
-                        f"{recipe.name} has not been run: {folder} does not exist. "
-                        f"`zoneout reproduce {recipe.name} --first-seed {seed} --out "
-                        f"{shlex.quote(str(out))} "
-                        f"--results {shlex.quote(str(out / 'results'))}` runs it."
+                        f"{recipe.name} has not been run: {folder} does not exist. `zoneout "
+                        f"reproduce {recipe.name} --first-seed {seed} --out "
+                        f"{shlex.quote(str(out))} --results {shlex.quote(str(out / 'results'))}` "
+                        "runs it."
                     )
                 for name, ours, theirs in changes(runs.read_config(folder), recipe.make()):
                     raise RunError(
                         f"{folder} is a trial of {recipe.name} with another setting ({name} is "
-                        f"{ours}, not {theirs}); "
-                        "to measure it as a single run, use `zoneout gradients "
-                        f"{shlex.quote(str(folder))}`"
+                        f"{ours}, not {theirs}); to measure it as a single run, use `zoneout "
+                        f"gradients {shlex.quote(str(folder))}`"
                     )
                 found.append(
                     (folder, results / recipe.name / f"gradients-seed-{seed}.json", recipe.name)

@@ -112,8 +112,7 @@ class Job:
         for name, ours, theirs in changes(config, there):
             raise RunError(
                 f"{self.record} is of other settings: {name} is {theirs} there and {ours} here. "
-                "Move it away, or "
-                "choose another folder with --results."
+                "Move it away, or choose another folder with --results."
             )
         return False
 
@@ -375,9 +374,8 @@ def together(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:
         sys.setswitchinterval(patience)
 
 
-_GIVES_WAY = (
-    1e-4  # seconds after which a validating run lets the other threads launch their next update
-)
+# Seconds after which a validating run lets the other threads launch their next update.
+_GIVES_WAY = 1e-4
 
 
 def several(jobs: Sequence[Job]) -> Iterable[tuple[Job, State]]:

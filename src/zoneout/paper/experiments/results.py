@@ -48,6 +48,7 @@ from .recipes import MEASURES, QUOTED, RECIPES, Recipe
 Record: TypeAlias = dict[str, Any]
 
 FORMAT = 1
+# Fields that a recipe leaves open.
 FREE = (
     "seed",
     "precision",
@@ -56,7 +57,7 @@ FREE = (
     "log_every",
     "save_every",
     "system.compile",
-)  # fields that a recipe leaves open
+)
 COLUMNS = (
     "paper: valid, test",
     "ours: valid",

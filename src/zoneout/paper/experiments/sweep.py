@@ -343,14 +343,13 @@ def check_data(
         if (data := loaded[config.data]) is not None and not same_data(run, data):
             raise DataError(
                 f"{run} was trained on other data than {config.data.name} is now, and one table "
-                "would compare the two; "
-                "choose another folder with --out, or restore the original data. Nothing was run."
+                "would compare the two; choose another folder with --out, or restore the original "
+                "data. Nothing was run."
             )
     if len(measures := {measure_of(data) for data in loaded.values() if data is not None}) > 1:
         raise ValueError(
             f"--grid: {' and '.join(sorted(measures))} would stand in one table, but they cannot "
-            "be compared; run a "
-            "sweep for each. Nothing was run."
+            "be compared; run a sweep for each. Nothing was run."
         )
 
 

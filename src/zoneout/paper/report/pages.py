@@ -69,11 +69,9 @@ TASKS = {  # the title of each table, and the place of its rows in the paper
 RULE = (
     (
         "Lower is better. Our numbers are the mean over seeds ± the standard deviation, for the "
-        "weights with the best "
-        "validation. “Epoch” is the epoch of that validation. “Minutes” is the time of one run. "
-        f"“Reached” means that {REACHED}. {DIFFERENT}. "
-        "With batch norm, a run is validated with the statistics of the validation batches, as in "
-        "the paper."
+        "weights with the best validation. “Epoch” is the epoch of that validation. “Minutes” is "
+        f"the time of one run. “Reached” means that {REACHED}. {DIFFERENT}. With batch norm, a run "
+        "is validated with the statistics of the validation batches, as in the paper."
     )
     .replace("'", "’")
     .replace("*differs*", "“differs”")
@@ -99,11 +97,9 @@ def paper_page(results: Path, benchmarks: Path) -> str:
     lead = element(
         "p",
         "The paper’s experiments, reproduced: what of it holds up, its tables with our numbers, "
-        "its figures, and the speed of the layers. "
-        f"Made from {count} records of {with_any} recipes; {len(own) - with_any} of the {len(own)} "
-        "recipes have not "
-        "been run yet. Each of our numbers, and each speed ratio, is a link to the command that "
-        "reproduces it.",
+        f"its figures, and the speed of the layers. Made from {count} records of {with_any} "
+        f"recipes; {len(own) - with_any} of the {len(own)} recipes have not been run yet. Each of "
+        "our numbers, and each speed ratio, is a link to the command that reproduces it.",
     )
     tables = [task_section(task, own) for task in TASKS]
     others = [(name, record) for name, (_, unfit) in found.items() for record in unfit]
@@ -362,8 +358,7 @@ def commands(own: dict[str, list[Record]], results: Path) -> list[Html]:
     """
     text = (
         "A command skips a run whose record already exists; a clone of the project contains "
-        "records. To run it "
-        "again, add "
+        "records. To run it again, add "
     )
     parts: list[Html] = [
         element("p", text, code("--out again --results again/results"), " to the command.")
@@ -468,8 +463,7 @@ def speed(benchmarks: Path) -> list[Html]:
         ) from None
     text = (
         "A ratio is our value divided by theirs, the median of paired runs. Below 1, ours is "
-        "faster (or needs less "
-        "memory). "
+        "faster (or needs less memory). "
     )
     parts = [element("p", text, _bench())]
     groups = dict.fromkeys(

@@ -217,10 +217,8 @@ def ascii_curves(curves: Sequence[Curve], width: int = 72, height: int = 14) -> 
     for curve, mark in zip(curves, MARKS * len(curves)):
         for x, y in curve.valid:
             if math.isfinite(y):
-                row, column = (
-                    round((high - y) / up * (rows - 1)),
-                    round((x - left) / across * (columns - 1)),
-                )
+                row = round((high - y) / up * (rows - 1))
+                column = round((x - left) / across * (columns - 1))
                 grid[row][column] = mark
     lines = []
     for number, row_of_marks in enumerate(grid):

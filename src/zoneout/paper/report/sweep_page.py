@@ -138,9 +138,8 @@ def page(rows: Sequence[Row], title: str) -> str:
     head, *body = cells_of(rows)
     caption = (
         "The best validation first. Each number is the mean ± the standard deviation over runs "
-        "that differ only in "
-        "their seeds. A number in parentheses is the best validation of a run that was stopped "
-        "early."
+        "that differ only in their seeds. A number in parentheses is the best validation of a run "
+        "that was stopped early."
     )
     numbers = html_table(caption, [head], body, "points")
     best = [p.ended[0] for p in points_of(rows) if p.ended][: len(plots.COLOURS)]

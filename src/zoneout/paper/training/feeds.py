@@ -36,16 +36,15 @@ class Feed:
         if rows % processes:
             raise ValueError(
                 f"batches.size: expected a multiple of the {processes} processes, so that all have "
-                "the same number "
-                f"of rows, got a batch of {rows}"
+                f"the same number of rows, got a batch of {rows}"
             )
         self.config, self.all_rows = config, rows
         self.rows = rows // processes
         if config.model.norm == "batch" and self.rows < 2:
             raise ValueError(
                 "batches.size: expected at least 2 rows of a batch for each process with batch "
-                "norm, got "
-                f"{self.rows}; of a short text, a smaller --batches.length gives more rows"
+                f"norm, got {self.rows}; of a short text, a smaller --batches.length gives more "
+                "rows"
             )
         self.first = rank * self.rows  # the example id of this process's first row
 

@@ -308,9 +308,8 @@ def check(
     if room is not None and needed > room:
         raise ValueError(
             f"model: expected one that fits in {room / 2**30:,.1f} GiB of memory, got one that "
-            "needs at least "
-            f"{needed / 2**30:,.1f} GiB; try a smaller --model.hidden, --model.layers or "
-            "--model.embedding"
+            f"needs at least {needed / 2**30:,.1f} GiB; try a smaller --model.hidden, "
+            "--model.layers or --model.embedding"
         )
 
 

@@ -86,10 +86,8 @@ class Optimizer:
         if settings.rule == "adam":
             # m̂ / (√v̂ + eps), with both bias corrections in one factor. eps is therefore
             # multiplied by √(1 − β₂ᵗ); the paper's rule leaves this multiplication out.
-            bias1, bias2 = (
-                1 - settings.betas[0] ** self.count,
-                (1 - settings.betas[1] ** self.count).sqrt(),
-            )
+            bias1 = 1 - settings.betas[0] ** self.count
+            bias2 = (1 - settings.betas[1] ** self.count).sqrt()
             by, eps = lr * bias2 / bias1, eps if settings.paper else eps * bias2
         if self.slots or settings.l2:
             steps = self._advance(steps, factor, eps)

@@ -251,9 +251,8 @@ def memory_explained() -> Iterator[None]:
         raise RunError(
             "the memory ran out "
             f"({str(error).strip().splitlines()[0][:200] if str(error).strip() else 'Python'}); "
-            "try "
-            "a smaller --model.hidden, --model.layers, --batches.size or --batches.length, or a "
-            "shorter text"
+            "try a smaller --model.hidden, --model.layers, --batches.size or --batches.length, or "
+            "a shorter text"
         ) from error
 
 

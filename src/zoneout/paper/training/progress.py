@@ -80,11 +80,9 @@ class Shown:
         """Record an event of the run."""
         kind = event["kind"]
         if kind == "start":
-            self.measure, self.updates, self.update = (
-                event["measure"],
-                event["updates"],
-                event["update"],
-            )
+            self.measure = event["measure"]
+            self.updates = event["updates"]
+            self.update = event["update"]
         elif kind == "step":
             self.update = event["update"]
             self.pace(self.update)
@@ -122,8 +120,7 @@ def log_line(event: Event) -> str | None:
         again = f", continued after update {event['update']:,}" if event["update"] else ""
         return (
             f"{event['data']}, {event['parameters']:,} parameters, {event['updates']:,} updates on "
-            f"{event['device']}"
-            f"{again}; the run is in {event['folder']}"
+            f"{event['device']}{again}; the run is in {event['folder']}"
         )
     if kind == "valid":
         return f"{position(event)}  valid {worth(event)}{'  best so far' if event['best'] else ''}"

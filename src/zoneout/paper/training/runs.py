@@ -113,8 +113,7 @@ class Run:
         if (self.folder / "config.json").exists():
             raise Begun(
                 f"{self.folder} holds a run already; continue it with --resume, or choose another "
-                "folder. "
-                "Nothing was overwritten."
+                "folder. Nothing was overwritten."
             )
         # A run that was killed during `create` left a lock and perhaps some of these files, but no
         # config.
@@ -129,9 +128,8 @@ class Run:
         if foreign:
             raise RunError(
                 f"{self.folder} is not empty and not a run (it holds "
-                f"{', '.join(sorted(foreign)[:3])}"
-                f"{', …' if len(foreign) > 3 else ''}); choose another folder. Nothing was "
-                "overwritten."
+                f"{', '.join(sorted(foreign)[:3])}{', …' if len(foreign) > 3 else ''}); choose "
+                "another folder. Nothing was overwritten."
             )
 
     def create(
@@ -203,8 +201,7 @@ class Run:
         if (self.folder / "summary.json").exists() and not self.checkpoints():
             raise RunError(
                 f"{self.folder} has ended and its checkpoints (last/) are gone, so it cannot be "
-                "continued; start a "
-                "new run in another folder. Nothing was overwritten."
+                "continued; start a new run in another folder. Nothing was overwritten."
             )
         self.lock()
         return config
@@ -348,8 +345,7 @@ class Run:
         if found is None and problems:
             raise RunError(
                 f"{self.folder} cannot be continued: {'; '.join(problems)}. Start a new run in "
-                "another folder; "
-                "best.safetensors can still be used. Nothing was overwritten."
+                "another folder; best.safetensors can still be used. Nothing was overwritten."
             )
         return found, problems
 
@@ -513,8 +509,8 @@ def check_length(folder: Path | str, config: Config) -> None:
     if asked is not None:
         raise RunError(
             f"{folder} has had {update:,} updates in {epochs:,} epochs already, which is more than "
-            f"{asked}: ask for as "
-            "long or longer, or choose another folder with --out. Nothing was overwritten."
+            f"{asked}: ask for as long or longer, or choose another folder with --out. Nothing was "
+            "overwritten."
         )
 
 

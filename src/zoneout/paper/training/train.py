@@ -499,8 +499,7 @@ class Training:
         if not path.exists():
             raise RunError(
                 f"{self.run.folder} cannot be continued: its best weights so far, {path.name}, are "
-                "gone. Start a new "
-                "run in another folder. Nothing was overwritten."
+                "gone. Start a new run in another folder. Nothing was overwritten."
             )
         runs.check_weights(self.model, runs.read_tensors(path)[0], path)
 
@@ -544,8 +543,7 @@ class Training:
         )
         return Diverged(
             f"{what}: training has diverged; {where}. Try again in another folder, with a smaller "
-            "--optimizer.lr, with "
-            "--optimizer.clip-gradient 1, or with --precision fp32."
+            "--optimizer.lr, with --optimizer.clip-gradient 1, or with --precision fp32."
         )
 
 
@@ -596,10 +594,8 @@ def data_of(run: Path | str, config: Config, where: Path | str | None = None) ->
     if where is not None and not Path(where).exists():
         raise DataError(f"{where}: there is no such file or folder")
     if where is not None and Path(where).is_file():
-        config, where = (
-            replace(config, data=replace(config.data, name=str(Path(where).absolute()))),
-            None,
-        )
+        config = replace(config, data=replace(config.data, name=str(Path(where).absolute())))
+        where = None
     try:
         data = load_data(config, where)
     except MissingError as error:
@@ -611,9 +607,8 @@ def data_of(run: Path | str, config: Config, where: Path | str | None = None) ->
         name = corpora.absolute_path(config.data.name, where)
         raise DataError(
             f"{run} was trained on other data than {name} is now, and the test part may now "
-            "contain data that it was "
-            "trained on; give the original data with --data, or evaluate another text with "
-            "`zoneout eval --text`"
+            "contain data that it was trained on; give the original data with --data, or evaluate "
+            "another text with `zoneout eval --text`"
         )
     return data
 
@@ -654,8 +649,8 @@ def check_statistics(config: Config, data: Corpus | Images) -> None:
     if config.model.norm == "batch" and (valid.kind == "whole" or rows < 2):
         raise ValueError(
             "evaluation.valid: expected at least two rows at once, since batch norm is validated "
-            "with their "
-            "statistics, got one: a whole text, a size of 1, or a text of less than two chunks"
+            "with their statistics, got one: a whole text, a size of 1, or a text of less than two "
+            "chunks"
         )
 
 

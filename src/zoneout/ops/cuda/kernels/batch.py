@@ -73,10 +73,8 @@ def plan(
     scaled = backward and size == 4 and unit_groups == 1
     if scaled or (not backward and cell.bounded):
         size = 2
-    values_per_word, values_per_unit = (
-        4 // size,
-        1 if not backward else cell.gates + cell.storage.apart,
-    )
+    values_per_word = 4 // size
+    values_per_unit = 1 if not backward else cell.gates + cell.storage.apart
     words = -(-2 * values_per_unit // values_per_word)  # 4-byte words of two units of a row
     k_steps_per_group = -(-words // 2)
     k_steps = unit_groups * k_steps_per_group if backward else -(-blocks * unit_groups * words // 2)

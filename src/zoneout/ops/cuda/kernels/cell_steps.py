@@ -96,11 +96,9 @@ def _recurrent_product_back(pass_: _Pass, grads: LoopGrads) -> Step:
     )
     groups = heads * splits
     rec = address(pass_.scratch("rec", (groups, batch, pitch)), "rec")
-    extra.struct.rec_pitch, extra.struct.splits, extra.struct.head_units = (
-        pitch,
-        splits,
-        loop.hidden // heads,
-    )
+    extra.struct.rec_pitch = pitch
+    extra.struct.splits = splits
+    extra.struct.head_units = loop.hidden // heads
     # Otherwise the rows of a step are adjacent and ordered as the product needs them.
     if heads > 1 or pass_.gathered:
         entering = pass_.scratch("d_in", (batch, loop.width), loop.gates.dtype)

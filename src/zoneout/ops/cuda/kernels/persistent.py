@@ -73,10 +73,8 @@ class Plan:
 
         The factors include those of every block that a warp may read.
         """
-        value_bytes, last = (
-            self.rows * WARPS * self.k_steps * 32,
-            (WARPS - 1) * self.k_steps // (self.units // 4),
-        )
+        value_bytes = self.rows * WARPS * self.k_steps * 32
+        last = (WARPS - 1) * self.k_steps // (self.units // 4)
         return value_bytes + (
             factor_bytes(last + self.source_blocks, self.row_octets) if self.source_blocks else 0
         )
@@ -136,10 +134,8 @@ def layout(
     """
     pairs_per_chunk = min(2 if backward and tiles == 1 else 1, k_steps // 2)
     other_registers = 4 * tiles * columns + 8 * pairs_per_chunk * tiles
-    chunks, stage_bytes = (
-        -(-k_steps // (2 * pairs_per_chunk)),
-        WARPS * pairs_per_chunk * tiles * 1024,
-    )
+    chunks = -(-k_steps // (2 * pairs_per_chunk))
+    stage_bytes = WARPS * pairs_per_chunk * tiles * 1024
     most_in_flight = min(MOST_BYTES_IN_FLIGHT // stage_bytes, chunks if chunks < 3 else chunks - 1)
     sums = WARPS * 16 * tiles * 4 * (columns * 8 + (0 if columns % 2 else 8))
     for registers in (ALL_RESIDENT, SOME_IN_SHARED, MOST_RESIDENT):

@@ -228,10 +228,8 @@ def _kernel(
     step: str = "",
 ) -> Kernel:
     defines = defines_of(cell, dtype, backward, tiles, features, noise_defines)
-    source, names = (
-        "small_cell.cu" if step else "small.cu",
-        ("backward" if backward else "forward",),
-    )
+    source = "small_cell.cu" if step else "small.cu"
+    names = ("backward" if backward else "forward",)
     (kernel,) = load(device, source, names, defines, step)
     with torch.cuda.device(device):
         kernel.allow_shared(tiles.shared)

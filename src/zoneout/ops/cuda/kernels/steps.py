@@ -162,11 +162,9 @@ def backward(loop: Loop, grads: LoopGrads) -> None:
     pitch = w.shape[0] if transposed else w.shape[1]
     splits = depth_splits(depth, pitch, batch, w.element_size(), chip(pass_.index).processors)
     rec = pass_.scratch("rec", (splits, batch, pitch))
-    pass_.extra.struct.pitch, pass_.extra.struct.splits, pass_.extra.struct.settled = (
-        pitch,
-        splits,
-        settled,
-    )
+    pass_.extra.struct.pitch = pitch
+    pass_.extra.struct.splits = splits
+    pass_.extra.struct.settled = settled
     multiply, to = product(w, batch, torch.float32, transposed, splits=splits), address(rec, "rec")
     after_product: list[Step] = [pass_.centre()] if loop.balanced else []
     if settled:

@@ -152,11 +152,9 @@ def forward(loop: Loop) -> None:
 
     The moments are written to the loop unless they are given.
     """
-    arguments, dtype, device = (
-        _arguments(loop, loop.gates),
-        loop.gates.dtype,
-        loop.gates.get_device(),
-    )
+    arguments = _arguments(loop, loop.gates)
+    dtype = loop.gates.dtype
+    device = loop.gates.get_device()
     arguments.put("bias", loop.b_x, dtype)
     tiling = _plan(loop, arguments, False)
     with torch.cuda.device(device):

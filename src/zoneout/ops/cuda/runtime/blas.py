@@ -310,10 +310,8 @@ def _descriptors(problem: _Problem) -> tuple[Any, Any, Any, Any]:
         (each, columns, pitch, each) if problem.transposed else (columns, each, pitch, each * pitch)
     )
     w = _layout(problem.kind, *w_layout, splits)
-    a, b = (
-        _layout(problem.kind, each, rows, depth, each, splits),
-        _layout(problem.out, columns, rows, columns, rows * columns, splits),
-    )
+    a = _layout(problem.kind, each, rows, depth, each, splits)
+    b = _layout(problem.out, columns, rows, columns, rows * columns, splits)
     return product, w, a, b
 
 
@@ -369,10 +367,8 @@ def _invariant_plan(problem: _Problem, add: bool) -> _Plan:
         return cached
     rows = problem.shape[3]
     rounded = problem.with_rows(min(max(16, 1 << (rows - 1).bit_length()), _MANY))
-    standard, capturing = (
-        _standard(problem.with_rows(_MANY)),
-        torch.cuda.is_current_stream_capturing(),
-    )
+    standard = _standard(problem.with_rows(_MANY))
+    capturing = torch.cuda.is_current_stream_capturing()
     if (rounded, add) not in _selected and not capturing:
         _selected[rounded, add] = _fastest_equal(rounded, standard, add)
     for algorithm in (_selected.get((rounded, add), standard), standard):

@@ -36,10 +36,8 @@ def fork(device: int, count: int) -> Iterator[Sequence[ctypes.c_void_p]]:
     """
     current = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device))
     # Each current stream has its own side streams, because its capture also captures them.
-    begun, sides = (
-        _event(device, current.value, -1),
-        [_side_stream(device, current.value, k) for k in range(count)],
-    )
+    begun = _event(device, current.value, -1)
+    sides = [_side_stream(device, current.value, k) for k in range(count)]
     check(driver().cuEventRecord(begun, current))
     for side in sides:
         check(driver().cuStreamWaitEvent(side.stream, begun, 0))

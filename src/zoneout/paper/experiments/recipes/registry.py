@@ -164,10 +164,8 @@ def select(task: str, rows: Sequence[str] = ()) -> list[Recipe]:
     ['char_ptb_gru', 'char_ptb_rnn', 'word_ptb_zoneout']
     """
     if task in RECIPES:
-        recipes, of_same_task = (
-            [row for row in rows if row in RECIPES],
-            [row for row in rows if row not in RECIPES],
-        )
+        recipes = [row for row in rows if row in RECIPES]
+        of_same_task = [row for row in rows if row not in RECIPES]
         first = select(RECIPES[task].task, [task, *of_same_task])
         return list(dict.fromkeys([*first, *(RECIPES[row] for row in recipes)]))
     if task not in MEASURES:
