@@ -23,7 +23,6 @@ from test_readback import wire
 import zoneout as zo
 from zoneout.cells import CELLS
 from zoneout.draws import Draw
-from zoneout.noise import Rule
 from zoneout.ops import cuda
 from zoneout.ops.cuda.pointwise.dropout import dropout as fused_dropout
 from zoneout.ops.cuda.pointwise.dropout import random_bits
@@ -31,6 +30,7 @@ from zoneout.ops.cuda.pointwise.weight_noise import add_noise as fused_noise
 from zoneout.ops.cuda.runtime.compiler import Chip
 from zoneout.ops.dropout import dropout
 from zoneout.ops.weight_noise import add_noise, weight_noise
+from zoneout.streams import Rule
 
 KERNELS = {
     "small": (cuda.small, "plain"),

@@ -22,11 +22,11 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 import zoneout as zo
 from zoneout import cells
 from zoneout.draws import draw_masks
-from zoneout.noise import Rule
 from zoneout.ops import memory
 from zoneout.ops.cpu.masks import Draw, masks_of
 from zoneout.ops.cuda.runtime.arguments import Arguments, Exchange
 from zoneout.paper.training.optimizers import apart
+from zoneout.streams import Rule
 
 INPUT, HIDDEN, BATCH = 3, 4, 2
 NOISE = zo.Zoneout(hidden=0.3)

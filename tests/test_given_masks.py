@@ -21,10 +21,10 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import zoneout as zo
 from zoneout.cells import PUBLISHED
 from zoneout.draws import Draw
-from zoneout.noise import Rule
 from zoneout.ops import cpu, cuda
 from zoneout.ops.cpu import native
 from zoneout.ops.cpu.masks import bits_of
+from zoneout.streams import Rule
 
 T, B, I, H = 6, 4, 3, 8
 LENGTHS = [6, 2, 5, 1]

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import zoneout as zo
 from zoneout.draws import Draw, draw_masks
-from zoneout.noise import Rule
 from zoneout.ops.cpu import native
 from zoneout.ops.cpu.masks import masks_of
+from zoneout.streams import Rule
 
 KINDS = ("unit", "shared", "step", "sequence", "static")
 # the design's table; layer, direction and seed are always seen (a static mask brings its own seed)

@@ -27,10 +27,10 @@ from zoneout.definition.onnx import OPERATORS, Nodes, evaluate
 from zoneout.definition.operations import COMPARISONS, OPERATIONS, TRACED
 from zoneout.definition.torch_calls import evaluate as in_torch
 from zoneout.draws import Draw
-from zoneout.noise import STATE_STREAMS, Rule
 from zoneout.norm import StepNorm
 from zoneout.ops import reference
 from zoneout.ops.autograd.flat import encode, flatten
+from zoneout.streams import STATE_STREAMS, Rule
 
 STEPS, BATCH, INPUT, HIDDEN = 6, 4, 3, 5
 MISSING = [

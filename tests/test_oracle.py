@@ -19,8 +19,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import zoneout as zo
 from zoneout import cells, ops
 from zoneout.draws import Draw
-from zoneout.noise import Rule
 from zoneout.ops.dropout import dropout
+from zoneout.streams import Rule
 
 KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 MASKS = ("unit", "shared", "step", "sequence", "static")

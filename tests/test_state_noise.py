@@ -21,7 +21,8 @@ from zoneout.cells import CELLS
 from zoneout.definition import Definition, candidate, cell, held, update
 from zoneout.draws import draw_all, stream_units
 from zoneout.fits import check_fits, misfits, restrict
-from zoneout.noise import STATE_STREAMS, STREAMS, Rule, as_noises, plane, streams_of
+from zoneout.noise_checks import as_noises
+from zoneout.streams import STATE_STREAMS, STREAMS, Rule, plane, streams_of
 
 SIZE: dict[str, int] = dict(steps=6, batch=5, hidden=8)
 MASKS = ("unit", "shared", "step", "sequence", "static")

@@ -24,7 +24,8 @@ from torch.nn.utils import parametrize
 
 from .fits import restrict
 from .layers import GRU, LSTM, RNN, Recurrent
-from .noise import Noise, as_noises
+from .noise import Noise
+from .noise_checks import as_noises
 from .recurrent import RecurrentModule
 from .step_cells import GRUCell, LSTMCell, RecurrentCell, RNNCell
 from .subclasses import BACK, TWINS, base_of, obstacle, rebased, statement, users_class

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from .definition import Definition
 from .fits import check_fits
-from .noise import DEPTH, MASKS, OPTIONAL, Noise, Rule, as_noises, bits_of, plane, state_groups
+from .noise import Noise
+from .noise_checks import as_noises
 from .philox import as_integer, as_seed, philox
 from .rates import in_65536ths, is_zero, rate_of_layer, readable
+from .streams import DEPTH, MASKS, OPTIONAL, Rule, bits_of, plane, state_groups
 from .torch_state import kept
 
 
@@ -26,7 +28,7 @@ class Draw(NamedTuple):
     rule: Rule
     rate: Tensor  # float64, a scalar or [units]
     seed: Tensor | None  # None: nothing is drawn, the expectation replaces the mask
-    plane: int  # the last word of the counter; see `noise.plane`
+    plane: int  # the last word of the counter; see `streams.plane`
     # The mask itself, as numbers [T, B, units] (packed: [N, units]): then nothing else is read. It
     # may have a gradient, and may have other values than 0 and 1.
     given: Tensor | None = None

@@ -7,21 +7,10 @@ from typing import Any
 
 from .definition import Definition
 from .definition.gaussian import MOST_GATES
-from .noise import (
-    DEPTH,
-    MASKS,
-    Entry,
-    Misfit,
-    Noise,
-    Rule,
-    check_claims,
-    misfit_error,
-    no_state,
-    state_groups,
-    states_of,
-    streams_of,
-)
+from .noise import Entry, Misfit, Noise, misfit_error, no_state, states_of
+from .noise_checks import check_claims
 from .rates import is_zero
+from .streams import DEPTH, MASKS, Rule, state_groups, streams_of
 
 
 def misfits(

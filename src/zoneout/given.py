@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from .draws import Draw, off_beat
-from .noise import DROPS, OPTIONAL, STATE_STREAMS, UNTIED, Rule
 from .ops import places
 from .ops.dropout import drawn_units
 from .rates import in_65536ths, readable
+from .streams import DROPS, OPTIONAL, STATE_STREAMS, UNTIED, Rule
 
 # A rate for each step and row, [T, B, units] where any size may be 1; or a function that computes
 # it from the input of the layer, [T, B, input].

@@ -16,10 +16,8 @@ A rate is always the probability that the previous value (or zero) is used: z in
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 
@@ -27,131 +25,12 @@ import torch
 from torch import Tensor
 
 from .definition import Definition
-from .definition.gaussian import MOST_GATES
 from .philox import as_seed
 from .rates import Rate, check_periods, check_rate, is_zero
+from .streams import DEPTH, DRAWN, MASKS, Rule, state_groups, streams_of
 
 Periods: TypeAlias = "int | Tensor | Sequence[int | Tensor]"
 StateRates: TypeAlias = "Mapping[str, Rate] | tuple[tuple[str, Rate], ...]"  # by a state's name
-
-
-# --- coordinates of a draw ------------------------------------------------------------------------
-
-
-class Sees(NamedTuple):
-    """The coordinates that a draw depends on, in addition to layer and direction."""
-
-    stream: bool
-    step: bool
-    example: bool
-    unit: bool
-
-
-MASKS = {  # the mask kinds
-    "unit": Sees(True, True, True, True),  # zoneout
-    "shared": Sees(False, True, True, True),  # one mask for all states
-    "step": Sees(True, True, True, False),  # stochastic depth through time
-    "sequence": Sees(True, False, True, True),  # rnnDrop, variational dropout
-    "static": Sees(True, True, False, True),  # static identity connections; the noise has the seed
-    # Not drawn, and the same in training and evaluation:
-    "rate": Sees(True, True, True, True),  # the rate itself: learned, or a mask of zeros and ones
-    "clock": Sees(True, True, True, True),  # a unit is updated at the multiples of its period
-}
-DRAWN = ("unit", "shared", "step", "sequence", "static")
-
-
-class Stream(NamedTuple):
-    """The random bits of a stream: half of each 32-bit word of a group of counters."""
-
-    group: int  # part of the last counter word; see `plane`
-    half: int  # 0: the low 16 bits of a word, 1: the high 16 bits
-
-
-STREAMS = {
-    "cell": Stream(0, 0),
-    "hidden": Stream(0, 1),
-    "update": Stream(1, 0),
-    "dropout": Stream(1, 1),  # the `dropout` argument of torch.nn, between the layers
-    "input": Stream(2, 0),
-    "variational_hidden": Stream(2, 1),
-    "weight": Stream(3, 0),
-    "weight_noise": Stream(4, 0),
-    "state2": Stream(5, 0),
-    "state3": Stream(5, 1),
-    # What is left out of the new value of a state, where the old value is added to it.
-    "drop_cell": Stream(6, 0),
-    "drop_hidden": Stream(6, 1),
-    "drop_state2": Stream(7, 0),
-    "drop_state3": Stream(7, 1),
-    # The outputs of a layer of a stack: its input takes their place, or is added to them.
-    "drop_depth": Stream(8, 0),
-    "depth": Stream(8, 1),
-    # Normal numbers, one for each result of a product: all bits of a word.
-    "fast_input": Stream(4096, 0),
-    "fast_hidden": Stream(4097, 0),
-    # One mask for each gate, in the place of one for all gates; units count on over the gates.
-    "untied_input": Stream(4098, 0),
-    "untied_hidden": Stream(4098, 1),
-}
-STATE_STREAMS = ("hidden", "cell", "state2", "state3")  # the stream of each state, by position
-DROPS = tuple(f"drop_{stream}" for stream in STATE_STREAMS)
-DEPTH = ("depth", "drop_depth")
-UNTIED = ("untied_input", "untied_hidden")
-OPTIONAL = (*DROPS, *DEPTH, "fast_input", "fast_hidden", *UNTIED)  # streams that few models use
-
-
-class Rule(NamedTuple):
-    """One stream of a noise method, without rates and seeds."""
-
-    stream: str
-    # "previous", "zero", "scaled zero" (inverted scaling), "added" (the previous value is added to
-    # the new one), "sum" (noise is added), or "gaussian" (a product is drawn)
-    by: str
-    mask: str
-    at_eval: str
-    holds_gate: bool = False  # units with a dropped update also keep their previous output gate
-
-
-def bits_of(rule: Rule) -> Stream:
-    """Return the random bits that the masks of a rule are drawn from."""
-    if MASKS[rule.mask].stream:
-        return STREAMS[rule.stream]
-    return STREAMS["depth" if rule.stream in DEPTH else "cell"]
-
-
-def plane(source: str | Rule, layer: int, direction: int) -> int:
-    """Return the last word of the counter, which is constant during one run over time.
-
-    `source` is a rule, or the name of a stream whose mask is not shared.
-    """
-    bits = STREAMS[source] if isinstance(source, str) else bits_of(source)
-    return 2 * layer + direction + 65536 * bits.group
-
-
-# --- the streams of a cell ------------------------------------------------------------------------
-
-
-def state_groups(cell: Definition) -> dict[str, tuple[str, ...]]:
-    """Return the states of each stream of a cell, by stream.
-
-    States that form a group share the stream of the group's first state.
-    """
-    return {STATE_STREAMS[cell.states.index(group[0])]: group for group in cell.groups}
-
-
-def streams_of(cell: Definition) -> tuple[str, ...]:
-    """Return the streams that a cell has, those of its states first."""
-    states = tuple(state_groups(cell))
-    update = ("update",) if "update" in cell.marks else ()
-    matrix = ("variational_hidden", "weight") if cell.has_r else ()
-    drops = (f"drop_{stream}" for stream in states)
-    dense = cell.recurrence == "dense" and cell.gates <= MOST_GATES
-    fast = ("fast_input", "fast_hidden") if dense else ("fast_input",)
-    untied = UNTIED if dense else UNTIED[:1]
-    return (*states, *update, "input", *matrix, "weight_noise", *drops, *DEPTH, *fast, *untied)
-
-
-# --- the methods ----------------------------------------------------------------------------------
 
 
 class Entry(NamedTuple):
@@ -191,7 +70,7 @@ class Noise:
             if positional:
                 raise _positional_error(cls, positional, given)
             if unknown := [name for name in given if name not in names]:
-                got = ", ".join(f"{name}={_written(given[name])}" for name in unknown)
+                got = ", ".join(f"{name}={in_code(given[name])}" for name in unknown)
                 raise TypeError(f"{cls.__name__}: expected some of {', '.join(names)}; got {got}")
         return super().__new__(cls)
 
@@ -292,15 +171,15 @@ def _positional_error(
     keywords = dict(zip(free, positional))
     if one_for_several:
         keywords = dict.fromkeys(rates, positional[0])
-    written = ", ".join(f"{field}={_written(value)}" for field, value in (keywords | given).items())
+    written = ", ".join(f"{field}={in_code(value)}" for field, value in (keywords | given).items())
     return TypeError(
         f"{name}: expected keywords, got {len(positional)} positional "
-        f"argument{'s' * (len(positional) > 1)} ({', '.join(map(_written, positional))}); write "
+        f"argument{'s' * (len(positional) > 1)} ({', '.join(map(in_code, positional))}); write "
         f"{name}({written})" + ", or only one of them" * one_for_several
     )
 
 
-def _written(value: Any) -> str:
+def in_code(value: Any) -> str:
     """Return a value as it is written in code, or "…" for anything but a number or string."""
     return repr(value) if isinstance(value, (bool, int, float, str)) else "…"
 
@@ -673,9 +552,9 @@ class WeightNoise(Noise):
 
 
 # These classes hold only numbers and strings, so `torch.load(weights_only=True)` may build them.
-_CLASSES: list[Any] = [Zoneout, Swapout, StateDropout, RecurrentDropout, VariationalDropout]
-_CLASSES += [FastDropout, WeightDrop, WeightNoise]
-torch.serialization.add_safe_globals(_CLASSES)
+CLASSES: list[Any] = [Zoneout, Swapout, StateDropout, RecurrentDropout, VariationalDropout]
+CLASSES += [FastDropout, WeightDrop, WeightNoise]
+torch.serialization.add_safe_globals(CLASSES)
 
 
 def _plain(value: Any, short: bool = False) -> Any:
@@ -687,103 +566,6 @@ def _plain(value: Any, short: bool = False) -> Any:
             [_plain(one, short) for one in value] if short else tuple(_plain(one) for one in value)
         )
     return value
-
-
-# --- arguments that are no noises -----------------------------------------------------------------
-
-_NAMES = {re.sub(r"(?<!^)([A-Z])", r"_\1", kind.__name__).lower(): kind for kind in _CLASSES}
-_NAMES |= {"zoneout_rate": Zoneout, "zoneout_prob": Zoneout, "weight_dropout": WeightDrop}
-
-
-def check_options(options: Mapping[str, Any], call: Any, cell: Definition | None) -> None:
-    """Raise if one of the options of a constructor is the name of a method, and is not in `call`.
-
-    >>> check_options({"zoneout": 0.1}, lambda size: ..., None)
-    Traceback (most recent call last):
-        ...
-    TypeError: zoneout: expected it in noise=, got zoneout=0.1; try noise=zo.Zoneout(cell=0.1,
-        hidden=0.1), or only one of them
-    """
-    for name in options.keys() & _NAMES.keys():
-        known = inspect.signature(call).parameters.values()
-        if any(one.name == name or one.kind is one.VAR_KEYWORD for one in known):
-            continue  # a user's subclass has such an argument
-        value = options[name]
-        keras = f"; what Keras calls so is zo.VariationalDropout(hidden={_written(value)})"
-        raise TypeError(
-            f"{name}: expected it in noise=, got {name}={_written(value)}; try "
-            f"noise={_with_rate(_NAMES[name], value, cell)}"
-            + (keras if name == "recurrent_dropout" else "")
-        )
-
-
-def _no_noise_error(value: Any) -> TypeError:
-    """Return the error for something in `noise=` that is no noise, with what may be meant."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    got = str(value) if number else type(value).__name__
-    if isinstance(value, type) and issubclass(value, Noise):
-        got = f"the class {value.__name__}"
-    meant = _with_rate(Zoneout, value if number and 0 <= value <= 1 else 0.1)
-    return TypeError(
-        f"noise: expected {', '.join(kind.__name__ for kind in _CLASSES)}, a list of them or None, "
-        f"got {got}; try {meant}"
-    )
-
-
-def _with_rate(kind: type[Noise], rate: Any, cell: Definition | None = None) -> str:
-    """Return a noise as it is written in code, with one rate for all that a cell has."""
-    has = [*STREAMS, *STATE_STREAMS] if cell is None else streams_of(cell)
-    fields = [field for field, of in kind.fields.items() if of in has and of not in DEPTH]
-    # With none that applies: all, and the error of the noise says why.
-    fields = fields[:1] if kind is Swapout else fields or [*kind.fields]
-    written = ", ".join(f"{field}={_written(rate)}" for field in fields)
-    return f"zo.{kind.__name__}({written})" + ", or only one of them" * (len(fields) > 1)
-
-
-# --- combining methods ----------------------------------------------------------------------------
-
-
-def as_noises(noise: Noise | Iterable[Noise] | None) -> tuple[Noise, ...]:
-    """Return the noises as a tuple; raise unless each class and each stream occurs only once.
-
-    What rates in `states` belong to is known with a cell only: see `check_fits`.
-    """
-    listed: Any = (noise,) if isinstance(noise, Noise) or not isinstance(noise, Iterable) else noise
-    noises: tuple[Noise, ...] = () if noise is None else tuple(listed)
-    for index, one in enumerate(noises):
-        if not isinstance(one, Noise):
-            raise _no_noise_error(one)
-        if any(type(one) is type(other) for other in noises[:index]):
-            raise ValueError(
-                f"noise: {type(one).__name__} is there twice, expected each method once"
-            )
-    check_claims(noises)
-    return noises
-
-
-def check_claims(noises: tuple[Noise, ...], cell: Definition | None = None) -> None:
-    """Raise if two noises replace the same stream; with a cell, rates in `states` count too."""
-    claimed: dict[str, str] = {}
-    for one in noises:
-        for entry in one.field_entries() if cell is None else one.entries(cell):
-            if is_zero(entry.rate):
-                continue
-            stream = _SAME.get(entry.stream, entry.stream)
-            written = f"{type(one).__name__}({_shown_entry(one, entry.field, entry.state)})"
-            if stream in claimed:
-                groups = {} if cell is None else state_groups(cell)
-                named = stream in groups
-                what = f"state {groups[stream][0]}" if named else f"{stream} state"
-                raise ValueError(
-                    f"noise: both {claimed[stream]} and {written} replace the {what}, "
-                    "expected one method for each state"
-                )
-            claimed[stream] = written
-
-
-# Two methods for the same factors of a product.
-_SAME = {"fast_input": "input", "fast_hidden": "variational_hidden"}
-_SAME |= {"untied_input": "input", "untied_hidden": "variational_hidden"}
 
 
 # --- a noise and a cell ---------------------------------------------------------------------------
@@ -819,11 +601,11 @@ def states_of(cell: Definition, name: str) -> str:
 def misfit_error(noise: Noise, misfit: Misfit) -> ValueError:
     """Return the error for a field that does not apply."""
     field, why, remedy, state = misfit
-    written = f"{type(noise).__name__}({_shown_entry(noise, field, state)})"
+    written = f"{type(noise).__name__}({shown_entry(noise, field, state)})"
     return ValueError(f"noise: {written} does not apply, {why}; {remedy}")
 
 
-def _shown_entry(noise: Noise, field: str, state: str) -> str:
+def shown_entry(noise: Noise, field: str, state: str) -> str:
     """Return a rate of a noise as an argument in code, as messages show it."""
     shown = noise._shown(field)[state] if state else noise._shown(field)
     return _argument(field, state, repr(shown))

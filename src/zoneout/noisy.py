@@ -18,19 +18,11 @@ from .draws import Draw, stream_units, widest
 from .fits import check_fits
 from .given import STREAMS as STEP_STREAMS
 from .given import StepRate, is_step_rate
-from .noise import (
-    DEPTH,
-    DRAWN,
-    OPTIONAL,
-    STATE_STREAMS,
-    Entry,
-    Noise,
-    Rule,
-    as_noises,
-    plane,
-)
+from .noise import Entry, Noise
+from .noise_checks import as_noises
 from .philox import as_seed
 from .rates import Rate, check_rate, is_zero, outside, rate_of_layer, readable
+from .streams import DEPTH, DRAWN, OPTIONAL, STATE_STREAMS, Rule, plane
 from .torch_state import capturing, plain_eager
 
 Rates: TypeAlias = "Mapping[str, Rate]"  # the rates of one call, by stream

@@ -2,7 +2,7 @@
 
 A draw is a pure function of a 64-bit seed and a 128-bit counter. Random bits are therefore never
 stored: the same counter gives the same bits again. This file contains only the generator;
-`noise.py` defines the counter of each mask.
+`streams.py` defines the counter of each mask.
 
 The 32-bit words are stored in int64 tensors. The product of two words wraps around in 64 bits
 exactly like an unsigned product, so both of its halves are correct even if the int64 value is

@@ -14,11 +14,8 @@ from .checks import autocast_on, wrong_shape
 from .draws import Draw, stream_units
 from .gaussian import with_fast_dropout
 from .given import At, is_given, mask_of, mask_of_rate
-from .noise import (
-    UNTIED,
-    Noise,
-    check_options,
-)
+from .noise import Noise
+from .noise_checks import check_options
 from .noisy import CallNoise, NoisyModule, rate_name
 from .norm import (
     STATISTICS,
@@ -32,6 +29,7 @@ from .norm import (
 )
 from .ops.dropout import drop_units
 from .ops.weight_noise import add_noise
+from .streams import UNTIED
 from .torch_state import functionalizing
 from .untied import with_untied_masks
 

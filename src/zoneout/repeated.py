@@ -19,13 +19,13 @@ from torch.nn import Parameter
 from .draws import Draw, first_ids
 from .fits import sees_step
 from .given import is_given
-from .noise import DEPTH
 from .noisy import drawn_rules, rate_name, seed_name
 from .ops import Run, Settings, can_repeat, find, one_step, repeat, settings_of
 from .ops.memory import are_memory
 from .ops.plan import number_of
 from .philox import as_seed, draw_seed, empty_seed, fresh_seed
 from .recurrent import OUTSIDE, WEIGHTS, RecurrentModule
+from .streams import DEPTH
 
 if TYPE_CHECKING:
     from .sequence_layer import SequenceLayer

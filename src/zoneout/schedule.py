@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .noise import Noise, StateNoise, as_noises
+from .noise import Noise, StateNoise
+from .noise_checks import as_noises
 from .rates import check_rate
 from .recurrent import RecurrentModule
 from .wrap import ZoneoutCell

@@ -24,7 +24,6 @@ from .checks import (
 from .definition.operations import also, less, mix
 from .draws import check_count, example_ids
 from .given import At, StepRate, is_given, mask_of
-from .noise import DEPTH, plane
 from .noisy import CallNoise, Rates, drawn_rules
 from .ops import Run, check_counts, packed, packing_of, padded, places
 from .ops.dropout import dropout
@@ -32,6 +31,7 @@ from .philox import as_seed, fresh_seed
 from .rates import readable
 from .recurrent import RecurrentModule
 from .repeated import Prepared, prepare, repeated
+from .streams import DEPTH, plane
 from .torch_state import plain_eager, zeros
 
 

@@ -11,12 +11,12 @@ from torch.overrides import handle_torch_function
 
 from .cells import zone
 from .draws import Draw, check_count, example_ids, widest
-from .noise import STREAMS, Rule, plane
 from .noisy import Settable
 from .ops import masks_of
 from .overrides import overriding
 from .philox import as_seed, fresh_seed
 from .rates import check_rate, rate_of_layer
+from .streams import STREAMS, Rule, plane
 
 # The third and later states of a wrapped cell draw from groups above this one, two per group.
 _MORE_STATES = 8

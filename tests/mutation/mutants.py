@@ -25,7 +25,7 @@ PACKAGE = "src/zoneout/"
 AREAS: dict[str, tuple[int, tuple[str, ...]]] = {  # how many mutants, of which files
     "cells": (10, ("cells/built_in.py", "cells/published.py", "cells/with_noise.py")),
     "draws": (25, ("draws.py",)),
-    "noise": (35, ("noise.py",)),
+    "noise": (35, ("noise.py", "noise_checks.py", "streams.py")),
     "norm": (25, ("norm.py",)),
     "layers": (
         50,

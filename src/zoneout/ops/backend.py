@@ -28,8 +28,8 @@ from torch import Tensor
 
 from ..definition import Definition
 from ..draws import Draw
-from ..noise import MASKS, Rule, bits_of
 from ..norm import StepNorm
+from ..streams import MASKS, Rule, bits_of
 from .run import Run
 
 

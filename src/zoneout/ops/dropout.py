@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..draws import Draw, constant
-from ..noise import MASKS, Rule
+from ..streams import MASKS, Rule
 from . import cuda
 from .cpu.masks import bits_of, masks_of
 from .cuda.pointwise.dropout import dropout as fused

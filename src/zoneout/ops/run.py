@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..definition import Definition
 from ..draws import Draw
-from ..noise import DROPS, STATE_STREAMS, Rule
 from ..norm import Moments, StepNorm
+from ..streams import DROPS, STATE_STREAMS, Rule
 
 # The largest allowed distance of a backend from the reference, ‖a − b‖ / ‖b‖, for outputs, states
 # and every gradient.

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..draws import Draw, constant, widest
-from ..noise import Rule
 from ..philox import philox
+from ..streams import Rule
 from . import cuda
 from .cuda.pointwise.weight_noise import add_noise as fused
 from .normals import box_muller

@@ -24,11 +24,11 @@ from torch.autograd.function import once_differentiable
 
 from ..checks import check_device, check_state_dtype
 from ..draws import check_count, constant, example_ids
-from ..noise import Rule, plane
 from ..ops import autocast_on
 from ..ops.dropout import random_units
 from ..philox import as_seed, fresh_seed
 from ..rates import check_rate, readable
+from ..streams import Rule, plane
 from ..torch_state import plain_eager
 
 EPS = 1e-3  # of the layer norms, as in the code of the HyperLSTM's authors

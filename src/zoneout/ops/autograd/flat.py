@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ...definition import MOST_STATES, Definition, read
 from ...draws import Draw
-from ...noise import MASKS, STREAMS, Rule
 from ...norm import Moments, StepNorm
+from ...streams import MASKS, STREAMS, Rule
 from ..run import Run, Weights, several
 
 _WEIGHTS = ("w_ih", "w_hh", "b_ih", "b_hh", "w_hr")

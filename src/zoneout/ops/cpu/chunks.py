@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...draws import Draw, draw_all, stream_units
-from ...noise import STATE_STREAMS
+from ...streams import STATE_STREAMS
 from ..backend import Loop
 from ..sequence.rows import places
 

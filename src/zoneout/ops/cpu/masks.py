@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...draws import Draw, draw_bits, draw_masks, seen
-from ...noise import Rule
+from ...streams import Rule
 from ...torch_state import plain_eager
 from ..backend import mask_coordinates
 from ..memory import address, addresses, are_memory

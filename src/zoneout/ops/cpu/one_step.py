@@ -16,7 +16,7 @@ from ... import cells
 from ...definition import Definition
 from ...definition.operations import mix
 from ...draws import Draw, draw_all
-from ...noise import STATE_STREAMS
+from ...streams import STATE_STREAMS
 from ...torch_state import plain_eager
 from ..memory import are_memory
 from ..run import Result, Run

@@ -19,11 +19,11 @@ from torch.overrides import TorchFunctionMode
 import zoneout as zo
 
 from ...draws import example_ids
-from ...noise import plane
 from ...ops import linear
 from ...ops.dropout import dropout
 from ...ops.weight_noise import weight_noise
 from ...philox import as_seed
+from ...streams import plane
 from ...systems.output import GatedOutput
 from .config import LAYERS, Config
 from .processes import alone, memory_of, one_thread

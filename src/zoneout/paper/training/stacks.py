@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import zoneout as zo
 
 from ... import cells
-from ...noise import plane
 from ...ops.dropout import dropout
 from ...sequence_layer import SequenceLayer
+from ...streams import plane
 from ...systems.steps import Loop
 from .config import Config
 

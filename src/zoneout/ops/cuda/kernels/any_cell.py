@@ -12,7 +12,7 @@ from torch import Tensor
 from ....definition.cuda import print_unit
 from ....definition.products import MOST_PRODUCTS
 from ....definition.storage import MOST_SLOTS
-from ....noise import STATE_STREAMS
+from ....streams import STATE_STREAMS
 from ...backend import Loop, LoopGrads, mask_coordinates
 from ...memory import address
 from ...run import Run, kind_of
