@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from .definition import Definition
 from .fits import restrict
 from .layers import GRU, LSTM, RNN, Recurrent
 from .noise import Noise
@@ -121,55 +122,70 @@ def convert(
             return None
         if module in wrapped:
             return Plan(None, "left alone, the ZoneoutCell around it has rates of its own")
-        # Of ours only the noise changes: no other check is needed.
-        ours = isinstance(module, RecurrentModule)
-        if not ours and (why := _why_not(module, name) or _patched(module)):
+        if isinstance(module, RecurrentModule):
+            return _with_new_noise(module, noises)
+        if why := _why_not(module, name) or _patched(module):
             return Plan(None, why)
-        cls: Any = type(module) if ours else rebased(type(module))
-        if isinstance(module, RecurrentModule):
-            cell, torch_name = module.definition, module.torch_name
-        else:
-            cell, torch_name = cls.family, cls.kind.upper()
-        fitting, dropped = restrict(noises, cell, torch_name, cls.one_step, told=ours)
-        missing = f"; dropped {', '.join(dropped)}" if dropped else ""
-        if dropped and not fitting:
-            return Plan(None, f"left alone, no part of the noise applies{missing}")
-        new_noise = fitting[0] if len(fitting) == 1 else fitting or None
-        said = ", ".join(str(one) for one in fitting) or "no noise"
-        if isinstance(module, RecurrentModule):
-            module.check_noise(new_noise)
-            return Plan(
-                module,
-                f"is already a zoneout module, now with {said}{missing}",
-                new_noise,
-                not dropped,
-            )
-        base: Any = base_of(cls)
-        twin = base(**_arguments(module), device="meta", noise=new_noise)
-        if attribute := _in_the_way(module, twin):
-            return Plan(
-                None,
-                f"left alone, its {attribute!r} would replace an attribute of zoneout's layers",
-            )
-        if any(
-            getattr(module, name).shape != weight.shape for name, weight in twin.named_parameters()
-        ):
-            return Plan(
-                None,
-                (
-                    f"left alone, its weights do not have the shapes of an nn.{base.__name__} of "
-                    "its sizes"
-                ),
-            )
-        by = "" if cls is base else f" by the same class on zo.{base.__name__}"
-        return Plan(
-            _of_class(cls, twin), f"replaced{by}, with {said}{missing}", new_noise, not dropped
-        )
+        return _replacement(module, noises)
 
     if not any(_is_recurrent(module) for module in model.modules()):
         said = "the model: there is no LSTM, GRU or RNN in it, and nothing was replaced"
         report(said) if report is not None else warnings.warn(said, stacklevel=2)
     return _replace(model, plan, report)
+
+
+class Fitting(NamedTuple):
+    """The part of a noise that applies to a module."""
+
+    noise: Any
+    said: str  # this noise in the report
+    missing: str  # what was dropped, in the report
+    whole: bool  # nothing was dropped
+
+
+def _fitting(
+    noises: tuple[Noise, ...], cell: Definition, torch_name: str, one_step: bool, told: bool
+) -> Fitting | Plan:
+    """Return the part of the noises that applies to a module, or a plan to leave it alone.
+
+    The arguments are those of `misfits`.
+    """
+    fitting, dropped = restrict(noises, cell, torch_name, one_step, told)
+    missing = f"; dropped {', '.join(dropped)}" if dropped else ""
+    if dropped and not fitting:
+        return Plan(None, f"left alone, no part of the noise applies{missing}")
+    noise = fitting[0] if len(fitting) == 1 else fitting or None
+    said = ", ".join(str(one) for one in fitting) or "no noise"
+    return Fitting(noise, said, missing, not dropped)
+
+
+def _with_new_noise(module: RecurrentModule, noises: tuple[Noise, ...]) -> Plan:
+    """Return the plan for a module of zoneout, of which only the noise changes."""
+    fit = _fitting(noises, module.definition, module.torch_name, module.one_step, told=True)
+    if isinstance(fit, Plan):
+        return fit
+    module.check_noise(fit.noise)
+    said = f"is already a zoneout module, now with {fit.said}{fit.missing}"
+    return Plan(module, said, fit.noise, fit.whole)
+
+
+def _replacement(module: nn.Module, noises: tuple[Noise, ...]) -> Plan:
+    """Return the plan for a module of torch that can be replaced, if nothing is in the way."""
+    cls: Any = rebased(type(module))
+    fit = _fitting(noises, cls.family, cls.kind.upper(), cls.one_step, told=False)
+    if isinstance(fit, Plan):
+        return fit
+    base: Any = base_of(cls)
+    twin = base(**_arguments(module), device="meta", noise=fit.noise)
+    if attribute := _in_the_way(module, twin):
+        why = f"left alone, its {attribute!r} would replace an attribute of zoneout's layers"
+        return Plan(None, why)
+    if any(getattr(module, name).shape != weight.shape for name, weight in twin.named_parameters()):
+        sizes = f"the shapes of an nn.{base.__name__} of its sizes"
+        return Plan(None, f"left alone, its weights do not have {sizes}")
+    by = "" if cls is base else f" by the same class on zo.{base.__name__}"
+    said = f"replaced{by}, with {fit.said}{fit.missing}"
+    return Plan(_of_class(cls, twin), said, fit.noise, fit.whole)
 
 
 @overload

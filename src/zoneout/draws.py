@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .definition import Definition
 from .fits import check_fits
-from .noise import Noise
+from .noise import Entry, Noise
 from .noise_checks import as_noises
 from .philox import as_integer, as_seed, philox
 from .rates import in_65536ths, is_zero, rate_of_layer, readable
@@ -206,37 +206,44 @@ def masks(
     out: dict[str, Tensor] = {}
     for one in noises:
         for entry in one.entries(cell):
-            stream, rates = entry.stream, entry.rate
+            stream, zero = entry.stream, is_zero(entry.rate)
             if one.rule(stream).by == "gaussian":
                 continue  # it has no mask
-            if stream not in units or (is_zero(rates) and (stream in out or stream in OPTIONAL)):
+            if stream not in units or (zero and (stream in out or stream in OPTIONAL)):
                 # Noise on weights has no steps. A rate of 0 does not replace another noise's mask.
                 continue
             if stream in DEPTH and layer == 0:
                 continue
-            name = f"{type(one).__name__}({entry.written()})"
-            if isinstance(rates, tuple) and layer >= len(rates):
-                raise ValueError(
-                    f"layer: expected a number below {len(rates)}, the number of rates in {name}, "
-                    f"got {layer}"
-                )
-            count = len(rates) if isinstance(rates, tuple) else 1
-            rate = rate_of_layer(rates, layer, count, units[stream], name)
-            static_seed = getattr(one, "seed", None)
-            key = as_seed(seed if static_seed is None else static_seed, "cpu")
-            rule = one.rule(stream)
-            draw = Draw(rule, rate, key, plane(rule, layer, direction))
-            if rule.mask == "rate":
-                raise ValueError(
-                    f"noise: expected masks that are drawn or follow a clock, got {one}, whose "
-                    "mask is the rate itself"
-                )
-            if rule.mask == "clock":
-                mask = off_beat(rate, at[:, None, None])
+            draw = _draw_of(one, entry, seed, layer, direction, units[stream])
+            if draw.rule.mask == "clock":
+                mask = off_beat(draw.rate, at[:, None, None])
             else:
                 (mask,) = draw_masks([draw], at, rows, units[stream])
             out[stream] = mask.expand(steps, batch, units[stream]).contiguous()
     return out if cell is None else _by_state(out, cell)
+
+
+def _draw_of(
+    noise: Noise, entry: Entry, seed: int | Tensor, layer: int, direction: int, units: int
+) -> Draw:
+    """Return the draw of one stream of a noise; raise if it has no mask without a layer."""
+    rates, rule = entry.rate, noise.rule(entry.stream)
+    name = f"{type(noise).__name__}({entry.written()})"
+    if isinstance(rates, tuple) and layer >= len(rates):
+        raise ValueError(
+            f"layer: expected a number below {len(rates)}, the number of rates in {name}, "
+            f"got {layer}"
+        )
+    count = len(rates) if isinstance(rates, tuple) else 1
+    rate = rate_of_layer(rates, layer, count, units, name)
+    static_seed = getattr(noise, "seed", None)
+    key = as_seed(seed if static_seed is None else static_seed, "cpu")
+    if rule.mask == "rate":
+        raise ValueError(
+            f"noise: expected masks that are drawn or follow a clock, got {noise}, whose mask is "
+            "the rate itself"
+        )
+    return Draw(rule, rate, key, plane(rule, layer, direction))
 
 
 def off_beat(periods: Tensor, step: Tensor) -> Tensor:

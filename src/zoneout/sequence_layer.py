@@ -55,6 +55,20 @@ class Sequences(NamedTuple):
         return v if self.order is None else v.index_select(dim, self.order)
 
 
+class Call(NamedTuple):
+    """What all layers and directions of a call have in common."""
+
+    sequences: Sequences
+    begins: list[Tensor]  # the states before the first step, [layers · directions, B, ·] each
+    initial: list[Tensor]  # the states after a reset, as `begins`
+    rows: Tensor  # [B]: the ids of the rows, in the order of the input
+    first_step: int
+    dtype: torch.dtype  # of the computation
+    noise: CallNoise
+    key: Tensor | None  # the seed; None: nothing is drawn
+    return_states: bool
+
+
 class SequenceLayer(RecurrentModule):
     """The base class of all layers: everything but the names and the construction of the
     parameters.
@@ -103,6 +117,7 @@ class SequenceLayer(RecurrentModule):
         self,
         input: Tensor | PackedSequence,
         hx: State | None,
+        *,
         lengths: Tensor | Sequence[int] | None,
         resets: Tensor | None,
         seed: int | Tensor | None,
@@ -120,12 +135,62 @@ class SequenceLayer(RecurrentModule):
         """
         if not isinstance(input, (Tensor, PackedSequence)):
             raise no_tensor(input, "a tensor or a PackedSequence")
-        weight = self.weight_ih_l0
-        noise = self._call_noise(rates, weight.device)
+        noise = self._call_noise(rates, self.weight_ih_l0.device)
         # No backend runs packed rows with every kind of masks that are computed before its loop.
         given = len(noise.steps) > 0 or any(map(is_given, noise.rules))
         sequences = self._sequences(input, lengths, resets, pad=given)
-        x = sequences.x
+        call = self._call(sequences, hx, noise, seed, examples, first_step, return_states, key)
+        sequences, x = call.sequences, call.sequences.x
+
+        all_runs: dict[str, Run] = {}
+        ends: list[tuple[Tensor, ...]] = []
+        every: list[tuple[Tensor, ...]] = []
+        for layer in range(self.num_layers):
+            below = x
+            if layer > 0 and self.dropout > 0 and self.training:
+                assert call.key is not None
+                x = self._between_layers(
+                    layer - 1, x, call.key, call.rows, call.first_step, sequences.counts
+                )
+            at = At(x.shape[:-1], call.rows, call.first_step, sequences.counts)
+            runs, outputs = self._runs(call, layer, x, at), []
+            all_runs |= runs
+            for y, final, states, _ in self._run(runs):
+                outputs.append(y)
+                ends.append(final)
+                if states:
+                    every.append(states)
+            if layer > 0:
+                outputs = self._over_depth(below, outputs, layer, at, call.noise, call.key)
+            x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+        form = self.training, hx is None
+        usual = plain and sequences.batched and sequences.counts is None
+        if usual and has_features(sequences.x) and form not in self._prepared:
+            between = self.training and self.dropout > 0 and self.num_layers > 1
+            self._prepared[form] = prepare(self, all_runs, 1 + self.bidirectional, between)
+        final_states = _stacked(ends)
+        if not sequences.batched:
+            final_states = [state.squeeze(1) for state in final_states]
+        elif sequences.back is not None:
+            final_states = [state.index_select(1, sequences.back) for state in final_states]
+        state = self._state(final_states)
+        seen = [sequences.outputs(torch.cat(each, dim=-1)) for each in zip(*every)]
+        return sequences.outputs(x), state, seen
+
+    def _call(
+        self,
+        sequences: Sequences,
+        hx: State | None,
+        noise: CallNoise,
+        seed: int | Tensor | None,
+        examples: int | Tensor | Sequence[int] | None,
+        first_step: int,
+        return_states: bool,
+        key: Tensor | None,
+    ) -> Call:
+        """Check the arguments of a call, and return what all layers and directions need of them."""
+        weight, x = self.weight_ih_l0, sequences.x
         check_parameter(weight)
         check_device("input", x, weight)
         dtype = self._working_dtype(x, hx, weight)
@@ -142,61 +207,32 @@ class SequenceLayer(RecurrentModule):
         if noise.steps:
             noise = noise._replace(steps=self._arranged(noise.steps, sequences))
         key = self._seed(seed, x, noise) if key is None else key
+        sequences = sequences._replace(x=x)
+        return Call(sequences, begins, initial, rows, first_step, dtype, noise, key, return_states)
 
-        suffixes = list(self._weight_table)
-        all_runs: dict[str, Run] = {}
-        ends: list[tuple[Tensor, ...]] = []
-        every: list[tuple[Tensor, ...]] = []
-        for layer in range(self.num_layers):
-            below = x
-            if layer > 0 and self.dropout > 0 and self.training:
-                assert key is not None
-                x = self._between_layers(layer - 1, x, key, rows, first_step, sequences.counts)
-            runs, outputs, directions = {}, [], 2 if self.bidirectional else 1
-            at = At(x.shape[:-1], rows, first_step, sequences.counts)
-            for direction in range(directions):
-                k = layer * directions + direction
-                draws = self._draws(noise, layer, direction, key)
-                runs[suffixes[k]] = self._build_run(
-                    x,
-                    [state[k] for state in begins],
-                    suffixes[k],
-                    self._give_masks(draws, x, layer, at, dtype, noise),
-                    rows,
-                    first_step,
-                    dtype,
-                    lengths=sequences.lengths,
-                    resets=sequences.resets,
-                    reset_to=()
-                    if sequences.resets is None
-                    else tuple(state[k] for state in initial),
-                    reverse=direction == 1,
-                    return_states=return_states and layer == self.num_layers - 1,
-                    counts=sequences.counts,
-                )
-            all_runs |= runs
-            for y, final, states, _ in self._run(runs):
-                outputs.append(y)
-                ends.append(final)
-                if states:
-                    every.append(states)
-            if layer > 0:
-                outputs = self._over_depth(below, outputs, layer, at, noise, key)
-            x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
-
-        form = self.training, hx is None
-        usual = plain and sequences.batched and sequences.counts is None
-        if usual and has_features(sequences.x) and form not in self._prepared:
-            between = self.training and self.dropout > 0 and self.num_layers > 1
-            self._prepared[form] = prepare(self, all_runs, 1 + self.bidirectional, between)
-        final_states = _stacked(ends)
-        if not sequences.batched:
-            final_states = [state.squeeze(1) for state in final_states]
-        elif sequences.back is not None:
-            final_states = [state.index_select(1, sequences.back) for state in final_states]
-        state = self._state(final_states)
-        seen = [sequences.outputs(torch.cat(each, dim=-1)) for each in zip(*every)]
-        return sequences.outputs(x), state, seen
+    def _runs(self, call: Call, layer: int, x: Tensor, at: At) -> dict[str, Run]:
+        """Return the runs of one layer, one for each direction, by suffix."""
+        runs, directions = {}, 2 if self.bidirectional else 1
+        suffixes, resets = list(self._weight_table), call.sequences.resets
+        for direction in range(directions):
+            k = layer * directions + direction
+            draws = self._draws(call.noise, layer, direction, call.key)
+            runs[suffixes[k]] = self._build_run(
+                x,
+                [state[k] for state in call.begins],
+                suffixes[k],
+                self._give_masks(draws, x, layer, at, call.dtype, call.noise),
+                call.rows,
+                call.first_step,
+                call.dtype,
+                lengths=call.sequences.lengths,
+                resets=resets,
+                reset_to=() if resets is None else tuple(state[k] for state in call.initial),
+                reverse=direction == 1,
+                return_states=call.return_states and layer == self.num_layers - 1,
+                counts=call.sequences.counts,
+            )
+        return runs
 
     def _repeat(
         self, input: Any, hx: Any, seed: int | Tensor | None, first_step: int, *others: Any
