@@ -2,7 +2,9 @@
 say what they do not.
 """
 
+import copy
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -330,3 +332,24 @@ def test_gradients_of_single_examples(name):
     for b in range(B):
         want = torch.autograd.grad(loss(parameters, x[:, b], ids[b]), list(parameters.values()))
         close([got[key][b] for key in parameters], list(want))
+
+
+# --- sizes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", (*LAYERS, *CELLS))
+def test_sizes_are_fixed_at_construction(name):
+    """A layer with another size than its weights have would read out of bounds."""
+    module = getattr(zo, name)(I, H)
+    x = torch.randn(T, B, I)[0] if name in CELLS else torch.randn(T, B, I)
+    want = flat(module(x))
+    sizes = {"input_size": I + 1, "hidden_size": 2 * H}
+    if name in LAYERS:
+        sizes |= {"num_layers": 2, "bidirectional": True, "proj_size": 2}
+    for attribute, value in sizes.items():
+        old = getattr(module, attribute)
+        with pytest.raises(AttributeError, match=rf"^{attribute}: expected {old}, .* try a new"):
+            setattr(module, attribute, value)
+        setattr(module, attribute, old)  # as a subclass does after its base's constructor
+    for again in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        close(flat(again(x)), want)

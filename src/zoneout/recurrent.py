@@ -40,6 +40,8 @@ WEIGHTS = {  # the fields of `ops.Weights`, and the names of the parameters with
 # Streams of noise that is applied before the loop over time.
 PRODUCTS = ("fast_input", "fast_hidden", *UNTIED)  # those that change the products of a run
 OUTSIDE = ("input", "weight", "weight_noise", *PRODUCTS)
+# Attributes that are fixed as soon as the weights exist: the loops would read out of bounds.
+SIZES = ("input_size", "hidden_size", "proj_size", "num_layers", "bidirectional")
 NORMS = ("norm_ih", "norm_hh", "norm_cell", "norm_cell_shift")  # three scales and one shift
 
 
@@ -77,6 +79,15 @@ class RecurrentModule(NoisyModule):
     def initial_names(self) -> list[str]:
         """Return the names of the learned initial states."""
         return [f"{state}0" for state in self.definition.states]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; raise if it is a size that the weights have already."""
+        if name in SIZES and "_weight_table" in self.__dict__ and value != getattr(self, name):
+            raise AttributeError(
+                f"{name}: expected {getattr(self, name)!r}, since the weights have their shapes, "
+                f"got {value!r}; try a new {type(self).__name__}"
+            )
+        super().__setattr__(name, value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
