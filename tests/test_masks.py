@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zoneout as zo
-from zoneout.draws import Draw, draw_masks
+from zoneout.draws import Draw, draw_bits, draw_masks
 from zoneout.ops.cpu import native
-from zoneout.ops.cpu.masks import masks_of
-from zoneout.streams import Rule
+from zoneout.ops.cpu.masks import bits_of, masks_of
+from zoneout.streams import Rule, plane
 
 KINDS = ("unit", "shared", "step", "sequence", "static")
 # the design's table; layer, direction and seed are always seen (a static mask brings its own seed)
@@ -436,3 +436,16 @@ def test_the_last_example_of_all():
         for ids in (2**32 - 1, [2**32 - 1])
     ]
     assert torch.equal(last[0]["hidden"], last[1]["hidden"])
+
+
+@pytest.mark.parametrize("draw_them", [draw_bits, bits_of], ids=["torch calls", "C"])
+@pytest.mark.parametrize("stream", ["cell", "hidden", "update"])
+def test_bits_that_a_loop_compares(stream, draw_them):
+    """A system's loop compares its rates with the bits of another stream, or with more than 16."""
+    rate = torch.tensor(0.5, dtype=torch.float64)
+    rule = Rule(stream, "previous" if stream != "update" else "zero", "unit", "expectation")
+    draw = Draw(rule, rate, torch.tensor(2**40 + 7), plane(stream, 1, 0))
+    steps, examples = torch.arange(2, 7), torch.tensor([3, 0, 8])
+    found = draw_them(draw, steps, examples, 9)
+    want = philox_numpy.bits(stream, "unit", 2**40 + 7, range(2, 7), [3, 0, 8], 9, layer=1)
+    assert found.tolist() == want.tolist()
