@@ -78,13 +78,13 @@ def cfc(x, r, h):
     return (sigma(-f) * np.tanh(g) + (1 - sigma(-f)) * np.tanh(n),)
 
 
-def slstm(x, r, h, c, n, m):
+def slstm(x, r, h, c, n, m, drop=False):
     i, f, z, o = (a + b for a, b in zip(x, r))
     log_f = np.log(sigma(f))
-    new_m = np.where(n == 0, i, np.maximum(log_f + m, i))
+    new_m = np.where(drop, 0, np.where(n == 0, i, np.maximum(log_f + m, i)))
     keep, put = np.exp(log_f + m - new_m), np.exp(i - new_m)
-    new_c, new_n = keep * c + put * np.tanh(z), keep * n + put
-    return sigma(o) * new_c / new_n, new_c, new_n, new_m
+    new_c, new_n = (np.where(drop, 0, v) for v in (keep * c + put * np.tanh(z), keep * n + put))
+    return sigma(o) * new_c / np.where(new_n == 0, 1, new_n), new_c, new_n, new_m
 
 
 def mgu(x, r, h, u_f, u_n):
@@ -342,6 +342,28 @@ def test_the_stabiliser():
         y, _ = layer(torch.randn(STEPS, BATCH, INPUT))
         y.sum().backward()
         assert y.isfinite().all() and layer.weight_ih_l0.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("mask", ["unit", "sequence"])
+def test_dropped_normaliser(mask, backend):
+    """Dropout of an sLSTM's c, n and m divides zero by zero, in outputs or in gradients."""
+    noise = zo.StateDropout(cell=0.4, mask=mask, at_eval="sample")
+    layer = zo.Recurrent(
+        cells.slstm, INPUT, HIDDEN, noise=noise, backend=backend, dtype=torch.float64
+    )
+    w, u, b, b_u = (p.detach().numpy() for p in layer.parameters())
+    x = torch.randn(STEPS, BATCH, INPUT, dtype=torch.float64, requires_grad=True)
+    masks = zo.masks(noise, 3, STEPS, BATCH, HIDDEN, cell=cells.slstm)["c"].numpy()
+    y, _ = layer(x, seed=3)
+    y.sum().backward()
+    states = [np.zeros((BATCH, HIDDEN))] * 4
+    for t in range(STEPS):
+        x_t = gates_of(x[t].detach().numpy(), w, b, 4, 1)
+        states = slstm(x_t, gates_of(states[0], u, b_u, 4, 4), *states, drop=masks[t])
+        np.testing.assert_allclose(y[t].detach().numpy(), states[0], rtol=1e-10, atol=1e-12)
+    assert all(v.grad.isfinite().all() for v in (x, *layer.parameters()))
+    assert torch.equal(layer.eval()(x, seed=3)[0], y)
 
 
 def test_another_number_of_heads():

@@ -129,6 +129,7 @@ def slstm(x, r, h, c, n, m):
 
     Beck et al., "xLSTM: Extended Long Short-Term Memory", 2024 (forget gate σ, 4 heads;
     `with_heads` changes their number). As in the authors' code, m = i where n is still zero.
+    Where n is dropped, h is zero.
     """
     i, f, z, o = (a + b for a, b in zip(x, r))
     kept = m - F.softplus(-f)  # log σ(f) + m
@@ -136,7 +137,7 @@ def slstm(x, r, h, c, n, m):
     f, i = (kept - m).exp(), (i - m).exp()
     c = candidate("c", f * c + i * z.tanh())
     n = candidate("n", f * n + i)
-    return o.sigmoid() * c / n, c, n, m
+    return o.sigmoid() * c / torch.where(n == 0, 1.0, n), c, n, m
 
 
 @cell(gates=2, recurrence="none", bounded=True, checked=False)
