@@ -27,6 +27,9 @@ GROUPS = {  # the design's streams: the group, and which half of the word
     "fast_hidden": (4097, "low"),
     "untied_input": (4098, "low"),
     "untied_hidden": (4098, "high"),
+    "wrapped4": (10, "high"),  # the fifth state of a ZoneoutCell
+    "wrapped5": (10, "low"),
+    "wrapped6": (11, "high"),
 }
 UNSEEN = {  # the coordinates that each kind of mask does not see
     "unit": (),

@@ -462,6 +462,11 @@ def test_cell(backend, kind, method):
     assert_reads(torch.stack(read_grad), mask)
 
 
+@zo.cell(gates=1, states=("h", "c", "n", "m"), checked=False)
+def four_states(x, r, h, c, n, m):
+    return x[0] + r[0], c + x[0], n + x[0], m + x[0]
+
+
 class Wires(nn.Module):
     """Somebody's own cell: each of its states becomes the input."""
 
@@ -472,12 +477,10 @@ class Wires(nn.Module):
 @pytest.mark.parametrize(
     "examples", [None, 3, [9, 2, 2**32 - 1, 0, 4]], ids=["rows", "offset", "ids"]
 )
-@pytest.mark.parametrize("states", [1, 2, 5])
+@pytest.mark.parametrize("states", [1, 2, 3, 7])
 def test_zoneout_cell(states, examples):
-    """If this fails, a wrapped cell draws other masks than ours: hidden for its first state,
-    then cell.
-    """
-    rates = [0.4, 0.6, 0.5, 0.4, 0.6][:states]
+    """If this fails, a wrapped cell draws other masks than a `RecurrentCell` of the same states."""
+    rates = [0.4, 0.6, 0.5, 0.4, 0.6, 0.5, 0.3][:states]
     wrapped = zo.ZoneoutCell(Wires(), rates[0] if states == 1 else rates, layer=2)
     read: list[list[torch.Tensor]] = [[] for _ in rates]
     for t, x in enumerate(inputs(REFERENCE, STEPS, BATCH, UNITS)):
@@ -489,15 +492,15 @@ def test_zoneout_cell(states, examples):
             assert torch.equal(new == 0, to_new == 0) and torch.equal(new == 0, to_old == 1)
             read[k].append(new == 0)
     masks = [torch.stack(mask) for mask in read]
-    noise = zo.Zoneout(hidden=rates[0], cell=rates[1] if states > 1 else 0.0)
+    noise = zo.Zoneout(states=dict(zip("hcnm", rates)))
     given = torch.tensor(examples) if isinstance(examples, list) else examples
-    ours = zo.masks(noise, SEED, STEPS, BATCH, UNITS, layer=2, examples=given)
-    for mask, stream in zip(masks, ("hidden", "cell"), strict=False):
-        assert_reads(mask, ours[stream])
-    for k, mask in enumerate(
-        masks
-    ):  # every state has bits of its own: of two masks neither holds the other
-        assert all((mask & ~other).any() and (other & ~mask).any() for other in masks[:k])
+    place: dict[str, Any] = dict(examples=given, layer=2, cell=four_states)
+    for mask, ours in zip(masks, zo.masks(noise, SEED, STEPS, BATCH, UNITS, **place).values()):
+        assert_reads(mask, ours)
+    rows = examples if isinstance(examples, list) else range(examples or 0, (examples or 0) + BATCH)
+    for k in range(4, states):
+        last = numpy_mask(f"wrapped{k}", "unit", rates[k], SEED, range(STEPS), rows, UNITS, layer=2)
+        assert_reads(masks[k], torch.from_numpy(last))
 
 
 @pytest.mark.parametrize("kind", LAYERS)

@@ -64,7 +64,8 @@ class OutputFirst(nn.Module):
 
     Tacotron-2 in TensorFlow, OpenSeq2Seq and Haste's `ZoneoutWrapper` return h before zoneout and
     carry h after zoneout to the next step. Here the state is (output, h, …), and `ZoneoutCell` gets
-    one rate for each: 0 for the output.
+    one rate for each: 0 for the output. So h is the second state and c the third, and their masks
+    are not those of an `LSTMCell` with the same seed.
 
     Args:
         cell: a module `(x, state) -> state` whose state is a tuple, such as `nn.LSTMCell`.

@@ -16,9 +16,9 @@ from .ops import masks_of
 from .overrides import overriding
 from .philox import as_seed, fresh_seed
 from .rates import check_rate, rate_of_layer
-from .streams import STREAMS, Rule, plane
+from .streams import STATE_STREAMS, STREAMS, Rule, plane
 
-# The third and later states of a wrapped cell draw from groups above this one, two per group.
+# The fifth and later states of a wrapped cell draw from groups 10, 11, …: this + index // 2.
 _MORE_STATES = 8
 
 
@@ -89,7 +89,8 @@ class ZoneoutCell(Settable):
     The state is a tensor or a tuple of tensors. Each is [units] or [B, …], where all values of an
     example are its units. As in an `LSTMCell`, the first state counts as the hidden state and the
     second as the cell state. Around an `nn.LSTMCell`, the wrapper draws the same masks as
-    `zoneout.LSTMCell`.
+    `zoneout.LSTMCell`. Around a cell of up to four states, without groups, they are those of a
+    `RecurrentCell` with the same states.
 
     Args:
         cell: the module to wrap.
@@ -225,8 +226,9 @@ class ZoneoutCell(Settable):
         self, k: int, rate: Tensor, key: Tensor, steps: Tensor, rows: Tensor, units: int
     ) -> Tensor:
         """Return the mask of the state with index `k`."""
-        stream = ("hidden", "cell")[k % 2]
-        more = 0 if k < 2 else 65536 * (_MORE_STATES + k // 2)
+        named = k < len(STATE_STREAMS)
+        stream = STATE_STREAMS[k if named else k % 2]
+        more = 0 if named else 65536 * (_MORE_STATES + k // 2)
         return _mask(stream, plane(stream, self.layer, 0) + more, rate, key, steps, rows, units)
 
 
@@ -273,5 +275,5 @@ def _as_tuple(state: Any, name: str) -> tuple[Tensor, ...]:
     return tuple(states)
 
 
-# Groups from 9 on are those of further states here; streams of products have those from 4096 on.
+# Groups from 10 on are those of further states here; streams of products have those from 4096 on.
 assert all(s.group <= _MORE_STATES or s.group >= 4096 for s in STREAMS.values())
