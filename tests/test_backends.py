@@ -339,6 +339,29 @@ def test_half_types(loop, name, dtype):
         assert (got[key] - p.grad).norm() <= TOLERANCES[dtype] * p.grad.norm(), key
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("call", ["whole", "all", "packed"])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("name", ["lstm", "gru"])
+def test_half_types_of_the_reference(name, norm, call, dtype):
+    """The reference rounds inside a step, or returns a value of a step in another type."""
+    torch.manual_seed(0)
+    half = LAYERS[name](
+        INPUT, 8, noise=zo.Zoneout(**STATES[name]), norm=NORMS[norm], backend="reference"
+    ).to(dtype)
+    x, states = torch.randn(STEPS, BATCH, INPUT).to(dtype), torch.randn(2, 1, BATCH, 8).to(dtype)
+    found = []
+    for layer, kind in ((half, dtype), (copy.deepcopy(half).float(), torch.float32)):
+        hx = tuple(states.to(kind))
+        found.append(everything(layer, x.to(kind), hx if name == "lstm" else hx[0], CALLS[call]))
+    for (key, value), exact in zip(found[0].items(), found[1].values()):
+        assert value.dtype == dtype, key
+        if key.split()[0] in ("y", "end", "cells"):
+            assert torch.equal(value, exact.to(dtype)), key
+        else:  # everything's loss and the statistics are rounded themselves
+            assert (value - exact).norm() <= 2 * torch.finfo(dtype).eps * exact.norm(), key
+
+
 @pytest.mark.parametrize("call", ["whole", "all", "packed"])
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("name", LAYERS)

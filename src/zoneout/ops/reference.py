@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +16,30 @@ from ..draws import Draw, draw_all, stream_units
 from ..norm import Moments, StepNorm, moments, normalise
 from .run import Result, Run, kind_of
 
+_HALF = (torch.float16, torch.bfloat16)
+
 
 def run(r: Run) -> Result:
+    """Run one pass over time; half types are computed in float32, as in the fused loops."""
+    dtype = r.h0.dtype
+    if dtype not in _HALF:
+        return _run(r)
+    done = _run(_widened(r))
+    final, states = (tuple(v.to(dtype) for v in group) for group in (done.final, done.states))
+    return done._replace(y=done.y.to(dtype), final=final, states=states)
+
+
+def _widened(value: Any) -> Any:
+    """Return a tensor of a half type in float32; a tuple with all of its tensors so."""
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in _HALF else value
+    if not isinstance(value, tuple):
+        return value
+    items = [_widened(v) for v in value]
+    return value._make(items) if hasattr(value, "_make") else tuple(items)
+
+
+def _run(r: Run) -> Result:
     """Run one pass over time.
 
     The loop always runs forwards: a reversed sequence is reversed before the loop.

@@ -14,7 +14,6 @@ from torch import Tensor
 from .. import reference
 from ..run import Result, Run
 from ..sequence.packing import packed, packing_of, padded
-from ..sequence.prepare import all_wide
 from .flat import Settings, unflatten
 
 
@@ -28,8 +27,7 @@ def gradients_with_graph(
     """Return the gradients of a run's tensors from those of its outputs; None if not needed."""
     # Aliases: a gradient must not contain paths through the history of another tensor.
     own = [v.view_as(v) if need else v for v, need in zip(tensors, needed, strict=True)]
-    floats = [v if v.dtype == torch.int64 else all_wide((v,))[0] for v in own]
-    done = _by_reference(unflatten(settings, floats, constants))
+    done = _by_reference(unflatten(settings, own, constants))
     outputs = done.y, *done.final, *done.states
     pairs = [(y, dy) for y, dy in zip(outputs, d) if dy is not None and y.requires_grad]
     wanted = [v for v, need in zip(own, needed) if need]
