@@ -633,6 +633,35 @@ def test_what_is_not_chosen_is_not_seen(rate, x, h, want):
     assert y.flatten().tolist() == [want, want]
 
 
+@zo.cell(gates=1, recurrence="none", checked=False)
+def passing(x, h):
+    return x[0]
+
+
+LARGEST = 3e38  # the difference of two such numbers of either sign is infinite
+ENDS = [(0.0, math.inf), (math.inf, 0.0), (math.inf, math.inf), (-math.inf, 1.0)]
+ENDS += [(LARGEST, -LARGEST), (-LARGEST, LARGEST)]
+
+
+def check_mixed_ends(rate: float, backend: str) -> None:
+    """Mix values of which no difference can be taken, as a layer does in evaluation."""
+    layer = zo.Recurrent(passing, 1, 1, bias=False, noise=zo.Zoneout(hidden=rate), backend=backend)
+    torch.nn.init.ones_(layer.weight_ih_l0)
+    new, old = torch.tensor(ENDS).t()[..., None]
+    y, _ = layer.eval()(new[None], old[None])
+    want = [(1 - rate) * a + rate * b for a, b in ENDS]
+    torch.testing.assert_close(y.flatten(), torch.tensor(want), rtol=1e-5, atol=1e-5 * LARGEST)
+    bare = zo.zoneout(new, old, rate, training=False)
+    torch.testing.assert_close(bare.flatten(), y.flatten(), rtol=1e-5, atol=1e-5 * LARGEST)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("rate", [0.3, 0.5, 0.7])
+def test_mixed_ends(rate, backend):
+    """The expectation of an infinite or a very large value is NaN or infinite."""
+    check_mixed_ends(rate, backend)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("name", LAYERS)

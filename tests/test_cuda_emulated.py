@@ -13,6 +13,7 @@ from test_backends import (
     NOISES,
     NORMS,
     RAGGED,
+    check_mixed_ends,
     check_rows_that_begin_alike,
     of_rows_that_begin_alike,
     outputs_of_rows_alike,
@@ -41,6 +42,13 @@ KERNELS = {
     "steps-layer-norm": (cuda.steps, "layer-norm"),
     "steps-batch-norm": (cuda.steps, "batch-norm"),
 }
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("rate", [0.3, 0.5])
+def test_mixed_ends(rate):
+    """The expectation of an infinite or a very large value is NaN or infinite on a GPU."""
+    check_mixed_ends(rate, "cpu")
 
 
 # Everything in both types for the LSTM; each call and each type once for the others, which share

@@ -451,6 +451,28 @@ def test_rates_of_zero_and_one_select():
         held_to_the_reference(case, finite=False)
 
 
+@needs_onnx
+def test_mixed_ends():
+    """The expectation of an infinite or a very large value is NaN or infinite."""
+    largest = 1.5e308
+    new = torch.tensor([[0.0], [math.inf], [math.inf], [largest]], dtype=torch.float64)
+    old = torch.tensor([[math.inf], [0.0], [math.inf], [-largest]], dtype=torch.float64)
+
+    @zo.cell(gates=1, recurrence="none")
+    def passing(x, h):
+        return x[0]
+
+    for rate in (0.25, 0.5):
+        rule = Rule("hidden", "previous", "unit", "")
+        draw = Draw(rule, torch.tensor(rate, dtype=torch.float64), None, 0)
+        weights = ops.Weights(torch.ones(1, 1, dtype=torch.float64), None, None, None, None)
+        run = ops.Run(passing, 1, new[None], (old,), weights, (draw,), torch.arange(4))
+        y, *_ = translated(run)
+        want = torch.tensor([math.inf] * 3 + [largest * (1 - 2 * rate)], dtype=torch.float64)
+        torch.testing.assert_close(y.flatten(), want)
+        held_to_the_reference(run, finite=False)
+
+
 # --- plain torch.onnx.export ----------------------------------------------------------------------
 
 

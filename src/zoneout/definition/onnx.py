@@ -178,7 +178,7 @@ def mix(op: Nodes, new: Any, old: Any, keep: Rate | None) -> Any:
     """Add `operations.mix` with a rate: it selects at 0 and 1, where a product would spread NaN."""
     if keep is None:
         return new
-    between = op("Add", new, op("Mul", keep.rate, op("Sub", old, new)))
+    between = op("Add", op("Mul", keep.rest, new), op("Mul", keep.rate, old))
     return op("Where", keep.is_zero, new, op("Where", keep.is_one, old, between))
 
 

@@ -45,11 +45,15 @@ class Operation:
 
 
 def mix(new: Tensor, old: Tensor, keep: Tensor) -> Tensor:
-    """Return `old` where `keep` is 1, `new` where it is 0, else new + keep · (old − new)."""
+    """Return `old` where `keep` is 1, `new` where it is 0, else (1 − keep) · new + keep · old.
+
+    The difference old − new is not taken: infinite or large values would make it NaN or infinite.
+    """
     if keep.dtype == torch.bool:
         return torch.where(keep, old, new)
-    fixed = keep.detach()
-    between = torch.lerp(new, old, fixed.to(new.dtype))
+    fixed, wide = keep.detach(), torch.promote_types(new.dtype, torch.float32)
+    share = fixed.to(wide)
+    between = torch.addcmul((1 - share) * new.to(wide), share, old.to(wide)).to(new.dtype)
     made = torch.where(fixed == 0, new, torch.where(fixed == 1, old, between))
     return _with_slope(made, keep, old - new) if _is_learned(keep) else made
 

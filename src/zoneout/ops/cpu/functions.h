@@ -119,7 +119,7 @@ INLINE double abs_double(double x) { return fabs(x); }
 #define MAXIMUM(a, b) ((a) > (b) || (a) != (a) ? (a) : (b))
 
 /* The noise rules. At 0 and 1 they select, so that a NaN does not reach a unit that keeps its value. */
-#define MIX(new, old, keep) ((keep) <= 0 ? (new) : (keep) >= 1 ? (old) : (new) + (keep) * ((old) - (new)))
+#define MIX(new, old, keep) ((keep) <= 0 ? (new) : (keep) >= 1 ? (old) : (1 - (keep)) * (new) + (keep) * (old))
 #define LESS(value, drop) ((drop) >= 1 ? 0 : (value) * (1 - (drop)))
 #define ALSO(value, old, share) ((share) <= 0 ? (value) : (value) + (share) * (old))
 #endif

@@ -1,7 +1,8 @@
 """One plain, small step on the CPU: torch's own cell, then zoneout.
 
 A call of torch's cell costs the host less than a pass of the C loop. A step with much work is
-faster in the C loop.
+faster in the C loop. A rate mixes by `torch.lerp`: two calls, as in `operations.mix`, would take a
+tenth longer. So infinite states, or their overflowing difference, may give NaN here.
 """
 
 from __future__ import annotations

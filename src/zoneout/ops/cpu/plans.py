@@ -191,7 +191,10 @@ class _Graph:
         return self.graph.add("add", own, self.graph.add("seen", value=name))
 
     def _noise(self, op: str, *args: int) -> int | None:
-        """Return the node of a noise rule: a choice by a mask, a mixture by a rate, or nothing."""
+        """Return the node of a noise rule: a choice by a mask, a mixture by a rate, or nothing.
+
+        A mixture is one call, `torch.lerp`, which is not `operations.mix` for infinite numbers.
+        """
         graph = self.graph
         *values, share = (self.places[arg] for arg in args)
         if share is None:

@@ -159,7 +159,7 @@ __device__ __forceinline__ float tanh_approx(float x) { return fmaf(logistic(x *
 #endif
 
 __device__ __forceinline__ float mix(float value, float old, float keep) {
-    return keep <= 0 ? value : keep >= 1 ? old : value + keep * (old - value);
+    return keep <= 0 ? value : keep >= 1 ? old : fmaf(keep, old, (1 - keep) * value);
 }
 __device__ __forceinline__ float drop_out(float value, float drop) { return drop >= 1 ? 0.0f : value * (1 - drop); }
 
