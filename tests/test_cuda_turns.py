@@ -7,12 +7,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import zoneout as zo
-from zoneout.ops.cuda.runtime import compiler
+from zoneout.ops.cuda.runtime import compiler, exclusive
 from zoneout.ops.cuda.runtime.exclusive import Turns
 
 
@@ -20,9 +22,9 @@ class Stream:
     """A stream that keeps what it is told."""
 
     def __init__(self, name):
-        self.name, self.told = name, []
+        self.name, self.told, self.cuda_stream = name, [], 0
 
-    def record_event(self, event):
+    def record_event(self, event=None):
         self.told.append("record")
         return f"{self.name}{len(self.told)}"
 
@@ -34,9 +36,10 @@ class Stream:
 def streams(monkeypatch):
     """Two streams, and a function that makes one of them the current one, capturing or not."""
 
-    def enter(stream, capturing=False):
+    def enter(stream, capture=0):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capture > 0)
+        monkeypatch.setattr(exclusive, "capture_of", lambda stream: capture)
 
     return Stream("a"), Stream("b"), enter
 
@@ -87,12 +90,41 @@ def test_what_is_captured_is_counted(streams):
     turns = Turns(0)
     enter(a)
     launch(turns, a)
-    enter(b, capturing=True)
+    enter(b, capture=7)
     launch(turns, b)
-    assert b.told == ["launch"] and turns.captured == 1
+    assert b.told == ["launch", "record"] and turns.captured == 1
     enter(a)
     launch(turns, a)
     assert a.told == ["launch", "record"] * 2
+
+
+def test_loops_of_one_capture_are_in_order(streams):
+    """A replayed graph has two loops on the chip at once, from two streams of its capture."""
+    a, b, enter = streams
+    turns = Turns(0)
+    for stream, capture in ((a, 7), (a, 7), (b, 7), (a, 7), (b, 8), (a, 9), (b, 9)):
+        enter(stream, capture)
+        launch(turns, stream)
+    both = ["launch", "record"]
+    assert a.told == [*both, *both, "wait b3", *both, *both]
+    assert b.told == ["wait a4", *both, *both, "wait a9", *both]
+
+
+def test_a_kernel_is_loaded_during_a_capture(monkeypatch):
+    """The first kernel of a kind ends the capture that it is launched in."""
+    called = []
+    driver = SimpleNamespace(
+        cuThreadExchangeStreamCaptureMode=lambda mode: called.append(mode._obj.value) or 0,
+        cuModuleLoadData=lambda *given: called.append("load") or 0,
+        cuModuleGetFunction=lambda *given: 0,
+    )
+    monkeypatch.setattr(compiler, "driver", lambda: driver)
+    monkeypatch.setattr(compiler, "machine_code", lambda *given: b"")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    compiler.load.__wrapped__(0, "steps.cu", ("forward",), ())
+    assert called == [2, "load", 2]
 
 
 @pytest.mark.gpu

@@ -44,6 +44,7 @@ ARCHITECTURE_SPECIFIC = ("warpgroup.cu",)
 _MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _LARGE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 _CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 def add_source(path: Path) -> str:
@@ -236,6 +237,28 @@ def _pointers(count: int) -> Any:
     return ctypes.c_void_p * count
 
 
+def capture_of(stream: int) -> int:
+    """Return the number of the capture that a stream is part of; 0 if the driver does not say."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    ask = getattr(driver(), "cuStreamGetCaptureInfo_v2", None)
+    if ask is None:
+        return 0
+    at = ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number)
+    check(ask(*at, None, None, None))
+    return number.value
+
+
+@contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Allow driver calls that would end a capture of the current stream, such as a first load."""
+    mode = ctypes.c_int(_RELAXED)
+    check(driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+    try:
+        yield
+    finally:
+        check(driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+
+
 @cache
 def load(
     device: int,
@@ -252,7 +275,8 @@ def load(
     module = ctypes.c_void_p()
     with torch.cuda.device(device):
         torch.cuda.current_stream()
-        check(driver().cuModuleLoadData(ctypes.byref(module), image))
+        with relaxed_capture():
+            check(driver().cuModuleLoadData(ctypes.byref(module), image))
         kernels = []
         for name in names:
             function = ctypes.c_void_p()

@@ -11,8 +11,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
+
+from .compiler import capture_of
+
+
+class Latest(NamedTuple):
+    """The latest loop: its stream, and the event at its end."""
+
+    stream: torch.cuda.Stream
+    ended: torch.cuda.Event
 
 
 class Turns:
@@ -22,31 +32,38 @@ class Turns:
         self.device = device
         self.captured = 0  # loops captured in a graph: they run when the graph is replayed
         self._lock = threading.Lock()
-        # The stream of the latest loop, and the event at its end.
-        self._latest: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
+        self._latest: Latest | None = None
+        self._captures: dict[int, Latest] = {}  # the same inside the latest capture, by its number
 
     @contextmanager
     def take(self) -> Iterator[None]:
         """Order the launch inside the `with` block after all earlier ones on this GPU.
 
         The launch is of a loop, or of a graph that contains one, on the current stream. During
-        capture a loop is only counted, because it has no position in time yet. The code that
-        replays the graph must take a turn.
+        capture a loop has no position in time yet: it is counted, and ordered after the other loops
+        of that capture. The code that replays the graph must take a turn.
         """
         with self._lock:
+            stream = torch.cuda.current_stream(self.device)
             if torch.cuda.is_current_stream_capturing():
                 self.captured += 1
+                number = capture_of(stream.cuda_stream)
+                latest = self._captures.get(number) if number else None
+                if latest is not None and latest.stream != stream:
+                    stream.wait_event(latest.ended)
                 yield
+                # Another capture has no use for the events of this one.
+                self._captures = {number: Latest(stream, stream.record_event())} if number else {}
                 return
-            stream = torch.cuda.current_stream(self.device)
-            before, ended = self._latest or (stream, None)
-            if ended is not None and before != stream:
-                stream.wait_event(ended)
+            latest = self._latest
+            if latest is not None and latest.stream != stream:
+                stream.wait_event(latest.ended)
             try:
                 yield
             # Record now, not at the next turn: by then the stream may be capturing or destroyed.
             finally:
-                self._latest = stream, stream.record_event(ended)
+                ended = stream.record_event(None if latest is None else latest.ended)
+                self._latest = Latest(stream, ended)
 
 
 _turns: dict[int, Turns] = {}

@@ -14,11 +14,10 @@ from typing import NamedTuple
 
 import torch
 
-from .compiler import check, driver
+from .compiler import check, driver, relaxed_capture
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the default stream
 _UNTIMED = 2  # CU_EVENT_DISABLE_TIMING
-_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class SideStream(NamedTuple):
@@ -60,14 +59,8 @@ def _event(device: int, current: int | None, k: int) -> ctypes.c_void_p:
 
 
 def _create(function: str, flags: int) -> ctypes.c_void_p:
-    """Create a stream or event with a driver function.
-
-    Without relaxed capture mode the call would end a capture of the current stream.
-    """
-    created, mode = ctypes.c_void_p(), ctypes.c_int(_RELAXED)
-    check(driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
-    try:
+    """Create a stream or event with a driver function."""
+    created = ctypes.c_void_p()
+    with relaxed_capture():
         check(getattr(driver(), function)(ctypes.byref(created), flags))
-    finally:
-        check(driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
     return created
