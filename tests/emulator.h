@@ -189,11 +189,14 @@ static UNSEEN int run(int across, int down, int x, int y, int size, int together
     const int threads = x * y, warps = (threads + 31) / 32;
     sanitizer_of_scheduler = __tsan_get_current_fiber();
     std::list<Group> groups; /* ThreadSanitizer must not see that memory is used again */
+    std::unique_ptr<char[]> stacks;
     for (int first = 0; first < across * down; first += together) {
         if (!RACES) groups.clear();
         Group &group = groups.emplace_back();
+        if (!RACES) group.stacks.swap(stacks);
         group.all.resize(together), group.warps.resize(together * warps), group.fibers.resize(together * threads);
-        group.clusters.resize(together / side), group.stacks.reset(new char[(size_t)STACK * together * threads]);
+        group.clusters.resize(together / side);
+        if (!group.stacks) group.stacks.reset(new char[(size_t)STACK * together * threads]);
         blocks = &group.all;
         for (int b = 0; b < together; b++) {
             Block &block = group.all[b];
@@ -235,6 +238,7 @@ static UNSEEN int run(int across, int down, int x, int y, int size, int together
         }
         for (Fiber &f : group.fibers) __tsan_destroy_fiber(f.for_sanitizer);
         if (variables_in_shared) __tsan_acquire(&finished);
+        if (!RACES) stacks.swap(group.stacks);
     }
     __tsan_acquire(&finished);
     return misaligned ? 2 : outside ? 3 : 0;

@@ -39,6 +39,7 @@ def tf32(request, poisoned):
 def path(request, tf32, monkeypatch):
     """Loops run in one path alone, all of whose products are in half precision."""
     monkeypatch.setattr(cuda, "PATHS", (request.param,))
+    monkeypatch.setattr(cuda.persistent, "FEWEST_STEPS", 1)
     made, load = [], request.param.load
 
     def and_keep(device, source, names, defines, step=""):

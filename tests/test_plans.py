@@ -512,8 +512,10 @@ def step_results(cell, k: int, x=None):
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["exact", "bf16"])
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, (torch.float32, torch.bfloat16)[k % 2]) for k, name in enumerate(CELLS)],
+)
 def test_single_steps_of_kernels(name, dtype, monkeypatch):
     """A plan of products and kernels has an address of an earlier call, or another step's masks."""
     monkeypatch.setattr(cuda, "PATHS", (cuda.persistent, cuda.steps))

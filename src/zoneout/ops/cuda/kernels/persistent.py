@@ -26,6 +26,7 @@ from ..runtime.arguments import (
 )
 from ..runtime.compiler import Kernel, Ready, chip, load, tf32
 
+FEWEST_STEPS = 2  # a single step has nothing to exchange: a product and a kernel are less work
 WARPS = 8
 THREADS = 32 * WARPS
 UNITS = (8, 12, 16, 24, 32)  # possible numbers of units in a block
@@ -223,8 +224,8 @@ def plan_for(loop: Loop | Run, backward: bool, concurrent: int = 1) -> Plan | No
     `concurrent` is the number of loops that run at once.
     """
     w_hh = loop.recurrent_weight
-    if loop.norm is not None or loop.w_hr is not None or loop.steps == 1:
-        return None  # one step has nothing to exchange
+    if loop.norm is not None or loop.w_hr is not None or loop.steps < FEWEST_STEPS:
+        return None
     if w_hh.dtype == torch.float32 and not tf32():
         return None
     gpu = chip(w_hh.get_device())
