@@ -1,6 +1,5 @@
 /* What a kernel finds on a GPU, for the CPU: see emulator.py. */
 #include <algorithm>
-#include <list>
 #include <math.h>
 #include <memory>
 #include <setjmp.h>
@@ -100,7 +99,8 @@ struct Fiber {
     int lane, turns = 0, votes = 0, arrived = -1;
     bool begun = false, done = false;
     void *for_sanitizer;
-    std::vector<void *> flags; /* read since the last fence */
+    void *flags[32]; /* read since the last fence */
+    int flag_count = 0;
 };
 static Fiber *self;
 static jmp_buf scheduler;
@@ -178,7 +178,8 @@ struct Group {
     std::vector<Warp> warps;
     std::vector<Fiber> fibers;
     std::vector<Cluster> clusters;
-    std::unique_ptr<char[]> stacks; /* not touched before it is needed */
+    Group(int blocks, int warps, int threads, int side)
+        : all(blocks), warps(blocks * warps), fibers(blocks * threads), clusters(blocks / side) {}
 };
 
 template <class Body>
@@ -188,15 +189,12 @@ static UNSEEN int run(int across, int down, int x, int y, int size, int together
     gridDim = {across, down, 1}, blockDim = {x, y, 1}, misaligned = outside = false;
     const int threads = x * y, warps = (threads + 31) / 32;
     sanitizer_of_scheduler = __tsan_get_current_fiber();
-    std::list<Group> groups; /* ThreadSanitizer must not see that memory is used again */
-    std::unique_ptr<char[]> stacks;
+    std::unique_ptr<char[]> stacks; /* not touched before it is needed */
     for (int first = 0; first < across * down; first += together) {
-        if (!RACES) groups.clear();
-        Group &group = groups.emplace_back();
-        if (!RACES) group.stacks.swap(stacks);
-        group.all.resize(together), group.warps.resize(together * warps), group.fibers.resize(together * threads);
-        group.clusters.resize(together / side);
-        if (!group.stacks) group.stacks.reset(new char[(size_t)STACK * together * threads]);
+        std::unique_ptr<Group> owned(new Group(together, warps, threads, side));
+        Group &group = *owned;
+        if (RACES) owned.release(), stacks.release(); /* ThreadSanitizer must not see that memory is used again */
+        if (!stacks) stacks.reset(new char[(size_t)STACK * together * threads]);
         blocks = &group.all;
         for (int b = 0; b < together; b++) {
             Block &block = group.all[b];
@@ -211,7 +209,7 @@ static UNSEEN int run(int across, int down, int x, int y, int size, int together
                 f.warp->barrier.wanted++;
                 f.for_sanitizer = __tsan_create_fiber(0);
                 getcontext(&f.context);
-                f.context.uc_stack.ss_sp = group.stacks.get() + (size_t)STACK * (b * threads + t);
+                f.context.uc_stack.ss_sp = stacks.get() + (size_t)STACK * (b * threads + t);
                 f.context.uc_stack.ss_size = STACK, f.context.uc_link = nullptr;
                 makecontext(&f.context, begin, 0);
             }
@@ -238,7 +236,6 @@ static UNSEEN int run(int across, int down, int x, int y, int size, int together
         }
         for (Fiber &f : group.fibers) __tsan_destroy_fiber(f.for_sanitizer);
         if (variables_in_shared) __tsan_acquire(&finished);
-        if (!RACES) stacks.swap(group.stacks);
     }
     __tsan_acquire(&finished);
     return misaligned ? 2 : outside ? 3 : 0;
@@ -360,8 +357,11 @@ static void ld_global_u16(u32 &to, const void *from) { to = *(const u16 *)from; 
 static void ld_global_u32(u32 &to, const void *from) { to = *(const u32 *)from; }
 static void ld_global_v2_u32(u32 &x, u32 &y, const void *from) { x = ((const u32 *)from)[0], y = ((const u32 *)from)[1]; }
 static UNSEEN void remember_flag(void *flag) {
-    auto &flags = self->flags;
-    if (std::find(flags.begin(), flags.end(), flag) == flags.end()) flags.push_back(flag);
+    Fiber &f = *self;
+    for (int i = 0; i < f.flag_count; i++)
+        if (f.flags[i] == flag) return;
+    if (f.flag_count == 32) memmove(f.flags, f.flags + 1, 31 * sizeof(void *)), f.flag_count = 31;
+    f.flags[f.flag_count++] = flag;
 }
 static u32 relaxed_load(const void *from) { return __atomic_load_n((const u32 *)from, __ATOMIC_RELAXED); }
 static void relaxed_store(void *to, u32 v) { __atomic_store_n((u32 *)to, v, __ATOMIC_RELAXED); }
@@ -469,8 +469,8 @@ static UNSEEN void st_release_gpu_global_u32(void *to, u32 v) {
 }
 static void fence_proxy_async() {}
 static UNSEEN void fence_acq_rel_gpu() {
-    for (void *flag : self->flags) __tsan_acquire(flag);
-    self->flags.clear();
+    for (int i = 0; i < self->flag_count; i++) __tsan_acquire(self->flags[i]);
+    self->flag_count = 0;
 }
 static void setmaxnreg_dec_sync_aligned_u32(int) {}
 static void setmaxnreg_inc_sync_aligned_u32(int) {}
