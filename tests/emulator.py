@@ -37,7 +37,7 @@ from zoneout.ops.sequence import packing, passes, products
 KERNELS = ("batch", "small", "persistent", "warpgroup", "steps", "cell_steps", "diagonal")
 HEADER = Path(__file__).with_name("emulator.h")
 # Without the checks of jumps, which take one to another stack for a mistake.
-OPTIONS = ["-std=c++17", "-O1", "-w", "-fPIC", "-fno-exceptions"]
+OPTIONS = ["-std=c++17", "-Og", "-w", "-fPIC", "-fno-exceptions"]
 OPTIONS += ["-fsanitize=alignment,bounds", "-U_FORTIFY_SOURCE"]
 RACES = os.environ.get("ZONEOUT_RACES") == "1"  # in a process that has loaded ThreadSanitizer
 if RACES:
