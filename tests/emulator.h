@@ -201,7 +201,7 @@ static UNSEEN int run(int across, int down, int x, int y, int size, int together
             block.cluster = &group.clusters[b / side];
             block.cluster->first = b / side * side, block.cluster->barrier.wanted = side * threads;
             block.barrier.wanted = threads;
-            block.shared.assign(size + 16, (char)0xFF); /* not a number, until somebody writes */
+            block.shared.assign(size + 16, (char)0xFF); /* not a number before it is written */
             for (int t = 0; t < threads; t++) {
                 Fiber &f = group.fibers[b * threads + t];
                 f.thread = {t % x, t / x, 0}, f.block = {(first + b) % across, (first + b) / across, 0};

@@ -51,8 +51,8 @@ def test_mixed_ends(rate):
     check_mixed_ends(rate, "cpu")
 
 
-# All that a call may have in both types for the LSTM; each call and each type once for the others, which share
-# most of its code, and one for ReLU, which differs from tanh in one function.
+# What a call may have, together, in both types for the LSTM. Each call and each type once for the
+# others, which share most of its code, and one for ReLU, which differs from tanh in one function.
 CASES = [
     (name, call, noise, kind)
     for name in LAYERS

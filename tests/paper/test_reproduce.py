@@ -392,7 +392,7 @@ def test_an_error_ends_its_row_only(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """One row ends the command, and the GPU is idle; or nobody is told which, and why."""
+    """One row ends the command, and the GPU is idle; or the command does not say which row."""
     said: list[str] = []
     monkeypatch.setattr(module, "several", module.together)
     options: dict[str, Any] = {"parallel": parallel, "say": said.append}

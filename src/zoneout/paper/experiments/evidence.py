@@ -76,7 +76,7 @@ class Scores:
     """Which scores of two rows are compared."""
 
     parts: tuple[str, ...] = PARTS
-    within: int | None = None  # the best validation of so many epochs, not of the whole run
+    within: int | None = None  # the best validation of the first epochs; None: of the whole run
 
     @property
     def words(self) -> str:
@@ -119,7 +119,7 @@ class Book:
         return [r.name for r in RECIPES.values() if r.task == task and self.records[r.name][1:]]
 
     def scores(self, recipe: str, part: str, within: int | None = None) -> list[float]:
-        """Return the scores of a recipe's seeds, or the best validation of so many epochs."""
+        """Return the scores of a recipe's seeds, or the best validation `within` as many epochs."""
         own = self.records[recipe]
         return [best_within(r, within) if within else r[part] for r in own]
 
