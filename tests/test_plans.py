@@ -489,7 +489,7 @@ CELLS = {  # which the kernels run one step at a time
 }
 
 
-def step_results(cell, k: int, x=None):
+def step_results(cell, k: int):
     """Return the states after step `k` and all gradients, and the states in evaluation."""
     size, dtype = cell.hidden_size, cell.weight_ih.dtype
     shape = torch.Generator().manual_seed(k)
@@ -511,6 +511,18 @@ def step_results(cell, k: int, x=None):
     return [*new, *grads, *(again if many > 1 else [again])]
 
 
+def check_steps(cell, theirs, tolerance):
+    """Steps by plans have the bits of the general code, and are near the reference."""
+    by_plan = [step_results(cell, k) for k in range(4)]
+    assert len(plan.plans()) == 3, len(plan.plans())  # forward, backward, evaluation
+    assert all(one.run for one in plan.plans()), [one.text for one in plan.plans()]
+    for k, found in enumerate(by_plan):
+        plan.forget()
+        assert all(map(torch.equal, found, step_results(cell, k)))
+        for ours, true in zip(found, step_results(theirs, k)):
+            assert (ours.double() - true).norm() <= tolerance * true.norm().clamp(min=1)
+
+
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
     ("name", "dtype"),
@@ -523,15 +535,7 @@ def test_single_steps_of_kernels(name, dtype, monkeypatch):
     cell = CELLS[name](dtype=dtype, backend="cpu")
     theirs = CELLS[name](dtype=torch.float64, backend="reference")
     theirs.load_state_dict({key: v.double() for key, v in cell.state_dict().items()})
-    by_plan = [step_results(cell, k) for k in range(4)]
-    assert len(plan.plans()) == 3, len(plan.plans())  # forward, backward, evaluation
-    assert all(one.run for one in plan.plans()), [one.text for one in plan.plans()]
-    for k, found in enumerate(by_plan):
-        plan.forget()
-        assert all(map(torch.equal, found, step_results(cell, k)))
-        for ours, true in zip(found, step_results(theirs, k)):
-            close = 1e-5 if dtype == torch.float32 else 2e-2
-            assert (ours.double() - true).norm() <= close * true.norm().clamp(min=1)
+    check_steps(cell, theirs, 1e-5 if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.usefixtures("emulated")
@@ -553,14 +557,7 @@ def test_single_steps_on_the_gpu(name, dtype, monkeypatch):
     cell = CELLS[name](dtype=dtype, device="cuda")
     theirs = CELLS[name](dtype=torch.float64, device="cuda", backend="reference")
     theirs.load_state_dict({key: v.double() for key, v in cell.state_dict().items()})
-    by_plan = [step_results(cell, k) for k in range(4)]
-    assert plan.plans() and all(one.run for one in plan.plans()), [p.text for p in plan.plans()]
-    for k, found in enumerate(by_plan):
-        plan.forget()
-        assert all(map(torch.equal, found, step_results(cell, k)))
-        for ours, true in zip(found, step_results(theirs, k)):
-            close = 1e-3 if dtype == torch.float32 else 2e-2
-            assert (ours.double() - true).norm() <= close * true.norm().clamp(min=1)
+    check_steps(cell, theirs, 1e-3 if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.gpu
