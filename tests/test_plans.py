@@ -479,6 +479,10 @@ CELLS = {  # which the kernels run one step at a time
         8, 12, noise=zo.VariationalDropout(hidden=0.3), norm="layer", **like
     ),
     "peephole": lambda **like: zo.RecurrentCell(zo.cells.peephole_lstm, 8, 12, **BOTH, **like),
+    "odd peephole": lambda **like: zo.RecurrentCell(zo.cells.peephole_lstm, 3, 5, **BOTH, **like),
+    "dropped peephole": lambda **like: zo.RecurrentCell(
+        zo.cells.peephole_lstm, 8, 12, noise=zo.VariationalDropout(hidden=0.3), **like
+    ),
     "heads": lambda **like: zo.RecurrentCell(
         zo.cells.slstm, 8, 16, noise=zo.Zoneout(hidden=0.1), **like
     ),
